@@ -1,0 +1,1 @@
+"""What treeshard costs, beside what others do. Every table is a command."""

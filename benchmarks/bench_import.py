@@ -1,0 +1,59 @@
+"""What `import treeshard` costs, beside `import jax`: python -m benchmarks.bench_import"""
+
+import compileall
+import importlib.util
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import treeshard
+from benchmarks._harness import Row, options, report
+
+PEERS = ["equinox", "scalax.sharding", "flax.nnx", "eformer.escale"]
+
+
+def seconds(module: str) -> float:
+    """What one import costs in a fresh interpreter, by its own clock."""
+    code = (
+        "import time; start = time.perf_counter();"
+        f"import {module}; print(time.perf_counter() - start)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+def backend_started() -> bool:
+    code = (
+        "import treeshard; from jax._src import xla_bridge;"
+        "print(xla_bridge.backends_are_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip() == "True"
+
+
+def main() -> None:
+    # As pip does when it installs: a checkout that was never imported has no bytecode yet.
+    compileall.compile_dir(str(Path(treeshard.__file__).parent), quiet=2)
+    peers = [name for name in PEERS if importlib.util.find_spec(name.split(".")[0])]
+    modules = ["jax", "treeshard", *peers]
+    times: dict[str, list[float]] = {name: [] for name in modules}
+    for round_ in range(options().rounds + 1):
+        for name in modules:
+            took = seconds(name)
+            if round_:  # the first round warms the disk
+                times[name].append(took)
+    ratio = {
+        name: statistics.median(t / j for t, j in zip(times[name], times["jax"], strict=True))
+        for name in modules
+    }
+    vs = ", ".join(f"{name} {ratio[name]:.2f}" for name in peers)
+    rows = [
+        Row("import treeshard, x import jax", ratio["treeshard"], "<= 1.06", vs),
+        Row("backends that it starts", float(backend_started()), "0"),
+    ]
+    report("What importing costs", rows, ("jax", "equinox", "flax", "scalax", "eformer"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Where optimizer state is put, by three ways of saying it, and what treeshard's costs.
+
+Each optimizer of optax gets a cell a way: "right" if every leaf of its state gets the spec
+that is written down for it by hand, "wrong" if some do not, "invalid" if a spec cannot be laid
+on its leaf, "error" if the way gives up. "Rules" are a list that places the parameters,
+searched for in the paths of the state, as EasyLM and its descendants do it.
+
+    python -m benchmarks.bench_optimizer_state [--json] [--rounds 15]
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks._harness import Row, options, ratios, report
+from benchmarks._optimizers import CASES, SPECS, Case, nested, structs
+from treeshard import leaf_paths, match_partition_rules
+from treeshard._optimizer_state import optimizer_state_specs
+
+MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+Way = Callable[[Any, Any, Any, Any], Any]  # (optimizer, state, params, specs) -> specs
+
+# ------------------------------------------------------------------ ways
+
+
+def treeshard(optimizer: Any, state: Any, params: Any, specs: Any) -> Any:
+    return optimizer_state_specs(state, params, specs)
+
+
+def tree_map_params(optimizer: Any, state: Any, params: Any, specs: Any) -> Any:
+    return optax.tree_map_params(
+        optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: P()
+    )
+
+
+def rules(optimizer: Any, state: Any, params: Any, specs: Any) -> Any:
+    longest_first = sorted(SPECS.items(), key=lambda item: -len(item[0]))
+    whole_keys = [(f"(^|/){path}$", spec) for path, spec in longest_first]
+    return match_partition_rules([*whole_keys, (".*", None)], state, strict=False, min_size=0)
+
+
+WAYS: dict[str, Way] = {
+    "treeshard": treeshard,
+    "optax.tree_map_params": tree_map_params,
+    "rules on the state": rules,
+}
+
+
+def verdict(way: Way, case: Case) -> str:
+    """What becomes of one optimizer's state."""
+    params, specs = structs(), nested(SPECS)
+    if isinstance(case.params, optax.LookaheadParams):
+        params, specs = case.params, optax.LookaheadParams(specs, specs)
+    state, expected = case.state(), case.expected()
+    try:
+        found = way(case.make(), state, params, specs)
+        leaves = zip(leaf_paths(state), jax.tree.leaves(state), jax.tree.leaves(found), strict=True)
+        rows = [(path, leaf.shape, spec) for path, leaf, spec in leaves]
+    except Exception:
+        return "error"
+    try:
+        for _, shape, spec in rows:
+            NamedSharding(MESH, spec).shard_shape(shape)
+    except Exception:
+        return "invalid"
+    right = all(same_placement(spec, expected[path], len(shape)) for path, shape, spec in rows)
+    return "right" if right else "wrong"
+
+
+def same_placement(a: P, b: P, rank: int) -> bool:
+    """Whether two specs say the same, as `P("data", None)` and `P("data")` do."""
+    return NamedSharding(MESH, a).is_equivalent_to(NamedSharding(MESH, b), rank)
+
+
+# ------------------------------------------------------------------ cost
+
+
+def llm(layers: int = 1110) -> dict[str, Any]:
+    """A LLaMA as dicts and a list of layers: nine leaves each."""
+    shape = jax.ShapeDtypeStruct((4096, 4096), "float32")
+    names = ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "norm1", "norm2")
+    return {"layers": [{name: {"kernel": shape} for name in names} for _ in range(layers)]}
+
+
+def cost(name: str, optimizer: Any, rounds: int) -> Row:
+    """Ours over optax's, on a state that both of them can place."""
+    params = llm()
+    specs = jax.tree.map(lambda _: P("fsdp"), params)
+    state = jax.eval_shape(optimizer.init, params)
+    calls = {
+        way.__name__: lambda way=way: way(optimizer, state, params, specs)
+        for way in (treeshard, tree_map_params)
+    }
+    ratio = ratios(calls, "tree_map_params", rounds)["treeshard"]
+    leaves = len(jax.tree.leaves(state))
+    return Row(f"specs of {name}, {leaves:,} leaves, x optax.tree_map_params", ratio, "<= 5")
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # optax warns of what it deprecates
+    table = {
+        name: {key: verdict(way, case) for key, way in WAYS.items()} for name, case in CASES.items()
+    }
+    rows = []
+    for way in WAYS:
+        right = [verdicts[way] == "right" for verdicts in table.values()]
+        reach = "1" if way == "treeshard" else ""
+        rows.append(Row(f"right, of {len(table)} states: {way}", float(np.mean(right)), reach))
+    if not options().json:
+        width = max(map(len, table))
+        print(f"{'optimizer':{width}} | {' | '.join(WAYS)}")
+        for name, verdicts in table.items():
+            cells = (f"{verdicts[way]:{len(way)}}" for way in WAYS)
+            print(f"{name:{width}} | {' | '.join(cells)}".rstrip())
+        print()
+    clipped = optax.chain(optax.clip(1.0), optax.adamw(0.1), optax.ema(0.9))
+    for name, optimizer in (("adamw", optax.adamw(0.1)), ("clip, adamw, ema", clipped)):
+        rows.append(cost(name, optimizer, options().rounds))
+    report("Optimizer state", rows, ("jax", "optax", "numpy"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Planning 405B parameters with their training state: python -m benchmarks.bench_plan_scale"""
+
+import subprocess
+import sys
+
+import treeshard as ts
+from benchmarks._harness import Row, medians, options, report
+from examples.plan_405b import RULES, mesh_of, training_state
+
+SMALL, LARGE = "fsdp=4,tensor=2", "data=8,fsdp=512,tensor=16"
+
+_PEAK = """
+import resource
+from benchmarks.bench_plan_scale import LARGE, RULES, mesh_of, training_state
+import treeshard as ts
+plan = ts.plan(training_state(), RULES, mesh_of(LARGE))
+plan.findings, plan.bytes_per_device(), str(plan), plan.to_json()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+def peak_gib() -> float:
+    """What a fresh process needs for the plan and all that is asked of it."""
+    run = subprocess.run([sys.executable, "-c", _PEAK], capture_output=True, text=True, check=True)
+    return float(run.stdout)
+
+
+def main() -> None:
+    state = training_state()
+    meshes = {name: mesh_of(name) for name in (SMALL, LARGE)}
+    plans = {name: ts.plan(state, RULES, mesh) for name, mesh in meshes.items()}
+    seconds = medians(
+        {
+            **{name: lambda m=mesh: ts.plan(state, RULES, m) for name, mesh in meshes.items()},
+            "findings": lambda: ts.plan(state, RULES, meshes[LARGE]).findings,
+            "describe": lambda: str(plans[LARGE]),
+            "json": lambda: ts.Plan.from_json(plans[LARGE].to_json()),
+            "diff": lambda: plans[SMALL].diff(plans[LARGE]),
+        },
+        options().rounds,
+    )
+    leaves = f"{len(plans[LARGE].leaves):,} leaves"
+    rows = [
+        Row(f"plan on 65,536 devices, {leaves}, s", seconds[LARGE], "<= 1"),
+        Row("the same, x on 8 devices", seconds[LARGE] / seconds[SMALL], "<= 1.1"),
+        Row("plan and its findings, s", seconds["findings"]),
+        Row("describe, s", seconds["describe"]),
+        Row("to JSON and back, s", seconds["json"]),
+        Row("diff of the two, s", seconds["diff"]),
+        Row("peak memory of all that in a fresh process, GiB", peak_gib(), "< 1"),
+    ]
+    report("Planning the training state of a 405B-parameter decoder", rows)
+
+
+if __name__ == "__main__":
+    main()

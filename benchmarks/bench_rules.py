@@ -1,0 +1,218 @@
+"""Rules on large trees, against the least work that names their leaves.
+
+The floor is `tree_flatten_with_path` and `keystr(simple=True)` of the same tree; "vs." is
+the plain loop that EasyLM and its descendants run: every path built, every rule tried.
+
+    python -m benchmarks.bench_rules [--json] [--rounds 15]
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from benchmarks._harness import Row, options, ratios, report
+from treeshard._plan import plan
+from treeshard._rules import match_partition_rules
+from treeshard._tactics import fsdp
+
+Rules = list[tuple[str, Any]]
+MESH = AbstractMesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+# What decides the leaves of the LLM tree, as EasyLM writes it for LLaMA.
+LLAMA: Rules = [
+    ("embed/embedding", P("tensor", "fsdp")),
+    ("attention/(wq|wk|wv)/kernel", P("fsdp", "tensor")),
+    ("attention/wo/kernel", P("tensor", "fsdp")),
+    ("feed_forward/w1/kernel", P("fsdp", "tensor")),
+    ("feed_forward/w2/kernel", P("tensor", "fsdp")),
+    ("feed_forward/w3/kernel", P("fsdp", "tensor")),
+    ("attention_norm/kernel", P(None)),
+    ("ffn_norm/kernel", P(None)),
+    ("lm_head/kernel", P("fsdp", "tensor")),
+    (".*", P(None)),
+]
+
+# Rules of other models, as lists that serve many grow: none of these matches.
+_OTHERS = [
+    "transformer/h/.*/attn/c_attn/kernel$",
+    "(encoder|decoder)/block/.*/SelfAttention/(q|k|v)/kernel",
+    "mixture/experts/(gate|up|down)_proj/.*",
+    "vision_tower/patch_embedding/(kernel|bias)",
+    "self_attn/(q_proj|k_proj|v_proj)/(kernel|weight)$",
+    "^visual/blocks/.*/mlp/fc[12]/kernel",
+    "cross_attention/query_key_value/kernel",
+    "moe_block/router/kernel|shared_expert_gate/kernel",
+    "conv_in/kernel|conv_out/kernel",
+    r"time_embedding/linear_\d/kernel",
+    "mamba/(in|x|dt|out)_proj/kernel",
+    "logits_dense/(kernel|scale)$",
+    "pre_self_attention_layer_norm/scale",
+]
+
+
+def rules_of(count: int) -> Rules:
+    """`count` rules, of which the last ten are LLaMA's."""
+    variants = [f"{'v' * (i // len(_OTHERS))}{_OTHERS[i % len(_OTHERS)]}" for i in range(count)]
+    return [(pattern, P("fsdp", "tensor")) for pattern in variants[: count - 10]] + LLAMA
+
+
+# ------------------------------------------------------------------ trees
+
+
+def _array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def llm(layers: int = 1110) -> dict[str, Any]:
+    """A LLaMA as dicts and a list of layers: nine leaves each."""
+
+    def layer() -> dict[str, Any]:
+        attention = {name: {"kernel": _array(4096, 4096)} for name in ("wq", "wk", "wv", "wo")}
+        mlp = {"w1": (4096, 11008), "w2": (11008, 4096), "w3": (4096, 11008)}
+        return {
+            "attention": attention,
+            "feed_forward": {name: {"kernel": _array(*shape)} for name, shape in mlp.items()},
+            "attention_norm": {"kernel": _array(4096)},
+            "ffn_norm": {"kernel": _array(4096)},
+        }
+
+    return {
+        "embed": {"embedding": _array(32000, 4096)},
+        "layers": [layer() for _ in range(layers)],
+        "norm": {"kernel": _array(4096)},
+        "lm_head": {"kernel": _array(4096, 32000)},
+    }
+
+
+def named_layers(layers: int = 1110) -> dict[str, Any]:
+    """The same with `layer_12` for the index 12."""
+    tree = llm(layers)
+    return tree | {"layers": {f"layer_{i}": layer for i, layer in enumerate(tree["layers"])}}
+
+
+def all_different(layers: int = 1110) -> dict[str, Any]:
+    """The same with a name of its own for every layer, without digits."""
+    rng = np.random.default_rng(0)
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz_"))
+    tree = llm(layers)
+    for layer in tree.pop("layers"):
+        tree["".join(rng.choice(letters, 12))] = layer
+    return tree
+
+
+class _Attention(eqx.Module):
+    q: eqx.nn.Linear
+    k: eqx.nn.Linear
+    v: eqx.nn.Linear
+    o: eqx.nn.Linear
+
+
+class _Block(eqx.Module):
+    attention: _Attention
+    norm: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    activation: Callable[..., Any]
+
+
+class _Model(eqx.Module):
+    embed: eqx.nn.Embedding
+    blocks: list[_Block]
+    head: eqx.nn.Linear
+
+
+def modules(layers: int = 720) -> Any:
+    """Equinox modules: fourteen arrays and a function a layer."""
+
+    def block(key: Any) -> _Block:
+        q, k, v, o, up, down = (eqx.nn.Linear(64, 64, key=key) for _ in range(6))
+        return _Block(_Attention(q, k, v, o), eqx.nn.LayerNorm(64), up, down, jax.nn.gelu)
+
+    def make(key: Any) -> _Model:
+        return _Model(
+            eqx.nn.Embedding(64, 64, key=key), [block(key)], eqx.nn.Linear(64, 64, key=key)
+        )
+
+    model = eqx.filter_eval_shape(make, jax.random.key(0))
+    copies = [jax.tree.map(lambda x: x, model.blocks[0]) for _ in range(layers)]
+    return eqx.tree_at(lambda m: m.blocks, model, copies)
+
+
+# ------------------------------------------------------------------ ways
+
+
+def floor(tree: Any) -> list[str]:
+    """Names every leaf."""
+    flat, _ = tree_flatten_with_path(tree)
+    return [keystr(path, simple=True, separator="/") for path, _ in flat]
+
+
+def plain_loop(rules: Rules, tree: Any) -> Any:
+    """Every path built, every rule tried."""
+
+    def decide(path: Any, leaf: Any) -> P:
+        if not getattr(leaf, "shape", ()):
+            return P()
+        name = keystr(path, simple=True, separator="/")
+        for pattern, spec in rules:
+            if re.search(pattern, name) is not None:
+                return spec
+        raise ValueError(name)
+
+    return jax.tree_util.tree_map_with_path(decide, tree)
+
+
+def main() -> None:
+    rounds = options().rounds
+    llama, unique, equinox = llm(), all_different(), modules()
+    tactics: Rules = [(pattern, fsdp("fsdp")) for pattern, _ in rules_of(30)]
+    by_index: Rules = [("layers/(0|1109)/attention", P(None)), *rules_of(30)]
+    cases: list[tuple[str, str, Any, Rules]] = [
+        ("LLM of dicts, 10 rules", "<= 0.6", llama, rules_of(10)),
+        ("LLM of dicts, 30 rules", "<= 0.6", llama, rules_of(30)),
+        ("LLM of dicts, 100 rules", "<= 0.6", llama, rules_of(100)),
+        ("all names different, 30 rules", "<= 1.8", unique, rules_of(30)),
+        ("all names different, 100 rules", "", unique, rules_of(100)),
+        ("Equinox modules, 30 rules", "<= 0.9", equinox, rules_of(30)),
+        ("layer_12 for the index 12, 30 rules", "", named_layers(), rules_of(30)),
+        ("LLM, 30 rules and one for two layers", "", llama, by_index),
+        ("LLM, 30 rules of fsdp", "", llama, tactics),
+    ]
+    rows: list[Row] = []
+    for case, reach, tree, rules in cases:
+        found = ratios(
+            {
+                "floor": lambda tree=tree: floor(tree),
+                "ours": lambda rules=rules, tree=tree: match_partition_rules(rules, tree, MESH),
+                "loop": lambda rules=rules, tree=tree: plain_loop(rules, tree),
+            },
+            "floor",
+            rounds,
+        )
+        rows.append(Row(f"specs: {case}", found["ours"], reach, f"loop {found['loop']:.1f}"))
+    for case, reach, tree in [
+        ("LLM of dicts, 30 rules", "<= 1.5", llama),
+        ("all names different, 30 rules", "", unique),
+        ("Equinox modules, 30 rules", "", equinox),
+    ]:
+        found = ratios(
+            {
+                "floor": lambda tree=tree: floor(tree),
+                "ours": lambda tree=tree: plan(tree, rules_of(30), MESH),
+            },
+            "floor",
+            rounds,
+        )
+        rows.append(Row(f"plan: {case}", found["ours"], reach))
+    report("10,000 leaves, x floor", rows, ("jax", "jaxlib", "numpy", "equinox"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""`infer_sharding` on large trees, against the least work that names their leaves.
+
+The floor is that of `bench_rules`; "vs." is the plain loop: every path built, every pattern
+tried, every tactic read from its string and run anew for each leaf that it matches.
+
+    python -m benchmarks.bench_strategies [--json] [--rounds 15]
+"""
+
+import re
+from typing import Any
+
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import keystr, tree_map_with_path
+
+from benchmarks._harness import Row, options, ratios, report
+from benchmarks.bench_rules import MESH, all_different, floor, llm, modules, named_layers, rules_of
+from treeshard._infer import infer_sharding
+from treeshard._strategies import parse_strategy
+
+Strategy = list[tuple[str, str]]
+
+
+def strategy_of(count: int) -> Strategy:
+    """`count` patterns that match whole paths, with tactics as big_vision writes them."""
+    tactics = ["fsdp('fsdp', 4)", "shard_dim('tensor', -1) | fsdp('fsdp')", "fsdp('fsdp')"]
+    patterns = [pattern for pattern, _ in rules_of(count)]
+    strategy = [(f".*({p}).*", tactics[i % len(tactics)]) for i, p in enumerate(patterns)]
+    return [*strategy[:-1], (".*", "replicate")]
+
+
+def plain_loop(tree: Any, strategy: Strategy) -> Any:
+    """Every path built, every pattern tried, every string read where it is needed."""
+
+    def decide(path: Any, leaf: Any) -> NamedSharding:
+        name = keystr(path, simple=True, separator="/")
+        for pattern, text in strategy:
+            if re.fullmatch(pattern, name) and getattr(leaf, "shape", ()):
+                return NamedSharding(MESH, parse_strategy(text)(P(), MESH, name, leaf))
+        return NamedSharding(MESH, P())
+
+    return tree_map_with_path(decide, tree)
+
+
+def main() -> None:
+    rounds = options().rounds
+    llama = llm()
+    cases = [
+        ("LLM of dicts, 10 patterns", "", llama, strategy_of(10)),
+        ("LLM of dicts, 30 patterns", "<= 2", llama, strategy_of(30)),
+        ("LLM of dicts, 100 patterns", "", llama, strategy_of(100)),
+        ("Equinox modules, 30 patterns", "", modules(), strategy_of(30)),
+        ("layer_12 for the index 12, 30 patterns", "", named_layers(), strategy_of(30)),
+        ("all names different, 30 patterns", "", all_different(), strategy_of(30)),
+    ]
+    rows: list[Row] = []
+    for case, reach, tree, strategy in cases:
+        found = ratios(
+            {
+                "floor": lambda tree=tree: floor(tree),
+                "ours": lambda tree=tree, each=strategy: infer_sharding(tree, each, MESH),
+            },
+            "floor",
+            rounds,
+        )
+        loop = ratios(
+            {
+                "floor": lambda tree=tree: floor(tree),
+                "loop": lambda tree=tree, each=strategy: plain_loop(tree, each),
+            },
+            "floor",
+            rounds=1,
+        )
+        rows.append(Row(case, found["ours"], reach, f"loop {loop['loop']:.0f}"))
+    report("infer_sharding, 10,000 leaves, x floor", rows)
+
+
+if __name__ == "__main__":
+    main()

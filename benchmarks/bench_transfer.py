@@ -1,0 +1,286 @@
+"""Moving a tree of 1000 leaves, 1 GiB, to 8 simulated devices and back:
+python -m benchmarks.bench_transfer
+
+Cold figures are first calls, each in a fresh process.
+"""
+
+import argparse
+import ctypes
+import gc
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from benchmarks._harness import Row, medians, options, report
+from treeshard._gather import gather
+from treeshard._transfer import make_shard_and_gather_fns, shard
+
+LEAVES, SHAPES, BYTES = 1000, 60, 2**30
+PEERS = ("eformer", "scalax")
+Figures = dict[str, float]
+
+
+def host_tree() -> dict[str, np.ndarray]:
+    """Matrices of 60 shapes, up and down projections alike, of 1 GiB together."""
+    shapes = [(64 * (4 + i % 10), 128 * (1 + i % 12)) for i in range(SHAPES)]
+    size = sum(4 * rows * cols for rows, cols in shapes) * LEAVES / SHAPES
+    rows_more = BYTES / size
+    tree = {}
+    for i in range(LEAVES):
+        rows, cols = shapes[i % SHAPES]
+        shape = (8 * round(rows * rows_more / 8), cols)
+        tree[f"{i:04}"] = np.full(shape if i % 2 else shape[::-1], i, np.float32)
+    return tree
+
+
+def specs_of(tree: dict[str, Any]) -> dict[str, P]:
+    """FSDP: the largest dim is sharded, the last one if they are equal."""
+    return {
+        key: P("fsdp") if x.shape[0] > x.shape[1] else P(None, "fsdp") for key, x in tree.items()
+    }
+
+
+def trim() -> None:
+    """Gives freed memory back to the system, so that what is resident is in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = jax.block_until_ready(call())
+    return time.perf_counter() - start, result
+
+
+def apply(fns: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda f, x: f(x), fns, tree)
+
+
+# ------------------------------------------------------------------ each in a fresh process
+
+
+def cold_put(mesh: jax.sharding.Mesh) -> Figures:
+    tree = host_tree()
+    shardings = {key: NamedSharding(mesh, spec) for key, spec in specs_of(tree).items()}
+    return {"shard": seconds(lambda: jax.device_put(tree, shardings))[0]}
+
+
+def cold_shard(mesh: jax.sharding.Mesh) -> Figures:
+    tree = host_tree()
+    specs = specs_of(tree)
+    return {"shard": seconds(lambda: shard(tree, specs, mesh))[0]}
+
+
+def warm(mesh: jax.sharding.Mesh) -> Figures:
+    tree = host_tree()
+    specs = specs_of(tree)
+    shardings = {key: NamedSharding(mesh, spec) for key, spec in specs.items()}
+    calls = {
+        "put": lambda: jax.block_until_ready(jax.device_put(tree, shardings)),
+        "shard": lambda: jax.block_until_ready(shard(tree, specs, mesh)),
+    }
+    found = medians(calls, options().rounds)
+    placed = shard(tree, specs, mesh)
+    calls = {
+        "copy": lambda: [np.copy(x) for x in tree.values()],
+        "gather": lambda: gather(placed),
+    }
+    found |= medians(calls, options().rounds)
+    calls = {  # which keeps its copy on the arrays, so each call gets new handles
+        "device_get": lambda: jax.device_get(jax.tree.map(second_handle, placed)),
+    }
+    return found | medians(calls, options().rounds)
+
+
+def second_handle(x: jax.Array) -> jax.Array:
+    pieces = [piece.data for piece in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces)
+
+
+def cold_functions(mesh: jax.sharding.Mesh) -> Figures:
+    return _mapped(lambda tree: make_shard_and_gather_fns(specs_of(tree), mesh))
+
+
+def cold_eformer(mesh: jax.sharding.Mesh) -> Figures:
+    from eformer.escale import make_shard_and_gather_fns as make
+
+    return _mapped(lambda tree: make(specs_of(tree), mesh))
+
+
+def cold_scalax(mesh: jax.sharding.Mesh) -> Figures:
+    from scalax.sharding import MeshShardingHelper
+
+    helper = MeshShardingHelper([8], ["fsdp"])
+    return _mapped(lambda tree: helper.make_shard_and_gather_fns(tree, specs_of(tree)))
+
+
+def _mapped(make: Callable[[Any], tuple[Any, Any]]) -> Figures:
+    # eformer leaves numpy arrays where they are, so all start on a device.
+    tree = jax.block_until_ready(jax.device_put(host_tree()))
+    start = time.perf_counter()
+    shard_fns, gather_fns = make(tree)
+    placed = jax.block_until_ready(apply(shard_fns, tree))
+    middle = time.perf_counter()
+    apply(gather_fns, placed)
+    assert len(placed["0000"].sharding.device_set) == 8
+    return {"shard": middle - start, "gather": time.perf_counter() - middle}
+
+
+def compiles(mesh: jax.sharding.Mesh) -> Figures:
+    seen: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    tree = [np.zeros((8, n + 1), np.float32) for n in range(100)]
+    here = jax.device_put(tree, jax.devices()[0])
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    shard(here, P("fsdp"), mesh)
+    ours = len(seen)
+    jax.device_put(here, NamedSharding(mesh, P("fsdp")))
+    return {"ours": ours, "device_put": len(seen) - ours}
+
+
+def memory(mesh: jax.sharding.Mesh) -> Figures:
+    return _memory_of(mesh, gather)
+
+
+def memory_of_device_get(mesh: jax.sharding.Mesh) -> Figures:
+    return _memory_of(mesh, jax.device_get)
+
+
+def _memory_of(mesh: jax.sharding.Mesh, read: Callable[[Any], Any]) -> Figures:
+    tree = host_tree()
+    placed = jax.block_until_ready(shard(tree, specs_of(tree), mesh))
+    size = sum(x.nbytes for x in tree.values())
+    del tree
+    read(placed["0000"])
+    trim()
+    before = _kilobytes("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the high-water mark starts anew
+    result = read(placed)
+    peak = _kilobytes("VmHWM")
+    del result
+    trim()
+    held = _kilobytes("VmRSS")
+    return {"peak": (peak - before) * 1024 / size, "held": (held - before) * 1024 / size}
+
+
+def _kilobytes(field: str) -> int:
+    with open("/proc/self/status") as file:
+        found = re.search(rf"^{field}:\s+(\d+)", file.read(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"/proc/self/status has no {field}")
+    return int(found[1])
+
+
+# ------------------------------------------------------------------ the table
+
+
+CASES: dict[str, Callable[[jax.sharding.Mesh], Figures]] = {
+    "put": cold_put,
+    "shard": cold_shard,
+    "warm": warm,
+    "functions": cold_functions,
+    "eformer": cold_eformer,
+    "scalax": cold_scalax,
+    "compiles": compiles,
+    "memory": memory,
+    "memory_of_device_get": memory_of_device_get,
+}
+
+
+def run(case: str, rounds: int) -> Figures:
+    command = [sys.executable, "-m", "benchmarks.bench_transfer", "--case", case]
+    done = subprocess.run(
+        [*command, "--rounds", str(rounds)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2", "JAX_PLATFORMS": "cpu"},
+    )
+    if done.returncode:
+        raise RuntimeError(f"the case {case} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", choices=CASES, help="one case, in this very process, as JSON")
+    chosen = options(parser)
+    if chosen.case:
+        ts.simulate_devices(8)
+        print(json.dumps(CASES[chosen.case](ts.make_mesh("fsdp=8"))))
+        return
+    report(f"Moving {LEAVES} leaves, 1 GiB", rows(chosen.rounds), ("jax", "numpy", *PEERS))
+
+
+def rows(rounds: int) -> list[Row]:
+    found = {case: run(case, rounds) for case in ("warm", "compiles")}
+    cold = [(run("put", 1)["shard"], run("shard", 1)["shard"]) for _ in range(rounds)]
+    memories = [run("memory", 1) for _ in range(3)]
+    theirs = run("memory_of_device_get", 1)
+    peak, held = (statistics.median(one[key] for one in memories) for key in ("peak", "held"))
+    hot = found["warm"]
+    copy = hot["copy"]
+    return [
+        Row(
+            "shard, numpy tree, cold, x one device_put",
+            statistics.median(s for _, s in cold) / statistics.median(p for p, _ in cold),
+            "<= 1.15",
+        ),
+        Row("shard, numpy tree, warm, x one device_put", hot["shard"] / hot["put"], "<= 1.15"),
+        *_peer_rows(),
+        Row(
+            "compiles to shard 100 shapes from one device",
+            found["compiles"]["ours"],
+            "<= 1",
+            f"device_put {found['compiles']['device_put']:.0f}",
+        ),
+        Row("gather, peak, x tree bytes", peak, "<= 1.05", f"device_get {theirs['peak']:.2f}"),
+        Row("gather, held when freed", held, "<= 0.02", f"device_get {theirs['held']:.2f}"),
+        Row(
+            "gather, warm, x np.copy",
+            hot["gather"] / copy,
+            "<= 1.6",
+            f"device_get {hot['device_get'] / copy:.2f}",
+        ),
+    ]
+
+
+def _peer_rows() -> list[Row]:
+    ours = [run("functions", 1) for _ in range(3)]
+    peers = {name: run(name, 1) for name in PEERS if importlib.util.find_spec(name)}
+    made = []
+    for name in ("shard", "gather"):
+        vs = [
+            f"{peer} {peers[peer][name]:.3g} s" if peer in peers else f"{peer} not installed"
+            for peer in PEERS
+        ]
+        mine = statistics.median(one[name] for one in ours)
+        made.append(Row(f"make_shard_and_gather_fns, {name}, cold, s", mine, "", ", ".join(vs)))
+    if peers:
+        both = statistics.median(one["shard"] + one["gather"] for one in ours)
+        faster = [(peer["shard"] + peer["gather"]) / both for peer in peers.values()]
+        vs = ", ".join(f"{name} {times:.0f}" for name, times in zip(peers, faster, strict=True))
+        case = "make_shard_and_gather_fns, both, cold, times faster than the best peer"
+        made.append(Row(case, min(faster), ">= 15", vs))
+    return made
+
+
+if __name__ == "__main__":
+    main()

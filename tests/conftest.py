@@ -1,0 +1,51 @@
+"""Eight simulated devices, every warning an error, every annotation checked."""
+
+import jax
+import pytest
+from jaxtyping import config as jaxtyping_config
+from jaxtyping import install_import_hook
+
+with install_import_hook("treeshard", "beartype.beartype"):
+    import treeshard as ts
+
+    for name in dir(ts):  # what loads on first touch is to be checked too
+        getattr(ts, name)
+
+ts.simulate_devices(8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture(scope="session")
+def mesh() -> jax.sharding.Mesh:
+    """2 x 4 devices, Auto axes."""
+    return ts.make_mesh("data=2,fsdp=4")
+
+
+@pytest.fixture(scope="session")
+def fsdp_mesh() -> jax.sharding.Mesh:
+    """8 devices on one axis."""
+    return ts.make_mesh("fsdp=8")
+
+
+@pytest.fixture
+def unchecked():
+    """Runs without annotation checks, to see what treeshard itself says of a wrong type."""
+    jaxtyping_config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping_config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def compiles():
+    """A list that gets an entry for every program that XLA compiles."""
+    seen: list[str] = []
+
+    def listen(name: str, seconds: float, **_: object) -> None:
+        if name == "/jax/core/compile/backend_compile_duration":
+            seen.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)

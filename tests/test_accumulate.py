@@ -1,0 +1,186 @@
+"""A batch in several passes: the same gradients, and no more communication."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard.manual import gather_params, sync_gradients, vary
+from treeshard.training import Metrics, accumulate_gradients
+
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "a": 0.1 * RNG.normal(size=(32, 64)).astype(np.float32),
+    "b": 0.1 * RNG.normal(size=(64, 32)).astype(np.float32),
+}
+SPECS = {"a": P(None, "fsdp"), "b": P("fsdp")}
+BATCH = {"x": RNG.normal(size=(64, 32)).astype(np.float32)}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - 1) ** 2)
+
+
+def grad_fn(params, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    rows = len(batch["x"])
+    return grads, Metrics({"loss": (loss * rows, jnp.int32(rows))})
+
+
+EXPECTED, EXPECTED_METRICS = grad_fn(PARAMS, BATCH)
+
+
+def close(grads, metrics) -> None:
+    for name, expected in EXPECTED.items():
+        np.testing.assert_allclose(grads[name], expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(metrics.means()["loss"], EXPECTED_METRICS.means()["loss"], rtol=1e-6)
+    assert metrics.pairs["loss"][1] == 64
+
+
+def communication(program) -> dict[str, int]:
+    """Bytes of each kind of collective, those in a loop times its four turns."""
+    text = program.as_text()
+    in_loops = set(re.findall(r"body=%?([\w.-]+)", text))
+    moved: dict[str, int] = {}
+    inside = ""
+    for line in text.splitlines():
+        if head := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$", line):
+            inside = head[1]
+        kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+        if op := re.search(rf"= (.*?) ({kinds})\(", line):
+            sizes = [
+                4 * int(np.prod([int(n) for n in shape.split(",") if n] or [1]))
+                for shape in re.findall(r"[fs]32\[([\d,]*)\]", op[1])
+            ]
+            moved[op[2]] = moved.get(op[2], 0) + sum(sizes) * (4 if inside in in_loops else 1)
+    return moved
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_on_one_device(count) -> None:
+    close(*accumulate_gradients(lambda b, _: grad_fn(PARAMS, b), BATCH, count))
+
+
+def under_jit(mesh, count, axis_names):
+    def f(params, batch):
+        def here(minibatch, _):
+            return grad_fn(ts.unshard(params, SPECS, "fsdp"), minibatch)
+
+        grads, metrics = accumulate_gradients(here, batch, count, axis_names=axis_names)
+        return grads, metrics
+
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    args = ts.shard((PARAMS, BATCH), (SPECS, P("fsdp")), mesh)
+    with jax.set_mesh(mesh):
+        program = jax.jit(f, out_shardings=(shardings, None)).lower(*args).compile()
+        return program, program(*args)
+
+
+def test_under_jit_nothing_is_gathered_twice(fsdp_mesh, capfd) -> None:
+    once, out = under_jit(fsdp_mesh, 1, None)
+    close(*out)
+    base = communication(once)
+    sharded = sum(x.nbytes for x in PARAMS.values())
+    assert base["all-gather"] == sharded
+
+    four, out = under_jit(fsdp_mesh, 4, None)
+    close(*out)
+    assert communication(four)["all-gather"] <= 1.05 * base["all-gather"]
+
+    named, out = under_jit(fsdp_mesh, 4, "fsdp")
+    close(*out)
+    moved = communication(named)
+    assert moved["all-gather"] <= 1.05 * base["all-gather"]
+    assert moved["all-reduce"] <= 1.05 * base["all-reduce"]
+    assert set(moved) == {"all-gather", "all-reduce"}
+    # What axis_names is for.
+    assert communication(four)["all-reduce"] >= 3.5 * base["all-reduce"]
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_by_hand_one_gather_and_one_scatter(fsdp_mesh, check_vma) -> None:
+    def program(count):
+        def f(params, batch):
+            def gather(p):
+                return gather_params(p, "fsdp", SPECS)
+
+            whole, scatter = jax.vjp(gather, vary(params, "fsdp"))
+            grads, metrics = accumulate_gradients(lambda b, _: grad_fn(whole, b), batch, count)
+            grads = sync_gradients(scatter(grads)[0], "fsdp", SPECS)
+            return grads, metrics.reduce("fsdp")
+
+        sharded = jax.shard_map(
+            f,
+            mesh=fsdp_mesh,
+            in_specs=(SPECS, P("fsdp")),
+            out_specs=(SPECS, P()),
+            check_vma=check_vma,
+        )
+        args = ts.shard((PARAMS, BATCH), (SPECS, P("fsdp")), fsdp_mesh)
+        compiled = jax.jit(sharded).lower(*args).compile()
+        close(*compiled(*args))
+        return communication(compiled)
+
+    once, four = program(1), program(4)
+    assert four["reduce-scatter"] == once["reduce-scatter"]
+    assert sum(four.values()) <= 1.05 * sum(once.values())
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_by_hand_whole_parameters_are_averaged_once(fsdp_mesh, check_vma) -> None:
+    def f(params, batch):
+        params = vary(params, "fsdp")
+        grads, metrics = accumulate_gradients(
+            lambda b, _: grad_fn(params, b), batch, 4, axis_names="fsdp"
+        )
+        return grads, metrics.reduce("fsdp")
+
+    sharded = jax.shard_map(
+        f, mesh=fsdp_mesh, in_specs=(P(), P("fsdp")), out_specs=P(), check_vma=check_vma
+    )
+    compiled = jax.jit(sharded).lower(PARAMS, BATCH).compile()
+    close(*compiled(PARAMS, BATCH))
+    moved = communication(compiled)
+    assert moved["all-reduce"] <= sum(x.nbytes for x in PARAMS.values()) + 8
+    assert set(moved) == {"all-reduce"}
+
+
+def test_keys_differ_from_call_to_call(fsdp_mesh) -> None:
+    def all_keys(minibatch, key):
+        return jnp.zeros(()), jnp.zeros(4).at[0].add(jax.random.uniform(key))
+
+    _, total = accumulate_gradients(all_keys, jnp.zeros(8), 4, jax.random.key(0))
+    alone = [jax.random.uniform(k) for k in jax.random.split(jax.random.key(0), 4)]
+    np.testing.assert_allclose(total[0], sum(alone), rtol=1e-6)
+    with jax.set_mesh(fsdp_mesh):
+        _, spread = jax.jit(
+            lambda x, k: accumulate_gradients(all_keys, x, 2, k, axis_names="fsdp")
+        )(jnp.zeros(32), jax.random.key(0))
+    keys = [jax.random.split(k, 8) for k in jax.random.split(jax.random.key(0), 2)]
+    alone = [jax.random.uniform(k) for ks in keys for k in ks]
+    np.testing.assert_allclose(spread[0], sum(alone), rtol=1e-5)
+
+
+def test_batches_that_do_not_divide(fsdp_mesh) -> None:
+    batch = {"x": jnp.zeros((30, 2)), "y": jnp.zeros(32)}
+    with pytest.raises(ts.SpecError, match="x: 30 rows do not divide by 4 minibatches. 28 or 32"):
+        accumulate_gradients(lambda b, _: (b, b), batch, 4)
+    with (
+        jax.set_mesh(fsdp_mesh),
+        pytest.raises(
+            ts.SpecError, match="24 rows do not divide by 2 minibatches on 8 dev.* 16 or"
+        ),
+    ):
+        accumulate_gradients(lambda b, _: (b, b), jnp.zeros(24), 2, axis_names="fsdp")
+    with pytest.raises(ts.SpecError, match="num_minibatches is 0, not >= 1"):
+        accumulate_gradients(lambda b, _: (b, b), batch, 0)
+    with pytest.raises(ts.NoMeshError):
+        accumulate_gradients(lambda b, _: (b, b), jnp.zeros(24), 2, axis_names="fsdp")
+    with jax.set_mesh(fsdp_mesh), pytest.raises(ts.UnknownAxisError, match="Did you mean 'fsdp'"):
+        accumulate_gradients(lambda b, _: (b, b), jnp.zeros(24), 2, axis_names="fdsp")

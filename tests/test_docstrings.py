@@ -1,0 +1,68 @@
+"""Every public name has a docstring whose example runs."""
+
+import doctest
+import inspect
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from surface import surface
+
+import treeshard as ts
+
+# What functions return, shown with these functions.
+NO_EXAMPLE = {"Adjustment", "Finding", "LeafChange", "Plan", "PlanDiff", "PlannedLeaf"}
+
+
+PUBLIC = {
+    name: thing
+    for name, thing in surface().items()
+    if callable(thing) and not (isinstance(thing, type) and issubclass(thing, Exception))
+}
+
+
+def names() -> dict[str, Any]:
+    """What examples may take for granted."""
+    return {
+        **{name: getattr(ts, name) for name in dir(ts)},
+        **vars(ts.training),
+        **vars(ts.manual),
+        "AbstractMesh": AbstractMesh,
+        "AxisType": AxisType,
+        "NamedSharding": NamedSharding,
+        "P": P,
+        "eqx": eqx,
+        "jax": jax,
+        "jnp": jnp,
+        "nn": nn,
+        "mesh": ts.make_mesh("data=2,fsdp=4"),
+        "np": np,
+        "optax": optax,
+        "ts": ts,
+    }
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_example_runs(name: str) -> None:
+    thing = PUBLIC[name]
+    text = inspect.getdoc(thing)
+    assert text, f"{name} has no docstring"
+    examples = doctest.DocTestParser().get_doctest(text, names(), name, None, 0)
+    assert examples.examples or name.split(".")[-1] in NO_EXAMPLE, f"{name} has no example"
+    said: list[str] = []
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        result = doctest.DocTestRunner(optionflags=flags).run(examples, out=said.append)
+    assert result.failed == 0, "".join(said)
+
+
+def test_a_wrong_example_is_seen() -> None:
+    wrong = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
+    assert doctest.DocTestRunner().run(wrong, out=lambda _: None).failed == 1

@@ -1,0 +1,161 @@
+"""The examples by hand run, in small, and show what they say they show."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from benchmarks import bench_collectives
+from examples import fsdp_by_hand, fsdp_flax, parallel_matmuls, tensor_parallel
+
+TINY = ["--inputs=48", "--hidden=32", "--batch=64"]
+
+
+@pytest.fixture(autouse=True)
+def quick_compiles():
+    # Most of the time goes to XLA, and code that runs a few times need not be fast.
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    # optax mixes counts and floats, and the models add biases to batches.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def losses_in(text: str, title: str) -> np.ndarray:
+    return np.array(re.search(rf"^{title}: losses (.*)$", text, re.M)[1].split(), float)
+
+
+def test_fsdp_by_hand(capsys) -> None:
+    fsdp_by_hand.main([*TINY, "--lr=0.005"])
+    text = capsys.readouterr().out
+    whole, sharded = losses_in(text, "data parallel"), losses_in(text, "fully sharded")
+    assert len(whole) == len(sharded) == 15
+    np.testing.assert_allclose(sharded, whole, atol=2e-3)
+    assert whole[-1] < whole[0] - 0.7
+    assert re.search(r"the losses of the two differ by \S+ at most", text)
+
+    sharded = text[text.index("fully sharded: how every leaf lies") :]
+    specs = dict(re.findall(r"^(\S+) +\w+\[.*?\] +(P\(.*?\)) ", sharded, re.M))
+    parameters = {
+        "input_dense/weight": "P(None, 'data')",
+        "input_dense/bias": "P('data',)",
+        "output_dense/weight": "P(None, 'data')",
+        "output_dense/bias": "P()",
+    }
+    for path, spec in parameters.items():
+        for where in ("model", "opt_state/0/mu", "opt_state/0/nu"):
+            assert specs[f"{where}/{path}"] == spec
+
+    means = re.search(r"last step\n  accuracy +(\S+)\n  loss +(\S+)", sharded)
+    assert float(means[1]) > 0.3
+    assert float(means[2]) == pytest.approx(losses_in(text, "fully sharded")[-1], abs=1e-4)
+
+
+def test_the_defaults_are_the_tutorials() -> None:
+    for example in (fsdp_by_hand, fsdp_flax):
+        args = vars(example.parse([]))
+        args.pop("whole", None)
+        assert args == {
+            "steps": 15,
+            "batch": 128,
+            "minibatches": 4,
+            "inputs": 784,
+            "hidden": 512,
+            "classes": 10,
+            "dropout": 0.1,
+            "lr": 1e-3,
+            "seed": 42,
+        }
+
+
+def test_fsdp_flax(capsys) -> None:
+    state, sharded = fsdp_flax.main([*TINY, "--lr=0.005"])
+    printed = capsys.readouterr().out
+    _, whole = fsdp_flax.main([*TINY, "--lr=0.005", "--whole"])
+    np.testing.assert_allclose(sharded, whole, atol=2e-3)
+    assert len(sharded) == 15
+    assert sharded[-1] < sharded[0] - 0.7
+    specs = {
+        "input_dense/bias": P("data"),
+        "input_dense/kernel": P("data", None),
+        "output_dense/bias": P(),
+        "output_dense/kernel": P("data", None),
+    }
+    for path, spec in specs.items():
+        for where in ("params", "opt_state/0/mu", "opt_state/0/nu"):
+            assert re.search(rf"^{where}/{path} +{re.escape(str(spec))}$", printed, re.M)
+    kernel = state.params["input_dense"]["kernel"].value
+    assert kernel.shape == (48, 32)
+    assert {x.data.shape for x in kernel.addressable_shards} == {(6, 32)}
+
+
+@pytest.mark.parametrize("mesh", ["data=2,model=4", "data=4,model=2"])
+def test_parallel_matmuls(mesh: str, capsys) -> None:
+    parallel_matmuls.main([f"--mesh={mesh}", "--rows=16", "--features=8", "--hidden=32"])
+    text = capsys.readouterr().out
+    errors = [float(x) for x in re.findall(r"off by (\S+);", text)]
+    assert len(errors) == 4
+    assert max(errors) <= 1e-5
+    assert re.findall(r"sends (.*)", text)[:3] == [
+        "2 all-gather",
+        "1 all-gather, 1 reduce-scatter",
+        "3 all-gather, 1 reduce-scatter",
+    ]
+
+
+def test_a_wrong_product_is_seen(monkeypatch) -> None:
+    right = parallel_matmuls.row_parallel
+    wrong = lambda *args, **how: 1.001 * right(*args, **how)  # noqa: E731
+    monkeypatch.setattr(parallel_matmuls, "row_parallel", wrong)
+    with pytest.raises(SystemExit, match="not that of one"):
+        parallel_matmuls.main(["--rows=16", "--features=8", "--hidden=32"])
+
+
+def test_tensor_parallel(capsys) -> None:
+    tensor_parallel.main(["--time=4", "--width=16", "--heads=4"])
+    text = capsys.readouterr().out
+    errors = re.findall(r"outputs are off by (\S+), gradients by (\S+)", text)
+    assert len(errors) == 4  # Equinox and nnx, by jit and by hand
+    assert max(float(x) for pair in errors for x in pair) <= 1e-5
+    assert re.search(r"up/weight +float32\[64,16\] +P\('tensor', None\)", text)
+    assert re.search(r"up/kernel +float32\[16,64\] +P\(None, 'tensor'\)", text)
+
+
+def test_attention_is_scaled_by_the_width_of_a_head() -> None:
+    """Against softmax written out."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 4, 8)).astype(np.float32)
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(8)
+    scores = np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    wanted = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(tensor_parallel.attend(q, k, v), wanted, atol=1e-5)
+
+
+def test_the_notebooks_sizes() -> None:
+    args = vars(tensor_parallel.parse([]))
+    assert args == {"batch": 2, "time": 128, "width": 1024, "heads": 16}
+
+
+# ------------------------------------------------------------------ the benchmark of collectives
+
+
+@pytest.mark.parametrize("kind", bench_collectives.KINDS)
+def test_collectives_give_what_they_should(kind: str) -> None:
+    mesh = ts.make_mesh("x=2,y=4")
+    case = bench_collectives.Case(kind, mesh, "y", 2**12)
+    row = bench_collectives.measure(case, rounds=1)  # checks the result
+    assert row.case == f"{kind}, 4 KiB over y of x=2, y=4, x np.copy"
+    assert row.measured > 0
+    x = bench_collectives.make_input(case)
+    out = np.array(bench_collectives.compiled(case)(x))
+    out[-1] += 1
+    with pytest.raises(AssertionError, match="not equal"):
+        bench_collectives.check(case, x, out)

@@ -1,0 +1,187 @@
+"""By hand, with Flax: Linen's boxes and classes, and the state of nnx models."""
+
+import re
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard import manual
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+BOTH = ("data", "fsdp")
+X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)
+checks = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+
+
+class Classifier(nn.Module):
+    """The tutorial's, smaller; `dense` makes its layers."""
+
+    dense: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.tanh(self.dense(16, name="input_dense")(x))
+        return self.dense(3, name="output_dense")(x)
+
+
+def loss(model: nn.Module, params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.square(model.apply({"params": params}, x)).sum(-1))
+
+
+def assert_close(got: Any, wanted: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@checks
+@pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
+def test_the_tutorials_calls(mesh: Mesh, check_vma: bool, remat: bool) -> None:
+    """Shapes first, then born sharded, then a step: as the tutorial does, on two axes."""
+    dense = manual.shard_module_params(nn.Dense, "fsdp", min_size=16, remat=remat)
+    model, plain = Classifier(dense), Classifier(nn.Dense)
+
+    def init(key: jax.Array, x: jax.Array) -> Any:
+        return model.init(key, x)["params"]
+
+    def step(params: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda p: loss(model, p, manual.vary(x, BOTH)))(manual.vary(params, BOTH))
+        return manual.sync_gradients(grads, BOTH)
+
+    key, in_specs = jax.random.key(0), (P(), P(BOTH))
+    shapes = jax.eval_shape(
+        jax.shard_map(init, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False), key, X
+    )
+    specs = nn.get_partition_spec(shapes)
+    assert specs == manual.partition_specs(shapes)
+    assert specs == {
+        "input_dense": {"bias": P("fsdp"), "kernel": P(None, "fsdp")},
+        "output_dense": {"bias": P(), "kernel": P("fsdp", None)},
+    }
+
+    def both(key: jax.Array, x: jax.Array) -> Any:
+        params = init(key, x)
+        return params, step(params, x)
+
+    run = jax.shard_map(
+        both, mesh=mesh, in_specs=in_specs, out_specs=(specs, specs), check_vma=check_vma
+    )
+    jitted = jax.jit(run, compiler_options=QUICK)
+    # Only the last kernel is needed again, for the gradient of the layer before.
+    assert str(jitted.trace(key, X).jaxpr).count("all_gather[") == (4 if remat else 3)
+    params, grads = jitted(key, X)
+    assert isinstance(params["input_dense"]["kernel"], nn.Partitioned)
+    wanted = plain.init(key, X)["params"]
+    assert_close(jax.tree.map(lambda x: x, nn.meta.unbox(params)), wanted)
+    assert_close(nn.meta.unbox(grads), jax.grad(partial(loss, plain))(wanted, X))
+
+
+@checks
+def test_boxes_that_linen_made(mesh: Mesh, check_vma: bool) -> None:
+    """Specs that the model wrote down itself, through every function."""
+    kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "fsdp"))
+    boxed = nn.Dense(8, kernel_init=kernel)
+    plain = nn.Dense(8)
+    shapes = jax.eval_shape(boxed.init, jax.random.key(0), X)["params"]
+    specs = manual.partition_specs(shapes)
+    params = plain.init(jax.random.key(0), X)["params"]
+    inside = {**params, "kernel": shapes["kernel"].replace(value=params["kernel"])}
+
+    def step(params: Any, x: jax.Array) -> Any:
+        assert ts.leaf_paths(params) == ["bias", "kernel"]
+        return manual.value_and_grad(partial(loss, plain), BOTH)(params, x)
+
+    run = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, P(BOTH)), out_specs=(P(), specs), check_vma=check_vma
+    )
+    value, grads = jax.jit(run, compiler_options=QUICK)(inside, X)
+    assert isinstance(grads["kernel"], nn.Partitioned)
+    wanted = jax.value_and_grad(partial(loss, plain))(params, X)
+    assert_close((value, nn.meta.unbox(grads)), wanted)
+
+
+def test_a_linen_box_keeps_its_other_axes(mesh: Mesh) -> None:
+    def keep(x: jax.Array) -> jax.Array:
+        box = nn.Partitioned(x, names=("data", None))
+        sharded = manual.shard_params(box, "fsdp", min_size=0)
+        assert isinstance(sharded, nn.Partitioned)
+        assert sharded.names == ("data", "fsdp")
+        left = manual.gather_params(sharded, "fsdp")
+        assert isinstance(left, nn.Partitioned)
+        assert (left.names, left.value.shape) == (("data", None), (8, 16))
+        return sharded.value
+
+    f = jax.shard_map(keep, mesh=mesh, in_specs=P("data"), out_specs=P("data", "fsdp"))
+    jax.eval_shape(f, jnp.ones((16, 16)))
+
+
+def test_linen_gets_what_another_axis_shards_without_its_box(mesh: Mesh) -> None:
+    dense = manual.shard_module_params(nn.Dense, "fsdp")(8, use_bias=False)
+
+    def apply(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        box = nn.Partitioned(kernel, names=("fsdp", "data"))
+        return dense.apply({"params": {"kernel": box}}, x)
+
+    in_specs = (P("fsdp", "data"), P("fsdp"))
+    f = jax.shard_map(apply, mesh=mesh, in_specs=in_specs, out_specs=P("fsdp", "data"))
+    assert jax.eval_shape(f, jnp.ones((8, 16)), X).shape == (16, 16)
+
+
+@checks
+def test_an_nnx_model_through_its_state(mesh: Mesh, check_vma: bool) -> None:
+    model = nnx.Sequential(
+        nnx.Linear(8, 16, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(16, 4, rngs=nnx.Rngs(1))
+    )
+    graph, state = nnx.split(model)
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(nnx.merge(graph, state)(x)).sum(-1))
+
+    rules = [("kernel", ts.fsdp("fsdp", min_size=0)), (".*", None)]
+    specs = ts.match_partition_rules(rules, state, mesh)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        """By specs beside the state, and by what its variables say of themselves."""
+        first = manual.value_and_grad(loss, BOTH, specs)(state, x)
+        marked = manual.shard_params(manual.gather_params(state, BOTH, specs), "fsdp", min_size=64)
+        kernel = marked["layers"][0]["kernel"]
+        assert kernel.get_metadata()["out_sharding"] == (None, "fsdp")
+        assert kernel.get_value().shape == (8, 4)
+        again = manual.gather_params(marked, "fsdp")["layers"][0]
+        assert again["kernel"].get_metadata()["out_sharding"] is None
+        assert "out_sharding" not in again["bias"].get_metadata()
+        value, grads = manual.value_and_grad(loss, BOTH)(marked, x)
+        return first, (value, jax.tree.leaves(grads))
+
+    run = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(specs, P(BOTH)),
+        out_specs=((P(), specs), (P(), jax.tree.leaves(specs))),
+        check_vma=check_vma,
+    )
+    wanted = jax.value_and_grad(loss)(state, X)
+    first, (value, grads) = jax.jit(run, compiler_options=QUICK)(state, X)
+    assert_close(first, wanted)
+    assert_close((value, grads), (wanted[0], jax.tree.leaves(wanted[1])))
+
+
+def test_linen_takes_no_specs() -> None:
+    message = "Linen modules carry their specs in boxes. Leave `specs` out, and write yours with"
+    with pytest.raises(ts.SpecError, match=re.escape(message)):
+        manual.shard_module_params(nn.Dense, "fsdp", P("fsdp"))
+
+
+def test_linen_wraps_classes() -> None:
+    message = "Wrap Dense, and make the module from what comes back: `shard_module_params(Dense,"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        manual.shard_module_params(nn.Dense(3), "fsdp")

@@ -1,0 +1,230 @@
+"""Meshes: made from text, found in every context, asked for names and sizes."""
+
+import threading
+import warnings
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+
+# ------------------------------------------------------------------ making
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        ("fsdp=8", {"fsdp": 8}),
+        ("data=2,fsdp=-1", {"data": 2, "fsdp": 4}),
+        (" data = 2 , fsdp = 4 ", {"data": 2, "fsdp": 4}),
+        ("data=-1,fsdp=8", {"data": 1, "fsdp": 8}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ({"x": -1}, {"x": 8}),
+    ],
+    ids=str,
+)
+def test_make_mesh(axes, shape) -> None:
+    mesh = ts.make_mesh(axes)
+    assert dict(mesh.shape) == shape
+    assert mesh.axis_types == (AxisType.Auto,) * len(shape)
+    assert set(mesh.devices.flat) == set(jax.devices())
+
+
+def test_make_mesh_on_some_devices() -> None:
+    mesh = ts.make_mesh("a=-1", devices=jax.devices()[:3])
+    assert list(mesh.devices.flat) == jax.devices()[:3]
+
+
+def test_axis_types() -> None:
+    explicit = ts.make_mesh("a=2,b=4", axis_types="explicit")
+    assert explicit.axis_types == (AxisType.Explicit,) * 2
+    mixed = ts.make_mesh("a=2,b=4", axis_types={"b": "explicit"})
+    assert mixed.axis_types == (AxisType.Auto, AxisType.Explicit)
+
+
+def test_dcn_axes_multiply() -> None:
+    mesh = ts.make_mesh("data=1,fsdp=8", dcn_axes="data=1")
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 8}
+    assert mesh.axis_types == (AxisType.Auto,) * 2
+
+
+@pytest.mark.parametrize(
+    ("axes", "more", "message"),
+    [
+        ("data", {}, "cannot read 'data'"),
+        ("data=2;fsdp=4", {}, "cannot read 'data=2;fsdp=4'"),
+        ("", {}, "cannot read ''"),
+        ("a=2,a=4", {}, "the axis 'a' stands there twice"),
+        ("data=2,fsdp=3", {}, "data=2, fsdp=3 multiplies to 6, which is not the number of devices"),
+        ("data=3,fsdp=-1", {}, "multiplies to 3, which does not divide the number of devices, 8"),
+        ("a=-1,b=-1", {}, "only one size may be -1.*Give a or b a number"),
+        ({"a": 0}, {}, "the size of 'a' must be a positive number, or -1"),
+        ({"a": -2}, {}, "the size of 'a' must be a positive number, or -1"),
+        ("data=1,fsdp=4", {"dcn_axes": "data=2"}, "dcn_axes data=2 does not match how"),
+        ("fsdp=8", {"axis_types": {"fsdp": "manual"}}, "'manual' is neither 'auto' nor"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("unchecked")
+def test_meshes_that_cannot_be(axes, more, message) -> None:
+    with pytest.raises(ts.MeshError, match=message):
+        ts.make_mesh(axes, **more)
+
+
+def test_unknown_names_in_the_options() -> None:
+    with pytest.raises(ts.UnknownAxisError, match="no axis 'fdsp'.*Did you mean 'fsdp'"):
+        ts.make_mesh("fsdp=8", dcn_axes={"fdsp": 2})
+    with pytest.raises(ts.UnknownAxisError, match="no axis 'data'. It has fsdp=8"):
+        ts.make_mesh("fsdp=8", axis_types={"data": "auto"})
+
+
+def test_simulate_devices_too_late() -> None:
+    with pytest.raises(ts.MeshError, match="came too late: JAX has started with 8 CPU device"):
+        ts.simulate_devices(4)
+    ts.simulate_devices(8)  # what it is already
+    with pytest.raises(ts.MeshError, match="at least 1"):
+        ts.simulate_devices(0)
+
+
+# ------------------------------------------------------------------ the one in force
+
+
+@contextmanager
+def legacy(mesh: Mesh):
+    with warnings.catch_warnings():
+        # JAX deprecates `with mesh:`; it stays readable for as long as JAX has it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        mesh.__enter__()
+    try:
+        yield
+    finally:
+        mesh.__exit__(None, None, None)
+
+
+def shape_in_force() -> dict[str, int] | None:
+    found = ts.get_incontext_mesh(raise_error=False)
+    return None if found is None else dict(found.shape)
+
+
+def seen_in_trace() -> dict[str, int] | None:
+    seen = []
+    jax.jit(lambda x: seen.append(shape_in_force()) or x).trace(jnp.zeros(()))
+    return seen[0]
+
+
+def test_no_mesh() -> None:
+    assert shape_in_force() is None
+    assert seen_in_trace() is None
+    with pytest.raises(ts.NoMeshError, match=r"Pass one.*jax\.set_mesh.*NamedSharding") as error:
+        ts.get_incontext_mesh()
+    assert isinstance(error.value, RuntimeError)
+
+
+@pytest.mark.parametrize("enter", [jax.set_mesh, legacy], ids=["set_mesh", "with mesh"])
+def test_concrete_contexts(enter, mesh) -> None:
+    with enter(mesh):
+        assert ts.get_incontext_mesh() is mesh
+        assert seen_in_trace() == {"data": 2, "fsdp": 4}
+    assert shape_in_force() is None
+
+
+def test_abstract_context(mesh) -> None:
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert ts.get_incontext_mesh() == mesh.abstract_mesh
+        assert seen_in_trace() == {"data": 2, "fsdp": 4}
+
+
+def test_the_inner_of_two_wins(mesh, fsdp_mesh) -> None:
+    with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(fsdp_mesh.abstract_mesh):
+        assert shape_in_force() == {"fsdp": 8}
+    with legacy(mesh), jax.set_mesh(fsdp_mesh):
+        assert shape_in_force() == {"fsdp": 8}
+    with jax.set_mesh(fsdp_mesh), legacy(mesh):  # set_mesh wins, as in JAX
+        assert shape_in_force() == {"fsdp": 8}
+
+
+def test_inside_shard_map_the_manual_axes_show(mesh) -> None:
+    seen = []
+
+    def f(x):
+        seen.append(ts.get_incontext_mesh())
+        return x
+
+    jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    ).trace(jnp.zeros(2))
+    assert isinstance(seen[0], AbstractMesh)
+    assert set(seen[0].manual_axes) == {"data"}
+
+
+def test_contexts_are_per_thread(mesh) -> None:
+    seen = []
+    with jax.set_mesh(mesh):
+        thread = threading.Thread(target=lambda: seen.append(shape_in_force()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+# ------------------------------------------------------------------ names and sizes
+
+
+def test_names_and_sizes(mesh) -> None:
+    assert not ts.names_in_current_mesh("data")
+    with jax.set_mesh(mesh):
+        assert ts.names_in_current_mesh("data", "fsdp")
+        assert not ts.names_in_current_mesh("data", "tensor")
+        assert ts.names_in_current_mesh()
+        assert ts.get_mesh_axis_names() == ["data", "fsdp"]
+        assert ts.get_axes_size_in_mesh("fsdp") == 4
+        assert ts.get_axes_size_in_mesh(("data", "fsdp")) == 8
+        assert ts.get_axes_size_in_mesh([]) == 1
+    big = AbstractMesh((64, 1024), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    assert ts.get_axes_size_in_mesh(["a", "b"], big) == 65536
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_names_of_a_wrong_type(mesh) -> None:
+    for wrong in (3, None, [1], {"data": 1}):
+        with pytest.raises(TypeError, match="axis names are a string or a sequence"):
+            ts.get_axes_size_in_mesh(wrong, mesh)
+    with pytest.raises(ts.UnknownAxisError, match="no axis 'dat'. It has data=2, fsdp=4. Did you"):
+        ts.get_axes_size_in_mesh("dat", mesh)
+    with pytest.raises(ts.NoMeshError):
+        ts.get_mesh_axis_names()
+
+
+# ------------------------------------------------------------------ inside shard_map
+
+
+@pytest.mark.parametrize("axes", ["data", "fsdp", ("data", "fsdp"), ("fsdp", "data"), []], ids=str)
+def test_index_and_size_follow_the_layout_of_a_spec(mesh, axes) -> None:
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    size = ts.get_axes_size_in_mesh(axes, mesh)
+
+    def f(x):
+        assert ts.get_mesh_axis_size(axes) == size
+        return x * 0 + ts.get_submesh_device_index(axes)
+
+    spec = P(names) if names else P()
+    f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec))
+    np.testing.assert_array_equal(f(jnp.zeros(size, jnp.int32)), np.arange(size))
+
+
+@pytest.mark.parametrize("ask", [ts.get_mesh_axis_size, ts.get_submesh_device_index])
+@pytest.mark.usefixtures("unchecked")
+def test_axes_that_are_not_bound(ask, mesh) -> None:
+    with pytest.raises(ts.UnknownAxisError, match="'data' is not bound here. None is.*shard_map"):
+        ask("data")
+    partial = jax.shard_map(
+        lambda x: x + ask("dat"), mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}
+    )
+    with pytest.raises(ts.UnknownAxisError, match=r"Bound are \['data'\]. Did you mean 'data'"):
+        jax.jit(partial).trace(jnp.zeros((), jnp.int32))
+    with pytest.raises(TypeError, match="axis names are"):
+        ask(3)

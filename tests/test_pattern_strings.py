@@ -1,0 +1,105 @@
+"""Rules in one string: how they are read, and what is said of bad ones."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+
+MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+LEAF = np.zeros((8, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "spec"),
+    [
+        ("attention|mlp->data,hidden->model", "layers/0/mlp/w", P("data")),
+        ("attention|mlp->data,hidden->model", "hidden", P("model")),
+        ("attention|mlp->data,hidden->model", "norm", P()),
+        ("w->data;w->model", "w", P("data")),
+        (" w -> data . model ; v->model ", "w", P("data", "model")),
+        ("w->_.data", "w", P(None, "data")),
+        ("w->None.None.model", "w", P(None, None, "model")),
+        ("w->data._", "w", P("data")),
+        ("w->None", "w", P()),
+        ("w->data+model", "w", P(("data", "model"))),
+        ("w->_.model+data._", "w", P(None, ("model", "data"))),
+        (r"layers/\d+/w$->data", "layers/12/w", P("data")),
+        (r"layers/\d+/w$->data", "layers/12/wide", P()),
+    ],
+)
+def test_which_spec(text, path, spec) -> None:
+    for mesh in (None, MESH):
+        assert ts.create_pattern_based_partition_spec(text, mesh)(path, LEAF) == spec
+
+
+def test_what_no_pattern_matches() -> None:
+    by_name = ts.create_pattern_based_partition_spec("w->data", None, P("model"))
+    assert by_name("w", LEAF) == P("data")
+    assert by_name("v", LEAF) == P("model")
+
+
+@pytest.mark.parametrize("leaf", [3, 0.5, np.zeros(()), jax.nn.relu, "text"])
+def test_scalars_and_what_has_no_shape(leaf) -> None:
+    assert ts.create_pattern_based_partition_spec("w->data", None, P("data"))("w", leaf) == P()
+
+
+def test_called_by_hand_and_as_an_action_of_a_rule(mesh) -> None:
+    by_name = ts.create_pattern_based_partition_spec("attn->data.fsdp,mlp->fsdp", mesh)
+    tree = {"attn": np.ones((8, 8)), "mlp": np.ones((8, 8)), "norm": np.ones(8), "step": 3}
+    specs = {"attn": P("data", "fsdp"), "mlp": P("fsdp"), "norm": P(), "step": P()}
+    assert ts.named_tree_map(by_name, tree) == specs
+    assert ts.match_partition_rules([("", by_name)], tree, mesh, min_size=0) == specs
+    placed = ts.shard(tree, specs, mesh)
+    assert placed["attn"].addressable_shards[0].data.shape == (4, 2)
+
+
+HOW = '\nWrite pattern->dims, such as "embed->tensor.fsdp, attention|mlp->fsdp".'
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("", "column 1, '': there is no '->' between a pattern and its dims."),
+        ("attn", "column 1, 'attn': there is no '->' between a pattern and its dims."),
+        ("a->x, b", "column 6, 'b': there is no '->' between a pattern and its dims."),
+        ("a->x,", "column 6, '': there is no '->'"),
+        ("->x", "column 1, '->x': there is no pattern before '->'. '.*' matches every path."),
+        ("a->", "column 1, 'a->': the dim '' is no mesh axis. '_' is a dim that is not sharded."),
+        ("a->x..y", "the dim '' is no mesh axis."),
+        ("a->x+", "'' in 'x+' is no mesh axis."),
+        ("a->x+_", "'_' in 'x+_' is no mesh axis."),
+        ("a->x y", "the dim 'x y' is no mesh axis."),
+        ("a->b->c", "the dim 'b->c' is no mesh axis."),
+        ("a->x.x", "'x' stands there twice. An axis can split one dim only."),
+        ("a->x,b(->y", "column 6, 'b(->y': the pattern does not compile: missing ), unterminated"),
+    ],
+)
+def test_malformed_strings(text, fact) -> None:
+    with pytest.raises(ts.ShardingRuleError) as raised:
+        ts.create_pattern_based_partition_spec(text)
+    assert str(raised.value).startswith(f"{text!r}: column ")
+    assert fact in str(raised.value)
+    assert str(raised.value).endswith(HOW)
+
+
+def test_all_malformed_rules_at_once() -> None:
+    with pytest.raises(ts.ShardingRuleError) as raised:
+        ts.create_pattern_based_partition_spec("a,b->x;c->")
+    assert str(raised.value).splitlines()[:3] == [
+        "'a,b->x;c->': 2 rules are malformed:",
+        "  column 1, 'a': there is no '->' between a pattern and its dims.",
+        "  column 8, 'c->': the dim '' is no mesh axis. '_' is a dim that is not sharded.",
+    ]
+
+
+def test_axes_that_the_mesh_lacks() -> None:
+    with pytest.raises(ts.UnknownAxisError) as raised:
+        ts.create_pattern_based_partition_spec("a->dta,b->x.model", MESH)
+    assert str(raised.value).splitlines() == [
+        "2 axes are not in the mesh:",
+        "  'a': the mesh has no axis 'dta'. It has data=2, model=4. Did you mean 'data'?",
+        "  'b': the mesh has no axis 'x'. It has data=2, model=4.",
+    ]

@@ -1,0 +1,40 @@
+"""The 405B example: what it prints, and its figures against a calculation by hand."""
+
+import jax
+
+from examples import plan_405b
+
+
+def test_it_shows_meshes_side_by_side(capsys) -> None:
+    plans = plan_405b.main([])
+    out = capsys.readouterr().out
+    assert "405.9B parameters; with gradients and moments 4.87 TB" in out
+    assert [int(plan.mesh.size) for plan, _ in plans.values()] == [
+        4096, 4096, 16384, 65536, 65536,
+    ]  # fmt: skip
+    lines = [line.split() for line in out.splitlines()[2:8]]
+    assert [line[-5] for line in lines[1:]] == ["NO", "yes", "yes", "yes", "yes"]
+    # An eighth of the weights (tensor=8) in bf16: gathered, gathered again, scattered.
+    assert abs(int(lines[2][-4]) - 3 * 2 * 405.9 / 8) < 1.5
+    assert "warning left-whole" in out
+    assert "rule 0 'norm' says so" in out
+    assert "nothing is wrong, and nothing large stays whole." in out
+    assert "params/layers/{0..125}/mlp/gate " in out
+    assert not any(f.severity == "error" for plan, _ in plans.values() for f in plan.findings)
+
+
+def test_the_figures_by_hand(capsys) -> None:
+    ((plan, _),) = plan_405b.main(["--mesh=data=8,fsdp=64,tensor=8", "--memory=9GB"]).values()
+    width, ffn, vocab, layers = 16384, 53248, 128256, 126
+    matrices = layers * (2 * width * width + 2 * width * 1024 + 3 * width * ffn)
+    norms = (2 * layers + 1) * width
+    split = (matrices + 2 * vocab * width) // (64 * 8)
+    # bf16 parameters and gradients, two fp32 moments, and a step counter
+    assert plan.bytes_per_device() == (2 + 2 + 4 + 4) * (split + norms) + 4
+    assert matrices + norms + 2 * vocab * width == 405_853_388_800
+    assert " NO " in capsys.readouterr().out
+
+
+def test_it_starts_no_devices() -> None:
+    state = plan_405b.training_state()
+    assert {type(x) for x in jax.tree.leaves(state)} == {jax.ShapeDtypeStruct}

@@ -1,0 +1,472 @@
+"""Tensor parallelism: values, raw gradients and traffic, whatever JAX keeps track of."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from benchmarks import bench_ways
+from treeshard import manual
+
+# Most of the time goes to XLA, and code that runs once need not be fast.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+checks = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+ROWS, TIME, WIDTH, HEAD, HIDDEN = 8, 8, 16, 2, 32
+
+
+def on(
+    mesh: Mesh, f: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True
+) -> Callable[..., Any]:
+    mapped = jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+    return jax.jit(mapped, compiler_options=QUICK)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    scale = 1 / math.sqrt(shape[0])
+    return jnp.asarray(scale * np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def assert_same(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    """Every leaf on its own: a factor in one must not hide behind the others."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    for path, (a, b) in zip(ts.leaf_paths(wanted), pairs, strict=True):
+        assert np.shape(a) == np.shape(b)
+        error = np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max()
+        assert error <= tolerance, f"{path}: {error}"
+
+
+# ------------------------------------------------------------------ a layer, twice
+
+SHAPES = {name: (WIDTH, WIDTH) for name in "qkvo"} | {
+    "up": (WIDTH, HIDDEN),
+    "up_bias": (HIDDEN,),
+    "down": (HIDDEN, WIDTH),
+    "down_bias": (WIDTH,),
+    "scale": (WIDTH,),
+}
+PARAMS = {name: normal(i, *shape) for i, (name, shape) in enumerate(SHAPES.items())}
+X, Y = 2 * normal(20, ROWS, TIME, WIDTH), normal(21, ROWS, TIME, WIDTH)
+
+
+def normalized(x: jax.Array, scale: jax.Array) -> jax.Array:
+    root = lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+    return x * root * (1 + jnp.broadcast_to(scale, x.shape))
+
+
+def attention(p: Any, x: jax.Array, is_causal: bool = True) -> jax.Array:
+    q, k, v = (x @ p[name] for name in "qkv")
+    split = lambda y: y.reshape(*y.shape[:-1], -1, HEAD)  # noqa: E731
+    found = jax.nn.dot_product_attention(split(q), split(k), split(v), is_causal=is_causal)
+    return found.reshape(q.shape) @ p["o"]
+
+
+def mlp(p: Any, x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x @ p["up"] + p["up_bias"][None, None]) @ p["down"]
+
+
+def layer(p: Any, x: jax.Array) -> jax.Array:
+    x = x + attention(p, normalized(x, p["scale"]))
+    return x + mlp(p, normalized(x, p["scale"])) + p["down_bias"][None, None]
+
+
+def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Scaling the parameters scales the gradients otherwise."""
+    return jnp.mean(jnp.square(layer(p, x) - y))
+
+
+def parallel_layer(p: Any, x: jax.Array, axis: Any, dim: int | None) -> jax.Array:
+    # On rows of its own, every device uses all of the scale.
+    scale = p["scale"] if dim is None else manual.enter_parallel(p["scale"], axis)
+    qkv = (p["q"], p["k"], p["v"])
+    causal = partial(jax.nn.dot_product_attention, is_causal=True)
+    x = x + manual.parallel_attention(
+        normalized(x, scale), qkv, p["o"], axis, head_width=HEAD, attend=causal, dim=dim
+    )
+    up = manual.column_parallel(normalized(x, scale), p["up"], axis, p["up_bias"], dim=dim)
+    return x + manual.row_parallel(jax.nn.gelu(up), p["down"], axis, p["down_bias"], dim=dim)
+
+
+class Layout(NamedTuple):
+    mesh: str
+    axis: Any = "tensor"
+    dim: int | None = None
+    fsdp: bool = True
+
+
+LAYOUTS = {
+    "1x8": Layout("fsdp=1,tensor=8"),
+    "2x4": Layout("fsdp=2,tensor=4"),
+    "4x2": Layout("fsdp=4,tensor=2"),
+    "2x4 without fsdp": Layout("fsdp=2,tensor=4", fsdp=False),
+    "two axes": Layout("fsdp=2,a=2,b=2", ("a", "b")),
+    "sequence split, 1x8": Layout("fsdp=1,tensor=8", dim=1),
+    "sequence split, 2x4": Layout("fsdp=2,tensor=4", dim=-2),
+    "sequence split, 4x2": Layout("fsdp=4,tensor=2", dim=1),
+    "sequence split, two axes": Layout("fsdp=2,a=2,b=2", ("a", "b"), dim=1),
+}
+
+
+def specs_of(layout: Layout) -> Any:
+    columns, rows = (P("fsdp", layout.axis), P(layout.axis, "fsdp"))
+    if not layout.fsdp:
+        columns, rows = P(None, layout.axis), P(layout.axis)
+    split = dict.fromkeys(["q", "k", "v", "up"], columns) | dict.fromkeys(["o", "down"], rows)
+    return split | {"up_bias": P(layout.axis), "down_bias": P(), "scale": P()}
+
+
+REFERENCE = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(PARAMS, X, Y)
+
+
+@checks
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_are_those_of_one_device(name: str, check_vma: bool) -> None:
+    """Of the parameters, split and whole, and of the input; FSDP and tensor on one mesh."""
+    layout, specs = LAYOUTS[name], specs_of(LAYOUTS[name])
+    axis, dim = layout.axis, layout.dim
+    batch = P("fsdp") if dim is None else P("fsdp", axis)
+
+    def local(both: Any, y: jax.Array) -> jax.Array:
+        error = jnp.square(parallel_layer(*both, axis, dim) - y)
+        if dim is None:
+            return jnp.mean(error)
+        total = jnp.sum(error) / (error.size * lax.axis_size(axis))
+        return manual.leave_parallel(total, axis)
+
+    def step(p: Any, x: jax.Array, y: jax.Array) -> Any:
+        # Every device's rows are its own: None leaves their gradient alone.
+        grad = manual.value_and_grad(local, "fsdp", (specs, None))
+        value, (grads, of_x) = grad((p, x), y)
+        return value, (grads, of_x / lax.axis_size("fsdp"))
+
+    run = on(
+        ts.make_mesh(layout.mesh), step, (specs, batch, batch), (P(), (specs, batch)), check_vma
+    )
+    assert_same(run(PARAMS, X, Y), REFERENCE)
+
+
+# ------------------------------------------------------------------ what is sent
+
+COLLECTIVE = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
+ALL = {name: P() for name in PARAMS}
+SPECS = specs_of(Layout("", fsdp=False))
+
+
+def collectives(compiled: Any) -> Counter[str]:
+    """How often each kind stands in the program, and of how many elements."""
+    text = compiled.as_text()
+    assert "while(" not in text  # a loop's body would count once
+    found: Counter[str] = Counter()
+    for shapes, kind in re.findall(rf"= (\(?f32\[.*) {COLLECTIVE}\(", text):
+        for shape in re.findall(r"f32\[([\d,]*)\]", shapes):  # the compiler may have joined some
+            found[f"{kind} of {math.prod(map(int, shape.split(',')))}"] += 1
+    assert found.total() >= len(re.findall(rf" {COLLECTIVE}(?:-start)?\(", text))
+    return found
+
+
+def parallel_attention(p: Any, x: jax.Array, **how: Any) -> jax.Array:
+    qkv = (p["q"], p["k"], p["v"])
+    return manual.parallel_attention(x, qkv, p["o"], "tensor", head_width=HEAD, **how)
+
+
+def parallel_mlp(p: Any, x: jax.Array, **how: Any) -> jax.Array:
+    return manual.parallel_mlp(x, p["up"], p["down"], "tensor", **how)
+
+
+FULL = ROWS * TIME * WIDTH
+PART = FULL // 8
+
+
+@checks
+@pytest.mark.parametrize("block", [parallel_attention, parallel_mlp], ids=["attention", "mlp"])
+@pytest.mark.parametrize(
+    ("dim", "forward", "both"),
+    [
+        (None, {f"all-reduce of {FULL}": 1}, {f"all-reduce of {FULL}": 2}),
+        (
+            1,
+            {f"all-gather of {FULL}": 1, f"reduce-scatter of {PART}": 1},
+            # Backwards the weights need the gathered rows again, which are still there.
+            {f"all-gather of {FULL}": 2, f"reduce-scatter of {PART}": 2},
+        ),
+    ],
+    ids=["whole", "sequence split"],
+)
+def test_each_block_communicates_once_each_way(
+    block: Any, dim: int | None, forward: Any, both: Any, check_vma: bool
+) -> None:
+    mesh, spec = ts.make_mesh("tensor=8"), P() if dim is None else P(None, "tensor")
+
+    def backward(p: Any, x: jax.Array, g: jax.Array) -> Any:
+        out, pull = jax.vjp(partial(block, dim=dim), p, x)
+        return out, pull(g)
+
+    run = on(mesh, partial(block, dim=dim), (SPECS, spec), spec, check_vma)
+    assert collectives(run.lower(PARAMS, X).compile()) == forward
+    run = on(mesh, backward, (SPECS, spec, spec), (spec, (SPECS, spec)), check_vma)
+    assert collectives(run.lower(PARAMS, X, X).compile()) == both
+
+
+def test_by_specs_the_compiler_sends_the_same() -> None:
+    """One all-reduce a block forwards, from the specs of the weights alone."""
+    mesh = ts.make_mesh("tensor=8")
+    rules = [("^([qkv]|up)$", P(None, "tensor")), ("^(o|down|up_bias)$", P("tensor")), (".*", None)]
+    plan = ts.plan(PARAMS, rules, mesh, min_size=0)
+    plan.check()
+    params = ts.shard(PARAMS, plan)
+    run = jax.jit(layer, out_shardings=jax.NamedSharding(mesh, P())).lower(params, X).compile()
+    assert collectives(run) == {f"all-reduce of {FULL}": 2}
+    np.testing.assert_allclose(run(params, X), layer(PARAMS, X), rtol=2e-5, atol=2e-5)
+
+
+# ------------------------------------------------------------------ variants
+
+
+def split_on(dim: int, axis: Any = "tensor") -> P:
+    return P(*[None] * dim, axis)
+
+
+@checks
+def test_a_gated_mlp_and_heads_that_all_share(check_vma: bool) -> None:
+    """Several weights enter together; a single head of keys and values enters whole."""
+    weights = {"up": PARAMS["up"], "gate": normal(30, WIDTH, HIDDEN), "down": PARAMS["down"]}
+    weights |= {"q": PARAMS["q"], "o": PARAMS["o"]}
+    weights |= {name: normal(31 + i, WIDTH, HEAD) for i, name in enumerate("kv")}
+    specs = {name: SPECS.get(name, P()) for name in weights} | {"gate": P(None, "tensor")}
+    specs |= {"k": P(), "v": P()}
+    gated = lambda up, gate: up * jax.nn.silu(gate)  # noqa: E731
+
+    def plain(w: Any, x: jax.Array) -> jax.Array:
+        out = attention(w, x, is_causal=False)
+        return out + gated(out @ w["up"], out @ w["gate"]) @ w["down"]
+
+    def parallel(w: Any, x: jax.Array) -> jax.Array:
+        k, v = manual.enter_parallel((w["k"], w["v"]), "tensor")
+        out = manual.parallel_attention(x, (w["q"], k, v), w["o"], "tensor", head_width=HEAD)
+        up = (w["up"], w["gate"])
+        return out + manual.parallel_mlp(out, up, w["down"], "tensor", activation=gated)
+
+    def with_grads(f: Any) -> Any:
+        return jax.value_and_grad(lambda w, x: jnp.mean(jnp.square(f(w, x) - x)), argnums=(0, 1))
+
+    run = on(
+        ts.make_mesh("tensor=8"),
+        with_grads(parallel),
+        (specs, P()),
+        (P(), (specs, P())),
+        check_vma,
+    )
+    assert_same(run(weights, X), jax.jit(with_grads(plain))(weights, X))
+
+
+@checks
+def test_scanned_layers_under_remat(check_vma: bool) -> None:
+    """The operators carry through scan, checkpoint and vmap."""
+    stacked = {name: jnp.stack([PARAMS[name]] * 3) for name in ("up", "down")}
+    specs = {"up": P(None, None, "tensor"), "down": P(None, "tensor")}
+
+    def deep(block: Any, p: Any, x: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def body(x: jax.Array, p: Any) -> Any:
+            return x + jax.vmap(lambda row: block(row, p["up"], p["down"]))(x), None
+
+        return jnp.mean(jnp.square(lax.scan(body, x, p)[0]))
+
+    plain = partial(deep, lambda x, up, down: jax.nn.gelu(x @ up) @ down)
+    hand = partial(deep, partial(manual.parallel_mlp, axis_names="tensor"))
+    run = on(
+        ts.make_mesh("tensor=8"), jax.value_and_grad(hand), (specs, P()), (P(), specs), check_vma
+    )
+    assert_same(run(stacked, X), jax.jit(jax.value_and_grad(plain))(stacked, X))
+
+
+@checks
+def test_second_order(check_vma: bool) -> None:
+    def curvature(block: Any, up: jax.Array, down: jax.Array) -> Any:
+        def slope(up: jax.Array) -> jax.Array:
+            return jax.grad(lambda x: jnp.sum(jnp.square(block(x, up, down))))(X[0])
+
+        # How the gradient of the input changes with a split weight.
+        return jax.grad(lambda up: jnp.sum(jnp.sin(slope(up))))(up)
+
+    plain = partial(curvature, lambda x, up, down: jnp.tanh(x @ up) @ down)
+    hand = partial(
+        curvature, partial(manual.parallel_mlp, axis_names="tensor", activation=jnp.tanh)
+    )
+    run = on(
+        ts.make_mesh("tensor=8"),
+        hand,
+        (split_on(1), split_on(0)),
+        split_on(1),
+        check_vma,
+    )
+    both = PARAMS["up"], PARAMS["down"]
+    assert_same(run(*both), jax.jit(plain)(*both), 2e-5)
+
+
+def test_no_axes_are_one_device() -> None:
+    """The same layer, with its whole weights, outside of shard_map."""
+    np.testing.assert_allclose(
+        parallel_layer(PARAMS, X, (), 1), layer(PARAMS, X), rtol=1e-5, atol=1e-5
+    )
+
+
+@checks
+def test_what_is_no_array_passes_through(check_vma: bool) -> None:
+    norm = {"scale": jnp.ones(WIDTH), "count": jnp.int32(3), "activation": jnp.tanh, "none": None}
+
+    def run(scale: jax.Array, x: jax.Array) -> jax.Array:
+        inside = manual.enter_parallel({**norm, "scale": scale}, "tensor")
+        assert inside["activation"] is jnp.tanh
+        assert inside["none"] is None
+        out = jnp.sum(normalized(x, inside["scale"]) * inside["count"].astype("float32"))
+        return manual.leave_parallel(out, "tensor")
+
+    by_hand = on(ts.make_mesh("tensor=8"), jax.grad(run), (P(), P("tensor")), P(), check_vma)
+    wanted = jax.grad(lambda s: 3 * jnp.sum(normalized(X[0], s)))(norm["scale"])
+    assert_same(by_hand(norm["scale"], X[0]), wanted)
+
+
+def test_forward_mode_is_refused() -> None:
+    double = lambda x: jax.jvp(lambda x: manual.enter_parallel(x, "tensor"), (x,), (x,))  # noqa: E731
+    with pytest.raises(TypeError, match="forward-mode"):
+        on(ts.make_mesh("tensor=8"), double, P(), P("tensor"), check_vma=False)(X)
+
+
+# ------------------------------------------------------------------ twenty steps
+
+
+@pytest.fixture
+def quick_compiles():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize("name", bench_ways.OPTIMIZERS)
+@pytest.mark.usefixtures("quick_compiles")
+def test_every_way_of_training_goes_where_one_device_goes(name: str) -> None:
+    optimizer = bench_ways.OPTIMIZERS[name]
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes counts and floats
+        alone = bench_ways.losses_on_one_device(optimizer)
+        assert len(alone) == 20
+        assert alone[-1] < alone[0] - 0.5
+        for way, how in bench_ways.WAYS.items():
+            off = np.abs(bench_ways.losses(how, optimizer) - alone).max()
+            assert off <= 2e-5, f"{way}: {off}"
+
+
+# ------------------------------------------------------------------ bad input
+
+SPLIT, WHOLE = P(None, "tensor"), P()
+BAD = {
+    "x differs": (
+        lambda x, w: manual.column_parallel(x, w, "tensor"),
+        (SPLIT, SPLIT),
+        "column_parallel: x: shape (8, 2) differs from device to device along 'tensor'. If these"
+        " are parts of one array, say of which dim with `dim`; if they are summands,"
+        " `leave_parallel` sums them. If parameters that are not split went into it: leave this"
+        " axis out of the axis_names of `value_and_grad`, `gather_params` and `vary`.",
+    ),
+    "x is not split": (
+        lambda x, w: manual.column_parallel(x, w, "tensor", dim=0),
+        (WHOLE, SPLIT),
+        "column_parallel: x: shape (8, 16) is the same on all devices along 'tensor': there is"
+        " nothing to gather.",
+    ),
+    "whole weights": (
+        lambda x, w: manual.column_parallel(x, {"q": w, "k": w}, "tensor"),
+        (WHOLE, WHOLE),
+        "column_parallel: these leaves do not fit:\n  k: the weight (16, 16) is the same on all"
+        " devices along 'tensor', so every one would do the same work. Columns are split by"
+        " P(None, 'tensor'), rows by P('tensor'). If each is to use all of it, let it in with"
+        " `enter_parallel`.\n  q: the weight",
+    ),
+    "a weight split on its rows": (
+        lambda x, w: manual.column_parallel(x, w, "tensor"),
+        (WHOLE, P("tensor")),
+        "column_parallel: the weight's part is (2, 16) here, and x (8, 16): it needs 16 rows."
+        " Columns are split by P(None, 'tensor'), rows by P('tensor'). The weights of Equinox"
+        " are the transpose.",
+    ),
+    "a weight split on its columns": (
+        lambda x, w: manual.row_parallel(x, w, "tensor"),
+        (SPLIT, SPLIT),
+        "row_parallel: the weight's part is (16, 2) here, and x (8, 2): it needs 2 rows.",
+    ),
+    "a whole bias": (
+        lambda x, w: manual.column_parallel(x, w, "tensor", jnp.ones(16)),
+        (WHOLE, SPLIT),
+        "the bias is (16,) here, and the product (8, 2): it needs 2 elements. It is split like"
+        " the columns of its weight, by P(axis), in `column_parallel`, and whole in"
+        " `row_parallel`.",
+    ),
+    "heads that are cut": (
+        lambda x, w: manual.parallel_attention(x, (w, w, w), w, "tensor", head_width=4),
+        (WHOLE, SPLIT),
+        "parallel_attention: heads would be cut:\n  q: 2 columns here are not a number of heads"
+        " of width 4. The heads must divide by the 8 devices along 'tensor'.\n  k: 2",
+    ),
+    "nothing to sum": (
+        lambda x, w: manual.leave_parallel({"loss": x}, "tensor"),
+        (WHOLE, WHOLE),
+        "leave_parallel: loss: shape (8, 16) is the same on all devices along 'tensor': there is"
+        " nothing to sum.",
+    ),
+    "no such dim": (
+        lambda x, w: manual.enter_parallel(x, "tensor", dim=2),
+        (SPLIT, WHOLE),
+        "enter_parallel: there is no dim 2 in shape (8, 2).",
+    ),
+    "an uneven dim": (
+        lambda x, w: manual.leave_parallel(x, "tensor", dim=1),
+        (SPLIT, WHOLE),
+        "leave_parallel: dim 1 of shape (8, 2) does not divide by 8 along 'tensor'.",
+    ),
+    "an axis that is not bound": (
+        lambda x, w: manual.parallel_mlp(x, w, w, "tensors"),
+        (WHOLE, SPLIT),
+        "column_parallel: the axis 'tensors' is not bound here. Bound are ['tensor']. Did you mean"
+        " 'tensor'? Axes are bound inside `jax.shard_map`; outside, under `jax.jit`, specs on the"
+        " weights are all it takes.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    f, in_specs, message = BAD[name]
+    with pytest.raises(ts.TreeShardError, match=re.escape(message)):
+        on(ts.make_mesh("tensor=8"), f, in_specs, P("tensor"))(X[0], PARAMS["q"])
+
+
+def test_the_axis_that_splits_weights_is_not_one_to_average_over() -> None:
+    """It would make the weights whole, and count every hidden unit many times."""
+
+    def local(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(parallel_layer(p, x, "tensor", None)))
+
+    step = manual.value_and_grad(local, ("fsdp", "tensor"), SPECS)
+    mesh = ts.make_mesh("fsdp=2,tensor=4")
+    with pytest.raises(ts.SpecError, match="leave this axis out of the axis_names"):
+        on(mesh, step, (SPECS, P("fsdp")), (P(), SPECS))(PARAMS, X)
+
+
+@pytest.mark.parametrize("name", ["enter_parallel", "leave_parallel"])
+def test_called_outside_shard_map(name: str) -> None:
+    message = f"{name}: the axis 'tensor' is not bound here. None is. Axes are bound inside"
+    with pytest.raises(ts.UnknownAxisError, match=re.escape(message)):
+        getattr(manual, name)(X, "tensor")

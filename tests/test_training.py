@@ -1,0 +1,480 @@
+"""Born sharded, stepped with one compile, equal to one device."""
+
+import warnings
+from typing import Any
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard.manual import value_and_grad
+from treeshard.training import init_sharded, jit_step, shard_map_step
+
+RULES = [("norm|bias", None), (".*", ts.fsdp("fsdp", min_size=64))]
+OPTIMIZER = optax.adamw(1e-2)
+
+
+class State(eqx.Module):
+    model: eqx.nn.MLP
+    opt_state: Any
+    step: jax.Array
+    key: jax.Array
+
+
+def init(key, optimizer=OPTIMIZER):
+    model_key, key = jax.random.split(key)
+    model = eqx.nn.MLP(16, 8, 32, 2, key=model_key)
+    return State(model, optimizer.init(eqx.filter(model, eqx.is_array)), jnp.int32(0), key)
+
+
+def loss_fn(model, batch):
+    predicted = jax.vmap(model)(batch["x"])
+    return jnp.mean((predicted - batch["y"]) ** 2) * batch.get("scale", 1.0)
+
+
+def train_step(state, batch, optimizer=OPTIMIZER):
+    loss, grads = eqx.filter_value_and_grad(loss_fn)(state.model, batch)
+    updates, opt_state = optimizer.update(
+        grads, state.opt_state, eqx.filter(state.model, eqx.is_array)
+    )
+    model = eqx.apply_updates(state.model, updates)
+    return State(model, opt_state, state.step + 1, jax.random.split(state.key)[0]), loss
+
+
+def make_batch(seed=0, size=32):
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(size, 16)).astype(np.float32),
+        "y": rng.normal(size=(size, 8)).astype(np.float32),
+    }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes counts and floats
+        yield
+
+
+@pytest.fixture(scope="module")
+def born(fsdp_mesh):
+    return init_sharded(init, jax.random.key(0), rules=RULES, mesh=fsdp_mesh)
+
+
+@pytest.fixture(scope="module")
+def step(born):
+    return jit_step(train_step, born[1], batch=P("fsdp"), donate=False)
+
+
+def arrays(tree):
+    return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+
+
+def bits(x):
+    data = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return np.asarray(data)
+
+
+# ------------------------------------------------------------------ birth
+
+
+def test_born_as_planned(born, fsdp_mesh) -> None:
+    state, plan = born
+    assert plan.mesh == fsdp_mesh
+    assert state.model.layers[1].weight.sharding.spec == P(None, "fsdp")
+    assert state.opt_state[0].mu.layers[1].weight.sharding.spec == P(None, "fsdp")
+    assert state.model.layers[1].bias.sharding.is_fully_replicated
+    for x, sharding in zip(arrays(state), arrays_of(plan.shardings, state), strict=True):
+        assert x.sharding == sharding
+        assert not jax.typeof(x).weak_type
+    assert state.model.activation is jax.nn.relu
+
+
+def arrays_of(tree, like):
+    is_leaf = lambda x: isinstance(x, NamedSharding)  # noqa: E731  (shorter than a def here)
+    pairs = zip(jax.tree.leaves(tree, is_leaf=is_leaf), jax.tree.leaves(like), strict=True)
+    return [sharding for sharding, x in pairs if eqx.is_array(x)]
+
+
+def test_born_bit_for_bit_as_on_one_device(born) -> None:
+    alone = eqx.filter_jit(init)(jax.random.key(0))
+    assert jax.tree.structure(alone) == jax.tree.structure(born[0])
+    for x, y in zip(arrays(born[0]), arrays(alone), strict=True):
+        np.testing.assert_array_equal(bits(x), bits(y))
+
+
+def test_no_device_ever_holds_the_whole_tree(fsdp_mesh) -> None:
+    def big(key):
+        return {"w": jax.random.normal(key, (512, 1024))}
+
+    whole = 512 * 1024 * 4
+    rules = [(".*", ts.fsdp("fsdp"))]
+    structs = jax.eval_shape(big, jax.random.key(0))
+    shardings = ts.plan(structs, rules, fsdp_mesh).shardings
+    # What init_sharded compiles: the same function with the plan's out_shardings.
+    program = jax.jit(big, out_shardings=shardings).lower(jax.random.key(0)).compile()
+    memory = program.memory_analysis()
+    assert memory.output_size_in_bytes <= whole / 8
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 0.6 * whole
+    tree, _ = init_sharded(big, jax.random.key(0), rules=rules, mesh=fsdp_mesh)
+    assert {piece.data.nbytes for piece in tree["w"].addressable_shards} == {whole // 8}
+
+
+def test_static_and_array_arguments(fsdp_mesh) -> None:
+    def make(width, names, x, *, rules=None):
+        return {
+            "x": jnp.outer(x, jnp.ones(width)),
+            "names": names,
+            "numpy": np.ones(16, np.float32),
+        }
+
+    x = np.arange(8, dtype=np.float32)
+    rules = [("^x", P("fsdp")), ("numpy", P("fsdp"))]
+    tree, plan = init_sharded(make, 16, "abc", x, rules=rules, mesh=fsdp_mesh, min_size=0)
+    assert tree["names"] == "abc"
+    assert tree["x"].sharding.spec == tree["numpy"].sharding.spec == P("fsdp")
+    np.testing.assert_array_equal(tree["x"], np.outer(x, np.ones(16)))
+    assert [leaf.path for leaf in plan.leaves] == ["numpy", "x"]
+
+
+def test_constraints_inside_see_the_mesh(fsdp_mesh) -> None:
+    def make(key):
+        assert ts.get_incontext_mesh().shape == fsdp_mesh.shape
+        return ts.with_sharding_constraint(jax.random.normal(key, (16, 4)), P("fsdp"))
+
+    tree, _ = init_sharded(make, jax.random.key(0), rules=[("", None)], mesh=fsdp_mesh)
+    assert tree.sharding.is_fully_replicated
+
+
+def test_misfits_raise_before_anything_is_allocated(fsdp_mesh, compiles) -> None:
+    def make():
+        return {"a": jnp.ones((9, 2)), "b": jnp.ones(16), "c": jnp.ones(3)}
+
+    rules = [("a", P("fsdp")), ("b", P("fdsp"))]
+    compiles.clear()
+    with pytest.raises(ts.ShardingRuleError) as error:
+        init_sharded(make, rules=rules, mesh=fsdp_mesh, min_size=0)
+    message = str(error.value)
+    for part in ("a: ", "b: ", "c: ", "(9, 2)", "Did you mean 'fsdp'", "fsdp=8"):
+        assert part in message
+    assert compiles == []
+    tree, plan = init_sharded(make, rules=rules, mesh=fsdp_mesh, min_size=0, strict=False)
+    assert all(x.sharding.is_fully_replicated for x in tree.values())
+    assert {a.kind for leaf in plan.leaves for a in leaf.adjustments} == {
+        "indivisible",
+        "axis-not-in-mesh",
+        "unmatched",
+    }
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_abstract_mesh_cannot_hold_arrays(born) -> None:
+    abstract = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ts.MeshError, match="init_sharded: an abstract mesh .fsdp=8. has no dev"):
+        init_sharded(init, jax.random.key(0), rules=RULES, mesh=abstract)
+    plan = ts.plan(born[0], RULES, abstract)
+    with pytest.raises(ts.MeshError, match="jit_step: an abstract mesh"):
+        jit_step(train_step, plan, batch=P("fsdp"))
+
+
+# ------------------------------------------------------------------ the step
+
+
+def test_one_compile_wherever_it_is_called(born, fsdp_mesh, compiles) -> None:
+    state, plan = born
+    step = jit_step(train_step, plan, batch=P("fsdp"), donate=False)
+    state, _ = step(state, make_batch(0))
+    compiles.clear()
+    with jax.set_mesh(fsdp_mesh):
+        state, _ = step(state, make_batch(1))
+    state, _ = step(state, make_batch(2))
+    assert compiles == []
+    assert int(state.step) == 3
+    for x, leaf in zip(arrays(state), plan.leaves, strict=True):
+        assert x.sharding == NamedSharding(fsdp_mesh, leaf.given)
+
+
+@pytest.mark.parametrize("shape", ["fsdp=8", "data=2,fsdp=4", "data=4,fsdp=2"])
+@pytest.mark.parametrize("axis_types", ["auto", "explicit"])
+def test_equal_to_one_device_with_sgd(shape, axis_types) -> None:
+    # Explicit axes need every product of two sharded arrays spelled out by the model, so
+    # parameters stay whole there; it is the batch that is split.
+    rules = RULES if axis_types == "auto" else [(".*", None)]
+    mesh = ts.make_mesh(shape, axis_types=axis_types)
+    sgd = optax.sgd(0.1)
+    make = lambda key: init(key, sgd)  # noqa: E731
+    alone = eqx.filter_jit(make)(jax.random.key(1))
+    alone_step = eqx.filter_jit(lambda s, b: train_step(s, b, sgd))
+    state, plan = init_sharded(make, jax.random.key(1), rules=rules, mesh=mesh)
+    step = jit_step(lambda s, b: train_step(s, b, sgd), plan, batch=P(mesh.axis_names))
+    for i in range(3):
+        alone, expected = alone_step(alone, make_batch(i))
+        state, loss = step(state, make_batch(i))
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    chex.assert_trees_all_close(
+        ts.gather(eqx.filter(state.model, eqx.is_array)),
+        ts.gather(eqx.filter(alone.model, eqx.is_array)),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_the_state_is_donated(born, fsdp_mesh) -> None:
+    state = ts.shard(ts.gather(born[0]), born[1])
+    step = jit_step(train_step, born[1], batch=P("fsdp"))
+    after, _ = step(state, make_batch())
+    assert state.model.layers[0].weight.is_deleted()
+    with pytest.raises(ts.DeletedLeafError) as error:
+        step(state, make_batch())
+    message = str(error.value)
+    assert "leaves of the state are deleted" in message
+    assert "model/layers/0/weight: its memory is gone" in message
+    assert "the state that the step returned" in message
+    step(after, make_batch())  # nothing is broken
+
+
+def test_batches_of_every_kind(born, step, fsdp_mesh) -> None:
+    state, _ = born
+    batch = make_batch()
+    _, expected = step(state, batch)
+    on_one_device = jax.tree.map(jnp.asarray, batch)
+    placed = ts.shard(batch, P("fsdp"), fsdp_mesh)
+    for other in (on_one_device, placed):
+        np.testing.assert_array_equal(step(state, other)[1], expected)
+    for scale in (1.0, np.float32(1), jnp.float32(1)):
+        np.testing.assert_array_equal(step(state, {**batch, "scale": scale})[1], expected)
+
+
+def test_batch_specs_as_a_tree(born, fsdp_mesh) -> None:
+    specs = {"x": P("fsdp"), "y": P()}
+    step = jit_step(train_step, born[1], batch=specs, donate=False)
+    step(born[0], make_batch())
+    with pytest.raises(ts.SpecError, match="the batch specs lack 'z'"):
+        step(born[0], {**make_batch(), "z": 0})
+
+
+def test_a_batch_that_does_not_divide(born, step) -> None:
+    with pytest.raises(ts.SpecError) as error:
+        step(born[0], make_batch(size=12))
+    for part in ("x: ", "y: ", "(12, 16)", "does not divide 12", "fsdp=8", "Pad it to 16"):
+        assert part in str(error.value)
+
+
+def test_batch_specs_are_checked_when_the_step_is_made(born) -> None:
+    with pytest.raises(ts.UnknownAxisError, match="batch: the mesh has no axis 'fdsp'.*Did you"):
+        jit_step(train_step, born[1], batch=P("fdsp"))
+
+
+def test_a_batch_that_is_not_split_over_the_fsdp_axis_warns(mesh) -> None:
+    plan = ts.plan(
+        jax.eval_shape(init, jax.random.key(0)) if False else init(jax.random.key(0)), RULES, mesh
+    )
+    with pytest.warns(
+        ts.ShardingWarning, match=r"over 'fsdp', and the.*batch=P\(\('data', 'fsdp'\)"
+    ):
+        jit_step(train_step, plan, batch=P("data"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jit_step(train_step, plan, batch=P(("data", "fsdp")))
+
+
+def test_as_a_decorator(born) -> None:
+    @jit_step(plan=born[1], batch=P("fsdp"), donate=False)
+    def my_step(state, batch):
+        """Steps."""
+        return train_step(state, batch)
+
+    assert (my_step.__name__, my_step.__doc__) == ("my_step", "Steps.")
+    assert my_step.plan is born[1]
+    assert np.isfinite(my_step(born[0], make_batch())[1])
+    with pytest.raises(ts.StateError, match="jit_step needs the plan of the state"):
+        jit_step(train_step, batch=P("fsdp"))
+
+
+def test_lower_takes_structs(born, step) -> None:
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch())
+    from_structs = step.lower(born[1].structs, structs)
+    assert from_structs.as_text() == step.lower(born[0], make_batch()).as_text()
+    text = from_structs.compile().as_text()
+    assert "all-gather" in text
+    assert "all-reduce" in text
+
+
+def test_inside_somebodys_jit(born, step, fsdp_mesh) -> None:
+    state, _ = born
+    params, static = eqx.partition(state, eqx.is_array)
+
+    @jax.jit
+    def two_losses(params, batch):
+        state, first = step(eqx.combine(params, static), batch)
+        return first, step(state, batch)[1]
+
+    batch = ts.shard(make_batch(), P("fsdp"), fsdp_mesh)
+    middle, first = step(state, batch)
+    np.testing.assert_allclose(
+        two_losses(params, batch), [first, step(middle, batch)[1]], rtol=1e-5
+    )
+
+
+def test_static_leaves_may_differ_between_calls(fsdp_mesh) -> None:
+    state = {"w": jnp.ones(8), "rate": 0.5}
+    plan = ts.plan(state, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    step = jit_step(
+        lambda s, b: ({**s, "w": s["w"] - s["rate"]}, None), plan, batch=P(), donate=False
+    )
+    placed = ts.shard(state, plan)
+    for rate in (0.5, 0.25, 0.5):
+        new, _ = step({**placed, "rate": rate}, {})
+        np.testing.assert_array_equal(new["w"], np.full(8, 1 - rate))
+        assert new["rate"] == rate
+
+
+# ------------------------------------------------------------------ states that change
+
+
+CHANGES = {
+    "a python counter": (
+        lambda s: {**s, "count": s["count"] + 1},
+        r"count: the step turns the int 0 into the int 1.*`jnp\.int32\(0\)`",
+    ),
+    "a counter that becomes an array": (
+        lambda s: {**s, "count": jnp.int32(1)},
+        r"count: the step turns the int 0 into int32\[\]\..*`jnp\.int32\(0\)`",
+    ),
+    "a flag": (lambda s: {**s, "flag": True}, r"flag: .*`jnp\.bool_\(False\)`"),
+    "a function": (lambda s: {**s, "act": jnp.cos}, "act: .*Keep it out of the state"),
+    "an array that becomes a number": (
+        lambda s: {**s, "w": 1.0},
+        r"w: comes out of the step as the float 1.0, but the plan has float32\[8\]",
+    ),
+    "a dtype": (
+        lambda s: {**s, "w": s["w"].astype(jnp.bfloat16)},
+        r"w: comes out of the step as bfloat16\[8\], but the plan has float32\[8\]",
+    ),
+    "a shape": (lambda s: {**s, "w": s["w"][:4]}, r"w: comes out of the step as float32\[4\]"),
+    "a leaf less": (lambda s: {"w": s["w"]}, "count: the step returns a state without it"),
+    "a leaf more": (lambda s: {**s, "new": 0}, "new: the step adds it to the state"),
+    "another container": (lambda s: {**s, "pair": tuple(s["pair"])}, "a container"),
+    "no pair": (None, "must return .state, aux., not dict"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES.values(), ids=CHANGES.keys())
+def test_what_a_step_may_not_change(case, fsdp_mesh) -> None:
+    change, message = case
+    state = {"w": jnp.ones(8), "count": 0, "flag": False, "act": jnp.sin, "pair": [1, 2]}
+    plan = ts.plan(state, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    placed = ts.shard(state, plan)
+    step = jit_step(
+        (lambda s, b: s) if change is None else (lambda s, b: (change(s), None)), plan, batch=P()
+    )
+    with pytest.raises(ts.StateError, match=message):
+        step(placed, {})
+    assert not placed["w"].is_deleted()
+
+
+def test_a_state_of_another_kind(born, step) -> None:
+    with pytest.raises(ts.SpecError) as error:
+        step({"model": born[0].model}, make_batch())
+    assert "The state is not the one that the plan was made for" in str(error.value)
+    assert "opt_state/0/count: the state has no such array." in str(error.value)
+    wide = eqx.tree_at(lambda s: s.model.layers[0].bias, born[0], jnp.zeros(64))
+    with pytest.raises(
+        ts.StateError, match=r"model/layers/0/bias: goes into the step as float32\[64"
+    ):
+        step(wide, make_batch())
+
+
+def test_a_state_that_lies_elsewhere(born, step, fsdp_mesh) -> None:
+    replicated = NamedSharding(fsdp_mesh, P())
+    moved = eqx.tree_at(
+        lambda s: s.model.layers[1].weight,
+        born[0],
+        replace_fn=lambda x: jax.device_put(x, replicated),
+    )
+    with pytest.raises(ts.SpecError) as error:
+        step(moved, make_batch())
+    assert "model/layers/1/weight: lies as NamedSharding" in str(error.value)
+    assert "`treeshard.shard(state, plan)`" in str(error.value)
+
+
+def test_errors_of_the_model_stay_what_they_are(born) -> None:
+    def broken(state, batch):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        jit_step(broken, born[1], batch=P("fsdp"))(born[0], make_batch())
+
+
+# ------------------------------------------------------------------ once per device
+
+
+def test_by_hand_as_by_jit(born, step, fsdp_mesh) -> None:
+    state, plan = born
+    grad = value_and_grad(loss_fn, "fsdp", plan.specs.model)
+
+    @shard_map_step(plan=plan, batch=P("fsdp"), donate=False)
+    def by_hand(state, batch):
+        assert state.model.layers[1].weight.shape == (32, 4)
+        loss, grads = grad(state.model, batch)
+        updates, opt_state = OPTIMIZER.update(
+            grads, state.opt_state, eqx.filter(state.model, eqx.is_array)
+        )
+        model = eqx.apply_updates(state.model, updates)
+        return State(model, opt_state, state.step + 1, jax.random.split(state.key)[0]), loss
+
+    here, there = state, state
+    for i in range(3):
+        here, loss = by_hand(here, make_batch(i))
+        there, expected = step(there, make_batch(i))
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for x, leaf in zip(arrays(here), plan.leaves, strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(fsdp_mesh, leaf.given), x.ndim)
+    assert int(here.step) == 3
+    assert len(by_hand._programs) == 1
+
+
+def test_by_hand_one_compile(fsdp_mesh, compiles) -> None:
+    plan = ts.plan({"w": jnp.zeros(8), "n": 3}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    step = shard_map_step(lambda s, b: ({**s, "w": s["w"] + b.sum()}, None), plan, batch=P("fsdp"))
+    state = ts.shard({"w": np.zeros(8, np.float32), "n": 3}, plan)
+    batch = ts.shard(np.arange(16, dtype=np.float32), P("fsdp"), fsdp_mesh)
+    compiles.clear()
+    state, _ = step(state, batch)
+    with jax.set_mesh(fsdp_mesh):
+        state, _ = step(state, batch)
+    assert len(compiles) == 1
+    np.testing.assert_array_equal(state["w"], 2 * np.arange(16).reshape(8, 2).sum(1))
+    assert state["n"] == 3
+
+
+def test_results_that_differ_from_device_to_device(mesh) -> None:
+    state = {"w": jnp.zeros(8), "b": jnp.zeros(())}
+    plan = ts.plan(state, [("w", P("fsdp")), ("b", None)], mesh, min_size=0)
+    step = shard_map_step(
+        lambda s, b: ({"w": s["w"] + b.sum(), "b": s["b"] + b.sum()}, {"loss": b.sum()}),
+        plan,
+        batch=P(("data", "fsdp")),
+    )
+    with pytest.raises(ts.StateError) as error:
+        step(ts.shard(state, plan), np.ones(8, np.float32))
+    message = str(error.value)
+    for part in (
+        "3 results differ from device to device",
+        "w: it comes out different along 'data', and lies as P('fsdp',). Average its gradients",
+        "b: it comes out different along 'data', 'fsdp', and lies as P()",
+        "aux/loss: it differs along 'data', 'fsdp'. Reduce it: `Metrics.reduce`",
+    ):
+        assert part in message
+    with pytest.raises(ts.StateError, match="shard_map_step needs the plan"):
+        shard_map_step(train_step, batch=P("fsdp"))
+    with pytest.warns(ts.ShardingWarning, match="shard_map_step: parameters are sharded by fsdp"):
+        shard_map_step(
+            train_step, ts.plan(state, [("", ts.fsdp("fsdp", min_size=0))], mesh), batch=P("data")
+        )

@@ -1,0 +1,194 @@
+"""Modules whose parameters are whole only while they are called."""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import jax
+from jax.tree_util import (
+    GetAttrKey,
+    all_leaves,
+    register_pytree_with_keys_class,
+    tree_flatten,
+    tree_map,
+    tree_structure,
+)
+from jax.typing import DTypeLike
+
+from treeshard._boxes import value_in
+from treeshard._by_hand_params import gather_params, shard_params, shard_tree
+from treeshard._errors import SpecError
+from treeshard._mesh import axis_tuple
+from treeshard._paths import is_box
+from treeshard._spec_trees import specs_of_leaves
+from treeshard._specs import is_array
+
+
+def shard_module_params(
+    target: Any,
+    axis_names: str | Sequence[str],
+    specs: Any = None,
+    *,
+    min_size: int = 2**18,
+    dtype: DTypeLike | None = None,
+    remat: bool = False,
+) -> Any:
+    """Wraps a module so that its parameters are gathered when it is called, and only then.
+
+    Everything happens inside `shard_map`, by `shard_params` and `gather_params`, whose
+    conditions on the loss and the axes hold here too.
+
+    Args:
+        target: What to wrap:
+
+            - a function `f(params, *args)`: gathers `params`;
+            - an Equinox module, or any callable pytree, that holds this device's parts:
+              gathers itself;
+            - an Equinox class, or another whose objects are callable pytrees: objects keep
+              their part when they are made, and gather themselves;
+            - a Flax Linen class: keeps its part in `init`, in boxes of Flax's own, and
+              gathers in `apply`.
+        axis_names: The axes to gather over, and to average gradients over.
+        specs: How the parameters lie, as in `gather_params`. By default boxes say it. Linen
+            classes have only boxes.
+        min_size: Without specs, parameters of fewer elements stay whole when they are made.
+        dtype: What floating leaves are converted to before they are sent.
+        remat: Whether the backward pass gathers again, instead of keeping the gathered
+            parameters until then (`jax.checkpoint`).
+
+    Returns:
+        What `target` is: a function, a pytree to be called like the module (which is its
+        `module`), or a class.
+
+    Raises:
+        TypeError: If `target` is none of these; if it is a Linen module and not its class.
+        SpecError: If specs are given for a Linen class, or do not fit the module; what
+            `shard_params` and `gather_params` raise, when called.
+
+    Examples:
+        >>> def predict(params, x):
+        ...     return x @ params["w"]
+        >>> gathered = shard_module_params(predict, "fsdp", {"w": P("fsdp")})
+        >>> f = jax.shard_map(
+        ...     gathered, mesh=make_mesh("fsdp=8"), in_specs=({"w": P("fsdp")}, P("fsdp")),
+        ...     out_specs=P("fsdp"),
+        ... )
+        >>> f({"w": jnp.ones((8, 2))}, jnp.ones((16, 8))).shape
+        (16, 2)
+
+    Source:
+        The function of this name in the UvA deep-learning tutorials on FSDP.
+    """
+    axes = axis_tuple(axis_names, "shard_module_params")
+    linen = sys.modules.get("flax.linen")  # without it there is no Linen class either
+    is_class = isinstance(target, type)
+    if linen is not None and is_class and issubclass(target, linen.Module):
+        if specs is not None:
+            raise SpecError(
+                "shard_module_params: Linen modules carry their specs in boxes. Leave `specs` out,"
+                " and write yours with `flax.linen.with_partitioning`."
+            )
+        return _linen_class(linen, target, axes, min_size, dtype, remat)
+    if linen is not None and isinstance(target, linen.Module):
+        name = type(target).__name__
+        raise TypeError(
+            f"shard_module_params: Flax wraps classes, not modules. Wrap {name}, and make the"
+            f" module from what comes back: `shard_module_params({name}, ...)(...)`."
+        )
+    if is_class:
+        return _class(target, axes, specs, min_size, dtype, remat)
+    if not callable(target):
+        raise TypeError(
+            f"shard_module_params: {target!r} ({type(target).__name__}) cannot be called. Give a"
+            " function of the parameters, a module, or a module's class."
+        )
+    if all_leaves([target]):
+        return _function(target, axes, specs, dtype, remat)
+    beside = None if specs is None else tuple(specs_of_leaves(specs, target))
+    return GatheredModule(target, (axes, beside, dtype, remat))
+
+
+def _function(
+    f: Callable[..., Any], axes: tuple[str, ...], specs: Any, dtype: Any, remat: bool
+) -> Callable[..., Any]:
+    @wraps(f)
+    def gathered(params: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = tree_flatten(params)
+        places = [i for i, x in enumerate(leaves) if is_array(x)]
+
+        def call(arrays: list[Any]) -> Any:
+            for i, x in zip(places, arrays, strict=True):
+                leaves[i] = x
+            whole = gather_params(treedef.unflatten(leaves), axes, specs, dtype=dtype)
+            return f(whole, *args, **kwargs)
+
+        # `jax.checkpoint` takes arrays only.
+        return (jax.checkpoint(call) if remat else call)([leaves[i] for i in places])
+
+    return gathered
+
+
+@register_pytree_with_keys_class
+class GatheredModule:
+    """A callable pytree that gathers itself when it is called: see `shard_module_params`.
+
+    Attributes:
+        module: The module, with this device's part of its parameters.
+    """
+
+    def __init__(self, module: Any, how: tuple[Any, ...]) -> None:
+        self.module = module
+        self._how = how
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        axes, beside, dtype, remat = self._how
+        specs = None
+        if beside is not None:
+            specs = tree_structure(self.module).unflatten(beside)
+        call = _function(lambda m, *a, **k: m(*a, **k), axes, specs, dtype, remat)
+        return call(self.module, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"shard_module_params({self.module!r}, {self._how[0]!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        return ((GetAttrKey("module"), self.module),), self._how
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (self.module,), self._how
+
+    @classmethod
+    def tree_unflatten(cls, how: Any, children: Any) -> "GatheredModule":
+        return cls(children[0], how)
+
+
+def _class(
+    kind: type, axes: tuple[str, ...], specs: Any, min_size: int, dtype: Any, remat: bool
+) -> Callable[..., GatheredModule]:
+    @wraps(kind, updated=())
+    def make(*args: Any, **kwargs: Any) -> GatheredModule:
+        parts = shard_params(kind(*args, **kwargs), axes, specs, min_size=min_size)
+        return shard_module_params(parts, axes, specs, dtype=dtype, remat=remat)
+
+    return make
+
+
+def _linen_class(
+    linen: Any, kind: type, axes: tuple[str, ...], min_size: int, dtype: Any, remat: bool
+) -> type:
+    def gather(params: Any) -> Any:
+        whole = gather_params(params, axes, dtype=dtype)
+        # What another axis still shards: Linen would constrain it, which fails in here.
+        return tree_map(lambda x: value_in(x) if is_box(x) else x, whole, is_leaf=is_box)
+
+    mapped = linen.map_variables(
+        kind,
+        "params",
+        trans_in_fn=gather,
+        trans_out_fn=partial(
+            shard_tree, axis_names=axes, specs=None, min_size=min_size, kind=linen.Partitioned
+        ),
+        mutable=True,
+    )
+    return linen.remat(mapped) if remat else mapped

@@ -1,0 +1,235 @@
+"""A picture of how a tree lies: in the terminal, in a notebook, or in a file."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from treeshard._describe import fold, human_bytes
+from treeshard._draw_files import WRITERS, missing
+from treeshard._errors import FormatError, LeafError
+from treeshard._mesh import AnyMesh, axis_sizes, describe_mesh
+from treeshard._placed import Placed, bytes_by_device, largest_part, placed_leaves
+from treeshard._planned_tree import PlannedTree
+from treeshard._specs import axes_of, entries, is_array
+
+# Readable on white and on black.
+_PALETTE = ("#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a6761d")
+# Of one array, as many parts are listed.
+_PARTS = 64
+
+
+def draw(x: Any, to: str | Path | None = None) -> None:
+    """Draws how a plan, a tree or an array lies on its devices.
+
+    A tree with the shape, the spec and the bytes per device of every array, in one colour a
+    mesh axis; repeated layers are folded. Of a single array, of any rank, also which device
+    holds which part. No values are read.
+
+    Args:
+        x: A `Plan`, a live tree, `ShapeDtypeStruct`s with shardings, or one array.
+        to: A file to write instead: `"plan.svg"`, `"plan.html"` or `"plan.png"`. It also has bar
+            charts of the bytes per device and of those of each top-level branch. (Of a tree of
+            more than 400 lines, only .html has all.) Without it the tree goes to the terminal,
+            or into the notebook; where treescope is installed, a notebook gets its picture of
+            a live tree instead.
+
+    Raises:
+        LeafError: If there is no array in `x`.
+        SpecError: If arrays in it are traced: all are named.
+        FormatError: If `to` ends in something else.
+        ImportError: If rich, or for a file matplotlib, is not installed.
+
+    Examples:
+        >>> x = shard(np.ones((8, 4), "float32"), P("fsdp"), make_mesh("fsdp=8"))
+        >>> draw({"mlp": [{"w": x}, {"w": x}]})
+        mesh fsdp=8; 2 arrays, 32 B on the fullest of 8 devices
+        └── mlp  32 B
+            └── {0..1}  32 B
+                └── w  float32[8,4]  P('fsdp',)  32 B (2 of them)
+
+    Source:
+        `jax.debug.visualize_array_sharding`, for trees and for ranks above 2.
+    """
+    leaves = placed_leaves(x)
+    if not leaves:
+        raise LeafError(
+            f"draw: {type(x).__name__} holds no array. Give a plan, a tree of arrays, or an array."
+        )
+    write = None if to is None else _writer(Path(to))
+    if write is None and not isinstance(x, PlannedTree) and _in_notebook() and _by_treescope(x):
+        return
+    picture = _picture(leaves, alone=is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    if write is not None:
+        write(Path(to or ""), picture, leaves)
+    else:
+        from rich.console import Console
+
+        Console().print(picture)
+
+
+def _writer(path: Path) -> Any:
+    if path.suffix not in WRITERS:
+        raise FormatError(
+            f"draw: {path.name!r} does not end in {', '.join(sorted(WRITERS))}. The end of the"
+            " name says what kind of file to write."
+        )
+    return WRITERS[path.suffix]
+
+
+def _in_notebook() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
+
+
+def _by_treescope(x: Any) -> bool:
+    """Shows a live tree in a notebook, if treescope is there."""
+    try:
+        import treescope
+    except ImportError:
+        return False
+    treescope.display(treescope.render_array_sharding(x) if is_array(x) else x)
+    return True
+
+
+# ------------------------------------------------------------------ the tree
+
+
+def _picture(leaves: list[Placed], alone: bool) -> Any:
+    """The tree for rich, which must be installed, and of one array its parts."""
+    try:
+        from rich.console import Group
+        from rich.text import Text
+        from rich.tree import Tree
+    except ImportError as error:
+        raise missing("rich") from error
+    colours = _colours(leaves)
+    root = Tree(_head(leaves, colours))
+    branches: dict[str, Any] = {"": root}
+    alike = fold((x.path, (x.shape, x.dtype, x.sharding), x) for x in leaves)
+    totals = _branch_totals(alike)
+    for path, members in alike:
+        parent, _, name = path.rpartition("/")
+        branch = _branch(parent, branches, totals)
+        branch.add(_line(name or "(the array)", members, colours))
+    parts = _parts(leaves[0]) if alone else None
+    return root if parts is None else Group(root, Text(), parts)
+
+
+def _branch(path: str, branches: dict[str, Any], totals: Mapping[str, int]) -> Any:
+    from rich.text import Text
+
+    if path not in branches:
+        parent, _, name = path.rpartition("/")
+        label = Text(name, style="bold")
+        label.append(f"  {human_bytes(totals[path])}", style="dim not bold")
+        branches[path] = _branch(parent, branches, totals).add(label)
+    return branches[path]
+
+
+def _branch_totals(alike: Iterable[tuple[str, list[Placed]]]) -> Mapping[str, int]:
+    """Bytes per device below each branch, by folded path."""
+    totals: Counter[str] = Counter()
+    for path, members in alike:
+        keys = path.split("/")
+        held = sum(map(largest_part, members))
+        totals.update({"/".join(keys[:count]): held for count in range(1, len(keys))})
+    return totals
+
+
+def _line(name: str, members: list[Placed], colours: dict[str, str]) -> Any:
+    """One array, or several that are alike: name, dtype and shape, spec, bytes per device."""
+    from rich.text import Text
+
+    leaf = members[0]
+    line = Text(f"{name}  ")
+    line.append(f"{leaf.dtype}[")
+    sharding = leaf.sharding
+    dims = entries(sharding) if isinstance(sharding, NamedSharding) else ()
+    for dim, length in enumerate(leaf.shape):
+        axes = axes_of(dims[dim]) if dim < len(dims) else ()
+        line.append("," if dim else "")
+        line.append(str(length), style=colours[axes[0]] if axes else "")
+    line.append("]  ")
+    line.append_text(_where(leaf, colours))
+    times = f" ({len(members)} of them)" if len(members) > 1 else ""
+    held = sum(map(largest_part, members))
+    return line.append(f"  {human_bytes(held)}{times}", style="dim")
+
+
+def _where(leaf: Placed, colours: dict[str, str]) -> Any:
+    from rich.text import Text
+
+    if leaf.sharding is None:
+        return Text("on no device", style="italic")
+    if leaf.spec is not None:
+        text = Text(str(leaf.spec))
+        for axis, colour in colours.items():
+            text.highlight_words([repr(axis)], colour)
+        return text if leaf.takes_device_memory else text.append(" in host memory", "italic")
+    ids = sorted(device.id for device in leaf.sharding.device_set)
+    if len(ids) == 1:
+        return Text(f"only on device {ids[0]}", style="italic")
+    return Text(f"{type(leaf.sharding).__name__} on {len(ids)} devices", style="italic")
+
+
+def _head(leaves: list[Placed], colours: dict[str, str]) -> Any:
+    from rich.text import Text
+
+    head = Text()
+    for mesh in _meshes(leaves):
+        head.append(f"mesh {describe_mesh(mesh)}; ")
+    for axis, colour in colours.items():
+        head.highlight_words([f"{axis}="], colour)
+    held = bytes_by_device(leaves).values()
+    count = f"{len(leaves):,} arrays" if len(leaves) > 1 else "1 array"
+    most = human_bytes(max(held, default=0))
+    return head.append(f"{count}, {most} on the fullest of {len(held):,} devices")
+
+
+def _meshes(leaves: Iterable[Placed]) -> list[AnyMesh]:
+    found = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
+    return list(dict.fromkeys(found))
+
+
+def _colours(leaves: Iterable[Placed]) -> dict[str, str]:
+    """One for each axis, in the order of the meshes; more axes than colours share some."""
+    axes = dict.fromkeys(axis for mesh in _meshes(leaves) for axis in axis_sizes(mesh))
+    return dict(zip(axes, cycle(_PALETTE)))
+
+
+# ------------------------------------------------------------------ one array
+
+
+def _parts(leaf: Placed) -> Any | None:
+    """Which devices hold which part of an array; nothing if there are no devices."""
+    from rich.table import Table
+
+    if leaf.sharding is None or not _has_devices(leaf):
+        return None
+    holders: dict[str, list[int]] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        holders.setdefault(_slices(index, leaf.shape), []).append(device.id)
+    table = Table("part", "devices")
+    for part, ids in list(holders.items())[:_PARTS]:
+        table.add_row(part, ", ".join(map(str, ids)))
+    if len(holders) > _PARTS:
+        table.add_row(f"... and {len(holders) - _PARTS:,} more parts", "")
+    return table
+
+
+def _has_devices(leaf: Placed) -> bool:
+    sharding = leaf.sharding
+    return not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, jax.sharding.Mesh)
+
+
+def _slices(index: Iterable[slice], shape: tuple[int, ...]) -> str:
+    ranges = [part.indices(length)[:2] for part, length in zip(index, shape, strict=True)]
+    if all(r == (0, length) for r, length in zip(ranges, shape, strict=True)):
+        return "all of it"
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in ranges) + "]"

@@ -1,0 +1,283 @@
+"""Goes through a program as it runs, and lists what each op moves between devices."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from treeshard._dataflow import Context, Dataflow, value
+from treeshard._errors import FormatError
+from treeshard._groups import UNKNOWN, Groups, axes_of_pairs, groups_of, read_pairs
+from treeshard._program import Buffer, Computation, Op, Program
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+_OTHERS = ("collective-broadcast", "ragged-all-to-all", "send")
+_NAMED_LIKE_ONE = re.compile(
+    r"all.?gather|all.?reduce|reduce.?scatter|all.?to.?all|collective|psum|nccl", re.I
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One buffer that a program moves between devices.
+
+    Attributes:
+        kind: `"all-gather"`, `"reduce-scatter"`, `"all-reduce"`, `"all-to-all"`,
+            `"collective-permute"`; seldom `"collective-broadcast"`, `"ragged-all-to-all"`,
+            `"send"`, or `"unknown"` for what is named like one and not known here.
+        dtype: What is moved, which a backend may have widened.
+        bytes: The payload of one execution, on the side that is full-size: an all-gather's
+            output, a reduce-scatter's input, and what a device holds of anything else.
+        wire_bytes: What a device sends in one execution, if devices form a ring.
+        axes: The mesh axes along which devices take part; `None` if they are no set of axes,
+            or no mesh is known.
+        count: How often it runs, trips of loops included; `None` if that depends on data.
+        path: The argument whose data it moves, as in `state/layers/0/w`; `None` for values that
+            were computed, such as activations and gradients.
+        op_name: What JAX calls the operation.
+        source: The line that asked for it, as `file:line`.
+        is_async: Whether it runs beside other work (`-start` and `-done`).
+        rank: The dims of what is moved; 0 for a scalar such as a loss.
+
+    Examples:
+        >>> Collective("all-gather", "float32", 4096, 3584, ("fsdp",), count=12).total_bytes
+        49152
+    """
+
+    kind: str
+    dtype: str
+    bytes: int | None
+    wire_bytes: int | None
+    axes: tuple[str, ...] | None
+    count: int | None
+    path: str | None = None
+    op_name: str | None = None
+    source: str | None = None
+    is_async: bool = False
+    rank: int = 0
+
+    @property
+    def total_bytes(self) -> int | None:
+        """The payload of all executions."""
+        return None if self.bytes is None or self.count is None else self.bytes * self.count
+
+
+class Reader:
+    """Goes through a program as it runs, from the entry into loops and calls."""
+
+    def __init__(self, program: Program, axes: Mapping[str, int] | None) -> None:
+        self.program, self.axes = program, axes
+        self.flow = Dataflow(program)
+        self._devices = program.devices
+        if self._devices is None and axes is not None:
+            self._devices = math.prod(axes.values())
+        self._calls: dict[str, list[tuple[Op, str, int, str]]] = {}
+        self._found: dict[str, list[Op]] = {}
+        for name, computation in program.computations.items():
+            self._scan(name, computation)
+        self._holding = self._with_collectives()
+        self._paths: dict[str, str | None] = {}
+        self._reached: set[str] = set()
+
+    def all(self) -> Iterator[Collective]:
+        entry = self.program.computations[self.program.entry]
+        yield from self._visit(Context(entry), 1)
+        for name in self._found:
+            if name not in self._reached:
+                yield from self._visit(Context(self.program.computations[name]), None)
+
+    def _scan(self, name: str, computation: Computation) -> None:
+        for op in computation.ops.values():
+            if _kind(op) is not None:
+                self._found.setdefault(name, []).append(op)
+                continue
+            for role, called in op.called.items():
+                for branch, callee in enumerate(called):
+                    self._calls.setdefault(name, []).append((op, role, branch, callee))
+
+    def _with_collectives(self) -> set[str]:
+        callers: dict[str, list[str]] = {}
+        for name, calls in self._calls.items():
+            for *_, callee in calls:
+                callers.setdefault(callee, []).append(name)
+        holding, queue = set(self._found), list(self._found)
+        while queue:
+            for name in callers.get(queue.pop(), ()):
+                if name not in holding:
+                    holding.add(name)
+                    queue.append(name)
+        return holding
+
+    def _visit(self, context: Context, count: int | None) -> Iterator[Collective]:
+        name = context.computation.name
+        self._reached.add(name)
+        inside = [(op.line, op, None) for op in self._found.get(name, ())]
+        inside += [
+            (call[0].line, call[0], call)
+            for call in self._calls.get(name, ())
+            if call[3] in self._holding
+        ]
+        for _, op, call in sorted(inside, key=lambda item: item[0]):
+            if call is None:
+                yield from self._moved(context, op, count)
+                continue
+            _, role, branch, callee = call
+            if _runs(context, callee):
+                raise FormatError(
+                    f"collectives: the computation {callee!r} calls itself: the text is damaged."
+                )
+            deeper = self.flow.enter(context, op, callee, role, branch)
+            if deeper is not None:
+                yield from self._visit(deeper, self._times(context, op, role, count))
+
+    def _times(self, context: Context, op: Op, role: str, count: int | None) -> int | None:
+        if role == "branches" or count is None:
+            return None  # which branch runs depends on data
+        if op.opcode != "while":
+            return count
+        trips = self.flow.trips(context, op)
+        return None if trips is None else count * (trips + (role == "condition"))
+
+    # ---------------------------------------------------------------- one op
+
+    def _moved(self, context: Context, op: Op, count: int | None) -> Iterator[Collective]:
+        kind = _kind(op) or ""
+        if kind == "all-reduce" and context.computation.name.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"  # how TPUs fuse one
+        groups = self._groups(kind, op)
+        place = self.program.place(op)
+        is_async = op.opcode.endswith("-start") or (
+            context.op is not None and context.op.opcode == "async-start"
+        )
+        for dtype, size, rank, refs in self._buffers(context, kind, op, groups):
+            yield Collective(
+                kind=kind,
+                dtype=dtype,
+                bytes=size,
+                wire_bytes=_on_the_wire(kind, size, groups.size),
+                axes=groups.axes,
+                count=count,
+                path=self._path(context, refs),
+                op_name=place.op_name,
+                source=place.source,
+                is_async=is_async,
+                rank=rank,
+            )
+
+    def _buffers(
+        self, context: Context, kind: str, op: Op, groups: Groups
+    ) -> Iterator[tuple[str, int | None, int, Sequence[str]]]:
+        """Dtype, payload, rank and operands of each buffer that an op moves."""
+        operands, types = list(op.operands), list(op.types)
+        given = [self._type(context, ref) for ref in operands]
+        if kind in ("unknown", "ragged-all-to-all"):
+            yield (types[0].dtype if types else "unknown"), None, 0, operands
+            return
+        if kind == "send":
+            yield from (
+                (x.dtype, x.bytes, x.rank, [r]) for x, r in zip(given, operands[:1], strict=False)
+            )
+            return
+        taken = len(operands)
+        # A `-start` may give its operands before its results, and words of its own after.
+        results = types if len(types) == taken else types[taken : 2 * taken]
+        if not operands or len(results) != taken:
+            yield "unknown", None, 0, operands
+            return
+        if kind == "all-to-all" and op.attribute("dimensions") is None:
+            sizes = [x.bytes for x in results]
+            whole = None if None in sizes else sum(size or 0 for size in sizes)
+            yield results[0].dtype, whole, results[0].rank, operands
+            return
+        for ref, before, after in zip(operands, given, results, strict=True):
+            size = after.bytes
+            if kind == "reduce-scatter" and op.opcode.startswith("reduce-scatter"):
+                size = before.bytes
+                if size is None and after.bytes is not None and groups.size is not None:
+                    size = after.bytes * groups.size
+            yield after.dtype, size, after.rank, [ref]
+
+    def _type(self, context: Context, ref: str) -> Buffer:
+        found = value(context, ref)
+        types = [] if found is None else list(found.op.types)
+        place = 0 if found is None or found.element is None else found.element
+        if found is not None and found.op.opcode == "parameter" and not types:
+            found = None  # what a loop of StableHLO carries
+        return types[place] if place < len(types) else Buffer("unknown", None, 0)
+
+    def _path(self, context: Context, refs: Sequence[str]) -> str | None:
+        origins = [self.flow.origins(context, ref) for ref in refs]
+        names = {name for origin in origins for name in origin.parameters}
+        if len(names) != 1 or any(origin.computed for origin in origins):
+            return None
+        [name] = names
+        if name not in self._paths:
+            op = self.program.computations[self.program.entry].ops[name]
+            self._paths[name] = as_path(self.program.argument(op))
+        return self._paths[name]
+
+    def _groups(self, kind: str, op: Op) -> Groups:
+        if kind == "collective-permute":
+            pairs = read_pairs(op.attribute("source_target_pairs"))
+            return UNKNOWN if pairs is None else axes_of_pairs(pairs, self.axes)
+        if kind in ("unknown", "send"):
+            return UNKNOWN
+        text = op.attribute("replica_groups")
+        program = self.program
+        if op.attribute("use_global_device_ids") is None and program.partitions > 1:
+            # Groups are of replicas, or for these kinds of partitions.
+            of_partitions = kind in ("all-to-all", "ragged-all-to-all", "collective-broadcast")
+            if program.replicas > 1:
+                return UNKNOWN
+            if op.attribute("channel_id") is None:
+                return Groups(1, ())
+            text = text if of_partitions else "{}"
+        return groups_of(text, self._devices, self.axes)
+
+
+def _runs(context: Context | None, name: str) -> bool:
+    while context is not None and context.computation.name != name:
+        context = context.caller
+    return context is not None
+
+
+def _kind(op: Op) -> str | None:
+    plain = op.opcode.removesuffix("-start")
+    if plain in KINDS or plain in _OTHERS:
+        if plain == "send" and op.attribute("is_host_transfer") == "true":
+            return None
+        return plain
+    if op.opcode.endswith(("-done", "-update")):
+        return None
+    name = op.opcode
+    if name == "custom-call":
+        name = op.attribute("custom_call_target") or ""
+    return "unknown" if _NAMED_LIKE_ONE.search(name) else None
+
+
+def _on_the_wire(kind: str, size: int | None, devices: int | None) -> int | None:
+    if size is None or devices is None or kind == "unknown":
+        return None
+    if kind in ("all-gather", "reduce-scatter", "all-to-all"):
+        return size * (devices - 1) // devices
+    if kind == "all-reduce":
+        return 2 * size * (devices - 1) // devices
+    return size if devices > 1 else 0
+
+
+_KEY = re.compile(r"""\['([^']*)'\]|\["([^"]*)"\]|\[(\d+)\]|\.(\w+)|\[<flat index (\d+)>\]""")
+
+
+def as_path(name: str | None) -> str | None:
+    """`state['layers'][0].w` -> `state/layers/0/w`."""
+    match = None if name is None else re.match(r"\w+", name)
+    if name is None or match is None:
+        return name
+    parts, place = [match[0]], match.end()
+    while place < len(name):
+        key = _KEY.match(name, place)
+        if key is None:
+            return name
+        parts.append(next(part for part in key.groups() if part is not None))
+        place = key.end()
+    return "/".join(parts)

@@ -1,0 +1,196 @@
+"""A plan as JSON, and back. It names no devices and holds no code."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import AbstractMesh, AxisType
+from jax.tree_util import tree_leaves
+
+from treeshard._decision import Decision, PlannedLeaf
+from treeshard._errors import FormatError, listed
+from treeshard._literals import check_keys, parse_dtype, parse_spec, typed
+from treeshard._logical import ReadLogicalRules
+from treeshard._mesh import AnyMesh, axis_sizes
+from treeshard._paths import leaf_paths
+from treeshard._rules_text import logical_from_text, logical_to_text, rule_from_text, rule_to_text
+from treeshard._specs import Adjustment, has_shape, project
+
+VERSION = 1
+
+_PLAN = ("treeshard_plan", "mesh", "min_size", "mirrors", "logical", "rules", "leaves")
+_AXIS = ("axis", "size", "type")
+_LEAF = ("path", "shape", "dtype", "asked", "given", "rule", "adjustments")
+_NOTE = ("kind", "why", "axes", "dim")
+
+
+class PlanText(NamedTuple):
+    """What of a plan can be written down.
+
+    Attributes:
+        mesh: Its mesh; without devices once it was read.
+        rules: Its rules; functions come back as `Untold`.
+        min_size: Its floor.
+        leaves: Its leaves.
+        mirrors: Whether it follows another plan, so that rules did not decide it.
+        logical: The rules for logical names that were in force.
+    """
+
+    mesh: AnyMesh
+    rules: tuple[tuple[Any, Any], ...]
+    min_size: int
+    leaves: tuple[PlannedLeaf, ...]
+    mirrors: bool
+    logical: ReadLogicalRules | None
+
+
+# ------------------------------------------------------------------ writing
+
+
+def to_text(plan: PlanText) -> str:
+    """Writes a plan as JSON, a line a leaf."""
+    types = {kind: kind.name.lower() for kind in AxisType}
+    axes = zip(axis_sizes(plan.mesh).items(), plan.mesh.axis_types, strict=True)
+    head = {
+        "treeshard_plan": VERSION,
+        "mesh": [dict(zip(_AXIS, (*axis, types[kind]), strict=True)) for axis, kind in axes],
+        "min_size": plan.min_size,
+        "mirrors": plan.mirrors,
+        "logical": logical_to_text(plan.logical),
+    }
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    rules = [json.dumps(rule_to_text(*rule)) for rule in plan.rules]
+    leaves = [json.dumps(_leaf_out(leaf)) for leaf in plan.leaves]
+    for name, rows in (("rules", rules), ("leaves", leaves)):
+        lines.append(f'"{name}": [\n  ' + ",\n  ".join(rows) + "\n]" if rows else f'"{name}": []')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _leaf_out(leaf: PlannedLeaf) -> dict[str, Any]:
+    asked = None if leaf.asked is None else repr(leaf.asked)
+    notes = [note._asdict() for note in leaf.adjustments]
+    row = (leaf.path, leaf.shape, str(leaf.dtype), asked, repr(leaf.given), leaf.rule, notes)
+    return dict(zip(_LEAF, row, strict=True))
+
+
+# ------------------------------------------------------------------ reading
+
+
+def from_text(text: str) -> PlanText:
+    """Reads what `to_text` wrote. Raises `FormatError` naming the place."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"The plan is no JSON: {error}.") from None
+    if not isinstance(raw, dict) or "treeshard_plan" not in raw:
+        raise FormatError("The JSON is no plan: it has no 'treeshard_plan'. `Plan.to_json` does.")
+    if raw["treeshard_plan"] != VERSION:
+        raise FormatError(
+            f"The plan is of version {raw['treeshard_plan']!r}, and this treeshard reads version"
+            f" {VERSION}. Make it again, or read it with the treeshard that wrote it."
+        )
+    check_keys(raw, _PLAN, "the plan")
+    mesh = _mesh(raw["mesh"])
+    rules = tuple(rule_from_text(rule, f"rules[{i}]") for i, rule in enumerate(_rows(raw, "rules")))
+    read = _Leaves(mesh, rules)
+    leaves = tuple(read.leaf(x, f"leaves[{i}]") for i, x in enumerate(_rows(raw, "leaves")))
+    if len({leaf.path for leaf in leaves}) < len(leaves):
+        raise FormatError("leaves: two have the same path. Nothing could tell them apart.")
+    min_size = typed(raw["min_size"], int, "min_size")
+    mirrors, logical = typed(raw["mirrors"], bool, "mirrors"), logical_from_text(raw["logical"])
+    return PlanText(mesh, rules, min_size, leaves, mirrors, logical)
+
+
+def _rows(raw: Mapping[str, Any], key: str) -> list[Any]:
+    return typed(raw[key], list, key)
+
+
+def _mesh(raw: Any) -> AbstractMesh:
+    types = {kind.name.lower(): kind for kind in AxisType}
+    for i, axis in enumerate(typed(raw, list, "mesh")):
+        check_keys(axis, _AXIS, f"mesh[{i}]")
+        typed(axis["axis"], str, f"mesh[{i}].axis")
+        if typed(axis["size"], int, f"mesh[{i}].size") < 1:
+            raise FormatError(f"mesh[{i}].size is {axis['size']}, not positive.")
+        if axis["type"] not in types:
+            raise FormatError(f"mesh[{i}].type is {axis['type']!r}, not one of {list(types)}.")
+    names = tuple(axis["axis"] for axis in raw)
+    if len(set(names)) < len(names):
+        raise FormatError(f"mesh: an axis stands there twice: {', '.join(names)}.")
+    kinds = tuple(types[axis["type"]] for axis in raw)
+    return AbstractMesh(tuple(axis["size"] for axis in raw), names, axis_types=kinds)
+
+
+class _Leaves:
+    """Reads leaves; those that were decided alike share a decision again."""
+
+    def __init__(self, mesh: AnyMesh, rules: Sequence[tuple[Any, Any]]):
+        self.mesh, self.rules = mesh, rules
+        self.decisions: dict[str, Decision] = {}
+        self.dtypes: dict[str, Any] = {}
+
+    def leaf(self, raw: Any, where: str) -> PlannedLeaf:
+        check_keys(raw, _LEAF, where)
+        path = typed(raw["path"], str, f"{where}.path")
+        shape = tuple(typed(raw["shape"], list, f"{where}.shape"))
+        if any(type(length) is not int or length < 0 for length in shape):
+            raise FormatError(f"{where} ({path}): {shape} is no shape.")
+        key = repr([raw[name] for name in ("shape", *_LEAF[3:])])
+        try:
+            if raw["dtype"] not in self.dtypes:
+                self.dtypes[raw["dtype"]] = parse_dtype(typed(raw["dtype"], str, "dtype"))
+            if key not in self.decisions:
+                self.decisions[key] = self._decision(raw, shape)
+        except FormatError as error:
+            raise FormatError(f"{where} ({path}): {error}") from None
+        return PlannedLeaf(path, shape, self.dtypes[raw["dtype"]], self.decisions[key])
+
+    def _decision(self, raw: Mapping[str, Any], shape: tuple[int, ...]) -> Decision:
+        asked = None if raw["asked"] is None else parse_spec(typed(raw["asked"], str, "asked"))
+        given = parse_spec(typed(raw["given"], str, "given"))
+        if lost := project(given, self.mesh, shape)[1]:
+            raise FormatError(f"given is {given}: {lost[0].why}")
+        rule, pattern = raw["rule"], None
+        if rule is not None:
+            if typed(rule, int, "rule") not in range(len(self.rules)):
+                raise FormatError(f"rule is {rule}, and there are {len(self.rules)}.")
+            pattern = re.compile(self.rules[int(rule)][0]).pattern
+        notes = tuple(map(_note, typed(raw["adjustments"], list, "adjustments")))
+        return Decision(asked, given, rule, pattern, notes)
+
+
+def _note(raw: Any) -> Adjustment:
+    check_keys(raw, _NOTE, "an adjustment")
+    kind, why = typed(raw["kind"], str, "kind"), typed(raw["why"], str, "why")
+    axes = tuple(typed(axis, str, "axes") for axis in typed(raw["axes"], list, "axes"))
+    dim = None if raw["dim"] is None else typed(raw["dim"], int, "dim")
+    return Adjustment(kind, why, axes, dim)
+
+
+def laid_out(
+    leaves: Iterable[PlannedLeaf], like: Any
+) -> tuple[tuple[PlannedLeaf, ...], dict[int, Any]]:
+    """The leaves in the order of a tree's arrays, and its other leaves by their place.
+
+    Raises `FormatError` unless its arrays are those that were planned.
+    """
+    found = tree_leaves(like)
+    paths = leaf_paths(like)
+    arrays = {path: x for path, x in zip(paths, found, strict=True) if has_shape(x)}
+    planned = {leaf.path: leaf for leaf in leaves}
+    facts: list[str] = []
+    if len(arrays) < sum(map(has_shape, found)):
+        raise FormatError("`like` has arrays that share a path. Rename a key.")
+    for path in dict.fromkeys((*planned, *arrays)):
+        mine, theirs = _array(planned.get(path)), _array(arrays.get(path))
+        if mine != theirs:
+            facts.append(f"{path}: {mine} in the plan, {theirs} in `like`.")
+    if facts:
+        raise FormatError(listed(f"{len(facts)} leaves of `like` are not those planned:", facts))
+    others = {place: x for place, x in enumerate(found) if not has_shape(x)}
+    return tuple(planned[path] for path in arrays), others
+
+
+def _array(x: Any) -> str:
+    return "nothing" if x is None else f"{x.dtype}[{','.join(map(str, x.shape))}]"

@@ -1,0 +1,180 @@
+"""A tree and a list of rules: which rule decides each leaf, and what comes of it."""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from treeshard._errors import ShardingRuleError, UnknownAxisInRuleError, listed, warn
+from treeshard._matching import Decided, Decision, ReadRules, decide
+from treeshard._mesh import AnyMesh, describe_mesh
+from treeshard._specs import MISFITS, Adjustment, is_logical
+from treeshard._strategies import parse_strategy
+
+Rules = Sequence[Any]  # of (pattern, action) pairs; what else is found there is an error
+
+_ACTIONS = (
+    "An action is a PartitionSpec, a tuple of logical names, None to replicate, a tactic such as"
+    " fsdp('fsdp'), a strategy string, or a function (path, leaf) -> PartitionSpec."
+)
+
+
+def match_partition_rules(
+    rules: Rules,
+    tree: Any,
+    mesh: AnyMesh | None = None,
+    *,
+    min_size: int | None = None,
+    strict: bool = True,
+) -> Any:
+    """Decides how every leaf of a tree is sharded, by the first rule that its path matches.
+
+    A path is what `leaf_paths` returns, and a pattern matches anywhere in it (`re.search`), so
+    that one list serves parameters and their copies in optimizer state. A pattern anchored with
+    `^` means the start of the whole path and does not reach such copies: these follow the
+    parameters by `optimizer_state_specs` or `Plan.follow`.
+    Scalars and leaves without a shape get `P()` and need no rule. Nothing is moved and no
+    values are read.
+
+    Args:
+        rules: Pairs `(pattern, action)`. An action is a `PartitionSpec`; a tuple of logical
+            names, resolved by the rules of `logical_axis_rules` (without an axis that the
+            mesh lacks); `None` to replicate; a tactic; a strategy string, as
+            `infer_sharding` takes it; or a function `(path, leaf) -> PartitionSpec`.
+        tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree.
+        mesh: The mesh to check the specs against. Without one only their lengths are
+            checked, whatever mesh is in force; tactics then take the mesh in force.
+        min_size: Leaves with fewer elements stay whole, unless a tactic has a floor of its
+            own. By default `MIN_SHARDING_SIZE` from the environment, else 16384.
+        strict: Whether unmatched leaves and specs that do not fit are errors. Otherwise
+            such leaves are replicated and such entries dropped; a named entry beyond a
+            leaf's rank gives a `ShardingWarning`.
+
+    Returns:
+        A tree of `PartitionSpec`s with the structure of `tree`.
+
+    Raises:
+        ShardingRuleError: If a rule is malformed, logical names do not resolve, or a
+            function or tactic returns no spec. When strict, if leaves are unmatched or their
+            specs do not fit: all are listed. It is an `UnknownAxisError` too if the mesh
+            lacks an axis that rules name.
+        NoMeshError: If there are tactics among the rules, and no mesh.
+
+    Examples:
+        >>> params = {"mlp": {"weight": jax.numpy.zeros((256, 64)), "bias": jax.numpy.zeros(64)}}
+        >>> match_partition_rules([("bias", None), (".*", P("fsdp"))], params)
+        {'mlp': {'bias': P(), 'weight': P('fsdp',)}}
+
+    Source:
+        The function of this name in EasyLM and EasyDeL.
+    """
+    decided = decide(read_rules(rules), tree, mesh, min_size)
+    if decided.adjusted:
+        if strict and (error := rules_error(rows_of(decided), mesh)):
+            raise error
+        warn_of_moves(rows_of(decided), frozenset() if strict else frozenset({"rank"}))
+    return decided.treedef.unflatten([decision.given for decision in decided.decisions])
+
+
+def rows_of(decided: Decided) -> Iterable[tuple[str, Any, Decision]]:
+    """Every leaf as (path, shape, decision)."""
+    return zip(decided.paths, decided.shapes, decided.decisions, strict=True)
+
+
+# ------------------------------------------------------------------ what rules got wrong
+
+
+def rules_error(
+    rows: Iterable[tuple[str, Any, Decision]], mesh: AnyMesh | None
+) -> ShardingRuleError | None:
+    """The one error for all leaves, given as (path, shape, decision), that are not as asked."""
+    facts: list[str] = []
+    kinds: set[str] = set()
+    for path, shape, decision in rows:
+        bad = errors_of(decision)
+        if bad:
+            facts.append(_fact(path, shape, decision, bad))
+            kinds.update(adjustment.kind for adjustment in bad)
+    if not facts:
+        return None
+    where = f"The mesh has {describe_mesh(mesh)}." if mesh is not None else "No mesh was given."
+    message = listed(f"{len(facts)} leaves do not follow the rules. {where}", facts)
+    if len(facts) == 1:
+        message = f"{message} {where}"
+    if "unmatched" in kinds:
+        message += '\nA last rule (".*", None) replicates every leaf that no other rule matches.'
+    error = UnknownAxisInRuleError if "axis-not-in-mesh" in kinds else ShardingRuleError
+    return error(message)
+
+
+def errors_of(decision: Decision) -> list[Adjustment]:
+    """What of a decision is an error when rules are strict."""
+    return [a for a in decision.adjustments if a.kind in MISFITS or a.kind == "unmatched"]
+
+
+def _fact(path: str, shape: Any, decision: Decision, notes: Iterable[Adjustment]) -> str:
+    why = " ".join(note.why for note in notes)
+    if decision.rule is None:
+        return f"{path}: shape {shape}, {why}"
+    by = f"{decision.asked} by rule {decision.rule}, {decision.pattern!r}"
+    return f"{path}: shape {shape}, {by}: {why}"
+
+
+def warn_of_moves(rows: Iterable[tuple[str, Any, Decision]], kinds: frozenset[str]) -> None:
+    """Warns once of leaves with adjustments of these kinds; of more if LOG_SHARDING_MOVE is set."""
+    if os.environ.get("LOG_SHARDING_MOVE", "") not in ("", "0"):
+        kinds = kinds | MISFITS | {"too-small"}
+    facts: list[str] = []
+    for path, shape, decision in rows if kinds else ():
+        if notes := [note for note in decision.adjustments if note.kind in kinds]:
+            facts.append(_fact(path, shape, decision, notes))
+    if facts:
+        warn(listed(f"{len(facts)} leaves are not sharded as their rules say:", facts))
+
+
+# ------------------------------------------------------------------ reading rules
+
+
+def read_rules(rules: Rules) -> ReadRules:
+    """Compiles the patterns of rules. Raises `ShardingRuleError` listing all bad rules."""
+    if isinstance(rules, str) or not isinstance(rules, Sequence):
+        raise ShardingRuleError(
+            f"rules are {type(rules).__name__}. Give a list of (pattern, action) pairs, such as"
+            ' [("norm|bias", None), (".*", P("fsdp"))].'
+        )
+    read: ReadRules = []
+    bad: list[str] = []
+    for index, rule in enumerate(rules):
+        if not isinstance(rule, tuple | list) or len(rule) != 2:
+            pair = 'A rule is a pair (pattern, action), such as ("norm|bias", None).'
+            bad.append(f"rule {index} is no pair: {rule!r}. {pair}")
+            continue
+        pattern, action = rule
+        try:
+            compiled = re.compile(pattern)
+        except (re.error, TypeError, OverflowError, RecursionError) as error:
+            why = f"rule {index}: the pattern {pattern!r} does not compile: {error}."
+            bad.append(f"{why} Write special characters with a backslash to mean themselves.")
+            continue
+        if not isinstance(compiled.pattern, str):
+            bad.append(f"rule {index}: the pattern {pattern!r} is bytes. Paths are str.")
+            continue
+        try:
+            read.append((compiled, _read_action(action)))
+        except ShardingRuleError as error:
+            bad.append(f"rule {index}, {pattern!r}: {error}")
+    if bad:
+        raise ShardingRuleError(listed(f"{len(bad)} rules are malformed:", bad))
+    return read
+
+
+def _read_action(action: Any) -> Any:
+    if isinstance(action, str):
+        return parse_strategy(action)
+    known = isinstance(action, PartitionSpec) or is_logical(action) or callable(action)
+    if action is None or known:
+        return action
+    kind = type(action).__name__
+    raise ShardingRuleError(f"the action is {action!r} ({kind}). {_ACTIONS}")

@@ -1,0 +1,255 @@
+"""Whether a step hands its state back as it took it. Where it does not, it compiles again."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.tree_util import tree_flatten, tree_structure
+
+from treeshard._describe import fold
+from treeshard._errors import SpecError, UnstableStepError, listed
+from treeshard._mesh import describe_mesh
+from treeshard._paths import leaf_paths
+from treeshard._plan import Plan
+from treeshard._specs import entries, has_shape, with_entries
+
+
+class LeafDifference(NamedTuple):
+    """One thing in which a leaf differs between two trees.
+
+    Attributes:
+        path: Its name.
+        what: `"sharding"`, `"mesh"`, `"devices"` (the mesh's), `"axis types"`,
+            `"memory kind"`, `"committed"`, `"shape"`, `"dtype"`, `"weak type"`, `"value"` (of a
+            leaf that is no array), or `"leaf"`, if only one tree has it.
+        before: How it is in the first tree, in words.
+        after: How it is in the second.
+    """
+
+    path: str
+    what: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the tree'}: {self.what} {self.before} -> {self.after}"
+
+
+class ShardingDiff(tuple[LeafDifference, ...]):
+    """What `diff_shardings` found: empty, and false, if nothing differs."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """A line a difference, repeated layers folded."""
+        if not self:
+            return "No leaf differs."
+        folded = fold((found.path, found[1:], found) for found in self)
+        return "\n".join(str(alike[0]._replace(path=path)) for path, alike in folded)
+
+
+def diff_shardings(a: Any, b: Any) -> ShardingDiff:
+    """Compares two trees leaf by leaf, in all that makes a jitted function compile anew.
+
+    Only what both sides know is compared: a `ShapeDtypeStruct` is not committed to devices or
+    not, and a sharding on an abstract mesh has no devices. `P("data", None)` and `P("data")`
+    are the same. A numpy array goes where an uncommitted array does.
+
+    Args:
+        a: A live tree, `ShapeDtypeStruct`s, `NamedSharding`s, or a `Plan`.
+        b: Another, matched with it by path.
+
+    Returns:
+        A tuple of `LeafDifference`, in `a`'s order; then the leaves that only `b` has. `str()`
+        of it is a table.
+
+    Raises:
+        SpecError: If a leaf is traced: it lies nowhere yet. All such leaves are named.
+
+    Examples:
+        >>> mesh = make_mesh("fsdp=8")
+        >>> decided = plan({"w": np.ones((512, 64))}, [("w", fsdp("fsdp"))], mesh)
+        >>> whole = shard({"w": np.ones((512, 64))}, P(), mesh)
+        >>> print(diff_shardings(whole, decided)[0])
+        w: sharding P() -> P('fsdp',)
+    """
+    return _diff(_Tree(a), _Tree(b))
+
+
+def assert_stable_step(step: Callable[..., Any], state: Any, *args: Any) -> Any:
+    """Runs a step once and raises unless the state comes out as it went in.
+
+    What differs makes the second step compile again: a leaf that starts on one device, a
+    Python number, a dtype that the update widens, a spec that the step does not keep. A step
+    that donates its state uses it up here, as always: go on with what this returns.
+
+    Args:
+        step: Takes `(state, *args)` and returns the new state, or a tuple that starts with it:
+            a `jit_step`, a jitted function, or any other.
+        state: The state.
+        args: What else the step takes.
+
+    Returns:
+        What the step returned.
+
+    Raises:
+        UnstableStepError: If anything differs: all leaves, with what, and the fix. It is an
+            `AssertionError`.
+        SpecError: If a leaf of the state is traced.
+
+    Examples:
+        >>> step = jax.jit(lambda state, x: ({"w": state["w"] + x.mean()}, x.sum()))
+        >>> x = shard(np.ones(8, "float32"), P("fsdp"), make_mesh("fsdp=8"))
+        >>> state, total = assert_stable_step(step, {"w": x}, x)
+        >>> float(total)
+        8.0
+    """
+    before = _Tree(state)  # now: the step may donate it
+    out = step(state, *args)
+    new = out
+    if isinstance(out, tuple) and tree_structure(out) != before.treedef:
+        new = out[0] if out else None
+    after = _Tree(new)
+    found = _diff(before, after)
+    facts = _sentences(found)
+    if not facts and before.treedef != after.treedef:
+        facts = ["the tree: a container, or a static field in one, is not what it was."]
+    if facts:
+        headline = f"{len(facts)} leaves come out of the step other than they went in:"
+        ways = dict.fromkeys(_WAY_OUT[difference.what] for difference in found)
+        again = "Each such difference can make the next step compile again."
+        raise UnstableStepError("\n".join([listed(headline, facts), again, *ways]))
+    return out
+
+
+_PLACE = (
+    "Place the state before the first step as it is to stay: `treeshard.shard(state, plan)`, or"
+    " let `training.init_sharded` make it; `training.jit_step` then keeps it so."
+)
+_KEEP = "Keep shapes and the structure of the state as they are."
+_WAY_OUT = {
+    "sharding": _PLACE,
+    "mesh": _PLACE,
+    "devices": _PLACE,
+    "axis types": _PLACE,
+    "memory kind": _PLACE,
+    "committed": _PLACE,
+    "shape": _KEEP,
+    "leaf": _KEEP,
+    "dtype": "Convert in the step, `new.astype(old.dtype)`, or start with the wider dtype.",
+    "weak type": "Start numbers as arrays with a dtype: `jnp.float32(0.1)` instead of `0.1`.",
+    "value": "What is no array is part of the program: hold what changes as an array.",
+}
+
+
+# ------------------------------------------------------------------ comparing
+
+# What is known of a leaf: what -> (the value to compare, the value in words).
+_Facts = dict[str, tuple[Any, str]]
+
+
+class _Tree:
+    """What is known of the leaves of a tree, by path; those that share one are numbered."""
+
+    def __init__(self, tree: Any) -> None:
+        tree = tree.structs if isinstance(tree, Plan) else tree
+        leaves, self.treedef = tree_flatten(tree)
+        paths = leaf_paths(tree)
+        if traced := [p for p, x in zip(paths, leaves, strict=True) if isinstance(x, Tracer)]:
+            facts = [
+                f"{path or 'the tree'}: it is traced, and lies nowhere yet." for path in traced
+            ]
+            raise SpecError(listed(f"{len(facts)} leaves cannot be compared:", facts))
+        seen: Counter[str] = Counter()
+        self.leaves: dict[tuple[str, int], _Facts] = {}
+        for path, leaf in zip(paths, leaves, strict=True):
+            self.leaves[path, seen[path]] = _facts(leaf)
+            seen[path] += 1
+
+
+def _diff(a: _Tree, b: _Tree) -> ShardingDiff:
+    found: list[LeafDifference] = []
+    for (path, number), old in a.leaves.items():
+        new = b.leaves.get((path, number))
+        if new is None:
+            found.append(LeafDifference(path, "leaf", "there", "gone"))
+        else:
+            found += [LeafDifference(path, *difference) for difference in _differences(old, new)]
+    added = [path for path, number in b.leaves if (path, number) not in a.leaves]
+    found += [LeafDifference(path, "leaf", "absent", "new") for path in added]
+    return ShardingDiff(found)
+
+
+def _differences(old: _Facts, new: _Facts) -> list[tuple[str, str, str]]:
+    if ("shape" in old and list(new) == ["value"]) or ("shape" in new and list(old) == ["value"]):
+        one, other = (list(facts.values())[-1][1] for facts in (old, new))
+        return [("value", one, other)]
+    both = [what for what in old if what in new]
+    return [
+        (what, old[what][1], new[what][1])
+        for what in both
+        if not _equal(old[what][0], new[what][0])
+    ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:  # somebody's own __eq__
+        return False
+
+
+def _facts(leaf: Any) -> _Facts:
+    if isinstance(leaf, Sharding):
+        return _where(leaf)
+    number = isinstance(leaf, bool | int | float | complex)
+    if not number and not has_shape(leaf):
+        return {"value": (leaf, repr(leaf))}
+    kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        facts = {} if leaf.sharding is None else _where(leaf.sharding)
+    elif isinstance(leaf, jax.Array) and leaf.committed:
+        facts = _where(leaf.sharding) | {"committed": (True, "yes")}
+    else:
+        # What is on the host goes where an uncommitted array does.
+        facts = {"sharding": (None, "one device (uncommitted)"), "committed": (False, "no")}
+    facts["shape"] = (kind.shape, str(kind.shape))
+    facts["dtype"] = (str(kind.dtype), str(kind.dtype))
+    facts["weak type"] = (kind.weak_type, "yes" if kind.weak_type else "no")
+    if number:
+        facts["value"] = (leaf, repr(leaf))
+    return facts
+
+
+def _where(sharding: Sharding) -> _Facts:
+    memory: Any = sharding.memory_kind
+    facts: _Facts = {} if memory is None else {"memory kind": (memory, memory)}
+    if not isinstance(sharding, NamedSharding):
+        alone = isinstance(sharding, SingleDeviceSharding)
+        words = f"only {next(iter(sharding.device_set))}" if alone else str(sharding)
+        return {"sharding": (sharding, words)} | facts
+    # P("data", None) and P("data") are one placement, and one program.
+    spec = with_entries(sharding.spec, entries(sharding))
+    mesh, types = sharding.mesh, tuple(map(str, sharding.mesh.axis_types))
+    facts = {
+        "sharding": (spec, str(spec)),
+        "mesh": (tuple(mesh.shape.items()), describe_mesh(mesh)),
+        "axis types": (types, ", ".join(types)),
+    } | facts
+    if isinstance(mesh, Mesh):
+        ids = tuple(device.id for device in mesh.devices.flat)
+        facts["devices"] = (ids, ",".join(map(str, ids[:16])) + ",..." * (len(ids) > 16))
+    return facts
+
+
+def _sentences(found: ShardingDiff) -> list[str]:
+    """One a leaf: `step: sharding one device (uncommitted) -> P(); committed no -> yes`."""
+    by_leaf: dict[str, list[str]] = {}
+    for path, what, before, after in found:
+        by_leaf.setdefault(path, []).append(f"{what} {before} -> {after}")
+    return [f"{path or 'the state'}: {'; '.join(changes)}" for path, changes in by_leaf.items()]

@@ -1,0 +1,299 @@
+"""A training step as one compiled program, for states that are not all arrays."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import update_wrapper
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten
+
+from treeshard._comparison import Comparison, compare_communication
+from treeshard._constraint import with_sharding_constraint
+from treeshard._errors import (
+    DeletedLeafError,
+    MeshError,
+    SpecError,
+    StateError,
+    TreeShardError,
+    listed,
+)
+from treeshard._layout import Layout, Named, Names, is_data, named, only_in, typed
+from treeshard._mean_grads import varying
+from treeshard._mesh import AnyMesh, describe_mesh, is_tracing
+from treeshard._paths import leaf_paths
+from treeshard._plan import Plan
+from treeshard._spec_trees import get_names_from_partition_spec, specs_of_leaves
+from treeshard._specs import has_shape, is_array
+
+StepFn = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def concrete_mesh(mesh: AnyMesh, where: str) -> Mesh:
+    """The mesh, if it has devices. Raises `MeshError` if it is abstract."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    raise MeshError(
+        f"{where}: an abstract mesh ({describe_mesh(mesh)}) has no devices. Make one with"
+        " `treeshard.make_mesh`, and decide again for it."
+    )
+
+
+class Step:
+    """A step `(state, batch) -> (state, aux)`: one program per structure of its arguments.
+
+    Attributes:
+        plan: The plan of the state.
+        batch_specs: The specs of the batch.
+    """
+
+    def __init__(
+        self, fn: StepFn, plan: Plan, batch: Any, *, donate: bool, per_device: bool = False
+    ) -> None:
+        update_wrapper(self, fn)
+        self.plan, self.batch_specs = plan, batch
+        self._mesh = concrete_mesh(plan.mesh, "shard_map_step" if per_device else "jit_step")
+        self._fn, self._donate, self._per_device = fn, donate, per_device
+        self._programs: list[_Program] = []
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        program, arrays, data = self._prepare(state, batch)
+        # Not left to JAX: given deleted arrays on several devices, 0.10 ends the process.
+        if _any_deleted(arrays):
+            raise _deleted(arrays, self.plan)
+        with _fixed_context(self._mesh):
+            try:
+                new, aux = program.run(program.named(arrays), data)
+            except TreeShardError:
+                raise
+            except Exception as error:
+                if (problem := _misplaced(arrays, self.plan)) is None:
+                    raise
+                raise problem from error
+        return program.state.tree(new.arrays), aux
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """Traces and lowers the step for these arguments, which are not used up.
+
+        Args:
+            state: The state, or `plan.structs`.
+            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+        """
+        program, arrays, data = self._prepare(state, batch)
+        with _fixed_context(self._mesh):
+            return program.run.lower(program.named(arrays), data)
+
+    def communication(
+        self,
+        state: Any,
+        batch: Any,
+        *,
+        remat: bool | str = False,
+        scan: bool | str = False,
+        params: str | None = None,
+        dtype: Any = None,
+    ) -> Comparison:
+        """Holds what the compiled step moves against what the plan says, without running it.
+
+        Args:
+            state: The state, or `plan.structs`.
+            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+            remat: Which weights are gathered a second time for the gradients: all, or those
+                whose path has this pattern.
+            scan: Which leaves are layers stacked on dim 0 that a scan runs over, likewise.
+            params: A pattern of the paths that are parameters, where that is not plain.
+            dtype: The dtype in which weights are gathered; by default their own.
+
+        Returns:
+            A `Comparison`, as `treeshard.compare_communication` returns it.
+        """
+        return compare_communication(
+            self.plan,
+            self.lower(state, batch).compile(),
+            batch=self.batch_specs,
+            remat=remat,
+            scan=scan,
+            params=params,
+            dtype=dtype,
+        )
+
+    def _prepare(self, state: Any, batch: Any) -> tuple["_Program", list[Any], list[Any]]:
+        leaves, treedef = tree_flatten(state)
+        given, data_def = tree_flatten(batch)
+        specs = specs_of_leaves(self.batch_specs, batch, "batch specs")
+        # Without dims there is nothing to split.
+        specs = [
+            spec if spec is None or getattr(x, "shape", None) != () else PartitionSpec()
+            for x, spec in zip(given, specs, strict=True)
+        ]
+        placed = with_sharding_constraint(
+            batch, data_def.unflatten(specs), self._mesh, uneven="error"
+        )
+        data = tree_flatten(placed)[0]
+        for program in self._programs:
+            if program.state.fits(leaves, treedef) and program.batch.fits(data, data_def):
+                break
+        else:
+            program = self._compiled(leaves, treedef, data, data_def, specs)
+        return program, program.state.arrays(leaves), program.batch.arrays(data)
+
+    def _compiled(
+        self, leaves: list[Any], treedef: Any, data: list[Any], data_def: Any, specs: list[Any]
+    ) -> "_Program":
+        batch = Layout(data, data_def, is_data)
+        program = _Program(self._fn, Layout(leaves, treedef, has_shape), batch, self.plan)
+        batch_specs = batch.arrays(specs) if self._per_device else None
+        program.compile_lazily(self._mesh, self._donate, batch_specs)
+        self._programs.append(program)
+        return program
+
+
+class _Program:
+    """The step for one structure of state and batch."""
+
+    run: Any
+
+    def __init__(self, fn: StepFn, state: Layout, batch: Layout, plan: Plan) -> None:
+        self.fn, self.state, self.batch, self.plan = fn, state, batch, plan
+        paths = [state.paths[i] for i in state.traced]
+        _check_fits_plan(paths, plan)
+        # The arguments' names in the compiled program, where `collectives` reads them.
+        unique = len(set(paths)) == len(paths)
+        self.names = Names(paths if unique else [f"{i}" for i in range(len(paths))])
+
+    def named(self, arrays: Sequence[Any]) -> Named:
+        return Named(arrays, self.names)
+
+    def compile_lazily(self, mesh: Mesh, donate: bool, per_device: list[Any] | None) -> None:
+        """Makes `run`; `per_device` has the specs of the batch if it is to run in `shard_map`."""
+        specs = [leaf.given for leaf in self.plan.leaves]
+        body = self._body
+        if per_device is not None:
+            body = jax.shard_map(
+                self._checked_body,
+                mesh=mesh,
+                in_specs=(specs, [_spec_of(spec) for spec in per_device]),
+                out_specs=(specs, PartitionSpec()),
+            )
+
+        def run(state: Named, batch: list[Any]) -> tuple[Named, Any]:
+            arrays = list(state.arrays)
+            self._check_arrays(arrays, self.plan.leaves, "goes into the step as")
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                new, aux = body(arrays, batch)
+            return self.named(new), aux
+
+        run.__name__ = getattr(self.fn, "__name__", "step")  # what profiles show
+        shardings = self.named([NamedSharding(mesh, spec) for spec in specs])
+        self.run = jax.jit(
+            run,
+            in_shardings=(shardings, None),
+            out_shardings=(shardings, None),
+            donate_argnums=0 if donate else (),
+        )
+
+    def _body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        out = self.fn(self.state.tree(arrays), self.batch.tree(data))
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")
+        new, treedef = tree_flatten(out[0])
+        self.state.check_kept(new, treedef)
+        new = self.state.arrays(new)
+        self._check_arrays(new, arrays, "comes out of the step as")
+        return new, out[1]
+
+    def _checked_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        """The step on one device's parts, with a word about what must be the same on all."""
+        new, aux = self._body(arrays, data)
+        facts = [
+            f"{leaf.path}: it comes out different along {_quoted(more)}, and lies as"
+            f" {leaf.given}. Average its gradients: `manual.sync_gradients`, or"
+            " `manual.value_and_grad`."
+            for x, leaf in zip(new, self.plan.leaves, strict=True)
+            if (more := varying(x) - set(get_names_from_partition_spec(leaf.given)))
+        ]
+        facts += [
+            f"aux{'/' + path if path else ''}: it differs along {_quoted(varying(x))}. Reduce it:"
+            " `Metrics.reduce`, or `jax.lax.pmean`."
+            for path, x in zip(leaf_paths(aux), tree_flatten(aux)[0], strict=True)
+            if is_array(x) and varying(x)
+        ]
+        if facts:
+            raise StateError(listed(f"{len(facts)} results differ from device to device:", facts))
+        return new, aux
+
+    def _check_arrays(self, arrays: list[Any], like: Sequence[Any], how: str) -> None:
+        facts = [
+            f"{leaf.path}: {how} {named(x)}, but the plan has {typed(leaf)}. A state keeps its"
+            " shapes and dtypes: convert it, or plan again."
+            for x, old, leaf in zip(arrays, like, self.plan.leaves, strict=True)
+            if not is_array(x) or x.shape != old.shape or x.dtype != old.dtype
+        ]
+        if facts:
+            raise StateError(listed(f"{len(facts)} leaves of the state differ from it:", facts))
+
+
+def _spec_of(spec: Any) -> PartitionSpec:
+    return PartitionSpec() if spec is None else getattr(spec, "spec", spec)
+
+
+def _quoted(axes: Iterable[str]) -> str:
+    return ", ".join(repr(axis) for axis in sorted(axes))
+
+
+@contextmanager
+def _fixed_context(mesh: Mesh) -> Iterator[None]:
+    # jit compiles anew for another context, so every call is made under the same one. Inside
+    # somebody's jit it cannot be set, and is fixed already.
+    if is_tracing():
+        yield
+    else:
+        with jax.set_mesh(mesh):
+            yield
+
+
+def _check_fits_plan(paths: list[str], plan: Plan) -> None:
+    planned = [leaf.path for leaf in plan.leaves]
+    if paths == planned:
+        return
+    facts = only_in(paths, planned, "the plan has no such array.")
+    facts += only_in(planned, paths, "the state has no such array.")
+    facts = facts or ["the same arrays stand in another order."]
+    raise SpecError(listed("The state is not the one that the plan was made for:", facts))
+
+
+def _any_deleted(arrays: list[Any]) -> bool:
+    try:
+        return any([x.is_deleted() for x in arrays])
+    except (AttributeError, jax.errors.ConcretizationTypeError):  # numpy arrays, tracers
+        return any(x.is_deleted() for x in arrays if _is_live(x))
+
+
+def _is_live(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def _deleted(arrays: list[Any], plan: Plan) -> DeletedLeafError:
+    facts = [
+        f"{leaf.path}: its memory is gone. It was deleted, or donated to an earlier step: go on"
+        " with the state that the step returned, or make the step with `donate=False`."
+        for x, leaf in zip(arrays, plan.leaves, strict=True)
+        if _is_live(x) and x.is_deleted()
+    ]
+    return DeletedLeafError(listed(f"{len(facts)} leaves of the state are deleted:", facts))
+
+
+def _misplaced(arrays: list[Any], plan: Plan) -> SpecError | None:
+    """What is wrong with where the state lies, if that may be why a call failed."""
+    facts = [
+        f"{leaf.path}: lies as {x.sharding}, the plan says {leaf.given}. Place the state with"
+        " `treeshard.shard(state, plan)`."
+        for x, leaf in zip(arrays, plan.leaves, strict=True)
+        if _is_live(x)
+        and not x.sharding.is_equivalent_to(NamedSharding(plan.mesh, leaf.given), x.ndim)
+    ]
+    if not facts:
+        return None
+    return SpecError(listed(f"{len(facts)} leaves of the state lie elsewhere:", facts))

@@ -1,0 +1,247 @@
+"""What a training loop stands on: a state that is born sharded, and a step that keeps it so.
+
+A state is any pytree: parameters, optimizer state, step and key together. Its arrays are
+traced; everything else in it (functions, strings, Python numbers, the static fields of
+Equinox modules) is part of the program.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import tree_leaves
+
+from treeshard._accumulate import accumulate_gradients as accumulate_gradients
+from treeshard._errors import StateError, warn
+from treeshard._mesh import axis_sizes, check_axes
+from treeshard._metrics import Metrics as Metrics
+from treeshard._metrics import print_metrics as print_metrics
+from treeshard._plan import Plan, plan
+from treeshard._spec_trees import get_names_from_partition_spec
+from treeshard._specs import is_array
+from treeshard._step import Step, concrete_mesh
+from treeshard._targets import without_names
+
+# ------------------------------------------------------------------ birth
+
+
+def init_sharded(
+    fn: Callable[..., Any],
+    *args: Any,
+    rules: Any,
+    mesh: Mesh,
+    min_size: int | None = None,
+    strict: bool = True,
+) -> tuple[Any, Plan]:
+    """Calls `fn(*args)` such that its result is born sharded, never whole on one device.
+
+    `fn` is traced once for its shapes, from which the rules decide; then it is compiled
+    once, with each device computing its own part. Values are those of
+    `jax.jit(fn)(*args)` on one device, bit for bit.
+
+    Args:
+        fn: Makes the tree, say a model with its optimizer state. What it returns may hold
+            functions and other static leaves.
+        args: What `fn` takes. Arrays and keys are traced, anything else is static.
+        rules: As in `treeshard.match_partition_rules`.
+        mesh: The devices. Constraints inside `fn` see it as the mesh in force.
+        min_size: Leaves with fewer elements stay whole.
+        strict: Whether an unmatched leaf, or a spec that cannot be had as written, is an
+            error. Otherwise the plan records it.
+
+    Returns:
+        The tree, and the `Plan` by which it lies.
+
+    Raises:
+        ShardingRuleError: If `strict` and the rules leave anything undecided, or if they
+            are malformed. Nothing has been allocated then.
+        MeshError: If `mesh` is abstract: it has no devices to hold the tree.
+
+    Examples:
+        >>> def init(key):
+        ...     return {"w": jax.random.normal(key, (1024, 64)), "step": jnp.int32(0)}
+        >>> mesh = ts.make_mesh("fsdp=8")
+        >>> state, plan = init_sharded(
+        ...     init, jax.random.key(0), rules=[(".*", ts.fsdp("fsdp"))], mesh=mesh
+        ... )
+        >>> state["w"].sharding.spec
+        P('fsdp',)
+
+    Source:
+        Shapes first, then a jitted init with `out_shardings`: the way of EasyLM and of
+        Flax's own guide.
+    """
+    concrete_mesh(mesh, "init_sharded")
+    traced, static = eqx.partition(args, is_array)
+    skeleton: Any = None  # the tree, with a slot where an array belongs
+
+    def make(traced: Any) -> list[Any]:
+        nonlocal skeleton
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            tree = fn(*eqx.combine(traced, static))
+        skeleton = jax.tree.map(lambda x: _SLOT if is_array(x) else x, tree)
+        return [_strong(leaf) for leaf in tree_leaves(tree) if is_array(leaf)]
+
+    decided = plan(_filled(jax.eval_shape(make, traced), skeleton), rules, mesh, min_size=min_size)
+    if strict:
+        decided.check()
+    shardings = [NamedSharding(mesh, leaf.given) for leaf in decided.leaves]
+    arrays = jax.jit(make, out_shardings=shardings)(traced)
+    return _filled(arrays, skeleton), decided
+
+
+_SLOT = object()
+
+
+def _filled(arrays: list[Any], skeleton: Any) -> Any:
+    rest = iter(arrays)
+    return jax.tree.map(lambda x: next(rest) if x is _SLOT else x, skeleton)
+
+
+def _strong(x: Any) -> Any:
+    # A weakly typed leaf would come back from its first step strongly typed, and compile
+    # that step again.
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    return jax.lax.convert_element_type(x, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+# ------------------------------------------------------------------ the step
+
+
+def jit_step(
+    fn: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    plan: Plan | None = None,
+    *,
+    batch: Any,
+    donate: bool = True,
+) -> Any:
+    """Compiles a training step once, with the state going in and out as the plan says.
+
+    Also a decorator: `@jit_step(plan=plan, batch=P("fsdp"))`.
+
+    Args:
+        fn: Takes `(state, batch)` and returns `(state, aux)`, where the new state has the
+            old one's structure, shapes and dtypes.
+        plan: The plan of the state, as `init_sharded` returns it.
+        batch: The specs of the batch: a tree of them, or one for all its leaves. For FSDP
+            the batch is split over the same axis as the parameters: `P("fsdp")`, or
+            `P(("data", "fsdp"))` on a mesh of both. Leaves without dims are replicated.
+        donate: Whether the memory of the old state is used for the new one, which deletes
+            the old.
+
+    Returns:
+        A callable `step(state, batch) -> (state, aux)`. Numpy batches are placed on the
+        way in. Constraints inside `fn` see the plan's mesh as the mesh in force, and it is
+        one compile whether called inside `jax.set_mesh(plan.mesh)` or outside.
+        `step.lower(state, batch)` gives the `jax.stages.Lowered`, and
+        `step.communication(state, batch)` holds what the program moves against the plan; both
+        take `plan.structs` and `jax.ShapeDtypeStruct`s too.
+
+    Raises:
+        UnknownAxisError: If `batch` names an axis that the mesh lacks.
+        SpecError: If `batch` holds no specs; when called, if the batch or the state does
+            not fit its specs.
+        StateError: When called, if `fn` changes the state's structure, a shape, a dtype,
+            or a leaf that is no array.
+        DeletedLeafError: When called, if the state was donated to an earlier step.
+        MeshError: If the plan was made for an abstract mesh.
+        ShardingWarning: If parameters are sharded by `fsdp` over an axis that the batch is
+            not split over: every device along it repeats the same work.
+
+    Examples:
+        >>> mesh = ts.make_mesh("fsdp=8")
+        >>> state = {"w": jnp.zeros(8), "step": jnp.int32(0)}
+        >>> plan = ts.plan(state, [(".*", ts.fsdp("fsdp", min_size=0))], mesh)
+        >>> @jit_step(plan=plan, batch=P("fsdp"))
+        ... def step(state, batch):
+        ...     return {"w": state["w"] + batch.mean(0), "step": state["step"] + 1}, batch.sum()
+        >>> state, total = step(ts.shard(state, plan), np.ones((16, 8), "float32"))
+        >>> float(total)
+        128.0
+    """
+    if fn is None:
+        return partial(jit_step, plan=plan, batch=batch, donate=donate)
+    if plan is None:
+        raise StateError("jit_step needs the plan of the state: jit_step(fn, plan, batch=...).")
+    batch = without_names(batch, plan.mesh)
+    _check_batch_specs(batch, plan, "jit_step")
+    return Step(fn, plan, batch, donate=donate)
+
+
+def shard_map_step(
+    fn: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    plan: Plan | None = None,
+    *,
+    batch: Any,
+    donate: bool = True,
+) -> Any:
+    """Compiles a training step that runs once per device, on its parts: FSDP by hand.
+
+    As `jit_step`, but `fn` is called inside `jax.shard_map` over all axes of the mesh, with this
+    device's part of the state and of the batch, and says itself what is gathered and reduced
+    when: see `treeshard.manual`. JAX keeps track of what varies from device to device
+    (`check_vma=True`), so what must come out equal on all is known to be.
+
+    Args:
+        fn: Takes `(state, batch)` and returns `(state, aux)`. In the new state, leaves must be
+            equal on all devices along the axes that do not shard them, and `aux` on all
+            devices: use `manual.value_and_grad` or `manual.sync_gradients`, `Metrics.reduce`,
+            `jax.lax.pmean`.
+        plan: The plan of the state.
+        batch: The specs of the batch, as in `jit_step`.
+        donate: Whether the memory of the old state is used for the new one.
+
+    Returns:
+        A callable as `jit_step` returns it.
+
+    Raises:
+        StateError: When called, if leaves of the state, or `aux`, may come out different from
+            device to device: all of them, with the axes.
+        UnknownAxisError, SpecError, StateError, DeletedLeafError, MeshError: As `jit_step`.
+
+    Warns:
+        ShardingWarning: As `jit_step`.
+
+    Examples:
+        >>> from treeshard.manual import value_and_grad
+        >>> mesh = ts.make_mesh("fsdp=8")
+        >>> plan = ts.plan({"w": jnp.zeros(8)}, [("w", P("fsdp"))], mesh, min_size=0)
+        >>> grad = value_and_grad(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), "fsdp", plan)
+        >>> @shard_map_step(plan=plan, batch=P("fsdp"))
+        ... def step(state, batch):
+        ...     loss, grads = grad(state, batch)
+        ...     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+        >>> state = ts.shard({"w": np.zeros(8, "float32")}, plan)
+        >>> state, loss = step(state, np.ones((16, 8), "float32"))
+        >>> float(loss)
+        1.0
+
+    Source:
+        The shard_map training steps of the UvA deep-learning tutorials.
+    """
+    if fn is None:
+        return partial(shard_map_step, plan=plan, batch=batch, donate=donate)
+    if plan is None:
+        raise StateError("shard_map_step needs the plan: shard_map_step(fn, plan, batch=...).")
+    batch = without_names(batch, plan.mesh)
+    _check_batch_specs(batch, plan, "shard_map_step")
+    return Step(fn, plan, batch, donate=donate, per_device=True)
+
+
+def _check_batch_specs(batch: Any, plan: Plan, where: str) -> None:
+    sizes = axis_sizes(plan.mesh)
+    split = get_names_from_partition_spec(batch)
+    check_axes(split, sizes, f"{where}: batch")
+    idle = [a for a in sizes if a in plan.fsdp_axes() and a not in split and sizes[a] > 1]
+    if idle:
+        both = [*split, *idle]
+        advice = repr(tuple(both)) if len(both) > 1 else repr(both[0])
+        warn(
+            f"{where}: parameters are sharded by fsdp over {', '.join(map(repr, idle))}, and the"
+            f" batch is not (batch={batch}), so every device along it repeats the same work."
+            f" Split the batch too: batch=P({advice})."
+        )
