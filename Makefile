@@ -3,41 +3,62 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test soak lint bench docs clean
+.PHONY: demo test test-floor soak lint bench docs pages clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_fsdp.py $(ARGS)
 
 test: .venv/installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
-# What takes minutes: every way of training on every mesh, planned against compiled.
+# What takes many minutes: every way of training on every mesh, planned against compiled; ten times
+# as many killed processes and damaged checkpoints.
 soak: .venv/installed
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/test_communication.py -k planned_is_compiled
+	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/test_killed_saves.py tests/test_damages.py
+
+# The tests on the oldest versions that pyproject.toml allows.
+test-floor: .venv-floor/installed
+	.venv-floor/bin/python -m pytest $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 
-bench: .venv/installed-bench
-	$(BIN)/python -m benchmarks
+# Measures, and writes benchmarks/results, docs/numbers.md and the README's table.
+# `make bench ARGS="--only bench_rules"` measures a part.
+bench: .venv-bench/installed
+	.venv-bench/bin/python -m benchmarks --save $(ARGS)
 
 docs: .venv/installed-docs
+	$(BIN)/python -m examples.draw_pictures
+	$(BIN)/python tests/errors_page.py
+	$(BIN)/mkdocs build --strict
+
+# The same with the pictures that are there.
+pages: .venv/installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv out site
+	rm -rf .venv .venv-bench .venv-floor out site
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
+.venv-floor/installed: pyproject.toml tests/floor.py
+	$(PYTHON) -m venv .venv-floor
+	$(PYTHON) tests/floor.py > .venv-floor/floor.txt
+	.venv-floor/bin/pip install --quiet --constraint .venv-floor/floor.txt --editable ".[dev]"
+	touch $@
+
 .venv/installed-docs: .venv/installed
 	$(BIN)/pip install --quiet --editable ".[docs]"
 	touch $@
 
-.venv/installed-bench: .venv/installed
-	$(BIN)/pip install --quiet --editable ".[bench]"
+.venv-bench/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/pip install --quiet --editable ".[bench]"
 	touch $@

@@ -2,13 +2,12 @@
 
 import compileall
 import importlib.util
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import treeshard
-from benchmarks._harness import Row, options, report
+from benchmarks._harness import Figure, Row, options, report
 
 PEERS = ["equinox", "scalax.sharding", "flax.nnx", "eformer.escale"]
 
@@ -43,11 +42,8 @@ def main() -> None:
             took = seconds(name)
             if round_:  # the first round warms the disk
                 times[name].append(took)
-    ratio = {
-        name: statistics.median(t / j for t, j in zip(times[name], times["jax"], strict=True))
-        for name in modules
-    }
-    vs = ", ".join(f"{name} {ratio[name]:.2f}" for name in peers)
+    ratio = {name: Figure(times[name]) / Figure(times["jax"]) for name in modules}
+    vs = {name: ratio[name] for name in peers}
     rows = [
         Row("import treeshard, x import jax", ratio["treeshard"], "<= 1.06", vs),
         Row("backends that it starts", float(backend_started()), "0"),

@@ -8,10 +8,9 @@ The text is that of an unrolled model, made of lines as the CPU's compiler print
 # ruff: noqa: E501 - a line of a program is as long as compilers print it
 
 import argparse
-import statistics
 import time
 
-from benchmarks._harness import Row, options, report
+from benchmarks._harness import Figure, Row, options, report
 from treeshard._collectives import collectives
 from treeshard._make_mesh import abstract_mesh
 
@@ -52,17 +51,15 @@ def program(megabytes: float) -> tuple[str, int]:
     return f"{HEAD}{fused}\nENTRY %main (x: f32[16,512]) -> f32[16,512] {{\n{body}{end}", layers
 
 
-def seconds(text: str, layers: int, rounds: int) -> float:
-    """The median seconds of reading it, with a look at what was read."""
-    found: list[float] = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        moved = collectives(text, MESH)
-        found.append(time.perf_counter() - start)
-        gathers = [x for x in moved if x.kind == "all-gather"]
-        assert [x.path for x in gathers] == [f"state/layers/{i}" for i in range(layers)]
-        assert len(moved) == 2 * layers
-    return statistics.median(found)
+def seconds(text: str, layers: int) -> float:
+    """How long reading it takes, with a look at what was read."""
+    start = time.perf_counter()
+    moved = collectives(text, MESH)
+    took = time.perf_counter() - start
+    gathers = [x for x in moved if x.kind == "all-gather"]
+    assert [x.path for x in gathers] == [f"state/layers/{i}" for i in range(layers)]
+    assert len(moved) == 2 * layers
+    return took
 
 
 def main() -> None:
@@ -70,10 +67,12 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=50, help="the size of the text")
     chosen = options(parser)
     rounds = min(chosen.rounds, 3)
-    took: dict[float, float] = {}
-    for part in (0.25, 0.5, 1.0):
-        text, layers = program(part * chosen.megabytes)
-        took[part] = seconds(text, layers, rounds)
+    programs = {part: program(part * chosen.megabytes) for part in (0.25, 0.5, 1.0)}
+    found: dict[float, list[float]] = {part: [] for part in programs}
+    for _ in range(rounds):
+        for part, (text, layers) in programs.items():
+            found[part].append(seconds(text, layers))
+    took = {part: Figure(seconds) for part, seconds in found.items()}
     full = f"{chosen.megabytes:g} MB"
     rows = [
         Row(f"{full}, seconds", took[1.0], "seconds"),

@@ -1,11 +1,13 @@
 """Rules on large trees, against the least work that names their leaves.
 
 The floor is `tree_flatten_with_path` and `keystr(simple=True)` of the same tree; "vs." is
-the plain loop that EasyLM and its descendants run: every path built, every rule tried.
+the plain loop that EasyLM and its descendants run, every path built and every rule tried, and
+eformer's and scalax's own functions where they are installed.
 
     python -m benchmarks.bench_rules [--json] [--rounds 15]
 """
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -169,6 +171,20 @@ def plain_loop(rules: Rules, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decide, tree)
 
 
+def peers() -> dict[str, Callable[[Rules, Any], Any]]:
+    """What the packages that are installed offer."""
+    found: dict[str, Callable[[Rules, Any], Any]] = {}
+    with contextlib.suppress(ImportError):
+        from eformer.escale import match_partition_rules as of_eformer
+
+        found["eformer"] = of_eformer
+    with contextlib.suppress(ImportError):
+        from scalax.sharding import TreePathShardingRule
+
+        found["scalax"] = lambda rules, tree: TreePathShardingRule(*rules).apply(tree)
+    return found
+
+
 def main() -> None:
     rounds = options().rounds
     llama, unique, equinox = llm(), all_different(), modules()
@@ -187,16 +203,17 @@ def main() -> None:
     ]
     rows: list[Row] = []
     for case, reach, tree, rules in cases:
-        found = ratios(
-            {
-                "floor": lambda tree=tree: floor(tree),
-                "ours": lambda rules=rules, tree=tree: match_partition_rules(rules, tree, MESH),
-                "loop": lambda rules=rules, tree=tree: plain_loop(rules, tree),
-            },
-            "floor",
-            rounds,
-        )
-        rows.append(Row(f"specs: {case}", found["ours"], reach, f"loop {found['loop']:.1f}"))
+        calls = {
+            "floor": lambda tree=tree: floor(tree),
+            "ours": lambda rules=rules, tree=tree: match_partition_rules(rules, tree, MESH),
+        }
+        others = {"plain loop": plain_loop}
+        if isinstance(tree, dict) and all(isinstance(action, P) for _, action in rules):
+            others |= peers()  # which know dicts and specs
+        for name, way in others.items():
+            calls[name] = lambda way=way, rules=rules, tree=tree: way(rules, tree)
+        found = ratios(calls, "floor", rounds)
+        rows.append(Row(f"specs: {case}", found["ours"], reach, {n: found[n] for n in others}))
     for case, reach, tree in [
         ("LLM of dicts, 30 rules", "<= 1.5", llama),
         ("all names different, 30 rules", "", unique),
@@ -211,7 +228,8 @@ def main() -> None:
             rounds,
         )
         rows.append(Row(f"plan: {case}", found["ours"], reach))
-    report("10,000 leaves, x floor", rows, ("jax", "jaxlib", "numpy", "equinox"))
+    packages = ("jax", "jaxlib", "numpy", "equinox", "eformer", "scalax")
+    report("Rules on 10,000 leaves, x naming them with JAX alone", rows, packages)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ import importlib.util
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from benchmarks._harness import Row, medians, options, report
+from benchmarks._harness import Figure, Row, medians, options, report
 from treeshard._gather import gather
 from treeshard._transfer import make_shard_and_gather_fns, shard
 
@@ -97,9 +96,7 @@ def warm(mesh: jax.sharding.Mesh) -> Figures:
     calls = {
         "copy": lambda: [np.copy(x) for x in tree.values()],
         "gather": lambda: gather(placed),
-    }
-    found |= medians(calls, options().rounds)
-    calls = {  # which keeps its copy on the arrays, so each call gets new handles
+        # It keeps its copy on the arrays, so each call gets new handles.
         "device_get": lambda: jax.device_get(jax.tree.map(second_handle, placed)),
     }
     return found | medians(calls, options().rounds)
@@ -205,7 +202,7 @@ CASES: dict[str, Callable[[jax.sharding.Mesh], Figures]] = {
 }
 
 
-def run(case: str, rounds: int) -> Figures:
+def run(case: str, rounds: int) -> dict[str, Figure]:
     command = [sys.executable, "-m", "benchmarks.bench_transfer", "--case", case]
     done = subprocess.run(
         [*command, "--rounds", str(rounds)],
@@ -215,7 +212,21 @@ def run(case: str, rounds: int) -> Figures:
     )
     if done.returncode:
         raise RuntimeError(f"the case {case} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: Figure(samples) for name, samples in found.items()}
+
+
+def run_in_turn(cases: Sequence[str], rounds: int) -> dict[str, dict[str, Figure]]:
+    """Cases that are measured once in a fresh process each, round by round."""
+    found: dict[str, dict[str, list[float]]] = {case: {} for case in cases}
+    for _ in range(rounds):
+        for case in cases:
+            for name, figure in run(case, 1).items():
+                found[case].setdefault(name, []).append(figure)
+    return {
+        case: {name: Figure(samples) for name, samples in figures.items()}
+        for case, figures in found.items()
+    }
 
 
 def main() -> None:
@@ -224,61 +235,66 @@ def main() -> None:
     chosen = options(parser)
     if chosen.case:
         ts.simulate_devices(8)
-        print(json.dumps(CASES[chosen.case](ts.make_mesh("fsdp=8"))))
+        found = CASES[chosen.case](ts.make_mesh("fsdp=8"))
+        print(json.dumps({name: getattr(one, "samples", (one,)) for name, one in found.items()}))
         return
     report(f"Moving {LEAVES} leaves, 1 GiB", rows(chosen.rounds), ("jax", "numpy", *PEERS))
 
 
 def rows(rounds: int) -> list[Row]:
-    found = {case: run(case, rounds) for case in ("warm", "compiles")}
-    cold = [(run("put", 1)["shard"], run("shard", 1)["shard"]) for _ in range(rounds)]
-    memories = [run("memory", 1) for _ in range(3)]
-    theirs = run("memory_of_device_get", 1)
-    peak, held = (statistics.median(one[key] for one in memories) for key in ("peak", "held"))
-    hot = found["warm"]
-    copy = hot["copy"]
+    hot, compiled = run("warm", rounds), run("compiles", 1)
+    cold = run_in_turn(("put", "shard"), rounds)
+    memories = run_in_turn(("memory", "memory_of_device_get"), min(rounds, 3))
+    ours, theirs = memories["memory"], memories["memory_of_device_get"]
     return [
         Row(
             "shard, numpy tree, cold, x one device_put",
-            statistics.median(s for _, s in cold) / statistics.median(p for p, _ in cold),
+            cold["shard"]["shard"] / cold["put"]["shard"],
             "<= 1.15",
         ),
         Row("shard, numpy tree, warm, x one device_put", hot["shard"] / hot["put"], "<= 1.15"),
-        *_peer_rows(),
+        *_peer_rows(min(rounds, 3)),
         Row(
             "compiles to shard 100 shapes from one device",
-            found["compiles"]["ours"],
+            compiled["ours"].samples[0],
             "<= 1",
-            f"device_put {found['compiles']['device_put']:.0f}",
+            {"jax.device_put": compiled["device_put"].samples[0]},
         ),
-        Row("gather, peak, x tree bytes", peak, "<= 1.05", f"device_get {theirs['peak']:.2f}"),
-        Row("gather, held when freed", held, "<= 0.02", f"device_get {theirs['held']:.2f}"),
+        Row(
+            "gather, peak, x tree bytes",
+            ours["peak"],
+            "<= 1.05",
+            {"jax.device_get": theirs["peak"]},
+        ),
+        Row(
+            "gather, held when freed, x tree bytes",
+            ours["held"],
+            "<= 0.02",
+            {"jax.device_get": theirs["held"]},
+        ),
         Row(
             "gather, warm, x np.copy",
-            hot["gather"] / copy,
+            hot["gather"] / hot["copy"],
             "<= 1.6",
-            f"device_get {hot['device_get'] / copy:.2f}",
+            {"jax.device_get": hot["device_get"] / hot["copy"]},
         ),
     ]
 
 
-def _peer_rows() -> list[Row]:
-    ours = [run("functions", 1) for _ in range(3)]
-    peers = {name: run(name, 1) for name in PEERS if importlib.util.find_spec(name)}
-    made = []
-    for name in ("shard", "gather"):
-        vs = [
-            f"{peer} {peers[peer][name]:.3g} s" if peer in peers else f"{peer} not installed"
-            for peer in PEERS
-        ]
-        mine = statistics.median(one[name] for one in ours)
-        made.append(Row(f"make_shard_and_gather_fns, {name}, cold, s", mine, "", ", ".join(vs)))
-    if peers:
-        both = statistics.median(one["shard"] + one["gather"] for one in ours)
-        faster = [(peer["shard"] + peer["gather"]) / both for peer in peers.values()]
-        vs = ", ".join(f"{name} {times:.0f}" for name, times in zip(peers, faster, strict=True))
+def _peer_rows(rounds: int) -> list[Row]:
+    there = [name for name in PEERS if importlib.util.find_spec(name)]
+    found = run_in_turn(("functions", *there), rounds)
+    for figures in found.values():
+        figures["both"] = figures["shard"] + figures["gather"]
+    case = "make_shard_and_gather_fns, {}, cold, s"
+    made = [
+        Row(case.format(name), found["functions"][name], "", {p: found[p][name] for p in there})
+        for name in ("shard", "gather", "both")
+    ]
+    if there:
+        faster = {peer: found[peer]["both"] / found["functions"]["both"] for peer in there}
         case = "make_shard_and_gather_fns, both, cold, times faster than the best peer"
-        made.append(Row(case, min(faster), ">= 15", vs))
+        made.append(Row(case, min(faster.values()), ">= 15", faster))
     return made
 
 

@@ -9,6 +9,7 @@ one device.
 """
 
 import argparse
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import treeshard as ts
+from treeshard.checkpoint import restore, save
 from treeshard.training import init_sharded, jit_step
 
 VOCAB = 256  # bytes
@@ -197,6 +199,7 @@ def parse(argv=None):
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--mesh", default="fsdp=-1", help="-1 takes the devices that are left")
+    parser.add_argument("--other-mesh", default="data=4,fsdp=-1", help="to restore on")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=128)
@@ -249,6 +252,7 @@ def main(argv=None):
     print(f"\nheld-out bits per byte: {before:.3f} before, {after:.3f} after {args.steps} steps")
     print_bytes_held(state)
     draw_losses(losses, args.out)
+    go_on_elsewhere(state, step, plan, train_text, args)
     if not args.no_check:
         compare_with_one_device(make_train_step(optimizer), init, key, grads, losses, args)
 
@@ -288,6 +292,30 @@ def draw_losses(losses, path):
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     print(f"loss curve: {path}")
+
+
+def go_on_elsewhere(state, step, plan, text, args):
+    """Saves the state, restores it on another mesh, and trains on with both."""
+    path = args.out.with_name("train_fsdp_state")
+    shutil.rmtree(path, ignore_errors=True)  # of the last run
+    save(path, state)
+    other_plan = plan.on(ts.make_mesh(args.other_mesh))
+    other = restore(path, other_plan)
+    other_step = jit_step(
+        make_train_step(make_optimizer(args), other_plan.specs.model),
+        other_plan,
+        batch=P(other_plan.mesh.axis_names),
+    )
+    moved = len(plan.diff(other_plan).changes)
+    print(f"saved to {path}; restored on {args.other_mesh}, where {moved} leaves lie differently")
+    gaps = []
+    for i, batch in zip(range(5), batches(text, args, seed=2), strict=False):
+        state, here = step(state, batch)
+        other, there = other_step(other, batch)
+        gaps.append(abs(float(here) - float(there)))
+        print(f"  step {args.steps + i + 1}: loss {float(here):.5f} here, {float(there):.5f} there")
+    if max(gaps) > 2e-5:
+        sys.exit("the restored run does not go on as the one that was saved")
 
 
 def compare_with_one_device(train_step, init, key, grads, losses, args):

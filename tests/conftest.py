@@ -17,6 +17,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)
 
 
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Shows what tests have counted."""
+    for report in terminalreporter.getreports("passed"):
+        for what, counts in report.user_properties if report.when == "call" else ():
+            terminalreporter.write_line(f"{report.nodeid.split('::')[-1]}: {what}: {counts}")
+
+
 @pytest.fixture(scope="session")
 def mesh() -> jax.sharding.Mesh:
     """2 x 4 devices, Auto axes."""

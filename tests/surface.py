@@ -7,7 +7,13 @@ from typing import Any
 
 import treeshard as ts
 
-MODULES = {"treeshard": ts, "treeshard.training": ts.training, "treeshard.manual": ts.manual}
+MODULES = {
+    "treeshard": ts,
+    "treeshard.checkpoint": ts.checkpoint,
+    "treeshard.interchange": ts.interchange,
+    "treeshard.training": ts.training,
+    "treeshard.manual": ts.manual,
+}
 
 
 def public_names(module: ModuleType) -> list[str]:

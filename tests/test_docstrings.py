@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import tempfile
 from typing import Any
 
 import equinox as eqx
@@ -19,6 +20,7 @@ import treeshard as ts
 
 # What functions return, shown with these functions.
 NO_EXAMPLE = {"Adjustment", "Finding", "LeafChange", "Plan", "PlanDiff", "PlannedLeaf"}
+NO_EXAMPLE |= {"Contents", "SavedLeaf"}
 
 
 PUBLIC = {
@@ -32,6 +34,8 @@ def names() -> dict[str, Any]:
     """What examples may take for granted."""
     return {
         **{name: getattr(ts, name) for name in dir(ts)},
+        **vars(ts.checkpoint),
+        **vars(ts.interchange),
         **vars(ts.training),
         **vars(ts.manual),
         "AbstractMesh": AbstractMesh,
@@ -45,6 +49,7 @@ def names() -> dict[str, Any]:
         "mesh": ts.make_mesh("data=2,fsdp=4"),
         "np": np,
         "optax": optax,
+        "tempfile": tempfile,
         "ts": ts,
     }
 

@@ -190,7 +190,9 @@ def test_another_kind_of_file(plan: ts.Plan, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ what cannot be drawn
 
 
-@pytest.mark.parametrize("x", ["plan", {"call": jax.nn.relu}, None, []], ids=repr)
+@pytest.mark.parametrize(
+    "x", ["plan", {"call": jax.nn.relu}, None, []], ids=["text", "function", "None", "list"]
+)
 def test_no_arrays(x: Any) -> None:
     with pytest.raises(ts.LeafError, match=f"draw: {type(x).__name__} holds no array. Give a plan"):
         draw(x)

@@ -1,5 +1,6 @@
 """The shape of messages, and which class is what."""
 
+import pickle
 import subprocess
 import sys
 
@@ -54,6 +55,12 @@ def test_classes(error: type, bases: type | tuple[type, ...]) -> None:
 def test_an_unknown_axis_reads_as_text_though_it_is_a_key_error() -> None:
     for error in (ts.UnknownAxisError, UnknownAxisInRuleError, UnknownAxisInSpecError):
         assert str(error("two\nlines 'quoted'")) == "two\nlines 'quoted'"
+
+
+def test_tracebacks_say_where_to_import_an_error_from() -> None:
+    found = [getattr(ts, name) for name in dir(ts) if name.endswith(("Error", "Warning"))]
+    assert {kind.__module__ for kind in found} == {"treeshard"}
+    assert all(type(pickle.loads(pickle.dumps(kind("why")))) is kind for kind in found)
 
 
 def test_a_warning_points_at_the_line_that_called_treeshard(tmp_path) -> None:

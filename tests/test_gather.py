@@ -94,18 +94,37 @@ def test_iter_gather_gives_arrays_by_path_and_keeps_none(tree: dict[str, Any]) -
     assert seen == ["a/half", "a/numpy", "a/single", "a/w", "a/whole", "b/0"]
 
 
-def test_progress_is_shown_only_on_request(tree: dict[str, Any], capfd: Any) -> None:
-    gather(tree)
-    assert capfd.readouterr().err == ""
-    gather(tree, progress=True)
-    assert "gather: 100%" in capfd.readouterr().err
+LONG = {
+    "gather": gather,
+    "iter_gather": lambda tree, **more: list(iter_gather(tree, **more)),
+    "shard": lambda tree, **more: shard(tree, P(), **more),
+    "shard with read": lambda tree, **more: shard(
+        jax.ShapeDtypeStruct((4,), "float32"), P(), read=lambda path, index: arange(4), **more
+    ),
+}
 
 
-def test_progress_without_tqdm(tree: dict[str, Any], monkeypatch: Any) -> None:
+@pytest.mark.parametrize("name", LONG)
+def test_progress_is_shown_only_on_request(
+    tree: dict[str, Any], mesh: Mesh, name: str, capfd: Any
+) -> None:
+    with jax.set_mesh(mesh):
+        LONG[name](tree)
+        assert capfd.readouterr().err == ""
+        LONG[name](tree, progress=True)
+    shown = capfd.readouterr().err
+    assert f"{name.split()[0]}: 100%" in shown
+    assert "0it" not in shown
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_progress_without_tqdm(
+    tree: dict[str, Any], mesh: Mesh, name: str, monkeypatch: Any
+) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    message = "gather(progress=True) needs tqdm. Install it with `pip install 'treeshard[show]'`."
-    with pytest.raises(ImportError, match=re.escape(message)):
-        gather(tree, progress=True)
+    message = f"{name.split()[0]}(progress=True) needs tqdm. Install it with `pip install"
+    with pytest.raises(ImportError, match=re.escape(message)), jax.set_mesh(mesh):
+        LONG[name](tree, progress=True)
 
 
 def test_to_names_a_process(tree: dict[str, Any]) -> None:
@@ -114,10 +133,14 @@ def test_to_names_a_process(tree: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("to", [1, -1, "one", True, None], ids=str)
-def test_to_must_be_a_process(tree: dict[str, Any], to: Any) -> None:
-    message = f"gather(to={to!r}): give 'all', or the index of the process that receives the tree"
+@pytest.mark.parametrize("read", [gather, iter_gather])
+def test_to_must_be_a_process(tree: dict[str, Any], read: Any, to: Any) -> None:
+    message = (
+        f"{read.__name__}(to={to!r}): give 'all', or the index of the process that receives the"
+        " tree, from 0 to 0."
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
-        gather(tree, to=to)
+        read(tree, to=to)
 
 
 @pytest.mark.parametrize("read", [gather, iter_gather])

@@ -32,7 +32,7 @@ def test_a_heavy_import_would_be_seen() -> None:
 
 def test_importing_treeshard_starts_no_backend() -> None:
     ask = "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
-    assert run(f"import treeshard, treeshard.training; {ask}") == "False"
+    assert run(f"import treeshard, treeshard.interchange, treeshard.training; {ask}") == "False"
     assert run(f"import treeshard, jax; jax.devices(); {ask}") == "True"
 
 
@@ -42,6 +42,16 @@ def test_submodules_load_on_first_touch() -> None:
         "ts.training.init_sharded; print(before, 'equinox' in sys.modules)"
     )
     assert out == "False True"
+
+
+def test_without_orbax_checkpoints_say_how_to_get_it() -> None:
+    said = run(
+        "import sys; sys.modules['etils'] = None\n"
+        "try: import treeshard.checkpoint\n"
+        "except ImportError as error: print(error)"
+    )
+    install = "Install it with `pip install 'treeshard[checkpoint]'`."
+    assert said == f"treeshard.checkpoint needs Orbax. {install}"
 
 
 def test_an_unknown_name_says_what_is_near() -> None:
@@ -66,4 +76,10 @@ def test_what_loads_on_first_touch_is_what_the_table_of_contents_says() -> None:
     import treeshard as ts
 
     hooked = {"jaxtyping"}  # what the annotation checks put into modules
-    assert set(dir(ts)) - hooked == {*public_names(ts), "training", "manual"}
+    assert set(dir(ts)) - hooked == {
+        *public_names(ts),
+        "checkpoint",
+        "interchange",
+        "manual",
+        "training",
+    }

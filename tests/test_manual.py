@@ -119,7 +119,7 @@ def ways(axes: Any, specs: Any) -> dict[str, Callable[..., Any]]:
         beside = jax.tree.map(lambda _: specs, params) if isinstance(specs, P) else specs
 
         def whole(x: Any, spec: P) -> Any:
-            for dim, entry in enumerate(spec.partitions):
+            for dim, entry in enumerate(spec):
                 if entry is not None:
                     x = manual.gather_array_with_mean_grads(x, dim, entry)
             return x
@@ -340,7 +340,7 @@ def test_second_order(check_vma: bool) -> None:
 @checks
 def test_vmap_over_an_ensemble(check_vma: bool) -> None:
     members = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
-    specs = jax.tree.map(lambda spec: P(None, *spec.partitions), SHARDED)
+    specs = jax.tree.map(lambda spec: P(None, *spec), SHARDED)
     grad = manual.value_and_grad(local, BOTH, SHARDED)
     run = on(
         MESHES["2x4"],

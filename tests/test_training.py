@@ -382,7 +382,7 @@ def test_what_a_step_may_not_change(case, fsdp_mesh) -> None:
 def test_a_state_of_another_kind(born, step) -> None:
     with pytest.raises(ts.SpecError) as error:
         step({"model": born[0].model}, make_batch())
-    assert "The state is not the one that the plan was made for" in str(error.value)
+    assert "The state is not what was planned for" in str(error.value)
     assert "opt_state/0/count: the state has no such array." in str(error.value)
     wide = eqx.tree_at(lambda s: s.model.layers[0].bias, born[0], jnp.zeros(64))
     with pytest.raises(

@@ -6,12 +6,16 @@ from typing import Any as _Any
 
 from treeshard._constraint import unshard as unshard
 from treeshard._constraint import with_sharding_constraint as with_sharding_constraint
+from treeshard._errors import CheckpointError as CheckpointError
 from treeshard._errors import CommunicationError as CommunicationError
+from treeshard._errors import DamagedError as DamagedError
 from treeshard._errors import DeletedLeafError as DeletedLeafError
 from treeshard._errors import FormatError as FormatError
 from treeshard._errors import LeafError as LeafError
 from treeshard._errors import MeshError as MeshError
+from treeshard._errors import MismatchError as MismatchError
 from treeshard._errors import NoMeshError as NoMeshError
+from treeshard._errors import ProcessError as ProcessError
 from treeshard._errors import ShardingRuleError as ShardingRuleError
 from treeshard._errors import ShardingWarning as ShardingWarning
 from treeshard._errors import SpecError as SpecError
@@ -34,6 +38,7 @@ from treeshard._mesh import get_submesh_device_index as get_submesh_device_index
 from treeshard._mesh import names_in_current_mesh as names_in_current_mesh
 from treeshard._paths import leaf_paths as leaf_paths
 from treeshard._paths import named_tree_map as named_tree_map
+from treeshard._process_local import from_process_local as from_process_local
 from treeshard._rules import match_partition_rules as match_partition_rules
 from treeshard._spec_trees import get_names_from_partition_spec as get_names_from_partition_spec
 from treeshard._spec_trees import layer_specs as layer_specs
@@ -81,7 +86,9 @@ if _TYPE_CHECKING:
     from treeshard._stability import assert_stable_step as assert_stable_step
     from treeshard._stability import diff_shardings as diff_shardings
 
-_SUBMODULES = ("manual", "training")
+__version__ = "0.1.0"
+
+_SUBMODULES = ("checkpoint", "interchange", "manual", "training")
 _ON_TOUCH = {
     "analyze_sharding_strategy": "_analysis",
     "assert_collectives": "_collective_budgets",

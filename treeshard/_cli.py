@@ -1,29 +1,65 @@
-"""The command line: `python -m treeshard plan`. It starts no backend and needs no devices."""
+"""The command line: what can be said on it. Each command is in a module that is loaded for it."""
 
 import argparse
-import json
+import importlib
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import unicodedata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from treeshard._describe import human_bytes
-from treeshard._errors import ShardingRuleError, TreeShardError
-from treeshard._logical import logical_axis_rules
-from treeshard._make_mesh import abstract_mesh
-from treeshard._plan import Plan, plan
-from treeshard._plan_files import parse_bytes, read_rules_file, read_shapes
-from treeshard._rules import read_rules
+from treeshard._errors import TreeShardError
 
-# How long one pattern may take over all paths. Real ones take milliseconds.
-PATTERN_SECONDS = 5.0
 
-_FORMATS = """\
-shapes, as JSON (or a file that ends in .safetensors, whose header is read):
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; 2 for wrong input."""
+    options = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="backslashreplace")  # not every terminal has every letter
+    try:
+        text, code = _command(options.run)(options)
+        print(_printable(text))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (TreeShardError, OSError) as error:
+        message = str(error)
+    except ImportError as error:
+        message = _missing(error)
+    print(f"treeshard: error: {_printable(message)}", file=sys.stderr)
+    return 2
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], tuple[str, int]]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(f"treeshard.{module}"), function)
+
+
+def _missing(error: ImportError) -> str:
+    if error.name is None:  # it was raised to say what to install
+        return str(error)
+    if error.name.partition(".")[0] not in ("etils", "orbax"):
+        raise error
+    return "this needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
+
+
+def _printable(text: str) -> str:
+    """Names in files may hold what would command the terminal."""
+    return "".join(
+        c if c == "\n" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text
+    )
+
+
+# ------------------------------------------------------------------ what can be said
+
+_PLAN = """\
+shapes, as JSON, or a checkpoint, or safetensors, whose header is read:
   {"layers/0/attn/q": {"shape": [1024, 1024], "dtype": "bfloat16"}, "norm": [[1024], "float32"]}
 
 rules, as TOML, the first pattern that matches decides:
@@ -42,114 +78,113 @@ rules, as TOML, the first pattern that matches decides:
 
 exit code: 0, or 1 if the plan has errors or exceeds --memory, or 2 if the input is wrong
 """
+_PATH = """\
+PATH is a checkpoint, a directory of checkpoints by step (the latest is taken, or --step), a
+safetensors file, the index of several, or a directory with one of these.
+"""
+_INSPECT = f"""\
+{_PATH}
+  treeshard inspect run               # the latest step, and which others there are
+  treeshard inspect run --step 200
+  treeshard inspect model.safetensors --json
 
+exit code: 0, or 2 if there is nothing that can be read
+"""
+_VERIFY = f"""\
+{_PATH}
+Of a checkpoint every leaf is read, and its checksum compared with the one that was saved. Tensors
+of safetensors files have none: there the headers, the index and the sizes of the files are checked.
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; 2 for wrong input."""
-    options = _parser().parse_args(argv)
-    try:
-        code = _plan(options)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (TreeShardError, OSError) as error:
-        print(f"treeshard: error: {error}", file=sys.stderr)
-        return 2
+exit code: 0, or 1 if something is damaged, or 2 if there is nothing that can be read
+"""
+_EXPORT = """\
+  treeshard export run model.safetensors --only '^model/' --rename '^model/=>' --rename '/=>.'
+  treeshard export run/100 model.safetensors --max-file-size 5GB --metadata format=pt
+
+One leaf after the other is read, verified, and written. The file has its name once it is whole, and
+replaces one that has it already. The format has arrays alone, of whole bytes: where other leaves
+(numbers, strings, PRNG keys, int4) are among those to export, nothing is, unless --skip leaves them
+out. With --max-file-size there are several files, and an index that says what is where.
+
+exit code: 0, or 2 if it cannot be exported
+"""
+_IMPORT = """\
+  treeshard import model.safetensors pretrained --rename '\\.=>/'
+
+IN is a file, the index of several, or a directory with one of these. All of it is in memory. The
+leaves of the checkpoint have the names of the tensors as their paths.
+
+exit code: 0, or 2 if it cannot be imported
+"""
+_DIFF = """\
+  treeshard diff run/100 run/200
+  treeshard diff run model.safetensors --rename '/=>.'
+
+A and B are checkpoints, directories of them by step (the latest is taken), or safetensors. Arrays
+differ where their bits do; those with the same checksum are not read. A relative difference is
+relative to the larger of two numbers. What is NaN or infinite is counted, and has no difference.
+
+exit code: 0 if nothing differs, or 1, or 2 if there is something that cannot be read
+"""
+_RENAME = "what matches the regular expression becomes the other, which may have \\1; in turn"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("treeshard", description="Sharding, decided and explained.")
-    command = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
-        "plan",
-        help="decide how a tree is sharded, from its shapes, and say why",
-        description="Decides how a tree is sharded, from its shapes alone, and says why.",
-        epilog=_FORMATS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = command.add_argument
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: str, what: str, epilog: str) -> Callable[..., Any]:
+        made = commands.add_parser(
+            name,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}.",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(run=run)
+        return made.add_argument
+
+    what = "decide how a tree is sharded, from its shapes alone, and say why"
+    add = command("plan", "_cli_plan:run_plan", what, _PLAN)
     add("--shapes", type=Path, required=True, metavar="FILE", help="path -> shape and dtype")
     add("--rules", type=Path, required=True, metavar="FILE", help="patterns and actions")
     add("--mesh", required=True, metavar="AXES", help='such as "data=8,fsdp=64,tensor=8"')
     add("--min-size", type=int, metavar="N", help="instead of the rules' own, in elements")
     add("--memory", metavar="BYTES", help="what a device has, such as 80GB: say whether it fits")
     add("--json", action="store_true", help="plan and findings for other programs")
+
+    what = "show what a checkpoint or safetensors holds"
+    add = command("inspect", "_cli_look:run_inspect", what, _INSPECT)
+    _add_path(add)
+    add("--json", action="store_true", help="every leaf, for other programs")
+
+    what = "read all of a checkpoint, and compare checksums"
+    _add_path(command("verify", "_cli_look:run_verify", what, _VERIFY))
+
+    add = command("export", "_cli_export:run_export", "write arrays to safetensors", _EXPORT)
+    _add_path(add)
+    add("out", metavar="OUT", help="such as model.safetensors")
+    add("--only", metavar="REGEX", help="leaves whose path has a match")
+    add("--rename", action="append", default=[], metavar="REGEX=>NEW", help=_RENAME)
+    add("--skip", action="store_true", help="leave out what safetensors does not have")
+    add("--max-file-size", metavar="BYTES", help="such as 5GB: more is spread over several files")
+    add("--metadata", action="append", default=[], metavar="KEY=TEXT", help="for the file's head")
+
+    what = "make a checkpoint of safetensors"
+    add = command("import", "_cli_import:run_import", what, _IMPORT)
+    add("source", metavar="IN", help="such as model.safetensors")
+    add("out", metavar="CHECKPOINT", help="the directory to make")
+    add("--rename", action="append", default=[], metavar="REGEX=>NEW", help=_RENAME)
+
+    what = "say in what two checkpoints or safetensors differ, and by how much"
+    add = command("diff", "_cli_look:run_diff", what, _DIFF)
+    add("a", metavar="A")
+    add("b", metavar="B")
+    add("--rename", action="append", default=[], metavar="REGEX=>NEW", help=f"of A: {_RENAME}")
+    add("--json", action="store_true", help="every difference, for other programs")
     return parser
 
 
-def _plan(options: argparse.Namespace) -> int:
-    memory = None if options.memory is None else parse_bytes(options.memory)
-    mesh = abstract_mesh(options.mesh)
-    shapes = read_shapes(options.shapes)
-    rules, min_size, logical = read_rules_file(options.rules)
-    min_size = min_size if options.min_size is None else options.min_size
-    _check_patterns(rules, shapes)
-    with nullcontext() if logical is None else logical_axis_rules(logical):
-        decided = plan(shapes, rules, mesh, min_size=min_size)
-    fits = None if memory is None else decided.bytes_per_device() <= memory
-    print(_as_json(decided, memory) if options.json else _as_text(decided, memory))
-    errors = any(finding.severity == "error" for finding in decided.findings)
-    return int(errors or fits is False)
-
-
-def _as_text(decided: Plan, memory: int | None) -> str:
-    parts = [str(decided)]
-    if decided.findings:
-        parts.append("\n" + "\n".join(map(str, decided.findings)))
-    if memory is not None:
-        held = decided.bytes_per_device()
-        verb = "It fits" if held <= memory else "It does NOT fit"
-        parts.append(f"\n{verb}: {human_bytes(held)} of {human_bytes(memory)} on a device.")
-    return "\n".join(parts)
-
-
-def _as_json(decided: Plan, memory: int | None) -> str:
-    held = decided.bytes_per_device()
-    report: dict[str, Any] = {
-        "plan": json.loads(decided.to_json()),
-        "findings": [finding._asdict() for finding in decided.findings],
-        "bytes_per_device": held,
-    }
-    if memory is not None:
-        report |= {"memory": memory, "fits": held <= memory}
-    return json.dumps(report)
-
-
-# ------------------------------------------------------------------ patterns without end
-
-
-def _check_patterns(rules: Sequence[tuple[Any, Any]], paths: Iterable[str]) -> None:
-    """Tries every pattern on every path, on a clock: some regular expressions take years."""
-    for index, (pattern, _) in enumerate(read_rules(rules)):
-        path = ""
-        try:
-            with _at_most(PATTERN_SECONDS):
-                for path in paths:
-                    pattern.search(path)
-        except TimeoutError:
-            raise ShardingRuleError(
-                f"rule {index}: the pattern {pattern.pattern!r} takes more than"
-                f" {PATTERN_SECONDS:g} s, on the path {path!r}. Avoid repeats inside of repeats,"
-                " such as (a+)+."
-            ) from None
-
-
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` when the time is over, even inside of `re`, which heeds signals.
-    (Windows and other threads have none, and there is no limit there.)"""
-    if not hasattr(signal, "setitimer") or threading.current_thread() != threading.main_thread():
-        yield
-        return
-
-    def expire(number: int, frame: Any) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def _add_path(add: Callable[..., Any]) -> None:
+    add("path", metavar="PATH")
+    add("--step", type=int, metavar="N", help="which one of a directory of checkpoints")

@@ -84,11 +84,12 @@ def _write(page: Any, column: int, row: int, segment: Any) -> None:
         colour = style.color.get_truecolor().hex
     elif style is not None and style.dim:
         colour = "dimgray"
-    # Blanks side by side would be one in an SVG.
+    # Blanks side by side would be one in an SVG, and those in front none in some viewers.
+    text = segment.text.rstrip()
     page.text(
-        column,
+        column + len(text) - len(text.lstrip()),
         row,
-        segment.text.rstrip().replace(" ", "\u00a0"),
+        text.lstrip().replace(" ", "\u00a0"),
         color=colour,
         fontsize=_POINTS,
         family="DejaVu Sans Mono",
@@ -116,7 +117,7 @@ def _saved(figure: Any, kind: str) -> bytes:
     # Text stays text, and the same picture gives the same file.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "treeshard"}):
         dpi = min(150, 60_000 / max(figure.get_size_inches()))
-        metadata = {"Date": None} if kind == "svg" else {}
+        metadata = {"Date": None, "Creator": None} if kind == "svg" else {}
         figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)
     return file.getvalue()
 

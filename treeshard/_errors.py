@@ -58,6 +58,22 @@ class StateError(TreeShardError, TypeError):
     """A training state changed in a way that one compiled step cannot express."""
 
 
+class ProcessError(TreeShardError, RuntimeError):
+    """Processes that must go on together did not all come, or do not agree."""
+
+
+class CheckpointError(TreeShardError, RuntimeError):
+    """A checkpoint or a file of tensors cannot be written, or cannot be read."""
+
+
+class DamagedError(CheckpointError):
+    """What is on disk is not what was saved there."""
+
+
+class MismatchError(TreeShardError, ValueError):
+    """What was saved is not what is asked for: other leaves, shapes or dtypes."""
+
+
 class UnstableStepError(TreeShardError, AssertionError):
     """A step hands its state back in another form than it took it, and compiles again."""
 
@@ -71,18 +87,28 @@ class ShardingWarning(UserWarning):
     `warnings.simplefilter("error", treeshard.ShardingWarning)`."""
 
 
+def _say_where_to_import(kinds: Iterable[type]) -> None:
+    """Makes tracebacks name classes as users import them."""
+    for kind in kinds:
+        kind.__module__ = "treeshard"
+
+
+_say_where_to_import((ShardingWarning, TreeShardError, *TreeShardError.__subclasses__()))
+_say_where_to_import(CheckpointError.__subclasses__())
+
+
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """`" Did you mean 'fsdp'?"`, or nothing if no known name is near (1 is the same name)."""
     near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def listed(headline: str, facts: Sequence[str], shown: int = 10) -> str:
+def listed(headline: str, facts: Sequence[str], shown: int = 10, headed: bool = False) -> str:
     """One message for many facts: the first ten in full, then a count of the rest.
 
-    A single fact needs no headline.
+    A single fact needs no headline, unless it says more than how many there are (`headed`).
     """
-    if len(facts) == 1:
+    if len(facts) == 1 and not headed:
         return facts[0]
     lines = [headline, *(f"  {fact}" for fact in facts[:shown])]
     if len(facts) > shown:

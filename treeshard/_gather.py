@@ -1,41 +1,60 @@
 """From devices to host memory, without a second copy and without one left behind."""
 
-import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import count, repeat
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.tree_util import tree_flatten
 
-from treeshard._errors import LeafError
-from treeshard._paths import leaf_paths
+from treeshard._across import company, facts_of, is_spread
+from treeshard._agreement import agree
+from treeshard._host import Known, is_key, keys_on_host, to_host
+from treeshard._parcels import Box, box_of
+from treeshard._paths import leaf_paths, path_under
+from treeshard._point_to_point import deliver
+from treeshard._processes import TIMEOUT, exchange, together
+from treeshard._progress import with_bar
 from treeshard._specs import has_shape, is_array
 from treeshard._targets import Misfit, raise_misfits, unmovable
 
-Known = dict[Any, tuple[Any, ...]]
+To = Literal["all"] | int
+
+_iterations: defaultdict[tuple[int, ...], "count[int]"] = defaultdict(count)
 
 
-def gather(tree: Any, *, to: Literal["all"] | int = "all", progress: bool = False) -> Any:
+def gather(tree: Any, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT) -> Any:
     """Copies a tree from its devices to host memory.
 
     Each shard is copied once, straight to its place in the result: host memory peaks at the
-    size of the result, and nothing stays cached on the arrays. Nothing is compiled.
+    size of the result, and nothing stays cached on the arrays.
+
+    Across processes each part goes straight from one that holds it to those that receive it, leaf
+    by leaf: memory for the tree is taken where it goes, and for a few MiB elsewhere. All
+    processes that hold parts of the tree must make the call, and the receiver. One that is lost
+    on the way ends the others within JAX's heartbeat timeout. Trees that lie on devices of this
+    process alone are copied without a word to the others, and nothing is compiled.
 
     Args:
         tree: Any pytree. Leaves that are no arrays pass through untouched.
-        to: Which processes receive the tree: `"all"`, or the index of one.
+        to: Which processes receive the tree: `"all"` that hold a part of it, or the index of one.
         progress: Whether to show a bar, a step a leaf (needs `tqdm`).
+        timeout: Seconds that other processes are waited for.
 
     Returns:
         The tree with numpy arrays, in the dtypes of `ml_dtypes` where numpy has none. Typed
         PRNG keys stay key arrays, on one local device. Numpy leaves are copied, so the result
-        never shares memory with the tree.
+        never shares memory with the tree. On processes that receive nothing,
+        `jax.ShapeDtypeStruct`s stand in the place of arrays.
 
     Raises:
         DeletedLeafError: If a leaf was deleted or donated. Nothing is copied.
-        LeafError: If a leaf is a tracer or a `ShapeDtypeStruct`, or lies partly on devices of
-            other processes. Nothing is copied.
+        LeafError: If a leaf is a tracer or a `ShapeDtypeStruct`. Nothing is copied.
+        ProcessError: If processes do not make the same call of the same tree, or one does not
+            make it within `timeout`, or fails. Nothing is copied.
         ValueError: If `to` is neither `"all"` nor the index of a process.
         ImportError: If `progress` is asked for and `tqdm` is not installed.
 
@@ -44,146 +63,136 @@ def gather(tree: Any, *, to: Literal["all"] | int = "all", progress: bool = Fals
         >>> gather(shard({"w": np.arange(8)}, P("fsdp"), mesh))
         {'w': array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)}
     """
-    if to != "all" and not (type(to) is int and 0 <= to < jax.process_count()):
-        raise ValueError(
-            f"gather(to={to!r}): give 'all', or the index of the process that receives the tree,"
-            f" from 0 to {jax.process_count() - 1}."
-        )
-    return gather_at("", tree, progress)
+    _check_receiver(to, "gather")
+    return gather_at("", tree, to, progress, timeout)
 
 
-def gather_at(prefix: str, tree: Any, progress: bool = False) -> Any:
+def gather_at(
+    prefix: str, tree: Any, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
+) -> Any:
     """`gather` of what stands at `prefix` in a larger tree, which messages then name."""
     leaves, treedef = tree_flatten(tree)
-    _check_readable(tree, leaves, "gather", prefix)
-    shown = _with_bar(leaves) if progress else leaves
-    known: Known = {}
-    return treedef.unflatten([_to_host(leaf, known) for leaf in shown])
+    read = _reader("gather", tree, leaves, to, timeout, prefix)
+    return treedef.unflatten([next(read) for _ in with_bar(leaves, "gather", show=progress)])
 
 
-def iter_gather(tree: Any) -> Iterator[tuple[str, Any]]:
+def iter_gather(
+    tree: Any, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
+) -> Iterator[tuple[str, Any]]:
     """Copies a tree to host memory leaf by leaf, so that one leaf is there at a time.
 
     Args:
         tree: Any pytree. Leaves that are no arrays are left out.
+        to: Which processes receive the leaves, as in `gather`.
+        progress: Whether to show a bar, a step a leaf (needs `tqdm`).
+        timeout: Seconds that other processes are waited for, at the call and at each leaf.
 
     Returns:
         An iterator of `(path, array)`, with arrays as `gather` returns them. It keeps none that
-        it has given out.
+        it has given out. Across processes all must go through it to the end: where one stops, the
+        others get a `ProcessError` that names it, at the next leaf that they need it for.
 
     Raises:
         DeletedLeafError: If a leaf was deleted or donated; at the call, before the first leaf.
-        LeafError: If a leaf is a tracer or a `ShapeDtypeStruct`, or lies partly on devices of
-            other processes; at the call.
+        LeafError: If a leaf is a tracer or a `ShapeDtypeStruct`; at the call.
+        ProcessError: If processes do not make the same call of the same tree, or one does not
+            make it within `timeout`, or fails; at the call.
+        ValueError: If `to` is neither `"all"` nor the index of a process.
+        ImportError: If `progress` is asked for and `tqdm` is not installed.
 
     Examples:
         >>> tree = shard({"w": np.arange(8), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
         >>> [(path, x.shape) for path, x in iter_gather(tree)]
         [('w', (8,))]
     """
+    _check_receiver(to, "iter_gather")
     leaves = tree_flatten(tree)[0]
-    _check_readable(tree, leaves, "iter_gather")
-    named = zip(leaf_paths(tree), leaves, strict=True)
-    return ((path, _to_host(leaf)) for path, leaf in named if is_array(leaf))
+    read = _reader("iter_gather", tree, leaves, to, timeout, meet=True)
+    named = list(zip(leaf_paths(tree), leaves, strict=True))
+    return _arrays(with_bar(named, "iter_gather", show=progress), read)
 
 
-def _check_readable(tree: Any, leaves: list[Any], where: str, prefix: str = "") -> None:
+def _arrays(named: Iterable[tuple[str, Any]], read: Iterator[Any]) -> Iterator[tuple[str, Any]]:
+    for path, leaf in named:
+        if is_array(leaf):
+            yield path, next(read)  # and nothing here holds it
+        else:
+            next(read)
+
+
+def _reader(
+    where: str,
+    tree: Any,
+    leaves: list[Any],
+    to: To,
+    timeout: float,
+    prefix: str = "",
+    meet: bool = False,
+) -> Iterator[Any]:
+    """Goes through the leaves as this process receives them; all is checked before, at the call.
+
+    With `meet` the processes wait for each other at each leaf of which something travels.
+    """
+    spread = [leaf for leaf in leaves if is_spread(leaf)]
+    among = company(spread, more=[] if to == "all" else [to])
+    with together(where, among=among, timeout=timeout) if among else nullcontext():
+        _check_readable(tree, leaves, where, prefix)
+    if not among:  # nobody has to be asked: it all lies here, or nothing does
+        here = to in ("all", jax.process_index()) and not spread
+        return _read(leaves, repeat({}), here)
+    paths = [path_under(prefix, path) for path in leaf_paths(tree)]
+    rows = (
+        (path, x, [x.sharding] if is_spread(x) else [])
+        for path, x in zip(paths, leaves, strict=True)
+        if is_array(x)
+    )
+    facts = {"the argument `to`": repr(to)} | facts_of(rows)
+    agree(where, facts, among=among, timeout=timeout)
+    # All have come this far equally often, so this tells one iteration from the next.
+    call = next(_iterations[tuple(among)])
+    named = [path for path, leaf in zip(paths, leaves, strict=True) if is_spread(leaf)]
+
+    def wait(place: int) -> None:
+        if meet:
+            at = f"{where}, at {named[place]} (call {call})"
+            exchange(at, b"", among=among, timeout=timeout)
+
+    receivers = among if to == "all" else [to]
+    data = [jax.random.key_data(x) if is_key(x) else x for x in spread]
+    wanted = [[(r, box_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
+    return _read(leaves, deliver(data, wanted, among, wait), jax.process_index() in receivers)
+
+
+def _read(
+    leaves: list[Any], came: Iterator[dict[Box, np.ndarray]], receives: bool
+) -> Iterator[Any]:
+    known: Known = {}
+    for leaf in leaves:
+        boxes = next(came) if is_spread(leaf) else {}
+        if not receives:
+            yield jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
+        elif not boxes:
+            yield to_host(leaf, known)
+        elif is_key(leaf):
+            yield keys_on_host(leaf, boxes.popitem()[1])
+        else:
+            yield boxes.popitem()[1]
+
+
+def _check_receiver(to: To, where: str) -> None:
+    if to != "all" and not (type(to) is int and 0 <= to < jax.process_count()):
+        raise ValueError(
+            f"{where}(to={to!r}): give 'all', or the index of the process that receives the tree,"
+            f" from 0 to {jax.process_count() - 1}."
+        )
+
+
+def _check_readable(tree: Any, leaves: list[Any], where: str, prefix: str) -> None:
     shaped = [(i, leaf) for i, leaf in enumerate(leaves) if has_shape(leaf)]
     misfits = {i: misfit for i, leaf in shaped if (misfit := _unreadable(leaf)) is not None}
     raise_misfits(tree, leaves, misfits, where, prefix)
 
 
 def _unreadable(leaf: Any) -> Misfit | None:
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return None  # numpy's own are copied whatever they are
-    if misfit := unmovable(leaf):
-        return misfit
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return Misfit(LeafError, "a part of it lies on devices of other processes.")
-    return None
-
-
-def _with_bar(leaves: list[Any]) -> Iterable[Any]:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        raise ImportError(
-            "gather(progress=True) needs tqdm. Install it with `pip install 'treeshard[show]'`."
-        ) from None
-    return tqdm(leaves, desc="gather", unit="leaf")
-
-
-def _to_host(leaf: Any, known: Known | None = None) -> Any:
-    if not is_array(leaf):
-        return leaf
-    if not isinstance(leaf, jax.Array):
-        return np.array(leaf)
-    if is_key(leaf):
-        data = jax.device_put(_to_host(jax.random.key_data(leaf)), jax.local_devices()[0])
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    return _assembled(leaf, {} if known is None else known)
-
-
-def _assembled(x: jax.Array, known: Known) -> np.ndarray:
-    """One array from its shards. `known` keeps what leaves of one sharding and shape share."""
-    whole = np.empty(x.shape, x.dtype)
-    key = (x.sharding, x.shape, whole.itemsize)
-    if key not in known:
-        known[key] = (_on_host(x), *_places(x, whole))
-    on_host, places, run, runs, parts = known[key]
-    pieces = (x if on_host else second_handle(x)).addressable_shards
-    if run is None:
-        for i, index in places:
-            whole[index] = np.asarray(pieces[i].data)
-        return whole
-    into = whole.reshape(runs).view(run)
-    for i, index in places:
-        into[index] = np.ndarray(parts, run, np.asarray(pieces[i].data).view(np.uint8))
-    return whole
-
-
-def _places(x: jax.Array, whole: np.ndarray) -> tuple[Any, ...]:
-    """Which shards to read, by position, and where each goes.
-
-    From the last dim that is split on, a shard is runs of memory. numpy pays for every run that
-    it copies, and less if a run is one opaque item: then the item comes too, and the shapes of
-    the whole and of a shard in such items.
-    """
-    part = x.sharding.shard_shape(x.shape)
-    read = [(i, one.index) for i, one in enumerate(x.addressable_shards) if one.replica_id == 0]
-    split = [dim for dim, length in enumerate(part) if length < whole.shape[dim]]
-    dim = split[-1] if split else 0
-    if dim == 0 or not whole.size or any(whole.shape[d] % part[d] for d in split):
-        return read, None, None, None
-    run = np.dtype((np.void, whole.itemsize * math.prod(part[dim:])))
-    places = [(i, (*index[:dim], index[dim].start // part[dim])) for i, index in read]
-    return places, run, (*whole.shape[:dim], -1), part[:dim]
-
-
-def _on_host(x: jax.Array) -> bool:
-    return next(iter(x.devices())).platform == "cpu"
-
-
-def to_read(x: jax.Array) -> jax.Array:
-    """`x`, or on accelerators another handle, so that reading it leaves no host copy on `x`.
-
-    The CPU platform hands out views instead of copies.
-    """
-    return x if _on_host(x) else second_handle(x)
-
-
-def second_handle(x: jax.Array) -> jax.Array:
-    """Another array on the same memory.
-
-    JAX keeps the host copy of an array on the object that was asked for it. One that goes
-    away takes it along.
-    """
-    pieces = [piece.data for piece in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces)
-
-
-def is_key(x: Any) -> bool:
-    """Whether `x` is an array of typed PRNG keys, which has no numbers of its own."""
-    if not isinstance(x, jax.Array) or isinstance(x.dtype, np.dtype):  # quick for most
-        return False
-    return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    # numpy's own are copied whatever they are
+    return unmovable(leaf) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None

@@ -52,7 +52,8 @@ class Layout:
         facts = only_in(self.paths, paths, "the step returns a state without it.")
         facts += only_in(paths, self.paths, "the step adds it to the state.")
         facts = facts or ["the step changes a container of the state, or a static field in one."]
-        return StateError(listed("The step changes the structure of its state:", facts))
+        headline = "The step changes the structure of its state:"
+        return StateError(listed(headline, facts, headed=True))
 
 
 class Names:

@@ -91,6 +91,11 @@ def _named_leaves(tree: Any, sep: str, is_leaf: IsLeaf) -> tuple[list[str], list
     return paths, leaves
 
 
+def path_under(prefix: str, path: str) -> str:
+    """The path of what has `path` in a tree that stands at `prefix` in a larger one."""
+    return "/".join(part for part in (prefix, path) if part)
+
+
 def same_path_keys(tree: Any, path: str) -> list[str]:
     """The key paths, as JAX writes them, of all leaves that share the name `path`."""
     everything = jax.tree_util.tree_flatten_with_path(tree)[0]

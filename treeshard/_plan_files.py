@@ -1,8 +1,5 @@
 """The files that the command line reads: shapes, and rules."""
 
-import json
-import math
-import struct
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,20 +8,12 @@ from typing import Any, NamedTuple
 import jax
 
 from treeshard._errors import FormatError, TreeShardError, did_you_mean, listed
-from treeshard._literals import parse_dtype, parse_names, parse_spec, typed
+from treeshard._literals import parse_dtype, parse_json, parse_names, parse_spec, typed
+from treeshard._safetensors import read_header
+from treeshard._stored_trees import open_stored
 from treeshard._strategies import parse_strategy
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
-
-# The format's own limit.
-LONGEST_HEADER = 100_000_000
-_SAFETENSORS_DTYPES = {
-    "BOOL": "bool", "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-    "F4": "float4_e2m1fn", "C64": "complex64",
-}  # fmt: skip
 
 
 class RulesFile(NamedTuple):
@@ -46,29 +35,33 @@ class RulesFile(NamedTuple):
 
 def read_shapes(path: Path) -> Shapes:
     """Reads the shapes of a tree: JSON of path -> `{"shape": [8, 4], "dtype": "float32"}` or
-    `[[8, 4], "float32"]`, or the header of a file that ends in `.safetensors`.
+    `[[8, 4], "float32"]`; the header of a file that ends in `.safetensors`, or the index of
+    several; or a checkpoint.
 
     Raises:
-        FormatError: If the file is neither: the place is named.
+        FormatError: If the file is none of these: the place is named.
+        CheckpointError: As `open_stored`.
         OSError: If it cannot be read.
     """
-    if path.is_dir():
-        raise FormatError(f"{path} is a directory. Give a JSON file or a .safetensors file.")
-    tensors = path.suffix == ".safetensors"
-    text = _header(path) if tensors else path.read_bytes()
+    if path.is_dir() or path.name.endswith(".safetensors.index.json"):
+        with open_stored(str(path)) as tree:
+            arrays = [leaf for leaf in tree.contents.leaves if leaf.dtype]
+        return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
+    if path.suffix == ".safetensors":
+        with path.open("rb") as file:
+            tensors = read_header(file).tensors
+        return {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors.values()}
     try:
-        raw = json.loads(text, object_pairs_hook=_each_key_once)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is no JSON: {error}.") from None
+        raw = parse_json(path.read_bytes())
+    except FormatError as error:
+        raise FormatError(f"{path} is {error}") from None
     if not isinstance(raw, dict):
         raise FormatError(f"{path} holds {type(raw).__name__}. {_SHAPES}")
-    if tensors:
-        raw.pop("__metadata__", None)
     found: Shapes = {}
     bad: list[str] = []
     for name, value in raw.items():
         try:
-            found[name] = _struct(value, tensors)
+            found[name] = _struct(value)
         except FormatError as error:
             bad.append(f"{name}: {error}")
     if bad:
@@ -82,44 +75,20 @@ _SHAPES = (
 )
 
 
-def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} stands twice")
-    return found
-
-
-def _header(path: Path) -> bytes:
-    """The JSON at the head of a safetensors file, which begins with its length."""
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        room = path.stat().st_size - 8
-        if not 0 < length <= min(room, LONGEST_HEADER):
-            raise FormatError(
-                f"{path} is no safetensors file: it says that its header has {length} bytes, and"
-                f" there are {max(room, 0)}."
-            )
-        return file.read(length)
-
-
-def _struct(value: Any, tensors: bool) -> jax.ShapeDtypeStruct:
+def _struct(value: Any) -> jax.ShapeDtypeStruct:
     if isinstance(value, dict) and value.keys() >= {"shape", "dtype"}:
-        if not tensors and (extra := value.keys() - {"shape", "dtype"}):
+        if extra := value.keys() - {"shape", "dtype"}:
             raise FormatError(f"unknown key {min(extra)!r}. {_SHAPES}")
         shape, dtype = value["shape"], value["dtype"]
-    elif isinstance(value, list) and len(value) == 2 and not tensors:
+    elif isinstance(value, list) and len(value) == 2:
         shape, dtype = value
     else:
         raise FormatError(f"{value!r} has no shape and dtype. {_SHAPES}")
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise FormatError(f"the shape is {shape!r}, not a list of lengths.")
-    if not isinstance(dtype, str) or (tensors and dtype not in _SAFETENSORS_DTYPES):
+    if not isinstance(dtype, str):
         raise FormatError(f"the dtype is {dtype!r}, which is none.")
-    return jax.ShapeDtypeStruct(
-        shape, parse_dtype(_SAFETENSORS_DTYPES[dtype] if tensors else dtype)
-    )
+    return jax.ShapeDtypeStruct(shape, parse_dtype(dtype))
 
 
 # ------------------------------------------------------------------ rules
@@ -180,23 +149,3 @@ def _known(raw: Mapping[str, Any], known: Sequence[str], key: str) -> None:
     for name in raw.keys() - set(known):
         hint = did_you_mean(name, known) or f" There are {', '.join(known)}."
         raise FormatError(f"{key} has an unknown key {name!r}.{hint}")
-
-
-# ------------------------------------------------------------------ sizes
-
-
-def parse_bytes(text: str) -> int:
-    """Reads `80GB` (of 1000 each) or `80GiB` (of 1024). Raises `FormatError`."""
-    number, unit = text.strip(), ""
-    while number and not number[-1].isdigit():
-        number, unit = number[:-1], number[-1] + unit
-    base, letters = (1024, "KiB MiB GiB TiB") if "i" in unit else (1000, "kB MB GB TB")
-    powers = {"": 0, "B": 0} | {name: i + 1 for i, name in enumerate(letters.split())}
-    powers["KB"] = 1
-    try:
-        count = float(number) * base ** powers[unit.strip()]
-    except (KeyError, ValueError):
-        count = 0.0
-    if not 0 < count < math.inf:
-        raise FormatError(f"{text!r} is no amount of memory. Write it as 80GB or 80GiB.")
-    return int(count)

@@ -101,7 +101,7 @@ def rules_error(
         return None
     where = f"The mesh has {describe_mesh(mesh)}." if mesh is not None else "No mesh was given."
     message = listed(f"{len(facts)} leaves do not follow the rules. {where}", facts)
-    if len(facts) == 1:
+    if len(facts) == 1 and "axis-not-in-mesh" not in kinds:  # which says what the mesh has
         message = f"{message} {where}"
     if "unmatched" in kinds:
         message += '\nA last rule (".*", None) replicates every leaf that no other rule matches.'

@@ -4,7 +4,8 @@ The only module that looks inside a spec.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,10 @@ from treeshard._mesh import AnyMesh, axis_sizes, unknown_axis
 
 Entry = Any  # what stands at one dim of a spec: None, a name, a tuple of names, UNCONSTRAINED
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+# JAX 0.10.0 has no `partitions`; there every spec may be iterated.
+_partitions: Callable[[PartitionSpec], tuple[Entry, ...]] = (
+    attrgetter("partitions") if hasattr(PartitionSpec, "partitions") else tuple
+)
 
 
 class Adjustment(NamedTuple):
@@ -64,7 +69,7 @@ def is_logical(x: Any) -> bool:
 
 def entries(spec: PartitionSpec | NamedSharding) -> tuple[Entry, ...]:
     """The entries of a spec, one a dim. (Iterating it fails once it is `unreduced`.)"""
-    return (spec.spec if isinstance(spec, NamedSharding) else spec).partitions
+    return _partitions(spec.spec if isinstance(spec, NamedSharding) else spec)
 
 
 def axes_of(entry: Entry) -> tuple[str, ...]:

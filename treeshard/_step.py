@@ -261,7 +261,7 @@ def _check_fits_plan(paths: list[str], plan: Plan) -> None:
     facts = only_in(paths, planned, "the plan has no such array.")
     facts += only_in(planned, paths, "the state has no such array.")
     facts = facts or ["the same arrays stand in another order."]
-    raise SpecError(listed("The state is not the one that the plan was made for:", facts))
+    raise SpecError(listed("The state is not what was planned for:", facts, headed=True))
 
 
 def _any_deleted(arrays: list[Any]) -> bool:

@@ -1,6 +1,6 @@
 """What of a tree can be moved, and where each leaf goes: all that is checked first."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import tree_map
+from jax.tree_util import tree_leaves, tree_map
 
+from treeshard._across import array_text
 from treeshard._errors import (
     DeletedLeafError,
     LeafError,
@@ -21,9 +22,17 @@ from treeshard._errors import (
 )
 from treeshard._logical import resolve_names
 from treeshard._mesh import AnyMesh, current_or_given, describe_mesh, get_incontext_mesh
-from treeshard._paths import leaf_paths
+from treeshard._paths import leaf_paths, path_under
 from treeshard._spec_trees import SpecCarrier, specs_of_leaves
-from treeshard._specs import UNCONSTRAINED, entries, has_shape, is_logical, project
+from treeshard._specs import (
+    UNCONSTRAINED,
+    Adjustment,
+    entries,
+    has_shape,
+    is_logical,
+    is_spec,
+    project,
+)
 
 
 class Misfit(NamedTuple):
@@ -40,6 +49,10 @@ class Misfit(NamedTuple):
     asked: str = ""
 
 
+# Takes a leaf, the spec it was given and the mesh; returns the spec it gets, or why it gets none.
+Fits = Callable[[Any, PartitionSpec, Mesh], tuple[PartitionSpec, Misfit | None]]
+
+
 def targets(
     tree: Any,
     leaves: list[Any],
@@ -47,6 +60,7 @@ def targets(
     mesh: AnyMesh | None,
     where: str,
     prefix: str = "",
+    fits: Fits | None = None,
 ) -> dict[int, NamedSharding]:
     """The sharding of each leaf that is to be placed, by its position among the leaves.
 
@@ -57,6 +71,7 @@ def targets(
         mesh: Goes before the meshes that the specs carry, and the one in force.
         where: The public function, for messages.
         prefix: The path of `tree` in a larger one, for messages.
+        fits: What finds the spec that a leaf gets; by default for arrays that hold numbers.
 
     Raises:
         As `shard` does, for all leaves at once.
@@ -74,7 +89,7 @@ def targets(
         spec, kind = (
             (asked.spec, asked.memory_kind) if isinstance(asked, NamedSharding) else (asked, None)
         )
-        given, misfit = _fit(leaf, spec, on)
+        given, misfit = (fits or fit)(leaf, spec, on)
         if misfit is not None:
             misfits[i] = misfit
         elif (found_before := known.get((on, given, kind))) is not None:
@@ -83,6 +98,20 @@ def targets(
             found[i] = known[on, given, kind] = NamedSharding(on, given, memory_kind=kind)
     raise_misfits(tree, leaves, misfits, where, prefix)
     return found
+
+
+def meshes_of(specs: Any, mesh: AnyMesh | None) -> list[AnyMesh]:
+    """Every mesh that `targets` may place leaves on."""
+    if isinstance(specs, SpecCarrier):
+        specs, mesh = specs.specs, mesh or specs.mesh
+    if mesh is not None:
+        return [mesh]
+    found = tree_leaves(specs, is_leaf=lambda x: is_spec(x) or is_logical(x))
+    current = None
+    if any(not isinstance(spec, NamedSharding) for spec in found):
+        current = get_incontext_mesh(raise_error=False)
+    own = [spec.mesh for spec in found if isinstance(spec, NamedSharding)]
+    return [*dict.fromkeys(own), *([] if current is None else [current])]
 
 
 def resolver(mesh: AnyMesh | None) -> Callable[[Any], PartitionSpec]:
@@ -111,26 +140,43 @@ def mesh_for(spec: PartitionSpec | NamedSharding, mesh: AnyMesh | None, where: s
     )
 
 
-def _fit(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[PartitionSpec, Misfit | None]:
-    """The spec without what says nothing (trailing `None`s), or why it cannot be had."""
-    if misfit := unmovable(leaf):
-        return spec, misfit
+def fit(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[PartitionSpec, Misfit | None]:
+    """The spec without what says nothing (trailing `None`s), or why the leaf cannot have it."""
+    misfit = unmovable(leaf)
+    return (spec, misfit) if misfit else fit_shape(tuple(leaf.shape), spec, mesh)
+
+
+def fit_struct(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[PartitionSpec, Misfit | None]:
+    """As `fit`; but a `ShapeDtypeStruct` will do, whose numbers come later."""
+    is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
+    return fit_shape(leaf.shape, spec, mesh) if is_struct else fit(leaf, spec, mesh)
+
+
+def fit_shape(
+    shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
+) -> tuple[PartitionSpec, Misfit | None]:
+    """As `fit`, for an array of which only the shape matters."""
     if UNCONSTRAINED in entries(spec):
         why = (
             "a dim is UNCONSTRAINED, which means something only inside jit. Write an axis, or"
             " None to keep the dim whole."
         )
-        return spec, Misfit(SpecError, why, _asked(spec, mesh))
-    given, lost = project(spec, mesh, tuple(leaf.shape))
+        return spec, Misfit(SpecError, why, asked_text(spec, mesh))
+    given, lost = project(spec, mesh, shape)
+    return given, misfit_of(lost, spec, mesh)
+
+
+def misfit_of(lost: Sequence[Adjustment], spec: PartitionSpec, mesh: Mesh) -> Misfit | None:
+    """Why a spec cannot be had, if something of it would be lost."""
     if not lost:
-        return given, None
+        return None
     unknown = any(adjustment.kind == "axis-not-in-mesh" for adjustment in lost)
     error = UnknownAxisInSpecError if unknown else SpecError
-    why = " ".join(adjustment.why for adjustment in lost)
-    return given, Misfit(error, why, _asked(spec, mesh))
+    return Misfit(error, " ".join(adjustment.why for adjustment in lost), asked_text(spec, mesh))
 
 
-def _asked(spec: PartitionSpec, mesh: Mesh) -> str:
+def asked_text(spec: PartitionSpec, mesh: Mesh) -> str:
+    """What was asked for, as messages say it."""
     return f"{spec} on the mesh ({describe_mesh(mesh)})"
 
 
@@ -181,9 +227,8 @@ def raise_misfits(
     paths = leaf_paths(tree)
     facts = []
     for i, (_, why, asked) in misfits.items():
-        path = "/".join(part for part in (prefix, paths[i]) if part) or "the array"
-        leaf = f"{leaves[i].dtype}[{','.join(map(str, leaves[i].shape))}]"
-        facts.append(f"{path}: {leaf}{asked and f' as {asked}'}: {why}")
+        path = path_under(prefix, paths[i]) or "the array"
+        facts.append(f"{path}: {array_text(leaves[i])}{asked and f' as {asked}'}: {why}")
     errors = [misfit.error for misfit in misfits.values()]
     # One class for all: an unknown axis is what callers most likely wait for.
     error = UnknownAxisInSpecError if UnknownAxisInSpecError in errors else errors[0]

@@ -1,33 +1,48 @@
 """Moving trees to the devices of a mesh, and from one layout to another."""
 
-import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
-from treeshard._gather import gather_at, is_key, second_handle, to_read
+from treeshard._across import company, facts_of, is_spread
+from treeshard._agreement import agree
+from treeshard._gather import gather_at
 from treeshard._mesh import AnyMesh
-from treeshard._paths import leaf_paths
+from treeshard._own_shards import Read, filled
+from treeshard._paths import leaf_paths, path_under
+from treeshard._processes import AS_LONG_AS_IT_TAKES, TIMEOUT, together
+from treeshard._progress import with_bar
 from treeshard._spec_trees import SpecCarrier, specs_of_leaves
 from treeshard._specs import is_logical, is_spec
-from treeshard._targets import mesh_for, resolver, targets
-
-# Moves arrays to their targets, one to one.
-_Way = Callable[[list[Any], list[NamedSharding]], list[jax.Array]]
+from treeshard._targets import fit, fit_struct, mesh_for, meshes_of, resolver, targets
+from treeshard._ways import Way, from_one_device, through_host, unchanged, way
 
 
-def shard(tree: Any, specs: Any, mesh: AnyMesh | None = None) -> Any:
+def shard(
+    tree: Any,
+    specs: Any,
+    mesh: AnyMesh | None = None,
+    *,
+    read: Read | None = None,
+    progress: bool = False,
+    timeout: float = TIMEOUT,
+) -> Any:
     """Places every array of a tree on the devices of a mesh, as its spec says.
 
     To each device goes its own part only: of a leaf of shape `(d0, d1)` with `P("fsdp")`,
     `(d0 / fsdp, d1)`. All leaves are checked before the first one moves. Nothing is compiled
     for arrays on the host or on a single device (these pass through the host); arrays that lie
     on several devices move as by `reshard`.
+
+    On a mesh of several processes all of them make the call, each with the whole tree, and each
+    takes its own shards out of it: nothing goes over the network, so nobody compares the numbers,
+    which must be the same everywhere. Nor need the tree be anywhere: leaves that are
+    `jax.ShapeDtypeStruct`s are filled by `read`, shard by shard.
 
     Args:
         tree: Any pytree of numpy and JAX arrays. Other leaves, Python scalars among them,
@@ -37,6 +52,13 @@ def shard(tree: Any, specs: Any, mesh: AnyMesh | None = None) -> Any:
             by the rules of `logical_axis_rules`.
         mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the one in
             force.
+        read: What fills leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the
+            index of a shard, a slice a dim with its start and stop, and returns that part, in
+            the leaf's dtype. Asked once for each shard of which this process has a copy, leaf by
+            leaf.
+        progress: Whether to show a bar, a step a leaf (needs `tqdm`); leaves are then placed one
+            by one.
+        timeout: Seconds that other processes are waited for.
 
     Returns:
         The tree with `jax.Array`s in place of its arrays. It never shares memory with numpy
@@ -49,24 +71,43 @@ def shard(tree: Any, specs: Any, mesh: AnyMesh | None = None) -> Any:
         SpecError: If a spec names an axis twice, is longer than the leaf's rank, does not
             divide a dim, or leaves one `UNCONSTRAINED`; or if `specs` does not fit the tree.
         DeletedLeafError: If a leaf was deleted or donated.
-        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, masked, or of a dtype that JAX
-            does not have.
+        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct` (without `read`), masked, or of a
+            dtype that JAX does not have.
         NoMeshError: If there is no mesh, or only an `AbstractMesh`, which has no devices.
+        MismatchError: If `read` returns another shape or dtype than was asked for.
+        ProcessError: If processes do not make the same call, with the same leaves, specs and
+            mesh, or one does not make it within `timeout`, or fails. No leaf is placed.
+        ImportError: If `progress` is asked for and `tqdm` is not installed.
 
     Examples:
         >>> tree = shard({"w": np.ones((16, 4)), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
         >>> tree["w"].sharding.spec, tree["w"].addressable_shards[0].data.shape
         (P('fsdp',), (2, 4))
+
+        Of an array too large for the host, part by part:
+
+        >>> rows = lambda path, index: np.arange(index[0].start, index[0].stop, dtype="int32")
+        >>> struct = jax.ShapeDtypeStruct((16,), "int32")
+        >>> shard(struct, P("fsdp"), make_mesh("fsdp=8"), read=rows).addressable_shards[1].data
+        Array([2, 3], dtype=int32)
     """
-    return _place(tree, specs, mesh, "shard", _through_host)
+    return place(
+        tree, specs, mesh, "shard", through_host, read=read, progress=progress, timeout=timeout
+    )
 
 
-def reshard(tree: Any, specs: Any, mesh: AnyMesh | None = None) -> Any:
+def reshard(tree: Any, specs: Any, mesh: AnyMesh | None = None, *, timeout: float = TIMEOUT) -> Any:
     """Moves a tree that lies on devices to other specs or another mesh, device to device.
 
     What lies right already stays. What moves between the same devices does so in one compiled
     program for the whole tree. Leaves on a single device are copied to all others first, so for
     a moment each device holds these whole (`shard` takes them through the host instead).
+
+    Across processes, all that hold devices of the one mesh or the other make the call. Between
+    meshes of the same devices in the same order it is again one program; else parts go from
+    those that hold them to those that need them, leaf by leaf through the host. Leaves that lie
+    on devices of this process alone go to a mesh of several as by `shard`: they must be the same
+    on each.
 
     Args:
         tree: Any pytree. Numpy leaves are placed as `shard` does.
@@ -74,14 +115,16 @@ def reshard(tree: Any, specs: Any, mesh: AnyMesh | None = None) -> Any:
             Leaves whose spec is `None` stay as they are.
         mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the one in
             force.
+        timeout: Seconds that other processes are waited for.
 
     Returns:
         The tree, placed anew. It may share memory with the tree it came from: donating it
-        may delete the source. Between meshes of different devices it is JAX that chooses the
-        way: shards that both sides have go directly, others through the host.
+        may delete the source. Between meshes of different devices of one process it is JAX that
+        chooses the way: shards that both sides have go directly, others through the host.
 
     Raises:
-        UnknownAxisError, SpecError, DeletedLeafError, LeafError, NoMeshError: As `shard`.
+        UnknownAxisError, SpecError, DeletedLeafError, LeafError, NoMeshError, ProcessError: As
+            `shard`.
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
@@ -89,88 +132,57 @@ def reshard(tree: Any, specs: Any, mesh: AnyMesh | None = None) -> Any:
         >>> reshard(tree, P(None, ("fsdp", "data")), mesh)["w"].sharding.spec
         P(None, ('fsdp', 'data'))
     """
-    return _place(tree, specs, mesh, "reshard", _from_one_device)
+    return place(tree, specs, mesh, "reshard", from_one_device, timeout=timeout)
 
 
-def _place(
-    tree: Any, specs: Any, mesh: AnyMesh | None, where: str, spread: _Way, prefix: str = ""
+def place(
+    tree: Any,
+    specs: Any,
+    mesh: AnyMesh | None,
+    where: str,
+    spread: Way,
+    *,
+    prefix: str = "",
+    read: Read | None = None,
+    progress: bool = False,
+    timeout: float = TIMEOUT,
 ) -> Any:
     """Checks everything, then moves group by group; `spread` is for single-device arrays."""
     leaves, treedef = tree_flatten(tree)
-    groups: dict[tuple[_Way, AnyMesh], list[tuple[int, NamedSharding]]] = {}
-    for i, target in targets(tree, leaves, specs, mesh, where, prefix).items():
-        way = _way(leaves[i], target, spread)
-        if way is not None:
-            groups.setdefault((way, target.mesh), []).append((i, target))
-    for (way, _), group in groups.items():
-        moved = way([leaves[i] for i, _ in group], [target for _, target in group])
+    among = company(leaves, meshes_of(specs, mesh)) if jax.process_count() > 1 else []
+    fits = fit if read is None else fit_struct
+    with together(where, among=among, timeout=timeout) if among else nullcontext():
+        goals = targets(tree, leaves, specs, mesh, where, prefix, fits)
+    paths = leaf_paths(tree) if among or read else []
+    if among:
+        rows = (
+            (path_under(prefix, paths[i]), leaves[i], _ends(leaves[i], target))
+            for i, target in goals.items()
+        )
+        agree(where, facts_of(rows), among=among, timeout=timeout)
+    if read is not None:
+        structs = [i for i in goals if isinstance(leaves[i], jax.ShapeDtypeStruct)]
+        # First of all, since it may fail on one process, and then must on all.
+        with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES) if among else nullcontext():
+            for i in with_bar(structs, where, show=progress):
+                leaves[i] = filled(read, paths[i], leaves[i], goals.pop(i))
+    groups: dict[tuple[Any, ...], list[tuple[int, NamedSharding]]] = {}
+    for i, target in goals.items():
+        chosen = way(leaves[i], target, spread)
+        if chosen is not None:
+            groups.setdefault((chosen, target.mesh, i if progress else None), []).append(
+                (i, target)
+            )
+    for (move, *_), group in with_bar([*groups.items()], where, show=progress):
+        moved = move([leaves[i] for i, _ in group], [target for _, target in group])
         for (i, _), array in zip(group, moved, strict=True):
             leaves[i] = array
     return treedef.unflatten(leaves)
 
 
-def _way(leaf: Any, target: NamedSharding, spread: _Way) -> _Way | None:
-    if not isinstance(leaf, jax.Array):
-        return _through_host
-    here = leaf.sharding
-    if here.is_equivalent_to(target, leaf.ndim):
-        # The same placement on another mesh gets its new name without a copy: a compiled step
-        # tells them apart.
-        same_mesh = isinstance(here, NamedSharding) and here.mesh == target.mesh
-        return None if same_mesh else _by_jax
-    if len(here.device_set) == 1:
-        return _by_jax if target.is_fully_replicated else spread
-    if isinstance(here, NamedSharding) and _devices(here.mesh) == _devices(target.mesh):
-        return _compiled
-    return _by_jax
-
-
-def _devices(mesh: AnyMesh) -> list[Any]:
-    return list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
-
-
-def _by_jax(arrays: list[Any], into: list[NamedSharding]) -> list[jax.Array]:
-    # Where shards differ JAX goes through the host, and keeps that copy on what it was given.
-    return jax.device_put([x if is_key(x) else second_handle(x) for x in arrays], into)
-
-
-def _compiled(arrays: list[Any], into: list[NamedSharding]) -> list[jax.Array]:
-    return jax.jit(_unchanged, out_shardings=into)(arrays)
-
-
-def _from_one_device(arrays: list[Any], into: list[NamedSharding]) -> list[jax.Array]:
-    # Cut up on its one device, each shape would need a program of its own.
-    return _compiled(jax.device_put(arrays, [x.update(spec=PartitionSpec()) for x in into]), into)
-
-
-class _Lent(np.ndarray):
-    """A view that lives as long as `self[...]` or a view of that: numpy keeps each of them on
-    the next, where among plain arrays it would keep the owner of the memory alone."""
-
-
-def _through_host(arrays: list[Any], into: list[NamedSharding]) -> list[jax.Array]:
-    sources = [_source(x) for x in arrays]
-    lent = [x.view(_Lent) for x in sources]
-    in_use = [weakref.ref(x) for x in lent]
-    placed = jax.device_put([np.asarray(x[...]) for x in lent], into)
-    del lent
-    jax.block_until_ready(placed)  # until then the sources are still being read
-    for i, array in enumerate(arrays):
-        # On the CPU platform JAX takes over memory that happens to be aligned, whatever it is
-        # told, and keeps it alive. To see that afterwards is cheaper than to copy in advance.
-        if in_use[i]() is not None:
-            placed[i] = jax.device_put(np.array(sources[i]), into[i])
-        if is_key(array):
-            placed[i] = jax.random.wrap_key_data(placed[i], impl=jax.random.key_impl(array))
-    return placed
-
-
-def _source(x: Any) -> np.ndarray:
-    """The numbers of an array on the host or on one device, in a dtype that JAX has."""
-    if isinstance(x, jax.Array):
-        return np.asarray(to_read(jax.random.key_data(x) if is_key(x) else x))
-    with np.errstate(all="ignore"):  # beyond float32 comes inf, as in jnp.asarray
-        return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("=")))
+def _ends(leaf: Any, target: NamedSharding) -> list[Sharding]:
+    """Where a leaf goes, and where it comes from if not from each process's own memory."""
+    return [target, leaf.sharding] if is_spread(leaf) else [target]
 
 
 # ------------------------------------------------------------------ leaf by leaf
@@ -219,8 +231,8 @@ def make_shard_and_gather_fns(specs: Any, mesh: AnyMesh | None = None) -> tuple[
     gather_fns: list[Callable[[Any], Any]] = []
     for path, spec in zip(leaf_paths(specs, is_leaf=stop), found, strict=True):
         if spec is None:
-            shard_fns.append(_unchanged)
-            gather_fns.append(_unchanged)
+            shard_fns.append(unchanged)
+            gather_fns.append(unchanged)
         else:
             on = mesh_for(spec, mesh, "make_shard_and_gather_fns")
             shard_fns.append(partial(_shard_at, path, spec, on))
@@ -229,8 +241,4 @@ def make_shard_and_gather_fns(specs: Any, mesh: AnyMesh | None = None) -> tuple[
 
 
 def _shard_at(path: str, spec: Any, mesh: Mesh, x: Any) -> Any:
-    return _place(x, spec, mesh, "shard", _through_host, path)
-
-
-def _unchanged(x: Any) -> Any:
-    return x
+    return place(x, spec, mesh, "shard", through_host, prefix=path)

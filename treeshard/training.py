@@ -6,6 +6,7 @@ Equinox modules) is part of the program.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_leaves
 
 from treeshard._accumulate import accumulate_gradients as accumulate_gradients
+from treeshard._across import company, facts_of
+from treeshard._agreement import agree
 from treeshard._errors import StateError, warn
 from treeshard._mesh import axis_sizes, check_axes
 from treeshard._metrics import Metrics as Metrics
 from treeshard._metrics import print_metrics as print_metrics
 from treeshard._plan import Plan, plan
+from treeshard._processes import together
 from treeshard._spec_trees import get_names_from_partition_spec
 from treeshard._specs import is_array
 from treeshard._step import Step, concrete_mesh
@@ -59,6 +63,8 @@ def init_sharded(
         ShardingRuleError: If `strict` and the rules leave anything undecided, or if they
             are malformed. Nothing has been allocated then.
         MeshError: If `mesh` is abstract: it has no devices to hold the tree.
+        ProcessError: If the processes of the mesh do not make the same tree by the same rules, or
+            one fails or does not come. Nothing has been allocated then.
 
     Examples:
         >>> def init(key):
@@ -85,10 +91,16 @@ def init_sharded(
         skeleton = jax.tree.map(lambda x: _SLOT if is_array(x) else x, tree)
         return [_strong(leaf) for leaf in tree_leaves(tree) if is_array(leaf)]
 
-    decided = plan(_filled(jax.eval_shape(make, traced), skeleton), rules, mesh, min_size=min_size)
-    if strict:
-        decided.check()
+    among = company((), [mesh])
+    with together("init_sharded", among=among) if among else nullcontext():
+        tree = _filled(jax.eval_shape(make, traced), skeleton)
+        decided = plan(tree, rules, mesh, min_size=min_size)
+        if strict:
+            decided.check()
     shardings = [NamedSharding(mesh, leaf.given) for leaf in decided.leaves]
+    if among:  # what is compiled alike must be meant alike
+        rows = zip(decided.leaves, shardings, strict=True)
+        agree("init_sharded", facts_of((x.path, x, [s]) for x, s in rows), among=among)
     arrays = jax.jit(make, out_shardings=shardings)(traced)
     return _filled(arrays, skeleton), decided
 

@@ -1,0 +1,66 @@
+"""Runs a benchmark as two processes of four simulated devices each, and measures their memory."""
+
+import ctypes
+import gc
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tests.multiprocess.launcher import end, free_port, start, wait_for_all
+from tests.multiprocess.worker import join
+
+
+def as_two(module: str, *args: str, timeout: float = 900.0) -> list[Any]:
+    """Starts `python -m module --port=... --index=... args` twice.
+
+    Returns:
+        What each wrote as its last line, read as JSON.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as where:
+        logs = [Path(where) / f"{i}.log" for i in range(2)]
+        command = [sys.executable, "-m", module, f"--port={port}", *args]
+        started = [start([*command, f"--index={i}"], log) for i, log in enumerate(logs)]
+        try:
+            wait_for_all(started, timeout)
+        finally:
+            end(started)
+        if any(process.returncode for process in started):
+            raise RuntimeError("it failed:\n" + "\n".join(log.read_text() for log in logs))
+        return [json.loads(log.read_text().strip().splitlines()[-1]) for log in logs]
+
+
+def as_one_of_two(port: str, index: int, measure: Callable[[], Any]) -> None:
+    """Joins the other process, measures, and writes what was measured as the last line."""
+    join(port, index, 2, 4)
+    found = measure()
+    jax.distributed.shutdown()
+    print(json.dumps(found), flush=True)
+
+
+def peak_of(call: Callable[[], Any]) -> tuple[float, float]:
+    """The seconds that a call takes, and the MiB of resident memory that it adds at most."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = _mib("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the high-water mark starts anew
+    begin = time.perf_counter()
+    result = call()
+    jax.block_until_ready(result)
+    return time.perf_counter() - begin, _mib("VmHWM") - before
+
+
+def _mib(field: str) -> float:
+    with open("/proc/self/status") as file:
+        found = re.search(rf"^{field}:\s+(\d+)", file.read(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"/proc/self/status has no {field}")
+    return int(found[1]) / 1024

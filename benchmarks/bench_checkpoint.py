@@ -1,0 +1,214 @@
+"""A tree of 512 MiB to a checkpoint and back, 2 x 4 simulated devices on this machine:
+python -m benchmarks.bench_checkpoint
+
+Ours and Orbax alone, with the same settings, are interleaved in one pair of processes. Both end
+with everything on disk. Peaks are of fresh processes, resident memory above what was there before.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from benchmarks._harness import Figure, Row, options, report
+from benchmarks._processes import as_one_of_two, as_two, peak_of
+from treeshard._processes import exchange
+from treeshard.checkpoint import restore, save
+
+LEAVES, MIB = 32, 512
+Samples = dict[str, list[float]]
+
+
+def described(other: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """The tree as FSDP, half of it on the last dim; or the same as data x tensor."""
+    side = int((MIB * 2**20 / LEAVES / 4) ** 0.5)
+    fsdp, both = ts.make_mesh("fsdp=8"), ts.make_mesh("data=2,tensor=4")
+    tree = {}
+    for i in range(LEAVES):
+        usual = NamedSharding(fsdp, P("fsdp") if i % 2 else P(None, "fsdp"))
+        sharding = NamedSharding(both, P("tensor", "data")) if other else usual
+        tree[f"{i:02}"] = jax.ShapeDtypeStruct((side, side), "float32", sharding=sharding)
+    return tree
+
+
+def placed_tree() -> dict[str, jax.Array]:
+    """Random numbers, so that there is nothing to compress."""
+
+    def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
+        seed = np.random.default_rng([int(path), index[0].start, index[1].start])
+        return seed.standard_normal([i.stop - i.start for i in index], np.float32)
+
+    tree = described()
+    placed = ts.shard(tree, {name: x.sharding for name, x in tree.items()}, read=read)
+    return jax.block_until_ready(placed)
+
+
+# ------------------------------------------------------------------ the ways
+
+
+def by_orbax() -> ocp.Context:
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    return context
+
+
+def save_by_orbax(path: Path, tree: Any) -> None:
+    with by_orbax():
+        ocp.save_checkpointables(path, {"state": tree})
+
+
+def load_by_orbax(path: Path, like: Any) -> Any:
+    with by_orbax():
+        return jax.block_until_ready(ocp.load(path, like, checkpointable_name="state"))
+
+
+def raw(path: Path, tree: Any) -> None:
+    """The shards of this process, one after the other, into one file that is then on disk."""
+    path.mkdir(exist_ok=True)
+    with open(path / f"{jax.process_index()}", "wb") as file:
+        for x in tree.values():
+            for piece in x.addressable_shards:
+                file.write(np.ascontiguousarray(piece.data))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def savings(where: Path, tree: Any) -> dict[str, Callable[[], Any]]:
+    return {
+        "raw": lambda: raw(where / "raw", tree),
+        "orbax": lambda: save_by_orbax(where / "orbax", tree),
+        "save plain": lambda: save(where / "plain", tree, fingerprints=False),
+        "save": lambda: save(where / "ours", tree),
+    }
+
+
+def restorings(where: Path, like: Any, name: str) -> dict[str, Callable[[], Any]]:
+    return {
+        f"orbax, {name}": lambda: load_by_orbax(where / "orbax", like),
+        f"restore plain, {name}": lambda: restore(where / "ours", like, verify=False),
+        f"restore, {name}": lambda: restore(where / "ours", like),
+    }
+
+
+# ------------------------------------------------------------------ what each process does
+
+
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, before: Any) -> Samples:
+    """The seconds of each call, until both processes are done, after a round to warm up."""
+    found: Samples = {name: [] for name in calls}
+    for round_ in range(rounds + 1):
+        for name, call in calls.items():
+            before(name)
+            exchange("ready", b"", timeout=600)
+            begin = time.perf_counter()
+            result = call()
+            exchange("done", b"", timeout=600)
+            if round_:
+                found[name].append(time.perf_counter() - begin)
+            del result
+    return found
+
+
+def timed(where: Path, rounds: int) -> Samples:
+    tree = placed_tree()
+    written = {"raw": "raw", "orbax": "orbax", "save plain": "plain", "save": "ours"}
+
+    def remove(name: str) -> None:
+        if jax.process_index() == 0:
+            shutil.rmtree(where / written[name], ignore_errors=True)
+            os.sync()  # nothing of the last one is still on its way
+
+    found = interleaved(savings(where, tree), rounds, remove)
+    for name, other in (("same", False), ("other", True)):
+        calls = restorings(where, described(other), name)
+        found |= interleaved(calls, rounds, lambda name: None)
+    return found
+
+
+def restored(where: Path, other: bool) -> Samples:
+    like = described(other)
+    _, peak = peak_of(lambda: restore(where / "ours", like))
+    return {"peak": [peak]}
+
+
+CASES: dict[str, Callable[[Path, int], Samples]] = {
+    "timed": timed,
+    "same": lambda where, rounds: restored(where, False),
+    "other": lambda where, rounds: restored(where, True),
+}
+
+
+# ------------------------------------------------------------------ the table
+
+
+def rows(rounds: int) -> list[Row]:
+    with tempfile.TemporaryDirectory() as where:
+
+        def run(case: str) -> list[Samples]:
+            given = (f"--case={case}", f"--directory={where}", f"--rounds={rounds}")
+            return as_two("benchmarks.bench_checkpoint", *given)
+
+        seconds = {name: Figure(found) for name, found in run("timed")[0].items()}
+        peaks = {}
+        for name in ("same", "other"):
+            first, second = run(name)
+            peaks[name] = max(first["peak"][0], second["peak"][0])
+
+    def over(name: str, floor: str) -> Figure:
+        return seconds[name] / seconds[floor]
+
+    made = [
+        Row(
+            "save without fingerprints, x Orbax",
+            over("save plain", "orbax"),
+            "<= 1.05",
+            {"x raw write and fsync": over("save plain", "raw")},
+        ),
+        Row(
+            "save, x Orbax",
+            over("save", "orbax"),
+            "<= 1.2",
+            {"x raw write and fsync": over("save", "raw")},
+        ),
+    ]
+    for name, reach in (("same", "<= 1.35"), ("other", "<= 1.7")):
+        layout = f"to {'the same' if name == 'same' else 'another'} layout"
+        floor = f"orbax, {name}"
+        made += [
+            Row(f"restore {layout}, verify=False, x Orbax",
+                over(f"restore plain, {name}", floor), "<= 1.05"),
+            Row(f"restore {layout}, x Orbax", over(f"restore, {name}", floor), reach),
+            Row(f"restore {layout}, peak of a process, x its shards",
+                peaks[name] / (MIB / 2), "<= 2"),
+        ]  # fmt: skip
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", choices=CASES, help="one case, as one of the two processes")
+    parser.add_argument("--port")
+    parser.add_argument("--index", type=int)
+    parser.add_argument("--directory", type=Path)
+    chosen = options(parser)
+    if chosen.case:
+        case = CASES[chosen.case]
+        as_one_of_two(chosen.port, chosen.index, lambda: case(chosen.directory, chosen.rounds))
+        return
+    title = f"{MIB} MiB as a checkpoint, 2 processes x 4 devices"
+    report(title, rows(min(chosen.rounds, 9)), ("jax", "numpy", "orbax-checkpoint"))
+
+
+if __name__ == "__main__":
+    main()

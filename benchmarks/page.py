@@ -1,0 +1,230 @@
+"""Writes docs/numbers.md, and the table of figures in README.md, from benchmarks/results/.
+
+    python -m benchmarks.page
+
+Nobody writes a figure by hand: `make bench` measures, writes the results and calls this.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks._harness import as_cells, shown
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "numbers.md"
+README = ROOT / "README.md"
+
+Results = Mapping[str, Mapping[str, Any]]
+
+
+class Claim(NamedTuple):
+    """A figure that the README quotes.
+
+    Attributes:
+        bench: The benchmark that measures it.
+        case: Which of its rows.
+        what: What the README calls it.
+        show: How the figure is written.
+        others: Rows of other ways, by name; by default those that the row itself lists.
+    """
+
+    bench: str
+    case: str
+    what: str
+    show: Callable[[float], str] = shown
+    others: Mapping[str, str] = {}
+
+
+def _seconds(figure: float) -> str:
+    return f"{shown(figure)} s"
+
+
+def _percent(figure: float) -> str:
+    return f"{figure:.0%}"
+
+
+def _times(figure: float) -> str:
+    return f"{figure:.1f} x"
+
+
+CLAIMS = [
+    Claim(
+        "bench_rules",
+        "specs: LLM of dicts, 30 rules",
+        "`match_partition_rules`, 10,000 leaves, 30 rules, x naming the leaves with JAX alone",
+    ),
+    Claim("bench_rules", "specs: LLM of dicts, 100 rules", "the same, 100 rules"),
+    Claim("bench_rules", "plan: LLM of dicts, 30 rules", "`plan` with every reason, 30 rules"),
+    Claim(
+        "bench_transfer",
+        "make_shard_and_gather_fns, both, cold, s",
+        "`make_shard_and_gather_fns` over 1000 leaves, 1 GiB, cold",
+        _seconds,
+    ),
+    Claim(
+        "bench_transfer",
+        "gather, held when freed, x tree bytes",
+        "host memory held after `gather`, x tree",
+    ),
+    Claim(
+        "bench_transfer",
+        "compiles to shard 100 shapes from one device",
+        "compiles to shard 100 shapes from one device",
+    ),
+    Claim(
+        "bench_training",
+        "dispatch of a step: 1000 arrays in Equinox modules, x jax.jit on a dict",
+        "dispatch of a step, 1000 arrays in Equinox modules, x `jax.jit` on a dict",
+    ),
+    Claim(
+        "bench_optimizer_state",
+        "right, of 135 states: treeshard",
+        "optax states placed rightly, of 135",
+        _percent,
+        {
+            "`optax.tree_map_params`": "right, of 135 states: optax.tree_map_params",
+            "rules on the state": "right, of 135 states: rules on the state",
+        },
+    ),
+    Claim(
+        "bench_manual",
+        "temp memory, gathered in front, x layer by layer",
+        "temp memory of 12 layers, gathered in front, x gathered layer by layer",
+        _times,
+    ),
+    Claim(
+        "bench_import",
+        "import treeshard, x import jax",
+        "`import treeshard`, x `import jax`",
+    ),
+]
+
+
+def load(folder: Path = RESULTS) -> dict[str, Any]:
+    """Benchmark -> what it wrote, in order of their names."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def write(folder: Path = RESULTS) -> None:
+    """Writes the page, and the README's table where all that it quotes was measured."""
+    found = load(folder)
+    PAGE.write_text(text(found), encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
+    if readme != (new := with_claims(readme, found)):
+        README.write_text(new, encoding="utf-8")
+
+
+# ------------------------------------------------------------------ the README's table
+
+
+HEAD = "| `python -m benchmarks.` | what | treeshard | others |\n| --- | --- | --- | --- |\n"
+
+
+def with_claims(readme: str, found: Results) -> str:
+    """The README's text with its table of figures as they were measured."""
+    if any(claim.bench not in found for claim in CLAIMS):
+        return readme
+    table = re.compile(r"^\| `python -m benchmarks\.` \|.*\n(?:\|.*\n)+", re.MULTILINE)
+    return table.sub(lambda _: claims(found), readme)
+
+
+def claims(found: Results) -> str:
+    """The table that the README quotes."""
+    lines: list[str] = []
+    for i, claim in enumerate(CLAIMS):
+        row = row_of(found, claim.bench, claim.case)
+        others = {name: row_of(found, claim.bench, case) for name, case in claim.others.items()}
+        others = others or ({} if isinstance(row["vs"], str) else row["vs"])
+        # One is named once, above the others of its kind.
+        first = i == 0 or CLAIMS[i - 1].bench != claim.bench
+        command = f"[`{claim.bench}`](docs/numbers.md#{claim.bench})" if first else ""
+        vs = ", ".join(f"{name} {claim.show(x['measured'])}" for name, x in others.items())
+        lines.append(f"| {command} | {claim.what} | {claim.show(row['measured'])} | {vs} |\n")
+    return HEAD + "".join(lines)
+
+
+def row_of(found: Results, bench: str, case: str) -> Mapping[str, Any]:
+    """The row of a case. An error names those that there are."""
+    rows = {row["case"]: row for row in found[bench]["rows"]}
+    if case not in rows:
+        raise KeyError(f"{bench} has no row {case!r}. It has {', '.join(map(repr, rows))}.")
+    return rows[case]
+
+
+# ------------------------------------------------------------------ the page
+
+
+INTRO = """\
+# Numbers
+
+Each table is what the command above it prints. `make bench` runs them all, on eight simulated
+devices unless a table says otherwise, keeps what came out in `benchmarks/results/`, and writes this
+page from it.
+
+- Ways of doing the same are called in turn, round by round. What is measured is the median of the
+  rounds. A ratio is the median of the ratios of each round, so that a slow minute hits both sides.
+- The quartiles are those of the rounds. A row without them was counted, or measured once.
+- `reach` is what we set out to reach; a figure beside which it says `missed` did not.
+- Times hold for one machine, and no test asserts them. Counts and bytes (compiles, collectives,
+  memory) are asserted by `make test` too.
+
+"""
+
+
+def text(found: Results) -> str:
+    """The page."""
+    common = _in_common(found)
+    parts = [INTRO]
+    if found:
+        parts.append(f"Measured with {_setting(common)}.\n")
+    for name, result in found.items():
+        parts.append(f"\n## {name}\n\n{_about(name)}\n\n    {result['command']}\n\n")
+        parts.append(f"{result['title']}:\n\n{_table(result['rows'])}")
+        if own := {key: value for key, value in result["on"].items() if key not in common}:
+            parts.append(f"\nHere also {_setting(own)}.\n")
+    return "".join(parts)
+
+
+def _table(rows: list[Mapping[str, Any]]) -> str:
+    cells = [("case", "measured", "quartiles", "reach", "others")]
+    cells += [as_cells(row) for row in rows]
+    cells = [column for column in zip(*cells, strict=True) if any(column[1:])]
+    right = ["measured", "quartiles"]
+    lines = [*zip(*cells, strict=True)]
+    lines.insert(1, tuple("--:" if column[0] in right else "---" for column in cells))
+    return "".join(f"| {' | '.join(_escaped(cell) for cell in line)} |\n" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    return re.sub(r"([<>*_|])", r"\\\1", cell)
+
+
+def _about(name: str) -> str:
+    """What a benchmark's module says of itself, less the command."""
+    module = (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
+    about = ast.get_docstring(ast.parse(module)) or ""
+    about = re.sub(r"(:\s+|\n\s*)python -m \S+.*", lambda m: "." * m[1].startswith(":"), about)
+    return about.strip()
+
+
+def _in_common(found: Results) -> dict[str, str]:
+    """The versions and the machine that every result names alike."""
+    settings = [result["on"] for result in found.values()]
+    return {
+        key: value
+        for key, value in (settings[0] if settings else {}).items()
+        if all(other.get(key) == value for other in settings)
+    }
+
+
+def _setting(on: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in on.items())
+
+
+if __name__ == "__main__":
+    write()

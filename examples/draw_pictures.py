@@ -1,0 +1,135 @@
+"""Draws the pictures of the README and of the docs from a short run of the demo.
+
+    python -m examples.draw_pictures
+
+Writes to docs/pictures: the plan as rich prints it, how the state lies and how many bytes each
+device holds (`ts.draw`), what the step moves as planned and as compiled (`step.communication`),
+and the loss beside that of one device. `make docs` runs it; the same run draws the same files.
+"""
+
+import argparse
+import io
+import re
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import matplotlib
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+
+import treeshard as ts
+from examples import train_fsdp
+from treeshard.training import init_sharded, jit_step
+
+PLANNED, COMPILED = "#7570b3", "#1b9e77"
+
+# What rich puts its lines into: no frame, and no font from elsewhere.
+SVG = """\
+<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{ font: {char_height}px "DejaVu Sans Mono", Menlo, monospace }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal"><rect width="{width}" height="{height}"/></clipPath>
+{lines}
+</defs>
+<rect width="100%" height="100%" fill="white"/>
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</svg>
+"""
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--to", type=Path, default=Path("docs/pictures"), help="the folder")
+    chosen, rest = parser.parse_known_args(argv)
+    args = train_fsdp.parse(rest)
+    ts.simulate_devices(8)
+    chosen.to.mkdir(parents=True, exist_ok=True)
+
+    optimizer = train_fsdp.make_optimizer(args)
+    init, key = train_fsdp.make_init(args, optimizer), jax.random.key(args.seed)
+    mesh = ts.make_mesh(args.mesh)
+    state, plan = init_sharded(init, key, rules=train_fsdp.RULES, mesh=mesh)
+    train_step = train_fsdp.make_train_step(optimizer, plan.specs.model)
+    step = jit_step(train_step, plan, batch=P(mesh.axis_names))
+    text, _ = train_fsdp.read_text(args.text_bytes)
+    first = next(train_fsdp.batches(text, args))
+
+    # The optimizer's moments lie as the parameters do: these are enough to see it.
+    draw_plan(ts.plan(state.model, train_fsdp.RULES, mesh), chosen.to / "plan.svg")
+    ts.draw(state.model, to=chosen.to / "bytes.svg")
+    moved = step.communication(state, first, scan="blocks", remat="blocks")
+    draw_communication(moved, chosen.to / "communication.svg")
+
+    alone = eqx.filter_jit(train_fsdp.make_train_step(optimizer), donate="all-except-first")
+    losses = {
+        f"{mesh.size} devices": losses_of(step, state, text, args),
+        "one device": losses_of(alone, eqx.filter_jit(init)(key), text, args),
+    }
+    draw_losses(losses, chosen.to / "loss.svg")
+
+
+def losses_of(step, state, text, args):
+    """Bits per byte, step by step; to 0.01, since the last digits differ between machines."""
+    losses = []
+    for _, batch in zip(range(args.steps), train_fsdp.batches(text, args), strict=False):
+        state, loss = step(state, batch)
+        losses.append(float(loss) / np.log(2))
+    return np.round(losses, 2)
+
+
+def draw_plan(plan, path):
+    console = Console(width=1000, file=io.StringIO())
+    width = console.measure(plan.__rich__()).maximum
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(plan)
+    svg = console.export_svg(
+        theme=DEFAULT_TERMINAL_THEME, code_format=SVG, font_aspect_ratio=0.602, unique_id="plan"
+    )
+    path.write_text(re.sub(r"\n\s+", "\n", svg), encoding="utf-8")
+
+
+def draw_communication(moved, path):
+    """Bytes per kind of collective, as planned and as compiled, with how many there are."""
+    rows = moved.rows[::-1]
+    figure = Figure(figsize=(8, 0.6 + 0.8 * len(rows)), layout="constrained")
+    axes = figure.add_subplot(xlabel="MiB per step", title="what a step moves")
+    for name, shift, colour in [("planned", 0.2, PLANNED), ("compiled", -0.2, COMPILED)]:
+        counts = [row.planned_count if name == "planned" else row.count for row in rows]
+        sizes = [row.planned_bytes if name == "planned" else row.bytes for row in rows]
+        places = np.arange(len(rows)) + shift
+        bars = axes.barh(places, [(n or 0) / 2**20 for n in sizes], 0.36, color=colour, label=name)
+        axes.bar_label(bars, [f"{'?' if n is None else n} x" for n in counts], padding=4)
+    names = [f"{row.kind}\n{', '.join(row.axes or ['unknown axes'])}" for row in rows]
+    axes.set_yticks(range(len(rows)), labels=names)
+    axes.margins(x=0.1)
+    axes.legend()
+    save(figure, path)
+
+
+def draw_losses(losses, path):
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="bits per byte", title="training loss")
+    for (name, found), style in zip(losses.items(), ["-", ":"], strict=True):
+        axes.plot(np.arange(1, len(found) + 1), found, style, label=name, linewidth=2)
+    axes.legend()
+    save(figure, path)
+
+
+def save(figure, path):
+    """Text stays text, and the same figure is the same file."""
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "treeshard"}):
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Trains on two processes of four devices each, loses one in the middle, and goes on.
+
+    python examples/multiprocess.py             # starts both here, kills one, starts both again
+    python examples/multiprocess.py --worker    # on a cluster: this, once per process
+
+What several processes change in a training script stands in `worker`: four lines. The model and
+the step are those of `train_fsdp.py`.
+"""
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+from jax.sharding import PartitionSpec as P
+from train_fsdp import RULES, make_init, make_optimizer, make_train_step, read_text
+from train_fsdp import batches as whole_batches
+
+import treeshard as ts
+from treeshard.checkpoint import Checkpoints
+from treeshard.training import init_sharded, jit_step
+
+PROCESSES, DEVICES = 2, 4
+
+# ------------------------------------------------------------------ what every process runs
+
+
+def worker(args):
+    join(args)
+    optimizer = make_optimizer(args)
+    mesh = ts.make_mesh("data=2,fsdp=-1")
+    batch_specs = P(("data", "fsdp"))
+    state, plan = init_sharded(
+        make_init(args, optimizer), jax.random.key(args.seed), rules=RULES, mesh=mesh
+    )
+    step = jit_step(make_train_step(optimizer, plan.specs.model), plan, batch=batch_specs)
+    with Checkpoints(args.directory, every=args.every, keep=2) as checkpoints:
+        done, state = checkpoints.restore_latest(plan) or (0, state)
+        if done:
+            say(f"goes on after step {done}")
+        for i, part in my_batches(args, done):
+            batch = ts.from_process_local(part, batch_specs, mesh)
+            state, loss = step(state, batch)
+            checkpoints.save(i, state)
+            say(f"step {i} loss {float(loss):.6f}")
+
+
+def join(args):
+    """Finds the other processes."""
+    if args.coordinator is None:
+        jax.distributed.initialize()  # SLURM, Open MPI, Kubernetes and Cloud TPU tell it the rest
+        return
+    ts.simulate_devices(DEVICES)
+    jax.distributed.initialize(
+        args.coordinator, PROCESSES, args.process, heartbeat_timeout_seconds=10
+    )
+
+
+def my_batches(args, done):
+    """`(step, this process's rows of its batch)` for all steps that are left."""
+    text, _ = read_text(args.text_bytes)
+    rows = args.batch // jax.process_count()
+    mine = slice(rows * jax.process_index(), rows * (jax.process_index() + 1))
+    for i, whole in zip(range(1, args.steps + 1), whole_batches(text, args), strict=False):
+        if i > done:  # the same batches as if nothing had happened
+            yield i, whole[mine]
+
+
+def say(text):
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+# ------------------------------------------------------------------ what starts them here
+
+
+def drive(args):
+    shutil.rmtree(args.directory, ignore_errors=True)
+    victim = random.randrange(PROCESSES)
+    print(f"== {PROCESSES} processes of {DEVICES} devices; process {victim} will be killed")
+    before = run(args, kill=victim, at=args.kill_at)
+    print(f"== killed process {victim} after step {max(before)}; starting both again")
+    after = run(args)
+    twice = before.keys() & after.keys()
+    print(f"== {len(twice)} steps were trained twice, and", end=" ")
+    if any(before[i] != after[i] for i in twice):
+        sys.exit("their losses differ")
+    print(f"their losses are the same; done after step {max(after)}")
+
+
+def run(args, kill=None, at=None):
+    """Runs the workers to their end, or until `at` and kills one; returns step -> loss."""
+    started, losses = start(args), {}
+    try:
+        for line in started[0].stdout:
+            if not line.startswith("[Gloo]"):  # the network says what it connects
+                print("  ", line, end="")
+            if found := re.match(r"step (\d+) loss (\S+)", line):
+                losses[int(found[1])] = found[2]
+                if int(found[1]) == at:
+                    os.kill(started[kill].pid, signal.SIGKILL)
+                    break
+        if (max(losses, default=0) != (at or args.steps)) or (
+            kill is None and any(process.wait() for process in started)
+        ):
+            sys.exit("a process failed")
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return losses
+
+
+def start(args):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    given = [word for word in sys.argv[1:] if word != "--worker"]
+    command = [sys.executable, __file__, "--worker", f"--coordinator={address}", *given]
+    return [
+        subprocess.Popen(
+            [*command, f"--process={i}"],
+            stdout=subprocess.DEVNULL if i else subprocess.PIPE,
+            text=True,
+        )
+        for i in range(PROCESSES)
+    ]
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--directory", type=Path, default=Path("out/multiprocess"))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+    parser.add_argument("--kill-at", type=int, default=25, help="the step at which one is killed")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=32, help="sequences per step, in all")
+    parser.add_argument("--time", type=int, default=64, help="bytes per sequence")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--warmup", type=int, default=20, help="steps")
+    parser.add_argument("--dropout", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--text-bytes", type=int, default=4_000_000)
+    parser.add_argument("--worker", action="store_true", help="be one of the processes")
+    parser.add_argument("--coordinator", help="host:port of process 0; found by itself on clusters")
+    parser.add_argument("--process", type=int, help="the index of this process")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
+    worker(args) if args.worker else drive(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Checksums of arrays whose parts lie on several processes."""
+
+import time
+import zlib
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.multiprocess.worker import Context
+from treeshard import ProcessError
+from treeshard._checksums import checksums
+from treeshard._leaf_table import pack, unpack
+
+DTYPES = ["float32", "bfloat16", "int4", "uint8", "bool", "complex64"]
+
+
+def mesh_of(devices: list[jax.Device], *sizes: int) -> Mesh:
+    axes = tuple("abc"[: len(sizes)])
+    kinds = (AxisType.Auto,) * len(axes)
+    return Mesh(np.array(devices).reshape(sizes), axes, axis_types=kinds)
+
+
+def placed(host: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(host.shape, sharding, lambda i: np.array(host[i]))
+
+
+def layouts(count: int) -> Iterator[tuple[np.ndarray, jax.Array]]:
+    """The same on every process: meshes with devices in any order, specs of all kinds."""
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        sizes = [(8,), (2, 4), (4, 2), (2, 2, 2)][rng.integers(4)]
+        mesh = mesh_of(list(rng.permutation(np.array(jax.devices()))), *sizes)
+        dims: list[list[str]] = [[] for _ in range(3)]
+        for axis in rng.permutation(mesh.axis_names):
+            if (dim := rng.integers(4)) < 3:
+                dims[dim].append(str(axis))
+        parts = [int(np.prod([mesh.shape[axis] for axis in names])) for names in dims]
+        shape = tuple(int(part * rng.integers(1, 9)) for part in parts)
+        dtype = DTYPES[rng.integers(len(DTYPES))]
+        host = rng.integers(0, 2 if dtype == "bool" else 7, shape).astype(dtype)
+        yield host, placed(host, mesh, P(*[tuple(names) or None for names in dims]))
+
+
+def check_the_layout_makes_no_difference(context: Context) -> None:
+    hosts, arrays = zip(*layouts(200), strict=True)
+    assert any(not x.is_fully_addressable for x in arrays)
+    found = checksums(arrays, "reading", 20)
+    assert found == [zlib.crc32(host.tobytes()) for host in hosts]
+
+
+def check_keys(context: Context) -> None:
+    keys = jax.random.key_data(jax.random.split(jax.random.key(3), 16))
+    mesh = mesh_of(jax.devices(), 8)
+    split = jax.random.wrap_key_data(placed(np.asarray(keys), mesh, P("a")))
+    assert checksums([split], "reading", 20) == [zlib.crc32(np.asarray(keys).tobytes())]
+
+
+def check_a_wrong_value_on_one_process_is_seen_by_all(context: Context) -> None:
+    host = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    mine = host + (context.index == 1)
+    bad = placed(mine, mesh_of(jax.devices(), 8), P("a"))
+    (found,) = checksums([bad], "reading", 20)
+    there = host.copy()
+    local = 8 // context.count
+    there[local : 2 * local] += 1
+    assert found == zlib.crc32(there.tobytes()) != zlib.crc32(host.tobytes())
+
+
+def check_what_each_process_has_for_itself_counts_once(context: Context) -> None:
+    host = np.arange(10)
+    single = jax.device_put(np.float32(3), jax.local_devices()[0])
+    want = [zlib.crc32(host.tobytes()), zlib.crc32(np.float32(3).tobytes())]
+    assert checksums([host, single], "reading", 20) == want
+
+
+def check_and_is_named_if_it_is_not_the_same(context: Context) -> None:
+    mine = [np.arange(3), np.full(3, context.index), np.full(2, context.index == 0)]
+    with pytest.raises(ProcessError) as told:
+        checksums(mine, "save /runs/7", 20, names=["same", "rank", "flag"])
+    assert str(told.value) == (
+        "save /runs/7: 2 arrays differ between processes:\n"
+        "  rank: other values on other processes.\n"
+        "  flag: other values on other processes.\n"
+        "Each process has its own. Make them the same, or make global arrays of their parts."
+    )
+
+
+def check_other_numbers_of_arrays(context: Context) -> None:
+    with pytest.raises(ProcessError, match="save: the processes have different numbers of arrays"):
+        checksums([np.zeros(3)] * (1 + (context.index == 1)), "save", 20)
+
+
+def check_what_one_cannot_read_all_hear_of(context: Context) -> None:
+    x = placed(np.arange(8.0, dtype=np.float32), mesh_of(jax.devices(), 8), P("a"))
+    if context.index == 1:
+        x.delete()
+    kind = RuntimeError if context.index == 1 else ProcessError
+    with pytest.raises(kind, match="Array has been deleted") as told:
+        checksums([x], "save", 20)
+    if context.index != 1:
+        start = (
+            "save: nothing was done, since process 1 raised RuntimeError: Array has been deleted"
+        )
+        assert str(told.value).startswith(start)
+
+
+def check_one_that_does_not_come_is_named(context: Context) -> None:
+    if context.index == 1:
+        time.sleep(1.5)
+    with pytest.raises(ProcessError) as told:
+        checksums([np.zeros(3)], "save", 0.5)
+    if context.index != 1:
+        assert f"save: process 1 of {context.count} did not come within 0.5 s" in str(told.value)
+
+
+def check_trees_are_taken_apart_and_put_together(context: Context) -> None:
+    mesh = mesh_of(jax.devices(), 8)
+    host = np.arange(16).reshape(8, 2)
+    single = jax.device_put(np.float32(3), jax.local_devices()[0])
+    tree = {
+        "uint4": placed(host.astype("uint4"), mesh, P("a")),
+        "whole": placed(host.astype("float4_e2m1fn"), mesh, P()),
+        "keys": jax.random.wrap_key_data(placed(host.astype(np.uint32), mesh, P("a"))),
+        "empty": placed(np.zeros((8, 0), np.float32), mesh, P("a")),
+        "single": single,
+        "host": host,
+    }
+    packed = pack(tree)
+    assert isinstance(packed.arrays["single"], np.ndarray)  # global to nobody
+    stored = {key: x for key, x in packed.arrays.items() if isinstance(x, jax.Array)}
+    assert sorted(stored) == ["keys", "uint4", "whole"]
+    assert {str(x.dtype) for x in stored.values()} == {"uint8", "uint32"}
+    found = checksums(list(packed.arrays.values()), "save", 20)
+    keys, empty = host.astype(np.uint32), NamedSharding(mesh, P("a"))
+    want = [host, keys, np.float32(3), *(host.astype(tree[x].dtype) for x in ("uint4", "whole"))]
+    assert found == [zlib.crc32(x.tobytes()) for x in want]
+    back = unpack(packed.table.leaves, packed.arrays, {"empty": empty})
+    assert back.keys() == tree.keys()
+    for name in ("uint4", "whole", "keys", "empty"):
+        assert back[name].sharding == tree[name].sharding
+        assert (back[name].dtype, back[name].shape) == (tree[name].dtype, tree[name].shape)
+    again = checksums([back["uint4"], back["whole"], back["keys"]], "read", 20)
+    assert again == [found[3], found[4], found[1]]
+
+
+def check_nothing_is_compiled_or_sent(context: Context) -> None:
+    seen: list[str] = []
+    arrays = [x for _, x in layouts(5)]
+    listener = lambda name, seconds, **_: seen.append(name)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    checksums(arrays, "reading", 20)
+    jax.monitoring.unregister_event_duration_listener(listener)
+    assert [name for name in seen if "compile" in name] == []

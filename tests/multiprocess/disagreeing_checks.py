@@ -1,0 +1,320 @@
+"""What differs between processes is said on all of them, before anything can hang."""
+
+import contextlib
+import io
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.multiprocess.worker import Context
+from treeshard._agreement import agree
+from treeshard._processes import exchange
+
+HEADLINE = (
+    ": the processes do not agree, and nothing was done. All of them must make the same call. They"
+    " differ in:\n  "
+)
+
+
+def mesh() -> Mesh:
+    return ts.make_mesh("data=3,fsdp=2")
+
+
+def tree() -> dict[str, Any]:
+    return {"layers": [{"w": np.ones((6, 4), np.float32), "b": np.ones(6, np.float32)}]}
+
+
+def mesh_of(*processes: int) -> Mesh:
+    devices = [d for i in processes for d in jax.local_devices(process_index=i)]
+    return Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
+
+
+def error_of(call: Any, kind: type[Exception] = ts.ProcessError) -> str:
+    with pytest.raises(kind) as raised:
+        call()
+    return str(raised.value)
+
+
+def assert_all_can_go_on() -> None:
+    whole = ts.gather(ts.shard(tree(), P("data"), mesh()))
+    np.testing.assert_array_equal(whole["layers"][0]["w"], np.ones((6, 4)))
+
+
+# ------------------------------------------------------------------ other leaves, specs, meshes
+
+
+def check_another_spec(context: Context) -> None:
+    spec = P() if context.index == 2 else P("data")
+    told = error_of(lambda: ts.shard(tree(), spec, mesh()))
+    assert told.startswith(f"shard{HEADLINE}layers/0/b: ")
+    assert told.splitlines()[1:] == [
+        f"  layers/0/{name}: {x} as P('data',) on processes 0, 1; {x} as P() on process 2"
+        for name, x in (("b", "float32[6]"), ("w", "float32[6,4]"))
+    ]
+    assert_all_can_go_on()
+
+
+def check_another_shape_or_dtype(context: Context) -> None:
+    x = np.ones((12 if context.index == 1 else 6), np.float32 if context.index else np.int32)
+    assert error_of(lambda: ts.shard({"w": x}, P("data"), mesh())) == (
+        f"shard{HEADLINE}w: int32[6] as P('data',) on process 0; float32[12] as P('data',) on"
+        " process 1; float32[6] as P('data',) on process 2"
+    )
+
+
+def check_a_leaf_more(context: Context) -> None:
+    more = {"v": np.ones(6, np.float32)} if context.index == 0 else {}
+    assert error_of(lambda: ts.shard({"w": np.ones(6, "f")} | more, P("data"), mesh())) == (
+        f"shard{HEADLINE}v: float32[6] as P('data',) on process 0; nothing on processes 1, 2"
+    )
+
+
+def check_another_mesh(context: Context) -> None:
+    here = mesh()
+    if context.index == 1:
+        here = Mesh(here.devices[::-1], here.axis_names, axis_types=here.axis_types)
+    ids = ", ".join(f"{row[0].id}-{row[-1].id}" for row in mesh().devices)
+    reverse = ", ".join(f"{row[0].id}-{row[-1].id}" for row in mesh().devices[::-1])
+    assert error_of(lambda: ts.shard(tree(), P("data"), here)) == (
+        f"shard{HEADLINE}the mesh: data=3, fsdp=2 on the devices {ids} on processes 0, 2; data=3,"
+        f" fsdp=2 on the devices {reverse} on process 1"
+    )
+
+
+def check_another_order(context: Context) -> None:
+    facts = {"a": "x", "b": "y"}
+    here = dict(reversed(facts.items())) if context.index == 0 else facts
+    assert error_of(lambda: agree("save", here)) == (
+        f"save{HEADLINE}leaf 0: 'b' on process 0; 'a' on processes 1, 2"
+    )
+    agree("save", facts)
+
+
+def check_leaves_that_share_a_path(context: Context) -> None:
+    spec = P() if context.index == 0 else P("data")
+    both = {"a/b": np.ones(6, "f"), "a": {"b": np.ones(6, "f")}}
+    specs = {"a/b": P("data"), "a": {"b": spec}}
+    assert "\n  a/b: float32[6] as P() on process 0" in error_of(
+        lambda: ts.shard(both, specs, mesh())
+    )
+    specs = {"a/b": spec, "a": {"b": P("data")}}
+    assert "\n  a/b (again): float32[6] as P() on process 0" in error_of(
+        lambda: ts.shard(both, specs, mesh())
+    )
+
+
+def check_a_receiver_that_differs(context: Context) -> None:
+    placed = ts.shard(tree(), P("data"), mesh())
+    for read in (ts.gather, ts.iter_gather):
+        assert error_of(lambda read=read: read(placed, to=min(context.index, 1))) == (
+            f"{read.__name__}{HEADLINE}the argument `to`: 0 on process 0; 1 on processes 1, 2"
+        )
+    assert_all_can_go_on()
+
+
+def check_an_array_that_only_one_knows_as_spread(context: Context) -> None:
+    placed = ts.shard(tree()["layers"][0]["b"], P("fsdp"), mesh_of(0))
+    told = error_of(lambda: ts.reshard(placed, P("data"), mesh()))
+    assert "float32[6] as P('data',) on process 0; float32[6] as P('data',) from P('fsdp',)" in told
+
+
+# ------------------------------------------------------------------ errors on one process only
+
+
+def check_a_bad_spec_on_one(context: Context) -> None:
+    spec = P("dota") if context.index == 1 else P("data")
+    fact = "layers/0/b: float32[6] as P('dota',) on the mesh (data=3, fsdp=2): the mesh has no axis"
+    kind = ts.UnknownAxisError if context.index == 1 else ts.ProcessError
+    told = error_of(lambda: ts.shard(tree(), spec, mesh()), kind)
+    assert fact in told
+    if context.index != 1:
+        fact = "shard: nothing was done, since process 1 raised UnknownAxisInSpecError: shard: 2 l"
+        assert told.startswith(fact)
+    assert_all_can_go_on()
+
+
+def check_a_deleted_leaf_on_one(context: Context) -> None:
+    placed = ts.shard(tree(), P("data"), mesh())
+    if context.index == 0:
+        placed["layers"][0]["w"].delete()
+    kind = ts.DeletedLeafError if context.index == 0 else ts.ProcessError
+    for read in (ts.gather, ts.iter_gather):
+        told = error_of(lambda read=read: read(placed), kind)
+        assert "layers/0/w: float32[6,4]: its memory is gone" in told
+    assert_all_can_go_on()
+
+
+# ------------------------------------------------------------------ who does not come
+
+
+def check_who_does_not_come_is_named(context: Context) -> None:
+    placed = ts.shard(tree(), P("data"), mesh())
+    for what, call in {
+        "shard": lambda: ts.shard(tree(), P("data"), mesh(), timeout=1.0),
+        "gather": lambda: ts.gather(placed, to=0, timeout=1.0),
+        "from_process_local": lambda: ts.from_process_local(
+            np.ones(7, "f"), P("data"), mesh_of_rows(), timeout=1.0
+        ),
+    }.items():
+        exchange("ready", b"")
+        if context.index == 2:
+            time.sleep(2.0)  # and comes too late
+        told = error_of(call)
+        if context.index < 2:
+            assert told.startswith(f"{what}: process 2 of 3 did not come within 1 s. Nothing was")
+        else:
+            assert told.startswith(f"{what}: the processes missed each other by more than 1 s")
+    assert_all_can_go_on()
+
+
+def mesh_of_rows() -> Mesh:
+    return ts.make_mesh("data=3", devices=[jax.local_devices(process_index=i)[0] for i in range(3)])
+
+
+def check_who_reads_long_is_waited_for(context: Context) -> None:
+    def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
+        time.sleep(2.0 if context.index == 2 else 0)
+        return np.ones(2, np.float32)
+
+    exchange("ready", b"")
+    struct = jax.ShapeDtypeStruct((6,), np.float32)
+    placed = ts.shard(struct, P("data"), mesh(), read=read, timeout=1.5)
+    np.testing.assert_array_equal(ts.gather(placed), np.ones(6))
+
+
+def check_who_stops_iterating_is_named(context: Context) -> None:
+    leaves = {f"{i}": np.ones((6, 2**20), np.float32) for i in range(3)}  # more than a chunk each
+    placed = ts.shard(leaves, P("data"), mesh())
+    read = ts.iter_gather(placed, to=0, timeout=1.0)
+    assert next(read)[0] == "0"
+    exchange("ready", b"")
+    if context.index == 1:
+        del read
+        time.sleep(2.0)
+    else:
+        told = error_of(lambda: list(read))
+        assert told.startswith("iter_gather, at 1 (call ")
+        assert "process 1 of 3 did not come within 1 s" in told
+    assert [path for path, _ in ts.iter_gather(placed, to=0, timeout=20)] == ["0", "1", "2"]
+    assert_all_can_go_on()
+
+
+# ------------------------------------------------------------------ parts of a batch
+
+
+def check_parts_that_differ(context: Context) -> None:
+    part = np.ones((2 if context.index else 4, 5), np.float32)
+    assert error_of(lambda: ts.from_process_local({"x": part}, P("data"), mesh())) == (
+        f"from_process_local{HEADLINE}x: float32[4,5] as P('data',) on process 0; float32[2,5] as"
+        " P('data',) on processes 1, 2"
+    )
+
+
+def check_parts_are_compared_once(context: Context) -> None:
+    part = {"x": np.ones((2, 5), np.float32)}
+    ts.from_process_local(part, P("data"), mesh())
+    if context.index == 1:  # which has nobody to wait for now
+        ts.from_process_local(part, P("data"), mesh(), timeout=0.2)
+
+
+def check_bad_parts_are_all_named(context: Context) -> None:
+    placed = ts.shard(np.ones(6, np.float32), P("data"), mesh())
+    parts = {"a": np.ones((3, 2), "f"), "b": np.ones(4, "f"), "c": placed, "d": np.ones(2, "f")}
+    specs = {"a": P(("data", "fsdp")), "b": P(None, "data"), "c": P(), "d": P("dato")}
+    told = error_of(lambda: ts.from_process_local(parts, specs, mesh()), ts.UnknownAxisError)
+    on = "on the mesh (data=3, fsdp=2)"
+    assert told.splitlines() == [
+        "from_process_local: 4 leaves cannot be moved, and none was:",
+        f"  a: float32[3,2] as P(('data', 'fsdp'),) {on}: joined, the parts have shape (9, 2)."
+        " P(('data', 'fsdp'),) splits dim 0 of shape (9, 2) in 6, which does not divide 9. Pad it"
+        " to 12, or use another dim or axis.",
+        f"  b: float32[4] as P(None, 'data') {on}: P(None, 'data') has 2 entries, but shape (4,)"
+        " has 1 dim. Drop the last entry.",
+        "  c: float32[6]: it lies on devices of several processes already. `reshard` moves it.",
+        f"  d: float32[2] as P('dato',) {on}: the mesh has no axis 'dato'. It has data=3, fsdp=2."
+        " Did you mean 'data'?",
+    ]
+
+
+def check_parts_that_overlap(context: Context) -> None:
+    devices = np.array([jax.devices()[i] for i in (0, 1, 2, 4, 3, 5)]).reshape(3, 2)
+    mixed = Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    told = error_of(lambda: ts.from_process_local(np.ones(6, "f"), P("data"), mixed), ts.SpecError)
+    assert told == (
+        "the array: float32[6] as P('data',) on the mesh (data=3, fsdp=2): the parts of dim 0 that"
+        " processes hold overlap, and nothing says which each is to give. Lay the mesh so that each"
+        " has parts of its own, or give all of them the whole, with `shard`."
+    )
+
+
+# ------------------------------------------------------------------ who need not come
+
+
+def check_a_mesh_of_one_process_needs_no_other(context: Context) -> None:
+    if context.index == 1:
+        placed = ts.shard(tree(), P("fsdp"), mesh_of(1), timeout=0.2)
+        whole = ts.gather(ts.reshard(placed, P(), mesh_of(1), timeout=0.2), timeout=0.2)
+        np.testing.assert_array_equal(whole["layers"][0]["w"], np.ones((6, 4)))
+        (pair,) = ts.iter_gather({"x": placed["layers"][0]["b"]}, timeout=0.2)
+        np.testing.assert_array_equal(pair[1], np.ones(6))
+        other = ts.gather(placed, to=0, timeout=0.2)
+        assert other["layers"][0]["b"] == jax.ShapeDtypeStruct((6,), np.float32)
+        batch = ts.from_process_local(np.ones(6, "f"), P("fsdp"), mesh_of(1), timeout=0.2)
+        assert batch.shape == (6,)
+
+
+def check_a_mesh_of_two_processes_needs_no_third(context: Context) -> None:
+    x = np.arange(8, dtype=np.float32)
+    if context.index == 2:
+        return
+    placed = ts.shard(x, P("fsdp"), mesh_of(0, 1), timeout=20)
+    np.testing.assert_array_equal(ts.gather(placed, timeout=20), x)
+
+
+def check_a_third_process_may_watch_or_receive(context: Context) -> None:
+    tree = {"x": np.arange(8, dtype=np.float32), "key": jax.random.split(jax.random.key(0), 4)}
+    placed = ts.shard(tree, P("fsdp"), mesh_of(0, 1), timeout=20)
+    for to, here in (("all", (0, 1)), (0, (0,)), (2, (2,))):
+        got = ts.gather(placed, to=to, timeout=20)
+        if context.index in here:
+            np.testing.assert_array_equal(got["x"], tree["x"])
+            assert (got["key"] == tree["key"]).all()
+        else:
+            assert got["x"] == jax.ShapeDtypeStruct((8,), np.float32)
+        assert len(list(ts.iter_gather(placed, to=to, timeout=20))) == 2
+    for others in (mesh_of(1, 2), mesh_of(1, 0)):
+        for spec in (P("fsdp"), P()):
+            moved = ts.reshard(placed, spec, others, timeout=20)
+            assert moved["key"].sharding.mesh == others
+            for shard in moved["x"].addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), tree["x"][shard.index])
+
+
+# ------------------------------------------------------------------ bars
+
+
+def check_only_process_0_shows_a_bar(context: Context) -> None:
+    structs = {"w": jax.ShapeDtypeStruct((6,), np.float32)}
+    steps = {
+        "shard": lambda: ts.shard(tree(), P("data"), mesh(), progress=True),
+        "gather": lambda: ts.gather(ts.shard(tree(), P("data"), mesh()), progress=True),
+        "iter_gather": lambda: list(
+            ts.iter_gather(ts.shard(tree(), P("data"), mesh()), progress=True)
+        ),
+        "shard, read": lambda: ts.shard(
+            structs, P("data"), mesh(), read=lambda path, index: np.ones(2, "f"), progress=True
+        ),
+    }
+    for name, step in steps.items():
+        with contextlib.redirect_stderr(io.StringIO()) as shown:
+            step()
+        bar = f"{name.split(',')[0]}: 100%"
+        assert (bar in shown.getvalue()) == (context.index == 0), name
+        if context.index:
+            assert shown.getvalue() == ""

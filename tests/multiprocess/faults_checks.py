@@ -1,0 +1,192 @@
+"""Two processes, and whatever a disk, another run or one of the two can do to a save.
+
+args: a disk with little room, one that is read-only and has a checkpoint, and a directory that
+another run writes to. Of the disks nothing, where they could not be made.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.multiprocess.killed_saves_checks import RULES, differing, host_state, like
+from tests.multiprocess.worker import Context
+from treeshard._processes import exchange
+from treeshard.checkpoint import Checkpoints, restore, save
+from treeshard.interchange import load_safetensors, save_safetensors
+
+AXES = "fsdp=4"
+
+
+def state_at(step: int) -> dict[str, Any]:
+    host = host_state(step)
+    return ts.shard(host, ts.plan(host, RULES, ts.make_mesh(AXES))) | {"own": host["own"]}
+
+
+def tensors_at(step: int) -> dict[str, Any]:
+    state = state_at(step)
+    return {"w": state["w"], "half": state["half"]}
+
+
+def large() -> dict[str, Any]:
+    """16 MiB."""
+    return ts.shard({"w": np.ones((4096, 1024), np.float32)}, P("fsdp"), ts.make_mesh(AXES))
+
+
+def assert_latest_is(checkpoints: Checkpoints, step: int) -> None:
+    found = checkpoints.restore_latest(like(), rules=RULES, mesh=ts.make_mesh(AXES))
+    assert found is not None
+    assert found[0] == step
+    assert not differing(found[1], step)
+
+
+def assert_tensors_are(path: Path, step: int) -> None:
+    whole = host_state(step)
+    found = load_safetensors(path)
+    assert found.keys() == {"w", "half"}
+    assert all(found[name].tobytes() == whole[name].tobytes() for name in found)
+
+
+def left_in(directory: Path) -> list[str]:
+    """What is there while no process does anything."""
+    exchange(f"look into {directory}", b"")
+    names = sorted(path.name for path in directory.iterdir())
+    exchange(f"looked into {directory}", b"")
+    return names
+
+
+def refused(context: Context, do: Callable[[], Any], says: str) -> None:
+    """What process 0 alone can see, both raise."""
+    error = ts.CheckpointError if context.index == 0 else ts.ProcessError
+    with pytest.raises(error) as told:
+        do()
+    assert says in str(told.value)
+
+
+# ------------------------------------------------------------------ the disk
+
+
+def check_a_full_disk(context: Context) -> None:
+    if not context.args[0]:
+        return
+    run = Path(context.args[0]) / "run"
+    for background in (False, True):
+        with Checkpoints(run, background=background) as checkpoints:
+            step = (checkpoints.latest or 0) + 1
+            checkpoints.save(step, state_at(step))
+            with pytest.raises(ts.CheckpointError) as told:
+                _ = checkpoints.save(step + 1, large()), checkpoints.wait()
+            said = f"{run}/{step + 1} was not saved, and what was there before is as it was. "
+            assert str(told.value).startswith(said)
+            assert "No space left on device" in str(told.value)
+            assert_latest_is(checkpoints, step)
+            assert left_in(run) == [".treeshard-lock", *map(str, range(1, step + 1))]
+    with pytest.raises(ts.CheckpointError, match="No space left on device"):
+        save(run.parent / "one", large())
+    assert left_in(run.parent) == ["run"]
+
+
+def check_a_full_disk_for_tensors(context: Context) -> None:
+    if not context.args[0]:
+        return
+    path = Path(context.args[0]) / "tensors" / "model.safetensors"
+    if context.index == 0:
+        path.parent.mkdir()
+    exchange("made", b"")
+    save_safetensors(path, tensors_at(1))
+    with pytest.raises((ts.CheckpointError, ts.ProcessError)) as told:
+        save_safetensors(path, large())
+    assert "No space left on device" in str(told.value)
+    assert left_in(path.parent) == ["model.safetensors"]
+    assert_tensors_are(path, 1)
+
+
+def check_a_read_only_disk(context: Context) -> None:
+    if not context.args[1]:
+        return
+    disk = Path(context.args[1])
+    for do in (
+        lambda: Checkpoints(disk),
+        lambda: save(disk / "2", state_at(2)),
+        lambda: save(disk / "inner" / "2", state_at(2)),
+        lambda: save_safetensors(disk / "model.safetensors", tensors_at(2)),
+    ):
+        refused(context, do, "Read-only file system")
+    assert left_in(disk) == ["1"]
+    assert_latest_is(Checkpoints(disk, read_only=True), 1)
+
+
+def check_a_path_that_is_a_file(context: Context) -> None:
+    file = context.directory / "a-file"
+    if context.index == 0:
+        file.write_text("mine")
+    exchange("written", b"")
+    refused(context, lambda: Checkpoints(file), "a-file cannot be made: File exists.")
+    refused(context, lambda: save(file, state_at(1)), f"There is a file at {file} already")
+    refused(context, lambda: save(file / "1", state_at(1)), "a-file cannot be made: File exists.")
+    with pytest.raises(ts.CheckpointError, match="a-file is a file; a checkpoint is a directory."):
+        restore(file, state_at(1))
+    assert file.read_text() == "mine"
+
+
+def check_another_run_that_writes_there(context: Context) -> None:
+    held = Path(context.args[2])
+    before = left_in(held)
+    refused(context, lambda: Checkpoints(held), "another writer is at work: process ")
+    refused(context, lambda: save(held / "2", state_at(2)), "another writer is at work: process ")
+    assert left_in(held) == before
+    assert_latest_is(Checkpoints(held, read_only=True), 1)
+
+
+# ------------------------------------------------------------------ a process
+# From here on the two do not call the same functions equally often, so nothing may follow that
+# they do together.
+
+
+def check_a_process_that_raises_between_saves(context: Context) -> None:
+    run, state = context.directory / "run", state_at(1)
+
+    def go_on() -> None:
+        with Checkpoints(run, timeout=20) as checkpoints:
+            checkpoints.save(1, state)
+            checkpoints.wait()
+            checkpoints._timeout = 0.5
+            if context.index == 1:
+                raise ZeroDivisionError("mine")
+            checkpoints.save(2, state)
+
+    error, says = [
+        (ts.ProcessError, "save: process 1 of 2 did not come within 0.5 s"),
+        (ZeroDivisionError, "mine"),
+    ][context.index]
+    with pytest.raises(error, match=says):
+        go_on()
+    assert left_in(run) == ["1"]
+    assert not differing(restore(run / "1"), 1)
+
+
+def check_a_process_that_never_comes(context: Context) -> None:
+    """Whoever comes hears of it in time, whichever it is, and nothing is written."""
+    run, file = context.directory / "run", context.directory / "x.safetensors"
+    state, tensors = state_at(1), tensors_at(1)
+    save_safetensors(file, tensors)
+    reader = Checkpoints(run, read_only=True, timeout=0.3)
+    for who, what, do in [
+        (0, "save", lambda: save(run / "2", state, timeout=0.3)),
+        (1, "Checkpoints", lambda: Checkpoints(run, timeout=0.3)),
+        (0, "restore", lambda: restore(run / "1", state, timeout=0.3)),
+        (1, "restore_latest", lambda: reader.restore_latest(state)),
+        (0, "save_safetensors", lambda: save_safetensors(run / "x", tensors, timeout=0.3)),
+        (1, "load_safetensors", lambda: load_safetensors(file, tensors, timeout=0.3)),
+    ]:
+        if context.index == who:
+            with pytest.raises(ts.ProcessError) as told:
+                do()
+            absent = f"process {1 - who} of 2 did not come within 0.3 s. Nothing was done."
+            assert f"{what}: {absent}" in str(told.value), str(told.value)
+        assert left_in(run) == ["1"]
+    assert not differing(restore(run / "1"), 1)  # which asks nobody

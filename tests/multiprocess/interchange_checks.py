@@ -1,0 +1,272 @@
+"""Processes write one file together, each its own bytes, and read it back into other layouts."""
+
+import json
+import os
+import resource
+from functools import cache
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
+
+import treeshard as ts
+from tests.multiprocess.worker import Context
+from treeshard import CheckpointError, DeletedLeafError, MismatchError, ProcessError
+from treeshard._processes import exchange
+from treeshard.interchange import load_safetensors, save_safetensors
+
+# path -> dtype, shape, and how it lies while it is saved
+LEAVES = {
+    "rows": ("float32", (64, 48), P("fsdp")),
+    "columns": ("float32", (64, 48), P(None, ("fsdp", "data"))),
+    "both": ("bfloat16", (16, 8, 24), P("data", None, "fsdp")),
+    "halves": ("int32", (8192, 16), P(None, "data")),
+    "stacked": ("float16", (4, 8, 8), P(None, ("data", "fsdp"))),
+    "fp8": ("float8_e4m3fn", (40, 8), P("fsdp", "data")),
+    "flags": ("bool", (8,), P(("fsdp", "data"))),
+    "norm": ("float32", (7,), P()),
+    "scalar": ("int32", (), P()),
+    "nothing": ("float32", (0, 8), P(None, "data")),
+}
+ELSEWHERE = [
+    ("rows", P(None, "tensor")), ("columns", P("data")), ("both", P(None, "data", "tensor")),
+    ("halves", P("tensor")), ("stacked|fp8", P(None, "tensor")), (".*", None),
+]  # fmt: skip
+
+
+@cache
+def on_host() -> dict[str, np.ndarray]:
+    tree = {}
+    for i, (path, (dtype, shape, _)) in enumerate(LEAVES.items()):
+        kind = jax.numpy.dtype(dtype)
+        tree[path] = np.random.default_rng(i).integers(0, 8, shape).astype(kind)
+    return tree
+
+
+@cache
+def spread() -> dict[str, jax.Array]:
+    mesh = ts.make_mesh("data=2,fsdp=4")
+    return {
+        path: jax.make_array_from_callback(
+            x.shape, NamedSharding(mesh, LEAVES[path][2]), lambda i, x=x: np.array(x[i])
+        )
+        for path, x in on_host().items()
+    }
+
+
+def own_bytes(tree: dict[str, jax.Array]) -> int:
+    shards = [one for x in tree.values() for one in x.addressable_shards if one.replica_id == 0]
+    return sum(one.data.nbytes for one in shards)
+
+
+def transferred(which: str) -> int:
+    """Bytes that this process has asked the system to read or to write so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)[which])
+
+
+def file_of(context: Context) -> Path:
+    return context.directory / "model.safetensors"
+
+
+def meet(context: Context, what: str) -> None:
+    exchange(f"test {what}", b"", timeout=30)
+
+
+def package_bytes(context: Context, tree: dict[str, np.ndarray]) -> bytes:
+    file = context.directory / f"by-the-package-{context.index}"
+    save_file(tree, file)
+    return file.read_bytes()
+
+
+# ------------------------------------------------------------------ to files
+
+
+def check_the_file_is_what_the_package_writes(context: Context) -> None:
+    save_safetensors(file_of(context), spread())
+    assert file_of(context).read_bytes() == package_bytes(context, on_host())
+
+
+def check_each_process_writes_its_own_bytes(context: Context) -> None:
+    before = transferred("wchar")
+    save_safetensors(file_of(context), spread())
+    mine = transferred("wchar") - before
+    slack = 20_000  # the header, and what processes tell each other
+    assert own_bytes(spread()) <= mine <= own_bytes(spread()) + slack
+    everybody = exchange("test counting", str(own_bytes(spread())).encode(), timeout=30)
+    assert sum(map(int, everybody)) == sum(x.nbytes for x in on_host().values())
+
+
+def check_what_every_process_has_is_written_once(context: Context) -> None:
+    mine = {
+        "spread": spread()["rows"],
+        "numpy": np.full(5, context.index, np.int32),
+        "device": jax.numpy.full(5, context.index),
+        "last": only_on_the_last(),
+    }
+    save_safetensors(file_of(context), mine)
+    found = load_safetensors(file_of(context))
+    assert (found["numpy"] == 0).all()
+    assert (found["device"] == 0).all()
+    assert (found["last"] == np.arange(6)).all()
+
+
+def only_on_the_last() -> jax.Array:
+    mesh = jax.sharding.Mesh(jax.devices()[-2:], "x")
+    shape, places = (6,), NamedSharding(mesh, P("x"))
+    return jax.make_array_from_callback(
+        shape, places, lambda i: np.arange(6, dtype=np.int32)[i], dtype=np.int32
+    )
+
+
+def check_several_files(context: Context) -> None:
+    save_safetensors(file_of(context), spread(), max_file_size=20_000, rename=str.upper)
+    meet(context, "saved")
+    index = json.loads((context.directory / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) >= 3
+    for name in files:
+        part = {
+            k.upper(): x for k, x in on_host().items() if index["weight_map"][k.upper()] == name
+        }
+        assert (context.directory / name).read_bytes() == package_bytes(context, part)
+    assert not file_of(context).exists()
+    found = load_safetensors(file_of(context), on_host(), rename=str.upper)
+    assert all(found[path].tobytes() == x.tobytes() for path, x in on_host().items())
+
+
+# ------------------------------------------------------------------ from files
+
+
+def check_into_another_layout(context: Context) -> None:
+    save_safetensors(file_of(context), spread())
+    mesh = ts.make_mesh("data=4,tensor=2")
+    like = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in on_host().items()}
+    decided = ts.plan(like, ELSEWHERE, mesh, min_size=0)
+    before = transferred("rchar")
+    found = load_safetensors(file_of(context), decided)
+    bytes_read = transferred("rchar") - before
+    assert found["rows"].sharding.spec == P(None, "tensor")
+    for path, x in found.items():
+        assert x.shape == on_host()[path].shape
+        for piece in x.addressable_shards:
+            assert np.asarray(piece.data).tobytes() == on_host()[path][piece.index].tobytes()
+    parts = {
+        (path, str(s.index)): s.data.nbytes
+        for path, x in found.items()
+        for s in x.addressable_shards
+    }
+    assert sum(parts.values()) <= bytes_read <= sum(parts.values()) + 20_000
+    assert sum(parts.values()) < sum(x.nbytes for x in on_host().values())
+
+
+def check_what_was_loaded_goes_through_a_step(context: Context) -> None:
+    found = load_safetensors(file_of(context), spread())
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: ~x if x.dtype == bool else x + x, tree))
+    for path, x in step(found).items():
+        host = on_host()[path]
+        expected = ~host if host.dtype == bool else (host + host).astype(host.dtype)
+        for piece in x.addressable_shards:
+            assert np.array_equal(np.asarray(piece.data), expected[piece.index])
+
+
+def check_one_process_may_look_alone(context: Context) -> None:
+    if context.index == 1:
+        assert load_safetensors(file_of(context)).keys() == LEAVES.keys()
+
+
+# ------------------------------------------------------------------ what goes wrong, everywhere
+
+
+def assert_untouched(context: Context, before: bytes) -> None:
+    meet(context, "over")
+    assert file_of(context).read_bytes() == before
+    assert [x.name for x in context.directory.iterdir() if x.name.startswith(".")] == []
+    meet(context, "looked")
+
+
+def check_a_leaf_that_is_gone_on_one_process(context: Context) -> None:
+    before = file_of(context).read_bytes()
+    tree = dict(spread())
+    tree["norm"] = tree["norm"] + 1
+    if context.index == 1:
+        tree["norm"].delete()
+    with pytest.raises(DeletedLeafError if context.index == 1 else ProcessError) as told:
+        save_safetensors(file_of(context), tree, timeout=30)
+    assert "norm: float32[7]: its memory is gone" in str(told.value)
+    assert_untouched(context, before)
+
+
+def check_a_disk_that_is_full_for_one_process(context: Context) -> None:
+    before = file_of(context).read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if context.index == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError if context.index == 1 else ProcessError) as told:
+            save_safetensors(file_of(context), spread(), timeout=30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in str(told.value)
+    assert_untouched(context, before)
+
+
+def check_trees_that_differ(context: Context) -> None:
+    before = file_of(context).read_bytes()
+    tree = {"a": np.ones(3 if context.index == 1 else 2, np.int8)}
+    with pytest.raises(ProcessError) as told:
+        save_safetensors(file_of(context), tree, timeout=30)
+    assert "a: I8[2] on process" in str(told.value)
+    assert "I8[3] on process 1" in str(told.value)
+    assert_untouched(context, before)
+
+
+def check_a_directory_that_is_not_shared(context: Context) -> None:
+    own = context.directory / f"own-{context.index}"
+    own.mkdir()
+    if context.index == 1:  # what a run on another machine may have left
+        (own / ".model.safetensors.part").write_bytes(b"x" * 100)
+    here = Path.cwd()
+    os.chdir(own)
+    try:
+        with pytest.raises(ProcessError if context.index == 0 else CheckpointError) as told:
+            save_safetensors("model.safetensors", spread(), timeout=30)
+    finally:
+        os.chdir(here)
+    assert "does not see the file that process 0 has begun in" in str(told.value)
+    meet(context, "over")
+    assert not (own / "model.safetensors").exists()
+
+
+def check_a_file_that_one_process_does_not_see(context: Context) -> None:
+    os.chdir(context.directory if context.index != 1 else context.directory / "own-1")
+    with pytest.raises(CheckpointError if context.index == 1 else ProcessError) as told:
+        load_safetensors("model.safetensors", spread(), timeout=30)
+    assert "No such file or directory" in str(told.value)
+
+
+def check_shards_that_differ(context: Context) -> None:
+    mesh = ts.make_mesh("data=2,fsdp=4")
+    rules = [("halves", P("data") if context.index == 1 else P("fsdp")), (".*", None)]
+    with pytest.raises(ProcessError) as told:
+        load_safetensors(file_of(context), rules=rules, mesh=mesh, timeout=30)
+    assert "halves: int32[8192,16] as P('fsdp',) on process" in str(told.value)
+    assert "; int32[8192,16] as P('data',) on process 1" in str(told.value)
+
+
+def check_one_that_does_not_come(context: Context) -> None:
+    if context.index != 1:
+        with pytest.raises(ProcessError, match="save_safetensors: process 1 of .* did not come"):
+            save_safetensors(file_of(context), spread(), timeout=0.5)
+    meet(context, "over")
+
+
+def check_a_tree_of_another_type_is_told_by_all(context: Context) -> None:
+    like = {"rows": jax.ShapeDtypeStruct((64, 48), ml_dtypes.bfloat16)}
+    with pytest.raises(MismatchError, match="bfloat16.* is asked for"):
+        load_safetensors(file_of(context), like, partial=True)

@@ -1,0 +1,180 @@
+"""Runs that save without end are killed at any moment, and taken up again.
+
+args: how many are killed.
+"""
+
+import json
+import random
+import time
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.multiprocess.forked import Forked, Say
+from tests.multiprocess.worker import Context
+from treeshard.checkpoint import Checkpoints, restore, save
+
+TEMPORARY = ".orbax-checkpoint-tmp"
+KEPT = 3
+# A run is taken up on another mesh than it was saved on.
+MESHES = ("fsdp=4", "fsdp=2,data=2")
+RULES = [("w|half", P("fsdp")), (".*", None)]
+
+
+def host_state(step: int) -> dict[str, Any]:
+    """The state after a step, the same for everybody who asks."""
+    draw = np.random.default_rng(step)
+    return {
+        "w": draw.normal(size=(512, 512)).astype(np.float32),
+        "half": draw.normal(size=(64, 64)).astype(ml_dtypes.bfloat16),
+        "int4": draw.integers(-8, 8, (8, 16)).astype(ml_dtypes.int4),
+        "own": np.full(5, step, np.int32),
+        "step": step,
+        "name": f"after step {step}",
+        "none": None,
+    }
+
+
+def like() -> dict[str, Any]:
+    state = host_state(0)
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) if name in ("w", "half", "int4") else x
+        for name, x in state.items()
+    }
+
+
+def differing(state: dict[str, Any], step: int) -> list[str]:
+    """The leaves that are not bit for bit those of a step, as far as they lie here."""
+    return [name for name, x in host_state(step).items() if not _is_same(state[name], x)]
+
+
+def _is_same(x: Any, whole: Any) -> bool:
+    if not isinstance(whole, np.ndarray):
+        return type(x) is type(whole) and x == whole
+    pieces = [(s.data, whole[s.index]) for s in getattr(x, "addressable_shards", [])]
+    pairs = pieces or [(x, whole)]
+    return (x.shape, x.dtype) == (whole.shape, whole.dtype) and all(
+        np.asarray(piece).tobytes() == part.tobytes() for piece, part in pairs
+    )
+
+
+# ------------------------------------------------------------------ what is killed
+
+
+def run_on(run: Path, axes: str, steps: int | None, index: int, say: Say) -> None:
+    """Takes a run up where it was, and saves every step of it: so many, or until it is killed."""
+    mesh = ts.make_mesh(axes)
+    with Checkpoints(run, keep=KEPT) as checkpoints:
+        left = [path.name for path in run.iterdir() if TEMPORARY in path.name]
+        assert not left, f"not swept: {left}"
+        found = checkpoints.restore_latest(like(), rules=RULES, mesh=mesh)
+        step = 0
+        if found is not None:
+            step, state = found
+            assert not (wrong := differing(state, step)), f"step {step} came back wrong: {wrong}"
+        say(f"restored {step}")
+        while steps is None or steps:
+            step += 1
+            host = host_state(step)
+            state = ts.shard(host, ts.plan(host, RULES, mesh)) | {"own": host["own"]}
+            say(f"saving {step}")
+            checkpoints.save(step, state)
+            checkpoints.wait()
+            say(f"saved {step}")
+            steps = steps and steps - 1
+
+
+# ------------------------------------------------------------------ who kills it
+
+
+def check_a_run_that_is_killed_again_and_again(context: Context) -> None:
+    kills = int(context.args[0])
+    draw = random.Random(kills)
+    run = context.directory / "run"
+    counts = Counter[str]({"in all": 0, "while it wrote": 0, "process 0": 0, "process 1": 0})
+    # Twice the other process is left alone, and JAX ends it.
+    alone = {kills // 3: 0, 2 * kills // 3: 1}
+    latest = 0
+    for i in range(kills):
+        victim = alone.get(i, draw.randrange(2))
+        heartbeat = 10 if i in alone else 60
+        body = partial(run_on, run, MESHES[i % 2], None)
+        with Forked(body, context.directory / f"round-{i}.log", heartbeat=heartbeat) as pair:
+            assert int(pair.hear("0 restored")) == latest, f"of step {latest}:\n{pair.printed()}"
+            pair.hear("0 saving")
+            began = time.monotonic()
+            saved = int(pair.hear("0 saved"))
+            took = time.monotonic() - began
+            pair.hear("0 saving")
+            time.sleep(draw.uniform(0, took))
+            pair.kill(victim)
+            if i in alone:
+                code = pair.wait()[1 - victim]
+                assert code not in (0, None), f"it has {code}:\n{pair.printed()}"
+                counts["ended by JAX"] += 1
+        there = [path.name for path in run.iterdir()]
+        latest = max(int(name) for name in there if name.isdecimal())
+        assert latest >= saved
+        counts["in all"] += 1
+        counts[f"process {victim}"] += 1
+        counts["while it wrote"] += any(TEMPORARY in name for name in there)
+    body = partial(run_on, run, MESHES[kills % 2], 1)
+    with Forked(body, context.directory / "last.log") as pair:
+        assert int(pair.hear("0 restored")) == latest
+        assert pair.wait() == [0, 0], pair.printed()
+    (context.directory / "counts.json").write_text(json.dumps(counts))
+
+
+# ------------------------------------------------------------------ several at once
+
+WRITERS, PATHS = 4, 10
+
+
+def save_each(where: Path, who: int, index: int, say: Say) -> None:
+    """Saves to each path as soon as it may, on a par with others that know nothing of this."""
+    say("ready")
+    for i in range(PATHS):
+        while not (where / f"go-{i}").exists():
+            time.sleep(0.0005)
+        try:
+            save(where / f"step_{i}", host_state(who))
+            say("saved")
+        except ts.CheckpointError as error:
+            say(f"refused: {error}")
+
+
+def check_of_those_who_save_at_once_one_does(context: Context) -> None:
+    where = context.directory / "at-once"
+    where.mkdir()
+    with ExitStack() as held:
+        log = context.directory / "at-once.log"
+        writers = [
+            held.enter_context(Forked(partial(save_each, where, who), log, processes=1))
+            for who in range(WRITERS)
+        ]
+        for writer in writers:
+            writer.hear("0 ready")
+        refused = Counter[str]()
+        for i in range(PATHS):
+            (where / f"go-{i}").touch()
+            heard = [writer.hear("0") for writer in writers]
+            (winner,) = [who for who, said in enumerate(heard) if said == "saved"]
+            assert not differing(restore(where / f"step_{i}"), winner)
+            for said in heard:
+                if said != "saved":
+                    at_work = "another writer is at work: " in said
+                    there = f"There is a checkpoint at {where}/step_{i} already" in said
+                    assert at_work or there, said
+                    refused["while another wrote" if at_work else "since another had"] += 1
+        assert [writer.wait() for writer in writers] == [[0]] * WRITERS
+    left = sorted(path.name for path in where.iterdir())
+    assert left == sorted(f"{name}{i}" for i in range(PATHS) for name in ("go-", "step_"))
+    (context.directory / "at-once.json").write_text(json.dumps(refused))

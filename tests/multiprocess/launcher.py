@@ -1,0 +1,154 @@
+"""Starts real processes that find each other through JAX's runtime, and ends them all.
+
+A worker module has functions `check_*(context)`, which every process runs in the order in which
+they stand. A test module launches it once and reads the verdicts one by one.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).parents[2]
+GRACE = 5.0  # seconds that the others have to end once one process has failed
+
+
+class Verdicts(NamedTuple):
+    """What the processes of one launch reported.
+
+    Attributes:
+        codes: Their exit codes; negative for a signal, as in `subprocess`.
+        logs: What each printed.
+        checks: For each process, check -> `"passed"` or its traceback.
+    """
+
+    codes: list[int]
+    logs: list[str]
+    checks: list[dict[str, str]]
+
+    def assert_passed(self, check: str) -> None:
+        """Fails, with what every process printed, unless every process passed the check."""
+        found = [one.get(check, "not reached") for one in self.checks]
+        if any(verdict != "passed" for verdict in found):
+            told = "\n".join(f"--- process {i}: {text}" for i, text in enumerate(found))
+            raise AssertionError(f"{check}:\n{told}\n{self.everything_printed()}")
+
+    def everything_printed(self) -> str:
+        pairs = zip(self.codes, self.logs, strict=True)
+        return "\n".join(f"=== process {i}, exit {c}:\n{log}" for i, (c, log) in enumerate(pairs))
+
+
+def checks_of(module: ModuleType) -> list[str]:
+    """The checks of a worker module, in the order in which they stand."""
+    return [name for name in vars(module) if name.startswith("check_")]
+
+
+def launch(
+    module: ModuleType,
+    directory: Path,
+    *,
+    processes: int = 2,
+    devices: int = 4,
+    args: Sequence[str] = (),
+    timeout: float = 120.0,
+) -> Verdicts:
+    """Runs a worker module's checks in fresh processes.
+
+    Args:
+        module: Has functions `check_*`.
+        directory: Where logs go, and what the workers may write to.
+        processes: How many.
+        devices: Simulated devices per process.
+        args: What the workers find as `context.args`.
+        timeout: Seconds until everything is ended.
+    """
+    for last in (False, True):  # somebody may take the port between its choice and its use
+        verdicts = _launch_once(module.__name__, directory, processes, devices, args, timeout)
+        if last or not any("address already in use" in log.lower() for log in verdicts.logs):
+            return verdicts
+    raise AssertionError("not reached")
+
+
+def _launch_once(
+    module: str, directory: Path, processes: int, devices: int, args: Sequence[str], timeout: float
+) -> Verdicts:
+    directory.mkdir(parents=True, exist_ok=True)
+    logs = [directory / f"process-{i}.log" for i in range(processes)]
+    reports = [directory / f"process-{i}.jsonl" for i in range(processes)]
+    for report in reports:
+        report.unlink(missing_ok=True)
+    port = free_port()
+    started = []
+    try:
+        for i in range(processes):
+            where = [str(port), str(i), str(processes), str(devices), str(directory)]
+            command = [sys.executable, "-m", "tests.multiprocess.worker", module, *where, *args]
+            started.append(start(command, logs[i]))
+        wait_for_all(started, timeout)
+    finally:
+        end(started)
+    return Verdicts(
+        [process.returncode for process in started],
+        [log.read_text(errors="replace") for log in logs],
+        [_read(report) for report in reports],
+    )
+
+
+def _read(report: Path) -> dict[str, str]:
+    if not report.exists():
+        return {}
+    # A process that was killed may have left half a line.
+    lines = [line for line in report.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return dict(map(json.loads, lines))
+
+
+# ------------------------------------------------------------------ for tests with their own ways
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def start(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+    """Starts a process in a session of its own, so that what it starts can be ended with it."""
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    env |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait_for_all(started: Sequence["subprocess.Popen[bytes]"], timeout: float) -> None:
+    """Waits until all have ended, the time is over, or the grace after a failure is."""
+    until = time.monotonic() + timeout
+    failed = False
+    while time.monotonic() < until:
+        codes = [process.poll() for process in started]
+        if None not in codes:
+            return
+        if not failed and any(code not in (None, 0) for code in codes):
+            failed, until = True, min(until, time.monotonic() + GRACE)
+        time.sleep(0.02)
+
+
+def end(started: Sequence["subprocess.Popen[bytes]"]) -> None:
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

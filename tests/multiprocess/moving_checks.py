@@ -1,0 +1,443 @@
+"""Trees go to meshes of several processes and come back; on one process too, as the measure."""
+
+import weakref
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.multiprocess.worker import Context
+from treeshard._parcels import CHUNK, box_of
+from treeshard._processes import exchange, processes_of
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+compiles: list[str] = []
+
+
+def listen(name: str, seconds: float, **_: object) -> None:
+    if name == "/jax/core/compile/backend_compile_duration":
+        compiles.append(name)
+
+
+jax.monitoring.register_event_duration_secs_listener(listen)
+
+
+def mesh_2d() -> Mesh:
+    return ts.make_mesh("data=2,fsdp=4")
+
+
+def mesh_across() -> Mesh:
+    """HSDP: each process has parts of everything, `data` lies across processes too."""
+    devices = np.array(jax.devices()).reshape(4, 2).T
+    return Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def arange(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+
+
+def host_tree() -> dict[str, Any]:
+    """Every dtype and shape that is anything special, bits all over."""
+    random = np.random.default_rng(0)
+    bits = random.integers(0, 2**32, (16, 8), np.uint32)
+    dtypes = {"bf16": ml_dtypes.bfloat16, "fp8": ml_dtypes.float8_e4m3fn, "int4": ml_dtypes.int4}
+    return {
+        "f32": random.standard_normal((16, 8), np.float32),
+        "transposed": random.standard_normal((8, 16), np.float32).T,
+        **{name: (bits % 16).astype(np.float32).astype(dtype) for name, dtype in dtypes.items()},
+        "uint2": (bits % 4).astype(ml_dtypes.uint2),
+        "bool": bits % 2 == 0,
+        "complex": (bits + 1j * bits).astype(np.complex64),
+        "three": arange(8, 4, 6, dtype=np.int32),
+        "scalar": np.float32(3.5),
+        "empty": np.zeros((0, 8), np.float32),
+        "key": jax.random.split(jax.random.key(7), 16),
+        "rbg": jax.random.key(7, impl="rbg"),
+        "single": jax.device_put(arange(16), jax.local_devices()[-1]),
+        "f": len,
+        "name": "mlp",
+        "step": 3,
+        "stays": arange(3),
+        "gone": None,
+    }
+
+
+def specs_for(tree: dict[str, Any], spec: P) -> dict[str, Any]:
+    whole = {"scalar": P(), "rbg": P(), "stays": None, "gone": None}
+    ranks = {name: np.ndim(x) if hasattr(x, "shape") else 0 for name, x in tree.items()}
+    return {name: P(*spec[:rank]) for name, rank in ranks.items()} | whole
+
+
+SPECS = [
+    P("fsdp"),
+    P(None, "fsdp"),
+    P(("data", "fsdp")),
+    P("data", "fsdp"),
+    P("fsdp", "data"),
+    P("data"),
+    P(),
+]
+
+
+def bits(x: Any) -> bytes:
+    if not isinstance(x, np.ndarray | jax.Array):
+        x = np.asarray(x)
+    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+
+def assert_same(tree: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert tree.keys() == expected.keys()
+    for name, x in expected.items():
+        if hasattr(x, "dtype"):
+            assert (tree[name].dtype, tree[name].shape) == (x.dtype, x.shape), name
+            assert bits(tree[name]) == bits(x), name
+        else:
+            assert tree[name] is x, name
+
+
+def assert_structs(tree: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, x in expected.items():
+        if hasattr(x, "dtype"):
+            assert tree[name] == jax.ShapeDtypeStruct(x.shape, x.dtype), name
+        else:
+            assert tree[name] is x, name
+
+
+def live_bytes() -> int:
+    """Of all arrays on the devices of this process."""
+    arrays = [s.data for x in jax.live_arrays() for s in x.addressable_shards]
+    return sum({x.unsafe_buffer_pointer(): x.nbytes for x in arrays}.values())
+
+
+# ------------------------------------------------------------------ there and back
+
+
+def check_what_is_sharded_comes_back_bit_for_bit(context: Context) -> None:
+    tree = host_tree()
+    for mesh, several in ((mesh_2d(), SPECS), (mesh_across(), SPECS[2:5])):
+        for spec in several:
+            specs = specs_for(tree, spec)
+            placed = ts.shard(tree, specs, mesh)
+            for name, x in placed.items():
+                if isinstance(x, jax.Array):
+                    assert x.sharding.mesh == mesh, name
+                    assert x.sharding.is_equivalent_to(NamedSharding(mesh, specs[name]), x.ndim)
+            assert placed["stays"] is tree["stays"]
+            assert_same(ts.gather(placed), tree)
+
+
+def check_each_shard_is_the_part_that_its_index_says(context: Context) -> None:
+    x = arange(16, 8)
+    for mesh in (mesh_2d(), mesh_across()):
+        for spec in SPECS:
+            for shard in ts.shard(x, spec, mesh).addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), x[shard.index])
+
+
+def check_one_process_receives_and_the_others_get_structs(context: Context) -> None:
+    tree = host_tree()
+    placed = ts.shard(tree, specs_for(tree, P(("data", "fsdp"))), mesh_2d())
+    for to in range(context.count):
+        got = ts.gather(placed, to=to)
+        (assert_same if context.index == to else assert_structs)(got, tree)
+        pairs = dict(ts.iter_gather(placed, to=to))
+        arrays = {name: x for name, x in tree.items() if hasattr(x, "dtype")}
+        (assert_same if context.index == to else assert_structs)(pairs, arrays)
+
+
+def check_the_result_shares_no_memory(context: Context) -> None:
+    x = np.zeros((256, 256), np.float32)
+    for spec in (P(("data", "fsdp")), P(), P("data")):
+        placed = ts.shard(x, spec, mesh_2d())
+        x[:] = -1
+        first = ts.gather(placed)
+        np.testing.assert_array_equal(first, 0 * x)
+        first[:] = -1
+        step = jax.jit(lambda y: y + 1, donate_argnums=0)
+        for _ in range(3):
+            placed = step(placed)
+        np.testing.assert_array_equal(ts.gather(placed), np.full_like(x, 3))
+        x[:] = 0
+
+
+def check_whatever_mesh_is_in_force(context: Context) -> None:
+    tree, spec = {"x": arange(16, 8)}, P(("data", "fsdp"))
+    placed = ts.shard(tree, spec, mesh_2d())
+    with jax.set_mesh(mesh_2d()):
+        assert_same(ts.gather(ts.shard(tree, spec)), tree)
+    decided = ts.plan(tree, [("x", spec)], mesh_2d(), min_size=0)
+    assert_same(ts.gather(ts.shard(tree, decided)), tree)
+    explicit = ts.make_mesh("data=2,fsdp=4", axis_types="explicit")
+    assert_same(ts.gather(ts.shard(tree, spec, explicit)), tree)
+    other = ts.make_mesh("a=8", axis_types="explicit")
+    with jax.set_mesh(other):
+        assert_same(ts.gather(placed), tree)
+        assert_same(dict(ts.iter_gather(placed)), tree)
+    with jax.sharding.use_abstract_mesh(other.abstract_mesh):
+        assert_same(ts.gather(placed), tree)
+
+
+def check_functions_per_leaf_work_unchanged(context: Context) -> None:
+    tree = {"w": arange(16, 8), "kept": arange(3), "b": arange(8)}
+    specs = {"w": P("data", "fsdp"), "kept": None, "b": P()}
+    shard_fns, gather_fns = ts.make_shard_and_gather_fns(specs, mesh_2d())
+    placed = jax.tree.map(lambda f, x: f(x), shard_fns, tree)
+    assert placed["w"].sharding == NamedSharding(mesh_2d(), P("data", "fsdp"))
+    assert_same(jax.tree.map(lambda f, x: f(x), gather_fns, placed), tree)
+
+
+def check_global_arrays_of_jit_come_back(context: Context) -> None:
+    placed = ts.shard(arange(16, 8), P("data", "fsdp"), mesh_2d())
+    doubled = jax.jit(lambda x: (x * 2, x.sum(axis=0)))(placed)
+    np.testing.assert_array_equal(ts.gather(doubled)[0], arange(16, 8) * 2)
+    np.testing.assert_array_equal(ts.gather(doubled)[1], arange(16, 8).sum(axis=0))
+
+
+def check_large_leaves_go_in_pieces(context: Context) -> None:
+    """Of several chunks each, in rows longer than a chunk, and small ones between."""
+    tree = {
+        "long": arange(8, CHUNK // 16),
+        "small": arange(24),
+        "wide": arange(4, CHUNK // 4 + 3),
+        "layers": arange(2, 8, 2**14),
+        "last": arange(8, 3),
+    }
+    specs = {
+        "long": P(("data", "fsdp")),
+        "small": P("fsdp"),
+        "wide": P("fsdp"),
+        "layers": P(None, "fsdp", "data"),
+        "last": P("fsdp"),
+    }
+    placed = ts.shard(tree, specs, mesh_across())
+    for to in ("all", 0, context.count - 1):
+        got = ts.gather(placed, to=to)
+        (assert_same if to in ("all", context.index) else assert_structs)(got, tree)
+
+
+def check_random_trees_meshes_and_receivers(context: Context) -> None:
+    random = np.random.default_rng(0)  # the same on every process
+    for _ in range(5):
+        mesh, other = random_mesh(random, 8), random_mesh(random, int(random.choice([2, 4, 8])))
+        tree = {f"{i}": random_leaf(random) for i in range(random.integers(1, 5))}
+        specs = [{name: random_spec(random, x.ndim) for name, x in tree.items()} for _ in "ab"]
+        placed = ts.shard(tree, specs[0], mesh)
+        to = random.choice([-1, *range(context.count)])
+        got = ts.gather(placed, to="all" if to < 0 else int(to))
+        (assert_same if to in (-1, context.index) else assert_structs)(got, tree)
+        if len(processes_of(other.devices.flat)) == 1 < context.count:
+            continue  # to its process, the arrays there would be nobody else's
+        moved = ts.reshard(placed, specs[1], other)
+        for name, x in tree.items():
+            for shard in moved[name].addressable_shards:
+                assert bits(shard.data) == bits(x[shard.index]), (name, specs[1], other)
+        assert_same(ts.gather(ts.reshard(moved, specs[0], mesh)), tree)
+
+
+def random_mesh(random: np.random.Generator, count: int) -> Mesh:
+    devices = np.array(jax.devices())[random.permutation(8)[:count]]
+    return Mesh(devices.reshape(2, -1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def random_leaf(random: np.random.Generator) -> np.ndarray:
+    shape = [8 * int(random.choice([1, 2, 5, 30])) for _ in range(random.integers(0, 4))]
+    dtype = random.choice(["float32", "bfloat16", "int4", "bool", "complex64"])
+    return random.integers(0, 2, shape).astype(dtype)
+
+
+def random_spec(random: np.random.Generator, rank: int) -> P:
+    where = random.integers(-1, rank, 2) if rank else (-1, -1)  # of each axis, -1 for nowhere
+    axes = list(zip(random.permutation(["data", "fsdp"]), where, strict=True))
+    return P(*(tuple(str(axis) for axis, dim in axes if dim == d) for d in range(rank)))
+
+
+# ------------------------------------------------------------------ what it costs
+
+
+def check_placing_compiles_nothing_and_gathering_a_program_a_distance(context: Context) -> None:
+    tree = {f"{n:02}": arange(8, n + 1) for n in range(40)}
+    tree |= {f"half/{n:02}": arange(16, n + 1, dtype=ml_dtypes.bfloat16) for n in range(10)}
+    before = len(compiles)
+    placed = ts.shard(tree, P(("data", "fsdp")), mesh_2d())
+    assert len(compiles) == before
+    ts.gather(placed, to=0)
+    assert len(compiles) - before <= context.count - 1
+    before = len(compiles)
+    ts.gather(placed, to=0)
+    list(ts.iter_gather(placed, to=0))
+    assert len(compiles) == before
+
+
+def check_only_the_receiver_takes_memory(context: Context) -> None:
+    x = np.ones((64, 2**18), np.float32)  # 64 MiB
+    placed = {"a": ts.shard(x, P(("data", "fsdp")), mesh_2d())}
+    before = live_bytes()
+    for _, leaf in ts.iter_gather(placed, to=0):
+        # What is on its way lies in a few chunks, here and on the devices.
+        assert live_bytes() - before <= 3 * CHUNK
+        assert isinstance(leaf, np.ndarray) == (context.index == 0)
+    assert placed["a"]._npy_value is None
+
+
+def check_iter_gather_keeps_nothing_it_gave(context: Context) -> None:
+    tree = {f"{n}": arange(8, 1000) for n in range(5)}
+    for _, x in ts.iter_gather(ts.shard(tree, P(("data", "fsdp")), mesh_2d())):
+        given = weakref.ref(x)
+        del x
+        assert given() is None
+
+
+def check_replicas_are_not_sent(context: Context) -> None:
+    """Where each process holds everything, none waits for another."""
+    devices = np.array(jax.devices()).reshape(context.count, -1)
+    mesh = Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    tree = {"w": arange(16, 8), "b": arange(8)}
+    read = ts.iter_gather(ts.shard(tree, P("fsdp"), mesh))
+    for turn in range(context.count):  # one after the other
+        if turn == context.index:
+            assert_same(dict(read), tree)
+        exchange("turns", b"")
+
+
+# ------------------------------------------------------------------ read, shard by shard
+
+
+def check_structs_are_filled_shard_by_shard(context: Context) -> None:
+    expected = {"w": arange(16, 8), "b": arange(8, dtype=ml_dtypes.bfloat16), "s": np.float32(7)}
+    expected["key"] = jax.random.split(jax.random.key(3), 8)
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), expected)
+    asked: list[tuple[str, Any]] = []
+
+    def read(path: str, index: tuple[slice, ...]) -> Any:
+        asked.append((path, tuple((i.start, i.stop) for i in index)))
+        return expected[path][index]
+
+    specs = {"w": P("data", "fsdp"), "b": P("data"), "s": P(), "key": P("fsdp")}
+    placed = ts.shard(structs | {"n": arange(8)}, specs | {"n": P("data")}, mesh_2d(), read=read)
+    assert_same(ts.gather(placed), expected | {"n": arange(8)})
+    assert len(set(asked)) == len(asked)  # once each
+    for path in expected:
+        boxes = {box for name, box in asked if name == path}
+        x = placed[path]
+        shards = x.sharding.addressable_devices_indices_map(x.shape).values()
+        assert boxes == {box_of(index, x.shape) for index in shards}, path
+
+
+def check_what_read_returns_is_checked(context: Context) -> None:
+    struct = {"w": jax.ShapeDtypeStruct((16, 8), np.float32)}
+    here = 16 // context.count * context.index
+
+    def read(path: str, index: tuple[slice, ...]) -> Any:
+        return np.zeros((2, 8), np.float64 if index[0].start == here else np.float32)
+
+    with pytest.raises(ts.MismatchError) as raised:
+        ts.shard(struct, P(("data", "fsdp")), mesh_2d(), read=read)
+    assert str(raised.value) == (
+        f"`read` gave float64[2,8] for w[{here}:{here + 2}, 0:8], where float32[2,8] belongs. It is"
+        " to return that part of float32[16,8] alone, in its dtype."
+    )
+
+
+def check_where_read_fails_on_one_process_it_fails_on_all(context: Context) -> None:
+    def read(path: str, index: tuple[slice, ...]) -> Any:
+        if context.index == context.count - 1:
+            raise OSError("the disk is gone")
+        return np.zeros((2,), np.float32)
+
+    kind = OSError if context.index == context.count - 1 else ts.ProcessError
+    with pytest.raises(kind, match="the disk is gone") as raised:
+        ts.shard(jax.ShapeDtypeStruct((16,), "float32"), P(("data", "fsdp")), mesh_2d(), read=read)
+    if kind is OSError:
+        start = 16 // context.count * context.index
+        notes = [f"`read` was asked for the array[{start}:{start + 2}]."]
+        assert raised.value.__notes__ == notes
+
+
+# ------------------------------------------------------------------ parts of a batch
+
+
+def check_parts_are_joined(context: Context) -> None:
+    whole = {"x": arange(16, 6), "y": arange(16, dtype=np.int32)}
+    rows = slice(*(16 // context.count * (context.index + i) for i in (0, 1)))
+    mine = {name: x[rows] for name, x in whole.items()} | {"name": "train", "kept": arange(2)}
+    specs = {"x": P(("data", "fsdp")), "y": P(("data", "fsdp")), "name": P(), "kept": None}
+    batch = ts.from_process_local(mine, specs, mesh_2d())
+    assert batch["name"] == "train"
+    assert batch["kept"] is mine["kept"]
+    assert batch["x"].sharding == NamedSharding(mesh_2d(), P(("data", "fsdp")))
+    for name, x in whole.items():
+        np.testing.assert_array_equal(ts.gather(batch[name]), x)
+    mine["x"][:] = -1  # a loader that uses its buffer again
+    np.testing.assert_array_equal(ts.gather(batch["x"]), arange(16, 6))
+
+
+def check_parts_along_other_dims(context: Context) -> None:
+    """Each gives what its devices hold, along whichever dim, and all of what none splits."""
+    whole = arange(8, 16)
+    for mesh in (mesh_2d(), mesh_across()):
+        for spec in SPECS:
+            boxes = NamedSharding(mesh, spec).addressable_devices_indices_map((8, 16)).values()
+            own = [sorted({i for box in boxes for i in range(*box[d].indices(n))})
+                   for d, n in enumerate((8, 16))]  # fmt: skip
+            batch = ts.from_process_local(whole[np.ix_(*own)], spec, mesh)
+            assert batch.shape == (8, 16), spec
+            np.testing.assert_array_equal(ts.gather(batch), whole)
+
+
+def check_parts_of_keys_and_of_device_arrays(context: Context) -> None:
+    keys = jax.random.split(jax.random.key(1), 16)
+    rows = slice(*(16 // context.count * (context.index + i) for i in (0, 1)))
+    tree = {"key": keys[rows], "x": jax.numpy.arange(16)[rows]}
+    batch = ts.from_process_local(tree, P(("data", "fsdp")), mesh_2d())
+    assert_same(ts.gather(batch), {"key": keys, "x": np.arange(16, dtype=np.int32)})
+
+
+def check_a_batch_goes_into_a_step(context: Context) -> None:
+    mesh = mesh_2d()
+    w = ts.shard(np.ones((6, 8), np.float32), P(None, "fsdp"), mesh)
+    step = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: (x @ w).mean())(w))
+    for i in range(3):
+        part = np.full((16 // context.count, 6), i, np.float32)
+        w = step(w, ts.from_process_local(part, P(("data", "fsdp")), mesh))
+    np.testing.assert_allclose(ts.gather(w), np.full((6, 8), 1 - 0.1 * 3 / 8), rtol=1e-6)
+
+
+# ------------------------------------------------------------------ from mesh to mesh
+
+
+def check_resharding_between_specs_and_meshes(context: Context) -> None:
+    tree = {"x": arange(16, 8), "half": arange(8, 8, dtype=ml_dtypes.bfloat16)}
+    tree["key"] = jax.random.split(jax.random.key(5), 8)
+    devices = np.array(jax.devices())
+    auto = (AxisType.Auto,)
+    meshes = {
+        "the same": mesh_2d(),
+        "other axes": Mesh(devices, ("fsdp",), axis_types=auto),
+        "other order": Mesh(devices[::-1], ("fsdp",), axis_types=auto),
+        "across": mesh_across(),
+        "two devices": Mesh(devices[[0, -1]], ("fsdp",), axis_types=auto),
+        "the first process": Mesh(jax.local_devices(process_index=0), ("fsdp",), axis_types=auto),
+    }
+    placed = ts.shard(tree, P(("data", "fsdp")), mesh_2d())
+    for name, mesh in meshes.items():
+        moved = ts.reshard(placed, P("fsdp"), mesh)
+        assert moved["x"].sharding == NamedSharding(mesh, P("fsdp")), name
+        for shard in moved["x"].addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), tree["x"][shard.index])
+        if name != "the first process" or context.count == 1:
+            assert_same(ts.gather(ts.reshard(moved, P("data"), mesh_2d())), tree)
+    assert placed["x"]._npy_value is None
+
+
+def check_what_lies_right_stays(context: Context) -> None:
+    placed = ts.shard(arange(16, 8), P("fsdp"), mesh_2d())
+    for move in (ts.shard, ts.reshard):
+        assert move(placed, P("fsdp"), mesh_2d()) is placed

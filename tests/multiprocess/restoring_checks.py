@@ -1,0 +1,38 @@
+"""Four processes take up what two have saved."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.multiprocess.checkpoint_checks import TENSOR, assert_is_the_state, structs
+from tests.multiprocess.worker import Context
+from treeshard.checkpoint import restore, save
+
+
+def check_from_shapes_and_rules_alone(context: Context) -> None:
+    mesh = ts.make_mesh("data=4,tensor=2")
+    again = restore(Path(context.args[0]), structs(), rules=TENSOR, mesh=mesh)
+    assert_is_the_state(again)
+    assert again["layers"][0].weight.sharding.spec == P("tensor", "data")
+    assert len(again["layers"][0].weight.addressable_shards) == 2
+
+
+def check_on_the_devices_of_some_processes(context: Context) -> None:
+    mesh = ts.make_mesh("data=2,tensor=2", devices=jax.devices()[:4])
+    again = restore(Path(context.args[0]), structs(), rules=[(".*", P())], mesh=mesh)
+    assert_is_the_state(again)
+    assert again["wide"].sharding.device_set == set(jax.devices()[:4])
+    assert len(again["wide"].addressable_shards) == (2 if context.index < 2 else 0)
+    save(context.directory / "again", again)
+    assert_is_the_state(restore(context.directory / "again", again))
+
+
+def check_what_process_0_has_no_part_of(context: Context) -> None:
+    mesh = ts.make_mesh("data=4", devices=jax.devices()[4:])
+    again = restore(Path(context.args[0]), structs(), rules=[(".*", P())], mesh=mesh)
+    error = ts.CheckpointError if context.index == 0 else ts.ProcessError
+    with pytest.raises(error, match="keys: all of it lies on devices of other processes."):
+        save(context.directory / "elsewhere", again)

@@ -1,0 +1,102 @@
+"""Training over processes: born the same as on one device, and stepping the same."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.multiprocess.worker import Context
+from treeshard.training import init_sharded, jit_step
+
+RULES = [("b", None), (".*", ts.fsdp("fsdp", min_size=0))]
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+
+
+def init(key):
+    up, down = jax.random.split(key)
+    params = {
+        "up": jax.random.normal(up, (16, 64)) / 4,
+        "b": jnp.zeros(64),
+        "down": jax.random.normal(down, (64, 16)) / 8,
+    }
+    return {"params": params, "opt": OPTIMIZER.init(params), "step": jnp.int32(0)}
+
+
+def train_step(state, batch):
+    def loss_fn(p):
+        return jnp.mean((jnp.tanh(batch @ p["up"] + p["b"]) @ p["down"] - batch) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt": opt, "step": state["step"] + 1}, loss
+
+
+@cache
+def born():
+    mesh = ts.make_mesh("data=2,fsdp=-1")
+    return init_sharded(init, jax.random.key(0), rules=RULES, mesh=mesh)
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((16, 16), dtype="float32") for _ in range(6)]
+
+
+def losses_on_one_device():
+    state, losses = jax.jit(init)(jax.random.key(0)), []
+    for batch in batches():
+        state, loss = jax.jit(train_step)(state, batch)
+        losses.append(float(loss))
+    return losses
+
+
+def check_the_state_is_born_as_on_one_device(context: Context) -> None:
+    state, plan = born()
+    assert not state["params"]["up"].is_fully_addressable
+    assert ts.diff_shardings(state, plan) == ()
+    alone = jax.jit(init)(jax.random.key(0))
+    for ours, theirs in zip(*map(jax.tree.leaves, (ts.gather(state), alone)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def check_the_losses_are_those_of_one_device(context: Context) -> None:
+    state, plan = born()
+    specs = P(("data", "fsdp"))
+    step = jit_step(train_step, plan, batch=specs, donate=False)
+    rows = 16 // context.count
+    mine = slice(rows * context.index, rows * (context.index + 1))
+    losses = []
+    for i, batch in enumerate(batches()):
+        # Whole, or each process its rows.
+        given = batch if i % 2 else ts.from_process_local(batch[mine], specs, plan.mesh)
+        state, loss = step(state, given)
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses, losses_on_one_device(), atol=2e-6)
+
+
+def check_other_rules_on_one_process_raise_on_all(context: Context) -> None:
+    rules = [("up", None), *RULES] if context.index else RULES
+    mesh = ts.make_mesh("data=2,fsdp=-1")
+    with pytest.raises(ts.ProcessError) as told:
+        init_sharded(init, jax.random.key(0), rules=rules, mesh=mesh)
+    text = str(told.value)
+    assert "init_sharded: the processes do not agree, and nothing was done." in text
+    assert (
+        "params/up: float32[16,64] as P(None, 'fsdp') on process 0; float32[16,64] as P()" in text
+    )
+
+
+def check_rules_that_fail_on_one_process_raise_on_all(context: Context) -> None:
+    rules = RULES[:1] if context.index else RULES
+    kind, fact = (
+        (ts.ShardingRuleError, "params/up") if context.index else (ts.ProcessError, "process 1")
+    )
+    mesh = ts.make_mesh("data=2,fsdp=-1")
+    with pytest.raises(kind, match=fact):
+        init_sharded(init, jax.random.key(0), rules=rules, mesh=mesh)

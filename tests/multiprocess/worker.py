@@ -1,0 +1,74 @@
+"""One process of a launch: joins the others, runs the checks, reports each as it ends.
+
+python -m tests.multiprocess.worker MODULE PORT INDEX COUNT DEVICES DIRECTORY [ARG ...]
+"""
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+import treeshard as ts
+
+
+class Context(NamedTuple):
+    """What a check is given.
+
+    Attributes:
+        index: This process among the others.
+        count: How many there are.
+        directory: One that all share.
+        args: What the launch passed.
+    """
+
+    index: int
+    count: int
+    directory: Path
+    args: list[str]
+
+
+def join(port: str, index: int, count: int, devices: int, heartbeat: int = 20) -> None:
+    """Joins the other processes, with timeouts that suit a test."""
+    ts.simulate_devices(devices)
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.distributed.initialize(
+        f"localhost:{port}",
+        num_processes=count,
+        process_id=index,
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=heartbeat,
+        shutdown_timeout_seconds=20,
+    )
+
+
+def main(name: str, port: str, index: str, count: str, devices: str, where: str, *args: str):
+    context = Context(int(index), int(count), Path(where), list(args))
+    with open(context.directory / f"process-{index}.jsonl", "w", buffering=1) as report:
+        try:
+            if context.count > 1:
+                join(port, context.index, context.count, int(devices))
+            else:
+                ts.simulate_devices(int(devices))
+            module = importlib.import_module(name)
+            for check in [check for check in vars(module) if check.startswith("check_")]:
+                try:
+                    getattr(module, check)(context)
+                except BaseException:
+                    report.write(json.dumps([check, traceback.format_exc()]) + "\n")
+                    raise
+                report.write(json.dumps([check, "passed"]) + "\n")
+            if context.count > 1:
+                jax.distributed.shutdown()
+        except BaseException:
+            traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(1)  # the way out through Python would wait for the others
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

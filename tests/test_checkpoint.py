@@ -1,0 +1,668 @@
+"""Trees on disk, and back on any mesh."""
+
+import asyncio
+import functools
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard.checkpoint import inspect, restore, save, verify
+
+DTYPES = [
+    *("bool", "int8", "uint8", "int16", "int32", "uint32", "float16", "float32", "complex64"),
+    *("bfloat16", "int4", "uint4", "int2", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"),
+    *("float8_e3m4", "float4_e2m1fn"),
+]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Of one structure, with leaves of the same types and the same bits."""
+    leaves, others = (jax.tree.leaves_with_path(x, is_leaf=lambda x: x is None) for x in (a, b))
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (keys, x), (_, y) in zip(leaves, others, strict=True):
+        path = jax.tree_util.keystr(keys)
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            assert jax.random.key_impl(x) == jax.random.key_impl(y), path
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        if isinstance(x, jax.Array | np.ndarray | np.generic):
+            assert isinstance(y, jax.Array) == isinstance(x, jax.Array), path
+            assert (x.shape, x.dtype) == (y.shape, y.dtype), path
+            assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
+        elif isinstance(x, float | complex):
+            assert (type(x), repr(x)) == (type(y), repr(y)), path
+        else:
+            assert x is y or (type(x) is type(y) and x == y), path
+
+
+def flip_in(checkpoint: Path, data: bytes) -> None:
+    """Flips a bit of an array, wherever it lies on disk."""
+    places = 0
+    for path in checkpoint.glob("state/**/*"):
+        if path.is_file() and (found := path.read_bytes().find(data)) >= 0:
+            with path.open("r+b") as file:
+                file.seek(found + len(data) // 2)
+                file.write(bytes([data[len(data) // 2] ^ 4]))
+            places += 1
+    assert places
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        return nn.Dense(8, kernel_init=init)(x)
+
+
+def everything() -> dict[str, Any]:
+    """Whatever people train with."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    model = eqx.nn.MLP(4, 4, 16, 2, activation=jax.nn.gelu, key=keys[0])
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.cosine_decay_schedule(1e-3, 100), mu_dtype=jnp.bfloat16),
+    )
+    numbers = np.random.default_rng(0).integers(0, 2, (4, 8))
+    return {
+        "model": model,
+        "opt": optimizer.init(eqx.filter(model, eqx.is_array)),
+        "nnx": nnx.split(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))[1],
+        "linen": Linen().init(keys[1], jnp.ones((2, 4))),
+        "keys": [keys, jax.random.key(1, impl="rbg"), jax.random.split(keys[2], (2, 2))],
+        "dtypes": {name: jnp.asarray(numbers.astype(np.dtype(name))) for name in DTYPES},
+        "numpy": [np.arange(5) << 40, np.float64(1 / 3), np.ones((2, 3), ">f4"), np.array(2.5)],
+        "odd": [jnp.zeros((0, 4)), np.zeros((2, 0)), jnp.float32(-0.0), jnp.full((3,), jnp.nan)],
+        "python": [True, 7, -(2**100), -0.0, float("nan"), float("inf"), 1e-320, 1 - 0j],
+        "texts": ["", "Ünï\n\0", b"\x00\xff", None],
+        "static": functools.partial(print, 1),
+        "a.b/c d%": jnp.arange(3),
+        "": jnp.arange(2),
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    path, tree = tmp_path_factory.mktemp("saved") / "step_7", everything()
+    tree["numpy"][2] = tree["numpy"][2].astype("f4")
+    save(path, tree)
+    return path, tree
+
+
+def test_every_kind_of_leaf_comes_back_bit_for_bit(saved) -> None:
+    path, tree = saved
+    again = restore(path, tree)
+    assert_same(again, tree)
+    assert again["model"].activation is tree["model"].activation
+    assert again["static"] is tree["static"]
+
+
+def test_byte_order_is_no_part_of_an_array(tmp_path: Path) -> None:
+    save(tmp_path / "x", np.arange(3, dtype=">f8"))
+    assert restore(tmp_path / "x")[""].tolist() == [0, 1, 2]
+
+
+def test_a_flat_dict_of_numpy_arrays(saved) -> None:
+    path, tree = saved
+    flat = restore(path)
+    assert set(flat) == {leaf.path for leaf in inspect(path).leaves}
+    assert "static" not in flat
+    assert not any(callable(x) for x in flat.values())
+    assert type(flat["dtypes/int4"]) is np.ndarray
+    assert flat["dtypes/int4"].tobytes() == np.asarray(tree["dtypes"]["int4"]).tobytes()
+    assert flat["numpy/0"].dtype == np.int64
+    assert flat["numpy/0"][4] == 4 << 40
+    assert (flat["texts/1"], flat["texts/2"], flat["texts/3"]) == ("Ünï\n\0", b"\x00\xff", None)
+    assert flat["python/2"] == -(2**100)
+    assert (jax.random.key_data(flat["keys/0"]) == jax.random.key_data(tree["keys"][0])).all()
+
+
+def test_the_fingerprint_is_what_zlib_says(saved) -> None:
+    path, tree = saved
+    of = {leaf.path: leaf for leaf in inspect(path).leaves}
+    for name, x in tree["dtypes"].items():
+        assert of[f"dtypes/{name}"].crc == crc32(np.asarray(x).tobytes())
+    assert of["keys/0"].crc == crc32(np.asarray(jax.random.key_data(tree["keys"][0])).tobytes())
+
+
+def test_plain_orbax_reads_the_arrays(saved) -> None:
+    path, tree = saved
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    sharding = NamedSharding(ts.make_mesh("fsdp=8"), P(None, "fsdp"))
+    want = {"dtypes.bfloat16": jax.ShapeDtypeStruct((4, 8), "bfloat16", sharding=sharding)}
+    with context:
+        read = ocp.load(path, want)
+    assert_same(read["dtypes.bfloat16"], tree["dtypes"]["bfloat16"])
+
+
+def test_without_arrays(tmp_path: Path) -> None:
+    save(tmp_path / "x", {"step": 7, "act": print})
+    assert restore(tmp_path / "x", {"step": 0, "act": print}) == {"step": 7, "act": print}
+    save(tmp_path / "y", ())
+    assert restore(tmp_path / "y") == {}
+    assert inspect(tmp_path / "y").leaves == ()
+    verify(tmp_path / "y")
+
+
+@pytest.mark.parametrize("options", [{"ocdbt": False}, {"compress": True}], ids=str)
+def test_other_ways_to_store(options: dict[str, bool], saved, tmp_path: Path) -> None:
+    tree = saved[1]
+    save(tmp_path / "x", tree, **options)
+    assert_same(restore(tmp_path / "x", tree), tree)
+    names = {path.name for path in (tmp_path / "x" / "state").iterdir()}
+    assert ("a%2Eb.c%20d%25" in names) == (options == {"ocdbt": False})
+
+
+def test_where_a_loop_runs_as_in_notebooks(saved, tmp_path: Path) -> None:
+    async def cell() -> Any:
+        save(tmp_path / "x", saved[1])
+        return restore(tmp_path / "x", saved[1])
+
+    assert_same(asyncio.run(cell()), saved[1])
+
+
+def test_it_is_quiet(saved, tmp_path: Path, capfd, caplog) -> None:
+    with caplog.at_level(logging.DEBUG):
+        save(tmp_path / "x", saved[1], ocdbt=False)
+        restore(tmp_path / "x", saved[1])
+        verify(tmp_path / "x")
+    assert capfd.readouterr() == ("", "")
+    assert [x for x in caplog.records if "orbax" in x.pathname] == []
+
+
+# ------------------------------------------------------------------ onto other meshes
+
+
+@pytest.fixture(autouse=True)
+def small_leaves_are_sharded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "1")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """An FSDP state, saved."""
+    mesh = ts.make_mesh("fsdp=8")
+    rules = [("norm|bias", None), (".*", ts.fsdp("fsdp", min_size=0))]
+    state, _ = ts.training.init_sharded(make_state, jax.random.key(0), rules=rules, mesh=mesh)
+    path = tmp_path_factory.mktemp("trained") / "step_1"
+    save(path, state)
+    return path, state
+
+
+def make_state(key: jax.Array) -> dict[str, Any]:
+    model = eqx.nn.MLP(8, 8, 32, 2, key=key)
+    return {
+        "model": model,
+        "opt": optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array)),
+        "key": jax.random.split(key, 8),
+        "step": jnp.int32(3),
+    }
+
+
+RULES = [
+    ("key", P("data")),
+    (r"layers/\d/weight", P("tensor", "data")),
+    (r"layers/\d/bias", P("tensor")),
+    ("count|step", None),
+]
+
+
+def structs(state: Any) -> Any:
+    def bare(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x
+
+    return jax.tree.map(bare, state)
+
+
+def test_from_shapes_and_rules(trained) -> None:
+    path, state = trained
+    mesh = ts.make_mesh("data=2,tensor=4")
+    again = restore(path, structs(state), rules=RULES, mesh=mesh)
+    assert_same(again, state)
+    weight = again["opt"][0].mu.layers[1].weight
+    assert weight.sharding == NamedSharding(mesh, P("tensor", "data"))
+    assert again["key"].sharding.spec == P("data")
+    with jax.set_mesh(mesh):
+        assert_same(restore(path, structs(state), rules=RULES), state)
+
+
+def test_from_a_plan(trained) -> None:
+    path, state = trained
+    plan = ts.plan(structs(state), RULES, ts.make_mesh("data=4,tensor=2"))
+    again = restore(path, plan)
+    assert_same(again, state)
+    assert ts.extract_shardings(again)["model"].layers[0].weight.spec == P("tensor", "data")
+    other = restore(path, plan, rules=[(".*", None)], mesh=ts.make_mesh("data=8"))
+    assert other["model"].layers[0].weight.sharding.is_fully_replicated
+
+
+def test_from_where_the_leaves_lie(trained) -> None:
+    path, state = trained
+    again = restore(path, state)
+    assert again["model"].layers[0].weight.sharding == state["model"].layers[0].weight.sharding
+
+
+def test_onto_one_device_and_to_the_host(trained) -> None:
+    path, state = trained
+    again = restore(path, structs(state))
+    assert_same(again, state)
+    assert again["model"].layers[0].weight.devices() == {jax.devices()[0]}
+    like = {**structs(state), "step": np.int32(0)}
+    assert type(restore(path, like)["step"]) is np.int32
+
+
+def test_a_flat_dict_on_a_mesh(trained) -> None:
+    path, state = trained
+    flat = restore(path, rules=RULES, mesh=ts.make_mesh("data=2,tensor=4"))
+    assert flat["model/layers/0/weight"].sharding.spec == P("tensor", "data")
+    assert_same(flat["key"], state["key"])
+
+
+def test_what_comes_back_can_be_donated(trained) -> None:
+    path, state = trained
+    plan = ts.plan(structs(state), RULES, ts.make_mesh("data=4,tensor=2"))
+    step = ts.training.jit_step(add_one, plan, batch=P("data"))
+    again = restore(path, plan)
+    for _ in range(3):
+        again, _ = step(again, np.zeros(4, np.float32))
+    weight = state["model"].layers[0].weight
+    assert_same(again["model"].layers[0].weight, weight + 1 + 1 + 1)
+
+
+def add_one(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+    def one(x):
+        return x + jnp.ones((), x.dtype) if eqx.is_inexact_array(x) else x
+
+    return jax.tree.map(one, state), batch.sum()
+
+
+def test_it_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    mesh = ts.make_mesh("fsdp=8")
+    rules = [(".*", ts.fsdp("fsdp", min_size=0))]
+    state, plan = ts.training.init_sharded(make_state, jax.random.key(0), rules=rules, mesh=mesh)
+    step = ts.training.jit_step(train, plan, batch=P("fsdp"))
+    batches = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
+    losses = []
+    for i, batch in enumerate(batches):
+        if i == 2:
+            save(tmp_path / "x", state)
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    again, resumed = restore(tmp_path / "x", plan), []
+    for batch in batches[2:]:
+        again, loss = step(again, batch)
+        resumed.append(float(loss))
+    assert resumed == losses[2:]
+    assert_same(again, state)
+
+
+def train(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+    def loss_of(model: Any) -> jax.Array:
+        return jnp.mean((jax.vmap(model)(batch) - 1) ** 2)
+
+    params, static = eqx.partition(state["model"], eqx.is_array)
+    loss, grads = jax.value_and_grad(lambda p: loss_of(eqx.combine(p, static)))(params)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt = optax.adamw(1e-3).update(grads, state["opt"], params)
+    model = eqx.combine(optax.apply_updates(params, updates), static)
+    return {**state, "model": model, "opt": opt, "step": state["step"] + 1}, loss
+
+
+# ------------------------------------------------------------------ what is asked for, and is not
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    tree = {
+        "layers": [{"weight": jnp.ones((4, 8), "bfloat16"), "bias": jnp.ones(8)}] * 2,
+        "ids": np.random.default_rng(0).integers(0, 2**60, 512),  # not compressible
+        "step": 7,
+    }
+    path = tmp_path_factory.mktemp("small") / "step_7"
+    save(path, tree)
+    return path, tree
+
+
+def test_everything_that_does_not_fit_is_said_at_once(small) -> None:
+    path, tree = small
+    like = structs(tree)
+    layer = {"wieght": like["layers"][0]["weight"], "bias": jax.ShapeDtypeStruct((4,), "float32")}
+    like = {**like, "layers": [layer, like["layers"][1]], "step": 7.0, "ids": jnp.zeros(512)}
+    with pytest.raises(ts.MismatchError) as told:
+        restore(path, like)
+    assert str(told.value).splitlines() == [
+        "3 leaves are of another type:",
+        "  ids: int64[512] was saved, and float32[512] is asked for. Only floating-point numbers"
+        " are converted; ask for int64.",
+        "  layers/0/bias: float32[8] was saved, and float32[4] is asked for.",
+        "  step: a Python int was saved, and a Python float is asked for.",
+        f"layers/0/wieght: not in {path}. Did you mean 'layers/0/weight'?",
+        f"layers/0/weight: in {path}, and not asked for.",
+        "`partial=True` takes what is there, and leaves the rest as it is.",
+    ]
+
+
+def test_64_bits_are_not_cut_to_32(small) -> None:
+    path, tree = small
+    like = {**tree, "ids": jax.ShapeDtypeStruct((512,), "int64")}
+    with pytest.raises(ts.MismatchError, match=r"would be int32\[512\] on devices. Turn on 64-bit"):
+        restore(path, like)
+    with pytest.raises(ts.MismatchError, match=r"would be int32\[512\] on devices"):
+        restore(path, rules=[(".*", None)], mesh=ts.make_mesh("data=8"))
+
+
+def test_what_is_there_and_nothing_else(small) -> None:
+    path, tree = small
+    like = {"layers": [{"bias": jnp.zeros(8)}], "new": jnp.zeros(3), "fresh": 5}
+    with pytest.warns(ts.ShardingWarning) as told:
+        again = restore(path, like, partial=True)
+    assert str(told[0].message).splitlines() == [
+        "2 leaves stay as they are in `like`:",
+        f"  fresh: not in {path}.",
+        f"  new: not in {path}.",
+    ]
+    assert_same(again["layers"][0]["bias"], tree["layers"][0]["bias"])
+    assert again["new"] is like["new"]
+    assert again["fresh"] == 5
+    with pytest.raises(ts.MismatchError, match="bias: float32"):
+        restore(path, {"layers": [{"bias": jnp.zeros(9)}]}, partial=True)
+
+
+def test_a_cast_is_asked_for(small) -> None:
+    path, tree = small
+    like = {
+        **structs(tree),
+        "layers": [{"weight": jax.ShapeDtypeStruct((4, 8), "float32"), "bias": jnp.ones(8)}] * 2,
+        "ids": np.zeros(512, np.int64),
+    }
+    with pytest.raises(ts.MismatchError, match="`cast='float32'` converts it"):
+        restore(path, like)
+    mesh = ts.make_mesh("fsdp=8")
+    rules = [("weight", P(None, "fsdp")), (".*", None)]
+    weight = restore(path, like, cast="float32")["layers"][0]["weight"]
+    assert weight.dtype == np.float32
+    assert (weight == 1).all()
+    flat = restore(path, cast=jnp.float16)
+    assert {str(x.dtype) for x in flat.values() if hasattr(x, "dtype")} == {"float16", "int64"}
+    del like["ids"]
+    placed = restore(path, like, cast="float32", rules=rules, mesh=mesh, partial=True)
+    weight = placed["layers"][1]["weight"]
+    assert weight.dtype == np.float32
+    assert weight.sharding.spec == P(None, "fsdp")
+    with pytest.raises(ts.FormatError, match="cast='int8': floating-point arrays"):
+        restore(path, like, cast="int8")
+
+
+def test_a_wide_array_is_cast_where_devices_have_no_such_type(tmp_path: Path) -> None:
+    x = np.linspace(0, 1, 16).reshape(8, 2)
+    save(tmp_path / "x", {"w": x, "none": np.zeros((0, 2))})
+    mesh = ts.make_mesh("fsdp=8")
+    again = restore(tmp_path / "x", cast="float32", rules=[("w", P("fsdp")), ("", None)], mesh=mesh)
+    assert again["w"].sharding.spec == P("fsdp")
+    assert (np.asarray(again["w"]) == x.astype(np.float32)).all()
+    assert again["none"].dtype == np.float32
+
+
+def test_how_it_is_to_lie_must_be_said_in_full(small) -> None:
+    path, tree = small
+    with pytest.raises(ts.ShardingRuleError, match="no rule matches"):
+        restore(path, tree, rules=[("bias", None)], mesh=ts.make_mesh("data=8"))
+    with pytest.raises(ValueError, match="a mesh is given and no rules"):
+        restore(path, tree, mesh=ts.make_mesh("data=8"))
+    with pytest.raises(ts.NoMeshError):
+        restore(path, tree, rules=[(".*", None)])
+    abstract = jax.sharding.AbstractMesh((8,), ("data",))
+    with pytest.raises(ts.NoMeshError, match="no devices"):
+        restore(path, ts.plan(structs(tree), [(".*", None)], abstract))
+
+
+def test_rules_keep_what_is_small_whole_as_in_a_plan(tmp_path: Path) -> None:
+    save(tmp_path / "x", {"w": np.ones((8, 4), np.float32)})
+    rules, mesh = [("w", P("fsdp"))], ts.make_mesh("fsdp=8")
+    for min_size, spec in ((10_000, P()), (0, P("fsdp"))):
+        again = restore(tmp_path / "x", rules=rules, mesh=mesh, min_size=min_size)
+        assert again["w"].sharding.spec == spec
+    with pytest.raises(ValueError, match="min_size is given and no rules"):
+        restore(tmp_path / "x", min_size=0)
+
+
+def test_a_like_tree_with_one_path_twice(small) -> None:
+    path, tree = small
+    with pytest.raises(ts.MismatchError, match=r"x/y: the path of \['x'\]\['y'\], \['x/y'\]"):
+        restore(path, {"x": {"y": tree["step"]}, "x/y": 1}, partial=True)
+
+
+# ------------------------------------------------------------------ what cannot be saved
+
+
+def left_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "said"),
+    [
+        ({"w": jax.ShapeDtypeStruct((2,), "float32")}, ts.LeafError, "w: float32[2]: it is a Shap"),
+        ({"w": np.array([print])}, ts.LeafError, "w: "),
+        ({"a": {"b": 1}, "a/b": 2}, ts.CheckpointError, "a/b: the path of ['a']['b'], ['a/b']."),
+    ],
+    ids=["struct", "object", "shared path"],
+)
+def test_what_cannot_be_saved_leaves_nothing(
+    tree: Any, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error) as told:
+        save(tmp_path / "x", tree)
+    assert said in str(told.value)
+    assert left_in(tmp_path) == []
+
+
+def test_a_deleted_leaf(tmp_path: Path) -> None:
+    x = jnp.ones(3)
+    x.delete()
+    with pytest.raises(ts.DeletedLeafError, match="w: float32"):
+        save(tmp_path / "x", {"w": x})
+
+
+def test_nothing_is_overwritten(small, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "directory").mkdir()
+    for path, what in [
+        (small[0], "checkpoint"),
+        (tmp_path / "file", "file"),
+        (tmp_path / "directory", "directory"),
+    ]:
+        with pytest.raises(ts.CheckpointError) as told:
+            save(path, {"x": 1})
+        assert str(told.value) == (
+            f"There is a {what} at {path} already, and nothing is overwritten. Remove it first, or"
+            " save to another path."
+        )
+    assert (tmp_path / "file").read_text() == "mine"
+    assert left_in(tmp_path) == ["directory", "file"]
+    assert left_in(small[0].parent) == ["step_7"]
+
+
+def test_where_nothing_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ts.CheckpointError, match=r"file/inner cannot be made: Not a directory"):
+        save(tmp_path / "file" / "inner" / "x", {"x": 1})
+    with pytest.raises(ts.CheckpointError, match="names with '.orbax-checkpoint-tmp' are for"):
+        save(tmp_path / "x.orbax-checkpoint-tmp", {"x": 1})
+
+
+def test_a_relative_path(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("new/x", {"x": 1})
+    assert restore("./new/../new/x") == {"x": 1}
+    assert inspect("new/x").path == str(tmp_path / "new" / "x")
+
+
+# ------------------------------------------------------------------ what is no checkpoint
+
+
+def refused(path: Path) -> str:
+    """What `inspect`, `verify` and `restore` say of a path, all the same."""
+    said = set()
+    for read in (inspect, verify, restore):
+        with pytest.raises(ts.CheckpointError) as told:
+            read(path)
+        said.add(str(told.value))
+    (text,) = said
+    return text
+
+
+def test_what_there_is_in_the_place_of_a_checkpoint(small, tmp_path: Path) -> None:
+    steps = tmp_path / "run"
+    for step in (3, 12):
+        shutil.copytree(small[0], steps / str(step))
+    assert refused(steps) == (
+        f"{steps} is a directory of checkpoints, and none itself. The directory has steps 3, 12."
+        f" Name one: '{steps}/12'."
+    )
+    assert refused(steps / "5") == (
+        f"There is no checkpoint at {steps}/5. The directory has steps 3, 12."
+    )
+    assert refused(small[0].with_name("step7")) == (
+        f"There is no checkpoint at {small[0].parent}/step7. Did you mean 'step_7'?"
+    )
+    (steps / "notes").write_text("")
+    assert refused(steps / "notes") == f"{steps}/notes is a file; a checkpoint is a directory."
+    (tmp_path / "empty").mkdir()
+    assert refused(tmp_path / "empty") == (
+        f"{tmp_path}/empty is no checkpoint: it has no table of leaves."
+    )
+    ocp.save(tmp_path / "orbax", {"x": jnp.ones(3)})
+    assert refused(tmp_path / "orbax") == (
+        f"{tmp_path}/orbax is a checkpoint that Orbax wrote without treeshard: it has no table of"
+        " leaves. Read it with Orbax."
+    )
+    unfinished = steps / "20.orbax-checkpoint-tmp"
+    shutil.copytree(small[0], unfinished)
+    assert refused(unfinished) == (
+        f"{unfinished} is not whole: its writer did not come to the end. The directory has steps"
+        " 3, 12."
+    )
+
+
+# ------------------------------------------------------------------ damage
+
+
+@pytest.fixture
+def damaged(small, tmp_path: Path) -> Path:
+    """A copy of a checkpoint, to be damaged."""
+    return Path(shutil.copytree(small[0], tmp_path / "damaged"))
+
+
+def test_a_flipped_bit_is_named(small, damaged: Path) -> None:
+    ids = small[1]["ids"].tobytes()
+    flip_in(damaged, ids)
+    with pytest.raises(ts.DamagedError) as told:
+        verify(damaged)
+    (line,) = str(told.value).splitlines()
+    wrong = crc32(ids[:2048] + bytes([ids[2048] ^ 4]) + ids[2049:])
+    fact = f"its bytes have the CRC-32 {wrong}, and those saved had {crc32(ids)}."
+    assert line == f"{damaged}: ids: {fact}"
+    for like in (None, small[1]):
+        with pytest.raises(ts.DamagedError) as again:
+            restore(damaged, like)
+        assert str(again.value) == line
+
+
+def test_without_a_check_it_is_believed(small, damaged: Path) -> None:
+    flip_in(damaged, small[1]["ids"].tobytes())
+    assert restore(damaged, verify=False)["ids"].tolist() != small[1]["ids"].tolist()
+
+
+def test_without_fingerprints_there_is_nothing_to_check(small, tmp_path: Path) -> None:
+    save(tmp_path / "x", small[1], fingerprints=False)
+    assert str(inspect(tmp_path / "x")).endswith(" 5 have no fingerprint.")
+    flip_in(tmp_path / "x", small[1]["ids"].tobytes())
+    verify(tmp_path / "x")
+
+
+def test_what_cannot_be_read_is_named(small, damaged: Path) -> None:
+    for path in damaged.glob("state/**/d/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ts.DamagedError, match="ids: it cannot be read: ") as told:
+        verify(damaged)
+    with pytest.raises(ts.DamagedError) as again:
+        restore(damaged, small[1])
+    headline = f"{damaged}: 5 leaves are damaged:"
+    assert [str(x.value).splitlines()[0] for x in (told, again)] == [headline] * 2
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
+def test_a_lost_file(name: str, small, damaged: Path) -> None:
+    (damaged / "state" / name).unlink()
+    with pytest.raises(ts.DamagedError, match="it cannot be read"):
+        restore(damaged, small[1])
+
+
+def test_the_table_of_another_checkpoint(small, damaged: Path, tmp_path: Path) -> None:
+    other = jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, small[1])
+    save(tmp_path / "other", other)
+    shutil.copy(tmp_path / "other" / "leaves" / "table.json", damaged / "leaves" / "table.json")
+    with pytest.raises(ts.DamagedError, match="5 leaves are damaged"):
+        restore(damaged, other)
+
+
+def test_a_table_that_is_damaged_or_gone(damaged: Path) -> None:
+    table = damaged / "leaves" / "table.json"
+    text = table.read_text()
+    table.write_text(text.replace('"value": "7"', '"value": "8"'))
+    assert f"{damaged}: The table of leaves has the CRC-32" in refused(damaged)
+    table.write_bytes(b"\xff" + text.encode())
+    assert f"{damaged}: the table of leaves is no text" in refused(damaged)
+    table.write_text(text[:100])
+    assert f"{damaged}: The table of leaves is" in refused(damaged)
+    table.unlink()
+    assert refused(damaged) == (
+        f"{damaged}: its table of leaves is gone, and nothing says what it held."
+    )
+
+
+def test_a_table_of_a_later_version(damaged: Path) -> None:
+    table = damaged / "leaves" / "table.json"
+    raw = json.loads(table.read_text())
+    raw["treeshard_leaves"] = 99
+    del raw["crc"]
+    crc = crc32(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode())
+    table.write_text(json.dumps(raw | {"crc": crc}))
+    with pytest.raises(ts.FormatError, match=f"{damaged}: .*of version 99"):
+        inspect(damaged)
+
+
+# ------------------------------------------------------------------ what it holds
+
+
+def test_contents(small) -> None:
+    mesh = ts.make_mesh("data=2,fsdp=4")
+    path = small[0].with_name("sharded")
+    tree = {**small[1], "layers": ts.shard(small[1]["layers"], P("fsdp"), mesh), "none": None}
+    save(path, tree | {"name": "a\nb"})
+    assert str(inspect(path)).splitlines() == [
+        "path                  leaf           spec          bytes",
+        "ids                   int64[512]                 4.0 KiB",
+        "layers/{0..1}/bias    float32[8]     P('fsdp',)     64 B",
+        "layers/{0..1}/weight  bfloat16[4,8]  P('fsdp',)    128 B",
+        r"name                  str 'a\nb'                     3 B",
+        "none                  None                           0 B",
+        "step                  int 7                          1 B",
+        "8 leaves, 4.2 KiB. They lay on data=2, fsdp=4.",
+    ]

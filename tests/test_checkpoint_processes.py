@@ -1,0 +1,53 @@
+"""Saved by two processes, and taken up by one and by four."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.multiprocess import checkpoint_checks, launcher, restoring_checks
+from tests.multiprocess.checkpoint_checks import TENSOR, assert_is_the_state, structs
+from treeshard.checkpoint import restore, verify
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="module")
+def two(directory: Path) -> launcher.Verdicts:
+    return launcher.launch(checkpoint_checks, directory)
+
+
+@pytest.fixture(scope="module")
+def four(two: launcher.Verdicts, directory: Path) -> launcher.Verdicts:
+    args = [str(directory / "fsdp")]
+    return launcher.launch(restoring_checks, directory / "four", processes=4, devices=2, args=args)
+
+
+@pytest.mark.parametrize("check", launcher.checks_of(checkpoint_checks))
+def test_two_processes(check: str, two: launcher.Verdicts) -> None:
+    two.assert_passed(check)
+
+
+@pytest.mark.parametrize("check", launcher.checks_of(restoring_checks))
+def test_four_processes(check: str, four: launcher.Verdicts) -> None:
+    four.assert_passed(check)
+
+
+def test_one_process_on_another_mesh(two: launcher.Verdicts, directory: Path) -> None:
+    plan = ts.plan(structs(), TENSOR, ts.make_mesh("data=2,tensor=4"), min_size=0)
+    again = restore(directory / "fsdp", plan)
+    assert_is_the_state(again)
+    assert again["layers"][0].weight.sharding.spec == P("tensor", "data")
+
+
+def test_one_process_with_one_device(two: launcher.Verdicts, directory: Path) -> None:
+    mesh = ts.make_mesh("data=1,tensor=1", devices=jax.devices()[:1])
+    again = restore(directory / "fsdp", structs(), rules=TENSOR, mesh=mesh)
+    assert_is_the_state(again)
+    assert again["wide"].devices() == {jax.devices()[0]}
+    verify(directory / "fsdp")

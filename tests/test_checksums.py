@@ -1,0 +1,240 @@
+"""One number for an array, however it lies: that of zlib for the bytes of the whole."""
+
+import tracemalloc
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.multiprocess import checksum_checks, launcher
+from treeshard import _checksums
+from treeshard._checksums import _of_part, checksum, checksums
+
+DTYPES = ["float32", "bfloat16", "float16", "int8", "uint16", "bool", "complex64"]
+DTYPES += ["int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "float8_e8m0fnu"]
+
+
+def zlibs(x: Any) -> int:
+    return zlib.crc32(np.asarray(x).tobytes())
+
+
+def some(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    """Any bits at all, but in the halves of bytes that numbers do not have."""
+    bits = np.random.default_rng(seed).integers(0, 256, (*shape, jnp.dtype(dtype).itemsize))
+    if dtype == "bool":
+        bits %= 2
+    elif dtype[-1] in "24" or dtype == "float4_e2m1fn":
+        bits %= 4 if dtype.endswith("2") else 16
+    return bits.astype(np.uint8).view(jnp.dtype(dtype))[..., 0]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[np.ndarray, NamedSharding]:
+    """An array and how it is split: over meshes of one to three axes, devices in any order."""
+    sizes = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2)]))
+    devices = np.array(draw(st.permutations(jax.devices()))).reshape(sizes)
+    axes = "abc"[: len(sizes)]
+    mesh = Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    rank = draw(st.integers(0, 4))
+    dims: list[list[str]] = [[] for _ in range(rank)]
+    for axis in draw(st.permutations(axes)):
+        if (dim := draw(st.integers(-1, rank - 1))) >= 0:
+            dims[dim].append(axis)
+    spec = P(*[tuple(entry) or None for entry in dims])
+    parts = [int(np.prod([mesh.shape[axis] for axis in entry])) for entry in dims]
+    factors = draw(st.lists(st.sampled_from([0, 1, 2, 3, 7, 16]), min_size=rank, max_size=rank))
+    shape = tuple(part * factor for part, factor in zip(parts, factors, strict=True))
+    dtype = draw(st.sampled_from(DTYPES))
+    return some(shape, dtype, draw(st.integers(0, 99))), NamedSharding(mesh, spec)
+
+
+@settings(max_examples=250, deadline=None)
+@given(layouts())
+def test_the_layout_makes_no_difference(layout: tuple[np.ndarray, NamedSharding]) -> None:
+    host, sharding = layout
+    placed = jax.device_put(host, sharding)
+    assert checksums([placed, host], "reading") == [zlibs(host)] * 2
+    assert zlibs(placed) == checksum(host) == zlibs(host)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 31, 32, 33, 63, 64, 65, 66, 200])
+@pytest.mark.parametrize("dtype", ["int8", "uint4", "bfloat16", "float32", "complex64"])
+def test_runs_of_any_length_in_blocks_of_any_size(length, dtype, mesh, monkeypatch) -> None:
+    monkeypatch.setattr(_checksums, "BLOCK", 2 * _checksums.SHORT)
+    hosts = [some((5, 6, 4 * length), dtype), some((8, 2 * length), dtype)]
+    specs = [P(None, "data", "fsdp"), P("fsdp", "data")]
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    placed = jax.device_put(hosts, shardings)
+    assert checksums(placed, "reading") == list(map(zlibs, hosts))
+
+
+def test_large_arrays(mesh) -> None:
+    host = some((256, 3, 4096), "float32")
+    specs = [P(), P("data"), P("fsdp", None, "data"), P(None, None, ("fsdp", "data"))]
+    placed = [jax.device_put(host, NamedSharding(mesh, spec)) for spec in specs]
+    assert checksums(placed, "reading") == [zlibs(host)] * 4
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.arange(24.0).reshape(2, 3, 4).T,
+        np.asfortranarray(some((300, 200, 9), "bfloat16")),
+        some((40, 40), "int4").T,
+        np.arange(100)[::-3],
+        np.broadcast_to(np.float32(3), (50, 70)),
+        np.arange(9, dtype=">i4"),
+        np.array(2.5),
+        np.zeros((0, 3)),
+        np.array(True),
+        np.float64(3) + np.zeros(()),
+    ],
+    ids=str,
+)
+def test_numpy_arrays_in_any_order(x: np.ndarray) -> None:
+    x = np.asarray(x)
+    assert checksum(x) == checksums([x], "reading")[0] == zlibs(x)
+
+
+def test_arrays_on_one_device_and_nothing_at_all() -> None:
+    x = jax.device_put(some((7, 5), "float32"), jax.devices()[3])
+    assert checksums([x], "reading") == [zlibs(x)]
+    assert checksums([], "reading") == []
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_of_keys_the_numbers_count(impl, fsdp_mesh) -> None:
+    keys = jax.random.split(jax.random.key(7, impl=impl), 16)
+    split = jax.device_put(keys, NamedSharding(fsdp_mesh, P("fsdp")))
+    assert checksums([keys, split], "reading") == [zlibs(jax.random.key_data(keys))] * 2
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
+def test_bits_that_are_not_used_do_not_count(dtype) -> None:
+    clean = some((33,), dtype)
+    mask = 3 if dtype == "int2" else 15
+    dirty = (clean.view(np.uint8) | np.uint8(255 - mask)).view(clean.dtype)
+    assert checksum(dirty) == checksum(clean) == zlibs(clean) != zlibs(dirty)
+
+
+@pytest.mark.parametrize("length", [1, 6, 33, 200])
+def test_nor_do_they_in_the_runs_of_a_shard(length) -> None:
+    clean = some((5, 7, length), "uint4")
+    dirty = (clean.view(np.uint8) | np.uint8(0xF0)).view(clean.dtype)
+    start, shape = (0, 0, length), (5, 7, 2 * length)
+    assert _of_part(dirty, start, shape) == _of_part(clean, start, shape)
+
+
+def test_negative_numbers_smaller_than_a_byte(fsdp_mesh) -> None:
+    host = np.arange(-8, 8).astype(ml_dtypes.int4)
+    placed = jax.device_put(host, NamedSharding(fsdp_mesh, P("fsdp")))
+    assert checksums([placed], "reading") == [checksum(host)] == [zlibs(placed)]
+
+
+# ------------------------------------------------------------------ damage
+
+
+def test_any_flipped_bit_is_seen(mesh) -> None:
+    host = some((4, 4), "bfloat16")
+    seen = {checksum(host)}
+    for bit in range(8 * host.nbytes):
+        data = bytearray(host.tobytes())
+        data[bit // 8] ^= 1 << bit % 8
+        damaged = np.frombuffer(bytes(data), host.dtype).reshape(host.shape)
+        placed = jax.device_put(damaged, NamedSharding(mesh, P("data", "fsdp")))
+        seen.add(checksums([placed], "reading")[0])
+    assert len(seen) == 8 * host.nbytes + 1  # they even differ from each other
+
+
+def swapped_rows(x: np.ndarray) -> None:
+    x[[3, 40]] = x[[40, 3]]
+
+
+def swapped_shards(x: np.ndarray) -> None:
+    x[:32], x[32:] = x[32:].copy(), x[:32].copy()
+
+
+def swapped_columns(x: np.ndarray) -> None:
+    x[:, [0, 1000]] = x[:, [1000, 0]]
+
+
+def zeroed_page(x: np.ndarray) -> None:
+    x.reshape(-1)[1024:2048] = 0
+
+
+def shifted_page(x: np.ndarray) -> None:
+    x.reshape(-1)[1024:2048] = np.roll(x.reshape(-1)[1024:2048], 1)
+
+
+@pytest.mark.parametrize(
+    "damage", [swapped_rows, swapped_shards, swapped_columns, zeroed_page, shifted_page]
+)
+def test_what_disks_and_networks_do_is_seen(damage, mesh) -> None:
+    host = some((64, 1024), "uint16")
+    bad = host.copy()
+    damage(bad)
+    for spec in (P("data"), P("data", "fsdp"), P(None, ("fsdp", "data"))):
+        placed = jax.device_put([host, bad], NamedSharding(mesh, spec))
+        good, other = checksums(placed, "reading")
+        assert (good, other) == (zlibs(host), zlibs(bad))
+        assert good != other
+
+
+# ------------------------------------------------------------------ what it costs
+
+
+def test_nothing_is_compiled_and_nothing_stays_behind(mesh, compiles) -> None:
+    host = some((64, 64), "float32")
+    placed = jax.device_put(host, NamedSharding(mesh, P("data", "fsdp")))
+    keys = jax.random.split(jax.random.key(0), 8)
+    jax.block_until_ready(keys)
+    compiles.clear()
+    checksums([placed, keys], "reading")
+    assert compiles == []
+    assert placed._npy_value is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spec"),
+    [
+        ("float32", P("data", "fsdp")),  # short runs
+        ("float32", P(("data", "fsdp"))),
+        ("uint4", P("data")),  # masked
+        ("uint4", P("fsdp", "data")),
+        ("float32", None),  # transposed, on the host
+    ],
+)
+def test_it_copies_little_at_a_time(dtype, spec, mesh, monkeypatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # each reader copies so much
+    host = some((2**20, 16), dtype).T if spec is None else some((2**20, 16), dtype)
+    x = host if spec is None else jax.device_put(host, NamedSharding(mesh, spec))
+    checksums([x], "reading")
+    tracemalloc.start()
+    try:
+        checksums([x], "reading")
+        assert tracemalloc.get_traced_memory()[1] < 12 * _checksums.BLOCK < host.nbytes
+    finally:
+        tracemalloc.stop()
+
+
+# ------------------------------------------------------------------ processes
+
+
+@pytest.fixture(scope="module", params=[(2, 4), (4, 2)], ids=["2x4", "4x2"])
+def launched(request, tmp_path_factory):
+    processes, devices = request.param
+    where = tmp_path_factory.mktemp("checksums")
+    return launcher.launch(checksum_checks, where, processes=processes, devices=devices)
+
+
+@pytest.mark.parametrize("check", launcher.checks_of(checksum_checks))
+def test_across_processes(check, launched) -> None:
+    launched.assert_passed(check)

@@ -1,0 +1,250 @@
+"""What happens to files, anywhere in a checkpoint: an error that says where, or nothing at all."""
+
+import faulthandler
+import json
+import os
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_table_text import with_checksum
+
+import treeshard as ts
+from treeshard.checkpoint import restore, save, verify
+
+DAMAGES = 2000 if os.environ.get("TREESHARD_SOAK") else 200  # `make soak`
+PAGE = 4096
+RULES = [("key|whole", None), (".*", P("fsdp"))]
+
+
+def state(seed: int) -> dict[str, Any]:
+    """Two of them differ in every leaf that can differ."""
+    draw = np.random.default_rng(seed)
+    quarters = draw.integers(0, 4, (8, 6))
+    return {
+        "w": draw.normal(size=(64, 96)).astype(np.float32),
+        "half": draw.normal(size=(16, 40)).astype(ml_dtypes.bfloat16),
+        "int4": (quarters - 2).astype(ml_dtypes.int4),
+        "uint4": quarters.astype(ml_dtypes.uint4),
+        "whole": draw.integers(0, 99, 7).astype(np.int32),
+        "key": jax.random.split(jax.random.key(seed), 2),
+        "empty": np.zeros((0, 8), np.float32),
+        "step": 1000 + seed,
+        "lr": 0.1 / (1 + seed),
+        "name": f"run {seed} of the same model",
+        "bytes": bytes([seed, 255 - seed]),
+        "none": None,
+    }
+
+
+def bits(tree: dict[str, Any]) -> dict[str, Any]:
+    """Every leaf as something that is equal only if all its bits are."""
+    found: dict[str, Any] = {}
+    for path, x in tree.items():
+        x = jax.random.key_data(x) if path == "key" else x
+        is_array = isinstance(x, jax.Array | np.ndarray)
+        found[path] = (x.shape, str(x.dtype), np.asarray(x).tobytes()) if is_array else repr(x)
+    return found
+
+
+WAYS = {
+    "few files": {},
+    "a file a shard": {"ocdbt": False, "compress": True},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, mesh) -> dict[str, tuple[Path, Path]]:
+    """By layout: a checkpoint, and another one of the same model."""
+    where = tmp_path_factory.mktemp("saved")
+    found: dict[str, tuple[Path, Path]] = {}
+    for way, options in WAYS.items():
+        paths = where / way / "one", where / way / "other"
+        for seed, path in enumerate(paths):
+            tree = state(seed)
+            save(path, ts.shard(tree, ts.plan(tree, RULES, mesh, min_size=0)), **options)
+        found[way] = paths
+    return found
+
+
+# ------------------------------------------------------------------ damages
+
+
+def flip(draw: random.Random, path: Path, other: Path) -> None:
+    file, data = some(draw, path)
+    for _ in range(draw.choice([1, 1, 1, 2, 20])):
+        if data:
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    file.write_bytes(data)
+
+
+def zero(draw: random.Random, path: Path, other: Path) -> None:
+    """A page of a file, or a part of its only one."""
+    file, data = some(draw, path)
+    start = draw.randrange(0, len(data), PAGE) if len(data) > PAGE else draw.randrange(len(data))
+    data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
+    file.write_bytes(data)
+
+
+def cut(draw: random.Random, path: Path, other: Path) -> None:
+    file, data = some(draw, path)
+    file.write_bytes(data[: draw.choice([0, draw.randrange(len(data)), len(data) - 1])])
+
+
+def lengthen(draw: random.Random, path: Path, other: Path) -> None:
+    file, data = some(draw, path)
+    file.write_bytes(data + draw.randbytes(draw.randrange(1, PAGE)))
+
+
+def delete(draw: random.Random, path: Path, other: Path) -> None:
+    draw.choice(files(path)).unlink()
+
+
+def delete_folder(draw: random.Random, path: Path, other: Path) -> None:
+    shutil.rmtree(draw.choice([x for x in sorted(path.rglob("*")) if x.is_dir()]))
+
+
+def swap(draw: random.Random, path: Path, other: Path) -> None:
+    """Two files of a checkpoint."""
+    first, second = draw.sample(files(path), 2)
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+
+
+def swap_with_other(draw: random.Random, path: Path, other: Path) -> None:
+    """A file, for what stands in its place in another checkpoint."""
+    file, _ = some(draw, path)
+    there = other / file.relative_to(path)
+    if not there.exists():  # its name is drawn by whoever wrote it
+        there = draw.choice(files(there.parent))
+    file.write_bytes(there.read_bytes())
+
+
+def swap_folder_with_other(draw: random.Random, path: Path, other: Path) -> None:
+    folder = draw.choice([x for x in sorted(other.rglob("*")) if x.is_dir()])
+    shutil.rmtree(path / folder.relative_to(other), ignore_errors=True)
+    shutil.copytree(folder, path / folder.relative_to(other))
+
+
+KINDS = [flip, zero, cut, lengthen, delete, delete_folder]
+KINDS += [swap, swap_with_other, swap_folder_with_other]
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def some(draw: random.Random, path: Path) -> tuple[Path, bytearray]:
+    """A file that has something in it, and what: large ones more often."""
+    there = [file for file in files(path) if file.stat().st_size]
+    file = draw.choices(there, [100 + file.stat().st_size for file in there])[0]
+    return file, bytearray(file.read_bytes())
+
+
+# ------------------------------------------------------------------ what becomes of them
+
+
+def what_becomes_of(path: Path, mesh: jax.sharding.Mesh) -> tuple[str, str]:
+    """What `restore` and `verify` make of it."""
+    whole = state(0)
+    like = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x
+        for name, x in whole.items()
+    }
+    heard: list[str] = []
+    for read in (lambda: restore(path, like, rules=RULES, mesh=mesh), lambda: verify(path)):
+        try:
+            found = read()
+        except ts.CheckpointError as error:
+            heard.append(judged(error, path))
+        else:
+            assert found is None or bits(found) == bits(whole), "silently wrong"
+            heard.append("nothing was changed")
+    return heard[0], heard[1]
+
+
+def judged(error: ts.CheckpointError, path: Path) -> str:
+    """What an error says: the checkpoint, and the leaves unless it has no table of them."""
+    text = str(error)
+    assert str(path) in text.splitlines()[0], text
+    if "table of leaves" in text.splitlines()[0]:
+        return "the table of leaves"
+    assert isinstance(error, ts.DamagedError), text
+    facts = text.removeprefix(f"{path}: ").splitlines()
+    facts = [fact.strip() for fact in (facts[1:] if len(facts) > 1 else facts)]
+    assert facts, text
+    assert all(fact.split(":")[0] in state(0) for fact in facts), text
+    cannot = any("it cannot be read" in fact for fact in facts)
+    return "leaves that cannot be read" if cannot else "leaves with other bytes"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_damage_is_silent(
+    way: str, saved, mesh, tmp_path: Path, capfd, caplog, record_property
+) -> None:
+    one, other = saved[way]
+    draw = random.Random(way)
+    path, counts = tmp_path / "damaged", Counter[str]()
+    for i in range(DAMAGES // 2):
+        kind = KINDS[i % len(KINDS)]
+        shutil.copytree(one, path)
+        kind(draw, path, other)
+        with capfd.disabled():  # so that it is seen
+            faulthandler.dump_traceback_later(120, exit=True)
+        try:
+            restored, verified = what_becomes_of(path, mesh)
+        except BaseException as error:
+            error.add_note(f"{way}, damage {i}: {kind.__name__}")
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        assert restored == verified, f"{way}, damage {i}: {kind.__name__}"
+        counts[restored] += 1
+        shutil.rmtree(path)
+    record_property("damages", ", ".join(f"{n} {name}" for name, n in counts.items()))
+    assert len(counts) == 4  # there were all kinds
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+
+
+# ------------------------------------------------------------------ a table that lies
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": [2**20, 2**16]}, "w: it cannot be read: "),
+        ({"shape": [32, 96]}, "w: it cannot be read: "),
+        ({"shape": [96, 64], "spec": None}, "w: it cannot be read: "),
+        ({"dtype": "int32", "stored": "int32"}, "w: its bytes have the CRC-32 "),
+        ({"path": "v"}, "v: it cannot be read: it is not among the arrays."),
+        ({"path": "../../w"}, "../../w: it cannot be read: it is not among the arrays."),
+        ({"path": "half/../w"}, "half/../w: it cannot be read: it is not among the arrays."),
+    ],
+    ids=str,
+)
+def test_what_a_table_says_of_other_arrays(change, message, saved, mesh, tmp_path: Path) -> None:
+    """Somebody wrote it by hand, with its checksum right."""
+    path = tmp_path / "x"
+    shutil.copytree(saved["few files"][0], path)
+    table = path / "leaves" / "table.json"
+    raw = json.loads(table.read_text())
+    (row,) = [row for row in raw["leaves"] if row["path"] == "w"]
+    row.update(change)
+    table.write_text(with_checksum(raw))
+    for read in (
+        lambda: verify(path),
+        lambda: restore(path),
+        lambda: restore(path, rules=[(".*", None)], mesh=mesh),
+    ):
+        with pytest.raises(ts.DamagedError) as told:
+            read()
+        assert str(told.value).startswith(f"{path}: {message}")

@@ -1,0 +1,71 @@
+"""The example of several processes runs as told: here, and as a cluster would start it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.multiprocess.launcher import REPOSITORY, end, free_port, wait_for_all
+
+SCRIPT = REPOSITORY / "examples" / "multiprocess.py"
+TINY = ["--layers=1", "--width=32", "--heads=2", "--batch=16", "--time=8", "--warmup=2"]
+TINY += ["--text-bytes=100000", "--every=2"]
+
+
+@pytest.fixture(scope="module")
+def env():
+    cleared = ("XLA_FLAGS", "PYTHONPATH")
+    kept = {key: value for key, value in os.environ.items() if key not in cleared}
+    return kept | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+@pytest.fixture(scope="module")
+def run(env, tmp_path_factory):
+    """One process killed after step 5 of 8, both started again."""
+    directory = tmp_path_factory.mktemp("run") / "checkpoints"
+    command = [sys.executable, SCRIPT, *TINY, f"--directory={directory}", "--kill-at=5"]
+    done = subprocess.run(
+        [*command, "--steps=8"], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory, done.stdout
+
+
+def test_it_goes_on_after_the_last_checkpoint(run) -> None:
+    directory, printed = run
+    assert re.search(r"== killed process [01] after step 5; starting both again", printed)
+    again = int(re.search(r"goes on after step (\d)", printed)[1])
+    assert again in (2, 4)  # the save of step 4 may not have been whole
+    assert f"== {5 - again} steps were trained twice, and their losses are the same" in printed
+    assert "done after step 8" in printed
+    assert sorted(path.name for path in directory.iterdir() if path.name.isdigit()) == ["6", "8"]
+
+
+def test_slurm_tells_it_the_rest(run, env, tmp_path) -> None:
+    directory, _ = run
+    port = str(free_port())
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    job |= {"JAX_NUM_CPU_DEVICES": "4", "JAX_COORDINATOR_PORT": port, "SLURM_STEP_NUM_NODES": "1"}
+    started = []
+    for i in range(2):
+        task = {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
+        with (tmp_path / f"{i}").open("wb") as log:
+            command = [sys.executable, SCRIPT, *TINY, "--worker", f"--directory={directory}"]
+            started.append(
+                subprocess.Popen(
+                    [*command, "--steps=10"],
+                    env=env | job | task,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    wait_for_all(started, 200)
+    end(started)
+    printed = [(tmp_path / f"{i}").read_text() for i in range(2)]
+    assert [process.returncode for process in started] == [0, 0], "\n".join(printed)
+    assert "goes on after step 8" in printed[0]
+    assert "step 10 loss" in printed[0]
+    assert "step" not in printed[1]

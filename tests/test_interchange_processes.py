@@ -1,0 +1,29 @@
+"""safetensors files, written and read by real processes."""
+
+import pytest
+
+from tests.multiprocess import interchange_checks, launcher
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """Two processes of four devices, or four of two."""
+    done = {}
+
+    def launch(processes: int) -> launcher.Verdicts:
+        if processes not in done:
+            directory = tmp_path_factory.mktemp(f"interchange-{processes}")
+            module = interchange_checks
+            devices = 8 // processes
+            done[processes] = launcher.launch(
+                module, directory, processes=processes, devices=devices
+            )
+        return done[processes]
+
+    return launch
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("check", launcher.checks_of(interchange_checks))
+def test_processes(processes, check, launched) -> None:
+    launched(processes).assert_passed(check)

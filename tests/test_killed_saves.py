@@ -1,0 +1,58 @@
+"""Kill -9 of any process at any moment of a save: nothing that was saved is lost."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess import killed_saves_checks, launcher
+from tests.multiprocess.killed_saves_checks import KEPT, PATHS, WRITERS, differing
+from treeshard.checkpoint import restore, verify
+
+KILLS = 200 if os.environ.get("TREESHARD_SOAK") else 20  # `make soak`
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("killed")
+
+
+@pytest.fixture(scope="module")
+def killed(directory: Path) -> launcher.Verdicts:
+    args = [str(KILLS)]
+    timeout = 120.0 + 30 * KILLS
+    return launcher.launch(killed_saves_checks, directory, processes=1, args=args, timeout=timeout)
+
+
+@pytest.mark.parametrize("check", launcher.checks_of(killed_saves_checks))
+def test_killed(check: str, killed: launcher.Verdicts) -> None:
+    killed.assert_passed(check)
+
+
+def test_it_was_killed_in_the_middle(
+    killed: launcher.Verdicts, directory: Path, record_property
+) -> None:
+    counts = json.loads((directory / "counts.json").read_text())
+    record_property("processes killed", ", ".join(f"{n} {name}" for name, n in counts.items()))
+    assert counts["in all"] == KILLS
+    assert counts["ended by JAX"] == 2
+    assert min(counts["process 0"], counts["process 1"]) > KILLS / 10
+    assert counts["while it wrote"] > KILLS / 4
+
+
+def test_some_came_while_another_was_at_work(
+    killed: launcher.Verdicts, directory: Path, record_property
+) -> None:
+    counts = json.loads((directory / "at-once.json").read_text())
+    record_property("writers refused", ", ".join(f"{n} {name}" for name, n in counts.items()))
+    assert sum(counts.values()) == PATHS * (WRITERS - 1)
+    assert counts["while another wrote"]
+
+
+def test_what_is_left_is_whole(killed: launcher.Verdicts, directory: Path) -> None:
+    steps = sorted(int(path.name) for path in (directory / "run").iterdir())
+    assert len(steps) == KEPT  # and nothing else is there
+    for step in steps:
+        verify(directory / "run" / str(step))
+        assert not differing(restore(directory / "run" / str(step)), step)

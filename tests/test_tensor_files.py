@@ -1,0 +1,211 @@
+"""Tensors in several files, and their index."""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from saved_tensors import assert_same, blocks, files_in, package_bytes
+
+import treeshard as ts
+from treeshard.interchange import load_safetensors, save_safetensors
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return tmp_path / "model.safetensors"
+
+
+def test_several_files(file, tmp_path) -> None:
+    save_safetensors(file, blocks(), max_file_size=900, metadata={"format": "pt"})
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert files_in(tmp_path) == [*names, "model.safetensors.index.json"]
+    map_ = {path: names[i // 2] for i, path in enumerate(blocks())}
+    index = {"metadata": {"total_size": 2000}, "weight_map": map_}
+    text = (tmp_path / "model.safetensors.index.json").read_text()
+    assert text == json.dumps(index, indent=2, sort_keys=True) + "\n"
+    for name in names:
+        tree = {path: x for path, x in blocks().items() if map_[path] == name}
+        assert (tmp_path / name).read_bytes() == package_bytes(tree, tmp_path, {"format": "pt"})
+
+
+def test_a_tensor_over_the_limit_has_a_file_for_itself(file, tmp_path) -> None:
+    save_safetensors(
+        file, {"a": np.zeros(4), "b": np.zeros(400), "c": np.zeros(4)}, max_file_size="1kB"
+    )
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert [x[6:11] for x in index["weight_map"].values()] == ["00001", "00002", "00003"]
+
+
+def test_as_many_bytes_as_allowed_are_one_file(file, tmp_path) -> None:
+    save_safetensors(file, blocks(), max_file_size=2000)
+    assert files_in(tmp_path) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("which", ["", "model.safetensors", "model.safetensors.index.json"])
+def test_several_files_are_found_by(which, file, tmp_path) -> None:
+    save_safetensors(file, blocks(), max_file_size=900)
+    assert_same(load_safetensors(tmp_path / which), blocks())
+
+
+def test_each_save_takes_the_place_of_the_last(file, tmp_path) -> None:
+    (tmp_path / "model-of-mine.safetensors").touch()
+    for count, most in [(5, None), (5, 900), (4, 400), (3, 900), (2, None)]:
+        save_safetensors(file, blocks(count), max_file_size=most)
+        assert_same(load_safetensors(file), blocks(count))
+        parts = -(-count * 400 // (most // 400 * 400)) if most else 1
+        left = [x for x in files_in(tmp_path) if x != "model-of-mine.safetensors"]
+        assert len(left) == (parts + 1 if parts > 1 else 1), left
+
+
+def test_files_that_are_not_there(file, tmp_path) -> None:
+    with pytest.raises(ts.CheckpointError, match="cannot be read: .*No such file or directory"):
+        load_safetensors(file)
+    with pytest.raises(ts.CheckpointError, match="has no file \\*.safetensors."):
+        load_safetensors(tmp_path)
+    for name in "ab":
+        save_safetensors(tmp_path / f"{name}.safetensors", blocks())
+    with pytest.raises(
+        ts.CheckpointError, match="has 2 files .*: a.safetensors, b.safetensors. Say"
+    ):
+        load_safetensors(tmp_path)
+
+
+# ------------------------------------------------------------------ an index that is wrong
+
+
+@pytest.fixture
+def index(file, tmp_path) -> Path:
+    save_safetensors(file, blocks(3), max_file_size=400)
+    return tmp_path / "model.safetensors.index.json"
+
+
+def rewrite(index: Path, **changes: object) -> None:
+    raw = json.loads(index.read_text())
+    raw["weight_map"].update({name.replace("_", "/"): x for name, x in changes.items()})
+    index.write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\0b"]
+)
+def test_nothing_outside_the_directory_is_read(index, name, opened) -> None:
+    save_safetensors(index.parent.parent / "secret.safetensors", blocks(3))
+    rewrite(index, layers_0_w=name)
+    opened.clear()
+    with pytest.raises(ts.FormatError) as told:
+        load_safetensors(index)
+    assert f"names {name!r}, which is not the name of a file beside it." in str(told.value)
+    assert opened == {str(index)}
+
+
+@pytest.fixture
+def opened():
+    """The paths that are opened."""
+    paths: set[str] = set()
+    here = [True]
+
+    def listen(event: str, args: tuple[object, ...]) -> None:
+        if event == "open" and here:
+            paths.add(str(args[0]))
+
+    sys.addaudithook(listen)  # which cannot be removed
+    yield paths
+    here.clear()
+
+
+def test_an_index_that_contradicts_its_files(index) -> None:
+    rewrite(
+        index,
+        layers_0_w="model-00002-of-00003.safetensors",
+        more="model-00001-of-00003.safetensors",
+    )
+    with pytest.raises(ts.FormatError) as told:
+        load_safetensors(index)
+    assert str(told.value).startswith(f"{index}: 2 tensors are elsewhere:")
+    assert (
+        "layers/0/w: it says model-00002-of-00003.safetensors, and"
+        " model-00001-of-00003.safetensors has it." in str(told.value)
+    )
+    assert "more: it says model-00001-of-00003.safetensors, and none of its files" in str(
+        told.value
+    )
+
+
+def test_a_tensor_in_two_files(index) -> None:
+    first, second = (index.parent / f"model-0000{i}-of-00003.safetensors" for i in (1, 2))
+    save_file({"layers/0/w": np.ones(1), "layers/1/w": np.ones(1)}, second)
+    with pytest.raises(ts.FormatError, match=f"{first.name} and {second.name} has it"):
+        load_safetensors(index)
+
+
+def test_tensors_that_the_index_leaves_out_are_not_there(index) -> None:
+    save_file(
+        {"layers/1/w": np.ones(1), "x": np.ones(1)},
+        index.parent / "model-00002-of-00003.safetensors",
+    )
+    assert load_safetensors(index).keys() == blocks(3).keys()
+
+
+def test_files_of_the_index_that_are_not_there(index) -> None:
+    (index.parent / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ts.CheckpointError) as told:
+        load_safetensors(index)
+    assert f"{index}: model-00002-of-00003.safetensors is not there." in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{", "is no JSON: Expecting property name"),
+        (b"\xff", "is no JSON: 'utf-8' codec"),
+        (b"[]", "has no 'weight_map' that says in which file each tensor is."),
+        (b'{"weight_map": {"a": 3}}', "has no 'weight_map'"),
+        (b'{"weight_map": {"a": "b", "a": "c"}}', "the key 'a' stands twice"),
+    ],
+)
+def test_an_index_that_is_wrong(index, text, message) -> None:
+    index.write_bytes(text)
+    with pytest.raises(ts.FormatError) as told:
+        load_safetensors(index)
+    assert str(told.value).startswith(str(index))
+    assert message in str(told.value)
+
+
+ODD = [None, 3, "", "x", "..", "../secret.safetensors", "/etc/passwd", "a\0", "é" * 300, [], {}]
+PIECES = [b"..", b"/", b"0", b"{", b"}", b"[", b",", b'"', b"\\", b"\xff", b"\\u0000", b": "]
+
+
+def test_fuzzed_indexes_are_refused_or_read(index, opened) -> None:
+    """A thousand, by hand or by damage: nothing outside the directory is opened."""
+    draw, text, whole = random.Random(0), index.read_bytes(), load_safetensors(index)
+    names = [*whole, *(path.name for path in index.parent.iterdir())]
+    refused: list[str] = []
+    read = 0
+    opened.clear()
+    for i in range(1000):
+        if i % 2:
+            found = bytearray(text)
+            for _ in range(draw.choice([1, 1, 2, 5])):
+                place = draw.randrange(len(found))
+                found[place : place + draw.choice([0, 1, 20])] = draw.choice(PIECES)
+        else:
+            raw = json.loads(text)
+            raw["weight_map"][draw.choice(names)] = draw.choice([*ODD, *names])
+            found = json.dumps(raw).encode()
+        index.write_bytes(found)
+        try:
+            tensors = load_safetensors(index)
+        except (ts.FormatError, ts.CheckpointError) as error:
+            refused.append(str(error))
+        else:
+            read += 1
+            assert all((x == whole[name]).all() for name, x in tensors.items())
+    assert {os.path.dirname(path) for path in opened} == {str(index.parent)}
+    assert all(str(index.parent) in message for message in refused)
+    assert len(refused) > 500
+    assert read > 10

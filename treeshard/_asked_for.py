@@ -1,0 +1,164 @@
+"""What is asked for of a checkpoint or file, beside what is there: before anything is read."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from treeshard._errors import FormatError, MismatchError, did_you_mean, listed, warn
+from treeshard._literals import parse_dtype
+from treeshard._saved_leaf import SavedLeaf, Shape, kind_of
+from treeshard._specs import has_shape
+
+
+class LeafType(NamedTuple):
+    """What a leaf is, whatever its values.
+
+    Attributes:
+        kind: As in `SavedLeaf`.
+        shape: The shape of an array, or of an array of keys.
+        dtype: Its dtype by name; nothing for other kinds.
+        on_devices: Whether it is to become a `jax.Array`: these have 64-bit numbers only in
+            JAX's x64 mode.
+    """
+
+    kind: str
+    shape: Shape = ()
+    dtype: str = ""
+    on_devices: bool = False
+
+    def __str__(self) -> str:
+        if self.dtype:
+            return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return "None" if self.kind == "none" else f"a Python {self.kind}"
+
+    def cast(self, to: str) -> "LeafType":
+        """The same in the dtype `to`, if it is an array of floating-point numbers."""
+        return self._replace(dtype=to) if _is_floating(self) else self
+
+
+class Differences(NamedTuple):
+    """In what the leaves that are asked for are not those that are there.
+
+    Attributes:
+        missing: The paths that are asked for and not there.
+        unexpected: The paths that are there and not asked for.
+        misfits: Why leaves that are there cannot be had as they are asked for, by path.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    misfits: dict[str, str]
+
+    def check(self, source: str = "the checkpoint", *, partial: bool = False) -> None:
+        """Raises one `MismatchError` for all of them, if there are any.
+
+        Args:
+            source: What is to be read, for the message.
+            partial: Whether leaves may be missing or unexpected. What is missing is then told in
+                a `ShardingWarning`.
+        """
+        facts: list[str] = []
+        if self.misfits:
+            lines = [f"{path}: {why}" for path, why in self.misfits.items()]
+            facts.append(listed(f"{len(lines)} leaves are of another type:", lines))
+        if self.missing and not partial:
+            headline = f"{len(self.missing)} leaves are asked for that {source} does not have:"
+            facts.append(listed(headline, self._missing_facts(source)))
+        if self.unexpected and not partial:
+            headline = f"{len(self.unexpected)} leaves of {source} are not asked for:"
+            lines = [f"{path}: in {source}, and not asked for." for path in self.unexpected]
+            facts.append(listed(headline, lines))
+        if facts and not partial and (self.missing or self.unexpected):
+            facts.append("`partial=True` takes what is there, and leaves the rest as it is.")
+        if facts:
+            raise MismatchError("\n".join(facts))
+        if self.missing:
+            lines = [f"{path}: not in {source}." for path in self.missing]
+            warn(listed(f"{len(lines)} leaves stay as they are in `like`:", lines))
+
+    def _missing_facts(self, source: str) -> list[str]:
+        known = [self.unexpected if i < 10 else () for i in range(len(self.missing))]  # shown: ten
+        return [
+            f"{path}: not in {source}.{did_you_mean(path, near)}"
+            for path, near in zip(self.missing, known, strict=True)
+        ]
+
+
+def leaf_type(x: Any) -> LeafType | None:
+    """What a leaf of a like-tree asks for; `None` if it is static.
+
+    numpy's arrays ask for numpy's.
+    """
+    kind = kind_of(x)
+    if kind is None:
+        return None
+    if not has_shape(x):
+        return LeafType(kind)
+    return LeafType(kind, tuple(x.shape), str(x.dtype), not isinstance(x, np.ndarray | np.generic))
+
+
+def saved_types(rows: Iterable[SavedLeaf]) -> dict[str, LeafType]:
+    """What the rows of a table are, by path."""
+    return {row.path: LeafType(row.kind, row.shape, row.dtype) for row in rows}
+
+
+def compare(
+    there: Mapping[str, LeafType], asked: Mapping[str, LeafType], cast: str | None = None
+) -> Differences:
+    """Compares what is asked for with what is there, by path.
+
+    Args:
+        there: What was saved.
+        asked: What is asked for. This is what comes back, in its dtypes.
+        cast: The one dtype that floating-point arrays may be converted to, from another
+            floating-point one. Nothing else is converted, and nothing without it.
+    """
+    # A `None` holds nothing that could be missed.
+    missing = tuple(p for p, x in asked.items() if p not in there and x.kind != "none")
+    unexpected = tuple(p for p, x in there.items() if p not in asked and x.kind != "none")
+    whys = {path: _misfit(there[path], asked[path], cast) for path in asked if path in there}
+    return Differences(missing, unexpected, {path: why for path, why in whys.items() if why})
+
+
+def cast_dtype(cast: Any) -> str:
+    """The name of a dtype to cast to. Raises `FormatError` unless it is a floating-point one."""
+    try:
+        name = str(jax.numpy.dtype(cast))
+    except TypeError:
+        name = str(cast)
+    if not _is_floating(LeafType("array", (), name)):
+        raise FormatError(
+            f"cast={name!r}: floating-point arrays can be converted, and no others. Give a"
+            " floating-point dtype, such as 'float32'."
+        )
+    return name
+
+
+def _misfit(there: LeafType, asked: LeafType, cast: str | None) -> str:
+    """Why a leaf cannot be had as it is asked for; nothing if it can."""
+    fact = f"{there} was saved, and {asked} is asked for."
+    if there[:2] != asked[:2]:
+        return fact
+    if there.dtype != asked.dtype:
+        if not (_is_floating(there) and _is_floating(asked)):
+            return f"{fact} Only floating-point numbers are converted; ask for {there.dtype}."
+        if asked.dtype != cast:
+            return f"{fact} `cast={asked.dtype!r}` converts it."
+    return _too_wide(asked)
+
+
+def _too_wide(asked: LeafType) -> str:
+    if asked.kind != "array" or not asked.on_devices:
+        return ""
+    had = asked._replace(dtype=str(jax.dtypes.canonicalize_dtype(parse_dtype(asked.dtype))))
+    if had == asked:
+        return ""
+    ways = ["Turn on 64-bit numbers (`jax.config.update('jax_enable_x64', True)`)"]
+    ways += [f"convert it with `cast={had.dtype!r}`"] if _is_floating(asked) else []
+    return f"{asked} would be {had} on devices. {', '.join(ways)}, or ask for a numpy array."
+
+
+def _is_floating(x: LeafType) -> bool:
+    return x.kind == "array" and jax.numpy.issubdtype(parse_dtype(x.dtype), np.floating)

@@ -1,0 +1,144 @@
+"""`treeshard inspect`, `verify` and `diff`."""
+
+import argparse
+import json
+import math
+from typing import Any
+
+from treeshard._cli_options import off_accelerators, renamed, wants_bar
+from treeshard._contents import describe_leaf
+from treeshard._describe import columns, fold_paths, human_bytes
+from treeshard._difference import Changed, Difference, difference
+from treeshard._errors import DamagedError, FormatError
+from treeshard._progress import with_bar
+from treeshard._saved_leaf import SavedLeaf
+from treeshard._stored_trees import StoredTree, open_stored
+
+# ------------------------------------------------------------------ inspect
+
+
+def run_inspect(options: argparse.Namespace) -> tuple[str, int]:
+    """Says what a tree on disk holds."""
+    off_accelerators()
+    with open_stored(options.path, options.step) as tree:
+        return _as_json(tree) if options.json else _as_text(tree), 0
+
+
+def _as_text(tree: StoredTree) -> str:
+    text = str(tree.contents)
+    if tree.steps:
+        steps = ", ".join(map(str, tree.steps))
+        text = f"{tree.contents.path}, of the steps {steps}:\n{text}"
+    return text
+
+
+def _as_json(tree: StoredTree) -> str:
+    about = {
+        "path": tree.contents.path,
+        "format": tree.format,
+        "steps": tree.steps,
+        "meshes": tree.contents.meshes,
+        "bytes": tree.contents.bytes,
+        "leaves": [_row(leaf) for leaf in tree.contents.leaves],
+    }
+    return json.dumps(about)
+
+
+def _row(leaf: SavedLeaf) -> dict[str, Any]:
+    about: dict[str, Any] = {"path": leaf.path, "kind": leaf.kind}
+    if leaf.dtype:
+        about |= {"shape": leaf.shape, "dtype": leaf.dtype, "spec": leaf.spec}
+    else:
+        about |= {"value": leaf.value}
+    return about | {"bytes": leaf.bytes, "crc32": leaf.crc}
+
+
+# ------------------------------------------------------------------ verify
+
+
+def run_verify(options: argparse.Namespace) -> tuple[str, int]:
+    """Says which leaves are not what was saved."""
+    off_accelerators()
+    try:
+        with open_stored(options.path, options.step) as tree:
+            return _verified(tree)
+    except (DamagedError, FormatError) as error:
+        return str(error), 1
+
+
+def _verified(tree: StoredTree) -> tuple[str, int]:
+    path, leaves = tree.contents.path, tree.contents.leaves
+    total = f"{len(leaves):,} leaves, {human_bytes(tree.contents.bytes)}"
+    if tree.format == "safetensors":
+        return (
+            f"{path}: {total}. Headers and sizes are right. The format has no checksums, so"
+            " nothing says whether the numbers are.",
+            0,
+        )
+    read = tree.read(with_bar(leaves, "verify", show=wants_bar()))
+    if damages := [f"  {leaf.row.path}: {leaf.damage}" for leaf in read if leaf.damage]:
+        head = f"{path}: {len(damages):,} of {len(leaves):,} leaves are damaged:"
+        return "\n".join([head, *damages]), 1
+    bare = sum(leaf.crc is None for leaf in leaves)
+    but = f", but for {bare:,} that were saved without a checksum and can be read" if bare else ""
+    return f"{path}: {total}. All are what was saved{but}.", 0
+
+
+# ------------------------------------------------------------------ diff
+
+
+def run_diff(options: argparse.Namespace) -> tuple[str, int]:
+    """Says in what two trees on disk differ."""
+    off_accelerators()
+    with open_stored(options.a) as a, open_stored(options.b) as b:
+        names = renamed([leaf.path for leaf in a.contents.leaves], options.rename, "diff")
+        found = difference(a, b, names, progress=wants_bar())
+        say = _difference_json if options.json else _difference_text
+        return say(found, a.contents.path, b.contents.path), int(bool(found))
+
+
+def _difference_text(found: Difference, a: str, b: str) -> str:
+    parts: list[str] = []
+    if found.changed:
+        rows = [("path", "leaf", "differ", "max abs", "max relative")]
+        rows += [(path or "(the tree)", *_cells(x)) for path, x in found.changed.items()]
+        parts.append(columns(rows))
+    for where, paths in ((a, found.only_in_a), (b, found.only_in_b)):
+        if paths:
+            lines = [f"  {path or '(the tree)'}" for path in fold_paths(paths)]
+            parts.append("\n".join([f"only in {where}:", *lines]))
+    by = f" ({found.unread:,} by checksum alone)" if found.unread else ""
+    counts = [f"{found.same:,} leaves are the same{by}", f"{len(found.changed):,} differ"]
+    counts += [f"{len(found.only_in_a):,} only in {a}"] * bool(found.only_in_a)
+    counts += [f"{len(found.only_in_b):,} only in {b}"] * bool(found.only_in_b)
+    return "\n".join([*parts, ", ".join(counts) + "."])
+
+
+def _cells(x: Changed) -> tuple[str, str, str, str]:
+    one, other, numbers = describe_leaf(x.a), describe_leaf(x.b), x.numbers
+    if numbers is None:
+        return f"{one} -> {other}", "", "", ""
+    odd = f" ({numbers.not_finite:,} NaN or infinite)" if numbers.not_finite else ""
+    differ = f"{numbers.differing:,} of {numbers.size:,}{odd}"
+    return one, differ, _short(numbers.max_abs), _short(numbers.max_relative)
+
+
+def _short(x: int | float | None) -> str:
+    return "" if x is None else f"{x:.3g}"
+
+
+def _difference_json(found: Difference, a: str, b: str) -> str:
+    changed = [
+        {"path": path, "a": _row(x.a), "b": _row(x.b)} | _numbers(x)
+        for path, x in found.changed.items()
+    ]
+    return json.dumps({"a": a, "b": b, **found._asdict(), "changed": changed})
+
+
+def _numbers(x: Changed) -> dict[str, Any]:
+    if x.numbers is None:
+        return {}
+    return {
+        name: None if isinstance(n, float) and math.isinf(n) else n
+        for name, n in x.numbers._asdict().items()
+    }

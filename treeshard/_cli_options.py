@@ -1,0 +1,63 @@
+"""What several commands have in common: names, bars, and where JAX runs."""
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+
+import jax
+
+from treeshard._errors import FormatError
+from treeshard._tensor_trees import tensor_names
+
+
+def off_accelerators() -> None:
+    """Keeps JAX on the CPU, which is enough for files, unless the user said otherwise."""
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]  (it is there)
+        jax.config.update("jax_platforms", "cpu")
+
+
+def wants_bar() -> bool:
+    """Whether somebody would see a bar."""
+    return sys.stderr.isatty() and find_spec("tqdm") is not None
+
+
+def pattern(text: str, option: str) -> re.Pattern[str]:
+    """Reads a regular expression."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise FormatError(f"{option} {text!r}: the pattern does not compile: {error}.") from None
+
+
+def renamed(paths: Iterable[str], rules: Sequence[str], where: str) -> dict[str, str]:
+    """The new names of leaves by their paths.
+
+    Args:
+        paths: The paths.
+        rules: Texts `REGEX=>NEW`, which apply in turn.
+        where: What is being done, for messages.
+
+    Raises:
+        FormatError: If a rule is none.
+        CheckpointError: If leaves would share a name.
+    """
+    pairs = [_read_rule(rule) for rule in rules]
+
+    def rename(path: str) -> str:
+        for found, new in pairs:
+            try:
+                path = found.sub(new, path)
+            except (re.error, IndexError) as error:
+                raise FormatError(f"--rename: {new!r} is no replacement: {error}.") from None
+        return path
+
+    tree = dict.fromkeys(sorted(paths), jax.ShapeDtypeStruct((), "bool"))
+    return dict(zip(tree, tensor_names(tree, rename, where).values(), strict=True))
+
+
+def _read_rule(rule: str) -> tuple[re.Pattern[str], str]:
+    old, arrow, new = rule.partition("=>")
+    if not arrow:
+        raise FormatError(f"--rename {rule!r} has no '=>'. Write it as 'REGEX=>NEW', '/=>.'.")
+    return pattern(old, "--rename"), new

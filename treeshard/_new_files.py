@@ -1,0 +1,103 @@
+"""Files that all processes write parts of, and that get their names when they are whole."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import jax
+
+from treeshard._directory_lock import locked
+from treeshard._errors import CheckpointError
+from treeshard._processes import AS_LONG_AS_IT_TAKES, exchange, together
+
+
+@contextmanager
+def new_files(
+    name: Path, paths: Sequence[Path], stale: Sequence[Path], what: str, timeout: float
+) -> Iterator[list[int]]:
+    """Opens files under hidden names beside `paths`, the same ones on every process.
+
+    Once all have left the block without an error they get their names, in the order of `paths`,
+    and stand in the place of what was there. After an error on any process they are gone.
+
+    Args:
+        name: What stands for all of them: one run at a time writes what has this name.
+        paths: The files. If there are several, the last is what makes sense of the others: an
+            older one is removed before these get their names.
+        stale: Files to remove at the end.
+        what: What is being done, as in `together`.
+        timeout: Seconds that the others are waited for; not while they write.
+
+    Raises:
+        CheckpointError: If another run is writing the same files, or if a process does not see
+            those that process 0 made.
+        ProcessError: If others failed, or did not come.
+        OSError: If a file cannot be made or written.
+    """
+    first = jax.process_index() == 0
+    hidden = [path.with_name(f".{path.name}.part") for path in paths]
+    mark = exchange(what, os.urandom(16), timeout=timeout)[0]
+    with ExitStack() as held:
+        files: list[int] = []
+        with together(what, timeout=timeout):
+            if first:
+                held.enter_context(locked(name.with_name(f".{name.name}.lock"), f"{what}: {name}"))
+                files = [held.enter_context(_made(path, mark)) for path in hidden]
+        with together(what, timeout=timeout):
+            if not first:
+                files = [held.enter_context(_found(path, mark)) for path in hidden]
+        with together(what, timeout=AS_LONG_AS_IT_TAKES):
+            yield files
+            for file in files:
+                os.fsync(file)
+        with together(what, timeout=AS_LONG_AS_IT_TAKES):
+            if first:
+                _name(hidden, paths, stale)
+
+
+@contextmanager
+def _made(path: Path, mark: bytes) -> Iterator[int]:
+    """Makes a file, or takes over one that a killed run has left behind."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        os.pwrite(file, mark, 0)
+        os.fsync(file)
+        yield file
+    finally:
+        os.close(file)
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _found(path: Path, mark: bytes) -> Iterator[int]:
+    """Opens what process 0 made: on another machine a file of this name may be another one."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        file = None
+    try:
+        if file is None or os.pread(file, len(mark), 0) != mark:
+            raise CheckpointError(
+                f"Process {jax.process_index()} does not see the file that process 0 has begun in"
+                f" {path.parent}. Save to a directory that all of them share."
+            )
+        yield file
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+def _name(hidden: Sequence[Path], paths: Sequence[Path], stale: Sequence[Path]) -> None:
+    if len(paths) > 1:
+        paths[-1].unlink(missing_ok=True)
+    for before, after in zip(hidden, paths, strict=True):
+        before.replace(after)
+    for path in stale:
+        path.unlink(missing_ok=True)
+    for directory in {path.parent for path in paths}:
+        file = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)

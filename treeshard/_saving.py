@@ -1,0 +1,101 @@
+"""How a tree becomes a checkpoint: what all processes do before one of them writes anything."""
+
+from typing import Any
+
+import jax
+from etils import epath
+
+from treeshard._agreement import agree
+from treeshard._checkpoint_paths import check_vacant, is_local, lock_of
+from treeshard._checksums import checksums
+from treeshard._directory_lock import Lock
+from treeshard._errors import CheckpointError, listed
+from treeshard._leaf_table import LeafTable, Packed, pack
+from treeshard._orbax import Writing, lies_here, write
+from treeshard._processes import together
+from treeshard._saved_leaf import SavedLeaf
+from treeshard._table_text import to_text
+
+WHERE = "save"
+
+
+def begin(
+    path: epath.Path,
+    tree: Any,
+    *,
+    fingerprints: bool,
+    compress: bool,
+    ocdbt: bool,
+    timeout: float,
+) -> Writing:
+    """Begins to save a tree. Once this returns its leaves may change or be donated.
+
+    Raises:
+        As `checkpoint.save` does; here, or in `Writing.wait`.
+    """
+    lock: Lock | None = None
+
+    def release() -> None:
+        if lock is not None:
+            lock.release()
+
+    try:
+        with together(WHERE, timeout=timeout):
+            packed = pack(tree, WHERE)
+            if jax.process_index() == 0:
+                _check_here(packed)
+                lock = _locked(path)
+                check_vacant(path)
+        options = f"fingerprints={fingerprints}, compress={compress}, ocdbt={ocdbt}"
+        facts = {"the path": str(path), "the options": options, **_facts(packed.table)}
+        agree(WHERE, facts, timeout=timeout)
+        table = packed.table
+        if fingerprints:
+            arrays = list(packed.arrays.values())
+            names = [row.path for row in table.leaves if row.stored is not None]
+            found = checksums(arrays, WHERE, timeout, names=names)
+            table = table.with_checksums(dict(zip(packed.arrays, found, strict=True)))
+        return write(
+            path,
+            packed.arrays,
+            to_text(table),
+            compress=compress,
+            ocdbt=ocdbt,
+            timeout=timeout,
+            at_end=release,
+        )
+    except BaseException:
+        release()
+        raise
+
+
+def _check_here(packed: Packed) -> None:
+    facts = [
+        f"{row.path}: all of it lies on devices of other processes. `reshard` it to a mesh that has"
+        " a device of process 0, which says in the checkpoint what there is."
+        for row in packed.table.leaves
+        if row.stored and not lies_here(packed.arrays[row.key])
+    ]
+    if facts:
+        raise CheckpointError(f"{WHERE}: {listed(f'{len(facts)} leaves cannot be saved:', facts)}")
+
+
+def _locked(path: epath.Path) -> Lock | None:
+    """Keeps others from writing there; makes the directory that it is to be in."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path.parent} cannot be made: {error.strerror}.") from None
+    return Lock(lock_of(path), str(path)) if is_local(path) else None
+
+
+def _facts(table: LeafTable) -> dict[str, str]:
+    """What all processes must have alike."""
+    meshes = {f"mesh {i + 1}": str(axes) for i, axes in enumerate(table.meshes)}
+    return meshes | {row.path: _fact(row) for row in table.leaves}
+
+
+def _fact(row: SavedLeaf) -> str:
+    if not row.dtype:
+        return f"{row.kind} {row.value}"
+    return f"{row.dtype}[{','.join(map(str, row.shape))}] as {row.spec}, {row.impl or row.stored}"
