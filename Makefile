@@ -19,7 +19,7 @@ soak: .venv/installed
 
 # The tests on the oldest versions that pyproject.toml allows.
 test-floor: .venv-floor/installed
-	.venv-floor/bin/python -m pytest $(ARGS)
+	.venv-floor/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

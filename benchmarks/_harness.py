@@ -119,6 +119,7 @@ def report(
         "on": _setting(packages),
     }
     if chosen.save:
+        chosen.save.parent.mkdir(parents=True, exist_ok=True)
         chosen.save.write_text(_lines(found), encoding="utf-8")
     if chosen.json:
         print(json.dumps(found))

@@ -5,15 +5,15 @@ import sys
 
 import treeshard as ts
 from benchmarks._harness import Row, medians, options, report
-from examples.plan_405b import RULES, mesh_of, training_state
+from examples.plan_405b import RULES, training_state
 
 SMALL, LARGE = "fsdp=4,tensor=2", "data=8,fsdp=512,tensor=16"
 
 _PEAK = r"""
 import re
-from benchmarks.bench_plan_scale import LARGE, RULES, mesh_of, training_state
+from benchmarks.bench_plan_scale import LARGE, RULES, training_state
 import treeshard as ts
-plan = ts.plan(training_state(), RULES, mesh_of(LARGE))
+plan = ts.plan(training_state(), RULES, LARGE)
 plan.findings, plan.bytes_per_device(), str(plan), plan.to_json()
 # Not what getrusage says, which remembers the process that started this one.
 print(int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) / 2**20)
@@ -28,12 +28,11 @@ def peak_gib() -> float:
 
 def main() -> None:
     state = training_state()
-    meshes = {name: mesh_of(name) for name in (SMALL, LARGE)}
-    plans = {name: ts.plan(state, RULES, mesh) for name, mesh in meshes.items()}
+    plans = {name: ts.plan(state, RULES, name) for name in (SMALL, LARGE)}
     seconds = medians(
         {
-            **{name: lambda m=mesh: ts.plan(state, RULES, m) for name, mesh in meshes.items()},
-            "findings": lambda: ts.plan(state, RULES, meshes[LARGE]).findings,
+            **{name: lambda name=name: ts.plan(state, RULES, name) for name in plans},
+            "findings": lambda: ts.plan(state, RULES, LARGE).findings,
             "describe": lambda: str(plans[LARGE]),
             "json": lambda: ts.Plan.from_json(plans[LARGE].to_json()),
             "diff": lambda: plans[SMALL].diff(plans[LARGE]),

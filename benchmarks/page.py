@@ -30,7 +30,8 @@ class Claim(NamedTuple):
         case: Which of its rows.
         what: What the README calls it.
         show: How the figure is written.
-        others: Rows of other ways, by name; by default those that the row itself lists.
+        others: Rows of other ways, by name; by default those of its kind that the
+            row itself lists.
     """
 
     bench: str
@@ -139,13 +140,18 @@ def claims(found: Results) -> str:
     for i, claim in enumerate(CLAIMS):
         row = row_of(found, claim.bench, claim.case)
         others = {name: row_of(found, claim.bench, case) for name, case in claim.others.items()}
-        others = others or ({} if isinstance(row["vs"], str) else row["vs"])
+        others = others or _ways(row["vs"])
         # One is named once, above the others of its kind.
         first = i == 0 or CLAIMS[i - 1].bench != claim.bench
         command = f"[`{claim.bench}`](docs/numbers.md#{claim.bench})" if first else ""
         vs = ", ".join(f"{name} {claim.show(x['measured'])}" for name, x in others.items())
         lines.append(f"| {command} | {claim.what} | {claim.show(row['measured'])} | {vs} |\n")
     return HEAD + "".join(lines)
+
+
+def _ways(vs: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    """Those of a row's others that are figures of its kind: the rest say their unit."""
+    return {} if isinstance(vs, str) else {k: x for k, x in vs.items() if not k.endswith(")")}
 
 
 def row_of(found: Results, bench: str, case: str) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jax
 from jax.sharding import PartitionSpec as P
-from train_fsdp import RULES, make_init, make_optimizer, make_train_step, read_text
+from train_fsdp import RULES, add_sizes, make_init, make_optimizer, make_train_step, read_text
 from train_fsdp import batches as whole_batches
 
 import treeshard as ts
@@ -139,19 +139,9 @@ def parse(argv=None):
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--directory", type=Path, default=Path("out/multiprocess"))
-    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--kill-at", type=int, default=25, help="the step at which one is killed")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=32, help="sequences per step, in all")
-    parser.add_argument("--time", type=int, default=64, help="bytes per sequence")
-    parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--warmup", type=int, default=20, help="steps")
-    parser.add_argument("--dropout", type=float, default=0.05)
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--text-bytes", type=int, default=4_000_000)
+    add_sizes(parser, steps=40, layers=4)
     parser.add_argument("--worker", action="store_true", help="be one of the processes")
     parser.add_argument("--coordinator", help="host:port of process 0; found by itself on clusters")
     parser.add_argument("--process", type=int, help="the index of this process")

@@ -8,12 +8,10 @@ several meshes side by side, whether that fits, what stays whole, and why.
 """
 
 import argparse
-import re
 import time
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -76,13 +74,6 @@ def training_state(dtype="bfloat16"):
     return {"params": decoder(dtype), "grads": decoder(dtype), "opt_state": moments}
 
 
-def mesh_of(text):
-    """An abstract mesh from `data=8,fsdp=64`."""
-    sizes = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", text)}
-    types = (AxisType.Auto,) * len(sizes)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
-
-
 def gigabytes(count):
     return f"{count / 1e9:,.2f} GB"
 
@@ -138,7 +129,7 @@ def main(argv=None):
     plans = {}
     for text in args.mesh or MESHES:
         start = time.perf_counter()
-        plans[text] = ts.plan(state, RULES, mesh_of(text)), time.perf_counter() - start
+        plans[text] = ts.plan(state, RULES, text), time.perf_counter() - start
 
     total = sum(leaf.bytes for leaf in next(iter(plans.values()))[0].leaves)
     params = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))

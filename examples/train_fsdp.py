@@ -200,8 +200,15 @@ def parse(argv=None):
     )
     parser.add_argument("--mesh", default="fsdp=-1", help="-1 takes the devices that are left")
     parser.add_argument("--other-mesh", default="data=4,fsdp=-1", help="to restore on")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--layers", type=int, default=6)
+    add_sizes(parser, steps=100, layers=6)
+    parser.add_argument("--out", type=Path, default=Path("out/train_fsdp.png"))
+    parser.add_argument("--no-check", action="store_true", help="skip the run on one device")
+    return parser.parse_args(argv)
+
+
+def add_sizes(parser, *, steps, layers):
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--batch", type=int, default=32, help="sequences per step")
@@ -211,9 +218,6 @@ def parse(argv=None):
     parser.add_argument("--dropout", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--text-bytes", type=int, default=4_000_000)
-    parser.add_argument("--out", type=Path, default=Path("out/train_fsdp.png"))
-    parser.add_argument("--no-check", action="store_true", help="skip the run on one device")
-    return parser.parse_args(argv)
 
 
 def main(argv=None):

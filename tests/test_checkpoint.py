@@ -617,9 +617,25 @@ def test_a_lost_file(name: str, small, damaged: Path) -> None:
 def test_the_table_of_another_checkpoint(small, damaged: Path, tmp_path: Path) -> None:
     other = jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, small[1])
     save(tmp_path / "other", other)
-    shutil.copy(tmp_path / "other" / "leaves" / "table.json", damaged / "leaves" / "table.json")
+    for part in ("leaves/table.json", "state/table.crc32"):
+        shutil.copy(tmp_path / "other" / part, damaged / part)
     with pytest.raises(ts.DamagedError, match="5 leaves are damaged"):
         restore(damaged, other)
+
+
+def test_the_table_of_another_checkpoint_with_the_same_arrays(damaged: Path) -> None:
+    tree = restore(damaged)
+    save(damaged.with_name("other"), {**tree, "step": 8})
+    parts = [Path("leaves/table.json"), Path("state/table.crc32")]
+    kept = {part: (damaged / part).read_bytes() for part in parts}
+    for part in parts:
+        shutil.copy(damaged.with_name("other") / part, damaged / part)
+        with pytest.raises(ts.DamagedError, match="is not the one that its arrays came with"):
+            restore(damaged)
+        (damaged / part).write_bytes(kept[part])
+    (damaged / parts[1]).unlink()
+    with pytest.raises(ts.DamagedError, match="is not the one that its arrays came with"):
+        inspect(damaged)
 
 
 def test_a_table_that_is_damaged_or_gone(damaged: Path) -> None:

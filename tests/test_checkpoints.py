@@ -1,12 +1,9 @@
 """The checkpoints of a run, one after the other."""
 
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
+from full_disk import files_of_at_most
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
 import treeshard as ts
+from treeshard import _saving
+from treeshard._checkpoints import _remove
 from treeshard._directory_lock import locked
 from treeshard.checkpoint import Checkpoints, restore, save
 
@@ -30,17 +31,6 @@ def state_at(step: int) -> dict[str, Any]:
 
 def left_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Lets writes beyond a size fail, as on a disk that is full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_run(tmp_path: Path) -> None:
@@ -57,6 +47,12 @@ def test_a_run(tmp_path: Path) -> None:
         assert repr(checkpoints) == f"<Checkpoints: {tmp_path}/run, 2 steps>"
     assert left_in(tmp_path / "run") == ["4", "6"]
     assert restore(tmp_path / "run" / "4")["step"] == 4
+
+
+def test_what_cannot_be_removed_is_told(tmp_path: Path) -> None:
+    gone = epath.Path(tmp_path / "1.old")
+    with pytest.warns(ts.ShardingWarning, match=r"1.old cannot be removed: .*No such file"):
+        _remove(gone)
 
 
 def test_all_are_kept_and_written_at_once_if_so_asked(tmp_path: Path) -> None:
@@ -226,11 +222,12 @@ def test_what_goes_wrong_in_the_background_is_raised_once(tmp_path: Path) -> Non
 
 
 INTERRUPTED = """
-import os, sys, threading, time
+import signal, sys, threading
 import numpy as np
 import treeshard as ts
 from pathlib import Path
 from treeshard.checkpoint import Checkpoints
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells turn off behind an &
 directory = Path(sys.argv[1])
 w = np.ones((24, 1024, 1024))
 with Checkpoints(directory, background=False) as checkpoints:
@@ -263,6 +260,23 @@ def test_ctrl_c_in_the_middle_of_a_save(tmp_path: Path) -> None:
     assert restore(tmp_path / "run" / "1")["step"] == 1
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(3, state_at(3))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_what_stops_the_checksums_leaves_nothing(error, tmp_path: Path, monkeypatch) -> None:
+    """They are taken while the arrays are written."""
+
+    def stopped(*args: Any, **options: Any) -> list[int]:
+        raise error
+
+    monkeypatch.setattr(_saving, "checksums", stopped)
+    for _ in range(5):
+        with pytest.raises(error):
+            save(tmp_path / "x", BIG)
+        assert left_in(tmp_path) == []
+    monkeypatch.undo()
+    save(tmp_path / "x", BIG)
+    assert_array_equal(restore(tmp_path / "x")["w"], BIG["w"])
 
 
 def test_what_killed_writers_left_is_removed_when_it_is_opened(tmp_path: Path) -> None:

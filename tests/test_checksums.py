@@ -1,5 +1,7 @@
 """One number for an array, however it lies: that of zlib for the bytes of the whole."""
 
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from typing import Any
@@ -11,12 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from isal import isal_zlib
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.multiprocess import checksum_checks, launcher
 from treeshard import _checksums
-from treeshard._checksums import _of_part, checksum, checksums
+from treeshard._checksums import _of_runs, checksum, checksums
 
 DTYPES = ["float32", "bfloat16", "float16", "int8", "uint16", "bool", "complex64"]
 DTYPES += ["int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "float8_e8m0fnu"]
@@ -83,6 +86,21 @@ def test_large_arrays(mesh) -> None:
     assert checksums(placed, "reading") == [zlibs(host)] * 4
 
 
+def test_it_is_the_same_where_isal_does_not_come_built(mesh, monkeypatch) -> None:
+    host = some((64, 3, 4096), "float32")
+    specs = [P("fsdp", None, "data"), P(None, None, ("fsdp", "data"))]
+    placed = [jax.device_put(host, NamedSharding(mesh, spec)) for spec in specs]
+    assert _checksums.crc32 is isal_zlib.crc32
+    monkeypatch.setattr(_checksums, "crc32", zlib.crc32)
+    assert checksums([*placed, host], "reading") == [zlibs(host)] * 3
+
+
+def test_without_isal_zlib_is_taken() -> None:
+    code = "import sys; sys.modules['isal'] = None\n"
+    code += "import zlib\nfrom treeshard._checksums import crc32\nassert crc32 is zlib.crc32"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize(
     "x",
     [
@@ -129,8 +147,7 @@ def test_bits_that_are_not_used_do_not_count(dtype) -> None:
 def test_nor_do_they_in_the_runs_of_a_shard(length) -> None:
     clean = some((5, 7, length), "uint4")
     dirty = (clean.view(np.uint8) | np.uint8(0xF0)).view(clean.dtype)
-    start, shape = (0, 0, length), (5, 7, 2 * length)
-    assert _of_part(dirty, start, shape) == _of_part(clean, start, shape)
+    assert (_of_runs(dirty, 5 * 7) == _of_runs(clean, 5 * 7)).all()
 
 
 def test_negative_numbers_smaller_than_a_byte(fsdp_mesh) -> None:

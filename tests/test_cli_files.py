@@ -630,9 +630,17 @@ def test_no_orbax_and_no_accelerator_without_need(run, weights, argv, said) -> N
     assert (out.splitlines()[-1], err) == (said, "")
 
 
+INSPECT = """
+import signal, sys
+from treeshard._cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells turn off behind an &
+sys.exit(main(["inspect", "slow"]))
+"""
+
+
 def test_ctrl_c_is_quiet(tmp_path) -> None:
     os.mkfifo(tmp_path / "slow")
-    process = start(tmp_path, "-m", "treeshard", "inspect", "slow")
+    process = start(tmp_path, "-c", INSPECT)
     with (tmp_path / "slow").open("wb"):  # which returns when it is opened there
         process.send_signal(signal.SIGINT)
         assert ended(process) == (130, "", "")
@@ -701,11 +709,11 @@ for argv in sys.argv[1:]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak")
 def test_memory_of_a_few_leaves(tmp_path) -> None:
-    tree = {f"w{i}": np.full(2**20, i, np.float32) for i in range(20)}  # 4 MiB each
+    tree = {f"w{i}": np.full(2**20, i, np.float32) for i in range(40)}  # 4 MiB each
     save(tmp_path / "a", tree)
     save(tmp_path / "b", {name: x + 1 for name, x in tree.items()})
     argv = ["export a x.safetensors", "diff a b"]
     _, out, err = ended(start(tmp_path, "-c", MEMORY, *argv))
     told = [line.split()[1:] for line in out.splitlines() if line.startswith("peak")]
     assert [code for code, _ in told] == ["0", "1"], err
-    assert all(int(peak) <= 40 for _, peak in told), told
+    assert all(int(peak) <= 80 for _, peak in told), told  # half a tree

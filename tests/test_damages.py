@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import jax
 import ml_dtypes
@@ -239,7 +240,9 @@ def test_what_a_table_says_of_other_arrays(change, message, saved, mesh, tmp_pat
     raw = json.loads(table.read_text())
     (row,) = [row for row in raw["leaves"] if row["path"] == "w"]
     row.update(change)
-    table.write_text(with_checksum(raw))
+    text = with_checksum(raw)
+    table.write_text(text)
+    (path / "state" / "table.crc32").write_text(str(crc32(text.encode())))
     for read in (
         lambda: verify(path),
         lambda: restore(path),

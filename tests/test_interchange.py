@@ -1,11 +1,9 @@
 """Trees to safetensors files and back: the same bytes as the format's own package writes."""
 
 import random
-import resource
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import equinox as eqx
@@ -16,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+from full_disk import files_of_at_most
 from hypothesis import HealthCheck, given, settings
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -218,16 +217,6 @@ def test_rename_needs_paths(file) -> None:
 # ------------------------------------------------------------------ what cannot be written
 
 
-@contextmanager
-def no_file_may_exceed(size: int):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize(
     ("leaf", "error", "message"),
     [
@@ -291,7 +280,7 @@ def test_a_full_disk_changes_nothing(file, tmp_path, most) -> None:
     save_safetensors(file, blocks(), max_file_size=most)
     before = {x.name: x.read_bytes() for x in tmp_path.iterdir()}
     large = {"a": np.ones(10), "b": np.ones(10**5)}
-    with no_file_may_exceed(10**5), pytest.raises(ts.CheckpointError) as told:
+    with files_of_at_most(10**5), pytest.raises(ts.CheckpointError) as told:
         save_safetensors(file, large, max_file_size=most)
     assert str(told.value) == (
         f"save_safetensors: {file} cannot be written: [Errno 27] File too large. What was there"

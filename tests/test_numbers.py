@@ -78,7 +78,7 @@ ROWS = [
 
 
 def test_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-    file = tmp_path / "found.json"
+    file = tmp_path / "results" / "found.json"
     monkeypatch.setattr(sys, "argv", ["bench_x", "--rounds", "3", f"--save={file}"])
     monkeypatch.setattr(_harness, "_setting", lambda packages: {"python": "3", packages[0]: "1"})
     report("Two things", ROWS, ("jax",))

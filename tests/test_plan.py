@@ -457,3 +457,16 @@ def test_rich() -> None:
     text = console.export_text()
     assert re.search(r"blocks/\{0..2\}/weight +│ float32\[16,8\] +│ P\('fsdp',\) +│ +384 B", text)
     assert "468 B on the fullest of 8 devices" in text
+
+
+def test_a_mesh_as_text_needs_no_devices() -> None:
+    tree = {"w": jax.ShapeDtypeStruct((8, 64), "float32")}
+    rules = [("w", ts.fsdp("fsdp", min_size=0))]
+    decided = ts.plan(tree, rules, "data=2,fsdp=4")
+    assert decided == ts.plan(tree, rules, MESH)
+    assert decided.on("fsdp=16384").mesh.size == 16384
+    for say in (lambda text: ts.plan(tree, rules, text), decided.on):
+        with pytest.raises(ts.MeshError, match="no devices here to fill 'fsdp' with. Give it a"):
+            say("data=2,fsdp=-1")
+        with pytest.raises(ts.MeshError, match="fsdp"):
+            say("fsdp")

@@ -48,7 +48,8 @@ def accumulate_gradients(
         axis_names: The axes that shard the batch.
 
     Returns:
-        The mean of the gradients, and the sum of the metrics.
+        The mean of the gradients, and the sum of the metrics: over the minibatches, and with
+        `axis_names` over the devices along these axes too.
 
     Raises:
         SpecError: If the batch does not divide by the minibatches, or a minibatch by the axes:

@@ -3,43 +3,46 @@
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-
-import jax
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from treeshard._errors import ProcessError, listed
-from treeshard._processes import TIMEOUT, exchange
+from treeshard._processes import TIMEOUT, exchange, indices, together
 
 
-def agree(
-    what: str,
-    facts: Mapping[str, str],
-    *,
-    among: Sequence[int] | None = None,
-    timeout: float = TIMEOUT,
-) -> None:
-    """Returns once all processes have given the same facts in the same order; or all raise.
+@contextmanager
+def agreeing(
+    what: str, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
+) -> Iterator[dict[str, str]]:
+    """Runs its block on every process, and all must come to the same facts; or all raise.
 
     What goes around is a hash. Only if these differ do the facts follow, for the message.
 
     Args:
         what: What is being done, as in `exchange`.
-        facts: What this process is about to do, by leaf path or by another name.
-        among: The indices of the processes that take part; by default all.
+        among: As in `exchange`.
         timeout: Seconds that the others are waited for.
+
+    Yields:
+        The facts, for the block to fill, in order: what this process is about to do, by leaf path
+        or by another name.
 
     Raises:
         ProcessError: If the facts differ: it says which, on which processes, and how. If a
-            process did not come in time: it is named.
+            process did not come in time: it is named. If the block raised on others.
+        Exception: Whatever the block raised here.
     """
-    there = sorted(set(range(jax.process_count()) if among is None else among))
-    told = json.dumps(list(facts.items())).encode()
-    hashes = exchange(what, hashlib.sha256(told).digest(), among=there, timeout=timeout)
-    if len(set(hashes)) == 1:
+    facts: dict[str, str] = {}
+    told = b""
+    with together(what, among=among, timeout=timeout) as said:
+        yield facts
+        told = json.dumps(list(facts.items())).encode()
+        said.mine = hashlib.sha256(told).digest()
+    if len(set(said.every)) == 1:
         return
-    said = exchange(what, zlib.compress(told), among=there, timeout=timeout)
-    read = {i: dict(json.loads(zlib.decompress(one))) for i, one in zip(there, said, strict=True)}
-    found = _differences(read)
+    every = exchange(what, zlib.compress(told), among=among, timeout=timeout)
+    read = [dict(json.loads(zlib.decompress(one))) for one in every]
+    found = _differences(dict(zip(indices(among), read, strict=True)))
     headline = (
         f"{what}: the processes do not agree, and nothing was done. All of them must make the"
         " same call. They differ in:"
@@ -53,11 +56,9 @@ def _differences(said: Mapping[int, Mapping[str, str]]) -> list[str]:
     rows = {name: {i: facts.get(name, "nothing") for i, facts in said.items()} for name in names}
     if found := [_line(name, row) for name, row in rows.items() if len(set(row.values())) > 1]:
         return found
-    for place, row in enumerate(zip(*said.values(), strict=True)):
-        if len(set(row)) > 1:
-            names_here = [repr(name) for name in row]
-            return [_line(f"leaf {place}", dict(zip(said, names_here, strict=True)))]
-    return ["the hash alone"]  # pragma: no cover (equal facts have equal hashes)
+    places = enumerate(zip(*said.values(), strict=True))
+    place, names_there = next((i, row) for i, row in places if len(set(row)) > 1)
+    return [_line(f"leaf {place}", dict(zip(said, map(repr, names_there), strict=True)))]
 
 
 def _line(name: str, row: Mapping[int, str]) -> str:

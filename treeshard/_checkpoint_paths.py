@@ -19,6 +19,7 @@ PathLike = str | os.PathLike[str]
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
 TABLE_FILE = "table.json"
+SEAL = "table.crc32"  # beside the arrays: which table was saved with them
 TEMPORARY = ".orbax-checkpoint-tmp"  # what follows the name of a directory that is not whole
 COMMITTED = "commit_success.txt"  # where directories cannot be renamed, it says that one is whole
 
@@ -74,6 +75,14 @@ def table_text(path: epath.Path) -> str:
         raise CheckpointError(f"{path}: the table of leaves cannot be read: {error}.") from None
     except ValueError as error:
         raise DamagedError(f"{path}: the table of leaves is no text: {error}.") from None
+
+
+def seal(path: epath.Path) -> str:
+    """The CRC-32 of the table that was saved with the arrays; nothing if that is lost."""
+    try:
+        return (path / ARRAYS / SEAL).read_text()
+    except (OSError, ValueError):
+        return ""
 
 
 def _none_at(path: epath.Path) -> CheckpointError:

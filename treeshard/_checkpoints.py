@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, Unpack
 
 import jax
+from etils import epath
 
 from treeshard._checkpoint_paths import (
     PathLike,
@@ -24,7 +25,7 @@ from treeshard._directory_lock import Lock, locked
 from treeshard._errors import CheckpointError, warn
 from treeshard._orbax import Writing
 from treeshard._processes import TIMEOUT, exchange, together
-from treeshard._restoring import restored
+from treeshard._restoring import RestoreOptions, restore
 from treeshard._saving import begin
 
 
@@ -129,12 +130,15 @@ class Checkpoints:
             self.wait()
         return True
 
-    def restore_latest(self, like: Any = None, **options: Any) -> tuple[int, Any] | None:
+    def restore_latest(
+        self, like: Any = None, **options: Unpack[RestoreOptions]
+    ) -> tuple[int, Any] | None:
         """Reads the checkpoint of the latest step, once what is being written is whole.
 
         Args:
             like: What comes back, as in `treeshard.checkpoint.restore`.
-            options: `rules`, `mesh` and the others of `treeshard.checkpoint.restore`.
+            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify` and `timeout`, as in
+                `treeshard.checkpoint.restore`.
 
         Returns:
             The step and the state; or `None` if there is no checkpoint yet.
@@ -149,13 +153,16 @@ class Checkpoints:
         step = int(said[0])  # others may see a shared directory later
         return None if step < 0 else (step, self.restore(step, like, **options))
 
-    def restore(self, step: SupportsIndex, like: Any = None, **options: Any) -> Any:
+    def restore(
+        self, step: SupportsIndex, like: Any = None, **options: Unpack[RestoreOptions]
+    ) -> Any:
         """Reads the checkpoint of a step, once what is being written is whole.
 
         Args:
             step: The step.
             like: What comes back, as in `treeshard.checkpoint.restore`.
-            options: `rules`, `mesh` and the others of `treeshard.checkpoint.restore`.
+            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify` and `timeout`, as in
+                `treeshard.checkpoint.restore`.
 
         Returns:
             The state.
@@ -166,7 +173,7 @@ class Checkpoints:
         """
         self.wait()
         path = self._directory / str(operator.index(step))
-        return restored(path, like, **{"timeout": self._timeout, **options})
+        return restore(path, like, **{"timeout": self._timeout, **options})
 
     def steps(self) -> tuple[int, ...]:
         """The steps that there are whole checkpoints of, ascending."""
@@ -239,7 +246,13 @@ class Checkpoints:
     def _remove_all_but(self, keep: int) -> None:
         for step in self.steps()[:-keep]:
             try:
-                old = set_aside(self._directory / str(step))
-                self._removing.submit(old.rmtree)
+                self._removing.submit(_remove, set_aside(self._directory / str(step)))
             except OSError as error:
                 warn(f"{self._directory}: step {step} cannot be removed: {error}.")
+
+
+def _remove(old: epath.Path) -> None:
+    try:
+        old.rmtree()
+    except OSError as error:
+        warn(f"{old} cannot be removed: {error}.")

@@ -7,9 +7,11 @@ order, by whatever process has them, and nothing is gathered or compiled.
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +19,16 @@ import numpy as np
 
 from treeshard._errors import ProcessError, listed
 from treeshard._host import is_key, to_read
-from treeshard._processes import TIMEOUT, exchange, together
+from treeshard._processes import TIMEOUT, together
 
 try:  # the same numbers, faster
-    from isal.isal_zlib import crc32  # pyright: ignore[reportMissingImports]
+    from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32
 
 ONES = 0xFFFFFFFF
 SHORT = 128  # runs of fewer bytes are quicker in numpy, many at once, than by a call each
+FOR_A_THREAD = 2**16  # bytes of a run for which zlib lets other threads run for long enough
 BLOCK = 2**20  # bytes that are copied at a time, where they must be
 
 _TOLD = np.dtype([("whole", "?"), ("register", "<u4")])
@@ -54,12 +57,28 @@ def checksums(
         ProcessError: If a process did not come or could not read its arrays, or if an array that
             each has for itself is not the same on all of them.
     """
-    mine = np.zeros(len(arrays), _TOLD)
-    with together(what, timeout=timeout):
+    with together(what, timeout=timeout) as said:
         arrays = [jax.random.key_data(x) if is_key(x) else x for x in arrays]
-        mine["whole"] = [not isinstance(x, jax.Array) or x.is_fully_addressable for x in arrays]
-        mine["register"] = _registers(arrays)
-    said = exchange(what, mine.tobytes(), timeout=timeout)
+        said.mine = registers(arrays)
+    return of_registers(said.every, arrays, what, names=names)
+
+
+def registers(arrays: Sequence[jax.Array | np.ndarray]) -> bytes:
+    """What a process has to say of the arrays, from which `of_registers` makes their checksums."""
+    mine = np.zeros(len(arrays), _TOLD)
+    mine["whole"] = [not isinstance(x, jax.Array) or x.is_fully_addressable for x in arrays]
+    mine["register"] = _registers(arrays)
+    return mine.tobytes()
+
+
+def of_registers(
+    said: Sequence[bytes],
+    arrays: Sequence[jax.Array | np.ndarray],
+    what: str,
+    *,
+    names: Sequence[str] = (),
+) -> list[int]:
+    """As `checksums`, from what each process said by `registers`."""
     if len({len(one) for one in said}) > 1:
         raise ProcessError(f"{what}: the processes have different numbers of arrays.")
     told = [np.frombuffer(one, _TOLD) for one in said]
@@ -68,15 +87,13 @@ def checksums(
     local = whole.any(axis=0)
     if differing := np.flatnonzero(local & (least != most)).tolist():
         raise ProcessError(_message(what, [names[i] if names else f"array {i}" for i in differing]))
-    registers = np.where(local, most, np.bitwise_xor.reduce(every, axis=0))
-    sizes = [x.size * x.dtype.itemsize for x in arrays]
-    return (registers ^ _of_zeros(sizes)).tolist()
+    found = np.where(local, most, np.bitwise_xor.reduce(every, axis=0))
+    return (found ^ _of_zeros([x.size * x.dtype.itemsize for x in arrays])).tolist()
 
 
 def checksum(x: np.ndarray) -> int:
     """The CRC-32 of a numpy array, as `checksums`; of a transposed one no copy is made."""
-    register, _ = _of_part(x, (0,) * x.ndim, x.shape)
-    return register ^ int(_of_zeros([x.nbytes])[0])
+    return int((_of_runs(x, 1) ^ _of_zeros([x.nbytes]))[0])
 
 
 def _message(what: str, differing: Sequence[str]) -> str:
@@ -90,58 +107,100 @@ def _message(what: str, differing: Sequence[str]) -> str:
 # ------------------------------------------------------------------ arrays and their parts
 
 
+class _Layout(NamedTuple):
+    """How a part lies in its array.
+
+    From the last dim that is split on, it is runs of the array's memory, all of one length.
+    """
+
+    part: tuple[int, ...]
+    whole: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def split(self) -> int:
+        pairs = enumerate(zip(self.part, self.whole, strict=True))
+        return max((dim for dim, (part, whole) in pairs if part < whole), default=0)
+
+    @property
+    def strides(self) -> list[int]:
+        """Bytes from one index to the next, of each dim of the array."""
+        return [self.itemsize * math.prod(self.whole[dim + 1 :]) for dim in range(len(self.whole))]
+
+    @property
+    def runs(self) -> int:
+        return math.prod(self.part[: self.split])
+
+    def after(self, start: Sequence[int]) -> int:
+        """How many bytes of the array follow a part that begins there."""
+        ends = map(sum, zip(start, self.part, strict=True))
+        left = (whole - end for whole, end in zip(self.whole, ends, strict=True))
+        return sum(map(math.prod, zip(self.strides, left, strict=True)))
+
+    def joined(self, registers: np.ndarray) -> np.ndarray:
+        """Of parts that lie like this, a row of runs for each: the registers that they leave."""
+        for dim in reversed(range(self.split)):
+            registers = _joined(registers.reshape(-1, self.part[dim]), self.strides[dim])
+        return registers.reshape(-1)
+
+
 class _Part(NamedTuple):
-    """A part of an array: which array, where the part lies, where it begins, and in what shape."""
+    """A part of an array: of which, its data, where it begins, and how it lies."""
 
     owner: int
     data: Any
     start: Sequence[int]
-    shape: Sequence[int]
+    layout: _Layout
 
 
 def _parts(arrays: Sequence[jax.Array | np.ndarray]) -> Iterator[_Part]:
+    """What is read here: one copy of each shard."""
     for i, x in enumerate(arrays):
+        shape, itemsize = x.shape, x.dtype.itemsize
         if not isinstance(x, jax.Array):
-            yield _Part(i, x, (0,) * x.ndim, x.shape)
+            yield _Part(i, x, (0,) * x.ndim, _Layout(shape, shape, itemsize))
             continue
         for piece in to_read(x).addressable_shards:
             if piece.replica_id == 0:
-                yield _Part(i, piece.data, [at.start or 0 for at in piece.index], x.shape)
+                start = [at.start or 0 for at in piece.index]
+                yield _Part(i, piece.data, start, _Layout(piece.data.shape, shape, itemsize))
 
 
 def _registers(arrays: Sequence[jax.Array | np.ndarray]) -> np.ndarray:
     """What the parts of each array that are read here leave at its end, from zero."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:  # zlib lets others run
-        parts = _parts(arrays)
-        reads = [readers.submit(_read, x) if x.data.nbytes > BLOCK else _read(x) for x in parts]
-    found = [x.result() if isinstance(x, Future) else x for x in reads]
-    registers = np.zeros(len(arrays), np.uint32)
-    if found:
-        owners, left, after = (np.array(column) for column in zip(*found, strict=True))
-        np.bitwise_xor.at(registers, owners, _each_moved(left.astype(np.uint32), after))
-    return registers
+    found = np.zeros(len(arrays), np.uint32)
+    alike = defaultdict[_Layout, list[_Left]](list)  # joined many at once, which is quicker
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
+        for part in _parts(arrays):
+            if part.data.size:
+                layout = part.layout
+                long = part.data.nbytes // layout.runs >= FOR_A_THREAD
+                runs = readers.submit(_read, part) if long else _read(part)
+                alike[layout].append(_Left(part.owner, runs, layout.after(part.start)))
+                if len(alike[layout]) * layout.runs * found.itemsize >= BLOCK:
+                    _add(found, layout, alike.pop(layout))
+    for layout, left in alike.items():
+        _add(found, layout, left)
+    return found
 
 
-def _read(part: _Part) -> tuple[int, int, int]:
-    return part.owner, *_of_part(np.asarray(part.data), part.start, part.shape)
+class _Left(NamedTuple):
+    """What the runs of a part leave; of which array it is, and how many bytes of that follow."""
+
+    owner: int
+    runs: Any
+    after: int
 
 
-def _of_part(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
-    """The register that a part of an array leaves, and how many bytes of the array follow it.
+def _add(found: np.ndarray, layout: _Layout, left: Sequence[_Left]) -> None:
+    runs = [one.runs.result() if isinstance(one.runs, Future) else one.runs for one in left]
+    after = np.array([one.after for one in left])
+    moved = _each_moved(layout.joined(np.stack(runs)), after)
+    np.bitwise_xor.at(found, [one.owner for one in left], moved)
 
-    From the last dim that is split on, a part is runs of the array's memory.
-    """
-    if not part.size:
-        return 0, 0
-    dims = range(part.ndim)
-    stride = [part.itemsize * math.prod(shape[dim + 1 :]) for dim in dims]
-    split = max((dim for dim in dims if part.shape[dim] < shape[dim]), default=0)
-    registers = _of_runs(part, math.prod(part.shape[:split]))
-    for dim in reversed(range(split)):
-        registers = _joined(registers.reshape(-1, part.shape[dim]), stride[dim])
-    ends = zip(start, part.shape, strict=True)
-    after = [stride[dim] * (shape[dim] - sum(end)) for dim, end in enumerate(ends)]
-    return int(registers[0]), sum(after)
+
+def _read(part: _Part) -> np.ndarray:
+    return _of_runs(np.asarray(part.data), part.layout.runs)
 
 
 def _of_runs(part: np.ndarray, count: int) -> np.ndarray:
@@ -156,11 +215,10 @@ def _of_runs(part: np.ndarray, count: int) -> np.ndarray:
         step = BLOCK // length * length
         blocks = [data[i : i + step].reshape(-1, length) for i in range(0, data.size, step)]
         return np.concatenate([_of_short(block & used) for block in blocks])
-    places = range(0, data.size, length)
+    rows: Any = data.reshape(-1, length)
     if used < 255:
-        return np.array([_of_run(data[i : i + length], used) for i in places], np.uint32)
-    view = data.data  # numpy would take longer to cut it than zlib to read it
-    return np.array([crc32(view[i : i + length], ONES) for i in places], np.uint32) ^ ONES
+        return np.array([_of_run(row, used) for row in rows], np.uint32)
+    return np.fromiter(map(crc32, rows, repeat(ONES)), np.uint32, count) ^ ONES
 
 
 def _of_run(items: np.ndarray | np.flatiter, used: int) -> int:

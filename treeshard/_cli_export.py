@@ -14,6 +14,7 @@ from treeshard._literals import parse_bytes, parse_dtype
 from treeshard._new_files import new_files
 from treeshard._processes import TIMEOUT
 from treeshard._progress import with_bar
+from treeshard._read_leaf import raise_damages
 from treeshard._safetensors import code_of
 from treeshard._saved_leaf import SavedLeaf
 from treeshard._stored_trees import StoredTree, open_stored, whole
@@ -91,14 +92,14 @@ def _write(
             for new, file in zip(files, opened, strict=True)
             for one in new.tensors
         }
-        damages: list[str] = []
+        damages: dict[str, str] = {}
         rows = with_bar(list(leaves.values()), _WHERE, show=wants_bar())
         for row, x, damage in tree.read(rows):
             if x is None:
-                damages.append(f"{row.path}: {damage}")
+                damages[row.path] = damage
             else:
                 write(*places[row.path], x.shape, [whole(x)])
-        tree.raise_damages(damages)
+        raise_damages(tree.contents.path, damages)
         for new, file in zip(files, opened, strict=True):
             write_bytes(file, 0, new.head)
 

@@ -12,7 +12,6 @@ from treeshard._describe import human_bytes
 from treeshard._errors import ShardingRuleError
 from treeshard._literals import parse_bytes
 from treeshard._logical import logical_axis_rules
-from treeshard._make_mesh import abstract_mesh
 from treeshard._plan import Plan, plan
 from treeshard._plan_files import read_rules_file, read_shapes
 from treeshard._rules import read_rules
@@ -24,13 +23,12 @@ PATTERN_SECONDS = 5.0
 def run_plan(options: argparse.Namespace) -> tuple[str, int]:
     """Says how a tree is sharded, and whether the plan has errors or does not fit."""
     memory = None if options.memory is None else parse_bytes(options.memory)
-    mesh = abstract_mesh(options.mesh)
     shapes = read_shapes(options.shapes)
     rules, min_size, logical = read_rules_file(options.rules)
     min_size = min_size if options.min_size is None else options.min_size
     _check_patterns(rules, shapes)
     with nullcontext() if logical is None else logical_axis_rules(logical):
-        decided = plan(shapes, rules, mesh, min_size=min_size)
+        decided = plan(shapes, rules, options.mesh, min_size=min_size)
     fits = None if memory is None else decided.bytes_per_device() <= memory
     errors = any(finding.severity == "error" for finding in decided.findings)
     text = _as_json(decided, memory) if options.json else _as_text(decided, memory)

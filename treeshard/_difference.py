@@ -8,6 +8,7 @@ import numpy as np
 
 from treeshard._checksums import used_bits
 from treeshard._progress import with_bar
+from treeshard._read_leaf import raise_damages
 from treeshard._saved_leaf import SavedLeaf
 from treeshard._stored_trees import StoredTree
 
@@ -116,17 +117,17 @@ def _unread(x: SavedLeaf, y: SavedLeaf) -> bool | None:
 def _read(
     a: StoredTree, b: StoredTree, pairs: Sequence[Pair], progress: bool
 ) -> Iterator[tuple[Pair, Numbers]]:
-    damages: tuple[list[str], list[str]] = [], []
+    damages: tuple[dict[str, str], dict[str, str]] = {}, {}
     firsts = with_bar([x for x, _ in pairs], "diff", show=progress)
     read = zip(a.read(firsts), b.read([y for _, y in pairs]), strict=True)
     for pair, leaves in zip(pairs, read, strict=True):
         for leaf, found in zip(leaves, damages, strict=True):
-            found += [f"{leaf.row.path}: {leaf.damage}"] if leaf.damage else []
+            found |= {leaf.row.path: leaf.damage} if leaf.damage else {}
         x, y = (leaf.array for leaf in leaves)
         if x is not None and y is not None:
             yield pair, compare_numbers(x, y, opaque=_is_opaque(pair[0], x))
     for tree, found in zip((a, b), damages, strict=True):
-        tree.raise_damages(found)
+        raise_damages(tree.contents.path, found)
 
 
 def _is_opaque(row: SavedLeaf, x: np.ndarray) -> bool:

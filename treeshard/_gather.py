@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from itertools import count, repeat
 from typing import Any, Literal
 
@@ -11,12 +10,12 @@ import numpy as np
 from jax.tree_util import tree_flatten
 
 from treeshard._across import company, facts_of, is_spread
-from treeshard._agreement import agree
+from treeshard._agreement import agreeing
 from treeshard._host import Known, is_key, keys_on_host, to_host
 from treeshard._parcels import Box, box_of
 from treeshard._paths import leaf_paths, path_under
 from treeshard._point_to_point import deliver
-from treeshard._processes import TIMEOUT, exchange, together
+from treeshard._processes import TIMEOUT, exchange
 from treeshard._progress import with_bar
 from treeshard._specs import has_shape, is_array
 from treeshard._targets import Misfit, raise_misfits, unmovable
@@ -135,19 +134,20 @@ def _reader(
     """
     spread = [leaf for leaf in leaves if is_spread(leaf)]
     among = company(spread, more=[] if to == "all" else [to])
-    with together(where, among=among, timeout=timeout) if among else nullcontext():
+    paths: list[str] = []
+    with agreeing(where, among=among, timeout=timeout) as facts:
         _check_readable(tree, leaves, where, prefix)
+        if among:
+            paths = [path_under(prefix, path) for path in leaf_paths(tree)]
+            rows = (
+                (path, x, [x.sharding] if is_spread(x) else [])
+                for path, x in zip(paths, leaves, strict=True)
+                if is_array(x)
+            )
+            facts |= {"the argument `to`": repr(to), **facts_of(rows)}
     if not among:  # nobody has to be asked: it all lies here, or nothing does
         here = to in ("all", jax.process_index()) and not spread
         return _read(leaves, repeat({}), here)
-    paths = [path_under(prefix, path) for path in leaf_paths(tree)]
-    rows = (
-        (path, x, [x.sharding] if is_spread(x) else [])
-        for path, x in zip(paths, leaves, strict=True)
-        if is_array(x)
-    )
-    facts = {"the argument `to`": repr(to)} | facts_of(rows)
-    agree(where, facts, among=among, timeout=timeout)
     # All have come this far equally often, so this tells one iteration from the next.
     call = next(_iterations[tuple(among)])
     named = [path for path, leaf in zip(paths, leaves, strict=True) if is_spread(leaf)]

@@ -9,7 +9,7 @@ import jax
 
 from treeshard._directory_lock import locked
 from treeshard._errors import CheckpointError
-from treeshard._processes import AS_LONG_AS_IT_TAKES, exchange, together
+from treeshard._processes import AS_LONG_AS_IT_TAKES, together
 
 
 @contextmanager
@@ -37,16 +37,16 @@ def new_files(
     """
     first = jax.process_index() == 0
     hidden = [path.with_name(f".{path.name}.part") for path in paths]
-    mark = exchange(what, os.urandom(16), timeout=timeout)[0]
     with ExitStack() as held:
         files: list[int] = []
-        with together(what, timeout=timeout):
+        with together(what, timeout=timeout) as said:
             if first:
+                said.mine = mark = os.urandom(16)
                 held.enter_context(locked(name.with_name(f".{name.name}.lock"), f"{what}: {name}"))
                 files = [held.enter_context(_made(path, mark)) for path in hidden]
         with together(what, timeout=timeout):
             if not first:
-                files = [held.enter_context(_found(path, mark)) for path in hidden]
+                files = [held.enter_context(_found(path, said.every[0])) for path in hidden]
         with together(what, timeout=AS_LONG_AS_IT_TAKES):
             yield files
             for file in files:

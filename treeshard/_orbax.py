@@ -8,26 +8,30 @@ So it is told that each process is alone, and they meet here instead.
 import asyncio
 import gc
 import logging
-import signal
+import math
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from etils import epath
 
-from treeshard._checkpoint_paths import ARRAYS, TABLE, TABLE_FILE, sweep
+from treeshard._checkpoint_paths import ARRAYS, SEAL, TABLE, TABLE_FILE, sweep
+from treeshard._errors import CheckpointError
+from treeshard._interrupts import interrupts_afterwards
 from treeshard._meetings import Meetings
 
 Arrays = Mapping[str, jax.Array | np.ndarray]
+
+IN_FLIGHT = 2**28  # bytes that are read at a time, beside what has its place, if no array has more
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Writing:
 def write(
     path: epath.Path,
     arrays: Arrays,
-    table: str,
+    table: Callable[[], str],
     *,
     compress: bool,
     ocdbt: bool,
@@ -76,7 +80,7 @@ def write(
     Args:
         path: The directory, which must not be there yet.
         arrays: By key, the same on all processes. A part of each lies on process 0.
-        table: The text beside them.
+        table: Called once the arrays are being written, which it may read: the text beside them.
         compress: Whether to compress by zstd.
         ocdbt: Whether to put small arrays together into few files.
         timeout: Seconds in which the others must come.
@@ -91,7 +95,7 @@ def write(
     context.array.saving.use_compression = compress
     context.array.saving.use_ocdbt = ocdbt
     meetings = Meetings(str(path), timeout)
-    parts = {ARRAYS: _Parts(arrays, table, context, meetings)}
+    parts = _Parts(arrays, context, meetings)
     quiet = ExitStack()
     quiet.enter_context(_quiet())
 
@@ -114,51 +118,38 @@ def write(
 
     response: Any = None
     try:
-        with _interrupts_afterwards():
+        with interrupts_afterwards():
             if jax.process_index() == 0:
                 sweep(path)
             with context:
-                response = ocp.save_checkpointables_async(path, parts)
+                response = ocp.save_checkpointables_async(path, {ARRAYS: parts})
+            parts.table.set_result(table())
     except BaseException as error:
         if response is None:
             end(error)
-        else:
-            finish()  # what is begun comes to its end
+        else:  # what is begun comes to its end
+            if not parts.table.done():
+                # Ctrl-C itself would end the loop that Orbax keeps.
+                met = error if isinstance(error, Exception) else CheckpointError("interrupted")
+                parts.table.set_exception(met)
+            with suppress(CheckpointError):
+                finish()
         raise
     return Writing(finish)
 
 
-@contextmanager
-def _interrupts_afterwards() -> Iterator[None]:
-    """Lets Ctrl-C come after the block, since Orbax's threads would write on without it; a second
-    one comes at once."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    came: list[Any] = []
-
-    def later(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, before)
-        came.append(frame)
-
-    signal.signal(signal.SIGINT, later)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        before(signal.SIGINT, came[0])
-
-
 class _Parts:
     """The arrays, which Orbax writes, and beside them the table. What makes one checkpoint of the
-    parts of all processes is not begun before all have written theirs."""
+    parts of all processes is not begun before all have written theirs.
 
-    def __init__(self, arrays: Arrays, table: str, context: ocp.Context, meetings: Meetings):
-        here = {key: x for key, x in arrays.items() if lies_here(x)}
-        self._arrays, self._table = here, table
+    Attributes:
+        table: Where its text is to come.
+    """
+
+    def __init__(self, arrays: Arrays, context: ocp.Context, meetings: Meetings) -> None:
+        self._arrays = {key: x for key, x in arrays.items() if lies_here(x)}
         self._context, self._meetings = context, meetings
+        self.table = Future[str]()
 
     async def save(self, directory: ocp.path.PathAwaitingCreation) -> Coroutine[Any, Any, None]:
         self._meetings.meet()  # process 0 has made the directory
@@ -170,17 +161,19 @@ class _Parts:
 
     async def _finish(self, path: epath.Path, parts: Sequence[Any], end: Any) -> None:
         waits = [asyncio.to_thread(part.result) for part in parts]
-        waits.append(asyncio.to_thread(self._write_table, path / TABLE))
+        waits.append(asyncio.to_thread(self._write_table, path))
         found = await asyncio.gather(*waits, return_exceptions=True)
         errors = [error for error in found if isinstance(error, BaseException)]
         await asyncio.to_thread(self._meetings.meet, errors[0] if errors else None)
         if end is not None:
             await end
 
-    def _write_table(self, directory: epath.Path) -> None:
+    def _write_table(self, path: epath.Path) -> None:
+        text = self.table.result()
         if jax.process_index() == 0:
-            directory.mkdir()
-            (directory / TABLE_FILE).write_text(self._table)
+            (path / TABLE).mkdir()
+            (path / TABLE / TABLE_FILE).write_text(text)
+            (path / ARRAYS / SEAL).write_text(str(crc32(text.encode())))
 
     async def load(self, directory: Any) -> None:
         raise NotImplementedError  # Orbax asks for one; `read` is ours
@@ -216,6 +209,8 @@ def read(
         return elsewhere, {}
     context = _context()
     context.pytree.loading.partial_load = True  # others may be there
+    most = max(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in there.values())
+    context.memory.read_concurrent_bytes = max(IN_FLIGHT, 2 * most + 1)
     # In a thread of its own, since notebooks have a loop already.
     with _quiet("asyncio"), _no_late_news(), ThreadPoolExecutor(1, "treeshard-restore") as thread:
         arrays, met = thread.submit(_read, path, there, context).result()

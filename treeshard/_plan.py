@@ -13,6 +13,7 @@ from treeshard._errors import FormatError, ShardingRuleError, listed
 from treeshard._findings import find
 from treeshard._leaf_findings import Finding, collisions
 from treeshard._logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
+from treeshard._make_mesh import abstract_mesh
 from treeshard._matching import decide
 from treeshard._mesh import AnyMesh, describe_mesh
 from treeshard._paths import is_box, leaf_paths, same_path_keys
@@ -93,23 +94,24 @@ class Plan(PlannedTree):
 
     # Other plans.
 
-    def on(self, mesh: AnyMesh) -> "Plan":
+    def on(self, mesh: AnyMesh | str) -> "Plan":
         """Decides the same tree by the same rules for another mesh.
 
         Functions among the rules are asked again, with `ShapeDtypeStruct`s. `diff` then says
         what changes.
 
         Args:
-            mesh: The other mesh; an `AbstractMesh` will do.
+            mesh: The other mesh, or its axes as text, as in `plan`.
 
         Raises:
+            MeshError: As `plan`.
             FormatError: If the plan was read from JSON, and a rule was a function or the
                 plan followed another: text cannot carry these.
 
         Examples:
             >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
-            >>> plan(tree, [("w", fsdp("fsdp"))], make_mesh("fsdp=8")).on(make_mesh("data=8"))
-            <Plan: 1 leaves on data=8, 4.0 MiB per device>
+            >>> plan(tree, [("w", fsdp("fsdp"))], make_mesh("fsdp=8")).on("fsdp=1024")
+            <Plan: 1 leaves on fsdp=1024, 4.0 KiB per device>
         """
         if self._source is not None:
             return self._source.on(mesh).follow(self.bare())
@@ -251,7 +253,7 @@ class Plan(PlannedTree):
         return f"<Plan: {len(self.leaves)} leaves on {mesh}, {held} per device>"
 
 
-def plan(tree: Any, rules: Rules, mesh: AnyMesh, *, min_size: int | None = None) -> Plan:
+def plan(tree: Any, rules: Rules, mesh: AnyMesh | str, *, min_size: int | None = None) -> Plan:
     """Plans how every leaf of a tree is sharded, by the first rule that its path matches.
 
     Nothing is moved and no values are read. What does not fit is recorded with the leaf
@@ -261,7 +263,8 @@ def plan(tree: Any, rules: Rules, mesh: AnyMesh, *, min_size: int | None = None)
         tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree. Leaves that are no
             arrays are kept as they are.
         rules: Pairs `(pattern, action)`, as in `match_partition_rules`.
-        mesh: The mesh to plan for. An `AbstractMesh` of any size will do.
+        mesh: The mesh to plan for. No devices are needed: an `AbstractMesh` of any size will
+            do, or its axes as text, such as `"data=16,fsdp=256"`.
         min_size: Leaves with fewer elements stay whole, unless a tactic has a floor of its
             own. By default `MIN_SHARDING_SIZE` from the environment, else 16384.
 
@@ -272,6 +275,7 @@ def plan(tree: Any, rules: Rules, mesh: AnyMesh, *, min_size: int | None = None)
 
     Raises:
         ShardingRuleError: If a rule is malformed, or a function returns no spec.
+        MeshError: If text does not say the size of every axis.
 
     Examples:
         >>> params = {"norm": jax.numpy.ones(64), "weight": jax.numpy.ones((512, 64))}
@@ -279,6 +283,8 @@ def plan(tree: Any, rules: Rules, mesh: AnyMesh, *, min_size: int | None = None)
         >>> decided.specs
         {'norm': P(), 'weight': P('fsdp',)}
     """
+    if isinstance(mesh, str):
+        mesh = abstract_mesh(mesh)
     read = read_rules(rules)
     decided = decide(read, tree, mesh, min_size)
     warn_of_moves(zip(decided.paths, decided.shapes, decided.decisions, strict=True), frozenset())

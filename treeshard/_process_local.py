@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
 from treeshard._across import company, facts_of, is_spread
-from treeshard._agreement import agree
+from treeshard._agreement import agreeing
 from treeshard._errors import LeafError, SpecError
 from treeshard._host import numbers
 from treeshard._mesh import AnyMesh
@@ -82,8 +82,8 @@ def from_process_local(
     # All have seen the same forms if all have made the same calls; so all skip this, or none.
     if among and form not in _agreed:
         paths = leaf_paths(tree)
-        facts = facts_of((paths[i], leaves[i], [target]) for i, target in goals.items())
-        agree(WHERE, facts, among=among, timeout=timeout)
+        with agreeing(WHERE, among=among, timeout=timeout) as facts:
+            facts |= facts_of((paths[i], leaves[i], [target]) for i, target in goals.items())
         _agreed.add(form)
     for i, target in goals.items():
         leaves[i] = _joined(leaves[i], target)

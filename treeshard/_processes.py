@@ -34,7 +34,8 @@ def exchange(
         what: What is being done, such as `"save /runs/7/step_100"`: the same on every process,
             and what messages say. Calls of one name meet in their order.
         mine: What this process says.
-        among: The indices of the processes that take part; by default all.
+        among: The indices of the processes that take part; by default all. If there are none, this
+            one is alone.
         timeout: Seconds that the others are waited for.
 
     Returns:
@@ -43,7 +44,7 @@ def exchange(
     Raises:
         ProcessError: If a process did not come in time: it is named.
     """
-    there = sorted(set(range(jax.process_count()) if among is None else among))
+    there = indices(among)
     if there == [jax.process_index()]:
         return [mine]
     client = _client()
@@ -52,22 +53,32 @@ def exchange(
     client.key_value_set_bytes(f"{meeting}/{jax.process_index()}", mine)
     try:
         client.wait_at_barrier(meeting, _milliseconds(timeout), there)
-        said = [
-            client.blocking_key_value_get_bytes(f"{meeting}/{i}", _milliseconds(timeout))
-            for i in there
-        ]
+        told = dict(client.key_value_dir_get_bytes(f"{meeting}/"))
         # Whoever takes its words back must know that all have read them.
         client.wait_at_barrier(f"{meeting}/read", _milliseconds(timeout), there)
     except jax.errors.JaxRuntimeError as error:
         raise ProcessError(_absent(client, what, meeting, there, timeout, error)) from None
     client.key_value_delete(f"{meeting}/{jax.process_index()}")
-    return said
+    return [told[f"{meeting}/{i}"] for i in there]
+
+
+class Said:
+    """What the processes say at the end of a block that they run together.
+
+    Attributes:
+        mine: What this one says; its block sets it.
+        every: After the block, what each said, in the order of their indices.
+    """
+
+    def __init__(self) -> None:
+        self.mine = b""
+        self.every: list[bytes] = []
 
 
 @contextmanager
 def together(
     what: str, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
-) -> Iterator[None]:
+) -> Iterator[Said]:
     """Runs its block on every process; where it raises on one, all raise.
 
     Args:
@@ -80,31 +91,39 @@ def together(
             it says what they said.
         Exception: Whatever the block raised here.
     """
+    said = Said()
     mine: Exception | None = None
     try:
-        yield
+        yield said
     except Exception as error:
         mine = error
-    told = b"" if mine is None else f"{type(mine).__name__}: {mine}".encode()
-    there = sorted(set(range(jax.process_count()) if among is None else among))
+    told = b"+" + said.mine if mine is None else f"-{type(mine).__name__}: {mine}".encode()
     try:
-        said = exchange(what, told, among=there, timeout=timeout)
+        every = exchange(what, told, among=among, timeout=timeout)
     except ProcessError as absent:
         raise (mine or absent) from None
     if mine is not None:
         raise mine
-    pairs = zip(there, said, strict=True)
-    facts = [f"process {i} raised {error.decode()}" for i, error in pairs if error]
+    pairs = zip(indices(among), every, strict=True)
+    facts = [f"process {i} raised {one[1:].decode()}" for i, one in pairs if one[:1] == b"-"]
     if len(facts) == 1:
         raise ProcessError(f"{what}: nothing was done, since {facts[0]}")
     if facts:
         headline = f"{what}: nothing was done, since others failed:"
         raise ProcessError(listed(headline, facts, 4, headed=True))
+    said.every = [one[1:] for one in every]
 
 
 def processes_of(devices: Iterable[Any]) -> list[int]:
     """The processes that hold devices, by index."""
     return sorted({device.process_index for device in devices})
+
+
+def indices(among: Sequence[int] | None) -> list[int]:
+    """The processes that take part, as in `exchange`."""
+    if among is None:
+        return list(range(jax.process_count()))
+    return sorted(set(among)) or [jax.process_index()]
 
 
 def _milliseconds(timeout: float) -> int:

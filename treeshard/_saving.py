@@ -5,14 +5,13 @@ from typing import Any
 import jax
 from etils import epath
 
-from treeshard._agreement import agree
+from treeshard._agreement import agreeing
 from treeshard._checkpoint_paths import check_vacant, is_local, lock_of
 from treeshard._checksums import checksums
 from treeshard._directory_lock import Lock
 from treeshard._errors import CheckpointError, listed
 from treeshard._leaf_table import LeafTable, Packed, pack
 from treeshard._orbax import Writing, lies_here, write
-from treeshard._processes import together
 from treeshard._saved_leaf import SavedLeaf
 from treeshard._table_text import to_text
 
@@ -40,25 +39,22 @@ def begin(
             lock.release()
 
     try:
-        with together(WHERE, timeout=timeout):
+        with agreeing(WHERE, timeout=timeout) as facts:
             packed = pack(tree, WHERE)
             if jax.process_index() == 0:
                 _check_here(packed)
                 lock = _locked(path)
                 check_vacant(path)
-        options = f"fingerprints={fingerprints}, compress={compress}, ocdbt={ocdbt}"
-        facts = {"the path": str(path), "the options": options, **_facts(packed.table)}
-        agree(WHERE, facts, timeout=timeout)
-        table = packed.table
-        if fingerprints:
-            arrays = list(packed.arrays.values())
-            names = [row.path for row in table.leaves if row.stored is not None]
-            found = checksums(arrays, WHERE, timeout, names=names)
-            table = table.with_checksums(dict(zip(packed.arrays, found, strict=True)))
+            options = f"fingerprints={fingerprints}, compress={compress}, ocdbt={ocdbt}"
+            facts |= {"the path": str(path), "the options": options, **_facts(packed.table)}
+
+        def table() -> str:
+            return to_text(_with_checksums(packed, timeout) if fingerprints else packed.table)
+
         return write(
             path,
             packed.arrays,
-            to_text(table),
+            table,
             compress=compress,
             ocdbt=ocdbt,
             timeout=timeout,
@@ -67,6 +63,12 @@ def begin(
     except BaseException:
         release()
         raise
+
+
+def _with_checksums(packed: Packed, timeout: float) -> LeafTable:
+    names = [row.path for row in packed.table.leaves if row.stored is not None]
+    found = checksums(list(packed.arrays.values()), WHERE, timeout, names=names)
+    return packed.table.with_checksums(dict(zip(packed.arrays, found, strict=True)))
 
 
 def _check_here(packed: Packed) -> None:

@@ -8,30 +8,16 @@ import jax
 import numpy as np
 from etils import epath
 
-from treeshard._checksums import checksum, checksums
-from treeshard._errors import DamagedError, listed
+from treeshard._checksums import checksum, of_registers, registers
 from treeshard._literals import parse_dtype
 from treeshard._orbax import OnHost, read
-from treeshard._processes import AS_LONG_AS_IT_TAKES, exchange
+from treeshard._processes import AS_LONG_AS_IT_TAKES, together
+from treeshard._read_leaf import ReadLeaf, raise_damages
 from treeshard._saved_leaf import SavedLeaf
 
 Structs = Mapping[str, jax.ShapeDtypeStruct | OnHost]
 
 _BATCH = 2**28  # bytes that are read at a time to host memory, if no single leaf has more
-
-
-class ReadLeaf(NamedTuple):
-    """A leaf, read to host memory.
-
-    Attributes:
-        row: What the table says of it.
-        stored: Its numbers as they are stored; `None` if none are, or if they cannot be read.
-        damage: What is wrong with it; nothing if it is as it was saved.
-    """
-
-    row: SavedLeaf
-    stored: np.ndarray | None
-    damage: str
 
 
 def read_together(
@@ -42,7 +28,6 @@ def read_together(
     verify: bool,
     where: str,
     among: Sequence[int] | None,
-    timeout: float,
 ) -> dict[str, Any]:
     """Reads arrays, each process its own shards. All processes return, or all raise.
 
@@ -52,27 +37,40 @@ def read_together(
         structs: The arrays of those that are stored, by key.
         verify: Whether to compare checksums.
         where: What is being done, as in `exchange`.
-        among: As in `exchange`. A process on its own reads numpy's arrays.
-        timeout: Seconds that others are waited for; not while they read.
+        among: As in `exchange`.
 
     Raises:
         DamagedError: If leaves cannot be read, or are not what was saved: all are named.
         ProcessError: If a process did not come.
     """
     stored = [row for row in rows if row.key in structs]
-    arrays, damages = _read(path, stored, structs)
-    said = exchange(where, json.dumps(damages).encode(), among=among, timeout=AS_LONG_AS_IT_TAKES)
-    raise_damages(path, {leaf: why for one in said for leaf, why in json.loads(one).items()})
-    if verify:
-        known = [row for row in stored if row.crc is not None]
-        data, names = [arrays[row.key] for row in known], [row.path for row in known]
-        if among is None:
-            found = checksums(data, where, timeout, names=names)
-        else:
-            found = list(map(checksum, data))
-        wrong = {row.path: _difference(row, crc) for row, crc in zip(known, found, strict=True)}
-        raise_damages(path, {leaf: why for leaf, why in wrong.items() if why})
+    known = [row for row in stored if verify and row.crc is not None]
+    with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES) as said:
+        arrays, damages = _read(path, stored, structs)
+        data = [arrays[row.key] for row in known if row.key in arrays]
+        said.mine = _Outcome(damages, b"" if damages else registers(data)).told()
+    read = list(map(_Outcome.from_told, said.every))
+    raise_damages(path, {leaf: why for one in read for leaf, why in one.damages.items()})
+    names = [row.path for row in known]
+    found = of_registers([one.registers for one in read], data, where, names=names)
+    wrong = {row.path: _difference(row, crc) for row, crc in zip(known, found, strict=True)}
+    raise_damages(path, {leaf: why for leaf, why in wrong.items() if why})
     return arrays
+
+
+class _Outcome(NamedTuple):
+    """What a process has read: what of it is damaged, by leaf path; else what `registers` says."""
+
+    damages: dict[str, str]
+    registers: bytes
+
+    def told(self) -> bytes:
+        return json.dumps(self.damages).encode() + b"\n" + self.registers
+
+    @classmethod
+    def from_told(cls, told: bytes) -> "_Outcome":
+        damages, _, registers = told.partition(b"\n")
+        return cls(json.loads(damages), registers)
 
 
 def read_each(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
@@ -84,14 +82,14 @@ def read_each(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]
         for row in batch:
             x = arrays.pop(row.key, None)
             damage = damages.get(row.path, "") if x is None else _difference(row, checksum(x))
-            yield ReadLeaf(row, x, damage)
+            yield ReadLeaf(row, None if damage else _in_its_dtype(row, x), damage)
 
 
-def raise_damages(path: epath.Path, damages: Mapping[str, str]) -> None:
-    """Raises one error for all of them, if there are any."""
-    facts = [f"{leaf}: {why}" for leaf, why in damages.items()]
-    if facts:
-        raise DamagedError(f"{path}: {listed(f'{len(facts)} leaves are damaged:', facts)}")
+def _in_its_dtype(row: SavedLeaf, stored: np.ndarray | None) -> np.ndarray | None:
+    if not row.dtype:
+        return None
+    dtype = parse_dtype("uint32" if row.kind == "key" else row.dtype)
+    return np.zeros(row.stored_shape, dtype) if stored is None else stored.view(dtype)
 
 
 def _read(

@@ -1,35 +1,20 @@
 """Trees on disk, as checkpoints or safetensors: what they hold, and their leaves one by one."""
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from treeshard._byte_ranges import Piece, read
 from treeshard._contents import Contents
-from treeshard._errors import CheckpointError, DamagedError, listed
+from treeshard._errors import CheckpointError
+from treeshard._read_leaf import ReadLeaf
 from treeshard._safetensors import PACKED
 from treeshard._saved_leaf import SavedLeaf
 from treeshard._tensor_files import Stored, open_tensors
-
-
-class ReadLeaf(NamedTuple):
-    """A leaf, read to host memory.
-
-    Attributes:
-        row: What it is.
-        array: Its numbers in their own dtype: of keys the data, of packed ones the bytes; `None`
-            if it is no array, or damaged.
-        damage: What is wrong with it.
-    """
-
-    row: SavedLeaf
-    array: np.ndarray | None
-    damage: str
 
 
 @dataclass(frozen=True)
@@ -47,12 +32,6 @@ class StoredTree:
     contents: Contents
     read: Callable[[Iterable[SavedLeaf]], Iterator[ReadLeaf]]
     steps: tuple[int, ...] = ()
-
-    def raise_damages(self, damages: Sequence[str]) -> None:
-        """Raises one `DamagedError` for all of them, if there are any."""
-        if damages:
-            facts = listed(f"{len(damages)} leaves are damaged:", damages)
-            raise DamagedError(f"{self.contents.path}: {facts}")
 
 
 def open_stored(path: str, step: int | None = None) -> AbstractContextManager[StoredTree]:

@@ -1,7 +1,6 @@
 """Moving trees to the devices of a mesh, and from one layout to another."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
 from treeshard._across import company, facts_of, is_spread
-from treeshard._agreement import agree
+from treeshard._agreement import agreeing
 from treeshard._gather import gather_at
 from treeshard._mesh import AnyMesh
 from treeshard._own_shards import Read, filled
@@ -151,19 +150,18 @@ def place(
     leaves, treedef = tree_flatten(tree)
     among = company(leaves, meshes_of(specs, mesh)) if jax.process_count() > 1 else []
     fits = fit if read is None else fit_struct
-    with together(where, among=among, timeout=timeout) if among else nullcontext():
-        goals = targets(tree, leaves, specs, mesh, where, prefix, fits)
     paths = leaf_paths(tree) if among or read else []
-    if among:
-        rows = (
-            (path_under(prefix, paths[i]), leaves[i], _ends(leaves[i], target))
-            for i, target in goals.items()
-        )
-        agree(where, facts_of(rows), among=among, timeout=timeout)
+    with agreeing(where, among=among, timeout=timeout) as facts:
+        goals = targets(tree, leaves, specs, mesh, where, prefix, fits)
+        if among:
+            facts |= facts_of(
+                (path_under(prefix, paths[i]), leaves[i], _ends(leaves[i], target))
+                for i, target in goals.items()
+            )
     if read is not None:
         structs = [i for i in goals if isinstance(leaves[i], jax.ShapeDtypeStruct)]
         # First of all, since it may fail on one process, and then must on all.
-        with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES) if among else nullcontext():
+        with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
             for i in with_bar(structs, where, show=progress):
                 leaves[i] = filled(read, paths[i], leaves[i], goals.pop(i))
     groups: dict[tuple[Any, ...], list[tuple[int, NamedSharding]]] = {}

@@ -10,14 +10,14 @@ from typing import Any
 from treeshard._checkpoint_paths import PathLike, checkpoint_path
 from treeshard._checkpoints import Checkpoints as Checkpoints
 from treeshard._contents import Contents as Contents
-from treeshard._mesh import AnyMesh
 from treeshard._processes import TIMEOUT
 from treeshard._progress import with_bar
-from treeshard._restoring import restored, table_at
-from treeshard._rules import Rules
+from treeshard._read_leaf import raise_damages
+from treeshard._restoring import restore as restore
+from treeshard._restoring import table_at
 from treeshard._saved_leaf import SavedLeaf as SavedLeaf
 from treeshard._saving import begin
-from treeshard._stored_arrays import raise_damages, read_each
+from treeshard._stored_arrays import read_each
 
 
 def save(
@@ -32,8 +32,8 @@ def save(
     """Saves a tree as a checkpoint, each process the shards that it holds. Nothing is gathered.
 
     All is checked before anything is written: that every leaf can be saved, and that all
-    processes save the same. The checkpoint has its name once it is whole; after an error, on any
-    process, there is none, and what there was before is as it was.
+    processes save the same leaves. The checkpoint has its name once it is whole; after an error,
+    on any process, there is none, and what there was before is as it was.
 
     Args:
         path: The directory to make, on every process the same, and on a file system or object
@@ -74,78 +74,6 @@ def save(
         ocdbt=ocdbt,
         timeout=timeout,
     ).wait()
-
-
-def restore(
-    path: PathLike,
-    like: Any = None,
-    *,
-    rules: Rules | None = None,
-    mesh: AnyMesh | None = None,
-    min_size: int | None = None,
-    cast: Any = None,
-    partial: bool = False,
-    verify: bool = True,
-    timeout: float = TIMEOUT,
-) -> Any:
-    """Reads a checkpoint straight to shards, on any mesh and any number of processes.
-
-    Before an array is read, all leaves that are asked for are compared with all that were saved,
-    and nothing is converted without a word. Afterwards the bytes are compared with those saved.
-
-    Args:
-        path: The checkpoint.
-        like: A `Plan`, or a tree of arrays or their `jax.ShapeDtypeStruct`s: what comes back has
-            its structure and its static leaves. By default a flat dict by path comes back.
-        rules: How the arrays are to lie, by their paths, as in `plan`. By default they lie as
-            those of `like` do: numpy's in host memory, and those without a sharding on the
-            default device; without `like`, in host memory.
-        mesh: The mesh for the rules; by default the one in force.
-        min_size: For the rules: leaves with fewer elements stay whole, as in `plan`.
-        cast: A floating-point dtype that arrays of others are converted to, if `like` asks for it
-            (or is not given).
-        partial: Whether leaves may be missing in the checkpoint, or in `like`. Those that the
-            checkpoint does not have stay as they are in `like`, and a `ShardingWarning` lists
-            them.
-        verify: Whether to compare checksums. It reads the arrays once more, in memory.
-        timeout: Seconds that other processes are waited for; not while they read.
-
-    Returns:
-        The tree. It shares memory with nothing else.
-
-    Raises:
-        CheckpointError: If there is no checkpoint at `path`: it says what there is.
-        DamagedError: If the checkpoint is not what was saved: the leaves are named.
-        MismatchError: If leaves are missing, not asked for, or of another kind, shape or dtype
-            than asked for; if they have 64 bits and JAX's x64 mode is off. All are listed.
-        FormatError: If the checkpoint is of another version of treeshard; if `cast` is no
-            floating-point dtype.
-        ShardingRuleError: If the rules do not decide every leaf, or decide what does not fit.
-        NoMeshError: If there is no mesh for the rules, or only one without devices.
-        ProcessError: If the processes do not ask for the same, or one of them failed or did not
-            come.
-        ValueError: If `mesh` or `min_size` is given without `rules`.
-
-    Examples:
-        >>> like = {"w": jax.ShapeDtypeStruct((256, 64), "float32"), "act": jax.nn.relu}
-        >>> with tempfile.TemporaryDirectory() as there:
-        ...     save(f"{there}/mlp", {"w": np.ones((256, 64), np.float32), "act": jax.nn.relu})
-        ...     tree = restore(f"{there}/mlp", like, rules=[("w", P("fsdp"))], mesh=mesh)
-        ...     flat = restore(f"{there}/mlp")
-        >>> tree["w"].sharding.spec, list(flat)
-        (P('fsdp',), ['w'])
-    """
-    return restored(
-        checkpoint_path(path),
-        like,
-        rules=rules,
-        mesh=mesh,
-        min_size=min_size,
-        cast=cast,
-        partial=partial,
-        verify=verify,
-        timeout=timeout,
-    )
 
 
 def inspect(path: PathLike) -> Contents:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from treeshard._agreement import agree
+from treeshard._agreement import agreeing
 from treeshard._byte_ranges import write, write_bytes
 from treeshard._errors import CheckpointError
 from treeshard._like import Placing
@@ -86,15 +86,15 @@ def save_safetensors(
     """
     where, to = "save_safetensors", Path(path)
     try:
-        with together(where, timeout=timeout):
+        with agreeing(where, timeout=timeout) as facts:
             most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
             found = tensors_of(tree, rename, where)
             rows = [(name, code_of(x.dtype) or "", tuple(x.shape)) for name, x in found.items()]
             files = spread(to, rows, most, metadata)
             stale = left_over(to, files)
-        heads = {file.path.name: f"{len(file.head)} bytes of header" for file in files}
-        facts = {name: f"{code}{list(shape)}" for name, code, shape in rows}
-        agree(where, {"the path": str(to), **heads, **facts}, timeout=timeout)
+            facts["the path"] = str(to)
+            facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in files}
+            facts |= {name: f"{code}{list(shape)}" for name, code, shape in rows}
         whose = writers(list(found.values()), where, timeout)
         mine = {
             name: leaf
@@ -201,14 +201,13 @@ def load_safetensors(
     among = [jax.process_index()] if like is None and rules is None else None
     try:
         with ExitStack() as held:
-            with together(where, among=among, timeout=timeout):
+            with agreeing(where, among=among, timeout=timeout) as facts:
                 stored = held.enter_context(open_tensors(source))
                 wanted = wanted_of(
                     stored, like, Placing(rules, mesh, min_size), rename, cast, where
                 )
                 wanted.differences.check(str(source), partial=partial)
-            facts = {"the path": str(source), **wanted.facts()}
-            agree(where, facts, among=among, timeout=timeout)
+                facts |= {"the path": str(source), **wanted.facts()}
             with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
                 return wanted.read(progress)
     except OSError as error:

@@ -6,7 +6,6 @@ Equinox modules) is part of the program.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,13 +16,12 @@ from jax.tree_util import tree_leaves
 
 from treeshard._accumulate import accumulate_gradients as accumulate_gradients
 from treeshard._across import company, facts_of
-from treeshard._agreement import agree
+from treeshard._agreement import agreeing
 from treeshard._errors import StateError, warn
 from treeshard._mesh import axis_sizes, check_axes
 from treeshard._metrics import Metrics as Metrics
 from treeshard._metrics import print_metrics as print_metrics
 from treeshard._plan import Plan, plan
-from treeshard._processes import together
 from treeshard._spec_trees import get_names_from_partition_spec
 from treeshard._specs import is_array
 from treeshard._step import Step, concrete_mesh
@@ -92,15 +90,15 @@ def init_sharded(
         return [_strong(leaf) for leaf in tree_leaves(tree) if is_array(leaf)]
 
     among = company((), [mesh])
-    with together("init_sharded", among=among) if among else nullcontext():
+    with agreeing("init_sharded", among=among) as facts:
         tree = _filled(jax.eval_shape(make, traced), skeleton)
         decided = plan(tree, rules, mesh, min_size=min_size)
         if strict:
             decided.check()
-    shardings = [NamedSharding(mesh, leaf.given) for leaf in decided.leaves]
-    if among:  # what is compiled alike must be meant alike
-        rows = zip(decided.leaves, shardings, strict=True)
-        agree("init_sharded", facts_of((x.path, x, [s]) for x, s in rows), among=among)
+        shardings = [NamedSharding(mesh, leaf.given) for leaf in decided.leaves]
+        if among:  # what is compiled alike must be meant alike
+            rows = zip(decided.leaves, shardings, strict=True)
+            facts |= facts_of((x.path, x, [s]) for x, s in rows)
     arrays = jax.jit(make, out_shardings=shardings)(traced)
     return _filled(arrays, skeleton), decided
 
@@ -161,6 +159,8 @@ def jit_step(
             or a leaf that is no array.
         DeletedLeafError: When called, if the state was donated to an earlier step.
         MeshError: If the plan was made for an abstract mesh.
+
+    Warns:
         ShardingWarning: If parameters are sharded by `fsdp` over an axis that the batch is
             not split over: every device along it repeats the same work.
 

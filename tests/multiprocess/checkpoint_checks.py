@@ -1,10 +1,8 @@
 """Two processes save, each its own shards; what one of them meets, both hear."""
 
-import resource
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -17,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from tests.full_disk import files_of_at_most
 from tests.multiprocess.worker import Context
 from treeshard.checkpoint import Checkpoints, inspect, restore, save, verify
 
@@ -97,16 +96,6 @@ def assert_is_the_state(found: dict[str, Any]) -> None:
         else:
             for shard in x.addressable_shards:
                 assert np.asarray(shard.data).tobytes() == whole[shard.index].tobytes(), path
-
-
-@contextmanager
-def full_disk(really: bool) -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000 if really else limits[0], limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def left_in(directory: Path) -> list[str]:
@@ -211,7 +200,8 @@ def check_a_disk_that_is_full_for_one_process(context: Context) -> None:
     with Checkpoints(context.directory / "full", background=False) as checkpoints:
         checkpoints.save(1, state)
         for who in (1, 0):
-            with full_disk(context.index == who), pytest.raises(ts.CheckpointError) as told:
+            full = files_of_at_most(4_000) if context.index == who else nullcontext()
+            with full, pytest.raises(ts.CheckpointError) as told:
                 checkpoints.save(2, state)
             assert (
                 f"full/2 was not saved, and what was there before is as it was. process {who}"

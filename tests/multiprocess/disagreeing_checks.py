@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.multiprocess.worker import Context
-from treeshard._agreement import agree
+from treeshard._agreement import agreeing
 from treeshard._processes import exchange
 
 HEADLINE = (
@@ -90,10 +90,15 @@ def check_another_mesh(context: Context) -> None:
 def check_another_order(context: Context) -> None:
     facts = {"a": "x", "b": "y"}
     here = dict(reversed(facts.items())) if context.index == 0 else facts
-    assert error_of(lambda: agree("save", here)) == (
+
+    def agree(facts: dict[str, str]) -> None:
+        with agreeing("save") as told:
+            told |= facts
+
+    assert error_of(lambda: agree(here)) == (
         f"save{HEADLINE}leaf 0: 'b' on process 0; 'a' on processes 1, 2"
     )
-    agree("save", facts)
+    agree(facts)
 
 
 def check_leaves_that_share_a_path(context: Context) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import os
-import resource
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import treeshard as ts
+from tests.full_disk import files_of_at_most
 from tests.multiprocess.worker import Context
 from treeshard import CheckpointError, DeletedLeafError, MismatchError, ProcessError
 from treeshard._processes import exchange
@@ -204,14 +205,9 @@ def check_a_leaf_that_is_gone_on_one_process(context: Context) -> None:
 
 def check_a_disk_that_is_full_for_one_process(context: Context) -> None:
     before = file_of(context).read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if context.index == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        with pytest.raises(CheckpointError if context.index == 1 else ProcessError) as told:
-            save_safetensors(file_of(context), spread(), timeout=30)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    full = files_of_at_most(10_000) if context.index == 1 else nullcontext()
+    with full, pytest.raises(CheckpointError if context.index == 1 else ProcessError) as told:
+        save_safetensors(file_of(context), spread(), timeout=30)
     assert "File too large" in str(told.value)
     assert_untouched(context, before)
 
