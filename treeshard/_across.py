@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from treeshard._mesh import AnyMesh, describe_mesh
 from treeshard._processes import processes_of
-from treeshard._specs import entries, with_entries
+from treeshard._specs import array_text, entries, with_entries
 
 
 def is_spread(x: Any) -> bool:
@@ -62,11 +62,6 @@ def _placement(sharding: Sharding, meshes: dict[Any, str]) -> str:
     name = meshes.setdefault(sharding.mesh, f"mesh {len(meshes) + 1}" if meshes else "")
     spec, kind = with_entries(sharding.spec, entries(sharding)), sharding.memory_kind
     return f"{spec}{name and f' on {name}'}{f' in {kind}' if kind not in (None, 'device') else ''}"
-
-
-def array_text(x: Any) -> str:
-    """`float32[8,4]`"""
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def _ids(mesh: Mesh) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from treeshard._errors import FormatError, MismatchError, did_you_mean, listed, warn
 from treeshard._literals import parse_dtype
 from treeshard._saved_leaf import SavedLeaf, Shape, kind_of
-from treeshard._specs import has_shape
+from treeshard._specs import array_text, has_shape
 
 
 class LeafType(NamedTuple):
@@ -30,7 +30,7 @@ class LeafType(NamedTuple):
 
     def __str__(self) -> str:
         if self.dtype:
-            return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+            return array_text(self)
         return "None" if self.kind == "none" else f"a Python {self.kind}"
 
     def cast(self, to: str) -> "LeafType":

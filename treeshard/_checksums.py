@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from treeshard._across import is_spread
 from treeshard._errors import ProcessError, listed
-from treeshard._host import is_key, to_read
+from treeshard._host import data_of, own_shards
 from treeshard._processes import TIMEOUT, together
 
 try:  # the same numbers, faster
@@ -58,7 +59,7 @@ def checksums(
             each has for itself is not the same on all of them.
     """
     with together(what, timeout=timeout) as said:
-        arrays = [jax.random.key_data(x) if is_key(x) else x for x in arrays]
+        arrays = list(map(data_of, arrays))
         said.mine = registers(arrays)
     return of_registers(said.every, arrays, what, names=names)
 
@@ -66,7 +67,7 @@ def checksums(
 def registers(arrays: Sequence[jax.Array | np.ndarray]) -> bytes:
     """What a process has to say of the arrays, from which `of_registers` makes their checksums."""
     mine = np.zeros(len(arrays), _TOLD)
-    mine["whole"] = [not isinstance(x, jax.Array) or x.is_fully_addressable for x in arrays]
+    mine["whole"] = [not is_spread(x) for x in arrays]
     mine["register"] = _registers(arrays)
     return mine.tobytes()
 
@@ -160,10 +161,9 @@ def _parts(arrays: Sequence[jax.Array | np.ndarray]) -> Iterator[_Part]:
         if not isinstance(x, jax.Array):
             yield _Part(i, x, (0,) * x.ndim, _Layout(shape, shape, itemsize))
             continue
-        for piece in to_read(x).addressable_shards:
-            if piece.replica_id == 0:
-                start = [at.start or 0 for at in piece.index]
-                yield _Part(i, piece.data, start, _Layout(piece.data.shape, shape, itemsize))
+        for piece in own_shards(x):
+            start = [at.start or 0 for at in piece.index]
+            yield _Part(i, piece.data, start, _Layout(piece.data.shape, shape, itemsize))
 
 
 def _registers(arrays: Sequence[jax.Array | np.ndarray]) -> np.ndarray:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from treeshard._describe import columns, fold, human_bytes
 from treeshard._saved_leaf import SavedLeaf, value_of
+from treeshard._specs import array_text
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Contents:
 def describe_leaf(leaf: SavedLeaf) -> str:
     """A leaf's type, and its value if it is no array."""
     if leaf.dtype:
-        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        return array_text(leaf)
     if leaf.value is None:
         return "None"
     is_number = leaf.kind in ("bool", "int")  # of which the text is the number

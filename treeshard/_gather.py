@@ -11,7 +11,7 @@ from jax.tree_util import tree_flatten
 
 from treeshard._across import company, facts_of, is_spread
 from treeshard._agreement import agreeing
-from treeshard._host import Known, is_key, keys_on_host, to_host
+from treeshard._host import Known, data_of, is_key, keys_on_host, to_host
 from treeshard._parcels import Box, box_of
 from treeshard._paths import leaf_paths, path_under
 from treeshard._point_to_point import deliver
@@ -158,7 +158,7 @@ def _reader(
             exchange(at, b"", among=among, timeout=timeout)
 
     receivers = among if to == "all" else [to]
-    data = [jax.random.key_data(x) if is_key(x) else x for x in spread]
+    data = list(map(data_of, spread))
     wanted = [[(r, box_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
     return _read(leaves, deliver(data, wanted, among, wait), jax.process_index() in receivers)
 

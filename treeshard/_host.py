@@ -1,6 +1,7 @@
 """Arrays as the host sees them: read without a second copy, and without one left behind."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -79,7 +80,7 @@ def numbers(x: Any) -> np.ndarray:
     """
     if not isinstance(x, jax.Array):
         return np.asarray(x)
-    data = jax.random.key_data(x) if is_key(x) else x
+    data = data_of(x)
     return np.asarray(to_read(data)) if len(data.sharding.device_set) == 1 else to_host(data)
 
 
@@ -99,6 +100,16 @@ def second_handle(x: jax.Array) -> jax.Array:
     """
     pieces = [piece.data for piece in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces)
+
+
+def own_shards(x: jax.Array) -> Iterator[Any]:
+    """One copy of each shard, of those that lie here, to be read."""
+    return (one for one in to_read(x).addressable_shards if one.replica_id == 0)
+
+
+def data_of(x: Any) -> Any:
+    """Of typed keys the numbers; any other array as it is."""
+    return jax.random.key_data(x) if is_key(x) else x
 
 
 def is_key(x: Any) -> bool:

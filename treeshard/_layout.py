@@ -7,7 +7,7 @@ from jax.tree_util import DictKey, register_pytree_with_keys
 
 from treeshard._errors import StateError, listed
 from treeshard._paths import leaf_paths
-from treeshard._specs import has_shape
+from treeshard._specs import array_text, has_shape
 
 
 class Layout:
@@ -99,11 +99,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def named(x: Any) -> str:
-    return typed(x) if has_shape(x) else f"the {type(x).__name__} {x!r}"
-
-
-def typed(x: Any) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    return array_text(x) if has_shape(x) else f"the {type(x).__name__} {x!r}"
 
 
 def _mend(old: Any) -> str:

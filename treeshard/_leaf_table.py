@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from treeshard._errors import CheckpointError, LeafError, listed
-from treeshard._host import is_key, second_handle, to_read
+from treeshard._host import data_of, is_key, second_handle, to_read
 from treeshard._literals import parse_dtype
 from treeshard._mesh import axis_sizes
 from treeshard._paths import leaf_paths
@@ -172,8 +172,7 @@ def _meshes(leaves: Iterable[Any]) -> tuple[dict[str, int], ...]:
 
 
 def _as_stored(x: Any) -> jax.Array | np.ndarray:
-    if is_key(x):
-        x = jax.random.key_data(x)
+    x = data_of(x)
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
         x = x.astype(x.dtype.newbyteorder("="), copy=False)

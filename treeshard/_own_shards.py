@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from treeshard._across import array_text
 from treeshard._errors import MismatchError
-from treeshard._host import is_key, numbers
+from treeshard._host import data_of, is_key, numbers
 from treeshard._parcels import Box, box_of
 from treeshard._point_to_point import deliver
 from treeshard._processes import processes_of
+from treeshard._specs import array_text
 
 # Takes a leaf's path and the index of a shard; returns that shard.
 Read = Callable[[str, tuple[slice, ...]], Any]
@@ -51,7 +51,7 @@ def cut(arrays: Sequence[Any], into: Sequence[NamedSharding]) -> list[jax.Array]
 def sent(arrays: Sequence[jax.Array], into: Sequence[NamedSharding]) -> list[jax.Array]:
     """Moves arrays to other devices, through the host; of each shard, one copy goes over the
     network to each process that wants it and does not have it."""
-    data = [jax.random.key_data(x) if is_key(x) else x for x in arrays]
+    data = list(map(data_of, arrays))
     wanted = [_wanted(x.shape, target) for x, target in zip(data, into, strict=True)]
     devices = {d for x in (*(x.sharding for x in data), *into) for d in x.device_set}
     among = processes_of(devices)

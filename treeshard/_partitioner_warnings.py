@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from treeshard._errors import TreeShardError, warn
 from treeshard._mesh import AnyMesh, axis_sizes, get_incontext_mesh
-from treeshard._specs import entry_of, with_entries
+from treeshard._specs import array_text, entry_of, with_entries
 
 _MARK = "Involuntary full rematerialization"
 
@@ -55,7 +55,7 @@ class PartitionerWarning(NamedTuple):
         """One line: what, where, from where to where."""
         if self.from_sharding is None:
             return f"unknown form of warning: {self.text}"
-        dims = "" if self.shape is None else f" {self.dtype}[{','.join(map(str, self.shape))}]"
+        dims = "" if self.shape is None else f" {array_text(self)}"
         places = [self.op_name, self.source]
         where = " at ".join(place for place in places if place) or "an unknown place"
         before, after = self.from_spec, self.to_spec

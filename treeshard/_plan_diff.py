@@ -7,7 +7,7 @@ from typing import NamedTuple
 from treeshard._decision import PlannedLeaf
 from treeshard._describe import columns, fold, human_bytes
 from treeshard._mesh import AnyMesh, axis_sizes, describe_mesh, same_axes
-from treeshard._specs import axes_of, entries
+from treeshard._specs import array_text, axes_of, entries
 
 
 class LeafChange(NamedTuple):
@@ -65,7 +65,7 @@ class PlanDiff(NamedTuple):
 
 def _say(change: LeafChange) -> tuple[str, str, str]:
     both = (change.before, change.after)
-    arrays = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in both if x is not None]
+    arrays = [array_text(x) for x in both if x is not None]
     before, after = ("-" if x is None else str(x.given) for x in both)
     return " to ".join(dict.fromkeys(arrays)), before, after
 

@@ -15,7 +15,7 @@ from treeshard._logical import ReadLogicalRules
 from treeshard._mesh import AnyMesh, axis_sizes
 from treeshard._paths import leaf_paths
 from treeshard._rules_text import logical_from_text, logical_to_text, rule_from_text, rule_to_text
-from treeshard._specs import Adjustment, has_shape, project
+from treeshard._specs import Adjustment, array_text, has_shape, project
 
 VERSION = 1
 
@@ -193,4 +193,4 @@ def laid_out(
 
 
 def _array(x: Any) -> str:
-    return "nothing" if x is None else f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    return "nothing" if x is None else array_text(x)

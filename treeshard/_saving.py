@@ -13,6 +13,7 @@ from treeshard._errors import CheckpointError, listed
 from treeshard._leaf_table import LeafTable, Packed, pack
 from treeshard._orbax import Writing, lies_here, write
 from treeshard._saved_leaf import SavedLeaf
+from treeshard._specs import array_text
 from treeshard._table_text import to_text
 
 WHERE = "save"
@@ -100,4 +101,4 @@ def _facts(table: LeafTable) -> dict[str, str]:
 def _fact(row: SavedLeaf) -> str:
     if not row.dtype:
         return f"{row.kind} {row.value}"
-    return f"{row.dtype}[{','.join(map(str, row.shape))}] as {row.spec}, {row.impl or row.stored}"
+    return f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"

@@ -237,6 +237,11 @@ def shard_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> in
 # ------------------------------------------------------------------ what a spec is for
 
 
+def array_text(x: Any) -> str:
+    """`float32[8,4]`"""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
 def is_array(x: Any) -> bool:
     """Whether `x` holds numbers (or keys) that can lie on devices.
 

@@ -20,13 +20,13 @@ from treeshard._errors import (
     TreeShardError,
     listed,
 )
-from treeshard._layout import Layout, Named, Names, is_data, named, only_in, typed
+from treeshard._layout import Layout, Named, Names, is_data, named, only_in
 from treeshard._mean_grads import varying
 from treeshard._mesh import AnyMesh, describe_mesh, is_tracing
 from treeshard._paths import leaf_paths
 from treeshard._plan import Plan
 from treeshard._spec_trees import get_names_from_partition_spec, specs_of_leaves
-from treeshard._specs import has_shape, is_array
+from treeshard._specs import array_text, has_shape, is_array
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -226,7 +226,7 @@ class _Program:
 
     def _check_arrays(self, arrays: list[Any], like: Sequence[Any], how: str) -> None:
         facts = [
-            f"{leaf.path}: {how} {named(x)}, but the plan has {typed(leaf)}. A state keeps its"
+            f"{leaf.path}: {how} {named(x)}, but the plan has {array_text(leaf)}. A state keeps its"
             " shapes and dtypes: convert it, or plan again."
             for x, old, leaf in zip(arrays, like, self.plan.leaves, strict=True)
             if not is_array(x) or x.shape != old.shape or x.dtype != old.dtype

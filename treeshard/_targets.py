@@ -10,7 +10,6 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map
 
-from treeshard._across import array_text
 from treeshard._errors import (
     DeletedLeafError,
     LeafError,
@@ -27,6 +26,7 @@ from treeshard._spec_trees import SpecCarrier, specs_of_leaves
 from treeshard._specs import (
     UNCONSTRAINED,
     Adjustment,
+    array_text,
     entries,
     has_shape,
     is_logical,

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path
 
+from treeshard._across import is_spread
 from treeshard._byte_ranges import Piece
 from treeshard._errors import CheckpointError, LeafError, did_you_mean, listed
-from treeshard._host import is_key, to_read
+from treeshard._host import is_key, own_shards
 from treeshard._parcels import box_of
 from treeshard._paths import leaf_paths
 from treeshard._processes import exchange
@@ -116,7 +117,7 @@ def writers(leaves: Sequence[Any], what: str, timeout: float) -> list[int | None
 
     A leaf that lies whole in one process, as numpy arrays do in all, is written by the first.
     """
-    whole = [not isinstance(leaf, jax.Array) or leaf.is_fully_addressable for leaf in leaves]
+    whole = [not is_spread(leaf) for leaf in leaves]
     said = exchange(what, bytes(whole), timeout=timeout)
     return [next((i for i, has in enumerate(row) if has), None) for row in zip(*said, strict=True)]
 
@@ -125,5 +126,4 @@ def pieces_of(leaf: Any) -> list[Piece]:
     """The shards of a leaf that this process holds, the first copy of each."""
     if not isinstance(leaf, jax.Array):
         return [Piece(box_of([slice(None)] * leaf.ndim, leaf.shape), np.asarray(leaf))]
-    shards = [one for one in to_read(leaf).addressable_shards if one.replica_id == 0]
-    return [Piece(box_of(one.index, leaf.shape), np.asarray(one.data)) for one in shards]
+    return [Piece(box_of(one.index, leaf.shape), np.asarray(one.data)) for one in own_shards(leaf)]
