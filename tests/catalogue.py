@@ -934,7 +934,7 @@ MOVES = Group(
             """
             assert not compiled(before, P("data", "fsdp"), after)
             """,
-            shows="by way of a whole copy",
+            shows="through a full copy",
         ),
     ],
 )

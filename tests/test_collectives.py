@@ -1,4 +1,4 @@
-"""Reading programs: saved texts of every spelling, loops, and text that is broken."""
+"""`collectives` reads saved program texts and live programs, and rejects damaged texts."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def text(name: str) -> str:
         ("mesh['a'=8] {'a':(2)4}", Groups(4, ("fsdp",))),
         ("mesh['a'=8] {'a':(1)2}", Groups(2, ("data",))),
         ("{{0,4},{1,6},{2,5},{3,7}}", Groups(2, None)),
-        # What cannot be read is unknown, and so is what leaves devices out.
+        # Unknown notations, and groups that do not contain every device once.
         ("{{0,1,2},{3,4,5,6,7}}", Groups(None, None)),
         ("{{0,1,2,3}}", Groups(None, None)),
         ("{{0,1,2,3},{4,5,6,6}}", Groups(None, None)),
@@ -57,17 +57,17 @@ def text(name: str) -> str:
         (None, Groups(None, None)),
     ],
 )
-def test_groups(spelling: str | None, groups: Groups) -> None:
+def test_device_groups_are_read_in_every_notation(spelling: str | None, groups: Groups) -> None:
     assert groups_of(spelling, 8, AXES) == groups
 
 
-def test_groups_without_a_mesh_have_a_size_only() -> None:
+def test_groups_without_a_mesh_have_a_size_but_no_axes() -> None:
     assert groups_of("[2,4]<=[8]", 8, None) == Groups(4, None)
     assert groups_of("[2,4]<=[8]", None, AXES) == Groups(4, ("fsdp",))
     assert read_groups("{}", None) is None
 
 
-def test_groups_of_many_devices() -> None:
+def test_groups_of_65536_devices() -> None:
     axes = {"pod": 16, "fsdp": 64, "tensor": 64}
     assert groups_of("[1024,64]<=[65536]", 65536, axes) == Groups(64, ("tensor",))
     assert groups_of("[1024,64]<=[16,64,64]T(0,2,1)", 65536, axes) == Groups(64, ("fsdp",))
@@ -86,7 +86,9 @@ def test_groups_of_many_devices() -> None:
         (None, None),
     ],
 )
-def test_how_an_argument_is_split(sharding: str | None, axes: tuple[str, ...] | None) -> None:
+def test_the_sharding_of_an_argument_is_read(
+    sharding: str | None, axes: tuple[str, ...] | None
+) -> None:
     assert axes_of_sharding(sharding, AXES) == axes
 
 
@@ -132,22 +134,22 @@ SAVED = {
 
 @pytest.mark.parametrize("name", SAVED)
 def test_saved_programs(name: str, mesh: jax.sharding.Mesh) -> None:
-    assert text(name).startswith("// jax 0.10.2"), "the first line says which JAX it is of"
+    assert text(name).startswith("// jax 0.10.2"), "the first line states the version of JAX"
     moved = ts.collectives(text(name), mesh)
     assert [(x.kind, x.bytes, x.axes, x.count, x.path, x.source) for x in moved] == SAVED[name]
 
 
-def test_which_are_asynchronous(mesh: jax.sharding.Mesh) -> None:
+def test_asynchronous_ops_are_recognised(mesh: jax.sharding.Mesh) -> None:
     assert {x.is_async for x in ts.collectives(text("gpu_async"), mesh)} == {True}
     assert {x.is_async for x in ts.collectives(text("cpu_by_hand"), mesh)} == {False}
 
 
-def test_dtypes_are_named_as_in_jax(mesh: jax.sharding.Mesh) -> None:
+def test_dtypes_have_their_jax_names(mesh: jax.sharding.Mesh) -> None:
     dtypes = [x.dtype for x in ts.collectives(text("gpu_async"), mesh)]
     assert dtypes == ["float32", "bfloat16", *["float32"] * 4]
 
 
-def test_a_trip_count_is_computed_if_it_is_not_said(mesh: jax.sharding.Mesh) -> None:
+def test_a_trip_count_that_is_not_stated_is_computed(mesh: jax.sharding.Mesh) -> None:
     silent = text("gpu_async").replace(', backend_config={"known_trip_count":{"n":"4"}}', "")
     assert [x.count for x in ts.collectives(silent, mesh)][4] == 4
     for old, new, count in [
@@ -168,7 +170,7 @@ def test_without_a_mesh_hlo_names_no_axes_and_stablehlo_does() -> None:
     assert ts.collectives(text("traced_by_hand"))[0].axes == ("fsdp",)
 
 
-def test_what_is_computed_has_no_path(mesh: jax.sharding.Mesh) -> None:
+def test_computed_values_have_no_path(mesh: jax.sharding.Mesh) -> None:
     computed = text("cpu_by_jit").replace("all-gather(%param.1)", "all-gather(%wrapped_tanh)")
     assert computed != text("cpu_by_jit")
     assert ts.collectives(computed, mesh)[0].path is None
@@ -208,7 +210,7 @@ PARAMETER = '  %x = f32[8]{0} parameter(0), metadata={op_name="x"}\n'
         pytest.param(
             "f32[8]{0} all-reduce(%x), replica_groups={{0}}",
             [("all-reduce", 32, 0, ())],
-            id="among replicas, of which there is one",
+            id="among replicas, and there is only one",
         ),
         pytest.param(
             "f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0}}",
@@ -219,7 +221,7 @@ PARAMETER = '  %x = f32[8]{0} parameter(0), metadata={op_name="x"}\n'
             "f9[8]{0} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8],"
             " use_global_device_ids=true",
             [("all-reduce", None, None, ("fsdp",))],
-            id="a dtype of the future",
+            id="an unknown dtype",
         ),
         pytest.param(
             "s4[9]{0} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8],"
@@ -231,7 +233,7 @@ PARAMETER = '  %x = f32[8]{0} parameter(0), metadata={op_name="x"}\n'
             "f32[<=8]{0} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8],"
             " use_global_device_ids=true",
             [("all-reduce", None, None, ("fsdp",))],
-            id="an open dim",
+            id="a dynamic dim",
         ),
         pytest.param(
             "f32[8]{0} collective-permute(%x), source_target_pairs={{0,5},{5,0}}",
@@ -247,7 +249,7 @@ PARAMETER = '  %x = f32[8]{0} parameter(0), metadata={op_name="x"}\n'
         pytest.param(
             "f32[8]{0} all-gather-of-the-future(%x), channel_id=1, replica_groups=[1,8]<=[8]",
             [("unknown", None, None, None)],
-            id="an op of the future",
+            id="an unknown op",
         ),
         pytest.param(
             "f32[8]{0} send(%x), channel_id=1",
@@ -257,11 +259,11 @@ PARAMETER = '  %x = f32[8]{0} parameter(0), metadata={op_name="x"}\n'
         pytest.param(
             "f32[8]{0} fusion(%x), kind=kCustom, calls=%nowhere",
             [],
-            id="a computation that is missing",
+            id="a missing computation",
         ),
     ],
 )
-def test_one_op(op: str, moved: list[object], mesh: jax.sharding.Mesh) -> None:
+def test_a_single_op(op: str, moved: list[object], mesh: jax.sharding.Mesh) -> None:
     found = ts.collectives(f"{HEAD}{PARAMETER}  ROOT %y = {op}\n}}\n", mesh)
     assert [(x.kind, x.bytes, x.wire_bytes, x.axes) for x in found] == moved
 
@@ -292,7 +294,7 @@ GATHER = (
         ("%y = f32[8]{0} copy(%nowhere)", None),
     ],
 )
-def test_whose_data_is_moved(ops: str, path: str | None) -> None:
+def test_the_path_of_moved_data(ops: str, path: str | None) -> None:
     called = "".join(
         f"%{name} (p: f32[8]) -> f32[8] {{\n  %p = f32[8]{{0}} parameter(0)\n"
         f"  ROOT %r = f32[8]{{0}} {opcode}(%p)\n}}\n\n"
@@ -356,7 +358,7 @@ def test_counts_of_loops(stage: str, lowered: jax.stages.Lowered) -> None:
     program = lowered if stage == "traced" else lowered.compile()
     moved = ts.collectives(program)
     permutes = [x.count for x in moved if x.kind == "collective-permute"]
-    # Nested scans, a bound that is constant, one that is data, one of two branches.
+    # Nested scans, a constant bound, a bound that depends on data, one of two branches.
     assert permutes == [15, 6, None, None]
     assert {x.axes for x in moved} == {("fsdp",)}
     assert {x.bytes for x in moved} == {64}
@@ -367,7 +369,7 @@ def test_a_program_on_one_device_moves_nothing() -> None:
     assert ts.collectives(jax.jit(jnp.sin).lower(1.0).compile()) == []
 
 
-def test_functions_that_are_shared_count_once_per_call(mesh: jax.sharding.Mesh) -> None:
+def test_a_shared_function_counts_once_per_call(mesh: jax.sharding.Mesh) -> None:
     @jax.jit
     def gathered(w: jax.Array) -> jax.Array:
         return lax.all_gather(w, "fsdp", tiled=True)
@@ -387,27 +389,27 @@ def test_functions_that_are_shared_count_once_per_call(mesh: jax.sharding.Mesh) 
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("", "this backend gives no text"),
+        ("", "the text is empty. This backend may not provide one"),
         (
             "not a program at all",
-            "the text is no program. HLO begins with `HloModule`",
+            "the text is not a program. HLO starts with `HloModule`",
         ),
-        ('{"kind": "all-gather"}', "the text is no program"),
+        ('{"kind": "all-gather"}', "the text is not a program"),
         (text("cpu_by_hand")[:-300], "ends inside its computation 'main"),
-        (text("cpu_by_hand")[:1200], "no ENTRY computation: the text is cut short"),
+        (text("cpu_by_hand")[:1200], "no ENTRY computation: the text is truncated"),
         (text("traced_by_hand")[:2500], "ends inside a function: the text is cut short"),
         ("module @m {\n", "no function `main`"),
         (
             f"{HEAD}{PARAMETER}  %y = all-gather(%x), dimensions={{0}}\n}}\n",
-            "line 5 has a collective that cannot be read",
+            "line 5 has a collective that cannot be parsed",
         ),
         (
             f"{HEAD}{PARAMETER}  %x = f32[8]{{0}} add(%x, %x)\n}}\n",
-            "line 5 defines 'x' again",
+            "line 5 defines 'x' a second time",
         ),
         (
             f"HloModule m\n\n%f (x: f32[8]) -> f32[8] {{\n{PARAMETER}ENTRY %main () -> u8[] {{\n}}",
-            "line 5 stands inside the computation 'f', which is not closed",
+            "line 5 starts a new section inside the computation 'f', which is not closed",
         ),
         (
             f"{HEAD}{PARAMETER}  %z = f32[8]{{0}} call(%x), to_apply=%main\n"
@@ -416,34 +418,34 @@ def test_functions_that_are_shared_count_once_per_call(mesh: jax.sharding.Mesh) 
         ),
     ],
 )
-def test_broken_texts(broken: str, message: str) -> None:
+def test_a_damaged_text_raises(broken: str, message: str) -> None:
     with pytest.raises(ts.TreeShardError, match=message):
         ts.collectives(broken)
 
 
-def test_every_cut_of_a_program_is_seen(mesh: jax.sharding.Mesh) -> None:
+def test_a_text_that_is_truncated_anywhere_raises(mesh: jax.sharding.Mesh) -> None:
     for name in ("cpu_by_hand", "traced_by_hand_bare"):
         whole = text(name).rstrip()
         lines = whole.split("\n")
         for end in range(2, len(lines), 5):
-            with pytest.raises(ts.TreeShardError, match="cut short|no program"):
+            with pytest.raises(ts.TreeShardError, match="truncated|cut short|not a program"):
                 ts.collectives("\n".join(lines[:end]), mesh)
 
 
-def test_a_program_of_another_mesh() -> None:
+def test_a_program_for_another_mesh_raises() -> None:
     mesh = ts.make_mesh("fsdp=4", devices=jax.devices()[:4])
     with pytest.raises(ts.MeshError) as error:
         ts.collectives(text("cpu_by_hand"), mesh)
     assert str(error.value) == (
-        "collectives: the program runs on 8 device(s), but the mesh (fsdp=4) has 4. Give the mesh"
+        "collectives: the program runs on 8 device(s), but the mesh (fsdp=4) has 4. Pass the mesh"
         " that it was compiled for."
     )
 
 
-def test_a_step_that_was_never_compiled() -> None:
+def test_a_function_that_was_not_compiled_raises() -> None:
     with pytest.raises(TypeError) as error:
         ts.collectives(jax.jit(jnp.sin))
-    assert "is no program. Compile it first: `step.lower(state, batch).compile()`" in str(
+    assert "is not a program. Compile it first: `step.lower(state, batch).compile()`" in str(
         error.value
     )
 
@@ -451,7 +453,7 @@ def test_a_step_that_was_never_compiled() -> None:
 # ------------------------------------------------------------------ in tests
 
 
-def test_budgets_that_hold(mesh: jax.sharding.Mesh) -> None:
+def test_budgets_that_are_kept_raise_nothing(mesh: jax.sharding.Mesh) -> None:
     ts.assert_collectives(
         text("cpu_by_hand"),
         mesh,
@@ -462,14 +464,14 @@ def test_budgets_that_hold(mesh: jax.sharding.Mesh) -> None:
     )
 
 
-def test_the_message_is_the_table(mesh: jax.sharding.Mesh) -> None:
+def test_the_message_of_a_broken_budget_lists_all_collectives(mesh: jax.sharding.Mesh) -> None:
     with pytest.raises(ts.CommunicationError) as error:
         ts.assert_collectives(text("cpu_by_hand"), mesh, all_gather=(3, 800), max_bytes=899)
     assert isinstance(error.value, AssertionError)
     assert str(error.value).split("\n") == [
-        "all-gather: 4 executions, not 3.",
-        "all-gather: 896 bytes, and at most 800 are allowed.",
-        "all collectives: 900 bytes, and at most 899 are allowed.",
+        "all-gather: 4 executions, but 3 are expected.",
+        "all-gather: 896 bytes, but at most 800 are allowed.",
+        "all collectives: 900 bytes, but at most 899 are allowed.",
         "kind        axes        count  bytes each  total  array    moves"
         "                                  source",
         "all-gather  fsdp        1      128 B       128 B  float32  state/head"
@@ -481,8 +483,10 @@ def test_the_message_is_the_table(mesh: jax.sharding.Mesh) -> None:
     ]
 
 
-def test_what_is_unknown_holds_no_budget(lowered: jax.stages.Lowered) -> None:
-    with pytest.raises(ts.CommunicationError, match="an unknown number of executions, not 21"):
+def test_an_unknown_number_breaks_a_budget(lowered: jax.stages.Lowered) -> None:
+    with pytest.raises(
+        ts.CommunicationError, match="unknown number of executions, but 21 are expected"
+    ):
         ts.assert_collectives(lowered, collective_permute=21)
-    with pytest.raises(ts.CommunicationError, match="an unknown number of bytes, and at most 10"):
+    with pytest.raises(ts.CommunicationError, match="an unknown number of bytes, but at most 10"):
         ts.assert_collectives(lowered, max_bytes=10)

@@ -1,4 +1,4 @@
-"""What a step should move, what it does move, and what nobody planned."""
+"""Predicted communication, compiled communication, and the differences between them."""
 
 import os
 from typing import Any
@@ -45,7 +45,7 @@ STACKED = {"layers": array(4, 64, 32)}
             P("fsdp"),
             {},
             [("all-reduce", ("fsdp",), 32 * KIB, 1)],
-            id="does not divide, so it is whole",
+            id="indivisible, so it is replicated",
         ),
         pytest.param(
             W,
@@ -125,13 +125,13 @@ STACKED = {"layers": array(4, 64, 32)}
         ),
     ],
 )
-def test_predicted(
+def test_the_prediction_from_a_plan(
     tree: Any, spec: Any, axes: str, batch: Any, options: Any, moved: list[Any]
 ) -> None:
     assert predicted(tree, [(".*", spec)], axes, batch, **options) == moved
 
 
-def test_the_state_is_told_from_the_parameters() -> None:
+def test_optimizer_state_is_not_taken_for_parameters() -> None:
     params = {"layers": [{"w": array(64, 64)}], "head": array(64, 8)}
     state = {"model": params, "opt": jax.eval_shape(optax.adamw(1e-3).init, params)}
     rules = [("opt.*w|opt.*head", P("data")), (".*", None)]
@@ -159,13 +159,13 @@ def test_zero_1_on_one_of_two_axes() -> None:
     ]
 
 
-def test_branches_that_look_alike_are_all_parameters() -> None:
+def test_branches_of_the_same_structure_are_all_parameters() -> None:
     tree = {"encoder": {"w": array(8, 8)}, "decoder": {"w": array(8, 8)}}
     plan = ts.plan(tree, [(".*", None)], abstract_mesh("data=8"))
     assert len(parameters(plan)) == 2
 
 
-def test_a_batch_over_an_axis_that_is_missing() -> None:
+def test_a_batch_over_an_unknown_axis_raises() -> None:
     plan = ts.plan(W, [(".*", None)], abstract_mesh("data=8"))
     with pytest.raises(ts.UnknownAxisError, match="batch: the mesh has no axis 'dta'.*'data'?"):
         ts.predict_communication(plan, batch=P("dta"))
@@ -173,7 +173,7 @@ def test_a_batch_over_an_axis_that_is_missing() -> None:
 
 # ------------------------------------------------------------------ against compiled
 
-# Every way on every mesh would be 60 programs, a few seconds each.
+# All combinations would be 60 programs, of a few seconds each.
 EXACT = [
     ("mlp", "hand", "fsdp=8", False, False),
     ("mlp", "hand", "data=2,fsdp=4", True, True),
@@ -202,14 +202,16 @@ if os.environ.get("TREESHARD_SOAK"):  # `make soak`
 
 
 @pytest.mark.parametrize(("name", "way", "axes", "scan", "remat"), EXACT)
-def test_planned_is_compiled(name: str, way: str, axes: str, scan: bool, remat: bool) -> None:
+def test_the_compiled_program_moves_what_is_planned(
+    name: str, way: str, axes: str, scan: bool, remat: bool
+) -> None:
     plan, program = compiled(name, way, ts.make_mesh(axes), scan=scan, remat=remat)
     found = ts.compare_communication(
         plan, program, scan="layers" if scan else False, remat="layers" if remat else False
     )
     gathers = [x for x in found.compiled if x.kind == "all-gather"]
     assert all(x.path is not None and x.path.startswith("state/") for x in gathers)
-    # The line that asked for them is the user's, not treeshard's own.
+    # Their source is a line of the user, not of treeshard.
     assert all("small_models.py:" in (x.source or "") for x in gathers)
     for row in found.rows:
         if row.kind == "all-gather" or way == "hand":
@@ -217,11 +219,11 @@ def test_planned_is_compiled(name: str, way: str, axes: str, scan: bool, remat: 
     if way == "hand":
         assert found.unplanned == ()
         return
-    # On CPUs the partitioner all-reduces whole gradients, and this is all that differs.
-    [instead] = found.unplanned
-    assert instead.code == "all-reduce"
+    # On CPUs the partitioner all-reduces full gradients. Nothing else differs.
+    [difference] = found.unplanned
+    assert difference.code == "all-reduce"
     scattered = sum(x.total_bytes for x in found.planned if x.kind == "reduce-scatter")
-    assert sum(x.total_bytes or 0 for x in instead.collectives) == scattered
+    assert sum(x.total_bytes or 0 for x in difference.collectives) == scattered
 
 
 @pytest.mark.parametrize("way", ["jit", "hand"])
@@ -235,17 +237,18 @@ def test_data_parallel(way: str) -> None:
     assert str(found).split("\n") == [
         "kind        axes         planned  compiled",
         "all-reduce  data  10 x, 12.9 KiB  10 x, 12.9 KiB",
-        "and 1 scalars, such as the loss",
+        "plus 1 scalars, such as the loss",
     ]
 
 
-# ------------------------------------------------------------------ nobody planned
+# ------------------------------------------------------------------ unplanned
 
 
-def test_a_scan_without_weight_hints() -> None:
+def test_a_scan_without_unshard_moves_activations() -> None:
     plan, program = compiled("mlp", "no hints", ts.make_mesh("fsdp=8"), scan=True)
     found = ts.compare_communication(plan, program, scan="layers")
     moved = next(x for x in found.unplanned if x.code == "activation")
+    assert "unplanned" in moved.fact
     assert "of computed values" in moved.fact
     assert "`unshard(layer, layer_specs(specs), axis)`" in moved.hint
     assert all("small_models.py:" in (x.source or "") for x in moved.collectives)
@@ -263,7 +266,7 @@ def _step(plan: ts.Plan, loss: Any, batch: Any, x: Any) -> jax.stages.Compiled:
     return jit_step(step, plan, batch=batch).lower(plan.structs, x).compile()
 
 
-def test_fsdp_and_tensor_parallel() -> None:
+def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
     mesh = ts.make_mesh("fsdp=4,tensor=2")
     tree = {"up": array(16, 32), "down": array(32, 16)}
     rules = [("up", P("fsdp", "tensor")), ("down", P("tensor", "fsdp"))]
@@ -281,10 +284,10 @@ def test_fsdp_and_tensor_parallel() -> None:
     assert found.tensor_parallel
     assert {x.axes for x in found.tensor_parallel} == {("tensor",)}
     assert not any(x.path for x in found.tensor_parallel)
-    assert "tensor parallel activations: 1" in str(found)
+    assert "including 1 tensor-parallel activations" in str(found)
 
 
-def test_a_tied_weight_is_gathered_under_its_one_name() -> None:
+def test_a_tied_weight_is_gathered_under_its_only_path() -> None:
     mesh = ts.make_mesh("fsdp=8")
     plan = ts.plan({"embed": array(64, 16)}, [(".*", P("fsdp"))], mesh, min_size=0)
 
@@ -295,12 +298,12 @@ def test_a_tied_weight_is_gathered_under_its_one_name() -> None:
     x = jax.ShapeDtypeStruct((8, 4), "int32")
     found = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), x))
     assert [x.path for x in found.compiled if x.kind == "all-gather"] == ["state/embed"]
-    # The partitioner reduces the gradients of both uses, and adds them then.
+    # The partitioner reduces the gradient of each use, and then adds them.
     assert [x.code for x in found.unplanned] == ["all-reduce", "again"]
     assert "The partitioner reduces the gradient of each use" in found.unplanned[1].hint
 
 
-def test_a_leaf_that_no_step_should_gather() -> None:
+def test_a_moment_sharded_unlike_its_parameter_is_gathered() -> None:
     mesh = ts.make_mesh("fsdp=8")
     # The moment is sharded on another dim than its parameter.
     state = {"model": {"w": array(16, 16)}, "opt": {"mu": {"w": array(16, 16)}}}
@@ -319,7 +322,7 @@ def test_a_leaf_that_no_step_should_gather() -> None:
     program = run.lower(plan.structs, array(8, 16)).compile()
     found = {x.code: x for x in ts.compare_communication(plan, program).unplanned}
     assert found["sharded-further"].paths == ("opt/mu/w",)
-    assert "`Plan.follow` for optimizer state" in found["sharded-further"].hint
+    assert "optimizer state with `Plan.follow`" in found["sharded-further"].hint
 
 
 def _accumulated(minibatches: Any) -> ts.Comparison:
@@ -341,19 +344,19 @@ def _accumulated(minibatches: Any) -> ts.Comparison:
     return ts.compare_communication(plan, program)
 
 
-def test_a_batch_reshaped_for_accumulation() -> None:
+def test_a_batch_reshaped_across_devices_for_accumulation() -> None:
     found = {x.code: x for x in _accumulated(lambda x: x.reshape(4, 8, 16)).unplanned}
-    assert "A batch that is split for accumulation: reshape it" in found["across-axes"].hint
+    assert "To split a batch for accumulation, reshape it" in found["across-axes"].hint
     assert all(
         "test_communication.py:" in (x.source or "") for x in found["across-axes"].collectives
     )
 
-    def mended(x: jax.Array) -> jax.Array:
+    def fixed(x: jax.Array) -> jax.Array:
         x = x.reshape(8, 4, 16).swapaxes(0, 1)
         return ts.with_sharding_constraint(x, P(None, ("data", "fsdp")))
 
     # The partitioner still reduces once per minibatch; `accumulate_gradients` does not.
-    [left] = _accumulated(mended).unplanned
+    [left] = _accumulated(fixed).unplanned
     assert (left.code, {x.count for x in left.collectives}) == ("again", {4})
 
 
@@ -370,15 +373,15 @@ def test_a_forgotten_activation_constraint() -> None:
         found = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), array(16, 16)))
         return {one.code: one for one in found.unplanned}
 
-    # Left to itself, the partitioner keeps the weights split and moves what is computed.
+    # Without constraints, the partitioner keeps the weights sharded and moves activations.
     forgotten = codes(lambda h: h)
     assert "of computed values" in forgotten["activation"].fact
     assert "test_communication.py:" in str(forgotten["activation"])
-    mended = codes(lambda h: ts.with_sharding_constraint(h, P("fsdp")))
-    assert set(mended) <= {"all-reduce"}  # which the CPU compiler puts for a reduce-scatter
+    fixed = codes(lambda h: ts.with_sharding_constraint(h, P("fsdp")))
+    assert set(fixed) <= {"all-reduce"}  # the CPU compiler's replacement of a reduce-scatter
 
 
-def test_a_backend_that_widens() -> None:
+def test_a_backend_that_widens_a_dtype_is_reported() -> None:
     mesh = ts.make_mesh("fsdp=8")
     plan = ts.plan({"w": array(16, 16)}, [("w", P("fsdp"))], mesh, min_size=0)
     grad = value_and_grad(lambda p, x: jnp.sum(x @ p["w"]) ** 2, "fsdp", plan, dtype="bfloat16")
@@ -414,16 +417,16 @@ def test_zero_1_on_a_cpu() -> None:
     assert [(row.count, row.bytes) for row in gathers] == [(1, 2 * KIB)]
 
 
-def test_what_is_planned_and_not_there(fsdp_mesh: jax.sharding.Mesh) -> None:
+def test_a_planned_transfer_that_the_program_lacks(fsdp_mesh: jax.sharding.Mesh) -> None:
     plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
     idle = jit_step(lambda s, x: ({"w": s["w"] * 2}, x.sum()), plan, batch=P("fsdp"))
     program = idle.lower(plan.structs, array(8)).compile()
     found = ts.compare_communication(plan, program, batch=P("fsdp"))
     assert [str(x) for x in found.unplanned] == [
-        "not-moved: w: the planned all-gather (weight) is not in the program. Is the leaf used,"
-        " and the step the one that was planned?",
-        "not-moved: w: the planned reduce-scatter (gradient) is not in the program. Is the leaf"
-        " used, and the step the one that was planned?",
+        "not-moved: w: the planned all-gather (weight) is not in the program. Check that the step"
+        " uses the leaf, and that the plan is of this step.",
+        "not-moved: w: the planned reduce-scatter (gradient) is not in the program. Check that the"
+        " step uses the leaf, and that the plan is of this step.",
     ]
     assert [(row.kind, row.planned_count, row.count) for row in found.rows] == [
         ("all-gather", 1, 0),
@@ -441,7 +444,7 @@ def doubled(fsdp_mesh: jax.sharding.Mesh) -> jax.stages.Compiled:
     return jax.jit(lambda state: state["w"] * 2, out_shardings=whole).lower({"w": w}).compile()
 
 
-def test_a_plan_of_another_tree(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
+def test_a_plan_of_another_tree_raises(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
     plan = ts.plan({"v": array(8, 8)}, [("v", P("fsdp"))], fsdp_mesh, min_size=0)
     with pytest.raises(ts.SpecError) as error:
         ts.compare_communication(plan, doubled)
@@ -451,28 +454,30 @@ def test_a_plan_of_another_tree(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> N
     )
 
 
-def test_a_plan_of_other_shapes(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
+def test_a_plan_of_other_shapes_raises(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
     plan = ts.plan({"w": array(16, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
     with pytest.raises(ts.SpecError) as error:
         ts.compare_communication(plan, doubled)
     assert str(error.value) == (
-        "w: 32 bytes in the program, 64 a device planned.\nCompile the step for this plan."
+        "w: 32 bytes per device in the program, 64 in the plan.\nCompile the step for this plan."
     )
 
 
-def test_a_program_that_does_not_say_how_its_batch_is_split() -> None:
+def test_a_program_without_the_sharding_of_its_batch_raises() -> None:
     text = (
         "HloModule m, num_partitions=8\n\nENTRY %main (w: f32[1,8], x: f32[8]) -> f32[8] {\n"
         "  %w = f32[1,8]{1,0} parameter(0), metadata={op_name=\"state[\\'w\\']\"}\n"
         '  ROOT %x = f32[8]{0} parameter(1), metadata={op_name="x"}\n}\n'
     )
     plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], abstract_mesh("fsdp=8"), min_size=0)
-    with pytest.raises(ts.SpecError, match="does not say how its argument .x. is split. Give the"):
+    with pytest.raises(
+        ts.SpecError, match="does not say how its argument .x. is sharded. Pass"
+    ):
         ts.compare_communication(plan, text)
     assert len(ts.compare_communication(plan, text, batch=P("fsdp")).unplanned) == 2
 
 
-def test_a_program_of_another_mesh(doubled: Any) -> None:
+def test_a_program_of_another_mesh_raises(doubled: Any) -> None:
     plan = plan_of(MODELS["mlp"], abstract_mesh("fsdp=16"), False)
     with pytest.raises(ts.MeshError, match="runs on 8 device.s., but the mesh .fsdp=16. has 16"):
         ts.compare_communication(plan, doubled)

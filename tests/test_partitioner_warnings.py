@@ -1,4 +1,4 @@
-"""The compiler's warnings are caught, read, and everything else passed on."""
+"""The partitioner's warnings are captured and parsed, and all other output is kept."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from treeshard._partitioner_warnings import (
     spec_of_tiles,
 )
 
-# What XLA has written over the years; the operation and its place came later.
+# The formats of XLA over the years. The operation and its source came later.
 TODAY = (
     "W1120 11:21:51.290537 8361 spmd_partitioner.cc:656] [SPMD] Involuntary full"
     " rematerialization. The compiler cannot go from sharding {devices=[2,1,4]<=[8]} to"
@@ -42,7 +42,7 @@ WITHOUT_OPERATION = (
 
 
 def three_dims_moved(mesh: Mesh, before: P, after: P) -> Any:
-    """A function whose value has to go from one spec to the other."""
+    """A function whose value has to be resharded from one spec to the other."""
 
     def move(x: jax.Array) -> jax.Array:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, before)) * 2
@@ -51,31 +51,31 @@ def three_dims_moved(mesh: Mesh, before: P, after: P) -> Any:
     return jax.jit(move).lower(jax.ShapeDtypeStruct((8, 8, 8), jnp.float32))
 
 
-def test_a_real_one_is_caught_and_read(mesh: Mesh) -> None:
+def test_a_real_warning_is_captured_and_parsed(mesh: Mesh) -> None:
     bad = three_dims_moved(mesh, P("data", None, "fsdp"), P(None, ("fsdp", "data")))
     with capture_partitioner_warnings(mesh) as found:
         bad.compile()
-        assert found == []  # it is filled at the end
+        assert found == []  # filled at the end of the block
     assert len(found) == 1
     assert found[0].op_name == "jit(move)/sharding_constraint"
     assert (found[0].dtype, found[0].shape) == ("f32", (4, 8, 2))
     assert found[0].from_spec == P("data", None, "fsdp")
     assert found[0].to_spec == P(None, ("fsdp", "data"))
     assert str(found[0]) == (
-        "jit(move)/sharding_constraint: copy f32[4,8,2] per device goes from"
-        " P('data', None, 'fsdp') to P(None, ('fsdp', 'data')) by way of a whole copy on every"
+        "jit(move)/sharding_constraint: copy f32[4,8,2] per device is resharded from"
+        " P('data', None, 'fsdp') to P(None, ('fsdp', 'data')) through a full copy on every"
         " device."
     )
 
 
-def test_a_program_that_reshards_well_has_none(mesh: Mesh) -> None:
+def test_an_efficient_program_has_no_warnings(mesh: Mesh) -> None:
     good = three_dims_moved(mesh, P("data", None, "fsdp"), P(None, None, "fsdp"))
     with jax.set_mesh(mesh), capture_partitioner_warnings() as found:
         good.compile()
     assert found == []
 
 
-def test_todays_words(mesh: Mesh) -> None:
+def test_the_current_format(mesh: Mesh) -> None:
     found = read_warning(TODAY, mesh)
     assert found.text == TODAY
     assert found[1:6] == (
@@ -89,7 +89,7 @@ def test_todays_words(mesh: Mesh) -> None:
     assert read_warning(TODAY, None).from_spec is None
 
 
-def test_older_words_with_a_source(mesh: Mesh) -> None:
+def test_an_older_format_with_a_source(mesh: Mesh) -> None:
     found = read_warning(WITH_SOURCE, mesh)
     assert (found.op, found.dtype, found.shape) == ("get-tuple-element", "bf16", (96,))
     assert (found.op_name, found.source) == ("jit(f)/get", "/home/me/model.py:95")
@@ -97,17 +97,17 @@ def test_older_words_with_a_source(mesh: Mesh) -> None:
     assert "jit(f)/get at /home/me/model.py:95: get-tuple-element bf16[96]" in str(found)
 
 
-def test_what_is_not_said_is_unknown(mesh: Mesh) -> None:
+def test_fields_that_a_warning_lacks_are_none(mesh: Mesh) -> None:
     found = read_warning(WITHOUT_OPERATION, mesh)
     assert (found.op, found.shape, found.op_name, found.source) == (None,) * 4
     assert (found.from_spec, found.to_spec) == (P("data", "fsdp"), None)
     assert str(found) == (
-        "an unknown place: an operation per device goes from P('data', 'fsdp') to {maximal"
-        " device=0} by way of a whole copy on every device."
+        "unknown location: an operation per device is resharded from P('data', 'fsdp') to {maximal"
+        " device=0} through a full copy on every device."
     )
-    strange = read_warning("Involuntary full rematerialization, but nobody knows of what", mesh)
+    strange = read_warning("Involuntary full rematerialization, in another format", mesh)
     assert strange[1:] == (None,) * 9
-    assert str(strange).startswith("unknown form of warning: Involuntary")
+    assert str(strange).startswith("partitioner warning in an unknown format: Involuntary")
 
 
 @pytest.mark.parametrize(
@@ -126,16 +126,18 @@ def test_what_is_not_said_is_unknown(mesh: Mesh) -> None:
         ("{maximal device=0}", None),
     ],
 )
-def test_tiles_as_specs(mesh: Mesh, text: str, spec: P | None) -> None:
+def test_a_sharding_in_the_compilers_notation_as_a_spec(
+    mesh: Mesh, text: str, spec: P | None
+) -> None:
     assert spec_of_tiles(text, mesh) == spec
 
 
-def test_axes_of_one_device_do_not_count() -> None:
+def test_axes_of_size_one_are_left_out() -> None:
     mesh = AbstractMesh((1, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     assert spec_of_tiles("{devices=[1,2]<=[2]}", mesh) == P(None, "fsdp")
 
 
-def test_everything_else_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_all_other_output_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
     with capture_partitioner_warnings() as outer:
         with capture_partitioner_warnings() as inner:
             os.write(2, b"before\n" + TODAY.encode() + b"\nafter")
@@ -144,7 +146,7 @@ def test_everything_else_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None
     assert (len(inner), len(outer)) == (1, 1)
 
 
-def test_an_error_inside_leaves_standard_error_as_it_was(
+def test_an_error_inside_restores_standard_error(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     lists: list[Any] = []
@@ -163,7 +165,7 @@ def test_an_error_inside_leaves_standard_error_as_it_was(
     assert [len(found) for found in lists] == [1]
 
 
-def test_without_a_standard_error() -> None:
+def test_a_process_without_standard_error_raises() -> None:
     code = (
         "import os, sys, treeshard as ts; os.close(2)\n"
         "try:\n  with ts.capture_partitioner_warnings(): pass\n"
@@ -174,10 +176,10 @@ def test_without_a_standard_error() -> None:
     assert ts.capture_partitioner_warnings is capture_partitioner_warnings
 
 
-def test_a_logging_level_that_hides_them_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_level_that_suppresses_warnings_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
     with (
-        pytest.warns(ts.ShardingWarning, match="TF_CPP_MIN_LOG_LEVEL=2 hides what it looks for"),
+        pytest.warns(ts.ShardingWarning, match="TF_CPP_MIN_LOG_LEVEL=2 suppresses the compiler"),
         capture_partitioner_warnings(),
     ):
         pass

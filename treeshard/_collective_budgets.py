@@ -1,4 +1,4 @@
-"""How much a program may move, for tests."""
+"""Assertions on how much a program moves, for tests."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from treeshard._moved import KINDS, Collective
 
 
 def table(moved: Sequence[Collective]) -> str:
-    """Collectives in aligned lines, those alike as one."""
+    """Collectives as an aligned table; equal ones share a line."""
     heads = ("kind", "axes", "count", "bytes each", "total", "array", "moves", "source")
     rows: dict[tuple[str, ...], int] = {}
     for one in moved:
@@ -43,23 +43,23 @@ def assert_collectives(
     collective_permute: Budget = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Checks how often a program runs each kind of collective, and how much it moves.
+    """Checks how often a program runs each kind of collective, and how many bytes it moves.
 
     Args:
         program: As in `collectives`.
         mesh: As in `collectives`.
-        all_gather: How often it runs, exactly, per buffer and with the trips of loops; or
-            `(count, bytes)`, where bytes are those of all executions, at most, and either may
-            be `None`. `None` leaves the kind unchecked.
-        reduce_scatter: The same.
-        all_reduce: The same.
-        all_to_all: The same.
-        collective_permute: The same.
-        max_bytes: What all kinds together may move, in bytes of payload.
+        all_gather: The exact number of executions, per buffer and including trips of loops; or
+            `(count, bytes)`, where `bytes` is the most that all executions together may move,
+            and either may be `None`. `None` leaves the kind unchecked.
+        reduce_scatter: As `all_gather`.
+        all_reduce: As `all_gather`.
+        all_to_all: As `all_gather`.
+        collective_permute: As `all_gather`.
+        max_bytes: The most that all kinds together may move, in bytes of payload.
 
     Raises:
-        CommunicationError: If one does not hold, or cannot be told: an `AssertionError` too.
-            The message has all collectives as a table.
+        CommunicationError: If a budget is exceeded, or a number in it is unknown. It is also an
+            `AssertionError`. The message lists all collectives as a table.
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
@@ -78,7 +78,7 @@ def assert_collectives(
         these = [one for one in moved if one.kind == kind]
         runs = _sum(one.count for one in these)
         if count is not None and runs != count:
-            facts.append(f"{kind}: {_or_unknown(runs)} executions, not {count}.")
+            facts.append(f"{kind}: {_or_unknown(runs)} executions, but {count:,} are expected.")
         facts += _over(kind, these, most)
     facts += _over("all collectives", moved, max_bytes)
     if facts:
@@ -89,7 +89,7 @@ def _over(what: str, moved: Sequence[Collective], most: int | None) -> list[str]
     total = _sum(one.total_bytes for one in moved)
     if most is None or (total is not None and total <= most):
         return []
-    return [f"{what}: {_or_unknown(total)} bytes, and at most {most} are allowed."]
+    return [f"{what}: {_or_unknown(total)} bytes, but at most {most:,} are allowed."]
 
 
 def _sum(numbers: Iterator[int | None]) -> int | None:

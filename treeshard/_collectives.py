@@ -1,4 +1,4 @@
-"""What a compiled or traced program moves between devices, op by op."""
+"""Lists the collectives of a compiled or lowered program."""
 
 import math
 import re
@@ -18,27 +18,28 @@ from treeshard._stablehlo import StableHloProgram
 
 
 def collectives(program: Any, mesh: AnyMesh | None = None) -> list[Collective]:
-    """Lists what a program moves between devices, with the tree paths of what it moves.
+    """Lists what a program moves between devices, with the tree paths of the arrays it moves.
 
-    An op on several buffers gives one entry for each, but an all-to-all one for all of them,
-    since they are the parts of one array. What cannot be told is `None`, never a guess.
+    An op on several buffers gives one entry per buffer; only an all-to-all gives one for all,
+    since its buffers are the parts of one array. What cannot be determined is `None`, never a
+    guess.
 
     Args:
         program: A `jax.stages.Compiled`: what runs. Or a `jax.stages.Lowered`: what was traced,
-            before the partitioner adds its own, so only what was written by hand. Or the
-            text of either, HLO or StableHLO.
-        mesh: The mesh that the program runs on, to tell its axes. Found in most programs;
-            HLO text alone does not name axes.
+            before the partitioner adds its own collectives, so only what was written by hand.
+            Or the text of either, HLO or StableHLO.
+        mesh: The mesh that the program runs on, to name its axes. By default it is read from
+            the program's shardings; the text of HLO alone does not name axes.
 
     Returns:
-        A `Collective` per buffer, in the order of the program. In a program that calls one
-        function from several places, one per place.
+        A `Collective` per buffer, in program order. If a program calls one function from several
+        places, there is one per place.
 
     Raises:
-        FormatError: If the text is no program, is cut short, or holds a collective that cannot be
-            read.
-        MeshError: If the program is partitioned for another number of devices than `mesh` has.
-        TypeError: If `program` is something else, such as a function that was not compiled.
+        FormatError: If the text is not a program, is truncated, or contains a collective that
+            cannot be parsed.
+        MeshError: If the program is partitioned over another number of devices than `mesh` has.
+        TypeError: If `program` is none of these, such as a function that was not compiled.
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
@@ -55,7 +56,7 @@ def collectives(program: Any, mesh: AnyMesh | None = None) -> list[Collective]:
 def read_program(
     program: Any, mesh: AnyMesh | None = None
 ) -> tuple[Program, Mapping[str, int] | None]:
-    """A program's graph, and the mesh that it runs on if it is known."""
+    """The graph of a program, and the axes of its mesh if they are known."""
     found = mesh
     if isinstance(program, jax.stages.Compiled):
         text = program.as_text()
@@ -66,11 +67,11 @@ def read_program(
         text = program
     else:
         raise TypeError(
-            f"collectives: {type(program).__name__} is no program. Compile it first:"
-            " `step.lower(state, batch).compile()`, or give the text of one."
+            f"collectives: {type(program).__name__} is not a program. Compile it first:"
+            " `step.lower(state, batch).compile()`, or pass the text of one."
         )
     if not text:
-        raise FormatError("collectives: this backend gives no text of the program.")
+        raise FormatError("collectives: the text is empty. This backend may not provide one.")
     read = _parse(text)
     if found is None:
         return read, read.axes
@@ -78,7 +79,7 @@ def read_program(
     if read.devices is not None and read.devices != count:
         raise MeshError(
             f"collectives: the program runs on {read.devices} device(s), but the mesh"
-            f" ({describe_mesh(found)}) has {count}. Give the mesh that it was compiled for."
+            f" ({describe_mesh(found)}) has {count}. Pass the mesh that it was compiled for."
         )
     return read, axis_sizes(found)
 
@@ -91,16 +92,16 @@ def _parse(text: str) -> Program:
         if first is not None and first[1] in ("module", "func.func"):
             return StableHloProgram(text)
     except FormatError as error:
-        raise FormatError(f"collectives: {error} Give the whole of `as_text()`.") from error
+        raise FormatError(f"collectives: {error} Pass the full `as_text()`.") from error
     raise FormatError(
-        f"collectives: the text is no program. HLO begins with `HloModule` and StableHLO with"
-        f" `module`; this begins with {text.strip()[:40]!r}."
+        f"collectives: the text is not a program. HLO starts with `HloModule` and StableHLO with"
+        f" `module`; this starts with {text.strip()[:40]!r}."
     )
 
 
 def _mesh_of(program: jax.stages.Compiled) -> AnyMesh | None:
     """The mesh of a program's arguments and results, if they agree on one."""
-    placed = tree_leaves((program.input_shardings, program.output_shardings))
-    meshes = {x.mesh for x in placed if isinstance(x, NamedSharding)}
+    shardings = tree_leaves((program.input_shardings, program.output_shardings))
+    meshes = {x.mesh for x in shardings if isinstance(x, NamedSharding)}
     sizes = {tuple(axis_sizes(mesh).items()) for mesh in meshes}
     return next(iter(meshes)) if len(sizes) == 1 else None

@@ -1,4 +1,4 @@
-"""What a training step has to move between devices, told from its plan alone."""
+"""Predicts what a training step has to move between devices, from its plan alone."""
 
 import math
 import re
@@ -16,22 +16,22 @@ from treeshard._plan import Plan
 from treeshard._spec_trees import get_names_from_partition_spec
 from treeshard._specs import axes_of, entries, shard_size
 
-Leaves = bool | str  # all, none, or those whose path a pattern is found in
+Leaves = bool | str  # all leaves, none, or those whose path matches a pattern (`re.search`)
 
 
 @dataclass(frozen=True)
 class PlannedTransfer:
-    """One transfer that a step cannot do without.
+    """One transfer that a training step requires.
 
     Attributes:
         kind: `"all-gather"`, `"reduce-scatter"` or `"all-reduce"`.
-        axes: The mesh axes along which devices take part, in the mesh's order.
-        bytes: The payload of one execution, on the full-size side, as of a `Collective`.
-        count: How often it runs in a step.
-        dtype: What is moved.
-        path: The leaf; `None` for the loss.
-        why: What for: `"weight"`, `"weight, again for its gradient"`, `"gradient"`, `"update"` or
-            `"loss"`.
+        axes: The mesh axes that its device groups span, in the mesh's order.
+        bytes: The payload of one execution, on the full-size side, as in `Collective`.
+        count: The number of executions in a step.
+        dtype: The dtype that is moved.
+        path: The path of the leaf; `None` for the loss.
+        why: Its purpose: `"weight"`, `"weight, again for its gradient"`, `"gradient"`,
+            `"update"` or `"loss"`.
 
     Examples:
         >>> PlannedTransfer("all-gather", ("fsdp",), 4096, 2, "float32", "w", "weight").total_bytes
@@ -48,7 +48,7 @@ class PlannedTransfer:
 
     @property
     def total_bytes(self) -> int:
-        """The payload of all executions."""
+        """The payload of all executions together."""
         return self.bytes * self.count
 
 
@@ -63,26 +63,28 @@ def predict_communication(
 ) -> list[PlannedTransfer]:
     """Lists what a step of data parallel, FSDP or ZeRO-1 training has to move, leaf by leaf.
 
-    Along the axes of the batch, a parameter that is sharded is gathered for use and its gradient
-    reduce-scattered; gradients are then all-reduced along the batch's other axes. Where the
-    optimizer's state is sharded further than its parameter, the gradient is scattered that far,
-    and the update gathered. What is sharded along axes that the batch is not split over stays so
-    (tensor parallel); the activations that this moves depend on the model, and are not told.
+    - A parameter that is sharded along an axis of the batch is all-gathered for use, and its
+      gradient is reduce-scattered along that axis.
+    - Gradients are all-reduced along the other axes of the batch.
+    - If the optimizer state is sharded further than its parameter (ZeRO-1), the gradient is
+      reduce-scattered as far, and the update is all-gathered.
+    - A parameter stays sharded along axes that do not shard the batch (tensor parallelism). The
+      activations that are moved for it depend on the model, and are not predicted.
 
     Args:
-        plan: The plan of the parameters, or of a state that holds them. No devices are needed.
+        plan: The plan of the parameters, or of a state that contains them. It needs no devices.
         batch: The specs of the batch, as in `jit_step`.
-        remat: Whether the forward pass is run again for the gradients, so that weights are
-            gathered twice: for all leaves, or for those whose path has this pattern.
-        scan: Which leaves are layers stacked on dim 0 that a `lax.scan` runs over, likewise:
-            each is gathered a layer at a time.
-        params: A pattern of the paths that are parameters. By default all floating leaves, but for
-            a top-level branch in which all of them mirror those of another branch, deeper
-            down, as optimizer state does.
+        remat: The leaves that are gathered a second time, because the forward pass is repeated
+            for the gradients: all (`True`), or those whose path matches this pattern.
+        scan: The leaves that stack layers on dim 0 for a `lax.scan`, likewise. They are gathered
+            one layer at a time.
+        params: A pattern of the paths of the parameters. By default, all floating-point leaves,
+            except for a top-level branch whose leaves all mirror those of another branch, as
+            optimizer state does.
         dtype: The dtype in which weights are gathered; by default their own.
 
     Returns:
-        A `PlannedTransfer` per leaf and op, gathers in the order of the plan, and one for the loss.
+        A `PlannedTransfer` per leaf and op, in the order of the plan, and one for the loss.
 
     Raises:
         UnknownAxisError: If `batch` names an axis that the plan's mesh lacks.
@@ -100,14 +102,14 @@ def predict_communication(
     split = get_names_from_partition_spec(batch)
     check_axes(split, sizes, "predict_communication: batch")
     along = [axis for axis in sizes if axis in split and sizes[axis] > 1]
-    found: list[PlannedTransfer] = []
+    transfers: list[PlannedTransfer] = []
     state = state_of_parameters(plan, params)
     for leaf in parameters(plan, params):
         forecast = _Forecast(plan, leaf, along, dtype, _chosen(scan, leaf), _chosen(remat, leaf))
-        found += forecast.transfers(state.get(leaf.path))
+        transfers += forecast.transfers(state.get(leaf.path))
     if along:
-        found.append(PlannedTransfer("all-reduce", tuple(along), 4, 1, "float32", None, "loss"))
-    return found
+        transfers.append(PlannedTransfer("all-reduce", tuple(along), 4, 1, "float32", None, "loss"))
+    return transfers
 
 
 def _chosen(which: Leaves, leaf: PlannedLeaf) -> bool:
@@ -115,7 +117,7 @@ def _chosen(which: Leaves, leaf: PlannedLeaf) -> bool:
 
 
 class _Forecast:
-    """What one parameter moves."""
+    """The transfers of one parameter."""
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class _Forecast:
         self.held = shard_size(leaf.shape, leaf.given, plan.mesh)
 
     def transfers(self, state: PlannedLeaf | None) -> Iterator[PlannedTransfer]:
-        """Gathers, then what its gradient needs, then its update."""
+        """The gathers of the weight, then the reductions of its gradient, then its update."""
         size = self.held
         for axes in self.steps:
             size *= math.prod(self.sizes[axis] for axis in axes)
@@ -149,12 +151,12 @@ class _Forecast:
         rest = [axis for axis in self.along if not any(axis in axes for axes in self.steps)]
         further = self._further(state, rest)
         if further:
-            whole = size
+            full = size
             yield self._transfer("reduce-scatter", further, size, "gradient")
             size //= math.prod(self.sizes[axis] for axis in further)
             if rest := [axis for axis in rest if axis not in further]:
                 yield self._transfer("all-reduce", tuple(rest), size, "gradient")
-            yield self._transfer("all-gather", further, whole, "update")
+            yield self._transfer("all-gather", further, full, "update")
         elif rest:
             yield self._transfer("all-reduce", tuple(rest), size, "gradient")
 
@@ -175,7 +177,7 @@ class _Forecast:
         return PlannedTransfer(kind, axes, payload, times, str(dtype), self.leaf.path, why)
 
     def _further(self, state: PlannedLeaf | None, rest: Sequence[str]) -> tuple[str, ...]:
-        """The axes that shard the parameter's optimizer state, and not itself."""
+        """The axes that shard the parameter's optimizer state, but not the parameter."""
         if state is None or state.shape != self.leaf.shape:
             return ()
         return self._in_order(get_names_from_partition_spec(state.given), rest)
@@ -197,22 +199,22 @@ def parameters(plan: Plan, pattern: str | None = None) -> list[PlannedLeaf]:
 
 
 def state_of_parameters(plan: Plan, pattern: str | None = None) -> dict[str, PlannedLeaf]:
-    """A leaf of the optimizer's state for each parameter that has one, by its path."""
+    """Path of a parameter -> one leaf of its optimizer state, if it has any."""
     chosen = parameters(plan, pattern)
     paths = {leaf.path for leaf in chosen}
     tails = {leaf.path.partition("/")[2]: leaf for leaf in chosen}
-    found: dict[str, PlannedLeaf] = {}
+    state: dict[str, PlannedLeaf] = {}
     for leaf in plan.leaves:
         if leaf.path in paths or not jnp.issubdtype(leaf.dtype, jnp.inexact):
             continue
         mirrored = next((tails[tail] for tail in _tails(leaf.path) if tail in tails), None)
         if mirrored is not None and mirrored.shape == leaf.shape:
-            found.setdefault(mirrored.path, leaf)
-    return found
+            state.setdefault(mirrored.path, leaf)
+    return state
 
 
 def _mirrored(floats: Sequence[PlannedLeaf]) -> Iterator[tuple[str, str]]:
-    """Pairs of top-level branches of which the first mirrors the second."""
+    """Pairs of top-level branches where the first mirrors the second."""
     branches: dict[str, list[str]] = defaultdict(list)
     for leaf in floats:
         if leaf.shape:
@@ -229,6 +231,6 @@ def _branch(leaf: PlannedLeaf) -> str:
 
 
 def _tails(path: str) -> list[str]:
-    """The ends of a path that lie at least two steps down, the longest first."""
+    """The tails of a path without its first two parts or more, longest first."""
     parts = path.split("/")
     return ["/".join(parts[start:]) for start in range(2, len(parts))]

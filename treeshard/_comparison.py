@@ -1,4 +1,4 @@
-"""What a plan says a step should move, held against what its program does move."""
+"""Compares the communication of a compiled step with what its plan predicts."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from treeshard._unplanned import Unplanned, is_scalar, total
 
 @dataclass(frozen=True)
 class Row:
-    """What is planned and what is compiled, of one kind along some axes."""
+    """The planned and the compiled collectives of one kind along the same axes."""
 
     kind: str
     axes: tuple[str, ...] | None
@@ -41,14 +41,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan's communication beside a program's; `str()` of it is a table.
+    """The communication of a plan beside that of a program; `str()` of it is a table.
 
     Attributes:
-        planned: What the plan says, leaf by leaf.
-        compiled: What the program does, op by op.
-        unplanned: How they differ, and why. Empty if the program does what was planned.
-        tensor_parallel: Activations moved along axes that shard parameters and not the batch,
-            of which a plan cannot tell how many there should be.
+        planned: What the plan predicts, leaf by leaf.
+        compiled: What the program moves, op by op.
+        unplanned: How they differ, and why. Empty if the program moves what was planned.
+        tensor_parallel: Activations that are moved along axes that shard parameters but not the
+            batch. A plan cannot predict their number.
 
     Examples:
         >>> planned = PlannedTransfer("all-gather", ("fsdp",), 4096, 2, "float32", "w", "weight")
@@ -64,25 +64,25 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
-        """Counts and bytes per kind and axes. Scalars, such as the loss, are left out."""
-        ours: dict[Any, list[PlannedTransfer]] = defaultdict(list)
-        theirs: dict[Any, list[Collective]] = defaultdict(list)
-        for planned in self.planned:
-            if planned.path is not None:
-                ours[planned.kind, planned.axes].append(planned)
-        for one in self.compiled:
-            if not is_scalar(one):
-                theirs[one.kind, one.axes].append(one)
+        """Counts and bytes per kind and axes, without scalars such as the loss."""
+        planned: dict[Any, list[PlannedTransfer]] = defaultdict(list)
+        compiled: dict[Any, list[Collective]] = defaultdict(list)
+        for transfer in self.planned:
+            if transfer.path is not None:
+                planned[transfer.kind, transfer.axes].append(transfer)
+        for collective in self.compiled:
+            if not is_scalar(collective):
+                compiled[collective.kind, collective.axes].append(collective)
         return [
             Row(
                 key[0],
                 key[1],
-                sum(x.count for x in ours[key]),
-                sum(x.total_bytes for x in ours[key]),
-                total([x.count for x in theirs[key]]),
-                total([x.total_bytes for x in theirs[key]]),
+                sum(x.count for x in planned[key]),
+                sum(x.total_bytes for x in planned[key]),
+                total([x.count for x in compiled[key]]),
+                total([x.total_bytes for x in compiled[key]]),
             )
-            for key in dict.fromkeys([*ours, *theirs])
+            for key in dict.fromkeys([*planned, *compiled])
         ]
 
     def __str__(self) -> str:
@@ -95,9 +95,9 @@ class Comparison:
             lines.append((row.kind, axes, planned, f"{count} x, {moved}"))
         text = columns(lines, right=2)
         scalars = sum(map(is_scalar, self.compiled))
-        text += f"\nand {scalars} scalars, such as the loss" if scalars else ""
+        text += f"\nplus {scalars} scalars, such as the loss" if scalars else ""
         if self.tensor_parallel:
-            text += f"\nof these, tensor parallel activations: {len(self.tensor_parallel)}"
+            text += f"\nincluding {len(self.tensor_parallel)} tensor-parallel activations"
         return "\n".join([text, *map(str, self.unplanned)])
 
 
@@ -112,14 +112,14 @@ def compare_communication(
     params: str | None = None,
     dtype: Any = None,
 ) -> Comparison:
-    """Holds what a step's program moves against what its plan says, and explains what differs.
+    """Compares what a step's program moves with what its plan predicts, and explains differences.
 
     Args:
         plan: The plan of the step's state, or of its parameters.
-        program: The compiled step: as in `collectives`. A `Lowered` one shows only what was
+        program: The compiled step, as in `collectives`. A `Lowered` one shows only what was
             written by hand.
-        batch: The specs of the batch. By default read from the program's arguments that the plan
-            does not have.
+        batch: The specs of the batch. By default they are read from the program's arguments that
+            are not in the plan.
         mesh: As in `collectives`; by default the plan's.
         remat: As in `predict_communication`.
         scan: As in `predict_communication`.
@@ -130,8 +130,8 @@ def compare_communication(
         A `Comparison`. Its `unplanned` has an entry for each way in which the program differs.
 
     Raises:
-        SpecError: If the program has none of the plan's leaves as arguments, or in other sizes;
-            if `batch` is needed and cannot be read.
+        SpecError: If no argument of the program is a parameter of the plan; if an argument
+            differs in size from its leaf in the plan; if `batch` is needed and cannot be read.
         FormatError, MeshError, TypeError: As `collectives`.
 
     Examples:
@@ -153,21 +153,21 @@ def compare_communication(
         plan, batch=batch, remat=remat, scan=scan, params=params, dtype=dtype
     )
     moved = collectives(program, mesh)
-    settled = Settlement(plan, planned, names, get_names_from_partition_spec(batch))
-    for one in moved:
-        settled.take(one)
+    matcher = Settlement(plan, planned, names, get_names_from_partition_spec(batch))
+    for collective in moved:
+        matcher.take(collective)
     return Comparison(
-        tuple(planned), tuple(moved), tuple(settled.unplanned()), tuple(settled.tensor_parallel)
+        tuple(planned), tuple(moved), tuple(matcher.unplanned()), tuple(matcher.tensor_parallel)
     )
 
 
 def _leaf_names(plan: Plan, program: Program, params: Sequence[Any]) -> dict[str, str | None]:
-    """The plan's path of each of the program's arguments; `None` for those that are not in it.
+    """The program's path of each argument -> the plan's path of that leaf, if it has it.
 
-    An argument's path ends in the leaf's.
+    The argument's path ends in the leaf's: `state/w` is the leaf `w`.
     """
     leaves = {leaf.path: leaf for leaf in plan.leaves}
-    found: dict[str, str | None] = {}
+    names: dict[str, str | None] = {}
     facts: list[str] = []
     for op in program.computations[program.entry].ops.values():
         if op.opcode != "parameter":
@@ -175,38 +175,39 @@ def _leaf_names(plan: Plan, program: Program, params: Sequence[Any]) -> dict[str
         path = as_path(program.argument(op)) or ""
         tails = [path.split("/", n)[-1] for n in range(path.count("/") + 1)]
         name = next((tail for tail in tails if tail in leaves), None)
-        found[path] = name
-        held = sum(x.bytes or 0 for x in op.types)
+        names[path] = name
+        size = sum(x.bytes or 0 for x in op.types)
         if name is not None and jnp.issubdtype(leaves[name].dtype, jnp.number):
             local = leaves[name].bytes_per_device(plan.mesh)
-            if held not in (local, leaves[name].bytes):
-                facts.append(f"{name}: {held:,} bytes in the program, {local:,} a device planned.")
+            if size not in (local, leaves[name].bytes):
+                facts.append(
+                    f"{name}: {size:,} bytes per device in the program, {local:,} in the plan."
+                )
     if facts:
-        headline = f"{len(facts)} arguments of the program are not as planned:"
+        headline = f"{len(facts)} arguments of the program differ from the plan:"
         raise SpecError(listed(headline, facts) + "\nCompile the step for this plan.")
-    if params and not {leaf.path for leaf in params}.intersection(map(str, found.values())):
+    if params and not {leaf.path for leaf in params}.intersection(map(str, names.values())):
         raise SpecError(
             "compare_communication: the program has none of the plan's parameters, such as"
-            f" {params[0].path!r}. Its arguments: {', '.join(list(found)[:5]) or 'no names'}."
+            f" {params[0].path!r}. Its arguments: {', '.join(list(names)[:5]) or 'no names'}."
         )
-    return found
+    return names
 
 
 def _batch_of(
     program: Program, names: Mapping[str, str | None], axes: Mapping[str, int]
 ) -> PartitionSpec:
-    """The axes over which the arguments that are not in the plan are split."""
-    split: set[str] = set()
+    """The axes that shard the arguments that are not in the plan, as one spec."""
+    batch_axes: set[str] = set()
     for op in program.computations[program.entry].ops.values():
         if op.opcode == "parameter" and names[as_path(program.argument(op)) or ""] is None:
-            found = axes_of_sharding(program.sharding(op), axes)
-            if found is None and any(x.rank for x in op.types):
+            sharded = axes_of_sharding(program.sharding(op), axes)
+            if sharded is None and any(x.rank for x in op.types):
                 raise SpecError(
                     "compare_communication: the program does not say how its argument"
-                    f" {program.argument(op) or op.name!r} is split. Give the specs of the batch:"
+                    f" {program.argument(op) or op.name!r} is sharded. Pass the specs of the batch:"
                     " `batch=P(...)`."
                 )
-            split.update(found or ())
-    return (
-        PartitionSpec(tuple(axis for axis in axes if axis in split)) if split else PartitionSpec()
-    )
+            batch_axes.update(sharded or ())
+    names_in_order = tuple(axis for axis in axes if axis in batch_axes)
+    return PartitionSpec(names_in_order) if names_in_order else PartitionSpec()

@@ -1,4 +1,4 @@
-"""Walks a program's values back to where they come from, through loops and calls."""
+"""Traces a program's values back to their origins, through loops and calls."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from treeshard._program import Computation, Op, Program
 
-# Ops whose result is the data of their first operand, moved.
+# Ops that move the data of their first operand and compute nothing.
 _MOVES = frozenset(
     {
         "all-gather",
@@ -40,7 +40,7 @@ _MAX_STEPS = 10_000
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """A computation as it is run from one place: by `op` of the context `caller`."""
+    """A computation as it is called from one place: by `op` in the context `caller`."""
 
     computation: Computation
     caller: "Context | None" = None
@@ -50,7 +50,7 @@ class Context:
 
 
 class Value(NamedTuple):
-    """An op's result, in its context; `element` is which one, if it has several."""
+    """The result of an op in its context; if there are several, the one numbered `element`."""
 
     context: Context
     op: Op
@@ -58,26 +58,26 @@ class Value(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """Where data comes from: parameters of the program, and whether it was computed too."""
+    """The parameters of the program that data comes from; `computed` if not from them alone."""
 
     parameters: frozenset[str]
     computed: bool
 
 
 def value(context: Context, ref: str, element: int | None = None) -> Value | None:
-    """What a name stands for: StableHLO's `6#5` is the fifth result of `6`."""
+    """The value of a name; StableHLO's `6#5` is result 5 of `6`."""
     name, _, which = ref.partition("#")
-    here: Context | None = context
-    while here is not None:
-        op = here.computation.ops.get(name)
+    scope: Context | None = context
+    while scope is not None:
+        op = scope.computation.ops.get(name)
         if op is not None:
-            return Value(here, op, int(which) if which else element)
-        here = here.caller if here.computation.inside is not None else None
+            return Value(scope, op, int(which) if which else element)
+        scope = scope.caller if scope.computation.inside is not None else None
     return None
 
 
 class Dataflow:
-    """Answers questions about one program's values."""
+    """The origins of values, and the trip counts of loops, of one program."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -92,8 +92,8 @@ class Dataflow:
     # ---------------------------------------------------------------- data
 
     def origins(self, context: Context, ref: str) -> Origins:
-        """The program's parameters whose data a value is, if it is moved data only."""
-        found: set[str] = set()
+        """The parameters of the program whose data a value contains."""
+        parameters: set[str] = set()
         computed = False
         seen: set[tuple[object, ...]] = set()
         start = value(context, ref)
@@ -101,32 +101,32 @@ class Dataflow:
         while queue:
             at = queue.pop()
             if at is None or len(seen) > _MAX_STEPS:
-                return Origins(frozenset(found), True)
+                return Origins(frozenset(parameters), True)
             key = (*self._key(at.context), at.op.name, at.element)
             if key in seen:
                 continue
             seen.add(key)
             if at.op.opcode == "parameter" and at.context.caller is None:
                 if at.context.computation.name != self.program.entry:
-                    return Origins(frozenset(), True)  # nobody is known to call it
-                found.add(at.op.name)
+                    return Origins(frozenset(), True)  # its callers are unknown
+                parameters.add(at.op.name)
                 continue
             sources = self._sources(at)
             if sources is None:
                 computed = True
             else:
                 queue += sources
-        return Origins(frozenset(found), computed)
+        return Origins(frozenset(parameters), computed)
 
     def _key(self, context: Context) -> Iterator[str]:
-        here: Context | None = context
-        while here is not None:
-            yield here.computation.name
-            yield "" if here.op is None else here.op.name
-            here = here.caller
+        scope: Context | None = context
+        while scope is not None:
+            yield scope.computation.name
+            yield "" if scope.op is None else scope.op.name
+            scope = scope.caller
 
     def _sources(self, at: Value) -> list[Value | None] | None:
-        """The values whose data this one is; `None` if it is computed."""
+        """The values that this one takes its data from, unchanged; `None` if it is computed."""
         op, context, element = at.op, at.context, at.element
         operands = op.operands
         match op.opcode:
@@ -152,10 +152,10 @@ class Dataflow:
             case "dynamic-update-slice":
                 return [value(context, ref) for ref in operands[:2]]
             case "custom-call":
-                known = op.attribute("custom_call_target") or ""
-                moved = known.strip('"') in _MARKERS
-                return [value(context, operands[0])] if moved and operands else None
-            case "copy-start":  # (to, from, a token)
+                target = op.attribute("custom_call_target") or ""
+                is_marker = target.strip('"') in _MARKERS
+                return [value(context, operands[0])] if is_marker and operands else None
+            case "copy-start":  # (destination, source, context)
                 return [value(context, operands[0])]
         plain = op.opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
         if op.opcode.endswith(("-done", "-update")):
@@ -164,12 +164,12 @@ class Dataflow:
             return None
         if self.program.tupled and plain == "optimization-barrier":
             return [value(context, operands[0], element)]
-        # Combined ops move several arrays; a `-start` gives its operands before its results.
+        # A combined op moves several arrays. A `-start` returns its operands before its results.
         number = 0 if element is None else element % len(operands)
         return [value(context, operands[number])]
 
     def _arguments(self, at: Value) -> list[Value | None] | None:
-        """What a called computation's parameter is, where it is called."""
+        """The arguments that the caller passes for a computation's parameter."""
         context, number = at.context, at.op.index
         op, caller = context.op, context.caller
         if op is None or caller is None or number is None:
@@ -180,13 +180,13 @@ class Dataflow:
                 return None
             again = [] if context.role == "condition" else [self._result(context, element)]
             return [self._carried(caller, op, element), *again]
-        place = 1 + context.branch if op.opcode == "conditional" else number
-        if place >= len(op.operands):
+        position = 1 + context.branch if op.opcode == "conditional" else number
+        if position >= len(op.operands):
             return None
-        return [value(caller, op.operands[place], at.element)]
+        return [value(caller, op.operands[position], at.element)]
 
     def _carried(self, context: Context, op: Op, element: int) -> Value | None:
-        """What a loop starts with."""
+        """The initial value of what a loop carries."""
         if self.program.tupled:
             return value(context, op.operands[0], element)
         return value(context, op.operands[element]) if element < len(op.operands) else None
@@ -195,22 +195,22 @@ class Dataflow:
         results = context.computation.results
         if self.program.tupled:
             return value(context, results[0], element) if results else None
-        place = element or 0
-        return value(context, results[place]) if place < len(results) else None
+        position = element or 0
+        return value(context, results[position]) if position < len(results) else None
 
     def _results(
         self, context: Context, op: Op, role: str, element: int | None
     ) -> list[Value | None]:
-        found: list[Value | None] = []
+        results: list[Value | None] = []
         for branch, name in enumerate(op.called.get(role, ())):
-            inside = self.enter(context, op, name, role, branch)
-            found.append(None if inside is None else self._result(inside, element))
-        return found
+            callee = self.enter(context, op, name, role, branch)
+            results.append(None if callee is None else self._result(callee, element))
+        return results
 
     # ---------------------------------------------------------------- loops
 
     def trips(self, context: Context, op: Op) -> int | None:
-        """How often a `while` runs: by its own word, or if it counts between constants."""
+        """The trip count of a `while`: as stated, or computed if it counts between constants."""
         if op.trips is not None:
             return op.trips
         condition, body = (
@@ -241,7 +241,7 @@ class Dataflow:
         )
 
     def _slot(self, at: Value) -> int | None:
-        """Which carried value of its loop a parameter is."""
+        """The number of the carried value that a parameter of a loop is."""
         if at.op.opcode != "parameter":
             return None
         return at.element if self.program.tupled else at.op.index
@@ -249,7 +249,7 @@ class Dataflow:
     def _limit(self, at: Value, condition: Context, loop: Op, context: Context) -> int | None:
         if (element := self._slot(at)) is None or at.context is not condition:
             return self._constant(at)
-        # Carried, and a limit only if the body hands it on as it is.
+        # A carried value is a limit only if the body returns it unchanged.
         body = self.enter(context, loop, loop.called["body"][0], "body", 0)
         kept = None if body is None else self._resolve(self._result(body, element), body)
         if kept is None or kept.context is not body or self._slot(kept) != element:
@@ -276,14 +276,14 @@ class Dataflow:
         return None if at is None else at.op.number
 
     def _resolve(self, at: Value | None, stop: Context | None) -> Value | None:
-        """Follows moved data to where it is computed, or to a parameter of `stop`."""
+        """Follows moved data back to where it is computed, or to a parameter of `stop`."""
         for _ in range(_MAX_STEPS):
             if at is None or (at.op.opcode == "parameter" and at.context is stop):
                 return at
             if at.op.opcode in ("while", "dynamic-slice", "slice", "concatenate"):
                 return at
             if at.op.opcode == "parameter" and at.context.role in ("body", "condition"):
-                # Of a loop further out: what it carries may change.
+                # Of an outer loop, which may change what it carries.
                 return at
             sources = self._sources(at)
             if sources is None or len(sources) != 1:

@@ -1,4 +1,4 @@
-"""Groups of devices in a program's text, turned into mesh axes."""
+"""Reads the device groups and shardings in a program's text, and names them by mesh axes."""
 
 import math
 import re
@@ -14,12 +14,12 @@ _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?(?:=(\d+))?")
 
 
 class Groups(NamedTuple):
-    """Who takes part together.
+    """The device groups of one collective.
 
     Attributes:
-        size: How many devices in a group; `None` if it cannot be told.
-        axes: The mesh axes that a group runs along, in the mesh's order; `None` if it is no
-            set of axes, or the mesh is not known.
+        size: The number of devices in a group; `None` if it is unknown.
+        axes: The mesh axes that a group spans, in the mesh's order; `None` if the groups do not
+            span whole axes, or the mesh is unknown.
     """
 
     size: int | None
@@ -30,10 +30,11 @@ UNKNOWN = Groups(None, None)
 
 
 def read_groups(text: str | None, devices: int | None) -> np.ndarray | None:
-    """Reads the three spellings of groups: one row of device numbers per group.
+    """A table with one row of device numbers per group.
 
-    `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)` and `mesh['a'=4,'b'=2] {'a'}`. `None` if the text
-    is none of them, or does not name every device once.
+    Reads the three notations `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)` and
+    `mesh['a'=4,'b'=2] {'a'}`. Returns `None` for any other text, and if the groups do not
+    contain every device exactly once.
     """
     if text is None:
         return None
@@ -43,9 +44,9 @@ def read_groups(text: str | None, devices: int | None) -> np.ndarray | None:
         rows = [list(map(int, row.split(","))) for row in re.findall(r"\{([\d,\s]+)\}", text)]
         table = np.array(rows) if len({len(row) for row in rows}) == 1 else None
     elif (match := _IOTA.fullmatch(text)) is not None:
-        laid = _iota(match[2], match[3])
+        order = _iota(match[2], match[3])
         shape = _numbers(match[1])
-        table = None if laid is None or laid.size != math.prod(shape) else laid.reshape(shape)
+        table = None if order is None or order.size != math.prod(shape) else order.reshape(shape)
     elif (match := _MESH.fullmatch(text)) is not None:
         table = _along_axes(match[1], match[2], match[3])
     else:
@@ -56,21 +57,21 @@ def read_groups(text: str | None, devices: int | None) -> np.ndarray | None:
 
 
 def read_pairs(text: str | None) -> np.ndarray | None:
-    """Reads `{{0,1},{1,2}}`, source and target of each message."""
+    """The (source, target) pairs of `{{0,1},{1,2}}`, shape `(pairs, 2)`."""
     if text is None or not re.fullmatch(r"\{(?:\{\d+,\s*\d+\},?\s*)*\}", text):
         return None
     return np.array([int(n) for n in re.findall(r"\d+", text)], int).reshape(-1, 2)
 
 
 def axes_of_groups(table: np.ndarray, axes: Mapping[str, int] | None) -> Groups:
-    """The axes along which groups run, if they are whole axes of the mesh."""
+    """The mesh axes that groups span, if they span whole axes."""
     size = table.shape[1]
     if axes is None or math.prod(axes.values()) != table.size:
         return Groups(size, () if size == 1 else None)
     names = list(axes)
     numbers = np.arange(table.size).reshape(tuple(axes.values()))
-    places = np.stack(np.unravel_index(table[0], tuple(axes.values())))
-    along = [name for name, row in zip(names, places, strict=True) if len(set(row.tolist())) > 1]
+    coordinates = np.stack(np.unravel_index(table[0], tuple(axes.values())))
+    along = [n for n, row in zip(names, coordinates, strict=True) if len(set(row.tolist())) > 1]
     kept = [i for i, name in enumerate(names) if name not in along]
     expected = (
         numbers.transpose(*kept, *(names.index(name) for name in along)).reshape(-1, size)
@@ -83,7 +84,7 @@ def axes_of_groups(table: np.ndarray, axes: Mapping[str, int] | None) -> Groups:
 
 
 def axes_of_pairs(pairs: np.ndarray, axes: Mapping[str, int] | None) -> Groups:
-    """The axes along which messages travel."""
+    """The mesh axes along which messages are sent."""
     if axes is None or (pairs.size and pairs.max() >= math.prod(axes.values())):
         return UNKNOWN
     sizes = tuple(axes.values())
@@ -107,23 +108,24 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(dims: str, order: str | None) -> Any:
+    """The devices of `[2,4]T(1,0)`: 0 to 7 in shape `(2, 4)`, transposed."""
     shape = _numbers(dims)
-    laid = np.arange(math.prod(shape)).reshape(shape)
+    devices = np.arange(math.prod(shape)).reshape(shape)
     if order is None:
-        return laid
-    permuted = _numbers(order)
-    return laid.transpose(permuted) if sorted(permuted) == list(range(len(shape))) else None
+        return devices
+    permutation = _numbers(order)
+    return devices.transpose(permutation) if sorted(permutation) == [*range(len(shape))] else None
 
 
 def _along_axes(mesh: str, devices: str | None, along: str) -> np.ndarray | None:
-    """Groups along named axes, or parts of axes: `'a':(2)4` is 4 of `a`, of stride `size/8`."""
+    """Groups along named axes, or parts of them: `'a':(2)4` is 4 of `a`, with stride `size / 8`."""
     sizes: dict[str, int] = {m[1]: int(m[4]) for m in _AXIS.finditer(mesh) if m[4]}
-    laid = np.arange(math.prod(sizes.values()))
+    order = np.arange(math.prod(sizes.values()))
     if devices is not None:
-        laid = _devices(devices)
-    if laid is None or laid.size != math.prod(sizes.values()):
+        order = _devices(devices)
+    if order is None or order.size != math.prod(sizes.values()):
         return None
-    dims: list[int] = []  # the mesh with its axes split into their parts
+    dims: list[int] = []  # the mesh, its axes split into parts
     grouped: list[int] = []
     parts = {m[1]: (m[2], m[3]) for m in _AXIS.finditer(along)}
     if not set(parts) <= set(sizes) or len(parts) != len(_AXIS.findall(along)):
@@ -140,17 +142,17 @@ def _along_axes(mesh: str, devices: str | None, along: str) -> np.ndarray | None
         dims += [before, part, size // (before * part)]
     rest = [dim for dim in range(len(dims)) if dim not in grouped]
     count = math.prod(dims[dim] for dim in grouped)
-    return laid.reshape(dims).transpose(*rest, *grouped).reshape(-1, count)
+    return order.reshape(dims).transpose(*rest, *grouped).reshape(-1, count)
 
 
 def _devices(text: str) -> Any:
-    """The order of devices in a mesh: `[2,4]T(1,0)`, `[8]`, or a list of numbers."""
+    """The order of a mesh's devices: `[2,4]T(1,0)`, `[8]`, or a list of numbers."""
     if (match := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)) is not None:
-        laid = _iota(match[1], match[2])
-        return None if laid is None else laid.reshape(-1)
+        order = _iota(match[1], match[2])
+        return None if order is None else order.reshape(-1)
     if (match := _IOTA.fullmatch(text)) is not None:
-        laid = _iota(match[2], match[3])
-        return None if laid is None else laid.reshape(-1)
+        order = _iota(match[2], match[3])
+        return None if order is None else order.reshape(-1)
     return np.array(_numbers(text)) if re.fullmatch(r"[\d,\s]+", text) else None
 
 
@@ -163,7 +165,7 @@ def _cached(
 
 
 def groups_of(text: str | None, devices: int | None, axes: Mapping[str, int] | None) -> Groups:
-    """The groups that a text names. Programs name the same ones again and again."""
+    """The groups in a text. Cached, since a program repeats the same few texts."""
     return _cached(text, devices, None if axes is None else tuple(axes.items()))
 
 
@@ -171,7 +173,7 @@ _TILES = re.compile(r"\{devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?(.*)
 
 
 def axes_of_sharding(text: str | None, axes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The axes that an argument is split over; `None` if its text cannot be read."""
+    """The mesh axes that an argument is sharded over; `None` if its sharding cannot be read."""
     if text is None:
         return None
     if (named := re.search(r"#sdy\.sharding<@\w+, \[(.*?)\](?:,|>)", text)) is not None:
@@ -179,17 +181,15 @@ def axes_of_sharding(text: str | None, axes: Mapping[str, int]) -> tuple[str, ..
     if text == "{replicated}":
         return ()
     match = _TILES.fullmatch(text)
-    laid = None if match is None else _iota(match[2], match[3])
-    if match is None or laid is None or laid.size != math.prod(axes.values()):
+    order = None if match is None else _iota(match[2], match[3])
+    if match is None or order is None or order.size != math.prod(axes.values()):
         return None
     tiles = _numbers(match[1])
     rest = match[4].strip()
-    if rest not in ("", "last_tile_dim_replicate") or math.prod(tiles) != laid.size:
+    if rest not in ("", "last_tile_dim_replicate") or math.prod(tiles) != order.size:
         return None
     copies = tiles[-1] if rest else 1
-    tile_of = np.empty(laid.size, int)
-    tile_of[laid.reshape(-1)] = np.arange(laid.size) // copies
-    places = tile_of.reshape(tuple(axes.values()))
-    return tuple(
-        name for dim, name in enumerate(axes) if (places != places.take([0], axis=dim)).any()
-    )
+    tile_of = np.empty(order.size, int)
+    tile_of[order.reshape(-1)] = np.arange(order.size) // copies
+    grid = tile_of.reshape(tuple(axes.values()))
+    return tuple(name for dim, name in enumerate(axes) if (grid != grid.take([0], axis=dim)).any())

@@ -1,7 +1,7 @@
-"""The reader of HLO text, as `jax.stages.Compiled.as_text` gives it.
+"""Parses HLO text, the format of `jax.stages.Compiled.as_text`.
 
-A program has hundreds of thousands of lines and few of them matter, so a line is taken
-apart only as far as its opcode, and the rest when it is asked for.
+A program may have hundreds of thousands of lines, and few of them matter here. Each line is
+parsed up to its opcode; the rest is parsed when one of its properties is read.
 """
 
 import re
@@ -20,7 +20,7 @@ from treeshard._program import (
     size_of,
 )
 
-# A tuple type ends before ` opcode(`; parentheses inside it are those of layouts.
+# A tuple type ends before ` opcode(`. Parentheses inside it belong to layouts.
 _OP = re.compile(r"\s+(ROOT )?%?([^\s=%]+) = (\(.*?\)|[^\s(]\S*) ([a-z][a-z0-9\-_]*)\(")
 _HEAD = re.compile(r"(ENTRY )?%?([^\s(%]+)\s.*\{\s*$")
 _CALLED = re.compile(
@@ -50,20 +50,20 @@ class HloOp(Op):
 
     __slots__ = ("_text", "_type")
 
-    def __init__(self, name: str, opcode: str, kind: str, text: str, line: int) -> None:
-        # `text` is what follows the opening parenthesis.
+    def __init__(self, name: str, opcode: str, result: str, text: str, line: int) -> None:
+        # `result` is the text of its type; `text` is all that follows the opening parenthesis.
         super().__init__(name, opcode, line)
-        self._type, self._text = kind, text
+        self._type, self._text = result, text
 
     @property
     def operands(self) -> Sequence[str]:
-        inside, _ = self._split()
+        arguments, _ = self._split()
         if self.opcode in ("constant", "parameter", "iota"):
             return ()
-        if "%" in inside:
-            return _NAME.findall(inside)
-        # Without `%`, what stands before a name is its type.
-        bare = re.sub(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}", "", inside)
+        if "%" in arguments:
+            return _NAME.findall(arguments)
+        # In texts without `%`, a name may follow its type.
+        bare = re.sub(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}", "", arguments)
         return [part.split()[-1] for part in bare.split(",") if part.strip()]
 
     @property
@@ -76,12 +76,12 @@ class HloOp(Op):
 
     @property
     def called(self) -> Mapping[str, Sequence[str]]:
-        found: dict[str, list[str]] = {}
+        callees: dict[str, list[str]] = {}
         if "=" in self._text:
-            for key, several, one in _CALLED.findall(self._text):
-                names = [name.strip().lstrip("%") for name in (several or one).split(",")]
-                found.setdefault(_ROLES.get(key, "calls"), []).extend(names)
-        return found
+            for key, several, single in _CALLED.findall(self._text):
+                names = [name.strip().lstrip("%") for name in (several or single).split(",")]
+                callees.setdefault(_ROLES.get(key, "calls"), []).extend(names)
+        return callees
 
     def attribute(self, name: str) -> str | None:
         rest = self._split()[1]
@@ -107,7 +107,7 @@ class HloOp(Op):
         return None if match is None else int(match[1])
 
     def _split(self) -> tuple[str, str]:
-        """What stands inside the parentheses, and what after them."""
+        """The text inside the parentheses, and the text after them."""
         text, depth = self._text, 1
         for match in re.finditer(r'[()]|"(?:[^"\\]|\\.)*"', text):
             depth += {"(": 1, ")": -1}.get(match[0], 0)
@@ -121,11 +121,11 @@ def _dims(shape: str) -> list[str]:
 
 
 def _value(text: str) -> str:
-    """One attribute's text: up to the comma that no bracket encloses."""
+    """The text of an attribute: everything up to the first comma outside of brackets."""
     depth = 0
     for match in re.finditer(r'[(\[{]|[)\]}]|,|"(?:[^"\\]|\\.)*"', text):
         if match[0] == "," and depth == 0:
-            # The axes of a mesh stand behind its devices: `mesh[...], device_ids=(...) {...}`.
+            # Replica groups may contain a comma: `mesh[...], device_ids=(...) {...}`.
             if text[match.end() :].startswith(" device_ids="):
                 continue
             return text[: match.start()].strip()
@@ -150,44 +150,46 @@ class HloProgram(Program):
 
     def _read(self, text: str) -> str:
         head, table = "", ""
-        here: Computation | None = None
+        current: Computation | None = None
         for number, line in enumerate(text.split("\n"), 1):
-            if here is not None:
+            if current is not None:
                 if line[:1] == "}":
-                    here = None
+                    current = None
                 elif (match := _OP.match(line)) is not None:
-                    root, name, kind, opcode = match.groups()
-                    if name in here.ops:
-                        raise FormatError(f"line {number} defines {name!r} again: it is damaged.")
-                    here.ops[name] = HloOp(name, opcode, kind, line[match.end() :], number)
+                    root, name, result, opcode = match.groups()
+                    if name in current.ops:
+                        raise FormatError(
+                            f"line {number} defines {name!r} a second time: the text is damaged."
+                        )
+                    current.ops[name] = HloOp(name, opcode, result, line[match.end() :], number)
                     if root:
-                        here.results = [name]
+                        current.results = [name]
                 elif line[:1] not in ("", " ", "\t"):
                     raise FormatError(
-                        f"line {number} stands inside the computation {here.name!r}, which is not"
-                        " closed: the text is cut short or damaged."
+                        f"line {number} starts a new section inside the computation"
+                        f" {current.name!r}, which is not closed: the text is truncated or damaged."
                     )
                 elif _COLLECTIVE.search(line):
                     raise FormatError(
-                        f"line {number} has a collective that cannot be read: {line[:120]!r}."
+                        f"line {number} has a collective that cannot be parsed: {line[:120]!r}."
                     )
             elif not line.strip() or line.startswith("//"):
                 continue
             elif not head:
                 head = line
             elif (match := _HEAD.match(line)) is not None:
-                here = self.computations[match[2]] = Computation(match[2])
+                current = self.computations[match[2]] = Computation(match[2])
                 self.entry = match[2] if match[1] else self.entry
             elif line[0].isdigit():
                 self._tables.setdefault(table, []).append(line)
             else:
                 table = line.strip()
-        if here is not None:
+        if current is not None:
             raise FormatError(
-                f"the program ends inside its computation {here.name!r}: the text is cut short."
+                f"the program ends inside its computation {current.name!r}: the text is truncated."
             )
         if not self.entry:
-            raise FormatError("the program has no ENTRY computation: the text is cut short.")
+            raise FormatError("the program has no ENTRY computation: the text is truncated.")
         return head
 
     def argument(self, op: Op) -> str | None:
@@ -211,7 +213,7 @@ class HloProgram(Program):
         return Place(self.argument(op), source)
 
     def _stack(self, frame: int) -> Iterator[str]:
-        """The lines of one call stack, the innermost first."""
+        """The lines of a call stack, innermost first."""
         if self._frames is None:
             self._frames = {table: dict(_rows(lines)) for table, lines in self._tables.items()}
         seen: set[int] = set()
@@ -221,7 +223,7 @@ class HloProgram(Program):
             if location is not None:
                 file = self._frames.get("FileNames", {}).get(_field(location, "file_name_id"), "")
                 yield f"{file.strip(chr(34))}:{_field(location, 'line')}"
-            frame = _field(row, "parent_frame_id") - 1  # counted from 1, and 1 is none
+            frame = _field(row, "parent_frame_id") - 1  # stored plus one, so that 1 means no parent
 
 
 def _rows(lines: Sequence[str]) -> Iterator[tuple[int, str]]:

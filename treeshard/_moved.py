@@ -1,4 +1,4 @@
-"""Goes through a program as it runs, and lists what each op moves between devices."""
+"""Walks a program in execution order, and lists what each op moves between devices."""
 
 import math
 import re
@@ -23,21 +23,21 @@ class Collective:
 
     Attributes:
         kind: `"all-gather"`, `"reduce-scatter"`, `"all-reduce"`, `"all-to-all"`,
-            `"collective-permute"`; seldom `"collective-broadcast"`, `"ragged-all-to-all"`,
-            `"send"`, or `"unknown"` for what is named like one and not known here.
-        dtype: What is moved, which a backend may have widened.
-        bytes: The payload of one execution, on the side that is full-size: an all-gather's
-            output, a reduce-scatter's input, and what a device holds of anything else.
-        wire_bytes: What a device sends in one execution, if devices form a ring.
-        axes: The mesh axes along which devices take part; `None` if they are no set of axes,
-            or no mesh is known.
-        count: How often it runs, trips of loops included; `None` if that depends on data.
-        path: The argument whose data it moves, as in `state/layers/0/w`; `None` for values that
-            were computed, such as activations and gradients.
-        op_name: What JAX calls the operation.
-        source: The line that asked for it, as `file:line`.
-        is_async: Whether it runs beside other work (`-start` and `-done`).
-        rank: The dims of what is moved; 0 for a scalar such as a loss.
+            `"collective-permute"`; rarely `"collective-broadcast"`, `"ragged-all-to-all"`,
+            `"send"`, or `"unknown"` for an op whose name looks like that of a collective.
+        dtype: The dtype that is moved. A backend may have widened it.
+        bytes: The payload of one execution, measured on the full-size side: an all-gather's
+            output, a reduce-scatter's input, and for other kinds one device's buffer.
+        wire_bytes: The bytes that a device sends in one execution, if devices form a ring.
+        axes: The mesh axes that its device groups span; `None` if they do not span whole axes,
+            or the mesh is unknown.
+        count: The number of executions, including trips of loops; `None` if it depends on data.
+        path: The argument whose data it moves, such as `state/layers/0/w`; `None` for computed
+            values, such as activations and gradients.
+        op_name: JAX's name of the operation.
+        source: The line of user code that it comes from, as `file:line`.
+        is_async: Whether it can overlap with other work (`-start` and `-done`).
+        rank: The number of dims of the buffer; 0 for a scalar such as a loss.
 
     Examples:
         >>> Collective("all-gather", "float32", 4096, 3584, ("fsdp",), count=12).total_bytes
@@ -58,12 +58,12 @@ class Collective:
 
     @property
     def total_bytes(self) -> int | None:
-        """The payload of all executions."""
+        """The payload of all executions together."""
         return None if self.bytes is None or self.count is None else self.bytes * self.count
 
 
 class Reader:
-    """Goes through a program as it runs, from the entry into loops and calls."""
+    """Walks a program in execution order, from the entry into loops and calls."""
 
     def __init__(self, program: Program, axes: Mapping[str, int] | None) -> None:
         self.program, self.axes = program, axes
@@ -72,7 +72,7 @@ class Reader:
         if self._devices is None and axes is not None:
             self._devices = math.prod(axes.values())
         self._calls: dict[str, list[tuple[Op, str, int, str]]] = {}
-        self._found: dict[str, list[Op]] = {}
+        self._ops: dict[str, list[Op]] = {}  # the collectives of each computation
         for name, computation in program.computations.items():
             self._scan(name, computation)
         self._holding = self._with_collectives()
@@ -82,14 +82,14 @@ class Reader:
     def all(self) -> Iterator[Collective]:
         entry = self.program.computations[self.program.entry]
         yield from self._visit(Context(entry), 1)
-        for name in self._found:
+        for name in self._ops:
             if name not in self._reached:
                 yield from self._visit(Context(self.program.computations[name]), None)
 
     def _scan(self, name: str, computation: Computation) -> None:
         for op in computation.ops.values():
             if _kind(op) is not None:
-                self._found.setdefault(name, []).append(op)
+                self._ops.setdefault(name, []).append(op)
                 continue
             for role, called in op.called.items():
                 for branch, callee in enumerate(called):
@@ -100,7 +100,7 @@ class Reader:
         for name, calls in self._calls.items():
             for *_, callee in calls:
                 callers.setdefault(callee, []).append(name)
-        holding, queue = set(self._found), list(self._found)
+        holding, queue = set(self._ops), list(self._ops)
         while queue:
             for name in callers.get(queue.pop(), ()):
                 if name not in holding:
@@ -111,28 +111,28 @@ class Reader:
     def _visit(self, context: Context, count: int | None) -> Iterator[Collective]:
         name = context.computation.name
         self._reached.add(name)
-        inside = [(op.line, op, None) for op in self._found.get(name, ())]
-        inside += [
+        steps = [(op.line, op, None) for op in self._ops.get(name, ())]
+        steps += [
             (call[0].line, call[0], call)
             for call in self._calls.get(name, ())
             if call[3] in self._holding
         ]
-        for _, op, call in sorted(inside, key=lambda item: item[0]):
+        for _, op, call in sorted(steps, key=lambda step: step[0]):
             if call is None:
                 yield from self._moved(context, op, count)
                 continue
             _, role, branch, callee = call
             if _runs(context, callee):
                 raise FormatError(
-                    f"collectives: the computation {callee!r} calls itself: the text is damaged."
+                    f"collectives: the computation {callee!r} calls itself. The text is damaged."
                 )
-            deeper = self.flow.enter(context, op, callee, role, branch)
-            if deeper is not None:
-                yield from self._visit(deeper, self._times(context, op, role, count))
+            inner = self.flow.enter(context, op, callee, role, branch)
+            if inner is not None:
+                yield from self._visit(inner, self._times(context, op, role, count))
 
     def _times(self, context: Context, op: Op, role: str, count: int | None) -> int | None:
         if role == "branches" or count is None:
-            return None  # which branch runs depends on data
+            return None  # the choice of the branch depends on data
         if op.opcode != "while":
             return count
         trips = self.flow.trips(context, op)
@@ -143,7 +143,7 @@ class Reader:
     def _moved(self, context: Context, op: Op, count: int | None) -> Iterator[Collective]:
         kind = _kind(op) or ""
         if kind == "all-reduce" and context.computation.name.startswith("all-reduce-scatter"):
-            kind = "reduce-scatter"  # how TPUs fuse one
+            kind = "reduce-scatter"  # as TPUs fuse it
         groups = self._groups(kind, op)
         place = self.program.place(op)
         is_async = op.opcode.endswith("-start") or (
@@ -167,29 +167,29 @@ class Reader:
     def _buffers(
         self, context: Context, kind: str, op: Op, groups: Groups
     ) -> Iterator[tuple[str, int | None, int, Sequence[str]]]:
-        """Dtype, payload, rank and operands of each buffer that an op moves."""
+        """The dtype, payload, rank and operands of each buffer that an op moves."""
         operands, types = list(op.operands), list(op.types)
-        given = [self._type(context, ref) for ref in operands]
+        inputs = [self._type(context, ref) for ref in operands]
         if kind in ("unknown", "ragged-all-to-all"):
             yield (types[0].dtype if types else "unknown"), None, 0, operands
             return
         if kind == "send":
             yield from (
-                (x.dtype, x.bytes, x.rank, [r]) for x, r in zip(given, operands[:1], strict=False)
+                (x.dtype, x.bytes, x.rank, [r]) for x, r in zip(inputs, operands[:1], strict=False)
             )
             return
-        taken = len(operands)
-        # A `-start` may give its operands before its results, and words of its own after.
-        results = types if len(types) == taken else types[taken : 2 * taken]
-        if not operands or len(results) != taken:
+        number = len(operands)
+        # A `-start` may return its operands before its results, and context values after them.
+        results = types if len(types) == number else types[number : 2 * number]
+        if not operands or len(results) != number:
             yield "unknown", None, 0, operands
             return
         if kind == "all-to-all" and op.attribute("dimensions") is None:
             sizes = [x.bytes for x in results]
-            whole = None if None in sizes else sum(size or 0 for size in sizes)
-            yield results[0].dtype, whole, results[0].rank, operands
+            payload = None if None in sizes else sum(size or 0 for size in sizes)
+            yield results[0].dtype, payload, results[0].rank, operands
             return
-        for ref, before, after in zip(operands, given, results, strict=True):
+        for ref, before, after in zip(operands, inputs, results, strict=True):
             size = after.bytes
             if kind == "reduce-scatter" and op.opcode.startswith("reduce-scatter"):
                 size = before.bytes
@@ -198,12 +198,10 @@ class Reader:
             yield after.dtype, size, after.rank, [ref]
 
     def _type(self, context: Context, ref: str) -> Buffer:
-        found = value(context, ref)
-        types = [] if found is None else list(found.op.types)
-        place = 0 if found is None or found.element is None else found.element
-        if found is not None and found.op.opcode == "parameter" and not types:
-            found = None  # what a loop of StableHLO carries
-        return types[place] if place < len(types) else Buffer("unknown", None, 0)
+        operand = value(context, ref)
+        types = [] if operand is None else list(operand.op.types)
+        element = 0 if operand is None or operand.element is None else operand.element
+        return types[element] if element < len(types) else Buffer("unknown", None, 0)
 
     def _path(self, context: Context, refs: Sequence[str]) -> str | None:
         origins = [self.flow.origins(context, ref) for ref in refs]
@@ -225,7 +223,7 @@ class Reader:
         text = op.attribute("replica_groups")
         program = self.program
         if op.attribute("use_global_device_ids") is None and program.partitions > 1:
-            # Groups are of replicas, or for these kinds of partitions.
+            # The groups number replicas, except for these kinds: they number partitions.
             of_partitions = kind in ("all-to-all", "ragged-all-to-all", "collective-broadcast")
             if program.replicas > 1:
                 return UNKNOWN
@@ -273,11 +271,11 @@ def as_path(name: str | None) -> str | None:
     match = None if name is None else re.match(r"\w+", name)
     if name is None or match is None:
         return name
-    parts, place = [match[0]], match.end()
-    while place < len(name):
-        key = _KEY.match(name, place)
+    parts, position = [match[0]], match.end()
+    while position < len(name):
+        key = _KEY.match(name, position)
         if key is None:
             return name
         parts.append(next(part for part in key.groups() if part is not None))
-        place = key.end()
+        position = key.end()
     return "/".join(parts)

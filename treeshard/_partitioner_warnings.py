@@ -1,6 +1,6 @@
-"""What the compiler's partitioner complains of while it compiles.
+"""Captures the warnings of XLA's partitioner.
 
-It does so on the C++ side's standard error, which Python's `warnings` never see.
+XLA writes them to the standard error of the process, where Python's `warnings` do not see them.
 """
 
 import math
@@ -25,19 +25,19 @@ _MARK = "Involuntary full rematerialization"
 
 
 class PartitionerWarning(NamedTuple):
-    """A value that the partitioner could only reshard by way of a whole copy on every device.
+    """A value that the partitioner could reshard only through a full copy on every device.
 
     Attributes:
-        text: The compiler's own words. What cannot be read in them is `None` below.
-        op: The operation that makes the value, as the compiler names it: `"copy"`.
+        text: The compiler's message. The fields below are `None` if it does not say them.
+        op: The operation that produces the value, as the compiler names it: `"copy"`.
         dtype: Its dtype, as the compiler writes it: `"f32"`.
-        shape: The shape of *one device's part* of it, which is what the compiler says.
-        from_sharding: How it lies, in the compiler's notation.
-        to_sharding: How it is wanted.
-        from_spec: How it lies, in axes of the mesh; `None` without one, or if it does not fit.
-        to_spec: How it is wanted, likewise.
-        op_name: Where in the traced function it comes from: `"jit(step)/reshape"`.
-        source: File and line, where the compiler says them.
+        shape: The shape of *one device's shard* of it, which is what the compiler prints.
+        from_sharding: How the value is sharded, in the compiler's notation.
+        to_sharding: How it has to be sharded.
+        from_spec: `from_sharding` as a spec; `None` without a mesh, or if no spec of it fits.
+        to_spec: `to_sharding` as a spec, likewise.
+        op_name: Its place in the traced function: `"jit(step)/reshape"`.
+        source: `file:line`, if the compiler prints it.
     """
 
     text: str
@@ -52,88 +52,85 @@ class PartitionerWarning(NamedTuple):
     source: str | None = None
 
     def __str__(self) -> str:
-        """One line: what, where, from where to where."""
+        """One line: where, which array, and how it is resharded."""
         if self.from_sharding is None:
-            return f"unknown form of warning: {self.text}"
+            return f"partitioner warning in an unknown format: {self.text}"
         dims = "" if self.shape is None else f" {array_text(self)}"
-        places = [self.op_name, self.source]
-        where = " at ".join(place for place in places if place) or "an unknown place"
+        where = " at ".join(filter(None, [self.op_name, self.source])) or "unknown location"
         before, after = self.from_spec, self.to_spec
         return (
-            f"{where}: {self.op or 'an operation'}{dims} per device goes from"
+            f"{where}: {self.op or 'an operation'}{dims} per device is resharded from"
             f" {self.from_sharding if before is None else before} to"
-            f" {self.to_sharding if after is None else after} by way of a whole copy on every"
-            " device."
+            f" {self.to_sharding if after is None else after} through a full copy on every device."
         )
 
 
-# fd 2 belongs to the process: two captures at a time would each restore the other's.
+# File descriptor 2 is process-wide: two concurrent captures would restore each other's.
 _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager
 def capture_partitioner_warnings(mesh: AnyMesh | None = None) -> Iterator[list[PartitionerWarning]]:
-    """Catches "Involuntary full rematerialization" of whatever is compiled inside.
+    """Captures the "Involuntary full rematerialization" warnings of programs compiled inside.
 
-    It redirects file descriptor 2, the standard error of the *whole process*: what other
-    threads write meanwhile is held back too. All but these warnings is passed on at the end
-    of the block; if the process is killed inside, it is lost. A second thread waits for the
-    first. Programs that come from a cache are not partitioned again.
+    It redirects file descriptor 2, the standard error of the *whole process*, so that output of
+    other threads is held back too. At the end of the block everything except these warnings is
+    written to standard error; if the process is killed inside the block, it is lost. A second
+    thread waits for the first. Programs from a cache are not partitioned, and give no warnings.
 
     Args:
-        mesh: The mesh to name shardings by; by default the one in force, if there is one.
+        mesh: The mesh to name shardings by; by default the current one, if any.
 
     Yields:
-        A list, filled when the block ends: a `PartitionerWarning` each.
+        A list that is filled when the block ends, with a `PartitionerWarning` for each.
 
     Raises:
         TreeShardError: If the process has no standard error to redirect.
 
     Warns:
-        ShardingWarning: If `TF_CPP_MIN_LOG_LEVEL` says that the compiler keeps its warnings to
-            itself.
+        ShardingWarning: If `TF_CPP_MIN_LOG_LEVEL` suppresses the compiler's warnings.
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
         >>> def move(x):
         ...     x = with_sharding_constraint(x, P("data", None, "fsdp"), mesh) * 2
         ...     return with_sharding_constraint(x, P(None, ("fsdp", "data")), mesh)
-        >>> with capture_partitioner_warnings(mesh) as found:
+        >>> with capture_partitioner_warnings(mesh) as warnings:
         ...     compiled = jax.jit(move).lower(np.ones((8, 8, 8), "float32")).compile()
-        >>> found[0].from_spec, found[0].to_spec
+        >>> warnings[0].from_spec, warnings[0].to_spec
         (P('data', None, 'fsdp'), P(None, ('fsdp', 'data')))
 
     Source:
-        `spmd_partitioner.cc` of OpenXLA, which logs them.
+        `spmd_partitioner.cc` of OpenXLA logs them.
     """
     mesh = get_incontext_mesh(raise_error=False) if mesh is None else mesh
     if (level := os.environ.get("TF_CPP_MIN_LOG_LEVEL", "")) in ("2", "3"):
         warn(
-            f"capture_partitioner_warnings: TF_CPP_MIN_LOG_LEVEL={level} hides what it looks for."
-            " Set it to 1 or less before JAX is loaded."
+            f"capture_partitioner_warnings: TF_CPP_MIN_LOG_LEVEL={level} suppresses the compiler's"
+            " warnings. Set it to 1 or less before JAX is imported."
         )
-    found: list[PartitionerWarning] = []
+    captured: list[PartitionerWarning] = []
     with _ONE_AT_A_TIME:
         _flush()
-        # Before the file is opened: that takes the lowest free descriptor.
+        # Duplicate it before opening the file, which would take descriptor 2 if it is free.
         try:
             real = os.dup(2)
         except OSError as error:
             raise TreeShardError(
-                f"capture_partitioner_warnings: file descriptor 2 is closed ({error}), so the"
-                " compiler's warnings go nowhere. Open it, for instance on os.devnull."
+                f"capture_partitioner_warnings: file descriptor 2 is closed ({error}), so there is"
+                " no standard error to capture. Open it, for instance on os.devnull."
             ) from error
         with os.fdopen(real, "wb") as stderr, tempfile.TemporaryFile() as sink:
             os.dup2(sink.fileno(), 2)
             try:
-                yield found
+                yield captured
             finally:
                 _flush()
                 os.dup2(stderr.fileno(), 2)
                 sink.seek(0)
                 for line in sink:
                     if _MARK.encode() in line:
-                        found.append(read_warning(line.decode(errors="replace").strip(), mesh))
+                        captured.append(read_warning(line.decode(errors="replace").strip(), mesh))
                     else:
                         stderr.write(line)
 
@@ -153,30 +150,30 @@ _TILES = re.compile(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|
 
 
 def read_warning(text: str, mesh: AnyMesh | None) -> PartitionerWarning:
-    """Reads one line; what it does not say in a form known here stays `None`."""
-    found = PartitionerWarning(text)
+    """Parses one line. Fields that the line does not have in a known format stay `None`."""
+    warning = PartitionerWarning(text)
     if moved := _FROM_TO.search(text):
         before, after = moved.groups()
-        found = found._replace(from_sharding=before, to_sharding=after)
+        warning = warning._replace(from_sharding=before, to_sharding=after)
         if mesh is not None:
             specs = spec_of_tiles(before, mesh), spec_of_tiles(after, mesh)
-            found = found._replace(from_spec=specs[0], to_spec=specs[1])
-    # A sharding may have a name of its own: only the operation's is wanted.
+            warning = warning._replace(from_spec=specs[0], to_spec=specs[1])
+    # A sharding may have metadata too, so search after the operation only.
     operation = text[text.find("HLO operation") :] if "HLO operation" in text else ""
     if head := _OPERATION.match(operation):
-        found = found._replace(dtype=head[1], shape=_numbers(head[2]), op=head[3])
+        warning = warning._replace(dtype=head[1], shape=_numbers(head[2]), op=head[3])
     if name := _OP_NAME.search(operation):
-        found = found._replace(op_name=name[1])
+        warning = warning._replace(op_name=name[1])
     if source := _SOURCE.search(operation):
-        found = found._replace(source=f"{source[1]}:{source[2]}")
-    return found
+        warning = warning._replace(source=f"{source[1]}:{source[2]}")
+    return warning
 
 
 def spec_of_tiles(sharding: str, mesh: AnyMesh) -> PartitionSpec | None:
-    """A sharding in the compiler's notation as a spec; `None` if no spec of this mesh is it.
+    """A sharding in the compiler's notation as a spec; `None` if no spec of this mesh equals it.
 
-    `{devices=[2,1,4]<=[8]}` splits dim 0 in 2 and dim 2 in 4; the devices in order of the tiles
-    are those of `<=[...]`, transposed by `T(...)`, or are listed.
+    `{devices=[2,1,4]<=[8]}` splits dim 0 into 2 parts and dim 2 into 4. Tiles are assigned to
+    devices in the order of `<=[...]`, transposed by `T(...)`, or in the order of a list.
     """
     if sharding == "{replicated}":
         return PartitionSpec()
@@ -193,15 +190,15 @@ def spec_of_tiles(sharding: str, mesh: AnyMesh) -> PartitionSpec | None:
     if math.prod(tiles) != count or not np.array_equal(np.sort(devices), np.arange(count)):
         return None
     dims = len(tiles) - bool(match[5].strip())
-    places = np.unravel_index(np.argsort(devices), tiles)[:dims]
-    axes = [_axes_that_count(place, n, mesh) for place, n in zip(places, tiles, strict=False)]
-    if any(found is None for found in axes):
+    indices = np.unravel_index(np.argsort(devices), tiles)[:dims]
+    axes = [_axes_of_dim(index, n, mesh) for index, n in zip(indices, tiles, strict=False)]
+    if any(names is None for names in axes):
         return None
-    return with_entries(PartitionSpec(), [entry_of(found or ()) for found in axes])
+    return with_entries(PartitionSpec(), [entry_of(names or ()) for names in axes])
 
 
-def _axes_that_count(place: np.ndarray, parts: int, mesh: AnyMesh) -> Sequence[str] | None:
-    """The axes, outermost first, along which the devices count a dim's parts off."""
+def _axes_of_dim(part_of: np.ndarray, parts: int, mesh: AnyMesh) -> Sequence[str] | None:
+    """The axes, outermost first, that assign part `part_of[device]` of a dim to each device."""
     sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
     grid = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
     index = dict(zip(sizes, grid, strict=True))
@@ -209,10 +206,10 @@ def _axes_that_count(place: np.ndarray, parts: int, mesh: AnyMesh) -> Sequence[s
         for axes in permutations(sizes, length):
             if math.prod(sizes[axis] for axis in axes) != parts:
                 continue
-            along = np.zeros_like(place)
+            along = np.zeros_like(part_of)
             for axis in axes:
                 along = along * sizes[axis] + index[axis]
-            if np.array_equal(along, place):
+            if np.array_equal(along, part_of):
                 return axes
     return None
 

@@ -1,4 +1,4 @@
-"""A compiled or traced program as a graph, whichever text it was read from."""
+"""A compiled or traced program as a graph, independent of the format of its text."""
 
 import math
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# Bits of an element, and JAX's name of the type, by HLO's name.
+# HLO's name of a dtype -> JAX's name, and the bits of an element.
 DTYPES: Mapping[str, tuple[str, int]] = {
     "pred": ("bool", 8),
     **{f"s{bits}": (f"int{bits}", bits) for bits in (2, 4, 8, 16, 32, 64)},
@@ -27,10 +27,9 @@ DTYPES: Mapping[str, tuple[str, int]] = {
 
 
 class Buffer(NamedTuple):
-    """One array that an op takes or gives: its dtype, its elements, its bytes.
+    """One array that an op consumes or produces.
 
-    `bytes` is `None` for a type that is not known here, and for a shape that the program
-    leaves open.
+    `bytes` is `None` for a dtype that is not in `DTYPES`, and for a dynamic shape.
     """
 
     dtype: str
@@ -39,7 +38,7 @@ class Buffer(NamedTuple):
 
 
 class Op(ABC):
-    """One operation. Opcodes are HLO's (`all-gather`) in every program."""
+    """One operation. Opcodes are spelled as in HLO (`all-gather`)."""
 
     __slots__ = ("line", "name", "opcode")
 
@@ -49,43 +48,43 @@ class Op(ABC):
     @property
     @abstractmethod
     def operands(self) -> Sequence[str]:
-        """The names of the values it takes."""
+        """The names of its operands."""
 
     @property
     @abstractmethod
     def types(self) -> Sequence[Buffer]:
-        """What it gives, tuples laid flat."""
+        """The arrays that it produces, with tuples flattened."""
 
     @property
     @abstractmethod
     def called(self) -> Mapping[str, Sequence[str]]:
-        """The computations it calls, by role: `body`, `condition`, `branches`, `calls`."""
+        """The computations that it calls, by role: `body`, `condition`, `branches`, `calls`."""
 
     @abstractmethod
     def attribute(self, name: str) -> str | None:
-        """The text of one attribute, by HLO's name."""
+        """The text of one attribute, by its name in HLO."""
 
     @property
     @abstractmethod
     def index(self) -> int | None:
-        """Which element a `get-tuple-element` takes; which argument a `parameter` is."""
+        """The element that a `get-tuple-element` selects, or the number of a `parameter`."""
 
     @property
     @abstractmethod
     def number(self) -> int | None:
-        """The value of a constant that is one whole number."""
+        """The value of a constant that is a single integer."""
 
     @property
     def trips(self) -> int | None:
-        """How often a `while` runs, where its text says so."""
+        """The trip count of a `while`, if the text states it."""
         return None
 
 
 @dataclass(eq=False, slots=True)
 class Computation:
-    """Ops by name, and what comes out: one root (HLO) or several results (StableHLO).
+    """Ops by name, and the results: one root (HLO) or several values (StableHLO).
 
-    A region of StableHLO sees the values of the computation that it stands in.
+    A region of StableHLO sees the values of the computation that encloses it.
     """
 
     name: str
@@ -95,7 +94,7 @@ class Computation:
 
 
 class Place(NamedTuple):
-    """Where an op comes from: the name JAX gave it, and the user's line."""
+    """Where an op comes from: the name that JAX gave it, and the line of the user's code."""
 
     op_name: str | None
     source: str | None
@@ -106,11 +105,11 @@ class Program(ABC):
 
     Attributes:
         computations: By name.
-        entry: The name of the one that runs.
-        devices: Over how many devices it is partitioned, if the text says so.
-        replicas: How many copies of it run; more than one only under `pmap`.
-        partitions: Over how many devices each is split.
-        axes: The mesh that the text tells of, if it does; `None` too if it has several.
+        entry: The name of the computation where execution starts.
+        devices: The number of devices, if the text states it.
+        replicas: The number of replicas; more than one only under `pmap`.
+        partitions: The number of devices that each replica is partitioned over.
+        axes: The mesh that the text names; `None` if it names none, or several that differ.
         tupled: Whether a loop carries one tuple (HLO) or many values (StableHLO).
     """
 
@@ -128,15 +127,15 @@ class Program(ABC):
 
     @abstractmethod
     def argument(self, op: Op) -> str | None:
-        """What JAX calls a parameter of the entry: `state['w']`."""
+        """JAX's name of a parameter of the entry: `state['w']`."""
 
     @abstractmethod
     def sharding(self, op: Op) -> str | None:
-        """The text that says how a parameter of the entry is split."""
+        """The text of the sharding of a parameter of the entry."""
 
 
 def size_of(dtype: str, shape: Sequence[int | None]) -> Buffer:
-    """A buffer from HLO's name of its type and its shape, `None` for an open dim."""
+    """A buffer of a dtype, by its name in HLO, and a shape, with `None` for a dynamic dim."""
     name, bits = DTYPES.get(dtype, (dtype, None))
     if bits is None or any(length is None for length in shape):
         return Buffer(name, None, len(shape))
@@ -146,16 +145,16 @@ def size_of(dtype: str, shape: Sequence[int | None]) -> Buffer:
     return Buffer(name, -(-count * bits // 8), len(shape))
 
 
-def one_mesh(found: Sequence[Sequence[tuple[str, str]]]) -> Mapping[str, int] | None:
-    """The mesh of a program, if it tells of one; not if it has several that differ."""
-    meshes = [{name: int(size) for name, size in axes} for axes in found if axes]
+def one_mesh(named: Sequence[Sequence[tuple[str, str]]]) -> Mapping[str, int] | None:
+    """The mesh of a program; `None` if it names none, or several that differ."""
+    meshes = [{name: int(size) for name, size in axes} for axes in named if axes]
     return meshes[0] if meshes and all(mesh == meshes[0] for mesh in meshes) else None
 
 
 def device_counts(
     sizes: Sequence[re.Match[str] | None], axes: Mapping[str, int] | None
 ) -> tuple[int, int, int | None]:
-    """Replicas, partitions and devices, from what a program's head says of the first two."""
+    """Replicas, partitions and devices, from the counts in a program's first line."""
     replicas, partitions = (1 if size is None else int(size[1]) for size in sizes)
     if any(sizes):
         return replicas, partitions, replicas * partitions
@@ -164,10 +163,12 @@ def device_counts(
 
 
 def first_outside(stack: Iterable[str]) -> str | None:
-    """The innermost line of a call stack that is the user's own: not treeshard's, and not that
-    of an installed package if there is another."""
-    here = os.path.join(os.path.dirname(__file__), "")
+    """The innermost line of a call stack that is in the user's own code.
+
+    Lines of treeshard are skipped, and so are lines of installed packages if others remain.
+    """
+    package = os.path.join(os.path.dirname(__file__), "")
     lines = list(stack)
-    outside = [line for line in lines if not line.startswith(here)]
+    outside = [line for line in lines if not line.startswith(package)]
     own = [line for line in outside if not re.search(r"/(site|dist)-packages/|^<", line)]
     return (own or outside or lines or [None])[0]

@@ -1,4 +1,4 @@
-"""Settles what a program moves, op by op, with what was planned; what is left nobody planned."""
+"""Matches each collective of a program to a planned transfer. What has no match is unplanned."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,130 +13,147 @@ from treeshard._unplanned import Unplanned, elements, explained, in_loop, is_sca
 
 
 @dataclass
-class _Due:
-    """What is left of one planned transfer, in elements."""
+class _Expected:
+    """A planned transfer, and how many of its elements have no match yet."""
 
     planned: PlannedTransfer
     left: int
 
     @property
-    def whole(self) -> int:
+    def total(self) -> int:
         return elements(self.planned.total_bytes, self.planned.dtype) or 0
 
 
 @dataclass
 class Settlement:
-    """Takes a program's collectives one by one, and keeps those that nobody planned."""
+    """Matches collectives to planned transfers, one by one, and collects those without a match.
+
+    Attributes:
+        plan: The plan of the step's state.
+        planned: What the plan predicts.
+        names: Path of an argument -> path of that leaf in the plan; `None` if it is not in it.
+        batch_axes: The mesh axes that shard the batch.
+        tensor_parallel: Filled with the collectives of computed values along axes that shard
+            parameters but not the batch.
+    """
 
     plan: Plan
     planned: Sequence[PlannedTransfer]
     names: Mapping[str, str | None]
-    split: Sequence[str]
+    batch_axes: Sequence[str]
     tensor_parallel: list[Collective] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.due = [
-            _Due(x, elements(x.total_bytes, x.dtype) or 0)
+        self.expected = [
+            _Expected(x, elements(x.total_bytes, x.dtype) or 0)
             for x in self.planned
             if x.path is not None
         ]
-        self.found: dict[tuple[str, str, str], list[tuple[Collective, str | None]]] = {}
+        self.differences: dict[tuple[str, str, str], list[tuple[Collective, str | None]]] = {}
         used = get_names_from_partition_spec(self.plan)
-        self.tensor_axes = {axis for axis in used if axis not in self.split}
+        self.tensor_axes = {axis for axis in used if axis not in self.batch_axes}
 
-    def take(self, one: Collective) -> None:
-        if one.axes == () or is_scalar(one):
+    def take(self, collective: Collective) -> None:
+        """Matches one collective, or files it under the code of the difference that it is."""
+        if collective.axes == () or is_scalar(collective):
             return
-        leaf = None if one.path is None else self.names.get(one.path)
-        size = elements(one.total_bytes, one.dtype)
-        if size is None or one.wire_bytes is None:
-            return self._add("unreadable", one, leaf)
-        if one.axes is None:
-            return self._add("across-axes", one, leaf)
-        if (due := self._planned(one, leaf, size)) is not None:
-            if jnp.dtype(one.dtype).itemsize > jnp.dtype(due.planned.dtype).itemsize:
-                self._add("wider", one, due.planned.path, due.planned.dtype)
-        elif one.kind == "all-reduce" and self._settles_gradient(one, size):
-            self._add("all-reduce", one, None)
-        elif leaf is not None and one.kind == "all-gather":
-            known = any(
-                due.planned.path == leaf and due.planned.kind == one.kind for due in self.due
+        leaf = None if collective.path is None else self.names.get(collective.path)
+        size = elements(collective.total_bytes, collective.dtype)
+        if size is None or collective.wire_bytes is None:
+            return self._add("unreadable", collective, leaf)
+        if collective.axes is None:
+            return self._add("across-axes", collective, leaf)
+        if (planned := self._matched(collective, leaf, size)) is not None:
+            if jnp.dtype(collective.dtype).itemsize > jnp.dtype(planned.dtype).itemsize:
+                self._add("wider", collective, planned.path, planned.dtype)
+        elif collective.kind == "all-reduce" and self._match_full_gradient(collective, size):
+            self._add("all-reduce", collective, None)
+        elif leaf is not None and collective.kind == "all-gather":
+            is_planned = any(
+                (x.planned.path, x.planned.kind) == (leaf, collective.kind) for x in self.expected
             )
-            self._add("again" if known else "sharded-further", one, leaf)
-        elif one.path is not None and leaf is None:
-            self._add("batch", one, None)
-        elif set(one.axes) <= self.tensor_axes:
-            self.tensor_parallel.append(one)
-        elif self._repeats(one):
-            self._settles_gradient(one, elements(one.bytes, one.dtype))
-            self._add("again", one, None)
+            self._add("again" if is_planned else "sharded-further", collective, leaf)
+        elif collective.path is not None and leaf is None:
+            self._add("batch", collective, None)
+        elif set(collective.axes) <= self.tensor_axes:
+            self.tensor_parallel.append(collective)
+        elif self._repeats_a_gradient(collective):
+            self._match_full_gradient(collective, elements(collective.bytes, collective.dtype))
+            self._add("again", collective, None)
         else:
-            self._add("activation", one, None)
+            self._add("activation", collective, None)
 
-    def _add(self, code: str, one: Collective, leaf: str | None, detail: str = "") -> None:
-        inside = "loop" if code == "activation" and in_loop(one) else ""
-        self.found.setdefault((code, detail or inside, one.kind), []).append((one, leaf))
+    def _add(self, code: str, collective: Collective, leaf: str | None, detail: str = "") -> None:
+        if code == "activation" and in_loop(collective):
+            detail = "loop"
+        members = self.differences.setdefault((code, detail, collective.kind), [])
+        members.append((collective, leaf))
 
-    def _planned(self, one: Collective, leaf: str | None, size: int) -> _Due | None:
-        """Settles it with a planned transfer, if there is one that it can be."""
-        for due in self.due:
-            planned = due.planned
-            if (planned.kind, planned.axes) != (one.kind, one.axes) or due.left < size:
+    def _matched(
+        self, collective: Collective, leaf: str | None, size: int
+    ) -> PlannedTransfer | None:
+        """Matches it to a planned transfer of the same kind and axes, if there is one."""
+        for expected in self.expected:
+            planned = expected.planned
+            if (planned.kind, planned.axes) != (collective.kind, collective.axes):
                 continue
-            if one.kind == "all-gather" and planned.why != "update":
+            if expected.left < size:
+                continue
+            if collective.kind == "all-gather" and planned.why != "update":
                 fits = leaf is not None and leaf == planned.path
             else:
-                # Gradients and updates have no names: only as a whole are they told apart.
-                fits = due.left == size and (leaf is None or leaf == planned.path)
+                # Gradients and updates have no path, so that only the full size identifies them.
+                fits = expected.left == size and leaf in (None, planned.path)
             if fits:
-                due.left -= size
-                return due
+                expected.left -= size
+                return planned
         return None
 
-    def _settles_gradient(self, one: Collective, size: int | None) -> bool:
-        """Settles an all-reduce of a whole gradient with all that was planned for it, which may
-        be a reduce-scatter and an all-reduce of the part."""
-        of_leaf: dict[str | None, list[_Due]] = {}
-        for due in self.due:
-            if due.planned.why == "gradient":
-                of_leaf.setdefault(due.planned.path, []).append(due)
-        for dues in of_leaf.values():
-            untouched = all(due.left == due.whole for due in dues)
-            axes = {axis for due in dues for axis in due.planned.axes}
-            if untouched and dues[0].left == size and axes == set(one.axes or ()):
-                for due in dues:
-                    due.left = 0
+    def _match_full_gradient(self, collective: Collective, size: int | None) -> bool:
+        """Matches an all-reduce of a full gradient to all that is planned for that gradient: for
+        instance a reduce-scatter, and an all-reduce of each device's part."""
+        of_leaf: dict[str | None, list[_Expected]] = {}
+        for expected in self.expected:
+            if expected.planned.why == "gradient":
+                of_leaf.setdefault(expected.planned.path, []).append(expected)
+        for gradient in of_leaf.values():
+            untouched = all(expected.left == expected.total for expected in gradient)
+            axes = {axis for expected in gradient for axis in expected.planned.axes}
+            if untouched and gradient[0].left == size and axes == set(collective.axes or ()):
+                for expected in gradient:
+                    expected.left = 0
                 return True
         return False
 
-    def _repeats(self, one: Collective) -> bool:
-        """Whether it seems to be one more reduction of a gradient: it has the size of one, and
+    def _repeats_a_gradient(self, collective: Collective) -> bool:
+        """Whether it looks like one more reduction of a gradient: it has the size of one, and
         runs in a loop or in the backward pass."""
-        size = elements(one.bytes, one.dtype)
-        backward = (one.count or 1) > 1 or "transpose(" in (one.op_name or "")
+        size = elements(collective.bytes, collective.dtype)
+        backward = (collective.count or 1) > 1 or "transpose(" in (collective.op_name or "")
         return backward and any(
-            due.whole == size and set(due.planned.axes) <= set(one.axes or ())
-            for due in self.due
-            if due.planned.kind != "all-gather"
+            expected.total == size and set(expected.planned.axes) <= set(collective.axes or ())
+            for expected in self.expected
+            if expected.planned.kind != "all-gather"
         )
 
     def unplanned(self) -> Iterator[Unplanned]:
-        for (code, detail, kind), members in self.found.items():
-            moved = tuple(one for one, _ in members)
+        """The differences, and last the planned transfers that the program does not have."""
+        for (code, detail, kind), members in self.differences.items():
+            moved = tuple(collective for collective, _ in members)
             paths = tuple(leaf for _, leaf in members if leaf is not None)
-            fact, hint = explained(code, kind, detail, moved, self.split)
+            fact, hint = explained(code, kind, detail, moved, self.batch_axes)
             yield Unplanned(code, fact, hint, moved, paths)
-        left: dict[tuple[str, str], list[str]] = {}
-        for due in self.due:
-            if due.left:
-                key = due.planned.kind, due.planned.why
-                left.setdefault(key, []).append(due.planned.path or "")
-        for (kind, why), paths in left.items():
+        missing: dict[tuple[str, str], list[str]] = {}
+        for expected in self.expected:
+            if expected.left:
+                key = expected.planned.kind, expected.planned.why
+                missing.setdefault(key, []).append(expected.planned.path or "")
+        for (kind, why), paths in missing.items():
             hint = (
-                "The compiler gathers once and keeps the result, so it takes memory until its"
-                " gradient is done: in a scan it does not."
+                "The compiler gathers once and keeps the result, which takes memory until the"
+                " gradient is computed. In a scan it does not."
                 if "again" in why
-                else "Is the leaf used, and the step the one that was planned?"
+                else "Check that the step uses the leaf, and that the plan is of this step."
             )
             fact = f"the planned {kind} ({why}) is not in the program."
             yield Unplanned("not-moved", fact, hint, (), tuple(paths))

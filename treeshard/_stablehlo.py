@@ -183,7 +183,7 @@ class StableHloProgram(Program):
         elif (match := _OP.match(bare)) is not None:
             self._op(match, None if loc is None else loc[1], number)
         elif re.search(r"stablehlo\.(all_|reduce_scatter|collective_)", bare):
-            fact = f"line {number} has a collective that cannot be read: {line[:120]!r}."
+            fact = f"line {number} has a collective that cannot be parsed: {line[:120]!r}."
             raise FormatError(fact)
 
     def _op(self, match: re.Match[str], loc: str | None, number: int) -> None:

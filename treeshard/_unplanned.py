@@ -1,5 +1,6 @@
-"""What nobody planned, in words: what was found, and what to do about it."""
+"""Describes each way in which a program differs from its plan, and what to do about it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,18 +11,18 @@ from treeshard._moved import Collective
 
 
 class Unplanned(NamedTuple):
-    """One way in which a program moves other data than its plan says.
+    """One way in which a program's communication differs from its plan.
 
     Attributes:
         code: `"activation"`, `"batch"`, `"again"` (moved more often than planned),
-            `"sharded-further"` (a leaf that no step should gather), `"all-reduce"` (where a
+            `"sharded-further"` (a leaf that a step should not gather), `"all-reduce"` (where a
             reduce-scatter was planned), `"wider"` (in a larger dtype), `"across-axes"` (between
-            devices that form no axis of the mesh), `"unreadable"`, or `"not-moved"` (planned, and
-            not in the program).
+            devices that do not form axes of the mesh), `"unreadable"`, or `"not-moved"`
+            (planned, but not in the program).
         fact: What was found.
         hint: What to do about it, or why nothing can be done.
-        collectives: The ops; none for `"not-moved"`.
-        paths: The leaves that it concerns, if it is known.
+        collectives: The ops; empty for `"not-moved"`.
+        paths: The leaves that it concerns, where they are known.
     """
 
     code: str
@@ -31,81 +32,80 @@ class Unplanned(NamedTuple):
     paths: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """The fact and the hint, then a line for each op, as far as ten."""
+        """The fact and the hint, then a line per op, at most ten."""
         shown = ", ".join(fold_paths(dict.fromkeys(self.paths)))
         head = f"{self.code}: {shown + ': ' if shown else ''}{self.fact} {self.hint}"
-        alike: dict[str, int] = {}
-        for one in self.collectives:
-            alike[_shown(one)] = alike.get(_shown(one), 0) + 1
-        lines = [f"    {times} x {line}" for line, times in alike.items()]
+        counts = Counter(map(_shown, self.collectives))
+        lines = [f"    {times} x {line}" for line, times in counts.items()]
         more = [f"    ... and {len(lines) - 10} more"] if len(lines) > 10 else []
         return "\n".join([head, *lines[:10], *more])
 
 
 def explained(
-    code: str, kind: str, detail: str, moved: Sequence[Collective], split: Sequence[str]
+    code: str, kind: str, detail: str, moved: Sequence[Collective], batch_axes: Sequence[str]
 ) -> tuple[str, str]:
-    unshard = (
-        "Constrain the layer's weights at the start of the scan's body, so that they move"
-        " instead: `unshard(layer, layer_specs(specs), axis)`."
-    )
+    """The fact and the hint of a difference."""
     moves = total([one.total_bytes for one in moved])
     size = "an unknown number of bytes" if moves is None else human_bytes(moves)
     match code:
         case "activation":
-            constrain = (
-                "Constrain the value to the batch's axes:"
-                f" `with_sharding_constraint(x, P({tuple(split)!r}))`, and gather weights with"
-                " `unshard`."
+            fact = f"unplanned {kind} of computed values, {size}."
+            if detail == "loop":
+                return fact, (
+                    "Gather the layer's weights at the start of the scan's body, so that the"
+                    " activations stay where they are: `unshard(layer, layer_specs(specs), axis)`."
+                )
+            return fact, (
+                "Constrain the value to the axes of the batch:"
+                f" `with_sharding_constraint(x, P({tuple(batch_axes)!r}))`, and gather weights"
+                " with `unshard`."
             )
-            fact = f"{kind} of computed values, {size}, that nobody planned."
-            return fact, unshard if detail == "loop" else constrain
         case "across-axes":
             return (
-                f"{kind} between devices that form no axis of the mesh, {size}.",
-                "A reshape has split a sharded dim in another way than the mesh does. A batch that"
-                " is split for accumulation: reshape it to (batch / k, k), swap, and constrain it:"
+                f"{kind} between devices that do not form axes of the mesh, {size}.",
+                "A reshape splits a sharded dim differently from the mesh. To split a batch for"
+                " accumulation, reshape it to (batch / k, k), swap the dims, and constrain it:"
                 " `with_sharding_constraint(x, P(None, axis))`.",
             )
         case "batch":
             return (
-                f"{kind} of an argument that is no parameter, {size}.",
-                "If a batch is reshaped for accumulation, reshape it to (batch / k, k) and swap, or"
-                " constrain the result: `with_sharding_constraint(x, P(None, axis))`.",
+                f"{kind} of an argument that is not a parameter, {size}.",
+                "To split a batch for accumulation, reshape it to (batch / k, k) and swap the dims,"
+                " or constrain the result: `with_sharding_constraint(x, P(None, axis))`.",
             )
         case "again" if kind != "all-gather":
             return (
-                f"{kind} of the size of a gradient that was reduced already, {size}.",
+                f"{kind} of the size of a gradient that is already reduced, {size}.",
                 "The partitioner reduces the gradient of each use of a weight, and of each"
-                " minibatch in a loop, before it adds them: see `accumulate_gradients`, and"
-                " `treeshard.manual`.",
+                " minibatch in a loop, before it adds them. Use `accumulate_gradients` or"
+                " `treeshard.manual` to reduce once.",
             )
         case "again":
             return (
                 f"{kind} more often than planned, {size} too much.",
-                "If it runs again for gradients, say `remat=`; in a loop over minibatches, gather"
-                " before it and reduce once after it: `accumulate_gradients`.",
+                "If the forward pass is repeated for the gradients, pass `remat=`. In a loop over"
+                " minibatches, gather before the loop and reduce after it: `accumulate_gradients`.",
             )
         case "sharded-further":
             return (
-                f"{kind} of a leaf that a step can do without gathering, {size}.",
-                "Lay the leaf as what it is used with: `Plan.follow` for optimizer state, and for"
-                " weights the axis of the activations.",
+                f"{kind} of a leaf that a step does not have to gather, {size}.",
+                "Shard the leaf like the arrays that it is used with: optimizer state with"
+                " `Plan.follow`, and weights along the axis of the activations.",
             )
         case "all-reduce":
             return (
-                f"all-reduce of whole gradients, {size}, where a reduce-scatter was planned.",
-                "The CPU's compiler has no other way; on other backends constrain the gradients to"
-                " the plan's specs, or scatter by hand (`treeshard.manual`).",
+                f"all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
+                "The CPU compiler always does so. On other backends, constrain the gradients to"
+                " the plan's specs, or reduce-scatter them by hand (`treeshard.manual`).",
             )
         case "wider":
             return (
                 f"{kind} in a wider dtype than the planned {detail}.",
-                "The CPU's compiler widens 16-bit types; elsewhere cast before the gather.",
+                "The CPU compiler widens 16-bit dtypes. On other backends, cast before the gather.",
             )
     return (
-        f"{kind} of which the axes, the bytes or the count cannot be told.",
-        "Give the mesh; a loop whose trips depend on data has no count.",
+        f"{kind} with unknown axes, bytes or count.",
+        "Pass the mesh. A loop whose trips depend on data has no count.",
     )
 
 
@@ -141,5 +141,5 @@ def _shown(one: Collective) -> str:
 
 
 def _short(op_name: str) -> str:
-    # Combined ops have the names of all that they combine.
+    # A combined op has the names of all the ops that it combines.
     return op_name if len(op_name) <= 100 else f"{op_name[:60]}...{op_name[-37:]}"
