@@ -38,23 +38,23 @@ def specs_of(optimizer: Any, params: Any, specs: Any, **more: Any) -> dict[str, 
 # ------------------------------------------------------------------ optax
 
 
-# optax exports what it has deprecated: as long as it does, it is to be placed.
+# optax still exports its deprecated optimizers, so they must work.
 @pytest.mark.filterwarnings("ignore:Specifying a key:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_optimizer_of_optax_is_placed_as_written_down(case: Case, mesh) -> None:
+def test_every_optimizer_of_optax_gets_the_expected_specs(case: Case, mesh) -> None:
     state = case.state()
     params, specs = PARAMS, PARAM_SPECS
     if isinstance(case.params, optax.LookaheadParams):
         params, specs = case.params, optax.LookaheadParams(specs, specs)
-    found = optimizer_state_specs(state, params, specs, mesh=mesh)
-    assert by_path(state, found) == case.expected()
-    for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
+    state_specs = optimizer_state_specs(state, params, specs, mesh=mesh)
+    assert by_path(state, state_specs) == case.expected()
+    for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(state_specs), strict=True):
         NamedSharding(mesh, spec).shard_shape(leaf.shape)
 
 
 def makes_an_optimizer(function: Any) -> bool:
-    """Whether it says so, or else, called with a number or two, gives something with `init`."""
+    """Whether its annotation says so, or calling it with a number or two returns an optimizer."""
     if "GradientTransformation" in str(inspect.signature(function).return_annotation):
         return True
     for args in ((), (0.1,), (0.1, 0.1)):
@@ -79,22 +79,23 @@ def test_no_optimizer_of_optax_is_missing() -> None:
 
 
 @pytest.mark.parametrize("factored", [True, False])
-def test_a_state_on_devices_lies_as_its_specs_say(mesh, factored) -> None:
+def test_a_state_on_devices_is_sharded_as_its_specs(mesh, factored) -> None:
     optimizer = optax.adafactor(0.1, min_dim_size_to_factor=4, factored=factored)
     params = {"w": np.ones((8, 8), "float32"), "b": np.ones(8, "float32")}
     state = jax.tree.map(np.asarray, optimizer.init(params))
     specs = optimizer_state_specs(state, params, {"w": P("data", "fsdp"), "b": P("fsdp")})
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     placed = jax.device_put(state, shardings)
-    held = {
+    shard_shapes = {
         path: x.addressable_shards[0].data.shape
         for path, x in zip(ts.leaf_paths(placed), jax.tree.leaves(placed), strict=True)
     }
-    assert held["0/v/b"] == (2,)
+    assert shard_shapes["0/v/b"] == (2,)
     if factored:
-        assert (held["0/v_row/w"], held["0/v_col/w"], held["0/v/w"]) == ((4,), (2,), (1,))
+        fields = [shard_shapes[f"0/{field}/w"] for field in ("v_row", "v_col", "v")]
+        assert fields == [(4,), (2,), (1,)]
     else:
-        assert held["0/v/w"] == (4, 2)
+        assert shard_shapes["0/v/w"] == (4, 2)
 
 
 # ------------------------------------------------------------------ kinds of parameters
@@ -122,28 +123,28 @@ def test_equinox_modules_with_functions_among_their_leaves() -> None:
     )
     state = jax.eval_shape(optax.adam(0.1).init, eqx.filter(model, eqx.is_array_like))
     state = eqx.tree_at(lambda s: (s[0].mu, s[0].nu), state, (model, model))
-    found = by_path(state, optimizer_state_specs(state, model, specs))
-    assert found["0/mu/q/weight"] == P("data", "fsdp")
-    assert found["0/nu/q/bias"] == P("data")
-    assert found["0/mu/act"] == found["0/mu/scale"] == found["0/count"] == P()
+    state_specs = by_path(state, optimizer_state_specs(state, model, specs))
+    assert state_specs["0/mu/q/weight"] == P("data", "fsdp")
+    assert state_specs["0/nu/q/bias"] == P("data")
+    assert state_specs["0/mu/act"] == state_specs["0/mu/scale"] == state_specs["0/count"] == P()
 
 
 @pytest.mark.parametrize("by", ["the arrays", "the whole module"])
 @pytest.mark.parametrize("optimizer", ["adam", "sm3"])
-def test_equinox_modules_whose_arrays_are_optimized(by, optimizer) -> None:
+def test_equinox_modules_of_which_only_arrays_are_optimized(by, optimizer) -> None:
     model = attention()
     arrays, _ = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     state = jax.eval_shape(getattr(optax, optimizer)(0.1).init, arrays)
     params = arrays if by == "the arrays" else model
     specs = jax.tree.map(lambda x: P(*["data", "fsdp"][: getattr(x, "ndim", 0)]), params)
-    found = by_path(state, optimizer_state_specs(state, params, specs))
-    assert found["0/nu/q/weight"] == P("data", "fsdp")
+    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    assert state_specs["0/nu/q/weight"] == P("data", "fsdp")
     if optimizer == "sm3":
-        assert found["0/mu/q/weight/0"] == P("data")
-        assert found["0/mu/q/weight/1"] == P("fsdp")
+        assert state_specs["0/mu/q/weight/0"] == P("data")
+        assert state_specs["0/mu/q/weight/1"] == P("fsdp")
 
 
-def test_static_fields_that_cannot_be_compared() -> None:
+def test_static_fields_whose_comparison_raises() -> None:
     class Odd(eqx.Module):
         w: Any
         table: Any = eqx.field(static=True)
@@ -154,8 +155,8 @@ def test_static_fields_that_cannot_be_compared() -> None:
 
     params = odd(8, 16)
     state = {"mu": odd(8, 16), "v_row": odd(8)}
-    found = optimizer_state_specs(state, params, P("data", "fsdp"))
-    assert jax.tree.leaves(found) == [P("data", "fsdp"), P("data")]
+    state_specs = optimizer_state_specs(state, params, P("data", "fsdp"))
+    assert jax.tree.leaves(state_specs) == [P("data", "fsdp"), P("data")]
 
 
 def test_nnx_states_and_optimizers() -> None:
@@ -168,24 +169,24 @@ def test_nnx_states_and_optimizers() -> None:
     specs = ts.match_partition_rules(
         [("kernel", P("data", "fsdp")), ("bias", P("fsdp"))], params, min_size=0
     )
-    found = specs_of(optax.adam(0.1), params, specs)
-    assert found["0/mu/q/kernel"] == P("data", "fsdp")
-    assert found["0/nu/q/bias"] == P("fsdp")
+    state_specs = specs_of(optax.adam(0.1), params, specs)
+    assert state_specs["0/mu/q/kernel"] == P("data", "fsdp")
+    assert state_specs["0/nu/q/bias"] == P("fsdp")
     own = nnx.eval_shape(lambda: nnx.Optimizer(Model(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param))
     state = nnx.state(own)
-    found = by_path(state, optimizer_state_specs(state, params, specs))
-    kernels = {path: spec for path, spec in found.items() if path.endswith("kernel")}
+    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    kernels = {path: spec for path, spec in state_specs.items() if path.endswith("kernel")}
     assert len(kernels) == 2
     assert set(kernels.values()) == {P("data", "fsdp")}
 
 
-def test_haiku_dicts_whose_keys_hold_slashes() -> None:
+def test_haiku_dicts_with_slashes_in_keys() -> None:
     params = {"net/~/linear": {"w": array(8, 16)}, "net/~/linear_1": {"w": array(16, 8)}}
     specs = {"net/~/linear": {"w": P("data")}, "net/~/linear_1": {"w": P("fsdp")}}
     some = {"net/~/linear": True, "net/~/linear_1": False}
     for optimizer in (optax.adam(0.1), optax.masked(optax.adam(0.1), some)):
-        found = specs_of(optimizer, params, specs)
-        assert {s for p, s in found.items() if p.endswith("linear/w")} == {P("data")}
+        state_specs = specs_of(optimizer, params, specs)
+        assert {s for p, s in state_specs.items() if p.endswith("linear/w")} == {P("data")}
 
 
 PLAIN: dict[str, tuple[Any, Any, Any, dict[str, P]]] = {
@@ -213,7 +214,7 @@ PLAIN: dict[str, tuple[Any, Any, Any, dict[str, P]]] = {
             "0/nu/1": P("fsdp", "data"),
         },
     ),
-    "a tuple as long as a chain": (
+    "a tuple of the length of a chain": (
         optax.chain(optax.trace(0.9), optax.trace(0.9)),
         (array(8), array(8)),
         (P("data"), P("fsdp")),
@@ -251,11 +252,11 @@ def test_plain_trees(optimizer, params, specs, right) -> None:
     assert specs_of(optimizer, params, specs) == right
 
 
-def test_holes_where_the_parameters_have_functions() -> None:
+def test_a_state_with_none_where_the_parameters_have_functions() -> None:
     params = [array(8), jax.nn.gelu, array(8, 6)]
     state = jax.eval_shape(optax.scale_by_sm3().init, [params[0], None, params[2]])
-    found = optimizer_state_specs(state, params, [P("data"), None, P("fsdp", "data")])
-    assert by_path(state, found) == {
+    state_specs = optimizer_state_specs(state, params, [P("data"), None, P("fsdp", "data")])
+    assert by_path(state, state_specs) == {
         "mu/0/0": P("data"),
         "mu/2/0": P("fsdp"),
         "mu/2/1": P("data"),
@@ -264,50 +265,50 @@ def test_holes_where_the_parameters_have_functions() -> None:
     }
 
 
-def test_a_tree_of_other_names_is_no_copy() -> None:
+def test_a_tree_with_other_keys_is_not_a_copy() -> None:
     params = {"a": array(8), "b": array(8)}
     state = {"x": {"c": array(8), "d": array(8)}, "y": (array(8), array(8))}
-    found = optimizer_state_specs(state, params, P("data"))
-    assert set(jax.tree.leaves(found)) == {P()}
+    state_specs = optimizer_state_specs(state, params, P("data"))
+    assert set(jax.tree.leaves(state_specs)) == {P()}
 
 
 def test_the_state_of_a_part_of_the_parameters() -> None:
     params = {"params": {"dense": {"w": array(8, 4)}, "x": {"dense": {"w": array(8, 4)}}}}
     specs = {"params": {"dense": {"w": P("data")}, "x": {"dense": {"w": P("fsdp")}}}}
     state = jax.eval_shape(optax.trace(0.9).init, params["params"])
-    found = by_path(state, optimizer_state_specs(state, params, specs))
-    assert found == {"trace/dense/w": P("data"), "trace/x/dense/w": P("fsdp")}
+    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    assert state_specs == {"trace/dense/w": P("data"), "trace/x/dense/w": P("fsdp")}
 
 
-def test_namesakes_that_disagree_decide_nothing() -> None:
+def test_equal_endings_with_different_specs_are_replicated() -> None:
     params = {"a": {"w": array(8, 4)}, "b": {"w": array(8, 4)}}
     for b, right in ((P("fsdp"), P()), (P("data"), P("data"))):
         specs = {"a": {"w": P("data")}, "b": {"w": b}}
         assert optimizer_state_specs({"w": array(8, 4)}, params, specs) == {"w": right}
 
 
-def test_a_state_whose_containers_a_checkpoint_turned_into_dicts() -> None:
+def test_a_state_whose_containers_became_dicts_in_a_checkpoint() -> None:
     state = {"0": {"count": array(), "mu": PARAMS, "v_row": {"attn": {"q": array(8)}}}, "1": {}}
     params = optax.LookaheadParams(PARAMS, array(3))  # other containers around them
     specs = optax.LookaheadParams(PARAM_SPECS, P())
-    found = by_path(state, optimizer_state_specs(state, params, specs))
-    assert found["0/v_row/attn/q"] == P("fsdp")
-    assert found["0/count"] == P()
-    assert {path[5:]: spec for path, spec in found.items() if "mu" in path} == SPECS
+    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    assert state_specs["0/v_row/attn/q"] == P("fsdp")
+    assert state_specs["0/count"] == P()
+    assert {path[5:]: spec for path, spec in state_specs.items() if "mu" in path} == SPECS
 
 
-def test_leaves_that_are_no_arrays_and_no_parameters() -> None:
+def test_non_array_leaves_and_leaves_without_a_parameter() -> None:
     state = {"w": array(8, 8), "name": "adam", "f": jax.nn.gelu, "n": 3, "none": None, "x": [()]}
-    found = optimizer_state_specs(state, {"w": array(8, 8)}, P("data"))
-    assert found == {"w": P("data"), "name": P(), "f": P(), "n": P(), "none": None, "x": [()]}
+    state_specs = optimizer_state_specs(state, {"w": array(8, 8)}, P("data"))
+    assert state_specs == {"w": P("data"), "name": P(), "f": P(), "n": P(), "none": None, "x": [()]}
 
 
 def test_specs_from_a_plan_and_from_shardings(mesh) -> None:
     params = {"w": array(128, 256)}
     plan = ts.plan(params, [("w", ts.fsdp("fsdp"))], mesh)
     for specs in (plan, plan.specs, plan.shardings):
-        found = specs_of(optax.trace(0.9), params, specs)
-        assert found == {"trace/w": P(None, "fsdp")}
+        state_specs = specs_of(optax.trace(0.9), params, specs)
+        assert state_specs == {"trace/w": P(None, "fsdp")}
 
 
 # ------------------------------------------------------------------ shapes
@@ -316,14 +317,14 @@ SHAPES = {
     "the same": ((4, 8), (4, 8), "", (0, 1)),
     "a row": ((8,), (8, 16), "v_row", (0,)),
     "a column": ((16,), (8, 16), "v_col", (1,)),
-    "the row of a tall array lacks the longest dim": ((8,), (16, 8), "v_row", (1,)),
+    "the row of a tall array drops the longest dim": ((8,), (16, 8), "v_row", (1,)),
     "the row of a square": ((8,), (8, 8), "v_row", (0,)),
     "the column of a square": ((8,), (8, 8), "v_col", (1,)),
     "a square without a name": ((8,), (8, 8), "mu", (None,)),
     "the column of a stack of squares": ((3, 8), (3, 8, 8), "v_col", (0, 2)),
     "the row of a stack of squares": ((3, 8), (3, 8, 8), "v_row", (0, 1)),
     "a stack of squares without a name": ((3, 8), (3, 8, 8), "mu", (0, None)),
-    "a name that cannot be": ((8,), (8, 16), "v_col", (0,)),
+    "a name that the shape contradicts": ((8,), (8, 16), "v_col", (0,)),
     "two dims dropped": ((8,), (4, 8, 16), "", (1,)),
     "a history": ((5, 4, 8), (4, 8), "", (None, 0, 1)),
     "a reduction that keeps dims": ((4, 1), (4, 8), "", (0, None)),
@@ -331,19 +332,19 @@ SHAPES = {
     "a projector of the other side": ((8, 2), (4, 8), "", (1, None)),
     "transposed": ((8, 4), (4, 8), "", (1, 0)),
     "transposed, in part": ((4, 16, 8), (4, 8, 16), "", (0, 2, 1)),
-    "two new dims alike": ((8, 8), (4, 8), "", (None, 1)),
+    "a new dim as long as an old one": ((8, 8), (4, 8), "", (None, 1)),
     "a placeholder": ((1,), (4, 8), "v_row", None),
-    "nothing alike": ((3, 5), (4, 8), "", None),
-    "more dims, nothing alike": ((8, 4, 5), (4, 8), "", None),
+    "no dim matches": ((3, 5), (4, 8), "", None),
+    "more dims, and none matches": ((8, 4, 5), (4, 8), "", None),
 }
 
 
-@pytest.mark.parametrize(("shape", "whole", "field", "dims"), SHAPES.values(), ids=SHAPES)
-def test_kept_dims(shape, whole, field, dims) -> None:
-    assert kept_dims(shape, whole, field) == dims
+@pytest.mark.parametrize(("shape", "full", "field", "dims"), SHAPES.values(), ids=SHAPES)
+def test_kept_dims(shape, full, field, dims) -> None:
+    assert kept_dims(shape, full, field) == dims
 
 
-def test_follow_says_what_goes_with_what() -> None:
+def test_follow_matches_leaves_and_dims() -> None:
     params = {"b": array(8), "w": array(8, 16)}
     leaves, treedef = jax.tree.flatten(params)
     original = Original(treedef, [x.shape for x in leaves], [P("data")] * 2, lambda: ["b", "w"])
@@ -369,9 +370,9 @@ EXTRA: dict[str, tuple[Any, P, tuple[int, ...], P]] = {
     "the largest dim": ("fsdp", P(), (8, 16), P(None, "fsdp")),
     "the largest free dim": ("fsdp", P(None, "data"), (8, 16), P("fsdp", "data")),
     "of equal dims the last": ("fsdp", P(), (8, 8), P(None, "fsdp")),
-    "a dim that divides": ("fsdp", P(), (8, 18), P("fsdp")),
-    "none divides": ("fsdp", P(), (3, 5), P()),
-    "none is free": ("fsdp", P("data"), (8,), P("data")),
+    "a divisible dim": ("fsdp", P(), (8, 18), P("fsdp")),
+    "no dim is divisible": ("fsdp", P(), (3, 5), P()),
+    "no dim is free": ("fsdp", P("data"), (8,), P("data")),
     "an axis that is used": ("fsdp", P("fsdp"), (8, 8), P("fsdp")),
     "several": (("data", "fsdp"), P(), (8, 16), P(None, ("data", "fsdp"))),
     "several, one of them used": (("data", "fsdp"), P("fsdp"), (8, 8), P("fsdp", "data")),
@@ -381,28 +382,30 @@ EXTRA: dict[str, tuple[Any, P, tuple[int, ...], P]] = {
 
 @pytest.mark.usefixtures("all_sizes")
 @pytest.mark.parametrize(("axis", "spec", "shape", "right"), EXTRA.values(), ids=EXTRA)
-def test_extra_axis_goes_to(axis, spec, shape, right, mesh) -> None:
-    found = specs_of(optax.trace(0.9), {"w": array(*shape)}, spec, extra_axis=axis, mesh=mesh)
-    assert found == {"trace/w": right}
+def test_the_dim_that_gets_the_extra_axis(axis, spec, shape, right, mesh) -> None:
+    state_specs = specs_of(optax.trace(0.9), {"w": array(*shape)}, spec, extra_axis=axis, mesh=mesh)
+    assert state_specs == {"trace/w": right}
 
 
 def test_small_leaves_get_no_extra_axis(mesh, monkeypatch) -> None:
     params = {"large": array(128, 128), "small": array(8, 8)}
-    found = specs_of(optax.adam(0.1), params, P(), extra_axis="data", mesh=mesh)
-    assert found["0/mu/large"] == P(None, "data")
-    assert found["0/mu/small"] == found["0/count"] == P()
+    state_specs = specs_of(optax.adam(0.1), params, P(), extra_axis="data", mesh=mesh)
+    assert state_specs["0/mu/large"] == P(None, "data")
+    assert state_specs["0/mu/small"] == state_specs["0/count"] == P()
     monkeypatch.setenv("MIN_SHARDING_SIZE", "64")
-    found = specs_of(optax.adam(0.1), params, P(), extra_axis="data", mesh=mesh)
-    assert found["0/mu/small"] == P(None, "data")
+    state_specs = specs_of(optax.adam(0.1), params, P(), extra_axis="data", mesh=mesh)
+    assert state_specs["0/mu/small"] == P(None, "data")
 
 
 @pytest.mark.usefixtures("all_sizes")
-def test_what_goes_with_no_parameter_gets_the_extra_axis_too(mesh) -> None:
-    found = specs_of(optax.flatten(optax.trace(0.9)), PARAMS, P(), extra_axis="fsdp", mesh=mesh)
-    assert found == {"trace": P()}  # 649 elements
+def test_leaves_without_a_parameter_get_the_extra_axis_too(mesh) -> None:
+    state_specs = specs_of(
+        optax.flatten(optax.trace(0.9)), PARAMS, P(), extra_axis="fsdp", mesh=mesh
+    )
+    assert state_specs == {"trace": P()}  # 649 elements
     state = {"row": array(648), "name": "x"}
-    found = optimizer_state_specs(state, PARAMS, PARAM_SPECS, extra_axis="fsdp", mesh=mesh)
-    assert found == {"row": P("fsdp"), "name": P()}
+    state_specs = optimizer_state_specs(state, PARAMS, PARAM_SPECS, extra_axis="fsdp", mesh=mesh)
+    assert state_specs == {"row": P("fsdp"), "name": P()}
 
 
 @pytest.mark.usefixtures("all_sizes")
@@ -413,11 +416,11 @@ def test_the_mesh_of_the_extra_axis(mesh) -> None:
         "trace/w": P("data", "fsdp")
     }
     other = AbstractMesh((1, 3), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    found = specs_of(optax.trace(0.9), params, plan, extra_axis="fsdp", mesh=other)
-    assert found == {"trace/w": P("data")}  # 3 divides neither
+    state_specs = specs_of(optax.trace(0.9), params, plan, extra_axis="fsdp", mesh=other)
+    assert state_specs == {"trace/w": P("data")}  # 3 divides neither
     with jax.set_mesh(mesh):
-        found = specs_of(optax.trace(0.9), params, P(), extra_axis="fsdp")
-    assert found == {"trace/w": P(None, "fsdp")}
+        state_specs = specs_of(optax.trace(0.9), params, P(), extra_axis="fsdp")
+    assert state_specs == {"trace/w": P(None, "fsdp")}
 
 
 # ------------------------------------------------------------------ errors
@@ -436,33 +439,33 @@ def test_no_mesh_for_the_extra_axis() -> None:
 
 
 def test_an_unknown_extra_axis(mesh) -> None:
-    said = fails(ts.UnknownAxisError, extra_axis="fdsp", mesh=mesh)
-    assert said == (
+    message = fails(ts.UnknownAxisError, extra_axis="fdsp", mesh=mesh)
+    assert message == (
         "optimizer_state_specs(extra_axis=...): the mesh has no axis 'fdsp'. It has data=2,"
         " fsdp=4. Did you mean 'fsdp'?"
     )
 
 
 def test_an_extra_axis_twice(mesh) -> None:
-    said = fails(ts.SpecError, extra_axis=("data", "data"), mesh=mesh)
-    assert "('data', 'data') holds a name twice. An axis splits one dim only." in said
+    message = fails(ts.SpecError, extra_axis=("data", "data"), mesh=mesh)
+    assert "('data', 'data') has a name twice. An axis can split one dim." in message
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_an_extra_axis_that_is_no_name(mesh) -> None:
+def test_an_extra_axis_that_is_not_a_name(mesh) -> None:
     assert "3 is int; axis names are a string" in fails(TypeError, extra_axis=3, mesh=mesh)
 
 
 def test_specs_of_another_structure() -> None:
-    said = fails(ts.SpecError, specs={"emb": P()})
-    assert "at the root: the param_specs lack 'attn', 'heads', 'norm', 'scale', 'x'." in said
+    message = fails(ts.SpecError, specs={"emb": P()})
+    assert "at the root: the param_specs lack 'attn', 'heads', 'norm', 'scale', 'x'." in message
 
 
 def test_specs_that_do_not_fit_the_parameters(mesh) -> None:
     params = {"a": array(8), "b": array(6, 8), "c": array(8), "f": jax.nn.gelu}
     specs = {"a": P(None, "data"), "b": P("fsdp"), "c": P("data"), "f": P()}
-    said = fails(ts.SpecError, params, specs, mesh=mesh)
-    assert said == (
+    message = fails(ts.SpecError, params, specs, mesh=mesh)
+    assert message == (
         "2 parameters do not fit their param_specs:\n"
         "  a: shape (8,), P(None, 'data'): P(None, 'data') has 2 entries, but shape (8,) has 1"
         " dim. Drop the last entry.\n"
@@ -473,12 +476,12 @@ def test_specs_that_do_not_fit_the_parameters(mesh) -> None:
 
 
 def test_specs_too_long_without_a_mesh() -> None:
-    said = fails(ts.SpecError, {"a": array(8), "b": array(6)}, {"a": P(None, "q"), "b": P("q")})
-    assert "has 2 entries, but shape (8,) has 1 dim" in said
-    assert "b:" not in said
+    message = fails(ts.SpecError, {"a": array(8), "b": array(6)}, {"a": P(None, "q"), "b": P("q")})
+    assert "has 2 entries, but shape (8,) has 1 dim" in message
+    assert "b:" not in message
 
 
-def test_an_axis_that_the_mesh_lacks(mesh) -> None:
-    said = fails(ts.UnknownAxisError, {"a": array(8)}, P("fdsp"), mesh=mesh)
-    assert said.startswith("a: shape (8,)")
-    assert "Did you mean 'fsdp'?" in said
+def test_an_axis_that_is_not_in_the_mesh(mesh) -> None:
+    message = fails(ts.UnknownAxisError, {"a": array(8)}, P("fdsp"), mesh=mesh)
+    assert message.startswith("a: shape (8,)")
+    assert "Did you mean 'fsdp'?" in message

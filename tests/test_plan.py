@@ -1,4 +1,4 @@
-"""Plans: what they record, what they hand out, what they say."""
+"""Plans: their records, their trees, their text, their diffs."""
 
 import io
 import re
@@ -56,7 +56,7 @@ def by_path(decided: Plan) -> dict[str, PlannedLeaf]:
     return {leaf.path: leaf for leaf in decided.leaves}
 
 
-# ------------------------------------------------------------------ what is recorded
+# ------------------------------------------------------------------ records
 
 
 def test_a_leaf_records_what_was_decided_and_why() -> None:
@@ -92,20 +92,20 @@ def test_a_leaf_records_what_was_decided_and_why() -> None:
         ([("w", lambda path, leaf: P("x"))], (8,), P("x"), P(), "axis-not-in-mesh"),
     ],
 )
-def test_it_never_raises_for_what_it_can_record(rules, shape, asked, given, kind) -> None:
+def test_plan_records_misfits_instead_of_raising(rules, shape, asked, given, kind) -> None:
     (leaf,) = planned({"w": struct(*shape)}, rules, min_size=3).leaves
     assert (leaf.asked, leaf.given) == (asked, given)
     assert [note.kind for note in leaf.adjustments] == [kind]
 
 
-def test_malformed_rules_do_raise() -> None:
+def test_malformed_rules_raise() -> None:
     with pytest.raises(ts.ShardingRuleError, match="rule 0: the pattern '\\(' does not compile"):
         planned({}, [("(", None)])
     with pytest.raises(ts.ShardingRuleError, match="w: the function of rule 0, 'w', returned 1"):
         planned({"w": struct(8)}, [("w", lambda path, leaf: 1)])
 
 
-def test_rules_and_floor_are_kept(monkeypatch) -> None:
+def test_rules_and_min_size_are_kept(monkeypatch) -> None:
     decided = planned(min_size=5)
     assert decided.rules == tuple(RULES)
     assert decided.min_size == 5
@@ -113,13 +113,13 @@ def test_rules_and_floor_are_kept(monkeypatch) -> None:
     assert plan({}, [], MESH).min_size == 7
 
 
-def test_check_raises_what_match_partition_rules_does() -> None:
-    with pytest.raises(ts.ShardingRuleError) as ours:
+def test_check_raises_as_match_partition_rules_does() -> None:
+    with pytest.raises(ts.ShardingRuleError) as by_check:
         planned().check()
-    with pytest.raises(ts.ShardingRuleError) as theirs:
+    with pytest.raises(ts.ShardingRuleError) as by_match:
         match_partition_rules(RULES, model(), MESH, min_size=0)
-    assert str(ours.value) == str(theirs.value)
-    assert str(ours.value).startswith("4 leaves do not follow the rules. The mesh has data=2")
+    assert str(by_check.value) == str(by_match.value)
+    assert str(by_check.value).startswith("4 leaves do not follow the rules. The mesh has data=2")
     with pytest.raises(ts.UnknownAxisError, match="Did you mean 'fsdp'"):
         planned({"w": struct(8)}, [("w", fsdp("fdsp"))]).check()
     planned({"w": struct(8)}, [("w", fsdp("fsdp"))]).check()
@@ -140,14 +140,14 @@ def test_log_sharding_move(monkeypatch) -> None:
     assert len(warned) == 1
 
 
-# ------------------------------------------------------------------ what is handed out
+# ------------------------------------------------------------------ trees
 
 
 def test_specs_shardings_and_structs_have_the_trees_structure(mesh) -> None:
     tree, decided = model(), planned(mesh=mesh)
     specs, shardings, structs = decided.specs, decided.shardings, decided.structs
-    for found in (specs, shardings, structs):
-        assert jax.tree.structure(found) == jax.tree.structure(tree)
+    for planned_tree in (specs, shardings, structs):
+        assert jax.tree.structure(planned_tree) == jax.tree.structure(tree)
     block = specs["blocks"][1]
     assert (block.weight, block.bias, block.activation) == (P("fsdp"), P("fsdp"), P())
     assert shardings["blocks"][1].weight == NamedSharding(mesh, P("fsdp"))
@@ -160,27 +160,27 @@ def test_specs_shardings_and_structs_have_the_trees_structure(mesh) -> None:
     assert structs["key"].dtype == tree["key"].dtype
 
 
-def test_what_is_handed_out_can_be_changed_without_changing_the_plan() -> None:
+def test_changing_the_specs_tree_does_not_change_the_plan() -> None:
     decided = planned()
     decided.specs["head"] = P("fsdp")
     assert decided.specs["head"] == P("data")
 
 
-def test_devices_hold_what_was_planned(mesh) -> None:
+def test_devices_hold_the_planned_bytes(mesh) -> None:
     tree = {"w": np.arange(128.0, dtype="float32").reshape(16, 8), "b": np.ones(8, "float32")}
     decided = planned(tree, [("w", fsdp(("data", "fsdp"))), ("b", P("data"))], mesh)
     placed = jax.device_put(tree, decided.shardings)
-    held = dict.fromkeys(mesh.devices.flat, 0)
+    bytes_on = dict.fromkeys(mesh.devices.flat, 0)
     for x in jax.tree.leaves(placed):
         for shard in x.addressable_shards:
-            held[shard.device] += shard.data.nbytes
-    assert set(held.values()) == {decided.bytes_per_device()} == {128 * 4 // 8 + 8 * 4 // 2}
+            bytes_on[shard.device] += shard.data.nbytes
+    assert set(bytes_on.values()) == {decided.bytes_per_device()} == {128 * 4 // 8 + 8 * 4 // 2}
     np.testing.assert_array_equal(np.asarray(placed["w"]), tree["w"])
 
 
 def test_bytes_per_device() -> None:
     decided = planned()
-    # 3 x (16, 8) and (8,) over 4 in fp32, (8, 6) over 2 in bf16, a key and an int whole.
+    # 3 x (16, 8) and (8,) over 4 in fp32, (8, 6) over 2 in bf16, a key and an int replicated.
     assert decided.bytes_per_device() == 3 * (128 + 8) // 4 * 4 + 48 + 8 + 4
     assert planned({}, []).bytes_per_device() == 0
 
@@ -194,7 +194,7 @@ def test_a_mesh_of_65536_devices() -> None:
     assert "of 65,536 devices (data=256, fsdp=256), 1.00x an even split" in str(decided)
 
 
-def test_wherever_specs_go_a_plan_goes() -> None:
+def test_functions_that_take_specs_take_a_plan() -> None:
     assert ts.get_names_from_partition_spec(planned()) == ["fsdp", "data"]
 
 
@@ -229,7 +229,7 @@ def test_a_plan_is_frozen() -> None:
         planned().min_size = 3  # pyright: ignore
 
 
-# ------------------------------------------------------------------ what it says
+# ------------------------------------------------------------------ text
 
 
 def test_describe() -> None:
@@ -244,7 +244,7 @@ def test_describe() -> None:
         " P('data', 'fsdp'): indivisible fsdp on dim 1",
         "key                   key<fry>[]     P()                8 B  scalar",
         "step                  int32[]        P()                4 B  scalar",
-        "9 leaves, 458 elements, 1.7 KiB in all; 3 leaves are whole on every device.",
+        "9 leaves, 458 elements, 1.7 KiB in all; 3 leaves are replicated.",
         "492 B on the fullest of 8 devices (data=2, fsdp=4), 2.26x an even split.",
     ]
 
@@ -267,11 +267,11 @@ def test_describe() -> None:
     ],
     ids=["root", "unmatched", "too-small", "no-dim"],
 )
-def test_why(tree, rules, line) -> None:
+def test_the_reason_in_a_line(tree, rules, line) -> None:
     assert str(planned(tree, rules)).splitlines()[1] == line
 
 
-def test_folding_makes_full_grids_only() -> None:
+def test_only_full_grids_are_folded() -> None:
     def experts(*counts: int) -> Any:
         return [[struct(8) for _ in range(count)] for count in counts]
 
@@ -287,7 +287,7 @@ def test_folding_makes_full_grids_only() -> None:
 
 def test_an_empty_plan() -> None:
     assert str(planned({}, [])).splitlines()[1:] == [
-        "0 leaves, 0 elements, 0 B in all; 0 leaves are whole on every device.",
+        "0 leaves, 0 elements, 0 B in all; 0 leaves are replicated.",
         "0 B on the fullest of 8 devices (data=2, fsdp=4).",
     ]
 
@@ -305,7 +305,7 @@ def mesh_of(**sizes: int) -> AbstractMesh:
     )
 
 
-def test_on_another_mesh_the_same_rules_decide_again() -> None:
+def test_on_another_mesh_the_same_rules_decide() -> None:
     other = mesh_of(data=1, fsdp=3)
     decided = planned()
     moved = decided.on(other)
@@ -317,16 +317,16 @@ def test_on_another_mesh_the_same_rules_decide_again() -> None:
     assert moved.on(MESH) == decided
 
 
-def test_functions_are_asked_again() -> None:
-    asked: list[Any] = []
+def test_on_calls_functions_among_the_rules_again() -> None:
+    seen: list[Any] = []
 
     def by_size(path: str, leaf: Any) -> P:
-        asked.append(leaf)
+        seen.append(leaf)
         return P("fsdp") if leaf.shape[0] % 3 == 0 else P()
 
     decided = planned({"w": np.zeros((6, 2), "float32")}, [("w", by_size)])
     assert decided.on(mesh_of(fsdp=3)).specs == {"w": P("fsdp")}
-    assert asked[1] == struct(6, 2)
+    assert seen[1] == struct(6, 2)
 
 
 def test_follow() -> None:
@@ -339,7 +339,7 @@ def test_follow() -> None:
         assert moments.specs == optimizer_state_specs(state, params, decided.specs)
         assert moments.mesh == decided.mesh
         assert jax.tree.structure(moments.structs) == jax.tree.structure(state)
-        # By the rules alone they would be unmatched, since one is anchored.
+        # One rule is anchored: applied to the state, it would match nothing.
         other = mesh_of(data=4, fsdp=2)
         assert moments.on(other) == decided.on(other).follow(state)
     leaves = by_path(decided.follow(jax.eval_shape(optax.adam(0.1).init, params)))
@@ -348,7 +348,7 @@ def test_follow() -> None:
     assert leaves["0/count"].given == P()
 
 
-def test_what_follows_passes_what_is_no_array_through() -> None:
+def test_follow_keeps_non_array_leaves() -> None:
     decided = planned()
     average = decided.follow({"ema": model(), "decay": 0.9, "extra": struct(5, 5)})
     assert average.structs["decay"] == 0.9
@@ -359,14 +359,14 @@ def test_what_follows_passes_what_is_no_array_through() -> None:
     with pytest.raises(ts.ShardingRuleError, match="ema/head"):
         average.check()
     assert {finding.code for finding in average.findings} >= {"indivisible", "rank"}
-    (whole,) = [finding for finding in average.findings if finding.code == "left-whole"]
-    assert str(whole).endswith(
-        "it goes with no leaf of the plan that it follows. Plan it by rules of its own."
+    (replicated,) = [finding for finding in average.findings if finding.code == "left-whole"]
+    assert str(replicated).endswith(
+        "it has no counterpart in the plan that this one follows. Plan it by rules of its own."
     )
     assert "shadowed-rule" not in {finding.code for finding in average.findings}
 
 
-# ------------------------------------------------------------------ what differs
+# ------------------------------------------------------------------ diffs
 
 
 @pytest.mark.parametrize(
@@ -390,31 +390,32 @@ def test_the_bytes_that_a_device_receives(before, after, received, mesh) -> None
     assert bool(difference)
     (change,) = difference.changes
     assert (change.path, change.before.given, change.after.given) == ("w", before, after)
-    # As devices have it: what of the new shard the old one lacks, on the unluckiest.
-    was, will = (jax.device_put(tree["w"], p.shardings["w"]).addressable_shards for p in (one, two))
-    lacks = [
+    # On real devices: the part of the new shard that is not in the old one, at most.
+    olds, news = (
+        jax.device_put(tree["w"], p.shardings["w"]).addressable_shards for p in (one, two)
+    )
+    missing = [
         np.setdiff1d(np.asarray(new.data), np.asarray(old.data)).size * 4
         for old, new in zip(
-            sorted(was, key=lambda s: s.device.id),
-            sorted(will, key=lambda s: s.device.id),
+            sorted(olds, key=lambda s: s.device.id),
+            sorted(news, key=lambda s: s.device.id),
             strict=True,
         )
     ]
-    assert max(lacks) == received
+    assert max(missing) == received
 
 
-def test_nothing_differs() -> None:
+def test_an_empty_diff() -> None:
     tree = {"w": struct(8, 8)}
     same = planned(tree, [("w", P("fsdp"))]).diff(planned(tree, [(".*", P("fsdp", None))]))
     assert not same
     assert (same.changes, same.bytes) == ((), 0)
     assert str(same) == (
-        "0 leaves placed differently; a device receives 0 B at most."
-        " The fullest goes from 64 B to 64 B."
+        "0 leaves change; a device receives at most 0 B. The fullest device goes from 64 B to 64 B."
     )
 
 
-def test_a_diff_says_what_is_new_gone_or_moved() -> None:
+def test_a_diff_lists_new_removed_and_resharded_leaves() -> None:
     old = {"layers": [{"w": struct(16, 8)} for _ in range(3)], "b": struct(8)}
     new = {"layers": [{"w": struct(16, 8)} for _ in range(4)], "c": struct(8)}
     one = planned(old, [("", P("fsdp"))])
@@ -425,19 +426,19 @@ def test_a_diff_says_what_is_new_gone_or_moved() -> None:
         "layers/{0..2}/w  float32[16,8]  P('fsdp',)  P(None, 'fsdp')     288 B",
         "c                float32[8]     -           P()                  32 B",
         "layers/3/w       float32[16,8]  -           P(None, 'fsdp')     128 B",
-        "6 leaves placed differently; a device receives 448 B at most."
-        " The fullest goes from 392 B to 544 B.",
+        "6 leaves change; a device receives at most 448 B."
+        " The fullest device goes from 392 B to 544 B.",
     ]
 
 
-def test_on_another_mesh_nothing_is_known_of_what_devices_hold() -> None:
+def test_between_different_meshes_every_shard_counts_in_full() -> None:
     tree = {"w": struct(16, 8)}
     one = planned(tree, [("w", P("fsdp"))])
     two = one.on(mesh_of(data=4, fsdp=2))
     difference = one.diff(two)
     assert difference
     assert difference.bytes == two.bytes_per_device() == 256
-    assert "The mesh was data=2, fsdp=4 and is data=4, fsdp=2." in str(difference)
+    assert "The mesh changes from data=2, fsdp=4 to data=4, fsdp=2." in str(difference)
 
 
 # ------------------------------------------------------------------ tables
@@ -465,8 +466,8 @@ def test_a_mesh_as_text_needs_no_devices() -> None:
     decided = ts.plan(tree, rules, "data=2,fsdp=4")
     assert decided == ts.plan(tree, rules, MESH)
     assert decided.on("fsdp=16384").mesh.size == 16384
-    for say in (lambda text: ts.plan(tree, rules, text), decided.on):
+    for make in (lambda text: ts.plan(tree, rules, text), decided.on):
         with pytest.raises(ts.MeshError, match="no devices here to fill 'fsdp' with. Give it a"):
-            say("data=2,fsdp=-1")
+            make("data=2,fsdp=-1")
         with pytest.raises(ts.MeshError, match="fsdp"):
-            say("fsdp")
+            make("fsdp")

@@ -1,4 +1,4 @@
-"""Plans as JSON, and back: what is kept, what cannot be, what bad text says."""
+"""Plans as JSON: what it keeps, what it cannot store, and the errors for bad text."""
 
 import json
 import re
@@ -47,10 +47,10 @@ def planned(rules: Any = None, tree: Any = None, mesh: Any = MESH) -> Plan:
                 min_size=0)  # fmt: skip
 
 
-# ------------------------------------------------------------------ there and back
+# ------------------------------------------------------------------ round trips
 
 
-def test_a_plan_comes_back_the_same() -> None:
+def test_a_plan_survives_a_round_trip() -> None:
     decided = planned()
     back = Plan.from_json(decided.to_json())
     assert back == decided
@@ -64,12 +64,12 @@ def test_a_plan_comes_back_the_same() -> None:
     assert back.specs["blocks/10/weight"] == P("fsdp")
 
 
-def test_leaves_that_were_decided_alike_share_a_decision_again() -> None:
+def test_leaves_with_equal_decisions_share_one_after_reading() -> None:
     back = Plan.from_json(planned().to_json())
     assert len({id(leaf.decision) for leaf in back.leaves if "weight" in leaf.path}) == 1
 
 
-def test_like_gives_it_a_structure() -> None:
+def test_like_gives_the_plan_a_structure() -> None:
     decided = planned()
     back = Plan.from_json(decided.to_json(), like=model())
     assert back.to_json() == decided.to_json()
@@ -79,7 +79,7 @@ def test_like_gives_it_a_structure() -> None:
     assert str(back) == str(decided)
 
 
-def test_it_names_no_devices_and_keeps_what_it_is(mesh) -> None:
+def test_json_names_no_devices_and_keeps_its_format(mesh) -> None:
     decided = planned(mesh=mesh)
     text = decided.to_json()
     assert "device" not in text.lower().replace("treeshard", "")
@@ -136,7 +136,7 @@ def last_dim(axis: str) -> Any:
     ids=["none", "spec", "unconstrained", "fsdp", "composed", "own", "string", "flags", "names",
          "no-rules"],
 )  # fmt: skip
-def test_rules_travel(rules) -> None:
+def test_rules_survive_a_round_trip(rules) -> None:
     with logical_axis_rules([("rows", "fsdp"), ("columns", None)]):
         decided = planned(rules)
     back = Plan.from_json(decided.to_json())
@@ -153,7 +153,7 @@ def test_rules_travel(rules) -> None:
         ts.PartitionAxis(tensor_parallel_axis="data", batch_axis=("fsdp", "data")),
     ],
 )
-def test_rules_for_logical_names_travel(logical) -> None:
+def test_rules_for_logical_names_survive_a_round_trip(logical) -> None:
     names = ("rows",) if isinstance(logical, list) else ("head",)
     with logical_axis_rules(logical):
         decided = planned([(".*", names)], {"w": struct(16, 16)})
@@ -167,7 +167,7 @@ def rows(path: str, leaf: Any) -> P:
     return P("fsdp")
 
 
-def test_functions_do_not_travel_and_it_says_so() -> None:
+def test_functions_are_stored_by_name_only() -> None:
     decided = planned([("weight", rows), ("bias", lambda path, leaf: None), (".*", None)])
     back = Plan.from_json(decided.to_json())
     assert back == decided
@@ -176,15 +176,15 @@ def test_functions_do_not_travel_and_it_says_so() -> None:
     with pytest.raises(FormatError) as raised:
         back.on(MESH)
     assert str(raised.value) == (
-        "2 rules are known by name only:\n"
-        "  rule 0 'weight' was rows, which text cannot carry.\n"
-        "  rule 1 'bias' was test_functions_do_not_travel_and_it_says_so.<locals>.<lambda>, which"
-        " text cannot carry. Make the plan again, with `plan(tree, rules, mesh)`."
+        "The actions of 2 rules were not stored:\n"
+        "  rule 0 'weight' was rows, which JSON cannot store.\n"
+        "  rule 1 'bias' was test_functions_are_stored_by_name_only.<locals>.<lambda>, which"
+        " JSON cannot store. Make the plan again, with `plan(tree, rules, mesh)`."
     )
     assert decided.on(MESH) == decided
 
 
-def test_tactics_made_of_no_literals_do_not_travel_either() -> None:
+def test_tactics_with_other_arguments_than_literals_are_stored_by_name_only() -> None:
     @tactic
     def as_it_is(measure: Any) -> Any:
         return lambda spec, mesh, path, leaf: spec
@@ -196,15 +196,15 @@ def test_tactics_made_of_no_literals_do_not_travel_either() -> None:
         back.on(MESH)
 
 
-def test_a_plan_that_follows_says_so_when_it_was_read() -> None:
+def test_a_followed_plan_read_from_json_cannot_plan_for_another_mesh() -> None:
     moments = planned().follow({"mu": model()})
     back = Plan.from_json(moments.to_json())
     assert back == moments
-    with pytest.raises(FormatError, match="follows another one, and its JSON does not say which"):
+    with pytest.raises(FormatError, match="was made by `follow`, and its JSON does not store"):
         back.on(MESH)
 
 
-def test_shared_paths_are_refused() -> None:
+def test_shared_paths_are_an_error() -> None:
     decided = plan({"a/b": struct(8), "a": {"b": struct(8)}}, [("", None)], MESH)
     with pytest.raises(ts.ShardingRuleError, match=r"\['a'\]\['b'\] and \['a/b'\] share this path"):
         decided.to_json()
@@ -226,7 +226,7 @@ def test_dtypes(dtype) -> None:
     "spec",
     [P(), P(None), P("a", None, ("b", "c")), P(P.UNCONSTRAINED, "a"), P("a", unreduced={"b"})],
 )
-def test_specs_come_back_from_their_repr(spec) -> None:
+def test_specs_are_read_from_their_repr(spec) -> None:
     assert parse_spec(repr(spec)) == spec
     assert parse_spec("P(['a', 'b'])") == P(("a", "b"))
 
@@ -246,7 +246,7 @@ def test_specs_come_back_from_their_repr(spec) -> None:
         (parse_dtype, "key<x>", "dtype is 'key<x>', which is none."),
     ],
 )
-def test_nothing_is_evaluated_and_nonsense_is_refused(parse, text, message) -> None:
+def test_literals_that_cannot_be_read(parse, text, message) -> None:
     with pytest.raises(FormatError) as raised:
         parse(text)
     assert message in str(raised.value)
@@ -264,10 +264,10 @@ def text_with(change: Any) -> str:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: raw.pop("treeshard_plan"), "The JSON is no plan: it has no 'treeshard_plan'"),
+        (lambda raw: raw.pop("treeshard_plan"), "The JSON is not a plan: it has no key 'treeshard"),
         (
             lambda raw: raw.update(treeshard_plan=2),
-            "The plan is of version 2, and this treeshard reads version 1. Make it again,",
+            "The plan has version 2, and this treeshard reads version 1. Make the plan",
         ),
         (
             lambda raw: raw.update(leafs=[]),
@@ -276,16 +276,16 @@ def text_with(change: Any) -> str:
         (lambda raw: raw.pop("rules"), "the plan lacks 'rules'. Its keys are treeshard_plan, mesh"),
         (lambda raw: raw.update(rules={}), "rules is {} (dict), not list."),
         (lambda raw: raw.update(min_size=True), "min_size is True (bool), not int."),
-        (lambda raw: raw["mesh"][0].update(size=0), "mesh[0].size is 0, not positive."),
+        (lambda raw: raw["mesh"][0].update(size=0), "mesh[0].size is 0. It must be positive."),
         (lambda raw: raw["mesh"][0].update(type="x"), "mesh[0].type is 'x', not one of"),
-        (lambda raw: raw["mesh"][0].update(axis="fsdp"), "an axis stands there twice: fsdp, fsdp"),
+        (lambda raw: raw["mesh"][0].update(axis="fsdp"), "an axis appears twice: fsdp, fsdp"),
         (lambda raw: raw["mesh"].append(3), "mesh[2] is int, not an object."),
         (lambda raw: raw["rules"][0].update(kind="x"), "rules[0].action: the kind is 'x', not one"),
         (lambda raw: raw["rules"][0].update(pattern="("), "rules[0].pattern '(' does not comp"),
         (lambda raw: raw.update(logical={"kind": "rules"}), "logical lacks 'axes'."),
         (
             lambda raw: raw.update(logical={"kind": "rules", "axes": [["a"]]}),
-            "logical.axes: ['a'] is no pair of a name and a spec.",
+            "logical.axes: ['a'] is not a pair of a name and a spec.",
         ),
         (
             lambda raw: raw.update(logical={"kind": "x", "axes": [["hed_axis", "P('b')"]]}),
@@ -294,12 +294,12 @@ def text_with(change: Any) -> str:
         (lambda raw: raw["rules"][0].update(action="P(x)"), "rules[0].action: 'P(x)': 'x' is no"),
         (
             lambda raw: raw["leaves"][0].update(shape=[-8, 8]),
-            "leaves[0] (zeta): (-8, 8) is no shape",
+            "leaves[0] (zeta): (-8, 8) is not a shape",
         ),
         (lambda raw: raw["leaves"][0].update(dtype="x"), "leaves[0] (zeta): dtype is 'x', which"),
         (
             lambda raw: raw["leaves"][0].update(rule=2),
-            "leaves[0] (zeta): rule is 2, and there are 2",
+            "leaves[0] (zeta): rule is 2, but there are 2 rules.",
         ),
         (
             lambda raw: raw["leaves"][0].update(given="P('dta')"),
@@ -320,26 +320,26 @@ def test_bad_json(change, message) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "3", "[]"])
-def test_what_is_no_json_or_no_plan(text) -> None:
-    with pytest.raises(FormatError, match="is no JSON|is no plan"):
+def test_text_that_is_not_json_or_not_a_plan(text) -> None:
+    with pytest.raises(FormatError, match="is not JSON|is not a plan"):
         Plan.from_json(text)
 
 
-def test_another_tree() -> None:
+def test_like_with_other_arrays() -> None:
     text = planned().to_json()
     other = {**model(), "zeta": struct(8, 7), "new": struct(3)}
     del other["step"]
     with pytest.raises(FormatError) as raised:
         Plan.from_json(text, like=other)
     assert str(raised.value).splitlines() == [
-        "3 leaves of `like` are not those planned:",
-        "  step: int32[] in the plan, nothing in `like`.",
+        "3 leaves of `like` differ from the plan:",
+        "  step: int32[] in the plan, missing in `like`.",
         "  zeta: bfloat16[8,6] in the plan, float32[8,7] in `like`.",
-        "  new: nothing in the plan, float32[3] in `like`.",
+        "  new: missing in the plan, float32[3] in `like`.",
     ]
 
 
-def test_another_tree_whose_leaves_share_a_path() -> None:
+def test_like_with_arrays_that_share_a_path() -> None:
     text = planned([("", None)], {"a": {"b": struct(8)}}).to_json()
     with pytest.raises(FormatError, match="`like` has arrays that share a path"):
         Plan.from_json(text, like={"a/b": struct(8), "a": {"b": struct(8)}})

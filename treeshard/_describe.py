@@ -1,4 +1,4 @@
-"""What a plan says when it is shown: a line a leaf, repeated layers folded."""
+"""A plan as text, HTML and a rich table: one line per leaf, repeated layers folded."""
 
 import html
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 from treeshard._decision import PlannedLeaf
 from treeshard._mesh import AnyMesh, axis_sizes, describe_mesh
-from treeshard._specs import Adjustment, axes_of, entries
+from treeshard._specs import Adjustment, array_text, axes_of, entries
 from treeshard._tactics import Tactic
 
 _NUMBER = re.compile("([0-9]+)")
@@ -19,16 +19,16 @@ Rules = Sequence[tuple[Any, Any]]
 
 
 _HEADS = ("path", "array", "spec", "per device", "why")
-_NUMBERS = 3  # the column to be set flush right
+_NUMBERS = 3  # the right-aligned column
 
 
 def describe(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
-    """A plan's lines in aligned columns, and its totals."""
+    """A plan as aligned columns, followed by its totals."""
     return f"{columns([_HEADS, *_rows(leaves, rules, mesh)])}\n{_totals(leaves, mesh)}"
 
 
 def describe_html(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
-    """The same as an HTML table, for notebooks."""
+    """A plan as an HTML table, for notebooks."""
 
     def line(tag: str, row: Sequence[str]) -> str:
         cells = [f"<{tag}{_STYLES[i]}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(row)]
@@ -44,7 +44,7 @@ _STYLES = [_RIGHT if column == _NUMBERS else _LEFT for column in range(len(_HEAD
 
 
 def rich_table(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> Any:
-    """The same as a table of rich, which must be installed."""
+    """A plan as a table of rich, which must be installed."""
     from rich.table import Table
 
     table = Table(caption=_totals(leaves, mesh), caption_justify="left")
@@ -56,19 +56,19 @@ def rich_table(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> An
 
 
 def _plain(cell: str) -> Any:
-    from rich.text import Text  # brackets would be read as markup
+    from rich.text import Text  # a plain string's brackets would be read as markup
 
     return Text(cell)
 
 
 def _rows(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for path, alike in _folded(leaves):
-        leaf = alike[0]
-        shape = ",".join(map(str, leaf.shape))
-        held = human_bytes(leaf.bytes_per_device(mesh) * len(alike))
-        why = _reason(leaf, rules)
-        rows.append((path or "(the tree)", f"{leaf.dtype}[{shape}]", str(leaf.given), held, why))
+    alike = fold((leaf.path, (leaf.shape, leaf.dtype, leaf.decision), leaf) for leaf in leaves)
+    for path, members in alike:
+        leaf = members[0]
+        size = human_bytes(leaf.bytes_per_device(mesh) * len(members))
+        row = (path or "(the tree)", array_text(leaf), str(leaf.given), size, _reason(leaf, rules))
+        rows.append(row)
     return rows
 
 
@@ -81,7 +81,7 @@ def human_bytes(count: int) -> str:
 
 
 def columns(rows: Sequence[tuple[str, ...]], right: int = _NUMBERS) -> str:
-    """Rows as lines of aligned cells, those of one column flush right."""
+    """Rows as lines of aligned cells; the column at index `right` is right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for row in rows:
@@ -113,16 +113,14 @@ def _note(adjustment: Adjustment) -> str:
 
 def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
     devices = math.prod(axis_sizes(mesh).values())
-    total, held = (
-        sum(leaf.bytes for leaf in leaves),
-        sum(leaf.bytes_per_device(mesh) for leaf in leaves),
-    )
-    whole = sum(not any(map(axes_of, entries(leaf.given))) for leaf in leaves)
-    ratio = f", {held * devices / total:.2f}x an even split" if total else ""
+    total = sum(leaf.bytes for leaf in leaves)
+    per_device = sum(leaf.bytes_per_device(mesh) for leaf in leaves)
+    replicated = sum(not any(map(axes_of, entries(leaf.given))) for leaf in leaves)
+    ratio = f", {per_device * devices / total:.2f}x an even split" if total else ""
     return (
         f"{len(leaves):,} leaves, {sum(leaf.size for leaf in leaves):,} elements,"
-        f" {human_bytes(total)} in all; {whole:,} leaves are whole on every device.\n"
-        f"{human_bytes(held)} on the fullest of {devices:,} devices ({describe_mesh(mesh)})"
+        f" {human_bytes(total)} in all; {replicated:,} leaves are replicated.\n"
+        f"{human_bytes(per_device)} on the fullest of {devices:,} devices ({describe_mesh(mesh)})"
         f"{ratio}."
     )
 
@@ -131,20 +129,18 @@ def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
 
 
 def fold_paths(paths: Iterable[str]) -> list[str]:
-    """Paths, those that differ in numbers only as one: `layers/{0..79}/attn/q`."""
+    """Merges paths that differ only in numbers: `layers/{0..79}/attn/q`."""
     return [path for path, _ in fold((path, None, path) for path in paths)]
 
 
-def _folded(leaves: Iterable[PlannedLeaf]) -> list[tuple[str, list[PlannedLeaf]]]:
-    """Leaves that were decided alike, under one path, in order of first appearance."""
-    return fold((leaf.path, (leaf.shape, leaf.dtype, leaf.decision), leaf) for leaf in leaves)
-
-
 def fold(items: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, list[Any]]]:
-    """Items (path, kind, item) that are of one kind and differ only in the numbers of paths."""
+    """Groups items `(path, kind, item)` of one kind whose paths differ only in numbers.
+
+    Returns `(folded path, items)` for each group, in order of first appearance.
+    """
     alike: dict[Any, list[tuple[list[str], Any]]] = {}
     for path, kind, item in items:
-        words = _NUMBER.split(path)  # words and numbers in turn
+        words = _NUMBER.split(path)  # words and numbers alternate
         alike.setdefault((*words[::2], kind), []).append((words[1::2], item))
     lines: list[tuple[str, list[Any]]] = []
     for (*words, _), members in alike.items():
@@ -155,18 +151,18 @@ def fold(items: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, list[Any]]]:
 
 
 def _grids(
-    members: list[tuple[list[str], Any]], place: int
+    members: list[tuple[list[str], Any]], position: int
 ) -> Iterable[tuple[list[str], list[Any]]]:
-    """Splits numbered members into full grids: every number at one place with every number
-    at the others, so that `{0..3}/{0..7}` stands for 32 leaves and no others."""
+    """Splits numbered members into full grids: every number at one position of the path
+    with every number at the others, so that `{0..3}/{0..7}` means exactly 32 leaves."""
     columns = [list(dict.fromkeys(column)) for column in zip(*(n for n, _ in members), strict=True)]
-    # Members with the same numbers, which share a path, stand together.
-    if math.prod(map(len, columns)) == len(members) or place == len(columns):
+    # Members with the same numbers share a path, and stay together.
+    if math.prod(map(len, columns)) == len(members) or position == len(columns):
         yield [_span(column) for column in columns], [member for _, member in members]
         return
-    members = sorted(members, key=lambda member: member[0][place])
-    for _, part in groupby(members, key=lambda member: member[0][place]):
-        yield from _grids(list(part), place + 1)
+    members = sorted(members, key=lambda member: member[0][position])
+    for _, part in groupby(members, key=lambda member: member[0][position]):
+        yield from _grids(list(part), position + 1)
 
 
 def _span(numbers: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The lint of a plan: its leaves, and the rules that decided them."""
+"""The findings of a plan: errors and warnings about its leaves and its rules."""
 
 import re
 import time
@@ -16,9 +16,9 @@ from treeshard._patterns import read_pattern, zeroed
 from treeshard._specs import is_logical
 from treeshard._tactics import Tactic
 
-# How long to look for what unused rules would have matched.
+# The time limit for finding the leaves that unused rules match.
 SECONDS = 2.0
-# Among how many paths to look for one that a pattern may have meant.
+# The number of paths searched for one that a misspelt pattern may mean.
 MOST_NAMES = 1000
 
 _NUMBERS = re.compile("[0-9]+")
@@ -33,10 +33,10 @@ def find(
     key_paths: Callable[[str], Sequence[str]],
     boxes: Mapping[str, Any],
 ) -> tuple[Finding, ...]:
-    """All findings of a plan: errors first; leaves left whole by what they waste.
+    """All findings of a plan: errors first; replicated leaves ordered by what they waste.
 
-    Without `rules`, only the leaves are looked at. `key_paths` gives the key paths of all
-    leaves that share a path, `boxes` are those that leaves are in, by path.
+    Without `rules`, only the leaves are checked. `key_paths` returns the key paths of all
+    leaves that share a path; `boxes` has the Flax boxes of leaves by path.
     """
     return (
         *misfits(leaves),
@@ -56,7 +56,7 @@ def _unused_rules(
 ) -> Iterator[Finding]:
     """Rules that decided no leaf: dead if they match none, else shadowed by earlier ones.
 
-    A last rule that matches every leaf is a net under the others, and no mistake.
+    A last rule that matches every leaf is a fallback, and not reported.
     """
     used = {leaf.rule for leaf in leaves}
     unused = [index for index in range(len(rules)) if index not in used]
@@ -68,14 +68,14 @@ def _unused_rules(
         matched = _matched(pattern, takers, until)
         if matched is None:
             fact = (
-                f"rule {index} {pattern.pattern!r} decides no leaf; whether it matches one was not"
-                f" found out within {SECONDS:g} s."
+                f"rule {index} {pattern.pattern!r} decides no leaf. The search for leaves that it"
+                f" matches was stopped after {SECONDS:g} s."
             )
             yield Finding("dead-rule", "warning", fact, "Remove or simplify it.", rule=index)
             continue
         shadows = [path for path in matched if path in arrays]
         if not shadows:
-            # To look for a near name takes time too.
+            # Looking for a similar name takes time too.
             names = takers if time.monotonic() < until else ()
             yield _dead(index, pattern.pattern, matched, names)
         elif index < len(rules) - 1 or len(matched) < len(takers):
@@ -83,27 +83,27 @@ def _unused_rules(
 
 
 def _matched(pattern: re.Pattern[str], paths: Iterable[str], until: float) -> list[str] | None:
-    """The paths that a pattern matches; `None` if that takes too long.
+    """The paths that a pattern matches; `None` if time runs out.
 
-    Nothing bounds the time of a single search.
+    A single search is not bounded.
     """
     by_digits = read_pattern(pattern).tells_digits_apart
-    known: dict[str, bool] = {}
-    found: list[str] = []
+    matches: dict[str, bool] = {}
+    matched: list[str] = []
     for path in paths:
         key = path if by_digits else zeroed(path)
-        if key not in known:
+        if key not in matches:
             if time.monotonic() > until:
                 return None
-            known[key] = pattern.search(path) is not None
-        if known[key]:
-            found.append(path)
-    return found
+            matches[key] = pattern.search(path) is not None
+        if matches[key]:
+            matched.append(path)
+    return matched
 
 
 def _dead(index: int, pattern: str, scalars: Sequence[str], paths: Iterable[str]) -> Finding:
     if scalars:
-        fact = f"rule {index} {pattern!r} matches scalars only, which need no rule."
+        fact = f"rule {index} {pattern!r} matches only scalars, which need no rule."
         return Finding("dead-rule", "warning", fact, "Remove it.", tuple(scalars), index)
     word = pattern.strip("^$/")
     count = word.count("/") + 1
@@ -123,8 +123,8 @@ def _shadowed(
     names = " and ".join(f"rule {taker} {_text(rules[taker][0])!r}" for taker in by[:3])
     names += f" and {len(by) - 3} more" * (len(by) > 3)
     fact = (
-        f"rule {index} {_text(rules[index][0])!r} decides no leaf: all {len(paths)} that it matches"
-        f" are taken by {names}."
+        f"rule {index} {_text(rules[index][0])!r} decides no leaf: earlier rules take all"
+        f" {len(paths)} leaves that it matches ({names})."
     )
     fix = f"Move it above rule {by[0]}, or remove it."
     return Finding("shadowed-rule", "warning", fact, fix, tuple(paths), index)
@@ -143,7 +143,7 @@ def _names_without_rule(
     logical_rules: ReadLogicalRules | None,
     boxes: Mapping[str, Any],
 ) -> Iterator[Finding]:
-    """Logical names that nothing gives axes to, so that their dims are not sharded."""
+    """Logical names without a logical rule, whose dims are therefore not sharded."""
     paths: dict[Any, list[str]] = defaultdict(list)
     known: set[str] = set()
     for leaf in leaves:
@@ -156,11 +156,10 @@ def _names_without_rule(
                     paths[leaf.rule, name].append(leaf.path)
     for (index, name), members in paths.items():
         fact = (
-            f"rule {index} {_text(rules[index][0])!r} comes upon the logical name {name!r}, to"
-            f" which no logical rule gives axes, so that its dim is whole."
-            f"{did_you_mean(name, known)}"
+            f"rule {index} {_text(rules[index][0])!r} uses the logical name {name!r}, which has no"
+            f" logical rule, so its dim is not sharded.{did_you_mean(name, known)}"
         )
-        fix = f"Add ({name!r}, None) to the logical rules if that is meant."
+        fix = f"Add ({name!r}, None) to the logical rules if this is intended."
         yield Finding("name-without-rule", "warning", fact, fix, tuple(members), index)
 
 
@@ -170,7 +169,7 @@ def _named(
     """The logical names that decide a leaf, and the rules for them."""
     if is_logical(action) and in_force is not None:
         yield action, in_force
-    # What boxes without rules of their own name are axes.
+    # A box without an attribute `rules` names mesh axes, not logical names.
     elif isinstance(action, Tactic) and hasattr(box, "rules"):
         for step in action.steps:
             if isinstance(step, ByNames):

@@ -1,8 +1,8 @@
-"""What lies where in a tree that mirrors another: optimizer state, averages, gradients.
+"""The specs of a tree that holds copies of another: optimizer state, averages, gradients.
 
-Such a tree holds copies of the original. Where a copy is whole, or has holes or small
-lists in the place of leaves, its structure says which leaf goes with which; elsewhere the
-ends of the paths do.
+Each leaf of a copy is matched to a leaf of the original. Where a copy has the original's
+structure, possibly with missing leaves or small lists in the place of leaves, leaves are
+matched by structure; elsewhere by the ends of their paths.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,19 +14,20 @@ from jax.tree_util import tree_flatten
 
 from treeshard._decision import Shape
 from treeshard._kept_dims import Dims, all_dims, kept_dims, part_dims
-from treeshard._paths import children_with_keys, leaf_paths
+from treeshard._paths import children_with_keys, leaf_paths, path_under
 from treeshard._specs import entries, has_shape, with_entries
 
-TreeDef = Any  # jax.tree_util.PyTreeDef, which is no type to type checkers
+TreeDef = Any  # jax.tree_util.PyTreeDef, which type checkers do not know as a type
 
 
 class Followed(NamedTuple):
-    """What a leaf gets in a tree that mirrors another.
+    """The spec of a leaf in a tree that mirrors another.
 
     Attributes:
-        spec: Where it lies.
-        like: The index of the original's leaf that it goes with; `None` if with none.
-        dims: For each of its dims the dim of that leaf that it keeps; `None` for new ones.
+        spec: How it is sharded.
+        like: The index of its counterpart among the original's leaves; `None` without one.
+        dims: For each of its dims, the dim of the counterpart that it keeps; `None` for new
+            dims.
     """
 
     spec: PartitionSpec
@@ -38,13 +39,13 @@ _ALONE = Followed(PartitionSpec())
 
 
 class Original:
-    """The tree that others mirror, with what was decided for it, leaf by leaf.
+    """The tree that others mirror, with the spec of each leaf.
 
     Args:
         treedef: Its structure.
-        shapes: The shape of each leaf; `None` for leaves that are no arrays.
+        shapes: The shape of each leaf; `None` for non-array leaves.
         specs: The spec (or `NamedSharding`) of each leaf; `None` counts as `P()`.
-        paths: Gives the path of each leaf. Often nobody has to ask.
+        paths: Returns the path of each leaf. Called only if needed.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Original:
         self.treedef, self.shapes, self._paths = treedef, shapes, paths
         self.specs = [_bare(spec) for spec in specs]
         self._kept: dict[tuple[int, Dims], PartitionSpec] = {}
-        # What a leaf of the same shape gets.
+        # For each leaf, what a counterpart of the same shape gets.
         self.same = [
             _ALONE if not shape else Followed(spec, index, tuple(range(len(shape))))
             for index, (spec, shape) in enumerate(zip(self.specs, shapes, strict=True))
@@ -70,7 +71,7 @@ class Original:
 
     @cached_property
     def names(self) -> dict[str, dict[Any, int]]:
-        """The arrays by path: of those with equal path, spec and shape, one."""
+        """For each path, the arrays that have it: one index for each shape and spec."""
         names: dict[str, dict[Any, int]] = {}
         for index, (path, shape) in enumerate(zip(self.paths, self.shapes, strict=True)):
             if shape is not None:
@@ -79,24 +80,24 @@ class Original:
 
     @cached_property
     def endings(self) -> dict[str, dict[Any, int]]:
-        """The same by the ends of their paths, as an optimizer of a subtree calls them: those
-        that lose the fewest keys for it."""
+        """The same for the ends of paths, which an optimizer of a subtree has as paths: for each
+        ending the arrays whose paths are longer by the fewest keys."""
         endings: dict[str, tuple[int, dict[Any, int]]] = {}
         for path, indices in self.names.items():
             keys = path.split("/")
-            for lost in range(1, len(keys)):
-                ending = "/".join(keys[lost:])
-                least, others = endings.get(ending, (lost, {}))
-                if lost <= least:
-                    others = others if lost == least else {}
-                    others.update(indices)
-                    endings[ending] = lost, others
+            for dropped in range(1, len(keys)):
+                ending = "/".join(keys[dropped:])
+                fewest, members = endings.get(ending, (dropped, {}))
+                if dropped <= fewest:
+                    members = members if dropped == fewest else {}
+                    members.update(indices)
+                    endings[ending] = dropped, members
         return {ending: indices for ending, (_, indices) in endings.items()}
 
     def kept(self, index: int, dims: Dims) -> Followed:
-        """What a leaf gets that keeps these dims of one of the original's."""
+        """The spec of a leaf that keeps these dims of the original's leaf `index`."""
         spec = self.specs[index]
-        key = id(spec), dims  # whole models share a few specs
+        key = id(spec), dims  # the leaves of a model share a few specs
         if key not in self._kept:
             padded = entries(spec) + (None,) * len(self.shapes[index] or ())
             new = [None if dim is None else padded[dim] for dim in dims]
@@ -111,96 +112,96 @@ def _bare(spec: Any) -> PartitionSpec:
 
 
 def follow(tree: Any, original: Original) -> list[Followed]:
-    """What every leaf of `tree` gets by going with a leaf of the original, in the order in
-    which JAX flattens it."""
+    """The spec of every leaf of `tree`, from its counterpart in the original, in JAX's order."""
     leaves, treedef = tree_flatten(tree)
-    walk = _Walk(original, leaves)
-    walk.node(treedef, tree, "")
-    return walk.found
+    follower = _Follower(original, leaves)
+    follower.node(treedef, tree, "")
+    return follower.followed
 
 
-class _Walk:
+class _Follower:
     """Walks a tree from the root until it meets copies of the original."""
 
     def __init__(self, original: Original, leaves: list[Any]):
         self.original, self.leaves = original, leaves
-        self.found: list[Followed] = []
+        self.followed: list[Followed] = []  # for the leaves visited so far
 
     def node(self, treedef: TreeDef, node: Any, path: str) -> None:
         if not treedef.num_leaves:
             return
-        if treedef.num_nodes < self.original.treedef.num_nodes:  # no room for a copy
+        if treedef.num_nodes < self.original.treedef.num_nodes:  # too small for a copy
             self._by_names(node, path)
         elif not self._copy(treedef, path):
             children = zip(children_with_keys(node), treedef.children(), strict=True)
             for (key, child), below in children:
-                self.node(below, child, _joined(path, key))
+                self.node(below, child, path_under(path, key))
 
     # By structure.
 
     def _copy(self, treedef: TreeDef, path: str) -> bool:
-        """Whether this is a copy; what its leaves get is then found."""
+        """Whether a subtree is a copy of the original. If so, its leaves are followed."""
         like = self.original.treedef
         field = path.rpartition("/")[2]
-        place = len(self.found)
+        start = len(self.followed)
         parts: list[TreeDef] = []
         try:
-            whole = treedef == like
-            if not whole and not _lay_beside(treedef, like, parts):
+            identical = treedef == like
+            if not identical and not _is_extension(treedef, like, parts):
                 return False
-        except Exception:  # static fields are compared, and may be anything: arrays, say
+        except Exception:  # comparing static fields may raise: they may be arrays, for example
             return False
-        if whole:
-            leaves = self.leaves[place : place + like.num_leaves]
-            self.found += [self._of(leaf, index, field) for index, leaf in enumerate(leaves)]
+        if identical:
+            leaves = self.leaves[start : start + like.num_leaves]
+            self.followed += [self._of(leaf, index, field) for index, leaf in enumerate(leaves)]
             return True
-        found: list[Followed] = []
+        followed: list[Followed] = []
         for index, part in enumerate(parts):
-            leaves = self.leaves[place : place + part.num_leaves]
-            place += part.num_leaves
+            leaves = self.leaves[start : start + part.num_leaves]
+            start += part.num_leaves
             if _is_leaf(part):
-                found.append(self._of(leaves[0], index, field))
-            elif (some := self._parts(part, leaves, index)) is not None:
-                found += some
+                followed.append(self._of(leaves[0], index, field))
+            elif (several := self._parts(part, leaves, index)) is not None:
+                followed += several
             else:
                 return False
-        self.found += found
+        self.followed += followed
         return True
 
     def _of(self, leaf: Any, index: int, field: str) -> Followed:
         original = self.original
-        whole = original.shapes[index]
+        full = original.shapes[index]
         shape = getattr(leaf, "shape", ())
-        if shape == whole:
+        if shape == full:
             return original.same[index]
-        if not shape or not whole or not has_shape(leaf):
+        if not shape or not full or not has_shape(leaf):
             return _ALONE
-        dims = kept_dims(tuple(shape), whole, field)
+        dims = kept_dims(tuple(shape), full, field)
         return _ALONE if dims is None else original.kept(index, dims)
 
     def _parts(self, part: TreeDef, leaves: list[Any], index: int) -> list[Followed] | None:
-        """What stands in the place of one leaf, if it is a hole, moments per dim, or halves."""
-        whole = self.original.shapes[index] or ()
-        found: list[Followed] = []
+        """The leaves in the place of one leaf: none, a moment per dim, or halves; else `None`."""
+        full = self.original.shapes[index] or ()
+        followed: list[Followed] = []
         for position, leaf in enumerate(leaves):
             flat = part.num_nodes == part.num_leaves + 1 and has_shape(leaf)
-            dims = part_dims(position, tuple(leaf.shape), whole) if flat else None
+            dims = part_dims(position, tuple(leaf.shape), full) if flat else None
             if dims is None:
                 return None
-            found.append(self.original.kept(index, dims))
-        return found
+            followed.append(self.original.kept(index, dims))
+        return followed
 
     # By name.
 
     def _by_names(self, node: Any, path: str) -> None:
         for below in leaf_paths(node):
-            leaf = self.leaves[len(self.found)]
+            leaf = self.leaves[len(self.followed)]
             shape = tuple(leaf.shape) if has_shape(leaf) else ()
-            self.found.append(self._by_name(_joined(path, below), shape) if shape else _ALONE)
+            self.followed.append(self._by_name(path_under(path, below), shape) if shape else _ALONE)
 
     def _by_name(self, path: str, shape: Shape) -> Followed:
-        """A leaf goes with the one whose path its own ends in; else with those that share the
-        most of its end, if all of them that it fits give it the same."""
+        """Matches a leaf to the original's leaf whose path is the longest end of its own path;
+        without one, to the leaves whose paths share the longest end with it. Of several, all
+        that its shape fits must give it the same spec."""
         original = self.original
         parent, _, key = path.rpartition("/")
         position = int(key) if key.isdecimal() else -1
@@ -208,12 +209,12 @@ class _Walk:
         if not own and not above:
             own = _owners(path, original.endings)[:1]
             above = _owners(parent, original.endings)[:1]
-        ways: list[tuple[list[_Owner], Callable[[Shape, str], Dims | None]]] = [
-            (own, lambda whole, _: all_dims(shape, whole)),
-            (above, lambda whole, _: part_dims(position, shape, whole)),
-            (own, lambda whole, field: kept_dims(shape, whole, field)),
+        attempts: list[tuple[list[_Owner], Callable[[Shape, str], Dims | None]]] = [
+            (own, lambda full, _: all_dims(shape, full)),
+            (above, lambda full, _: part_dims(position, shape, full)),
+            (own, lambda full, field: kept_dims(shape, full, field)),
         ]
-        for owners, dims_of in ways:
+        for owners, dims_of in attempts:
             for field, indices in owners:
                 of_each = [(i, dims_of(original.shapes[i] or (), field)) for i in indices]
                 kept = [original.kept(i, dims) for i, dims in of_each if dims is not None]
@@ -226,10 +227,11 @@ def _is_leaf(treedef: TreeDef) -> bool:
     return treedef.num_nodes == treedef.num_leaves == 1
 
 
-def _lay_beside(treedef: TreeDef, like: TreeDef, parts: list[TreeDef]) -> bool:
-    """Whether a structure is another's with things in the place of leaves: these go to `parts`.
+def _is_extension(treedef: TreeDef, like: TreeDef, parts: list[TreeDef]) -> bool:
+    """Whether `treedef` is `like` with any subtrees in the place of leaves. These are added to
+    `parts`.
 
-    (`flatten_up_to` would show the values of the whole tree when it is not.)
+    `flatten_up_to` needs the tree itself, and prints all its values if the answer is no.
     """
     if _is_leaf(like):
         parts.append(treedef)
@@ -237,14 +239,14 @@ def _lay_beside(treedef: TreeDef, like: TreeDef, parts: list[TreeDef]) -> bool:
     children, alike = treedef.children(), like.children()
     if len(children) != len(alike) or treedef.node_data() != like.node_data():
         return False
-    return all(_lay_beside(*pair, parts) for pair in zip(children, alike, strict=True))
+    return all(_is_extension(*pair, parts) for pair in zip(children, alike, strict=True))
 
 
-_Owner = tuple[str, Iterable[int]]  # the field that holds a copy, and leaves of the original
+_Owner = tuple[str, Iterable[int]]  # the field that holds a copy; indices of original leaves
 
 
 def _owners(path: str, names: Mapping[str, Mapping[Any, int]]) -> list[_Owner]:
-    """Who is named by an ending of `path`, the longest ending first."""
+    """The original leaves whose names are ends of `path`, longest first."""
     owners: list[_Owner] = []
     ending = path
     while True:
@@ -254,7 +256,3 @@ def _owners(path: str, names: Mapping[str, Mapping[Any, int]]) -> list[_Owner]:
         if not ending:
             return owners
         ending = ending.partition("/")[2]
-
-
-def _joined(path: str, key: str) -> str:
-    return f"{path}/{key}" if path and key else path or key

@@ -1,4 +1,4 @@
-"""What is wrong with the leaves of a plan, or looks wrong, and what to do about it."""
+"""Findings about the leaves of a plan: what is wrong or looks wrong, and the fix."""
 
 import math
 import re
@@ -12,23 +12,23 @@ from treeshard._mesh import AnyMesh, axis_sizes, get_axes_size_in_mesh
 from treeshard._rules import errors_of
 from treeshard._specs import axes_of, entries
 
-# What of a device's bytes a group of whole leaves must waste to be worth a line.
+# Replicated leaves are reported if they waste at least this part of a device's bytes.
 LARGE_PART = 0.01
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong with a plan, or looks wrong.
+    """One error or warning about a plan.
 
     Attributes:
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
             `"shadowed-rule"`, `"left-whole"`, `"scan-dim"`, `"name-without-rule"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
-        fact: What was found.
-        fix: The way out.
-        paths: The leaves that it concerns; none for a rule that matches nothing.
-        rule: The index of the rule that it concerns, if it is one.
-        wasted: For leaves left whole, the bytes that each device could save.
+        fact: What is wrong.
+        fix: What to do about it.
+        paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
+        rule: The index of the rule concerned, or `None`.
+        wasted: For replicated leaves (`"left-whole"`), the bytes that each device could save.
     """
 
     code: str
@@ -41,8 +41,8 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         """One line, the paths of repeated layers folded: `layers/{0..79}/attn/q`."""
-        folded = fold_paths(self.paths)
-        shown = ", ".join(folded[:5]) + (f" and {len(folded) - 5} more" * (len(folded) > 5))
+        paths = fold_paths(self.paths)
+        shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" * (len(paths) > 5))
         where = f"{shown}: " if shown and self.code != "shadowed-rule" else ""
         return f"{self.severity} {self.code}: {where}{self.fact} {self.fix}"
 
@@ -51,7 +51,7 @@ class Finding(NamedTuple):
 
 
 def misfits(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
-    """What `match_partition_rules` raises, leaves with one trouble in one finding."""
+    """The errors that `match_partition_rules` raises for, one finding per kind of error."""
     alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
     for members in _kinds(leaves):
         leaf = members[0]
@@ -64,14 +64,14 @@ def misfits(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
             fix = f'Add a rule such as ("{_last_key(paths[0])}", ...), or a last one (".*", None).'
             yield Finding("unmatched", "error", f"shape {shape}, no rule matches.", fix, paths)
         else:
-            # The adjustment's own text ends with the way out.
+            # The text of an adjustment is a fact, followed by its fix.
             fact, _, fix = note.why.partition(". ")
             fact = f"rule {rule} {members[0].pattern!r}: {fact.rstrip('.')}."
             yield Finding(note.kind, "error", fact, fix or "Change the rule.", paths, rule)
 
 
 def _kinds(leaves: Iterable[PlannedLeaf]) -> list[list[PlannedLeaf]]:
-    """Leaves of one shape and dtype that share a decision, together: most models have few."""
+    """Groups leaves by shape, dtype and decision. Most models have few groups."""
     kinds: dict[Any, list[PlannedLeaf]] = defaultdict(list)
     for leaf in leaves:
         kinds[leaf.shape, leaf.dtype, id(leaf.decision)].append(leaf)
@@ -85,51 +85,54 @@ def _last_key(path: str) -> str:
 def collisions(
     leaves: Iterable[PlannedLeaf], key_paths: Callable[[str], Sequence[str]]
 ) -> Iterator[Finding]:
-    """Leaves that share a path, so that no rule and no file can tell them apart."""
+    """Paths that several leaves share, so that rules and files cannot distinguish them."""
     counts = Counter(leaf.path for leaf in leaves)
     for path in (path for path, count in counts.items() if count > 1):
         fact = f"{' and '.join(key_paths(path))} share this path."
-        fix = "Rename a key: rules decide such leaves alike, and files cannot hold both."
+        fix = "Rename a key: rules cannot distinguish these leaves, and files cannot hold both."
         yield Finding("path-collision", "error", fact, fix, (path,))
 
 
-# ------------------------------------------------------------------ leaves left whole
+# ------------------------------------------------------------------ replicated leaves
 
 
 def left_whole(leaves: Iterable[PlannedLeaf], mesh: AnyMesh, min_size: int) -> list[Finding]:
-    """Leaves that every device holds whole, ranked by what an even split would save.
+    """Large leaves that are replicated, ordered by the bytes that an even split would save.
 
-    Those of fewer elements than `min_size` are meant to be. What leaves of one shape, decided
-    alike, waste together must be 1% of what a device holds, or nobody would miss it.
+    Leaves with fewer elements than `min_size` are replicated on purpose. Leaves of one
+    shape and decision are reported together, if they waste at least `LARGE_PART` of what a
+    device holds.
     """
     devices = math.prod(axis_sizes(mesh).values())
     alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
-    held = 0
+    per_device = 0
     for members in _kinds(leaves):
         leaf = members[0]
         if errors_of(leaf.decision):
             continue
-        held += leaf.bytes_per_device(mesh) * len(members)
+        per_device += leaf.bytes_per_device(mesh) * len(members)
         if leaf.shape and leaf.size >= max(min_size, 1) and not _split_dims(leaf, mesh):
             alike[leaf.shape, leaf.decision] += members
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for members in alike.values():
         leaf, paths = members[0], tuple(member.path for member in members)
         wasted = sum(member.bytes - -(-member.bytes // devices) for member in members)
-        if wasted > 0 and wasted >= LARGE_PART * held:
-            why, fix = _why_whole(leaf, mesh)
-            more = f"{human_bytes(wasted)} more than an even split"
-            fact = f"shape {leaf.shape} is whole on every device, {more}: {why}"
-            found.append(Finding("left-whole", "warning", fact, fix, paths, leaf.rule, wasted))
-    return sorted(found, key=lambda finding: -finding.wasted)
+        if wasted > 0 and wasted >= LARGE_PART * per_device:
+            why, fix = _why_replicated(leaf, mesh)
+            more = f"{human_bytes(wasted)} more per device than an even split"
+            fact = f"shape {leaf.shape} is replicated, {more}: {why}"
+            findings.append(Finding("left-whole", "warning", fact, fix, paths, leaf.rule, wasted))
+    return sorted(findings, key=lambda finding: -finding.wasted)
 
 
-def _why_whole(leaf: PlannedLeaf, mesh: AnyMesh) -> tuple[str, str]:
+def _why_replicated(leaf: PlannedLeaf, mesh: AnyMesh) -> tuple[str, str]:
+    """Why a leaf is replicated, and the fix."""
     if leaf.rule is None:
-        return "it goes with no leaf of the plan that it follows.", "Plan it by rules of its own."
+        why = "it has no counterpart in the plan that this one follows."
+        return why, "Plan it by rules of its own."
     by = f"rule {leaf.rule} {leaf.pattern!r}"
     if not leaf.adjustments:
-        return f"{by} says so.", "Give it a spec or `fsdp`, if that is not meant."
+        return f"{by} says so.", "Give it a spec or `fsdp`, unless this is intended."
     note = leaf.adjustments[-1]
     if note.kind == "too-small":
         return f"{by}, {note.why}", "Lower `min_size`."
@@ -139,7 +142,8 @@ def _why_whole(leaf: PlannedLeaf, mesh: AnyMesh) -> tuple[str, str]:
 
 
 def _pad(shape: tuple[int, ...], count: int) -> str:
-    """The least padding that makes a dim divisible. (Those that are were taken, or skipped.)"""
+    """The least padding that makes a dim divisible. Dims that already are divisible were
+    not free, or skipped."""
     missing = [(-length % count, dim) for dim, length in enumerate(shape) if length % count]
     if not missing:
         return "Free a dim, or use another axis."
@@ -148,7 +152,7 @@ def _pad(shape: tuple[int, ...], count: int) -> str:
 
 
 def _split_dims(leaf: PlannedLeaf, mesh: AnyMesh) -> list[int]:
-    """The dims that are in more than one part."""
+    """The dims that are split into more than one part."""
     sizes = axis_sizes(mesh)
     specs = enumerate(entries(leaf.given))
     return [d for d, entry in specs if math.prod(sizes[axis] for axis in axes_of(entry)) > 1]
@@ -158,13 +162,13 @@ def _split_dims(leaf: PlannedLeaf, mesh: AnyMesh) -> list[int]:
 
 
 def scan_dims(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
-    """Leaves that seem to be layers stacked on dim 0, for a scan, and are sharded on it.
+    """Leaves that seem to be layers stacked on dim 0 for a scan, and are sharded on dim 0.
 
-    Nothing says that layers are stacked. A subtree is taken for a stack if all its arrays
-    have the same length above 1 on dim 0, each has another dim, and they have at least two
-    ranks, as stacked vectors and matrices do. (Dims of length 1 do not count: a
-    convolution's bias has them.) Experts look the same, and are meant to be sharded so;
-    they are told by their name.
+    Stacked layers are recognised by their shapes: all arrays of a subtree have the same
+    length above 1 on dim 0, each has at least one more dim, and they have at least two
+    different ranks, as stacked vectors and matrices do. Dims of length 1 do not count: the
+    bias of a convolution has them. Stacked experts have such shapes too, but are sharded on
+    dim 0 on purpose; they are recognised by their name.
     """
     split = [members for members in _kinds(leaves) if 0 in _split_dims(members[0], mesh)]
     suspects = [leaf for members in split for leaf in members if not _EXPERTS.search(leaf.path)]
@@ -179,8 +183,8 @@ def scan_dims(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]
     for (_, rule, length, given), members in alike.items():
         by = "" if rule is None else f", by rule {rule} {members[0].pattern!r}"
         fact = (
-            f"{given} shards dim 0{by}, where {length} layers seem to be stacked: a scan over"
-            " them needs every layer on every device."
+            f"{given} shards dim 0{by}, on which {length} layers seem to be stacked. A scan over"
+            " them would gather every layer on every device."
         )
         fix = "Shard another dim: P(None, ...), or `skip=(0,)` of `fsdp`."
         yield Finding("scan-dim", "warning", fact, fix, tuple(x.path for x in members), rule)
@@ -190,7 +194,7 @@ _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
 
 def _stacks(leaves: Iterable[PlannedLeaf]) -> set[str]:
-    """The subtrees that look like stacked layers, by path."""
+    """The paths of subtrees that look like stacked layers."""
     lengths: dict[str, set[int]] = defaultdict(set)
     ranks: dict[str, set[int]] = defaultdict(set)
     for leaf in leaves:
@@ -202,8 +206,11 @@ def _stacks(leaves: Iterable[PlannedLeaf]) -> set[str]:
             ranks[path].add(rank)
     return {
         path
-        for path, found in lengths.items()
-        if len(found) == 1 and max(found) > 1 and len(ranks[path]) > 1 and min(ranks[path]) > 1
+        for path, on_dim_0 in lengths.items()
+        if len(on_dim_0) == 1
+        and max(on_dim_0) > 1
+        and len(ranks[path]) > 1
+        and min(ranks[path]) > 1
     }
 
 

@@ -1,4 +1,4 @@
-"""How an optimizer's state is sharded, from the specs of the parameters."""
+"""The specs of an optimizer's state, from the specs of the parameters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,40 +30,44 @@ def optimizer_state_specs(
     extra_axis: str | Sequence[str] | None = None,
     mesh: AnyMesh | None = None,
 ) -> Any:
-    """Decides how an optimizer's state is sharded, from the specs of the parameters.
+    """Derives the specs of an optimizer's state from the specs of the parameters.
 
-    A leaf of the state goes with the parameter whose path its own ends in. With the
-    parameter's shape it gets its spec; a factored moment, of shape `(d0,)` or `(d1,)` for a
-    parameter `(d0, d1)`, keeps the axes of the dims that it keeps; a history
-    `(n, d0, d1)` leaves its first dim whole. Where dims of equal length cannot be told
-    apart, the field does that holds the moment (`v_row`, `v_col`). Nothing is moved and no
-    values are read.
+    Each leaf of the state is matched to the parameter whose path is the end of its own:
+
+    - With the parameter's shape, it gets the parameter's spec.
+    - A factored moment, of shape `(d0,)` or `(d1,)` for a parameter `(d0, d1)`, gets the
+      axes of the dims that it keeps. If dims of equal length leave this open, the name of
+      the field decides (`v_row`, `v_col`).
+    - A history `(n, d0, d1)` is not sharded on its first dim.
+
+    Nothing is moved and no values are read.
 
     Args:
         opt_state: The state of any optax optimizer, masked, partitioned or wrapped, or any
-            other tree that holds trees like `params`: arrays or `jax.ShapeDtypeStruct`s.
-        params: The parameters that it was made for; its arrays may be structs too.
+            other tree that contains trees like `params`: arrays or
+            `jax.ShapeDtypeStruct`s.
+        params: The parameters of the optimizer: arrays or `jax.ShapeDtypeStruct`s.
         param_specs: Their specs: a tree, a prefix of one, or a `Plan`. A parameter without
             a spec (`None`) counts as replicated.
-        extra_axis: A mesh axis, or several whose sizes multiply, to shard the state further
-            than the parameters: on the largest free dim that they divide evenly. Leaves of
-            fewer elements than `MIN_SHARDING_SIZE` from the environment (else 16384)
-            keep their spec, and axes that a leaf's spec has already are not added to it.
-        mesh: The mesh to check against, needed for `extra_axis`. Then it is by default
-            the `Plan`'s, else the one in force.
+        extra_axis: A mesh axis, or several whose sizes multiply, that shards the state
+            further than the parameters: the largest free dim that is divisible. Leaves with
+            fewer elements than `MIN_SHARDING_SIZE` from the environment (else 16384) keep
+            their spec, and axes that a leaf's spec already has are not added.
+        mesh: The mesh that the specs must fit. `extra_axis` needs a mesh, by default that
+            of the `Plan`, else the current one.
 
     Returns:
         A tree of `PartitionSpec`s with the structure of `opt_state`: `P()` at scalars, at
-        leaves that go with no parameter, and at leaves that are no arrays.
+        leaves without a parameter, and at non-array leaves.
 
     Raises:
-        SpecError: If `param_specs` do not have the structure of `params` or do not fit
-            their shapes: all such parameters are listed. If `extra_axis` holds a name
+        SpecError: If `param_specs` do not have the structure of `params`, or do not fit
+            their shapes; the message lists all such parameters. If `extra_axis` has a name
             twice.
-        UnknownAxisError: If the mesh lacks `extra_axis`, or, where `mesh` is given, an axis
+        UnknownAxisError: If the mesh does not have `extra_axis`, or, if `mesh` is given, an axis
             of `param_specs`.
         TypeError: If `extra_axis` is neither a string nor a sequence of strings.
-        NoMeshError: If there is an `extra_axis`, and no mesh.
+        NoMeshError: If `extra_axis` is given and there is no mesh.
 
     Examples:
         >>> params = {"w": jax.numpy.zeros((512, 64))}
@@ -71,8 +75,8 @@ def optimizer_state_specs(
         (TraceState(trace={'w': P('fsdp',)}), EmptyState())
 
     Source:
-        `optax.tree_map_params`, for states that hold whole copies; `extra_axis` is ZeRO
-        stage 1: Rajbhandari et al. 2020, arXiv:1910.02054.
+        `optax.tree_map_params`, for states that hold copies of the parameters; `extra_axis`
+        is ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054.
     """
     leaves, treedef = tree_flatten(params)
     original = Original(
@@ -82,15 +86,15 @@ def optimizer_state_specs(
         lambda: leaf_paths(params),
     )
     _check_fit(original, mesh)
-    found = [followed.spec for followed in follow(opt_state, original)]
+    specs = [followed.spec for followed in follow(opt_state, original)]
     if extra_axis is not None:
         mesh = param_specs.mesh if mesh is None and isinstance(param_specs, SpecCarrier) else mesh
-        found = _further(found, tree_leaves(opt_state), extra_axis, current_or_given(mesh))
-    return tree_structure(opt_state).unflatten(found)
+        specs = _sharded_further(specs, tree_leaves(opt_state), extra_axis, current_or_given(mesh))
+    return tree_structure(opt_state).unflatten(specs)
 
 
 def _check_fit(original: Original, mesh: AnyMesh | None) -> None:
-    """Raises for parameters whose specs do not fit, since what follows them would not either."""
+    """Raises for parameters whose specs do not fit: those of the state would not fit either."""
     fits: set[Any] = set()
     facts: list[str] = []
     kinds: set[str] = set()
@@ -110,27 +114,27 @@ def _check_fit(original: Original, mesh: AnyMesh | None) -> None:
         raise error(f"{message}\n{where}")
 
 
-def _further(
+def _sharded_further(
     specs: list[PartitionSpec],
     leaves: list[Any],
     extra_axis: str | Sequence[str],
     mesh: AnyMesh,
 ) -> list[PartitionSpec]:
-    """The specs with `extra_axis` added, as the tactic of fully sharded parameters would."""
+    """The specs with `extra_axis` added where the tactic `fsdp` would add it."""
     where = "optimizer_state_specs(extra_axis=...)"
     axes = axis_tuple(extra_axis, where)
     check_axes(axes, axis_sizes(mesh), where)
     if len(set(axes)) < len(axes):
-        raise SpecError(f"{where}: {extra_axis!r} holds a name twice. An axis splits one dim only.")
+        raise SpecError(f"{where}: {extra_axis!r} has a name twice. An axis can split one dim.")
     floor = min_size_in_force(None)
-    known: dict[Any, PartitionSpec] = {}
-    further: list[PartitionSpec] = []
+    refined: dict[Any, PartitionSpec] = {}
+    new: list[PartitionSpec] = []
     for spec, leaf in zip(specs, leaves, strict=True):
         key = (id(spec), leaf.shape) if has_shape(leaf) else None
-        if key is not None and key not in known:
+        if key is not None and key not in refined:
             used = {axis for entry in entries(spec) for axis in axes_of(entry)}
             free = [axis for axis in axes if axis not in used]
-            # The tactic looks at nothing of a leaf but its shape.
-            known[key] = fsdp(free).refine(spec, mesh, "", leaf, floor)[0] if free else spec
-        further.append(spec if key is None else known[key])
-    return further
+            # `fsdp` looks only at the leaf's shape.
+            refined[key] = fsdp(free).refine(spec, mesh, "", leaf, floor)[0] if free else spec
+        new.append(spec if key is None else refined[key])
+    return new

@@ -1,4 +1,4 @@
-"""Every leaf's decision, with its reason, before any device is touched."""
+"""Decides how every leaf of a tree is sharded, and records why. Needs no devices."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -30,44 +30,52 @@ from treeshard._tactics import Tactic, min_size_in_force
 class Plan(PlannedTree):
     """How every leaf of a tree is to be sharded over a mesh, and why: see `plan`.
 
-    It goes wherever specs go. Two plans are equal if their mesh shapes are, and the path,
-    shape, dtype and placement of every leaf; the rules may differ.
+    Every function that takes specs takes a `Plan`. Two plans are equal if their meshes have
+    the same axes and sizes, and their leaves the same paths, shapes, dtypes and specs; their
+    rules may differ.
 
     Attributes:
-        mesh: The mesh that was planned for.
+        mesh: The mesh that the plan is for.
         rules: The rules that decided.
-        min_size: The floor that was in force, in elements.
+        min_size: Leaves with fewer elements were not sharded.
         leaves: A `PlannedLeaf` for every array, in the order in which JAX flattens the tree.
     """
 
-    # The rules for logical names that were in force.
+    # The rules for logical names that were in force when the plan was made.
     _logical: ReadLogicalRules | None = None
-    # The plan that this one follows, if it is known, and whether there is one.
+    # `_mirrors`: the plan was made by `follow`. `_source`: by `follow` of this plan; a plan
+    # that was read from JSON does not know it.
     _source: "Plan | None" = None
     _mirrors: bool = False
 
-    # What is wrong with it.
-
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """What is wrong with the plan or looks wrong, each with its fix: errors first.
+        """The plan's errors and warnings, each with its fix: errors first.
 
-        Errors, which `check` raises: leaves that no rule matches, specs that do not fit
-        (unknown and repeated axes, dims that do not divide, entries beyond the rank), and
-        leaves that share a path. Warnings: rules that match nothing, and rules all of whose
-        leaves are taken by earlier ones (but no last rule that matches every leaf); leaves
-        of at least `min_size` elements that are whole on every device, by what they waste,
-        if that is 1% of what a device holds; leaves that seem to be layers stacked on dim 0
-        and are sharded on it; logical names without a rule.
+        `check` raises the errors:
 
-        A pattern that backtracks without end hangs this, as it would `plan`.
+        - leaves that no rule matches;
+        - specs that do not fit: unknown and repeated axes, dims that are not divisible,
+          entries beyond the rank;
+        - leaves that share a path.
+
+        The warnings:
+
+        - rules that match no leaf, and rules whose leaves are all taken by earlier rules
+          (except a last rule that matches every leaf, which is a fallback);
+        - leaves of at least `min_size` elements that are replicated, if sharding them would
+          save at least 1% of the memory that a device needs; largest saving first;
+        - leaves that seem to be layers stacked on dim 0 and are sharded on that dim;
+        - logical names without a rule.
+
+        A pattern with exponential backtracking can make this hang, as it can `plan`.
         """
         boxes: dict[str, Any] = {}
         if any(isinstance(action, Tactic) and action.reads_boxes for _, action in self.rules):
-            found, treedef = tree_flatten(self.structs, is_leaf=is_box)
-            paths = leaf_paths(treedef.unflatten(range(len(found))))
-            boxes = {path: x for path, x in zip(paths, found, strict=True) if is_box(x)}
-        rules = () if self._mirrors else self.rules  # they did not decide
+            nodes, treedef = tree_flatten(self.structs, is_leaf=is_box)
+            paths = leaf_paths(treedef.unflatten(range(len(nodes))))
+            boxes = {path: x for path, x in zip(paths, nodes, strict=True) if is_box(x)}
+        rules = () if self._mirrors else self.rules  # the rules did not decide a mirror
         return find(
             self.leaves, rules, self.mesh, self.min_size, self._logical, self._key_paths, boxes
         )
@@ -76,37 +84,35 @@ class Plan(PlannedTree):
         return same_path_keys(self.specs, path)
 
     def check(self) -> None:
-        """Raises for the errors among `findings`, and else does nothing.
+        """Raises if there are errors among `findings`.
 
         Raises:
             ShardingRuleError: If leaves are unmatched, their specs do not fit, or they
-                share a path: all are listed. It is an `UnknownAxisError` too if the mesh
-                lacks an axis.
+                share a path. The message lists all of them. The error is also an
+                `UnknownAxisError` if a rule names an axis that the mesh does not have.
         """
         rows = ((leaf.path, leaf.shape, leaf.decision) for leaf in self.leaves)
         error = rules_error(rows, self.mesh)
         shared = list(map(str, collisions(self.leaves, self._key_paths)))
         if shared:
-            message = listed(f"{len(shared)} paths are shared by leaves:", shared)
+            message = listed(f"{len(shared)} paths belong to several leaves:", shared)
             raise type(error)(f"{error}\n{message}") if error else ShardingRuleError(message)
         if error:
             raise error
 
-    # Other plans.
-
     def on(self, mesh: AnyMesh | str) -> "Plan":
-        """Decides the same tree by the same rules for another mesh.
+        """Plans the same tree by the same rules for another mesh.
 
-        Functions among the rules are asked again, with `ShapeDtypeStruct`s. `diff` then says
-        what changes.
+        Functions among the rules are called again, with `ShapeDtypeStruct`s. Use `diff` to
+        see what changes.
 
         Args:
             mesh: The other mesh, or its axes as text, as in `plan`.
 
         Raises:
-            MeshError: As `plan`.
-            FormatError: If the plan was read from JSON, and a rule was a function or the
-                plan followed another: text cannot carry these.
+            MeshError: If text does not say the size of every axis.
+            FormatError: If the plan was read from JSON, and one of its rules was a function
+                or the plan was made by `follow`: JSON cannot store either.
 
         Examples:
             >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
@@ -117,25 +123,26 @@ class Plan(PlannedTree):
             return self._source.on(mesh).follow(self.bare())
         if self._mirrors:
             raise FormatError(
-                "The plan follows another one, and its JSON does not say which. Follow again,"
-                " with `plan.on(mesh).follow(tree)` of that one."
+                "The plan was made by `follow`, and its JSON does not store the plan that it"
+                " follows. Call `plan.on(mesh).follow(tree)` on that plan."
             )
         check_told(self.rules)
         with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
             return plan(self.bare(), self.rules, mesh, min_size=self.min_size)
 
     def follow(self, tree: Any) -> "Plan":
-        """Plans a tree that mirrors this one's: optimizer state, an average, gradients.
+        """Plans a tree that holds copies of this plan's tree: optimizer state, an average,
+        gradients.
 
-        A leaf goes with the one whose path its own ends in, as in `optimizer_state_specs`;
-        one that goes with none is replicated.
+        Each leaf gets the spec of the leaf of this plan whose path is the end of its own
+        path, as in `optimizer_state_specs`. A leaf without a counterpart is replicated.
 
         Args:
             tree: Arrays, or their `jax.ShapeDtypeStruct`s.
 
         Returns:
-            A `Plan` for `tree` on the same mesh. Its leaves name the rules that decided
-            the leaves that they go with, and have the adjustments of those of their shape.
+            A `Plan` for `tree` on the same mesh. Each leaf has the rule of its counterpart,
+            and its adjustments if both have the same shape.
 
         Examples:
             >>> params = {"w": jax.numpy.zeros((512, 64))}
@@ -154,53 +161,58 @@ class Plan(PlannedTree):
         )
 
     def diff(self, other: "Plan") -> PlanDiff:
-        """Returns what changes from this plan to another one, leaf by leaf, and what moves.
+        """Compares this plan with another one, leaf by leaf, and says how many bytes move.
 
-        Leaves are matched by path. The bytes are those of a leaf's new shard that a device
-        does not hold yet, at most: devices are taken to keep their place in a mesh with
-        the same axes and sizes; in another mesh nothing is known of them and every shard
-        counts in full.
+        Leaves are matched by path. The bytes of a leaf are an upper bound on the part of its
+        new shard that a device does not hold yet. If both meshes have the same axes and
+        sizes, each device is assumed to keep its position in the mesh; otherwise every
+        shard counts in full.
 
         Args:
-            other: The plan to get to.
+            other: The plan to change to.
 
         Returns:
-            A `PlanDiff`, false if nothing changes; `str()` of it is a line a change.
+            A `PlanDiff`, which is false if nothing changes. Its `str()` has one line per
+            change.
 
         Examples:
             >>> mesh = make_mesh("fsdp=8")
             >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
-            >>> whole, split = plan(tree, [("w", None)], mesh), plan(tree, [("w", P("fsdp"))], mesh)
-            >>> whole.diff(split).bytes, split.diff(whole).bytes
+            >>> one, two = plan(tree, [("w", None)], mesh), plan(tree, [("w", P("fsdp"))], mesh)
+            >>> one.diff(two).bytes, two.diff(one).bytes
             (0, 3670016)
         """
         return diff(self.leaves, other.leaves, (self.mesh, other.mesh))
 
     def to_json(self) -> str:
-        """Returns the plan as JSON, a line a leaf, for `from_json` and for other programs.
+        """Returns the plan as JSON, one line per leaf, for `from_json` and for other programs.
 
-        It has no devices, and of functions among the rules only their names.
+        The JSON names no devices, and stores only the names of functions among the rules.
 
         Raises:
             ShardingRuleError: If leaves share a path.
         """
         if shared := list(map(str, collisions(self.leaves, self._key_paths))):
-            raise ShardingRuleError(listed(f"{len(shared)} paths are shared:", shared))
+            message = listed(f"{len(shared)} paths belong to several leaves:", shared)
+            raise ShardingRuleError(message)
         written = (self.mesh, self.rules, self.min_size, self.leaves, self._mirrors, self._logical)
         return to_text(PlanText(*written))
 
     @staticmethod
     def from_json(text: str, *, like: Any = None) -> "Plan":
-        """Reads a plan that `to_json` wrote. Its mesh has no devices; `on` gives it some.
+        """Reads a plan that `to_json` wrote.
+
+        Its mesh is abstract; `plan.on(mesh)` plans for a mesh with devices.
 
         Args:
             text: The JSON.
-            like: A tree with the plan's paths, shapes and dtypes, for its structure and its
-                leaves that are no arrays. Without it the plan is of a flat dict by path.
+            like: A tree with the plan's paths, shapes and dtypes. The plan takes its
+                structure and its non-array leaves from it. Without `like`, the plan's tree
+                is a flat dict by path.
 
         Raises:
-            FormatError: If the text is no plan of this version: the place is named. If
-                `like` is another tree: all leaves that differ are listed.
+            FormatError: If the text is not a plan of this version; the message says where.
+                If `like` has other arrays than the plan; the message lists all that differ.
 
         Examples:
             >>> tree = {"mlp": {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}}
@@ -226,13 +238,11 @@ class Plan(PlannedTree):
             _mirrors=read.mirrors,
         )
 
-    # As text.
-
     def describe(self) -> str:
-        """Returns the plan as text: a line a leaf, repeated layers folded, totals last.
+        """Returns the plan as text: one line per leaf, repeated layers folded, totals last.
 
-        A line has the leaf's path, its dtype and shape, its spec, the bytes that a device
-        holds of it (of all the leaves that the line stands for), and the reason.
+        A line has the leaf's path, its dtype and shape, its spec, the bytes that it takes on
+        a device (in total, for repeated layers), and the reason.
         """
         return describe(self.leaves, self.rules, self.mesh)
 
@@ -248,33 +258,34 @@ class Plan(PlannedTree):
         return rich_table(self.leaves, self.rules, self.mesh)
 
     def __repr__(self) -> str:
-        held = human_bytes(self.bytes_per_device())
+        size = human_bytes(self.bytes_per_device())
         mesh = describe_mesh(self.mesh)
-        return f"<Plan: {len(self.leaves)} leaves on {mesh}, {held} per device>"
+        return f"<Plan: {len(self.leaves)} leaves on {mesh}, {size} per device>"
 
 
 def plan(tree: Any, rules: Rules, mesh: AnyMesh | str, *, min_size: int | None = None) -> Plan:
-    """Plans how every leaf of a tree is sharded, by the first rule that its path matches.
+    """Decides how every leaf of a tree is sharded, by the first rule that matches its path.
 
-    Nothing is moved and no values are read. What does not fit is recorded with the leaf
-    (its `adjustments`) instead of raised; `Plan.check` raises it.
+    Nothing is moved and no values are read. A spec that does not fit its leaf raises no
+    error: the plan records what was changed, as `adjustments` of the leaf. `Plan.check`
+    raises for it.
 
     Args:
-        tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree. Leaves that are no
-            arrays are kept as they are.
+        tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree. Non-array leaves are
+            kept as they are.
         rules: Pairs `(pattern, action)`, as in `match_partition_rules`.
-        mesh: The mesh to plan for. No devices are needed: an `AbstractMesh` of any size will
-            do, or its axes as text, such as `"data=16,fsdp=256"`.
-        min_size: Leaves with fewer elements stay whole, unless a tactic has a floor of its
-            own. By default `MIN_SHARDING_SIZE` from the environment, else 16384.
+        mesh: The mesh to plan for. No devices are needed: give an `AbstractMesh` of any
+            size, or its axes as text, such as `"data=16,fsdp=256"`.
+        min_size: Leaves with fewer elements are not sharded, unless a tactic has its own
+            `min_size`. Default: `MIN_SHARDING_SIZE` from the environment, else 16384.
 
     Returns:
-        A `Plan`. Leaves that no rule matches are replicated, and what of a spec does not
-        fit is dropped: unknown and repeated axes, axes that do not divide their dim,
+        A `Plan`. Leaves that no rule matches are replicated. Parts of a spec that do not
+        fit are dropped: unknown and repeated axes, axes that do not divide their dim,
         entries beyond the rank.
 
     Raises:
-        ShardingRuleError: If a rule is malformed, or a function returns no spec.
+        ShardingRuleError: If a rule is malformed, or a function does not return a spec.
         MeshError: If text does not say the size of every axis.
 
     Examples:
@@ -285,8 +296,8 @@ def plan(tree: Any, rules: Rules, mesh: AnyMesh | str, *, min_size: int | None =
     """
     if isinstance(mesh, str):
         mesh = abstract_mesh(mesh)
-    read = read_rules(rules)
-    decided = decide(read, tree, mesh, min_size)
+    parsed = read_rules(rules)
+    decided = decide(parsed, tree, mesh, min_size)
     warn_of_moves(zip(decided.paths, decided.shapes, decided.decisions, strict=True), frozenset())
     columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
     leaves = tuple(
@@ -299,8 +310,8 @@ def plan(tree: Any, rules: Rules, mesh: AnyMesh | str, *, min_size: int | None =
     others = {}
     if len(leaves) < len(decided.leaves):
         pairs = enumerate(zip(decided.leaves, decided.shapes, strict=True))
-        others = {place: leaf for place, (leaf, shape) in pairs if shape is None}
-    # Strings were read, and stand for what they mean.
-    pairs = tuple((rule[0], action) for rule, (_, action) in zip(rules, read, strict=True))
+        others = {index: leaf for index, (leaf, shape) in pairs if shape is None}
+    # The patterns as given, with strategy strings replaced by the tactics that they mean.
+    pairs = tuple((rule[0], action) for rule, (_, action) in zip(rules, parsed, strict=True))
     floor, logical = min_size_in_force(min_size), current_logical_rules()
     return Plan(mesh, pairs, floor, leaves, decided.treedef, others, logical)

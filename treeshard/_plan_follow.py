@@ -1,4 +1,4 @@
-"""The leaves of a plan for a tree that mirrors a planned one."""
+"""The leaves of a plan for a tree that holds copies of a planned one."""
 
 from typing import Any
 
@@ -13,26 +13,26 @@ from treeshard._specs import has_shape
 
 
 def followed_leaves(plan: PlannedTree, tree: Any) -> tuple[tuple[PlannedLeaf, ...], dict[int, Any]]:
-    """What is planned for the arrays of `tree`, and its other leaves by their place."""
-    beside = plan.leaf_at_each_place()
+    """A `PlannedLeaf` for every array of `tree`, and its non-array leaves by index."""
+    planned = plan.leaf_at_each_place()
     original = Original(
         plan.treedef,
-        [None if leaf is None else leaf.shape for leaf in beside],
-        [None if leaf is None else leaf.given for leaf in beside],
+        [None if leaf is None else leaf.shape for leaf in planned],
+        [None if leaf is None else leaf.given for leaf in planned],
         lambda: leaf_paths(plan.specs),
     )
     leaves: list[PlannedLeaf] = []
     others: dict[int, Any] = {}
-    known: dict[Any, Decision] = {}
+    shared: dict[Decision, Decision] = {}
     rows = zip(leaf_paths(tree), tree_leaves(tree), follow(tree, original), strict=True)
-    for place, (path, leaf, followed) in enumerate(rows):
+    for index, (path, leaf, followed) in enumerate(rows):
         if not has_shape(leaf):
-            others[place] = leaf
+            others[index] = leaf
             continue
         shape = tuple(leaf.shape)
-        like = None if followed.like is None else beside[followed.like]
-        made = _decision(shape, followed, like)
-        leaves.append(PlannedLeaf(path, shape, leaf.dtype, known.setdefault(made, made)))
+        like = None if followed.like is None else planned[followed.like]
+        decision = _decision(shape, followed, like)
+        leaves.append(PlannedLeaf(path, shape, leaf.dtype, shared.setdefault(decision, decision)))
     return tuple(leaves), others
 
 

@@ -1,4 +1,4 @@
-"""A plan as JSON, and back. It names no devices and holds no code."""
+"""Writes a plan as JSON, and reads it back. The JSON names no devices and holds no code."""
 
 import json
 import re
@@ -26,14 +26,14 @@ _NOTE = ("kind", "why", "axes", "dim")
 
 
 class PlanText(NamedTuple):
-    """What of a plan can be written down.
+    """The parts of a plan that JSON can store.
 
     Attributes:
-        mesh: Its mesh; without devices once it was read.
-        rules: Its rules; functions come back as `Untold`.
-        min_size: Its floor.
-        leaves: Its leaves.
-        mirrors: Whether it follows another plan, so that rules did not decide it.
+        mesh: The mesh; abstract if it was read from JSON.
+        rules: The rules. Functions are read as `Untold`.
+        min_size: Leaves with fewer elements were not sharded.
+        leaves: The leaves.
+        mirrors: Whether the plan was made by `Plan.follow`, so that rules did not decide it.
         logical: The rules for logical names that were in force.
     """
 
@@ -49,7 +49,7 @@ class PlanText(NamedTuple):
 
 
 def to_text(plan: PlanText) -> str:
-    """Writes a plan as JSON, a line a leaf."""
+    """Writes a plan as JSON, one line per leaf."""
     types = {kind: kind.name.lower() for kind in AxisType}
     axes = zip(axis_sizes(plan.mesh).items(), plan.mesh.axis_types, strict=True)
     head = {
@@ -78,25 +78,27 @@ def _leaf_out(leaf: PlannedLeaf) -> dict[str, Any]:
 
 
 def from_text(text: str) -> PlanText:
-    """Reads what `to_text` wrote. Raises `FormatError` naming the place."""
+    """Reads what `to_text` wrote. Raises `FormatError`, which says where the text is wrong."""
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"The plan is no JSON: {error}.") from None
+        raise FormatError(f"The plan is not JSON: {error}.") from None
     if not isinstance(raw, dict) or "treeshard_plan" not in raw:
-        raise FormatError("The JSON is no plan: it has no 'treeshard_plan'. `Plan.to_json` does.")
+        raise FormatError(
+            "The JSON is not a plan: it has no key 'treeshard_plan'. Use what `Plan.to_json` wrote."
+        )
     if raw["treeshard_plan"] != VERSION:
         raise FormatError(
-            f"The plan is of version {raw['treeshard_plan']!r}, and this treeshard reads version"
-            f" {VERSION}. Make it again, or read it with the treeshard that wrote it."
+            f"The plan has version {raw['treeshard_plan']!r}, and this treeshard reads version"
+            f" {VERSION}. Make the plan again, or read it with the treeshard that wrote it."
         )
     check_keys(raw, _PLAN, "the plan")
     mesh = _mesh(raw["mesh"])
     rules = tuple(rule_from_text(rule, f"rules[{i}]") for i, rule in enumerate(_rows(raw, "rules")))
-    read = _Leaves(mesh, rules)
-    leaves = tuple(read.leaf(x, f"leaves[{i}]") for i, x in enumerate(_rows(raw, "leaves")))
+    reader = _LeafReader(mesh, rules)
+    leaves = tuple(reader.leaf(x, f"leaves[{i}]") for i, x in enumerate(_rows(raw, "leaves")))
     if len({leaf.path for leaf in leaves}) < len(leaves):
-        raise FormatError("leaves: two have the same path. Nothing could tell them apart.")
+        raise FormatError("leaves: two have the same path. Paths must be unique.")
     min_size = typed(raw["min_size"], int, "min_size")
     mirrors, logical = typed(raw["mirrors"], bool, "mirrors"), logical_from_text(raw["logical"])
     return PlanText(mesh, rules, min_size, leaves, mirrors, logical)
@@ -112,18 +114,18 @@ def _mesh(raw: Any) -> AbstractMesh:
         check_keys(axis, _AXIS, f"mesh[{i}]")
         typed(axis["axis"], str, f"mesh[{i}].axis")
         if typed(axis["size"], int, f"mesh[{i}].size") < 1:
-            raise FormatError(f"mesh[{i}].size is {axis['size']}, not positive.")
+            raise FormatError(f"mesh[{i}].size is {axis['size']}. It must be positive.")
         if axis["type"] not in types:
             raise FormatError(f"mesh[{i}].type is {axis['type']!r}, not one of {list(types)}.")
     names = tuple(axis["axis"] for axis in raw)
     if len(set(names)) < len(names):
-        raise FormatError(f"mesh: an axis stands there twice: {', '.join(names)}.")
+        raise FormatError(f"mesh: an axis appears twice: {', '.join(names)}.")
     kinds = tuple(types[axis["type"]] for axis in raw)
     return AbstractMesh(tuple(axis["size"] for axis in raw), names, axis_types=kinds)
 
 
-class _Leaves:
-    """Reads leaves; those that were decided alike share a decision again."""
+class _LeafReader:
+    """Reads leaves. Leaves with equal decisions share one `Decision` object, as in `plan`."""
 
     def __init__(self, mesh: AnyMesh, rules: Sequence[tuple[Any, Any]]):
         self.mesh, self.rules = mesh, rules
@@ -135,7 +137,7 @@ class _Leaves:
         path = typed(raw["path"], str, f"{where}.path")
         shape = tuple(typed(raw["shape"], list, f"{where}.shape"))
         if any(type(length) is not int or length < 0 for length in shape):
-            raise FormatError(f"{where} ({path}): {shape} is no shape.")
+            raise FormatError(f"{where} ({path}): {shape} is not a shape.")
         key = repr([raw[name] for name in ("shape", *_LEAF[3:])])
         try:
             if raw["dtype"] not in self.dtypes:
@@ -149,12 +151,12 @@ class _Leaves:
     def _decision(self, raw: Mapping[str, Any], shape: tuple[int, ...]) -> Decision:
         asked = None if raw["asked"] is None else parse_spec(typed(raw["asked"], str, "asked"))
         given = parse_spec(typed(raw["given"], str, "given"))
-        if lost := project(given, self.mesh, shape)[1]:
-            raise FormatError(f"given is {given}: {lost[0].why}")
+        if adjustments := project(given, self.mesh, shape)[1]:
+            raise FormatError(f"given is {given}: {adjustments[0].why}")
         rule, pattern = raw["rule"], None
         if rule is not None:
             if typed(rule, int, "rule") not in range(len(self.rules)):
-                raise FormatError(f"rule is {rule}, and there are {len(self.rules)}.")
+                raise FormatError(f"rule is {rule}, but there are {len(self.rules)} rules.")
             pattern = re.compile(self.rules[int(rule)][0]).pattern
         notes = tuple(map(_note, typed(raw["adjustments"], list, "adjustments")))
         return Decision(asked, given, rule, pattern, notes)
@@ -171,26 +173,26 @@ def _note(raw: Any) -> Adjustment:
 def laid_out(
     leaves: Iterable[PlannedLeaf], like: Any
 ) -> tuple[tuple[PlannedLeaf, ...], dict[int, Any]]:
-    """The leaves in the order of a tree's arrays, and its other leaves by their place.
+    """The planned leaves in the order of the arrays of `like`, and its other leaves by index.
 
-    Raises `FormatError` unless its arrays are those that were planned.
+    Raises `FormatError` unless the arrays of `like` are those of the plan.
     """
-    found = tree_leaves(like)
+    like_leaves = tree_leaves(like)
     paths = leaf_paths(like)
-    arrays = {path: x for path, x in zip(paths, found, strict=True) if has_shape(x)}
+    arrays = {path: x for path, x in zip(paths, like_leaves, strict=True) if has_shape(x)}
     planned = {leaf.path: leaf for leaf in leaves}
     facts: list[str] = []
-    if len(arrays) < sum(map(has_shape, found)):
+    if len(arrays) < sum(map(has_shape, like_leaves)):
         raise FormatError("`like` has arrays that share a path. Rename a key.")
     for path in dict.fromkeys((*planned, *arrays)):
-        mine, theirs = _array(planned.get(path)), _array(arrays.get(path))
-        if mine != theirs:
-            facts.append(f"{path}: {mine} in the plan, {theirs} in `like`.")
+        in_plan, in_like = _array(planned.get(path)), _array(arrays.get(path))
+        if in_plan != in_like:
+            facts.append(f"{path}: {in_plan} in the plan, {in_like} in `like`.")
     if facts:
-        raise FormatError(listed(f"{len(facts)} leaves of `like` are not those planned:", facts))
-    others = {place: x for place, x in enumerate(found) if not has_shape(x)}
+        raise FormatError(listed(f"{len(facts)} leaves of `like` differ from the plan:", facts))
+    others = {index: x for index, x in enumerate(like_leaves) if not has_shape(x)}
     return tuple(planned[path] for path in arrays), others
 
 
 def _array(x: Any) -> str:
-    return "nothing" if x is None else array_text(x)
+    return "missing" if x is None else array_text(x)

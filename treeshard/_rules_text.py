@@ -1,4 +1,4 @@
-"""Rules as JSON, and back. Of functions only their names go there."""
+"""Writes rules as JSON, and reads them back. Only the names of functions are stored."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ _LOGICAL = ("kind", "axes")
 
 
 class Untold:
-    """An action that text cannot carry: a function, or a tactic of somebody's own."""
+    """An action that JSON cannot store: a function, or a tactic defined by the user."""
 
     def __init__(self, text: str):
         self.text = text
@@ -29,18 +29,20 @@ class Untold:
         return self.text
 
     def __call__(self, path: str, leaf: Any) -> NoReturn:
-        raise FormatError(f"{path}: {self.text} is known by name only. Give the rules again.")
+        raise FormatError(
+            f"{path}: JSON stores only the name of {self.text}. Give the rules again."
+        )
 
 
 def check_told(rules: Iterable[tuple[Any, Any]]) -> None:
-    """Raises for rules whose action was lost on the way through text."""
-    lost = [
-        f"rule {index} {pattern!r} was {action!r}, which text cannot carry."
+    """Raises if the action of a rule was not stored in JSON."""
+    facts = [
+        f"rule {index} {pattern!r} was {action!r}, which JSON cannot store."
         for index, (pattern, action) in enumerate(rules)
         if isinstance(action, Untold)
     ]
-    if lost:
-        message = listed(f"{len(lost)} rules are known by name only:", lost)
+    if facts:
+        message = listed(f"The actions of {len(facts)} rules were not stored:", facts)
         raise FormatError(f"{message} Make the plan again, with `plan(tree, rules, mesh)`.")
 
 
@@ -48,7 +50,7 @@ def check_told(rules: Iterable[tuple[Any, Any]]) -> None:
 
 
 def rule_to_text(pattern: Any, action: Any) -> dict[str, Any]:
-    """A rule, to be written as JSON."""
+    """A rule as a JSON object."""
     compiled = re.compile(pattern)
     flags = int(compiled.flags & ~re.UNICODE)
     kind = next((kind for kind, test in _KINDS.items() if test(action)), "function")
@@ -58,7 +60,7 @@ def rule_to_text(pattern: Any, action: Any) -> dict[str, Any]:
     return dict(zip(_RULE, (compiled.pattern, flags, kind, text), strict=True))
 
 
-# How an action is written down: the first kind that it is of, else "function".
+# The kind of an action is the first whose test it passes, else "function".
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "replicate": lambda action: action is None,
     "spec": lambda action: isinstance(action, PartitionSpec),
@@ -68,12 +70,12 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def rule_from_text(raw: Any, where: str) -> tuple[Any, Any]:
-    """The rule that `rule_to_text` wrote. Raises `FormatError`, with the place."""
+    """The rule that `rule_to_text` wrote. Raises `FormatError` that starts with `where`."""
     check_keys(raw, _RULE, where)
     pattern, flags = typed(raw["pattern"], str, where), typed(raw["flags"], int, where)
     text = typed(raw["action"], str, f"{where}.action")
     try:
-        compiled = re.compile(pattern, flags & ~re.DEBUG)  # which prints
+        compiled = re.compile(pattern, flags & ~re.DEBUG)  # re.DEBUG prints
     except (re.error, ValueError, OverflowError, RecursionError) as error:
         raise FormatError(f"{where}.pattern {pattern!r} does not compile: {error}.") from None
     try:
@@ -94,7 +96,7 @@ def _action(kind: Any, text: str) -> Any:
         case "tactic":
             try:
                 return parse_strategy(text)
-            except ShardingRuleError:  # somebody's own, unknown here, or made of no literals
+            except ShardingRuleError:  # a user's tactic, unknown here or not made of literals
                 return Untold(text)
         case "function":
             return Untold(text)
@@ -105,7 +107,7 @@ def _action(kind: Any, text: str) -> Any:
 
 
 def logical_to_text(rules: ReadLogicalRules | None) -> dict[str, Any] | None:
-    """Rules for logical names, to be written as JSON: their axes as specs of one dim."""
+    """Rules for logical names as a JSON object, which writes their axes as specs of one dim."""
     if rules is None:
         return None
     fields = dataclasses.asdict(rules).items() if isinstance(rules, PartitionAxis) else rules
@@ -114,14 +116,14 @@ def logical_to_text(rules: ReadLogicalRules | None) -> dict[str, Any] | None:
 
 
 def logical_from_text(raw: Any) -> ReadLogicalRules | None:
-    """What `logical_to_text` wrote. Raises `FormatError`."""
+    """The rules that `logical_to_text` wrote. Raises `FormatError`."""
     if raw is None:
         return None
     check_keys(raw, _LOGICAL, "logical")
     pairs: list[tuple[str, Any]] = []
     for row in typed(raw["axes"], list, "logical.axes"):
         if not isinstance(row, list) or [type(x) for x in row] != [str, str]:
-            raise FormatError(f"logical.axes: {row!r} is no pair of a name and a spec.")
+            raise FormatError(f"logical.axes: {row!r} is not a pair of a name and a spec.")
         pairs.append((row[0], entries(parse_spec(row[1]))[0]))
     try:
         if raw["kind"] == "rules":
