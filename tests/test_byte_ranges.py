@@ -1,4 +1,4 @@
-"""Parts of arrays go to their places in a file and back, however they are cut."""
+"""Parts of arrays are written to a file and read back, however the array is split."""
 
 import itertools
 import os
@@ -26,13 +26,13 @@ def file(tmp_path):
 
 
 def every_second(x: np.ndarray) -> np.ndarray:
-    """The same numbers with gaps between them."""
+    """The same values with gaps between them in memory."""
     return x[..., None].repeat(2, -1)[..., 0]
 
 
 @st.composite
-def cut_arrays(draw):
-    """An array, and the boxes of a grid that cuts it anyhow, in any order."""
+def split_arrays(draw):
+    """An array, and the boxes of any grid that splits it, in any order."""
     shape = draw(st.lists(st.integers(0, 7), max_size=4).map(tuple))
     spans = []
     for length in shape:
@@ -43,11 +43,11 @@ def cut_arrays(draw):
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cut_arrays(), st.sampled_from([8, 64, 2**23]), st.sampled_from([1, 16, 2**18]), st.data())
-def test_there_and_back(file, monkeypatch, cut, block, short, data) -> None:
+@given(split_arrays(), st.sampled_from([8, 64, 2**23]), st.sampled_from([1, 16, 2**18]), st.data())
+def test_what_was_written_is_read_back(file, monkeypatch, split, block, short, data) -> None:
     monkeypatch.setattr(_byte_ranges, "BLOCK", block)
     monkeypatch.setattr(_byte_ranges, "_SHORT", short)
-    x, boxes = cut
+    x, boxes = split
     pieces = []
     for box in boxes:
         part = x[tuple(slice(*span) for span in box)]
@@ -56,30 +56,30 @@ def test_there_and_back(file, monkeypatch, cut, block, short, data) -> None:
             ways.append(lambda y: y.astype(">f4"))
         pieces.append(Piece(box, np.asarray(data.draw(st.sampled_from(ways))(part))))
     os.ftruncate(file, 0)
-    here = data.draw(st.integers(0, len(boxes)))
-    for mine in (pieces[:here], pieces[here:]):  # as two processes would
+    half = data.draw(st.integers(0, len(boxes)))
+    for mine in (pieces[:half], pieces[half:]):  # as two processes would
         write(file, 5, x.shape, mine)
     assert os.pread(file, 2 * x.nbytes + 5, 5) == x.tobytes()
-    back = [Piece(box, np.empty(lengths(box), x.dtype)) for box in boxes[:here]]
+    back = [Piece(box, np.empty(lengths(box), x.dtype)) for box in boxes[:half]]
     read(file, 5, x.shape, back)
     for box, items in back:
         assert items.tobytes() == x[tuple(slice(*span) for span in box)].tobytes()
 
 
-def test_every_byte_is_written_once_and_neighbours_together(file, monkeypatch) -> None:
+def test_every_byte_is_written_once_and_neighbours_in_one_call(file, monkeypatch) -> None:
     x = random_array(np.dtype("float32"), (64, 64))
-    halves = [Piece(((0, 64), (i, i + 8)), x[:, i : i + 8]) for i in (24, 0, 16, 8)]
+    columns = [Piece(((0, 64), (i, i + 8)), x[:, i : i + 8]) for i in (24, 0, 16, 8)]
     calls: Counter[int] = Counter()
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *args: calls.update([len(args[1])]) or pwrite(*args))
-    write(file, 0, x.shape, halves)
-    assert calls == {32 * 4: 64}  # a call a row, not four
+    write(file, 0, x.shape, columns)
+    assert calls == {32 * 4: 64}  # one call for a row, not four
     calls.clear()
-    write(file, 0, x.shape, [*halves, Piece(((0, 64), (32, 64)), x[:, 32:])])
+    write(file, 0, x.shape, [*columns, Piece(((0, 64), (32, 64)), x[:, 32:])])
     assert calls == {64 * 64 * 4: 1}
 
 
-def test_what_lies_as_in_the_file_is_not_copied(file, monkeypatch) -> None:
+def test_pieces_with_the_order_of_the_file_are_not_copied(file, monkeypatch) -> None:
     x = random_array(np.dtype("float32"), (512, 1024))
     monkeypatch.setattr(np, "empty", None)
     write(file, 0, x.shape, [Piece(((0, 512), (0, 1024)), x)])
@@ -90,7 +90,7 @@ def test_what_lies_as_in_the_file_is_not_copied(file, monkeypatch) -> None:
     assert into.tobytes() == x.tobytes()
 
 
-def test_the_system_may_take_several_turns(file, monkeypatch) -> None:
+def test_short_reads_and_writes_are_continued(file, monkeypatch) -> None:
     x = random_array(np.dtype("int8"), (100,))
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda f, data, at: pwrite(f, data[:7], at))
@@ -101,7 +101,7 @@ def test_the_system_may_take_several_turns(file, monkeypatch) -> None:
     assert into.tobytes() == x.tobytes()
 
 
-def test_a_file_that_ends_too_soon(file) -> None:
+def test_a_file_that_ends_too_early_raises(file) -> None:
     os.pwrite(file, b"x" * 10, 0)
     with pytest.raises(EOFError, match="the file ends at byte 10"):
         read(file, 0, (11,), [Piece(((0, 11),), np.empty(11, np.int8))])

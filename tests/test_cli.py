@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it exits, what it says of bad input."""
+"""`treeshard plan`: its output, exit codes and errors."""
 
 import json
 import os
@@ -34,7 +34,7 @@ action = "P('fsdp', None)"
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """Writes the files, runs the command line, and returns its exit code and what it said."""
+    """Writes the files, runs the command, and returns its exit code, output and errors."""
 
     def go(shapes=SHAPES, rules=RULES, mesh="data=8,fsdp=4", *options: str, name="shapes.json"):
         file = tmp_path / name
@@ -46,16 +46,16 @@ def run(tmp_path, capsys):
         rules_file.write_bytes(rules if isinstance(rules, bytes) else rules.encode())
         argv = [f"--shapes={file}", f"--rules={rules_file}", f"--mesh={mesh}", *options]
         code = main(["plan", *argv])
-        said = capsys.readouterr()
-        return code, said.out, said.err.replace(str(tmp_path) + "/", "")
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err.replace(str(tmp_path) + "/", "")
 
     return go
 
 
-# ------------------------------------------------------------------ what it prints
+# ------------------------------------------------------------------ output
 
 
-def test_a_plan(run) -> None:
+def test_plan_is_printed(run) -> None:
     code, out, err = run()
     assert (code, err) == (0, "")
     assert out.splitlines() == [
@@ -70,13 +70,13 @@ def test_a_plan(run) -> None:
     ]
 
 
-def test_errors_in_the_plan_exit_with_1(run) -> None:
+def test_errors_in_a_plan_exit_with_1(run) -> None:
     code, out, err = run(mesh="fsdp=3")
     assert (code, err) == (1, "")
     assert "error indivisible: layers/{0..1}/q: rule 1 'q$'" in out
 
 
-def test_json(run) -> None:
+def test_plan_as_json(run) -> None:
     code, out, _ = run(SHAPES, RULES, "fsdp=3", "--json", "--memory=1MB")
     assert code == 1
     report = json.loads(out)
@@ -94,26 +94,26 @@ def test_json(run) -> None:
         ("1kB", 1, "It does NOT fit: 2.2 KiB of 1000 B on a device."),
     ],
 )
-def test_memory(run, memory, code, line) -> None:
-    found, out, _ = run(SHAPES, RULES, "data=8,fsdp=4", f"--memory={memory}")
-    assert (found, out.splitlines()[-1]) == (code, line)
+def test_memory_is_compared_with_the_plan(run, memory, code, line) -> None:
+    exit_code, out, _ = run(SHAPES, RULES, "data=8,fsdp=4", f"--memory={memory}")
+    assert (exit_code, out.splitlines()[-1]) == (code, line)
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
     [("80GB", 80 * 10**9), ("1.5 GiB", 3 * 2**29), ("512", 512), ("2kB", 2000), ("1TiB", 2**40)],
 )
-def test_amounts_of_memory(text, count) -> None:
+def test_amounts_of_memory_are_read(text, count) -> None:
     assert parse_bytes(text) == count
 
 
-def test_the_floor(run) -> None:
+def test_min_size_overrides_the_rules(run) -> None:
     code, out, _ = run(SHAPES, RULES, "fsdp=4", "--min-size=3000")
     assert code == 0
     assert "too-small" in out
 
 
-def test_every_kind_of_action(run) -> None:
+def test_every_kind_of_action_is_read(run) -> None:
     rules = """
     min_size = 0
     [[rules]]
@@ -135,7 +135,7 @@ def test_every_kind_of_action(run) -> None:
     assert "norm        float32[64]      P('fsdp',)" in out
 
 
-def test_a_safetensors_header(run) -> None:
+def test_shapes_from_a_safetensors_header(run) -> None:
     header = json.dumps(
         {
             "__metadata__": {"format": "pt"},
@@ -158,19 +158,19 @@ def test_a_safetensors_header(run) -> None:
     [
         ("{", "shapes.json is no JSON: Expecting property name"),
         ("[" * 100_000, "shapes.json is no JSON"),
-        ("[1]", 'shapes.json holds list. Write an object of path: {"shape": [8, 4]'),
+        ("[1]", 'shapes.json is list, not an object. Write an object of path: {"shape": [8, 4]'),
         ('{"w": [[1], "int8"], "w": [[2], "int8"]}', "the key 'w' stands twice"),
         ({"w": 3}, "w: 3 has no shape and dtype."),
         ({"w": [8, 4]}, "w: the shape is 8, not a list of lengths."),
         ({"w": [[8, -4], "int8"]}, "w: the shape is [8, -4], not a list of lengths."),
         ({"w": [[True], "int8"]}, "w: the shape is [True], not a list of lengths."),
         ({"w": [[8], "flaot32"]}, "w: dtype is 'flaot32', which is none."),
-        ({"w": [[8], 3]}, "w: the dtype is 3, which is none."),
+        ({"w": [[8], 3]}, "w: 3 is not a dtype."),
         ({"w": {"shape": [8], "dtype": "int8", "x": 1}}, "w: unknown key 'x'."),
-        ({"v": 1, "w": 2}, "2 entries are wrong:\n  v: 1 has no"),
+        ({"v": 1, "w": 2}, "2 entries are invalid:\n  v: 1 has no"),
     ],
 )
-def test_bad_shapes(run, shapes, text) -> None:
+def test_invalid_shapes_are_rejected(run, shapes, text) -> None:
     code, out, err = run(shapes)
     assert (code, out) == (2, "")
     assert err.startswith("treeshard: error: ")
@@ -185,15 +185,15 @@ def header_of(raw: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "says that its header has 0 bytes, and there are 0."),
-        (b"\xff" * 20, "has 18446744073709551615 bytes, and there are 12."),
-        (struct.pack("<Q", 5) + b"{", "has 5 bytes, and there are 1."),
+        (b"", "says that its header has 0 bytes, and 0 follow."),
+        (b"\xff" * 20, "has 18446744073709551615 bytes, and 12 follow."),
+        (struct.pack("<Q", 5) + b"{", "has 5 bytes, and 1 follow."),
         (struct.pack("<Q", 2) + b"\xff\xfe", "model.safetensors: the header is no JSON"),
         (header_of({"w": {"shape": [1]}}), "w: its entry lacks 'data_offsets'. It lacks 'dtype'."),
     ],
     ids=["empty", "huge", "short", "no-text", "no-dtype"],
 )
-def test_bad_safetensors(run, data, text) -> None:
+def test_invalid_safetensors_are_rejected(run, data, text) -> None:
     code, _, err = run(data, name="model.safetensors")
     assert code == 2
     assert text in err
@@ -223,11 +223,11 @@ def test_bad_safetensors(run, data, text) -> None:
         ("[[rules]]\npattern = 'a'\naction = \"__import__('os')\"", "__import__ is no tactic"),
         ("[[rules]]\npattern = '('\naction = 'None'", "rule 0: the pattern '(' does not compile"),
         ("min_size = 'big'", "min_size is 'big' (str), not a number of elements."),
-        ("logical = 3", "logical is 3 (int), not a table of axes by name."),
+        ("logical = 3", "logical is 3 (int), not a table of mesh axes by name."),
         ("[logical]\nbatch = 3", "logical rule 0, ('batch', 3), does not end with mesh axes."),
     ],
 )
-def test_bad_rules(run, rules, text) -> None:
+def test_invalid_rules_are_rejected(run, rules, text) -> None:
     code, out, err = run(rules=rules)
     assert (code, out) == (2, "")
     assert text in err
@@ -243,13 +243,13 @@ def test_bad_rules(run, rules, text) -> None:
         (["--shapes=/nowhere"], "No such file or directory: '/nowhere'"),
     ],
 )
-def test_bad_options(run, options, text) -> None:
+def test_invalid_options_are_rejected(run, options, text) -> None:
     code, _, err = run(SHAPES, RULES, "fsdp=4", *options)
     assert code == 2
     assert text in err
 
 
-def test_usage(capsys) -> None:
+def test_usage_and_help(capsys) -> None:
     for argv in ([], ["plan"], ["paln"]):
         with pytest.raises(SystemExit) as stopped:
             main(argv)
@@ -261,7 +261,7 @@ def test_usage(capsys) -> None:
     assert "exit code: 0, or 1 if the plan has errors" in capsys.readouterr().out
 
 
-def test_a_pattern_without_end_is_stopped_and_named(run, monkeypatch) -> None:
+def test_an_endless_pattern_is_stopped_and_named(run, monkeypatch) -> None:
     monkeypatch.setattr(_cli_plan, "PATTERN_SECONDS", 0.3)
     start = time.perf_counter()
     rules = (
@@ -274,25 +274,25 @@ def test_a_pattern_without_end_is_stopped_and_named(run, monkeypatch) -> None:
     assert time.perf_counter() - start < 30
 
 
-def test_it_starts_no_backend_and_runs_as_a_module(tmp_path) -> None:
+def test_plan_starts_no_backend_and_runs_as_a_module(tmp_path) -> None:
     (tmp_path / "s.json").write_text(json.dumps(SHAPES | {"key": [[], "key<fry>"]}))
     (tmp_path / "r.toml").write_text(RULES)
     argv = ["plan", "--shapes=s.json", "--rules=r.toml", "--mesh=fsdp=65536", "--json"]
     root = str(Path(__file__).parent.parent)
-    here = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120}
-    here["env"] = {**os.environ, "PYTHONPATH": root}
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120}
+    options["env"] = {**os.environ, "PYTHONPATH": root}
     code = (
         f"import sys; from treeshard._cli import main; code = main({argv!r});"
         "from jax._src import xla_bridge; print(code, xla_bridge.backends_are_initialized())"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], **here)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], **options)
     assert done.stdout.splitlines()[-1] == "1 False", done.stderr
-    module = subprocess.run([sys.executable, "-m", "treeshard", *argv], **here)
+    module = subprocess.run([sys.executable, "-m", "treeshard", *argv], **options)
     assert (module.returncode, module.stderr) == (1, "")
     assert json.loads(module.stdout)["plan"]["mesh"][0]["size"] == 65536
 
 
-def test_a_reader_that_stops_early_is_no_error(tmp_path) -> None:
+def test_a_reader_that_stops_early_is_not_an_error(tmp_path) -> None:
     (tmp_path / "s.json").write_text(json.dumps({f"w{i}x": [[i], "int8"] for i in range(3000)}))
     (tmp_path / "r.toml").write_text("rules = [{pattern = '', action = 'None'}]")
     root = str(Path(__file__).parent.parent)

@@ -1,4 +1,4 @@
-"""The command line on files: what it says of them, what it makes of them, and how it exits."""
+"""The commands on files (inspect, verify, export, import, diff): output, files, exit codes."""
 
 import json
 import os
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def model(change: float = 0.0) -> dict[str, Any]:
-    """Two layers, alike but for what is in them."""
+    """Two layers of the same types."""
     layers = [
         {"w": np.full((8, 4), i + 1, np.float32), "b": np.ones(4, ml_dtypes.bfloat16)}
         for i in range(2)
@@ -41,7 +41,7 @@ def model(change: float = 0.0) -> dict[str, Any]:
 
 
 def state(step: int, seed: int = 0) -> dict[str, Any]:
-    """What a run has beside its model: much that safetensors cannot have."""
+    """A training state with leaves that safetensors cannot hold."""
     return {
         "model": model(step / 100 - 1),
         "step": step,
@@ -56,7 +56,7 @@ def state(step: int, seed: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A directory of checkpoints, with the steps 100 and 200."""
+    """A directory of checkpoints with steps 100 and 200."""
     directory = tmp_path_factory.mktemp("läufe") / "run"
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(100, state(100))
@@ -66,7 +66,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def weights(run) -> Path:
-    """The model of step 100, as a file of tensors."""
+    """The model of step 100 as a safetensors file."""
     file = run.parent / "weights.safetensors"
     save_safetensors(file, model(), rename=lambda path: path.replace("/", "."))
     return file
@@ -74,14 +74,14 @@ def weights(run) -> Path:
 
 @pytest.fixture
 def go(capsys, run, tmp_path):
-    """Runs the command line, and returns its exit code and what it said."""
+    """Runs a command, and returns its exit code, output and errors."""
 
     def call(*argv: object) -> tuple[int, str, str]:
         code = main([str(x) for x in argv])
-        said = capsys.readouterr()
+        captured = capsys.readouterr()
         short = (
             text.replace(f"{tmp_path}/", "").replace(f"{run.parent}/", "")
-            for text in (said.out, said.err)
+            for text in (captured.out, captured.err)
         )
         return code, *short
 
@@ -89,25 +89,25 @@ def go(capsys, run, tmp_path):
 
 
 def flip_in(checkpoint: Path, data: bytes) -> None:
-    """Flips a bit of an array, wherever it lies on disk."""
-    places = 0
+    """Flips a bit of an array in every file that has it."""
+    flipped = 0
     for path in checkpoint.glob("state/**/*"):
         if path.is_file() and (at := path.read_bytes().find(data)) >= 0:
             with path.open("r+b") as file:
                 file.seek(at)
                 file.write(bytes([data[0] ^ 4]))
-            places += 1
-    assert places
+            flipped += 1
+    assert flipped
 
 
 # ------------------------------------------------------------------ inspect
 
 
-def test_inspect_a_directory_of_checkpoints(go, run) -> None:
+def test_inspect_reads_the_latest_step(go, run) -> None:
     code, out, err = go("inspect", run)
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "run/200, of the steps 100, 200:",
+        "run/200, of steps 100, 200:",
         "path                   leaf          spec  bytes",
         "empty                  float32[0,3]          0 B",
         "int4                   int4[4]               4 B",
@@ -122,15 +122,15 @@ def test_inspect_a_directory_of_checkpoints(go, run) -> None:
     ]
 
 
-def test_inspect_a_step(go, run) -> None:
+def test_inspect_reads_a_chosen_step(go, run) -> None:
     code, out, _ = go("inspect", run, "--step=100")
-    assert (code, out.splitlines()[0]) == (0, "run/100, of the steps 100, 200:")
+    assert (code, out.splitlines()[0]) == (0, "run/100, of steps 100, 200:")
     assert "int 100" in out
     code, out, _ = go("inspect", run / "100")
     assert (code, out.splitlines()[0].split()) == (0, ["path", "leaf", "spec", "bytes"])
 
 
-def test_inspect_as_json(go, run, mesh, tmp_path) -> None:
+def test_inspect_prints_json(go, run, mesh, tmp_path) -> None:
     _, out, _ = go("inspect", run, "--json")
     found = json.loads(out)
     assert (found["format"], found["steps"], found["bytes"]) == ("checkpoint", [100, 200], 312)
@@ -148,7 +148,7 @@ def test_inspect_as_json(go, run, mesh, tmp_path) -> None:
     assert found["leaves"][0]["spec"] == "P('data',)"
 
 
-def test_inspect_safetensors(go, weights, tmp_path) -> None:
+def test_inspect_reads_safetensors(go, weights, tmp_path) -> None:
     code, out, _ = go("inspect", weights)
     assert code == 0
     assert out.splitlines()[1:] == [
@@ -164,10 +164,10 @@ def test_inspect_safetensors(go, weights, tmp_path) -> None:
         assert found["leaves"][0]["crc32"] is None
 
 
-def test_tensors_beside_checkpoints_do_not_hide_them(go, run, weights, tmp_path) -> None:
+def test_checkpoints_take_precedence_over_tensors_beside_them(go, run, weights, tmp_path) -> None:
     shutil.copytree(run, tmp_path / "run")
     shutil.copy(weights, tmp_path / "run")
-    assert go("inspect", tmp_path / "run")[1].startswith("run/200, of the steps")
+    assert go("inspect", tmp_path / "run")[1].startswith("run/200, of steps")
 
 
 @pytest.mark.parametrize(
@@ -176,15 +176,15 @@ def test_tensors_beside_checkpoints_do_not_hide_them(go, run, weights, tmp_path)
         ("nowhere", "There is no checkpoint at nowhere."),
         ("run/300", "There is no checkpoint at run/300. The directory has steps 100, 200."),
         ("run --step=7", "There is no checkpoint at run/7. The directory has steps 100, 200."),
-        ("weights.safetensors --step=7", "is no directory of checkpoints, and has no step 7."),
+        ("weights.safetensors --step=7", "is not a directory of checkpoints: it has no step 7."),
         ("run/100/leaves/table.json", "has no 'weight_map'"),
         ("run/100/leaves", "is no checkpoint: it has no table of leaves."),
-        ("noise", "noise is no safetensors file: it says that its header has"),
+        ("noise", "noise is not a safetensors file: it says that its header has"),
         ("none", "none is no checkpoint"),
     ],
 )
 @pytest.mark.parametrize("command", ["inspect", "export"])
-def test_what_is_none(go, run, weights, command, path, text) -> None:
+def test_paths_that_cannot_be_read_raise(go, run, weights, command, path, text) -> None:
     (run.parent / "noise").write_bytes(b"n" * 100)
     (run.parent / "none").mkdir(exist_ok=True)
     name, *more = path.split()
@@ -196,7 +196,7 @@ def test_what_is_none(go, run, weights, command, path, text) -> None:
     assert not Path("out.safetensors").exists()
 
 
-def test_names_do_not_command_the_terminal(go, tmp_path) -> None:
+def test_control_characters_in_names_are_escaped(go, tmp_path) -> None:
     save_safetensors(
         tmp_path / "x.safetensors", {"a\x1b[2J\x9bm": np.ones(2), "gewicht-ü": np.ones(2)}
     )
@@ -212,24 +212,24 @@ def test_names_do_not_command_the_terminal(go, tmp_path) -> None:
 # ------------------------------------------------------------------ verify
 
 
-def test_verify(go, run, weights) -> None:
-    assert go("verify", run) == (0, "run/200: 11 leaves, 312 B. All are what was saved.\n", "")
+def test_verify_reports_totals(go, run, weights) -> None:
+    assert go("verify", run) == (0, "run/200: 11 leaves, 312 B. All match their checksums.\n", "")
     code, out, _ = go("verify", weights)
     assert (code, out) == (
         0,
-        "weights.safetensors: 4 leaves, 272 B. Headers and sizes are right. The format has no"
-        " checksums, so nothing says whether the numbers are.\n",
+        "weights.safetensors: 4 leaves, 272 B. Headers and sizes are correct. The format has no"
+        " checksums, so the values cannot be verified.\n",
     )
 
 
-def test_verify_without_checksums(go, tmp_path) -> None:
+def test_verify_counts_leaves_without_checksums(go, tmp_path) -> None:
     save(tmp_path / "x", {"w": np.ones(4), "step": 1}, fingerprints=False)
     code, out, _ = go("verify", tmp_path / "x")
     assert code == 0
-    assert "but for 1 that were saved without a checksum and can be read." in out
+    assert "except 1 that have no checksum but can be read." in out
 
 
-def test_verify_lists_all_that_is_damaged(go, tmp_path) -> None:
+def test_verify_lists_all_damaged_leaves(go, tmp_path) -> None:
     names = [f"w{i:02d}" for i in range(12)]
     data = {name: np.random.default_rng(i).random(4096) for i, name in enumerate(names)}
     save(tmp_path / "x", data | {"fine": np.ones(3)})
@@ -243,7 +243,7 @@ def test_verify_lists_all_that_is_damaged(go, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("cut", ["table", "tensors", "header"])
-def test_verify_what_is_cut_short(go, run, weights, tmp_path, cut) -> None:
+def test_verify_reports_truncated_files(go, run, weights, tmp_path, cut) -> None:
     path = tmp_path / "x"
     if cut == "table":
         shutil.copytree(run / "100", path)
@@ -261,7 +261,7 @@ def test_verify_what_is_cut_short(go, run, weights, tmp_path, cut) -> None:
 # ------------------------------------------------------------------ export
 
 
-def test_export_the_weights_of_a_run(go, run, tmp_path) -> None:
+def test_export_writes_the_selected_arrays(go, run, tmp_path) -> None:
     out = tmp_path / "m.safetensors"
     rename = ["--rename", "^model/=>", "--rename", "/=>."]
     code, said, _ = go("export", run, out, "--only=^model/", *rename, "--metadata", "format=pt")
@@ -282,18 +282,18 @@ def test_export_the_weights_of_a_run(go, run, tmp_path) -> None:
     assert out.read_bytes() == (tmp_path / "ours.safetensors").read_bytes()
 
 
-def test_export_refuses_what_the_format_does_not_have(go, run, tmp_path) -> None:
+def test_export_refuses_leaves_that_the_format_cannot_hold(go, run, tmp_path) -> None:
     out = tmp_path / "m.safetensors"
     code, said, err = go("export", run / "100", out)
     assert (code, said) == (2, "")
     for fact in ("int4: int4[4]", "key: key<fry>[]", "rate: float 0.1", "run: str 'Übung'"):
         assert f"\n  {fact}\n" in err
-    assert "--skip leaves them out; --only says which leaves to export." in err
+    assert "--skip leaves them out; --only selects the leaves to export." in err
     assert "nothing" not in err
     assert files_in(tmp_path) == []
 
 
-def test_export_skips_and_tells(go, run, tmp_path) -> None:
+def test_export_skips_and_lists_what_it_skipped(go, run, tmp_path) -> None:
     out = tmp_path / "m.safetensors"
     code, said, _ = go("export", run / "100", out, "--skip")
     assert code == 0
@@ -310,7 +310,7 @@ def test_export_skips_and_tells(go, run, tmp_path) -> None:
     assert files_in(tmp_path) == ["m.safetensors"]
 
 
-def test_export_to_several_files_and_over_them(go, run, tmp_path) -> None:
+def test_export_writes_several_files_and_replaces_them(go, run, tmp_path) -> None:
     out = tmp_path / "m.safetensors"
     code, said, _ = go("export", run, out, "--only=model", "--max-file-size=150")
     assert (code, said) == (0, "4 tensors, 272 B: 2 files and m.safetensors.index.json\n")
@@ -332,27 +332,27 @@ def test_export_to_several_files_and_over_them(go, run, tmp_path) -> None:
         (["--only=model", "--rename=x"], "--rename 'x' has no '=>'. Write it as 'REGEX=>NEW'"),
         (
             ["--only=model", "--rename=l=>\\2"],
-            "'\\\\2' is no replacement: invalid group reference 2",
+            "'\\\\2' is not a replacement: invalid group reference 2",
         ),
         (["--only=model", "--rename=[01]=>0"], "layers/0/b: the name of ['model/layers/0/b'] and"),
         (["--max-file-size=much"], "'much' is no amount of memory."),
         (["--metadata=pt"], "--metadata 'pt' has no '='. Write it as 'format=pt'."),
     ],
 )
-def test_export_with_wrong_options(go, run, tmp_path, options, text) -> None:
+def test_export_rejects_invalid_options(go, run, tmp_path, options, text) -> None:
     code, said, err = go("export", run, tmp_path / "m.safetensors", *options)
     assert (code, said) == (2, "")
     assert text in err
     assert files_in(tmp_path) == []
 
 
-def test_export_where_it_cannot_be_written(go, run, tmp_path) -> None:
+def test_export_to_a_path_that_cannot_be_written_raises(go, run, tmp_path) -> None:
     code, _, err = go("export", run, tmp_path / "no" / "m.safetensors", "--only=model")
     assert code == 2
     assert "No such file or directory" in err
     code, _, err = go("export", run, tmp_path, "--only=model")
     assert code == 2
-    assert "is a directory. Name a file" in err
+    assert "is a directory. Pass the path of a file" in err
 
 
 def test_export_of_a_damaged_checkpoint_changes_nothing(go, tmp_path) -> None:
@@ -370,7 +370,7 @@ def test_export_of_a_damaged_checkpoint_changes_nothing(go, tmp_path) -> None:
 # ------------------------------------------------------------------ import
 
 
-def test_import_and_back(go, weights, tmp_path) -> None:
+def test_import_then_export_gives_the_same_file(go, weights, tmp_path) -> None:
     code, said, _ = go("import", weights, tmp_path / "x", "--rename", r"\.=>/")
     assert (code, said) == (0, "4 leaves, 272 B: x\n")
     found = restore(tmp_path / "x", model())
@@ -380,7 +380,7 @@ def test_import_and_back(go, weights, tmp_path) -> None:
     assert (tmp_path / "m.safetensors").read_bytes() == weights.read_bytes()
 
 
-def test_import_wide_numbers(go, tmp_path) -> None:
+def test_import_keeps_64_bits(go, tmp_path) -> None:
     tree = {"i": np.array([2**40]), "f": np.array([1 / 3])}
     save_safetensors(tmp_path / "x.safetensors", tree)
     assert go("import", tmp_path / "x.safetensors", tmp_path / "x")[0] == 0
@@ -388,7 +388,7 @@ def test_import_wide_numbers(go, tmp_path) -> None:
     assert all(found[name].tobytes() == x.tobytes() for name, x in tree.items())
 
 
-def test_import_that_cannot_be(go, run, weights, tmp_path) -> None:
+def test_import_errors(go, run, weights, tmp_path) -> None:
     code, _, err = go("import", weights, run / "100")
     assert code == 2
     assert "There is a checkpoint at run/100 already, and nothing is overwritten." in err
@@ -397,19 +397,19 @@ def test_import_that_cannot_be(go, run, weights, tmp_path) -> None:
     assert "nowhere cannot be read: [Errno 2] No such file" in err
     code, _, err = go("import", weights, tmp_path / "x", "--rename=[01]=>0")
     assert code == 2
-    assert "2 names are wrong:" in err
+    assert "2 names are invalid:" in err
     packed = entry("F4", (4,), (0, 2))
     write_raw(tmp_path / "packed", {"w": packed}, b"\x12\x34")
     code, _, err = go("import", tmp_path / "packed", tmp_path / "x")
     assert code == 2
-    assert "F4 packs several numbers in a byte" in err
+    assert "F4 packs several numbers into a byte" in err
     assert not (tmp_path / "x").exists()
 
 
 # ------------------------------------------------------------------ diff
 
 
-def test_diff_of_steps(go, run) -> None:
+def test_diff_compares_steps(go, run) -> None:
     code, out, err = go("diff", run / "100", run)
     assert (code, err) == (1, "")
     assert out.splitlines() == [
@@ -426,7 +426,7 @@ def test_diff_of_steps(go, run) -> None:
     )
 
 
-def test_diff_of_a_checkpoint_and_tensors(go, run, weights) -> None:
+def test_diff_compares_a_checkpoint_with_tensors(go, run, weights) -> None:
     code, out, _ = go("diff", run / "200", weights, "--rename=^model/=>", "--rename=/=>.")
     assert code == 1
     assert out.splitlines() == [
@@ -446,7 +446,7 @@ def test_diff_of_a_checkpoint_and_tensors(go, run, weights) -> None:
     assert (changed["max_relative"], changed["not_finite"]) == (1 / 3, 0)
 
 
-def test_diff_of_types_and_structure(go, tmp_path) -> None:
+def test_diff_lists_types_and_structure(go, tmp_path) -> None:
     a = {"w": np.ones(4, np.float32), "s": np.ones(2), "k": jax.random.key(0), "x": 1, "l": [1, 2]}
     b = {"w": np.ones(4, np.float16), "s": np.ones(3), "k": jax.random.key(0, impl="rbg"), "x": 1.0}
     save(tmp_path / "a", a)
@@ -470,7 +470,7 @@ WIDEST = np.finfo("float64").max
 
 
 @pytest.mark.parametrize(
-    ("dtype", "a", "b", "told"),
+    ("dtype", "a", "b", "expected"),
     [
         ("float32", [1, 2, 3], [1, 2.5, 3], (1, 0.5, 0.2, 0)),
         ("bfloat16", [1, -2, 0], [1, 2, 0], (1, 4.0, 2.0, 0)),
@@ -487,22 +487,22 @@ WIDEST = np.finfo("float64").max
         ("float4_e2m1fn", [6, 1, 0], [0.5, 1, 0], (1, 5.5, 5.5 / 6, 0)),
     ],
 )
-def test_by_how_much(go, tmp_path, dtype, a, b, told) -> None:
+def test_diff_measures_differences(go, tmp_path, dtype, a, b, expected) -> None:
     for name, x in (("a", a), ("b", b)):
         save(tmp_path / name, {"w": np.array(x, parse_dtype(dtype))})
     code, out, _ = go("diff", tmp_path / "a", tmp_path / "b", "--json")
     (found,) = json.loads(out)["changed"]
     names = ("differing", "max_abs", "max_relative", "not_finite")
-    assert (code, *(found[name] for name in names)) == (1, *told)
+    assert (code, *(found[name] for name in names)) == (1, *expected)
     assert go("diff", tmp_path / "a", tmp_path / "b")[0] == 1
 
 
-def test_bits_that_are_not_used_do_not_differ() -> None:
+def test_diff_ignores_unused_bits() -> None:
     x, y = (np.array([byte, 1], np.uint8).view(ml_dtypes.int4) for byte in (0x0F, 0xFF))
     assert compare_numbers(x, y).differing == 0
 
 
-def test_diff_of_many_numbers_and_of_views(go, tmp_path) -> None:
+def test_diff_compares_large_arrays_in_blocks(go, tmp_path) -> None:
     x = np.arange(600_000, dtype=np.float32).reshape(600, 1000)
     y = x.copy()
     y[[0, 300, 599], [0, 500, 999]] += [1, 3, 2]
@@ -514,7 +514,7 @@ def test_diff_of_many_numbers_and_of_views(go, tmp_path) -> None:
     assert found["max_relative"] == 1.0
 
 
-def test_diff_of_packed_numbers(go, tmp_path) -> None:
+def test_diff_compares_packed_dtypes(go, tmp_path) -> None:
     for name, data in (("x", b"\x12\x34"), ("y", b"\x12\x35"), ("z", b"\x12\x34")):
         write_raw(tmp_path / name, {"w": entry("F4", (4,), (0, 2))}, data)
     code, out, _ = go("diff", tmp_path / "x", tmp_path / "y")
@@ -522,7 +522,7 @@ def test_diff_of_packed_numbers(go, tmp_path) -> None:
     assert go("diff", tmp_path / "x", tmp_path / "z")[0] == 0
 
 
-def test_diff_with_a_damaged_leaf(go, tmp_path) -> None:
+def test_diff_names_damaged_leaves(go, tmp_path) -> None:
     x = np.random.default_rng(0).random(4096)
     save(tmp_path / "a", {"w": x, "v": x + 1, "z": np.ones(4)})
     save(tmp_path / "b", {"w": x + 2, "v": x + 3, "z": np.zeros(4)})
@@ -535,7 +535,7 @@ def test_diff_with_a_damaged_leaf(go, tmp_path) -> None:
     assert "a: 2 leaves are damaged:" in err
 
 
-def test_diff_with_nothing(go, run, tmp_path) -> None:
+def test_diff_with_a_missing_path_raises(go, run, tmp_path) -> None:
     code, out, err = go("diff", run, tmp_path / "nowhere")
     assert (code, out, err) == (2, "", "treeshard: error: There is no checkpoint at nowhere.\n")
 
@@ -543,7 +543,7 @@ def test_diff_with_nothing(go, run, tmp_path) -> None:
 # ------------------------------------------------------------------ plan
 
 
-def test_plan_from_what_was_saved(go, run, weights, tmp_path) -> None:
+def test_plan_reads_shapes_from_checkpoints_and_indexes(go, run, weights, tmp_path) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text(
         "min_size = 0\n[[rules]]\npattern = '.*'\naction = \"fsdp('fsdp', min_size=0)\""
@@ -570,14 +570,14 @@ def test_plan_from_what_was_saved(go, run, weights, tmp_path) -> None:
 
 
 def start(directory: Path, *argv: str, **more: Any) -> subprocess.Popen:
-    """Starts a Python of its own, with pipes unless told otherwise."""
+    """Starts a Python process, with pipes by default."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = {**os.environ, "PYTHONPATH": str(ROOT), **more.pop("env", {})}
     return subprocess.Popen([sys.executable, *argv], cwd=directory, env=env, **pipes | more)
 
 
 def ended(process: subprocess.Popen) -> tuple[int, str, str]:
-    """Its exit code and what it said."""
+    """Waits for a process; returns its exit code, output and errors."""
     try:
         out, err = process.communicate(timeout=120)
     finally:
@@ -594,7 +594,7 @@ print(codes)
 """
 
 
-def test_what_needs_orbax_and_what_does_not(run, weights) -> None:
+def test_only_checkpoints_need_orbax(run, weights) -> None:
     fine = ["inspect weights.safetensors", "verify weights.safetensors"]
     fine += ["diff weights.safetensors weights.safetensors"]
     needs = ["inspect run", "import weights.safetensors x", "diff weights.safetensors run"]
@@ -624,7 +624,7 @@ print(loaded, jax.config.jax_platforms)
         (["inspect weights.safetensors", "tpu,cpu"], "[] tpu,cpu"),
     ],
 )
-def test_no_orbax_and_no_accelerator_without_need(run, weights, argv, said) -> None:
+def test_safetensors_load_neither_orbax_nor_accelerators(run, weights, argv, said) -> None:
     env = {"JAX_PLATFORMS": ""}
     _, out, err = ended(start(run.parent, "-c", LOADED, *argv, env=env))
     assert (out.splitlines()[-1], err) == (said, "")
@@ -633,20 +633,20 @@ def test_no_orbax_and_no_accelerator_without_need(run, weights, argv, said) -> N
 INSPECT = """
 import signal, sys
 from treeshard._cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells turn off behind an &
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells disable it for background jobs
 sys.exit(main(["inspect", "slow"]))
 """
 
 
-def test_ctrl_c_is_quiet(tmp_path) -> None:
+def test_ctrl_c_prints_nothing(tmp_path) -> None:
     os.mkfifo(tmp_path / "slow")
     process = start(tmp_path, "-c", INSPECT)
-    with (tmp_path / "slow").open("wb"):  # which returns when it is opened there
+    with (tmp_path / "slow").open("wb"):  # returns when the process opens the other end
         process.send_signal(signal.SIGINT)
         assert ended(process) == (130, "", "")
 
 
-def test_a_reader_that_has_seen_enough(tmp_path) -> None:
+def test_a_reader_that_closes_the_pipe_is_not_an_error(tmp_path) -> None:
     tree = {f"w{chr(97 + i % 26)}{'x' * (i // 26)}": np.zeros(1, np.uint8) for i in range(3000)}
     save_safetensors(tmp_path / "x.safetensors", tree)
     process = start(tmp_path, "-m", "treeshard", "inspect", "x.safetensors")
@@ -657,7 +657,7 @@ def test_a_reader_that_has_seen_enough(tmp_path) -> None:
     assert ended(process)[::2] == (0, "")
 
 
-def test_a_terminal_that_has_no_such_letters(run, weights) -> None:
+def test_letters_that_the_terminal_lacks_are_escaped(run, weights) -> None:
     more = {"env": {"PYTHONIOENCODING": "ascii"}}
     code, out, err = ended(start(run.parent, "-m", "treeshard", "inspect", str(run), **more))
     assert (code, err) == (0, "")
@@ -666,7 +666,7 @@ def test_a_terminal_that_has_no_such_letters(run, weights) -> None:
 
 
 @pytest.mark.parametrize("columns", [20, 80])
-def test_bars_on_a_terminal(run, columns) -> None:
+def test_bars_fit_the_terminal(run, columns) -> None:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
     process = start(run.parent, "-m", "treeshard", "verify", str(run), stderr=theirs)
@@ -674,14 +674,14 @@ def test_bars_on_a_terminal(run, columns) -> None:
     code, out, _ = ended(process)
     bar = os.read(ours, 10_000).decode()
     os.close(ours)
-    assert (code, out.endswith("All are what was saved.\n")) == (0, True)
+    assert (code, out.endswith("All match their checksums.\n")) == (0, True)
     assert "verify: 100%" in bar
     assert all(len(line) <= columns for line in re.split("[\r\n]+", bar))
 
 
 @pytest.mark.parametrize("columns", ["1", "10", "1000"])
 @pytest.mark.parametrize("command", ["", "plan", "inspect", "verify", "export", "import", "diff"])
-def test_help_of_any_width(capsys, monkeypatch, command, columns) -> None:
+def test_help_fits_any_width(capsys, monkeypatch, command, columns) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     with pytest.raises(SystemExit) as stopped:
         main([*command.split(), "--help"])
@@ -699,7 +699,7 @@ def status(name):
     return int(next(x for x in open("/proc/self/status") if x.startswith(name)).split()[1]) // 1024
 
 for argv in sys.argv[1:]:
-    main(argv.split(" "))  # once, to load all that it needs
+    main(argv.split(" "))  # once, to load all modules
     before = status("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")
     code = main(argv.split(" "))
@@ -707,8 +707,8 @@ for argv in sys.argv[1:]:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak")
-def test_memory_of_a_few_leaves(tmp_path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_export_and_diff_hold_a_few_leaves_at_a_time(tmp_path) -> None:
     tree = {f"w{i}": np.full(2**20, i, np.float32) for i in range(40)}  # 4 MiB each
     save(tmp_path / "a", tree)
     save(tmp_path / "b", {name: x + 1 for name, x in tree.items()})

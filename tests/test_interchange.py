@@ -1,4 +1,4 @@
-"""Trees to safetensors files and back: the same bytes as the format's own package writes."""
+"""Trees saved to safetensors files and loaded: the same bytes as the safetensors package."""
 
 import random
 import subprocess
@@ -47,7 +47,7 @@ def file(tmp_path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_floor(monkeypatch) -> None:
-    """Rules shard small arrays too."""
+    """Makes rules shard small arrays too."""
     monkeypatch.setenv("MIN_SHARDING_SIZE", "0")
 
 
@@ -66,11 +66,11 @@ def mlp() -> Mlp:
     return Mlp(rows, jnp.ones(16, jnp.bfloat16), jax.nn.relu, 0.1, 32)
 
 
-# ------------------------------------------------------------------ byte for byte
+# ------------------------------------------------------------------ bytes
 
 
 def views_of(x: np.ndarray) -> list[np.ndarray]:
-    """Arrays of the same numbers that lie otherwise in memory."""
+    """Arrays of the same values with other strides or byte order."""
     twice = np.repeat(x, 2, axis=0) if x.ndim else x
     views = [x, np.asfortranarray(x), x.T.copy().T, twice[::2] if x.ndim else x]
     if x.dtype.kind in "iufc" and x.dtype.itemsize > 1 and x.dtype.type.__module__ == "numpy":
@@ -86,7 +86,7 @@ shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_any_tree_byte_for_byte(tmp_path, data) -> None:
+def test_any_tree_has_the_bytes_of_the_package(tmp_path, data) -> None:
     tree = {}
     for name in data.draw(st.lists(names, max_size=6, unique=True)):
         dtype, shape = data.draw(st.sampled_from(NUMPY_DTYPES)), data.draw(shapes)
@@ -106,17 +106,19 @@ SPECS = [P(), P("data"), P("fsdp"), P(None, "fsdp"), P("fsdp", "data"), P("data"
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_any_layout_byte_for_byte_and_back_to_any_other(tmp_path, mesh, data) -> None:
-    tree, here, there = {}, {}, {}
+def test_any_sharding_is_saved_and_loaded_into_any_other(tmp_path, mesh, data) -> None:
+    tree, saved_specs, loaded_specs = {}, {}, {}
     for name in "abcd":
         shape = (8, *data.draw(st.lists(st.sampled_from([8, 16]), min_size=1, max_size=2)))
         tree[name] = random_array(data.draw(st.sampled_from(JAX_DTYPES)), shape)
         fitting = st.sampled_from([x for x in SPECS if len(x) <= len(shape)])
-        here[name], there[name] = data.draw(fitting), data.draw(fitting)
-    save_safetensors(tmp_path / "ours", ts.shard(tree, here, mesh))
+        saved_specs[name], loaded_specs[name] = data.draw(fitting), data.draw(fitting)
+    save_safetensors(tmp_path / "ours", ts.shard(tree, saved_specs, mesh))
     assert (tmp_path / "ours").read_bytes() == package_bytes(tree, tmp_path)
     like = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, there[name]))
+        name: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, loaded_specs[name])
+        )
         for name, x in tree.items()
     }
     found = load_safetensors(tmp_path / "ours", like)
@@ -128,7 +130,7 @@ def test_any_layout_byte_for_byte_and_back_to_any_other(tmp_path, mesh, data) ->
 
 
 @pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P("data", "fsdp"), P()], ids=str)
-def test_what_is_large_goes_block_by_block(file, mesh, spec, tmp_path, monkeypatch) -> None:
+def test_large_arrays_are_moved_in_blocks(file, mesh, spec, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(_byte_ranges, "BLOCK", 2**12)
     tree = {"w": random_array(np.dtype("float32"), (256, 128)), "t": np.ones((300, 150)).T}
     save_safetensors(file, {"w": ts.shard(tree["w"], spec, mesh), "t": tree["t"]})
@@ -137,19 +139,19 @@ def test_what_is_large_goes_block_by_block(file, mesh, spec, tmp_path, monkeypat
     assert_same(load_safetensors(file, {"w": struct, "t": tree["t"]}), flat(tree))
 
 
-def test_the_package_reads_it(file) -> None:
+def test_the_package_reads_what_was_saved(file) -> None:
     tree = {"w": np.arange(6.0).reshape(3, 2).T, "b": jnp.ones(3, jnp.bfloat16)}
     save_safetensors(file, tree)
     assert_same(load_file(file), flat(tree))
 
 
-def test_it_reads_what_the_package_writes(file) -> None:
+def test_what_the_package_wrote_is_loaded(file) -> None:
     tree = {"w": np.arange(6.0).reshape(3, 2), "e": np.ones(3, ml_dtypes.float8_e4m3fn)}
     save_file(tree, file, {"format": "pt"})
     assert_same(load_safetensors(file), tree)
 
 
-def test_numbers_functions_and_keys_of_metadata_are_not_tensors(file) -> None:
+def test_only_arrays_are_saved(file) -> None:
     save_safetensors(file, mlp(), metadata={})
     assert load_safetensors(file).keys() == {"w", "b"}
     assert safetensors.safe_open(file, "np").metadata() is None
@@ -158,7 +160,7 @@ def test_numbers_functions_and_keys_of_metadata_are_not_tensors(file) -> None:
 # ------------------------------------------------------------------ names
 
 
-def test_renamed(file) -> None:
+def test_tensors_are_renamed(file) -> None:
     tree = {"layers": [{"w": np.ones(2)}, {"w": np.zeros(3)}]}
     save_safetensors(file, tree, rename=lambda path: path.replace("/", "."))
     assert load_safetensors(file).keys() == {"layers.0.w", "layers.1.w"}
@@ -174,12 +176,12 @@ def test_renamed(file) -> None:
         (
             {"a/b": np.ones(1), "a": {"b": np.ones(1)}},
             None,
-            "a/b: the name of ['a']['b'] and ['a/b']. Give each another one with `rename`.",
+            "a/b: the name of ['a']['b'] and ['a/b']. Give them different names with `rename`.",
         ),
         (
             {"a": np.ones(1), "b": np.ones(1)},
             lambda path: "x",
-            "x: the name of ['a'] and ['b']. Give each another one with `rename`.",
+            "x: the name of ['a'] and ['b']. Give them different names with `rename`.",
         ),
         (
             {"a": np.ones(1)},
@@ -189,19 +191,19 @@ def test_renamed(file) -> None:
         (
             {"a": np.ones(1)},
             {"a": "\ud800"},
-            "a: its name would be '\\ud800', which is no Unicode.",
+            "a: its name would be '\\ud800', which is not valid Unicode.",
         ),
         ({"a": np.ones(1)}, lambda path: 3, "a: its name would be 3, which is a int, not a str."),
         (
             {"weight": np.ones(1)},
             {"wieght": "w"},
-            "wieght: `rename` has it, and the tree has no such array. Did you mean 'weight'?",
+            "wieght: `rename` has it, but the tree has no such array. Did you mean 'weight'?",
         ),
-        ({"a": np.ones(1), "b": np.ones(1)}, {"c": "d", "e": "f"}, "2 names are wrong:\n"),
+        ({"a": np.ones(1), "b": np.ones(1)}, {"c": "d", "e": "f"}, "2 names are invalid:\n"),
     ],
     ids=["paths", "names", "metadata", "unicode", "int", "unknown", "several"],
 )
-def test_names_that_cannot_be(file, tree, rename, message) -> None:
+def test_invalid_names_are_listed(file, tree, rename, message) -> None:
     with pytest.raises(ts.CheckpointError) as told:
         save_safetensors(file, tree, rename=rename)
     assert message in str(told.value)
@@ -209,34 +211,34 @@ def test_names_that_cannot_be(file, tree, rename, message) -> None:
     assert files_in(file.parent) == []
 
 
-def test_rename_needs_paths(file) -> None:
-    with pytest.raises(ValueError, match="What comes back is a dict by name: rename its keys."):
+def test_rename_needs_like(file) -> None:
+    with pytest.raises(ValueError, match="The result is a dict by name: rename its keys."):
         load_safetensors(file, rename=str.upper)
 
 
-# ------------------------------------------------------------------ what cannot be written
+# ------------------------------------------------------------------ errors of save
 
 
 @pytest.mark.parametrize(
     ("leaf", "error", "message"),
     [
-        (jax.random.key(0), ts.LeafError, "Save `jax.random.key_data(key)`, and make keys of it"),
+        (jax.random.key(0), ts.LeafError, "Save `jax.random.key_data(key)`, and turn it back into"),
         (
             jnp.ones(2, jnp.int4),
             ts.LeafError,
-            "int4[2]: safetensors has no such dtype, or packs it.",
+            "int4[2]: safetensors does not have this dtype, or packs it.",
         ),
         (np.ones(2, ml_dtypes.float4_e2m1fn), ts.LeafError, "Use `.astype`, or `.view('uint8')`"),
         (
             np.ones(2, np.complex128),
             ts.LeafError,
-            "w: complex128[2]: safetensors has no such dtype",
+            "w: complex128[2]: safetensors does not have this dtype",
         ),
         (jax.ShapeDtypeStruct((2,), "int8"), ts.LeafError, "w: int8[2]: it is a ShapeDtypeStruct"),
     ],
     ids=["key", "int4", "float4", "complex128", "struct"],
 )
-def test_leaves_that_cannot_be_written(file, leaf, error, message) -> None:
+def test_leaves_that_cannot_be_written_raise(file, leaf, error, message) -> None:
     with pytest.raises(error) as told:
         save_safetensors(file, {"w": leaf, "b": np.ones(3)})
     assert message in str(told.value)
@@ -254,12 +256,12 @@ def test_all_leaves_that_cannot_be_written_are_named(file) -> None:
         save_safetensors(file, gone)
 
 
-def test_an_amount_that_is_none(file) -> None:
+def test_an_invalid_file_size_is_rejected(file) -> None:
     with pytest.raises(ts.FormatError, match="'5 GBs' is no amount of memory. Write it as 80GB"):
         save_safetensors(file, blocks(), max_file_size="5 GBs")
 
 
-def test_a_header_that_nobody_may_read(file, monkeypatch) -> None:
+def test_a_header_over_the_limit_of_the_format_is_rejected(file, monkeypatch) -> None:
     assert _safetensors.LONGEST_HEADER == 10**8
     monkeypatch.setattr(_safetensors, "LONGEST_HEADER", 10**3)
     with pytest.raises(ts.FormatError, match="would have 1056 bytes, and the format allows 1000."):
@@ -267,11 +269,11 @@ def test_a_header_that_nobody_may_read(file, monkeypatch) -> None:
     assert files_in(file.parent) == []
 
 
-def test_a_place_that_cannot_be_written(tmp_path) -> None:
+def test_a_path_that_cannot_be_written_raises(tmp_path) -> None:
     nowhere = tmp_path / "nowhere" / "model.safetensors"
     with pytest.raises(ts.CheckpointError, match="model.safetensors cannot be written: .* No such"):
         save_safetensors(nowhere, blocks())
-    with pytest.raises(ts.CheckpointError, match="is a directory. Name a file that may be there."):
+    with pytest.raises(ts.CheckpointError, match="is a directory. Pass the path of a file."):
         save_safetensors(tmp_path, blocks())
 
 
@@ -283,15 +285,15 @@ def test_a_full_disk_changes_nothing(file, tmp_path, most) -> None:
     with files_of_at_most(10**5), pytest.raises(ts.CheckpointError) as told:
         save_safetensors(file, large, max_file_size=most)
     assert str(told.value) == (
-        f"save_safetensors: {file} cannot be written: [Errno 27] File too large. What was there"
-        " is there still."
+        f"save_safetensors: {file} cannot be written: [Errno 27] File too large. Existing files are"
+        " unchanged."
     )
     assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
     save_safetensors(file, large, max_file_size=most)
     assert_same(load_safetensors(file), large)
 
 
-def test_killed_at_any_moment_it_leaves_a_whole_file(file, tmp_path) -> None:
+def test_a_killed_save_leaves_a_complete_file(file, tmp_path) -> None:
     saves = f"""
 import numpy as np
 from treeshard.interchange import save_safetensors
@@ -316,14 +318,14 @@ while True:
     assert files_in(tmp_path) == ["model.safetensors"]
 
 
-def test_what_a_killed_run_left_is_written_over(file, tmp_path) -> None:
+def test_leftovers_of_a_killed_save_are_overwritten(file, tmp_path) -> None:
     (tmp_path / ".model.safetensors.part").write_bytes(b"x" * 10**5)
     save_safetensors(file, blocks())
     assert files_in(tmp_path) == ["model.safetensors"]
     assert file.read_bytes() == package_bytes(blocks(), tmp_path)
 
 
-def test_one_run_at_a_time(file, tmp_path) -> None:
+def test_two_saves_of_one_file_at_a_time_are_refused(file, tmp_path) -> None:
     with (
         locked(tmp_path / ".model.safetensors.lock", "elsewhere"),
         pytest.raises(ts.CheckpointError, match="is writing there already"),
@@ -333,10 +335,10 @@ def test_one_run_at_a_time(file, tmp_path) -> None:
     assert files_in(tmp_path) == ["model.safetensors"]
 
 
-# ------------------------------------------------------------------ where arrays go
+# ------------------------------------------------------------------ placement
 
 
-def test_a_module_by_rules(file, mesh) -> None:
+def test_rules_place_the_leaves_of_a_module(file, mesh) -> None:
     save_safetensors(file, mlp())
     like = eqx.filter_eval_shape(mlp)
     found = load_safetensors(file, like, rules=[("b", None), ("w", P("fsdp"))], mesh=mesh)
@@ -345,14 +347,14 @@ def test_a_module_by_rules(file, mesh) -> None:
     assert_same(eqx.filter(found, eqx.is_array), eqx.filter(mlp(), eqx.is_array))
 
 
-def test_the_mesh_in_force(file, mesh) -> None:
+def test_rules_use_the_current_mesh(file, mesh) -> None:
     save_safetensors(file, {"w": np.ones((8, 8), np.float32)})
     with jax.set_mesh(mesh):
         found = load_safetensors(file, rules=[("w", P("data"))])
     assert found["w"].sharding.spec == P("data")
 
 
-def test_a_plan(file, mesh) -> None:
+def test_a_plan_places_leaves(file, mesh) -> None:
     decided = ts.plan(mlp(), [("b", None), ("w", P(None, "data"))], mesh)
     save_safetensors(file, mlp())
     found = load_safetensors(file, decided)
@@ -360,13 +362,13 @@ def test_a_plan(file, mesh) -> None:
     assert found.act is jax.nn.relu
 
 
-def test_as_the_leaves_of_the_like_tree_lie(file, mesh) -> None:
+def test_leaves_are_placed_as_those_of_like(file, mesh) -> None:
     tree = {
         "host": np.ones((8, 8), np.float32),
         "number": np.float32(3),
-        "spread": ts.shard(np.ones(8, np.float32), P("fsdp"), mesh),
-        "there": jax.device_put(np.ones(3, np.float32), jax.devices()[5]),
-        "anywhere": jnp.ones(3),
+        "sharded": ts.shard(np.ones(8, np.float32), P("fsdp"), mesh),
+        "committed": jax.device_put(np.ones(3, np.float32), jax.devices()[5]),
+        "uncommitted": jnp.ones(3),
         "struct": jnp.ones(3),
     }
     save_safetensors(file, tree)
@@ -374,16 +376,16 @@ def test_as_the_leaves_of_the_like_tree_lie(file, mesh) -> None:
     found = load_safetensors(file, like)
     assert type(found["host"]) is np.ndarray
     assert type(found["number"]) is np.float32
-    assert found["spread"].sharding == tree["spread"].sharding
-    assert found["there"].devices() == {jax.devices()[5]}
-    # Next to sharded arrays, what is on no device in particular goes along.
-    for name in ("anywhere", "struct"):
-        both = found[name][0] + found["spread"]
+    assert found["sharded"].sharding == tree["sharded"].sharding
+    assert found["committed"].devices() == {jax.devices()[5]}
+    # Uncommitted arrays follow sharded ones.
+    for name in ("uncommitted", "struct"):
+        both = found[name][0] + found["sharded"]
         assert both.sharding.device_set == set(mesh.devices.flat)
     assert_same(found, tree)
 
 
-def test_everything_by_name(file, mesh) -> None:
+def test_without_like_all_tensors_are_loaded_by_name(file, mesh) -> None:
     save_safetensors(file, {"b": np.ones(8), "a": {"w": np.ones((8, 8), np.float32)}})
     assert all(type(x) is np.ndarray for x in load_safetensors(file).values())
     with jax.enable_x64(True):
@@ -391,7 +393,7 @@ def test_everything_by_name(file, mesh) -> None:
     assert {name: x.sharding.spec for name, x in found.items()} == {"a/w": P("fsdp"), "b": P()}
 
 
-def test_what_was_loaded_can_be_donated(file, mesh) -> None:
+def test_loaded_arrays_can_be_donated(file, mesh) -> None:
     save_safetensors(
         file, {"w": np.ones((512, 512), np.float32), "r": np.ones((512, 8), np.float32)}
     )
@@ -402,7 +404,7 @@ def test_what_was_loaded_can_be_donated(file, mesh) -> None:
     assert_same(load_safetensors(file)["r"], np.ones((512, 8), np.float32))
 
 
-def test_a_mesh_alone_says_nothing(file, mesh) -> None:
+def test_a_mesh_without_rules_or_rules_without_a_mesh_raise(file, mesh) -> None:
     save_safetensors(file, {"w": np.ones(8)})
     with pytest.raises(ValueError, match="a mesh is given and no rules that say how arrays lie"):
         load_safetensors(file, mesh=mesh)
@@ -413,16 +415,16 @@ def test_a_mesh_alone_says_nothing(file, mesh) -> None:
         load_safetensors(file, abstract)
 
 
-def test_rules_that_do_not_fit(file, mesh) -> None:
+def test_rules_that_do_not_fit_raise(file, mesh) -> None:
     save_safetensors(file, {"w": np.ones((2, 3), np.float32)})
     with pytest.raises(ts.ShardingRuleError, match="does not divide"):
         load_safetensors(file, rules=[("w", P(None, "fsdp"))], mesh=mesh)
 
 
-# ------------------------------------------------------------------ what is not as asked
+# ------------------------------------------------------------------ differences from the request
 
 
-def test_all_that_differs_is_told_at_once(file) -> None:
+def test_all_differences_are_listed_at_once(file) -> None:
     save_safetensors(file, {"layers/0/weight": np.ones((8, 4)), "b": np.ones(3), "c": np.ones(2)})
     like = {"layers/0/wieght": np.ones((8, 4)), "b": np.ones(4), "c": np.ones(2, np.int32)}
     with pytest.raises(ts.MismatchError) as told:
@@ -437,7 +439,7 @@ def test_all_that_differs_is_told_at_once(file) -> None:
         assert fact in message
 
 
-def test_nothing_is_converted_without_a_word(file) -> None:
+def test_dtypes_are_converted_only_with_cast(file) -> None:
     tree = {"w": np.array([1.0, 1e39]), "i": np.ones(2, np.int32)}
     save_safetensors(file, tree)
     like = {"w": np.ones(2, np.float32), "i": tree["i"]}
@@ -461,7 +463,7 @@ def test_64_bits_on_devices_need_x64(file, mesh) -> None:
         assert found["i"][0] == 2**40
 
 
-def test_part_of_a_tree(file) -> None:
+def test_partial_loads_part_of_a_tree(file) -> None:
     save_safetensors(file, {"a": np.ones(2), "c": np.ones(3)})
     like = {"a": np.zeros(2), "b": np.zeros(3)}
     with pytest.raises(ts.MismatchError, match="`partial=True` takes what is there"):
@@ -474,14 +476,14 @@ def test_part_of_a_tree(file) -> None:
         load_safetensors(file, {"a": np.zeros(5)}, partial=True)
 
 
-def test_packed_numbers_are_not_read(file) -> None:
+def test_packed_dtypes_are_not_loaded(file) -> None:
     write_raw(file, {"w": entry("F4", [4], [0, 2])}, b"ab")
-    with pytest.raises(ts.MismatchError, match="w: F4 packs several numbers in a byte"):
+    with pytest.raises(ts.MismatchError, match="w: F4 packs several numbers into a byte"):
         load_safetensors(file)
     assert load_safetensors(file, {}, partial=True) == {}
 
 
-def test_progress(file, capsys) -> None:
+def test_progress_shows_bars(file, capsys) -> None:
     save_safetensors(file, blocks(), progress=True)
     load_safetensors(file, progress=True)
     bars = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""safetensors files, written and read by real processes."""
+"""safetensors files, saved and loaded by several processes."""
 
 import pytest
 
@@ -7,18 +7,18 @@ from tests.multiprocess import interchange_checks, launcher
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """Two processes of four devices, or four of two."""
-    done = {}
+    """Runs the checks on two processes of four devices, or on four of two."""
+    verdicts = {}
 
     def launch(processes: int) -> launcher.Verdicts:
-        if processes not in done:
+        if processes not in verdicts:
             directory = tmp_path_factory.mktemp(f"interchange-{processes}")
             module = interchange_checks
             devices = 8 // processes
-            done[processes] = launcher.launch(
+            verdicts[processes] = launcher.launch(
                 module, directory, processes=processes, devices=devices
             )
-        return done[processes]
+        return verdicts[processes]
 
     return launch
 

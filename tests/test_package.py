@@ -1,4 +1,4 @@
-"""What is built installs with what it declares alone, and works."""
+"""The built package installs with its declared dependencies only, and works."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ def run(*command: object, cwd: Path = ROOT) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist and the wheel that is built from it."""
+    """A folder with the sdist, and the wheel built from it."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--outdir", folder)
     return folder
@@ -45,7 +45,7 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
     return message_from_bytes(wheel.read(f"treeshard-{ts.__version__}.dist-info/METADATA"))
 
 
-def test_the_wheel_works_with_what_it_declares_alone(built: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_with_its_declared_dependencies_only(built: Path, tmp_path: Path) -> None:
     fresh = tmp_path / "fresh"
     run(sys.executable, "-m", "venv", "--without-pip", fresh)
     python = fresh / "bin" / "python"
@@ -85,10 +85,10 @@ def test_metadata(metadata: Message) -> None:
     assert here in classifiers
 
 
-# ------------------------------------------------------------------ one place each
+# ------------------------------------------------------------------ defined once
 
 
-def test_the_version_stands_in_one_place() -> None:
+def test_the_version_is_defined_once() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", ts.__version__)
     assert "version" in PROJECT["dynamic"]
     top = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
@@ -105,7 +105,7 @@ def test_the_floor_is_what_pyproject_allows() -> None:
     assert "pytest" not in names
 
 
-def test_a_bound_that_is_no_lower_bound() -> None:
+def test_other_bounds_than_lower_bounds_are_rejected() -> None:
     assert floor.pin("flax[all]>=0.12.7") == "flax==0.12.7"
     for wrong in ("jax", "jax==0.10.0", "jax>=0.10,<0.11", "jax>0.9"):
         with pytest.raises(ValueError, match="is not of the form 'name>=version'"):
@@ -124,7 +124,7 @@ def test_pages_state_the_floor(page: str) -> None:
         assert {*re.findall(rf"{name} (\d[\d.]*\d)", text)} <= {bounds[package]}
 
 
-def test_every_extra_is_asked_for_or_a_tool() -> None:
+def test_messages_name_existing_extras() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "treeshard").glob("*.py"))
     named = {*re.findall(r"treeshard\[(\w+)\]", sources)}
     assert named <= set(EXTRAS)

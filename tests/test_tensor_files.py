@@ -1,4 +1,4 @@
-"""Tensors in several files, and their index."""
+"""Tensors in several files with an index."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def file(tmp_path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def test_several_files(file, tmp_path) -> None:
+def test_several_files_have_the_bytes_of_the_package_and_an_index(file, tmp_path) -> None:
     save_safetensors(file, blocks(), max_file_size=900, metadata={"format": "pt"})
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert files_in(tmp_path) == [*names, "model.safetensors.index.json"]
@@ -33,7 +33,7 @@ def test_several_files(file, tmp_path) -> None:
         assert (tmp_path / name).read_bytes() == package_bytes(tree, tmp_path, {"format": "pt"})
 
 
-def test_a_tensor_over_the_limit_has_a_file_for_itself(file, tmp_path) -> None:
+def test_a_tensor_over_the_limit_has_its_own_file(file, tmp_path) -> None:
     save_safetensors(
         file, {"a": np.zeros(4), "b": np.zeros(400), "c": np.zeros(4)}, max_file_size="1kB"
     )
@@ -41,18 +41,18 @@ def test_a_tensor_over_the_limit_has_a_file_for_itself(file, tmp_path) -> None:
     assert [x[6:11] for x in index["weight_map"].values()] == ["00001", "00002", "00003"]
 
 
-def test_as_many_bytes_as_allowed_are_one_file(file, tmp_path) -> None:
+def test_exactly_the_limit_is_one_file(file, tmp_path) -> None:
     save_safetensors(file, blocks(), max_file_size=2000)
     assert files_in(tmp_path) == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("which", ["", "model.safetensors", "model.safetensors.index.json"])
-def test_several_files_are_found_by(which, file, tmp_path) -> None:
+def test_several_files_are_loaded_by(which, file, tmp_path) -> None:
     save_safetensors(file, blocks(), max_file_size=900)
     assert_same(load_safetensors(tmp_path / which), blocks())
 
 
-def test_each_save_takes_the_place_of_the_last(file, tmp_path) -> None:
+def test_each_save_replaces_all_files_of_the_last(file, tmp_path) -> None:
     (tmp_path / "model-of-mine.safetensors").touch()
     for count, most in [(5, None), (5, 900), (4, 400), (3, 900), (2, None)]:
         save_safetensors(file, blocks(count), max_file_size=most)
@@ -62,7 +62,7 @@ def test_each_save_takes_the_place_of_the_last(file, tmp_path) -> None:
         assert len(left) == (parts + 1 if parts > 1 else 1), left
 
 
-def test_files_that_are_not_there(file, tmp_path) -> None:
+def test_missing_or_ambiguous_files_raise(file, tmp_path) -> None:
     with pytest.raises(ts.CheckpointError, match="cannot be read: .*No such file or directory"):
         load_safetensors(file)
     with pytest.raises(ts.CheckpointError, match="has no file \\*.safetensors."):
@@ -70,12 +70,12 @@ def test_files_that_are_not_there(file, tmp_path) -> None:
     for name in "ab":
         save_safetensors(tmp_path / f"{name}.safetensors", blocks())
     with pytest.raises(
-        ts.CheckpointError, match="has 2 files .*: a.safetensors, b.safetensors. Say"
+        ts.CheckpointError, match="has 2 files .*: a.safetensors, b.safetensors. Pass"
     ):
         load_safetensors(tmp_path)
 
 
-# ------------------------------------------------------------------ an index that is wrong
+# ------------------------------------------------------------------ an invalid index
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def rewrite(index: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     "name", ["../secret.safetensors", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\0b"]
 )
-def test_nothing_outside_the_directory_is_read(index, name, opened) -> None:
+def test_files_outside_the_directory_are_not_read(index, name, opened) -> None:
     save_safetensors(index.parent.parent / "secret.safetensors", blocks(3))
     rewrite(index, layers_0_w=name)
     opened.clear()
@@ -105,20 +105,20 @@ def test_nothing_outside_the_directory_is_read(index, name, opened) -> None:
 
 @pytest.fixture
 def opened():
-    """The paths that are opened."""
+    """The paths that the process opens during the test."""
     paths: set[str] = set()
-    here = [True]
+    listening = [True]
 
     def listen(event: str, args: tuple[object, ...]) -> None:
-        if event == "open" and here:
+        if event == "open" and listening:
             paths.add(str(args[0]))
 
-    sys.addaudithook(listen)  # which cannot be removed
+    sys.addaudithook(listen)  # a hook cannot be removed
     yield paths
-    here.clear()
+    listening.clear()
 
 
-def test_an_index_that_contradicts_its_files(index) -> None:
+def test_an_index_that_contradicts_its_files_is_rejected(index) -> None:
     rewrite(
         index,
         layers_0_w="model-00002-of-00003.safetensors",
@@ -126,24 +126,24 @@ def test_an_index_that_contradicts_its_files(index) -> None:
     )
     with pytest.raises(ts.FormatError) as told:
         load_safetensors(index)
-    assert str(told.value).startswith(f"{index}: 2 tensors are elsewhere:")
+    assert str(told.value).startswith(f"{index}: 2 tensors are not where the index says:")
     assert (
-        "layers/0/w: it says model-00002-of-00003.safetensors, and"
+        "layers/0/w: the index says model-00002-of-00003.safetensors, but"
         " model-00001-of-00003.safetensors has it." in str(told.value)
     )
-    assert "more: it says model-00001-of-00003.safetensors, and none of its files" in str(
+    assert "more: the index says model-00001-of-00003.safetensors, but none of its files" in str(
         told.value
     )
 
 
-def test_a_tensor_in_two_files(index) -> None:
+def test_a_tensor_in_two_files_is_rejected(index) -> None:
     first, second = (index.parent / f"model-0000{i}-of-00003.safetensors" for i in (1, 2))
     save_file({"layers/0/w": np.ones(1), "layers/1/w": np.ones(1)}, second)
     with pytest.raises(ts.FormatError, match=f"{first.name} and {second.name} has it"):
         load_safetensors(index)
 
 
-def test_tensors_that_the_index_leaves_out_are_not_there(index) -> None:
+def test_tensors_that_the_index_omits_are_not_loaded(index) -> None:
     save_file(
         {"layers/1/w": np.ones(1), "x": np.ones(1)},
         index.parent / "model-00002-of-00003.safetensors",
@@ -151,11 +151,11 @@ def test_tensors_that_the_index_leaves_out_are_not_there(index) -> None:
     assert load_safetensors(index).keys() == blocks(3).keys()
 
 
-def test_files_of_the_index_that_are_not_there(index) -> None:
+def test_missing_files_of_the_index_are_named(index) -> None:
     (index.parent / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(ts.CheckpointError) as told:
         load_safetensors(index)
-    assert f"{index}: model-00002-of-00003.safetensors is not there." in str(told.value)
+    assert f"{index}: model-00002-of-00003.safetensors is missing." in str(told.value)
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,12 @@ def test_files_of_the_index_that_are_not_there(index) -> None:
     [
         (b"{", "is no JSON: Expecting property name"),
         (b"\xff", "is no JSON: 'utf-8' codec"),
-        (b"[]", "has no 'weight_map' that says in which file each tensor is."),
+        (b"[]", "has no 'weight_map', the file of each tensor."),
         (b'{"weight_map": {"a": 3}}', "has no 'weight_map'"),
         (b'{"weight_map": {"a": "b", "a": "c"}}', "the key 'a' stands twice"),
     ],
 )
-def test_an_index_that_is_wrong(index, text, message) -> None:
+def test_a_malformed_index_is_rejected(index, text, message) -> None:
     index.write_bytes(text)
     with pytest.raises(ts.FormatError) as told:
         load_safetensors(index)
@@ -180,32 +180,32 @@ ODD = [None, 3, "", "x", "..", "../secret.safetensors", "/etc/passwd", "a\0", "Ã
 PIECES = [b"..", b"/", b"0", b"{", b"}", b"[", b",", b'"', b"\\", b"\xff", b"\\u0000", b": "]
 
 
-def test_fuzzed_indexes_are_refused_or_read(index, opened) -> None:
-    """A thousand, by hand or by damage: nothing outside the directory is opened."""
-    draw, text, whole = random.Random(0), index.read_bytes(), load_safetensors(index)
-    names = [*whole, *(path.name for path in index.parent.iterdir())]
-    refused: list[str] = []
+def test_fuzzed_indexes_are_rejected_or_read(index, opened) -> None:
+    """A thousand changed or damaged indexes: no file outside the directory is opened."""
+    draw, text, tree = random.Random(0), index.read_bytes(), load_safetensors(index)
+    names = [*tree, *(path.name for path in index.parent.iterdir())]
+    rejected: list[str] = []
     read = 0
     opened.clear()
     for i in range(1000):
         if i % 2:
-            found = bytearray(text)
+            damaged = bytearray(text)
             for _ in range(draw.choice([1, 1, 2, 5])):
-                place = draw.randrange(len(found))
-                found[place : place + draw.choice([0, 1, 20])] = draw.choice(PIECES)
+                at = draw.randrange(len(damaged))
+                damaged[at : at + draw.choice([0, 1, 20])] = draw.choice(PIECES)
         else:
             raw = json.loads(text)
             raw["weight_map"][draw.choice(names)] = draw.choice([*ODD, *names])
-            found = json.dumps(raw).encode()
-        index.write_bytes(found)
+            damaged = json.dumps(raw).encode()
+        index.write_bytes(damaged)
         try:
             tensors = load_safetensors(index)
         except (ts.FormatError, ts.CheckpointError) as error:
-            refused.append(str(error))
+            rejected.append(str(error))
         else:
             read += 1
-            assert all((x == whole[name]).all() for name, x in tensors.items())
+            assert all((x == tree[name]).all() for name, x in tensors.items())
     assert {os.path.dirname(path) for path in opened} == {str(index.parent)}
-    assert all(str(index.parent) in message for message in refused)
-    assert len(refused) > 500
+    assert all(str(index.parent) in message for message in rejected)
+    assert len(rejected) > 500
     assert read > 10

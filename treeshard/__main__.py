@@ -1,4 +1,4 @@
-"""`python -m treeshard`"""
+"""Runs the command line as `python -m treeshard`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Parts of an array, to and from a file that holds the whole of it."""
+"""Writes parts of an array to a file that holds the full array, and reads them back."""
 
 import itertools
 import math
@@ -12,18 +12,18 @@ import numpy as np
 
 from treeshard._parcels import Box, lengths, within
 
-# Bytes that are put together, or taken apart, at a time.
+# Bytes that are joined, or split, at a time.
 BLOCK = 2**23
-# What lies in shorter runs of bytes is put together with its neighbours.
+# Pieces with runs of fewer bytes than this are joined with their neighbours.
 _SHORT = 2**18
 
 
 class Piece(NamedTuple):
-    """A part of an array that is held here.
+    """A part of an array, in this process's memory.
 
     Attributes:
-        box: Which part.
-        items: What it holds.
+        box: Which part: start and stop in each dim.
+        items: Its values.
     """
 
     box: Box
@@ -31,10 +31,11 @@ class Piece(NamedTuple):
 
 
 def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
-    """Writes pieces of an array of `shape` to their places in an open file.
+    """Writes pieces of an array of `shape` to their positions in an open file.
 
-    The array begins at byte `at` and lies in C order, little-endian. Pieces that lie so are
-    written from where they are; of others, `BLOCK` bytes are copied at a time.
+    In the file the array begins at byte `at` and is stored in C order, little-endian. Pieces
+    with the same order in memory are written without a copy; others are copied, at most `BLOCK`
+    bytes at a time.
     """
     for block, parts in _blocks(shape, pieces):
         data = _joined(block, parts)
@@ -48,19 +49,19 @@ def write_bytes(file: int, at: int, data: bytes) -> None:
 
 
 def read(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
-    """Fills pieces of an array from an open file where `write` would put them.
+    """Fills pieces of an array from the positions in an open file where `write` puts them.
 
     Raises:
-        EOFError: If the file ends before.
+        EOFError: If the file ends too early.
     """
     for block, parts in _blocks(shape, pieces):
         data = parts[0][1]
         if len(parts) > 1 or not data.flags.c_contiguous:
             data = np.empty(lengths(block), data.dtype)
         _transfer(_read_into, file, at, shape, block, data)
-        for place, part in parts:
+        for index, part in parts:
             if part is not data:
-                part[...] = data[place]
+                part[...] = data[index]
 
 
 def _read_into(file: int, into: memoryview, at: int) -> int:
@@ -75,7 +76,7 @@ def _transfer(
     block: Box,
     data: np.ndarray,
 ) -> None:
-    """Moves the bytes of a block, run by run."""
+    """Moves the bytes of a block, one contiguous run at a time."""
     rest = data.reshape(-1).view(np.uint8).data
     starts, length = _runs(block, shape)
     for start in (at + starts * data.itemsize).tolist():
@@ -86,7 +87,7 @@ def _transfer(
 def _whole(
     move: Callable[[int, memoryview, int], int], file: int, run: memoryview, at: int
 ) -> None:
-    """Moves all of a run; the system may take several turns."""
+    """Moves all bytes of a run, in as many system calls as it takes."""
     while run:
         moved = move(file, run, at)
         if not moved:
@@ -95,7 +96,7 @@ def _whole(
 
 
 def _runs(box: Box, shape: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Where the runs of a part begin in an array's C order, and how long each is, in items."""
+    """The contiguous runs of a part in an array's C order: their starts and length, in items."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     split = _split_dims(box, shape)
     dim = split[-1] if split else 0
@@ -109,14 +110,16 @@ def _split_dims(box: Box, shape: Sequence[int]) -> list[int]:
     return [dim for dim, n in enumerate(lengths(box)) if n < shape[dim]]
 
 
-# ------------------------------------------------------------------ what is moved at once
+# ------------------------------------------------------------------ blocks
 
 
 def _blocks(
     shape: Sequence[int], pieces: Iterable[Piece]
 ) -> Iterator[tuple[Box, list[tuple[Any, np.ndarray]]]]:
-    """Cuts pieces, neighbours joined, into blocks: with each, the parts that it consists of and
-    their places in it."""
+    """Joins neighbouring pieces and splits them into blocks.
+
+    With each block come its parts: the index of the part in the block, and its values.
+    """
     for dim, row in _neighbours(shape, pieces):
         first, last = row[0], row[-1]
         box = list(first.box)
@@ -127,8 +130,10 @@ def _blocks(
 
 
 def _neighbours(shape: Sequence[int], pieces: Iterable[Piece]) -> Iterator[tuple[int, list[Piece]]]:
-    """Groups pieces that lie in short runs with those that go on where they end, and says along
-    which dim; every other piece is alone."""
+    """Groups pieces of short runs with the pieces that continue them, and says along which dim.
+
+    Every other piece is a group of its own.
+    """
     rows: defaultdict[Any, list[Piece]] = defaultdict(list)
     for piece in pieces:
         if not piece.items.size:
@@ -152,7 +157,7 @@ def _neighbours(shape: Sequence[int], pieces: Iterable[Piece]) -> Iterator[tuple
 
 
 def _cut(box: Box, most: int) -> Iterator[Box]:
-    """Cuts a part of an array into smaller ones of at most `most` items, in C order."""
+    """Splits a part of an array into parts of at most `most` items, in C order."""
     inner = [math.prod(lengths(box[dim + 1 :])) for dim in range(len(box))]
     dim = next((dim for dim, items in enumerate(inner) if items <= most), None)
     if dim is None:
@@ -166,7 +171,7 @@ def _cut(box: Box, most: int) -> Iterator[Box]:
 
 
 def _part(piece: Piece, block: Box) -> tuple[Any, np.ndarray] | None:
-    """What a piece has of a block, and its place there."""
+    """The index in a block of its overlap with a piece, and the values; `None` if there is none."""
     both = tuple(
         (max(start, first), min(stop, last))
         for (start, stop), (first, last) in zip(piece.box, block, strict=True)
@@ -181,6 +186,6 @@ def _joined(block: Box, parts: list[tuple[Any, np.ndarray]]) -> np.ndarray:
     if len(parts) == 1:
         return parts[0][1]
     data = np.empty(lengths(block), parts[0][1].dtype)
-    for place, part in parts:
-        data[place] = part
+    for index, part in parts:
+        data[index] = part
     return data

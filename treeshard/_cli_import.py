@@ -10,12 +10,12 @@ from treeshard.interchange import load_safetensors
 
 
 def run_import(options: argparse.Namespace) -> tuple[str, int]:
-    """Makes a checkpoint of safetensors."""
+    """Saves the tensors of safetensors files as a checkpoint."""
     off_accelerators()
     to = checkpoint_path(options.out)
-    check_vacant(to)  # before the tensors are read, which takes longer
-    found = load_safetensors(options.source, progress=wants_bar())
-    names = renamed(found, options.rename, "import")
-    save(to, {names[name]: x for name, x in found.items()})
-    total = human_bytes(sum(x.nbytes for x in found.values()))
-    return f"{len(found):,} leaves, {total}: {to}", 0
+    check_vacant(to)  # before the slow part
+    tensors = load_safetensors(options.source, progress=wants_bar())
+    names = renamed(tensors, options.rename, "import")
+    save(to, {names[name]: x for name, x in tensors.items()})
+    total = human_bytes(sum(x.nbytes for x in tensors.values()))
+    return f"{len(tensors):,} leaves, {total}: {to}", 0

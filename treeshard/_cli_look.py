@@ -18,7 +18,7 @@ from treeshard._stored_trees import StoredTree, open_stored
 
 
 def run_inspect(options: argparse.Namespace) -> tuple[str, int]:
-    """Says what a tree on disk holds."""
+    """Prints the leaves of a stored tree."""
     off_accelerators()
     with open_stored(options.path, options.step) as tree:
         return _as_json(tree) if options.json else _as_text(tree), 0
@@ -28,7 +28,7 @@ def _as_text(tree: StoredTree) -> str:
     text = str(tree.contents)
     if tree.steps:
         steps = ", ".join(map(str, tree.steps))
-        text = f"{tree.contents.path}, of the steps {steps}:\n{text}"
+        text = f"{tree.contents.path}, of steps {steps}:\n{text}"
     return text
 
 
@@ -57,7 +57,7 @@ def _row(leaf: SavedLeaf) -> dict[str, Any]:
 
 
 def run_verify(options: argparse.Namespace) -> tuple[str, int]:
-    """Says which leaves are not what was saved."""
+    """Prints which leaves are damaged. Returns 1 if any is."""
     off_accelerators()
     try:
         with open_stored(options.path, options.step) as tree:
@@ -71,8 +71,8 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
     total = f"{len(leaves):,} leaves, {human_bytes(tree.contents.bytes)}"
     if tree.format == "safetensors":
         return (
-            f"{path}: {total}. Headers and sizes are right. The format has no checksums, so"
-            " nothing says whether the numbers are.",
+            f"{path}: {total}. Headers and sizes are correct. The format has no checksums, so the"
+            " values cannot be verified.",
             0,
         )
     read = tree.read(with_bar(leaves, "verify", show=wants_bar()))
@@ -80,59 +80,59 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
         head = f"{path}: {len(damages):,} of {len(leaves):,} leaves are damaged:"
         return "\n".join([head, *damages]), 1
     bare = sum(leaf.crc is None for leaf in leaves)
-    but = f", but for {bare:,} that were saved without a checksum and can be read" if bare else ""
-    return f"{path}: {total}. All are what was saved{but}.", 0
+    but = f", except {bare:,} that have no checksum but can be read" if bare else ""
+    return f"{path}: {total}. All match their checksums{but}.", 0
 
 
 # ------------------------------------------------------------------ diff
 
 
 def run_diff(options: argparse.Namespace) -> tuple[str, int]:
-    """Says in what two trees on disk differ."""
+    """Prints how two stored trees differ. Returns 1 if they do."""
     off_accelerators()
     with open_stored(options.a) as a, open_stored(options.b) as b:
         names = renamed([leaf.path for leaf in a.contents.leaves], options.rename, "diff")
-        found = difference(a, b, names, progress=wants_bar())
-        say = _difference_json if options.json else _difference_text
-        return say(found, a.contents.path, b.contents.path), int(bool(found))
+        result = difference(a, b, names, progress=wants_bar())
+        to_text = _difference_json if options.json else _difference_text
+        return to_text(result, a.contents.path, b.contents.path), int(bool(result))
 
 
-def _difference_text(found: Difference, a: str, b: str) -> str:
+def _difference_text(result: Difference, a: str, b: str) -> str:
     parts: list[str] = []
-    if found.changed:
+    if result.changed:
         rows = [("path", "leaf", "differ", "max abs", "max relative")]
-        rows += [(path or "(the tree)", *_cells(x)) for path, x in found.changed.items()]
+        rows += [(path or "(the tree)", *_cells(x)) for path, x in result.changed.items()]
         parts.append(columns(rows))
-    for where, paths in ((a, found.only_in_a), (b, found.only_in_b)):
+    for where, paths in ((a, result.only_in_a), (b, result.only_in_b)):
         if paths:
             lines = [f"  {path or '(the tree)'}" for path in fold_paths(paths)]
             parts.append("\n".join([f"only in {where}:", *lines]))
-    by = f" ({found.unread:,} by checksum alone)" if found.unread else ""
-    counts = [f"{found.same:,} leaves are the same{by}", f"{len(found.changed):,} differ"]
-    counts += [f"{len(found.only_in_a):,} only in {a}"] * bool(found.only_in_a)
-    counts += [f"{len(found.only_in_b):,} only in {b}"] * bool(found.only_in_b)
+    by = f" ({result.unread:,} by checksum alone)" if result.unread else ""
+    counts = [f"{result.same:,} leaves are the same{by}", f"{len(result.changed):,} differ"]
+    counts += [f"{len(result.only_in_a):,} only in {a}"] * bool(result.only_in_a)
+    counts += [f"{len(result.only_in_b):,} only in {b}"] * bool(result.only_in_b)
     return "\n".join([*parts, ", ".join(counts) + "."])
 
 
 def _cells(x: Changed) -> tuple[str, str, str, str]:
-    one, other, numbers = describe_leaf(x.a), describe_leaf(x.b), x.numbers
+    a, b, numbers = describe_leaf(x.a), describe_leaf(x.b), x.numbers
     if numbers is None:
-        return f"{one} -> {other}", "", "", ""
+        return f"{a} -> {b}", "", "", ""
     odd = f" ({numbers.not_finite:,} NaN or infinite)" if numbers.not_finite else ""
     differ = f"{numbers.differing:,} of {numbers.size:,}{odd}"
-    return one, differ, _short(numbers.max_abs), _short(numbers.max_relative)
+    return a, differ, _short(numbers.max_abs), _short(numbers.max_relative)
 
 
 def _short(x: int | float | None) -> str:
     return "" if x is None else f"{x:.3g}"
 
 
-def _difference_json(found: Difference, a: str, b: str) -> str:
+def _difference_json(result: Difference, a: str, b: str) -> str:
     changed = [
         {"path": path, "a": _row(x.a), "b": _row(x.b)} | _numbers(x)
-        for path, x in found.changed.items()
+        for path, x in result.changed.items()
     ]
-    return json.dumps({"a": a, "b": b, **found._asdict(), "changed": changed})
+    return json.dumps({"a": a, "b": b, **result._asdict(), "changed": changed})
 
 
 def _numbers(x: Changed) -> dict[str, Any]:

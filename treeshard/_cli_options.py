@@ -1,4 +1,4 @@
-"""What several commands have in common: names, bars, and where JAX runs."""
+"""What several commands share: renaming, progress bars, and where JAX runs."""
 
 import re
 import sys
@@ -12,13 +12,13 @@ from treeshard._tensor_trees import tensor_names
 
 
 def off_accelerators() -> None:
-    """Keeps JAX on the CPU, which is enough for files, unless the user said otherwise."""
-    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]  (it is there)
+    """Keeps JAX on the CPU, which is enough for files, unless the user chose a platform."""
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]  (JAX defines it at run time)
         jax.config.update("jax_platforms", "cpu")
 
 
 def wants_bar() -> bool:
-    """Whether somebody would see a bar."""
+    """Whether to show a progress bar: on a terminal, if `tqdm` is installed."""
     return sys.stderr.isatty() and find_spec("tqdm") is not None
 
 
@@ -31,25 +31,25 @@ def pattern(text: str, option: str) -> re.Pattern[str]:
 
 
 def renamed(paths: Iterable[str], rules: Sequence[str], where: str) -> dict[str, str]:
-    """The new names of leaves by their paths.
+    """The new names of leaves, by their paths.
 
     Args:
         paths: The paths.
-        rules: Texts `REGEX=>NEW`, which apply in turn.
-        where: What is being done, for messages.
+        rules: Strings `REGEX=>NEW`, applied in order.
+        where: The name of the command, for messages.
 
     Raises:
-        FormatError: If a rule is none.
+        FormatError: If a rule is malformed.
         CheckpointError: If leaves would share a name.
     """
     pairs = [_read_rule(rule) for rule in rules]
 
     def rename(path: str) -> str:
-        for found, new in pairs:
+        for old, new in pairs:
             try:
-                path = found.sub(new, path)
+                path = old.sub(new, path)
             except (re.error, IndexError) as error:
-                raise FormatError(f"--rename: {new!r} is no replacement: {error}.") from None
+                raise FormatError(f"--rename: {new!r} is not a replacement: {error}.") from None
         return path
 
     tree = dict.fromkeys(sorted(paths), jax.ShapeDtypeStruct((), "bool"))

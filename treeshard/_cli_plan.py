@@ -1,4 +1,4 @@
-"""`treeshard plan`. It starts no backend and needs no devices."""
+"""`treeshard plan`. Starts no backend and needs no devices."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ PATTERN_SECONDS = 5.0
 
 
 def run_plan(options: argparse.Namespace) -> tuple[str, int]:
-    """Says how a tree is sharded, and whether the plan has errors or does not fit."""
+    """Prints how a tree is sharded. Returns 1 if the plan has errors or does not fit."""
     memory = None if options.memory is None else parse_bytes(options.memory)
     shapes = read_shapes(options.shapes)
     rules, min_size, logical = read_rules_file(options.rules)
@@ -40,21 +40,21 @@ def _as_text(decided: Plan, memory: int | None) -> str:
     if decided.findings:
         parts.append("\n" + "\n".join(map(str, decided.findings)))
     if memory is not None:
-        held = decided.bytes_per_device()
-        verb = "It fits" if held <= memory else "It does NOT fit"
-        parts.append(f"\n{verb}: {human_bytes(held)} of {human_bytes(memory)} on a device.")
+        needed = decided.bytes_per_device()
+        verb = "It fits" if needed <= memory else "It does NOT fit"
+        parts.append(f"\n{verb}: {human_bytes(needed)} of {human_bytes(memory)} on a device.")
     return "\n".join(parts)
 
 
 def _as_json(decided: Plan, memory: int | None) -> str:
-    held = decided.bytes_per_device()
+    needed = decided.bytes_per_device()
     report: dict[str, Any] = {
         "plan": json.loads(decided.to_json()),
         "findings": [finding._asdict() for finding in decided.findings],
-        "bytes_per_device": held,
+        "bytes_per_device": needed,
     }
     if memory is not None:
-        report |= {"memory": memory, "fits": held <= memory}
+        report |= {"memory": memory, "fits": needed <= memory}
     return json.dumps(report)
 
 

@@ -1,4 +1,4 @@
-"""In what two trees on disk differ, and by how much."""
+"""How two stored trees differ, and by how much."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,18 +14,18 @@ from treeshard._stored_trees import StoredTree
 
 Pair = tuple[SavedLeaf, SavedLeaf]
 
-_BLOCK = 2**18  # numbers that are compared at a time
+_BLOCK = 2**18  # numbers to compare at a time
 
 
 class Numbers(NamedTuple):
     """How the numbers of two arrays differ.
 
     Attributes:
-        differing: How many have other bits.
-        size: How many there are.
-        max_abs: The largest difference of two that are finite; `None` of keys and packed types.
-        max_relative: The same, each relative to the larger of the two.
-        not_finite: How many differ of which one is NaN or infinite.
+        differing: How many numbers differ in their bits.
+        size: How many numbers each array has.
+        max_abs: The largest difference of two finite numbers; `None` for keys and packed types.
+        max_relative: The largest difference relative to the larger of the two.
+        not_finite: How many of the differing pairs have a NaN or an infinity.
     """
 
     differing: int
@@ -36,12 +36,12 @@ class Numbers(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """A leaf that both have and that differs.
+    """A leaf that both trees have and that differs.
 
     Attributes:
-        a: What it is in the one.
-        b: What it is in the other.
-        numbers: How its numbers differ; `None` if it is of other types, or no array.
+        a: The leaf in the first tree.
+        b: The leaf in the second tree.
+        numbers: How its numbers differ; `None` if the types differ, or it is not an array.
     """
 
     a: SavedLeaf
@@ -50,14 +50,14 @@ class Changed(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """In what two trees differ.
+    """How two trees differ.
 
     Attributes:
-        same: How many leaves do not differ.
-        unread: How many of these are arrays that were not read, since their checksums are the same.
-        changed: Those that differ, by path.
-        only_in_a: The paths that only the one has.
-        only_in_b: The paths that only the other has.
+        same: How many leaves are the same.
+        unread: How many of those are arrays that were not read, since their checksums are the same.
+        changed: The leaves that differ, by path.
+        only_in_a: The paths that only the first tree has.
+        only_in_b: The paths that only the second tree has.
     """
 
     same: int
@@ -73,40 +73,40 @@ class Difference(NamedTuple):
 def difference(
     a: StoredTree, b: StoredTree, names: Mapping[str, str], *, progress: bool = False
 ) -> Difference:
-    """Compares two trees leaf by leaf; of each a few leaves are in memory at a time.
+    """Compares two trees leaf by leaf, with a few leaves of each in memory at a time.
 
     Arrays with the same checksums are not read.
 
     Args:
-        a: The one.
-        b: The other.
-        names: The paths of the leaves of `a` in `b`.
-        progress: Whether to show a bar, a step a leaf (needs `tqdm`).
+        a: The first tree.
+        b: The second tree.
+        names: The paths in `b` of the leaves of `a`.
+        progress: Whether to show a progress bar with one step a leaf (needs `tqdm`).
 
     Raises:
-        DamagedError: If leaves are not what was saved.
+        DamagedError: If leaves are damaged.
     """
-    others = {row.path: row for row in b.contents.leaves}
-    known = set(names.values())
-    both = [(x, y) for x in a.contents.leaves if (y := others.get(names[x.path])) is not None]
-    told = {y.path: _unread(x, y) for x, y in both}
-    to_read = [pair for pair in both if told[pair[1].path] is None]
-    changed = {y.path: Changed(x, y, None) for x, y in both if told[y.path] is False}
+    in_b = {row.path: row for row in b.contents.leaves}
+    names_of_a = set(names.values())
+    both = [(x, y) for x in a.contents.leaves if (y := in_b.get(names[x.path])) is not None]
+    verdicts = {y.path: _same_unread(x, y) for x, y in both}
+    to_read = [pair for pair in both if verdicts[pair[1].path] is None]
+    changed = {y.path: Changed(x, y, None) for x, y in both if verdicts[y.path] is False}
     for (x, y), numbers in _read(a, b, to_read, progress):
         if numbers.differing:
             changed[y.path] = Changed(x, y, numbers)
-    unread = sum(told[y.path] is True and bool(x.dtype and x.crc) for x, y in both)
+    unread = sum(verdicts[y.path] is True and bool(x.dtype and x.crc) for x, y in both)
     return Difference(
         len(both) - len(changed),
         unread,
         {y.path: changed[y.path] for _, y in both if y.path in changed},
-        [x.path for x in a.contents.leaves if names[x.path] not in others],
-        [y.path for y in b.contents.leaves if y.path not in known],
+        [x.path for x in a.contents.leaves if names[x.path] not in in_b],
+        [y.path for y in b.contents.leaves if y.path not in names_of_a],
     )
 
 
-def _unread(x: SavedLeaf, y: SavedLeaf) -> bool | None:
-    """Whether they are the same; `None` if their numbers must be read."""
+def _same_unread(x: SavedLeaf, y: SavedLeaf) -> bool | None:
+    """Whether two leaves are the same; `None` if their numbers must be read to tell."""
     if (x.kind, x.shape, x.dtype, x.impl, x.value) != (y.kind, y.shape, y.dtype, y.impl, y.value):
         return False
     if not x.dtype or 0 in x.shape or (x.crc is not None and x.crc == y.crc):
@@ -121,13 +121,13 @@ def _read(
     firsts = with_bar([x for x, _ in pairs], "diff", show=progress)
     read = zip(a.read(firsts), b.read([y for _, y in pairs]), strict=True)
     for pair, leaves in zip(pairs, read, strict=True):
-        for leaf, found in zip(leaves, damages, strict=True):
-            found |= {leaf.row.path: leaf.damage} if leaf.damage else {}
+        for leaf, damage in zip(leaves, damages, strict=True):
+            damage |= {leaf.row.path: leaf.damage} if leaf.damage else {}
         x, y = (leaf.array for leaf in leaves)
         if x is not None and y is not None:
             yield pair, compare_numbers(x, y, opaque=_is_opaque(pair[0], x))
-    for tree, found in zip((a, b), damages, strict=True):
-        raise_damages(tree.contents.path, found)
+    for tree, damage in zip((a, b), damages, strict=True):
+        raise_damages(tree.contents.path, damage)
 
 
 def _is_opaque(row: SavedLeaf, x: np.ndarray) -> bool:
@@ -141,26 +141,26 @@ def compare_numbers(a: np.ndarray, b: np.ndarray, *, opaque: bool = False) -> Nu
     """How the numbers of two arrays of one shape and dtype differ.
 
     Args:
-        a: The one.
-        b: The other.
-        opaque: Whether they are bits that mean no numbers.
+        a: The first array.
+        b: The second array.
+        opaque: Whether to compare bits only, as for PRNG keys.
     """
     a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
-    found = [
+    blocks = [
         _of_block(a[i : i + _BLOCK], b[i : i + _BLOCK], opaque) for i in range(0, a.size, _BLOCK)
     ]
-    counts, gaps, ratios, odd = zip(*found, strict=True)
+    counts, gaps, ratios, odd = zip(*blocks, strict=True)
     if opaque:
         return Numbers(sum(counts), a.size)
     return Numbers(sum(counts), a.size, max(gaps), max(ratios), sum(odd))
 
 
 def _of_block(x: np.ndarray, y: np.ndarray, opaque: bool) -> tuple[int, Any, float, int]:
-    other = (_bits(x) != _bits(y)).any(axis=1)
-    count = int(other.sum())
+    differs = (_bits(x) != _bits(y)).any(axis=1)
+    count = int(differs.sum())
     if not count or opaque:
         return count, 0, 0.0, 0
-    x, y = x[other], y[other]
+    x, y = x[differs], y[differs]
     if x.dtype.kind == "b" or jnp.issubdtype(x.dtype, np.integer):
         return count, *_of_integers(x, y), 0
     wide = "complex128" if x.dtype.kind == "c" else "float64"
@@ -175,14 +175,14 @@ def _of_block(x: np.ndarray, y: np.ndarray, opaque: bool) -> tuple[int, Any, flo
 def _of_integers(x: np.ndarray, y: np.ndarray) -> tuple[int, float]:
     if x.dtype != np.uint64:
         x, y = x.astype(np.int64), y.astype(np.int64)
-    # Beyond the range of int64 the difference wraps around, and to the right number.
+    # A difference beyond the range of int64 wraps around to the right uint64.
     gaps = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
     sizes = np.maximum(np.abs(x.astype(np.float64)), np.abs(y.astype(np.float64)))
     return int(gaps.max()), _most(gaps.astype(np.float64), sizes)
 
 
 def _most(gaps: np.ndarray, sizes: np.ndarray) -> float:
-    """The largest ratio; zeros of different signs have none."""
+    """The largest ratio. Pairs of zeros, which may differ in sign, have none."""
     real = sizes > 0
     return float((gaps[real] / sizes[real]).max(initial=0))
 

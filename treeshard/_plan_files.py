@@ -1,4 +1,4 @@
-"""The files that the command line reads: shapes, and rules."""
+"""Reads the files of `treeshard plan`: shapes and rules."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 class RulesFile(NamedTuple):
-    """What a rules file says.
+    """The content of a rules file.
 
     Attributes:
         rules: Pairs of a pattern and an action.
-        min_size: Its floor in elements, if it has one.
-        logical: Its rules for logical names, if it has any.
+        min_size: The smallest size to shard, in elements; `None` if not given.
+        logical: The mesh axes of logical names; `None` if not given.
     """
 
     rules: list[tuple[str, Any]]
@@ -34,12 +34,14 @@ class RulesFile(NamedTuple):
 
 
 def read_shapes(path: Path) -> Shapes:
-    """Reads the shapes of a tree: JSON of path -> `{"shape": [8, 4], "dtype": "float32"}` or
-    `[[8, 4], "float32"]`; the header of a file that ends in `.safetensors`, or the index of
-    several; or a checkpoint.
+    """Reads the shapes of a tree from one of these:
+
+    - JSON: path -> `{"shape": [8, 4], "dtype": "float32"}` or `[[8, 4], "float32"]`
+    - a file whose name ends in `.safetensors` (only its header), or the index of several
+    - a checkpoint, or a directory of checkpoints
 
     Raises:
-        FormatError: If the file is none of these: the place is named.
+        FormatError: If the file is none of these. The message names the bad entries.
         CheckpointError: As `open_stored`.
         OSError: If it cannot be read.
     """
@@ -56,17 +58,17 @@ def read_shapes(path: Path) -> Shapes:
     except FormatError as error:
         raise FormatError(f"{path} is {error}") from None
     if not isinstance(raw, dict):
-        raise FormatError(f"{path} holds {type(raw).__name__}. {_SHAPES}")
-    found: Shapes = {}
+        raise FormatError(f"{path} is {type(raw).__name__}, not an object. {_SHAPES}")
+    shapes: Shapes = {}
     bad: list[str] = []
     for name, value in raw.items():
         try:
-            found[name] = _struct(value)
+            shapes[name] = _struct(value)
         except FormatError as error:
             bad.append(f"{name}: {error}")
     if bad:
-        raise FormatError(f"{path}: {listed(f'{len(bad)} entries are wrong:', bad)}")
-    return found
+        raise FormatError(f"{path}: {listed(f'{len(bad)} entries are invalid:', bad)}")
+    return shapes
 
 
 _SHAPES = (
@@ -87,7 +89,7 @@ def _struct(value: Any) -> jax.ShapeDtypeStruct:
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise FormatError(f"the shape is {shape!r}, not a list of lengths.")
     if not isinstance(dtype, str):
-        raise FormatError(f"the dtype is {dtype!r}, which is none.")
+        raise FormatError(f"{dtype!r} is not a dtype.")
     return jax.ShapeDtypeStruct(shape, parse_dtype(dtype))
 
 
@@ -95,20 +97,22 @@ def _struct(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def read_rules_file(path: Path) -> RulesFile:
-    """Reads rules as TOML: `[[rules]]` tables of a pattern and an action, an optional
-    `min_size`, and an optional table `[logical]` of axes by logical name.
+    """Reads rules from a TOML file.
+
+    It has `[[rules]]` tables with a pattern and an action each, an optional `min_size`, and an
+    optional table `[logical]` of mesh axes by logical name.
 
     Actions are written as in Python: `"None"`, `"P('fsdp', None)"`, a tuple of logical names,
     or a strategy string.
 
     Raises:
-        FormatError: If the file is no TOML (line and column are named) or holds something
-            else (its key is named).
+        FormatError: If the file is not TOML (the message has line and column), or has other
+            content (the message has its key).
         OSError: If it cannot be read.
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError is one, and says the place
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise FormatError(f"{path}: {error}") from None
     try:
         _known(raw, ("rules", "min_size", "logical"), "the file")
@@ -118,7 +122,7 @@ def read_rules_file(path: Path) -> RulesFile:
             typed(min_size, int, "min_size", "a number of elements")
         logical = raw.get("logical")
         if logical is not None:
-            typed(logical, dict, "logical", "a table of axes by name")
+            typed(logical, dict, "logical", "a table of mesh axes by name")
         return RulesFile([_rule(x, f"rules[{i}]") for i, x in enumerate(rules)], min_size, logical)
     except TreeShardError as error:
         raise FormatError(f"{path}: {error}") from None
@@ -129,7 +133,7 @@ def _rule(raw: Any, key: str) -> tuple[str, Any]:
     _known(raw, ("pattern", "action"), key)
     for name in ("pattern", "action"):
         if name not in raw:
-            raise FormatError(f"{key} lacks {name!r}. Every rule has a pattern and an action.")
+            raise FormatError(f"{key} lacks {name!r}. Every rule needs a pattern and an action.")
         typed(raw[name], str, f"{key}.{name}", "a string")
     try:
         return raw["pattern"], _action(raw["action"].strip())
@@ -147,5 +151,5 @@ def _action(text: str) -> Any:
 
 def _known(raw: Mapping[str, Any], known: Sequence[str], key: str) -> None:
     for name in raw.keys() - set(known):
-        hint = did_you_mean(name, known) or f" There are {', '.join(known)}."
+        hint = did_you_mean(name, known) or f" The keys are {', '.join(known)}."
         raise FormatError(f"{key} has an unknown key {name!r}.{hint}")

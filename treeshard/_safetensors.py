@@ -1,7 +1,7 @@
-"""The safetensors format: its header, made and read.
+"""The safetensors format: writes and reads its header.
 
-A file is the length of its header (8 bytes), the header (JSON, then spaces up to a multiple of 8),
-and the bytes of its tensors, one after the other without gaps: little-endian, in C order.
+A file is the length of its header (8 bytes), the header (JSON, padded with spaces to a multiple of
+8), and the bytes of its tensors, without gaps between them: little-endian, in C order.
 """
 
 import json
@@ -19,7 +19,7 @@ from treeshard._literals import check_keys, parse_dtype, parse_json
 
 # The format's own limit.
 LONGEST_HEADER = 100_000_000
-# In the order of the format, by which tensors are sorted.
+# In the order of the format, which also sorts the tensors of a file.
 DTYPES = {
     "BOOL": "bool", "F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn",
     "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
@@ -28,9 +28,9 @@ DTYPES = {
     "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32", "C64": "complex64",
     "F64": "float64", "I64": "int64", "U64": "uint64",
 }  # fmt: skip
-# Bits of those that the format packs and numpy does not.
+# Bits of the dtypes that the format packs and numpy does not.
 PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-# The key that no tensor can have.
+# The key that no tensor can have as its name.
 METADATA = "__metadata__"
 
 _RANKS = {code: rank for rank, code in enumerate(DTYPES)}
@@ -41,14 +41,14 @@ _MOST_DIMS, _MOST_BYTES = 64, 2**63 - 1
 
 
 class Tensor(NamedTuple):
-    """What the header says of a tensor.
+    """A tensor, as the header describes it.
 
     Attributes:
         name: Its name.
-        code: Its dtype, as the format calls it.
+        code: The format's code for its dtype, such as `F32`.
         shape: Its shape.
-        start: Where it begins, in bytes after the header.
-        stop: Where it ends.
+        start: Where its data begins, in bytes after the header.
+        stop: Where its data ends.
     """
 
     name: str
@@ -59,17 +59,17 @@ class Tensor(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype, as numpy and `ml_dtypes` call it."""
+        """Its dtype in numpy or `ml_dtypes`."""
         return parse_dtype(DTYPES[self.code])
 
 
 class Header(NamedTuple):
-    """What a file says of itself.
+    """The header of a file.
 
     Attributes:
         tensors: Its tensors by name, in the order of their bytes.
-        length: The bytes before the first tensor.
-        size: The bytes of all tensors.
+        length: The number of bytes before the first tensor.
+        size: The number of bytes of all tensors.
     """
 
     tensors: dict[str, Tensor]
@@ -78,12 +78,12 @@ class Header(NamedTuple):
 
 
 def code_of(dtype: Any) -> str | None:
-    """What the format calls a dtype; `None` if it does not have it."""
+    """The format's code for a dtype; `None` if the format does not have that dtype."""
     return _CODES.get(dtype.name)
 
 
 def byte_size(code: str, shape: Iterable[int]) -> int:
-    """The bytes of a tensor."""
+    """The number of bytes of a tensor."""
     return math.prod(shape) * _bits(code) // 8
 
 
@@ -91,12 +91,15 @@ def _bits(code: str) -> int:
     return PACKED.get(code) or 8 * parse_dtype(DTYPES[code]).itemsize
 
 
-# ------------------------------------------------------------------ made
+# ------------------------------------------------------------------ write
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> list[Tensor]:
-    """Gives names, dtypes and shapes their places, in the order that the format's own package
-    has: large items first, so that all are aligned, then by name."""
+    """Assigns offsets to tensors of these names, dtypes and shapes.
+
+    The order is the one of the safetensors package: large items first, so that all are aligned,
+    then by name.
+    """
     placed: list[Tensor] = []
     stop = 0
     for name, code, shape in sorted(tensors, key=lambda x: (-_RANKS[x[1]], x[0].encode())):
@@ -128,18 +131,18 @@ def make_header(tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = 
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Reads and checks the header of an open file; its data may not be there (yet).
+    """Reads and checks the header of an open file. The file may have no data (yet).
 
     Raises:
-        FormatError: If it is no header, naming the file and all tensors at fault.
+        FormatError: If the header is invalid. The message names the file and all bad tensors.
     """
     start = file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
     room = os.fstat(file.fileno()).st_size - 8
     if not 0 < length <= min(room, LONGEST_HEADER):
         raise FormatError(
-            f"{file.name} is no safetensors file: it says that its header has {length} bytes, and"
-            f" there are {max(room, 0)}."
+            f"{file.name} is not a safetensors file: it says that its header has {length} bytes,"
+            f" and {max(room, 0)} follow."
         )
     try:
         return parse_header(file.read(length))
@@ -148,12 +151,12 @@ def read_header(file: BinaryIO) -> Header:
 
 
 def check_complete(file: BinaryIO, header: Header) -> None:
-    """Raises `DamagedError` unless an open file has all bytes that its header speaks of."""
-    there = os.fstat(file.fileno()).st_size - header.length
-    if there != header.size:
+    """Raises `DamagedError` unless an open file has exactly the bytes that its header lists."""
+    data_bytes = os.fstat(file.fileno()).st_size - header.length
+    if data_bytes != header.size:
         raise DamagedError(
-            f"{file.name} is {'cut short' if there < header.size else 'too long'}: its header"
-            f" speaks of {header.size} bytes of tensors, and there are {there}. Copy it again."
+            f"{file.name} is {'cut short' if data_bytes < header.size else 'too long'}: its header"
+            f" lists {header.size} bytes of tensors, and the file has {data_bytes}. Copy it again."
         )
 
 
@@ -161,7 +164,7 @@ def parse_header(text: bytes) -> Header:
     """Reads the JSON of a header.
 
     Raises:
-        FormatError: If it is none, or contradicts itself: all tensors at fault are named.
+        FormatError: If it is invalid or contradicts itself. The message names all bad tensors.
     """
     try:
         raw = parse_json(text)
@@ -169,9 +172,9 @@ def parse_header(text: bytes) -> Header:
         raise FormatError(f"the header is {error}") from None
     if not isinstance(raw, dict):
         raise FormatError(f"the header is {type(raw).__name__}, not an object.")
-    about = raw.pop(METADATA, None)
-    if about is not None and not is_text_by_text(about):
-        raise FormatError(f"{METADATA} is {short(about)}, not an object of texts.")
+    metadata = raw.pop(METADATA, None)
+    if metadata is not None and not is_text_by_text(metadata):
+        raise FormatError(f"{METADATA} is {short(metadata)}, not an object of strings.")
     tensors: list[Tensor] = []
     bad: list[str] = []
     for name, value in raw.items():
@@ -191,30 +194,30 @@ def _tensor(name: str, raw: Any) -> Tensor:
     check_keys(raw, _KEYS, "its entry")
     code, shape, offsets = (raw[key] for key in _KEYS)
     if not isinstance(code, str) or code not in DTYPES:
-        near = did_you_mean(str(code), DTYPES) or f" There are {', '.join(DTYPES)}."
-        raise FormatError(f"the dtype is {short(code)}, which is none.{near}")
+        near = did_you_mean(str(code), DTYPES) or f" The format has {', '.join(DTYPES)}."
+        raise FormatError(f"{short(code)} is not a dtype.{near}")
     if not _naturals(shape):
         raise FormatError(f"the shape is {short(shape)}, not a list of lengths.")
     if len(shape) > _MOST_DIMS:
-        raise FormatError(f"the shape has {len(shape)} dims, more than the {_MOST_DIMS} there are.")
-    # Zeros left out: numpy counts that way too.
+        raise FormatError(f"the shape has {len(shape)} dims, and numpy allows {_MOST_DIMS}.")
+    # Without the zeros, as numpy counts.
     if math.prod(n for n in shape if n) * _bits(code) // 8 > _MOST_BYTES:
-        raise FormatError(f"the shape is {short(shape)}, which no memory could hold.")
+        raise FormatError(f"the shape is {short(shape)}, which is too large for any memory.")
     if math.prod(shape) * _bits(code) % 8:
-        raise FormatError(f"{code}{shape} ends within a byte.")
+        raise FormatError(f"{code}{shape} does not end at a full byte.")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise FormatError(f"the offsets are {short(offsets)}, not where it begins and ends.")
+        raise FormatError(f"the offsets are {short(offsets)}, not its start and stop.")
     start, stop = offsets
     if stop - start != byte_size(code, shape):
         raise FormatError(
-            f"{code}{shape} has {byte_size(code, shape)} bytes, and the offsets {offsets} span"
+            f"{code}{shape} takes {byte_size(code, shape)} bytes, and the offsets {offsets} span"
             f" {stop - start}."
         )
     return Tensor(name, code, tuple(shape), start, stop)
 
 
 def is_text_by_text(x: Any) -> TypeGuard[dict[str, str]]:
-    """Whether JSON held an object whose values are texts."""
+    """Whether parsed JSON is an object of strings."""
     return isinstance(x, dict) and all(isinstance(value, str) for value in x.values())
 
 
@@ -225,12 +228,13 @@ def _naturals(x: Any) -> bool:
 def _check_gapless(tensors: list[Tensor]) -> None:
     stop, before = 0, "the header"
     facts: list[str] = []
-    for one in tensors:
-        if one.start != stop:
-            what = "overlaps" if one.start < stop else "leaves a gap after"
+    for tensor in tensors:
+        if tensor.start != stop:
+            what = "overlaps" if tensor.start < stop else "leaves a gap after"
             facts.append(
-                f"{one.name} begins at byte {one.start} and {what} {before}, which ends at {stop}."
+                f"{tensor.name} begins at byte {tensor.start} and {what} {before}, which ends at"
+                f" {stop}."
             )
-        stop, before = one.stop, one.name
+        stop, before = tensor.stop, tensor.name
     if facts:
         raise FormatError(listed(f"{len(facts)} tensors do not follow each other:", facts))

@@ -1,4 +1,4 @@
-"""A checkpoint as a tree on disk; apart from other formats, since it takes Orbax."""
+"""A checkpoint as a stored tree; in its own module, since it loads Orbax."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,14 +11,13 @@ from treeshard._stored_trees import StoredTree
 
 
 def open_checkpoint(path: str, step: int | None = None) -> AbstractContextManager[StoredTree]:
-    """As `open_stored`."""
-    found = checkpoint_path(path)
-    steps = steps_in(found)
+    """See `open_stored`."""
+    directory = checkpoint_path(path)
+    steps = steps_in(directory)
     if step is None and steps:
         step = steps[-1]
     if step is not None:
-        found = found / str(step)
-    table = table_at(found)
-
-    contents = Contents(str(found), table.leaves, table.meshes)
-    return nullcontext(StoredTree("checkpoint", contents, partial(read_each, found), steps))
+        directory = directory / str(step)
+    table = table_at(directory)
+    contents = Contents(str(directory), table.leaves, table.meshes)
+    return nullcontext(StoredTree("checkpoint", contents, partial(read_each, directory), steps))

@@ -1,4 +1,4 @@
-"""Trees on disk, as checkpoints or safetensors: what they hold, and their leaves one by one."""
+"""Trees on disk, as checkpoints or safetensors: lists their leaves, and reads them one by one."""
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
@@ -23,9 +23,9 @@ class StoredTree:
 
     Attributes:
         format: `"checkpoint"` or `"safetensors"`.
-        contents: What it holds. Tensors have neither specs nor checksums.
-        read: Reads leaves of it, a few at a time.
-        steps: The steps that there are of it in a directory of checkpoints.
+        contents: Its leaves. Tensors have neither specs nor checksums.
+        read: Reads some of its leaves, a few at a time.
+        steps: All steps, if the tree is in a directory of checkpoints.
     """
 
     format: str
@@ -38,34 +38,34 @@ def open_stored(path: str, step: int | None = None) -> AbstractContextManager[St
     """Opens a checkpoint, the latest of a directory of checkpoints, or safetensors files.
 
     Args:
-        path: Where.
-        step: Which one of a directory of checkpoints.
+        path: The file or directory.
+        step: The step to open in a directory of checkpoints.
 
     Raises:
-        CheckpointError: If there is none of these.
-        DamagedError: If what says what it holds is not what was saved.
-        FormatError: If it is of another version, or no safetensors.
+        CheckpointError: If `path` is none of these.
+        DamagedError: If the checkpoint's table of leaves is damaged.
+        FormatError: If the checkpoint has another version, or the file is not safetensors.
         OSError: If it cannot be read.
     """
     if not _has_tensors(path):
-        # Orbax takes long to load, and need not be there for the other formats.
+        # Orbax takes long to load, and safetensors do not need it.
         return importlib.import_module("treeshard._stored_checkpoint").open_checkpoint(path, step)
     if step is not None:
-        raise CheckpointError(f"{path} is no directory of checkpoints, and has no step {step}.")
+        raise CheckpointError(f"{path} is not a directory of checkpoints: it has no step {step}.")
     return _opened_tensors(Path(path))
 
 
 def _has_tensors(path: str) -> bool:
-    found = Path(path)
-    if not found.is_dir():
-        return found.exists() or found.with_name(f"{found.name}.index.json").exists()
-    folders = [x.name for x in found.iterdir() if x.is_dir()]
+    target = Path(path)
+    if not target.is_dir():
+        return target.exists() or target.with_name(f"{target.name}.index.json").exists()
+    folders = [x.name for x in target.iterdir() if x.is_dir()]
     is_checkpoint = "leaves" in folders or any(map(str.isdigit, folders))
-    return not is_checkpoint and any(found.glob("*.safetensors*"))
+    return not is_checkpoint and any(target.glob("*.safetensors*"))
 
 
 def whole(x: np.ndarray) -> Piece:
-    """All of an array, to be read or written."""
+    """The full array as a piece, to read or to write."""
     return Piece(tuple((0, length) for length in x.shape), x)
 
 
@@ -86,11 +86,13 @@ def _row(name: str, stored: Stored) -> SavedLeaf:
 
 
 def _read(row: SavedLeaf, stored: Stored) -> ReadLeaf:
-    one = stored.tensor
-    packed = one.code in PACKED
-    x = np.empty((one.stop - one.start,), "uint8") if packed else np.empty(one.shape, one.dtype)
+    tensor = stored.tensor
+    if tensor.code in PACKED:
+        x = np.empty((tensor.stop - tensor.start,), "uint8")
+    else:
+        x = np.empty(tensor.shape, tensor.dtype)
     try:
         read(stored.file.fileno(), stored.at, x.shape, [whole(x)])
     except EOFError:
-        return ReadLeaf(row, None, f"{stored.file.name} was cut short while it was being read.")
+        return ReadLeaf(row, None, f"{stored.file.name} was cut short while it was read.")
     return ReadLeaf(row, x, "")

@@ -1,4 +1,4 @@
-"""How tensors are spread over files: one, or several with an index, as Hugging Face has them."""
+"""Tensors in one safetensors file, or in several with an index, as Hugging Face writes them."""
 
 import json
 import os
@@ -21,16 +21,16 @@ from treeshard._safetensors import (
 )
 
 _INDEX = ".index.json"
-Described = tuple[str, str, tuple[int, ...]]  # name, dtype as the format calls it, shape
+Described = tuple[str, str, tuple[int, ...]]  # name, the format's code for the dtype, shape
 
 
 class NewFile(NamedTuple):
-    """A file to be written.
+    """A file to write.
 
     Attributes:
-        path: Where.
-        head: What it begins with; for an index, all of it.
-        tensors: What follows, and where after the head.
+        path: Its path.
+        head: Its first bytes; of an index, all of them.
+        tensors: The tensors that follow, with their offsets after the head.
     """
 
     path: Path
@@ -41,8 +41,10 @@ class NewFile(NamedTuple):
 def spread(
     path: Path, tensors: Sequence[Described], most: int | None, metadata: Mapping[str, str] | None
 ) -> list[NewFile]:
-    """Gives tensors their places in one file at `path`; or, if they have more than `most` bytes
-    together, in numbered ones beside it, of at most so many bytes or one tensor, and an index.
+    """Assigns tensors to one file at `path`, or to several numbered files and an index.
+
+    There are several if the tensors together have more than `most` bytes. Each of them has at
+    most `most` bytes, unless a single tensor has more.
 
     Raises:
         FormatError: If a header would be longer than the format allows.
@@ -58,7 +60,7 @@ def spread(
         files.append(NewFile(path.with_name(name), make_header(placed, metadata), placed))
     index = {
         "metadata": {"total_size": sum(file.tensors[-1].stop for file in files)},
-        "weight_map": {one.name: file.path.name for file in files for one in file.tensors},
+        "weight_map": {tensor.name: file.path.name for file in files for tensor in file.tensors},
     }
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     return [*files, NewFile(_index_of(path), text.encode(), [])]
@@ -67,28 +69,28 @@ def spread(
 def _grouped(tensors: Sequence[Described], most: int | None) -> list[list[Described]]:
     groups: list[list[Described]] = [[]]
     size = 0
-    for one in tensors:
-        more = byte_size(*one[1:])
-        if most is not None and groups[-1] and size + more > most:
+    for name, code, shape in tensors:
+        nbytes = byte_size(code, shape)
+        if most is not None and groups[-1] and size + nbytes > most:
             groups.append([])
             size = 0
-        groups[-1].append(one)
-        size += more
+        groups[-1].append((name, code, shape))
+        size += nbytes
     return groups
 
 
 def left_over(path: Path, new: Sequence[NewFile]) -> list[Path]:
-    """The files that an earlier save to `path` made and these do not replace.
+    """The files of an earlier save to `path` that the new ones do not replace.
 
     Raises:
-        CheckpointError: If a directory stands where one of the new files goes.
+        CheckpointError: If the path of a new file is a directory.
     """
     if taken := [file.path for file in new if file.path.is_dir()]:
-        raise CheckpointError(f"{taken[0]} is a directory. Name a file that may be there.")
+        raise CheckpointError(f"{taken[0]} is a directory. Pass the path of a file.")
     numbered = re.compile(rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}")
-    there = [x for x in path.parent.iterdir() if numbered.fullmatch(x.name)]
-    mine = {file.path for file in new}
-    return [x for x in (path, _index_of(path), *there) if x not in mine and x.exists()]
+    earlier = [x for x in path.parent.iterdir() if numbered.fullmatch(x.name)]
+    replaced = {file.path for file in new}
+    return [x for x in (path, _index_of(path), *earlier) if x not in replaced and x.exists()]
 
 
 def _index_of(path: Path) -> Path:
@@ -102,9 +104,9 @@ class Stored(NamedTuple):
     """A tensor in an open file.
 
     Attributes:
-        tensor: What the header says of it.
+        tensor: Its entry in the header.
         file: The file.
-        at: Where in the file it begins.
+        at: The byte of the file where its data begins.
     """
 
     tensor: Tensor
@@ -114,35 +116,35 @@ class Stored(NamedTuple):
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[dict[str, Stored]]:
-    """Opens a file of tensors, an index with all its files, or a directory with one of these.
+    """Opens a safetensors file, an index with all its files, or a directory with one of these.
 
     Returns:
-        The tensors by name, in the order of the files and of their bytes.
+        The tensors by name, ordered by file and then by offset.
 
     Raises:
         FormatError: If a header or the index is malformed, or they contradict each other.
         DamagedError: If a file is cut short, or goes on after its last tensor.
-        CheckpointError: If a directory has no such files, or several; if files of the index are
-            not there.
-        OSError: If one cannot be read.
+        CheckpointError: If a directory has no such file, or several; if a file of the index is
+            missing.
+        OSError: If a file cannot be read.
     """
-    path, map_ = _found(path)
-    with ExitStack() as held:
-        found: dict[str, dict[str, Stored]] = {}
-        for name in dict.fromkeys(map_.values()) if map_ is not None else [path.name]:
-            file = held.enter_context(path.with_name(name).open("rb"))
+    path, index = _resolve(path)
+    with ExitStack() as open_files:
+        by_file: dict[str, dict[str, Stored]] = {}
+        for name in dict.fromkeys(index.values()) if index is not None else [path.name]:
+            file = open_files.enter_context(path.with_name(name).open("rb"))
             header = read_header(file)
             check_complete(file, header)
             stored = [Stored(x, file, header.length + x.start) for x in header.tensors.values()]
-            found[name] = {x.tensor.name: x for x in stored}
-        if map_ is not None:
-            _check_index(path, map_, found)
-        everything = (item for tensors in found.values() for item in tensors.items())
-        yield {name: x for name, x in everything if map_ is None or name in map_}
+            by_file[name] = {x.tensor.name: x for x in stored}
+        if index is not None:
+            _check_index(path, index, by_file)
+        everything = (item for tensors in by_file.values() for item in tensors.items())
+        yield {name: x for name, x in everything if index is None or name in index}
 
 
-def _found(path: Path) -> tuple[Path, dict[str, str] | None]:
-    """The file at a path, or the index and what it says: the file of each tensor."""
+def _resolve(path: Path) -> tuple[Path, dict[str, str] | None]:
+    """The file to read; if that is an index, also what it says: the file of each tensor."""
     if path.is_dir():
         path = _in_directory(path)
     elif not path.exists() and _index_of(path).exists():
@@ -152,13 +154,13 @@ def _found(path: Path) -> tuple[Path, dict[str, str] | None]:
 
 def _in_directory(path: Path) -> Path:
     for pattern in (f"*.safetensors{_INDEX}", "*.safetensors"):
-        there = sorted(path.glob(pattern))
-        if len(there) == 1:
-            return there[0]
-        if there:
-            names = ", ".join(x.name for x in there[:5]) + (", ..." if len(there) > 5 else "")
+        matches = sorted(path.glob(pattern))
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            names = ", ".join(x.name for x in matches[:5]) + (", ..." if len(matches) > 5 else "")
             raise CheckpointError(
-                f"{path} has {len(there)} files {pattern}: {names}. Say which to load."
+                f"{path} has {len(matches)} files {pattern}: {names}. Pass the path of one."
             )
     raise CheckpointError(f"{path} has no file *.safetensors.")
 
@@ -168,20 +170,20 @@ def _read_index(path: Path) -> dict[str, str]:
         raw = parse_json(path.read_bytes())
     except FormatError as error:
         raise FormatError(f"{path} is {error}") from None
-    found = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not is_text_by_text(found):
-        raise FormatError(f"{path} has no 'weight_map' that says in which file each tensor is.")
-    names = dict.fromkeys(found.values())
+    index = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not is_text_by_text(index):
+        raise FormatError(f"{path} has no 'weight_map', the file of each tensor.")
+    names = dict.fromkeys(index.values())
     if bad := [name for name in names if not _is_plain(name)]:
         raise FormatError(
-            f"{path} names {bad[0]!r}, which is not the name of a file beside it. Nothing outside"
-            " its directory is read."
+            f"{path} names {bad[0]!r}, which is not the name of a file beside it. Files outside its"
+            " directory are not read."
         )
     if missing := [name for name in names if not path.with_name(name).is_file()]:
-        facts = [f"{name} is not there." for name in missing]
-        headline = f"it names {len(missing)} files that are not there:"
+        facts = [f"{name} is missing." for name in missing]
+        headline = f"it names {len(missing)} files that are missing:"
         raise CheckpointError(f"{path}: {listed(headline, facts)}")
-    return found
+    return index
 
 
 def _is_plain(name: str) -> bool:
@@ -189,13 +191,14 @@ def _is_plain(name: str) -> bool:
 
 
 def _check_index(
-    path: Path, map_: Mapping[str, str], found: Mapping[str, Mapping[str, Stored]]
+    path: Path, index: Mapping[str, str], by_file: Mapping[str, Mapping[str, Stored]]
 ) -> None:
     facts: list[str] = []
-    for name, file in map_.items():
-        there = [other for other, tensors in found.items() if name in tensors]
-        if there != [file]:
-            where = " and ".join(there) or "none of its files"
-            facts.append(f"{name}: it says {file}, and {where} has it.")
+    for name, file in index.items():
+        holders = [other for other, tensors in by_file.items() if name in tensors]
+        if holders != [file]:
+            actual = " and ".join(holders) or "none of its files"
+            facts.append(f"{name}: the index says {file}, but {actual} has it.")
     if facts:
-        raise FormatError(f"{path}: " + listed(f"{len(facts)} tensors are elsewhere:", facts))
+        headline = f"{len(facts)} tensors are not where the index says:"
+        raise FormatError(f"{path}: {listed(headline, facts)}")

@@ -1,4 +1,4 @@
-"""The arrays of a tree as tensors with names: what of them is written, and by whom."""
+"""The arrays of a tree as named tensors, and which process writes what of them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ Names = Callable[[str], str] | Mapping[str, str]
 
 
 def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
-    """The arrays of a tree by the names of their tensors, all fit to be written.
+    """The arrays of a tree by the names of their tensors. All of them can be written.
 
     Raises:
-        LeafError, DeletedLeafError: For leaves that cannot be written.
+        LeafError, DeletedLeafError: If leaves cannot be written.
         CheckpointError: As `tensor_names`.
     """
     leaves = tree_flatten(tree)[0]
@@ -41,8 +41,8 @@ def tensor_names(tree: Any, rename: Names | None, where: str) -> dict[int, str]:
     """The names of the tensors of a tree's arrays, by their positions among the leaves.
 
     Raises:
-        CheckpointError: If leaves would share a name, or a name is none that the format can
-            have; if a mapping has paths that the tree does not.
+        CheckpointError: If leaves would share a name; if the format does not allow a name; if a
+            mapping has paths that are not in the tree.
     """
     keyed = tree_flatten_with_path(tree)[0]
     paths = {
@@ -54,22 +54,22 @@ def tensor_names(tree: Any, rename: Names | None, where: str) -> dict[int, str]:
     if isinstance(rename, Mapping):
         for path in rename.keys() - set(paths.values()):
             near = did_you_mean(str(path), paths.values())
-            facts.append(f"{path}: `rename` has it, and the tree has no such array.{near}")
+            facts.append(f"{path}: `rename` has it, but the tree has no such array.{near}")
     names: dict[int, str] = {}
     sharing: defaultdict[str, list[str]] = defaultdict(list)
     for i, path in paths.items():
         name = names[i] = _renamed(path, rename)
-        if why := _no_name(name):
+        if why := _why_invalid(name):
             facts.append(f"{path}: its name would be {name!a}, {why}")
         else:
             sharing[name].append(keystr(keyed[i][0]))
     facts += [
-        f"{name}: the name of {' and '.join(keys)}. Give each another one with `rename`."
+        f"{name}: the name of {' and '.join(keys)}. Give them different names with `rename`."
         for name, keys in sharing.items()
         if len(keys) > 1
     ]
     if facts:
-        raise CheckpointError(f"{where}: {listed(f'{len(facts)} names are wrong:', facts)}")
+        raise CheckpointError(f"{where}: {listed(f'{len(facts)} names are invalid:', facts)}")
     return names
 
 
@@ -79,15 +79,15 @@ def _renamed(path: str, rename: Names | None) -> Any:
     return rename.get(path, path) if isinstance(rename, Mapping) else rename(path)
 
 
-def _no_name(name: Any) -> str:
+def _why_invalid(name: Any) -> str:
     if not isinstance(name, str):
         return f"which is a {type(name).__name__}, not a str."
     if name == METADATA:
-        return "which the format keeps for itself."
+        return "which the format reserves."
     try:
         name.encode()
     except UnicodeEncodeError:
-        return "which is no Unicode."
+        return "which is not valid Unicode."
     return ""
 
 
@@ -96,34 +96,36 @@ def _unwritable(leaf: Any) -> Misfit | None:
         return misfit
     if is_key(leaf):
         why = (
-            "safetensors has no PRNG keys. Save `jax.random.key_data(key)`, and make keys of it"
-            " with `jax.random.wrap_key_data`."
+            "safetensors has no PRNG keys. Save `jax.random.key_data(key)`, and turn it back into"
+            " keys with `jax.random.wrap_key_data`."
         )
         return Misfit(LeafError, why)
     if code_of(leaf.dtype) is None:
         why = (
-            "safetensors has no such dtype, or packs it. Use `.astype`, or `.view('uint8')` for"
-            " the bytes."
+            "safetensors does not have this dtype, or packs it. Use `.astype`, or `.view('uint8')`"
+            " for the bytes."
         )
         return Misfit(LeafError, why)
     return None
 
 
-# ------------------------------------------------------------------ whose bytes
+# ------------------------------------------------------------------ processes
 
 
 def writers(leaves: Sequence[Any], what: str, timeout: float) -> list[int | None]:
-    """The process that writes each leaf; `None` where each writes the shards that it holds.
+    """The process that writes each leaf; `None` where every process writes its own shards.
 
-    A leaf that lies whole in one process, as numpy arrays do in all, is written by the first.
+    The first process that holds a full leaf writes it. All processes hold numpy arrays in full.
     """
-    whole = [not is_spread(leaf) for leaf in leaves]
-    said = exchange(what, bytes(whole), timeout=timeout)
-    return [next((i for i, has in enumerate(row) if has), None) for row in zip(*said, strict=True)]
+    is_full = [not is_spread(leaf) for leaf in leaves]
+    answers = exchange(what, bytes(is_full), timeout=timeout)
+    holders = zip(*answers, strict=True)
+    return [next((i for i, full in enumerate(row) if full), None) for row in holders]
 
 
 def pieces_of(leaf: Any) -> list[Piece]:
-    """The shards of a leaf that this process holds, the first copy of each."""
+    """The shards of a leaf that this process writes: the first copy of each that it holds."""
     if not isinstance(leaf, jax.Array):
         return [Piece(box_of([slice(None)] * leaf.ndim, leaf.shape), np.asarray(leaf))]
-    return [Piece(box_of(one.index, leaf.shape), np.asarray(one.data)) for one in own_shards(leaf)]
+    shards = own_shards(leaf)
+    return [Piece(box_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]

@@ -1,4 +1,4 @@
-"""Which tensors of open files are read, and into what."""
+"""Requests for tensors of open files: compares them with the files, and reads them."""
 
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -20,15 +20,15 @@ from treeshard._tensor_trees import Names, tensor_names
 
 
 class Wanted(NamedTuple):
-    """What is to be read.
+    """A tree to read.
 
     Attributes:
         leaves: The leaves of the like-tree.
         treedef: Its structure.
-        names: The tensors asked for, by the positions of their leaves.
-        asked: What is asked for there.
-        stored: What the files have, by name.
-        differences: In what the one is not the other.
+        names: The names of the requested tensors, by the positions of their leaves.
+        asked: The requested arrays, by the same positions.
+        stored: The tensors in the files, by name.
+        differences: How the requested tensors differ from the stored ones.
     """
 
     leaves: list[Any]
@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
     differences: Differences
 
     def facts(self) -> dict[str, str]:
-        """What all processes must have alike."""
+        """What all processes must agree on."""
         files = repr([(x.tensor, x.at) for x in self.stored.values()])
         rows = [
             (name, self.leaves[i], [] if asked.sharding is None else [asked.sharding])
@@ -49,11 +49,11 @@ class Wanted(NamedTuple):
         return {"the files": f"{crc32(files.encode()):08x}", **facts_of(rows)}
 
     def read(self, progress: bool) -> Any:
-        """The tree, read; in the order of the bytes."""
-        there = [(self.stored[name], i) for i, name in self.names.items() if name in self.stored]
-        there.sort(key=lambda one: (one[0].file.fileno(), one[0].at))
+        """Reads the tree, ordered by file and offset."""
+        rows = [(self.stored[name], i) for i, name in self.names.items() if name in self.stored]
+        rows.sort(key=lambda row: (row[0].file.fileno(), row[0].at))
         leaves = list(self.leaves)
-        for stored, i in with_bar(there, "load_safetensors", unit="tensor", show=progress):
+        for stored, i in with_bar(rows, "load_safetensors", unit="tensor", show=progress):
             leaf = _read(stored, self.asked[i])
             leaves[i] = leaf[()] if isinstance(leaves[i], np.generic) else leaf
         return self.treedef.unflatten(leaves)
@@ -67,37 +67,37 @@ def wanted_of(
     cast: Any,
     where: str,
 ) -> Wanted:
-    """Compares what is asked for with what is there. Without `like`, that is all of it by name.
+    """Compares the requested tensors with the stored ones. Without `like`, all are requested.
 
     Raises:
-        As `load_safetensors` does, but for the differences.
+        As `load_safetensors`, except for the differences.
     """
     to = None if cast is None else cast_dtype(cast)
-    there = {
+    types = {
         name: LeafType("array", x.tensor.shape, str(x.tensor.dtype)) for name, x in stored.items()
     }
-    tree = _all_of(there, to) if like is None else like
+    tree = _all_of(types, to) if like is None else like
     leaves, treedef, asked = arrays_asked_for(tree, placing, where)
     if like is None and placing.rules is None:
         asked = {i: Asked(x.type._replace(on_devices=False), None) for i, x in asked.items()}
     names = tensor_names(treedef.unflatten(leaves), rename, where)
-    found = compare(there, {name: asked[i].type for i, name in names.items()}, to)
+    differences = compare(types, {name: asked[i].type for i, name in names.items()}, to)
     packed = {
-        name: f"{stored[name].tensor.code} packs several numbers in a byte; no array can hold it."
+        name: f"{stored[name].tensor.code} packs several numbers into a byte; no array can do that."
         for name in names.values()
         if name in stored and stored[name].tensor.code in PACKED
     }
-    found = found._replace(misfits=found.misfits | packed)
-    return Wanted(leaves, treedef, names, asked, stored, found)
+    differences = differences._replace(misfits=differences.misfits | packed)
+    return Wanted(leaves, treedef, names, asked, stored, differences)
 
 
-def _all_of(there: dict[str, LeafType], to: str | None) -> dict[str, jax.ShapeDtypeStruct]:
-    types = {name: x if to is None else x.cast(to) for name, x in there.items()}
-    return {name: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for name, x in types.items()}
+def _all_of(types: dict[str, LeafType], to: str | None) -> dict[str, jax.ShapeDtypeStruct]:
+    wanted = {name: x if to is None else x.cast(to) for name, x in types.items()}
+    return {name: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for name, x in wanted.items()}
 
 
 def _read(stored: Stored, asked: Asked) -> Any:
-    """A tensor as it is asked for; of one on devices, the parts for those of this process."""
+    """Reads a tensor as requested; for one on devices, only the shards of this process."""
     shape, sharding = stored.tensor.shape, asked.sharding
     indices = [(slice(None),) * len(shape)]
     if sharding is not None:
@@ -107,14 +107,14 @@ def _read(stored: Stored, asked: Asked) -> Any:
     try:
         read(stored.file.fileno(), stored.at, shape, pieces)
     except EOFError:
-        raise DamagedError(f"{stored.file.name} was cut short while it was being read.") from None
+        raise DamagedError(f"{stored.file.name} was cut short while it was read.") from None
     dtype = parse_dtype(asked.type.dtype)
-    with np.errstate(all="ignore"):  # beyond float16 comes inf, as in `jnp.asarray`
+    with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
         parts = {piece.box: piece.items.astype(dtype, copy=False) for piece in pieces}
     if sharding is None:
-        (whole,) = parts.values()
-        return jax.device_put(whole) if asked.type.on_devices else whole
+        (full,) = parts.values()
+        return jax.device_put(full) if asked.type.on_devices else full
     array = jax.make_array_from_callback(
         shape, sharding, lambda index: parts[box_of(index or (), shape)], dtype=dtype
     )
-    return jax.block_until_ready(array)  # so that host memory is free again
+    return jax.block_until_ready(array)  # so that its host memory can be freed
