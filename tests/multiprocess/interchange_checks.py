@@ -1,4 +1,4 @@
-"""Processes write one file together, each its own bytes, and read it back into other layouts."""
+"""Processes write one file together, each its own bytes, and load it into other shardings."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from treeshard import CheckpointError, DeletedLeafError, MismatchError, ProcessE
 from treeshard._processes import exchange
 from treeshard.interchange import load_safetensors, save_safetensors
 
-# path -> dtype, shape, and how it lies while it is saved
+# path -> dtype, shape, and the spec with which it is saved
 LEAVES = {
     "rows": ("float32", (64, 48), P("fsdp")),
     "columns": ("float32", (64, 48), P(None, ("fsdp", "data"))),
@@ -61,12 +61,12 @@ def spread() -> dict[str, jax.Array]:
 
 
 def own_bytes(tree: dict[str, jax.Array]) -> int:
-    shards = [one for x in tree.values() for one in x.addressable_shards if one.replica_id == 0]
-    return sum(one.data.nbytes for one in shards)
+    shards = [shard for x in tree.values() for shard in x.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.replica_id == 0)
 
 
 def transferred(which: str) -> int:
-    """Bytes that this process has asked the system to read or to write so far."""
+    """Bytes that this process has read or written so far, by the system's count."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)[which])
 
@@ -85,7 +85,7 @@ def package_bytes(context: Context, tree: dict[str, np.ndarray]) -> bytes:
     return file.read_bytes()
 
 
-# ------------------------------------------------------------------ to files
+# ------------------------------------------------------------------ save
 
 
 def check_the_file_is_what_the_package_writes(context: Context) -> None:
@@ -96,14 +96,14 @@ def check_the_file_is_what_the_package_writes(context: Context) -> None:
 def check_each_process_writes_its_own_bytes(context: Context) -> None:
     before = transferred("wchar")
     save_safetensors(file_of(context), spread())
-    mine = transferred("wchar") - before
-    slack = 20_000  # the header, and what processes tell each other
-    assert own_bytes(spread()) <= mine <= own_bytes(spread()) + slack
-    everybody = exchange("test counting", str(own_bytes(spread())).encode(), timeout=30)
-    assert sum(map(int, everybody)) == sum(x.nbytes for x in on_host().values())
+    written = transferred("wchar") - before
+    slack = 20_000  # the header, and messages between processes
+    assert own_bytes(spread()) <= written <= own_bytes(spread()) + slack
+    counts = exchange("test counting", str(own_bytes(spread())).encode(), timeout=30)
+    assert sum(map(int, counts)) == sum(x.nbytes for x in on_host().values())
 
 
-def check_what_every_process_has_is_written_once(context: Context) -> None:
+def check_leaves_that_every_process_holds_are_written_once(context: Context) -> None:
     mine = {
         "spread": spread()["rows"],
         "numpy": np.full(5, context.index, np.int32),
@@ -119,13 +119,13 @@ def check_what_every_process_has_is_written_once(context: Context) -> None:
 
 def only_on_the_last() -> jax.Array:
     mesh = jax.sharding.Mesh(jax.devices()[-2:], "x")
-    shape, places = (6,), NamedSharding(mesh, P("x"))
+    shape, sharding = (6,), NamedSharding(mesh, P("x"))
     return jax.make_array_from_callback(
-        shape, places, lambda i: np.arange(6, dtype=np.int32)[i], dtype=np.int32
+        shape, sharding, lambda i: np.arange(6, dtype=np.int32)[i], dtype=np.int32
     )
 
 
-def check_several_files(context: Context) -> None:
+def check_several_files_have_the_bytes_of_the_package(context: Context) -> None:
     save_safetensors(file_of(context), spread(), max_file_size=20_000, rename=str.upper)
     meet(context, "saved")
     index = json.loads((context.directory / "model.safetensors.index.json").read_text())
@@ -141,10 +141,10 @@ def check_several_files(context: Context) -> None:
     assert all(found[path].tobytes() == x.tobytes() for path, x in on_host().items())
 
 
-# ------------------------------------------------------------------ from files
+# ------------------------------------------------------------------ load
 
 
-def check_into_another_layout(context: Context) -> None:
+def check_each_process_reads_its_own_bytes_of_another_sharding(context: Context) -> None:
     save_safetensors(file_of(context), spread())
     mesh = ts.make_mesh("data=4,tensor=2")
     like = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in on_host().items()}
@@ -166,7 +166,7 @@ def check_into_another_layout(context: Context) -> None:
     assert sum(parts.values()) < sum(x.nbytes for x in on_host().values())
 
 
-def check_what_was_loaded_goes_through_a_step(context: Context) -> None:
+def check_loaded_arrays_go_through_a_step(context: Context) -> None:
     found = load_safetensors(file_of(context), spread())
     step = jax.jit(lambda tree: jax.tree.map(lambda x: ~x if x.dtype == bool else x + x, tree))
     for path, x in step(found).items():
@@ -176,12 +176,12 @@ def check_what_was_loaded_goes_through_a_step(context: Context) -> None:
             assert np.array_equal(np.asarray(piece.data), expected[piece.index])
 
 
-def check_one_process_may_look_alone(context: Context) -> None:
+def check_one_process_may_load_alone(context: Context) -> None:
     if context.index == 1:
         assert load_safetensors(file_of(context)).keys() == LEAVES.keys()
 
 
-# ------------------------------------------------------------------ what goes wrong, everywhere
+# ------------------------------------------------------------------ errors on every process
 
 
 def assert_untouched(context: Context, before: bytes) -> None:
@@ -191,7 +191,7 @@ def assert_untouched(context: Context, before: bytes) -> None:
     meet(context, "looked")
 
 
-def check_a_leaf_that_is_gone_on_one_process(context: Context) -> None:
+def check_a_leaf_deleted_on_one_process_raises_on_all(context: Context) -> None:
     before = file_of(context).read_bytes()
     tree = dict(spread())
     tree["norm"] = tree["norm"] + 1
@@ -203,7 +203,7 @@ def check_a_leaf_that_is_gone_on_one_process(context: Context) -> None:
     assert_untouched(context, before)
 
 
-def check_a_disk_that_is_full_for_one_process(context: Context) -> None:
+def check_a_full_disk_on_one_process_raises_on_all(context: Context) -> None:
     before = file_of(context).read_bytes()
     full = files_of_at_most(10_000) if context.index == 1 else nullcontext()
     with full, pytest.raises(CheckpointError if context.index == 1 else ProcessError) as told:
@@ -212,7 +212,7 @@ def check_a_disk_that_is_full_for_one_process(context: Context) -> None:
     assert_untouched(context, before)
 
 
-def check_trees_that_differ(context: Context) -> None:
+def check_trees_that_differ_between_processes_raise(context: Context) -> None:
     before = file_of(context).read_bytes()
     tree = {"a": np.ones(3 if context.index == 1 else 2, np.int8)}
     with pytest.raises(ProcessError) as told:
@@ -222,31 +222,31 @@ def check_trees_that_differ(context: Context) -> None:
     assert_untouched(context, before)
 
 
-def check_a_directory_that_is_not_shared(context: Context) -> None:
+def check_a_directory_that_is_not_shared_raises(context: Context) -> None:
     own = context.directory / f"own-{context.index}"
     own.mkdir()
-    if context.index == 1:  # what a run on another machine may have left
+    if context.index == 1:  # as a save on another machine may have left it
         (own / ".model.safetensors.part").write_bytes(b"x" * 100)
-    here = Path.cwd()
+    previous = Path.cwd()
     os.chdir(own)
     try:
         with pytest.raises(ProcessError if context.index == 0 else CheckpointError) as told:
             save_safetensors("model.safetensors", spread(), timeout=30)
     finally:
-        os.chdir(here)
+        os.chdir(previous)
     assert "does not see the file that process 0 has begun in" in str(told.value)
     meet(context, "over")
     assert not (own / "model.safetensors").exists()
 
 
-def check_a_file_that_one_process_does_not_see(context: Context) -> None:
+def check_a_file_missing_on_one_process_raises_on_all(context: Context) -> None:
     os.chdir(context.directory if context.index != 1 else context.directory / "own-1")
     with pytest.raises(CheckpointError if context.index == 1 else ProcessError) as told:
         load_safetensors("model.safetensors", spread(), timeout=30)
     assert "No such file or directory" in str(told.value)
 
 
-def check_shards_that_differ(context: Context) -> None:
+def check_shardings_that_differ_between_processes_raise(context: Context) -> None:
     mesh = ts.make_mesh("data=2,fsdp=4")
     rules = [("halves", P("data") if context.index == 1 else P("fsdp")), (".*", None)]
     with pytest.raises(ProcessError) as told:
@@ -255,14 +255,14 @@ def check_shards_that_differ(context: Context) -> None:
     assert "; int32[8192,16] as P('data',) on process 1" in str(told.value)
 
 
-def check_one_that_does_not_come(context: Context) -> None:
+def check_a_process_that_does_not_arrive_raises(context: Context) -> None:
     if context.index != 1:
         with pytest.raises(ProcessError, match="save_safetensors: process 1 of .* did not come"):
             save_safetensors(file_of(context), spread(), timeout=0.5)
     meet(context, "over")
 
 
-def check_a_tree_of_another_type_is_told_by_all(context: Context) -> None:
+def check_a_mismatch_raises_on_all(context: Context) -> None:
     like = {"rows": jax.ShapeDtypeStruct((64, 48), ml_dtypes.bfloat16)}
     with pytest.raises(MismatchError, match="bfloat16.* is asked for"):
         load_safetensors(file_of(context), like, partial=True)
