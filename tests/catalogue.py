@@ -1,7 +1,7 @@
-"""The table behind docs/errors.md: everything that has a name in what treeshard raises or reports.
+"""The table behind docs/errors.md: every error, warning, finding and code of treeshard.
 
-An entry has code that provokes it and code that does not. `tests/test_catalogue.py` runs both, and
-finds in the sources what has no entry; `python tests/errors_page.py` writes the page.
+An entry has code that provokes it and code that avoids it. `tests/test_catalogue.py` runs both, and
+finds names in the sources without an entry; `python tests/errors_page.py` writes the page.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ class Entry(NamedTuple):
 
     Attributes:
         name: The class, code or kind, as it is printed.
-        means: What it says, and what to do.
+        means: What it means, and what to do.
         wrong: Code that raises or prints it.
-        right: Code that does neither, and says so (`assert`) where nothing would be raised.
-        about: Stands beside the name in the heading, where a name has several entries.
-        shows: What `wrong` prints, if it is not the name.
+        right: Code that does neither; for what is not raised, an `assert` checks it.
+        about: Distinguishes several entries of one name in their headings.
+        shows: What `wrong` prints, if not the name.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Entries of one symptom, with the code that they share."""
+    """The entries of one symptom, with their common setup code."""
 
     title: str
     about: str
@@ -54,14 +54,14 @@ w = np.ones((1024, 64), "float32")
 # ------------------------------------------------------------------ where
 
 MESHES = Group(
-    "A mesh is missing, or an axis",
+    "A mesh or an axis is missing",
     "",
     "",
     [
         Entry(
             "NoMeshError",
-            "A mesh is needed, and neither an argument nor a context gives one. It is a"
-            " `RuntimeError` too.",
+            "A mesh is needed, and neither an argument nor a context gives one. It is also a"
+            " `RuntimeError`.",
             """
             ts.shard(w, P("fsdp"))
             """,
@@ -73,9 +73,9 @@ MESHES = Group(
         ),
         Entry(
             "MeshError",
-            "A mesh cannot be built, or is not one that can be used here: its sizes do not"
-            " multiply to the devices there are, its text cannot be read, or it is abstract where"
-            " devices are needed. It is a `ValueError` too.",
+            "A mesh cannot be built or used: its sizes do not multiply to the number of devices,"
+            " its text cannot be read, or it is abstract where devices are needed. It is also a"
+            " `ValueError`.",
             """
             ts.make_mesh("data=3,fsdp=4")
             """,
@@ -85,9 +85,9 @@ MESHES = Group(
         ),
         Entry(
             "UnknownAxisError",
-            "The mesh has no axis of this name. What takes names of axes raises it; rules and"
-            " specs raise the two classes below, which are of this class too. It is a"
-            " `ValueError` and a `KeyError`.",
+            "The mesh has no axis of this name. Functions that take axis names raise it; for rules"
+            " and specs there are the two subclasses below. It is also a `ValueError` and a"
+            " `KeyError`.",
             """
             ts.get_axes_size_in_mesh("fdsp", mesh)
             """,
@@ -97,8 +97,8 @@ MESHES = Group(
         ),
         Entry(
             "UnknownAxisInRuleError",
-            "Rules name an axis that the mesh lacks: a `ShardingRuleError` and an"
-            " `UnknownAxisError`. Other misfits of the same rules are in the message too.",
+            "A rule names an axis that the mesh does not have. It is a `ShardingRuleError` and an"
+            " `UnknownAxisError`. The message also lists other misfits of the same rules.",
             """
             rules = [("w", P("fdsp"))]
             ts.match_partition_rules(rules, {"w": w}, mesh)
@@ -110,9 +110,9 @@ MESHES = Group(
         ),
         Entry(
             "UnknownAxisInSpecError",
-            "Specs name an axis that the mesh lacks: a `SpecError` and an `UnknownAxisError`."
-            " Where one model is to run on many meshes, `with_sharding_constraint` drops such"
-            " axes.",
+            "A spec names an axis that the mesh does not have. It is a `SpecError` and an"
+            " `UnknownAxisError`. To run one model on many meshes, use `with_sharding_constraint`,"
+            " which drops such axes.",
             """
             ts.shard({"w": w}, {"w": P("tensor")}, mesh)
             """,
@@ -122,8 +122,8 @@ MESHES = Group(
         ),
         Entry(
             "axis-not-in-mesh",
-            "The same as a finding: a plan does not raise. The axis is dropped, and"
-            " `plan.check()` raises.",
+            "The same error as a finding of a plan. The plan drops the axis, and `plan.check()`"
+            " raises.",
             """
             plan = ts.plan({"w": w}, [("w", P("data", "tensor"))], mesh)
             print(*plan.findings)
@@ -140,16 +140,16 @@ MESHES = Group(
 # ------------------------------------------------------------------ decide
 
 RULES = Group(
-    "Rules do not say what they should",
-    "`plan.findings` has all of these at once, from shapes alone; [a broken list,"
-    " mended](broken-rules.md) goes through one.",
+    "Rules are wrong",
+    "`plan.findings` lists all of these at once, from shapes alone. [A broken list,"
+    " fixed](broken-rules.md) goes through an example.",
     "",
     [
         Entry(
             "ShardingRuleError",
-            "Rules are malformed, leave a leaf undecided, or do not fit one. All such leaves are in"
-            " the message. `init_sharded`, `match_partition_rules` and `Plan.check` raise it;"
-            " `strict=False` records instead. It is a `ValueError` too.",
+            "Rules are malformed, do not match a leaf, or do not fit one. The message lists all"
+            " such leaves. `init_sharded`, `match_partition_rules` and `Plan.check` raise it;"
+            " `strict=False` records the misfits instead. It is also a `ValueError`.",
             """
             def init():
                 return {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
@@ -164,7 +164,7 @@ RULES = Group(
         ),
         Entry(
             "unmatched",
-            "No rule matches the leaf's path. In the plan it is whole on every device.",
+            "No rule matches the leaf's path. The plan replicates the leaf.",
             """
             plan = ts.plan({"mlp": {"w": w}}, [("^w", P("fsdp"))], mesh)
             print(*plan.findings, sep="\\n")
@@ -176,8 +176,8 @@ RULES = Group(
         ),
         Entry(
             "dead-rule",
-            "A rule matches no leaf, or only scalars, which need none. Most often its pattern is"
-            " misspelt, and a later rule has taken its leaves.",
+            "A rule matches no leaf, or only scalars, which need no rule. Usually its pattern is"
+            " misspelt, and a later rule takes its leaves.",
             """
             plan = ts.plan({"mlp": w}, [("mpl", P("fsdp")), (".*", P("data"))], mesh)
             print(*plan.findings)
@@ -189,8 +189,8 @@ RULES = Group(
         ),
         Entry(
             "shadowed-rule",
-            "Every leaf that a rule matches is taken by earlier rules. A last rule that matches"
-            " every leaf is a net under the others, and no finding.",
+            "Earlier rules take every leaf that a rule matches. A last rule that matches every"
+            " leaf is a fallback, and not reported.",
             """
             tree = {"mlp": {"w": w}, "head": w}
             rules = [("w|head", P("data")), ("mlp", P("fsdp"))]
@@ -203,7 +203,7 @@ RULES = Group(
         ),
         Entry(
             "path-collision",
-            "Two leaves have one path, so no rule and no file can tell them apart.",
+            "Two leaves have the same path, so rules and files cannot distinguish them.",
             """
             tree = {"mlp/w": w, "mlp": {"w": w}}
             print(*ts.plan(tree, [("w", P("fsdp"))], mesh).findings)
@@ -215,8 +215,8 @@ RULES = Group(
         ),
         Entry(
             "name-without-rule",
-            "A logical name of a dim has no logical rule, so the dim is not sharded. If that is"
-            ' meant, say so: `("mlp", None)`.',
+            "The logical name of a dim has no logical rule, so the dim is not sharded. If this is"
+            ' intended, add `("mlp", None)` to the logical rules.',
             """
             with ts.logical_axis_rules([("embed", "fsdp")]):
                 plan = ts.plan({"w": w}, [("w", ("embed", "mlp"))], mesh)
@@ -230,7 +230,7 @@ RULES = Group(
         ),
         Entry(
             "already-sharded",
-            "A tactic is to shard, or to replicate, what an earlier one of the same rule has"
+            "A tactic shards or replicates a dim that an earlier tactic of the same rule has"
             " sharded.",
             """
             rules = [("w", ts.shard_dim("data", 0) | ts.shard_dim("fsdp", 0))]
@@ -245,16 +245,16 @@ RULES = Group(
 )
 
 WHOLE = Group(
-    "A leaf is whole, or not split as asked",
-    "A plan says what was not done as asked beside each leaf, and as values in"
-    " `leaf.adjustments`. What nobody would want is in `plan.findings` too. See [why is this leaf"
+    "A leaf is replicated, or not sharded as requested",
+    "A plan records these for each leaf, in its text and in `leaf.adjustments`. Those that are"
+    " certainly or probably wrong are also in `plan.findings`. See [why is this leaf"
     " replicated](how-to/replicated.md).",
     "",
     [
         Entry(
             "indivisible",
-            "The sizes of the axes do not divide the dim. Those that do, from the first on, are"
-            " kept. JAX would replicate such an array in a jitted function, and say nothing.",
+            "The dim is not divisible by the product of its axes. The longest divisible prefix of"
+            " the axes is kept. (In a jitted function, JAX replicates such an array silently.)",
             """
             odd = np.ones((1022, 64), "float32")
             print(*ts.plan({"w": odd}, [("w", P(("data", "fsdp")))], mesh).findings)
@@ -266,8 +266,8 @@ WHOLE = Group(
         ),
         Entry(
             "rank",
-            "A spec has more entries than the leaf has dims. Entries never move to another dim:"
-            " this one is dropped.",
+            "A spec has more entries than the leaf has dims. The extra entry is dropped; entries"
+            " never move to another dim.",
             """
             stack = {"w": w, "scale": np.ones(32768, "float32")}
             print(*ts.plan(stack, [(".*", P("data", "fsdp"))], mesh).findings)
@@ -279,7 +279,7 @@ WHOLE = Group(
         ),
         Entry(
             "axis-already-used",
-            "A spec names an axis twice. It goes to the first dim that names it.",
+            "A spec names an axis twice. It shards the first dim that names it.",
             """
             print(*ts.plan({"w": w}, [("w", P("fsdp", "fsdp"))], mesh).findings)
             """,
@@ -289,9 +289,10 @@ WHOLE = Group(
         ),
         Entry(
             "too-small",
-            "The leaf has fewer elements than `min_size`, so it stays whole: gathering many small"
-            " arrays costs more time than their memory is worth. The floor is the tactic's own,"
-            " else the call's, else `MIN_SHARDING_SIZE` from the environment, else 16384.",
+            "The leaf has fewer elements than `min_size`, so it is replicated: gathering many"
+            " small arrays costs more time than their memory is worth. The threshold is the"
+            " `min_size` of the tactic, else of the call, else `MIN_SHARDING_SIZE` from the"
+            " environment, else 16384.",
             """
             bias = np.ones(512, "float32")
             plan = ts.plan({"bias": bias}, [("bias", P("fsdp"))], mesh)
@@ -305,7 +306,7 @@ WHOLE = Group(
         ),
         Entry(
             "no-dim",
-            "`fsdp` finds no dim that is free, not in `skip`, and divisible by the sizes of its"
+            "`fsdp` finds no dim that is free, not in `skip`, and divisible by the product of its"
             " axes.",
             """
             odd = np.ones((1022, 127), "float32")
@@ -320,8 +321,8 @@ WHOLE = Group(
         ),
         Entry(
             "left-whole",
-            "A leaf of at least `min_size` elements is whole on every device, and 1% or more of"
-            " what a device holds could be saved. The reason is in the finding.",
+            "A leaf of at least `min_size` elements is replicated, and sharding it would save at"
+            " least 1% of the memory that a device needs. The finding says why it is replicated.",
             """
             print(*ts.plan({"w": w}, [("w", None)], mesh).findings)
             """,
@@ -331,9 +332,9 @@ WHOLE = Group(
         ),
         Entry(
             "scan-dim",
-            "Leaves seem to be layers stacked on dim 0 for a `lax.scan`, and are sharded on it: the"
-            " scan then moves every layer to every device. Nothing says that layers are stacked;"
-            " they are told by their shapes.",
+            "Leaves seem to be layers stacked on dim 0 for a `lax.scan`, and are sharded on that"
+            " dim. The scan then gathers every layer on every device. Stacked layers are recognised"
+            " by their shapes.",
             """
             layers = {"norm": w[:8], "up": np.ones((8, 64, 256), "float32")}
             rules = [("norm", None), ("up", P("fsdp"))]
@@ -346,9 +347,9 @@ WHOLE = Group(
         ),
         Entry(
             "axis-is-manual",
-            "Inside `shard_map` the code runs once per device along an axis already, so"
-            " `with_sharding_constraint` drops it: one layer may be called in both ways. This is"
-            " nothing to mend, and nowhere reported.",
+            "Inside `shard_map`, code already runs once per device along an axis, so"
+            " `with_sharding_constraint` drops that axis. The same layer works inside and outside"
+            " `shard_map`. This is not an error, and not reported.",
             """
             def layer(x):
                 y = ts.with_sharding_constraint(x, P("data"), mesh)
@@ -364,9 +365,10 @@ WHOLE = Group(
         ),
         Entry(
             "ShardingWarning",
-            "The one class of warnings: something is not sharded as asked. Turn it into an error"
-            ' with `warnings.simplefilter("error", treeshard.ShardingWarning)`. Here a constraint'
-            ' does not divide a dim; `uneven="error"` raises, and `"drop"` is silent.',
+            "The class of all warnings: something is not sharded as requested. Turn it into an"
+            ' error with `warnings.simplefilter("error", treeshard.ShardingWarning)`. Here a dim is'
+            ' not divisible by the axes of a constraint; `uneven="error"` raises, and `"drop"` is'
+            " silent.",
             """
             x = ts.with_sharding_constraint(jnp.ones((16, 6)), P("data", "fsdp"), mesh)
             """,
@@ -377,8 +379,8 @@ WHOLE = Group(
         ),
         Entry(
             "ShardingWarning",
-            "Parameters are sharded by `fsdp` over an axis over which the batch is not split, so"
-            " every device along it does the same work.",
+            "`fsdp` shards parameters over an axis, but the batch is not sharded over it, so all"
+            " devices along that axis do the same work.",
             """
             plan = ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], mesh)
             step = jit_step(lambda state, batch: (state, 0), plan, batch=P("data"))
@@ -407,13 +409,13 @@ WHOLE = Group(
 
 LEAVES = Group(
     "A tree cannot be placed or read",
-    "All leaves at fault are in one message, and nothing was moved.",
+    "The message lists all leaves with a problem, and nothing was moved.",
     "",
     [
         Entry(
             "SpecError",
-            "Specs do not fit the tree or the arrays: another structure, too many entries, axes"
-            " that do not divide a dim, something that is no spec. It is a `ValueError` too.",
+            "Specs do not fit the tree or its arrays: another structure, too many entries, a dim"
+            " that is not divisible, or a value that is not a spec. It is also a `ValueError`.",
             """
             tree = {"w": w, "bias": w[0], "rate": 0.1}
             ts.shard(tree, {"w": P("fsdp"), "b": P(), "rate": None}, mesh)
@@ -424,8 +426,8 @@ LEAVES = Group(
         ),
         Entry(
             "LeafError",
-            "A leaf has no numbers that could be moved: it is traced, or a `ShapeDtypeStruct`, or"
-            " of a dtype that JAX does not know. It is a `TypeError` too.",
+            "A leaf has no values that could be moved: it is traced, a `ShapeDtypeStruct`, or of a"
+            " dtype that JAX does not support. It is also a `TypeError`.",
             """
             @jax.jit
             def double(x):
@@ -445,8 +447,8 @@ LEAVES = Group(
         ),
         Entry(
             "DeletedLeafError",
-            "An array's memory is gone: it was donated to a step, or deleted. Go on with what the"
-            " step returned, or make it with `donate=False`. It is a `RuntimeError` too.",
+            "An array was deleted, or donated to a step. Use the state that the step returned, or"
+            " make the step with `donate=False`. It is also a `RuntimeError`.",
             """
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
             step = jit_step(lambda state, x: ({"w": state["w"] + x}, 0), plan, batch=P())
@@ -476,7 +478,7 @@ STEPS = Group(
         Entry(
             "StateError",
             "A step changes its state in a way that one compiled program cannot: its structure, a"
-            " shape, a dtype, or a leaf that is no array. It is a `TypeError` too.",
+            " shape, a dtype, or a non-array leaf. It is also a `TypeError`.",
             """
             state = {"w": w, "step": 0}
             plan = ts.plan(state, [("w", P("fsdp"))], mesh)
@@ -490,7 +492,7 @@ STEPS = Group(
         ),
         Entry(
             "SpecError",
-            "The state is not the one that the plan was made for, or a batch does not divide.",
+            "The state is not the one that the plan was made for, or a batch is not divisible.",
             """
             state = {"w": w, "step": np.int32(0)}
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
@@ -509,9 +511,9 @@ STEPS = Group(
 
 AGAIN = Group(
     "A step compiles again",
-    "`assert_stable_step` runs a step once and raises for what comes out other than it went in."
-    " `diff_shardings` compares any two trees, or a tree and a plan, in the same things: all that"
-    " makes a jitted function compile anew. See [why did it compile"
+    "`assert_stable_step` runs a step once, and raises if its state changes in a way that makes a"
+    " jitted function compile again. `diff_shardings` finds the same differences between any two"
+    " trees, or a tree and a plan. See [why did it compile"
     " again](how-to/compiles-again.md).",
     """
     def placed(spec, mesh=mesh):
@@ -520,8 +522,8 @@ AGAIN = Group(
     [
         Entry(
             "UnstableStepError",
-            "A leaf of the state comes out of the step other than it went in: the message says"
-            " which, in what, and the way out. It is an `AssertionError` too.",
+            "The step changed the type or the sharding of a leaf of its state. The message says"
+            " which leaf, what changed, and the fix. It is also an `AssertionError`.",
             """
             @jax.jit
             def step(state):
@@ -538,7 +540,7 @@ AGAIN = Group(
         ),
         Entry(
             "sharding",
-            'A leaf lies in another way. `P("data", None)` and `P("data")` are one.',
+            'A leaf is sharded differently. `P("data", None)` and `P("data")` are equal.',
             """
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
             print(ts.diff_shardings({"w": jnp.asarray(w)}, plan))
@@ -549,7 +551,7 @@ AGAIN = Group(
         ),
         Entry(
             "mesh",
-            "The meshes have other axes, other sizes, or another order of axes.",
+            "The meshes differ in their axes, their sizes, or the order of their axes.",
             """
             turned = ts.make_mesh("fsdp=4,data=2")
             print(ts.diff_shardings(placed(P("data")), placed(P("data"), turned)))
@@ -561,7 +563,8 @@ AGAIN = Group(
         ),
         Entry(
             "devices",
-            "The meshes have their devices in another order. Make one mesh, and use it everywhere.",
+            "The meshes have their devices in a different order. Make one mesh and use it"
+            " everywhere.",
             """
             backwards = ts.make_mesh("data=2,fsdp=4", devices=jax.devices()[::-1])
             print(ts.diff_shardings(placed(P("data")), placed(P("data"), backwards)))
@@ -573,8 +576,8 @@ AGAIN = Group(
         ),
         Entry(
             "axis types",
-            "The axes of one mesh are Auto, and of the other Explicit, as `jax.make_mesh` makes"
-            " them. `ts.make_mesh` makes them Auto, unless it is asked otherwise.",
+            "The axes of one mesh are Auto, and those of the other Explicit, as `jax.make_mesh`"
+            " makes them. `ts.make_mesh` makes Auto axes by default.",
             """
             theirs = jax.make_mesh((2, 4), ("data", "fsdp"))
             print(ts.diff_shardings(placed(P("data")), placed(P("data"), theirs)))
@@ -586,7 +589,7 @@ AGAIN = Group(
         ),
         Entry(
             "memory kind",
-            "One lies in the devices' memory, the other in the host's.",
+            "One array is in device memory, the other in host memory.",
             """
             there = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
             host = {"w": jax.device_put(w, there)}
@@ -599,8 +602,8 @@ AGAIN = Group(
         ),
         Entry(
             "committed",
-            "One is bound to its devices, and the other goes wherever it is used, as all that"
-            " `jnp` makes does at first. What a step returns is bound.",
+            "One array is committed to its devices. The other is not, and JAX may move it to where"
+            " it is used: so are all new arrays of `jnp`. What a step returns is committed.",
             """
             count = {"count": jnp.int32(0)}
             print(ts.diff_shardings(count, ts.shard(count, P(), mesh)))
@@ -612,7 +615,7 @@ AGAIN = Group(
         ),
         Entry(
             "shape",
-            "A leaf has grown, or a batch is a smaller last one.",
+            "A leaf has grown, or the last batch is smaller than the others.",
             """
             seen = {"losses": jnp.zeros(0)}
             print(ts.diff_shardings(seen, {"losses": jnp.append(seen["losses"], 0.5)}))
@@ -635,8 +638,8 @@ AGAIN = Group(
         ),
         Entry(
             "weak type",
-            "A Python number gives way to the dtype of what it meets, and a `jnp.float32` does"
-            " not. To JAX they are two types.",
+            "A Python number adopts the dtype of the array that it is combined with, and a"
+            " `jnp.float32` does not. To JAX they have different types.",
             """
             old = {"rate": 0.1}
             print(ts.diff_shardings(old, {"rate": jnp.float32(old["rate"]) * 0.9}))
@@ -648,7 +651,8 @@ AGAIN = Group(
         ),
         Entry(
             "value",
-            "A leaf that is no array is part of the program, so another value is another program.",
+            "A non-array leaf is part of the compiled program, so another value needs another"
+            " program.",
             """
             print(ts.diff_shardings({"step": 0}, {"step": 1}))
             """,
@@ -658,8 +662,8 @@ AGAIN = Group(
         ),
         Entry(
             "leaf",
-            "Only one of the trees has the leaf. A state keeps its structure: what is new in a step"
-            " goes into `aux`.",
+            "Only one of the trees has the leaf. A state keeps its structure; return new values of"
+            " a step in `aux`.",
             """
             print(ts.diff_shardings({"w": w}, {"w": w, "loss": 0.5}))
             """,
@@ -673,9 +677,9 @@ AGAIN = Group(
 
 MOVES = Group(
     "A step moves more than was planned",
-    "`step.communication(state, batch)` holds what the compiled step moves against its plan, and"
-    " `compare_communication` does it for any program. How they differ stands below the table, and"
-    " as values in `unplanned`. See [why is there an all-gather](how-to/all-gather.md).",
+    "`step.communication(state, batch)` compares what the compiled step moves with its plan, and"
+    " `compare_communication` does it for any program. The differences are listed below the table,"
+    " and as values in `unplanned`. See [why is there an all-gather](how-to/all-gather.md).",
     """
     line = ts.make_mesh("fsdp=8")
     params = {"w": np.ones((16, 16), "float32")}
@@ -701,14 +705,14 @@ MOVES = Group(
 
     def unplanned(step, plan=plan, make=jit_step, **options):
         step = make(step, plan, batch=P("fsdp"))
-        found = step.communication(plan.structs, batch, **options).unplanned
-        return {one.code: one for one in found}
+        differences = step.communication(plan.structs, batch, **options).unplanned
+        return {difference.code: difference for difference in differences}
     """,
     [
         Entry(
             "activation",
-            "Values that the step computes are moved, where weights should be. Say where the"
-            " weights are whole, with `unshard`, or where the values lie, with"
+            "The step moves values that it computed, where it should move weights. Say where the"
+            " weights are gathered, with `unshard`, or how the values are sharded, with"
             " `with_sharding_constraint`.",
             """
             up_down = {"up": np.ones((16, 64), "float32"), "down": np.ones((64, 16), "float32")}
@@ -733,8 +737,8 @@ MOVES = Group(
         ),
         Entry(
             "all-reduce",
-            "Whole gradients are all-reduced, where a device needs only its part: twice the bytes"
-            " on the wire. The CPU's compiler always does so.",
+            "Full gradients are all-reduced, where each device needs only its shard: twice the"
+            " bytes. The CPU's compiler always does this.",
             """
             print(unplanned(descend(loss))["all-reduce"])
             """,
@@ -749,8 +753,8 @@ MOVES = Group(
         Entry(
             "again",
             "A gather, or the reduction of a gradient, runs more often than planned: once for each"
-            " use of a weight, or for each minibatch. By hand, each leaf is gathered and reduced"
-            " once.",
+            " use of a weight, or once for each microbatch. With `manual.value_and_grad`, each leaf"
+            " is gathered and reduced once.",
             """
             def tied(params, x):
                 w = ts.unshard(params, plan, "fsdp")["w"]
@@ -769,8 +773,8 @@ MOVES = Group(
         ),
         Entry(
             "sharded-further",
-            "A leaf is gathered that the step could use as it lies, if it lay as what it is used"
-            " with: here a moment is split on another dim than its parameter.",
+            "A leaf is gathered that the step could use as it is, if it had the sharding of what"
+            " it is combined with. Here a moment is sharded on another dim than its parameter.",
             """
             def momentum(state, x):
                 value, grads = jax.value_and_grad(loss)(state["model"], x)
@@ -798,9 +802,9 @@ MOVES = Group(
         ),
         Entry(
             "batch",
-            "The batch, or another argument that is no parameter, is moved: the step reverses or"
-            " shuffles it, or compares its rows with each other. What can be done before the step,"
-            " or within a row, moves nothing.",
+            "The batch, or another argument that is not a parameter, is moved: the step reverses"
+            " or shuffles it, or compares its rows. Work that is done before the step, or within a"
+            " row, moves nothing.",
             """
             def backwards(params, x):
                 return loss(params, x[::-1])
@@ -818,9 +822,9 @@ MOVES = Group(
         ),
         Entry(
             "across-axes",
-            "Data moves between devices that form no axis of the mesh: a reshape has split a"
-            " sharded dim as the mesh does not. Most often it is a batch that is split for"
-            " accumulation.",
+            "Data moves between devices that do not form axes of the mesh: a reshape has split a"
+            " sharded dim differently from the mesh. The usual cause is a batch that is split for"
+            " gradient accumulation.",
             """
             def accumulate(params, x):
                 parts = x.reshape(4, 8, 16)
@@ -842,7 +846,7 @@ MOVES = Group(
         Entry(
             "wider",
             "Data moves in a wider dtype than planned. The CPU's compiler widens bfloat16; the"
-            " traced program says what was asked for.",
+            " traced program shows the requested dtype.",
             """
             def local(params, x):
                 return jnp.mean((x @ params["w"].astype("float32")) ** 2)
@@ -858,8 +862,8 @@ MOVES = Group(
         ),
         Entry(
             "unreadable",
-            "The axes, the bytes or the count of an op cannot be told. Most often it runs in a loop"
-            " whose trips depend on data.",
+            "The axes, the bytes or the count of an op are unknown. Usually it is in a loop whose"
+            " number of iterations depends on data.",
             """
             def square(w):
                 return ts.with_sharding_constraint(w @ w, P("fsdp"))
@@ -881,7 +885,7 @@ MOVES = Group(
         ),
         Entry(
             "not-moved",
-            "What was planned is not in the program: a leaf is not used, or the plan is that of"
+            "A planned transfer is not in the program: a leaf is not used, or the plan is that of"
             " another step.",
             """
             def decay(params, batch):
@@ -896,8 +900,8 @@ MOVES = Group(
         ),
         Entry(
             "CommunicationError",
-            "What `assert_collectives` says in a test does not hold. The message lists every"
-            " collective of the program. It is an `AssertionError` too.",
+            "An `assert_collectives` in a test fails. The message lists every collective of the"
+            " program. It is also an `AssertionError`.",
             """
             def program(spec):
                 where = NamedSharding(line, spec)
@@ -913,9 +917,10 @@ MOVES = Group(
         ),
         Entry(
             "Involuntary full rematerialization",
-            "The compiler's own words, on the process's standard error: it could lay a value anew"
-            " only by way of a whole copy on every device. `capture_partitioner_warnings` says"
-            " which value, and where it comes from. Go there in two steps, or lay it otherwise.",
+            "The compiler's own warning, on the standard error of the process: it can only change"
+            " the sharding of a value by replicating it on every device."
+            " `capture_partitioner_warnings` says which value, and where it comes from. Reshard in"
+            " two steps, or choose another sharding.",
             """
             def compiled(*specs):
                 def move(x):
@@ -923,9 +928,9 @@ MOVES = Group(
                         x = 2 * ts.with_sharding_constraint(x, spec, mesh)
                     return x
 
-                with ts.capture_partitioner_warnings(mesh) as found:
+                with ts.capture_partitioner_warnings(mesh) as warnings:
                     jax.jit(move).lower(np.ones((8, 8, 8), "float32")).compile()
-                return found
+                return warnings
 
 
             before, after = P("data", None, "fsdp"), P(None, ("fsdp", "data"))
@@ -939,17 +944,17 @@ MOVES = Group(
     ],
 )
 
-# What a comparison lists, beside what differs.
+# The other words in a comparison.
 OPS = {
-    "all-gather": "the parts of devices become the whole, on each of them",
-    "reduce-scatter": "wholes are added, and each device keeps its part",
+    "all-gather": "the shards become the full array, on each device",
+    "reduce-scatter": "full arrays are added, and each device keeps its shard",
     "all-reduce": "values are added, and each device has the sum",
-    "all-to-all": "each device gives every other one a part",
-    "collective-permute": "each device gives one other its part",
-    "collective-broadcast": "one device gives its value to others",
+    "all-to-all": "each device sends every other device a part",
+    "collective-permute": "each device sends its part to one other",
+    "collective-broadcast": "one device sends its value to others",
     "ragged-all-to-all": "as all-to-all, with parts of unequal size",
-    "send": "one device gives another a value",
-    "unknown": "named like one of these, and not known here",
+    "send": "one device sends a value to another",
+    "unknown": "named like one of these, but not known to treeshard",
 }
 REASONS = {
     "weight": "a parameter is gathered for use",
@@ -973,9 +978,9 @@ FILES = Group(
     [
         Entry(
             "CheckpointError",
-            "A checkpoint, or a file of tensors, cannot be written or read: it is not there, it is"
-            " something else, it may not be overwritten, another writer is at work, the disk is"
-            " full. What was there before is still there. It is a `RuntimeError` too.",
+            "A checkpoint or a tensor file cannot be written or read: it does not exist, is"
+            " something else, may not be overwritten, has another writer, or the disk is full."
+            " Files that existed before are unchanged. It is also a `RuntimeError`.",
             """
             save("runs/100", {"w": w})
             tree = restore("runs/200", {"w": w})
@@ -986,9 +991,9 @@ FILES = Group(
         ),
         Entry(
             "DamagedError",
-            "What is on disk is not what was saved there: bytes are others, or a file is cut short."
-            " Nothing is returned of it; go back to another copy, or an earlier step. It is a"
-            " `CheckpointError` too.",
+            "The bytes on disk are not those that were saved: some differ, or a file is truncated."
+            " Nothing is returned; use another copy or an earlier step. It is also a"
+            " `CheckpointError`.",
             """
             save("runs/300", {"w": w})
             largest = max(Path("runs/300").rglob("*"), key=lambda file: file.stat().st_size)
@@ -1005,10 +1010,10 @@ FILES = Group(
         ),
         Entry(
             "MismatchError",
-            "What was saved is not what is asked for: leaves are missing, unexpected, or of another"
-            " shape or dtype. All of them are in the message, and nothing is converted unasked:"
-            ' `cast="float32"` asks for it, and `partial=True` takes what is there. It is a'
-            " `ValueError` too.",
+            "The stored leaves are not the requested ones: leaves are missing, unexpected, or of"
+            " another shape or dtype. The message lists all of them. Nothing is converted by"
+            ' default: request it with `cast="float32"`, or restore what matches with'
+            " `partial=True`. It is also a `ValueError`.",
             """
             save("runs/500", {"w": w, "bias": w[0]})
             tree = restore("runs/500", {"weight": w, "bias": w})
@@ -1019,7 +1024,7 @@ FILES = Group(
         ),
         Entry(
             "MismatchError",
-            "The same of a safetensors file, whose names are most often another framework's:"
+            "The same for a safetensors file, whose names usually come from another framework:"
             " `rename` maps paths to them.",
             """
             save_safetensors("model.safetensors", {"mlp.weight": w})
@@ -1037,9 +1042,8 @@ FILES = Group(
         ),
         Entry(
             "FormatError",
-            "Text is not what it should be: a plan as JSON, a file of shapes or rules, a compiled"
-            " program, the head of a safetensors file. The place is named. It is a `ValueError`"
-            " too.",
+            "Text cannot be read: a plan as JSON, a file of shapes or rules, a compiled program,"
+            " the header of a safetensors file. The message says where. It is also a `ValueError`.",
             """
             ts.Plan.from_json('{"w": [1024, 64]}')
             """,
@@ -1052,8 +1056,8 @@ FILES = Group(
 )
 
 PROCESSES = Group(
-    "Processes do not go on together",
-    "What one process cannot do, none does: all of them raise, and say which of them it was.",
+    "Processes fail together",
+    "If one process fails, all of them raise, and say which one failed.",
     """
     import socket
     import subprocess
@@ -1088,8 +1092,8 @@ PROCESSES = Group(
     [
         Entry(
             "ProcessError",
-            "Processes that must go on together did not all come within `timeout`, do not mean the"
-            " same, or one of them has failed. It is a `RuntimeError` too.",
+            "Processes that must act together did not all arrive within `timeout`, do not agree,"
+            " or one of them failed. It is also a `RuntimeError`.",
             """
             two_processes('''
             try:
@@ -1108,15 +1112,15 @@ PROCESSES = Group(
 )
 
 BASE = Group(
-    "Any of them",
+    "Any error",
     "",
     "",
     [
         Entry(
             "TreeShardError",
-            "The base of all errors that treeshard raises on purpose. An argument of a type that"
-            " cannot be meant is Python's own `TypeError`, and a package that is not installed an"
-            " `ImportError`, which names the extra.",
+            "The base of all errors that treeshard raises on purpose. An argument of a wrong type"
+            " is Python's own `TypeError`, and a package that is not installed an `ImportError`,"
+            " which names the extra.",
             """
             try:
                 ts.make_mesh("data=3")

@@ -1,4 +1,4 @@
-"""docs/errors.md, made of the catalogue: `python tests/errors_page.py` writes it."""
+"""Writes docs/errors.md from the catalogue: `python tests/errors_page.py`."""
 
 import re
 import tempfile
@@ -13,57 +13,57 @@ PAGE = ROOT / "docs" / "errors.md"
 
 HEAD = """# Errors and findings
 
-Everything that has a name in what treeshard raises, warns of or reports, by what you see. Each has
-code that provokes it, what that prints, and what to do instead.
+Every error, warning, finding and code of treeshard, grouped by symptom. Each has code that provokes
+it, what that code prints, and what to do instead.
 """
 
 
 def printed(group: Group, entry: Entry) -> str:
-    """What an entry prints, by itself; raises what the page does not show."""
+    """What the code of an entry prints. Raises errors that the page does not show."""
     with tempfile.TemporaryDirectory() as folder:
         alone = Path(folder) / "entry.md"
         wrong = [_code(entry.wrong), _text(f"{entry.shows or entry.name}: ...")]
         alone.write_text("\n".join([_code(SETUP), _code(group.setup), *wrong, _code(entry.right)]))
-        *_, (_, said), (_, nothing) = run(alone)
-    assert not nothing, f"what is right prints: {nothing}"
-    return _portable(said)
+        *_, (_, output), (_, unexpected) = run(alone)
+    assert not unexpected, f"the correct code prints: {unexpected}"
+    return _portable(output)
 
 
 def _portable(text: str) -> str:
-    """Without what depends on the compiler, and on where the page lies."""
+    """The text without parts that depend on the compiler or on the machine."""
     text = re.sub(r"(, in \w+\(\w*\)/).*, at .*", r"\1..., at ...", text)
     text = re.sub(r"\S+/\w+\.md:\d+|(?<=CRC-32 )\d+", "...", text)
     return re.sub(r"/\S+/(?=runs/)", ".../", text)
 
 
 def heading(entry: Entry) -> str:
-    """The line that a section begins with."""
+    """The first line of a section."""
     return f"### `{entry.name}`" + (f": {entry.about}" if entry.about else "")
 
 
 def section(group: Group, entry: Entry) -> str:
-    """An entry, with what it prints."""
-    said = printed(group, entry)
-    parts = [f"{heading(entry)}\n", _prose(entry.means), _code(entry.wrong), _text(said)]
+    """The section of an entry, with what its code prints."""
+    output = printed(group, entry)
+    parts = [f"{heading(entry)}\n", _prose(entry.means), _code(entry.wrong), _text(output)]
     return "\n".join([*parts, *(["Instead:\n", _code(entry.right)] if entry.right else [])])
 
 
 def page(section: Callable[[Group, Entry], str] = section) -> str:
-    """The whole page."""
-    parts = [HEAD, _contents(), "All of it begins with\n", _code(SETUP)]
+    """The page."""
+    parts = [HEAD, _contents(), "All examples begin with\n", _code(SETUP)]
     for group in GROUPS:
         parts += [f"## {group.title}\n"]
         parts += [_prose(group.about)] if group.about else []
         parts += [_code(group.setup)] if group.setup else []
         parts += [section(group, entry) for entry in group.entries]
-    parts += ["## What a comparison lists\n", _table("a `Collective`, or a planned transfer", OPS)]
-    parts += [_table("what a transfer is planned for", REASONS)]
+    parts += ["## The words of a comparison\n", _table("a `Collective` or a planned transfer", OPS)]
+    parts += [_table("why a transfer is planned", REASONS)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
 def _contents() -> str:
-    """A row for each symptom, with links to its entries."""
-    rows = ["| you see | names |", "|---|---|"]
+    """A table of symptoms, with links to their entries."""
+    rows = ["| symptom | names |", "|---|---|"]
     for group in GROUPS:
         links = [f"[`{entry.name}`](#{anchor(entry)})" for entry in group.entries]
         names = {entry.name: link for entry, link in zip(group.entries, links, strict=True)}
@@ -72,7 +72,7 @@ def _contents() -> str:
 
 
 def anchor(entry: Entry) -> str:
-    """Where the heading of an entry is linked to, as mkdocs has it."""
+    """The anchor that mkdocs gives to the heading of an entry."""
     text = f"{entry.name} {entry.about}".lower()
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip())
 

@@ -1,4 +1,4 @@
-"""docs/errors.md: every entry does what its section shows, and nothing with a name is missing."""
+"""docs/errors.md: every entry prints what its section shows, and no name is missing."""
 
 import ast
 import inspect
@@ -27,7 +27,7 @@ def is_class(name: str) -> bool:
 
 
 def sections() -> dict[str, str]:
-    """The sections of the page, by the first line."""
+    """The sections of the page by their first line."""
     parts = re.split(r"^(?=###? )", errors_page.PAGE.read_text(), flags=re.MULTILINE)
     return {part.partition("\n")[0]: part.strip("\n") for part in parts if part.startswith("### ")}
 
@@ -35,7 +35,7 @@ def sections() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("group", "entry"), ENTRIES, ids=[f"{entry.name} {entry.about}".strip() for _, entry in ENTRIES]
 )
-def test_an_entry_is_as_its_section_shows(group: Group, entry: Entry) -> None:
+def test_an_entry_prints_what_its_section_shows(group: Group, entry: Entry) -> None:
     text = errors_page.section(group, entry).strip("\n")
     assert sections().get(text.partition("\n")[0]) == text, WRITE
 
@@ -43,28 +43,27 @@ def test_an_entry_is_as_its_section_shows(group: Group, entry: Entry) -> None:
 @pytest.mark.parametrize(
     "name", [entry.name for _, entry in ENTRIES if not entry.shows], ids=lambda name: name
 )
-def test_what_is_printed_has_the_name(name: str) -> None:
-    """As a class or a code stands in front of what is said: not in passing."""
-    there = [text for title, text in sections().items() if f"`{name}`" in title]
+def test_the_output_starts_with_the_name(name: str) -> None:
+    """The name is where a class or a code is printed, not somewhere in the text."""
+    texts = [text for title, text in sections().items() if f"`{name}`" in title]
     start = "" if is_class(name) else r"((error|warning) |[\w/]+: )?"
-    for text in there:
+    for text in texts:
         output = text.split("```text\n")[1].split("\n```")[0]
         assert re.search(rf"^{start}{name}\b(?!-)", output, re.MULTILINE), output
 
 
-def test_what_raises_nothing_is_asserted() -> None:
-    """A mend that only ran would prove nothing of a code that is reported, not raised."""
+def test_codes_that_are_not_raised_are_asserted() -> None:
+    """For a code that is reported, not raised, correct code proves nothing unless it asserts."""
     for _, entry in ENTRIES:
         if entry.right and not is_class(entry.name):
             assert "assert " in entry.right, entry.name
 
 
 def test_the_rest_of_the_page() -> None:
-    there = sections()
+    by_heading = sections()
 
     def section(group: Group, entry: Entry) -> str:
-        title = next((t for t in there if errors_page.heading(entry) == t), "")
-        return there.get(title, "missing") + "\n"
+        return by_heading.get(errors_page.heading(entry), "missing") + "\n"
 
     assert errors_page.page(section) == errors_page.PAGE.read_text(), WRITE
 
@@ -74,15 +73,15 @@ def test_anchors_are_unique() -> None:
     assert len(set(anchors)) == len(anchors)
 
 
-# ------------------------------------------------------------------ nothing is missing
+# ------------------------------------------------------------------ completeness
 
 
 MODULES = {path.stem: path.read_text() for path in (ROOT / "treeshard").glob("*.py")}
 
 
 def first_arguments(function: str, modules: Iterable[str] = MODULES) -> set[str]:
-    """The strings in the first argument of all calls of a function, which is where codes stand."""
-    found: set[str] = set()
+    """The strings in the first argument of all calls of a function: the codes that it gets."""
+    strings: set[str] = set()
     for module in modules:
         if function not in MODULES[module]:
             continue
@@ -91,8 +90,8 @@ def first_arguments(function: str, modules: Iterable[str] = MODULES) -> set[str]
                 called = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
                 if called == function:
                     parts = (getattr(x, "value", None) for x in ast.walk(node.args[0]))
-                    found.update(part for part in parts if isinstance(part, str))
-    return found
+                    strings.update(part for part in parts if isinstance(part, str))
+    return strings
 
 
 def in_docstring(thing: Any, attribute: str) -> set[str]:
@@ -103,7 +102,7 @@ def in_docstring(thing: Any, attribute: str) -> set[str]:
 
 
 NAMES = {entry.name for _, entry in ENTRIES}
-# How a lost axis is told from others inside `analyze_sharding_strategy`; never handed out.
+# Used inside `analyze_sharding_strategy`; never returned.
 INTERNAL = {"unconstrained"}
 
 
@@ -119,7 +118,7 @@ def test_no_class_is_missing() -> None:
 
 
 def test_no_finding_is_missing() -> None:
-    # `misfits` hands on what an adjustment is called.
+    # The code of a misfit is the kind of its adjustment.
     codes = first_arguments("Finding") | _specs.MISFITS
     assert codes - NAMES == set()
     assert in_docstring(ts.Finding, "code") == codes
@@ -131,7 +130,7 @@ def test_no_adjustment_is_missing() -> None:
     assert in_docstring(ts.Adjustment, "kind") == kinds - INTERNAL
 
 
-def test_nothing_unplanned_is_missing() -> None:
+def test_no_code_of_a_comparison_is_missing() -> None:
     codes = first_arguments("_add", ["_settling"]) | first_arguments("Unplanned", ["_settling"])
     assert codes - NAMES == set()
     assert in_docstring(_unplanned.Unplanned, "code") == codes
@@ -149,6 +148,6 @@ def test_no_word_of_a_comparison_is_missing() -> None:
     assert in_docstring(ts.PlannedTransfer, "why") == set(REASONS)
 
 
-def test_nothing_is_in_the_catalogue_that_is_not_in_the_sources() -> None:
+def test_every_name_of_the_catalogue_is_in_the_sources() -> None:
     for name in NAMES:
         assert any(name in source for source in MODULES.values()), name
