@@ -1,4 +1,4 @@
-"""The constraint guard: every context, axis type and kind of leaf; what it says; the laws."""
+"""`with_sharding_constraint` and `unshard`: contexts, axis types, leaves, messages, laws."""
 
 import contextlib
 import re
@@ -45,7 +45,7 @@ def mesh_of(kind: str) -> Mesh:
 
 @contextlib.contextmanager
 def legacy(mesh: Mesh) -> Iterator[None]:
-    """`with mesh:`, of which JAX says that it will go."""
+    """`with mesh:`, which JAX has deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         mesh.__enter__()
@@ -65,7 +65,7 @@ def by_context(mesh: Mesh, y: Any, spec: P) -> Any:
     return with_sharding_constraint(y, spec)
 
 
-# Where the mesh comes from: the context to enter, and how the constraint is called in it.
+# Sources of the mesh: the context to enter, and how to call the constraint in it.
 CONTEXTS = {
     "mesh-argument": (lambda mesh: contextlib.nullcontext(), by_argument),
     "NamedSharding": (lambda mesh: contextlib.nullcontext(), by_sharding),
@@ -79,8 +79,8 @@ CONTEXTS = {
 class Case(NamedTuple):
     """Code that calls `c(value, spec)` somewhere inside.
 
-    `specs` says how the result must lie on Auto, Explicit and mixed axes; one stands for
-    all three. `start` says how the input lies.
+    `specs` are the specs of the result on Auto, Explicit and mixed axes; one stands for all
+    three. `start` is the spec of the input.
     """
 
     run: Callable[[Any, Any, Mesh], Any]  # c, x, mesh
@@ -262,7 +262,7 @@ def test_single_device_input_goes_to_the_mesh(mesh: Mesh):
     assert same_spec(got, BOTH, mesh)
 
 
-def test_an_abstract_mesh_in_a_trace_leaves_the_devices_to_the_inputs(mesh: Mesh):
+def test_an_abstract_mesh_in_a_trace_uses_the_devices_of_the_inputs(mesh: Mesh):
     def f(x: Any) -> Any:
         with use_abstract_mesh(mesh.abstract_mesh):
             return with_sharding_constraint(x * 2, BOTH)
@@ -344,7 +344,7 @@ def layer() -> Layer:
     return Layer(jnp.asarray(SQUARE), jax.nn.relu, "mlp", 3)
 
 
-def test_a_module_keeps_what_is_no_array(mesh: Mesh):
+def test_a_module_keeps_leaves_that_are_not_arrays(mesh: Mesh):
     got = with_sharding_constraint(layer(), BOTH, mesh)
     assert same_spec(got.weight, BOTH, mesh)
     assert (got.activation, got.name, got.depth) == (jax.nn.relu, "mlp", 3)
@@ -360,7 +360,7 @@ def test_structs_get_the_sharding(mesh: Mesh):
     assert got == struct.update(sharding=NamedSharding(mesh, P("data")))
 
 
-def test_structs_take_abstract_meshes_of_any_size():
+def test_structs_on_abstract_meshes_of_any_size():
     big = AbstractMesh((4096, 16), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     got = with_sharding_constraint(jax.ShapeDtypeStruct((8192, 32), "float32"), P("fsdp"), big)
     assert got.sharding == NamedSharding(big, P("fsdp"))
@@ -369,7 +369,7 @@ def test_structs_take_abstract_meshes_of_any_size():
     assert again.sharding == NamedSharding(big, P("fsdp", "tensor"))
 
 
-# ------------------------------------------------------------------ nothing to do
+# ------------------------------------------------------------------ unchanged leaves
 
 STRUCT = jax.ShapeDtypeStruct((8, 8), "float32")
 
@@ -379,7 +379,7 @@ STRUCT = jax.ShapeDtypeStruct((8, 8), "float32")
     [SQUARE, jax.nn.relu, "name", 3, 2.5, True, STRUCT, np.array([None])],
     ids=lambda leaf: type(leaf).__name__,
 )
-def test_without_a_mesh_everything_stays(leaf: Any):
+def test_without_a_mesh_leaves_are_unchanged(leaf: Any):
     assert with_sharding_constraint([leaf], [BOTH])[0] is leaf
     assert unshard([leaf], [BOTH], "fsdp")[0] is leaf
 
@@ -387,11 +387,11 @@ def test_without_a_mesh_everything_stays(leaf: Any):
 @pytest.mark.parametrize(
     "leaf", [jax.nn.relu, "name", 3, 2.5, np.array([None])], ids=lambda leaf: type(leaf).__name__
 )
-def test_no_array_stays_on_any_mesh(leaf: Any, mesh: Mesh):
+def test_leaves_that_are_not_arrays_are_unchanged(leaf: Any, mesh: Mesh):
     assert with_sharding_constraint([leaf], BOTH, mesh)[0] is leaf
 
 
-def test_none_leaves_a_subtree_as_it_is(mesh: Mesh):
+def test_none_leaves_a_subtree_unchanged(mesh: Mesh):
     tree = {"a": {"w": SQUARE, "v": STRUCT}, "b": SQUARE}
     got = with_sharding_constraint(tree, {"a": None, "b": P("data")}, mesh)
     assert got["a"] == tree["a"]
@@ -399,7 +399,7 @@ def test_none_leaves_a_subtree_as_it_is(mesh: Mesh):
     assert same_spec(got["b"], P("data"), mesh)
 
 
-def test_arrays_outside_of_a_trace_stay_under_an_abstract_mesh(mesh: Mesh):
+def test_an_abstract_mesh_outside_a_trace_moves_no_arrays(mesh: Mesh):
     x = jax.device_put(SQUARE, NamedSharding(mesh, P()))
     assert with_sharding_constraint(x, BOTH, mesh.abstract_mesh) is x
     # unless the context knows the devices
@@ -560,7 +560,7 @@ def test_a_jax_without_the_private_lookups(monkeypatch: pytest.MonkeyPatch, mesh
     assert vmapped_axes() == frozenset()
 
 
-# ------------------------------------------------------------------ what of a spec can be had
+# ------------------------------------------------------------------ projection
 
 PROJECTED = {
     "unknown axis": (P("data", "tensor"), P("data")),
@@ -575,7 +575,7 @@ PROJECTED = {
 
 
 @pytest.mark.parametrize(("asked", "given"), PROJECTED.values(), ids=PROJECTED)
-def test_what_drops_out_in_silence(asked: P, given: P, mesh: Mesh):
+def test_axes_dropped_silently(asked: P, given: P, mesh: Mesh):
     assert same_spec(with_sharding_constraint(SQUARE, asked, mesh), given, mesh)
     with jax.set_mesh(mesh):
         assert same_spec(jax.jit(lambda x: by_context(mesh, x, asked))(SQUARE), given, mesh)
@@ -583,7 +583,7 @@ def test_what_drops_out_in_silence(asked: P, given: P, mesh: Mesh):
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 @pytest.mark.parametrize("where", ["eager", "jit"])
-def test_unconstrained_keeps_what_is_there(where: str, kind: str):
+def test_unconstrained_keeps_the_current_axes(where: str, kind: str):
     mesh = mesh_of(kind)
     x = jax.device_put(SQUARE, NamedSharding(mesh, P("data")))
     run = jax.jit if where == "jit" else lambda f: f
@@ -611,7 +611,7 @@ WARNED = {
 
 @pytest.mark.parametrize(("asked", "given", "message"), WARNED.values(), ids=WARNED)
 @pytest.mark.parametrize("uneven", ["warn", "drop", "error", "keep"])
-def test_what_drops_out_with_a_warning(asked: P, given: P, message: str, uneven: Any, mesh: Mesh):
+def test_axes_dropped_with_a_warning(asked: P, given: P, message: str, uneven: Any, mesh: Mesh):
     with pytest.warns(ts.ShardingWarning) as caught:
         got = with_sharding_constraint({"w": SQUARE}, asked, mesh, uneven=uneven)
     assert [str(w.message) for w in caught] == [message]
@@ -638,7 +638,7 @@ def test_several_uneven_dims_are_reported_at_once(mesh: Mesh):
         with_sharding_constraint(UNEVEN, P("fsdp", "data"), mesh)
     (warning,) = caught
     head, first, second = str(warning.message).split("\n")
-    assert head == "2 constraints were not applied in full:"
+    assert head == "2 constraints were only applied in part:"
     assert first.startswith("  v/0: P('fsdp', 'data') splits dim 1 of shape (8, 3) in 2")
     assert second.startswith("  w: P('fsdp', 'data') splits dim 0 of shape (6, 8) in 4")
 
@@ -702,11 +702,11 @@ def test_uneven_keep_elsewhere_is_an_error(kind: str, f: Any):
     assert str(error.value) == (
         "the array: P('data',) splits dim 0 of shape (3, 2) in 2, which does not divide 3. Pad it"
         ' to 4, or use another dim or axis. The mesh: data=2, fsdp=4. `uneven="keep"` works'
-        " inside jit, on Auto axes: arrays are stored in even parts."
+        " inside jit, on Auto axes: arrays are stored in equal shards."
     )
 
 
-# ------------------------------------------------------------------ what it says
+# ------------------------------------------------------------------ messages
 
 MISTAKES = {
     "rank": (
@@ -743,7 +743,7 @@ def test_mistakes(tree: Any, specs: Any, message: str, execute: Any, mesh: Mesh)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_an_unknown_way_with_uneven_dims():
+def test_an_unknown_value_of_uneven():
     message = "uneven='eror' is none of 'warn', 'error', 'drop', 'keep'. Did you mean 'error'?"
     with pytest.raises(ValueError, match=re.escape(message)):
         with_sharding_constraint(SQUARE, P(), uneven="eror")  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Pictures of trees: what they say, in every form, and for arrays of every rank."""
+"""`draw`: its text, its files, and arrays of every rank."""
 
 import re
 import subprocess
@@ -96,7 +96,7 @@ def test_one_array_of_any_rank(
         assert part.replace(" │", "") in re.sub(" *│ *", " ", out) or part in out
 
 
-def test_arrays_that_lie_on_no_mesh(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arrays_on_no_mesh(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
     x = jax.device_put(np.ones(4, np.float32), jax.devices()[3])
     draw({"alone": x, "host": np.ones(2), "split": ts.shard(np.ones(8, np.int8), P("fsdp"), mesh)})
     out = capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_many_parts_are_counted(capsys: pytest.CaptureFixture[str], mesh: Mesh) 
     assert "... and 3 more parts" in capsys.readouterr().out
 
 
-def test_names_are_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_paths_are_not_read_as_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tree = {"[red]": {"$x_1$ <b>": np.ones(2)}, "plain": np.ones(2)}
     draw(tree)
     assert "[red]" in capsys.readouterr().out
@@ -150,7 +150,7 @@ def words(svg: Path) -> str:
     return " ".join("".join(text.itertext()).replace("\xa0", " ") for text in texts)
 
 
-def test_files_say_the_same_and_have_charts(plan: ts.Plan, tmp_path: Path) -> None:
+def test_files_show_the_same_tree_and_charts(plan: ts.Plan, tmp_path: Path) -> None:
     for name in ("plan.svg", "plan.html", "plan.png"):
         draw(plan, to=tmp_path / name)
     said = words(tmp_path / "plan.svg")
@@ -194,12 +194,14 @@ def test_another_kind_of_file(plan: ts.Plan, tmp_path: Path) -> None:
     "x", ["plan", {"call": jax.nn.relu}, None, []], ids=["text", "function", "None", "list"]
 )
 def test_no_arrays(x: Any) -> None:
-    with pytest.raises(ts.LeafError, match=f"draw: {type(x).__name__} holds no array. Give a plan"):
+    with pytest.raises(
+        ts.LeafError, match=f"draw: there are no arrays in this {type(x).__name__}. Pass"
+    ):
         draw(x)
 
 
 def test_traced_arrays() -> None:
-    with pytest.raises(ts.SpecError, match="w: it is traced, and lies nowhere yet."):
+    with pytest.raises(ts.SpecError, match="w: it is traced, and has no sharding yet."):
         jax.eval_shape(lambda x: draw({"w": x}), np.ones(2))
 
 

@@ -1,4 +1,4 @@
-"""Trees come back to the host once, whole, and leave nothing behind."""
+"""`gather` and `iter_gather`: full arrays on the host, one copy, no copies left behind."""
 
 import re
 import sys
@@ -35,7 +35,7 @@ def tree(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def test_arrays_come_back_as_numpy_and_the_rest_as_it_is(tree: dict[str, Any]) -> None:
+def test_arrays_become_numpy_and_other_leaves_pass_through(tree: dict[str, Any]) -> None:
     back = gather(tree)
     assert {key: type(x) for key, x in back.items()} == dict.fromkeys(
         ["w", "half", "whole", "single", "numpy"], np.ndarray
@@ -46,7 +46,7 @@ def test_arrays_come_back_as_numpy_and_the_rest_as_it_is(tree: dict[str, Any]) -
     np.testing.assert_array_equal(back["single"], arange(5))
 
 
-def test_the_result_is_its_own_memory(tree: dict[str, Any]) -> None:
+def test_the_result_shares_no_memory(tree: dict[str, Any]) -> None:
     back = gather(tree)
     for key in ("w", "whole", "single", "numpy"):
         back[key][:] = -1
@@ -62,7 +62,7 @@ def test_no_host_copy_stays_on_the_arrays(tree: dict[str, Any]) -> None:
     for key in ("w", "half", "whole", "single"):
         handles = [tree[key], *(piece.data for piece in tree[key].addressable_shards)]
         assert [x._npy_value for x in handles] == [None] * len(handles)
-    np.asarray(tree["w"])  # what JAX itself leaves, so the test sees what it looks for
+    np.asarray(tree["w"])  # JAX itself caches a copy, so the check can fail
     assert tree["w"]._npy_value is not None
 
 
@@ -74,7 +74,7 @@ def test_an_array_can_be_donated_in_place_afterwards(mesh: Mesh) -> None:
     assert y.addressable_shards[0].data.unsafe_buffer_pointer() == place
 
 
-def test_keys_come_back_on_one_device(mesh: Mesh, compiles: list[str]) -> None:
+def test_gathered_keys_are_on_one_device(mesh: Mesh, compiles: list[str]) -> None:
     data = np.arange(16, dtype=np.uint32).reshape(8, 2)
     keys = shard(jax.random.wrap_key_data(data), P("fsdp"), mesh)
     back = gather({"key": keys})["key"]
@@ -83,7 +83,7 @@ def test_keys_come_back_on_one_device(mesh: Mesh, compiles: list[str]) -> None:
     assert compiles == []
 
 
-def test_iter_gather_gives_arrays_by_path_and_keeps_none(tree: dict[str, Any]) -> None:
+def test_iter_gather_yields_arrays_by_path_and_keeps_none(tree: dict[str, Any]) -> None:
     seen: list[str] = []
     last = None
     for path, x in iter_gather({"a": tree, "b": [arange(2)]}):
@@ -136,15 +136,15 @@ def test_to_names_a_process(tree: dict[str, Any]) -> None:
 @pytest.mark.parametrize("read", [gather, iter_gather])
 def test_to_must_be_a_process(tree: dict[str, Any], read: Any, to: Any) -> None:
     message = (
-        f"{read.__name__}(to={to!r}): give 'all', or the index of the process that receives the"
-        " tree, from 0 to 0."
+        f"{read.__name__}(to={to!r}): pass 'all', or the index of the receiving process, from 0 to"
+        " 0."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         read(tree, to=to)
 
 
 @pytest.mark.parametrize("read", [gather, iter_gather])
-def test_every_leaf_that_is_gone_is_named(mesh: Mesh, read: Any) -> None:
+def test_one_error_names_all_deleted_leaves(mesh: Mesh, read: Any) -> None:
     tree = {"a": arange(8), "b": [arange(8), arange(4)], "c": arange(8)}
     placed = shard(tree, P("fsdp"), mesh)
     placed["a"].delete()
@@ -158,7 +158,7 @@ def test_every_leaf_that_is_gone_is_named(mesh: Mesh, read: Any) -> None:
 
 
 @pytest.mark.parametrize("read", [gather, iter_gather])
-def test_what_holds_no_numbers(read: Any) -> None:
+def test_tracers_and_structs_are_errors(read: Any) -> None:
     with pytest.raises(LeafError, match=re.escape("w: float32[8]: it is being traced")):
         jax.jit(lambda x: read({"w": x}))(arange(8))
     with pytest.raises(LeafError, match=re.escape("w: int32[8]: it is a ShapeDtypeStruct")):

@@ -1,4 +1,4 @@
-"""What makes a step compile again is found, leaf by leaf."""
+"""`diff_shardings` and `assert_stable_step` report what makes a step compile again."""
 
 from typing import Any
 
@@ -72,7 +72,9 @@ def made(mesh: Mesh, what: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_compiles_again_is_what_differs(mesh: Mesh, compiles: list[str], name: str) -> None:
+def test_differences_are_what_makes_jit_compile_again(
+    mesh: Mesh, compiles: list[str], name: str
+) -> None:
     before, after, lines = PAIRS[name]
     one, other = made(mesh, before), made(mesh, after)
     assert said(one, other) == lines
@@ -114,7 +116,7 @@ def test_keys_are_compared_too(mesh: Mesh) -> None:
     assert said(keys, other) == ["w: dtype key<fry> -> key<rbg>"]
 
 
-def test_leaves_that_are_no_arrays() -> None:
+def test_leaves_that_are_not_arrays() -> None:
     assert said("adam", "sgd") == ["w: value 'adam' -> 'sgd'"]
     assert said(jax.nn.relu, jax.nn.relu) == []
     assert said("adam", np.ones(2))[0].startswith("w: value 'adam' -> ")
@@ -128,12 +130,12 @@ def test_leaves_that_are_no_arrays() -> None:
     assert len(said(Odd(), Odd())) == 1
 
 
-def test_leaves_that_only_one_tree_has() -> None:
+def test_leaves_in_one_tree_only() -> None:
     found = diff_shardings({"a": 1, "b": 2}, {"b": 2, "c": 3})
-    assert list(map(str, found)) == ["a: leaf there -> gone", "c: leaf absent -> new"]
+    assert list(map(str, found)) == ["a: leaf present -> gone", "c: leaf absent -> new"]
 
 
-def test_a_plan_says_what_it_knows(mesh: Mesh) -> None:
+def test_plans_and_structs_are_compared_in_what_they_know(mesh: Mesh) -> None:
     plan = ts.plan({"w": np.ones((8, 8), np.float32)}, [("w", P("data"))], mesh, min_size=0)
     assert said(put(mesh, P("data")), plan.structs["w"]) == []
     assert said(put(mesh, P()), plan.structs["w"]) == ["w: sharding P() -> P('data',)"]
@@ -151,8 +153,8 @@ def test_repeated_layers_are_folded(mesh: Mesh) -> None:
     assert str(diff_shardings(whole, whole)) == "No leaf differs."
 
 
-def test_traced_leaves_lie_nowhere() -> None:
-    with pytest.raises(ts.SpecError, match="w: it is traced, and lies nowhere yet."):
+def test_traced_leaves_are_an_error() -> None:
+    with pytest.raises(ts.SpecError, match="w: it is traced, and has no sharding yet."):
         jax.eval_shape(lambda x: bool(diff_shardings({"w": x}, {"w": x})), jnp.ones(2))
 
 
@@ -165,7 +167,7 @@ def plain_step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax
     return {"w": w, "step": state["step"] + 1}, w.sum()
 
 
-def test_a_step_that_drifts_is_told_with_the_fix(mesh: Mesh) -> None:
+def test_the_error_for_a_drifting_step_has_the_fix(mesh: Mesh) -> None:
     x = put(mesh, P("data"))
     state = {"w": put(mesh, P("data")), "step": 0}
     with pytest.raises(ts.UnstableStepError) as caught:
@@ -173,18 +175,18 @@ def test_a_step_that_drifts_is_told_with_the_fix(mesh: Mesh) -> None:
     assert isinstance(caught.value, AssertionError)
     lines = str(caught.value).splitlines()
     assert lines[0] == "step: sharding one device (uncommitted) -> P(); committed no -> yes"
-    assert lines[1] == "Each such difference can make the next step compile again."
-    assert lines[2].startswith("Place the state before the first step as it is to stay:")
+    assert lines[1] == "Each such change can make the next step compile again."
+    assert lines[2].startswith("Place the state before the first step as it should stay:")
     assert len(lines) == 3
 
 
-def test_a_stable_step_returns_what_it_made(mesh: Mesh, compiles: list[str]) -> None:
+def test_a_stable_step_returns_its_result(mesh: Mesh, compiles: list[str]) -> None:
     x = put(mesh, P("data"))
     start = ts.shard({"w": np.ones((8, 8), np.float32), "step": np.int32(0)}, P(), mesh)
     plan = ts.plan(start, [(".*", None)], mesh)
     step = jit_step(plain_step, plan, batch=P(("data", "fsdp")))
     state, loss = assert_stable_step(step, start, x)
-    assert start["w"].is_deleted()  # donated, and still compared
+    assert start["w"].is_deleted()  # donated, but still compared
     assert (int(state["step"]), loss.shape) == (1, ())
     count = len(compiles)
     assert_stable_step(step, state, x)
@@ -196,11 +198,11 @@ def test_dtypes_weak_types_and_structure() -> None:
     with pytest.raises(ts.UnstableStepError) as caught:
         assert_stable_step(lambda s: {"w": jnp.zeros(2), "rate": jnp.float32(0.1)}, state)
     text = str(caught.value)
-    assert text.startswith("3 leaves come out of the step other than they went in:\n  n: leaf")
+    assert text.startswith("The step changed 3 leaves of its state:\n  n: leaf")
     assert "  rate: weak type yes -> no\n  w: dtype bfloat16 -> float32\n" in text
     assert "Convert in the step, `new.astype(old.dtype)`" in text
     assert "`jnp.float32(0.1)` instead of `0.1`" in text
-    assert "Keep shapes and the structure" in text
+    assert "Keep the shapes and the structure" in text
 
 
 class Counter(eqx.Module):
@@ -209,7 +211,7 @@ class Counter(eqx.Module):
 
 
 def test_static_fields_that_change() -> None:
-    with pytest.raises(ts.UnstableStepError, match="a static field in one, is not what it was"):
+    with pytest.raises(ts.UnstableStepError, match="or a static field, changed."):
         assert_stable_step(lambda s: (Counter(s.w, "b"), 0), Counter(jnp.ones(1), "a"))
 
 

@@ -1,4 +1,4 @@
-"""Trees go to the devices as their specs say, and come back bit for bit."""
+"""`shard`, `reshard` and functions per leaf: placement, round trips, costs and errors."""
 
 import re
 from typing import Any
@@ -54,7 +54,7 @@ def bits(x: Any) -> bytes:
     return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
 
 
-# ------------------------------------------------------------------ where things land
+# ------------------------------------------------------------------ placement
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def bits(x: Any) -> bytes:
     ],
 )
 @pytest.mark.parametrize("source", ["numpy", "one device", "many devices"])
-def test_each_device_gets_its_part(mesh: Mesh, spec: P, piece: tuple, source: str) -> None:
+def test_each_device_gets_its_shard(mesh: Mesh, spec: P, piece: tuple, source: str) -> None:
     x = arange(16, 8)
     start = {
         "numpy": lambda: x,
@@ -83,7 +83,7 @@ def test_each_device_gets_its_part(mesh: Mesh, spec: P, piece: tuple, source: st
     np.testing.assert_array_equal(gather(placed), x)
 
 
-def test_every_place_that_may_give_the_mesh(mesh: Mesh, fsdp_mesh: Mesh) -> None:
+def test_where_the_mesh_comes_from(mesh: Mesh, fsdp_mesh: Mesh) -> None:
     x = {"w": arange(16, 8)}
     by_rules = plan(x, [(".*", P("data"))], mesh, min_size=0)
     cases = {
@@ -94,12 +94,12 @@ def test_every_place_that_may_give_the_mesh(mesh: Mesh, fsdp_mesh: Mesh) -> None
     with jax.set_mesh(mesh):
         cases["current"] = shard(x, P("data"))
     assert {name: pieces(y["w"])[0] for name, y in cases.items()} == dict.fromkeys(cases, (8, 8))
-    with jax.set_mesh(mesh):  # what says most about this call wins
+    with jax.set_mesh(mesh):  # the argument wins, then the sharding
         assert shard(x, NamedSharding(mesh, P("fsdp")), fsdp_mesh)["w"].sharding.mesh == fsdp_mesh
         assert shard(x, NamedSharding(fsdp_mesh, P("fsdp")))["w"].sharding.mesh == fsdp_mesh
 
 
-def test_what_is_no_array_passes_through(mesh: Mesh) -> None:
+def test_leaves_that_are_not_arrays_pass_through(mesh: Mesh) -> None:
     tree = {
         "call": jax.nn.relu,
         "name": "mlp",
@@ -228,7 +228,7 @@ def test_a_source_changed_after_shard_changes_nothing(mesh: Mesh, skew: int, dat
     np.testing.assert_array_equal(gather(placed)["x"], before)
 
 
-def test_the_result_outlives_and_ignores_its_single_device_source(mesh: Mesh) -> None:
+def test_deleting_the_source_does_not_change_the_result(mesh: Mesh) -> None:
     source = jax.device_put(arange(16, 16), jax.devices()[0])
     placed = shard(source, P("fsdp"), mesh)
     source.delete()
@@ -236,7 +236,7 @@ def test_the_result_outlives_and_ignores_its_single_device_source(mesh: Mesh) ->
 
 
 @pytest.mark.parametrize("spec", [P("fsdp"), P()], ids=str)
-def test_a_result_may_be_donated(mesh: Mesh, spec: P) -> None:
+def test_the_result_can_be_donated(mesh: Mesh, spec: P) -> None:
     source = aligned((16, 16))
     placed = shard(source, spec, mesh)
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
@@ -282,7 +282,7 @@ def test_from_one_device_reshard_compiles_once(mesh: Mesh, compiles: list[str]) 
 # ------------------------------------------------------------------ device to device
 
 
-def test_what_lies_right_comes_back_itself(mesh: Mesh, fsdp_mesh: Mesh) -> None:
+def test_leaves_already_in_place_are_returned_unchanged(mesh: Mesh, fsdp_mesh: Mesh) -> None:
     placed = shard(arange(16, 8), P("fsdp"), mesh)
     for move in (shard, reshard):
         assert move(placed, P("fsdp"), mesh) is placed
@@ -291,7 +291,7 @@ def test_what_lies_right_comes_back_itself(mesh: Mesh, fsdp_mesh: Mesh) -> None:
     renamed = shard(whole, P(), fsdp_mesh)
     assert renamed.sharding.mesh == fsdp_mesh
     first = [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in (whole, renamed)]
-    assert first[0] == first[1]  # under a new name, not in a new place
+    assert first[0] == first[1]  # relabelled, not copied
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ SCALAR = pytest.param(np.ones(()), P("data"), ts.SpecError, "but shape () has 0 
             arange(8),
             P(P.UNCONSTRAINED),
             ts.SpecError,
-            "a dim is UNCONSTRAINED, which means something only inside jit. Write an axis, or None",
+            "a dim is UNCONSTRAINED, which has a meaning only inside jit. Write an axis, or None",
             id="unconstrained",
         ),
         pytest.param(
@@ -393,29 +393,38 @@ SCALAR = pytest.param(np.ones(()), P("data"), ts.SpecError, "but shape () has 0 
             P(),
             ts.DeletedLeafError,
             "w/0: float32[8]: its memory is gone: it was deleted, or donated to a compiled"
-            " function. Use what that function returned, or do not donate it.",
+            " function. Use the result of that function, or do not donate the array.",
             id="deleted",
         ),
         pytest.param(
             jax.ShapeDtypeStruct((8,), "bfloat16"),
             P(),
             LeafError,
-            "w/0: bfloat16[8]: it is a ShapeDtypeStruct, which describes an array and holds none."
-            " `Plan.structs` describes where one would lie; to move it, make the array first.",
+            "w/0: bfloat16[8]: it is a ShapeDtypeStruct, which describes an array but holds no"
+            " values. Make the array first. (`Plan.structs` describes how arrays would be"
+            " sharded.)",
             id="struct",
         ),
         pytest.param(
-            np.ones(8, np.longdouble), P(), LeafError, "JAX has no such dtype.", id="longdouble"
+            np.ones(8, np.longdouble),
+            P(),
+            LeafError,
+            "JAX does not support this",
+            id="longdouble",
         ),
         pytest.param(
             np.zeros(8, "i4,f4"),
             P(),
             LeafError,
-            "JAX has no such dtype. Use `.astype`",
+            "JAX does not support this dtype. Convert it with `.astype`",
             id="record",
         ),
         pytest.param(
-            np.ma.ones(8), P(), LeafError, "JAX has no masked arrays. Use `.filled()`", id="masked"
+            np.ma.ones(8),
+            P(),
+            LeafError,
+            "a masked array, which JAX does not",
+            id="masked",
         ),
     ],
 )
@@ -427,7 +436,7 @@ def test_a_bad_leaf(
         move({"w": [leaf], "fine": arange(8)}, {"w": [spec], "fine": P("fsdp")}, mesh)
 
 
-def test_all_bad_leaves_stand_in_one_error(mesh: Mesh) -> None:
+def test_one_error_names_all_bad_leaves(mesh: Mesh) -> None:
     tree = {"a": arange(6), "b": arange(8), "c": deleted(), "d": arange(8)}
     specs = {"a": P("fsdp"), "b": P("model"), "c": P(), "d": P()}
     with pytest.raises(ts.UnknownAxisError) as caught:
@@ -438,7 +447,7 @@ def test_all_bad_leaves_stand_in_one_error(mesh: Mesh) -> None:
     assert [line.split(":")[0] for line in lines[1:]] == ["  a", "  b", "  c"]
 
 
-def test_nothing_is_moved_when_one_leaf_is_bad(mesh: Mesh, monkeypatch: Any) -> None:
+def test_no_leaf_moves_if_one_is_bad(mesh: Mesh, monkeypatch: Any) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("something was moved")
 
@@ -448,16 +457,16 @@ def test_nothing_is_moved_when_one_leaf_is_bad(mesh: Mesh, monkeypatch: Any) -> 
         shard([arange(8), arange(6)], P("fsdp"), mesh)
 
 
-def test_a_tracer_is_told_where_to_go(mesh: Mesh) -> None:
+def test_the_error_for_a_tracer_names_with_sharding_constraint(mesh: Mesh) -> None:
     def step(x: jax.Array) -> jax.Array:
         return shard({"w": x}, P("fsdp"), mesh)["w"]
 
-    fact = "w: float32[8]: it is being traced and has no numbers yet. Inside jit use"
+    fact = "w: float32[8]: it is being traced and has no values yet. Inside jit, use"
     with pytest.raises(LeafError, match=re.escape(fact)):
         jax.jit(step)(arange(8))
 
 
-def test_without_a_mesh_that_has_devices() -> None:
+def test_a_mesh_without_devices_is_an_error() -> None:
     with pytest.raises(ts.NoMeshError, match=re.escape("No mesh is in force. Pass one")):
         shard(arange(8), P("fsdp"))
     abstract = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
@@ -465,12 +474,12 @@ def test_without_a_mesh_that_has_devices() -> None:
         with pytest.raises(ts.NoMeshError) as caught:
             shard(arange(8), spec, mesh)
         assert str(caught.value) == (
-            "shard: the mesh (fsdp=8) is an AbstractMesh: it has sizes, but no devices that could"
-            " hold arrays. Pass one with devices (`mesh=...`); `treeshard.make_mesh` makes it."
+            "shard: the mesh (fsdp=8) is an AbstractMesh, which has sizes but no devices to hold"
+            " arrays. Pass a mesh with devices (`mesh=...`), as `treeshard.make_mesh` returns."
         )
 
 
-def test_no_mesh_is_needed_where_nothing_is_to_be_placed() -> None:
+def test_a_tree_without_arrays_needs_no_mesh() -> None:
     assert shard({"f": len, "n": 1}, P()) == {"f": len, "n": 1}
 
 
@@ -501,7 +510,7 @@ def test_functions_do_what_shard_and_gather_do(
     if kind == "plan":
         rules = [("w", P("data")), ("b", P("fsdp")), (".*", None)]
         specs = plan(tree, rules, mesh, min_size=0)
-    with jax.set_mesh(mesh):  # which a spec alone needs; only when the functions are made
+    with jax.set_mesh(mesh):  # plain specs need it, only when the functions are made
         shard_fns, gather_fns = make_shard_and_gather_fns(specs)
     placed = apply(shard_fns, tree)
     assert pieces(placed["w"])[0] == (8, 8)
@@ -514,7 +523,7 @@ def test_functions_do_what_shard_and_gather_do(
     assert compiles == []
 
 
-def test_functions_where_specs_have_none_or_a_prefix(mesh: Mesh) -> None:
+def test_functions_of_none_and_of_a_prefix(mesh: Mesh) -> None:
     tree = {"block": {"a": arange(8), "b": arange(4)}, "kept": {"c": arange(3)}, "gone": None}
     specs = {"block": P("fsdp"), "kept": None, "gone": None}
     shard_fns, gather_fns = make_shard_and_gather_fns(specs, mesh)
@@ -536,7 +545,7 @@ def test_functions_name_the_path_of_their_leaf(mesh: Mesh) -> None:
         gather_fns["layers"][0]["b"](deleted())
 
 
-def test_functions_are_not_made_from_what_is_no_spec(mesh: Mesh) -> None:
+def test_functions_need_specs_and_a_mesh_with_devices(mesh: Mesh) -> None:
     with pytest.raises(ts.SpecError, match=re.escape("w: 3 (int) is no spec.")):
         make_shard_and_gather_fns({"w": 3}, mesh)
     with pytest.raises(ts.NoMeshError, match="No mesh is in force"):

@@ -1,4 +1,4 @@
-"""A picture of how a tree lies: in the terminal, in a notebook, or in a file."""
+"""Draws how a tree is sharded: in the terminal, in a notebook, or to a file."""
 
 import sys
 from collections import Counter
@@ -20,29 +20,29 @@ from treeshard._specs import axes_of, entries, is_array
 
 # Readable on white and on black.
 _PALETTE = ("#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a6761d")
-# Of one array, as many parts are listed.
+# The most parts of one array to list.
 _PARTS = 64
 
 
 def draw(x: Any, to: str | Path | None = None) -> None:
-    """Draws how a plan, a tree or an array lies on its devices.
+    """Draws how a plan, a tree or an array is sharded.
 
-    A tree with the shape, the spec and the bytes per device of every array, in one colour a
-    mesh axis; repeated layers are folded. Of a single array, of any rank, also which device
-    holds which part. No values are read.
+    Shows a tree with the shape, the spec and the bytes per device of every array, in one colour
+    for each mesh axis; repeated layers are folded. For a single array of any rank, it also shows
+    which device holds which part. No values are read.
 
     Args:
         x: A `Plan`, a live tree, `ShapeDtypeStruct`s with shardings, or one array.
         to: A file to write instead: `"plan.svg"`, `"plan.html"` or `"plan.png"`. It also has bar
-            charts of the bytes per device and of those of each top-level branch. (Of a tree of
-            more than 400 lines, only .html has all.) Without it the tree goes to the terminal,
-            or into the notebook; where treescope is installed, a notebook gets its picture of
-            a live tree instead.
+            charts of the bytes on each device and in each top-level branch. (For a tree of more
+            than 400 lines, only .html has all of them.) Without it, the tree is printed to the
+            terminal, or shown in the notebook; where treescope is installed, a notebook shows a
+            live tree with treescope instead.
 
     Raises:
-        LeafError: If there is no array in `x`.
+        LeafError: If there are no arrays in `x`.
         SpecError: If arrays in it are traced: all are named.
-        FormatError: If `to` ends in something else.
+        FormatError: If `to` has another file extension.
         ImportError: If rich, or for a file matplotlib, is not installed.
 
     Examples:
@@ -59,7 +59,8 @@ def draw(x: Any, to: str | Path | None = None) -> None:
     leaves = placed_leaves(x)
     if not leaves:
         raise LeafError(
-            f"draw: {type(x).__name__} holds no array. Give a plan, a tree of arrays, or an array."
+            f"draw: there are no arrays in this {type(x).__name__}. Pass a plan, a tree of arrays,"
+            " or an array."
         )
     write = None if to is None else _writer(Path(to))
     if write is None and not isinstance(x, PlannedTree) and _in_notebook() and _by_treescope(x):
@@ -76,8 +77,8 @@ def draw(x: Any, to: str | Path | None = None) -> None:
 def _writer(path: Path) -> Any:
     if path.suffix not in WRITERS:
         raise FormatError(
-            f"draw: {path.name!r} does not end in {', '.join(sorted(WRITERS))}. The end of the"
-            " name says what kind of file to write."
+            f"draw: {path.name!r} does not end in {', '.join(sorted(WRITERS))}. The extension"
+            " determines the kind of file."
         )
     return WRITERS[path.suffix]
 
@@ -101,7 +102,7 @@ def _by_treescope(x: Any) -> bool:
 
 
 def _picture(leaves: list[Placed], alone: bool) -> Any:
-    """The tree for rich, which must be installed, and of one array its parts."""
+    """Returns the tree as a renderable for rich; for a single array, also its parts."""
     try:
         from rich.console import Group
         from rich.text import Text
@@ -143,7 +144,7 @@ def _branch_totals(alike: Iterable[tuple[str, list[Placed]]]) -> Mapping[str, in
 
 
 def _line(name: str, members: list[Placed], colours: dict[str, str]) -> Any:
-    """One array, or several that are alike: name, dtype and shape, spec, bytes per device."""
+    """The line of one array, or of several equal ones: dtype, shape, spec, bytes per device."""
     from rich.text import Text
 
     leaf = members[0]
@@ -198,7 +199,7 @@ def _meshes(leaves: Iterable[Placed]) -> list[AnyMesh]:
 
 
 def _colours(leaves: Iterable[Placed]) -> dict[str, str]:
-    """One for each axis, in the order of the meshes; more axes than colours share some."""
+    """A colour for each axis, in the order of the meshes; they repeat if there are many axes."""
     axes = dict.fromkeys(axis for mesh in _meshes(leaves) for axis in axis_sizes(mesh))
     return dict(zip(axes, cycle(_PALETTE)))
 
@@ -207,7 +208,7 @@ def _colours(leaves: Iterable[Placed]) -> dict[str, str]:
 
 
 def _parts(leaf: Placed) -> Any | None:
-    """Which devices hold which part of an array; nothing if there are no devices."""
+    """A table of the devices that hold each part of an array; `None` without devices."""
     from rich.table import Table
 
     if leaf.sharding is None or not _has_devices(leaf):

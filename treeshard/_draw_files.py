@@ -1,4 +1,4 @@
-"""A picture of a tree as a file, with bar charts of the bytes that it takes."""
+"""Writes drawn trees to files, with bar charts of their bytes."""
 
 import io
 import math
@@ -10,18 +10,18 @@ from typing import Any
 from treeshard._describe import human_bytes
 from treeshard._placed import Placed, bytes_by_device, largest_part
 
-# In inches: one character of the font in its size, one line, the charts.
+# In inches: the width of one character, the height of one line, the height of the charts.
 _POINTS = 9
 _COLUMN, _LINE, _CHARTS = _POINTS * 0.602 / 72, _POINTS * 1.35 / 72, 3.5
-# A longer figure takes minutes, and no viewer shows it.
+# Longer figures take minutes to write, and viewers cannot show them.
 _LINES = 400
-# Charts show as many bars.
+# The most bars in each chart.
 _BARS = 64
 _BRANCHES = 12
 
 
 def missing(package: str) -> ImportError:
-    """What to raise where an optional package is needed."""
+    """The error for an optional package that is not installed."""
     return ImportError(f"draw needs {package}. Install it with `pip install 'treeshard[show]'`.")
 
 
@@ -70,7 +70,7 @@ WRITERS: dict[str, Callable[[Path, Any, list[Placed]], None]] = {
 
 
 def _console(picture: Any, record: bool = False) -> tuple[Any, int]:
-    """A console of rich that is as wide as the picture, and prints nowhere."""
+    """A rich console as wide as the picture, which prints nothing, and its width."""
     from rich.console import Console
 
     columns = Console(width=10_000, file=io.StringIO()).measure(picture).maximum
@@ -84,7 +84,7 @@ def _write(page: Any, column: int, row: int, segment: Any) -> None:
         colour = style.color.get_truecolor().hex
     elif style is not None and style.dim:
         colour = "dimgray"
-    # Blanks side by side would be one in an SVG, and those in front none in some viewers.
+    # SVG collapses repeated blanks, and some viewers drop leading ones.
     text = segment.text.rstrip()
     page.text(
         column + len(text) - len(text.lstrip()),
@@ -114,7 +114,7 @@ def _saved(figure: Any, kind: str) -> bytes:
     from matplotlib import rc_context
 
     file = io.BytesIO()
-    # Text stays text, and the same picture gives the same file.
+    # Keeps text as text, and the output reproducible.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "treeshard"}):
         dpi = min(150, 60_000 / max(figure.get_size_inches()))
         metadata = {"Date": None, "Creator": None} if kind == "svg" else {}
@@ -123,7 +123,7 @@ def _saved(figure: Any, kind: str) -> bytes:
 
 
 def _charts(figure: Any, leaves: list[Placed], share: float) -> None:
-    """Bytes per device and per top-level branch, in the lowest part of a figure."""
+    """Draws bytes per device and per top-level branch at the bottom of a figure."""
     held = bytes_by_device(leaves)
     unit = 1024 ** min(int(math.log(max([1024, *held.values()]), 1024)), 5)
     name = human_bytes(unit).split()[1]

@@ -1,4 +1,4 @@
-"""From devices to host memory, without a second copy and without one left behind."""
+"""Copies trees from devices to host memory: one copy of each shard, and no cached ones."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from treeshard._paths import leaf_paths, path_under
 from treeshard._point_to_point import deliver
 from treeshard._processes import TIMEOUT, exchange
 from treeshard._progress import with_bar
-from treeshard._specs import has_shape, is_array
+from treeshard._specs import is_array
 from treeshard._targets import Misfit, raise_misfits, unmovable
 
 To = Literal["all"] | int
@@ -28,34 +28,34 @@ _iterations: defaultdict[tuple[int, ...], "count[int]"] = defaultdict(count)
 def gather(tree: Any, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT) -> Any:
     """Copies a tree from its devices to host memory.
 
-    Each shard is copied once, straight to its place in the result: host memory peaks at the
-    size of the result, and nothing stays cached on the arrays.
+    Each shard is copied once, directly into the result: host memory peaks at the size of the
+    result, and no copy stays cached on the arrays.
 
-    Across processes each part goes straight from one that holds it to those that receive it, leaf
-    by leaf: memory for the tree is taken where it goes, and for a few MiB elsewhere. All
-    processes that hold parts of the tree must make the call, and the receiver. One that is lost
-    on the way ends the others within JAX's heartbeat timeout. Trees that lie on devices of this
-    process alone are copied without a word to the others, and nothing is compiled.
+    Across processes, one process that holds a part sends it to those that receive it, leaf by
+    leaf: receivers need memory for the tree, other processes for a few MiB. All processes that
+    hold parts of the tree must make the call, and so must the receiver. If a process dies during
+    the call, the others end within JAX's heartbeat timeout. Trees on devices of this process
+    alone are copied without communication, and nothing is compiled.
 
     Args:
-        tree: Any pytree. Leaves that are no arrays pass through untouched.
+        tree: Any pytree. Leaves that are not arrays pass through untouched.
         to: Which processes receive the tree: `"all"` that hold a part of it, or the index of one.
-        progress: Whether to show a bar, a step a leaf (needs `tqdm`).
-        timeout: Seconds that other processes are waited for.
+        progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`).
+        timeout: Seconds to wait for other processes.
 
     Returns:
         The tree with numpy arrays, in the dtypes of `ml_dtypes` where numpy has none. Typed
-        PRNG keys stay key arrays, on one local device. Numpy leaves are copied, so the result
-        never shares memory with the tree. On processes that receive nothing,
-        `jax.ShapeDtypeStruct`s stand in the place of arrays.
+        PRNG keys remain key arrays, on one local device. Numpy leaves are copied, so the result
+        never shares memory with the tree. On processes that receive nothing, each array is
+        replaced by its `jax.ShapeDtypeStruct`.
 
     Raises:
         DeletedLeafError: If a leaf was deleted or donated. Nothing is copied.
         LeafError: If a leaf is a tracer or a `ShapeDtypeStruct`. Nothing is copied.
-        ProcessError: If processes do not make the same call of the same tree, or one does not
-            make it within `timeout`, or fails. Nothing is copied.
+        ProcessError: If processes do not make the same call with the same tree, or one of them
+            does not make it within `timeout`, or fails. Nothing is copied.
         ValueError: If `to` is neither `"all"` nor the index of a process.
-        ImportError: If `progress` is asked for and `tqdm` is not installed.
+        ImportError: If `progress` is set and `tqdm` is not installed.
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
@@ -69,7 +69,7 @@ def gather(tree: Any, *, to: To = "all", progress: bool = False, timeout: float 
 def gather_at(
     prefix: str, tree: Any, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
 ) -> Any:
-    """`gather` of what stands at `prefix` in a larger tree, which messages then name."""
+    """`gather` of a subtree; messages name its `prefix` in the larger tree."""
     leaves, treedef = tree_flatten(tree)
     read = _reader("gather", tree, leaves, to, timeout, prefix)
     return treedef.unflatten([next(read) for _ in with_bar(leaves, "gather", show=progress)])
@@ -78,26 +78,26 @@ def gather_at(
 def iter_gather(
     tree: Any, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
 ) -> Iterator[tuple[str, Any]]:
-    """Copies a tree to host memory leaf by leaf, so that one leaf is there at a time.
+    """Copies a tree to host memory leaf by leaf, so that only one leaf is in memory at a time.
 
     Args:
-        tree: Any pytree. Leaves that are no arrays are left out.
+        tree: Any pytree. Leaves that are not arrays are skipped.
         to: Which processes receive the leaves, as in `gather`.
-        progress: Whether to show a bar, a step a leaf (needs `tqdm`).
-        timeout: Seconds that other processes are waited for, at the call and at each leaf.
+        progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`).
+        timeout: Seconds to wait for other processes, at the call and at each leaf.
 
     Returns:
-        An iterator of `(path, array)`, with arrays as `gather` returns them. It keeps none that
-        it has given out. Across processes all must go through it to the end: where one stops, the
-        others get a `ProcessError` that names it, at the next leaf that they need it for.
+        An iterator of `(path, array)`, with arrays as `gather` returns them. It keeps no
+        reference to arrays that it has yielded. Across processes, all must exhaust it: if one
+        stops, the others get a `ProcessError` that names it, at the next leaf that needs it.
 
     Raises:
         DeletedLeafError: If a leaf was deleted or donated; at the call, before the first leaf.
         LeafError: If a leaf is a tracer or a `ShapeDtypeStruct`; at the call.
-        ProcessError: If processes do not make the same call of the same tree, or one does not
-            make it within `timeout`, or fails; at the call.
+        ProcessError: If processes do not make the same call with the same tree, or one of them
+            does not make it within `timeout`, or fails; at the call.
         ValueError: If `to` is neither `"all"` nor the index of a process.
-        ImportError: If `progress` is asked for and `tqdm` is not installed.
+        ImportError: If `progress` is set and `tqdm` is not installed.
 
     Examples:
         >>> tree = shard({"w": np.arange(8), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
@@ -114,7 +114,7 @@ def iter_gather(
 def _arrays(named: Iterable[tuple[str, Any]], read: Iterator[Any]) -> Iterator[tuple[str, Any]]:
     for path, leaf in named:
         if is_array(leaf):
-            yield path, next(read)  # and nothing here holds it
+            yield path, next(read)  # keeps no reference
         else:
             next(read)
 
@@ -128,9 +128,9 @@ def _reader(
     prefix: str = "",
     meet: bool = False,
 ) -> Iterator[Any]:
-    """Goes through the leaves as this process receives them; all is checked before, at the call.
+    """Checks all leaves at the call; returns an iterator over them, as this process receives them.
 
-    With `meet` the processes wait for each other at each leaf of which something travels.
+    With `meet`, the processes wait for each other at each leaf whose data travels.
     """
     spread = [leaf for leaf in leaves if is_spread(leaf)]
     among = company(spread, more=[] if to == "all" else [to])
@@ -145,30 +145,29 @@ def _reader(
                 if is_array(x)
             )
             facts |= {"the argument `to`": repr(to), **facts_of(rows)}
-    if not among:  # nobody has to be asked: it all lies here, or nothing does
-        here = to in ("all", jax.process_index()) and not spread
-        return _read(leaves, repeat({}), here)
-    # All have come this far equally often, so this tells one iteration from the next.
+    if not among:  # all parts of the leaves are local, or none is
+        receives = to in ("all", jax.process_index()) and not spread
+        return _received(leaves, repeat({}), receives)
+    # The same on all processes, since all have agreed on each call before.
     call = next(_iterations[tuple(among)])
     named = [path for path, leaf in zip(paths, leaves, strict=True) if is_spread(leaf)]
 
-    def wait(place: int) -> None:
+    def wait(i: int) -> None:
         if meet:
-            at = f"{where}, at {named[place]} (call {call})"
-            exchange(at, b"", among=among, timeout=timeout)
+            exchange(f"{where}, at {named[i]} (call {call})", b"", among=among, timeout=timeout)
 
     receivers = among if to == "all" else [to]
     data = list(map(data_of, spread))
     wanted = [[(r, box_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
-    return _read(leaves, deliver(data, wanted, among, wait), jax.process_index() in receivers)
+    return _received(leaves, deliver(data, wanted, among, wait), jax.process_index() in receivers)
 
 
-def _read(
-    leaves: list[Any], came: Iterator[dict[Box, np.ndarray]], receives: bool
+def _received(
+    leaves: list[Any], delivered: Iterator[dict[Box, np.ndarray]], receives: bool
 ) -> Iterator[Any]:
     known: Known = {}
     for leaf in leaves:
-        boxes = next(came) if is_spread(leaf) else {}
+        boxes = next(delivered) if is_spread(leaf) else {}
         if not receives:
             yield jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
         elif not boxes:
@@ -182,17 +181,15 @@ def _read(
 def _check_receiver(to: To, where: str) -> None:
     if to != "all" and not (type(to) is int and 0 <= to < jax.process_count()):
         raise ValueError(
-            f"{where}(to={to!r}): give 'all', or the index of the process that receives the tree,"
-            f" from 0 to {jax.process_count() - 1}."
+            f"{where}(to={to!r}): pass 'all', or the index of the receiving process, from 0 to"
+            f" {jax.process_count() - 1}."
         )
 
 
 def _check_readable(tree: Any, leaves: list[Any], where: str, prefix: str) -> None:
-    shaped = [(i, leaf) for i, leaf in enumerate(leaves) if has_shape(leaf)]
-    misfits = {i: misfit for i, leaf in shaped if (misfit := _unreadable(leaf)) is not None}
+    misfits: dict[int, Misfit] = {}
+    for i, leaf in enumerate(leaves):
+        # numpy arrays can always be copied, whatever their dtype.
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and (misfit := unmovable(leaf)):
+            misfits[i] = misfit
     raise_misfits(tree, leaves, misfits, where, prefix)
-
-
-def _unreadable(leaf: Any) -> Misfit | None:
-    # numpy's own are copied whatever they are
-    return unmovable(leaf) if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None

@@ -1,4 +1,4 @@
-"""Arrays that are made shard by shard: each process makes its own, and no other."""
+"""Assembles arrays shard by shard; each process makes only its own shards."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
@@ -19,99 +19,105 @@ from treeshard._specs import array_text
 Read = Callable[[str, tuple[slice, ...]], Any]
 
 
-def made(
-    shape: tuple[int, ...], dtype: Any, target: NamedSharding, part: Callable[[Any], Any]
+def assemble(
+    shape: tuple[int, ...], dtype: Any, target: NamedSharding, read_shard: Callable[[Any], Any]
 ) -> jax.Array:
-    """An array over processes, of which `part` gives the shards that lie here.
+    """Assembles an array from its local shards, which `read_shard` returns by index.
 
-    It gives memory of its own, which JAX may take over. 64-bit numbers become 32-bit ones unless
-    JAX's x64 mode is on.
+    Each shard is copied into fresh memory, which JAX may adopt. 64-bit values become 32-bit
+    ones unless JAX's x64 mode is on.
     """
     dtype = jax.dtypes.canonicalize_dtype(np.dtype(dtype).newbyteorder("="))
-    if not target.addressable_devices:  # for a replicated array JAX would ask all the same
+    # Without local devices, JAX would still ask for the value of a replicated array.
+    if not target.addressable_devices:
         return jax.make_array_from_single_device_arrays(shape, target, [], dtype=dtype)
 
-    def own(index: Any) -> np.ndarray:
-        with np.errstate(all="ignore"):  # beyond float32 comes inf, as in jnp.asarray
-            return np.array(part(index), dtype, order="C")
+    def fresh_shard(index: Any) -> np.ndarray:
+        with np.errstate(all="ignore"):  # values beyond float32 become inf, as in jnp.asarray
+            return np.array(read_shard(index), dtype, order="C")
 
-    return jax.make_array_from_callback(shape, target, own, dtype=dtype)
+    return jax.make_array_from_callback(shape, target, fresh_shard, dtype=dtype)
 
 
-def cut(arrays: Sequence[Any], into: Sequence[NamedSharding]) -> list[jax.Array]:
-    """Places arrays that every process holds, on the host or on devices of its own."""
+def shard_from_full(arrays: Sequence[Any], targets: Sequence[NamedSharding]) -> list[jax.Array]:
+    """Shards arrays of which every process has a full copy, on the host or on its own devices."""
     placed = []
-    for x, target in zip(arrays, into, strict=True):
-        whole = numbers(x)
-        array = made(whole.shape, whole.dtype, target, whole.__getitem__)
-        placed.append(as_keys(array, x))
+    for x, target in zip(arrays, targets, strict=True):
+        full = numbers(x)
+        placed.append(as_keys(assemble(full.shape, full.dtype, target, full.__getitem__), x))
     return placed
 
 
-def sent(arrays: Sequence[jax.Array], into: Sequence[NamedSharding]) -> list[jax.Array]:
-    """Moves arrays to other devices, through the host; of each shard, one copy goes over the
-    network to each process that wants it and does not have it."""
+def transfer_across_processes(
+    arrays: Sequence[jax.Array], targets: Sequence[NamedSharding]
+) -> list[jax.Array]:
+    """Moves arrays to devices of other processes, through the host.
+
+    Each process receives one copy of each shard that it needs and does not have.
+    """
     data = list(map(data_of, arrays))
-    wanted = [_wanted(x.shape, target) for x, target in zip(data, into, strict=True)]
-    devices = {d for x in (*(x.sharding for x in data), *into) for d in x.device_set}
-    among = processes_of(devices)
-    took_part = jax.process_index() in among
-    came = deliver(data, wanted, among) if took_part else repeat({})
+    wanted = [_wanted(x.shape, target) for x, target in zip(data, targets, strict=True)]
+    shardings = [*(x.sharding for x in data), *targets]
+    among = processes_of({device for sharding in shardings for device in sharding.device_set})
+    participates = jax.process_index() in among
+    received = deliver(data, wanted, among) if participates else repeat({})
     placed = []
-    for x, array, target, boxes in zip(arrays, data, into, came, strict=took_part):
-        placed.append(as_keys(jax.block_until_ready(_of_boxes(array, target, boxes)), x))
+    for x, keyless, target, parts in zip(arrays, data, targets, received, strict=participates):
+        placed.append(as_keys(jax.block_until_ready(_of_parts(keyless, target, parts)), x))
     return placed
 
 
-def _of_boxes(x: jax.Array, target: NamedSharding, boxes: Mapping[Box, np.ndarray]) -> jax.Array:
-    return made(x.shape, x.dtype, target, lambda index: boxes[box_of(index, x.shape)])
+def _of_parts(x: jax.Array, target: NamedSharding, parts: Mapping[Box, np.ndarray]) -> jax.Array:
+    return assemble(x.shape, x.dtype, target, lambda index: parts[box_of(index, x.shape)])
 
 
 def _wanted(shape: tuple[int, ...], target: NamedSharding) -> list[tuple[int, Box]]:
     """Which process needs which shards."""
-    places = target.devices_indices_map(shape).items()
-    return list(dict.fromkeys((d.process_index, box_of(index, shape)) for d, index in places))
+    indices = target.devices_indices_map(shape).items()
+    return list(dict.fromkeys((d.process_index, box_of(index, shape)) for d, index in indices))
 
 
-def filled(read: Read, path: str, struct: jax.ShapeDtypeStruct, target: NamedSharding) -> jax.Array:
-    """Makes an array of what `read` gives for each of its shards here; asked once for each.
+def read_shards(
+    read: Read, path: str, struct: jax.ShapeDtypeStruct, target: NamedSharding
+) -> jax.Array:
+    """Assembles an array from what `read` returns for each local shard, calling it once each.
 
-    Raises `MismatchError` if that is something else.
+    Raises `MismatchError` if `read` returns another shape or dtype.
     """
-    whole = jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
-    known: dict[Box, np.ndarray] = {}
+    full = jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
+    cache: dict[Box, np.ndarray] = {}
 
-    def part(index: Any) -> np.ndarray:
+    def read_once(index: Any) -> np.ndarray:
         box = box_of(index[: struct.ndim], struct.shape)
-        if box not in known:
-            known[box] = _read(read, path, struct, tuple(slice(*ends) for ends in box))
-        return known[box]
+        if box not in cache:
+            cache[box] = _read_checked(read, path, struct, tuple(slice(*ends) for ends in box))
+        return cache[box]
 
-    array = made(whole.shape, whole.dtype, target, part)
-    return as_keys(jax.block_until_ready(array), struct)  # so that host memory is free again
+    array = assemble(full.shape, full.dtype, target, read_once)
+    return as_keys(jax.block_until_ready(array), struct)  # then the host memory can be freed
 
 
-def _read(
+def _read_checked(
     read: Read, path: str, struct: jax.ShapeDtypeStruct, index: tuple[slice, ...]
 ) -> np.ndarray:
-    place = f"{path or 'the array'}[{', '.join(f'{i.start}:{i.stop}' for i in index)}]"
+    region = f"{path or 'the array'}[{', '.join(f'{i.start}:{i.stop}' for i in index)}]"
     try:
-        given = read(path, index)
+        result = read(path, index)
     except Exception as error:
-        error.add_note(f"`read` was asked for {place}.")
+        error.add_note(f"`read` was called for {region}.")
         raise
-    x = given if isinstance(given, jax.Array) else np.asarray(given)
-    belongs = jax.ShapeDtypeStruct(tuple(i.stop - i.start for i in index), struct.dtype)
-    if (x.shape, x.dtype) != (belongs.shape, belongs.dtype):
+    shard = result if isinstance(result, jax.Array) else np.asarray(result)
+    expected = jax.ShapeDtypeStruct(tuple(i.stop - i.start for i in index), struct.dtype)
+    if (shard.shape, shard.dtype) != (expected.shape, expected.dtype):
         raise MismatchError(
-            f"`read` gave {array_text(x)} for {place}, where {array_text(belongs)} belongs. It is"
-            f" to return that part of {array_text(struct)} alone, in its dtype."
+            f"`read` returned {array_text(shard)} for {region}; expected {array_text(expected)}."
+            f" It must return only that part of {array_text(struct)}, in the same dtype."
         )
-    return numbers(x)
+    return numbers(shard)
 
 
 def as_keys(data: jax.Array, like: Any) -> jax.Array:
-    """Typed keys of their data, where `like` is of typed keys; else the array itself."""
+    """Wraps key data as typed keys if `like` has typed keys; else returns the array itself."""
     if not is_key(like):
         return data
     impls: list[Any] = []

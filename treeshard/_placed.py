@@ -1,4 +1,4 @@
-"""Arrays with the place where they lie, or are to lie, and the bytes that this takes."""
+"""Arrays with their shardings, planned or live, and the bytes that each device holds."""
 
 import math
 from collections import Counter
@@ -21,13 +21,13 @@ Shape = tuple[int, ...]
 
 
 class Placed(NamedTuple):
-    """One array and its place.
+    """One array and its sharding.
 
     Attributes:
-        path: Its name.
-        shape: Its whole shape.
+        path: Its path.
+        shape: The shape of the full array.
         dtype: Its dtype.
-        sharding: Where it lies; `None` if that is on no device.
+        sharding: How it is sharded; `None` if it is on no device.
     """
 
     path: str
@@ -37,19 +37,19 @@ class Placed(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements of the whole array."""
+        """The number of elements of the full array."""
         return math.prod(self.shape)
 
     @property
     def spec(self) -> PartitionSpec | None:
-        """Its spec without trailing `None`s, if it lies on a mesh."""
+        """Its spec without trailing `None`s; `None` if it is not on a mesh."""
         if not isinstance(self.sharding, NamedSharding):
             return None
         return with_entries(self.sharding.spec, entries(self.sharding))
 
     @property
     def is_split(self) -> bool:
-        """Whether it is in more than one part."""
+        """Whether it has more than one distinct shard."""
         if self.sharding is None:
             return False
         if not isinstance(self.sharding, NamedSharding):
@@ -59,22 +59,24 @@ class Placed(NamedTuple):
 
     @property
     def takes_device_memory(self) -> bool:
-        """Whether it lies on devices, and not in their host's memory."""
+        """Whether it is in device memory, rather than in the host memory of its devices."""
         return self.sharding is not None and self.sharding.memory_kind != "pinned_host"
 
 
 def placed_leaves(x: Any) -> list[Placed]:
-    """The arrays of a plan as they will lie, or of a live tree as they do.
+    """Returns the arrays of a plan with their planned shardings, or of a live tree with theirs.
 
-    Raises `SpecError` naming all leaves that are traced, and so lie nowhere.
+    Raises `SpecError` that names all traced leaves: these have no sharding yet.
     """
     if isinstance(x, PlannedTree):
         on = {spec: NamedSharding(x.mesh, spec) for spec in {leaf.given for leaf in x.leaves}}
         return [Placed(leaf.path, leaf.shape, leaf.dtype, on[leaf.given]) for leaf in x.leaves]
     named = list(zip(leaf_paths(x), tree_leaves(x), strict=True))
     if traced := [path for path, leaf in named if isinstance(leaf, Tracer)]:
-        facts = [f"{path or 'the array'}: it is traced, and lies nowhere yet." for path in traced]
-        raise SpecError(listed(f"{len(facts)} leaves lie nowhere:", facts))
+        facts = [
+            f"{path or 'the array'}: it is traced, and has no sharding yet." for path in traced
+        ]
+        raise SpecError(listed(f"{len(facts)} leaves have no sharding:", facts))
     return [
         Placed(path, tuple(leaf.shape), leaf.dtype, live_sharding(leaf))
         for path, leaf in named
@@ -83,7 +85,7 @@ def placed_leaves(x: Any) -> list[Placed]:
 
 
 def live_sharding(leaf: Any) -> Sharding | None:
-    """Where a leaf lies; `None` for numpy arrays and structs that do not say."""
+    """The sharding of a leaf; `None` for numpy arrays, and for structs without one."""
     return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
 
 
@@ -91,24 +93,24 @@ def live_sharding(leaf: Any) -> Sharding | None:
 
 
 def bytes_by_device(leaves: Iterable[Placed]) -> dict[int, int]:
-    """Bytes per device id; on an abstract mesh, per position in it, row-major.
+    """Returns the bytes by device id; on an abstract mesh, by position in it (row-major).
 
-    Devices of a mesh that hold nothing count, with 0; what lies in pinned host memory does not.
+    Devices of a mesh that hold nothing are included, with 0. Pinned host memory does not count.
     """
     held: Counter[int] = Counter()
-    on_meshes: dict[AnyMesh, np.ndarray] = {}
-    alike = Counter((x.sharding, x.shape, x.dtype, x.takes_device_memory) for x in leaves)
-    for (sharding, shape, dtype, counts), count in alike.items():
+    by_mesh: dict[AnyMesh, np.ndarray] = {}
+    counts = Counter((x.sharding, x.shape, x.dtype, x.takes_device_memory) for x in leaves)
+    for (sharding, shape, dtype, takes_memory), count in counts.items():
         if sharding is None:
             continue
-        size = count * dtype.itemsize * counts
+        itemsize = count * dtype.itemsize * takes_memory
         if isinstance(sharding, NamedSharding):
-            part = size * elements_by_device(shape, sharding.spec, sharding.mesh)
-            on_meshes[sharding.mesh] = on_meshes.get(sharding.mesh, 0) + part
+            part = itemsize * elements_by_device(shape, sharding.spec, sharding.mesh)
+            by_mesh[sharding.mesh] = by_mesh.get(sharding.mesh, 0) + part
         else:
-            part = size * math.prod(sharding.shard_shape(shape))
+            part = itemsize * math.prod(sharding.shard_shape(shape))
             held.update({device.id: part for device in sharding.device_set})
-    for mesh, total in on_meshes.items():
+    for mesh, total in by_mesh.items():
         held.update(dict(zip(_ids(mesh), total.ravel().tolist(), strict=True)))
     return dict(sorted(held.items()))
 
@@ -120,7 +122,7 @@ def _ids(mesh: AnyMesh) -> list[int]:
 
 
 def largest_part(leaf: Placed) -> int:
-    """The bytes of a leaf on the device that holds most of it."""
+    """The bytes of a leaf's largest shard."""
     if leaf.sharding is None or not leaf.takes_device_memory:
         return 0
     if isinstance(leaf.sharding, NamedSharding):
@@ -131,20 +133,20 @@ def largest_part(leaf: Placed) -> int:
 
 
 def elements_by_device(shape: Shape, spec: PartitionSpec, mesh: AnyMesh) -> np.ndarray:
-    """How many elements each device of a mesh holds, in the mesh's shape.
+    """Returns how many elements each device of a mesh holds, in the mesh's shape.
 
-    A dim that its axes do not divide is cut as the compiler does: into parts of the rounded-up
-    length, of which the last ones are shorter or empty.
+    A dim that its axes do not divide is split as the compiler does: into shards of the rounded-up
+    length, the last of which are shorter or empty.
     """
     sizes = axis_sizes(mesh)
-    held = np.ones((1,) * len(sizes), np.int64)
+    elements = np.ones((1,) * len(sizes), np.int64)
     for length, entry in zip(shape, (*entries(spec), *(None,) * len(shape)), strict=False):
         axes = axes_of(entry)
-        split = [sizes[axis] for axis in axes]
-        part = -(-length // math.prod(split))
-        starts = np.arange(math.prod(split)).reshape(split) * part
-        along = np.clip(length - starts, 0, part)
-        in_order = sorted(range(len(axes)), key=lambda i: list(sizes).index(axes[i]))
-        shape_here = [size if axis in axes else 1 for axis, size in sizes.items()]
-        held = held * along.transpose(in_order).reshape(shape_here)
-    return np.broadcast_to(held, tuple(sizes.values()))
+        counts = [sizes[axis] for axis in axes]
+        shard_length = -(-length // math.prod(counts))
+        starts = np.arange(math.prod(counts)).reshape(counts) * shard_length
+        lengths = np.clip(length - starts, 0, shard_length)
+        mesh_order = sorted(range(len(axes)), key=lambda i: list(sizes).index(axes[i]))
+        broadcastable = [size if axis in axes else 1 for axis, size in sizes.items()]
+        elements = elements * lengths.transpose(mesh_order).reshape(broadcastable)
+    return np.broadcast_to(elements, tuple(sizes.values()))

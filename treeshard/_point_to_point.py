@@ -1,8 +1,8 @@
-"""Parts of arrays, from the processes that hold them to those that want them.
+"""Sends parts of arrays from the processes that hold them to those that need them.
 
-The bytes travel over the network of the devices, between one device of each process, in chunks
-of one size. So whatever the arrays are, one program is compiled for each distance between sender
-and receiver, and beside what was asked for, there is memory for a few chunks.
+The bytes travel over the devices' network, between one device of each process, in chunks of one
+size. So one program is compiled for each distance between sender and receiver, whatever the
+arrays are, and the transfer needs memory for a few chunks besides the result.
 """
 
 from collections import Counter, defaultdict, deque
@@ -22,109 +22,112 @@ def deliver(
     arrays: Sequence[jax.Array],
     wanted: Sequence[Iterable[tuple[int, Box]]],
     among: Sequence[int],
-    before: Callable[[int], None] = lambda place: None,
+    before: Callable[[int], None] = lambda i: None,
 ) -> Iterator[dict[Box, np.ndarray]]:
-    """Brings parts of arrays to the processes that want them, array by array.
+    """Delivers parts of arrays to the processes that need them, array by array.
 
-    All of `among` must call it alike, and go through all that it yields.
+    All processes in `among` must make the same call, and exhaust the iterator.
 
     Args:
-        arrays: Lie on any devices; no typed keys, which have no bytes (send their data).
-        wanted: For each array, which process wants which boxes of it.
-        among: The processes that hold something of the arrays, or want it; ascending.
-        before: Called with an array's position before anything travels for it, if it does.
+        arrays: Arrays on any devices; no typed keys, which have no bytes (send their data).
+        wanted: For each array, pairs of a process and a box of the array that it needs.
+        among: The processes that hold or need parts of the arrays; ascending.
+        before: Called with an array's index before any of its data travels, if any does.
 
     Yields:
-        For each array the boxes that this process wants.
+        For each array, the boxes that this process needs.
     """
-    post = _Post(arrays, [route(x, boxes) for x, boxes in zip(arrays, wanted, strict=True)], among)
-    for place, x in enumerate(arrays):
-        if post.begin(place):
-            before(place)
-        boxes = {box: np.empty(lengths(box), x.dtype) for r, box in wanted[place] if r == post.me}
-        for parcel, data in post.received(place):
+    routes = [route(x, boxes) for x, boxes in zip(arrays, wanted, strict=True)]
+    streams = _Streams(arrays, routes, among)
+    for i, x in enumerate(arrays):
+        if streams.begin(i):
+            before(i)
+        boxes = {
+            box: np.empty(lengths(box), x.dtype) for r, box in wanted[i] if r == streams.process
+        }
+        for parcel, data in streams.received(i):
             boxes[parcel.wanted][within(parcel.part, parcel.wanted)] = data
         yield boxes
 
 
-# ------------------------------------------------------------------ the way they go
+# ------------------------------------------------------------------ streams between processes
 
 
-class _Post:
-    """What goes from each process to each other: for each pair one stream of bytes."""
+class _Streams:
+    """One stream of bytes for each pair of processes, sent in chunks of one size."""
 
     def __init__(
         self, arrays: Sequence[jax.Array], routes: Sequence[Sequence[Parcel]], among: Sequence[int]
     ):
-        self.me = jax.process_index()
+        self.process = jax.process_index()
         self.arrays, self.routes = arrays, routes
-        self.shards = lru_cache(maxsize=2)(lambda place: _shards(arrays[place]))
+        self.shards = lru_cache(maxsize=2)(lambda i: _local_shards(arrays[i]))
         total = Counter[Pair]()
         for parcels in routes:
-            _add(parcels, total)
-        # Pairs of one distance send at once: in these no process sends or receives twice.
+            _add_bytes(parcels, total)
+        # Pairs of one distance send in one round, so no process sends or receives twice in it.
         self.rounds: dict[int, list[Pair]] = defaultdict(list)
         for sender, receiver in total:
             distance = (among.index(receiver) - among.index(sender)) % len(among)
             self.rounds[distance].append((sender, receiver))
-        self.size = _chunk_size(max(total.values(), default=0))
-        self.devices = _devices(arrays, among) if total else ()
-        self.outgoing = {r: _chunks(self._bytes_for(r), self.size) for r in among}
-        self.arrived = {s: _Stream() for s in among}
-        self.nothing = _aligned(self.size)  # what those send who have nothing to send
-        self.due = Counter[Pair]()  # of each stream, until the array is through whose turn it is
-        self.gone = Counter[Pair]()  # of each stream, in whole chunks
+        self.chunk_size = _chunk_size(max(total.values(), default=0))
+        self.devices = _device_of_each(arrays, among) if total else ()
+        self.outgoing = {r: _chunks(self._bytes_for(r), self.chunk_size) for r in among}
+        self.incoming = {s: _IncomingBytes() for s in among}
+        self.padding = _aligned(self.chunk_size)  # sent by processes that have nothing to send
+        self.due = Counter[Pair]()  # bytes of each stream that the arrays so far need
+        self.sent = Counter[Pair]()  # bytes of each stream that were sent, in full chunks
 
-    def begin(self, place: int) -> bool:
-        """Comes to the next array, and says whether anything must still travel for it."""
-        _add(self.routes[place], self.due)
-        return any(self.due[pair] > self.gone[pair] for pair in self.due)
+    def begin(self, i: int) -> bool:
+        """Starts the next array, and returns whether any of its data still has to travel."""
+        _add_bytes(self.routes[i], self.due)
+        return any(self.due[pair] > self.sent[pair] for pair in self.due)
 
-    def received(self, place: int) -> Iterator[tuple[Parcel, np.ndarray]]:
-        """What this process wants of the array: what lies here, then the rest as it comes in."""
+    def received(self, i: int) -> Iterator[tuple[Parcel, np.ndarray]]:
+        """Yields what this process needs of an array: local parts, then the rest as it arrives."""
         expected = defaultdict(deque[Parcel])
-        for parcel in self.routes[place]:
-            if parcel.pair == (self.me, self.me):
-                yield parcel, self._cut(place, parcel)
-            elif parcel.pair[1] == self.me:
+        for parcel in self.routes[i]:
+            if parcel.pair == (self.process, self.process):
+                yield parcel, self._read(i, parcel)
+            elif parcel.pair[1] == self.process:
                 expected[parcel.pair[0]].append(parcel)
-        yield from self._complete(place, expected)  # by what came with the last array
+        yield from self._complete(i, expected)  # from chunks that arrived with the last array
         for pairs in self.rounds.values():
-            while owing := [pair for pair in pairs if self.due[pair] > self.gone[pair]]:
-                self._send(pairs, owing)
-                yield from self._complete(place, expected)
+            while behind := [pair for pair in pairs if self.due[pair] > self.sent[pair]]:
+                self._send(pairs, behind)
+                yield from self._complete(i, expected)
 
-    def _send(self, pairs: Sequence[Pair], owing: Sequence[Pair]) -> None:
-        """One chunk for each pair that owes some."""
-        mine = [next(self.outgoing[r]) for s, r in owing if s == self.me]
-        came = _permuted(mine[0] if mine else self.nothing, self.devices, tuple(pairs))
-        for sender, receiver in owing:
-            self.gone[sender, receiver] += self.size
-            if receiver == self.me:
-                self.arrived[sender].append(came)
+    def _send(self, pairs: Sequence[Pair], behind: Sequence[Pair]) -> None:
+        """Sends one chunk for each pair that is behind."""
+        own = [next(self.outgoing[r]) for s, r in behind if s == self.process]
+        chunk = _permute(own[0] if own else self.padding, self.devices, tuple(pairs))
+        for sender, receiver in behind:
+            self.sent[sender, receiver] += self.chunk_size
+            if receiver == self.process:
+                self.incoming[sender].append(chunk)
 
     def _complete(
-        self, place: int, expected: Mapping[int, deque[Parcel]]
+        self, i: int, expected: Mapping[int, deque[Parcel]]
     ) -> Iterator[tuple[Parcel, np.ndarray]]:
         for sender, parcels in expected.items():
-            while parcels and parcels[0].nbytes <= self.arrived[sender].nbytes:
+            while parcels and parcels[0].nbytes <= self.incoming[sender].nbytes:
                 parcel = parcels.popleft()
-                data = self.arrived[sender].take(parcel.nbytes).view(self.arrays[place].dtype)
+                data = self.incoming[sender].take(parcel.nbytes).view(self.arrays[i].dtype)
                 yield parcel, data.reshape(lengths(parcel.part))
 
     def _bytes_for(self, receiver: int) -> Iterator[np.ndarray]:
-        for place, parcels in enumerate(self.routes):
+        for i, parcels in enumerate(self.routes):
             for parcel in parcels:
-                if parcel.pair == (self.me, receiver):
-                    data = np.ascontiguousarray(self._cut(place, parcel))
+                if parcel.pair == (self.process, receiver):
+                    data = np.ascontiguousarray(self._read(i, parcel))
                     yield data.reshape(-1).view(np.uint8)
 
-    def _cut(self, place: int, parcel: Parcel) -> np.ndarray:
-        return np.asarray(self.shards(place)[parcel.held])[within(parcel.part, parcel.held)]
+    def _read(self, i: int, parcel: Parcel) -> np.ndarray:
+        return np.asarray(self.shards(i)[parcel.held])[within(parcel.part, parcel.held)]
 
 
-class _Stream:
-    """Bytes that came in chunks and are taken in other lengths."""
+class _IncomingBytes:
+    """Bytes that arrive in chunks and are taken in other lengths."""
 
     def __init__(self):
         self.chunks: deque[np.ndarray] = deque()
@@ -147,16 +150,16 @@ class _Stream:
 
 
 def _chunks(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """The bytes of all pieces in chunks of one size, each in the memory of the one before.
+    """Yields the bytes of all pieces in chunks of one size, each in the memory of the last.
 
-    Fresh memory for each would be taken and given back by many threads, and pile up.
+    Fresh memory for each chunk would be allocated and freed by many threads, and pile up.
     """
     chunk, filled = _aligned(size), 0
     for piece in pieces:
         while piece.size:
-            fits = piece[: size - filled]
-            chunk[filled : filled + fits.size] = fits
-            piece, filled = piece[fits.size :], filled + fits.size
+            head = piece[: size - filled]
+            chunk[filled : filled + head.size] = head
+            piece, filled = piece[head.size :], filled + head.size
             if filled == size:
                 yield chunk
                 filled = 0
@@ -165,33 +168,33 @@ def _chunks(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Zeros that the CPU platform takes as they lie, instead of a copy."""
+    """Zeros, aligned so that the CPU platform uses the memory in place instead of copying it."""
     memory = np.zeros(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size]
 
 
-def _chunk_size(longest: int) -> int:
-    """A few sizes only, since each is a program of its own."""
-    return next(size for size in (2**16, 2**19, CHUNK) if size >= min(longest, CHUNK))
+def _chunk_size(longest_stream: int) -> int:
+    """One of a few sizes, since each size is a program of its own."""
+    return next(size for size in (2**16, 2**19, CHUNK) if size >= min(longest_stream, CHUNK))
 
 
-def _add(parcels: Iterable[Parcel], total: Counter[Pair]) -> None:
+def _add_bytes(parcels: Iterable[Parcel], total: Counter[Pair]) -> None:
     for parcel in parcels:
         if parcel.pair[0] != parcel.pair[1]:
             total[parcel.pair] += parcel.nbytes
 
 
-def _shards(x: jax.Array) -> dict[Box, jax.Array]:
-    """The shards that lie here, one of each."""
+def _local_shards(x: jax.Array) -> dict[Box, jax.Array]:
+    """The local shards of an array, one copy of each."""
     return {box_of(piece.index, x.shape): piece.data for piece in to_read(x).addressable_shards}
 
 
 # ------------------------------------------------------------------ between devices
 
 
-def _devices(arrays: Sequence[jax.Array], among: Sequence[int]) -> tuple[Any, ...]:
-    """One device of each process, of the kind that the arrays lie on."""
+def _device_of_each(arrays: Sequence[jax.Array], among: Sequence[int]) -> tuple[Any, ...]:
+    """One device of each process, on the platform of the arrays."""
     platform = next(iter(arrays[0].sharding.device_set)).platform
     first = {}
     for device in jax.devices(platform):
@@ -199,34 +202,34 @@ def _devices(arrays: Sequence[jax.Array], among: Sequence[int]) -> tuple[Any, ..
     return tuple(first[process] for process in among)
 
 
-def _permuted(mine: np.ndarray, devices: Sequence[Any], pairs: tuple[Pair, ...]) -> np.ndarray:
-    """Sends a chunk along the pairs, and returns the one that came here (else zeros).
+def _permute(chunk: np.ndarray, devices: Sequence[Any], pairs: tuple[Pair, ...]) -> np.ndarray:
+    """Sends a chunk along the pairs, and returns the one received here (zeros if none).
 
-    When it returns, the chunk is gone, and its memory may be used again.
+    On return the chunk was sent, so its memory may be reused.
     """
-    mesh = _mesh(tuple(devices))
-    here = next(d for d in devices if d.process_index == jax.process_index())
+    mesh = _process_mesh(tuple(devices))
+    local_device = next(d for d in devices if d.process_index == jax.process_index())
     sharding = NamedSharding(mesh, PartitionSpec("process"))
     chunks = jax.make_array_from_single_device_arrays(
-        (len(devices) * mine.size,), sharding, [jax.device_put(mine, here)]
+        (len(devices) * chunk.size,), sharding, [jax.device_put(chunk, local_device)]
     )
-    with jax.set_mesh(mesh):  # whatever mesh is in force would not be this one
-        moved = _program(mesh, pairs)(chunks)
-    return np.asarray(moved.addressable_shards[0].data)
+    with jax.set_mesh(mesh):  # another mesh may be in force
+        received = _permute_program(mesh, pairs)(chunks)
+    return np.asarray(received.addressable_shards[0].data)
 
 
 @cache
-def _mesh(devices: tuple[Any, ...]) -> Mesh:
+def _process_mesh(devices: tuple[Any, ...]) -> Mesh:
     return Mesh(np.array(devices), ("process",), axis_types=(AxisType.Auto,))
 
 
 @cache
-def _program(mesh: Mesh, pairs: tuple[Pair, ...]) -> Callable[[jax.Array], jax.Array]:
-    places = {device.process_index: i for i, device in enumerate(mesh.devices.flat)}
-    ways = [(places[sender], places[receiver]) for sender, receiver in pairs]
+def _permute_program(mesh: Mesh, pairs: tuple[Pair, ...]) -> Callable[[jax.Array], jax.Array]:
+    positions = {device.process_index: i for i, device in enumerate(mesh.devices.flat)}
+    permutation = [(positions[sender], positions[receiver]) for sender, receiver in pairs]
     spec = PartitionSpec("process")
     send = jax.shard_map(
-        lambda chunk: jax.lax.ppermute(chunk, "process", ways),
+        lambda chunk: jax.lax.ppermute(chunk, "process", permutation),
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,

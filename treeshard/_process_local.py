@@ -1,4 +1,4 @@
-"""Batches of which each process has a part."""
+"""Builds arrays over all processes from the part that each process has, such as a batch."""
 
 from functools import lru_cache
 from typing import Any
@@ -13,12 +13,19 @@ from treeshard._agreement import agreeing
 from treeshard._errors import LeafError, SpecError
 from treeshard._host import numbers
 from treeshard._mesh import AnyMesh
-from treeshard._own_shards import as_keys, made
+from treeshard._own_shards import as_keys, assemble
 from treeshard._parcels import box_of
 from treeshard._paths import leaf_paths
 from treeshard._processes import TIMEOUT
 from treeshard._specs import UNCONSTRAINED, entries, project
-from treeshard._targets import Misfit, asked_text, fit_shape, misfit_of, targets, unmovable
+from treeshard._targets import (
+    Misfit,
+    check_shape,
+    misfit_of,
+    requested_text,
+    targets,
+    unmovable,
+)
 from treeshard._transfer import place
 from treeshard._ways import through_host
 
@@ -30,37 +37,37 @@ _agreed: set[Any] = set()
 def from_process_local(
     tree: Any, specs: Any, mesh: AnyMesh | None = None, *, timeout: float = TIMEOUT
 ) -> Any:
-    """Makes arrays over all processes of parts that each of them has: a batch, as a rule.
+    """Builds arrays over all processes from the part that each process has: usually a batch.
 
-    Along a dim that is sharded over processes their parts are joined, in the order in which
-    the mesh lays them: of two processes that give `(4, d1)` each with `P("data")`, an array of
-    shape `(8, d1)`. Along others all give the whole, the same on each. Nothing goes over the
-    network.
+    Along a dim that is sharded over processes, their parts are concatenated in the order of the
+    mesh: two processes that pass `(4, d1)` each, with `P("data")`, get an array of shape
+    `(8, d1)`. Along other dims each process passes the full length, with the same values.
+    Nothing goes over the network.
 
-    It may stand in every step: only the first tree of each structure, shapes and dtypes is
-    compared between processes, and a later one that is bad raises on its process alone.
+    The call is cheap enough for every step: only the first tree of each structure, shapes and
+    dtypes is compared between processes. A later tree with an error raises on its process only.
 
     Args:
         tree: Any pytree of numpy arrays, or of JAX arrays on devices of this process. Other
             leaves pass through untouched.
         specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
-            Leaves whose spec is `None` stay as they are. A tuple of logical names is resolved
-            by the rules of `logical_axis_rules`.
-        mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the one in
-            force.
-        timeout: Seconds that other processes are waited for, the first time.
+            Leaves whose spec is `None` are not changed. Tuples of logical names are resolved by
+            the rules of `logical_axis_rules`.
+        mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the current
+            mesh.
+        timeout: Seconds to wait for other processes, the first time.
 
     Returns:
-        The tree with `jax.Array`s in place of its arrays. They share no memory with them. With
-        one process, whose part is the whole, what `shard` returns.
+        The tree with a `jax.Array` in place of each array. They share no memory with the tree.
+        With a single process, whose part is the full array, what `shard` returns.
 
     Raises:
         UnknownAxisError, SpecError, DeletedLeafError, NoMeshError: As `shard`.
-        SpecError: Also if processes hold parts of a dim that overlap, so that nothing says which
-            part each is to give.
-        LeafError: As `shard`; and if a leaf lies on devices of several processes already.
-        ProcessError: If processes do not give parts of the same shapes and dtypes with the same
-            specs and mesh, or one does not come within `timeout`.
+        SpecError: Also if processes hold overlapping parts of a dim, so that it is undefined
+            which part each of them passes.
+        LeafError: As `shard`; and if a leaf is already on devices of several processes.
+        ProcessError: If processes do not pass parts of the same shapes and dtypes with the same
+            specs and mesh, or one of them does not make the call within `timeout`.
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
@@ -75,76 +82,81 @@ def from_process_local(
     if jax.process_count() == 1:
         return place(tree, specs, mesh, WHERE, through_host)
     leaves, treedef = tree_flatten(tree)
-    goals = targets(tree, leaves, specs, mesh, WHERE, fits=_fit)
-    among = company((), {target.mesh for target in goals.values()})
-    rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in goals.items()]
-    form = (*among, treedef, *rows)
-    # All have seen the same forms if all have made the same calls; so all skip this, or none.
-    if among and form not in _agreed:
+    shardings = targets(tree, leaves, specs, mesh, WHERE, check=_check_part)
+    among = company((), {target.mesh for target in shardings.values()})
+    rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
+    signature = (*among, treedef, *rows)
+    # Processes that have made the same calls have agreed on the same signatures, so either all
+    # skip the comparison or none does.
+    if among and signature not in _agreed:
         paths = leaf_paths(tree)
         with agreeing(WHERE, among=among, timeout=timeout) as facts:
-            facts |= facts_of((paths[i], leaves[i], [target]) for i, target in goals.items())
-        _agreed.add(form)
-    for i, target in goals.items():
-        leaves[i] = _joined(leaves[i], target)
+            facts |= facts_of((paths[i], leaves[i], [target]) for i, target in shardings.items())
+        _agreed.add(signature)
+    for i, target in shardings.items():
+        leaves[i] = _join(leaves[i], target)
     return treedef.unflatten(leaves)
 
 
-def _joined(leaf: Any, target: NamedSharding) -> jax.Array:
-    local = numbers(leaf)
-    grid = _grid(target, local.ndim)
-    shape = tuple(length * parts for length, parts in zip(local.shape, grid, strict=True))
-    places = target.addressable_devices_indices_map(shape).values()
-    mine = [box_of(index, shape) for index in places if index is not None]
-    # What this process has along a dim is laid out without gaps.
-    starts = [sorted({start for start, _ in ends}) for ends in zip(*mine, strict=True)]
+def _join(leaf: Any, target: NamedSharding) -> jax.Array:
+    """Builds the joint array of the processes, from this process's part."""
+    part = numbers(leaf)
+    counts = _part_counts(target, part.ndim)
+    shape = tuple(length * count for length, count in zip(part.shape, counts, strict=True))
+    indices = target.addressable_devices_indices_map(shape).values()
+    boxes = [box_of(index, shape) for index in indices if index is not None]
+    # Along each dim, the shards of this process follow one another in its part without gaps.
+    starts = [sorted({start for start, _ in ends}) for ends in zip(*boxes, strict=True)]
 
-    def part(index: Any) -> np.ndarray:
-        box = zip(box_of(index, shape), starts, strict=True)
-        places = [(known.index(start), stop - start) for (start, stop), known in box]
-        return local[tuple(slice(i * length, (i + 1) * length) for i, length in places)]
+    def read_shard(index: Any) -> np.ndarray:
+        slices = []
+        for (start, stop), known in zip(box_of(index, shape), starts, strict=True):
+            position, length = known.index(start), stop - start
+            slices.append(slice(position * length, (position + 1) * length))
+        return part[tuple(slices)]
 
-    return as_keys(made(shape, local.dtype, target, part), leaf)
+    return as_keys(assemble(shape, part.dtype, target, read_shard), leaf)
 
 
-def _fit(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[PartitionSpec, Misfit | None]:
-    """The spec of what the processes make together of parts like this one."""
+def _check_part(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[PartitionSpec, Misfit | None]:
+    """Checks the joint array that the processes would build from parts like this one."""
     if misfit := unmovable(leaf):
         return spec, misfit
     if is_spread(leaf):
-        why = "it lies on devices of several processes already. `reshard` moves it."
+        why = "it is already on devices of several processes. `reshard` moves it."
         return spec, Misfit(LeafError, why)
     shape = tuple(leaf.shape)
-    wrong = [lost for lost in project(spec, mesh, shape)[1] if lost.kind != "indivisible"]
+    wrong = [note for note in project(spec, mesh, shape)[1] if note.kind != "indivisible"]
     if wrong or UNCONSTRAINED in entries(spec):
-        return spec, misfit_of(wrong, spec, mesh) or fit_shape(shape, spec, mesh)[1]
+        return spec, misfit_of(wrong, spec, mesh) or check_shape(shape, spec, mesh)[1]
+    # A shape that every spec divides.
     known = project(spec, mesh, (mesh.size,) * len(shape))[0]
-    grid = _grid(NamedSharding(mesh, known), len(shape))
-    if 0 in grid:
+    counts = _part_counts(NamedSharding(mesh, known), len(shape))
+    if 0 in counts:
         why = (
-            f"the parts of dim {grid.index(0)} that processes hold overlap, and nothing says which"
-            " each is to give. Lay the mesh so that each has parts of its own, or give all of them"
-            " the whole, with `shard`."
+            f"the processes hold overlapping parts of dim {counts.index(0)}, so it is undefined"
+            " which part each of them passes. Order the devices of the mesh so that each process"
+            " has parts of its own, or pass the full array on each, to `shard`."
         )
-        return spec, Misfit(SpecError, why, asked_text(spec, mesh))
-    whole = tuple(length * parts for length, parts in zip(shape, grid, strict=True))
-    given, misfit = fit_shape(whole, spec, mesh)
-    if misfit is not None and whole != shape:
-        misfit = misfit._replace(why=f"joined, the parts have shape {whole}. {misfit.why}")
-    return given, misfit
+        return spec, Misfit(SpecError, why, requested_text(spec, mesh))
+    joint_shape = tuple(length * count for length, count in zip(shape, counts, strict=True))
+    projected, misfit = check_shape(joint_shape, spec, mesh)
+    if misfit is not None and joint_shape != shape:
+        misfit = misfit._replace(why=f"joined, the parts have shape {joint_shape}. {misfit.why}")
+    return projected, misfit
 
 
 @lru_cache(maxsize=1024)
-def _grid(sharding: NamedSharding, rank: int) -> tuple[int, ...]:
-    """How many different parts the processes have along each dim; 0 if some of these overlap."""
+def _part_counts(sharding: NamedSharding, rank: int) -> tuple[int, ...]:
+    """How many different parts the processes have along each dim; 0 if these overlap."""
     shape = (sharding.num_devices,) * rank  # which every spec divides
-    parts: list[dict[int, set[int]]] = [{} for _ in shape]
+    starts: list[dict[int, set[int]]] = [{} for _ in shape]  # by dim and process
     for device, index in sharding.devices_indices_map(shape).items():
         for dim, (start, _) in enumerate(box_of(index, shape)):
-            parts[dim].setdefault(device.process_index, set()).add(start)
+            starts[dim].setdefault(device.process_index, set()).add(start)
     counts = []
-    for by_process in parts:
-        different = {frozenset(starts) for starts in by_process.values()}
+    for by_process in starts:
+        different = {frozenset(part) for part in by_process.values()}
         overlap = sum(map(len, different)) > len(frozenset().union(*different))
         uneven = len(set(map(len, different))) > 1
         counts.append(0 if overlap or uneven else len(different))

@@ -1,4 +1,4 @@
-"""Whether a step hands its state back as it took it. Where it does not, it compiles again."""
+"""Compares trees in everything that makes a jitted function compile again."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from treeshard._specs import entries, has_shape, with_entries
 
 
 class LeafDifference(NamedTuple):
-    """One thing in which a leaf differs between two trees.
+    """One difference in a leaf between two trees.
 
     Attributes:
-        path: Its name.
+        path: The path of the leaf.
         what: `"sharding"`, `"mesh"`, `"devices"` (the mesh's), `"axis types"`,
             `"memory kind"`, `"committed"`, `"shape"`, `"dtype"`, `"weak type"`, `"value"` (of a
-            leaf that is no array), or `"leaf"`, if only one tree has it.
-        before: How it is in the first tree, in words.
-        after: How it is in the second.
+            leaf that is not an array), or `"leaf"`, if only one tree has it.
+        before: Its state in the first tree, in words.
+        after: Its state in the second tree.
     """
 
     path: str
@@ -39,35 +39,35 @@ class LeafDifference(NamedTuple):
 
 
 class ShardingDiff(tuple[LeafDifference, ...]):
-    """What `diff_shardings` found: empty, and false, if nothing differs."""
+    """The result of `diff_shardings`: empty, and false, if nothing differs."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        """A line a difference, repeated layers folded."""
+        """One line for each difference, with repeated layers folded."""
         if not self:
             return "No leaf differs."
-        folded = fold((found.path, found[1:], found) for found in self)
+        folded = fold((difference.path, difference[1:], difference) for difference in self)
         return "\n".join(str(alike[0]._replace(path=path)) for path, alike in folded)
 
 
 def diff_shardings(a: Any, b: Any) -> ShardingDiff:
-    """Compares two trees leaf by leaf, in all that makes a jitted function compile anew.
+    """Compares two trees leaf by leaf, in everything that makes a jitted function compile again.
 
-    Only what both sides know is compared: a `ShapeDtypeStruct` is not committed to devices or
-    not, and a sharding on an abstract mesh has no devices. `P("data", None)` and `P("data")`
-    are the same. A numpy array goes where an uncommitted array does.
+    Only facts that both sides have are compared: a `ShapeDtypeStruct` is neither committed nor
+    uncommitted, and a sharding on an abstract mesh has no devices. `P("data", None)` and
+    `P("data")` are equal. A numpy array counts as an uncommitted array.
 
     Args:
         a: A live tree, `ShapeDtypeStruct`s, `NamedSharding`s, or a `Plan`.
-        b: Another, matched with it by path.
+        b: Another; its leaves are matched with those of `a` by path.
 
     Returns:
-        A tuple of `LeafDifference`, in `a`'s order; then the leaves that only `b` has. `str()`
-        of it is a table.
+        A tuple of `LeafDifference`, in `a`'s order, followed by the leaves that only `b` has.
+        `str()` of it is a table.
 
     Raises:
-        SpecError: If a leaf is traced: it lies nowhere yet. All such leaves are named.
+        SpecError: If leaves are traced and so have no sharding yet. All such leaves are named.
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
@@ -80,24 +80,24 @@ def diff_shardings(a: Any, b: Any) -> ShardingDiff:
 
 
 def assert_stable_step(step: Callable[..., Any], state: Any, *args: Any) -> Any:
-    """Runs a step once and raises unless the state comes out as it went in.
+    """Runs a step once, and raises if the step changed the form of its state.
 
-    What differs makes the second step compile again: a leaf that starts on one device, a
-    Python number, a dtype that the update widens, a spec that the step does not keep. A step
-    that donates its state uses it up here, as always: go on with what this returns.
+    Any such change makes the second step compile again: a leaf that starts on a single device, a
+    Python number, a dtype that the update widens, a spec that the step does not keep. A step that
+    donates its state consumes it here too: continue with the returned state.
 
     Args:
         step: Takes `(state, *args)` and returns the new state, or a tuple that starts with it:
             a `jit_step`, a jitted function, or any other.
         state: The state.
-        args: What else the step takes.
+        args: The other arguments of the step.
 
     Returns:
         What the step returned.
 
     Raises:
-        UnstableStepError: If anything differs: all leaves, with what, and the fix. It is an
-            `AssertionError`.
+        UnstableStepError: If anything changed: it lists all leaves, what changed, and the fix. It
+            is an `AssertionError`.
         SpecError: If a leaf of the state is traced.
 
     Examples:
@@ -107,30 +107,30 @@ def assert_stable_step(step: Callable[..., Any], state: Any, *args: Any) -> Any:
         >>> float(total)
         8.0
     """
-    before = _Tree(state)  # now: the step may donate it
+    before = _Tree(state)  # read now: the step may donate it
     out = step(state, *args)
-    new = out
+    new_state = out
     if isinstance(out, tuple) and tree_structure(out) != before.treedef:
-        new = out[0] if out else None
-    after = _Tree(new)
-    found = _diff(before, after)
-    facts = _sentences(found)
+        new_state = out[0] if out else None
+    after = _Tree(new_state)
+    differences = _diff(before, after)
+    facts = _sentences(differences)
     if not facts and before.treedef != after.treedef:
-        facts = ["the tree: a container, or a static field in one, is not what it was."]
+        facts = ["the tree: the type of a container, or a static field, changed."]
     if facts:
-        headline = f"{len(facts)} leaves come out of the step other than they went in:"
-        ways = dict.fromkeys(_WAY_OUT[difference.what] for difference in found)
-        again = "Each such difference can make the next step compile again."
-        raise UnstableStepError("\n".join([listed(headline, facts), again, *ways]))
+        headline = f"The step changed {len(facts)} leaves of its state:"
+        fixes = dict.fromkeys(_FIXES[difference.what] for difference in differences)
+        consequence = "Each such change can make the next step compile again."
+        raise UnstableStepError("\n".join([listed(headline, facts), consequence, *fixes]))
     return out
 
 
 _PLACE = (
-    "Place the state before the first step as it is to stay: `treeshard.shard(state, plan)`, or"
-    " let `training.init_sharded` make it; `training.jit_step` then keeps it so."
+    "Place the state before the first step as it should stay: `treeshard.shard(state, plan)`, or"
+    " `training.init_sharded`; `training.jit_step` then keeps its shardings."
 )
-_KEEP = "Keep shapes and the structure of the state as they are."
-_WAY_OUT = {
+_KEEP = "Keep the shapes and the structure of the state."
+_FIXES = {
     "sharding": _PLACE,
     "mesh": _PLACE,
     "devices": _PLACE,
@@ -141,18 +141,18 @@ _WAY_OUT = {
     "leaf": _KEEP,
     "dtype": "Convert in the step, `new.astype(old.dtype)`, or start with the wider dtype.",
     "weak type": "Start numbers as arrays with a dtype: `jnp.float32(0.1)` instead of `0.1`.",
-    "value": "What is no array is part of the program: hold what changes as an array.",
+    "value": "Leaves that are not arrays are part of the program: store changing values as arrays.",
 }
 
 
 # ------------------------------------------------------------------ comparing
 
-# What is known of a leaf: what -> (the value to compare, the value in words).
+# Facts about a leaf, by kind: the value to compare, and the value in words.
 _Facts = dict[str, tuple[Any, str]]
 
 
 class _Tree:
-    """What is known of the leaves of a tree, by path; those that share one are numbered."""
+    """The facts about the leaves of a tree, by path and number among leaves of the same path."""
 
     def __init__(self, tree: Any) -> None:
         tree = tree.structs if isinstance(tree, Plan) else tree
@@ -160,38 +160,37 @@ class _Tree:
         paths = leaf_paths(tree)
         if traced := [p for p, x in zip(paths, leaves, strict=True) if isinstance(x, Tracer)]:
             facts = [
-                f"{path or 'the tree'}: it is traced, and lies nowhere yet." for path in traced
+                f"{path or 'the tree'}: it is traced, and has no sharding yet." for path in traced
             ]
             raise SpecError(listed(f"{len(facts)} leaves cannot be compared:", facts))
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         self.leaves: dict[tuple[str, int], _Facts] = {}
         for path, leaf in zip(paths, leaves, strict=True):
-            self.leaves[path, seen[path]] = _facts(leaf)
-            seen[path] += 1
+            self.leaves[path, counts[path]] = _facts(leaf)
+            counts[path] += 1
 
 
 def _diff(a: _Tree, b: _Tree) -> ShardingDiff:
-    found: list[LeafDifference] = []
+    differences: list[LeafDifference] = []
     for (path, number), old in a.leaves.items():
         new = b.leaves.get((path, number))
         if new is None:
-            found.append(LeafDifference(path, "leaf", "there", "gone"))
+            differences.append(LeafDifference(path, "leaf", "present", "gone"))
         else:
-            found += [LeafDifference(path, *difference) for difference in _differences(old, new)]
+            differences += [LeafDifference(path, *change) for change in _changes(old, new)]
     added = [path for path, number in b.leaves if (path, number) not in a.leaves]
-    found += [LeafDifference(path, "leaf", "absent", "new") for path in added]
-    return ShardingDiff(found)
+    differences += [LeafDifference(path, "leaf", "absent", "new") for path in added]
+    return ShardingDiff(differences)
 
 
-def _differences(old: _Facts, new: _Facts) -> list[tuple[str, str, str]]:
+def _changes(old: _Facts, new: _Facts) -> list[tuple[str, str, str]]:
     if ("shape" in old and list(new) == ["value"]) or ("shape" in new and list(old) == ["value"]):
-        one, other = (list(facts.values())[-1][1] for facts in (old, new))
-        return [("value", one, other)]
-    both = [what for what in old if what in new]
+        before, after = (list(facts.values())[-1][1] for facts in (old, new))
+        return [("value", before, after)]
     return [
         (what, old[what][1], new[what][1])
-        for what in both
-        if not _equal(old[what][0], new[what][0])
+        for what in old
+        if what in new and not _equal(old[what][0], new[what][0])
     ]
 
 
@@ -200,7 +199,7 @@ def _equal(a: Any, b: Any) -> bool:
         return True
     try:
         return type(a) is type(b) and bool(a == b)
-    except Exception:  # somebody's own __eq__
+    except Exception:  # a custom __eq__
         return False
 
 
@@ -216,7 +215,7 @@ def _facts(leaf: Any) -> _Facts:
     elif isinstance(leaf, jax.Array) and leaf.committed:
         facts = _where(leaf.sharding) | {"committed": (True, "yes")}
     else:
-        # What is on the host goes where an uncommitted array does.
+        # jit places host values as it places uncommitted arrays.
         facts = {"sharding": (None, "one device (uncommitted)"), "committed": (False, "no")}
     facts["shape"] = (kind.shape, str(kind.shape))
     facts["dtype"] = (str(kind.dtype), str(kind.dtype))
@@ -233,7 +232,7 @@ def _where(sharding: Sharding) -> _Facts:
         alone = isinstance(sharding, SingleDeviceSharding)
         words = f"only {next(iter(sharding.device_set))}" if alone else str(sharding)
         return {"sharding": (sharding, words)} | facts
-    # P("data", None) and P("data") are one placement, and one program.
+    # P("data", None) and P("data") are the same placement, and compile to the same program.
     spec = with_entries(sharding.spec, entries(sharding))
     mesh, types = sharding.mesh, tuple(map(str, sharding.mesh.axis_types))
     facts = {
@@ -247,9 +246,9 @@ def _where(sharding: Sharding) -> _Facts:
     return facts
 
 
-def _sentences(found: ShardingDiff) -> list[str]:
-    """One a leaf: `step: sharding one device (uncommitted) -> P(); committed no -> yes`."""
+def _sentences(differences: ShardingDiff) -> list[str]:
+    """A line for each leaf: `step: sharding one device (uncommitted) -> P(); committed no -> yes`"""
     by_leaf: dict[str, list[str]] = {}
-    for path, what, before, after in found:
+    for path, what, before, after in differences:
         by_leaf.setdefault(path, []).append(f"{what} {before} -> {after}")
     return [f"{path or 'the state'}: {'; '.join(changes)}" for path, changes in by_leaf.items()]

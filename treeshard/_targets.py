@@ -1,4 +1,4 @@
-"""What of a tree can be moved, and where each leaf goes: all that is checked first."""
+"""Resolves the target sharding of each leaf, and checks that every leaf can be placed there."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -36,21 +36,21 @@ from treeshard._specs import (
 
 
 class Misfit(NamedTuple):
-    """Why a leaf cannot be moved.
+    """Why a leaf cannot be placed.
 
     Attributes:
-        error: What to raise.
-        why: The fact, in words, with the way out.
-        asked: Where the leaf was to go, in words; nothing if only the leaf is at fault.
+        error: The class to raise.
+        why: The fact and the fix, in words.
+        requested: The requested placement, in words; empty if only the leaf is at fault.
     """
 
     error: type[TreeShardError]
     why: str
-    asked: str = ""
+    requested: str = ""
 
 
-# Takes a leaf, the spec it was given and the mesh; returns the spec it gets, or why it gets none.
-Fits = Callable[[Any, PartitionSpec, Mesh], tuple[PartitionSpec, Misfit | None]]
+# Takes a leaf, its requested spec and the mesh; returns the spec to apply, or a misfit.
+Check = Callable[[Any, PartitionSpec, Mesh], tuple[PartitionSpec, Misfit | None]]
 
 
 def targets(
@@ -60,157 +60,169 @@ def targets(
     mesh: AnyMesh | None,
     where: str,
     prefix: str = "",
-    fits: Fits | None = None,
+    check: Check | None = None,
 ) -> dict[int, NamedSharding]:
-    """The sharding of each leaf that is to be placed, by its position among the leaves.
+    """Returns the target sharding of each leaf that is to be placed, by leaf index.
 
     Args:
         tree: Any pytree.
-        leaves: Its leaves, flattened.
+        leaves: Its flattened leaves.
         specs: A tree of specs (or tuples of logical names), a prefix of one, or a `Plan`.
-        mesh: Goes before the meshes that the specs carry, and the one in force.
+        mesh: Takes precedence over meshes that the specs carry, and over the current mesh.
         where: The public function, for messages.
-        prefix: The path of `tree` in a larger one, for messages.
-        fits: What finds the spec that a leaf gets; by default for arrays that hold numbers.
+        prefix: The path of `tree` in a larger tree, for messages.
+        check: Checks a leaf against its spec; `check_leaf` by default.
 
     Raises:
-        As `shard` does, for all leaves at once.
+        As `shard` does; one error names all leaves.
     """
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
-    found: dict[int, NamedSharding] = {}
+    shardings: dict[int, NamedSharding] = {}
     misfits: dict[int, Misfit] = {}
-    known: dict[Any, NamedSharding] = {}
-    beside = specs_of_leaves(specs, tree, resolve=resolver(mesh))
-    for i, (leaf, asked) in enumerate(zip(leaves, beside, strict=True)):
-        if asked is None or not has_shape(leaf):
+    cache: dict[Any, NamedSharding] = {}
+    leaf_specs = specs_of_leaves(specs, tree, resolve=resolver(mesh))
+    for i, (leaf, requested) in enumerate(zip(leaves, leaf_specs, strict=True)):
+        if requested is None or not has_shape(leaf):
             continue
-        on = mesh_for(asked, mesh, where)
-        spec, kind = (
-            (asked.spec, asked.memory_kind) if isinstance(asked, NamedSharding) else (asked, None)
-        )
-        given, misfit = (fits or fit)(leaf, spec, on)
+        leaf_mesh = mesh_for(requested, mesh, where)
+        spec, memory_kind = requested, None
+        if isinstance(requested, NamedSharding):
+            spec, memory_kind = requested.spec, requested.memory_kind
+        spec, misfit = (check or check_leaf)(leaf, spec, leaf_mesh)
         if misfit is not None:
             misfits[i] = misfit
-        elif (found_before := known.get((on, given, kind))) is not None:
-            found[i] = found_before
-        else:
-            found[i] = known[on, given, kind] = NamedSharding(on, given, memory_kind=kind)
+            continue
+        key = (leaf_mesh, spec, memory_kind)
+        if key not in cache:
+            cache[key] = NamedSharding(leaf_mesh, spec, memory_kind=memory_kind)
+        shardings[i] = cache[key]
     raise_misfits(tree, leaves, misfits, where, prefix)
-    return found
+    return shardings
 
 
 def meshes_of(specs: Any, mesh: AnyMesh | None) -> list[AnyMesh]:
-    """Every mesh that `targets` may place leaves on."""
+    """Returns every mesh on which `targets` may place leaves."""
     if isinstance(specs, SpecCarrier):
         specs, mesh = specs.specs, mesh or specs.mesh
     if mesh is not None:
         return [mesh]
-    found = tree_leaves(specs, is_leaf=lambda x: is_spec(x) or is_logical(x))
+    leaf_specs = tree_leaves(specs, is_leaf=lambda x: is_spec(x) or is_logical(x))
     current = None
-    if any(not isinstance(spec, NamedSharding) for spec in found):
+    if any(not isinstance(spec, NamedSharding) for spec in leaf_specs):
         current = get_incontext_mesh(raise_error=False)
-    own = [spec.mesh for spec in found if isinstance(spec, NamedSharding)]
-    return [*dict.fromkeys(own), *([] if current is None else [current])]
+    carried = [spec.mesh for spec in leaf_specs if isinstance(spec, NamedSharding)]
+    return [*dict.fromkeys(carried), *([] if current is None else [current])]
 
 
 def resolver(mesh: AnyMesh | None) -> Callable[[Any], PartitionSpec]:
-    """What makes specs of tuples of logical names, for a mesh or the one in force."""
-    on = get_incontext_mesh(raise_error=False) if mesh is None else mesh
-    return lambda names: resolve_names(names, on)
+    """Returns a function that resolves logical names to a spec on `mesh`, or the current mesh."""
+    resolving_mesh = get_incontext_mesh(raise_error=False) if mesh is None else mesh
+    return lambda names: resolve_names(names, resolving_mesh)
 
 
 def without_names(specs: Any, mesh: AnyMesh | None) -> Any:
-    """A tree of specs, with specs in the place of tuples of logical names."""
+    """Replaces the tuples of logical names in a tree of specs by the specs they resolve to."""
     resolve = resolver(mesh)
     return tree_map(lambda x: resolve(x) if is_logical(x) else x, specs, is_leaf=is_logical)
 
 
 def mesh_for(spec: PartitionSpec | NamedSharding, mesh: AnyMesh | None, where: str) -> Mesh:
-    """The mesh given, else the sharding's own, else the one in force; with devices."""
+    """Returns the given mesh, else the sharding's own, else the current one.
+
+    Raises `NoMeshError` if there is none, or if it has no devices.
+    """
     if mesh is None and isinstance(spec, NamedSharding):
         mesh = spec.mesh
     mesh = current_or_given(mesh)
     if isinstance(mesh, Mesh):
         return mesh
     raise NoMeshError(
-        f"{where}: the mesh ({describe_mesh(mesh)}) is an AbstractMesh: it has sizes, but no"
-        " devices that could hold arrays. Pass one with devices (`mesh=...`);"
-        " `treeshard.make_mesh` makes it."
+        f"{where}: the mesh ({describe_mesh(mesh)}) is an AbstractMesh, which has sizes but no"
+        " devices to hold arrays. Pass a mesh with devices (`mesh=...`), as `treeshard.make_mesh`"
+        " returns."
     )
 
 
-def fit(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[PartitionSpec, Misfit | None]:
-    """The spec without what says nothing (trailing `None`s), or why the leaf cannot have it."""
+def check_leaf(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[PartitionSpec, Misfit | None]:
+    """Returns the spec without trailing `None`s, and a misfit if the leaf cannot have it."""
     misfit = unmovable(leaf)
-    return (spec, misfit) if misfit else fit_shape(tuple(leaf.shape), spec, mesh)
+    return (spec, misfit) if misfit else check_shape(tuple(leaf.shape), spec, mesh)
 
 
-def fit_struct(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[PartitionSpec, Misfit | None]:
-    """As `fit`; but a `ShapeDtypeStruct` will do, whose numbers come later."""
+def check_leaf_or_struct(
+    leaf: Any, spec: PartitionSpec, mesh: Mesh
+) -> tuple[PartitionSpec, Misfit | None]:
+    """Like `check_leaf`, but also accepts a `ShapeDtypeStruct`, whose values are read later."""
     is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
-    return fit_shape(leaf.shape, spec, mesh) if is_struct else fit(leaf, spec, mesh)
+    return check_shape(leaf.shape, spec, mesh) if is_struct else check_leaf(leaf, spec, mesh)
 
 
-def fit_shape(
+def check_shape(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
 ) -> tuple[PartitionSpec, Misfit | None]:
-    """As `fit`, for an array of which only the shape matters."""
+    """Like `check_leaf`, for an array of which only the shape matters."""
     if UNCONSTRAINED in entries(spec):
         why = (
-            "a dim is UNCONSTRAINED, which means something only inside jit. Write an axis, or"
-            " None to keep the dim whole."
+            "a dim is UNCONSTRAINED, which has a meaning only inside jit. Write an axis, or"
+            " None to replicate the dim."
         )
-        return spec, Misfit(SpecError, why, asked_text(spec, mesh))
-    given, lost = project(spec, mesh, shape)
-    return given, misfit_of(lost, spec, mesh)
+        return spec, Misfit(SpecError, why, requested_text(spec, mesh))
+    projected, adjustments = project(spec, mesh, shape)
+    return projected, misfit_of(adjustments, spec, mesh)
 
 
-def misfit_of(lost: Sequence[Adjustment], spec: PartitionSpec, mesh: Mesh) -> Misfit | None:
-    """Why a spec cannot be had, if something of it would be lost."""
-    if not lost:
+def misfit_of(adjustments: Sequence[Adjustment], spec: PartitionSpec, mesh: Mesh) -> Misfit | None:
+    """Returns the misfit of a spec that would have to be adjusted; `None` without adjustments."""
+    if not adjustments:
         return None
-    unknown = any(adjustment.kind == "axis-not-in-mesh" for adjustment in lost)
+    unknown = any(adjustment.kind == "axis-not-in-mesh" for adjustment in adjustments)
     error = UnknownAxisInSpecError if unknown else SpecError
-    return Misfit(error, " ".join(adjustment.why for adjustment in lost), asked_text(spec, mesh))
+    why = " ".join(adjustment.why for adjustment in adjustments)
+    return Misfit(error, why, requested_text(spec, mesh))
 
 
-def asked_text(spec: PartitionSpec, mesh: Mesh) -> str:
-    """What was asked for, as messages say it."""
+def requested_text(spec: PartitionSpec, mesh: Mesh) -> str:
+    """`P('fsdp',) on the mesh (fsdp=8)`, as messages show a requested placement."""
     return f"{spec} on the mesh ({describe_mesh(mesh)})"
 
 
 def unmovable(leaf: Any) -> Misfit | None:
-    """Why the numbers of a leaf cannot be had, if they cannot."""
+    """Returns a misfit if the values of a leaf cannot be read; else `None`."""
     if isinstance(leaf, Tracer):
         return Misfit(
             LeafError,
-            "it is being traced and has no numbers yet. Inside jit use"
-            " `treeshard.with_sharding_constraint`; here, move what goes in and what comes out.",
+            "it is being traced and has no values yet. Inside jit, use"
+            " `treeshard.with_sharding_constraint`; or move the arguments and results of the"
+            " jitted function.",
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return Misfit(
             LeafError,
-            "it is a ShapeDtypeStruct, which describes an array and holds none. `Plan.structs`"
-            " describes where one would lie; to move it, make the array first.",
+            "it is a ShapeDtypeStruct, which describes an array but holds no values. Make the"
+            " array first. (`Plan.structs` describes how arrays would be sharded.)",
         )
     if isinstance(leaf, jax.Array):
         if not leaf.is_deleted():
             return None
         return Misfit(
             DeletedLeafError,
-            "its memory is gone: it was deleted, or donated to a compiled function. Use what"
-            " that function returned, or do not donate it.",
+            "its memory is gone: it was deleted, or donated to a compiled function. Use the"
+            " result of that function, or do not donate the array.",
         )
     if np.ma.isMaskedArray(leaf):
-        return Misfit(LeafError, "JAX has no masked arrays. Use `.filled()` first.")
-    if not _known_to_jax(leaf.dtype):
-        return Misfit(LeafError, "JAX has no such dtype. Use `.astype` first.")
+        return Misfit(
+            LeafError, "it is a masked array, which JAX does not support. Call `.filled()` first."
+        )
+    if not _is_jax_dtype(leaf.dtype):
+        return Misfit(
+            LeafError, "JAX does not support this dtype. Convert it with `.astype` first."
+        )
     return None
 
 
 @cache
-def _known_to_jax(dtype: np.dtype) -> bool:
+def _is_jax_dtype(dtype: np.dtype) -> bool:
     try:
         jax.typeof(np.empty((), dtype.newbyteorder("=")))
     except TypeError:
@@ -221,15 +233,15 @@ def _known_to_jax(dtype: np.dtype) -> bool:
 def raise_misfits(
     tree: Any, leaves: list[Any], misfits: Mapping[int, Misfit], where: str, prefix: str = ""
 ) -> None:
-    """Raises one error for all misfits, if there are any, each with its leaf's path."""
+    """Raises one error that names every misfit with its leaf's path; does nothing without any."""
     if not misfits:
         return
     paths = leaf_paths(tree)
     facts = []
-    for i, (_, why, asked) in misfits.items():
+    for i, (_, why, requested) in misfits.items():
         path = path_under(prefix, paths[i]) or "the array"
-        facts.append(f"{path}: {array_text(leaves[i])}{asked and f' as {asked}'}: {why}")
+        facts.append(f"{path}: {array_text(leaves[i])}{requested and f' as {requested}'}: {why}")
     errors = [misfit.error for misfit in misfits.values()]
-    # One class for all: an unknown axis is what callers most likely wait for.
+    # One class has to stand for all: callers most likely catch an unknown axis.
     error = UnknownAxisInSpecError if UnknownAxisInSpecError in errors else errors[0]
     raise error(listed(f"{where}: {len(facts)} leaves cannot be moved, and none was:", facts))

@@ -1,4 +1,4 @@
-"""Moving trees to the devices of a mesh, and from one layout to another."""
+"""Places trees on the devices of a mesh, and moves them from one layout to another."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,14 +12,21 @@ from treeshard._across import company, facts_of, is_spread
 from treeshard._agreement import agreeing
 from treeshard._gather import gather_at
 from treeshard._mesh import AnyMesh
-from treeshard._own_shards import Read, filled
+from treeshard._own_shards import Read, read_shards
 from treeshard._paths import leaf_paths, path_under
 from treeshard._processes import AS_LONG_AS_IT_TAKES, TIMEOUT, together
 from treeshard._progress import with_bar
 from treeshard._spec_trees import SpecCarrier, specs_of_leaves
 from treeshard._specs import is_logical, is_spec
-from treeshard._targets import fit, fit_struct, mesh_for, meshes_of, resolver, targets
-from treeshard._ways import Way, from_one_device, through_host, unchanged, way
+from treeshard._targets import (
+    check_leaf,
+    check_leaf_or_struct,
+    mesh_for,
+    meshes_of,
+    resolver,
+    targets,
+)
+from treeshard._ways import Move, choose_move, replicate_then_split, through_host, unchanged
 
 
 def shard(
@@ -31,59 +38,61 @@ def shard(
     progress: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
-    """Places every array of a tree on the devices of a mesh, as its spec says.
+    """Places every array of a tree on the devices of a mesh, sharded by its spec.
 
-    To each device goes its own part only: of a leaf of shape `(d0, d1)` with `P("fsdp")`,
-    `(d0 / fsdp, d1)`. All leaves are checked before the first one moves. Nothing is compiled
-    for arrays on the host or on a single device (these pass through the host); arrays that lie
-    on several devices move as by `reshard`.
+    Each device receives only its own shard: of a leaf of shape `(d0, d1)` with `P("fsdp")`, a
+    shard of shape `(d0 / fsdp, d1)`. All leaves are checked before the first one moves. Nothing
+    is compiled for arrays on the host or on a single device, which are copied through the host.
+    Arrays on several devices move as by `reshard`.
 
-    On a mesh of several processes all of them make the call, each with the whole tree, and each
-    takes its own shards out of it: nothing goes over the network, so nobody compares the numbers,
-    which must be the same everywhere. Nor need the tree be anywhere: leaves that are
-    `jax.ShapeDtypeStruct`s are filled by `read`, shard by shard.
+    On a mesh of several processes, all of them must make the call with the full tree, and each
+    takes its own shards from it. Nothing goes over the network, so the values are not compared;
+    they must be the same on every process. The full tree does not have to exist: `read` fills
+    leaves that are `jax.ShapeDtypeStruct`s, shard by shard.
 
     Args:
-        tree: Any pytree of numpy and JAX arrays. Other leaves, Python scalars among them,
-            pass through untouched.
+        tree: Any pytree of numpy and JAX arrays. Other leaves, including Python scalars, pass
+            through untouched.
         specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
-            Leaves whose spec is `None` stay as they are. A tuple of logical names is resolved
-            by the rules of `logical_axis_rules`.
-        mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the one in
-            force.
-        read: What fills leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the
-            index of a shard, a slice a dim with its start and stop, and returns that part, in
-            the leaf's dtype. Asked once for each shard of which this process has a copy, leaf by
+            Leaves whose spec is `None` are not moved. Tuples of logical names are resolved by
+            the rules of `logical_axis_rules`.
+        mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the current
+            mesh.
+        read: Fills leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the index
+            of a shard (a slice for each dim, with its start and stop), and returns that part
+            in the leaf's dtype. Called once for each shard that this process holds, leaf by
             leaf.
-        progress: Whether to show a bar, a step a leaf (needs `tqdm`); leaves are then placed one
-            by one.
-        timeout: Seconds that other processes are waited for.
+        progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`). Leaves
+            are then placed one by one.
+        timeout: Seconds to wait for other processes.
 
     Returns:
-        The tree with `jax.Array`s in place of its arrays. It never shares memory with numpy
-        arrays it came from. 64-bit numbers become 32-bit ones unless JAX's x64 mode is on, as
-        with `jnp.asarray`. A `jax.Array` that lies right already comes back as the same object,
-        and others may share memory with the result: donating it may delete the source.
+        The tree with a `jax.Array` in place of each array. It never shares memory with the
+        numpy arrays it came from. 64-bit values become 32-bit ones unless JAX's x64 mode is on,
+        as with `jnp.asarray`. A `jax.Array` that is already sharded this way is returned as the
+        same object, and others may share memory with the result: donating it may delete the
+        source.
 
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh does not have.
-        SpecError: If a spec names an axis twice, is longer than the leaf's rank, does not
-            divide a dim, or leaves one `UNCONSTRAINED`; or if `specs` does not fit the tree.
+        SpecError: If a spec names an axis twice, has more entries than the leaf has dims,
+            does not divide a dim, or leaves one `UNCONSTRAINED`; or if `specs` does not fit the
+            tree.
         DeletedLeafError: If a leaf was deleted or donated.
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct` (without `read`), masked, or of a
-            dtype that JAX does not have.
+            dtype that JAX does not support.
         NoMeshError: If there is no mesh, or only an `AbstractMesh`, which has no devices.
-        MismatchError: If `read` returns another shape or dtype than was asked for.
-        ProcessError: If processes do not make the same call, with the same leaves, specs and
-            mesh, or one does not make it within `timeout`, or fails. No leaf is placed.
-        ImportError: If `progress` is asked for and `tqdm` is not installed.
+        MismatchError: If `read` returns another shape or dtype than requested.
+        ProcessError: If processes do not make the same call with the same leaves, specs and
+            mesh, or one of them does not make it within `timeout`, or fails. No leaf is placed.
+        ImportError: If `progress` is set and `tqdm` is not installed.
 
     Examples:
         >>> tree = shard({"w": np.ones((16, 4)), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
         >>> tree["w"].sharding.spec, tree["w"].addressable_shards[0].data.shape
         (P('fsdp',), (2, 4))
 
-        Of an array too large for the host, part by part:
+        An array too large for the host, shard by shard:
 
         >>> rows = lambda path, index: np.arange(index[0].start, index[0].stop, dtype="int32")
         >>> struct = jax.ShapeDtypeStruct((16,), "int32")
@@ -96,30 +105,30 @@ def shard(
 
 
 def reshard(tree: Any, specs: Any, mesh: AnyMesh | None = None, *, timeout: float = TIMEOUT) -> Any:
-    """Moves a tree that lies on devices to other specs or another mesh, device to device.
+    """Moves a tree to other specs or another mesh, from device to device.
 
-    What lies right already stays. What moves between the same devices does so in one compiled
-    program for the whole tree. Leaves on a single device are copied to all others first, so for
-    a moment each device holds these whole (`shard` takes them through the host instead).
+    Leaves that are already sharded this way are not moved. Leaves that move between the same
+    devices do so in one compiled program for the whole tree. Leaves on a single device are first
+    copied to all devices, so for a moment each device holds a full copy of these (`shard` copies
+    them through the host instead).
 
-    Across processes, all that hold devices of the one mesh or the other make the call. Between
-    meshes of the same devices in the same order it is again one program; else parts go from
-    those that hold them to those that need them, leaf by leaf through the host. Leaves that lie
-    on devices of this process alone go to a mesh of several as by `shard`: they must be the same
-    on each.
+    Across processes, all that hold devices of the old or the new mesh must make the call. Between
+    meshes of the same devices in the same order, the move is again one program; otherwise each
+    process sends the parts that others need, leaf by leaf through the host. Leaves on devices of
+    one process move to a mesh of several as by `shard`: they must be the same on each process.
 
     Args:
-        tree: Any pytree. Numpy leaves are placed as `shard` does.
+        tree: Any pytree. Numpy leaves are placed as by `shard`.
         specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
-            Leaves whose spec is `None` stay as they are.
-        mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the one in
-            force.
-        timeout: Seconds that other processes are waited for.
+            Leaves whose spec is `None` are not moved.
+        mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the current
+            mesh.
+        timeout: Seconds to wait for other processes.
 
     Returns:
-        The tree, placed anew. It may share memory with the tree it came from: donating it
-        may delete the source. Between meshes of different devices of one process it is JAX that
-        chooses the way: shards that both sides have go directly, others through the host.
+        The tree with its new shardings. It may share memory with the old tree, so donating it
+        may delete the source. Between meshes of different devices of one process, JAX chooses
+        how to move: shards that exist on both sides go directly, others through the host.
 
     Raises:
         UnknownAxisError, SpecError, DeletedLeafError, LeafError, NoMeshError, ProcessError: As
@@ -131,7 +140,7 @@ def reshard(tree: Any, specs: Any, mesh: AnyMesh | None = None, *, timeout: floa
         >>> reshard(tree, P(None, ("fsdp", "data")), mesh)["w"].sharding.spec
         P(None, ('fsdp', 'data'))
     """
-    return place(tree, specs, mesh, "reshard", from_one_device, timeout=timeout)
+    return place(tree, specs, mesh, "reshard", replicate_then_split, timeout=timeout)
 
 
 def place(
@@ -139,38 +148,40 @@ def place(
     specs: Any,
     mesh: AnyMesh | None,
     where: str,
-    spread: Way,
+    from_single_device: Move,
     *,
     prefix: str = "",
     read: Read | None = None,
     progress: bool = False,
     timeout: float = TIMEOUT,
 ) -> Any:
-    """Checks everything, then moves group by group; `spread` is for single-device arrays."""
+    """Checks every leaf, then moves them in groups.
+
+    `from_single_device` moves arrays that are on a single device.
+    """
     leaves, treedef = tree_flatten(tree)
     among = company(leaves, meshes_of(specs, mesh)) if jax.process_count() > 1 else []
-    fits = fit if read is None else fit_struct
+    check = check_leaf if read is None else check_leaf_or_struct
     paths = leaf_paths(tree) if among or read else []
     with agreeing(where, among=among, timeout=timeout) as facts:
-        goals = targets(tree, leaves, specs, mesh, where, prefix, fits)
+        remaining = targets(tree, leaves, specs, mesh, where, prefix, check)
         if among:
             facts |= facts_of(
-                (path_under(prefix, paths[i]), leaves[i], _ends(leaves[i], target))
-                for i, target in goals.items()
+                (path_under(prefix, paths[i]), leaves[i], _shardings(leaves[i], target))
+                for i, target in remaining.items()
             )
     if read is not None:
-        structs = [i for i in goals if isinstance(leaves[i], jax.ShapeDtypeStruct)]
-        # First of all, since it may fail on one process, and then must on all.
+        structs = [i for i in remaining if isinstance(leaves[i], jax.ShapeDtypeStruct)]
+        # Before anything else: if `read` fails on one process, all must stop.
         with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
             for i in with_bar(structs, where, show=progress):
-                leaves[i] = filled(read, paths[i], leaves[i], goals.pop(i))
+                leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
     groups: dict[tuple[Any, ...], list[tuple[int, NamedSharding]]] = {}
-    for i, target in goals.items():
-        chosen = way(leaves[i], target, spread)
-        if chosen is not None:
-            groups.setdefault((chosen, target.mesh, i if progress else None), []).append(
-                (i, target)
-            )
+    for i, target in remaining.items():
+        move = choose_move(leaves[i], target, from_single_device)
+        if move is not None:
+            key = (move, target.mesh, i if progress else None)
+            groups.setdefault(key, []).append((i, target))
     for (move, *_), group in with_bar([*groups.items()], where, show=progress):
         moved = move([leaves[i] for i, _ in group], [target for _, target in group])
         for (i, _), array in zip(group, moved, strict=True):
@@ -178,8 +189,8 @@ def place(
     return treedef.unflatten(leaves)
 
 
-def _ends(leaf: Any, target: NamedSharding) -> list[Sharding]:
-    """Where a leaf goes, and where it comes from if not from each process's own memory."""
+def _shardings(leaf: Any, target: NamedSharding) -> list[Sharding]:
+    """The target of a leaf, and its current sharding if that spans processes."""
     return [target, leaf.sharding] if is_spread(leaf) else [target]
 
 
@@ -187,25 +198,25 @@ def _ends(leaf: Any, target: NamedSharding) -> list[Sharding]:
 
 
 def make_shard_and_gather_fns(specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, Any]:
-    """Makes a function per spec that places a leaf, and one that brings it back to the host.
+    """Makes two functions for each spec: one places a leaf, one copies it back to the host.
 
     `jax.tree.map(lambda f, x: f(x), shard_fns, tree)` does what `shard(tree, specs, mesh)`
-    does, for loops that see one leaf at a time, as when a file is read.
+    does. The functions are for loops that see one leaf at a time, such as when reading a file.
 
     Args:
         specs: A tree of `PartitionSpec`s or `NamedSharding`s, or a `Plan`.
-        mesh: The mesh; by default that of each `NamedSharding`, of the `Plan`, or the one in
-            force now.
+        mesh: The mesh; by default that of each `NamedSharding`, of the `Plan`, or the mesh that
+            is current now.
 
     Returns:
-        Two trees of functions with the structure of `specs`. Where a spec stands for a subtree
-        the function takes that subtree. Where `specs` has `None` there is a function too, which
-        returns its argument.
+        Two trees of functions with the structure of `specs`. A spec that stands for a subtree
+        becomes a function of that subtree. `None` in `specs` becomes a function that returns its
+        argument.
 
-        They raise as `shard` and `gather` do, and name the path that the spec has in `specs`.
+        The functions raise as `shard` and `gather` do, and name the path of the spec in `specs`.
 
     Raises:
-        SpecError: If `specs` holds something that is no spec.
+        SpecError: If a leaf of `specs` is not a spec.
         NoMeshError: If a spec needs a mesh and there is none, or only an `AbstractMesh`.
 
     Examples:
@@ -220,20 +231,21 @@ def make_shard_and_gather_fns(specs: Any, mesh: AnyMesh | None = None) -> tuple[
     if isinstance(specs, SpecCarrier):
         specs, mesh = specs.specs, mesh or specs.mesh
 
-    def stop(x: Any) -> bool:
+    def is_entry(x: Any) -> bool:
         return x is None or is_spec(x) or is_logical(x)
 
-    found, treedef = tree_flatten(specs, is_leaf=stop)
-    found = specs_of_leaves(specs, treedef.unflatten(range(len(found))), resolve=resolver(mesh))
+    leaf_specs, treedef = tree_flatten(specs, is_leaf=is_entry)
+    positions = treedef.unflatten(range(len(leaf_specs)))
+    leaf_specs = specs_of_leaves(specs, positions, resolve=resolver(mesh))
     shard_fns: list[Callable[[Any], Any]] = []
     gather_fns: list[Callable[[Any], Any]] = []
-    for path, spec in zip(leaf_paths(specs, is_leaf=stop), found, strict=True):
+    for path, spec in zip(leaf_paths(specs, is_leaf=is_entry), leaf_specs, strict=True):
         if spec is None:
             shard_fns.append(unchanged)
             gather_fns.append(unchanged)
         else:
-            on = mesh_for(spec, mesh, "make_shard_and_gather_fns")
-            shard_fns.append(partial(_shard_at, path, spec, on))
+            spec_mesh = mesh_for(spec, mesh, "make_shard_and_gather_fns")
+            shard_fns.append(partial(_shard_at, path, spec, spec_mesh))
             gather_fns.append(partial(gather_at, path))
     return treedef.unflatten(shard_fns), treedef.unflatten(gather_fns)
 

@@ -241,7 +241,7 @@ def check_bad_parts_are_all_named(context: Context) -> None:
         " to 12, or use another dim or axis.",
         f"  b: float32[4] as P(None, 'data') {on}: P(None, 'data') has 2 entries, but shape (4,)"
         " has 1 dim. Drop the last entry.",
-        "  c: float32[6]: it lies on devices of several processes already. `reshard` moves it.",
+        "  c: float32[6]: it is already on devices of several processes. `reshard` moves it.",
         f"  d: float32[2] as P('dato',) {on}: the mesh has no axis 'dato'. It has data=3, fsdp=2."
         " Did you mean 'data'?",
     ]
@@ -252,9 +252,10 @@ def check_parts_that_overlap(context: Context) -> None:
     mixed = Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     told = error_of(lambda: ts.from_process_local(np.ones(6, "f"), P("data"), mixed), ts.SpecError)
     assert told == (
-        "the array: float32[6] as P('data',) on the mesh (data=3, fsdp=2): the parts of dim 0 that"
-        " processes hold overlap, and nothing says which each is to give. Lay the mesh so that each"
-        " has parts of its own, or give all of them the whole, with `shard`."
+        "the array: float32[6] as P('data',) on the mesh (data=3, fsdp=2): the processes hold"
+        " overlapping parts of dim 0, so it is undefined which part each of them passes. Order the"
+        " devices of the mesh so that each process has parts of its own, or pass the full array on"
+        " each, to `shard`."
     )
 
 

@@ -341,8 +341,8 @@ def check_what_read_returns_is_checked(context: Context) -> None:
     with pytest.raises(ts.MismatchError) as raised:
         ts.shard(struct, P(("data", "fsdp")), mesh_2d(), read=read)
     assert str(raised.value) == (
-        f"`read` gave float64[2,8] for w[{here}:{here + 2}, 0:8], where float32[2,8] belongs. It is"
-        " to return that part of float32[16,8] alone, in its dtype."
+        f"`read` returned float64[2,8] for w[{here}:{here + 2}, 0:8]; expected float32[2,8]."
+        " It must return only that part of float32[16,8], in the same dtype."
     )
 
 
@@ -357,7 +357,7 @@ def check_where_read_fails_on_one_process_it_fails_on_all(context: Context) -> N
         ts.shard(jax.ShapeDtypeStruct((16,), "float32"), P(("data", "fsdp")), mesh_2d(), read=read)
     if kind is OSError:
         start = 16 // context.count * context.index
-        notes = [f"`read` was asked for the array[{start}:{start + 2}]."]
+        notes = [f"`read` was called for the array[{start}:{start + 2}]."]
         assert raised.value.__notes__ == notes
 
 
