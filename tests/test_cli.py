@@ -220,7 +220,7 @@ def test_invalid_safetensors_are_rejected(run, data, text) -> None:
         ("[[rules]]\npattern = 'a'\naction = 'P('", "rules[0].action: 'P(' cannot be read"),
         ("[[rules]]\npattern = 'a'\naction = '(1,)'", "is no tuple of names"),
         ("[[rules]]\npattern = 'a'\naction = \"fdsp('x')\"", "Did you mean 'fsdp'?"),
-        ("[[rules]]\npattern = 'a'\naction = \"__import__('os')\"", "__import__ is no tactic"),
+        ("[[rules]]\npattern = 'a'\naction = \"__import__('os')\"", "__import__ is not a tactic"),
         ("[[rules]]\npattern = '('\naction = 'None'", "rule 0: the pattern '(' does not compile"),
         ("min_size = 'big'", "min_size is 'big' (str), not a number of elements."),
         ("logical = 3", "logical is 3 (int), not a table of mesh axes by name."),

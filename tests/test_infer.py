@@ -1,4 +1,4 @@
-"""`infer_sharding`, held against what big_vision does where it is not wrong."""
+"""`infer_sharding`, compared with big_vision's where that is not wrong."""
 
 import math
 import random
@@ -112,8 +112,8 @@ def test_it_agrees_with_big_vision(seed) -> None:
     except Inconsistent:
         message_of(tree, texts)
         return
-    found = jax.tree.leaves(ts.infer_sharding(tree, texts, MESH))
-    for (path, leaf), sharding, spec in zip(leaves, found, expected, strict=True):
+    shardings = jax.tree.leaves(ts.infer_sharding(tree, texts, MESH))
+    for (path, leaf), sharding, spec in zip(leaves, shardings, expected, strict=True):
         like = NamedSharding(MESH, P(*spec))
         assert sharding.is_equivalent_to(like, leaf.ndim), (path, leaf, texts)
 
@@ -132,28 +132,28 @@ def test_a_pattern_must_match_the_whole_path() -> None:
     }
 
 
-def test_there_is_no_floor_but_the_tactics(monkeypatch) -> None:
+def test_only_tactics_have_a_threshold(monkeypatch) -> None:
     monkeypatch.setenv("MIN_SHARDING_SIZE", "1000000")
     tree = {"a": struct(8), "b": struct(1024, 1024), "c": struct(1024, 1025)}
     strategy = [("a", "shard_dim('data', 0)"), (".*", "fsdp('data')")]
     assert specs(tree, strategy) == {"a": P("data"), "b": P(), "c": P("data")}
 
 
-def test_tactics_in_the_place_of_strings() -> None:
+def test_tactics_instead_of_strings() -> None:
     assert specs([struct(8)], [("0", ts.fsdp("data", min_size=0))]) == [P("data")]
 
 
-def test_what_needs_no_pattern() -> None:
+def test_scalars_need_no_pattern() -> None:
     tree = {"step": 3, "lr": 0.1, "key": np.float32(1), "scalar": struct(), "none": None}
-    found = ts.infer_sharding(tree, [("nothing", "replicate")], MESH)
+    shardings = ts.infer_sharding(tree, [("nothing", "replicate")], MESH)
     whole = NamedSharding(MESH, P())
-    assert found == dict.fromkeys(["step", "lr", "key", "scalar"], whole) | {"none": None}
+    assert shardings == dict.fromkeys(["step", "lr", "key", "scalar"], whole) | {"none": None}
 
 
 # ------------------------------------------------------------------ boxes
 
 
-def test_a_sharding_stands_in_the_place_of_a_box() -> None:
+def test_a_sharding_replaces_a_box() -> None:
     box = linen.LogicallyPartitioned(struct(8, 8), ("embed", "mlp"))
     tree = {
         "layers": [{"w": box, "b": struct(8)} for _ in range(12)],
@@ -161,8 +161,8 @@ def test_a_sharding_stands_in_the_place_of_a_box() -> None:
     }
     strategy = [(".*w|axes", "logical_partitioning()"), (".*", "fsdp('data', 0)")]
     with ts.logical_axis_rules(RULES):
-        found = specs(tree, strategy)
-    assert found == {
+        shardings = specs(tree, strategy)
+    assert shardings == {
         "layers": [{"w": P("data", "model"), "b": P("data")}] * 12,
         "axes": P("model"),
     }
@@ -172,8 +172,8 @@ def test_boxes_that_differ_in_names_only() -> None:
     names = [("embed", "mlp"), ("mlp", "embed"), (None, "mlp"), ("embed", "mlp")]
     tree = [{"w": linen.LogicallyPartitioned(struct(8, 8), each)} for each in names]
     with linen.logical_axis_rules(RULES):
-        found = specs(tree, [(".*", "logical_partitioning")])
-    assert [leaf["w"] for leaf in found] == [
+        shardings = specs(tree, [(".*", "logical_partitioning")])
+    assert [leaf["w"] for leaf in shardings] == [
         P("data", "model"),
         P("model", "data"),
         P(None, "model"),
@@ -197,8 +197,8 @@ def test_a_bare_box() -> None:
 def test_a_box_around_nothing_or_a_tree() -> None:
     two = nnx.Param({"a": np.zeros((8, 8)), "b": np.zeros(3)})
     tree = {"empty": linen.Partitioned(None, ("data",)), "two": two}
-    found = ts.infer_sharding(tree, [("two/a", "fsdp('data', 0)"), (".*", "replicate")], MESH)
-    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    shardings = ts.infer_sharding(tree, [("two/a", "fsdp('data', 0)"), (".*", "replicate")], MESH)
+    assert jax.tree.structure(shardings) == jax.tree.structure(tree)
 
 
 def test_jit_takes_the_shardings_of_boxes(mesh) -> None:
@@ -212,9 +212,9 @@ def test_jit_takes_the_shardings_of_boxes(mesh) -> None:
         return Model().init(jax.random.key(0), np.ones((1, 8), "float32"))
 
     with linen.logical_axis_rules([("embed", "data"), ("mlp", "fsdp")]):
-        found = ts.infer_sharding(jax.eval_shape(init), [(".*", "logical_partitioning")], mesh)
+        shardings = ts.infer_sharding(jax.eval_shape(init), [(".*", "logical_partitioning")], mesh)
     for make in (init, lambda: linen.unbox(init())):
-        kernel = jax.tree.leaves(jax.jit(make, out_shardings=found)())[0]
+        kernel = jax.tree.leaves(jax.jit(make, out_shardings=shardings)())[0]
         assert kernel.sharding.spec == P("data", "fsdp")
 
 
@@ -227,9 +227,9 @@ def test_nnx_state() -> None:
 
     state = nnx.state(Model())
     with ts.logical_axis_rules(RULES):
-        found = ts.infer_sharding(state, [(".*", "logical_partitioning")], MESH)
-    assert found["w"].spec == P("data", "model")
-    assert found["b"].spec == P()
+        shardings = ts.infer_sharding(state, [(".*", "logical_partitioning")], MESH)
+    assert shardings["w"].spec == P("data", "model")
+    assert shardings["b"].spec == P()
 
 
 # ------------------------------------------------------------------ bad input
@@ -241,7 +241,7 @@ def test_unmatched_leaves_are_replicated_with_one_warning() -> None:
         assert specs(tree, [("c", "fsdp('data', 0)")]) == {"a": P(), "b": P(), "c": P("data")}
     assert [str(each.message) for each in warned] == [
         "2 leaves match no pattern of the strategy:\n  a: shape (8,)\n  b: shape (8, 8)\n"
-        'They are replicated; a last entry (".*", "replicate") says that this is meant.'
+        'Replicated. To say that this is intended, end with (".*", "replicate").'
     ]
     with pytest.warns(ts.ShardingWarning, match=r"^No pattern of the strategy matches a: shape"):
         ts.infer_sharding({"a": struct(8)}, [("c", "replicate")], MESH)
@@ -262,9 +262,9 @@ def test_all_misfits_at_once() -> None:
     assert "replicate(): an earlier tactic sharded it as P('data',)" in lines[1]
     assert "b: shape (6,)" in lines[2]
     assert "in 4, which does not divide 6. Pad it to 8" in lines[2]
-    assert "shard_dim('data', 1): P('data',) has 'data' already" in lines[3]
-    assert "shape (8,) has no dim 1. Let the pattern match fewer leaves" in lines[4]
-    assert "shard_dim('model', -2): an earlier tactic sharded dim -2 already" in lines[5]
+    assert "shard_dim('data', 1): P('data',) uses 'data' already" in lines[3]
+    assert "shape (8,) has no dim 1. Make the pattern match fewer leaves" in lines[4]
+    assert "shard_dim('model', -2): an earlier tactic already sharded dim -2" in lines[5]
 
 
 def test_ignore_ndim_error() -> None:
@@ -283,24 +283,24 @@ def test_an_unknown_axis() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ([("a",)], "rule 0 is no pair: ('a',)"),
+        ([("a",)], "rule 0 is not a pair: ('a',)"),
         ([("a(", "replicate")], "rule 0: the pattern 'a(' does not compile"),
-        ([("a", "fdsp('x')")], "rule 0, 'a': the strategy \"fdsp('x')\", at column 1: fdsp is no"),
-        ([("a", P("data"))], "rule 0, 'a': P('data',) is no tactic. Write it as a string, such as"),
+        ([("a", "fdsp('x')")], "rule 0, 'a': the strategy \"fdsp('x')\", at column 1: fdsp is not"),
+        ([("a", P("data"))], "rule 0, 'a': P('data',) is not a tactic. Write a string, such as"),
         ([("a", None), ("b", 3)], "rule 1, 'b': the action is 3 (int)."),
         ([("a", None), ("b", print)], "2 entries of the strategy are malformed:"),
     ],
-    ids=["no-pair", "regex", "unknown", "spec", "number", "function"],
+    ids=["not-a-pair", "regex", "unknown", "spec", "number", "function"],
 )
 def test_malformed_strategies(strategy, message) -> None:
     assert message in message_of({}, strategy)
 
 
-def test_a_strategy_that_is_no_list(unchecked) -> None:
+def test_a_strategy_that_is_not_a_list(unchecked) -> None:
     assert "rules are dict. Give a list" in message_of({}, {"a": "replicate"})
 
 
-def test_no_rules_for_the_names_of_a_box() -> None:
+def test_names_of_a_box_without_rules() -> None:
     box = linen.LogicallyPartitioned(struct(8), ("embed",))
     text = message_of({"w": box}, [("w", "logical_partitioning")])
     assert text.startswith("w: rule 0, 'w': ('embed',) is a tuple of logical names, and no rules")

@@ -1,4 +1,4 @@
-"""Logical names resolved by rules: as Flax does, on meshes and shapes, and in contexts."""
+"""Logical names are resolved by rules as in Flax, on meshes and shapes, and in contexts."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def abstract(**sizes: int) -> AbstractMesh:
 
 # ------------------------------------------------------------------ a list by priority
 
-# As MaxText's lists look: several rules a name, tuples, what is not sharded said in three ways.
+# Like MaxText's lists: several rules per name, tuples, and three ways to say "not sharded".
 RULES = [
     ("batch", ("data", "fsdp", "expert")),
     ("length", "context"),
@@ -62,15 +62,15 @@ CASES = {
     "no dims": ((), P()),
     "by name": (("length", "heads"), P("context", ("tensor", "sequence"))),
     "every dim has an entry": (("length", None, None), P("context", None, None)),
-    "no rule": (("nobody", "length"), P(None, "context")),
+    "no rule": (("unknown", "length"), P(None, "context")),
     "a list is a tuple": (["heads"], P(("tensor", "sequence"))),
     "empty list": (("kv",), P(None)),
     "None decides, later rules do not": (("norm",), P(None)),
     "empty tuple decides too": (("layers",), P(None)),
     "the first whose axes are free": (("embed", "batch"), P("context", ("data", "fsdp", "expert"))),
-    "tuples are taken whole or not at all": (("length", "embed"), P("context", "fsdp")),
+    "all axes of a tuple or none": (("length", "embed"), P("context", "fsdp")),
     "none left": (("length", "batch", "embed"), P("context", ("data", "fsdp", "expert"), None)),
-    "rules' order, not the dims'": (
+    "the order of rules, not of dims": (
         ("vocab", "heads"),
         P(U, ("tensor", "sequence")),
     ),
@@ -90,7 +90,7 @@ def test_rules_by_priority(case) -> None:
     assert logical_to_mesh_spec(names, RULES) == expected
 
 
-def test_the_example_of_flax() -> None:
+def test_the_example_in_flax_docs() -> None:
     rules = (("batch", "X"), ("features", "X"), ("heads", "Y"), ("batch", "Z"))
     names = ("batch", "length", "heads", "features")
     assert logical_to_mesh_spec(names, rules) == P("X", None, "Y", None)
@@ -100,7 +100,7 @@ def test_a_dict_of_rules() -> None:
     assert logical_to_mesh_spec(("a", "b"), {"b": "x", "a": ("x", "y")}) == P(None, "x")
 
 
-def test_a_partition_axis_serves_dims_in_their_order() -> None:
+def test_a_partition_axis_assigns_axes_in_the_order_of_dims() -> None:
     names = ("vocab", "hidden_state", "batch")
     assert logical_to_mesh_spec(names, PartitionAxis()) == P("tp", None, ("fsdp", "dp"))
     spec = logical_to_mesh_spec(names, PartitionAxis(), abstract(fsdp=4, tp=2), (7, 8, 8))
@@ -109,7 +109,7 @@ def test_a_partition_axis_serves_dims_in_their_order() -> None:
 
 MESHES = {
     "absent axes": (("batch", "length"), {"data": 2, "fsdp": 4}, None, P(("data", "fsdp"), None)),
-    "an absent axis is free, and taken": (
+    "an absent axis is free, and then used": (
         ("batch", "embed"),
         {"data": 2, "context": 4},
         None,
@@ -141,7 +141,7 @@ def test_on_a_mesh_and_a_shape(case) -> None:
     assert logical_to_mesh_spec(names, RULES, mesh, shape) == expected
 
 
-# ------------------------------------------------------------------ held against Flax
+# ------------------------------------------------------------------ compared with Flax
 
 AXES = [f"axis{i}" for i in range(12)]
 NAMES = [f"name{i}" for i in range(20)]
@@ -153,7 +153,7 @@ some_axes = st.one_of(
     st.sampled_from([None, U]),
 )
 rule_lists = st.lists(st.tuples(st.sampled_from(NAMES), some_axes), min_size=20, max_size=60)
-# Drawn from few names, so that they meet many rules.
+# Few names, so that most have rules.
 name_tuples = st.lists(
     st.sampled_from([*NAMES[:8], None, U]), max_size=5, unique_by=lambda n: n if n else object()
 ).map(tuple)
@@ -162,17 +162,17 @@ mesh_sizes = st.lists(st.sampled_from([1, 1, 1, 2, 3, 4]), min_size=12, max_size
 
 @given(name_tuples, rule_lists)
 @settings(max_examples=500, deadline=None)
-def test_resolves_as_flax(names, rules) -> None:
+def test_resolves_names_as_flax(names, rules) -> None:
     assert logical_to_mesh_spec(names, rules) == linen.logical_to_mesh_axes(names, rules)
 
 
 @given(name_tuples, rule_lists, mesh_sizes, st.data())
 @settings(max_examples=300, deadline=None)
-def test_resolves_as_flax_on_a_mesh_and_a_shape(names, rules, sizes, data) -> None:
+def test_resolves_names_as_flax_on_a_mesh_and_a_shape(names, rules, sizes, data) -> None:
     flax = linen.logical_to_mesh_axes(names, rules)
     mesh = abstract(**dict(zip(AXES, sizes, strict=True)))
     assert logical_to_mesh_spec(names, rules, mesh) == flax
-    # MaxText drops axes of size 1 from what Flax says: a mesh that lacks them gives the same.
+    # MaxText drops axes of size 1 afterwards: a mesh without them gives the same.
     large = {axis: size for axis, size in mesh.shape.items() if size > 1}
     kept = [
         entry if entry is U else entry_of([axis for axis in axes_of(entry) if axis in large])
@@ -183,12 +183,12 @@ def test_resolves_as_flax_on_a_mesh_and_a_shape(names, rules, sizes, data) -> No
     for length, entry, before in zip(
         shape, entries(logical_to_mesh_spec(names, rules, mesh, shape)), entries(flax), strict=True
     ):
-        had, count = axes_of(before), 1
-        for i, axis in enumerate(had):
+        axes, count = axes_of(before), 1
+        for i, axis in enumerate(axes):
             if length % (count := count * mesh.shape[axis]):
-                had = had[:i]
+                axes = axes[:i]
                 break
-        assert axes_of(entry) == had
+        assert axes_of(entry) == axes
 
 
 # ------------------------------------------------------------------ bad input
@@ -198,32 +198,34 @@ def test_a_name_twice_is_an_error_as_in_flax() -> None:
     with pytest.raises(ValueError, match="more than once"):
         linen.logical_to_mesh_axes(("embed", "embed"), RULES)
     for rules in RULES, PartitionAxis():
-        with pytest.raises(SpecError, match="'embed' stands there twice.*Name the dims apart"):
+        with pytest.raises(
+            SpecError, match="'embed' occurs twice.*Use a different name"
+        ):
             logical_to_mesh_spec(("embed", None, "embed"), rules)
-    with pytest.raises(SpecError, match="'embed' stands there twice"):
+    with pytest.raises(SpecError, match="'embed' occurs twice"):
         logical_to_mesh_spec(("embed", ("heads", "embed")), RULES)
 
 
-def test_more_names_than_dims() -> None:
+def test_more_names_than_dims_are_an_error() -> None:
     with pytest.raises(SpecError, match=r"names 2 dims, but shape \(8,\) has 1"):
         logical_to_mesh_spec(("batch", None), RULES, None, (8,))
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("names", ["batch", P("batch"), None, 3], ids=repr)
-def test_what_are_no_names(names) -> None:
-    with pytest.raises(SpecError, match="is no tuple of logical names. Give a name or None for"):
+def test_names_that_are_not_a_tuple(names) -> None:
+    with pytest.raises(SpecError, match="is not a tuple of logical names. Give a name or None for"):
         logical_to_mesh_spec(names, RULES)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_no_name() -> None:
-    with pytest.raises(SpecError, match=r"\('batch', 3\): 3 \(int\) is no logical name"):
+def test_a_name_that_is_not_a_string() -> None:
+    with pytest.raises(SpecError, match=r"\('batch', 3\): 3 \(int\) is not a logical name"):
         logical_to_mesh_spec(("batch", 3), RULES)
 
 
-def test_a_partition_axis_knows_its_names() -> None:
-    with pytest.raises(SpecError, match="'heads' is no logical name.*Did you mean 'head'"):
+def test_a_name_that_a_partition_axis_lacks() -> None:
+    with pytest.raises(SpecError, match="'heads' is not a logical name.*Did you mean 'head'"):
         logical_to_mesh_spec(("batch", "heads"), PartitionAxis())
 
 
@@ -241,8 +243,8 @@ def test_all_malformed_rules_are_listed() -> None:
         logical_to_mesh_spec(("batch",), rules)
     message = str(error.value)
     assert message.startswith("6 logical rules are malformed:")
-    assert "logical rule 1, 'batch', is no pair (name, axes), such as" in message
-    assert "logical rule 2, ('batch',), is no pair" in message
+    assert "logical rule 1, 'batch', is not a pair (name, axes), such as" in message
+    assert "logical rule 2, ('batch',), is not a pair" in message
     assert "logical rule 3, (None, 'x'), starts with NoneType. Give the logical name" in message
     for i in 4, 5, 6:
         assert f"logical rule {i}, {rules[i]!r}, does not end with mesh axes. Give one" in message
@@ -250,7 +252,7 @@ def test_all_malformed_rules_are_listed() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("rules", ["batch", None, 3], ids=repr)
-def test_what_are_no_rules(rules) -> None:
+def test_rules_that_are_not_a_list(rules) -> None:
     with pytest.raises(ShardingRuleError, match="logical rules are .* Give a list of .name, axes"):
         logical_to_mesh_spec(("batch",), rules)
 
@@ -272,16 +274,16 @@ def test_contexts_nest_and_end() -> None:
     assert current_logical_rules() is None
 
 
-def test_rules_are_read_when_the_context_is_made() -> None:
+def test_rules_are_read_when_the_context_starts() -> None:
     rules = [("a", ["x"])]
     with logical_axis_rules(rules):
         rules[0][1].append("y")
         assert resolve_names(("a",)) == P("x")
-    with pytest.raises(ShardingRuleError, match="logical rule 0, 'a', is no pair"):
+    with pytest.raises(ShardingRuleError, match="logical rule 0, 'a', is not a pair"):
         logical_axis_rules(["a"]).__enter__()
 
 
-def test_another_thread_has_its_own() -> None:
+def test_rules_do_not_reach_other_threads() -> None:
     seen: list[object] = []
     with logical_axis_rules({"a": "x"}):
         thread = threading.Thread(target=lambda: seen.append(current_logical_rules()))
@@ -290,7 +292,7 @@ def test_another_thread_has_its_own() -> None:
     assert seen == [None]
 
 
-def test_no_rules_in_force() -> None:
+def test_names_without_rules_in_force() -> None:
     with pytest.raises(SpecError) as error:
         resolve_names(("batch", None))
     assert str(error.value) == (
@@ -301,7 +303,7 @@ def test_no_rules_in_force() -> None:
 
 
 @pytest.mark.parametrize("context", [linen.logical_axis_rules, nnx.logical_axis_rules])
-def test_the_rules_of_flax_are_used_where_there_are_none_of_ours(context) -> None:
+def test_the_rules_of_flax_apply_where_there_are_none_of_treeshard(context) -> None:
     with context((("a", "x"),)):
         assert resolve_names(("a",)) == P("x")
         with logical_axis_rules({"a": "y"}):
@@ -332,10 +334,10 @@ def test_jit_traces_again_under_other_rules() -> None:
     assert seen == [P("x"), P("y")]
 
 
-def test_names_without_rule() -> None:
+def test_names_without_a_rule_are_listed() -> None:
     rules = read_logical_rules([("a", "x"), ("n", None)])
     assert names_without_rule(("a", "b", None, ("c", "n"), U), rules) == ["b", "c"]
-    assert names_without_rule(("nobody",), PartitionAxis()) == []
+    assert names_without_rule(("unknown",), PartitionAxis()) == []
 
 
 # ------------------------------------------------------------------ constraints by names
@@ -348,7 +350,7 @@ EMBEDDED = [("batch", ("pod", "data")), ("sequence", None), ("embed", "fsdp")]
 @pytest.mark.parametrize(
     "rules_in_force", [logical_axis_rules, linen.logical_axis_rules], ids=["ours", "flax"]
 )
-def test_a_constraint_by_names(execute, rules_in_force, mesh: Mesh) -> None:
+def test_a_constraint_by_logical_names(execute, rules_in_force, mesh: Mesh) -> None:
     def f(tree: Any) -> Any:
         return ts.with_sharding_constraint(tree, {"x": ("batch", "sequence", "embed"), "y": None})
 
@@ -373,7 +375,7 @@ def test_names_that_do_not_resolve_are_listed_by_path(mesh: Mesh) -> None:
     with logical_axis_rules(PartitionAxis()), pytest.raises(SpecError) as error:
         ts.with_sharding_constraint(tree, names, mesh)
     message = str(error.value)
-    assert "a: ('batch', 'batch'): 'batch' stands there twice" in message
-    assert "b: 'bacth' is no logical name of PartitionAxis. Did you mean 'batch'?" in message
+    assert "a: ('batch', 'batch'): 'batch' occurs twice" in message
+    assert "b: 'bacth' is not a logical name of PartitionAxis. Did you mean 'batch'?" in message
     with pytest.raises(SpecError, match="a: .'batch', 'batch'. is a tuple of logical names, and"):
         ts.with_sharding_constraint(tree, names, mesh)

@@ -112,7 +112,7 @@ def test_infer_sharding(ours, mesh) -> None:
         found = ours(tree=TREE, strategy=[("img/.*", "fsdp('data')")], mesh=mesh)
     assert short(found) == old_infer(TREE, [("img/.*", [FSDP])])
     assert ours(tree={"n": 3}, strategy=strategy, mesh=mesh)["n"].spec == P()
-    with pytest.raises(ts.ShardingRuleError, match="fdsp is no tactic. Did you mean 'fsdp'"):
+    with pytest.raises(ts.ShardingRuleError, match="fdsp is not a tactic. Did you mean 'fsdp'"):
         ours(tree=TREE, strategy=[(".*", "fdsp('data')")], mesh=mesh)
     with pytest.raises(ts.UnknownAxisError, match="Did you mean 'data'"):
         ours(tree=TREE, strategy=[(".*", "fsdp('date')")], mesh=mesh)

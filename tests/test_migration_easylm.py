@@ -220,7 +220,7 @@ def test_partition_axis(ours, mesh) -> None:
     # eformer 0.0.101 has decode_batch_axis = ("fsdp", "dp").
     assert axes.generation_batch_axis is None
     assert axes.resolve("query_sequence", "head", mode="generation") == P(None, "tp")
-    with pytest.raises(ts.SpecError, match="'kv_head' is no logical name"):
+    with pytest.raises(ts.SpecError, match="'kv_head' is not a logical name"):
         axes.resolve("kv_head")
 
 

@@ -1,4 +1,4 @@
-"""PartitionAxis: its fields, what follows what, and the specs that its names resolve to."""
+"""PartitionAxis: its fields, the derived ones, and the specs that its names resolve to."""
 
 from dataclasses import fields, replace
 
@@ -64,17 +64,17 @@ def test_derived_fields_follow_the_mesh_axes() -> None:
 def test_each_field_can_be_given(name: str) -> None:
     axes = PartitionAxis(**{name: "x"})
     assert getattr(axes, name) == "x"
-    if name not in list(DEFAULTS)[:5]:  # those that others follow
+    if name not in list(DEFAULTS)[:5]:  # from which others are derived
         assert as_dict(axes) == {**DEFAULTS, name: "x"}
 
 
-def test_what_is_given_need_not_follow() -> None:
+def test_a_field_that_is_given_is_not_derived() -> None:
     axes = PartitionAxis(tensor_parallel_axis="model", vocab_axis=None, head_axis=["a", "b"])
     assert (axes.vocab_axis, axes.head_axis) == (None, ("a", "b"))
     assert axes.generation_head_axis == axes.hidden_state_axis == "model"
 
 
-def test_one_axis_may_serve_two_ends() -> None:
+def test_one_axis_for_both_kinds_of_data_parallelism() -> None:
     assert PartitionAxis("data", "data").batch_axis == "data"
 
 
@@ -83,7 +83,7 @@ def test_replace_derives_again_what_is_ellipsis() -> None:
     assert (axes.head_axis, axes.vocab_axis) == ("model", "tp")
 
 
-def test_it_is_a_key_and_has_no_leaves() -> None:
+def test_it_is_hashable_and_has_no_leaves() -> None:
     axes = PartitionAxis()
     assert axes == PartitionAxis(head_axis="tp")
     assert hash(axes) == hash(PartitionAxis(head_axis="tp"))
@@ -103,7 +103,7 @@ RESOLVED = {
     "full names": (("batch_axis", "head_axis"), "train", None, P(("fsdp", "dp"), "tp")),
     "every dim has an entry": (("head", None, None), "train", None, P("tp", None, None)),
     "unconstrained": ((U, "head"), "train", None, P(U, "tp")),
-    "the first that claims": (("head", "hidden_state"), "train", None, P("tp", None)),
+    "the first name that uses it": (("head", "hidden_state"), "train", None, P("tp", None)),
     "what is left of a tuple": (
         ("fully_sharded_data_parallel", "batch"),
         "train",
@@ -136,12 +136,12 @@ def test_resolve(case) -> None:
     assert PartitionAxis().resolve(*names, mode=mode, mesh=mesh) == expected
 
 
-def test_all_unknown_names_are_listed_with_what_there_is() -> None:
+def test_all_unknown_names_are_listed_with_the_known_ones() -> None:
     with pytest.raises(SpecError) as error:
         PartitionAxis().resolve("bacth", "head", "heads_axis")
     message = str(error.value)
-    assert "'bacth' is no logical name of PartitionAxis. Did you mean 'batch'?" in message
-    assert "'heads_axis' is no logical name of PartitionAxis. Did you mean 'head'?" in message
+    assert "'bacth' is not a logical name of PartitionAxis. Did you mean 'batch'?" in message
+    assert "'heads_axis' is not a logical name of PartitionAxis. Did you mean 'head'?" in message
     assert "PartitionAxis has data_parallel, " in message
     assert "generation_attention_dim." in message
 
@@ -154,8 +154,8 @@ def test_unknown_mode() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", [3, ["batch"], ("batch", None), ("batch", "batch")])
-def test_what_is_no_name(name) -> None:
-    with pytest.raises(SpecError, match="is no logical name. Give a str, None, or a tuple"):
+def test_a_name_of_a_wrong_type(name) -> None:
+    with pytest.raises(SpecError, match="is not a logical name. Give a str, None, or a tuple"):
         PartitionAxis().resolve("head", name)
 
 

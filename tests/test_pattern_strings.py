@@ -1,4 +1,4 @@
-"""Rules in one string: how they are read, and what is said of bad ones."""
+"""Rules in one string: how they are parsed, and the errors for bad ones."""
 
 import jax
 import numpy as np
@@ -30,23 +30,23 @@ LEAF = np.zeros((8, 8, 8))
         (r"layers/\d+/w$->data", "layers/12/wide", P()),
     ],
 )
-def test_which_spec(text, path, spec) -> None:
+def test_the_first_pattern_that_matches_gives_the_spec(text, path, spec) -> None:
     for mesh in (None, MESH):
         assert ts.create_pattern_based_partition_spec(text, mesh)(path, LEAF) == spec
 
 
-def test_what_no_pattern_matches() -> None:
+def test_the_default_spec_where_no_pattern_matches() -> None:
     by_name = ts.create_pattern_based_partition_spec("w->data", None, P("model"))
     assert by_name("w", LEAF) == P("data")
     assert by_name("v", LEAF) == P("model")
 
 
 @pytest.mark.parametrize("leaf", [3, 0.5, np.zeros(()), jax.nn.relu, "text"])
-def test_scalars_and_what_has_no_shape(leaf) -> None:
+def test_scalars_and_leaves_without_a_shape_are_replicated(leaf) -> None:
     assert ts.create_pattern_based_partition_spec("w->data", None, P("data"))("w", leaf) == P()
 
 
-def test_called_by_hand_and_as_an_action_of_a_rule(mesh) -> None:
+def test_called_directly_and_as_the_action_of_a_rule(mesh) -> None:
     by_name = ts.create_pattern_based_partition_spec("attn->data.fsdp,mlp->fsdp", mesh)
     tree = {"attn": np.ones((8, 8)), "mlp": np.ones((8, 8)), "norm": np.ones(8), "step": 3}
     specs = {"attn": P("data", "fsdp"), "mlp": P("fsdp"), "norm": P(), "step": P()}
@@ -62,22 +62,22 @@ HOW = '\nWrite pattern->dims, such as "embed->tensor.fsdp, attention|mlp->fsdp".
 @pytest.mark.parametrize(
     ("text", "fact"),
     [
-        ("", "column 1, '': there is no '->' between a pattern and its dims."),
-        ("attn", "column 1, 'attn': there is no '->' between a pattern and its dims."),
-        ("a->x, b", "column 6, 'b': there is no '->' between a pattern and its dims."),
+        ("", "column 1, '': there is no '->' between the pattern and its dims."),
+        ("attn", "column 1, 'attn': there is no '->' between the pattern and its dims."),
+        ("a->x, b", "column 6, 'b': there is no '->' between the pattern and its dims."),
         ("a->x,", "column 6, '': there is no '->'"),
         ("->x", "column 1, '->x': there is no pattern before '->'. '.*' matches every path."),
-        ("a->", "column 1, 'a->': the dim '' is no mesh axis. '_' is a dim that is not sharded."),
-        ("a->x..y", "the dim '' is no mesh axis."),
-        ("a->x+", "'' in 'x+' is no mesh axis."),
-        ("a->x+_", "'_' in 'x+_' is no mesh axis."),
-        ("a->x y", "the dim 'x y' is no mesh axis."),
-        ("a->b->c", "the dim 'b->c' is no mesh axis."),
-        ("a->x.x", "'x' stands there twice. An axis can split one dim only."),
+        ("a->", "column 1, 'a->': the dim '' is not a mesh axis. Write '_' for an unsharded dim."),
+        ("a->x..y", "the dim '' is not a mesh axis."),
+        ("a->x+", "'' in 'x+' is not a mesh axis."),
+        ("a->x+_", "'_' in 'x+_' is not a mesh axis."),
+        ("a->x y", "the dim 'x y' is not a mesh axis."),
+        ("a->b->c", "the dim 'b->c' is not a mesh axis."),
+        ("a->x.x", "'x' occurs twice. An axis can split only one dim."),
         ("a->x,b(->y", "column 6, 'b(->y': the pattern does not compile: missing ), unterminated"),
     ],
 )
-def test_malformed_strings(text, fact) -> None:
+def test_a_malformed_rule_names_its_column(text, fact) -> None:
     with pytest.raises(ts.ShardingRuleError) as raised:
         ts.create_pattern_based_partition_spec(text)
     assert str(raised.value).startswith(f"{text!r}: column ")
@@ -85,17 +85,17 @@ def test_malformed_strings(text, fact) -> None:
     assert str(raised.value).endswith(HOW)
 
 
-def test_all_malformed_rules_at_once() -> None:
+def test_all_malformed_rules_are_listed() -> None:
     with pytest.raises(ts.ShardingRuleError) as raised:
         ts.create_pattern_based_partition_spec("a,b->x;c->")
     assert str(raised.value).splitlines()[:3] == [
         "'a,b->x;c->': 2 rules are malformed:",
-        "  column 1, 'a': there is no '->' between a pattern and its dims.",
-        "  column 8, 'c->': the dim '' is no mesh axis. '_' is a dim that is not sharded.",
+        "  column 1, 'a': there is no '->' between the pattern and its dims.",
+        "  column 8, 'c->': the dim '' is not a mesh axis. Write '_' for an unsharded dim.",
     ]
 
 
-def test_axes_that_the_mesh_lacks() -> None:
+def test_all_axes_that_the_mesh_lacks_are_listed() -> None:
     with pytest.raises(ts.UnknownAxisError) as raised:
         ts.create_pattern_based_partition_spec("a->dta,b->x.model", MESH)
     assert str(raised.value).splitlines() == [

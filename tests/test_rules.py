@@ -1,6 +1,6 @@
-"""Rules: which decides a leaf, what comes of it, and what is said of bad ones.
+"""Rules: which one decides a leaf, the resulting spec, and the errors for bad rules.
 
-The engine remembers decisions, so it is held against the plain loop on generated trees and
+The engine caches decisions, so it is compared with the plain loop on generated trees and
 patterns.
 """
 
@@ -50,7 +50,7 @@ class Pair(NamedTuple):
 
 
 class Sly:
-    """What must not be compared, as arrays must not."""
+    """Raises when compared, as arrays do."""
 
     def __eq__(self, other: object) -> bool:
         raise ValueError("compared")
@@ -64,7 +64,7 @@ class Linear(eqx.Module):
     name: Any = eqx.field(static=True, default="linear")
 
 
-# ------------------------------------------------------------------ who decides
+# ------------------------------------------------------------------ the rule that decides
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,13 @@ class Linear(eqx.Module):
         pytest.param([("q", P("data", None))], P("data", None), id="nones-within-rank-stay"),
     ],
 )
-def test_who_decides(rules, spec) -> None:
+def test_which_rule_decides(rules, spec) -> None:
     for mesh in (None, AbstractMesh((2, 2, 2), ("data", "fsdp", "q"))):
         found = match(rules, {"layers": [{"attn": {"q": struct(8, 8)}}]}, mesh)
         assert found == {"layers": [{"attn": {"q": spec}}]}
 
 
-def test_every_kind_of_node() -> None:
+def test_every_kind_of_container() -> None:
     tree = {
         "module": Linear(struct(8), None),
         "pair": Pair(struct(8), [struct(8)]),
@@ -131,14 +131,14 @@ def test_every_kind_of_node() -> None:
     ],
     ids=["leaf", "none", "empty", "function", "scalar", "no-arrays", "int-keys", "numpy"],
 )
-def test_scalars_and_what_has_no_shape_need_no_rule(tree, specs) -> None:
+def test_scalars_and_leaves_without_a_shape_need_no_rule(tree, specs) -> None:
     assert match([("^", P("data"))], tree) == specs
     if specs != P("data") and "data" not in str(specs):
         assert match([], tree) == specs
 
 
 @pytest.mark.parametrize("digits", ["layers/0/w", "^0/", r"(\w)/\1"])
-def test_boxes_keep_their_place_and_are_no_part_of_a_path(digits) -> None:
+def test_boxes_stay_in_the_tree_and_not_in_paths(digits) -> None:
     box = linen.Partitioned(struct(8, 8), names=("embed", None))
     variable = nnx.Param(np.zeros((8, 8)))
     specs = match([("layers/1/w$", P("data")), ("w$", P("fsdp"))], {"layers": [{"w": box}] * 2})
@@ -159,7 +159,7 @@ def test_static_fields_that_cannot_be_compared() -> None:
     assert [module.weight for module in specs] == [P("fsdp"), P("data"), P("fsdp")]
 
 
-# ------------------------------------------------------------------ what comes of it
+# ------------------------------------------------------------------ the resulting spec
 
 
 def decisions(rules: Any, tree: Any, mesh: Any = None, min_size: int = 0) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def decisions(rules: Any, tree: Any, mesh: Any = None, min_size: int = 0) -> dic
     return dict(zip(decided.paths, decided.decisions, strict=True))
 
 
-def test_leaves_under_the_floor_stay_whole_but_are_matched() -> None:
+def test_leaves_below_min_size_are_replicated_but_must_match() -> None:
     tree = {"big": struct(16), "small": struct(15), "norm": struct(2), "f": struct(2)}
     rules = [("norm", None), ("f", lambda path, leaf: 1 / 0), (".*", P("data"))]
     found = decisions(rules, tree, MESH, min_size=16)
@@ -190,13 +190,13 @@ def test_a_small_leaf_is_matched_like_any_other(monkeypatch) -> None:
     assert match_partition_rules([(".*", P("data"))], tree)["w"] == P()
 
 
-def test_a_tactics_own_floor_decides_alone() -> None:
+def test_min_size_of_a_tactic_overrides_the_calls() -> None:
     rules = [("w", fsdp("fsdp", min_size=0)), (".*", fsdp("fsdp"))]
     specs = match(rules, {"w": struct(8), "b": struct(8)}, MESH, min_size=100)
     assert specs == {"w": P("fsdp"), "b": P()}
 
 
-def test_tactics_note_what_they_could_not_do() -> None:
+def test_a_tactic_that_finds_no_dim_is_recorded_and_no_error() -> None:
     found = decisions([("w", fsdp("fsdp") | replicate())], {"w": struct(7)}, MESH)["w"]
     assert found[:3] == (P(), P(), 0)
     assert [note.kind for note in found.adjustments] == ["no-dim"]
@@ -233,7 +233,7 @@ def test_paths_of_nested_layers() -> None:
     }
 
 
-def test_anchored_rules_reach_optimizer_state_by_way_of_the_parameters() -> None:
+def test_anchored_rules_reach_optimizer_state_through_the_parameters() -> None:
     rules = [("^attn/q", P("data")), ("^q", P("fsdp")), ("", None)]
     params = {"attn": {"q": struct(8, 8)}, "q": struct(8, 8)}
     state = jax.eval_shape(optax.adam(0.1).init, params)
@@ -252,14 +252,14 @@ def test_decisions_are_shared() -> None:
     assert len({id(decision) for decision in found.values()}) == 1
 
 
-def test_strategy_strings() -> None:
+def test_strategy_strings_as_actions() -> None:
     rules = [("q", "shard_dim('data', 0) | fsdp('fsdp', min_size=0)"), ("", "replicate")]
     tree = {"q": struct(8, 8), "k": struct(8, 8)}
     assert match(rules, tree, MESH) == {"q": P("data", "fsdp"), "k": P()}
     assert ts.plan(tree, rules, MESH, min_size=0).specs == {"q": P("data", "fsdp"), "k": P()}
 
 
-def test_their_floor_is_in_bytes_whatever_the_call_says() -> None:
+def test_the_threshold_of_strategy_strings_is_in_bytes() -> None:
     small, large = struct(2**18), jax.ShapeDtypeStruct((2**18 + 8,), "float32")
     half = jax.ShapeDtypeStruct((2**18 + 8,), "bfloat16")
     tree = [{"a": small, "b": large, "c": half} for _ in range(12)]
@@ -279,7 +279,7 @@ RULES = [("batch", ("data", "absent")), ("embed", "fsdp"), ("heads", "fsdp")]
         pytest.param(("batch", "embed"), (8,), P("data"), ["rank"], id="too-many"),
     ],
 )
-def test_logical_names(names, shape, spec, kinds) -> None:
+def test_logical_names_as_actions(names, shape, spec, kinds) -> None:
     with ts.logical_axis_rules(RULES):
         found = ts.plan({"w": struct(*shape)}, [("w", names)], MESH, min_size=0)
     assert found.specs == {"w": spec}
@@ -292,11 +292,11 @@ def test_names_that_do_not_resolve() -> None:
     assert "`with treeshard.logical_axis_rules(rules):`" in text
     with ts.logical_axis_rules(RULES):
         text = message_of([("w", ("embed", "embed")), ("", ("batch", "batch"))], {})
-    assert text.splitlines()[0] == "2 rules hold names that do not resolve:"
-    assert "rule 1, '': ('batch', 'batch'): 'batch' stands there twice" in text
+    assert text.splitlines()[0] == "2 rules have logical names that do not resolve:"
+    assert "rule 1, '': ('batch', 'batch'): 'batch' occurs twice" in text
 
 
-def test_functions_are_asked_for_every_leaf_in_order() -> None:
+def test_functions_are_called_for_every_leaf_in_order() -> None:
     asked: list[str] = []
 
     def ask(path: str, leaf: Any) -> P:
@@ -317,7 +317,7 @@ def test_without_a_mesh_nothing_is_checked_against_one(mesh) -> None:
         assert match([("w", P("nowhere"))], {"w": struct(7)}) == {"w": P("nowhere")}
 
 
-def test_a_tactic_takes_the_mesh_in_force(mesh) -> None:
+def test_a_tactic_uses_the_mesh_in_force(mesh) -> None:
     tree = {"w": struct(8, 4)}
     with jax.set_mesh(mesh):
         assert match([("w", fsdp("fsdp"))], tree) == {"w": P("fsdp")}
@@ -344,7 +344,7 @@ def test_all_bad_leaves_at_once() -> None:
         "  attn/q: shape (8, 6), P('data', 'fsdp') by rule 0, 'q': P('data', 'fsdp') splits dim 1"
         " of shape (8, 6) in 4, which does not divide 6. Pad it to 8, or use another dim or axis.",
         "  mlp: shape (16, 8), no rule matches.",
-        'A last rule (".*", None) replicates every leaf that no other rule matches.',
+        'To replicate leaves that no other rule matches, add a last rule (".*", None).',
     ]
 
 
@@ -353,16 +353,16 @@ def test_all_bad_leaves_at_once() -> None:
     [
         (
             [("attn", None)],
-            "mlp: shape (16, 8), no rule matches. The mesh has data=2, fsdp=4.\nA l",
+            "mlp: shape (16, 8), no rule matches. The mesh has data=2, fsdp=4.\nTo",
         ),
         ([("mlp", P(None, "fsdp", "data")), ("", None)], "has 3 entries, but shape (16, 8) has 2"),
         ([("mlp", P("data", "data")), ("", None)], "names the axis 'data' twice"),
         ([("mlp", P(("data", "x"))), ("", None)], "the mesh has no axis 'x'"),
-        ([("mlp", fsdp("fsdp") | fsdp("fsdp")), ("", None)], "has 'fsdp' already"),
+        ([("mlp", fsdp("fsdp") | fsdp("fsdp")), ("", None)], "uses 'fsdp' already"),
     ],
     ids=["unmatched", "rank", "repeated", "unknown", "tactic"],
 )
-def test_one_bad_leaf(rules, message) -> None:
+def test_one_bad_leaf_has_no_headline(rules, message) -> None:
     text = message_of(rules, TREE, MESH)
     assert message in text
     assert text.count("data=2, fsdp=4.") == 1
@@ -377,13 +377,13 @@ def test_a_named_entry_beyond_the_rank_is_an_error_without_a_mesh() -> None:
     )
 
 
-def test_many_are_counted() -> None:
+def test_bad_leaves_beyond_ten_are_counted() -> None:
     text = message_of([], [struct(8) for _ in range(25)])
     assert text.startswith("25 leaves do not follow the rules.")
     assert "  ... and 15 more" in text
 
 
-def test_not_strict_replicates_and_drops() -> None:
+def test_not_strict_replicates_leaves_and_drops_entries() -> None:
     rules = [("q", P("data", "fsdp")), ("bias", P("fdsp"))]
     specs = match(rules, TREE, MESH, strict=False)
     assert specs == {"attn": {"q": P("data"), "bias": P()}, "mlp": P()}
@@ -401,8 +401,8 @@ def test_not_strict_warns_of_entries_beyond_the_rank() -> None:
 @pytest.mark.parametrize(
     ("rules", "lines"),
     [
-        (["attn"], ["rule 0 is no pair: 'attn'. A rule is a pair (pattern, action), such as"]),
-        ([("a", None), ("a", None, 1)], ["rule 1 is no pair: ('a', None, 1)."]),
+        (["attn"], ["rule 0 is not a pair: 'attn'. A rule is a pair (pattern, action), such as"]),
+        ([("a", None), ("a", None, 1)], ["rule 1 is not a pair: ('a', None, 1)."]),
         (
             [("ok", None), ("a(b", None)],
             ["rule 1: the pattern 'a(b' does not compile: missing ), unterminated subpattern at"],
@@ -417,13 +417,13 @@ def test_not_strict_warns_of_entries_beyond_the_rank() -> None:
             [("a", "fdsp('x')"), ("b", (None,)), ("c", 3)],
             [
                 "3 rules are malformed:",
-                "  rule 0, 'a': the strategy \"fdsp('x')\", at column 1: fdsp is no tactic. Did",
+                "  rule 0, 'a': the strategy \"fdsp('x')\", at column 1: fdsp is not a tactic. Did",
                 "  rule 1, 'b': the action is (None,) (tuple). An action is a PartitionSpec, a",
                 "  rule 2, 'c': the action is 3 (int).",
             ],
         ),
     ],
-    ids=["no-pair", "triple", "regex", "overflow", "no-pattern", "bytes", "actions"],
+    ids=["not-a-pair", "triple", "regex", "overflow", "no-pattern", "bytes", "actions"],
 )
 def test_malformed_rules(rules, lines) -> None:
     found = message_of(rules, {}).splitlines()
@@ -433,15 +433,15 @@ def test_malformed_rules(rules, lines) -> None:
 
 
 @pytest.mark.parametrize("rules", ["attn", {"attn": None}, None], ids=["str", "dict", "none"])
-def test_rules_that_are_no_list(rules, unchecked) -> None:
+def test_rules_that_are_not_a_list(rules, unchecked) -> None:
     assert "rules are" in message_of(rules, {})
     assert '[("norm|bias", None), (".*", P("fsdp"))]' in message_of(rules, {})
 
 
-def test_functions_that_return_no_spec() -> None:
+def test_functions_that_do_not_return_a_spec() -> None:
     text = message_of([("bias", lambda path, leaf: ("data",)), ("", lambda path, leaf: 3)], TREE)
     assert text.splitlines() == [
-        "3 leaves got no spec from the rules' actions:",
+        "The actions of rules returned no spec for 3 leaves:",
         "  attn/bias: the function of rule 0, 'bias', returned ('data',) (tuple). Return a"
         " PartitionSpec, or None to replicate.",
         "  attn/q: the function of rule 1, '', returned 3 (int). Return a PartitionSpec, or None to"
@@ -451,7 +451,7 @@ def test_functions_that_return_no_spec() -> None:
     ]
 
 
-def test_log_sharding_move(monkeypatch, recwarn) -> None:
+def test_log_sharding_move_warns_of_trimmed_specs_and_small_leaves(monkeypatch, recwarn) -> None:
     rules = [("q", P("data", "fsdp")), ("", P("data"))]
     monkeypatch.setenv("LOG_SHARDING_MOVE", "0")
     match(rules, TREE, MESH, min_size=7, strict=False)
@@ -516,7 +516,7 @@ def a_tree(rng: random.Random, depth: int) -> Any:
             return {key: below() for key in rng.sample(range(20), len(few))}
         case "list":
             return [below() for _ in few]
-        case "same":  # layers: what the engine remembers
+        case "same":  # layers: what the engine caches
             layer, odd = below(), below()
             layers = [layer] * rng.choice([2, 3, 12])
             return [*layers, odd, layer] if rng.random() < 0.3 else layers

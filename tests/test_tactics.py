@@ -1,4 +1,4 @@
-"""Tactics: which dim they shard, and what they say when they shard none."""
+"""Tactics: which dim they shard, and what they record when they shard none."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def refined(tactic: Tactic, shape: tuple[int, ...], spec: P = WHOLE, floor: int 
         pytest.param(fsdp("fsdp", skip=(5,)), (8, 16), P(), P(None, "fsdp"), id="skip-beyond"),
         pytest.param(fsdp("fsdp"), (0, 4), P(), P(None, "fsdp"), id="never-a-dim-of-length-0"),
         pytest.param(replicate(), (8, 16), P(), P(), id="replicate"),
-        pytest.param(replicate(), (8, 16), P(None, ()), P(), id="replicate-what-is-whole"),
+        pytest.param(replicate(), (8, 16), P(None, ()), P(), id="replicate-what-is-replicated"),
         pytest.param(shard_dim("data", 0), (8, 16), P(), P("data"), id="dim"),
         pytest.param(shard_dim("data", -1), (8, 16), P(), P(None, "data"), id="dim-from-back"),
         pytest.param(shard_dim("data", -2), (8, 16), P(), P("data"), id="dim-minus-ndim"),
@@ -85,7 +85,7 @@ def refined(tactic: Tactic, shape: tuple[int, ...], spec: P = WHOLE, floor: int 
         ),
     ],
 )
-def test_which_dim(tactic, shape, spec, given) -> None:
+def test_which_dim_is_sharded(tactic, shape, spec, given) -> None:
     assert refined(tactic, shape, spec) == (given, [])
 
 
@@ -97,28 +97,28 @@ def test_which_dim(tactic, shape, spec, given) -> None:
         (fsdp("fsdp", skip=(0,)), (8,), P(), ["no-dim"], "(8,)"),
         (fsdp("fdsp"), (8,), P(), ["axis-not-in-mesh"], "no axis 'fdsp'. It has data=2, fsdp=4"),
         (fsdp(("x", "fsdp", "y")), (8,), P(), ["axis-not-in-mesh"] * 2, "no axis 'x'"),
-        (fsdp("fsdp"), (8, 8), P("fsdp"), ["axis-already-used"], "P('fsdp',) has 'fsdp' already"),
+        (fsdp("fsdp"), (8, 8), P("fsdp"), ["axis-already-used"], "P('fsdp',) uses 'fsdp' already"),
         (fsdp("fsdp", min_size=9), (8,), P(), ["too-small"], "8 elements are fewer than min_size"),
         (
             replicate(),
             (8,),
             P("data"),
             ["already-sharded"],
-            "an earlier tactic sharded it as P('data',), so it cannot be replicated. Drop one.",
+            "an earlier tactic sharded it as P('data',), so it cannot be replicated. Drop either.",
         ),
         (
             shard_dim("data", 0),
             (8,),
             P("fsdp"),
             ["already-sharded"],
-            "an earlier tactic sharded dim 0 already: P('fsdp',). Name all its axes in one tactic,",
+            "an earlier tactic already sharded dim 0: P('fsdp',). Give all its axes to one tactic,",
         ),
         (
             shard_dim("data", 1),
             (8, 8),
             P("data"),
             ["axis-already-used"],
-            "P('data',) has 'data' already. An axis can split one dim only.",
+            "P('data',) uses 'data' already. An axis can split only one dim.",
         ),
         (shard_dim("fdsp", 0), (8,), P(), ["axis-not-in-mesh"], "no axis 'fdsp'. It has data=2"),
         (
@@ -126,13 +126,13 @@ def test_which_dim(tactic, shape, spec, given) -> None:
             (8,),
             P(),
             ["rank"],
-            "shape (8,) has no dim 1. Let the pattern match fewer leaves, or pass"
-            " `ignore_ndim_error=True` to leave such leaves as they are.",
+            "shape (8,) has no dim 1. Make the pattern match fewer leaves, or pass"
+            " `ignore_ndim_error=True` to keep the spec of such leaves.",
         ),
         (shard_dim("data", -2), (8,), P(), ["rank"], "shape (8,) has no dim -2."),
     ],
 )
-def test_what_keeps_its_spec(tactic, shape, spec, kinds, why) -> None:
+def test_a_leaf_that_cannot_be_sharded_keeps_its_spec(tactic, shape, spec, kinds, why) -> None:
     given, notes = tactic.refine(spec, MESH, "w", struct(*shape), 0)
     assert given is spec
     assert [note.kind for note in notes] == kinds
@@ -146,9 +146,9 @@ def test_an_indivisible_dim_is_recorded() -> None:
     assert "splits dim 0 of shape (6, 8) in 4, which does not divide 6. Pad it to 8" in notes[0].why
 
 
-def test_of_several_steps_the_note_says_which() -> None:
+def test_an_adjustment_names_its_step_among_several() -> None:
     _, notes = (fsdp("data") | shard_dim("fsdp", 0)).refine(P(), MESH, "w", struct(8), 0)
-    assert notes[0].why.startswith("shard_dim('fsdp', 0): an earlier tactic sharded dim 0 already")
+    assert notes[0].why.startswith("shard_dim('fsdp', 0): an earlier tactic already sharded dim 0")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_of_several_steps_the_note_says_which() -> None:
         pytest.param(replicate(), 8, 99, P(), [], id="replicate-has-none"),
     ],
 )
-def test_floors(tactic, size, floor, given, kinds) -> None:
+def test_the_threshold_of_the_step_or_else_of_the_call(tactic, size, floor, given, kinds) -> None:
     assert refined(tactic, (size,), floor=floor) == (given, kinds)
 
 
@@ -186,7 +186,7 @@ def test_a_repr_is_the_code_that_made_it(tactic, code) -> None:
     assert hash(eval(code)) == hash(tactic)
 
 
-def test_tactics_differ_by_what_they_do() -> None:
+def test_tactics_that_differ_are_not_equal() -> None:
     different = [fsdp("a"), fsdp("b"), fsdp("a", min_size=0), fsdp("a", skip=(0,)), replicate()]
     assert len({*different, fsdp("a") | replicate(), replicate() | fsdp("a")}) == 7
 
@@ -237,14 +237,14 @@ def variable(*names: Any, **metadata: Any) -> Any:
         pytest.param(struct(8), P(), id="no-box"),
     ],
 )
-def test_names_in_boxes(box, spec) -> None:
+def test_names_in_boxes_are_resolved(box, spec) -> None:
     with ts.logical_axis_rules(RULES):
         assert logical_partitioning().refine(P(), MESH, "w", box, 0) == (spec, ())
     with linen.logical_axis_rules(RULES):  # Flax's own context
         assert logical_partitioning().refine(P(), MESH, "w", box, 0) == (spec, ())
 
 
-def test_rules_of_its_own_come_before_those_in_force() -> None:
+def test_rules_of_the_tactic_come_before_those_in_force() -> None:
     with ts.logical_axis_rules([("embed", "data")]):
         assert refined_box(logical_partitioning(RULES), logical("embed")) == (P("fsdp"), [])
 
@@ -266,11 +266,11 @@ def test_names_then_fsdp() -> None:
     assert refined_box(both, logical("embed", None)) == (P("data", "fsdp"), [])
 
 
-def test_names_come_first() -> None:
+def test_names_must_come_before_other_tactics() -> None:
     late = fsdp("fsdp") | logical_partitioning(RULES)
     given, notes = late.refine(P(), MESH, "w", logical("embed"), 0)
     assert given == P("fsdp")
-    assert "sharded it as P('fsdp',). Let the names of the box come first." in notes[0].why
+    assert "sharded it as P('fsdp',). Put logical_partitioning first." in notes[0].why
 
 
 def test_an_axis_in_a_box_that_the_mesh_lacks() -> None:
@@ -284,7 +284,7 @@ def test_logical_names_without_rules() -> None:
         logical_partitioning().refine(P(), MESH, "w", logical("embed"), 0)
 
 
-# ------------------------------------------------------------------ tactics of one's own
+# ------------------------------------------------------------------ users' tactics
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ def last() -> Any:
     del own_tactics["last"]
 
 
-def test_a_tactic_of_ones_own(last) -> None:
+def test_a_users_tactic(last) -> None:
     assert refined(last("data"), (8, 8)) == (P(None, "data"), [])
     assert refined(fsdp("fsdp") | last("data"), (16, 8)) == (P("fsdp", "data"), [])
     assert refined(last("data"), (8, 7)) == (P(), ["indivisible"])
@@ -307,7 +307,7 @@ def test_a_tactic_of_ones_own(last) -> None:
     assert last.__doc__ == "Shards the last dim."
 
 
-def test_it_sees_the_whole_spec_and_the_leaf_in_a_box() -> None:
+def test_an_update_gets_one_entry_per_dim_and_the_leaf_in_a_box() -> None:
     seen: list[Any] = []
     step = Own("look()", lambda *args: seen.append(args) or args[0])
     Tactic((step,)).refine(P("data"), MESH, "w", linen.Partitioned(struct(8, 8), ("a", "b")), 0)
@@ -319,19 +319,22 @@ def test_it_sees_the_whole_spec_and_the_leaf_in_a_box() -> None:
     [
         (
             "data",
-            "the tactic last('x', answer='data') returned 'data' (str), which is no spec. Return"
-            " the spec that it was given, or a changed one.",
+            "the tactic last('x', answer='data') returned 'data' (str), which is not a spec."
+            " Return the spec that it was called with, or a changed one.",
         ),
         (
             ("data",),
-            "returned ('data',), of 1 entries, for shape (8, 8). Return one entry a dim.",
+            "returned ('data',), which has 1 entries, for shape (8, 8). Return one entry per dim.",
         ),
-        (P("data", None, "fsdp"), "of 3 entries, for shape (8, 8)"),
-        (("data", 3), "returned ('data', 3), and 3 is no entry of a spec. An entry is a mesh axis"),
+        (P("data", None, "fsdp"), "has 3 entries, for shape (8, 8)"),
+        (
+            ("data", 3),
+            "returned ('data', 3), and 3 is not an entry of a spec. An entry",
+        ),
     ],
-    ids=["no-spec", "too-short", "too-long", "no-entry"],
+    ids=["not-a-spec", "too-short", "too-long", "not-an-entry"],
 )
-def test_answers_that_are_no_specs(last, answer, message) -> None:
+def test_updates_that_do_not_return_a_spec(last, answer, message) -> None:
     rules = [("w", last("x", answer=answer))]
     with pytest.raises(ts.ShardingRuleError) as raised:
         ts.match_partition_rules(rules, {"w": struct(8, 8)}, MESH, min_size=0)
@@ -339,34 +342,36 @@ def test_answers_that_are_no_specs(last, answer, message) -> None:
     assert message in str(raised.value)
 
 
-def test_no_answer_at_all() -> None:
+def test_an_update_that_returns_nothing() -> None:
     step = Own("forgot()", lambda *args: None)
-    with pytest.raises(ts.SpecError, match=r"forgot\(\) returned None \(NoneType\), which is no"):
+    with pytest.raises(ts.SpecError, match=r"forgot\(\) returned None \(NoneType\), which is not"):
         refined(Tactic((step,)), (8,))
 
 
-def test_a_spec_as_an_answer_may_be_short(last) -> None:
+def test_an_update_may_return_a_spec_of_fewer_entries(last) -> None:
     assert refined(last("x", answer=P("data")), (8, 8)) == (P("data"), [])
 
 
-def test_our_names_are_taken() -> None:
+def test_names_of_built_in_tactics_are_taken() -> None:
     def fsdp(axis):
         return lambda spec, mesh, path, leaf: spec
 
-    with pytest.raises(ts.ShardingRuleError, match="has a tactic 'fsdp'. Give yours a new name."):
+    with pytest.raises(
+        ts.ShardingRuleError, match="itself has a tactic 'fsdp'. Use another"
+    ):
         tactic(fsdp)
 
 
-# ------------------------------------------------------------------ called by hand
+# ------------------------------------------------------------------ called directly
 
 
-def test_called_with_a_mesh(monkeypatch) -> None:
+def test_a_tactic_called_with_a_mesh(monkeypatch) -> None:
     monkeypatch.setenv("MIN_SHARDING_SIZE", "8")
     assert fsdp("fsdp")(P("data"), MESH, "w", np.zeros((2, 4))) == P("data", "fsdp")
     assert fsdp("fsdp")(P(), MESH, "w", np.zeros(4)) == P()
 
 
-def test_called_on_the_mesh_in_force(mesh) -> None:
+def test_a_tactic_called_without_a_mesh(mesh) -> None:
     with jax.set_mesh(mesh):
         assert fsdp("fsdp", min_size=0)(P(), None, "w", struct(8)) == P("fsdp")
     with pytest.raises(ts.NoMeshError, match="No mesh is in force"):
@@ -383,10 +388,10 @@ def test_called_on_the_mesh_in_force(mesh) -> None:
             "blocks/w (8, 8), fsdp('fdsp', min_size=0): the mesh has no axis 'fdsp'. It has data=2,"
             " fsdp=4, one=1. Did you mean 'fsdp'?",
         ),
-        ("data", P("data"), ts.SpecError, "has 'data' already. An axis can split one dim only."),
+        ("data", P("data"), ts.SpecError, "uses 'data' already. An axis can split only one dim."),
     ],
 )
-def test_misfits_by_hand_are_errors(axis, spec, error, message) -> None:
+def test_a_tactic_called_directly_raises_for_misfits(axis, spec, error, message) -> None:
     with pytest.raises(error) as raised:
         fsdp(axis, min_size=0)(spec, MESH, "blocks/w", struct(8, 8))
     assert message in str(raised.value)
@@ -394,7 +399,7 @@ def test_misfits_by_hand_are_errors(axis, spec, error, message) -> None:
 
 @pytest.mark.parametrize("axis", [(), ("a", "a")], ids=["none", "twice"])
 def test_bad_axes(axis) -> None:
-    with pytest.raises(ts.SpecError, match="name at least one axis, and each once"):
+    with pytest.raises(ts.SpecError, match="give at least one axis, and each once"):
         fsdp(axis)
 
 
@@ -403,7 +408,7 @@ def test_axes_of_a_wrong_type(unchecked) -> None:
         fsdp(3)  # pyright: ignore
 
 
-# ------------------------------------------------------------------ the floor of a call
+# ------------------------------------------------------------------ the threshold of a call
 
 
 @pytest.mark.parametrize(
@@ -418,7 +423,7 @@ def test_min_size_in_force(monkeypatch, given, environment, floor) -> None:
 
 
 @pytest.mark.parametrize("text", ["4k", "-1", "1.5"])
-def test_a_bad_floor_in_the_environment(monkeypatch, text) -> None:
+def test_a_bad_threshold_in_the_environment(monkeypatch, text) -> None:
     monkeypatch.setenv("MIN_SHARDING_SIZE", text)
     with pytest.raises(ts.ShardingRuleError) as raised:
         min_size_in_force(None)

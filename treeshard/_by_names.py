@@ -1,4 +1,4 @@
-"""The step of a tactic that reads the names in boxes."""
+"""The step of `logical_partitioning`: shards by the names of dims in Flax boxes."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from treeshard._specs import Adjustment, Entry, entries, is_spec, project, with_
 
 @dataclass(frozen=True, repr=False)
 class ByNames(Refinement):
-    """Shards a leaf by the names that its box gives its dims."""
+    """Shards a leaf by the names of dims in its box."""
 
     rules: ReadLogicalRules | None = None
     reads_boxes = True
@@ -39,22 +39,22 @@ class ByNames(Refinement):
         if not any(box.names):
             return spec, ()
         if not all(map(is_free, entries(spec))):
-            why = f"an earlier tactic sharded it as {spec}. Let the names of the box come first."
+            why = f"an earlier tactic sharded it as {spec}. Put logical_partitioning first."
             return spec, (Adjustment("already-sharded", why),)
         shape = tuple(jax.tree.leaves(leaf)[0].shape)
-        given, lost = project(self._spec(box, mesh), mesh, shape)
-        return with_entries(given, entries(given)), lost
+        projected, adjustments = project(self._spec(box, mesh), mesh, shape)
+        return with_entries(projected, entries(projected)), adjustments
 
     def _spec(self, box: "_NamesInBox", mesh: AnyMesh) -> PartitionSpec:
         rules = self.rules
         if rules is None:
-            given = box.rules is not None
-            rules = read_logical_rules(box.rules) if given else current_logical_rules()
+            own = box.rules is not None
+            rules = read_logical_rules(box.rules) if own else current_logical_rules()
         if box.logical:
             if rules is None:
-                return resolve_names(box.names, mesh)  # which says that there are none
+                return resolve_names(box.names, mesh)  # raises: no rules are in force
             return resolve_by(rules, box.names, mesh)
-        # As in Flax, a name in any other box is a mesh axis where no rule speaks of it.
+        # As in Flax, a name in any other box is a mesh axis if it has no rule.
         axes = axis_sizes(mesh)
         are_axes = axes.keys() >= set(flat_names(box.names))
         if rules is None or (isinstance(rules, PartitionAxis) and are_axes):
@@ -67,8 +67,8 @@ class ByNames(Refinement):
 
 class _NamesInBox(NamedTuple):
     names: tuple[Entry, ...]
-    rules: Any = None  # its own
-    logical: bool = False  # whether it says that its names are no mesh axes
+    rules: Any = None  # the box's own
+    logical: bool = False  # whether names are never mesh axes
 
 
 def _names_in(box: Any) -> _NamesInBox:

@@ -1,4 +1,4 @@
-"""What was decided for a leaf: the record that rules, plans and their readers share."""
+"""The records of what was decided for each leaf, shared by rules and plans."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ Shape = tuple[int, ...]
 
 
 class Decision(NamedTuple):
-    """What rules made of a leaf. Leaves that were decided alike share one.
+    """What the rules decided for a leaf. Leaves with equal results share one instance.
 
     Attributes:
-        asked: The spec that the rule says; `None` if no rule matched.
+        asked: The spec that the rule requests; `None` if no rule matched.
         given: The spec that the leaf gets.
-        rule: The index of the rule that decided; `None` for scalars and unmatched leaves.
-        pattern: That rule's pattern.
-        adjustments: What was not done as asked, and why.
+        rule: The index of the rule that matched; `None` for scalars and unmatched leaves.
+        pattern: The pattern of that rule.
+        adjustments: How `given` differs from `asked`, and why.
     """
 
     asked: PartitionSpec | None
@@ -30,13 +30,13 @@ class Decision(NamedTuple):
 
 
 class PlannedLeaf(NamedTuple):
-    """What is planned for one array.
+    """The plan of one array.
 
     Attributes:
-        path: Its name, as `leaf_paths` gives it.
-        shape: Its whole shape.
+        path: Its path, as in `leaf_paths`.
+        shape: Its full shape.
         dtype: Its dtype, which may be that of PRNG keys.
-        decision: What the rules made of it; its parts can be asked of the leaf itself.
+        decision: What the rules decided; its fields are also properties of the leaf.
     """
 
     path: str
@@ -46,7 +46,7 @@ class PlannedLeaf(NamedTuple):
 
     @property
     def asked(self) -> PartitionSpec | None:
-        """The spec that the rule says; `None` if no rule matched."""
+        """The spec that the rule requests; `None` if no rule matched."""
         return self.decision.asked
 
     @property
@@ -56,7 +56,7 @@ class PlannedLeaf(NamedTuple):
 
     @property
     def rule(self) -> int | None:
-        """The index of the rule that decided; `None` for scalars and unmatched leaves."""
+        """The index of the rule that matched; `None` for scalars and unmatched leaves."""
         return self.decision.rule
 
     @property
@@ -66,17 +66,17 @@ class PlannedLeaf(NamedTuple):
 
     @property
     def adjustments(self) -> tuple[Adjustment, ...]:
-        """What was not done as asked, and why."""
+        """How `given` differs from `asked`, and why."""
         return self.decision.adjustments
 
     @property
     def size(self) -> int:
-        """The number of elements of the whole array."""
+        """The number of elements of the full array."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """The bytes of the whole array."""
+        """The bytes of the full array."""
         return self.size * self.dtype.itemsize
 
     def bytes_per_device(self, mesh: AnyMesh) -> int:

@@ -1,4 +1,4 @@
-"""Shardings by a strategy, as big_vision writes them."""
+"""big_vision's `infer_sharding`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,35 +17,35 @@ Strategy = Sequence[Any]  # of (pattern, strategy string or tactic) pairs
 
 
 def infer_sharding(tree: Any, strategy: Strategy, mesh: AnyMesh) -> Any:
-    """Decides the sharding of every leaf of a tree, by a strategy as big_vision writes it.
+    """Chooses the sharding of every leaf of a tree by a strategy in big_vision's form.
 
-    The first pattern that matches all of a leaf's path (`re.fullmatch`) decides. Scalars and
-    leaves without a shape are replicated, whatever matches them. There is no floor but those
-    of the tactics. Nothing is moved and no values are read.
+    The first pattern that matches a leaf's full path (`re.fullmatch`) decides. Scalars and
+    leaves without a shape are always replicated. No leaf is replicated for its size, except
+    by a threshold of a tactic. Nothing is moved and no values are read.
 
     Args:
         tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree; Flax boxes too.
-        strategy: Pairs `(pattern, tactics)`: a string such as
+        strategy: Pairs `(pattern, tactics)`. `tactics` is a string such as
             `"shard_dim('model', -1) | fsdp('data')"`, which is parsed and never evaluated,
-            or a `Tactic`. In strings `fsdp` is `fsdp(axis, min_size_to_shard_mb=4)`, and
-            leaves of that many MiB or fewer stay whole; `min_size=`, in elements, may be
-            given instead. Tactics of your own (`tactic`) go by their names.
-        mesh: The mesh to shard over; an `AbstractMesh` will do.
+            or a `Tactic`. In strings, `fsdp` is `fsdp(axis, min_size_to_shard_mb=4)`, and
+            leaves of that many MiB or fewer are replicated; `min_size=`, in elements, may be
+            given instead. Tactics of your own (`tactic`) are called by their names.
+        mesh: The mesh to shard over; it may be an `AbstractMesh`.
 
     Returns:
-        The tree with a `NamedSharding` in the place of every leaf, and of every box around
-        one, as `jax.jit` takes it for `out_shardings`. Leaves that no pattern matches are
+        The tree with each leaf, and each box around a leaf, replaced by a `NamedSharding`,
+        as `jax.jit` takes it for `out_shardings`. Leaves that no pattern matches are
         replicated, and one `ShardingWarning` lists them.
 
     Raises:
-        ShardingRuleError: If the strategy is malformed, a tactic returns no spec, or what
-            tactics decide does not fit: all such leaves are listed. It is an
+        ShardingRuleError: If the strategy is malformed, a tactic does not return a spec, or
+            a spec does not fit its leaf. All such leaves are listed. It is an
             `UnknownAxisError` too if the mesh lacks an axis.
 
     Examples:
         >>> params = {"head": {"kernel": jax.ShapeDtypeStruct((4096, 1024), "float32")}}
-        >>> found = infer_sharding(params, [("head/.*", "fsdp('data')")], make_mesh("data=8"))
-        >>> found["head"]["kernel"].spec
+        >>> shardings = infer_sharding(params, [(".*", "fsdp('data')")], make_mesh("data=8"))
+        >>> shardings["head"]["kernel"].spec
         P('data',)
 
     Source:
@@ -57,15 +57,16 @@ def infer_sharding(tree: Any, strategy: Strategy, mesh: AnyMesh) -> Any:
         if error := rules_error(matched, mesh):
             raise error
         _warn_of_unmatched(decided)
-    placed = {spec: NamedSharding(mesh, spec) for spec in {d.given for d in decided.decisions}}
-    found = [placed[decision.given] for decision in decided.decisions]
-    return _unboxed(tree, found) if decided.boxed else decided.treedef.unflatten(found)
+    specs = [decision.given for decision in decided.decisions]
+    sharding_of = {spec: NamedSharding(mesh, spec) for spec in set(specs)}
+    shardings = [sharding_of[spec] for spec in specs]
+    return _unboxed(tree, shardings) if decided.boxed else decided.treedef.unflatten(shardings)
 
 
 def _read(strategy: Strategy) -> Any:
     read = read_rules(strategy)
     bad = [
-        f"rule {index}, {pattern.pattern!r}: {action!r} is no tactic. Write it as a string, such"
+        f"rule {index}, {pattern.pattern!r}: {action!r} is not a tactic. Write a string, such"
         " as \"fsdp('data') | shard_dim('model', -1)\"."
         for index, (pattern, action) in enumerate(read)
         if not isinstance(action, Tactic)
@@ -82,19 +83,20 @@ def _warn_of_unmatched(decided: Decided) -> None:
         if any(note.kind == "unmatched" for note in decision.adjustments)
     ]
     if unmatched:
-        headline = f"{len(unmatched)} leaves match no pattern of the strategy:"
-        last = 'They are replicated; a last entry (".*", "replicate") says that this is meant.'
-        one = "No pattern of the strategy matches " if len(unmatched) == 1 else ""
-        warn(f"{one}{listed(headline, unmatched)}\n{last}")
+        if len(unmatched) == 1:
+            text = f"No pattern of the strategy matches {unmatched[0]}"
+        else:
+            text = listed(f"{len(unmatched)} leaves match no pattern of the strategy:", unmatched)
+        warn(f'{text}\nReplicated. To say that this is intended, end with (".*", "replicate").')
 
 
 def _unboxed(tree: Any, shardings: list[Any]) -> Any:
-    """The shardings in the tree, with one in the place of each box around one leaf."""
-    leaves, treedef = tree_flatten(tree, is_leaf=is_box)
-    found: list[Any] = []
+    """The tree of the shardings, where each box around a single leaf is replaced as a whole."""
+    boxes, treedef = tree_flatten(tree, is_leaf=is_box)
+    replaced: list[Any] = []
     rest = iter(shardings)
-    for leaf in leaves:
-        inside = tree_structure(leaf)
-        few = [next(rest) for _ in range(inside.num_leaves)]
-        found.append(few[0] if len(few) == 1 else inside.unflatten(few))
-    return treedef.unflatten(found)
+    for box in boxes:
+        structure = tree_structure(box)
+        inside = [next(rest) for _ in range(structure.num_leaves)]
+        replaced.append(inside[0] if len(inside) == 1 else structure.unflatten(inside))
+    return treedef.unflatten(replaced)

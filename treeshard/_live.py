@@ -1,4 +1,4 @@
-"""A live tree read back: where each leaf lies."""
+"""Reads the shardings of live trees back, by EasyDeL's names."""
 
 from typing import Any
 
@@ -18,17 +18,17 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
 
     Args:
         tree: Any pytree of arrays, tracers and `ShapeDtypeStruct`s; other leaves are fine.
-        mesh: Another mesh, to lay the specs found on.
+        mesh: If given, the shardings are on this mesh instead, with the same specs.
 
     Returns:
-        The same containers with a `NamedSharding` per leaf, and `None` in the place of a leaf
-        that has none: numpy arrays, arrays on a single device, non-arrays. What takes a tree of
-        specs takes it as it is. A traced leaf has one where its type says so, on Explicit axes;
-        on Auto axes the compiler decides later, and it has none.
+        The same containers with a `NamedSharding` per leaf, and `None` for a leaf without
+        one: numpy arrays, arrays on a single device, non-arrays. Every function that takes a
+        tree of specs accepts the result. A traced leaf has a sharding on Explicit axes only;
+        on Auto axes the compiler chooses it later.
 
     Raises:
-        SpecError: If specs do not fit `mesh`: all such leaves (`UnknownAxisError` if it lacks
-            an axis).
+        SpecError: If specs do not fit `mesh`. All such leaves are listed. It is an
+            `UnknownAxisError` too if the mesh lacks an axis.
 
     Examples:
         >>> tree = shard({"w": np.ones(8)}, P("fsdp"), make_mesh("fsdp=8"))
@@ -39,14 +39,14 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
         EasyDeL's function of this name.
     """
     leaves, treedef = tree_flatten(tree)
-    found = [_named_sharding(leaf) for leaf in leaves]
+    shardings = [_named_sharding(leaf) for leaf in leaves]
     if mesh is not None:
-        found = _on(mesh, tree, leaves, found)
-    return treedef.unflatten(found)
+        shardings = _on(mesh, tree, leaves, shardings)
+    return treedef.unflatten(shardings)
 
 
 def extract_sharding_structure(tree: Any) -> Any:
-    """Reads a live tree back as `NamedSharding` or `None` per leaf: `extract_shardings`.
+    """Reads the sharding of every leaf of a live tree: `extract_shardings` without a mesh.
 
     Args:
         tree: Any pytree.
@@ -75,9 +75,9 @@ def get_partition_spec(tree: Any) -> Any:
         on a single device, numpy arrays and Python scalars.
 
     Raises:
-        SpecError: If a leaf has no spec: it is no array and no number, its sharding is of
-            another kind, or it is traced or described without one. All such leaves are named,
-            with their types.
+        SpecError: If a leaf has no spec, because it is neither an array nor a number, has
+            another kind of sharding, or is a tracer or `ShapeDtypeStruct` without one. All
+            such leaves are listed with their types.
 
     Examples:
         >>> tree = shard({"w": np.ones(8)}, P("fsdp"), make_mesh("fsdp=8"))
@@ -88,14 +88,14 @@ def get_partition_spec(tree: Any) -> Any:
         EasyDeL's function of this name.
     """
     leaves, treedef = tree_flatten(tree)
-    found = [_spec(leaf) for leaf in leaves]
-    if any(spec is None for spec in found):
-        named = zip(leaf_paths(tree), leaves, found, strict=True)
+    specs = [_spec(leaf) for leaf in leaves]
+    if any(spec is None for spec in specs):
+        rows = zip(leaf_paths(tree), leaves, specs, strict=True)
         facts = [
-            f"{path or 'the tree'}: {_why_none(leaf)}" for path, leaf, spec in named if spec is None
+            f"{path or 'the tree'}: {_why_none(leaf)}" for path, leaf, spec in rows if spec is None
         ]
         raise SpecError(listed(f"{len(facts)} leaves have no PartitionSpec:", facts))
-    return treedef.unflatten(found)
+    return treedef.unflatten(specs)
 
 
 def _named_sharding(leaf: Any) -> NamedSharding | None:
@@ -108,25 +108,26 @@ def _named_sharding(leaf: Any) -> NamedSharding | None:
 
 
 def _on(
-    mesh: AnyMesh, tree: Any, leaves: list[Any], found: list[NamedSharding | None]
+    mesh: AnyMesh, tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]
 ) -> list[NamedSharding | None]:
-    laid: list[NamedSharding | None] = []
+    """The same specs on another mesh. Raises for all that do not fit."""
+    on_mesh: list[NamedSharding | None] = []
     facts: list[str] = []
     error = SpecError
-    for i, (leaf, sharding) in enumerate(zip(leaves, found, strict=True)):
+    for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
         if sharding is None:
-            laid.append(None)
+            on_mesh.append(None)
             continue
-        spec, lost = project(sharding.spec, mesh, tuple(leaf.shape))
-        if lost:
-            facts.append(f"{leaf_paths(tree)[i] or 'the tree'}: {lost[0].why}")
-            if any(adjustment.kind == "axis-not-in-mesh" for adjustment in lost):
+        spec, adjustments = project(sharding.spec, mesh, tuple(leaf.shape))
+        if adjustments:
+            facts.append(f"{leaf_paths(tree)[i] or 'the tree'}: {adjustments[0].why}")
+            if any(adjustment.kind == "axis-not-in-mesh" for adjustment in adjustments):
                 error = UnknownAxisInSpecError
-        laid.append(NamedSharding(mesh, spec, memory_kind=sharding.memory_kind))
+        on_mesh.append(NamedSharding(mesh, spec, memory_kind=sharding.memory_kind))
     if facts:
-        headline = f"{len(facts)} leaves do not fit the mesh ({describe_mesh(mesh)}) as they lie:"
+        headline = f"The specs of {len(facts)} leaves do not fit the mesh ({describe_mesh(mesh)}):"
         raise error(listed(headline, facts))
-    return laid
+    return on_mesh
 
 
 def _spec(leaf: Any) -> PartitionSpec | None:
@@ -137,18 +138,18 @@ def _spec(leaf: Any) -> PartitionSpec | None:
         return PartitionSpec()
     if isinstance(leaf, Tracer) or not is_array(leaf):
         return None
-    whole = not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1
-    return PartitionSpec() if whole else None
+    on_one_device = not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1
+    return PartitionSpec() if on_one_device else None
 
 
 def _why_none(leaf: Any) -> str:
     if isinstance(leaf, Tracer):
         return (
-            "it is traced, and on Auto axes the compiler decides where it lies. Read the arrays"
-            " that go in or come out."
+            "it is traced, and on Auto axes the compiler chooses its sharding. Read the inputs or"
+            " the outputs of the traced function instead."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return "a ShapeDtypeStruct without a sharding. `Plan.structs` have one."
+        return "it is a ShapeDtypeStruct without a sharding. `Plan.structs` have one."
     if isinstance(leaf, jax.Array):
         return f"its sharding is a {type(leaf.sharding).__name__}, which has no spec."
-    return f"{type(leaf).__name__} is neither an array nor a number. Take it out of the tree first."
+    return f"{type(leaf).__name__} is neither an array nor a number. Remove it from the tree first."

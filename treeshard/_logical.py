@@ -1,4 +1,4 @@
-"""Logical names: what a dim means (`"batch"`, `"heads"`), and the rules that give it axes."""
+"""Logical axis names of dims (`"batch"`, `"heads"`), and the rules that map them to mesh axes."""
 
 import sys
 from collections import Counter
@@ -21,7 +21,7 @@ from treeshard._partition_axis import (
 )
 from treeshard._specs import UNCONSTRAINED, Entry, axes_of, entry_of
 
-# A dict has one rule a name; in a list of pairs, a name may stand several times.
+# A dict has one rule per name; a list of pairs may have several.
 LogicalRules = PartitionAxis | Mapping[str, Any] | Sequence[Any]
 ReadLogicalRules = PartitionAxis | tuple[tuple[str, Entry], ...]
 
@@ -32,30 +32,30 @@ def logical_to_mesh_spec(
     mesh: AnyMesh | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> PartitionSpec:
-    """Resolves the names of an array's dims to mesh axes, by rules.
+    """Resolves the logical names of an array's dims to mesh axes.
 
-    Rules are a list by priority. Each gives its axes to the dim that bears its name, if no
-    earlier rule decided that dim and all of the axes are free. A name may have several
-    rules. One without a rule is not sharded.
+    The rules are tried in order. A rule applies to the dim with its name if no earlier rule
+    decided that dim and all of the rule's axes are still free. A name may have several
+    rules. A name without a rule is not sharded.
 
     Args:
-        names: One a dim: a name, `None` for a dim that is not sharded, `UNCONSTRAINED`, or
-            a tuple of names for a dim that is several in one.
-        rules: Pairs `(name, axes)`, or a dict of them. Axes are a mesh axis, several
-            (outermost first), `UNCONSTRAINED`, or one of `None`, `()`, `[]` for a dim that
-            is not sharded, whatever later rules say. Or a `PartitionAxis`: then dims are
-            served in their own order, and names that it lacks are an error.
-        mesh: Where given, axes that it lacks drop out, after the rules are applied: an
-            axis that is absent and one of size 1 come to the same.
-        shape: Where given with a mesh, axes that do not divide their dim drop out.
+        names: One entry per dim: a name, `None` for a dim that is not sharded,
+            `UNCONSTRAINED`, or a tuple of names for a dim that merges several.
+        rules: Pairs `(name, axes)`, or a dict of them. `axes` is a mesh axis, several
+            (outermost first), `UNCONSTRAINED`, or one of `None`, `()` and `[]` for a dim
+            that is not sharded, whatever later rules say. Or a `PartitionAxis`: it assigns
+            axes in the order of the dims, and a name that it lacks is an error.
+        mesh: If given, axes that it lacks are dropped after the rules were applied, so that
+            an absent axis and an axis of size 1 give the same placement.
+        shape: If given with a mesh, axes that do not divide their dim are dropped.
 
     Returns:
-        A spec with one entry a name.
+        A spec with one entry per name.
 
     Raises:
-        ShardingRuleError: If rules are malformed: all are listed.
-        SpecError: If a name stands there twice, `names` are no names or more than `shape`
-            has dims, or a `PartitionAxis` lacks one of them.
+        ShardingRuleError: If rules are malformed. All are listed.
+        SpecError: If a name occurs twice, `names` is not a tuple of names or is longer than
+            `shape`, or a `PartitionAxis` lacks a name.
 
     Examples:
         >>> rules = [("batch", "x"), ("features", "x"), ("heads", "y"), ("batch", "z")]
@@ -70,40 +70,40 @@ def logical_to_mesh_spec(
 
 @contextmanager
 def logical_axis_rules(rules: LogicalRules) -> Iterator[None]:
-    """Puts rules in force, in this thread, for the logical names used inside.
+    """Resolves logical names inside the block by these rules, in this thread.
 
-    The innermost of nested contexts holds, alone. A jitted function that is called under
-    other rules is compiled anew.
+    Of nested contexts only the innermost applies. A jitted function that is called under
+    different rules is compiled again.
 
     Args:
-        rules: As `logical_to_mesh_spec` takes them. They are read once, at the start.
+        rules: As in `logical_to_mesh_spec`. They are read once, when the block starts.
 
     Raises:
-        ShardingRuleError: If rules are malformed: all are listed.
+        ShardingRuleError: If rules are malformed. All are listed.
 
     Examples:
         >>> with logical_axis_rules([("batch", "fsdp"), ("embed", None)]):
         ...     y = with_sharding_constraint(jnp.ones((8, 4)), ("batch", "embed"), mesh)
 
     Source:
-        Flax's context of this name, whose rules are used where none of these are in force.
+        Flax's context of this name. Its rules apply where no treeshard context is active.
     """
     with _in_force(read_logical_rules(rules)):
         yield
 
 
-# Its value is part of the key of jit's caches, which a variable of our own would not be.
+# A user context is part of the key of jit's caches; a plain `ContextVar` is not.
 _in_force = jax.make_user_context(None)
 
 
-# ------------------------------------------------------------------ for the other rooms
+# ------------------------------------------------------------------ for other modules
 
 
 def current_logical_rules() -> ReadLogicalRules | None:
-    """The rules in force: ours, else those of Flax where it is loaded, else `None`."""
+    """The rules in force: treeshard's, else those of Flax if it is loaded, else `None`."""
     if _in_force.value is not None:
         return _in_force.value
-    # Linen's and nnx's contexts both keep their rules there.
+    # Linen and nnx both keep the rules of their contexts in this module.
     ambient = getattr(sys.modules.get("flax.core.spmd"), "get_logical_axis_rules", tuple)()
     return read_logical_rules(ambient) if ambient else None
 
@@ -111,7 +111,7 @@ def current_logical_rules() -> ReadLogicalRules | None:
 def resolve_names(
     names: Sequence[Entry], mesh: AnyMesh | None = None, shape: tuple[int, ...] | None = None
 ) -> PartitionSpec:
-    """The spec that the rules in force give to names. Raises `SpecError` if there are none."""
+    """Resolves names by the rules in force. Raises `SpecError` if there are none."""
     rules = current_logical_rules()
     if rules is None:
         raise SpecError(
@@ -128,17 +128,17 @@ def resolve_by(
     mesh: AnyMesh | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> PartitionSpec:
-    """The spec that rules give to names, projected on what of a mesh and a shape is given."""
+    """Resolves names by rules, and projects the spec on the mesh and the shape, if given."""
     check_names(names)
     if twice := [name for name, count in Counter(flat_names(names)).items() if count > 1]:
         raise SpecError(
-            f"{tuple(names)}: {', '.join(map(repr, twice))} stands there twice, and axes can split"
-            " one dim only. Name the dims apart, and give each name a rule."
+            f"{tuple(names)}: {', '.join(map(repr, twice))} occurs twice, and an axis can split"
+            " only one dim. Use a different name for each dim, and give each name a rule."
         )
     if shape is not None and len(names) > len(shape):
         raise SpecError(
             f"{tuple(names)} names {len(names)} dims, but shape {shape} has {len(shape)}. Give at"
-            " most one name a dim."
+            " most one name per dim."
         )
     if isinstance(rules, PartitionAxis):
         return on_mesh(rules.resolve(*names), mesh, shape)
@@ -146,14 +146,13 @@ def resolve_by(
 
 
 def names_without_rule(names: Sequence[Entry], rules: ReadLogicalRules) -> list[str]:
-    """The names that no rule speaks of, in order. (Those that a `PartitionAxis` lacks are an
-    error instead.)"""
+    """The names that have no rule, in order; none for a `PartitionAxis`, which raises instead."""
     ruled = None if isinstance(rules, PartitionAxis) else {name for name, _ in rules}
     return [name for name in flat_names(names) if ruled is not None and name not in ruled]
 
 
 def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
-    """Rules in one form, which hashes. Raises `ShardingRuleError` listing all bad rules."""
+    """Normalises rules to a hashable form. Raises `ShardingRuleError` listing all bad rules."""
     if isinstance(rules, PartitionAxis):
         return rules
     pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
@@ -164,14 +163,14 @@ def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
         )
     try:
         return _read(tuple(pairs))
-    except TypeError:  # lists do not hash
+    except TypeError:  # a rule holds a list, which does not hash
         return _read.__wrapped__(tuple(pairs))
 
 
 # ------------------------------------------------------------------ rules
 
 
-@lru_cache(maxsize=64)  # to read long lists costs more than to resolve names by them
+@lru_cache(maxsize=64)  # validating a long list costs more than resolving names by it
 def _read(pairs: tuple[Any, ...]) -> tuple[tuple[str, Entry], ...]:
     bad = [
         f"logical rule {index}, {rule!r}, {wrong}"
@@ -185,15 +184,15 @@ def _read(pairs: tuple[Any, ...]) -> tuple[tuple[str, Entry], ...]:
 
 def _what_is_wrong(rule: Any) -> str | None:
     if not isinstance(rule, tuple | list) or len(rule) != 2:
-        return 'is no pair (name, axes), such as ("batch", ("data", "fsdp")).'
+        return 'is not a pair (name, axes), such as ("batch", ("data", "fsdp")).'
     name, axes = rule
     if not isinstance(name, str):
         return f"starts with {type(name).__name__}. Give the logical name of a dim, a str."
     if axes is UNCONSTRAINED or is_mesh_axes(axes):
         return None
     return (
-        "does not end with mesh axes. Give one, a tuple of different ones, or None for a dim"
-        " that is not sharded."
+        "does not end with mesh axes. Give one, a tuple of distinct ones, or None for a dim that"
+        " is not sharded."
     )
 
 
@@ -205,18 +204,18 @@ def _entry(axes: Any) -> Entry:
 
 def _by_priority(names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]) -> PartitionSpec:
     undecided = set(flat_names(names))
-    given: dict[str, Entry] = {}
+    entry_by_name: dict[str, Entry] = {}
     used: set[str] = set()
     for name, entry in rules:
         if name in undecided and used.isdisjoint(axes_of(entry)):
             undecided.remove(name)
-            given[name] = entry
+            entry_by_name[name] = entry
             used.update(axes_of(entry))
-    return PartitionSpec(*[_of_dim(dim, given) for dim in names])
-
-
-def _of_dim(dim: Entry, given: Mapping[str, Entry]) -> Entry:
-    """The entry of a dim: that of its name, or the axes of its names one after the other."""
-    if not isinstance(dim, tuple):
-        return given.get(dim) if isinstance(dim, str) else dim
-    return entry_of([axis for name in dim for axis in axes_of(given.get(name))])
+    dims: list[Entry] = []
+    for dim in names:
+        if isinstance(dim, tuple):  # the axes of its names, one after the other
+            axes = [axis for name in dim for axis in axes_of(entry_by_name.get(name))]
+            dims.append(entry_of(axes))
+        else:
+            dims.append(entry_by_name.get(dim) if isinstance(dim, str) else dim)
+    return PartitionSpec(*dims)

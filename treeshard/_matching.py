@@ -1,4 +1,4 @@
-"""Which rule decides each leaf of a tree, and what comes of it, fast."""
+"""Applies rules to the leaves of a tree."""
 
 import math
 import re
@@ -26,7 +26,7 @@ _WHOLE = Decision(PartitionSpec(), PartitionSpec())  # scalars, and what has no 
 
 
 class Decided(NamedTuple):
-    """A tree's leaves in the order in which JAX flattens it, with what rules made of them."""
+    """A tree's leaves, in the order in which JAX flattens it, and their decisions."""
 
     treedef: TreeDef
     leaves: list[Any]
@@ -38,12 +38,12 @@ class Decided(NamedTuple):
 
     @property
     def paths(self) -> list[str]:
-        """The path of each leaf, built when asked for."""
+        """The path of each leaf, built on first use."""
         return self.walk.paths
 
 
 class _Rule:
-    """A rule that was read, and what it decided so far, by shape (and itemsize)."""
+    """A rule, and its decisions so far by shape (and itemsize)."""
 
     def __init__(self, index: int | None, pattern: re.Pattern[str] | None, action: Any):
         self.index = index
@@ -72,10 +72,10 @@ def decide(
     *,
     whole_paths: bool = False,
 ) -> Decided:
-    """Decides every leaf; with `whole_paths`, by the pattern that matches all of its path.
+    """Decides every leaf; with `whole_paths`, by patterns that match its full path.
 
-    It raises for actions that answer nonsense, for names that do not resolve and for tactics
-    without a mesh; what else went wrong stands in the decisions.
+    Raises for actions that do not return a spec, for names that do not resolve, and for
+    tactics without a mesh. All other errors are recorded in the decisions.
     """
     tactics = [action for _, action in read if isinstance(action, Tactic)]
     leaves, treedef = tree_flatten(tree)
@@ -89,7 +89,7 @@ def decide(
 
 
 def _resolved(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
-    """The rules, with specs in the place of logical names."""
+    """The rules, with logical names replaced by specs."""
     found: ReadRules = []
     bad: list[str] = []
     for index, (pattern, action) in enumerate(read):
@@ -101,7 +101,8 @@ def _resolved(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
         except SpecError as error:
             bad.append(f"rule {index}, {pattern.pattern!r}: {error}")
     if bad:
-        raise ShardingRuleError(listed(f"{len(bad)} rules hold names that do not resolve:", bad))
+        headline = f"{len(bad)} rules have logical names that do not resolve:"
+        raise ShardingRuleError(listed(headline, bad))
     return found
 
 
@@ -209,7 +210,7 @@ class _Decider(Walk):
             first = _first(live if checks is None else checks, path, rule)
             self.decisions[index] = self._outcome(first, index, path)
         if self.bad_answers:
-            headline = f"{len(self.bad_answers)} leaves got no spec from the rules' actions:"
+            headline = f"The actions of rules returned no spec for {len(self.bad_answers)} leaves:"
             raise ShardingRuleError(listed(headline, self.bad_answers))
 
     # What comes of a rule.

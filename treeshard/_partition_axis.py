@@ -1,4 +1,4 @@
-"""The dims of a transformer, by names that are known ahead, and the mesh axes they take."""
+"""`PartitionAxis`: the named dims of a transformer, and the mesh axes of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -13,10 +13,10 @@ from treeshard._mesh import AnyMesh
 from treeshard._specs import UNCONSTRAINED, Entry, axes_of, entries, entry_of, project
 
 Mode = Literal["train", "generation"]
-# What one dim is sharded over, as it may be given; once made, neither a list nor `...`.
+# What a field accepts. A finished `PartitionAxis` holds neither lists nor `...`.
 MeshAxes = str | tuple[str, ...] | list[str] | EllipsisType | None
 
-# Fields that are what other fields are, unless they are given.
+# Fields that default to the values of other fields.
 _BATCH = {"from": ("fully_sharded_data_parallel_axis", "data_parallel_axis")}
 _SEQUENCE = {"from": ("sequence_parallel_axis",)}
 _TENSOR = {"from": ("tensor_parallel_axis",)}
@@ -26,16 +26,16 @@ _EXPERT = {"from": ("expert_parallel_axis",)}
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class PartitionAxis:
-    """Says which mesh axes each dim of a transformer is sharded over.
+    """Maps each kind of dim of a transformer to the mesh axes that it is sharded over.
 
-    The first five fields are the names of mesh axes. Each of the others says what one kind
-    of dim is sharded over: an axis, a tuple of axes (outermost first), or `None`. Those
-    that are not given, or given as `...`, follow the mesh axes. (`dataclasses.replace`
-    gives all that it does not change, so there write `head_axis=...` to derive it again.)
-    It is hashable, and in a pytree it has no leaves.
+    The first five fields name mesh axes. Each of the others is the mesh axis of one kind of
+    dim, a tuple of axes (outermost first), or `None`. A field that is not given, or given as
+    `...`, is derived from the first five. (`dataclasses.replace` passes every field that it
+    does not change, so there write `head_axis=...` to derive it again.) Instances are
+    hashable, and have no leaves in a pytree.
 
     Raises:
-        ShardingRuleError: If a field is neither an axis, a tuple of different axes, nor
+        ShardingRuleError: If a field is neither an axis, a tuple of distinct axes, nor
             `None`. All such fields are listed.
 
     Examples:
@@ -80,33 +80,33 @@ class PartitionAxis:
             if value is ... and "from" in each.metadata:
                 axes = [getattr(self, name) for name in each.metadata["from"]]
                 value = entry_of(list(dict.fromkeys(axes)))
-            elif isinstance(value, list):  # a list does not hash
+            elif isinstance(value, list):  # which does not hash
                 value = tuple(value)
             object.__setattr__(self, each.name, value)
             is_name = isinstance(each.default, str)
             if not (isinstance(value, str) if is_name else is_mesh_axes(value)):
-                wanted = "a mesh axis" if is_name else "a mesh axis, a tuple of them, or None"
-                bad.append(f"PartitionAxis({each.name}={value!r}): give {wanted}.")
+                valid = "a mesh axis" if is_name else "a mesh axis, a tuple of them, or None"
+                bad.append(f"PartitionAxis({each.name}={value!r}): give {valid}.")
         if bad:
-            raise ShardingRuleError(listed(f"{len(bad)} fields are no mesh axes:", bad))
+            raise ShardingRuleError(listed(f"{len(bad)} fields are not mesh axes:", bad))
 
     def resolve(
         self, *names: Entry, mode: Mode = "train", mesh: AnyMesh | None = None
     ) -> PartitionSpec:
-        """Resolves the names of an array's dims to mesh axes.
+        """Resolves the logical names of an array's dims to mesh axes.
 
         Args:
-            names: One a dim: a field, with or without its `_axis` (`"batch"`), `None` for
-                a dim that is not sharded, `UNCONSTRAINED`, or a tuple of names for a dim
-                that is several in one.
-            mode: In `"generation"`, a name that has a `generation_` field takes that.
-            mesh: Where given, axes that it lacks drop out.
+            names: One entry per dim: the name of a field, with or without its `_axis`
+                (`"batch"`), `None` for a dim that is not sharded, `UNCONSTRAINED`, or a
+                tuple of names for a dim that merges several.
+            mode: With `"generation"`, names that have a `generation_` field use that field.
+            mesh: If given, axes that it lacks are dropped.
 
         Returns:
-            A spec with one entry a name. An axis goes to the first name that claims it.
+            A spec with one entry per name. An axis goes to the first name that uses it.
 
         Raises:
-            SpecError: If there are unknown names (all are listed), or an unknown mode.
+            SpecError: If names are unknown (all are listed), or the mode is.
 
         Examples:
             >>> PartitionAxis().resolve("batch", "sequence", "head", "hidden_state")
@@ -134,10 +134,13 @@ class PartitionAxis:
         return on_mesh(PartitionSpec(*dims), mesh)
 
     def _axes_by_name(self, mode: Mode) -> dict[str, Entry]:
-        given = {_short(each.name): getattr(self, each.name) for each in fields(self)}
+        axes_of_name = {_short(each.name): getattr(self, each.name) for each in fields(self)}
         if mode == "train":
-            return given
-        return {name: given.get(f"generation_{name}", axes) for name, axes in given.items()}
+            return axes_of_name
+        return {
+            name: axes_of_name.get(f"generation_{name}", axes)
+            for name, axes in axes_of_name.items()
+        }
 
 
 def _short(name: str) -> str:
@@ -146,10 +149,11 @@ def _short(name: str) -> str:
 
 def _unknown_names(unknown: list[str], known: dict[str, Entry]) -> str:
     facts = [
-        f"{name!r} is no logical name of PartitionAxis.{did_you_mean(_short(name), known)}"
+        f"{name!r} is not a logical name of PartitionAxis.{did_you_mean(_short(name), known)}"
         for name in unknown
     ]
-    return f"{listed('Some names are not known:', facts)}\nPartitionAxis has {', '.join(known)}."
+    headline = f"{len(facts)} names are unknown:"
+    return f"{listed(headline, facts)}\nPartitionAxis has {', '.join(known)}."
 
 
 # ------------------------------------------------------------------ names of dims
@@ -161,22 +165,22 @@ def flat_names(names: Sequence[Entry]) -> list[str]:
 
 
 def check_names(names: Any) -> None:
-    """Raises `SpecError` if these are no names of dims."""
+    """Raises `SpecError` unless `names` is a sequence of names of dims."""
     if isinstance(names, str | PartitionSpec) or not isinstance(names, Sequence):
         raise SpecError(
-            f"{names!r} ({type(names).__name__}) is no tuple of logical names. Give a name or None"
-            ' for each dim, such as ("batch", None). A PartitionSpec always means mesh axes.'
+            f"{names!r} ({type(names).__name__}) is not a tuple of logical names. Give a name or"
+            ' None for each dim, such as ("batch", None). A PartitionSpec always means mesh axes.'
         )
     for dim in names:
         if not (dim is UNCONSTRAINED or is_mesh_axes(dim)) or isinstance(dim, list):
             raise SpecError(
-                f"{tuple(names)}: {dim!r} ({type(dim).__name__}) is no logical name. Give a str,"
-                " None, or a tuple of different str for a dim that is several in one."
+                f"{tuple(names)}: {dim!r} ({type(dim).__name__}) is not a logical name. Give a str,"
+                " None, or a tuple of distinct str for a dim that merges several."
             )
 
 
 def is_mesh_axes(value: Any) -> bool:
-    """Whether `value` can stand at one dim: `None`, a name, or several different ones."""
+    """Whether `value` can be the entry of one dim: `None`, a name, or several distinct ones."""
     if isinstance(value, tuple | list):
         return all(isinstance(name, str) for name in value) and len(set(value)) == len(value)
     return value is None or isinstance(value, str)
@@ -185,8 +189,8 @@ def is_mesh_axes(value: Any) -> bool:
 def on_mesh(
     spec: PartitionSpec, mesh: AnyMesh | None, shape: tuple[int, ...] | None = None
 ) -> PartitionSpec:
-    """What of a spec a mesh and a shape can have, with as many entries as before."""
+    """Projects a spec on a mesh and a shape, and keeps its number of entries."""
     count = len(entries(spec))
-    # Every axis divides 0: without a shape none is taken out for being uneven.
-    given, _ = project(spec, mesh, (0,) * count if shape is None else shape)
-    return PartitionSpec(*entries(given), *[None] * (count - len(entries(given))))
+    # Every axis divides 0: without a shape no axis is dropped as uneven.
+    projected, _ = project(spec, mesh, (0,) * count if shape is None else shape)
+    return PartitionSpec(*entries(projected), *[None] * (count - len(entries(projected))))

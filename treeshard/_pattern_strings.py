@@ -16,30 +16,28 @@ _NOT_SHARDED = ("None", "_")
 def create_pattern_based_partition_spec(
     text: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
 ) -> Callable[[str, Any], PartitionSpec]:
-    """Makes a function of a leaf's path from rules in one string.
+    """Parses rules written as one string into a function `(path, leaf) -> PartitionSpec`.
 
-    `"embed->tensor.fsdp, attention|mlp->fsdp"` has two rules: the spec of a leaf whose path
-    matches `embed` is `P("tensor", "fsdp")`, that of others with `attention` or `mlp` in
-    their path `P("fsdp")`. The first pattern that is found in the path (`re.search`)
-    decides. The function is an action of a rule, or is called by hand, as in
-    `named_tree_map(f, params)`.
+    `"embed->tensor.fsdp, attention|mlp->fsdp"` has two rules: leaves whose path contains
+    `embed` get `P("tensor", "fsdp")`, others with `attention` or `mlp` in their path get
+    `P("fsdp")`. The first pattern that matches anywhere in the path (`re.search`) decides.
+    Use the function as the action of a rule, or call it, as in `named_tree_map(f, params)`.
 
     Args:
-        text: Rules `pattern->dims`, separated by `,` or `;`, which patterns thus cannot
-            hold. Of the dims, `.` separates one from the next: each is a mesh axis,
-            several joined by `+` (outermost first), or `None` or `_` for a dim that is not
-            sharded.
-        mesh: The mesh that must have the axes. Without one they are checked where the
+        text: Rules `pattern->dims`, separated by `,` or `;`; patterns cannot contain these.
+            Dims are separated by `.`. Each is a mesh axis, several joined by `+` (outermost
+            first), or `None` or `_` for a dim that is not sharded.
+        mesh: The mesh to check the axes against. Without it, they are checked where the
             specs are used.
-        default_spec: What leaves get that no pattern matches; `P()` by default.
+        default_spec: The spec of leaves that no pattern matches; `P()` by default.
 
     Returns:
         A function `(path, leaf) -> PartitionSpec`. Scalars and leaves without a shape get
         `P()`.
 
     Raises:
-        ShardingRuleError: If rules are malformed: all are listed, each with its place. It is
-            an `UnknownAxisError` too if the mesh lacks an axis.
+        ShardingRuleError: If rules are malformed. All are listed, each with its column. It
+            is an `UnknownAxisError` too if the mesh lacks an axis.
 
     Examples:
         >>> by_name = create_pattern_based_partition_spec("attention|mlp->_.data,head->data+model")
@@ -84,7 +82,7 @@ _HOW = 'Write pattern->dims, such as "embed->tensor.fsdp, attention|mlp->fsdp".'
 def _read(rule: str) -> _Rule:
     pattern, arrow, dims = rule.partition("->")
     if not arrow:
-        raise ShardingRuleError("there is no '->' between a pattern and its dims.")
+        raise ShardingRuleError("there is no '->' between the pattern and its dims.")
     if not pattern.strip():
         raise ShardingRuleError("there is no pattern before '->'. '.*' matches every path.")
     try:
@@ -94,7 +92,7 @@ def _read(rule: str) -> _Rule:
     spec = PartitionSpec(*[_dim(dim.strip()) for dim in dims.split(".")])
     axes = [axis for entry in entries(spec) for axis in axes_of(entry)]
     if twice := [axis for axis in dict.fromkeys(axes) if axes.count(axis) > 1]:
-        raise ShardingRuleError(f"{twice[0]!r} stands there twice. An axis can split one dim only.")
+        raise ShardingRuleError(f"{twice[0]!r} occurs twice. An axis can split only one dim.")
     return _Rule(compiled, with_entries(spec, entries(spec)))
 
 
@@ -105,7 +103,7 @@ def _dim(text: str) -> Entry:
     for axis in axes:
         if not axis or axis in _NOT_SHARDED or not re.fullmatch(r"[^\s>]+", axis):
             what = f"{axis!r} in {text!r} is" if len(axes) > 1 else f"the dim {text!r} is"
-            raise ShardingRuleError(f"{what} no mesh axis. '_' is a dim that is not sharded.")
+            raise ShardingRuleError(f"{what} not a mesh axis. Write '_' for an unsharded dim.")
     return entry_of(axes)
 
 

@@ -1,4 +1,4 @@
-"""The steps that tactics are made of: each refines the spec that earlier steps left."""
+"""The steps that tactics are made of."""
 
 import math
 from collections.abc import Callable
@@ -27,13 +27,13 @@ LooksAt = Literal["shape", "bytes", "leaf"]
 
 
 class Refinement:
-    """One step of a tactic: refines the spec that the steps before it have left.
+    """One step of a tactic: refines the spec that the previous steps returned.
 
     Attributes:
-        min_size: The step's own floor in elements; `None` takes the call's.
-        looks_at: What of a leaf it depends on: one decision serves all leaves of a shape,
-            or of a shape and an itemsize, or one leaf alone.
-        reads_boxes: Whether it wants the box that a leaf is in, where there is one.
+        min_size: The step's own threshold in elements; `None` uses the call's.
+        looks_at: What its result depends on: the leaf's shape, its shape and itemsize, or
+            the leaf itself. Results are shared between leaves for which these are equal.
+        reads_boxes: Whether it needs the box around a leaf, if there is one.
         fsdp_axes: The axes over which it shards parameters that are gathered for use.
     """
 
@@ -44,36 +44,38 @@ class Refinement:
 
     @property
     def text(self) -> str:
-        """The step as strategy strings write it."""
+        """The step as it is written in strategy strings."""
         return repr(self)
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        """The refined spec, and what could not be done. Raises `SpecError` for nonsense."""
+        """Returns the refined spec, and what could not be done.
+
+        Raises `SpecError` if a user's update did not return a spec.
+        """
         raise NotImplementedError
 
 
 def padded(spec: PartitionSpec, rank: int) -> list[Entry]:
     """The entries of a spec, one for each of `rank` dims."""
-    known = entries(spec)
-    return [*known, *[None] * (rank - len(known))]
+    return [*entries(spec), *[None] * (rank - len(entries(spec)))]
 
 
 def is_free(entry: Entry) -> bool:
-    """Whether an entry shards nothing."""
+    """Whether a dim with this entry is not sharded."""
     return entry is None or entry == ()
 
 
-def _not_to_be_had(
+def _axis_conflicts(
     spec: PartitionSpec, axes: tuple[str, ...], mesh: AnyMesh
 ) -> tuple[Adjustment, ...]:
-    """Why axes cannot be added to a spec: the mesh lacks them, or the spec has them."""
+    """Why axes cannot be added to a spec: the mesh lacks them, or the spec uses them already."""
     sizes = axis_sizes(mesh)
     if absent := [axis for axis in axes if axis not in sizes]:
         return tuple(
             Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,)) for axis in absent
         )
     if used := tuple(a for entry in entries(spec) for a in axes_of(entry) if a in axes):
-        why = f"{spec} has {', '.join(map(repr, used))} already. An axis can split one dim only."
+        why = f"{spec} uses {', '.join(map(repr, used))} already. An axis can split only one dim."
         return (Adjustment("axis-already-used", why, used),)
     return ()
 
@@ -83,10 +85,9 @@ def _not_to_be_had(
 
 @dataclass(frozen=True, repr=False)
 class Replicate(Refinement):
-    """Keeps a leaf whole."""
+    """Replicates a leaf."""
 
-    # No leaf is too small to stay whole.
-    min_size = 0
+    min_size = 0  # applies to leaves of every size
     looks_at = "shape"
 
     def __repr__(self) -> str:
@@ -95,7 +96,7 @@ class Replicate(Refinement):
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         if all(map(is_free, entries(spec))):
             return with_entries(spec, ()), ()
-        why = f"an earlier tactic sharded it as {spec}, so it cannot be replicated. Drop one."
+        why = f"an earlier tactic sharded it as {spec}, so it cannot be replicated. Drop either."
         return spec, (Adjustment("already-sharded", why),)
 
 
@@ -117,7 +118,7 @@ class Fsdp(Refinement):
 
     @property
     def text(self) -> str:
-        # Without it, the string would mean big_vision's threshold.
+        # In a string, `fsdp` without `min_size` has big_vision's threshold in MiB.
         return self._call(f"min_size={self.min_size}")
 
     @property
@@ -125,8 +126,8 @@ class Fsdp(Refinement):
         return self.axes
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        if lost := _not_to_be_had(spec, self.axes, mesh):
-            return spec, lost
+        if conflicts := _axis_conflicts(spec, self.axes, mesh):
+            return spec, conflicts
         count = math.prod(axis_sizes(mesh)[axis] for axis in self.axes)
         dim = self._largest_dim(spec, tuple(leaf.shape), count)
         if dim is None:
@@ -138,18 +139,18 @@ class Fsdp(Refinement):
 
     def _largest_dim(self, spec: PartitionSpec, shape: tuple[int, ...], count: int) -> int | None:
         skipped = {dim + len(shape) if dim < 0 else dim for dim in self.skip}
-        taken = {dim for dim, entry in enumerate(entries(spec)) if not is_free(entry)}
+        sharded = {dim for dim, entry in enumerate(entries(spec)) if not is_free(entry)}
         candidates = [
             (length, dim)
             for dim, length in enumerate(shape)
-            if length and length % count == 0 and dim not in skipped | taken
+            if length and length % count == 0 and dim not in skipped | sharded
         ]
         return max(candidates)[1] if candidates else None
 
 
 @dataclass(frozen=True, repr=False)
 class FsdpByBytes(Fsdp):
-    """The same with big_vision's floor: leaves of so many MiB, or fewer, stay whole."""
+    """`Fsdp` with big_vision's threshold: leaves of so many MiB or fewer are replicated."""
 
     min_size: int | None = 0
     min_size_to_shard_mb: int | float = 4
@@ -163,16 +164,18 @@ class FsdpByBytes(Fsdp):
         return self._call(f"min_size_to_shard_mb={self.min_size_to_shard_mb}")
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        held = math.prod(leaf.shape) * leaf.dtype.itemsize
-        if held <= self.min_size_to_shard_mb * 2**20:
-            why = f"{held} bytes are no more than {self.min_size_to_shard_mb} MiB."
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if size <= self.min_size_to_shard_mb * 2**20:
+            why = (
+                f"{size} bytes are not more than min_size_to_shard_mb={self.min_size_to_shard_mb}."
+            )
             return spec, (Adjustment("too-small", why),)
         return super().refine(spec, mesh, path, leaf)
 
 
 @dataclass(frozen=True, repr=False)
 class ShardDim(Refinement):
-    """Shards one dim."""
+    """Shards one given dim."""
 
     axes: tuple[str, ...]
     dim: int
@@ -190,26 +193,26 @@ class ShardDim(Refinement):
         new = padded(spec, len(shape))
         if not is_free(new[self.dim]):
             why = (
-                f"an earlier tactic sharded dim {self.dim} already: {spec}. Name all its axes in"
+                f"an earlier tactic already sharded dim {self.dim}: {spec}. Give all its axes to"
                 " one tactic, outermost first, or choose another dim."
             )
             return spec, (Adjustment("already-sharded", why, self.axes, self.dim % len(shape)),)
-        if lost := _not_to_be_had(spec, self.axes, mesh):
-            return spec, lost
+        if conflicts := _axis_conflicts(spec, self.axes, mesh):
+            return spec, conflicts
         new[self.dim] = entry_of(self.axes)
         return project(with_entries(spec, new), mesh, shape)
 
     def _beyond(self, shape: tuple[int, ...]) -> Adjustment:
         why = (
-            f"shape {shape} has no dim {self.dim}. Let the pattern match fewer leaves, or pass"
-            " `ignore_ndim_error=True` to leave such leaves as they are."
+            f"shape {shape} has no dim {self.dim}. Make the pattern match fewer leaves, or pass"
+            " `ignore_ndim_error=True` to keep the spec of such leaves."
         )
         return Adjustment("rank", why, self.axes)
 
 
 @dataclass(frozen=True, repr=False)
 class Own(Refinement):
-    """A user's update, called by the name and arguments that made it."""
+    """A user's update. `call` is the name and the arguments that made it."""
 
     call: str
     update: Update = field(compare=False)
@@ -219,27 +222,27 @@ class Own(Refinement):
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         shape = tuple(leaf.shape)
-        whole = spec.update(partitions=tuple(padded(spec, len(shape))))
-        answer = self.update(whole, mesh, path, leaf)
-        return project(self._checked(answer, shape, spec), mesh, shape)
+        full_rank = spec.update(partitions=tuple(padded(spec, len(shape))))
+        returned = self.update(full_rank, mesh, path, leaf)
+        return project(self._checked(returned, shape, spec), mesh, shape)
 
-    def _checked(self, answer: Any, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-        if isinstance(answer, PartitionSpec):
-            if len(entries(with_entries(answer, entries(answer)))) <= len(shape):
-                return answer
-        elif not isinstance(answer, tuple | list):
+    def _checked(self, returned: Any, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+        if isinstance(returned, PartitionSpec):
+            if len(entries(with_entries(returned, entries(returned)))) <= len(shape):
+                return returned
+        elif not isinstance(returned, tuple | list):
             raise SpecError(
-                f"the tactic {self.call} returned {answer!r} ({type(answer).__name__}), which is"
-                " no spec. Return the spec that it was given, or a changed one."
+                f"the tactic {self.call} returned {returned!r} ({type(returned).__name__}), which"
+                " is not a spec. Return the spec that it was called with, or a changed one."
             )
-        elif bad := [e for e in answer if not (e is UNCONSTRAINED or is_mesh_axes(e))]:
+        elif bad := [e for e in returned if not (e is UNCONSTRAINED or is_mesh_axes(e))]:
             raise SpecError(
-                f"the tactic {self.call} returned {answer!r}, and {bad[0]!r} is no entry of a spec."
-                " An entry is a mesh axis, a tuple of them, or None."
+                f"the tactic {self.call} returned {returned!r}, and {bad[0]!r} is not an entry of a"
+                " spec. An entry is a mesh axis, a tuple of them, or None."
             )
-        elif len(answer) == len(shape):
-            return with_entries(spec, [tuple(e) if isinstance(e, list) else e for e in answer])
+        elif len(returned) == len(shape):
+            return with_entries(spec, [tuple(e) if isinstance(e, list) else e for e in returned])
         raise SpecError(
-            f"the tactic {self.call} returned {answer!r}, of {len(answer)} entries, for shape"
-            f" {shape}. Return one entry a dim."
+            f"the tactic {self.call} returned {returned!r}, which has {len(returned)} entries, for"
+            f" shape {shape}. Return one entry per dim."
         )

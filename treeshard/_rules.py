@@ -1,4 +1,4 @@
-"""A tree and a list of rules: which rule decides each leaf, and what comes of it."""
+"""`match_partition_rules`: specs for a tree from a list of rules, and its errors."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from treeshard._mesh import AnyMesh, describe_mesh
 from treeshard._specs import MISFITS, Adjustment, is_logical
 from treeshard._strategies import parse_strategy
 
-Rules = Sequence[Any]  # of (pattern, action) pairs; what else is found there is an error
+Rules = Sequence[Any]  # of (pattern, action) pairs, checked by `read_rules`
 
 _ACTIONS = (
     "An action is a PartitionSpec, a tuple of logical names, None to replicate, a tactic such as"
@@ -29,38 +29,38 @@ def match_partition_rules(
     min_size: int | None = None,
     strict: bool = True,
 ) -> Any:
-    """Decides how every leaf of a tree is sharded, by the first rule that its path matches.
+    """Chooses the spec of every leaf of a tree by the first rule that matches its path.
 
-    A path is what `leaf_paths` returns, and a pattern matches anywhere in it (`re.search`), so
-    that one list serves parameters and their copies in optimizer state. A pattern anchored with
-    `^` means the start of the whole path and does not reach such copies: these follow the
-    parameters by `optimizer_state_specs` or `Plan.follow`.
+    Paths are those of `leaf_paths`. A pattern may match anywhere in a path (`re.search`), so
+    that one list of rules serves both parameters and their copies in optimizer state. A
+    pattern anchored with `^` matches at the start of the full path only, and so not in such
+    copies; `optimizer_state_specs` and `Plan.follow` give them the specs of their parameters.
     Scalars and leaves without a shape get `P()` and need no rule. Nothing is moved and no
     values are read.
 
     Args:
         rules: Pairs `(pattern, action)`. An action is a `PartitionSpec`; a tuple of logical
-            names, resolved by the rules of `logical_axis_rules` (without an axis that the
-            mesh lacks); `None` to replicate; a tactic; a strategy string, as
-            `infer_sharding` takes it; or a function `(path, leaf) -> PartitionSpec`.
+            names, resolved by the rules of `logical_axis_rules` (without axes that the mesh
+            lacks); `None` to replicate; a tactic; a strategy string, as in `infer_sharding`;
+            or a function `(path, leaf) -> PartitionSpec`.
         tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree.
-        mesh: The mesh to check the specs against. Without one only their lengths are
-            checked, whatever mesh is in force; tactics then take the mesh in force.
-        min_size: Leaves with fewer elements stay whole, unless a tactic has a floor of its
-            own. By default `MIN_SHARDING_SIZE` from the environment, else 16384.
-        strict: Whether unmatched leaves and specs that do not fit are errors. Otherwise
-            such leaves are replicated and such entries dropped; a named entry beyond a
-            leaf's rank gives a `ShardingWarning`.
+        mesh: The mesh to check the specs against. Without it, only their lengths are
+            checked, even if a mesh is in force; tactics then use the mesh in force.
+        min_size: Leaves with fewer elements are replicated, unless a tactic has its own
+            `min_size`. By default `MIN_SHARDING_SIZE` from the environment, else 16384.
+        strict: Whether unmatched leaves and specs that do not fit are errors. Otherwise such
+            leaves are replicated and such entries dropped, with a `ShardingWarning` for a
+            named entry beyond a leaf's rank.
 
     Returns:
         A tree of `PartitionSpec`s with the structure of `tree`.
 
     Raises:
         ShardingRuleError: If a rule is malformed, logical names do not resolve, or a
-            function or tactic returns no spec. When strict, if leaves are unmatched or their
-            specs do not fit: all are listed. It is an `UnknownAxisError` too if the mesh
-            lacks an axis that rules name.
-        NoMeshError: If there are tactics among the rules, and no mesh.
+            function or tactic does not return a spec. If `strict`, also if leaves are
+            unmatched or their specs do not fit; all are listed. It is an `UnknownAxisError`
+            too if rules use an axis that the mesh lacks.
+        NoMeshError: If the rules contain tactics, and there is no mesh.
 
     Examples:
         >>> params = {"mlp": {"weight": jax.numpy.zeros((256, 64)), "bias": jax.numpy.zeros(64)}}
@@ -83,39 +83,44 @@ def rows_of(decided: Decided) -> Iterable[tuple[str, Any, Decision]]:
     return zip(decided.paths, decided.shapes, decided.decisions, strict=True)
 
 
-# ------------------------------------------------------------------ what rules got wrong
+# ------------------------------------------------------------------ strictness
 
 
 def rules_error(
     rows: Iterable[tuple[str, Any, Decision]], mesh: AnyMesh | None
 ) -> ShardingRuleError | None:
-    """The one error for all leaves, given as (path, shape, decision), that are not as asked."""
+    """One error for all leaves that do not follow the rules, or `None`.
+
+    Args:
+        rows: Leaves as (path, shape, decision).
+        mesh: The mesh that the specs were checked against.
+    """
     facts: list[str] = []
     kinds: set[str] = set()
     for path, shape, decision in rows:
-        bad = errors_of(decision)
-        if bad:
-            facts.append(_fact(path, shape, decision, bad))
-            kinds.update(adjustment.kind for adjustment in bad)
+        errors = errors_of(decision)
+        if errors:
+            facts.append(_fact(path, shape, decision, errors))
+            kinds.update(adjustment.kind for adjustment in errors)
     if not facts:
         return None
     where = f"The mesh has {describe_mesh(mesh)}." if mesh is not None else "No mesh was given."
     message = listed(f"{len(facts)} leaves do not follow the rules. {where}", facts)
-    if len(facts) == 1 and "axis-not-in-mesh" not in kinds:  # which says what the mesh has
+    if len(facts) == 1 and "axis-not-in-mesh" not in kinds:  # which names the mesh's axes itself
         message = f"{message} {where}"
     if "unmatched" in kinds:
-        message += '\nA last rule (".*", None) replicates every leaf that no other rule matches.'
+        message += '\nTo replicate leaves that no other rule matches, add a last rule (".*", None).'
     error = UnknownAxisInRuleError if "axis-not-in-mesh" in kinds else ShardingRuleError
     return error(message)
 
 
 def errors_of(decision: Decision) -> list[Adjustment]:
-    """What of a decision is an error when rules are strict."""
+    """The adjustments of a decision that are errors if rules are strict."""
     return [a for a in decision.adjustments if a.kind in MISFITS or a.kind == "unmatched"]
 
 
-def _fact(path: str, shape: Any, decision: Decision, notes: Iterable[Adjustment]) -> str:
-    why = " ".join(note.why for note in notes)
+def _fact(path: str, shape: Any, decision: Decision, adjustments: Iterable[Adjustment]) -> str:
+    why = " ".join(each.why for each in adjustments)
     if decision.rule is None:
         return f"{path}: shape {shape}, {why}"
     by = f"{decision.asked} by rule {decision.rule}, {decision.pattern!r}"
@@ -123,13 +128,17 @@ def _fact(path: str, shape: Any, decision: Decision, notes: Iterable[Adjustment]
 
 
 def warn_of_moves(rows: Iterable[tuple[str, Any, Decision]], kinds: frozenset[str]) -> None:
-    """Warns once of leaves with adjustments of these kinds; of more if LOG_SHARDING_MOVE is set."""
+    """Warns once of all leaves with adjustments of these kinds.
+
+    With `LOG_SHARDING_MOVE` in the environment, also of trimmed specs and of leaves that are
+    replicated for their size.
+    """
     if os.environ.get("LOG_SHARDING_MOVE", "") not in ("", "0"):
         kinds = kinds | MISFITS | {"too-small"}
     facts: list[str] = []
     for path, shape, decision in rows if kinds else ():
-        if notes := [note for note in decision.adjustments if note.kind in kinds]:
-            facts.append(_fact(path, shape, decision, notes))
+        if adjustments := [each for each in decision.adjustments if each.kind in kinds]:
+            facts.append(_fact(path, shape, decision, adjustments))
     if facts:
         warn(listed(f"{len(facts)} leaves are not sharded as their rules say:", facts))
 
@@ -149,14 +158,14 @@ def read_rules(rules: Rules) -> ReadRules:
     for index, rule in enumerate(rules):
         if not isinstance(rule, tuple | list) or len(rule) != 2:
             pair = 'A rule is a pair (pattern, action), such as ("norm|bias", None).'
-            bad.append(f"rule {index} is no pair: {rule!r}. {pair}")
+            bad.append(f"rule {index} is not a pair: {rule!r}. {pair}")
             continue
         pattern, action = rule
         try:
             compiled = re.compile(pattern)
         except (re.error, TypeError, OverflowError, RecursionError) as error:
             why = f"rule {index}: the pattern {pattern!r} does not compile: {error}."
-            bad.append(f"{why} Write special characters with a backslash to mean themselves.")
+            bad.append(f"{why} To match a special character, put a backslash before it.")
             continue
         if not isinstance(compiled.pattern, str):
             bad.append(f"rule {index}: the pattern {pattern!r} is bytes. Paths are str.")
@@ -173,8 +182,11 @@ def read_rules(rules: Rules) -> ReadRules:
 def _read_action(action: Any) -> Any:
     if isinstance(action, str):
         return parse_strategy(action)
-    known = isinstance(action, PartitionSpec) or is_logical(action) or callable(action)
-    if action is None or known:
+    if (
+        isinstance(action, PartitionSpec)
+        or action is None
+        or is_logical(action)
+        or callable(action)
+    ):
         return action
-    kind = type(action).__name__
-    raise ShardingRuleError(f"the action is {action!r} ({kind}). {_ACTIONS}")
+    raise ShardingRuleError(f"the action is {action!r} ({type(action).__name__}). {_ACTIONS}")

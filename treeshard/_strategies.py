@@ -1,4 +1,4 @@
-"""Strategies as strings: `"shard_dim('model', -1) | fsdp('data')"`, and what they decide."""
+"""Strategy strings, such as `"shard_dim('model', -1) | fsdp('data')"`, parsed to tactics."""
 
 import ast
 import inspect
@@ -21,16 +21,16 @@ from treeshard._tactics import (
 
 
 def _fsdp(axis: Any, min_size_to_shard_mb: Any = ..., *, min_size: Any = ..., skip: Any = ()):
-    """What strings call `fsdp`: its floor is in MiB, unless `min_size` gives it in elements."""
+    """`fsdp` in strings: its threshold is in MiB, unless `min_size` gives it in elements."""
     if min_size is not ...:
         if min_size_to_shard_mb is not ...:
             raise TypeError("give min_size_to_shard_mb or min_size, not both")
         if min_size is not None:
             _check_number("min_size", min_size, int, "a number of elements, or None")
         return fsdp(axis, min_size=min_size, skip=skip)
-    floor = 4 if min_size_to_shard_mb is ... else min_size_to_shard_mb
-    _check_number("min_size_to_shard_mb", floor, int | float, "a number of MiB")
-    return Tactic((FsdpByBytes(axes_to_shard(axis, "fsdp"), 0, tuple(skip), floor),))
+    mib = 4 if min_size_to_shard_mb is ... else min_size_to_shard_mb
+    _check_number("min_size_to_shard_mb", mib, int | float, "a number of MiB")
+    return Tactic((FsdpByBytes(axes_to_shard(axis, "fsdp"), 0, tuple(skip), mib),))
 
 
 def _check_number(name: str, value: Any, kind: Any, what: str) -> None:
@@ -50,13 +50,13 @@ _OURS: dict[str, Callable[..., Tactic]] = {
 
 
 def parse_strategy(text: str) -> Tactic:
-    """The tactic that a strategy string says: calls by name, with literals, joined by `|`.
+    """Parses a strategy string: calls of tactics with literal arguments, joined by `|`.
 
     Nothing is evaluated. `fsdp` is big_vision's here: `fsdp(axis, min_size_to_shard_mb=4)`.
 
     Raises:
-        ShardingRuleError: If the string does not parse, names no tactic, or calls one with
-            arguments that it does not take: the place is shown.
+        ShardingRuleError: If the string does not parse, a name is not a tactic, or a tactic
+            does not take the arguments. The message shows the column.
     """
     text = text.strip()
     try:
@@ -85,23 +85,24 @@ def _steps(node: ast.expr) -> list[ast.expr]:
 def _step(node: ast.expr, text: str) -> Tactic:
     called = node.func if isinstance(node, ast.Call) else node
     if not isinstance(called, ast.Name | ast.Attribute):
-        _refuse(node, text, f"is no call of a tactic. {_HOW}")
+        _refuse(node, text, f"is not a call of a tactic. {_HOW}")
     name = ast.unparse(called)
     known = _OURS | own_tactics
     if name not in known:
-        hint = did_you_mean(name, known) or f" There are {', '.join(known)}."
-        _refuse(called, text, f"is no tactic.{hint} `treeshard.tactic` registers one of your own.")
+        hint = did_you_mean(name, known) or f" The tactics are {', '.join(known)}."
+        why = f"is not a tactic.{hint} `treeshard.tactic` registers a tactic of your own."
+        _refuse(called, text, why)
     args, options = _arguments(node, text) if isinstance(node, ast.Call) else ([], {})
     make = known[name]
     try:
         inspect.signature(make).bind(*args, **options)
     except TypeError as error:
-        _refuse(node, text, f"calls it wrongly: {error}. It is {name}{_signature(make)}.")
+        why = f"has wrong arguments: {error}. The signature is {name}{_signature(make)}."
+        _refuse(node, text, why)
     try:
         return make(*args, **options)
     except (TreeShardError, TypeError, ValueError) as error:
-        why = str(error).rstrip(".")
-        _refuse(node, text, f"cannot be had: {why}.")
+        _refuse(node, text, f"is invalid: {str(error).rstrip('.')}.")
 
 
 def _arguments(call: ast.Call, text: str) -> tuple[list[Any], dict[str, Any]]:
@@ -117,18 +118,18 @@ def _literal(node: ast.expr, text: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError, MemoryError):
-        _refuse(node, text, "is no literal, and nothing here is evaluated. Write the value itself.")
+        _refuse(node, text, "is not a literal, and is not evaluated. Write the value itself.")
 
 
 def _signature(make: Callable[..., Tactic]) -> str:
     if make is _fsdp:
-        return "(axis, min_size_to_shard_mb=4), with min_size=, in elements, or skip= by name"
+        return "(axis, min_size_to_shard_mb=4, *, min_size=<elements>, skip=())"
     parameters = inspect.signature(make).parameters.values()
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
     return str(inspect.Signature(bare))
 
 
 def _refuse(node: ast.AST, text: str, why: str) -> NoReturn:
-    place = ast.get_source_segment(text, node) or text
+    source = ast.get_source_segment(text, node) or text
     column = getattr(node, "col_offset", 0) + 1
-    raise ShardingRuleError(f"the strategy {text!r}, at column {column}: {place} {why}")
+    raise ShardingRuleError(f"the strategy {text!r}, at column {column}: {source} {why}")

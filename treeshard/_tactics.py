@@ -1,4 +1,4 @@
-"""How a leaf may be sharded, said once for leaves of every shape."""
+"""Tactics: actions of rules that choose a spec by the shape of the leaf."""
 
 import math
 import os
@@ -32,7 +32,7 @@ DEFAULT_MIN_SIZE = 2**14
 
 
 def min_size_in_force(min_size: int | None) -> int:
-    """The floor of a call, in elements: its own, else the environment's, else the default."""
+    """The threshold of a call, in elements: its argument, else the environment's, else 16384."""
     if min_size is not None:
         return min_size
     text = os.environ.get("MIN_SHARDING_SIZE", "").strip()
@@ -47,17 +47,17 @@ def min_size_in_force(min_size: int | None) -> int:
 
 
 def too_small(size: int, floor: int) -> Adjustment:
-    """That a leaf of `size` elements stays whole."""
+    """The adjustment of a leaf that is replicated for its size."""
     return Adjustment("too-small", f"{size} elements are fewer than min_size={floor}.")
 
 
 @dataclass(frozen=True, repr=False)
 class Tactic:
-    """What refines one leaf's spec: an action of a rule. `a | b` does `a`, then `b`.
+    """Refines the spec of one leaf. An action of a rule; `a | b` applies `a`, then `b`.
 
-    Called as `tactic(spec, mesh, path, leaf)`, it returns the refined spec: `mesh=None`
-    takes the mesh in force, and a misfit raises `SpecError`, or its subclass
-    `UnknownAxisError` if the mesh lacks an axis.
+    `tactic(spec, mesh, path, leaf)` returns the refined spec. `mesh=None` uses the mesh in
+    force. A spec that does not fit raises `SpecError`, which is an `UnknownAxisError` too if
+    the mesh lacks an axis.
 
     Examples:
         >>> fsdp("fsdp", min_size=0) | replicate()
@@ -76,28 +76,28 @@ class Tactic:
         self, spec: PartitionSpec, mesh: AnyMesh | None, path: str, leaf: Any
     ) -> PartitionSpec:
         mesh = current_or_given(mesh)
-        given, notes = self.refine(spec, mesh, path, leaf, min_size_in_force(None))
-        if misfits := [note for note in notes if note.kind in MISFITS]:
-            unknown = any(note.kind == "axis-not-in-mesh" for note in misfits)
-            why = " ".join(note.why for note in misfits)
+        refined, adjustments = self.refine(spec, mesh, path, leaf, min_size_in_force(None))
+        if misfits := [each for each in adjustments if each.kind in MISFITS]:
+            unknown = any(misfit.kind == "axis-not-in-mesh" for misfit in misfits)
+            why = " ".join(misfit.why for misfit in misfits)
             kind = UnknownAxisInSpecError if unknown else SpecError
             raise kind(f"{path} {tuple(_value_in(leaf).shape)}, {self!r}: {why}")
-        return given
+        return refined
 
     @property
     def text(self) -> str:
-        """The tactic as a strategy string, which reads back as an equal one."""
+        """The tactic as a strategy string, which parses to an equal tactic."""
         return " | ".join(step.text for step in self.steps)
 
     @property
     def looks_at(self) -> LooksAt:
-        """What of a leaf it depends on, as `Refinement.looks_at`."""
-        seen = {step.looks_at for step in self.steps}
-        return "leaf" if "leaf" in seen else "bytes" if "bytes" in seen else "shape"
+        """What it depends on, as `Refinement.looks_at`."""
+        kinds = {step.looks_at for step in self.steps}
+        return "leaf" if "leaf" in kinds else "bytes" if "bytes" in kinds else "shape"
 
     @property
     def reads_boxes(self) -> bool:
-        """Whether a step wants the box that a leaf is in."""
+        """Whether a step needs the box around a leaf."""
         return any(step.reads_boxes for step in self.steps)
 
     @property
@@ -108,48 +108,47 @@ class Tactic:
     def refine(
         self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any, floor: int
     ) -> Refined:
-        """Takes the steps in turn, each above its own floor or else `floor`.
+        """Applies the steps in turn, each to leaves of at least its own threshold or `floor`.
 
-        `leaf` may be a box. Raises `SpecError` for an update that returned no spec.
+        `leaf` may be a box. Raises `SpecError` if an update did not return a spec.
         """
         value = _value_in(leaf)
         size = math.prod(value.shape)
-        notes: list[Adjustment] = []
+        adjustments: list[Adjustment] = []
         for step in self.steps:
-            least = floor if step.min_size is None else step.min_size
-            if size < least:
-                notes.append(too_small(size, least))
+            min_size = floor if step.min_size is None else step.min_size
+            if size < min_size:
+                adjustments.append(too_small(size, min_size))
                 continue
-            spec, more = step.refine(spec, mesh, path, leaf if step.reads_boxes else value)
-            # Of several steps it matters which.
-            which = f"{step!r}: " if len(self.steps) > 1 else ""
-            notes += [note._replace(why=which + note.why) for note in more]
-        return spec, tuple(notes)
+            spec, of_step = step.refine(spec, mesh, path, leaf if step.reads_boxes else value)
+            name = f"{step!r}: " if len(self.steps) > 1 else ""
+            adjustments += [each._replace(why=name + each.why) for each in of_step]
+        return spec, tuple(adjustments)
 
 
 def fsdp(
     axis: str | Sequence[str], *, min_size: int | None = None, skip: Sequence[int] = ()
 ) -> Tactic:
-    """Shards the largest dim that is free and that `axis` divides evenly.
+    """Shards the largest dim that is not sharded yet and that `axis` divides evenly.
 
     With `n` devices along `axis`, each stores `1/n` of a leaf: shape `(d0, ..., dk, ...)`
-    becomes shards of `(d0, ..., dk / n, ...)`. Among dims of equal length the last is
-    taken. A leaf without such a dim keeps its spec, and a plan says so.
+    becomes shards of `(d0, ..., dk / n, ...)`. Among dims of equal length, the last one is
+    sharded. A leaf without such a dim keeps its spec, and the plan records it.
 
     Args:
         axis: A mesh axis, or several whose sizes multiply, outermost first.
-        min_size: Leaves with fewer elements stay as they are: gathering many small arrays
-            costs more time than their memory is worth. By default the floor of the call
-            that decides (`match_partition_rules`, `plan`).
-        skip: Dims never to shard; negative ones count from the back. `skip=(0,)` keeps
-            the dim free that layers are stacked on.
+        min_size: Leaves with fewer elements keep their spec: gathering many small arrays
+            costs more time than their memory is worth. By default, the `min_size` of the
+            call that applies the rules (`match_partition_rules`, `plan`).
+        skip: Dims that are never sharded; negative ones count from the end. `skip=(0,)`
+            excludes the dim along which layers are stacked.
 
     Returns:
-        A tactic, to stand in a rule.
+        A tactic, for use as the action of a rule.
 
     Raises:
         TypeError: If `axis` is neither a string nor a sequence of strings.
-        SpecError: If `axis` is empty or holds a name twice.
+        SpecError: If `axis` is empty or contains a name twice.
 
     Examples:
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
@@ -168,16 +167,17 @@ def shard_dim(axis: str | Sequence[str], dim: int, ignore_ndim_error: bool = Fal
 
     Args:
         axis: A mesh axis, or several whose sizes multiply, outermost first.
-        dim: The dim; a negative one counts from the back.
-        ignore_ndim_error: Whether leaves that have no such dim keep their spec. Otherwise
-            they are misfits, as are leaves whose dim is not divisible or sharded already.
+        dim: The dim; a negative one counts from the end.
+        ignore_ndim_error: Whether leaves without such a dim keep their spec. Otherwise they
+            are errors, as are leaves whose dim is indivisible or already sharded.
 
     Returns:
-        A tactic, to stand in a rule.
+        A tactic, for use as the action of a rule.
 
     Raises:
-        TypeError: If `axis` is neither a string nor a sequence of strings, or `dim` no int.
-        SpecError: If `axis` is empty or holds a name twice.
+        TypeError: If `axis` is neither a string nor a sequence of strings, or `dim` is not
+            an int.
+        SpecError: If `axis` is empty or contains a name twice.
 
     Examples:
         >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
@@ -192,22 +192,23 @@ def shard_dim(axis: str | Sequence[str], dim: int, ignore_ndim_error: bool = Fal
 
 
 def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
-    """Shards leaves by the names that their boxes give their dims.
+    """Shards leaves by the names of dims in their Flax boxes.
 
-    Boxes are Flax's: `nn.LogicallyPartitioned`, `nn.Partitioned`, and nnx variables with
-    sharding metadata. The names of the first are all resolved by rules; in the others, as in
-    Flax, a name that no rule speaks of is a mesh axis. Leaves in no box keep their spec.
+    Boxes are `nn.LogicallyPartitioned`, `nn.Partitioned`, and nnx variables with sharding
+    metadata. Names in `LogicallyPartitioned` are always resolved by rules. In the others, as
+    in Flax, a name without a rule is a mesh axis. Leaves without a box keep their spec.
 
     Args:
-        rules: As `logical_to_mesh_spec` takes them. By default the box's own, else those in
-            force when the leaf is decided: by `logical_axis_rules`, or Flax's context of
-            that name.
+        rules: As in `logical_to_mesh_spec`. By default the box's own rules, else those in
+            force when the tactic is applied: of `logical_axis_rules`, or of Flax's context
+            of that name.
 
     Returns:
-        A tactic, to stand in a rule. It must come before tactics that shard further.
+        A tactic, for use as the action of a rule. It must come before tactics that shard
+        further.
 
     Raises:
-        ShardingRuleError: If rules are malformed: all are listed.
+        ShardingRuleError: If rules are malformed. All are listed.
 
     Examples:
         >>> box = nn.LogicallyPartitioned(jax.numpy.ones((64, 512)), ("embed", "heads"))
@@ -222,7 +223,7 @@ def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
 
 
 def replicate() -> Tactic:
-    """Keeps a leaf whole on every device. One that an earlier tactic sharded is a misfit.
+    """Replicates a leaf. It is an error if an earlier tactic sharded the leaf.
 
     Examples:
         >>> replicate()(P(), make_mesh("data=8"), "bias", jax.numpy.zeros(8))
@@ -231,27 +232,27 @@ def replicate() -> Tactic:
     return Tactic((Replicate(),))
 
 
-# ------------------------------------------------------------------ tactics of your own
+# ------------------------------------------------------------------ users' tactics
 
-# What `tactic` registered, by name.
+# The factories that `tactic` registered, by name.
 own_tactics: dict[str, Callable[..., Tactic]] = {}
 _OURS = ("fsdp", "logical_partitioning", "replicate", "shard_dim")
 
 
 def tactic(factory: Callable[..., Update]) -> Callable[..., Tactic]:
-    """Makes a factory of updates one of tactics, and known by its name in strategy strings.
+    """Registers a tactic of your own, for use in rules and by name in strategy strings.
 
     Args:
-        factory: A function that returns an update `(spec, mesh, path, leaf) -> spec`. There
-            `spec` has an entry for every dim, and what is returned must too: it may be a
-            plain tuple, such as `spec[:-1] + ("tensor",)`. A later factory of the same name
-            takes its place.
+        factory: A function that returns an update `(spec, mesh, path, leaf) -> spec`. The
+            `spec` passed to the update has one entry per dim. The spec that it returns must
+            too, and may be a plain tuple, such as `spec[:-1] + ("tensor",)`. A later factory
+            of the same name replaces this one.
 
     Returns:
         A function of the same arguments that returns a `Tactic`.
 
     Raises:
-        ShardingRuleError: If treeshard has a tactic of that name.
+        ShardingRuleError: If treeshard itself has a tactic of that name.
 
     Examples:
         >>> @tactic
@@ -265,25 +266,27 @@ def tactic(factory: Callable[..., Update]) -> Callable[..., Tactic]:
     """
     name = factory.__name__
     if name in _OURS:
-        raise ShardingRuleError(f"@tactic: treeshard has a tactic {name!r}. Give yours a new name.")
+        raise ShardingRuleError(
+            f"@tactic: treeshard itself has a tactic {name!r}. Use another name for yours."
+        )
 
     @wraps(factory)
     def make(*args: Any, **options: Any) -> Tactic:
-        given = [*map(repr, args), *(f"{key}={value!r}" for key, value in options.items())]
-        return Tactic((Own(f"{name}({', '.join(given)})", factory(*args, **options)),))
+        call = [*map(repr, args), *(f"{key}={value!r}" for key, value in options.items())]
+        return Tactic((Own(f"{name}({', '.join(call)})", factory(*args, **options)),))
 
     own_tactics[name] = make
     return make
 
 
-# ------------------------------------------------------------------ for the other rooms
+# ------------------------------------------------------------------ for other modules
 
 
 def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
-    """The axes of a tactic. Raises for none, and for one that stands there twice."""
+    """The axes of a tactic, as a tuple. Raises if there are none, or one occurs twice."""
     axes = axis_tuple(axis, where)
     if not axes or len(set(axes)) < len(axes):
-        raise SpecError(f"{where}({axis!r}): name at least one axis, and each once.")
+        raise SpecError(f"{where}({axis!r}): give at least one axis, and each once.")
     return axes
 
 

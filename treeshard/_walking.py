@@ -1,4 +1,4 @@
-"""Naming every leaf of a tree, fast: what looks alike is walked once."""
+"""Names the leaves of a tree, walking equal subtrees once."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
