@@ -247,7 +247,7 @@ def _where(sharding: Sharding) -> _Facts:
 
 
 def _sentences(differences: ShardingDiff) -> list[str]:
-    """A line for each leaf: `step: sharding one device (uncommitted) -> P(); committed no -> yes`"""
+    """A line for each leaf: `step: sharding P() -> P('data',); committed no -> yes`."""
     by_leaf: dict[str, list[str]] = {}
     for path, what, before, after in differences:
         by_leaf.setdefault(path, []).append(f"{what} {before} -> {after}")
