@@ -139,7 +139,7 @@ def test_casts(cast, name) -> None:
         ("int32", "cast='int32': floating-point arrays can be converted, and no others. Give a"),
         (bool, "cast='bool': floating-point arrays can be converted"),
         ("complex64", "cast='complex64': floating-point arrays can be converted"),
-        ("flaot32", "dtype is 'flaot32', which is none."),
+        ("flaot32", "'flaot32' is not a dtype."),
     ],
 )
 def test_other_casts(cast, message) -> None:

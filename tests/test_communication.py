@@ -470,9 +470,7 @@ def test_a_program_without_the_sharding_of_its_batch_raises() -> None:
         '  ROOT %x = f32[8]{0} parameter(1), metadata={op_name="x"}\n}\n'
     )
     plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], abstract_mesh("fsdp=8"), min_size=0)
-    with pytest.raises(
-        ts.SpecError, match="does not say how its argument .x. is sharded. Pass"
-    ):
+    with pytest.raises(ts.SpecError, match="does not say how its argument .x. is sharded. Pass"):
         ts.compare_communication(plan, text)
     assert len(ts.compare_communication(plan, text, batch=P("fsdp")).unplanned) == 2
 

@@ -355,7 +355,7 @@ def test_a_module_keeps_leaves_that_are_not_arrays(mesh: Mesh):
 
 def test_structs_get_the_sharding(mesh: Mesh):
     struct = jax.ShapeDtypeStruct((8, 6), jnp.bfloat16, weak_type=False)
-    with pytest.warns(ts.ShardingWarning, match="does not divide 6"):
+    with pytest.warns(ts.ShardingWarning, match="6 is not divisible"):
         got = with_sharding_constraint(struct, BOTH, mesh)
     assert got == struct.update(sharding=NamedSharding(mesh, P("data")))
 
@@ -625,7 +625,8 @@ def test_uneven_dims_are_reported(mesh: Mesh):
     with pytest.warns(ts.ShardingWarning) as caught:
         got = with_sharding_constraint(UNEVEN, P(("data", "fsdp")), mesh)
     assert [str(w.message) for w in caught] == [
-        "w: P(('data', 'fsdp'),) splits dim 0 of shape (6, 8) in 8, which does not divide 6. Pad"
+        "w: P(('data', 'fsdp'),) splits dim 0 of shape (6, 8) into 8 parts, and 6 is not divisible"
+        " by 8. Pad"
         " it to 8, or use another dim or axis. The mesh: data=2, fsdp=4. It is constrained to"
         " P('data',) instead."
     ]
@@ -656,9 +657,11 @@ def test_uneven_error_names_all_and_does_nothing(where: str, mesh: Mesh, compile
         f(UNEVEN)
     assert str(error.value) == (
         "2 constraints do not fit:\n"
-        "  v/0: P('fsdp', 'data') splits dim 1 of shape (8, 3) in 2, which does not divide 3. Pad"
+        "  v/0: P('fsdp', 'data') splits dim 1 of shape (8, 3) into 2 parts, and 3 is not divisible"
+        " by 2. Pad"
         " it to 4, or use another dim or axis. The mesh: data=2, fsdp=4.\n"
-        "  w: P('fsdp', 'data') splits dim 0 of shape (6, 8) in 4, which does not divide 6. Pad it"
+        "  w: P('fsdp', 'data') splits dim 0 of shape (6, 8) into 4 parts, and 6 is not divisible"
+        " by 4. Pad it"
         " to 8, or use another dim or axis. The mesh: data=2, fsdp=4."
     )
     assert compiles == []
@@ -700,7 +703,8 @@ def test_uneven_keep_elsewhere_is_an_error(kind: str, f: Any):
     with jax.set_mesh(mesh_of(kind)), pytest.raises(ts.SpecError) as error:
         f(np.ones((3, 2), np.float32))
     assert str(error.value) == (
-        "the array: P('data',) splits dim 0 of shape (3, 2) in 2, which does not divide 3. Pad it"
+        "the array: P('data',) splits dim 0 of shape (3, 2) into 2 parts, and 3 is not divisible by"
+        " 2. Pad it"
         ' to 4, or use another dim or axis. The mesh: data=2, fsdp=4. `uneven="keep"` works'
         " inside jit, on Auto axes: arrays are stored in equal shards."
     )

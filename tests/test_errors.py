@@ -1,4 +1,4 @@
-"""The shape of messages, and which class is what."""
+"""The form of messages, and the classes of errors."""
 
 import pickle
 import subprocess
@@ -15,7 +15,7 @@ from treeshard._errors import (
 )
 
 
-def test_did_you_mean() -> None:
+def test_did_you_mean_suggests_a_similar_name() -> None:
     assert did_you_mean("fdsp", ["data", "fsdp"]) == " Did you mean 'fsdp'?"
     assert did_you_mean("zebra", ["data", "fsdp"]) == ""
 
@@ -46,21 +46,21 @@ def test_ten_facts_in_full_then_a_count() -> None:
         (UnknownAxisInSpecError, (ts.SpecError, ts.UnknownAxisError)),
     ],
 )
-def test_classes(error: type, bases: type | tuple[type, ...]) -> None:
+def test_errors_have_their_builtin_bases(error: type, bases: type | tuple[type, ...]) -> None:
     assert issubclass(error, ts.TreeShardError)
     for base in bases if isinstance(bases, tuple) else (bases,):
         assert issubclass(error, base)
 
 
-def test_an_unknown_axis_reads_as_text_though_it_is_a_key_error() -> None:
+def test_an_unknown_axis_error_prints_its_message_unescaped() -> None:
     for error in (ts.UnknownAxisError, UnknownAxisInRuleError, UnknownAxisInSpecError):
         assert str(error("two\nlines 'quoted'")) == "two\nlines 'quoted'"
 
 
 def test_tracebacks_say_where_to_import_an_error_from() -> None:
-    found = [getattr(ts, name) for name in dir(ts) if name.endswith(("Error", "Warning"))]
-    assert {kind.__module__ for kind in found} == {"treeshard"}
-    assert all(type(pickle.loads(pickle.dumps(kind("why")))) is kind for kind in found)
+    classes = [getattr(ts, name) for name in dir(ts) if name.endswith(("Error", "Warning"))]
+    assert {kind.__module__ for kind in classes} == {"treeshard"}
+    assert all(type(pickle.loads(pickle.dumps(kind("why")))) is kind for kind in classes)
 
 
 def test_a_warning_points_at_the_line_that_called_treeshard(tmp_path) -> None:

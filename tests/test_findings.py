@@ -101,7 +101,8 @@ LAYERS = {"layers": [{"q": struct(8, 6), "norm": struct(8)} for _ in range(80)]}
             LAYERS,
             [("q", P("data", "fsdp")), ("norm", P("fsdp"))],
             "error indivisible: layers/{0..79}/q: rule 0 'q': P('data', 'fsdp') splits dim 1 of"
-            " shape (8, 6) in 4, which does not divide 6. Pad it to 8, or use another dim or axis.",
+            " shape (8, 6) into 4 parts, and 6 is not divisible by 4. Pad it to 8, or use another"
+            " dim or axis.",
         ),
         (
             W,

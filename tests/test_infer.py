@@ -261,7 +261,7 @@ def test_all_misfits_at_once() -> None:
     assert "a: shape (8,)" in lines[1]
     assert "replicate(): an earlier tactic sharded it as P('data',)" in lines[1]
     assert "b: shape (6,)" in lines[2]
-    assert "in 4, which does not divide 6. Pad it to 8" in lines[2]
+    assert "into 4 parts, and 6 is not divisible by 4. Pad it to 8" in lines[2]
     assert "shard_dim('data', 1): P('data',) uses 'data' already" in lines[3]
     assert "shape (8,) has no dim 1. Make the pattern match fewer leaves" in lines[4]
     assert "shard_dim('model', -2): an earlier tactic already sharded dim -2" in lines[5]

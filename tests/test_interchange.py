@@ -257,7 +257,7 @@ def test_all_leaves_that_cannot_be_written_are_named(file) -> None:
 
 
 def test_an_invalid_file_size_is_rejected(file) -> None:
-    with pytest.raises(ts.FormatError, match="'5 GBs' is no amount of memory. Write it as 80GB"):
+    with pytest.raises(ts.FormatError, match="'5 GBs' is not an amount of memory. Write it"):
         save_safetensors(file, blocks(), max_file_size="5 GBs")
 
 
@@ -417,7 +417,7 @@ def test_a_mesh_without_rules_or_rules_without_a_mesh_raise(file, mesh) -> None:
 
 def test_rules_that_do_not_fit_raise(file, mesh) -> None:
     save_safetensors(file, {"w": np.ones((2, 3), np.float32)})
-    with pytest.raises(ts.ShardingRuleError, match="does not divide"):
+    with pytest.raises(ts.ShardingRuleError, match="is not divisible"):
         load_safetensors(file, rules=[("w", P(None, "fsdp"))], mesh=mesh)
 
 

@@ -198,9 +198,7 @@ def test_a_name_twice_is_an_error_as_in_flax() -> None:
     with pytest.raises(ValueError, match="more than once"):
         linen.logical_to_mesh_axes(("embed", "embed"), RULES)
     for rules in RULES, PartitionAxis():
-        with pytest.raises(
-            SpecError, match="'embed' occurs twice.*Use a different name"
-        ):
+        with pytest.raises(SpecError, match="'embed' occurs twice.*Use a different name"):
             logical_to_mesh_spec(("embed", None, "embed"), rules)
     with pytest.raises(SpecError, match="'embed' occurs twice"):
         logical_to_mesh_spec(("embed", ("heads", "embed")), RULES)

@@ -843,7 +843,7 @@ def inside(f: Callable[[Any], Any], tree: Any, check_vma: bool = True) -> None:
 
 X = jnp.ones((16, 8))
 ABSENT = (
-    "the axis 'fdsp' is not bound here. Bound are ['data', 'fsdp']. Did you mean 'fsdp'?"
+    "the axis 'fdsp' is not bound here. The bound axes are ['data', 'fsdp']. Did you mean 'fsdp'?"
     " Axes are bound inside `jax.shard_map`; outside, "
 )
 BAD: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
@@ -872,7 +872,7 @@ BAD: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
         lambda t: manual.shard_params(t, "data", {"a": P(None, "data"), "b": P("data")}),
         {"a": X[:, :3], "b": X[:12]},
         "shard_params: these leaves cannot be sharded:\n  a: P(None, 'data') splits"
-        " dim 1 of shape (4, 3) in 2, which does not divide 3. Pad it to 4",
+        " dim 1 of shape (4, 3) into 2 parts, and 3 is not divisible by 2. Pad it to 4",
     ),
     "an inner axis that stays": (
         lambda t: manual.gather_params(t, "data", P(BOTH)),

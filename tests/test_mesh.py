@@ -1,4 +1,4 @@
-"""Meshes: made from text, found in every context, asked for names and sizes."""
+"""Making meshes from text, finding the one in force, reading names and sizes."""
 
 import threading
 import warnings
@@ -28,7 +28,7 @@ import treeshard as ts
     ],
     ids=str,
 )
-def test_make_mesh(axes, shape) -> None:
+def test_make_mesh_has_the_sizes_and_all_devices(axes, shape) -> None:
     mesh = ts.make_mesh(axes)
     assert dict(mesh.shape) == shape
     assert mesh.axis_types == (AxisType.Auto,) * len(shape)
@@ -40,14 +40,14 @@ def test_make_mesh_on_some_devices() -> None:
     assert list(mesh.devices.flat) == jax.devices()[:3]
 
 
-def test_axis_types() -> None:
+def test_make_mesh_sets_axis_types() -> None:
     explicit = ts.make_mesh("a=2,b=4", axis_types="explicit")
     assert explicit.axis_types == (AxisType.Explicit,) * 2
     mixed = ts.make_mesh("a=2,b=4", axis_types={"b": "explicit"})
     assert mixed.axis_types == (AxisType.Auto, AxisType.Explicit)
 
 
-def test_dcn_axes_multiply() -> None:
+def test_make_mesh_multiplies_dcn_axes() -> None:
     mesh = ts.make_mesh("data=1,fsdp=8", dcn_axes="data=1")
     assert dict(mesh.shape) == {"data": 1, "fsdp": 8}
     assert mesh.axis_types == (AxisType.Auto,) * 2
@@ -59,7 +59,7 @@ def test_dcn_axes_multiply() -> None:
         ("data", {}, "cannot read 'data'"),
         ("data=2;fsdp=4", {}, "cannot read 'data=2;fsdp=4'"),
         ("", {}, "cannot read ''"),
-        ("a=2,a=4", {}, "the axis 'a' stands there twice"),
+        ("a=2,a=4", {}, "the axis 'a' is repeated"),
         ("data=2,fsdp=3", {}, "data=2, fsdp=3 multiplies to 6, which is not the number of devices"),
         ("data=3,fsdp=-1", {}, "multiplies to 3, which does not divide the number of devices, 8"),
         ("a=-1,b=-1", {}, "only one size may be -1.*Give a or b a number"),
@@ -71,22 +71,22 @@ def test_dcn_axes_multiply() -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("unchecked")
-def test_meshes_that_cannot_be(axes, more, message) -> None:
+def test_make_mesh_rejects(axes, more, message) -> None:
     with pytest.raises(ts.MeshError, match=message):
         ts.make_mesh(axes, **more)
 
 
-def test_unknown_names_in_the_options() -> None:
+def test_make_mesh_rejects_unknown_axes_in_its_options() -> None:
     with pytest.raises(ts.UnknownAxisError, match="no axis 'fdsp'.*Did you mean 'fsdp'"):
         ts.make_mesh("fsdp=8", dcn_axes={"fdsp": 2})
     with pytest.raises(ts.UnknownAxisError, match="no axis 'data'. It has fsdp=8"):
         ts.make_mesh("fsdp=8", axis_types={"data": "auto"})
 
 
-def test_simulate_devices_too_late() -> None:
-    with pytest.raises(ts.MeshError, match="came too late: JAX has started with 8 CPU device"):
+def test_simulate_devices_rejects_a_late_call() -> None:
+    with pytest.raises(ts.MeshError, match="called too late: JAX has already started with 8 CPU"):
         ts.simulate_devices(4)
-    ts.simulate_devices(8)  # what it is already
+    ts.simulate_devices(8)  # already the number
     with pytest.raises(ts.MeshError, match="at least 1"):
         ts.simulate_devices(0)
 
@@ -117,7 +117,7 @@ def seen_in_trace() -> dict[str, int] | None:
     return seen[0]
 
 
-def test_no_mesh() -> None:
+def test_without_a_mesh_the_error_names_the_ways_to_give_one() -> None:
     assert shape_in_force() is None
     assert seen_in_trace() is None
     with pytest.raises(ts.NoMeshError, match=r"Pass one.*jax\.set_mesh.*NamedSharding") as error:
@@ -126,20 +126,20 @@ def test_no_mesh() -> None:
 
 
 @pytest.mark.parametrize("enter", [jax.set_mesh, legacy], ids=["set_mesh", "with mesh"])
-def test_concrete_contexts(enter, mesh) -> None:
+def test_the_concrete_mesh_of_a_context_is_found(enter, mesh) -> None:
     with enter(mesh):
         assert ts.get_incontext_mesh() is mesh
         assert seen_in_trace() == {"data": 2, "fsdp": 4}
     assert shape_in_force() is None
 
 
-def test_abstract_context(mesh) -> None:
+def test_the_abstract_mesh_of_a_context_is_found(mesh) -> None:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert ts.get_incontext_mesh() == mesh.abstract_mesh
         assert seen_in_trace() == {"data": 2, "fsdp": 4}
 
 
-def test_the_inner_of_two_wins(mesh, fsdp_mesh) -> None:
+def test_the_inner_context_wins(mesh, fsdp_mesh) -> None:
     with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(fsdp_mesh.abstract_mesh):
         assert shape_in_force() == {"fsdp": 8}
     with legacy(mesh), jax.set_mesh(fsdp_mesh):
@@ -148,7 +148,7 @@ def test_the_inner_of_two_wins(mesh, fsdp_mesh) -> None:
         assert shape_in_force() == {"fsdp": 8}
 
 
-def test_inside_shard_map_the_manual_axes_show(mesh) -> None:
+def test_inside_shard_map_the_mesh_has_manual_axes(mesh) -> None:
     seen = []
 
     def f(x):
@@ -174,7 +174,7 @@ def test_contexts_are_per_thread(mesh) -> None:
 # ------------------------------------------------------------------ names and sizes
 
 
-def test_names_and_sizes(mesh) -> None:
+def test_names_and_sizes_of_the_mesh_in_force(mesh) -> None:
     assert not ts.names_in_current_mesh("data")
     with jax.set_mesh(mesh):
         assert ts.names_in_current_mesh("data", "fsdp")
@@ -189,7 +189,7 @@ def test_names_and_sizes(mesh) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_names_of_a_wrong_type(mesh) -> None:
+def test_axis_names_of_a_wrong_type_are_rejected(mesh) -> None:
     for wrong in (3, None, [1], {"data": 1}):
         with pytest.raises(TypeError, match="axis names are a string or a sequence"):
             ts.get_axes_size_in_mesh(wrong, mesh)
@@ -218,13 +218,17 @@ def test_index_and_size_follow_the_layout_of_a_spec(mesh, axes) -> None:
 
 @pytest.mark.parametrize("ask", [ts.get_mesh_axis_size, ts.get_submesh_device_index])
 @pytest.mark.usefixtures("unchecked")
-def test_axes_that_are_not_bound(ask, mesh) -> None:
-    with pytest.raises(ts.UnknownAxisError, match="'data' is not bound here. None is.*shard_map"):
+def test_axes_that_are_not_bound_are_rejected(ask, mesh) -> None:
+    with pytest.raises(
+        ts.UnknownAxisError, match="'data' is not bound here. No axis is.*shard_map"
+    ):
         ask("data")
     partial = jax.shard_map(
         lambda x: x + ask("dat"), mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}
     )
-    with pytest.raises(ts.UnknownAxisError, match=r"Bound are \['data'\]. Did you mean 'data'"):
+    with pytest.raises(
+        ts.UnknownAxisError, match=r"bound axes are \['data'\]. Did you mean 'data'"
+    ):
         jax.jit(partial).trace(jnp.zeros((), jnp.int32))
     with pytest.raises(TypeError, match="axis names are"):
         ask(3)

@@ -469,8 +469,8 @@ def test_specs_that_do_not_fit_the_parameters(mesh) -> None:
         "2 parameters do not fit their param_specs:\n"
         "  a: shape (8,), P(None, 'data'): P(None, 'data') has 2 entries, but shape (8,) has 1"
         " dim. Drop the last entry.\n"
-        "  b: shape (6, 8), P('fsdp',): P('fsdp',) splits dim 0 of shape (6, 8) in 4, which does"
-        " not divide 6. Pad it to 8, or use another dim or axis.\n"
+        "  b: shape (6, 8), P('fsdp',): P('fsdp',) splits dim 0 of shape (6, 8) into 4 parts,"
+        " and 6 is not divisible by 4. Pad it to 8, or use another dim or axis.\n"
         "The mesh has data=2, fsdp=4."
     )
 

@@ -1,4 +1,4 @@
-"""Leaf names, over every kind of container."""
+"""Leaf paths, for every kind of container."""
 
 import dataclasses
 from collections import OrderedDict
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 @jax.tree_util.register_pytree_node_class
 class ByIndex:
-    """A node that was registered without keys."""
+    """A node registered without keys."""
 
     def __init__(self, *children) -> None:
         self.children = children
@@ -52,7 +52,7 @@ CASES = {
     "namedtuple": (Pair(1, 2), ["first", "second"]),
     "dataclass": (Fields(1, 2), ["a", "b"]),
     "no keys": ({"x": ByIndex(1, 2)}, ["x/0", "x/1"]),
-    "None is no leaf": ({"a": None, "b": 1}, ["b"]),
+    "None is not a leaf": ({"a": None, "b": 1}, ["b"]),
     "empty": ({}, []),
     "colliding": ({"a/b": 1, "a": {"b": 2}}, ["a/b", "a/b"]),
     "equinox": (eqx.nn.Linear(2, 2, key=jax.random.key(0)), ["weight", "bias"]),
@@ -80,12 +80,12 @@ def test_leaf_paths(tree) -> None:
     assert len(jax.tree.leaves(tree)) == len(paths)
 
 
-def test_the_names_of_an_nnx_model() -> None:
+def test_the_paths_of_an_nnx_model() -> None:
     state = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     assert ts.leaf_paths(state) == ["bias", "kernel"]
 
 
-def test_is_leaf() -> None:
+def test_leaf_paths_stop_at_is_leaf() -> None:
     tree = {"a": Pair(1, 2), "b": None}
     assert ts.leaf_paths(tree, is_leaf=lambda x: isinstance(x, Pair)) == ["a"]
     assert ts.leaf_paths(tree, is_leaf=lambda x: x is None) == ["a/first", "a/second", "b"]
@@ -108,5 +108,5 @@ def test_named_tree_map_with_more_trees() -> None:
         ts.named_tree_map(lambda *_: None, tree, {"a": 1, "c": 2})
 
 
-def test_the_key_paths_of_leaves_that_share_a_name() -> None:
+def test_the_key_paths_of_leaves_that_share_a_path() -> None:
     assert same_path_keys({"a/b": 1, "a": {"b": 2}, "c": 3}, "a/b") == ["['a']['b']", "['a/b']"]

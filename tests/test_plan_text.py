@@ -234,16 +234,16 @@ def test_specs_are_read_from_their_repr(spec) -> None:
 @pytest.mark.parametrize(
     ("parse", "text", "message"),
     [
-        (parse_spec, "P(", "'P(' cannot be read: '(' was never closed"),
-        (parse_spec, "Q('a')", "\"Q('a')\" is no spec. Write it as P('data', None,"),
-        (parse_spec, "P(__import__('os'))", "\"__import__('os')\" is no literal."),
-        (parse_spec, "P(3)", "'P(3)' is no spec"),
-        (parse_spec, "P('a', x=3)", "is no spec"),
-        (parse_spec, "P(*['a'])", "is no literal"),
-        (parse_names, "('a', 3)", "\"('a', 3)\" is no tuple of names. Write it as ('batch', None"),
-        (parse_names, "(open('x'),)", "is no literal"),
-        (parse_dtype, "flaot32", "dtype is 'flaot32', which is none."),
-        (parse_dtype, "key<x>", "dtype is 'key<x>', which is none."),
+        (parse_spec, "P(", "'P(' cannot be parsed: '(' was never closed"),
+        (parse_spec, "Q('a')", "\"Q('a')\" is not a spec. Write it as P('data', None,"),
+        (parse_spec, "P(__import__('os'))", "\"__import__('os')\" is not a literal."),
+        (parse_spec, "P(3)", "'P(3)' is not a spec"),
+        (parse_spec, "P('a', x=3)", "is not a spec"),
+        (parse_spec, "P(*['a'])", "is not a literal"),
+        (parse_names, "('a', 3)", "\"('a', 3)\" is not a tuple of names. Write it as ('batch', "),
+        (parse_names, "(open('x'),)", "is not a literal"),
+        (parse_dtype, "flaot32", "'flaot32' is not a dtype."),
+        (parse_dtype, "key<x>", "'key<x>' is not a dtype."),
     ],
 )
 def test_literals_that_cannot_be_read(parse, text, message) -> None:
@@ -296,7 +296,7 @@ def text_with(change: Any) -> str:
             lambda raw: raw["leaves"][0].update(shape=[-8, 8]),
             "leaves[0] (zeta): (-8, 8) is not a shape",
         ),
-        (lambda raw: raw["leaves"][0].update(dtype="x"), "leaves[0] (zeta): dtype is 'x', which"),
+        (lambda raw: raw["leaves"][0].update(dtype="x"), "leaves[0] (zeta): 'x' is not a dtype"),
         (
             lambda raw: raw["leaves"][0].update(rule=2),
             "leaves[0] (zeta): rule is 2, but there are 2 rules.",

@@ -1,4 +1,4 @@
-"""What processes tell each other, among real ones."""
+"""Messages between real processes."""
 
 import jax
 import pytest
@@ -18,7 +18,7 @@ def test_two_processes(check, two) -> None:
     two.assert_passed(check)
 
 
-def test_alone() -> None:
+def test_a_single_process_gets_its_own_message() -> None:
     assert exchange("talking to itself", b"yes", timeout=0.01) == [b"yes"]
 
 
@@ -26,6 +26,6 @@ def test_processes_of() -> None:
     assert processes_of(jax.devices()) == [0]
 
 
-def test_without_the_service() -> None:
+def test_without_the_service_the_error_names_the_fix() -> None:
     with pytest.raises(ts.ProcessError, match=r"Call `jax\.distributed\.initialize\(\)` first"):
         _client()

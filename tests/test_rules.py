@@ -342,7 +342,8 @@ def test_all_bad_leaves_at_once() -> None:
         "  attn/bias: shape (6,), P('fdsp',) by rule 1, 'bias': the mesh has no axis 'fdsp'. It has"
         " data=2, fsdp=4. Did you mean 'fsdp'?",
         "  attn/q: shape (8, 6), P('data', 'fsdp') by rule 0, 'q': P('data', 'fsdp') splits dim 1"
-        " of shape (8, 6) in 4, which does not divide 6. Pad it to 8, or use another dim or axis.",
+        " of shape (8, 6) into 4 parts, and 6 is not divisible by 4. Pad it to 8, or use another"
+        " dim or axis.",
         "  mlp: shape (16, 8), no rule matches.",
         'To replicate leaves that no other rule matches, add a last rule (".*", None).',
     ]

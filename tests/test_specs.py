@@ -1,4 +1,4 @@
-"""Specs: projected on meshes and shapes, read for axes, laid beside trees."""
+"""Specs: projecting them on meshes and shapes, reading axes, matching them with trees."""
 
 import math
 
@@ -60,9 +60,9 @@ PROJECTIONS = {
 @pytest.mark.parametrize("case", PROJECTIONS.values(), ids=PROJECTIONS.keys())
 def test_project(case) -> None:
     spec, shape, given_spec, kinds = case
-    got, lost = project(spec, MESH, shape)
+    got, adjustments = project(spec, MESH, shape)
     assert got == given_spec
-    assert [adjustment.kind for adjustment in lost] == kinds
+    assert [adjustment.kind for adjustment in adjustments] == kinds
 
 
 def test_project_says_why() -> None:
@@ -79,7 +79,8 @@ def test_project_says_why() -> None:
         "P('data', 'data') names the axis 'data' twice. An axis can split one dim only."
     )
     assert why(P(("data", "fsdp")), (6,)) == (
-        "P(('data', 'fsdp'),) splits dim 0 of shape (6,) in 8, which does not divide 6. Pad it to"
+        "P(('data', 'fsdp'),) splits dim 0 of shape (6,) into 8 parts, and 6 is not divisible by 8."
+        " Pad it to"
         " 8, or use another dim or axis."
     )
     assert why(P("data"), (4,), manual=frozenset({"data"})) == (
@@ -92,7 +93,7 @@ def test_without_a_mesh_only_the_rank_counts() -> None:
     assert project(P("x", "y"), None, (3,))[0] == P("x")
 
 
-def test_what_else_a_spec_carries_stays() -> None:
+def test_project_keeps_unreduced_axes() -> None:
     spec = P("data", "nope", unreduced={"fsdp"})
     assert project(spec, MESH, (4, 4))[0] == P("data", unreduced={"fsdp"})
     assert entries(spec) == ("data", "nope")
@@ -108,9 +109,9 @@ ENTRIES = st.one_of(
 
 # JAX itself refuses to build a spec that names an axis twice in one entry only at use.
 @given(st.lists(ENTRIES, max_size=4), st.lists(st.integers(0, 16), max_size=4))
-def test_a_projection_can_be_had_and_stays(asked, shape) -> None:
-    spec, shape = P(*asked), tuple(shape)
-    got, lost = project(spec, MESH, shape)
+def test_a_projection_is_valid_and_stable(requested, shape) -> None:
+    spec, shape = P(*requested), tuple(shape)
+    got, adjustments = project(spec, MESH, shape)
     used = [axis for entry in entries(got) for axis in axes_of(entry)]
     assert len(set(used)) == len(used)
     assert set(used) <= set(MESH.shape)
@@ -120,7 +121,7 @@ def test_a_projection_can_be_had_and_stays(asked, shape) -> None:
         # Nothing moves to another dim, and nothing is invented.
         assert set(axes_of(entry)) <= set(axes_of(entries(spec)[dim]))
     assert project(got, MESH, shape) == (got, ())
-    taken = [axis for adjustment in lost for axis in adjustment.axes]
+    taken = [axis for adjustment in adjustments for axis in adjustment.axes]
     assert sorted(used + taken) == sorted(a for entry in entries(spec) for a in axes_of(entry))
 
 
@@ -131,7 +132,7 @@ def test_shard_size_is_what_jax_says(spec) -> None:
     assert shard_size(shape, spec, MESH) == math.prod(sharding.shard_shape(shape))
 
 
-def test_small_tools() -> None:
+def test_entries_tuples_and_arrays() -> None:
     assert with_entries(P("a"), [None, "b", None]) == P(None, "b")
     assert without_axes(P("a", ("a", "b"), U), ["a"]) == P(None, "b", U)
     assert is_logical(("batch", None))
@@ -144,7 +145,7 @@ def test_small_tools() -> None:
         assert not is_array(other)
 
 
-# ------------------------------------------------------------------ trees of them
+# ------------------------------------------------------------------ trees of specs
 
 
 def test_get_names_from_partition_spec(mesh) -> None:
@@ -169,9 +170,7 @@ def test_layer_specs(mesh) -> None:
     with pytest.raises(ts.SpecError) as error:
         ts.layer_specs({"ok": P(), "w": P("fsdp"), "v": P(("data",))})
     assert "2 leaves are sharded on the stacked dim 0" in str(error.value)
-    assert "  w: P('fsdp',) shards dim 0, the one that the layers are stacked on" in str(
-        error.value
-    )
+    assert "  w: P('fsdp',) shards dim 0, on which the layers are stacked" in str(error.value)
 
 
 class Model(eqx.Module):
@@ -181,7 +180,7 @@ class Model(eqx.Module):
 
 MODEL = Model(eqx.nn.Linear(2, 2, key=jax.random.key(0)), jax.nn.gelu)
 
-LAID = {
+MATCHED = {
     "one for all": (P("a"), {"x": 1, "y": [2, 3]}, [P("a")] * 3),
     "prefix": ({"x": P("a"), "y": P("b")}, {"x": 1, "y": [2, 3]}, [P("a"), P("b"), P("b")]),
     "exact": ({"x": P(), "y": [P("a"), None]}, {"x": 1, "y": [2, 3]}, [P(), P("a"), None]),
@@ -206,13 +205,13 @@ LAID = {
 }
 
 
-@pytest.mark.parametrize("case", LAID.values(), ids=LAID.keys())
-def test_specs_of_leaves(case) -> None:
+@pytest.mark.parametrize("case", MATCHED.values(), ids=MATCHED.keys())
+def test_specs_of_leaves_gives_one_spec_per_leaf(case) -> None:
     specs, tree, expected = case
     assert specs_of_leaves(specs, tree) == expected
 
 
-MISLAID = {
+MISMATCHED = {
     "missing and extra": (
         {"a": P(), "b": {"c": P(), "e": P()}},
         {"a": 1, "b": {"c": 1, "d": 2}},
@@ -230,7 +229,7 @@ MISLAID = {
         MODEL.linear,
         "at the root: both are Linear, but their static fields differ",
     ),
-    "no spec": ({"a": "data"}, {"a": 1}, r"a: 'data' \(str\) is no spec"),
+    "not a spec": ({"a": "data"}, {"a": 1}, r"a: 'data' \(str\) is not a spec"),
     "logical names": (
         {"a": ("batch", None)},
         {"a": 1},
@@ -239,13 +238,13 @@ MISLAID = {
 }
 
 
-@pytest.mark.parametrize("case", MISLAID.values(), ids=MISLAID.keys())
-def test_specs_that_do_not_fit_the_tree(case) -> None:
+@pytest.mark.parametrize("case", MISMATCHED.values(), ids=MISMATCHED.keys())
+def test_specs_that_do_not_match_the_tree_are_rejected(case) -> None:
     specs, tree, message = case
     with pytest.raises(ts.SpecError, match=message):
         specs_of_leaves(specs, tree)
 
 
-def test_all_entries_that_are_no_specs_at_once() -> None:
-    with pytest.raises(ts.SpecError, match="2 entries of the batch specs are no specs"):
+def test_all_entries_that_are_not_specs_are_listed() -> None:
+    with pytest.raises(ts.SpecError, match="2 entries of the batch specs are not specs"):
         specs_of_leaves({"a": 1, "b": "x"}, {"a": 1, "b": 2}, "batch specs")

@@ -39,14 +39,14 @@ def test_logical_names_in_functions_per_leaf(mesh) -> None:
 def test_logical_names_without_rules(use, mesh) -> None:
     with pytest.raises(ts.SpecError) as raised:
         use(TREE, NAMES, mesh)
-    assert str(raised.value).splitlines()[0] == "2 entries of the specs are no specs:"
+    assert str(raised.value).splitlines()[0] == "2 entries of the specs are not specs:"
     assert "x: ('batch', 'embed') is a tuple of logical names, and no rules are in" in str(
         raised.value
     )
 
 
 def test_logical_names_that_do_not_divide_a_dim(mesh) -> None:
-    with ts.logical_axis_rules(RULES), pytest.raises(ts.SpecError, match="does not divide 6"):
+    with ts.logical_axis_rules(RULES), pytest.raises(ts.SpecError, match="6 is not divisible"):
         ts.shard(np.ones((8, 6), "float32"), ("batch", "embed"), mesh)
 
 

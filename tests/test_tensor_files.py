@@ -161,11 +161,11 @@ def test_missing_files_of_the_index_are_named(index) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"{", "is no JSON: Expecting property name"),
-        (b"\xff", "is no JSON: 'utf-8' codec"),
+        (b"{", "is not valid JSON: Expecting property name"),
+        (b"\xff", "is not valid JSON: 'utf-8' codec"),
         (b"[]", "has no 'weight_map', the file of each tensor."),
         (b'{"weight_map": {"a": 3}}', "has no 'weight_map'"),
-        (b'{"weight_map": {"a": "b", "a": "c"}}', "the key 'a' stands twice"),
+        (b'{"weight_map": {"a": "b", "a": "c"}}', "the key 'a' is repeated"),
     ],
 )
 def test_a_malformed_index_is_rejected(index, text, message) -> None:

@@ -439,7 +439,8 @@ BAD = {
     "an axis that is not bound": (
         lambda x, w: manual.parallel_mlp(x, w, w, "tensors"),
         (WHOLE, SPLIT),
-        "column_parallel: the axis 'tensors' is not bound here. Bound are ['tensor']. Did you mean"
+        "column_parallel: the axis 'tensors' is not bound here. The bound axes are ['tensor']. Did"
+        " you mean"
         " 'tensor'? Axes are bound inside `jax.shard_map`; outside, under `jax.jit`, specs on the"
         " weights are all it takes.",
     ),
@@ -467,6 +468,6 @@ def test_the_axis_that_splits_weights_is_not_one_to_average_over() -> None:
 
 @pytest.mark.parametrize("name", ["enter_parallel", "leave_parallel"])
 def test_called_outside_shard_map(name: str) -> None:
-    message = f"{name}: the axis 'tensor' is not bound here. None is. Axes are bound inside"
+    message = f"{name}: the axis 'tensor' is not bound here. No axis is bound. Axes are bound"
     with pytest.raises(ts.UnknownAxisError, match=re.escape(message)):
         getattr(manual, name)(X, "tensor")

@@ -377,7 +377,8 @@ SCALAR = pytest.param(np.ones(()), P("data"), ts.SpecError, "but shape () has 0 
             P("fsdp"),
             ts.SpecError,
             "w/0: float32[6,4] as P('fsdp',) on the mesh (data=2, fsdp=4): P('fsdp',) splits dim 0"
-            " of shape (6, 4) in 4, which does not divide 6. Pad it to 8, or use another dim or"
+            " of shape (6, 4) into 4 parts, and 6 is not divisible by 4. Pad it to 8, or use"
+            " another dim or"
             " axis.",
             id="indivisible",
         ),
@@ -453,7 +454,7 @@ def test_no_leaf_moves_if_one_is_bad(mesh: Mesh, monkeypatch: Any) -> None:
 
     monkeypatch.setattr(jax, "make_array_from_callback", refuse)
     monkeypatch.setattr(jax, "device_put", refuse)
-    with pytest.raises(ts.SpecError, match="does not divide"):
+    with pytest.raises(ts.SpecError, match="is not divisible"):
         shard([arange(8), arange(6)], P("fsdp"), mesh)
 
 
@@ -546,7 +547,7 @@ def test_functions_name_the_path_of_their_leaf(mesh: Mesh) -> None:
 
 
 def test_functions_need_specs_and_a_mesh_with_devices(mesh: Mesh) -> None:
-    with pytest.raises(ts.SpecError, match=re.escape("w: 3 (int) is no spec.")):
+    with pytest.raises(ts.SpecError, match=re.escape("w: 3 (int) is not a spec.")):
         make_shard_and_gather_fns({"w": 3}, mesh)
     with pytest.raises(ts.NoMeshError, match="No mesh is in force"):
         make_shard_and_gather_fns({"w": P()})

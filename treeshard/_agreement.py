@@ -1,4 +1,4 @@
-"""Do all processes mean the same thing? To be asked before they go on together."""
+"""Checks that all processes are about to do the same thing."""
 
 import hashlib
 import json
@@ -14,51 +14,53 @@ from treeshard._processes import TIMEOUT, exchange, indices, together
 def agreeing(
     what: str, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
 ) -> Iterator[dict[str, str]]:
-    """Runs its block on every process, and all must come to the same facts; or all raise.
+    """Runs its block on every process; if the blocks record different facts, all raise.
 
-    What goes around is a hash. Only if these differ do the facts follow, for the message.
+    The processes exchange a hash of the facts, and the facts themselves only if hashes differ.
 
     Args:
-        what: What is being done, as in `exchange`.
+        what: The operation, as in `exchange`.
         among: As in `exchange`.
-        timeout: Seconds that the others are waited for.
+        timeout: Seconds to wait for the other processes.
 
     Yields:
-        The facts, for the block to fill, in order: what this process is about to do, by leaf path
-        or by another name.
+        A dict for the block to fill, in order: what this process is about to do, by leaf path
+        or another name.
 
     Raises:
-        ProcessError: If the facts differ: it says which, on which processes, and how. If a
-            process did not come in time: it is named. If the block raised on others.
-        Exception: Whatever the block raised here.
+        ProcessError: If the facts differ; the message says which, how, and on which processes.
+            If a process did not arrive in time. If the block raised on other processes.
+        Exception: The error that the block raised on this process.
     """
     facts: dict[str, str] = {}
-    told = b""
+    encoded = b""
     with together(what, among=among, timeout=timeout) as said:
         yield facts
-        told = json.dumps(list(facts.items())).encode()
-        said.mine = hashlib.sha256(told).digest()
+        encoded = json.dumps(list(facts.items())).encode()
+        said.mine = hashlib.sha256(encoded).digest()
     if len(set(said.every)) == 1:
         return
-    every = exchange(what, zlib.compress(told), among=among, timeout=timeout)
-    read = [dict(json.loads(zlib.decompress(one))) for one in every]
-    found = _differences(dict(zip(indices(among), read, strict=True)))
+    every = exchange(what, zlib.compress(encoded), among=among, timeout=timeout)
+    decoded = [dict(json.loads(zlib.decompress(message))) for message in every]
+    differences = _differences(dict(zip(indices(among), decoded, strict=True)))
     headline = (
         f"{what}: the processes do not agree, and nothing was done. All of them must make the"
-        " same call. They differ in:"
+        " same call. The differences:"
     )
-    raise ProcessError(listed(headline, found, headed=True))
+    raise ProcessError(listed(headline, differences, headed=True))
 
 
-def _differences(said: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """A line for each fact that is not the same everywhere; else the first in another place."""
-    names = dict.fromkeys(name for facts in said.values() for name in facts)
-    rows = {name: {i: facts.get(name, "nothing") for i, facts in said.items()} for name in names}
-    if found := [_line(name, row) for name, row in rows.items() if len(set(row.values())) > 1]:
-        return found
-    places = enumerate(zip(*said.values(), strict=True))
-    place, names_there = next((i, row) for i, row in places if len(set(row)) > 1)
-    return [_line(f"leaf {place}", dict(zip(said, map(repr, names_there), strict=True)))]
+def _differences(by_process: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """A line per fact that differs; if none does, one for the first that is out of order."""
+    names = dict.fromkeys(name for facts in by_process.values() for name in facts)
+    rows = {
+        name: {i: facts.get(name, "nothing") for i, facts in by_process.items()} for name in names
+    }
+    if lines := [_line(name, row) for name, row in rows.items() if len(set(row.values())) > 1]:
+        return lines
+    positions = enumerate(zip(*by_process.values(), strict=True))
+    position, order = next((i, row) for i, row in positions if len(set(row)) > 1)
+    return [_line(f"leaf {position}", dict(zip(by_process, map(repr, order), strict=True)))]
 
 
 def _line(name: str, row: Mapping[int, str]) -> str:

@@ -1,4 +1,4 @@
-"""What treeshard raises and warns, and how its messages are put together."""
+"""The errors and warnings of treeshard, and the helpers that build their messages."""
 
 import os
 import sys
@@ -8,50 +8,50 @@ from difflib import get_close_matches
 
 
 class TreeShardError(Exception):
-    """The base of every error that treeshard raises on purpose."""
+    """Base class of the errors that treeshard raises."""
 
 
 class NoMeshError(TreeShardError, RuntimeError):
-    """A mesh was needed, and neither an argument nor a context gave one."""
+    """A mesh is needed, and neither an argument nor a context provides one."""
 
 
 class MeshError(TreeShardError, ValueError):
-    """A mesh was asked for that cannot be built."""
+    """A mesh cannot be built, or cannot be used here."""
 
 
 class UnknownAxisError(TreeShardError, ValueError, KeyError):
-    """An axis was named that the mesh does not have."""
+    """A name is not an axis of the mesh."""
 
-    # KeyError's own would print the message escaped, on one line.
+    # `KeyError.__str__` would print the `repr` of the message, on one line.
     __str__ = Exception.__str__
 
 
 class SpecError(TreeShardError, ValueError):
-    """Specs do not fit the arrays, or the tree, that they were given for."""
+    """Specs do not fit the arrays or the tree that they are for."""
 
 
 class ShardingRuleError(TreeShardError, ValueError):
-    """A list of rules is malformed, or does not decide every leaf."""
+    """A list of rules is malformed, or no rule matches some leaf."""
 
 
 class UnknownAxisInRuleError(ShardingRuleError, UnknownAxisError):
-    """Rules name an axis that the mesh does not have (other misfits may be listed too)."""
+    """Rules name an axis that the mesh does not have. The message may list other misfits too."""
 
 
 class UnknownAxisInSpecError(SpecError, UnknownAxisError):
-    """Specs name an axis that the mesh does not have (other misfits may be listed too)."""
+    """Specs name an axis that the mesh does not have. The message may list other misfits too."""
 
 
 class FormatError(TreeShardError, ValueError):
-    """Text is not what it should be: a plan as JSON, or a file of shapes or rules."""
+    """Text is malformed: a plan as JSON, a file of shapes or rules, a spec or a dtype."""
 
 
 class DeletedLeafError(TreeShardError, RuntimeError):
-    """A leaf's memory is gone: it was deleted, or donated to a compiled function."""
+    """A leaf was deleted, or donated to a compiled function."""
 
 
 class LeafError(TreeShardError, TypeError):
-    """A leaf holds nothing that could be moved: it is traced, or only describes an array."""
+    """A leaf has no values to move: it is a tracer or a `ShapeDtypeStruct`."""
 
 
 class StateError(TreeShardError, TypeError):
@@ -59,36 +59,36 @@ class StateError(TreeShardError, TypeError):
 
 
 class ProcessError(TreeShardError, RuntimeError):
-    """Processes that must go on together did not all come, or do not agree."""
+    """Processes of a collective call did not all arrive, or disagree about what to do."""
 
 
 class CheckpointError(TreeShardError, RuntimeError):
-    """A checkpoint or a file of tensors cannot be written, or cannot be read."""
+    """A checkpoint or a file of tensors cannot be written or read."""
 
 
 class DamagedError(CheckpointError):
-    """What is on disk is not what was saved there."""
+    """The contents of the disk are not what was saved."""
 
 
 class MismatchError(TreeShardError, ValueError):
-    """What was saved is not what is asked for: other leaves, shapes or dtypes."""
+    """The requested leaves, shapes or dtypes differ from the stored ones."""
 
 
 class UnstableStepError(TreeShardError, AssertionError):
-    """A step hands its state back in another form than it took it, and compiles again."""
+    """A step returns its state in a different form than it received it, so it recompiles."""
 
 
 class CommunicationError(TreeShardError, AssertionError):
-    """A program moves other data between devices than a test says."""
+    """A program moves data between devices in another way than a test expects."""
 
 
 class ShardingWarning(UserWarning):
-    """Something was not sharded as it was asked for. Turn it into an error with
+    """Something is not sharded as requested. Turn the warning into an error with
     `warnings.simplefilter("error", treeshard.ShardingWarning)`."""
 
 
 def _say_where_to_import(kinds: Iterable[type]) -> None:
-    """Makes tracebacks name classes as users import them."""
+    """Makes tracebacks show the name by which users import a class."""
     for kind in kinds:
         kind.__module__ = "treeshard"
 
@@ -98,15 +98,15 @@ _say_where_to_import(CheckpointError.__subclasses__())
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`" Did you mean 'fsdp'?"`, or nothing if no known name is near (1 is the same name)."""
-    near = get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    """`" Did you mean 'fsdp'?"`, or `""` if no known name is similar. 1 as `cutoff` is equality."""
+    similar = get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {similar[0]!r}?" if similar else ""
 
 
 def listed(headline: str, facts: Sequence[str], shown: int = 10, headed: bool = False) -> str:
-    """One message for many facts: the first ten in full, then a count of the rest.
+    """One message for many facts: the first `shown` in full, then a count of the rest.
 
-    A single fact needs no headline, unless it says more than how many there are (`headed`).
+    A single fact is returned without the headline, unless `headed`.
     """
     if len(facts) == 1 and not headed:
         return facts[0]
@@ -118,9 +118,9 @@ def listed(headline: str, facts: Sequence[str], shown: int = 10, headed: bool = 
 
 def warn(message: str) -> None:
     """Warns at the nearest line outside treeshard, so that Python's own registry shows
-    a message once per place."""
-    here = os.path.join(os.path.dirname(__file__), "")
+    a message once per line of the user's code."""
+    package = os.path.join(os.path.dirname(__file__), "")
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, ShardingWarning, stacklevel=level)

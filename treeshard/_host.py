@@ -1,4 +1,4 @@
-"""Arrays as the host sees them: read without a second copy, and without one left behind."""
+"""Reads arrays on the host, without a second copy and without a copy cached on the array."""
 
 import math
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ import numpy as np
 
 from treeshard._specs import is_array
 
-# What leaves of one sharding and shape share.
+# By sharding, shape and item size: what leaves that agree in these share.
 Known = dict[Any, tuple[Any, ...]]
 
 
 def to_host(leaf: Any, known: Known | None = None) -> Any:
-    """A copy of a leaf in host memory, keys on one local device; what is no array as it is.
+    """A copy of a leaf in host memory. Keys come on one local device; other leaves unchanged.
 
-    All of it must lie on devices of this process.
+    All shards must be on devices of this process.
     """
     if not is_array(leaf):
         return leaf
@@ -28,45 +28,45 @@ def to_host(leaf: Any, known: Known | None = None) -> Any:
 
 
 def keys_on_host(keys: jax.Array, data: np.ndarray) -> jax.Array:
-    """Keys like `keys` from their data, on one local device: they have no numbers of their own."""
+    """Keys like `keys` from their key data, on one local device (numpy has no keys)."""
     on_device = jax.device_put(data, jax.local_devices()[0])
     return jax.random.wrap_key_data(on_device, impl=jax.random.key_impl(keys))
 
 
 def _assembled(x: jax.Array, known: Known) -> np.ndarray:
-    """One array from its shards."""
-    whole = np.empty(x.shape, x.dtype)
-    key = (x.sharding, x.shape, whole.itemsize)
+    """Assembles a full array from its shards."""
+    full = np.empty(x.shape, x.dtype)
+    key = (x.sharding, x.shape, full.itemsize)
     if key not in known:
-        known[key] = (_on_host(x), *_places(x, whole))
-    on_host, places, run, runs, parts = known[key]
-    pieces = (x if on_host else second_handle(x)).addressable_shards
+        known[key] = (_on_host(x), *_copies(x, full))
+    on_host, copies, run, full_in_runs, shard_in_runs = known[key]
+    shards = (x if on_host else second_handle(x)).addressable_shards
     if run is None:
-        for i, index in places:
-            whole[index] = np.asarray(pieces[i].data)
-        return whole
-    into = whole.reshape(runs).view(run)
-    for i, index in places:
-        into[index] = np.ndarray(parts, run, np.asarray(pieces[i].data).view(np.uint8))
-    return whole
+        for i, index in copies:
+            full[index] = np.asarray(shards[i].data)
+        return full
+    target = full.reshape(full_in_runs).view(run)
+    for i, index in copies:
+        target[index] = np.ndarray(shard_in_runs, run, np.asarray(shards[i].data).view(np.uint8))
+    return full
 
 
-def _places(x: jax.Array, whole: np.ndarray) -> tuple[Any, ...]:
-    """Which shards to read, by position, and where each goes.
+def _copies(x: jax.Array, full: np.ndarray) -> tuple[Any, ...]:
+    """Which shards to read, by position, and the index in the full array of each.
 
-    From the last dim that is split on, a shard is runs of memory. numpy pays for every run that
-    it copies, and less if a run is one opaque item: then the item comes too, and the shapes of
-    the whole and of a shard in such items.
+    From the last dim that is split on, a shard consists of contiguous runs. numpy copies them
+    faster if each run is one opaque item. If that is possible, also returns the dtype of such
+    an item, and the shapes of the full array and of a shard in items.
     """
-    part = x.sharding.shard_shape(x.shape)
-    read = [(i, one.index) for i, one in enumerate(x.addressable_shards) if one.replica_id == 0]
-    split = [dim for dim, length in enumerate(part) if length < whole.shape[dim]]
+    shard_shape = x.sharding.shard_shape(x.shape)
+    read = [(i, s.index) for i, s in enumerate(x.addressable_shards) if s.replica_id == 0]
+    split = [dim for dim, length in enumerate(shard_shape) if length < full.shape[dim]]
     dim = split[-1] if split else 0
-    if dim == 0 or not whole.size or any(whole.shape[d] % part[d] for d in split):
+    if dim == 0 or not full.size or any(full.shape[d] % shard_shape[d] for d in split):
         return read, None, None, None
-    run = np.dtype((np.void, whole.itemsize * math.prod(part[dim:])))
-    places = [(i, (*index[:dim], index[dim].start // part[dim])) for i, index in read]
-    return places, run, (*whole.shape[:dim], -1), part[:dim]
+    run = np.dtype((np.void, full.itemsize * math.prod(shard_shape[dim:])))
+    copies = [(i, (*index[:dim], index[dim].start // shard_shape[dim])) for i, index in read]
+    return copies, run, (*full.shape[:dim], -1), shard_shape[:dim]
 
 
 def _on_host(x: jax.Array) -> bool:
@@ -74,9 +74,9 @@ def _on_host(x: jax.Array) -> bool:
 
 
 def numbers(x: Any) -> np.ndarray:
-    """The numbers of an array on the host or on devices of this process; of keys, their data.
+    """The numbers of an array on the host or on devices of this process; of keys, the key data.
 
-    Without a copy where they lie in one piece.
+    Makes no copy if one device or the host holds all of them.
     """
     if not isinstance(x, jax.Array):
         return np.asarray(x)
@@ -85,9 +85,9 @@ def numbers(x: Any) -> np.ndarray:
 
 
 def to_read(x: jax.Array) -> jax.Array:
-    """`x`, or on accelerators another handle, so that reading it leaves no host copy on `x`.
+    """`x`, or on accelerators a second handle, so that reading it caches no host copy on `x`.
 
-    The CPU platform hands out views instead of copies.
+    On the CPU platform reading gives views instead of copies.
     """
     return x if _on_host(x) else second_handle(x)
 
@@ -95,26 +95,26 @@ def to_read(x: jax.Array) -> jax.Array:
 def second_handle(x: jax.Array) -> jax.Array:
     """Another array on the same memory.
 
-    JAX keeps the host copy of an array on the object that was asked for it. One that goes
-    away takes it along.
+    JAX caches the host copy of an array on the object that is read, so the copy is freed
+    with that object.
     """
-    pieces = [piece.data for piece in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces)
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
 def own_shards(x: jax.Array) -> Iterator[Any]:
-    """One copy of each shard, of those that lie here, to be read."""
-    return (one for one in to_read(x).addressable_shards if one.replica_id == 0)
+    """The addressable shards that are first replicas, to be read."""
+    return (shard for shard in to_read(x).addressable_shards if shard.replica_id == 0)
 
 
 def data_of(x: Any) -> Any:
-    """Of typed keys the numbers; any other array as it is."""
+    """The key data of typed keys; any other array unchanged."""
     return jax.random.key_data(x) if is_key(x) else x
 
 
 def is_key(x: Any) -> bool:
-    """Whether `x` is, or stands for, an array of typed PRNG keys, which has no numbers."""
-    if isinstance(getattr(x, "dtype", None), np.dtype):  # quick for most
+    """Whether `x` is, or describes, an array of typed PRNG keys."""
+    if isinstance(getattr(x, "dtype", None), np.dtype):  # fast for most leaves
         return False
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return False

@@ -1,4 +1,4 @@
-"""Specs, names, dtypes and amounts from text. Literals only: nothing is evaluated."""
+"""Parses specs, names, dtypes, amounts of memory and JSON. Evaluates nothing but literals."""
 
 import ast
 import json
@@ -17,38 +17,44 @@ from treeshard._specs import UNCONSTRAINED, is_logical
 
 
 def parse_dtype(name: str) -> Any:
-    """A dtype by its name, `key<fry>` included. Starts no backend."""
+    """Returns a dtype by its name, `key<fry>` included. Starts no backend."""
     try:
         if key := re.fullmatch("key<(.+)>", name):
             impl = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}.get(key[1], key[1])
             return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
         return jax.numpy.dtype(name)
-    except (TypeError, ValueError, SyntaxError):  # numpy reads shapes and counts in it too
-        raise FormatError(f"dtype is {name!r}, which is none.") from None
+    except (TypeError, ValueError, SyntaxError):  # numpy also parses shapes and counts
+        raise FormatError(f"{name!r} is not a dtype.") from None
 
 
 def parse_spec(text: str) -> PartitionSpec:
-    """Reads `P('data', None, ('fsdp', 'tensor'))`."""
+    """Parses `P('data', None, ('fsdp', 'tensor'))`."""
     node = _parsed(text)
     if not isinstance(node, ast.Call) or _name(node.func) not in ("P", "PartitionSpec"):
-        raise FormatError(f"{text!r} is no spec. Write it as P('data', None, ('fsdp', 'tensor')).")
+        raise FormatError(
+            f"{text!r} is not a spec. Write it as P('data', None, ('fsdp', 'tensor'))."
+        )
     entries = [
         UNCONSTRAINED if _name(arg) == "UNCONSTRAINED" else _literal(arg, text) for arg in node.args
     ]
     more = {str(word.arg): _literal(word.value, text) for word in node.keywords}
     if bad := [entry for entry in entries if not (entry is UNCONSTRAINED or is_mesh_axes(entry))]:
-        raise FormatError(f"{text!r} is no spec: {bad[0]!r} is neither an axis nor several.")
+        raise FormatError(
+            f"{text!r} is not a spec: {bad[0]!r} is neither an axis name nor a tuple of them."
+        )
     try:
         return PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in entries], **more)
-    except Exception as error:  # whatever JAX refuses
-        raise FormatError(f"{text!r} is no spec: {error}") from None
+    except Exception as error:  # whatever JAX rejects
+        raise FormatError(f"{text!r} is not a spec: {error}") from None
 
 
 def parse_names(text: str) -> tuple[Any, ...]:
-    """Reads a tuple of logical names, `('batch', None, 'embed')`."""
+    """Parses a tuple of logical names, `('batch', None, 'embed')`."""
     names = _literal(_parsed(text), text)
     if not is_logical(names):
-        raise FormatError(f"{text!r} is no tuple of names. Write it as ('batch', None, 'embed').")
+        raise FormatError(
+            f"{text!r} is not a tuple of names. Write it as ('batch', None, 'embed')."
+        )
     return names
 
 
@@ -56,7 +62,7 @@ def _parsed(text: str) -> ast.expr:
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise FormatError(f"{text!r} cannot be read: {error}.") from None
+        raise FormatError(f"{text!r} cannot be parsed: {error}.") from None
 
 
 def _literal(node: ast.expr, text: str) -> Any:
@@ -64,16 +70,16 @@ def _literal(node: ast.expr, text: str) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError):
         part = ast.get_source_segment(text, node)  # `ast.unparse` would recurse
-        raise FormatError(f"{text!r}: {part!r} is no literal.") from None
+        raise FormatError(f"{text!r}: {part!r} is not a literal.") from None
 
 
 def _name(node: ast.expr) -> str | None:
-    """The name that stands there, or its last part: `UNCONSTRAINED` of `P.UNCONSTRAINED`."""
+    """The name of a node, or its last part: `UNCONSTRAINED` of `P.UNCONSTRAINED`."""
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
 
 
 def parse_bytes(text: str) -> int:
-    """Reads `80GB` (of 1000 each) or `80GiB` (of 1024)."""
+    """Parses `80GB` (powers of 1000) or `80GiB` (powers of 1024) into bytes."""
     number, unit = text.strip(), ""
     while number and not number[-1].isdigit():
         number, unit = number[:-1], number[-1] + unit
@@ -85,39 +91,39 @@ def parse_bytes(text: str) -> int:
     except (KeyError, ValueError):
         count = 0.0
     if not 0 < count < math.inf:
-        raise FormatError(f"{text!r} is no amount of memory. Write it as 80GB or 80GiB.")
+        raise FormatError(f"{text!r} is not an amount of memory. Write it as 80GB or 80GiB.")
     return int(count)
 
 
-# ------------------------------------------------------------------ what JSON and TOML hold
+# ------------------------------------------------------------------ JSON and TOML
 
 
 def parse_json(text: bytes) -> Any:
-    """Reads JSON as its standard has it: UTF-8, each key once, no NaN."""
+    """Parses strict JSON: UTF-8, no repeated keys, no NaN."""
     try:
-        found = json.loads(
+        value = json.loads(
             text.decode(),
             object_pairs_hook=_each_key_once,
             parse_constant=_no_number,
             parse_int=_integer,
         )
-        if b"\\u" in text:  # half of a character, of which Python makes a string
-            json.dumps(found, ensure_ascii=False).encode()
+        if b"\\u" in text:  # Python accepts half of a surrogate pair
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"no JSON: {error}.") from None
-    return found
+        raise FormatError(f"not valid JSON: {error}.") from None
+    return value
 
 
 def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {twice!r} stands twice")
-    return found
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {repeated!r} is repeated")
+    return mapping
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _integer(text: str) -> int:
@@ -125,7 +131,7 @@ def _integer(text: str) -> int:
 
 
 def check_keys(raw: Any, known: Sequence[str], where: str) -> None:
-    """Raises `FormatError` unless `raw` is an object of exactly these keys."""
+    """Raises `FormatError` unless `raw` is an object with exactly these keys."""
     if not isinstance(raw, dict):
         raise FormatError(f"{where} is {type(raw).__name__}, not an object.")
     facts = [f"has an unknown key {key!r}.{did_you_mean(key, known)}" for key in raw.keys() - known]
@@ -135,7 +141,7 @@ def check_keys(raw: Any, known: Sequence[str], where: str) -> None:
 
 
 def typed(value: Any, kind: type, where: str, what: str = "") -> Any:
-    """The value; raises `FormatError` if it is of another type, `what` it should be."""
+    """Returns `value`, or raises `FormatError` if its type is not `kind`; `what` names the type."""
     if type(value) is not kind:
         raise FormatError(
             f"{where} is {value!r} ({type(value).__name__}), not {what or kind.__name__}."

@@ -1,4 +1,4 @@
-"""Making meshes, of real devices and of simulated ones."""
+"""Makes meshes of real, simulated and absent devices."""
 
 import math
 import os
@@ -24,24 +24,24 @@ def make_mesh(
     dcn_axes: Mapping[str, int] | str | None = None,
     axis_types: AxisTypeName | Mapping[str, AxisTypeName] = "auto",
 ) -> Mesh:
-    """Makes a mesh whose axes are laid over the devices with their topology in mind.
+    """Makes a mesh, with its axes assigned to devices by how these are connected.
 
     Args:
         axes: Axis names and sizes, outermost first: `{"data": 2, "fsdp": -1}` or
-            `"data=2,fsdp=-1"`. One size may be -1: it takes the devices that are left.
+            `"data=2,fsdp=-1"`. One size may be -1: it takes the remaining devices.
         devices: The devices to use; all of `jax.devices()` by default.
         dcn_axes: The factor of each axis that runs over the slow network between
             slices (or processes), in the same notation. The size of an axis in the mesh
             is then the product of its two factors.
         axis_types: `"auto"` (the compiler's partitioner decides what no spec says) or
-            `"explicit"` (shardings are part of types), for all axes or by axis name.
+            `"explicit"` (shardings are part of types), for all axes or per axis name.
 
     Returns:
         A `jax.sharding.Mesh` with every axis type set.
 
     Raises:
-        MeshError: If `axes` cannot be read, holds two -1, or does not multiply to the
-            number of devices.
+        MeshError: If `axes` cannot be parsed, has two sizes of -1, or does not multiply
+            to the number of devices; if `dcn_axes` does not match the slices.
         UnknownAxisError: If `dcn_axes` or `axis_types` names an axis not in `axes`.
 
     Examples:
@@ -66,7 +66,7 @@ def make_mesh(
     )
     if dcn_axes is None:
         return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices)
-    # Only hybrid meshes need it, and it costs import time.
+    # Imported here because only hybrid meshes need it, and it is slow to import.
     from jax.experimental import mesh_utils
 
     try:
@@ -86,11 +86,11 @@ def make_mesh(
 
 
 def abstract_mesh(axes: Mapping[str, int] | str) -> AbstractMesh:
-    """A mesh of Auto axes without devices, of any size, to plan for. Starts no backend."""
+    """A mesh of Auto axes without devices, of any size. Starts no backend."""
     sizes = _parse_axes(axes)
     if left := [name for name, size in sizes.items() if size == -1]:
         raise MeshError(
-            f"{describe_sizes(sizes)}: there are no devices here to fill {left[0]!r} with. Give"
+            f"{describe_sizes(sizes)}: the size of {left[0]!r} cannot be -1 without devices. Give"
             " it a number."
         )
     return AbstractMesh(
@@ -101,15 +101,15 @@ def abstract_mesh(axes: Mapping[str, int] | str) -> AbstractMesh:
 def simulate_devices(n: int) -> None:
     """Makes the CPU platform show `n` devices, for laptops, tests and demos.
 
-    It chooses no platform: where there are accelerators, they are still what
-    `jax.devices()` lists. It takes precedence over a device count in `XLA_FLAGS`.
+    It does not choose a platform: with accelerators present, `jax.devices()` still lists
+    those. It takes precedence over a device count in `XLA_FLAGS`.
 
     Args:
-        n: How many CPU devices, at least 1.
+        n: The number of CPU devices, at least 1.
 
     Raises:
-        MeshError: If `n` is not a positive number, or a backend has started with
-            another number of CPU devices already.
+        MeshError: If `n` is not a positive number, or a backend has already started with
+            another number of CPU devices.
 
     Examples:
         >>> simulate_devices(8)
@@ -122,10 +122,9 @@ def simulate_devices(n: int) -> None:
         if len(jax.devices("cpu")) == n:
             return
         raise MeshError(
-            f"simulate_devices({n}) came too late: JAX has started with"
-            f" {len(jax.devices('cpu'))} CPU device(s), and their number is fixed from then on."
-            " Call it right after the imports, before anything asks for devices or makes an"
-            " array."
+            f"simulate_devices({n}) was called too late: JAX has already started with"
+            f" {len(jax.devices('cpu'))} CPU device(s), and cannot change their number. Call it"
+            " right after the imports, before any code lists devices or makes an array."
         )
     flags = os.environ.get("XLA_FLAGS", "")
     if _SIMULATED in flags:
@@ -134,7 +133,7 @@ def simulate_devices(n: int) -> None:
 
 
 def _backends_started() -> bool:
-    # No public way to ask without starting one.
+    # Every public function that would tell starts one.
     from jax._src import xla_bridge
 
     return xla_bridge.backends_are_initialized()
@@ -151,7 +150,7 @@ def _parse_axes(axes: Mapping[str, int] | str) -> dict[str, int]:
                     ' by commas, as in "data=2,fsdp=-1".'
                 )
             if match[1] in sizes:
-                raise MeshError(f"{axes!r}: the axis {match[1]!r} stands there twice.")
+                raise MeshError(f"{axes!r}: the axis {match[1]!r} is repeated.")
             sizes[match[1]] = int(match[2])
     else:
         sizes = dict(axes)
@@ -159,7 +158,7 @@ def _parse_axes(axes: Mapping[str, int] | str) -> dict[str, int]:
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise MeshError(
                 f"{describe_sizes(sizes)}: the size of {name!r} must be a positive number, or"
-                " -1 for the devices that are left."
+                " -1 for the remaining devices."
             )
     return sizes
 
@@ -172,7 +171,7 @@ def _fill(
     unknown = [name for name, size in both.items() if size == -1]
     if len(unknown) > 1:
         raise MeshError(
-            f"{text}: only one size may be -1, since it takes the devices that are left."
+            f"{text}: only one size may be -1, since it takes all remaining devices."
             f" Give {' or '.join(unknown)} a number."
         )
     known = math.prod(size for size in both.values() if size != -1)

@@ -1,7 +1,7 @@
-"""What a mesh is, and which one is in force.
+"""The axes of a mesh, and the mesh that is in force.
 
 The only module that knows where a current mesh comes from: `jax.set_mesh`, the older
-`with mesh:`, or the trace that is under way.
+`with mesh:`, or the current trace.
 """
 
 import math
@@ -16,14 +16,12 @@ from treeshard._errors import NoMeshError, UnknownAxisError, did_you_mean
 AnyMesh = Mesh | AbstractMesh
 AxisTypeName = Literal["auto", "explicit"]
 
-_SIMULATED = "--xla_force_host_platform_device_count"
 
-
-# ------------------------------------------------------------------ asking a mesh
+# ------------------------------------------------------------------ axes of a mesh
 
 
 def axis_sizes(mesh: AnyMesh) -> Mapping[str, int]:
-    """Axis name -> size, in the mesh's order."""
+    """Axis names to sizes, in the mesh's order."""
     return mesh.shape
 
 
@@ -47,31 +45,31 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
 
 
 def unknown_axis(name: str, sizes: Mapping[str, int]) -> str:
-    """The fact that the mesh lacks an axis, with what it has."""
+    """Says that the mesh lacks an axis, and which ones it has."""
     return (
         f"the mesh has no axis {name!r}. It has {describe_sizes(sizes)}.{did_you_mean(name, sizes)}"
     )
 
 
 def check_axes(names: Sequence[str], sizes: Mapping[str, int], where: str) -> None:
-    """Raises `UnknownAxisError` for the first of `names` that is not an axis."""
+    """Raises `UnknownAxisError` for the first of `names` that is not an axis of the mesh."""
     for name in names:
         if name not in sizes:
             raise UnknownAxisError(f"{where}: {unknown_axis(name, sizes)}")
 
 
 def get_incontext_mesh(*, raise_error: bool = True) -> AnyMesh | None:
-    """Returns the mesh in force: by `jax.set_mesh`, `with mesh:`, or inside a trace.
+    """Returns the mesh in force, set by `jax.set_mesh` or `with mesh:`, or that of the trace.
 
-    Where both contexts are set, `jax.set_mesh` wins, as in JAX. Inside a trace, and
-    under `use_abstract_mesh`, the mesh is an `AbstractMesh`; inside `shard_map` its
-    `manual_axes` say over which axes the code runs once per device.
+    If both contexts are set, `jax.set_mesh` wins, as in JAX. Inside a trace and under
+    `use_abstract_mesh` the mesh is an `AbstractMesh`. Inside `shard_map` its
+    `manual_axes` are the axes over which the code runs once per device.
 
     Args:
-        raise_error: Whether having no mesh is an error.
+        raise_error: Whether to raise if no mesh is in force.
 
     Returns:
-        The mesh, or `None` if there is none and `raise_error` is false.
+        The mesh, or `None` if no mesh is in force and `raise_error` is false.
 
     Raises:
         NoMeshError: If no mesh is in force and `raise_error` is true.
@@ -85,19 +83,19 @@ def get_incontext_mesh(*, raise_error: bool = True) -> AnyMesh | None:
     if mesh is None and raise_error:
         raise NoMeshError(
             "No mesh is in force. Pass one (`mesh=...`), run inside `with jax.set_mesh(mesh):`,"
-            " or give `NamedSharding`s, which carry their own."
+            " or give `NamedSharding`s, which carry their own mesh."
             ' `treeshard.make_mesh("data=2,fsdp=-1")` makes one.'
         )
     return mesh
 
 
 def current_or_given(mesh: AnyMesh | None) -> AnyMesh:
-    """The mesh given, else the one in force. Raises `NoMeshError` without either."""
+    """Returns `mesh`, else the mesh in force. Raises `NoMeshError` if there is neither."""
     if mesh is not None:
         return mesh
-    found = get_incontext_mesh()
-    assert found is not None  # get_incontext_mesh raises; this is for the type checker
-    return found
+    current = get_incontext_mesh()
+    assert current is not None  # for the type checker: `get_incontext_mesh` raises
+    return current
 
 
 def _set_mesh() -> AnyMesh | None:
@@ -107,12 +105,12 @@ def _set_mesh() -> AnyMesh | None:
     if is_tracing():
         return abstract
     concrete = jax.sharding.get_mesh()
-    # Under `use_abstract_mesh` the concrete mesh is empty, or an outer one.
+    # Under `use_abstract_mesh` the concrete mesh is empty or belongs to an outer context.
     return concrete if concrete.abstract_mesh == abstract else abstract
 
 
 def _with_mesh() -> Mesh | None:
-    # The public alias warns; both are gone one day, and then `with mesh:` is too.
+    # The public alias is deprecated. When JAX removes both, `with mesh:` is gone too.
     try:
         from jax._src.mesh import thread_resources
     except ImportError:
@@ -122,35 +120,35 @@ def _with_mesh() -> Mesh | None:
 
 
 def context_mesh() -> AnyMesh | None:
-    """The mesh that types are checked against here, with its devices where they are known.
+    """The mesh that JAX checks types against here, with its devices where they are known.
 
-    Unlike `get_incontext_mesh` it does not look at `with mesh:`, which JAX's types do not
-    see, and has the devices of `jax.set_mesh` inside traces too.
+    Differs from `get_incontext_mesh` in two ways: it ignores `with mesh:`, which JAX's types
+    do not depend on, and it keeps the devices of `jax.set_mesh` inside traces.
     """
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return None
-    # Inside a trace there is no public way to ask.
+    # JAX has no public function for this inside a trace.
     try:
         from jax._src.mesh import get_concrete_mesh
     except ImportError:
         return abstract
     concrete = get_concrete_mesh()
-    # Under `use_abstract_mesh` and `shard_map` it is empty, or an outer one.
+    # Under `use_abstract_mesh` and `shard_map` it is empty or belongs to an outer context.
     return concrete if concrete.abstract_mesh == abstract else abstract
 
 
 def is_tracing() -> bool:
-    """Whether a JAX transformation is under way in this thread."""
+    """Whether this thread is inside a JAX trace."""
     try:
         jax.sharding.get_mesh()
-    except ValueError:  # what it does inside any trace
+    except ValueError:  # raised inside any trace
         return True
     return False
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Whether the mesh in force has all of `names` as axes; false without a mesh.
+    """Whether the mesh in force has all of `names` as axes; false if no mesh is in force.
 
     Examples:
         >>> with jax.set_mesh(make_mesh("data=2,fsdp=4")):
@@ -178,15 +176,15 @@ def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
 
 
 def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None = None) -> int:
-    """Returns the product of the sizes of some axes: over how many parts they split.
+    """Returns the product of the sizes of some axes: the number of parts they split a dim into.
 
     Args:
-        axis_names: One axis, or several. Of none the product is 1.
+        axis_names: One axis or several. The product of no axes is 1.
         mesh: The mesh; the one in force by default.
 
     Raises:
         TypeError: If `axis_names` is neither a string nor a sequence of strings.
-        UnknownAxisError: If the mesh lacks one of them.
+        UnknownAxisError: If the mesh lacks one of the axes.
         NoMeshError: If `mesh` is `None` and no mesh is in force.
 
     Examples:
@@ -203,15 +201,15 @@ def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None 
 
 
 def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
-    """Returns over how many devices some axes run, inside `shard_map`.
+    """Returns the product of the sizes of some axes, inside `shard_map`.
 
     Args:
-        axis_names: One axis, or several. Of none the product is 1.
+        axis_names: One axis or several. The product of no axes is 1.
 
     Raises:
         TypeError: If `axis_names` is neither a string nor a sequence of strings.
-        UnknownAxisError: If an axis is not bound here: outside `shard_map`, or an axis
-            over which this `shard_map` is not manual.
+        UnknownAxisError: If an axis is not bound here: outside `shard_map`, or if this
+            `shard_map` is not manual over it.
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
@@ -227,18 +225,18 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int:
     """Returns this device's row-major index along some axes, inside `shard_map`.
 
-    The first name is the most major: the order in which `P(("a", "b"))` lays shards.
+    The first name is the most major, which is the order of the shards of `P(("a", "b"))`.
 
     Args:
-        axis_names: One axis, or several. Of none the index is 0.
+        axis_names: One axis or several. The index along no axes is 0.
 
     Returns:
-        A 0-d int32 array that differs per device, or the int 0 for no axes.
+        An int32 array of shape `()` that differs per device, or the int 0 for no axes.
 
     Raises:
         TypeError: If `axis_names` is neither a string nor a sequence of strings.
-        UnknownAxisError: If an axis is not bound here: outside `shard_map`, or an axis
-            over which this `shard_map` is not manual.
+        UnknownAxisError: If an axis is not bound here: outside `shard_map`, or if this
+            `shard_map` is not manual over it.
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
@@ -252,7 +250,7 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int
 
 
 def axis_tuple(axis_names: str | Sequence[str], where: str) -> tuple[str, ...]:
-    """Axis names as a tuple, whether one or several were given; `where` is for the message."""
+    """One axis name or several, as a tuple; `where` names the caller in the message."""
     if isinstance(axis_names, str):
         return (axis_names,)
     if isinstance(axis_names, Sequence) and all(isinstance(name, str) for name in axis_names):
@@ -266,8 +264,8 @@ def axis_tuple(axis_names: str | Sequence[str], where: str) -> tuple[str, ...]:
 def check_bound(
     names: Sequence[str], where: str, instead: str = "`get_axes_size_in_mesh` gives sizes"
 ) -> None:
-    """Raises `UnknownAxisError` for the first of `names` over which the code does not run once
-    per device; `instead` says what to use outside `shard_map`."""
+    """Raises `UnknownAxisError` for the first of `names` that is not a Manual axis here;
+    `instead` says what to use outside `shard_map`."""
     for name in names:
         try:
             jax.lax.axis_size(name)
@@ -275,24 +273,24 @@ def check_bound(
             manual = manual_axes()
             raise UnknownAxisError(
                 f"{where}: the axis {name!r} is not bound here."
-                f" {f'Bound are {sorted(manual)}.' if manual else 'None is.'}"
+                f" {f'The bound axes are {sorted(manual)}.' if manual else 'No axis is bound.'}"
                 f"{did_you_mean(name, manual)} Axes are bound inside `jax.shard_map`; outside,"
                 f" {instead}."
             ) from error
 
 
 def manual_axes() -> frozenset[str]:
-    """The axes over which the code runs once per device, here and now."""
+    """The axes over which the code that is being traced runs once per device."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def vmapped_axes() -> frozenset[str]:
-    """The axes that an enclosing `vmap` lays its mapped dim over, here and now.
+    """The axes that the mapped dim of an enclosing `vmap` is sharded over.
 
-    Those of its `spmd_axis_name`, and the Explicit ones that the mapped dim is sharded on.
-    No spec inside may name them.
+    These are the axes of its `spmd_axis_name`, and the Explicit axes that the mapped dim is
+    sharded over. Specs inside the `vmap` must not name them.
     """
-    # No public way to ask; without this one, JAX itself refuses such specs.
+    # JAX has no public function for this. Without it, JAX rejects such specs itself.
     try:
         from jax._src.core import get_axis_env
     except ImportError:

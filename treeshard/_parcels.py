@@ -1,4 +1,4 @@
-"""Which parts of an array go from which process to which, and through which box and shard."""
+"""Divides the transfer of an array between processes into parcels."""
 
 import math
 from collections import defaultdict
@@ -10,21 +10,21 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-CHUNK = 2**21  # bytes; several of them are in use at a time
+CHUNK = 2**21  # bytes of one parcel; several are in flight at a time
 
-Box = tuple[tuple[int, int], ...]  # where a part begins and ends in each dim
-Pair = tuple[int, int]  # sender and receiver
+Box = tuple[tuple[int, int], ...]  # a region of an array: (start, stop) per dim
+Pair = tuple[int, int]  # (sender, receiver), by process index
 
 
 class Parcel(NamedTuple):
-    """A part of an array, on its way from one process to another or within one.
+    """A region of an array that one process sends to another, or copies within itself.
 
     Attributes:
-        pair: Who has it and who wants it.
-        held: The shard that it is cut from.
-        wanted: The box that it goes into.
-        part: What of the array it is; no more than a chunk, if it travels.
-        nbytes: Its size.
+        pair: The sending and the receiving process.
+        held: The box of the shard that contains it on the sender.
+        wanted: The box of the receiver that contains it.
+        part: The box of the parcel itself; at most `CHUNK` bytes if sender and receiver differ.
+        nbytes: Its size in bytes.
     """
 
     pair: Pair
@@ -35,11 +35,12 @@ class Parcel(NamedTuple):
 
 
 def box_of(index: Iterable[slice], shape: Sequence[int]) -> Box:
-    """A shard's index as a box."""
+    """The index of a shard, as a box."""
     return tuple(i.indices(length)[:2] for i, length in zip(index, shape, strict=True))
 
 
 def route(x: jax.Array, wanted: Iterable[tuple[int, Box]]) -> tuple[Parcel, ...]:
+    """The parcels that bring each process in `wanted` its box; the same on every process."""
     return _parcels(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(wanted))
 
 
@@ -47,11 +48,10 @@ def route(x: jax.Array, wanted: Iterable[tuple[int, Box]]) -> tuple[Parcel, ...]
 def _parcels(
     sharding: Sharding, shape: tuple[int, ...], itemsize: int, wanted: tuple[tuple[int, Box], ...]
 ) -> tuple[Parcel, ...]:
-    """How the wanted boxes are put together; the same on every process."""
     holders: dict[Box, dict[int, None]] = defaultdict(dict)
     for device, index in sharding.devices_indices_map(shape).items():
         holders[box_of(index, shape)][device.process_index] = None
-    found = []
+    parcels = []
     for receiver, box in wanted:
         for turn, (held, among) in enumerate(holders.items()):
             part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, box, strict=True))
@@ -61,12 +61,12 @@ def _parcels(
             sender = receiver if here else [*among][(receiver + turn) % len(among)]
             for piece in [part] if here else _pieces(part, itemsize):
                 nbytes = itemsize * math.prod(lengths(piece))
-                found.append(Parcel((sender, receiver), held, box, piece, nbytes))
-    return tuple(found)
+                parcels.append(Parcel((sender, receiver), held, box, piece, nbytes))
+    return tuple(parcels)
 
 
 def _pieces(part: Box, itemsize: int) -> list[Box]:
-    """A part cut into pieces of at most a chunk: as many rows as fit, or pieces of each row."""
+    """Cuts a box into boxes of at most `CHUNK` bytes: as many rows as fit, or pieces of a row."""
     if not part:
         return [part]
     (start, stop), rest = part[0], part[1:]
@@ -79,10 +79,10 @@ def _pieces(part: Box, itemsize: int) -> list[Box]:
 
 
 def lengths(box: Box) -> tuple[int, ...]:
-    """How long a box is in each dim."""
+    """The shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def within(part: Box, box: Box) -> tuple[slice, ...]:
-    """Where in a box a part of it lies."""
+    """The index of `part` relative to `box`."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, box, strict=True))

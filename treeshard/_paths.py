@@ -1,4 +1,4 @@
-"""What a leaf is called: `layers/0/attn/q/weight`."""
+"""The paths of leaves: `layers/0/attn/q/weight`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ IsLeaf = Callable[[Any], bool] | None
 
 
 def is_box(x: Any) -> bool:
-    """Whether `x` is a box around one array, as Flax makes them.
+    """Whether `x` is a Flax box around an array.
 
-    Recognised without importing Flax: a Linen box can `replace_boxed`, an nnx variable
-    has metadata.
+    Recognised without importing Flax: a Linen box has `replace_boxed`, an nnx variable has
+    metadata.
     """
     kind = type(x)
     return hasattr(kind, "replace_boxed") or (
@@ -22,15 +22,15 @@ def is_box(x: Any) -> bool:
 
 
 def leaf_paths(tree: Any, *, is_leaf: IsLeaf = None) -> list[str]:
-    """Names every leaf of a tree, in the order in which JAX flattens it.
+    """Returns the path of every leaf of a tree, in the order in which JAX flattens it.
 
-    Dict keys, field names and indices are joined by `/`. A tree that is itself a leaf is
-    named `""`. A Flax box is one leaf, so its `value` is not part of the name. Two leaves
-    may share a name, as in `{"a/b": 1, "a": {"b": 2}}`.
+    Dict keys, field names and indices are joined by `/`. A tree that is itself a leaf has
+    the path `""`. A Flax box is one leaf, so its `value` is not part of the path. Two leaves
+    may share a path, as in `{"a/b": 1, "a": {"b": 2}}`.
 
     Args:
         tree: Any pytree.
-        is_leaf: What else counts as a leaf, as in `jax.tree.map`.
+        is_leaf: What counts as a leaf in addition, as in `jax.tree.map`.
 
     Examples:
         >>> leaf_paths({"layers": [{"weight": 0, "bias": 0}], "scale": 0})
@@ -47,9 +47,9 @@ def named_tree_map(
     Args:
         f: Takes the leaf's path, the leaf, and the corresponding parts of `rest`.
         tree: Any pytree.
-        rest: Trees that have `tree` as a prefix.
-        sep: What joins the parts of a path.
-        is_leaf: What else counts as a leaf, as in `jax.tree.map`.
+        rest: Trees that have the structure of `tree` as a prefix.
+        sep: The separator between the parts of a path.
+        is_leaf: What counts as a leaf in addition, as in `jax.tree.map`.
 
     Raises:
         ValueError: If one of `rest` does not have `tree`'s structure (JAX's own error).
@@ -68,7 +68,7 @@ def named_tree_map(
 
 
 def children_with_keys(node: Any) -> list[tuple[str, Any]]:
-    """One level of a tree: each child with the part it adds to a path."""
+    """The children of a node, each with the part that it adds to a path."""
     pairs, _ = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(keystr(keys, simple=True, separator="/"), child) for keys, child in pairs]
 
@@ -81,7 +81,7 @@ def _named_leaves(tree: Any, sep: str, is_leaf: IsLeaf) -> tuple[list[str], list
     leaves: list[Any] = []
     for keys, leaf in tree_flatten_with_path(tree, is_leaf=stop)[0]:
         if is_box(leaf) and not (is_leaf is not None and is_leaf(leaf)):
-            # Inside a box the first key only says that there is a box.
+            # The first key inside a box is its field `value`.
             inside = tree_flatten_with_path(leaf, is_leaf=is_leaf)[0]
             paths += [keystr((*keys, *sub[1:]), simple=True, separator=sep) for sub, _ in inside]
             leaves += [value for _, value in inside]
@@ -92,12 +92,12 @@ def _named_leaves(tree: Any, sep: str, is_leaf: IsLeaf) -> tuple[list[str], list
 
 
 def path_under(prefix: str, path: str) -> str:
-    """The path of what has `path` in a tree that stands at `prefix` in a larger one."""
+    """Joins the path of a subtree and a path inside it; either may be empty."""
     return "/".join(part for part in (prefix, path) if part)
 
 
 def same_path_keys(tree: Any, path: str) -> list[str]:
-    """The key paths, as JAX writes them, of all leaves that share the name `path`."""
-    everything = jax.tree_util.tree_flatten_with_path(tree)[0]
-    named = zip(leaf_paths(tree), everything, strict=True)
-    return [keystr(keys) for name, (keys, _) in named if name == path]
+    """The key paths, as JAX writes them, of all leaves that have the path `path`."""
+    keyed = jax.tree_util.tree_flatten_with_path(tree)[0]
+    pairs = zip(leaf_paths(tree), keyed, strict=True)
+    return [keystr(keys) for leaf_path, (keys, _) in pairs if leaf_path == path]

@@ -1,7 +1,7 @@
-"""What processes tell each other before they go on together.
+"""Exchanges messages between processes.
 
-It goes through the coordination service of JAX's own runtime: no device takes part, nothing is
-compiled, and a process that does not come is named instead of waited for without end.
+Uses the coordination service of JAX's own runtime: no device is involved and nothing is
+compiled. A process that does not arrive is named in an error after a timeout.
 """
 
 import itertools
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax._src import distributed  # the service has no public name that knows timeouts
+from jax._src import distributed  # the public functions have no timeouts
 
 from treeshard._errors import ProcessError, listed
 
-# Seconds that the others are waited for, where a function says nothing else.
+# Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
-# Where all are at work: that may take long, and if one is lost JAX itself ends the others.
+# For waits while others do work of unknown length. If one of them dies, JAX itself ends the rest.
 AS_LONG_AS_IT_TAKES = 7 * 86400.0
 
 _calls: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
@@ -26,48 +26,48 @@ _calls: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 def exchange(
     what: str, mine: bytes, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
 ) -> list[bytes]:
-    """Gives every process what every other one has to say.
+    """Sends a message to every participating process and returns all messages.
 
-    All of them return, or all raise: a process that comes too late gets the error too.
+    Either all processes return or all raise: a process that arrives late gets the error too.
 
     Args:
-        what: What is being done, such as `"save /runs/7/step_100"`: the same on every process,
-            and what messages say. Calls of one name meet in their order.
-        mine: What this process says.
-        among: The indices of the processes that take part; by default all. If there are none, this
-            one is alone.
-        timeout: Seconds that the others are waited for.
+        what: The operation, such as `"save /runs/7/step_100"`; the same on every process.
+            Messages name it. Calls with the same name are matched in order.
+        mine: The message of this process.
+        among: The indices of the participating processes; all by default. If it is empty, only
+            this one participates.
+        timeout: Seconds to wait for the other processes.
 
     Returns:
-        What each said, in the order of their indices.
+        The message of each process, in the order of their indices.
 
     Raises:
-        ProcessError: If a process did not come in time: it is named.
+        ProcessError: If a process did not arrive in time. The message names it.
     """
-    there = indices(among)
-    if there == [jax.process_index()]:
+    participants = indices(among)
+    if participants == [jax.process_index()]:
         return [mine]
     client = _client()
-    call = f"{what}#{','.join(map(str, there))}"
+    call = f"{what}#{','.join(map(str, participants))}"
     meeting = f"treeshard/{call}/{next(_calls[call])}"
     client.key_value_set_bytes(f"{meeting}/{jax.process_index()}", mine)
     try:
-        client.wait_at_barrier(meeting, _milliseconds(timeout), there)
-        told = dict(client.key_value_dir_get_bytes(f"{meeting}/"))
-        # Whoever takes its words back must know that all have read them.
-        client.wait_at_barrier(f"{meeting}/read", _milliseconds(timeout), there)
+        client.wait_at_barrier(meeting, _milliseconds(timeout), participants)
+        messages = dict(client.key_value_dir_get_bytes(f"{meeting}/"))
+        # A message may be deleted only after all processes have read it.
+        client.wait_at_barrier(f"{meeting}/read", _milliseconds(timeout), participants)
     except jax.errors.JaxRuntimeError as error:
-        raise ProcessError(_absent(client, what, meeting, there, timeout, error)) from None
+        raise ProcessError(_absent(client, what, meeting, participants, timeout, error)) from None
     client.key_value_delete(f"{meeting}/{jax.process_index()}")
-    return [told[f"{meeting}/{i}"] for i in there]
+    return [messages[f"{meeting}/{i}"] for i in participants]
 
 
 class Said:
-    """What the processes say at the end of a block that they run together.
+    """The messages that processes exchange at the end of a block of `together`.
 
     Attributes:
-        mine: What this one says; its block sets it.
-        every: After the block, what each said, in the order of their indices.
+        mine: The message of this process, set inside the block.
+        every: After the block, the message of each process, in the order of their indices.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Said:
 def together(
     what: str, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
 ) -> Iterator[Said]:
-    """Runs its block on every process; where it raises on one, all raise.
+    """Runs its block on every process; if it raises on one, all raise.
 
     Args:
         what: As in `exchange`.
@@ -87,40 +87,41 @@ def together(
         timeout: As in `exchange`.
 
     Raises:
-        ProcessError: If a process did not come, or if the block raised on others but not here:
-            it says what they said.
-        Exception: Whatever the block raised here.
+        ProcessError: If a process did not arrive, or if the block raised on other processes but
+            not here; the message quotes their errors.
+        Exception: The error that the block raised on this process.
     """
     said = Said()
-    mine: Exception | None = None
+    own_error: Exception | None = None
     try:
         yield said
     except Exception as error:
-        mine = error
-    told = b"+" + said.mine if mine is None else f"-{type(mine).__name__}: {mine}".encode()
+        own_error = error
+    failed = own_error is not None
+    outcome = f"-{type(own_error).__name__}: {own_error}".encode() if failed else b"+" + said.mine
     try:
-        every = exchange(what, told, among=among, timeout=timeout)
+        outcomes = exchange(what, outcome, among=among, timeout=timeout)
     except ProcessError as absent:
-        raise (mine or absent) from None
-    if mine is not None:
-        raise mine
-    pairs = zip(indices(among), every, strict=True)
-    facts = [f"process {i} raised {one[1:].decode()}" for i, one in pairs if one[:1] == b"-"]
+        raise (own_error or absent) from None
+    if own_error is not None:
+        raise own_error
+    pairs = zip(indices(among), outcomes, strict=True)
+    facts = [f"process {i} raised {text[1:].decode()}" for i, text in pairs if text[:1] == b"-"]
     if len(facts) == 1:
         raise ProcessError(f"{what}: nothing was done, since {facts[0]}")
     if facts:
-        headline = f"{what}: nothing was done, since others failed:"
+        headline = f"{what}: nothing was done, since other processes failed:"
         raise ProcessError(listed(headline, facts, 4, headed=True))
-    said.every = [one[1:] for one in every]
+    said.every = [text[1:] for text in outcomes]
 
 
 def processes_of(devices: Iterable[Any]) -> list[int]:
-    """The processes that hold devices, by index."""
+    """The indices of the processes that own some devices, ascending."""
     return sorted({device.process_index for device in devices})
 
 
 def indices(among: Sequence[int] | None) -> list[int]:
-    """The processes that take part, as in `exchange`."""
+    """The indices of the participating processes; `among` is that of `exchange`."""
     if among is None:
         return list(range(jax.process_count()))
     return sorted(set(among)) or [jax.process_index()]
@@ -131,26 +132,31 @@ def _milliseconds(timeout: float) -> int:
 
 
 def _absent(
-    client: Any, what: str, meeting: str, there: Sequence[int], timeout: float, error: Exception
+    client: Any,
+    what: str,
+    meeting: str,
+    participants: Sequence[int],
+    timeout: float,
+    error: Exception,
 ) -> str:
     absent = []
-    for i in there:
+    for i in participants:
         try:
             client.key_value_try_get_bytes(f"{meeting}/{i}")
         except jax.errors.JaxRuntimeError:
             absent.append(i)
-    if not absent:  # all have come, and one too late, or the service itself is gone
-        told = str(error).splitlines()[0]
+    if not absent:  # all arrived, one of them too late; or the service itself is gone
+        reason = str(error).splitlines()[0]
         return (
-            f"{what}: the processes missed each other by more than {timeout:g} s, or one was lost"
-            f" ({told}). Nothing was done. See the logs of the others."
+            f"{what}: a process arrived more than {timeout:g} s after another, or was lost"
+            f" ({reason}). Nothing was done. See the logs of the other processes."
         )
     names = ", ".join(map(str, absent))
     return (
         f"{what}: {'process' if len(absent) == 1 else 'processes'} {names} of"
-        f" {jax.process_count()} did not come within {timeout:g} s. Nothing was done. Every"
-        " process must make this call; see the log of whoever is missing, or give it more time"
-        " with `timeout=`."
+        f" {jax.process_count()} did not arrive within {timeout:g} s. Nothing was done. Every"
+        " process must make this call. See the log of the missing process, or wait longer with"
+        " `timeout=`."
     )
 
 
@@ -158,7 +164,7 @@ def _client() -> Any:
     client = distributed.global_state.client
     if client is None:
         raise ProcessError(
-            f"There are {jax.process_count()} processes, and this one cannot talk to the others."
-            " Call `jax.distributed.initialize()` first, on each of them."
+            f"There are {jax.process_count()} processes, and this one is not connected to the"
+            " others. Call `jax.distributed.initialize()` first, on each of them."
         )
     return client

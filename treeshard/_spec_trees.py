@@ -1,4 +1,4 @@
-"""How a tree of specs lies beside a tree of arrays."""
+"""Matches a tree of specs with a tree of arrays."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from treeshard._specs import axes_of, entries, has_shape, is_logical, is_spec, w
 
 
 class SpecCarrier:
-    """Base of what stands for a tree of specs wherever one is taken. `Plan` is one."""
+    """Base of classes that are accepted wherever a tree of specs is. `Plan` is one."""
 
     __slots__ = ()
     specs: Any
@@ -24,8 +24,8 @@ def get_names_from_partition_spec(specs: Any) -> list[str]:
     """Returns the mesh axes that specs name, each once, in order of first appearance.
 
     Args:
-        specs: A spec, a `NamedSharding`, a `Plan`, or any tree of them. `None`, tuples
-            and `UNCONSTRAINED` are fine.
+        specs: A spec, a `NamedSharding`, a `Plan`, or any tree of specs. `None`, tuples
+            and `UNCONSTRAINED` are allowed.
 
     Examples:
         >>> get_names_from_partition_spec({"w": P("data", ("fsdp", "tensor")), "b": P("data")})
@@ -37,29 +37,29 @@ def get_names_from_partition_spec(specs: Any) -> list[str]:
     names: dict[str, None] = {}
     tree = specs.specs if isinstance(specs, SpecCarrier) else specs
     for leaf in tree_leaves(tree, is_leaf=is_spec):
-        # A tuple entry of a spec that was taken apart is a tree of names.
-        found = [a for e in entries(leaf) for a in axes_of(e)] if is_spec(leaf) else axes_of(leaf)
-        names.update(dict.fromkeys(found))
+        # The entries of a spec may be given on their own too: a tree of names.
+        axes = [a for e in entries(leaf) for a in axes_of(e)] if is_spec(leaf) else axes_of(leaf)
+        names.update(dict.fromkeys(axes))
     return list(names)
 
 
 def layer_specs(specs: Any, dim: int = 0) -> Any:
-    """Returns the specs of one slice of a stacked tree, as `lax.scan` hands them to its body.
+    """Returns the specs of one slice of a stacked tree, as the body of a `lax.scan` needs them.
 
     A leaf of shape `(layers, d0, d1)` with spec `P(None, "fsdp")` has slices of shape
-    `(d0, d1)` with spec `P("fsdp")`. JAX takes the spec of the whole leaf for a slice
-    without a word, and shards the wrong dim.
+    `(d0, d1)` with spec `P("fsdp")`. JAX accepts the spec of the stacked leaf for a slice
+    too, silently, and then shards the wrong dim.
 
     Args:
-        specs: A tree of specs (or a `Plan`) of stacked leaves. `None`s stay.
+        specs: A tree of specs (or a `Plan`) of stacked leaves. `None`s stay `None`.
         dim: The dim that the scan runs over, counted from the front.
 
     Returns:
-        The same tree with one entry less a spec.
+        The same tree, where each spec has one entry less.
 
     Raises:
-        SpecError: If a leaf is sharded on that dim: a scan would gather it whole in every
-            iteration. All such leaves are named.
+        SpecError: If a leaf is sharded on that dim: a scan would gather the full leaf in
+            every iteration. The message lists all such leaves.
 
     Examples:
         >>> layer_specs({"w": P(None, "fsdp", None), "b": P()})
@@ -78,12 +78,12 @@ def layer_specs(specs: Any, dim: int = 0) -> Any:
         if dim < len(parts) and axes_of(parts[dim]):
             bad.append(
                 f"{path}: {leaf if isinstance(leaf, PartitionSpec) else leaf.spec} shards dim"
-                f" {dim}, the one that the layers are stacked on, so every device would need"
-                " every layer. Shard another dim (`skip=(0,)` of `fsdp` keeps this one free)."
+                f" {dim}, on which the layers are stacked, so every device would need every"
+                " layer. Shard another dim (`fsdp(..., skip=(0,))` keeps this one free)."
             )
         spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
-        less = with_entries(spec, [*parts[:dim], *parts[dim + 1 :]])
-        sliced.append(NamedSharding(leaf.mesh, less) if isinstance(leaf, NamedSharding) else less)
+        rest = with_entries(spec, [*parts[:dim], *parts[dim + 1 :]])
+        sliced.append(NamedSharding(leaf.mesh, rest) if isinstance(leaf, NamedSharding) else rest)
     if bad:
         raise SpecError(listed(f"{len(bad)} leaves are sharded on the stacked dim {dim}:", bad))
     return treedef.unflatten(sliced)
@@ -92,55 +92,55 @@ def layer_specs(specs: Any, dim: int = 0) -> Any:
 def specs_of_leaves(
     specs: Any, tree: Any, name: str = "specs", resolve: Callable[[Any], Any] | None = None
 ) -> list[Any]:
-    """Lays a tree of specs beside a tree: one spec for every leaf of `tree`, in its order.
+    """Matches a tree of specs with a tree: one spec for every leaf of `tree`, in its order.
 
     Args:
         specs: A tree of `PartitionSpec`s or `NamedSharding`s with the structure of
             `tree`, a prefix of one (one spec for a whole subtree), or a `Plan`. `None`
             means "leave this subtree as it is".
         tree: Any pytree.
-        name: What the caller calls `specs`, for messages.
-        resolve: Makes a spec of a tuple of logical names, or raises `SpecError`. Without
-            it such a tuple is no spec.
+        name: The name that messages use for `specs`.
+        resolve: Turns a tuple of logical names into a spec, or raises `SpecError`. Without
+            it such a tuple is an error.
 
     Raises:
-        SpecError: If `specs` is no prefix of `tree`: the first path that differs, and
-            both sides. If it holds something that is no spec, or names that do not resolve.
+        SpecError: If `specs` is not a prefix of `tree`; the message shows both sides at the
+            first path that differs. If an entry is not a spec, or names do not resolve.
     """
     if isinstance(specs, SpecCarrier):
         specs = specs.specs
-    prefixes, treedef = tree_flatten(specs, is_leaf=_is_one)
+    prefixes, treedef = tree_flatten(specs, is_leaf=_is_entry)
     prefixes = _resolved(specs, prefixes, name, resolve)
     try:
         subtrees = treedef.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
         raise SpecError(_first_difference(specs, tree, "", name) or str(error)) from None
-    beside: list[Any] = []
+    per_leaf: list[Any] = []
     for spec, subtree in zip(prefixes, subtrees, strict=True):
-        beside += [spec] * tree_structure(subtree).num_leaves
-    return beside
+        per_leaf += [spec] * tree_structure(subtree).num_leaves
+    return per_leaf
 
 
-def _is_one(x: Any) -> bool:
+def _is_entry(x: Any) -> bool:
     return x is None or is_spec(x) or is_logical(x)
 
 
 def _resolved(
     specs: Any, prefixes: list[Any], name: str, resolve: Callable[[Any], Any] | None
 ) -> list[Any]:
-    """The specs that were found, with specs in place of logical names."""
+    """`prefixes` with tuples of logical names resolved to specs."""
     if all(spec is None or is_spec(spec) for spec in prefixes):
         return prefixes
-    found: list[Any] = []
+    resolved: list[Any] = []
     bad: list[str] = []
-    for path, spec in zip(leaf_paths(specs, is_leaf=_is_one), prefixes, strict=True):
+    for path, spec in zip(leaf_paths(specs, is_leaf=_is_entry), prefixes, strict=True):
         try:
-            found.append(_one_spec(spec, resolve))
+            resolved.append(_one_spec(spec, resolve))
         except SpecError as error:
             bad.append(f"{path or name}: {error}")
     if bad:
-        raise SpecError(listed(f"{len(bad)} entries of the {name} are no specs:", bad))
-    return found
+        raise SpecError(listed(f"{len(bad)} entries of the {name} are not specs:", bad))
+    return resolved
 
 
 def _one_spec(spec: Any, resolve: Callable[[Any], Any] | None) -> Any:
@@ -148,8 +148,8 @@ def _one_spec(spec: Any, resolve: Callable[[Any], Any] | None) -> Any:
         return spec
     if not is_logical(spec):
         raise SpecError(
-            f"{spec!r} ({type(spec).__name__}) is no spec. Give a PartitionSpec, a NamedSharding,"
-            " or None to leave the subtree as it is."
+            f"{spec!r} ({type(spec).__name__}) is not a spec. Give a PartitionSpec, a"
+            " NamedSharding, or None to leave the subtree as it is."
         )
     if resolve is None:
         raise SpecError(
@@ -160,16 +160,16 @@ def _one_spec(spec: Any, resolve: Callable[[Any], Any] | None) -> Any:
 
 
 def _first_difference(specs: Any, tree: Any, path: str, name: str) -> str | None:
-    """Where `specs` first stops being a prefix of `tree`, descending both together."""
-    if _is_one(specs):
+    """Describes the first node at which `specs` is not a prefix of `tree`; else `None`."""
+    if _is_entry(specs):
         return None
-    mine, theirs = _one_level(specs), _one_level(tree)
+    spec_children, tree_children = _one_level(specs), _one_level(tree)
     here = path or "the root"
-    if mine is None or theirs is None or type(specs) is not type(tree):
+    if spec_children is None or tree_children is None or type(specs) is not type(tree):
         return f"at {here}: the {name} have {_describe(specs)}, the tree has {_describe(tree)}."
-    if list(mine) != list(theirs):
-        missing = [key for key in theirs if key not in mine]
-        extra = [key for key in mine if key not in theirs]
+    if list(spec_children) != list(tree_children):
+        missing = [key for key in tree_children if key not in spec_children]
+        extra = [key for key in spec_children if key not in tree_children]
         parts = []
         if missing:
             parts.append(f"the {name} lack {_quoted(missing)}")
@@ -177,16 +177,17 @@ def _first_difference(specs: Any, tree: Any, path: str, name: str) -> str | None
             parts.append(f"the tree has no {_quoted(extra)}")
         return (
             f"at {here}: {' and '.join(parts)}. The {name} must have the tree's structure, or be"
-            " a prefix of it: one spec may stand for a whole subtree."
+            " a prefix of it, where one spec serves a whole subtree."
         )
-    for key in mine:
-        deeper = _first_difference(mine[key], theirs[key], f"{path}/{key}".lstrip("/"), name)
+    for key in spec_children:
+        child_path = f"{path}/{key}".lstrip("/")
+        deeper = _first_difference(spec_children[key], tree_children[key], child_path, name)
         if deeper is not None:
             return deeper
-    if tree_structure(specs, is_leaf=_is_one) != tree_structure(tree):
+    if tree_structure(specs, is_leaf=_is_entry) != tree_structure(tree):
         return (
             f"at {here}: both are {type(tree).__name__}, but their static fields differ. Make"
-            f" the {name} from this very tree, with `jax.tree.map` or by rules."
+            f" the {name} from this tree itself, with `jax.tree.map` or by rules."
         )
     return None
 
@@ -209,8 +210,8 @@ def _describe(x: Any) -> str:
         return "None"
     if has_shape(x):
         return f"an array of shape {tuple(x.shape)}"
-    inside = _one_level(x)
+    children = _one_level(x)
     kind = type(x).__name__
-    if inside is None:
+    if children is None:
         return f"a leaf ({kind})"
-    return f"a {kind} of {_quoted(list(inside))}" if inside else f"an empty {kind}"
+    return f"a {kind} of {_quoted(list(children))}" if children else f"an empty {kind}"

@@ -1,4 +1,4 @@
-"""What a `PartitionSpec` is made of, and how one lies on a mesh and a shape.
+"""The parts of a `PartitionSpec`, and its projection on a mesh and a shape.
 
 The only module that looks inside a spec.
 """
@@ -14,24 +14,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from treeshard._mesh import AnyMesh, axis_sizes, unknown_axis
 
-Entry = Any  # what stands at one dim of a spec: None, a name, a tuple of names, UNCONSTRAINED
+Entry = Any  # the entry of a spec for one dim: None, a name, a tuple of names, UNCONSTRAINED
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
-# JAX 0.10.0 has no `partitions`; there every spec may be iterated.
+# JAX 0.10.0 has no `partitions`; in that version every spec can be iterated.
 _partitions: Callable[[PartitionSpec], tuple[Entry, ...]] = (
     attrgetter("partitions") if hasattr(PartitionSpec, "partitions") else tuple
 )
 
 
 class Adjustment(NamedTuple):
-    """One thing that was not done as asked.
+    """One difference between the spec that was requested and the spec that was given.
 
     Attributes:
         kind: `"axis-not-in-mesh"`, `"axis-already-used"`, `"axis-is-manual"`,
             `"already-sharded"`, `"indivisible"`, `"rank"`, `"too-small"`, `"no-dim"` or
             `"unmatched"`.
-        why: The fact, in words, with the way out.
-        axes: The mesh axes that were taken out, if any.
-        dim: The dim they were taken from, if it is one.
+        why: The reason in words, and the fix.
+        axes: The mesh axes that were dropped, if any.
+        dim: The dim from which they were dropped, if it is one dim.
     """
 
     kind: str
@@ -40,8 +40,8 @@ class Adjustment(NamedTuple):
     dim: int | None = None
 
 
-# What a spec that was written down for a leaf may get wrong, as opposed to decisions (a
-# leaf kept whole for its size) that are nobody's mistake.
+# The kinds that are mistakes in a spec, as opposed to decisions, such as a leaf that stays
+# replicated because it is small.
 MISFITS = frozenset(
     {"axis-not-in-mesh", "axis-already-used", "already-sharded", "indivisible", "rank"}
 )
@@ -51,7 +51,7 @@ MISFITS = frozenset(
 
 
 def is_spec(x: Any) -> bool:
-    """Whether `x` says where one leaf lies: a `PartitionSpec` or a `NamedSharding`."""
+    """Whether `x` is the spec of one leaf: a `PartitionSpec` or a `NamedSharding`."""
     return isinstance(x, PartitionSpec | NamedSharding)
 
 
@@ -68,7 +68,7 @@ def is_logical(x: Any) -> bool:
 
 
 def entries(spec: PartitionSpec | NamedSharding) -> tuple[Entry, ...]:
-    """The entries of a spec, one a dim. (Iterating it fails once it is `unreduced`.)"""
+    """The entries of a spec, one per dim. (JAX cannot iterate over an `unreduced` spec.)"""
     return _partitions(spec.spec if isinstance(spec, NamedSharding) else spec)
 
 
@@ -85,40 +85,40 @@ def entry_of(axes: Sequence[str]) -> Entry:
 
 
 def with_entries(spec: PartitionSpec, new: Sequence[Entry]) -> PartitionSpec:
-    """`spec` with other entries, keeping what else it carries (`unreduced`, `reduced`).
+    """`spec` with new entries and the same `unreduced` and `reduced` axes.
 
-    Trailing `None`s go, so that equal placements are equal specs.
+    Trailing `None`s are dropped, so that equal placements have equal specs.
     """
-    kept = list(new)
-    while kept and kept[-1] is None:
-        kept.pop()
-    return spec.update(partitions=tuple(kept))
+    trimmed = list(new)
+    while trimmed and trimmed[-1] is None:
+        trimmed.pop()
+    return spec.update(partitions=tuple(trimmed))
 
 
 def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """`spec` with some axes taken out of every dim."""
-    gone = frozenset(axes)
+    """`spec` without some axes, in every dim."""
+    dropped = frozenset(axes)
     return with_entries(
         spec,
         [
-            entry_of([a for a in axes_of(entry) if a not in gone]) if axes_of(entry) else entry
+            entry_of([a for a in axes_of(entry) if a not in dropped]) if axes_of(entry) else entry
             for entry in entries(spec)
         ],
     )
 
 
 def settled(spec: PartitionSpec, now: PartitionSpec) -> PartitionSpec:
-    """`spec` with each `UNCONSTRAINED` dim as it lies now, less the axes used elsewhere."""
-    asked = entries(spec)
-    if UNCONSTRAINED not in asked:
+    """`spec` with `UNCONSTRAINED` entries replaced by those of `now`, less axes used elsewhere."""
+    requested = entries(spec)
+    if UNCONSTRAINED not in requested:
         return spec
-    used = [axis for entry in asked for axis in axes_of(entry)]
-    there = entries(without_axes(now, used)) + (None,) * len(asked)
+    used = [axis for entry in requested for axis in axes_of(entry)]
+    current = entries(without_axes(now, used)) + (None,) * len(requested)
     return with_entries(
         spec,
         [
-            lies if entry is UNCONSTRAINED else entry
-            for entry, lies in zip(asked, there, strict=False)
+            now_entry if entry is UNCONSTRAINED else entry
+            for entry, now_entry in zip(requested, current, strict=False)
         ],
     )
 
@@ -130,42 +130,42 @@ def project(
     *,
     manual: frozenset[str] = frozenset(),
 ) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
-    """Projects a spec on a mesh and a shape: what of it can be had, and what was taken.
+    """Projects a spec on a mesh and a shape: the part of it that is possible there.
 
-    Axes that the mesh lacks, Manual ones and repeated ones drop out (an axis goes to the
-    first dim that names it). Per dim, the longest prefix of axes that divides it stays.
-    Entries beyond the rank go. Nothing ever moves to another dim.
+    Drops axes that the mesh lacks, Manual axes and repeated axes (an axis goes to the first
+    dim that names it). Per dim, keeps the longest prefix of axes that divides it. Drops
+    entries beyond the rank. No axis moves to another dim.
 
     Args:
-        spec: What was asked for.
-        mesh: What for. Without one only the rank is looked at.
+        spec: The requested spec.
+        mesh: The mesh; without one only the rank is checked.
         shape: The shape of the array.
-        manual: Axes that no spec may name here: those over which the code runs once per
-            device already.
+        manual: Axes that specs must not name here, because the code already runs once per
+            device along them.
 
     Returns:
-        The spec that can be had (`spec` itself if that is all of it), and the adjustments
-        in the order of dims.
+        The spec that is possible (`spec` itself if nothing had to change), and the
+        adjustments in the order of dims.
     """
-    asked = entries(spec)
+    requested = entries(spec)
     sizes = None if mesh is None else axis_sizes(mesh)
     given: list[Entry] = []
-    lost: list[Adjustment] = []
+    adjustments: list[Adjustment] = []
     used: set[str] = set()
-    for dim, entry in enumerate(asked[: len(shape)]):
+    for dim, entry in enumerate(requested[: len(shape)]):
         axes = axes_of(entry)
         if sizes is None or not axes:
             given.append(entry)
             continue
-        free = _available(spec, dim, axes, sizes, used, manual, lost)
-        kept = _divisible_prefix(spec, dim, free, sizes, shape, lost)
+        free = _available(spec, dim, axes, sizes, used, manual, adjustments)
+        dividing = _divisible_prefix(spec, dim, free, sizes, shape, adjustments)
         used.update(free)
-        given.append(entry if kept == list(axes) else entry_of(kept))
-    if extra := [axis for entry in asked[len(shape) :] for axis in axes_of(entry)]:
-        lost.append(_beyond_rank(spec, shape, extra))
-    if not lost and len(asked) <= len(shape):
+        given.append(entry if dividing == list(axes) else entry_of(dividing))
+    if extra := [axis for entry in requested[len(shape) :] for axis in axes_of(entry)]:
+        adjustments.append(_beyond_rank(spec, shape, extra))
+    if not adjustments and len(requested) <= len(shape):
         return spec, ()
-    return with_entries(spec, given), tuple(lost)
+    return with_entries(spec, given), tuple(adjustments)
 
 
 def _available(
@@ -175,18 +175,20 @@ def _available(
     sizes: Mapping[str, int],
     used: set[str],
     manual: frozenset[str],
-    lost: list[Adjustment],
+    adjustments: list[Adjustment],
 ) -> list[str]:
     free: list[str] = []
     for axis in axes:
         if axis not in sizes:
-            lost.append(Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,), dim))
+            adjustments.append(
+                Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,), dim)
+            )
         elif axis in manual:
             why = f"{axis!r} is Manual here: the code already runs once per device along it."
-            lost.append(Adjustment("axis-is-manual", why, (axis,), dim))
+            adjustments.append(Adjustment("axis-is-manual", why, (axis,), dim))
         elif axis in used or axis in free:
             why = f"{spec} names the axis {axis!r} twice. An axis can split one dim only."
-            lost.append(Adjustment("axis-already-used", why, (axis,), dim))
+            adjustments.append(Adjustment("axis-already-used", why, (axis,), dim))
         else:
             free.append(axis)
     return free
@@ -198,19 +200,20 @@ def _divisible_prefix(
     free: list[str],
     sizes: Mapping[str, int],
     shape: tuple[int, ...],
-    lost: list[Adjustment],
+    adjustments: list[Adjustment],
 ) -> list[str]:
     end = len(free)
     while shape[dim] % math.prod(sizes[axis] for axis in free[:end]):
         end -= 1
     if end < len(free):
-        wanted = math.prod(sizes[axis] for axis in free)
+        parts = math.prod(sizes[axis] for axis in free)
+        length = shape[dim]
         why = (
-            f"{spec} splits dim {dim} of shape {shape} in {wanted}, which does not divide"
-            f" {shape[dim]}. Pad it to {-(-shape[dim] // wanted) * wanted}, or use another dim"
+            f"{spec} splits dim {dim} of shape {shape} into {parts} parts, and {length} is not"
+            f" divisible by {parts}. Pad it to {-(-length // parts) * parts}, or use another dim"
             " or axis."
         )
-        lost.append(Adjustment("indivisible", why, tuple(free[end:]), dim))
+        adjustments.append(Adjustment("indivisible", why, tuple(free[end:]), dim))
     return free[:end]
 
 
@@ -225,16 +228,16 @@ def _beyond_rank(spec: PartitionSpec, shape: tuple[int, ...], extra: list[str]) 
 
 
 def shard_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> int:
-    """How many elements of an array of `shape` the fullest device holds."""
+    """The number of elements of the largest shard of an array of `shape`."""
     sizes = axis_sizes(mesh)
-    held = 1
+    elements = 1
     for dim, length in enumerate(shape):
         axes = axes_of(entries(spec)[dim]) if dim < len(entries(spec)) else ()
-        held *= -(-length // math.prod(sizes[axis] for axis in axes))
-    return held
+        elements *= -(-length // math.prod(sizes[axis] for axis in axes))
+    return elements
 
 
-# ------------------------------------------------------------------ what a spec is for
+# ------------------------------------------------------------------ arrays
 
 
 def array_text(x: Any) -> str:
@@ -243,10 +246,10 @@ def array_text(x: Any) -> str:
 
 
 def is_array(x: Any) -> bool:
-    """Whether `x` holds numbers (or keys) that can lie on devices.
+    """Whether `x` is an array of numbers or keys, which can be placed on devices.
 
-    Functions, strings, Python scalars and numpy's object arrays do not: they pass through
-    every function untouched.
+    Functions, strings, Python scalars and numpy's object arrays are not: every function
+    returns them unchanged.
     """
     if isinstance(x, jax.Array):
         return True
@@ -254,5 +257,5 @@ def is_array(x: Any) -> bool:
 
 
 def has_shape(x: Any) -> bool:
-    """Whether `x` is an array or stands for one, as a `ShapeDtypeStruct` does."""
+    """Whether `x` is an array or a `ShapeDtypeStruct`."""
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)

@@ -115,7 +115,7 @@ def check_one_that_does_not_come_is_named(context: Context) -> None:
     with pytest.raises(ProcessError) as told:
         checksums([np.zeros(3)], "save", 0.5)
     if context.index != 1:
-        assert f"save: process 1 of {context.count} did not come within 0.5 s" in str(told.value)
+        assert f"save: process 1 of {context.count} did not arrive within 0.5 s" in str(told.value)
 
 
 def check_trees_are_taken_apart_and_put_together(context: Context) -> None:

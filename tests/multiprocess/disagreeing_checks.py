@@ -17,8 +17,8 @@ from treeshard._agreement import agreeing
 from treeshard._processes import exchange
 
 HEADLINE = (
-    ": the processes do not agree, and nothing was done. All of them must make the same call. They"
-    " differ in:\n  "
+    ": the processes do not agree, and nothing was done. All of them must make the same call. The"
+    " differences:\n  "
 )
 
 
@@ -172,9 +172,9 @@ def check_who_does_not_come_is_named(context: Context) -> None:
             time.sleep(2.0)  # and comes too late
         told = error_of(call)
         if context.index < 2:
-            assert told.startswith(f"{what}: process 2 of 3 did not come within 1 s. Nothing was")
+            assert told.startswith(f"{what}: process 2 of 3 did not arrive within 1 s. Nothing was")
         else:
-            assert told.startswith(f"{what}: the processes missed each other by more than 1 s")
+            assert told.startswith(f"{what}: a process arrived more than 1 s after another")
     assert_all_can_go_on()
 
 
@@ -205,7 +205,7 @@ def check_who_stops_iterating_is_named(context: Context) -> None:
     else:
         told = error_of(lambda: list(read))
         assert told.startswith("iter_gather, at 1 (call ")
-        assert "process 1 of 3 did not come within 1 s" in told
+        assert "process 1 of 3 did not arrive within 1 s" in told
     assert [path for path, _ in ts.iter_gather(placed, to=0, timeout=20)] == ["0", "1", "2"]
     assert_all_can_go_on()
 
@@ -237,7 +237,8 @@ def check_bad_parts_are_all_named(context: Context) -> None:
     assert told.splitlines() == [
         "from_process_local: 4 leaves cannot be moved, and none was:",
         f"  a: float32[3,2] as P(('data', 'fsdp'),) {on}: joined, the parts have shape (9, 2)."
-        " P(('data', 'fsdp'),) splits dim 0 of shape (9, 2) in 6, which does not divide 9. Pad it"
+        " P(('data', 'fsdp'),) splits dim 0 of shape (9, 2) into 6 parts, and 9 is not divisible by"
+        " 6. Pad it"
         " to 12, or use another dim or axis.",
         f"  b: float32[4] as P(None, 'data') {on}: P(None, 'data') has 2 entries, but shape (4,)"
         " has 1 dim. Drop the last entry.",

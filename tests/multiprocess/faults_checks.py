@@ -160,7 +160,7 @@ def check_a_process_that_raises_between_saves(context: Context) -> None:
             checkpoints.save(2, state)
 
     error, says = [
-        (ts.ProcessError, "save: process 1 of 2 did not come within 0.5 s"),
+        (ts.ProcessError, "save: process 1 of 2 did not arrive within 0.5 s"),
         (ZeroDivisionError, "mine"),
     ][context.index]
     with pytest.raises(error, match=says):
@@ -186,7 +186,7 @@ def check_a_process_that_never_comes(context: Context) -> None:
         if context.index == who:
             with pytest.raises(ts.ProcessError) as told:
                 do()
-            absent = f"process {1 - who} of 2 did not come within 0.3 s. Nothing was done."
+            absent = f"process {1 - who} of 2 did not arrive within 0.3 s. Nothing was done."
             assert f"{what}: {absent}" in str(told.value), str(told.value)
         assert left_in(run) == ["1"]
     assert not differing(restore(run / "1"), 1)  # which asks nobody

@@ -257,7 +257,7 @@ def check_shardings_that_differ_between_processes_raise(context: Context) -> Non
 
 def check_a_process_that_does_not_arrive_raises(context: Context) -> None:
     if context.index != 1:
-        with pytest.raises(ProcessError, match="save_safetensors: process 1 of .* did not come"):
+        with pytest.raises(ProcessError, match="save_safetensors: process 1 of .* did not arrive"):
             save_safetensors(file_of(context), spread(), timeout=0.5)
     meet(context, "over")
 
