@@ -640,8 +640,8 @@ def test_several_uneven_dims_are_reported_at_once(mesh: Mesh):
     (warning,) = caught
     head, first, second = str(warning.message).split("\n")
     assert head == "2 constraints were only applied in part:"
-    assert first.startswith("  v/0: P('fsdp', 'data') splits dim 1 of shape (8, 3) in 2")
-    assert second.startswith("  w: P('fsdp', 'data') splits dim 0 of shape (6, 8) in 4")
+    assert first.startswith("  v/0: P('fsdp', 'data') splits dim 1 of shape (8, 3) into 2 parts")
+    assert second.startswith("  w: P('fsdp', 'data') splits dim 0 of shape (6, 8) into 4 parts")
 
 
 def test_uneven_drop_is_silent(mesh: Mesh):
@@ -733,7 +733,7 @@ MISTAKES = {
         {"w": SQUARE},
         {"v": P()},
         "at the root: the shardings lack 'w' and the tree has no 'v'. The shardings must have the"
-        " tree's structure, or be a prefix of it: one spec may stand for a whole subtree.",
+        " tree's structure, or be a prefix of it, where one spec serves a whole subtree.",
     ),
 }
 
