@@ -1,4 +1,4 @@
-"""A disk that is full, as far as files go."""
+"""Simulates a full disk."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Lets writes beyond a size fail, as on a disk that is full."""
+    """Makes writes beyond a file size fail, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""Trees on disk, and back on any mesh."""
+"""Saves trees and restores them on any mesh."""
 
 import asyncio
 import functools
@@ -32,7 +32,7 @@ DTYPES = [
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Of one structure, with leaves of the same types and the same bits."""
+    """Asserts equal structure, and leaves of equal types and bits."""
     leaves, others = (jax.tree.leaves_with_path(x, is_leaf=lambda x: x is None) for x in (a, b))
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for (keys, x), (_, y) in zip(leaves, others, strict=True):
@@ -51,7 +51,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 def flip_in(checkpoint: Path, data: bytes) -> None:
-    """Flips a bit of an array, wherever it lies on disk."""
+    """Flips a bit of an array, in every file that holds its bytes."""
     places = 0
     for path in checkpoint.glob("state/**/*"):
         if path.is_file() and (found := path.read_bytes().find(data)) >= 0:
@@ -70,7 +70,7 @@ class Linen(nn.Module):
 
 
 def everything() -> dict[str, Any]:
-    """Whatever people train with."""
+    """A tree with every kind of leaf that training states have."""
     keys = jax.random.split(jax.random.key(0), 3)
     model = eqx.nn.MLP(4, 4, 16, 2, activation=jax.nn.gelu, key=keys[0])
     optimizer = optax.chain(
@@ -111,12 +111,12 @@ def test_every_kind_of_leaf_comes_back_bit_for_bit(saved) -> None:
     assert again["static"] is tree["static"]
 
 
-def test_byte_order_is_no_part_of_an_array(tmp_path: Path) -> None:
+def test_byte_order_is_not_saved(tmp_path: Path) -> None:
     save(tmp_path / "x", np.arange(3, dtype=">f8"))
     assert restore(tmp_path / "x")[""].tolist() == [0, 1, 2]
 
 
-def test_a_flat_dict_of_numpy_arrays(saved) -> None:
+def test_without_like_a_flat_dict_of_numpy_arrays_is_restored(saved) -> None:
     path, tree = saved
     flat = restore(path)
     assert set(flat) == {leaf.path for leaf in inspect(path).leaves}
@@ -131,7 +131,7 @@ def test_a_flat_dict_of_numpy_arrays(saved) -> None:
     assert (jax.random.key_data(flat["keys/0"]) == jax.random.key_data(tree["keys"][0])).all()
 
 
-def test_the_fingerprint_is_what_zlib_says(saved) -> None:
+def test_fingerprints_equal_the_crc32_of_zlib(saved) -> None:
     path, tree = saved
     of = {leaf.path: leaf for leaf in inspect(path).leaves}
     for name, x in tree["dtypes"].items():
@@ -150,7 +150,7 @@ def test_plain_orbax_reads_the_arrays(saved) -> None:
     assert_same(read["dtypes.bfloat16"], tree["dtypes"]["bfloat16"])
 
 
-def test_without_arrays(tmp_path: Path) -> None:
+def test_a_tree_without_arrays_is_restored(tmp_path: Path) -> None:
     save(tmp_path / "x", {"step": 7, "act": print})
     assert restore(tmp_path / "x", {"step": 0, "act": print}) == {"step": 7, "act": print}
     save(tmp_path / "y", ())
@@ -160,7 +160,9 @@ def test_without_arrays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"ocdbt": False}, {"compress": True}], ids=str)
-def test_other_ways_to_store(options: dict[str, bool], saved, tmp_path: Path) -> None:
+def test_storage_options_do_not_change_the_result(
+    options: dict[str, bool], saved, tmp_path: Path
+) -> None:
     tree = saved[1]
     save(tmp_path / "x", tree, **options)
     assert_same(restore(tmp_path / "x", tree), tree)
@@ -168,7 +170,7 @@ def test_other_ways_to_store(options: dict[str, bool], saved, tmp_path: Path) ->
     assert ("a%2Eb.c%20d%25" in names) == (options == {"ocdbt": False})
 
 
-def test_where_a_loop_runs_as_in_notebooks(saved, tmp_path: Path) -> None:
+def test_it_works_inside_a_running_event_loop_as_in_notebooks(saved, tmp_path: Path) -> None:
     async def cell() -> Any:
         save(tmp_path / "x", saved[1])
         return restore(tmp_path / "x", saved[1])
@@ -176,7 +178,7 @@ def test_where_a_loop_runs_as_in_notebooks(saved, tmp_path: Path) -> None:
     assert_same(asyncio.run(cell()), saved[1])
 
 
-def test_it_is_quiet(saved, tmp_path: Path, capfd, caplog) -> None:
+def test_orbax_logs_nothing(saved, tmp_path: Path, capfd, caplog) -> None:
     with caplog.at_level(logging.DEBUG):
         save(tmp_path / "x", saved[1], ocdbt=False)
         restore(tmp_path / "x", saved[1])
@@ -229,7 +231,7 @@ def structs(state: Any) -> Any:
     return jax.tree.map(bare, state)
 
 
-def test_from_shapes_and_rules(trained) -> None:
+def test_rules_shard_the_restored_arrays(trained) -> None:
     path, state = trained
     mesh = ts.make_mesh("data=2,tensor=4")
     again = restore(path, structs(state), rules=RULES, mesh=mesh)
@@ -241,7 +243,7 @@ def test_from_shapes_and_rules(trained) -> None:
         assert_same(restore(path, structs(state), rules=RULES), state)
 
 
-def test_from_a_plan(trained) -> None:
+def test_a_plan_shards_the_restored_arrays(trained) -> None:
     path, state = trained
     plan = ts.plan(structs(state), RULES, ts.make_mesh("data=4,tensor=2"))
     again = restore(path, plan)
@@ -251,13 +253,13 @@ def test_from_a_plan(trained) -> None:
     assert other["model"].layers[0].weight.sharding.is_fully_replicated
 
 
-def test_from_where_the_leaves_lie(trained) -> None:
+def test_arrays_get_the_shardings_of_like(trained) -> None:
     path, state = trained
     again = restore(path, state)
     assert again["model"].layers[0].weight.sharding == state["model"].layers[0].weight.sharding
 
 
-def test_onto_one_device_and_to_the_host(trained) -> None:
+def test_arrays_are_restored_to_one_device_and_to_the_host(trained) -> None:
     path, state = trained
     again = restore(path, structs(state))
     assert_same(again, state)
@@ -266,14 +268,14 @@ def test_onto_one_device_and_to_the_host(trained) -> None:
     assert type(restore(path, like)["step"]) is np.int32
 
 
-def test_a_flat_dict_on_a_mesh(trained) -> None:
+def test_rules_shard_a_flat_dict(trained) -> None:
     path, state = trained
     flat = restore(path, rules=RULES, mesh=ts.make_mesh("data=2,tensor=4"))
     assert flat["model/layers/0/weight"].sharding.spec == P("tensor", "data")
     assert_same(flat["key"], state["key"])
 
 
-def test_what_comes_back_can_be_donated(trained) -> None:
+def test_a_restored_state_can_be_donated(trained) -> None:
     path, state = trained
     plan = ts.plan(structs(state), RULES, ts.make_mesh("data=4,tensor=2"))
     step = ts.training.jit_step(add_one, plan, batch=P("data"))
@@ -291,7 +293,7 @@ def add_one(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
     return jax.tree.map(one, state), batch.sum()
 
 
-def test_it_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_losses(tmp_path: Path) -> None:
     mesh = ts.make_mesh("fsdp=8")
     rules = [(".*", ts.fsdp("fsdp", min_size=0))]
     state, plan = ts.training.init_sharded(make_state, jax.random.key(0), rules=rules, mesh=mesh)
@@ -323,7 +325,7 @@ def train(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
     return {**state, "model": model, "opt": opt, "step": state["step"] + 1}, loss
 
 
-# ------------------------------------------------------------------ what is asked for, and is not
+# ------------------------------------------------------------------ requested and stored leaves
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +340,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return path, tree
 
 
-def test_everything_that_does_not_fit_is_said_at_once(small) -> None:
+def test_all_mismatches_are_listed_at_once(small) -> None:
     path, tree = small
     like = structs(tree)
     layer = {"wieght": like["layers"][0]["weight"], "bias": jax.ShapeDtypeStruct((4,), "float32")}
@@ -346,18 +348,18 @@ def test_everything_that_does_not_fit_is_said_at_once(small) -> None:
     with pytest.raises(ts.MismatchError) as told:
         restore(path, like)
     assert str(told.value).splitlines() == [
-        "3 leaves are of another type:",
-        "  ids: int64[512] was saved, and float32[512] is asked for. Only floating-point numbers"
-        " are converted; ask for int64.",
-        "  layers/0/bias: float32[8] was saved, and float32[4] is asked for.",
-        "  step: a Python int was saved, and a Python float is asked for.",
+        "3 leaves have another type than requested:",
+        "  ids: saved as int64[512], requested as float32[512]. Only floating-point dtypes"
+        " are converted; request int64.",
+        "  layers/0/bias: saved as float32[8], requested as float32[4].",
+        "  step: saved as a Python int, requested as a Python float.",
         f"layers/0/wieght: not in {path}. Did you mean 'layers/0/weight'?",
-        f"layers/0/weight: in {path}, and not asked for.",
-        "`partial=True` takes what is there, and leaves the rest as it is.",
+        f"layers/0/weight: in {path}, but not requested.",
+        "`partial=True` reads the leaves that both have, and keeps the others of `like`.",
     ]
 
 
-def test_64_bits_are_not_cut_to_32(small) -> None:
+def test_64_bit_dtypes_are_not_silently_narrowed(small) -> None:
     path, tree = small
     like = {**tree, "ids": jax.ShapeDtypeStruct((512,), "int64")}
     with pytest.raises(ts.MismatchError, match=r"would be int32\[512\] on devices. Turn on 64-bit"):
@@ -366,24 +368,24 @@ def test_64_bits_are_not_cut_to_32(small) -> None:
         restore(path, rules=[(".*", None)], mesh=ts.make_mesh("data=8"))
 
 
-def test_what_is_there_and_nothing_else(small) -> None:
+def test_partial_reads_only_the_leaves_that_both_have(small) -> None:
     path, tree = small
     like = {"layers": [{"bias": jnp.zeros(8)}], "new": jnp.zeros(3), "fresh": 5}
     with pytest.warns(ts.ShardingWarning) as told:
         again = restore(path, like, partial=True)
     assert str(told[0].message).splitlines() == [
-        "2 leaves stay as they are in `like`:",
+        "2 leaves keep their values from `like`:",
         f"  fresh: not in {path}.",
         f"  new: not in {path}.",
     ]
     assert_same(again["layers"][0]["bias"], tree["layers"][0]["bias"])
     assert again["new"] is like["new"]
     assert again["fresh"] == 5
-    with pytest.raises(ts.MismatchError, match="bias: float32"):
+    with pytest.raises(ts.MismatchError, match="bias: saved as float32"):
         restore(path, {"layers": [{"bias": jnp.zeros(9)}]}, partial=True)
 
 
-def test_a_cast_is_asked_for(small) -> None:
+def test_a_cast_must_be_explicit(small) -> None:
     path, tree = small
     like = {
         **structs(tree),
@@ -404,11 +406,11 @@ def test_a_cast_is_asked_for(small) -> None:
     weight = placed["layers"][1]["weight"]
     assert weight.dtype == np.float32
     assert weight.sharding.spec == P(None, "fsdp")
-    with pytest.raises(ts.FormatError, match="cast='int8': floating-point arrays"):
+    with pytest.raises(ts.FormatError, match="cast='int8' is not a floating-point dtype"):
         restore(path, like, cast="int8")
 
 
-def test_a_wide_array_is_cast_where_devices_have_no_such_type(tmp_path: Path) -> None:
+def test_a_float64_array_is_cast_on_the_host(tmp_path: Path) -> None:
     x = np.linspace(0, 1, 16).reshape(8, 2)
     save(tmp_path / "x", {"w": x, "none": np.zeros((0, 2))})
     mesh = ts.make_mesh("fsdp=8")
@@ -418,11 +420,11 @@ def test_a_wide_array_is_cast_where_devices_have_no_such_type(tmp_path: Path) ->
     assert again["none"].dtype == np.float32
 
 
-def test_how_it_is_to_lie_must_be_said_in_full(small) -> None:
+def test_incomplete_shardings_are_errors(small) -> None:
     path, tree = small
     with pytest.raises(ts.ShardingRuleError, match="no rule matches"):
         restore(path, tree, rules=[("bias", None)], mesh=ts.make_mesh("data=8"))
-    with pytest.raises(ValueError, match="a mesh is given and no rules"):
+    with pytest.raises(ValueError, match="a mesh was given without rules"):
         restore(path, tree, mesh=ts.make_mesh("data=8"))
     with pytest.raises(ts.NoMeshError):
         restore(path, tree, rules=[(".*", None)])
@@ -431,19 +433,19 @@ def test_how_it_is_to_lie_must_be_said_in_full(small) -> None:
         restore(path, ts.plan(structs(tree), [(".*", None)], abstract))
 
 
-def test_rules_keep_what_is_small_whole_as_in_a_plan(tmp_path: Path) -> None:
+def test_min_size_replicates_small_leaves_as_in_a_plan(tmp_path: Path) -> None:
     save(tmp_path / "x", {"w": np.ones((8, 4), np.float32)})
     rules, mesh = [("w", P("fsdp"))], ts.make_mesh("fsdp=8")
     for min_size, spec in ((10_000, P()), (0, P("fsdp"))):
         again = restore(tmp_path / "x", rules=rules, mesh=mesh, min_size=min_size)
         assert again["w"].sharding.spec == spec
-    with pytest.raises(ValueError, match="min_size is given and no rules"):
+    with pytest.raises(ValueError, match="min_size was given without rules"):
         restore(tmp_path / "x", min_size=0)
 
 
-def test_a_like_tree_with_one_path_twice(small) -> None:
+def test_two_leaves_of_like_with_one_path_are_an_error(small) -> None:
     path, tree = small
-    with pytest.raises(ts.MismatchError, match=r"x/y: the path of \['x'\]\['y'\], \['x/y'\]"):
+    with pytest.raises(ts.MismatchError, match=r"x/y: shared by \['x'\]\['y'\], \['x/y'\]"):
         restore(path, {"x": {"y": tree["step"]}, "x/y": 1}, partial=True)
 
 
@@ -459,11 +461,11 @@ def left_in(directory: Path) -> list[str]:
     [
         ({"w": jax.ShapeDtypeStruct((2,), "float32")}, ts.LeafError, "w: float32[2]: it is a Shap"),
         ({"w": np.array([print])}, ts.LeafError, "w: "),
-        ({"a": {"b": 1}, "a/b": 2}, ts.CheckpointError, "a/b: the path of ['a']['b'], ['a/b']."),
+        ({"a": {"b": 1}, "a/b": 2}, ts.CheckpointError, "a/b: shared by ['a']['b'], ['a/b']."),
     ],
     ids=["struct", "object", "shared path"],
 )
-def test_what_cannot_be_saved_leaves_nothing(
+def test_a_tree_that_cannot_be_saved_leaves_no_files(
     tree: Any, error: type[Exception], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error) as told:
@@ -472,14 +474,14 @@ def test_what_cannot_be_saved_leaves_nothing(
     assert left_in(tmp_path) == []
 
 
-def test_a_deleted_leaf(tmp_path: Path) -> None:
+def test_a_deleted_leaf_is_named(tmp_path: Path) -> None:
     x = jnp.ones(3)
     x.delete()
     with pytest.raises(ts.DeletedLeafError, match="w: float32"):
         save(tmp_path / "x", {"w": x})
 
 
-def test_nothing_is_overwritten(small, tmp_path: Path) -> None:
+def test_existing_paths_are_not_overwritten(small, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "directory").mkdir()
     for path, what in [
@@ -490,34 +492,38 @@ def test_nothing_is_overwritten(small, tmp_path: Path) -> None:
         with pytest.raises(ts.CheckpointError) as told:
             save(path, {"x": 1})
         assert str(told.value) == (
-            f"There is a {what} at {path} already, and nothing is overwritten. Remove it first, or"
-            " save to another path."
+            f"There is already a {what} at {path}, and `save` does not overwrite. Remove it first,"
+            " or save to another path."
         )
     assert (tmp_path / "file").read_text() == "mine"
     assert left_in(tmp_path) == ["directory", "file"]
     assert left_in(small[0].parent) == ["step_7"]
 
 
-def test_where_nothing_can_be_made(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ts.CheckpointError, match=r"file/inner cannot be made: Not a directory"):
+    with pytest.raises(ts.CheckpointError, match=r"file/inner cannot be created: Not a directory"):
         save(tmp_path / "file" / "inner" / "x", {"x": 1})
-    with pytest.raises(ts.CheckpointError, match="names with '.orbax-checkpoint-tmp' are for"):
+    with pytest.raises(
+        ts.CheckpointError, match="names with '.orbax-checkpoint-tmp' are reserved for"
+    ):
         save(tmp_path / "x.orbax-checkpoint-tmp", {"x": 1})
 
 
-def test_a_relative_path(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_resolved(
+    small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     save("new/x", {"x": 1})
     assert restore("./new/../new/x") == {"x": 1}
     assert inspect("new/x").path == str(tmp_path / "new" / "x")
 
 
-# ------------------------------------------------------------------ what is no checkpoint
+# ------------------------------------------------------------------ paths without a checkpoint
 
 
 def refused(path: Path) -> str:
-    """What `inspect`, `verify` and `restore` say of a path, all the same."""
+    """The error of `inspect`, `verify` and `restore` for a path: the same for all three."""
     said = set()
     for read in (inspect, verify, restore):
         with pytest.raises(ts.CheckpointError) as told:
@@ -527,12 +533,12 @@ def refused(path: Path) -> str:
     return text
 
 
-def test_what_there_is_in_the_place_of_a_checkpoint(small, tmp_path: Path) -> None:
+def test_the_error_says_what_is_at_the_path_instead(small, tmp_path: Path) -> None:
     steps = tmp_path / "run"
     for step in (3, 12):
         shutil.copytree(small[0], steps / str(step))
     assert refused(steps) == (
-        f"{steps} is a directory of checkpoints, and none itself. The directory has steps 3, 12."
+        f"{steps} is a directory of checkpoints, not a checkpoint. The directory has steps 3, 12."
         f" Name one: '{steps}/12'."
     )
     assert refused(steps / "5") == (
@@ -545,7 +551,7 @@ def test_what_there_is_in_the_place_of_a_checkpoint(small, tmp_path: Path) -> No
     assert refused(steps / "notes") == f"{steps}/notes is a file; a checkpoint is a directory."
     (tmp_path / "empty").mkdir()
     assert refused(tmp_path / "empty") == (
-        f"{tmp_path}/empty is no checkpoint: it has no table of leaves."
+        f"{tmp_path}/empty is not a checkpoint: it has no table of leaves."
     )
     ocp.save(tmp_path / "orbax", {"x": jnp.ones(3)})
     assert refused(tmp_path / "orbax") == (
@@ -555,8 +561,7 @@ def test_what_there_is_in_the_place_of_a_checkpoint(small, tmp_path: Path) -> No
     unfinished = steps / "20.orbax-checkpoint-tmp"
     shutil.copytree(small[0], unfinished)
     assert refused(unfinished) == (
-        f"{unfinished} is not whole: its writer did not come to the end. The directory has steps"
-        " 3, 12."
+        f"{unfinished} is incomplete: its writer did not finish. The directory has steps 3, 12."
     )
 
 
@@ -565,7 +570,7 @@ def test_what_there_is_in_the_place_of_a_checkpoint(small, tmp_path: Path) -> No
 
 @pytest.fixture
 def damaged(small, tmp_path: Path) -> Path:
-    """A copy of a checkpoint, to be damaged."""
+    """A copy of a checkpoint, for a test to damage."""
     return Path(shutil.copytree(small[0], tmp_path / "damaged"))
 
 
@@ -576,7 +581,7 @@ def test_a_flipped_bit_is_named(small, damaged: Path) -> None:
         verify(damaged)
     (line,) = str(told.value).splitlines()
     wrong = crc32(ids[:2048] + bytes([ids[2048] ^ 4]) + ids[2049:])
-    fact = f"its bytes have the CRC-32 {wrong}, and those saved had {crc32(ids)}."
+    fact = f"its bytes have the CRC-32 {wrong}, but were saved with {crc32(ids)}."
     assert line == f"{damaged}: ids: {fact}"
     for like in (None, small[1]):
         with pytest.raises(ts.DamagedError) as again:
@@ -584,19 +589,19 @@ def test_a_flipped_bit_is_named(small, damaged: Path) -> None:
         assert str(again.value) == line
 
 
-def test_without_a_check_it_is_believed(small, damaged: Path) -> None:
+def test_verify_false_skips_the_checksums(small, damaged: Path) -> None:
     flip_in(damaged, small[1]["ids"].tobytes())
     assert restore(damaged, verify=False)["ids"].tolist() != small[1]["ids"].tolist()
 
 
-def test_without_fingerprints_there_is_nothing_to_check(small, tmp_path: Path) -> None:
+def test_without_fingerprints_damage_is_not_detected(small, tmp_path: Path) -> None:
     save(tmp_path / "x", small[1], fingerprints=False)
     assert str(inspect(tmp_path / "x")).endswith(" 5 have no fingerprint.")
     flip_in(tmp_path / "x", small[1]["ids"].tobytes())
     verify(tmp_path / "x")
 
 
-def test_what_cannot_be_read_is_named(small, damaged: Path) -> None:
+def test_unreadable_leaves_are_named(small, damaged: Path) -> None:
     for path in damaged.glob("state/**/d/*"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ts.DamagedError, match="ids: it cannot be read: ") as told:
@@ -608,13 +613,13 @@ def test_what_cannot_be_read_is_named(small, damaged: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
-def test_a_lost_file(name: str, small, damaged: Path) -> None:
+def test_a_missing_file_is_damage(name: str, small, damaged: Path) -> None:
     (damaged / "state" / name).unlink()
     with pytest.raises(ts.DamagedError, match="it cannot be read"):
         restore(damaged, small[1])
 
 
-def test_the_table_of_another_checkpoint(small, damaged: Path, tmp_path: Path) -> None:
+def test_the_table_of_another_checkpoint_is_detected(small, damaged: Path, tmp_path: Path) -> None:
     other = jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, small[1])
     save(tmp_path / "other", other)
     for part in ("leaves/table.json", "state/table.crc32"):
@@ -623,37 +628,37 @@ def test_the_table_of_another_checkpoint(small, damaged: Path, tmp_path: Path) -
         restore(damaged, other)
 
 
-def test_the_table_of_another_checkpoint_with_the_same_arrays(damaged: Path) -> None:
+def test_the_table_of_another_checkpoint_is_detected_with_equal_arrays(damaged: Path) -> None:
     tree = restore(damaged)
     save(damaged.with_name("other"), {**tree, "step": 8})
     parts = [Path("leaves/table.json"), Path("state/table.crc32")]
     kept = {part: (damaged / part).read_bytes() for part in parts}
     for part in parts:
         shutil.copy(damaged.with_name("other") / part, damaged / part)
-        with pytest.raises(ts.DamagedError, match="is not the one that its arrays came with"):
+        with pytest.raises(ts.DamagedError, match="does not belong to the arrays"):
             restore(damaged)
         (damaged / part).write_bytes(kept[part])
     (damaged / parts[1]).unlink()
-    with pytest.raises(ts.DamagedError, match="is not the one that its arrays came with"):
+    with pytest.raises(ts.DamagedError, match="does not belong to the arrays"):
         inspect(damaged)
 
 
-def test_a_table_that_is_damaged_or_gone(damaged: Path) -> None:
+def test_a_damaged_or_missing_table_is_detected(damaged: Path) -> None:
     table = damaged / "leaves" / "table.json"
     text = table.read_text()
     table.write_text(text.replace('"value": "7"', '"value": "8"'))
     assert f"{damaged}: The table of leaves has the CRC-32" in refused(damaged)
     table.write_bytes(b"\xff" + text.encode())
-    assert f"{damaged}: the table of leaves is no text" in refused(damaged)
+    assert f"{damaged}: the table of leaves is not text" in refused(damaged)
     table.write_text(text[:100])
     assert f"{damaged}: The table of leaves is" in refused(damaged)
     table.unlink()
     assert refused(damaged) == (
-        f"{damaged}: its table of leaves is gone, and nothing says what it held."
+        f"{damaged}: its table of leaves is missing, so its contents are unknown."
     )
 
 
-def test_a_table_of_a_later_version(damaged: Path) -> None:
+def test_a_table_of_a_later_version_is_refused(damaged: Path) -> None:
     table = damaged / "leaves" / "table.json"
     raw = json.loads(table.read_text())
     raw["treeshard_leaves"] = 99
@@ -664,10 +669,10 @@ def test_a_table_of_a_later_version(damaged: Path) -> None:
         inspect(damaged)
 
 
-# ------------------------------------------------------------------ what it holds
+# ------------------------------------------------------------------ contents
 
 
-def test_contents(small) -> None:
+def test_contents_print_as_a_table(small) -> None:
     mesh = ts.make_mesh("data=2,fsdp=4")
     path = small[0].with_name("sharded")
     tree = {**small[1], "layers": ts.shard(small[1]["layers"], P("fsdp"), mesh), "none": None}
@@ -680,5 +685,5 @@ def test_contents(small) -> None:
         r"name                  str 'a\nb'                     3 B",
         "none                  None                           0 B",
         "step                  int 7                          1 B",
-        "8 leaves, 4.2 KiB. They lay on data=2, fsdp=4.",
+        "8 leaves, 4.2 KiB. Saved on data=2, fsdp=4.",
     ]

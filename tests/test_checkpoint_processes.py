@@ -1,4 +1,4 @@
-"""Saved by two processes, and taken up by one and by four."""
+"""Saves with two processes, restores with one and with four."""
 
 from pathlib import Path
 

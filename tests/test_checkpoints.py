@@ -1,4 +1,4 @@
-"""The checkpoints of a run, one after the other."""
+"""The checkpoints of a training run."""
 
 import signal
 import subprocess
@@ -33,7 +33,7 @@ def left_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_a_run_saves_and_restores_its_latest_state(tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "run", keep=2, every=2) as checkpoints:
         assert checkpoints.restore_latest(state_at(0)) is None
         assert (checkpoints.latest, checkpoints.steps()) == (None, ())
@@ -49,13 +49,13 @@ def test_a_run(tmp_path: Path) -> None:
     assert restore(tmp_path / "run" / "4")["step"] == 4
 
 
-def test_what_cannot_be_removed_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_removed_warns(tmp_path: Path) -> None:
     gone = epath.Path(tmp_path / "1.old")
     with pytest.warns(ts.ShardingWarning, match=r"1.old cannot be removed: .*No such file"):
         _remove(gone)
 
 
-def test_all_are_kept_and_written_at_once_if_so_asked(tmp_path: Path) -> None:
+def test_all_are_kept_and_written_in_the_foreground_on_request(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, background=False) as checkpoints:
         for step in range(3):
             checkpoints.save(step, state_at(step))
@@ -76,7 +76,7 @@ def test_a_state_may_be_donated_while_it_is_written(tmp_path: Path) -> None:
         assert (restore(tmp_path / str(i))["w"] == i + 1).all()
 
 
-def test_how_it_is_restored_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_options_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = ts.make_mesh("fsdp=8")
     with Checkpoints(tmp_path, compress=True, ocdbt=False, fingerprints=False) as checkpoints:
         checkpoints.save(1, state_at(1))
@@ -90,10 +90,10 @@ def test_how_it_is_restored_is_passed_on(tmp_path: Path, monkeypatch: pytest.Mon
             checkpoints.restore(1, like, colour="red")
 
 
-def test_a_step_that_is_there_is_not_saved_again(tmp_path: Path) -> None:
+def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state_at(3))
-        with pytest.raises(ts.CheckpointError, match=f"There is a checkpoint at {tmp_path}/3 alr"):
+        with pytest.raises(ts.CheckpointError, match=f"already a checkpoint at {tmp_path}/3, "):
             checkpoints.save(3, state_at(4))
         with pytest.raises(ts.CheckpointError, match="The directory has step 3."):
             checkpoints.restore(5, state_at(0))
@@ -101,8 +101,8 @@ def test_a_step_that_is_there_is_not_saved_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"every": 0}, {"keep": -1}], ids=str)
-def test_numbers_that_make_no_sense(wrong: dict[str, int], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="both are to be positive"):
+def test_invalid_arguments_are_errors(wrong: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="both must be positive"):
         Checkpoints(tmp_path / "run", **wrong)
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"save\(step=-1\)"):
         checkpoints.save(-1, {})
@@ -111,15 +111,15 @@ def test_numbers_that_make_no_sense(wrong: dict[str, int], tmp_path: Path) -> No
 # ------------------------------------------------------------------ writers and readers
 
 
-def test_a_second_writer_is_turned_away(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ts.CheckpointError, match="this process is writing there already"):
+        with pytest.raises(ts.CheckpointError, match="this process is already writing here"):
             Checkpoints(tmp_path)
         checkpoints.save(1, state_at(1))
     Checkpoints(tmp_path).close()
 
 
-def test_a_reader_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_reader_takes_no_lock(tmp_path: Path) -> None:
     reader = Checkpoints(tmp_path / "run", read_only=True)
     assert reader.restore_latest() is None
     assert not (tmp_path / "run").exists()
@@ -127,14 +127,14 @@ def test_a_reader_disturbs_nobody(tmp_path: Path) -> None:
         checkpoints.save(1, state_at(1))
         checkpoints.wait()
         assert reader.latest == 1
-        with pytest.raises(ts.CheckpointError, match="run: the Checkpoints are read-only"):
+        with pytest.raises(ts.CheckpointError, match="run: this Checkpoints is read-only"):
             reader.save(2, state_at(2))
-    with pytest.raises(ts.CheckpointError, match="run: the Checkpoints are closed"):
+    with pytest.raises(ts.CheckpointError, match="run: this Checkpoints is closed"):
         checkpoints.save(2, state_at(2))
     assert checkpoints.restore(1, state_at(0))["step"] == 1
 
 
-def test_what_killed_writers_left_is_removed_and_what_live_ones_write_is_not(
+def test_leftovers_of_killed_writers_are_removed_but_not_those_of_live_ones(
     tmp_path: Path,
 ) -> None:
     for name in ("5.orbax-checkpoint-tmp", "4.orbax-checkpoint-tmp-removed", "x"):
@@ -149,9 +149,11 @@ def test_what_killed_writers_left_is_removed_and_what_live_ones_write_is_not(
         assert live.exists()
 
 
-def test_one_checkpoint_has_one_writer(tmp_path: Path) -> None:
+def test_a_second_writer_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
     with locked(tmp_path / ".x.treeshard-lock", "x"):
-        with pytest.raises(ts.CheckpointError, match=f"{tmp_path}/x: this process is writing"):
+        with pytest.raises(
+            ts.CheckpointError, match=f"{tmp_path}/x: this process is already writing"
+        ):
             save(tmp_path / "x", state_at(1))
         save(tmp_path / "y", state_at(1))
     left = tmp_path / "x.orbax-checkpoint-tmp"
@@ -160,7 +162,7 @@ def test_one_checkpoint_has_one_writer(tmp_path: Path) -> None:
     assert left_in(tmp_path) == ["x", "y"]
 
 
-def test_two_runs_are_written_at_once(tmp_path: Path) -> None:
+def test_two_runs_save_at_the_same_time(tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "a") as a, Checkpoints(tmp_path / "b") as b:
         for step in range(3):
             a.save(step, {**BIG, "step": step})
@@ -171,23 +173,21 @@ def test_two_runs_are_written_at_once(tmp_path: Path) -> None:
         assert_array_equal(restore(tmp_path / "b" / str(step))["w"], state_at(step)["w"])
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ts.CheckpointError, match=r"file cannot be made: File exists"):
+    with pytest.raises(ts.CheckpointError, match=r"file cannot be created: File exists"):
         Checkpoints(tmp_path / "file")
 
 
-# ------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------ failures
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_full_disk_changes_no_earlier_checkpoint(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, background=False) as checkpoints:
         checkpoints.save(1, state_at(1))
         with files_of_at_most(100_000), pytest.raises(ts.CheckpointError) as told:
             checkpoints.save(2, BIG)
-        assert f"{tmp_path}/2 was not saved, and what was there before is as it was. " in str(
-            told.value
-        )
+        assert f"{tmp_path}/2 was not saved; what existed before is unchanged. " in str(told.value)
         assert "File too large" in str(told.value)
         assert checkpoints.steps() == (1,)
         assert left_in(tmp_path) == [".treeshard-lock", "1"]
@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     assert left_in(tmp_path) == ["1", "2"]
 
 
-def test_a_full_disk_for_the_table_too(tmp_path: Path) -> None:
+def test_a_disk_too_full_for_the_table_changes_no_earlier_checkpoint(tmp_path: Path) -> None:
     """The last step fails, on process 0 alone."""
     tree = {f"layers/{i}": i for i in range(2000)}
     with files_of_at_most(10_000), pytest.raises(ts.CheckpointError, match="File too large"):
@@ -204,11 +204,11 @@ def test_a_full_disk_for_the_table_too(tmp_path: Path) -> None:
     assert left_in(tmp_path) == []
 
 
-def test_what_goes_wrong_in_the_background_is_raised_once(tmp_path: Path) -> None:
+def test_a_background_failure_is_raised_once(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     with files_of_at_most(100_000):
         checkpoints.save(1, BIG)
-        checkpoints._writing._end.exception()  # until it has failed
+        checkpoints._writing._end.exception()  # wait until it has failed
     with pytest.raises(ts.CheckpointError, match="1 was not saved"):
         checkpoints.save(2, state_at(2))
     checkpoints.save(2, state_at(2))
@@ -227,7 +227,7 @@ import numpy as np
 import treeshard as ts
 from pathlib import Path
 from treeshard.checkpoint import Checkpoints
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells turn off behind an &
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore SIGINT for background jobs
 directory = Path(sys.argv[1])
 w = np.ones((24, 1024, 1024))
 with Checkpoints(directory, background=False) as checkpoints:
@@ -241,7 +241,7 @@ with Checkpoints(directory, background=False) as checkpoints:
 """
 
 
-def test_ctrl_c_in_the_middle_of_a_save(tmp_path: Path) -> None:
+def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "run")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:
@@ -263,8 +263,8 @@ def test_ctrl_c_in_the_middle_of_a_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_what_stops_the_checksums_leaves_nothing(error, tmp_path: Path, monkeypatch) -> None:
-    """They are taken while the arrays are written."""
+def test_a_failure_in_the_checksums_leaves_no_files(error, tmp_path: Path, monkeypatch) -> None:
+    """Checksums are computed while the arrays are written."""
 
     def stopped(*args: Any, **options: Any) -> list[int]:
         raise error
@@ -279,7 +279,7 @@ def test_what_stops_the_checksums_leaves_nothing(error, tmp_path: Path, monkeypa
     assert_array_equal(restore(tmp_path / "x")["w"], BIG["w"])
 
 
-def test_what_killed_writers_left_is_removed_when_it_is_opened(tmp_path: Path) -> None:
+def test_opening_a_directory_removes_leftovers_of_killed_writers(tmp_path: Path) -> None:
     (tmp_path / ".33.treeshard-lock").write_text("process 9")
     (tmp_path / "34.orbax-checkpoint-tmp-1").mkdir()
     with Checkpoints(tmp_path):

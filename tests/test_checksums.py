@@ -1,4 +1,4 @@
-"""One number for an array, however it lies: that of zlib for the bytes of the whole."""
+"""The checksum of an array equals zlib's CRC-32 of its bytes, for every sharding."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def zlibs(x: Any) -> int:
 
 
 def some(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
-    """Any bits at all, but in the halves of bytes that numbers do not have."""
+    """Random bits, except for the unused bits of numbers smaller than a byte."""
     bits = np.random.default_rng(seed).integers(0, 256, (*shape, jnp.dtype(dtype).itemsize))
     if dtype == "bool":
         bits %= 2
@@ -41,7 +41,7 @@ def some(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[np.ndarray, NamedSharding]:
-    """An array and how it is split: over meshes of one to three axes, devices in any order."""
+    """An array and a sharding: meshes of one to three axes, devices in any order."""
     sizes = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2)]))
     devices = np.array(draw(st.permutations(jax.devices()))).reshape(sizes)
     axes = "abc"[: len(sizes)]
@@ -61,7 +61,7 @@ def layouts(draw: st.DrawFn) -> tuple[np.ndarray, NamedSharding]:
 
 @settings(max_examples=250, deadline=None)
 @given(layouts())
-def test_the_layout_makes_no_difference(layout: tuple[np.ndarray, NamedSharding]) -> None:
+def test_checksums_do_not_depend_on_the_sharding(layout: tuple[np.ndarray, NamedSharding]) -> None:
     host, sharding = layout
     placed = jax.device_put(host, sharding)
     assert checksums([placed, host], "reading") == [zlibs(host)] * 2
@@ -70,7 +70,9 @@ def test_the_layout_makes_no_difference(layout: tuple[np.ndarray, NamedSharding]
 
 @pytest.mark.parametrize("length", [1, 2, 3, 31, 32, 33, 63, 64, 65, 66, 200])
 @pytest.mark.parametrize("dtype", ["int8", "uint4", "bfloat16", "float32", "complex64"])
-def test_runs_of_any_length_in_blocks_of_any_size(length, dtype, mesh, monkeypatch) -> None:
+def test_checksums_do_not_depend_on_run_length_or_block_size(
+    length, dtype, mesh, monkeypatch
+) -> None:
     monkeypatch.setattr(_checksums, "BLOCK", 2 * _checksums.SHORT)
     hosts = [some((5, 6, 4 * length), dtype), some((8, 2 * length), dtype)]
     specs = [P(None, "data", "fsdp"), P("fsdp", "data")]
@@ -86,7 +88,7 @@ def test_large_arrays(mesh) -> None:
     assert checksums(placed, "reading") == [zlibs(host)] * 4
 
 
-def test_it_is_the_same_where_isal_does_not_come_built(mesh, monkeypatch) -> None:
+def test_checksums_are_the_same_without_isal(mesh, monkeypatch) -> None:
     host = some((64, 3, 4096), "float32")
     specs = [P("fsdp", None, "data"), P(None, None, ("fsdp", "data"))]
     placed = [jax.device_put(host, NamedSharding(mesh, spec)) for spec in specs]
@@ -95,7 +97,7 @@ def test_it_is_the_same_where_isal_does_not_come_built(mesh, monkeypatch) -> Non
     assert checksums([*placed, host], "reading") == [zlibs(host)] * 3
 
 
-def test_without_isal_zlib_is_taken() -> None:
+def test_without_isal_zlib_is_used() -> None:
     code = "import sys; sys.modules['isal'] = None\n"
     code += "import zlib\nfrom treeshard._checksums import crc32\nassert crc32 is zlib.crc32"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -117,26 +119,26 @@ def test_without_isal_zlib_is_taken() -> None:
     ],
     ids=str,
 )
-def test_numpy_arrays_in_any_order(x: np.ndarray) -> None:
+def test_numpy_arrays_of_any_strides(x: np.ndarray) -> None:
     x = np.asarray(x)
     assert checksum(x) == checksums([x], "reading")[0] == zlibs(x)
 
 
-def test_arrays_on_one_device_and_nothing_at_all() -> None:
+def test_arrays_on_one_device_and_empty_lists() -> None:
     x = jax.device_put(some((7, 5), "float32"), jax.devices()[3])
     assert checksums([x], "reading") == [zlibs(x)]
     assert checksums([], "reading") == []
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_of_keys_the_numbers_count(impl, fsdp_mesh) -> None:
+def test_keys_count_as_their_data(impl, fsdp_mesh) -> None:
     keys = jax.random.split(jax.random.key(7, impl=impl), 16)
     split = jax.device_put(keys, NamedSharding(fsdp_mesh, P("fsdp")))
     assert checksums([keys, split], "reading") == [zlibs(jax.random.key_data(keys))] * 2
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
-def test_bits_that_are_not_used_do_not_count(dtype) -> None:
+def test_unused_bits_do_not_count(dtype) -> None:
     clean = some((33,), dtype)
     mask = 3 if dtype == "int2" else 15
     dirty = (clean.view(np.uint8) | np.uint8(255 - mask)).view(clean.dtype)
@@ -144,7 +146,7 @@ def test_bits_that_are_not_used_do_not_count(dtype) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 6, 33, 200])
-def test_nor_do_they_in_the_runs_of_a_shard(length) -> None:
+def test_unused_bits_do_not_count_in_runs_of_a_shard(length) -> None:
     clean = some((5, 7, length), "uint4")
     dirty = (clean.view(np.uint8) | np.uint8(0xF0)).view(clean.dtype)
     assert (_of_runs(dirty, 5 * 7) == _of_runs(clean, 5 * 7)).all()
@@ -159,7 +161,7 @@ def test_negative_numbers_smaller_than_a_byte(fsdp_mesh) -> None:
 # ------------------------------------------------------------------ damage
 
 
-def test_any_flipped_bit_is_seen(mesh) -> None:
+def test_any_flipped_bit_is_detected(mesh) -> None:
     host = some((4, 4), "bfloat16")
     seen = {checksum(host)}
     for bit in range(8 * host.nbytes):
@@ -168,7 +170,7 @@ def test_any_flipped_bit_is_seen(mesh) -> None:
         damaged = np.frombuffer(bytes(data), host.dtype).reshape(host.shape)
         placed = jax.device_put(damaged, NamedSharding(mesh, P("data", "fsdp")))
         seen.add(checksums([placed], "reading")[0])
-    assert len(seen) == 8 * host.nbytes + 1  # they even differ from each other
+    assert len(seen) == 8 * host.nbytes + 1  # all of them differ
 
 
 def swapped_rows(x: np.ndarray) -> None:
@@ -194,7 +196,7 @@ def shifted_page(x: np.ndarray) -> None:
 @pytest.mark.parametrize(
     "damage", [swapped_rows, swapped_shards, swapped_columns, zeroed_page, shifted_page]
 )
-def test_what_disks_and_networks_do_is_seen(damage, mesh) -> None:
+def test_typical_damage_is_detected(damage, mesh) -> None:
     host = some((64, 1024), "uint16")
     bad = host.copy()
     damage(bad)
@@ -205,10 +207,10 @@ def test_what_disks_and_networks_do_is_seen(damage, mesh) -> None:
         assert good != other
 
 
-# ------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------ costs
 
 
-def test_nothing_is_compiled_and_nothing_stays_behind(mesh, compiles) -> None:
+def test_nothing_is_compiled_or_cached(mesh, compiles) -> None:
     host = some((64, 64), "float32")
     placed = jax.device_put(host, NamedSharding(mesh, P("data", "fsdp")))
     keys = jax.random.split(jax.random.key(0), 8)
@@ -229,8 +231,8 @@ def test_nothing_is_compiled_and_nothing_stays_behind(mesh, compiles) -> None:
         ("float32", None),  # transposed, on the host
     ],
 )
-def test_it_copies_little_at_a_time(dtype, spec, mesh, monkeypatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 1)  # each reader copies so much
+def test_copies_are_small(dtype, spec, mesh, monkeypatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # every reader copies a block
     host = some((2**20, 16), dtype).T if spec is None else some((2**20, 16), dtype)
     x = host if spec is None else jax.device_put(host, NamedSharding(mesh, spec))
     checksums([x], "reading")

@@ -178,9 +178,9 @@ def test_checkpoints_take_precedence_over_tensors_beside_them(go, run, weights, 
         ("run --step=7", "There is no checkpoint at run/7. The directory has steps 100, 200."),
         ("weights.safetensors --step=7", "is not a directory of checkpoints: it has no step 7."),
         ("run/100/leaves/table.json", "has no 'weight_map'"),
-        ("run/100/leaves", "is no checkpoint: it has no table of leaves."),
+        ("run/100/leaves", "is not a checkpoint: it has no table of leaves."),
         ("noise", "noise is not a safetensors file: it says that its header has"),
-        ("none", "none is no checkpoint"),
+        ("none", "none is not a checkpoint"),
     ],
 )
 @pytest.mark.parametrize("command", ["inspect", "export"])
@@ -391,7 +391,7 @@ def test_import_keeps_64_bits(go, tmp_path) -> None:
 def test_import_errors(go, run, weights, tmp_path) -> None:
     code, _, err = go("import", weights, run / "100")
     assert code == 2
-    assert "There is a checkpoint at run/100 already, and nothing is overwritten." in err
+    assert "There is already a checkpoint at run/100, and `save` does not overwrite." in err
     code, _, err = go("import", tmp_path / "nowhere", tmp_path / "x")
     assert code == 2
     assert "nowhere cannot be read: [Errno 2] No such file" in err
@@ -562,7 +562,7 @@ def test_plan_reads_shapes_from_checkpoints_and_indexes(go, run, weights, tmp_pa
     code, _, err = go("plan", f"--shapes={tmp_path / 'none'}", *options)
     assert (code, err) == (
         2,
-        "treeshard: error: none is no checkpoint: it has no table of leaves.\n",
+        "treeshard: error: none is not a checkpoint: it has no table of leaves.\n",
     )
 
 

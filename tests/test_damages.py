@@ -1,4 +1,4 @@
-"""What happens to files, anywhere in a checkpoint: an error that says where, or nothing at all."""
+"""Damages files anywhere in a checkpoint: reading it raises a located error, or is exact."""
 
 import faulthandler
 import json
@@ -26,7 +26,7 @@ RULES = [("key|whole", None), (".*", P("fsdp"))]
 
 
 def state(seed: int) -> dict[str, Any]:
-    """Two of them differ in every leaf that can differ."""
+    """A state. States of different seeds differ in every leaf that can differ."""
     draw = np.random.default_rng(seed)
     quarters = draw.integers(0, 4, (8, 6))
     return {
@@ -46,7 +46,7 @@ def state(seed: int) -> dict[str, Any]:
 
 
 def bits(tree: dict[str, Any]) -> dict[str, Any]:
-    """Every leaf as something that is equal only if all its bits are."""
+    """Every leaf in a form that is equal only if all its bits are."""
     found: dict[str, Any] = {}
     for path, x in tree.items():
         x = jax.random.key_data(x) if path == "key" else x
@@ -63,7 +63,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, mesh) -> dict[str, tuple[Path, Path]]:
-    """By layout: a checkpoint, and another one of the same model."""
+    """By storage option: a checkpoint, and another one of the same model."""
     where = tmp_path_factory.mktemp("saved")
     found: dict[str, tuple[Path, Path]] = {}
     for way, options in WAYS.items():
@@ -87,7 +87,7 @@ def flip(draw: random.Random, path: Path, other: Path) -> None:
 
 
 def zero(draw: random.Random, path: Path, other: Path) -> None:
-    """A page of a file, or a part of its only one."""
+    """Zeroes a page of a file, or part of its only page."""
     file, data = some(draw, path)
     start = draw.randrange(0, len(data), PAGE) if len(data) > PAGE else draw.randrange(len(data))
     data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
@@ -113,7 +113,7 @@ def delete_folder(draw: random.Random, path: Path, other: Path) -> None:
 
 
 def swap(draw: random.Random, path: Path, other: Path) -> None:
-    """Two files of a checkpoint."""
+    """Swaps two files of a checkpoint."""
     first, second = draw.sample(files(path), 2)
     data = first.read_bytes()
     first.write_bytes(second.read_bytes())
@@ -121,10 +121,10 @@ def swap(draw: random.Random, path: Path, other: Path) -> None:
 
 
 def swap_with_other(draw: random.Random, path: Path, other: Path) -> None:
-    """A file, for what stands in its place in another checkpoint."""
+    """Replaces a file with the same file of another checkpoint."""
     file, _ = some(draw, path)
     there = other / file.relative_to(path)
-    if not there.exists():  # its name is drawn by whoever wrote it
+    if not there.exists():  # the name of this file is random
         there = draw.choice(files(there.parent))
     file.write_bytes(there.read_bytes())
 
@@ -144,17 +144,17 @@ def files(path: Path) -> list[Path]:
 
 
 def some(draw: random.Random, path: Path) -> tuple[Path, bytearray]:
-    """A file that has something in it, and what: large ones more often."""
+    """A non-empty file and its bytes, drawn in proportion to size."""
     there = [file for file in files(path) if file.stat().st_size]
     file = draw.choices(there, [100 + file.stat().st_size for file in there])[0]
     return file, bytearray(file.read_bytes())
 
 
-# ------------------------------------------------------------------ what becomes of them
+# ------------------------------------------------------------------ outcomes
 
 
-def what_becomes_of(path: Path, mesh: jax.sharding.Mesh) -> tuple[str, str]:
-    """What `restore` and `verify` make of it."""
+def outcomes(path: Path, mesh: jax.sharding.Mesh) -> tuple[str, str]:
+    """The outcomes of `restore` and `verify`."""
     whole = state(0)
     like = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x
@@ -173,7 +173,7 @@ def what_becomes_of(path: Path, mesh: jax.sharding.Mesh) -> tuple[str, str]:
 
 
 def judged(error: ts.CheckpointError, path: Path) -> str:
-    """What an error says: the checkpoint, and the leaves unless it has no table of them."""
+    """Classifies an error. It names the checkpoint, and the leaves if the table could be read."""
     text = str(error)
     assert str(path) in text.splitlines()[0], text
     if "table of leaves" in text.splitlines()[0]:
@@ -198,10 +198,10 @@ def test_no_damage_is_silent(
         kind = KINDS[i % len(KINDS)]
         shutil.copytree(one, path)
         kind(draw, path, other)
-        with capfd.disabled():  # so that it is seen
+        with capfd.disabled():  # so that the traceback is visible
             faulthandler.dump_traceback_later(120, exit=True)
         try:
-            restored, verified = what_becomes_of(path, mesh)
+            restored, verified = outcomes(path, mesh)
         except BaseException as error:
             error.add_note(f"{way}, damage {i}: {kind.__name__}")
             raise
@@ -211,12 +211,12 @@ def test_no_damage_is_silent(
         counts[restored] += 1
         shutil.rmtree(path)
     record_property("damages", ", ".join(f"{n} {name}" for name, n in counts.items()))
-    assert len(counts) == 4  # there were all kinds
+    assert len(counts) == 4  # every outcome occurred
     assert not caplog.records
     assert capfd.readouterr() == ("", "")
 
 
-# ------------------------------------------------------------------ a table that lies
+# ------------------------------------------------------------------ tables and arrays that differ
 
 
 @pytest.mark.parametrize(
@@ -226,14 +226,16 @@ def test_no_damage_is_silent(
         ({"shape": [32, 96]}, "w: it cannot be read: "),
         ({"shape": [96, 64], "spec": None}, "w: it cannot be read: "),
         ({"dtype": "int32", "stored": "int32"}, "w: its bytes have the CRC-32 "),
-        ({"path": "v"}, "v: it cannot be read: it is not among the arrays."),
-        ({"path": "../../w"}, "../../w: it cannot be read: it is not among the arrays."),
-        ({"path": "half/../w"}, "half/../w: it cannot be read: it is not among the arrays."),
+        ({"path": "v"}, "v: it cannot be read: it is not in the array store."),
+        ({"path": "../../w"}, "../../w: it cannot be read: it is not in the array store."),
+        ({"path": "half/../w"}, "half/../w: it cannot be read: it is not in the array store."),
     ],
     ids=str,
 )
-def test_what_a_table_says_of_other_arrays(change, message, saved, mesh, tmp_path: Path) -> None:
-    """Somebody wrote it by hand, with its checksum right."""
+def test_a_table_that_does_not_fit_the_arrays_is_an_error(
+    change, message, saved, mesh, tmp_path: Path
+) -> None:
+    """The table was edited, and its checksums were recomputed."""
     path = tmp_path / "x"
     shutil.copytree(saved["few files"][0], path)
     table = path / "leaves" / "table.json"

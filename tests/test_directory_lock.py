@@ -1,4 +1,4 @@
-"""One writer at a time, and none that is dead."""
+"""Locks: one writer at a time, and no lock outlives its process."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ time.sleep(60)
 
 @pytest.fixture
 def holder(tmp_path: Path):
-    """Another process, which holds a lock."""
+    """Another process that holds a lock."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -35,12 +35,12 @@ def holder(tmp_path: Path):
             process.kill()
 
 
-def test_another_process_is_named(holder, tmp_path: Path) -> None:
+def test_the_error_names_the_holding_process(holder, tmp_path: Path) -> None:
     with pytest.raises(ts.CheckpointError) as told:
         Lock(tmp_path / "lock", "/runs/7")
     who = f"process {holder.pid} on {platform.node()}, since 20"
-    assert str(told.value).startswith(f"/runs/7: another writer is at work: {who}")
-    assert str(told.value).endswith("Wait for it or end it, or write elsewhere.")
+    assert str(told.value).startswith(f"/runs/7: another run is writing here: {who}")
+    assert str(told.value).endswith("Wait for it, end it, or write to another path.")
 
 
 def test_a_lock_ends_with_its_process(holder, tmp_path: Path) -> None:
@@ -51,19 +51,19 @@ def test_a_lock_ends_with_its_process(holder, tmp_path: Path) -> None:
         assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
 
 
-def test_this_process_is_told_from_others(tmp_path: Path) -> None:
+def test_the_error_tells_this_process_from_others(tmp_path: Path) -> None:
     with locked(tmp_path / "lock", "it"), pytest.raises(ts.CheckpointError, match="this process"):
         Lock(tmp_path / "lock", "it")
 
 
-def test_nothing_is_left(tmp_path: Path) -> None:
+def test_release_removes_the_file(tmp_path: Path) -> None:
     lock = Lock(tmp_path / "lock", "it")
     lock.release()
     lock.release()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_no_file_can_be_made(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ts.CheckpointError, match="/runs/7: cannot be written to: No such file"):
         Lock(tmp_path / "missing" / "lock", "/runs/7")
 
@@ -76,11 +76,11 @@ lock = Lock(Path(sys.argv[1]), "it")
 if os.fork() == 0:
     print(os.getpid(), flush=True)
     time.sleep(60)
-os._exit(0)  # as if killed: nothing is released
+os._exit(0)  # as if killed, without releasing anything
 """
 
 
-def test_a_forked_process_does_not_hold_it_on(tmp_path: Path) -> None:
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FORK, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -93,12 +93,12 @@ def test_a_forked_process_does_not_hold_it_on(tmp_path: Path) -> None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
     def refuse(handle: int, how: int) -> None:
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(ts.ShardingWarning, match="it: this file system has no locks"):
+    with pytest.warns(ts.ShardingWarning, match="it: this file system does not support locks"):
         Lock(tmp_path / "lock", "it").release()

@@ -1,4 +1,4 @@
-"""Disks, other runs and other processes that fail: an error for all, and nothing lost."""
+"""Failing disks, other runs and failing processes: all processes raise, and nothing is lost."""
 
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from treeshard.checkpoint import Checkpoints, save
 
 
 def mounted(where: Path, options: str, held: ExitStack) -> bool:
-    """A file system in memory. Only root may make one."""
+    """Mounts a file system in memory, which only root can do."""
     where.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "none", str(where)]
     if subprocess.run(command, capture_output=True).returncode:
@@ -25,7 +25,7 @@ def mounted(where: Path, options: str, held: ExitStack) -> bool:
 
 @pytest.fixture(scope="module")
 def disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """A disk with little room, and one that is read-only and has a checkpoint."""
+    """A small disk, and a read-only one that holds a checkpoint."""
     where = tmp_path_factory.mktemp("disks")
     with ExitStack() as held:
         if not mounted(where / "small", "size=8m", held):
@@ -44,7 +44,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, disks: list[str]) -> launcher.
     with Checkpoints(where / "held") as held:
         held.save(1, host_state(1))
         held.wait()
-        with locked(where / "held" / ".2.treeshard-lock", "2"):  # as if it were being saved
+        with locked(where / "held" / ".2.treeshard-lock", "2"):  # as if it was being saved
             args = [*disks, str(where / "held")]
             return launcher.launch(faults_checks, where / "two", devices=2, args=args)
 

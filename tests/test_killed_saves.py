@@ -1,4 +1,4 @@
-"""Kill -9 of any process at any moment of a save: nothing that was saved is lost."""
+"""kill -9 of any process at any moment of a save loses no saved checkpoint."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def test_killed(check: str, killed: launcher.Verdicts) -> None:
     killed.assert_passed(check)
 
 
-def test_it_was_killed_in_the_middle(
+def test_processes_were_killed_during_saves(
     killed: launcher.Verdicts, directory: Path, record_property
 ) -> None:
     counts = json.loads((directory / "counts.json").read_text())
@@ -41,7 +41,7 @@ def test_it_was_killed_in_the_middle(
     assert counts["while it wrote"] > KILLS / 4
 
 
-def test_some_came_while_another_was_at_work(
+def test_some_writers_met_another_one(
     killed: launcher.Verdicts, directory: Path, record_property
 ) -> None:
     counts = json.loads((directory / "at-once.json").read_text())
@@ -50,9 +50,9 @@ def test_some_came_while_another_was_at_work(
     assert counts["while another wrote"]
 
 
-def test_what_is_left_is_whole(killed: launcher.Verdicts, directory: Path) -> None:
+def test_the_remaining_checkpoints_are_complete(killed: launcher.Verdicts, directory: Path) -> None:
     steps = sorted(int(path.name) for path in (directory / "run").iterdir())
-    assert len(steps) == KEPT  # and nothing else is there
+    assert len(steps) == KEPT  # and there are no leftovers
     for step in steps:
         verify(directory / "run" / str(step))
         assert not differing(restore(directory / "run" / str(step)), step)

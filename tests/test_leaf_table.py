@@ -1,4 +1,4 @@
-"""Trees taken apart for disk, and put together again; bad tables; what is asked for in vain."""
+"""Converts trees to a table and arrays, and back."""
 
 import enum
 import re
@@ -27,8 +27,8 @@ from treeshard._saved_leaf import kind_of, store_key
 from treeshard._table_text import from_text, to_text
 
 
-def there_and_back(tree: Any) -> dict[str, Any]:
-    """Through arrays as the store has them and a table as text."""
+def round_trip(tree: Any) -> dict[str, Any]:
+    """The leaves after a round trip through stored arrays and the text of the table."""
     packed = pack(tree)
     found = checksums(list(packed.arrays.values()), "save")
     table = packed.table.with_checksums(dict(zip(packed.arrays, found, strict=True)))
@@ -49,7 +49,7 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b if type(a) is int else repr(a) == repr(b))
 
 
-# ------------------------------------------------------------------ there and back
+# ------------------------------------------------------------------ round trips
 
 LEAVES = {
     "float": jnp.arange(6.0).reshape(2, 3),
@@ -92,18 +92,18 @@ LEAVES = {
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_every_kind_comes_back(name) -> None:
-    back = there_and_back({"at": {"it": LEAVES[name]}})
+    back = round_trip({"at": {"it": LEAVES[name]}})
     assert list(back) == ["at/it"]
     assert same(back["at/it"], LEAVES[name])
 
 
-def test_all_at_once_and_a_bare_leaf() -> None:
-    back = there_and_back(LEAVES)
+def test_a_tree_of_all_kinds_and_a_bare_leaf() -> None:
+    back = round_trip(LEAVES)
     assert list(back) == sorted(LEAVES)
     assert all(same(back[name], LEAVES[name]) for name in LEAVES)
-    assert there_and_back(7) == {"": 7}
-    assert same(there_and_back(LEAVES["float"])[""], LEAVES["float"])
-    assert there_and_back({}) == {}
+    assert round_trip(7) == {"": 7}
+    assert same(round_trip(LEAVES["float"])[""], LEAVES["float"])
+    assert round_trip({}) == {}
 
 
 SCALARS = (
@@ -113,15 +113,15 @@ SCALARS = (
 
 @settings(max_examples=60, deadline=None)
 @given(st.recursive(SCALARS, lambda x: st.lists(x) | st.dictionaries(st.text("ab.%_ é"), x)))
-def test_any_tree_of_scalars(tree) -> None:
+def test_any_tree_of_scalars_comes_back(tree) -> None:
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: x is None)
-    back = list(there_and_back(tree).values())
+    back = list(round_trip(tree).values())
     assert len(back) == len(leaves)
     assert all(map(same, back, leaves))
 
 
 @pytest.mark.parametrize("dtype", ["uint4", "float4_e2m1fn", "float8_e8m0fnu", "int4", "int32"])
-def test_shards_stay_where_they_are(dtype, mesh, compiles) -> None:
+def test_shards_are_not_moved(dtype, mesh, compiles) -> None:
     sharding = NamedSharding(mesh, P(None, "fsdp"))
     x = jax.device_put(np.arange(4 * 8).reshape(4, 8).astype(np.uint8) % 5, sharding)
     x = jax.block_until_ready(x.astype(dtype))
@@ -133,7 +133,7 @@ def test_shards_stay_where_they_are(dtype, mesh, compiles) -> None:
     assert same(back, x)
 
 
-def test_leaves_without_numbers_go_where_they_are_sent(mesh) -> None:
+def test_empty_arrays_get_the_given_sharding(mesh) -> None:
     keys = jax.random.split(jax.random.key(3), 4)[:0]
     packed = pack({"x": np.zeros((0, 8), np.float32), "keys": keys})
     sharding, whole = NamedSharding(mesh, P(None, "fsdp")), NamedSharding(mesh, P())
@@ -143,12 +143,12 @@ def test_leaves_without_numbers_go_where_they_are_sent(mesh) -> None:
     assert back["keys"].sharding.is_fully_replicated
 
 
-def test_bytes_of_the_other_order_are_turned_over() -> None:
-    (back,) = there_and_back(np.arange(3, dtype=">i4")).values()
+def test_big_endian_arrays_are_converted() -> None:
+    (back,) = round_trip(np.arange(3, dtype=">i4")).values()
     assert same(back, np.arange(3, dtype="=i4"))
 
 
-# ------------------------------------------------------------------ what is there of a tree
+# ------------------------------------------------------------------ rows of a tree
 
 
 class Color(enum.IntEnum):
@@ -181,23 +181,23 @@ def test_flattening_keeps_none() -> None:
     assert treedef.unflatten(leaves) == {"b": [None, 1], "a": None}
 
 
-def test_flax_boxes_are_known_by_their_path() -> None:
+def test_flax_boxes_have_one_path() -> None:
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     assert [row.path for row in pack(nnx.state(model)).table.leaves] == ["bias", "kernel"]
     linen = {"kernel": nn.Partitioned(jnp.ones((2, 3)), ("fsdp", None))}
     assert [row.path for row in pack(linen).table.leaves] == ["kernel"]
 
 
-def test_optimizer_state() -> None:
+def test_optimizer_state_has_a_row_per_leaf() -> None:
     params = {"w": jnp.ones(3)}
     state = optax.chain(optax.clip(1.0), optax.adamw(optax.constant_schedule(0.1))).init(params)
-    back = there_and_back(state)
+    back = round_trip(state)
     paths, leaves, _ = flatten_all(state)
     assert list(back) == paths
     assert all(map(same, back.values(), leaves))
 
 
-def test_specs_and_meshes_are_written_down(mesh, fsdp_mesh) -> None:
+def test_specs_and_meshes_are_recorded(mesh, fsdp_mesh) -> None:
     w = np.zeros((8, 8))
     tree = {
         "a": jax.device_put(w, NamedSharding(mesh, P(None, ("fsdp", "data")))),
@@ -216,7 +216,7 @@ def test_every_leaf_has_a_size_in_bytes() -> None:
     assert [row.bytes for row in pack(tree).table.leaves] == [24, 3, 48]
 
 
-# ------------------------------------------------------------------ names in the array store
+# ------------------------------------------------------------------ keys in the array store
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_store_keys(path, key) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sets(st.text("ab./%_~é\\ ", max_size=6) | st.text(max_size=300), max_size=8))
-def test_store_keys_are_names_of_files_and_differ(paths) -> None:
+def test_store_keys_are_valid_file_names_and_unique(paths) -> None:
     keys = [store_key(path) for path in paths]
     assert len(set(keys)) == len(paths)
     assert all(re.fullmatch(r"[A-Za-z0-9_.~%-]{1,200}", key) for key in keys)
@@ -251,13 +251,13 @@ def test_store_keys_are_names_of_files_and_differ(paths) -> None:
 # ------------------------------------------------------------------ what cannot be saved
 
 
-def test_leaves_that_share_a_path_are_shown() -> None:
+def test_leaves_with_equal_paths_are_listed() -> None:
     with pytest.raises(ts.CheckpointError) as told:
         pack({"a/b": None, "a": {"b": 2}, "x/y": 1, "x": {"y": len}})
-    assert str(told.value) == "save: a/b: the path of ['a']['b'], ['a/b']. Rename a key."
+    assert str(told.value) == "save: a/b: shared by ['a']['b'], ['a/b']. Rename a key."
 
 
-def test_leaves_without_numbers_are_refused_all_at_once() -> None:
+def test_unsupported_leaves_are_listed_at_once() -> None:
     gone = jnp.arange(3.0) + 1
     gone.delete()
     tree = {
@@ -275,12 +275,12 @@ def test_leaves_without_numbers_are_refused_all_at_once() -> None:
     lines = str(told.value).splitlines()
     assert lines[0] == "save /runs/7: 7 leaves cannot be moved, and none was:"
     assert [line.split(":")[0].strip() for line in lines[1:]] == sorted(tree.keys() - {"none"})
-    assert "objects: object[2]: JAX has no such dtype. Use `.astype`, or `.tolist()`, fir" in str(
+    assert "objects: object[2]: JAX does not support this dtype. Use `.astype`, or `.tol" in str(
         told.value
     )
 
 
-def test_deleted_and_traced_leaves() -> None:
+def test_deleted_and_traced_leaves_are_refused() -> None:
     gone = jnp.arange(3.0) + 1
     gone.delete()
     with pytest.raises(ts.DeletedLeafError, match="w: float32\\[3\\]: its memory is gone"):
@@ -289,17 +289,17 @@ def test_deleted_and_traced_leaves() -> None:
         jax.jit(lambda x: pack({"w": x}))(jnp.ones(3))
 
 
-def test_strings_that_are_no_unicode() -> None:
+def test_strings_that_are_not_unicode_are_refused() -> None:
     with pytest.raises(ts.LeafError) as told:
         pack({"a": "\ud800", "\udfff": 1, "b": "ok"})
     assert str(told.value) == (
         "save: 2 strings cannot be saved:\n"
-        "  'a': it is no Unicode (surrogates not allowed). Make it bytes.\n"
-        "  '\\udfff': it is no Unicode (surrogates not allowed). Make it bytes."
+        "  'a': it is not valid Unicode (surrogates not allowed). Save it as bytes.\n"
+        "  '\\udfff': it is not valid Unicode (surrogates not allowed). Save it as bytes."
     )
 
 
-def test_keys_of_an_implementation_without_a_name() -> None:
+def test_keys_of_an_unnamed_implementation_are_refused() -> None:
     def numbers(key: jax.Array, shape: tuple[int, ...], *_: Any) -> jax.Array:
         return jnp.zeros((*shape, 2), jnp.uint32)
 
@@ -315,6 +315,7 @@ def test_keys_of_an_implementation_without_a_name() -> None:
     with pytest.raises(ts.LeafError) as told:
         pack({"key": jax.random.key(0, impl=impl)})
     assert str(told.value) == (
-        "key: key<mine>[]: its PRNG implementation has no name that another program could know."
+        "key: key<mine>[]: its PRNG implementation has no name, so no other program could restore"
+        " it."
         " Save `jax.random.key_data` of it."
     )

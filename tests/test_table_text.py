@@ -1,4 +1,4 @@
-"""Tables of leaves as text: what is written, what damage and bad hands make of it."""
+"""Tables of leaves as text: the format, damage, and tables that other programs wrote."""
 
 import json
 import tracemalloc
@@ -19,7 +19,7 @@ from treeshard._table_text import from_text, to_text
 
 
 def values_crc(text: str) -> int:
-    """What the checksum of a table is of: its values, in one way of writing them."""
+    """The CRC-32 of a table's values, in one canonical form."""
     raw = {key: value for key, value in json.loads(text).items() if key != "crc"}
     return crc32(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode())
 
@@ -41,7 +41,7 @@ def test_the_text_of_a_table(fsdp_mesh) -> None:
         f'"crc": {values_crc(text)}\n'
         "}\n"
     )
-    assert from_text(json.dumps(json.loads(text))) == from_text(text)  # laid out anew
+    assert from_text(json.dumps(json.loads(text))) == from_text(text)  # reformatted
 
 
 # ------------------------------------------------------------------ bad tables
@@ -116,7 +116,7 @@ EMPTY, KEY, NONE, QUARTER, STEP, TEXT, W = range(7)
         (QUARTER, {"stored": "int8"}, "leaves[3] (quarter): stored is 'int8', not 'uint4'."),
         (KEY, {"stored": "int32"}, "leaves[1] (key): stored is 'int32', not 'uint32'."),
         (KEY, {"impl": "rbg"}, "dtype is 'key<fry>', and keys of 'rbg' have 'key<rbg>'."),
-        (KEY, {"impl": "mine"}, "leaves[1] (key): there is no PRNG implementation 'mine' here."),
+        (KEY, {"impl": "mine"}, "leaves[1] (key): this JAX has no PRNG implementation 'mine'."),
         (KEY, {"impl": None}, "leaves[1] (key): impl is None (NoneType), not str."),
         (W, {"spec": "P('fsdp', x)"}, "leaves[6] (w): \"P('fsdp', x)\": 'x' is not a literal."),
         (W, {"spec": "P('fdsp')"}, "leaves[6] (w): spec is P('fdsp'), and no mesh has an axis 'f"),
@@ -132,14 +132,18 @@ EMPTY, KEY, NONE, QUARTER, STEP, TEXT, W = range(7)
         (NONE, {"crc": False}, "leaves[2] (none): crc is False, and that of the value is 0."),
         (STEP, {"value": 3}, "leaves[4] (step): value is 3 (int), not str."),
         (STEP, {"value": "4"}, "leaves[4] (step): crc is 1842515611, and that of the value is"),
-        (STEP, {"value": "x"}, "leaves[4] (step): value is 'x', which is no int."),
-        (STEP, {"value": "03"}, "leaves[4] (step): value is '03', which is no int."),
-        (STEP, {"value": "0x3"}, "leaves[4] (step): value is '0x3'; a int is not written like"),
-        (STEP, {"value": "9" * 5000}, f"value is '{'9' * 40}...', which is no int."),
-        (STEP, {"kind": "bool"}, "leaves[4] (step): value is '3', which is no bool."),
-        (STEP, {"kind": "float"}, "leaves[4] (step): value is '3'; a float is not written like"),
-        (STEP, {"kind": "complex"}, "leaves[4] (step): value is '3', which is no complex."),
-        (STEP, {"kind": "bytes"}, "leaves[4] (step): value is '3', which is no bytes."),
+        (STEP, {"value": "x"}, "leaves[4] (step): value is 'x', which is not of kind int."),
+        (STEP, {"value": "03"}, "leaves[4] (step): value is '03', which is not of kind int."),
+        (STEP, {"value": "0x3"}, "leaves[4] (step): value is '0x3', which is not how a value"),
+        (STEP, {"value": "9" * 5000}, f"value is '{'9' * 40}...', which is not of kind int."),
+        (STEP, {"kind": "bool"}, "leaves[4] (step): value is '3', which is not of kind bool."),
+        (STEP, {"kind": "float"}, "leaves[4] (step): value is '3', which is not how a value"),
+        (
+            STEP,
+            {"kind": "complex"},
+            "leaves[4] (step): value is '3', which is not of kind complex.",
+        ),
+        (STEP, {"kind": "bytes"}, "leaves[4] (step): value is '3', which is not of kind bytes."),
         (STEP, {"crc": None}, "leaves[4] (step): crc is None, and that of the value is 184251561"),
     ],
     ids=lambda x: str(x)[:40],
@@ -171,7 +175,7 @@ def test_what_no_table_says(row, change, message, mesh) -> None:
         ),
     ],
 )
-def test_damaged_tables(damage, message, mesh) -> None:
+def test_a_damaged_table_is_an_error(damage, message, mesh) -> None:
     with pytest.raises(ts.DamagedError) as told:
         from_text(damage(a_table(mesh)))
     assert message in str(told.value)
@@ -183,7 +187,7 @@ def test_tables_nested_to_any_depth() -> None:
             from_text(f'{{"treeshard_leaves": {"[" * depth}{"]" * depth}, "crc": 0}}')
 
 
-def test_no_damage_goes_through(mesh, unchecked) -> None:
+def test_damage_is_never_silent(mesh, unchecked) -> None:
     """Thousands of tables with a few wrong characters: an error, or the same table."""
     text = a_table(mesh)
     table = from_text(text)

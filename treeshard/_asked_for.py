@@ -1,4 +1,4 @@
-"""What is asked for of a checkpoint or file, beside what is there: before anything is read."""
+"""Compares the requested leaves with the stored ones, before anything is read."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ from treeshard._specs import array_text, has_shape
 
 
 class LeafType(NamedTuple):
-    """What a leaf is, whatever its values.
+    """The type of a leaf, whatever its values.
 
     Attributes:
         kind: As in `SavedLeaf`.
         shape: The shape of an array, or of an array of keys.
         dtype: Its dtype by name; nothing for other kinds.
-        on_devices: Whether it is to become a `jax.Array`: these have 64-bit numbers only in
-            JAX's x64 mode.
+        on_devices: Whether it will be a `jax.Array`, which has 64-bit dtypes only in JAX's x64
+            mode.
     """
 
     kind: str
@@ -39,12 +39,12 @@ class LeafType(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """In what the leaves that are asked for are not those that are there.
+    """How the requested leaves differ from the stored ones.
 
     Attributes:
-        missing: The paths that are asked for and not there.
-        unexpected: The paths that are there and not asked for.
-        misfits: Why leaves that are there cannot be had as they are asked for, by path.
+        missing: The paths that are requested but not stored.
+        unexpected: The paths that are stored but not requested.
+        misfits: Why stored leaves cannot be read as requested, by path.
     """
 
     missing: tuple[str, ...]
@@ -52,31 +52,33 @@ class Differences(NamedTuple):
     misfits: dict[str, str]
 
     def check(self, source: str = "the checkpoint", *, partial: bool = False) -> None:
-        """Raises one `MismatchError` for all of them, if there are any.
+        """Raises one `MismatchError` that lists all differences, if there are any.
 
         Args:
-            source: What is to be read, for the message.
-            partial: Whether leaves may be missing or unexpected. What is missing is then told in
-                a `ShardingWarning`.
+            source: The name of the checkpoint or file, for the message.
+            partial: Whether leaves may be missing or unexpected. A `ShardingWarning` then lists
+                the missing ones.
         """
         facts: list[str] = []
         if self.misfits:
             lines = [f"{path}: {why}" for path, why in self.misfits.items()]
-            facts.append(listed(f"{len(lines)} leaves are of another type:", lines))
+            facts.append(listed(f"{len(lines)} leaves have another type than requested:", lines))
         if self.missing and not partial:
-            headline = f"{len(self.missing)} leaves are asked for that {source} does not have:"
+            headline = f"{len(self.missing)} requested leaves are not in {source}:"
             facts.append(listed(headline, self._missing_facts(source)))
         if self.unexpected and not partial:
-            headline = f"{len(self.unexpected)} leaves of {source} are not asked for:"
-            lines = [f"{path}: in {source}, and not asked for." for path in self.unexpected]
+            headline = f"{len(self.unexpected)} leaves of {source} are not requested:"
+            lines = [f"{path}: in {source}, but not requested." for path in self.unexpected]
             facts.append(listed(headline, lines))
         if facts and not partial and (self.missing or self.unexpected):
-            facts.append("`partial=True` takes what is there, and leaves the rest as it is.")
+            facts.append(
+                "`partial=True` reads the leaves that both have, and keeps the others of `like`."
+            )
         if facts:
             raise MismatchError("\n".join(facts))
         if self.missing:
             lines = [f"{path}: not in {source}." for path in self.missing]
-            warn(listed(f"{len(lines)} leaves stay as they are in `like`:", lines))
+            warn(listed(f"{len(lines)} leaves keep their values from `like`:", lines))
 
     def _missing_facts(self, source: str) -> list[str]:
         known = [self.unexpected if i < 10 else () for i in range(len(self.missing))]  # shown: ten
@@ -100,22 +102,22 @@ def leaf_type(x: Any) -> LeafType | None:
 
 
 def saved_types(rows: Iterable[SavedLeaf]) -> dict[str, LeafType]:
-    """What the rows of a table are, by path."""
+    """The types of the rows of a table, by path."""
     return {row.path: LeafType(row.kind, row.shape, row.dtype) for row in rows}
 
 
 def compare(
     there: Mapping[str, LeafType], asked: Mapping[str, LeafType], cast: str | None = None
 ) -> Differences:
-    """Compares what is asked for with what is there, by path.
+    """Compares the requested leaves with the stored ones, by path.
 
     Args:
-        there: What was saved.
-        asked: What is asked for. This is what comes back, in its dtypes.
-        cast: The one dtype that floating-point arrays may be converted to, from another
-            floating-point one. Nothing else is converted, and nothing without it.
+        there: The stored leaves.
+        asked: The requested leaves. The result has their dtypes.
+        cast: The dtype that arrays of other floating-point dtypes may be converted to. Nothing
+            else is converted; without it, nothing is.
     """
-    # A `None` holds nothing that could be missed.
+    # A `None` holds no values, so it may be missing.
     missing = tuple(p for p, x in asked.items() if p not in there and x.kind != "none")
     unexpected = tuple(p for p, x in there.items() if p not in asked and x.kind != "none")
     whys = {path: _misfit(there[path], asked[path], cast) for path in asked if path in there}
@@ -123,27 +125,27 @@ def compare(
 
 
 def cast_dtype(cast: Any) -> str:
-    """The name of a dtype to cast to. Raises `FormatError` unless it is a floating-point one."""
+    """The name of a dtype to cast to. Raises `FormatError` unless it is a floating-point dtype."""
     try:
         name = str(jax.numpy.dtype(cast))
     except TypeError:
         name = str(cast)
     if not _is_floating(LeafType("array", (), name)):
         raise FormatError(
-            f"cast={name!r}: floating-point arrays can be converted, and no others. Give a"
-            " floating-point dtype, such as 'float32'."
+            f"cast={name!r} is not a floating-point dtype. Only floating-point arrays are"
+            " converted, to a dtype such as 'float32'."
         )
     return name
 
 
 def _misfit(there: LeafType, asked: LeafType, cast: str | None) -> str:
-    """Why a leaf cannot be had as it is asked for; nothing if it can."""
-    fact = f"{there} was saved, and {asked} is asked for."
+    """Why a leaf cannot be read as requested; empty if it can."""
+    fact = f"saved as {there}, requested as {asked}."
     if there[:2] != asked[:2]:
         return fact
     if there.dtype != asked.dtype:
         if not (_is_floating(there) and _is_floating(asked)):
-            return f"{fact} Only floating-point numbers are converted; ask for {there.dtype}."
+            return f"{fact} Only floating-point dtypes are converted; request {there.dtype}."
         if asked.dtype != cast:
             return f"{fact} `cast={asked.dtype!r}` converts it."
     return _too_wide(asked)
@@ -157,7 +159,7 @@ def _too_wide(asked: LeafType) -> str:
         return ""
     ways = ["Turn on 64-bit numbers (`jax.config.update('jax_enable_x64', True)`)"]
     ways += [f"convert it with `cast={had.dtype!r}`"] if _is_floating(asked) else []
-    return f"{asked} would be {had} on devices. {', '.join(ways)}, or ask for a numpy array."
+    return f"{asked} would be {had} on devices. {', '.join(ways)}, or request a numpy array."
 
 
 def _is_floating(x: LeafType) -> bool:

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: a directory with one for each of some steps."""
+"""The checkpoints of a training run: a directory with a checkpoint per saved step."""
 
 import operator
 from collections.abc import Iterator
@@ -33,34 +33,34 @@ class Checkpoints:
     """The checkpoints of a training run, in one directory, by step.
 
     They are written in the background: `save` returns once the state may change or be donated.
-    Until `close` no other run can write to the directory, and what killed runs left unfinished
-    there is removed. Object stores have no such lock, and nothing is removed there.
+    Until `close`, a lock keeps other runs from writing to the directory, and unfinished
+    checkpoints of killed runs are removed. On object stores there is no lock and no such removal.
 
-    Use it in a `with` statement, on every process alike.
+    Use it in a `with` statement, the same on every process.
 
     Args:
-        directory: Where they are; it is made if need be. All processes share it.
-        keep: How many are kept, the latest; all of them if `None`. An older one is removed after
-            a newer one is whole.
-        every: Steps that are no multiple of it are not saved.
-        background: Whether to write in the background. What goes wrong there is raised by the
-            next `save`, `wait` or `close`.
-        read_only: Whether nothing will be saved: then nothing is locked, and another run may be
-            writing.
+        directory: The directory, created if it does not exist. All processes share it.
+        keep: How many of the latest checkpoints to keep; `None` keeps all. An older one is removed
+            once a newer one is complete.
+        every: Only steps that are a multiple of it are saved.
+        background: Whether to write in the background. The next `save`, `wait` or `close` raises
+            what went wrong.
+        read_only: Whether only to read. Then nothing is locked, and another run may be writing.
         fingerprints: As in `save`.
         compress: As in `save`.
         ocdbt: As in `save`.
-        timeout: Seconds that other processes are waited for; not while they read or write.
+        timeout: Seconds to wait for other processes; waits for their reads and writes have no
+            limit.
 
     Raises:
-        CheckpointError: If another run writes to the directory: it says which. If it cannot be
-            written to.
-        ProcessError: If other processes failed, or did not come.
+        CheckpointError: If another run is writing to the directory: it says which. If the directory
+            cannot be written to.
+        ProcessError: If other processes fail, or do not arrive.
         ValueError: If `keep` or `every` is not positive.
 
     Examples:
         >>> state = {"w": np.zeros(8), "step": 0}
-        >>> with tempfile.TemporaryDirectory() as there, Checkpoints(there, keep=2) as checkpoints:
+        >>> with tempfile.TemporaryDirectory() as run, Checkpoints(run, keep=2) as checkpoints:
         ...     for step in range(1, 5):
         ...         saved = checkpoints.save(step, {"w": state["w"] + step, "step": step})
         ...     step, restored = checkpoints.restore_latest(state)
@@ -84,7 +84,7 @@ class Checkpoints:
         timeout: float = TIMEOUT,
     ) -> None:
         if every < 1 or (keep is not None and keep < 1):
-            raise ValueError(f"Checkpoints: keep={keep}, every={every}: both are to be positive.")
+            raise ValueError(f"Checkpoints: keep={keep}, every={every}: both must be positive.")
         self._directory = checkpoint_path(directory)
         self._keep, self._every, self._background = keep, every, background
         self._timeout, self._read_only = timeout, read_only
@@ -94,33 +94,33 @@ class Checkpoints:
         self._held = ExitStack()
         self._closed = False
         if not read_only:
-            with self._unless_it_fails(), together("Checkpoints", timeout=timeout):
+            with self._releasing_on_failure(), together("Checkpoints", timeout=timeout):
                 if jax.process_index() == 0:
                     self._open()
 
     def save(self, step: SupportsIndex, state: Any) -> bool:
-        """Saves a state, if its step is one to save.
+        """Saves a state, if its step is a multiple of `every`.
 
         Args:
-            step: The step, not negative and not saved yet.
+            step: The step: not negative, and not saved yet.
             state: Any pytree, as in `treeshard.checkpoint.save`.
 
         Returns:
-            Whether it is saved, or being saved.
+            Whether it is saved or being saved; `False` if its step is skipped.
 
         Raises:
-            CheckpointError: If the step is there already; if this object is closed or read-only;
-                if the state cannot be written, or an earlier one could not be. What was there
-                before is as it was.
+            CheckpointError: If the step exists already; if this object is closed or read-only; if
+                the state cannot be written, or an earlier one could not be. What existed before
+                is unchanged.
             ValueError: If the step is negative.
             LeafError, DeletedLeafError, ProcessError: As `treeshard.checkpoint.save`.
         """
         number = operator.index(step)
         if number < 0:
-            raise ValueError(f"save(step={number}): steps are not negative.")
+            raise ValueError(f"save(step={number}): the step must not be negative.")
         if self._read_only or self._closed:
             why = "read-only" if self._read_only else "closed"
-            raise CheckpointError(f"{self._directory}: the Checkpoints are {why}.")
+            raise CheckpointError(f"{self._directory}: this Checkpoints is {why}.")
         if number % self._every:
             return False
         self.wait()
@@ -133,10 +133,10 @@ class Checkpoints:
     def restore_latest(
         self, like: Any = None, **options: Unpack[RestoreOptions]
     ) -> tuple[int, Any] | None:
-        """Reads the checkpoint of the latest step, once what is being written is whole.
+        """Reads the checkpoint of the latest step, after waiting for writes in progress.
 
         Args:
-            like: What comes back, as in `treeshard.checkpoint.restore`.
+            like: The tree to restore, as in `treeshard.checkpoint.restore`.
             **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify` and `timeout`, as in
                 `treeshard.checkpoint.restore`.
 
@@ -148,19 +148,19 @@ class Checkpoints:
                 `treeshard.checkpoint.restore`.
         """
         self.wait()
-        mine = str(-1 if self.latest is None else self.latest).encode()
-        said = exchange("restore_latest", mine, timeout=self._timeout)
-        step = int(said[0])  # others may see a shared directory later
+        latest = str(-1 if self.latest is None else self.latest).encode()
+        of_process = exchange("restore_latest", latest, timeout=self._timeout)
+        step = int(of_process[0])  # other processes may see changes to a shared directory later
         return None if step < 0 else (step, self.restore(step, like, **options))
 
     def restore(
         self, step: SupportsIndex, like: Any = None, **options: Unpack[RestoreOptions]
     ) -> Any:
-        """Reads the checkpoint of a step, once what is being written is whole.
+        """Reads the checkpoint of a step, after waiting for writes in progress.
 
         Args:
             step: The step.
-            like: What comes back, as in `treeshard.checkpoint.restore`.
+            like: The tree to restore, as in `treeshard.checkpoint.restore`.
             **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify` and `timeout`, as in
                 `treeshard.checkpoint.restore`.
 
@@ -176,19 +176,19 @@ class Checkpoints:
         return restore(path, like, **{"timeout": self._timeout, **options})
 
     def steps(self) -> tuple[int, ...]:
-        """The steps that there are whole checkpoints of, ascending."""
+        """The steps of the complete checkpoints, ascending."""
         return steps_in(self._directory)
 
     @property
     def latest(self) -> int | None:
-        """The latest step that there is a whole checkpoint of; `None` without any."""
+        """The latest step with a complete checkpoint; `None` without any."""
         return max(self.steps(), default=None)
 
     def wait(self) -> None:
-        """Returns once what is being written is whole.
+        """Waits for writes in progress to complete.
 
         Raises:
-            CheckpointError: If it could not be written. It is raised once.
+            CheckpointError: If one could not be written. It is raised once.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -197,7 +197,7 @@ class Checkpoints:
                 self._remove_all_but(self._keep)
 
     def close(self) -> None:
-        """Waits as `wait` does, and lets others write to the directory."""
+        """Waits as `wait` does, and releases the directory for other writers."""
         self._closed = True
         try:
             self.wait()
@@ -222,21 +222,23 @@ class Checkpoints:
     # ------------------------------------------------------------------ inside
 
     def _open(self) -> None:
-        """Keeps other writers away, and removes what killed ones left unfinished."""
+        """Locks the directory, and removes unfinished checkpoints of killed runs."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"{self._directory} cannot be made: {error.strerror}.") from None
+            raise CheckpointError(
+                f"{self._directory} cannot be created: {error.strerror}."
+            ) from None
         if not is_local(self._directory):
             return
         self._held.callback(Lock(lock_in(self._directory), str(self._directory)).release)
         for left in self._directory.iterdir():
             if (path := written_by(left)) is not None:
                 with suppress(CheckpointError), locked(lock_of(path), str(path)):
-                    sweep(path)  # nobody is writing it
+                    sweep(path)  # no process is writing it, since its lock was free
 
     @contextmanager
-    def _unless_it_fails(self) -> Iterator[None]:
+    def _releasing_on_failure(self) -> Iterator[None]:
         try:
             yield
         except BaseException:

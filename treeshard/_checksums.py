@@ -1,8 +1,8 @@
-"""The CRC-32 of a whole array, from its shards where they lie.
+"""The CRC-32 of a full array, computed from its shards in place.
 
-CRC-32 is linear over GF(2): the register that a message leaves is the xor of those that its
-parts leave, each moved on by as many zero bytes as follow that part. So shards are read in any
-order, by whatever process has them, and nothing is gathered or compiled.
+CRC-32 is linear over GF(2): the register after a message is the xor of the registers after each of
+its parts, each advanced by as many zero bytes as follow that part. So shards can be read in any
+order, by any process that holds them, and nothing is gathered or compiled.
 """
 
 import math
@@ -28,9 +28,9 @@ except ImportError:
     from zlib import crc32
 
 ONES = 0xFFFFFFFF
-SHORT = 128  # runs of fewer bytes are quicker in numpy, many at once, than by a call each
-FOR_A_THREAD = 2**16  # bytes of a run for which zlib lets other threads run for long enough
-BLOCK = 2**20  # bytes that are copied at a time, where they must be
+SHORT = 128  # shorter runs are faster many at once in numpy than with one call each
+FOR_A_THREAD = 2**16  # bytes of a run from which on a thread pays off: zlib releases the GIL
+BLOCK = 2**20  # bytes copied at a time, where a copy is needed
 
 _TOLD = np.dtype([("whole", "?"), ("register", "<u4")])
 
@@ -42,21 +42,22 @@ def checksums(
     *,
     names: Sequence[str] = (),
 ) -> list[int]:
-    """The CRC-32 of each whole array, on every process.
+    """The CRC-32 of each full array, on every process.
 
-    It is the same however the array is sharded: `zlib.crc32(np.asarray(x).tobytes())`. Of each
-    shard one copy is read. In types smaller than a byte the bits that are not used count as
-    zero; of typed keys the `key_data` counts.
+    It does not depend on the sharding: `zlib.crc32(np.asarray(x).tobytes())`. One copy of each
+    shard is read. In dtypes smaller than a byte the unused bits count as zero; typed keys count
+    as their `key_data`.
 
     Args:
-        arrays: Global arrays, or arrays that each process has for itself, as numpy's.
-        what: What is being done, for messages. Every process must make this call.
-        timeout: Seconds that other processes are waited for.
-        names: What messages call the arrays.
+        arrays: Global arrays, or arrays of which each process holds its own copy, such as numpy
+            arrays.
+        what: The operation, for messages. Every process must make this call.
+        timeout: Seconds to wait for other processes.
+        names: The names of the arrays in messages.
 
     Raises:
-        ProcessError: If a process did not come or could not read its arrays, or if an array that
-            each has for itself is not the same on all of them.
+        ProcessError: If a process does not arrive or cannot read its arrays, or if the copies of
+            an array differ between processes.
     """
     with together(what, timeout=timeout) as said:
         arrays = list(map(data_of, arrays))
@@ -65,7 +66,7 @@ def checksums(
 
 
 def registers(arrays: Sequence[jax.Array | np.ndarray]) -> bytes:
-    """What a process has to say of the arrays, from which `of_registers` makes their checksums."""
+    """What this process contributes to the checksums; `of_registers` combines it."""
     mine = np.zeros(len(arrays), _TOLD)
     mine["whole"] = [not is_spread(x) for x in arrays]
     mine["register"] = _registers(arrays)
@@ -79,7 +80,7 @@ def of_registers(
     *,
     names: Sequence[str] = (),
 ) -> list[int]:
-    """As `checksums`, from what each process said by `registers`."""
+    """As `checksums`, from the `registers` of every process."""
     if len({len(one) for one in said}) > 1:
         raise ProcessError(f"{what}: the processes have different numbers of arrays.")
     told = [np.frombuffer(one, _TOLD) for one in said]
@@ -93,15 +94,16 @@ def of_registers(
 
 
 def checksum(x: np.ndarray) -> int:
-    """The CRC-32 of a numpy array, as `checksums`; of a transposed one no copy is made."""
+    """The CRC-32 of a numpy array, as in `checksums`; a transposed array is not copied."""
     return int((_of_runs(x, 1) ^ _of_zeros([x.nbytes]))[0])
 
 
 def _message(what: str, differing: Sequence[str]) -> str:
-    facts = [f"{name}: other values on other processes." for name in differing]
+    facts = [f"{name}: its values differ between processes." for name in differing]
     return (
         f"{what}: {listed(f'{len(facts)} arrays differ between processes:', facts)}\n"
-        "Each process has its own. Make them the same, or make global arrays of their parts."
+        "Each process holds its own copy. Make the copies equal, or make global arrays from their"
+        " parts."
     )
 
 
@@ -109,9 +111,9 @@ def _message(what: str, differing: Sequence[str]) -> str:
 
 
 class _Layout(NamedTuple):
-    """How a part lies in its array.
+    """The layout of a part in its array.
 
-    From the last dim that is split on, it is runs of the array's memory, all of one length.
+    From the last split dim on, a part consists of runs of the array's memory, all of one length.
     """
 
     part: tuple[int, ...]
@@ -125,7 +127,7 @@ class _Layout(NamedTuple):
 
     @property
     def strides(self) -> list[int]:
-        """Bytes from one index to the next, of each dim of the array."""
+        """Bytes from one index to the next, for each dim of the array."""
         return [self.itemsize * math.prod(self.whole[dim + 1 :]) for dim in range(len(self.whole))]
 
     @property
@@ -133,20 +135,20 @@ class _Layout(NamedTuple):
         return math.prod(self.part[: self.split])
 
     def after(self, start: Sequence[int]) -> int:
-        """How many bytes of the array follow a part that begins there."""
+        """How many bytes of the array follow a part that begins at `start`."""
         ends = map(sum, zip(start, self.part, strict=True))
         left = (whole - end for whole, end in zip(self.whole, ends, strict=True))
         return sum(map(math.prod, zip(self.strides, left, strict=True)))
 
     def joined(self, registers: np.ndarray) -> np.ndarray:
-        """Of parts that lie like this, a row of runs for each: the registers that they leave."""
+        """The registers of parts of this layout, from those of their runs, one row per part."""
         for dim in reversed(range(self.split)):
             registers = _joined(registers.reshape(-1, self.part[dim]), self.strides[dim])
         return registers.reshape(-1)
 
 
 class _Part(NamedTuple):
-    """A part of an array: of which, its data, where it begins, and how it lies."""
+    """A part of the array with index `owner`: its data, its start, and its layout."""
 
     owner: int
     data: Any
@@ -155,7 +157,7 @@ class _Part(NamedTuple):
 
 
 def _parts(arrays: Sequence[jax.Array | np.ndarray]) -> Iterator[_Part]:
-    """What is read here: one copy of each shard."""
+    """The parts that this process reads: one copy of each shard."""
     for i, x in enumerate(arrays):
         shape, itemsize = x.shape, x.dtype.itemsize
         if not isinstance(x, jax.Array):
@@ -167,9 +169,9 @@ def _parts(arrays: Sequence[jax.Array | np.ndarray]) -> Iterator[_Part]:
 
 
 def _registers(arrays: Sequence[jax.Array | np.ndarray]) -> np.ndarray:
-    """What the parts of each array that are read here leave at its end, from zero."""
+    """Per array, the register after the parts that this process reads, starting from zero."""
     found = np.zeros(len(arrays), np.uint32)
-    alike = defaultdict[_Layout, list[_Left]](list)  # joined many at once, which is quicker
+    alike = defaultdict[_Layout, list[_Left]](list)  # joining many at once is faster
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
         for part in _parts(arrays):
             if part.data.size:
@@ -185,7 +187,7 @@ def _registers(arrays: Sequence[jax.Array | np.ndarray]) -> np.ndarray:
 
 
 class _Left(NamedTuple):
-    """What the runs of a part leave; of which array it is, and how many bytes of that follow."""
+    """The registers of a part's runs, the index of its array, and how many bytes follow it."""
 
     owner: int
     runs: Any
@@ -204,7 +206,7 @@ def _read(part: _Part) -> np.ndarray:
 
 
 def _of_runs(part: np.ndarray, count: int) -> np.ndarray:
-    """The registers that so many equal runs leave, each from zero."""
+    """The registers of `count` runs of equal length, each starting from zero."""
     used = used_bits(part.dtype)
     if count == 1:
         items = part.reshape(-1) if part.flags.c_contiguous else part.flat
@@ -223,7 +225,7 @@ def _of_runs(part: np.ndarray, count: int) -> np.ndarray:
 
 def _of_run(items: np.ndarray | np.flatiter, used: int) -> int:
     step = BLOCK // items[:1].itemsize
-    register = ONES  # as zlib counts it, which turns all bits over before and after
+    register = ONES  # zlib inverts all bits before and after
     for i in range(0, len(items), step):
         data = items[i : i + step].view(np.uint8)
         register = crc32((data if used == 255 else data & used).data, register)
@@ -231,7 +233,7 @@ def _of_run(items: np.ndarray | np.flatiter, used: int) -> int:
 
 
 def _of_short(runs: np.ndarray) -> np.ndarray:
-    """As `_of_runs`, for rows of bytes: each is joined from its words, which are registers."""
+    """As `_of_runs`, for rows of bytes: joins each row from its words, which are registers."""
     size = math.gcd(runs.shape[1], 4)
     size = 2 ** (size.bit_length() - 1)
     words = runs.view(f"<u{size}").astype(np.uint32)
@@ -240,8 +242,8 @@ def _of_short(runs: np.ndarray) -> np.ndarray:
 
 @lru_cache
 def used_bits(dtype: np.dtype) -> int:
-    """The bits of each byte that count: not all where a number is smaller than a byte."""
-    if dtype.kind != "V":  # numpy's own
+    """The bits of each byte that hold data: not all of them in dtypes smaller than a byte."""
+    if dtype.kind != "V":  # a dtype of numpy itself
         return 255
     about = jax.numpy.finfo if jax.numpy.issubdtype(dtype, np.floating) else jax.numpy.iinfo
     return 2 ** min(8, about(dtype).bits) - 1
@@ -251,9 +253,9 @@ def used_bits(dtype: np.dtype) -> int:
 
 
 def _joined(registers: np.ndarray, stride: int) -> np.ndarray:
-    """Per row, the register that messages leave together which end `stride` bytes apart."""
+    """Per row, the joint register of messages that end `stride` bytes apart."""
     while (count := registers.shape[1]) > 1:
-        if count % 2:  # a message that leaves nothing in front changes nothing
+        if count % 2:  # a leading register of zero changes nothing
             registers = np.pad(registers, ((0, 0), (1, 0)))
         registers = _moved(registers[:, ::2], stride) ^ registers[:, 1::2]
         stride *= 2
@@ -261,19 +263,19 @@ def _joined(registers: np.ndarray, stride: int) -> np.ndarray:
 
 
 def _of_zeros(sizes: Sequence[int]) -> np.ndarray:
-    """The CRC-32 of so many zero bytes: what makes a register from zero zlib's number."""
+    """The CRC-32 of so many zero bytes: xor with it turns a register from zero into zlib's."""
     return _each_moved(np.full(len(sizes), ONES, np.uint32), np.array(sizes, np.int64)) ^ ONES
 
 
 def _each_moved(registers: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Registers, each so many zero bytes later."""
+    """The registers, each advanced by its own count of zero bytes."""
     for bit in range(int(counts.max(initial=0)).bit_length()):
         registers = np.where(counts >> bit & 1, _moved(registers, 1 << bit), registers)
     return registers
 
 
 def _moved(registers: np.ndarray, count: int) -> np.ndarray:
-    """Registers, all `count` zero bytes later."""
+    """The registers, all advanced by `count` zero bytes."""
     table = _table(count)
     first, second = table[0][registers & 255], table[1][registers >> 8 & 255]
     return first ^ second ^ table[2][registers >> 16 & 255] ^ table[3][registers >> 24]
@@ -281,7 +283,7 @@ def _moved(registers: np.ndarray, count: int) -> np.ndarray:
 
 @lru_cache(1024)
 def _table(count: int) -> np.ndarray:
-    """What each of the four bytes of a register becomes `count` zero bytes later."""
+    """What each value of each byte of a register becomes after `count` zero bytes."""
     units = np.uint32(1) << np.arange(32, dtype=np.uint32)
     if count == 1:
         low = [crc32(bytes([1 << bit]), ONES) ^ ONES for bit in range(8)]

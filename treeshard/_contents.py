@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as its table of leaves says."""
+"""The contents of a checkpoint, as its table of leaves lists them."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from treeshard._specs import array_text
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds. `str()` of it is a line a leaf, repeated layers folded.
+    """The contents of a checkpoint. `str()` gives a line per leaf, with repeated layers folded.
 
     Attributes:
-        path: Where it is.
-        leaves: A `SavedLeaf` for every leaf that is not static, in the order in which JAX
+        path: The path of the checkpoint.
+        leaves: A `SavedLeaf` for each leaf that is not static, in the order in which JAX
             flattens the tree.
-        meshes: The axes and sizes of the meshes that they lay on, usually of one.
+        meshes: The axes and sizes of the meshes that the arrays were on, usually one.
     """
 
     path: str
@@ -24,7 +24,7 @@ class Contents:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all its leaves in memory."""
+        """The bytes of all leaves in memory."""
         return sum(leaf.bytes for leaf in self.leaves)
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Contents:
         lay = " and ".join(
             ", ".join(f"{axis}={size}" for axis, size in axes.items()) for axes in self.meshes
         )
-        on = f" They lay on {lay}." if lay else ""
+        on = f" Saved on {lay}." if lay else ""
         bare = sum(leaf.crc is None for leaf in self.leaves)
         unknown = f" {bare:,} have no fingerprint." if bare else ""
         total = f"{len(self.leaves):,} leaves, {human_bytes(self.bytes)}.{on}{unknown}"
@@ -44,11 +44,11 @@ class Contents:
 
 
 def describe_leaf(leaf: SavedLeaf) -> str:
-    """A leaf's type, and its value if it is no array."""
+    """A leaf's type, and its value if it is not an array."""
     if leaf.dtype:
         return array_text(leaf)
     if leaf.value is None:
         return "None"
-    is_number = leaf.kind in ("bool", "int")  # of which the text is the number
+    is_number = leaf.kind in ("bool", "int")  # whose text is the number
     text = leaf.value if is_number else repr(value_of(leaf.kind, leaf.value))
     return f"{leaf.kind} {text if len(text) <= 40 else f'{text[:40]}...'}"

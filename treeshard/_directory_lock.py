@@ -1,4 +1,4 @@
-"""One writer at a time: locks that end with the process that holds them, however it ends."""
+"""Locks for writers of a path. A lock ends with the process that holds it, however that ends."""
 
 import fcntl
 import os
@@ -13,18 +13,18 @@ from treeshard._errors import CheckpointError, warn
 
 
 class Lock:
-    """An exclusive lock on what is written at a path, held from here to `release`.
+    """An exclusive lock for writing at a path, held from construction to `release`.
 
-    It is an `flock` on a file beside the path, or inside it if it is a directory of several
-    checkpoints. The system gives it back when the process ends, even if it is killed.
+    It is an `flock` on a file beside the path, or inside a directory of several checkpoints. The
+    system releases it when the process ends, even if the process is killed.
 
     Args:
-        file: The file to lock. It tells who holds it, and is removed with the lock.
+        file: The file to lock. It names the holder, and is removed on release.
         what: What is locked, for messages.
 
     Raises:
-        CheckpointError: If another process, or this one, has locked it: it says who. If the file
-            cannot be made.
+        CheckpointError: If another process, or this one, holds the lock: it says which. If the file
+            cannot be created.
     """
 
     def __init__(self, file: Path, what: str) -> None:
@@ -33,15 +33,15 @@ class Lock:
         _held.add(self)
 
     def release(self) -> None:
-        """Gives the lock back. Doing so again does nothing."""
+        """Releases the lock. A second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with suppress(OSError):
-                self._file.unlink()  # before another one can have it
+                self._file.unlink()  # while the lock is still held
             os.close(handle)
 
     def close_copy(self) -> None:
-        """Closes what a forked process has of it: it would hold the lock on."""
+        """Closes a forked process's copy of the handle, which would keep the lock held."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
@@ -49,7 +49,7 @@ class Lock:
 
 @contextmanager
 def locked(file: Path, what: str) -> Iterator[None]:
-    """Holds a `Lock` while its block runs."""
+    """Holds a `Lock` during the block."""
     lock = Lock(file, what)
     try:
         yield
@@ -83,15 +83,15 @@ def _locked(file: Path, what: str) -> int | None:
         except OSError as error:
             os.close(handle)
             warn(
-                f"{what}: this file system has no locks ({error.strerror}), so nothing keeps a"
-                " second writer away."
+                f"{what}: this file system does not support locks ({error.strerror}), so a second"
+                " writer is not kept out."
             )
             return None
         if _is_still(file, handle):
             os.ftruncate(handle, 0)
             os.write(handle, _who().encode())
             return handle
-        os.close(handle)  # whoever held it has removed it meanwhile
+        os.close(handle)  # its holder has just removed it
 
 
 def _is_still(file: Path, handle: int) -> bool:
@@ -103,10 +103,10 @@ def _is_still(file: Path, handle: int) -> bool:
 
 def _held_by(holder: str) -> str:
     if holder.startswith(f"{_process()},"):
-        return "this process is writing there already. Close what it has open first."
+        return "this process is already writing here. Close its other writer first."
     return (
-        f"another writer is at work: {holder or 'one that does not say who'}. Two would destroy"
-        " each other's checkpoints. Wait for it or end it, or write elsewhere."
+        f"another run is writing here: {holder or 'an unknown process'}. Two writers would destroy"
+        " each other's checkpoints. Wait for it, end it, or write to another path."
     )
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment that suits: what threads have begun would go on without whoever is gone."""
+"""Defers Ctrl-C to the end of a block, so that background threads are not orphaned."""
 
 import signal
 import threading
@@ -9,9 +9,9 @@ from typing import Any
 
 @contextmanager
 def interrupts_afterwards() -> Iterator[None]:
-    """Lets Ctrl-C come after its block, not in the middle; a second one comes at once.
+    """Raises a Ctrl-C that arrives during the block after it; a second one is raised at once.
 
-    In a thread, where signals do not come, it does nothing.
+    Outside the main thread, which alone receives signals, it does nothing.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

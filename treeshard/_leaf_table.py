@@ -1,6 +1,6 @@
-"""Trees as a table of leaves and flat arrays, which an array store can have; and back.
+"""Converts a tree to a table of leaves and flat arrays for an array store, and back.
 
-The table is written and read by `_table_text`; `_asked_for` compares it with what is asked for.
+`_table_text` writes and reads the table; `_asked_for` compares it with a request.
 """
 
 from collections import Counter
@@ -23,31 +23,31 @@ from treeshard._targets import Misfit, raise_misfits, unmovable
 
 
 class LeafTable(NamedTuple):
-    """What a checkpoint says of its leaves.
+    """The table of leaves of a checkpoint.
 
     Attributes:
-        meshes: The axes and sizes of the meshes that they lay on, usually of one.
-        leaves: A row for every leaf that is not static, in the order in which JAX flattens.
+        meshes: The axes and sizes of the meshes that the arrays were on, usually one.
+        leaves: A row for each leaf that is not static, in the order in which JAX flattens.
     """
 
     meshes: tuple[dict[str, int], ...]
     leaves: tuple[SavedLeaf, ...]
 
-    def with_checksums(self, found: Mapping[str, int]) -> "LeafTable":
-        """The table with the CRC-32 of stored arrays, by their key in the array store."""
+    def with_checksums(self, crcs: Mapping[str, int]) -> "LeafTable":
+        """The table with the CRC-32 of each stored array, given by key in the array store."""
         rows = [
-            row if row.stored is None else row._replace(crc=found[row.key]) for row in self.leaves
+            row if row.stored is None else row._replace(crc=crcs[row.key]) for row in self.leaves
         ]
         return self._replace(leaves=tuple(rows))
 
 
 class Packed(NamedTuple):
-    """A tree, taken apart.
+    """A tree as a table and arrays.
 
     Attributes:
-        table: Its leaves; the checksums of stored arrays are still to come.
-        arrays: The numbers of those that the array store gets, as it gets them, by `SavedLeaf.key`.
-            The CRC-32 of such an array is that of the leaf.
+        table: Its leaves, without the checksums of stored arrays.
+        arrays: The stored arrays, in the form in which they are stored, by `SavedLeaf.key`. The
+            CRC-32 of such an array is that of its leaf.
     """
 
     table: LeafTable
@@ -55,26 +55,26 @@ class Packed(NamedTuple):
 
 
 def flatten_all(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """The paths and leaves of a tree, `None`s among them, and its structure."""
+    """The paths and leaves of a tree, `None`s included, and its structure."""
     leaves, treedef = tree_flatten(tree, is_leaf=_is_none)
     return leaf_paths(tree, is_leaf=_is_none), leaves, treedef
 
 
 def pack(tree: Any, where: str = "save") -> Packed:
-    """Takes a tree apart. No array is copied but those whose type the array store lacks.
+    """Converts a tree to a table and arrays, without copying arrays of dtypes that the store has.
 
-    Leaves that are none of array, key, number, string, bytes and `None` are static, and left
-    out. numpy's scalars are arrays of shape `()`.
+    Leaves other than arrays, keys, numbers, strings, bytes and `None` are static, and left out.
+    numpy scalars are arrays of shape `()`.
 
     Args:
         tree: Any pytree.
-        where: What is being done, for messages.
+        where: The operation, for messages.
 
     Raises:
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, masked, of a dtype that JAX does
-            not have (such as `object`), or a string that is no Unicode.
+            not support (such as `object`), or a string that is not valid Unicode.
         DeletedLeafError: If a leaf was deleted or donated.
-        CheckpointError: If leaves share a path.
+        CheckpointError: If several leaves have the same path.
     """
     shaped = tree_leaves(tree)
     misfits = {i: misfit for i, x in enumerate(shaped) if (misfit := _unstorable(x)) is not None}
@@ -93,19 +93,19 @@ def unpack(
     arrays: Mapping[str, jax.Array | np.ndarray],
     shardings: Mapping[str, Sharding] | None = None,
 ) -> dict[str, Any]:
-    """The leaves as they were, by path.
+    """The leaves as they were saved, by path.
 
     Args:
-        rows: The leaves wanted.
-        arrays: The numbers of those that are stored, as read, by `SavedLeaf.key`.
-        shardings: Where arrays without elements go, by path, since nothing is stored of them;
-            others are numpy's. Keys are on devices anyway.
+        rows: The leaves to make.
+        arrays: The arrays read from the store, by `SavedLeaf.key`.
+        shardings: The shardings of arrays without elements, by path, since the store does not hold
+            them. Others are numpy arrays; keys are always on devices.
     """
     places = shardings or {}
     return {row.path: _leaf(row, arrays, places.get(row.path)) for row in rows}
 
 
-# ------------------------------------------------------------------ there
+# ------------------------------------------------------------------ to a table
 
 
 def _is_none(x: Any) -> bool:
@@ -117,10 +117,12 @@ def _unstorable(x: Any) -> Misfit | None:
         if misfit := unmovable(x):
             return misfit
         if is_key(x) and not isinstance(jax.random.key_impl(x), str):
-            why = "its PRNG implementation has no name that another program could know."
+            why = "its PRNG implementation has no name, so no other program could restore it."
             return Misfit(LeafError, f"{why} Save `jax.random.key_data` of it.")
     elif isinstance(x, np.ndarray | np.generic) and not isinstance(x, str | bytes):
-        return Misfit(LeafError, "JAX has no such dtype. Use `.astype`, or `.tolist()`, first.")
+        return Misfit(
+            LeafError, "JAX does not support this dtype. Use `.astype`, or `.tolist()`, first."
+        )
     return None
 
 
@@ -133,8 +135,10 @@ def _check_paths(tree: Any, paths: Sequence[str], where: str) -> None:
     for path, (key, x) in zip(leaf_paths(tree, is_leaf=_is_none), pairs, strict=True):
         if path in keys and kind_of(x):
             keys[path] += f"{keys[path] and ', '}{keystr(key)}"
-    facts = [f"{path}: the path of {names}. Rename a key." for path, names in keys.items()]
-    raise CheckpointError(f"{where}: {listed(f'{len(facts)} paths are shared by leaves:', facts)}")
+    facts = [f"{path}: shared by {names}. Rename a key." for path, names in keys.items()]
+    raise CheckpointError(
+        f"{where}: {listed(f'{len(facts)} paths are shared by several leaves:', facts)}"
+    )
 
 
 def _check_unicode(found: Iterable[tuple[str, Any, str]], where: str) -> None:
@@ -143,7 +147,7 @@ def _check_unicode(found: Iterable[tuple[str, Any, str]], where: str) -> None:
         try:
             f"{path}{x if kind == 'str' else ''}".encode()
         except UnicodeEncodeError as error:
-            facts.append(f"{path!a}: it is no Unicode ({error.reason}). Make it bytes.")
+            facts.append(f"{path!a}: it is not valid Unicode ({error.reason}). Save it as bytes.")
     if facts:
         raise LeafError(f"{where}: {listed(f'{len(facts)} strings cannot be saved:', facts)}")
 
@@ -177,12 +181,12 @@ def _as_stored(x: Any) -> jax.Array | np.ndarray:
         x = np.asarray(x)
         x = x.astype(x.dtype.newbyteorder("="), copy=False)
     elif jax.process_count() > 1 and x.is_fully_addressable:
-        x = np.asarray(second_handle(x))  # one of several: that of process 0 is stored
+        x = np.asarray(second_handle(x))  # each process has a copy: process 0 stores its own
     stored = stored_dtype(str(x.dtype))
-    return x if stored == x.dtype else _seen_as(x, np.dtype(stored))
+    return x if stored == x.dtype else _viewed_as(x, np.dtype(stored))
 
 
-# ------------------------------------------------------------------ and back
+# ------------------------------------------------------------------ from a table
 
 
 def _leaf(row: SavedLeaf, arrays: Mapping[str, Any], sharding: Sharding | None) -> Any:
@@ -198,12 +202,12 @@ def _leaf(row: SavedLeaf, arrays: Mapping[str, Any], sharding: Sharding | None) 
             data = jax.make_array_from_callback(data.shape, sharding, data.__getitem__)
     else:
         data = arrays[row.key]
-        data = data if data.dtype == dtype else _seen_as(data, dtype)
+        data = data if data.dtype == dtype else _viewed_as(data, dtype)
     return data if row.impl is None else jax.random.wrap_key_data(data, impl=row.impl)
 
 
-def _seen_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
-    """The same bytes as another dtype of one byte, in memory of their own."""
+def _viewed_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
+    """A copy of the bytes of `x`, viewed as another dtype of one byte."""
     if not isinstance(x, jax.Array):
         return np.array(x).view(dtype)
     pieces = [

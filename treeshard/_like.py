@@ -1,4 +1,4 @@
-"""What a like-tree asks for: of what type each array is to be, and where it is to lie."""
+"""What a like-tree requests: the type and the sharding of each array."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from treeshard._targets import mesh_for
 
 
 class Placing(NamedTuple):
-    """How arrays are to lie, by rules: as `plan` takes them. Without rules, as they say."""
+    """How to shard arrays: by rules, as in `plan`; without rules, as the like-tree's own arrays."""
 
     rules: Rules | None = None
     mesh: AnyMesh | None = None
@@ -23,11 +23,11 @@ class Placing(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """An array that is asked for.
+    """A requested array.
 
     Attributes:
         type: Its type.
-        sharding: How it is to lie on devices; `None` for the default device, or for numpy.
+        sharding: Its sharding; `None` for the default device, or for numpy.
     """
 
     type: LeafType
@@ -37,13 +37,13 @@ class Asked(NamedTuple):
 def arrays_asked_for(
     like: Any, placing: Placing, where: str
 ) -> tuple[list[Any], Any, dict[int, Asked]]:
-    """The leaves and structure of a like-tree, and what it asks for at each of its arrays.
+    """The leaves and structure of a like-tree, and the request at each of its arrays.
 
-    With rules they lie as these decide; else as the like-tree's own do. numpy's arrays and
-    `ShapeDtypeStruct`s without a sharding have none.
+    With rules, these decide the shardings; otherwise the like-tree's own arrays do. numpy arrays
+    and `ShapeDtypeStruct`s without a sharding have none.
 
     Raises:
-        ShardingRuleError: If the rules do not decide every leaf, or decide what does not fit.
+        ShardingRuleError: If the rules leave a leaf undecided, or decide a spec that does not fit.
         NoMeshError: If there is no mesh for the rules, or only one without devices.
         ValueError: If a mesh is given without rules.
     """
@@ -51,8 +51,8 @@ def arrays_asked_for(
     if rules is None and (mesh is not None or min_size is not None):
         given = "a mesh" if mesh is not None else "min_size"
         raise ValueError(
-            f"{where}: {given} is given and no rules that say how arrays lie. Pass them too:"
-            " `rules=[('.*', None)]` replicates."
+            f"{where}: {given} was given without rules. Pass `rules=` as well, such as"
+            " `rules=[('.*', None)]`, which replicates."
         )
     tree = like.structs if isinstance(like, Plan) else like
     leaves, treedef = tree_flatten(tree)
@@ -74,5 +74,5 @@ def _own(leaf: Any, where: str) -> Sharding | None:
     if isinstance(leaf, np.ndarray | np.generic) or not getattr(leaf, "committed", True):
         return None
     if isinstance(leaf.sharding, NamedSharding):
-        mesh_for(leaf.sharding, None, where)  # which has devices, or this raises
+        mesh_for(leaf.sharding, None, where)  # raises unless the mesh has devices
     return leaf.sharding

@@ -1,4 +1,4 @@
-"""Where the processes wait for each other while a checkpoint is written."""
+"""The barriers at which processes wait for each other while a checkpoint is written."""
 
 import jax
 
@@ -7,15 +7,14 @@ from treeshard._processes import AS_LONG_AS_IT_TAKES, exchange
 
 
 class Meetings:
-    """The meetings of all processes for one checkpoint: its directory is there, its arrays are
-    written, it has its name.
+    """The barriers of one save: its directory exists, its arrays are written, it is committed.
 
-    Each process comes to all of them in turn. One that fails comes to the next with what it met,
-    and there all raise.
+    Each process reaches all of them in turn. A process that fails brings its error to the next
+    barrier, and there all processes raise.
 
     Args:
         path: The checkpoint.
-        timeout: Seconds in which all come to the first.
+        timeout: Seconds to wait for other processes at the first barrier.
     """
 
     def __init__(self, path: str, timeout: float) -> None:
@@ -24,11 +23,11 @@ class Meetings:
         self._left = [("begin", timeout), ("written", later), ("committed", later)]
 
     def meet(self, error: BaseException | None = None) -> None:
-        """Comes to the next meeting; does nothing if one has failed already.
+        """Waits at the next barrier; does nothing if one has failed already.
 
         Raises:
-            CheckpointError: If this or another process has failed: it says who met what.
-            ProcessError: If a process did not come.
+            CheckpointError: If this or another process has failed: it lists the errors by process.
+            ProcessError: If a process does not arrive.
         """
         if not self._left:
             return
@@ -47,6 +46,6 @@ class Meetings:
     def _message(self, said: list[bytes]) -> str:
         texts = {i: met.decode() for i, met in enumerate(said) if met}
         if jax.process_count() > 1:
-            texts = {i: f"process {i} met {text}" for i, text in texts.items()}
+            texts = {i: f"process {i} raised {text}" for i, text in texts.items()}
         why = listed("Several processes failed:", list(texts.values()))
-        return f"{self._path} was not saved, and what was there before is as it was. {why}"
+        return f"{self._path} was not saved; what existed before is unchanged. {why}"

@@ -1,4 +1,4 @@
-"""Files that all processes write parts of, and that get their names when they are whole."""
+"""Files that all processes write parts of, and that are renamed into place when complete."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -16,24 +16,24 @@ from treeshard._processes import AS_LONG_AS_IT_TAKES, together
 def new_files(
     name: Path, paths: Sequence[Path], stale: Sequence[Path], what: str, timeout: float
 ) -> Iterator[list[int]]:
-    """Opens files under hidden names beside `paths`, the same ones on every process.
+    """Opens files under hidden names beside `paths`, the same files on every process.
 
-    Once all have left the block without an error they get their names, in the order of `paths`,
-    and stand in the place of what was there. After an error on any process they are gone.
+    Once all processes have left the block without an error, the files are renamed to `paths`, in
+    this order, and replace existing ones. After an error on any process they are removed.
 
     Args:
-        name: What stands for all of them: one run at a time writes what has this name.
-        paths: The files. If there are several, the last is what makes sense of the others: an
-            older one is removed before these get their names.
+        name: The path that is locked: one run at a time writes files under it.
+        paths: The files. Of several, the last is the index of the others: an existing index is
+            removed before the others are replaced.
         stale: Files to remove at the end.
-        what: What is being done, as in `together`.
-        timeout: Seconds that the others are waited for; not while they write.
+        what: The operation, as in `together`.
+        timeout: Seconds to wait for other processes; waits for their writes have no limit.
 
     Raises:
         CheckpointError: If another run is writing the same files, or if a process does not see
-            those that process 0 made.
-        ProcessError: If others failed, or did not come.
-        OSError: If a file cannot be made or written.
+            the files that process 0 created.
+        ProcessError: If other processes fail, or do not arrive.
+        OSError: If a file cannot be created or written.
     """
     first = jax.process_index() == 0
     hidden = [path.with_name(f".{path.name}.part") for path in paths]
@@ -58,7 +58,7 @@ def new_files(
 
 @contextmanager
 def _made(path: Path, mark: bytes) -> Iterator[int]:
-    """Makes a file, or takes over one that a killed run has left behind."""
+    """Creates a file, or takes over the leftover of a killed run."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         os.pwrite(file, mark, 0)
@@ -71,7 +71,7 @@ def _made(path: Path, mark: bytes) -> Iterator[int]:
 
 @contextmanager
 def _found(path: Path, mark: bytes) -> Iterator[int]:
-    """Opens what process 0 made: on another machine a file of this name may be another one."""
+    """Opens the file of process 0, unless another machine has a different one of this name."""
     try:
         file = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -79,8 +79,8 @@ def _found(path: Path, mark: bytes) -> Iterator[int]:
     try:
         if file is None or os.pread(file, len(mark), 0) != mark:
             raise CheckpointError(
-                f"Process {jax.process_index()} does not see the file that process 0 has begun in"
-                f" {path.parent}. Save to a directory that all of them share."
+                f"Process {jax.process_index()} does not see the file that process 0 created in"
+                f" {path.parent}. Save to a directory that all processes share."
             )
         yield file
     finally:

@@ -1,8 +1,8 @@
-"""All that is asked of Orbax: arrays and a table of them in one directory, which is there at once
-and whole, or not at all; and arrays read back straight to their shards.
+"""Everything that uses Orbax: saves arrays and their table as one directory, atomically, and reads
+arrays directly into shards.
 
-Where Orbax waits for other processes it does so for minutes, and for those that have failed too.
-So it is told that each process is alone, and they meet here instead.
+Orbax waits minutes for other processes, even for those that have failed. So each process tells
+Orbax that it is alone, and the processes wait for each other here instead.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ from treeshard._meetings import Meetings
 
 Arrays = Mapping[str, jax.Array | np.ndarray]
 
-IN_FLIGHT = 2**28  # bytes that are read at a time, beside what has its place, if no array has more
+IN_FLIGHT = 2**28  # bytes being read at a time, before they are placed, if no single array has more
 
 
 @dataclass(frozen=True)
 class OnHost:
-    """Stands for an array that is to be read as numpy's."""
+    """The shape and dtype of an array to read as numpy."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -46,7 +46,7 @@ class OnHost:
 
 
 class Writing:
-    """What is being written in the background."""
+    """A save in the background."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         thread = ThreadPoolExecutor(1, "treeshard-save")
@@ -54,11 +54,11 @@ class Writing:
         thread.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Returns once all processes have written all of it; or raises what any of them met."""
+        """Returns once all processes have written everything; or raises what failed on any."""
         try:
             self._end.result()
         except KeyboardInterrupt:
-            self._end.exception()  # the locks must outlive the last byte
+            self._end.exception()  # hold the locks until the last byte is written
             raise
 
 
@@ -74,21 +74,22 @@ def write(
 ) -> Writing:
     """Begins to write a checkpoint, and returns once the arrays may change or be donated.
 
-    All processes write it or all raise: here, or in `Writing.wait`. If they raise, process 0
-    removes what there was of it.
+    Either all processes write it or all raise, here or in `Writing.wait`. If they raise, process 0
+    removes the unfinished checkpoint.
 
     Args:
-        path: The directory, which must not be there yet.
-        arrays: By key, the same on all processes. A part of each lies on process 0.
-        table: Called once the arrays are being written, which it may read: the text beside them.
-        compress: Whether to compress by zstd.
-        ocdbt: Whether to put small arrays together into few files.
-        timeout: Seconds in which the others must come.
-        at_end: Called when nothing more is written.
+        path: The directory, which must not exist yet.
+        arrays: By key, the same on all processes. Process 0 has a shard of each.
+        table: Returns the text of the table. Called while the arrays are being written; it may
+            read them.
+        compress: Whether to compress with zstd.
+        ocdbt: Whether to store all arrays in a few files.
+        timeout: Seconds to wait for other processes at the beginning.
+        at_end: Called after the last write.
 
     Raises:
-        CheckpointError: If it cannot be written: on all processes, with what each met.
-        ProcessError: If a process did not come.
+        CheckpointError: If it cannot be written: on all processes, with the error of each.
+        ProcessError: If a process does not arrive.
     """
     context = _context()
     context.asynchronous.create_directories_asynchronously = False
@@ -127,9 +128,9 @@ def write(
     except BaseException as error:
         if response is None:
             end(error)
-        else:  # what is begun comes to its end
+        else:  # let the writes in progress end
             if not parts.table.done():
-                # Ctrl-C itself would end the loop that Orbax keeps.
+                # A KeyboardInterrupt would end the event loop that Orbax keeps.
                 met = error if isinstance(error, Exception) else CheckpointError("interrupted")
                 parts.table.set_exception(met)
             with suppress(CheckpointError):
@@ -139,11 +140,11 @@ def write(
 
 
 class _Parts:
-    """The arrays, which Orbax writes, and beside them the table. What makes one checkpoint of the
-    parts of all processes is not begun before all have written theirs.
+    """The arrays, which Orbax writes, and the table beside them. The step that merges the parts of
+    all processes into one checkpoint begins once all have written theirs.
 
     Attributes:
-        table: Where its text is to come.
+        table: The future text of the table.
     """
 
     def __init__(self, arrays: Arrays, context: ocp.Context, meetings: Meetings) -> None:
@@ -152,7 +153,7 @@ class _Parts:
         self.table = Future[str]()
 
     async def save(self, directory: ocp.path.PathAwaitingCreation) -> Coroutine[Any, Any, None]:
-        self._meetings.meet()  # process 0 has made the directory
+        self._meetings.meet()  # process 0 has created the directory
         if not self._arrays:
             return self._finish(directory.path.parent, (), None)
         handler = ocp.handlers.PyTreeHandler(context=self._context)
@@ -162,8 +163,8 @@ class _Parts:
     async def _finish(self, path: epath.Path, parts: Sequence[Any], end: Any) -> None:
         waits = [asyncio.to_thread(part.result) for part in parts]
         waits.append(asyncio.to_thread(self._write_table, path))
-        found = await asyncio.gather(*waits, return_exceptions=True)
-        errors = [error for error in found if isinstance(error, BaseException)]
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        errors = [error for error in results if isinstance(error, BaseException)]
         await asyncio.to_thread(self._meetings.meet, errors[0] if errors else None)
         if end is not None:
             await end
@@ -176,14 +177,14 @@ class _Parts:
             (path / ARRAYS / SEAL).write_text(str(crc32(text.encode())))
 
     async def load(self, directory: Any) -> None:
-        raise NotImplementedError  # Orbax asks for one; `read` is ours
+        raise NotImplementedError  # Orbax requires the method; `read` below replaces it
 
 
 # ------------------------------------------------------------------ reading
 
 
 def lies_here(x: jax.Array | np.ndarray) -> bool:
-    """Whether any of it lies on this process."""
+    """Whether this process holds any shard of `x`."""
     return not isinstance(x, jax.Array) or bool(x.sharding.addressable_devices)
 
 
@@ -194,25 +195,29 @@ def read(
 
     Args:
         path: The checkpoint.
-        wanted: By key: shape, dtype as written, and sharding.
+        wanted: By key: shape, stored dtype, and sharding.
 
     Returns:
-        The arrays; and of those that cannot be read, what Orbax says.
+        The arrays; and Orbax's error for each array that cannot be read.
     """
     elsewhere = {
         key: jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype)
         for key, x in wanted.items()
         if not isinstance(x, OnHost) and not x.sharding.addressable_devices
-    }  # of which Orbax would make nothing
+    }  # Orbax would not return these
     there = {key: x for key, x in wanted.items() if key not in elsewhere}
     if not there:
         return elsewhere, {}
     context = _context()
-    context.pytree.loading.partial_load = True  # others may be there
+    context.pytree.loading.partial_load = True  # the store may hold other arrays
     most = max(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in there.values())
     context.memory.read_concurrent_bytes = max(IN_FLIGHT, 2 * most + 1)
-    # In a thread of its own, since notebooks have a loop already.
-    with _quiet("asyncio"), _no_late_news(), ThreadPoolExecutor(1, "treeshard-restore") as thread:
+    # In another thread, since in notebooks this one already runs an event loop.
+    with (
+        _quiet("asyncio"),
+        _ignoring_closed_loops(),
+        ThreadPoolExecutor(1, "treeshard-restore") as thread,
+    ):
         arrays, met = thread.submit(_read, path, there, context).result()
     odd = {key: why for key, x in there.items() if (why := _odd(arrays.get(key), x))}
     read = {key: x for key, x in arrays.items() if key not in odd}
@@ -220,25 +225,27 @@ def read(
 
 
 def _odd(found: Any, wanted: jax.ShapeDtypeStruct | OnHost) -> str:
-    """What is wrong with what Orbax made of an array, if anything is."""
+    """How an array differs from what was requested; empty if it does not."""
     if not isinstance(found, jax.Array | np.ndarray):
-        return "it is not among the arrays."  # of which Orbax says nothing
+        return "it is not in the array store."  # Orbax does not report it
     if (found.shape, found.dtype) == (wanted.shape, wanted.dtype):
         return ""
-    return f"{found.dtype}{list(found.shape)} is there, not {wanted.dtype}{list(wanted.shape)}."
+    return (
+        f"stored as {found.dtype}{list(found.shape)}, expected {wanted.dtype}{list(wanted.shape)}."
+    )
 
 
 def _read(
     path: epath.Path, wanted: Mapping[str, Any], context: ocp.Context
 ) -> tuple[dict[str, Any], dict[str, str]]:
     async def load(some: Mapping[str, Any]) -> Any:
-        # Not by `ocp.load`, which counts what all processes do together.
+        # Not `ocp.load`, which expects all processes to make the same calls.
         handler = ocp.handlers.PyTreeHandler(context=context)
         return await (await handler.load(path / ARRAYS, dict(some)))
 
     try:
         return asyncio.run(load(wanted)), {}
-    except Exception as error:  # of any type, and mostly without a name
+    except Exception as error:  # of any type, and rarely naming the array
         traceback.clear_frames(error.__traceback__)
     arrays: dict[str, Any] = {}
     met: dict[str, str] = {}
@@ -250,34 +257,34 @@ def _read(
             except Exception as error:
                 met[key] = " ".join(str(error).split()) or type(error).__name__
                 traceback.clear_frames(error.__traceback__)
-        gc.collect()  # the tasks that Orbax has left unfinished complain as they go
+        gc.collect()  # unfinished tasks of Orbax warn when they are collected
     return arrays, met
 
 
 @contextmanager
-def _no_late_news() -> Iterator[None]:
-    """When a read fails Orbax closes its loop, and what was being read beside it finds nobody."""
+def _ignoring_closed_loops() -> Iterator[None]:
+    """Silences the tasks that find Orbax's event loop closed after another read failed."""
     hook = sys.unraisablehook
 
-    def ours(told: Any) -> None:
-        code = getattr(told.object, "cr_code", None)  # of a coroutine
+    def hook_without_orbax(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)  # the code of a coroutine
         unfinished = code is not None and "orbax" in code.co_filename
-        if not unfinished and str(told.exc_value) != "Event loop is closed":
-            hook(told)
+        if not unfinished and str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
 
-    sys.unraisablehook = ours
+    sys.unraisablehook = hook_without_orbax
     try:
         yield
     finally:
         sys.unraisablehook = hook
 
 
-# ------------------------------------------------------------------ its settings and its talk
+# ------------------------------------------------------------------ settings and logs
 
 
 @contextmanager
 def _quiet(*more: str) -> Iterator[None]:
-    """Keeps from the log what Orbax says there. What matters it raises."""
+    """Filters Orbax's messages out of the log. Whatever matters is raised."""
 
     def passes(record: logging.LogRecord) -> bool:
         return record.name == "absl" and "orbax" not in record.pathname

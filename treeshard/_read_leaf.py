@@ -1,4 +1,4 @@
-"""A leaf that was read from disk, and what is wrong with it."""
+"""A leaf that was read from disk, and how it is damaged."""
 
 import os
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ class ReadLeaf(NamedTuple):
     """A leaf, read to host memory.
 
     Attributes:
-        row: What it is.
-        array: Its numbers in their own dtype: of keys the data, of packed ones the bytes; `None`
-            if it is no array, or damaged.
-        damage: What is wrong with it; nothing if it is as it was saved.
+        row: Its row in the table.
+        array: Its values in their own dtype: the data of keys, the bytes of packed numbers; `None`
+            if it is not an array, or is damaged.
+        damage: How it is damaged; empty if it is as saved.
     """
 
     row: SavedLeaf
@@ -26,7 +26,7 @@ class ReadLeaf(NamedTuple):
 
 
 def raise_damages(path: str | os.PathLike[str], damages: Mapping[str, str]) -> None:
-    """Raises one `DamagedError` for all of them, by leaf path, if there are any."""
+    """Raises one `DamagedError` that lists all damages, given by leaf path, if there are any."""
     facts = [f"{leaf}: {why}" for leaf, why in damages.items()]
     if facts:
         raise DamagedError(f"{path}: {listed(f'{len(facts)} leaves are damaged:', facts)}")

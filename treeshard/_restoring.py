@@ -1,4 +1,4 @@
-"""How a checkpoint becomes a tree: all processes ask for the same, and each reads its shards."""
+"""Restores a tree from a checkpoint: all processes agree, then each reads its shards."""
 
 from typing import Any, TypedDict
 from zlib import crc32
@@ -22,7 +22,7 @@ WHERE = "restore"
 
 
 class RestoreOptions(TypedDict, total=False):
-    """What may be said to `restore` by name."""
+    """The keyword arguments of `restore`."""
 
     rules: Rules | None
     mesh: AnyMesh | None
@@ -45,54 +45,55 @@ def restore(
     verify: bool = True,
     timeout: float = TIMEOUT,
 ) -> Any:
-    """Reads a checkpoint straight to shards, on any mesh and any number of processes.
+    """Reads a checkpoint directly into shards, on any mesh and any number of processes.
 
-    Before an array is read, all leaves that are asked for are compared with all that were saved,
-    and nothing is converted without a word. Afterwards the bytes are compared with those saved.
+    Before any array is read, the requested leaves are compared with the stored ones; no dtype is
+    converted silently. After reading, the checksums are compared with the saved ones.
 
     Args:
         path: The checkpoint.
-        like: A `Plan`, or a tree of arrays or their `jax.ShapeDtypeStruct`s: what comes back has
-            its structure and its static leaves. By default a flat dict by path comes back.
-        rules: How the arrays are to lie, by their paths, as in `plan`. By default they lie as
-            those of `like` do: numpy's in host memory, and those without a sharding on the
-            default device; without `like`, in host memory.
-        mesh: The mesh for the rules; by default the one in force.
-        min_size: For the rules: leaves with fewer elements stay whole, as in `plan`.
-        cast: A floating-point dtype that arrays of others are converted to, if `like` asks for it
-            (or is not given).
-        partial: Whether leaves may be missing in the checkpoint, or in `like`. Those that the
-            checkpoint does not have stay as they are in `like`, and a `ShardingWarning` lists
+        like: A `Plan`, or a tree of arrays or their `jax.ShapeDtypeStruct`s. The result has its
+            structure and its static leaves. By default the result is a flat dict by path.
+        rules: How to shard the arrays, by their paths, as in `plan`. By default each array is
+            placed as its leaf of `like`: numpy arrays in host memory, arrays without a sharding
+            on the default device. Without `like` all arrays stay in host memory.
+        mesh: The mesh for the rules, as in `plan`; by default the current one.
+        min_size: For the rules: leaves with fewer elements are replicated, as in `plan`.
+        cast: A floating-point dtype. Arrays of other floating-point dtypes are converted to it
+            where `like` requests it, or everywhere without `like`.
+        partial: Whether leaves may be missing from the checkpoint or from `like`. Leaves that are
+            not in the checkpoint keep their values from `like`, and a `ShardingWarning` lists
             them.
-        verify: Whether to compare checksums. It reads the arrays once more, in memory.
-        timeout: Seconds that other processes are waited for; not while they read.
+        verify: Whether to compare checksums, which reads the arrays in memory once more.
+        timeout: Seconds to wait for other processes; waits for their reads have no limit.
 
     Returns:
-        The tree. It shares memory with nothing else.
+        The tree. Its arrays share memory with nothing else.
 
     Raises:
-        CheckpointError: If there is no checkpoint at `path`: it says what there is.
-        DamagedError: If the checkpoint is not what was saved: the leaves are named.
-        MismatchError: If leaves are missing, not asked for, or of another kind, shape or dtype
-            than asked for; if they have 64 bits and JAX's x64 mode is off. All are listed.
-        FormatError: If the checkpoint is of another version of treeshard; if `cast` is no
+        CheckpointError: If there is no checkpoint at `path`: it says what is there instead.
+        DamagedError: If the checkpoint is not as saved: the leaves are listed.
+        MismatchError: If leaves are missing, not requested, or of another kind, shape or dtype
+            than requested; if they have a 64-bit dtype and JAX's x64 mode is off. All are listed.
+        FormatError: If another version of treeshard wrote the checkpoint; if `cast` is not a
             floating-point dtype.
-        ShardingRuleError: If the rules do not decide every leaf, or decide what does not fit.
+        ShardingRuleError: If the rules do not decide every leaf, or decide a spec that does not
+            fit.
         NoMeshError: If there is no mesh for the rules, or only one without devices.
-        ProcessError: If the processes do not ask for the same, or one of them failed or did not
-            come.
+        ProcessError: If the processes request different things, or one of them fails or does not
+            arrive.
         ValueError: If `mesh` or `min_size` is given without `rules`.
 
     Examples:
         >>> like = {"w": jax.ShapeDtypeStruct((256, 64), "float32"), "act": jax.nn.relu}
-        >>> with tempfile.TemporaryDirectory() as there:
-        ...     save(f"{there}/mlp", {"w": np.ones((256, 64), np.float32), "act": jax.nn.relu})
-        ...     tree = restore(f"{there}/mlp", like, rules=[("w", P("fsdp"))], mesh=mesh)
-        ...     flat = restore(f"{there}/mlp")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/mlp", {"w": np.ones((256, 64), np.float32), "act": jax.nn.relu})
+        ...     tree = restore(f"{folder}/mlp", like, rules=[("w", P("fsdp"))], mesh=mesh)
+        ...     flat = restore(f"{folder}/mlp")
         >>> tree["w"].sharding.spec, list(flat)
         (P('fsdp',), ['w'])
     """
-    # What goes to host memory alone concerns no other process.
+    # A restore to host memory alone needs no other process.
     among = [jax.process_index()] if like is None and rules is None else None
     found = checkpoint_path(path)
     with agreeing(WHERE, among=among, timeout=timeout) as facts:
@@ -123,5 +124,5 @@ def _read(path: epath.Path, text: str) -> LeafTable:
     except (DamagedError, FormatError) as error:
         raise type(error)(f"{path}: {error}") from None
     if seal(path) != str(crc32(text.encode())):
-        raise DamagedError(f"{path}: the table of leaves is not the one that its arrays came with.")
+        raise DamagedError(f"{path}: the table of leaves does not belong to the arrays beside it.")
     return table

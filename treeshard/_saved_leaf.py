@@ -1,4 +1,4 @@
-"""What is written of one leaf: its row in the table, and its numbers as an array store has them."""
+"""A saved leaf: its row in the table of leaves, and the form of its values in the array store."""
 
 import base64
 import hashlib
@@ -17,25 +17,25 @@ from treeshard._specs import has_shape
 
 Shape = tuple[int, ...]
 
-# What array stores have beyond numpy's own types. Of all others they get the bytes.
+# Dtypes that array stores support beyond numpy's own. All others are stored as bytes.
 _STORED = {"bfloat16", "int4", "float8_e4m3fn", "float8_e5m2"}
 _STORED |= {"float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz"}
 
 
 class SavedLeaf(NamedTuple):
-    """A leaf as it is saved.
+    """A leaf in a checkpoint.
 
     Attributes:
-        path: Its name, as `leaf_paths` gives it.
+        path: Its path, as in `leaf_paths`.
         kind: `"array"`, `"key"`, `"bool"`, `"int"`, `"float"`, `"complex"`, `"str"`, `"bytes"`
             or `"none"`.
         shape: The shape of an array, or of an array of keys.
-        dtype: Its dtype by name, `key<fry>` for keys; nothing for other kinds.
-        spec: How it lay on a mesh, such as `P('fsdp', None)`; `None` if on no mesh.
-        stored: The dtype that its numbers have in the array store; `None` if none are there.
+        dtype: The name of its dtype, `key<fry>` for keys; empty for other kinds.
+        spec: How it was sharded when saved, such as `P('fsdp', None)`; `None` without a mesh.
+        stored: The dtype of its values in the array store; `None` if it has no values there.
         impl: The PRNG implementation of keys, such as `threefry2x32`.
         value: A Python scalar, a string or bytes, as text.
-        crc: The CRC-32 of its bytes, or of `value`; `None` if it was not asked for.
+        crc: The CRC-32 of its bytes, or of `value`; `None` if it was saved without fingerprints.
     """
 
     path: str
@@ -50,17 +50,17 @@ class SavedLeaf(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What the array store calls it."""
+        """Its key in the array store."""
         return store_key(self.path)
 
     @property
     def stored_shape(self) -> Shape:
-        """The shape that its numbers have in the array store."""
+        """The shape of its values in the array store."""
         return self.shape if self.impl is None else (*self.shape, *key_shape(self.impl))
 
     @property
     def bytes(self) -> int:
-        """The bytes of an array in memory; of other kinds, those of the text of the value."""
+        """The bytes of an array in memory; for other kinds, the length of the value's text."""
         if self.kind == "array":
             return math.prod(self.shape) * parse_dtype(self.dtype).itemsize
         if self.kind == "key":
@@ -69,9 +69,9 @@ class SavedLeaf(NamedTuple):
 
 
 def kind_of(x: Any) -> str | None:
-    """The kind of a leaf, or of a `ShapeDtypeStruct` that stands for one; `None` if static.
+    """The kind of a leaf, or of the `ShapeDtypeStruct` of one; `None` if it is static.
 
-    Subclasses of Python's scalars (enums, named constants) are static: text would lose them.
+    Subclasses of Python's scalars (enums, named constants) are static: text would lose the class.
     """
     if has_shape(x):
         return "key" if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else "array"
@@ -79,33 +79,33 @@ def kind_of(x: Any) -> str | None:
 
 
 def stored_dtype(dtype: str) -> str:
-    """The dtype that the numbers of an array have in the array store."""
+    """The dtype of an array's values in the array store."""
     return dtype if dtype in _STORED or parse_dtype(dtype).kind != "V" else "uint8"
 
 
 def store_key(path: str) -> str:
-    """What the array store calls a leaf: its path with `.` for `/`, safe as the name of a file.
+    """The key of a leaf in the array store: its path with `.` for `/`, safe as a file name.
 
-    No two paths have the same. `layers/0/w` becomes `layers.0.w`, as in a nested tree.
+    Different paths have different keys. `layers/0/w` becomes `layers.0.w`, as in a nested tree.
     """
     parts = [quote(part, safe="").replace(".", "%2E") for part in path.split("/")]
     key = ".".join(parts)
-    if len(key) > 200:  # names of files end at 255 bytes
+    if len(key) > 200:  # file names are limited to 255 bytes
         return f"{key[:120]}%{hashlib.sha256(path.encode()).hexdigest()}"
-    # What folders and the store call their own begins with `%` instead, as no other name does.
-    own = not key.strip(".") or key.startswith("_") or key == "array_metadatas"
-    return f"%{key}" if own else key
+    # Names reserved by folders and by the store get a leading `%`, which no other key has.
+    reserved = not key.strip(".") or key.startswith("_") or key == "array_metadatas"
+    return f"%{key}" if reserved else key
 
 
 @lru_cache
 def key_dtype(impl: str) -> str:
-    """The dtype of keys of a PRNG implementation, by name."""
+    """The name of the dtype of a PRNG implementation's keys."""
     return str(_key(impl).dtype)
 
 
 @lru_cache
 def key_shape(impl: str) -> Shape:
-    """The shape of the numbers that one key of a PRNG implementation is."""
+    """The shape of the data of one key of a PRNG implementation."""
     return jax.eval_shape(jax.random.key_data, _key(impl)).shape
 
 
@@ -113,26 +113,28 @@ def _key(impl: str) -> Any:
     try:
         return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     except ValueError:
-        raise FormatError(f"there is no PRNG implementation {impl!r} here.") from None
+        raise FormatError(f"this JAX has no PRNG implementation {impl!r}.") from None
 
 
 # ------------------------------------------------------------------ values as text
 
 
 def value_text(x: Any) -> str:
-    """A Python scalar, a string or bytes, as text that has every bit of it."""
+    """A Python scalar, a string or bytes, as text, without loss."""
     return _SCALARS[_SCALAR_KINDS[type(x)]][1](x)
 
 
 def value_of(kind: str, text: str) -> Any:
-    """What `value_text` wrote. Raises `FormatError`."""
+    """The value that `value_text` wrote. Raises `FormatError` for any other text."""
     _, write, read = _SCALARS[kind]
     try:
         value = read(text)
     except (ValueError, KeyError, TypeError, OverflowError):
-        raise FormatError(f"value is {_short(text)}, which is no {kind}.") from None
+        raise FormatError(f"value is {_short(text)}, which is not of kind {kind}.") from None
     if write(value) != text:
-        raise FormatError(f"value is {_short(text)}; a {kind} is not written like that.")
+        raise FormatError(
+            f"value is {_short(text)}, which is not how a value of kind {kind} is written."
+        )
     return value
 
 

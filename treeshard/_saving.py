@@ -1,4 +1,4 @@
-"""How a tree becomes a checkpoint: what all processes do before one of them writes anything."""
+"""Saves a tree as a checkpoint: what all processes check before any of them writes."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def begin(
     ocdbt: bool,
     timeout: float,
 ) -> Writing:
-    """Begins to save a tree. Once this returns its leaves may change or be donated.
+    """Begins to save a tree. Once this returns, its leaves may change or be donated.
 
     Raises:
         As `checkpoint.save` does; here, or in `Writing.wait`.
@@ -68,14 +68,14 @@ def begin(
 
 def _with_checksums(packed: Packed, timeout: float) -> LeafTable:
     names = [row.path for row in packed.table.leaves if row.stored is not None]
-    found = checksums(list(packed.arrays.values()), WHERE, timeout, names=names)
-    return packed.table.with_checksums(dict(zip(packed.arrays, found, strict=True)))
+    crcs = checksums(list(packed.arrays.values()), WHERE, timeout, names=names)
+    return packed.table.with_checksums(dict(zip(packed.arrays, crcs, strict=True)))
 
 
 def _check_here(packed: Packed) -> None:
     facts = [
-        f"{row.path}: all of it lies on devices of other processes. `reshard` it to a mesh that has"
-        " a device of process 0, which says in the checkpoint what there is."
+        f"{row.path}: process 0, which writes the metadata, has no shard of it. `reshard` it to a"
+        " mesh that includes a device of process 0."
         for row in packed.table.leaves
         if row.stored and not lies_here(packed.arrays[row.key])
     ]
@@ -84,16 +84,16 @@ def _check_here(packed: Packed) -> None:
 
 
 def _locked(path: epath.Path) -> Lock | None:
-    """Keeps others from writing there; makes the directory that it is to be in."""
+    """Creates the parent directory, and locks the path against other writers."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{path.parent} cannot be made: {error.strerror}.") from None
+        raise CheckpointError(f"{path.parent} cannot be created: {error.strerror}.") from None
     return Lock(lock_of(path), str(path)) if is_local(path) else None
 
 
 def _facts(table: LeafTable) -> dict[str, str]:
-    """What all processes must have alike."""
+    """What must be the same on all processes."""
     meshes = {f"mesh {i + 1}": str(axes) for i, axes in enumerate(table.meshes)}
     return meshes | {row.path: _fact(row) for row in table.leaves}
 

@@ -1,4 +1,4 @@
-"""Reading what the array store has, such that whatever is wrong with it gets the leaf's name."""
+"""Reads leaves from the array store, and names the leaf in whatever goes wrong."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from treeshard._saved_leaf import SavedLeaf
 
 Structs = Mapping[str, jax.ShapeDtypeStruct | OnHost]
 
-_BATCH = 2**28  # bytes that are read at a time to host memory, if no single leaf has more
+_BATCH = 2**28  # bytes that are read to host memory at a time, if no single leaf has more
 
 
 def read_together(
@@ -33,15 +33,15 @@ def read_together(
 
     Args:
         path: The checkpoint.
-        rows: The leaves that are wanted.
-        structs: The arrays of those that are stored, by key.
+        rows: The requested leaves.
+        structs: The arrays to read for them, by key; leaves without elements have none.
         verify: Whether to compare checksums.
-        where: What is being done, as in `exchange`.
+        where: The operation, as in `exchange`.
         among: As in `exchange`.
 
     Raises:
-        DamagedError: If leaves cannot be read, or are not what was saved: all are named.
-        ProcessError: If a process did not come.
+        DamagedError: If leaves cannot be read, or are not as saved: all are listed.
+        ProcessError: If a process does not arrive.
     """
     stored = [row for row in rows if row.key in structs]
     known = [row for row in stored if verify and row.crc is not None]
@@ -59,7 +59,7 @@ def read_together(
 
 
 class _Outcome(NamedTuple):
-    """What a process has read: what of it is damaged, by leaf path; else what `registers` says."""
+    """The result of a process's read: damages by leaf path; without any, its `registers`."""
 
     damages: dict[str, str]
     registers: bytes
@@ -95,7 +95,7 @@ def _in_its_dtype(row: SavedLeaf, stored: np.ndarray | None) -> np.ndarray | Non
 def _read(
     path: epath.Path, rows: Sequence[SavedLeaf], structs: Structs
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Arrays by key; and why leaves cannot be read, by path."""
+    """The arrays by key, and by path why leaves cannot be read."""
     arrays, met = read(path, structs)
     texts = {row.path: met[row.key] for row in rows if row.key in met}
     short = {leaf: text if len(text) < 200 else f"{text[:200]}..." for leaf, text in texts.items()}
@@ -109,7 +109,7 @@ def _on_host(row: SavedLeaf) -> OnHost:
 def _difference(row: SavedLeaf, crc: int) -> str:
     if row.crc is None or crc == row.crc:
         return ""
-    return f"its bytes have the CRC-32 {crc}, and those saved had {row.crc}."
+    return f"its bytes have the CRC-32 {crc}, but were saved with {row.crc}."
 
 
 def _batches(rows: Iterable[SavedLeaf]) -> Iterator[list[SavedLeaf]]:

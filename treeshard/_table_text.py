@@ -1,4 +1,4 @@
-"""The table of leaves as JSON, and back. All of it is checked before any of it is believed."""
+"""Writes the table of leaves as JSON, and reads it."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from treeshard._targets import unmovable
 VERSION = 1
 
 _TABLE = ("treeshard_leaves", "meshes", "leaves", "crc")
-# What is said of a leaf of each kind.
+# The fields of a row of each kind.
 _ROW = {
     "array": ("path", "kind", "shape", "dtype", "spec", "stored", "crc"),
     "key": ("path", "kind", "shape", "dtype", "spec", "stored", "impl", "crc"),
@@ -32,10 +32,10 @@ _RANK = 64  # numpy's limit
 
 
 def to_text(table: LeafTable) -> str:
-    """Writes a table as JSON, a line a leaf.
+    """Writes a table as JSON, a line per leaf.
 
-    The last entry is the CRC-32 of the others: of what they say, not of how it is written, so
-    that the JSON may be laid out anew by whatever stores it.
+    The last entry is the CRC-32 of the values of the others, not of their layout, so that other
+    programs may reformat the JSON.
     """
     rows = [{name: getattr(row, name) for name in _ROW[row.kind]} for row in table.leaves]
     meshes = [list(map(list, axes.items())) for axes in table.meshes]

@@ -1,4 +1,4 @@
-"""Which leaves of a checkpoint are read, and into what."""
+"""Which leaves of a checkpoint to read, and as what."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -28,15 +28,15 @@ from treeshard._saved_leaf import SavedLeaf, value_of
 
 
 class Wanted(NamedTuple):
-    """What is to be read.
+    """The leaves to read.
 
     Attributes:
-        paths: The paths of the leaves of the like-tree, `None`s among them.
+        paths: The paths of the leaves of the like-tree, `None`s included.
         leaves: These leaves.
         treedef: Its structure.
-        asked: What is asked for, by the positions of leaves; static ones are left out.
-        saved: What the checkpoint has, by path.
-        differences: In what the one is not the other.
+        asked: The requests by leaf index; static leaves have none.
+        saved: The stored leaves by path.
+        differences: How the requested leaves differ from the stored ones.
     """
 
     paths: list[str]
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
     differences: Differences
 
     def facts(self) -> dict[str, str]:
-        """What all processes must have alike."""
+        """What must be the same on all processes."""
         rows = [
             (row.path, self.leaves[i], [] if asked.sharding is None else [asked.sharding])
             for i, row, asked in self._there()
@@ -56,15 +56,15 @@ class Wanted(NamedTuple):
         return facts_of(rows)
 
     def structs(self) -> dict[str, jax.ShapeDtypeStruct | OnHost]:
-        """What is to be read of the array store, by key: as it was written."""
+        """The arrays to read from the store, by key, as they are stored."""
         return {row.key: _struct(row, asked) for _, row, asked in self._there() if row.stored}
 
     def rows(self) -> list[SavedLeaf]:
-        """The leaves that are to be read."""
+        """The leaves to read."""
         return [row for _, row, _ in self._there()]
 
     def tree(self, arrays: dict[str, Any]) -> Any:
-        """The tree, of what was read by `structs`; arrays are taken out one by one."""
+        """The tree made of the arrays that `structs` requests, which are removed one by one."""
         leaves = list(self.leaves)
         for i, row, asked in self._there():
             own = {row.key: arrays.pop(row.key)} if row.stored else {}
@@ -86,17 +86,17 @@ def wanted_of(
     cast: Any,
     where: str,
 ) -> Wanted:
-    """Compares what is asked for with what is there. Without `like`, that is all of it by path.
+    """Compares a request with the stored leaves. Without `like` it requests all of them, by path.
 
     Raises:
-        As `checkpoint.restore` does, but for the differences.
+        As `checkpoint.restore`, except for the differences.
     """
     to = None if cast is None else cast_dtype(cast)
     tree = _all_of(table, to) if like is None else like.structs if isinstance(like, Plan) else like
     found, _, arrays = arrays_asked_for(tree, placing, where)
     paths, leaves, treedef = flatten_all(tree)
     asked: dict[int, Asked] = {}
-    place = iter(range(len(found)))  # there, `None`s are no leaves
+    place = iter(range(len(found)))  # these do not include `None`s
     for i, leaf in enumerate(leaves):
         array = None if leaf is None else arrays.get(next(place))
         if array is None and (kind := leaf_type(leaf)) is not None:
@@ -125,16 +125,16 @@ def _all_of(table: LeafTable, to: str | None) -> dict[str, Any]:
 
 def _check_paths(tree: Any, paths: list[str], where: str) -> None:
     shared = [path for path, count in Counter(paths).items() if count > 1]
-    facts = [f"{path}: the path of {', '.join(same_path_keys(tree, path))}." for path in shared]
+    facts = [f"{path}: shared by {', '.join(same_path_keys(tree, path))}." for path in shared]
     if facts:
-        headline = f"{where}: paths are shared by leaves of `like`, so nothing tells them apart:"
+        headline = f"{where}: several leaves of `like` have the same path:"
         raise MismatchError(listed(headline, facts))
 
 
 def _struct(row: SavedLeaf, asked: Asked) -> jax.ShapeDtypeStruct | OnHost:
     dtype = parse_dtype(row.stored or "")
     if not asked.type.on_devices or jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        return OnHost(row.stored_shape, dtype)  # the latter is converted, or would not be had
+        return OnHost(row.stored_shape, dtype)  # too wide for devices: converted on the host
     return jax.ShapeDtypeStruct(row.stored_shape, dtype, sharding=asked.sharding or _default())
 
 
@@ -143,12 +143,12 @@ def _default() -> Sharding:
 
 
 def _as_asked(leaf: Any, asked: Asked) -> Any:
-    """An array in the dtype that is asked for, where it is asked for."""
+    """An array in the requested dtype and place."""
     dtype = parse_dtype(asked.type.dtype)
-    with np.errstate(all="ignore"):  # beyond float16 comes inf, as in `jnp.asarray`
+    with np.errstate(all="ignore"):  # overflow gives inf, as in `jnp.asarray`
         if not asked.type.on_devices:
             return leaf.astype(dtype, copy=False)
-        if not isinstance(leaf, jax.Array):  # of no elements, or too wide for devices
+        if not isinstance(leaf, jax.Array):  # empty, or too wide for devices
             whole = leaf.astype(dtype, copy=False)
             sharding = asked.sharding or _default()
             return jax.make_array_from_callback(leaf.shape, sharding, whole.__getitem__)

@@ -1,8 +1,17 @@
-"""Trees on disk: saved from any mesh, restored to any other, and known to be what was saved.
+"""Saves trees from any mesh, restores them to any other, and verifies that every byte is as saved.
 
 A checkpoint is a directory that Orbax writes: the arrays, and beside them a table of all leaves
-with a checksum of each. It is there at once and whole, or not at all. Nothing in it is code, and
-nothing read from it is run.
+with a checksum of each. Saves are atomic. A checkpoint contains no code, and reading one runs
+nothing from it.
+
+Examples:
+    >>> from treeshard import checkpoint
+    >>> state = {"w": np.ones((8, 4), np.float32), "step": 7}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint.save(f"{folder}/step_7", state)
+    ...     restored = checkpoint.restore(f"{folder}/step_7", state)
+    >>> restored["w"].shape, restored["step"]
+    ((8, 4), 7)
 """
 
 from typing import Any
@@ -29,40 +38,40 @@ def save(
     ocdbt: bool = True,
     timeout: float = TIMEOUT,
 ) -> None:
-    """Saves a tree as a checkpoint, each process the shards that it holds. Nothing is gathered.
+    """Saves a tree as a checkpoint. Each process writes its own shards; nothing is gathered.
 
-    All is checked before anything is written: that every leaf can be saved, and that all
-    processes save the same leaves. The checkpoint has its name once it is whole; after an error,
-    on any process, there is none, and what there was before is as it was.
+    Before anything is written, `save` checks that every leaf can be saved, and that all processes
+    save the same leaves. Saves are atomic: the checkpoint gets its name once it is complete, and
+    an error on any process leaves no checkpoint and changes nothing else.
 
     Args:
-        path: The directory to make, on every process the same, and on a file system or object
-            store that all of them share. It must not be there yet.
-        tree: Any pytree. Saved are arrays of every dtype that JAX has, typed PRNG keys, Python
-            numbers, strings, bytes and `None`. Other leaves, such as functions, are static: they
-            are left out, and come from the like-tree when it is restored. Of an array that each
-            process has for itself, which must be the same on all, process 0 saves its own.
-        fingerprints: Whether to save a checksum of every array, so that damage is found.
-        compress: Whether to compress by zstd. Weights shrink little, and it takes long.
-        ocdbt: Whether to put arrays together into few files, and not each into its own.
-        timeout: Seconds that other processes are waited for; not while they write.
+        path: The directory to create, the same on every process, on a file system or object store
+            that all of them share. It must not exist yet.
+        tree: Any pytree. Arrays of every JAX dtype, typed PRNG keys, Python numbers, strings,
+            bytes and `None` are saved. Other leaves, such as functions, are static: they are not
+            saved, and `restore` takes them from its like-tree. An array that is not global, such
+            as a numpy array, must be equal on all processes; process 0 saves its copy.
+        fingerprints: Whether to save a checksum of every array, so that damage is detected.
+        compress: Whether to compress with zstd. Weights hardly shrink, and it is slow.
+        ocdbt: Whether to store all arrays in a few files, instead of each in its own.
+        timeout: Seconds to wait for other processes; waits for their writes have no limit.
 
     Raises:
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, or of a dtype that JAX does not
-            have.
+            support.
         DeletedLeafError: If a leaf was deleted or donated.
-        CheckpointError: If there is something at `path`, if another run is writing there (object
-            stores have no lock that would tell), or if it cannot be written; if leaves share a
-            path.
-        ProcessError: If the processes do not save the same; if one of them failed before
-            anything was written, or did not come.
+        CheckpointError: If `path` exists, if another run is writing there (not detected on object
+            stores, which have no locks), or if it cannot be written; if several leaves have the
+            same path.
+        ProcessError: If the processes save different trees; if one of them fails before anything
+            is written, or does not arrive.
 
     Examples:
         >>> w = shard(np.ones((256, 64), np.float32), P("fsdp"), make_mesh("fsdp=8"))
         >>> state = {"w": w, "key": jax.random.key(0), "step": 7, "act": jax.nn.relu}
-        >>> with tempfile.TemporaryDirectory() as there:
-        ...     save(f"{there}/step_7", state)
-        ...     again = restore(f"{there}/step_7", state, rules=[(".*", P("data"))], mesh=mesh)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/step_7", state)
+        ...     again = restore(f"{folder}/step_7", state, rules=[(".*", P("data"))], mesh=mesh)
         >>> again["w"].sharding.spec, again["step"], again["act"] is jax.nn.relu
         (P('data',), 7, True)
     """
@@ -77,50 +86,50 @@ def save(
 
 
 def inspect(path: PathLike) -> Contents:
-    """Reads what a checkpoint holds. No array is read, and other processes are not asked.
+    """Lists the contents of a checkpoint. No array is read, and no other process takes part.
 
     Args:
         path: The checkpoint.
 
     Returns:
-        The `Contents`, with a `SavedLeaf` for every leaf; `print` shows them as a table.
+        The `Contents`, with a `SavedLeaf` for each leaf; `print` shows them as a table.
 
     Raises:
-        CheckpointError: If there is no checkpoint at `path`: it says what there is.
-        DamagedError: If its table of leaves is not what was saved.
-        FormatError: If it is of another version of treeshard.
+        CheckpointError: If there is no checkpoint at `path`: it says what is there instead.
+        DamagedError: If its table of leaves is not as saved.
+        FormatError: If another version of treeshard wrote it.
 
     Examples:
-        >>> with tempfile.TemporaryDirectory() as there:
-        ...     save(f"{there}/mlp", {"w": np.ones((8, 4), np.float32), "step": 7})
-        ...     found = inspect(f"{there}/mlp")
-        >>> [(leaf.path, leaf.kind, leaf.shape, leaf.bytes) for leaf in found.leaves]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/mlp", {"w": np.ones((8, 4), np.float32), "step": 7})
+        ...     contents = inspect(f"{folder}/mlp")
+        >>> [(leaf.path, leaf.kind, leaf.shape, leaf.bytes) for leaf in contents.leaves]
         [('step', 'int', (), 1), ('w', 'array', (8, 4), 128)]
     """
-    found = checkpoint_path(path)
-    table = table_at(found)
-    return Contents(str(found), table.leaves, table.meshes)
+    checkpoint = checkpoint_path(path)
+    table = table_at(checkpoint)
+    return Contents(str(checkpoint), table.leaves, table.meshes)
 
 
 def verify(path: PathLike, *, progress: bool = False) -> None:
-    """Reads every leaf of a checkpoint, and compares its bytes with those that were saved.
+    """Reads every leaf of a checkpoint and compares its bytes with the saved checksum.
 
-    It takes no model, no mesh and no other process, and host memory for a few leaves at a time.
+    It needs no model, no mesh and no other process, and host memory for a few leaves at a time.
 
     Args:
         path: The checkpoint.
-        progress: Whether to show a bar, a step a leaf (needs `tqdm`).
+        progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
 
     Raises:
-        DamagedError: If leaves cannot be read, or are not what was saved: all are named.
+        DamagedError: If leaves cannot be read, or are not as saved: all are listed.
         CheckpointError, FormatError: As `inspect`.
-        ImportError: If `progress` is asked for and `tqdm` is not installed.
+        ImportError: If `progress` is set and `tqdm` is not installed.
 
     Examples:
-        >>> with tempfile.TemporaryDirectory() as there:
-        ...     save(f"{there}/mlp", {"w": np.ones((8, 4), np.float32)})
-        ...     verify(f"{there}/mlp")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/mlp", {"w": np.ones((8, 4), np.float32)})
+        ...     verify(f"{folder}/mlp")
     """
-    found = checkpoint_path(path)
-    leaves = read_each(found, with_bar(table_at(found).leaves, "verify", show=progress))
-    raise_damages(found, {leaf.row.path: leaf.damage for leaf in leaves if leaf.damage})
+    checkpoint = checkpoint_path(path)
+    leaves = read_each(checkpoint, with_bar(table_at(checkpoint).leaves, "verify", show=progress))
+    raise_damages(checkpoint, {leaf.row.path: leaf.damage for leaf in leaves if leaf.damage})

@@ -1,4 +1,4 @@
-"""Two processes save, each its own shards; what one of them meets, both hear."""
+"""Two processes save, each its own shards; if one of them fails, both raise."""
 
 import shutil
 import time
@@ -34,7 +34,7 @@ class Linear(eqx.Module):
 
 
 def host_state() -> dict[str, Any]:
-    """A state on the host, the same for everybody who asks."""
+    """A state on the host, the same on every process."""
     draw = np.random.default_rng(0)
     layers = [
         Linear(draw.normal(size=(128, 128)).astype(np.float32), np.full(7, i, np.float32))
@@ -67,7 +67,7 @@ def state_on(rules: Any, mesh: jax.sharding.Mesh) -> dict[str, Any]:
 
 
 def structs() -> dict[str, Any]:
-    """Of what is on devices, only shapes and dtypes."""
+    """The state with shapes and dtypes in place of arrays on devices."""
     host = host_state()
     bare = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, host
@@ -77,7 +77,7 @@ def structs() -> dict[str, Any]:
 
 
 def assert_is_the_state(found: dict[str, Any]) -> None:
-    """Every shard that this process holds has the numbers that belong there."""
+    """Asserts the values of every shard that this process holds."""
     host = host_state()
     scalars = (found["step"], found["lr"], found["name"])
     assert scalars == (7, 0.1, "run")
@@ -102,7 +102,7 @@ def left_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def check_it_is_saved_and_comes_back(context: Context) -> None:
+def check_a_saved_state_is_restored(context: Context) -> None:
     mesh = ts.make_mesh("fsdp=8")
     state = state_on(FSDP, mesh)
     save(context.directory / "fsdp", state)
@@ -111,7 +111,7 @@ def check_it_is_saved_and_comes_back(context: Context) -> None:
     assert again["wide"].sharding == state["wide"].sharding
 
 
-def check_it_comes_back_on_another_mesh(context: Context) -> None:
+def check_a_state_is_restored_on_another_mesh(context: Context) -> None:
     mesh = ts.make_mesh("data=2,tensor=4")
     with jax.set_mesh(mesh):
         again = restore(context.directory / "fsdp", ts.plan(structs(), TENSOR, mesh, min_size=0))
@@ -119,7 +119,7 @@ def check_it_comes_back_on_another_mesh(context: Context) -> None:
     assert again["layers"][1].weight.sharding.spec == P("tensor", "data")
 
 
-def check_fingerprints_are_those_of_the_whole(context: Context) -> None:
+def check_fingerprints_are_those_of_the_full_arrays(context: Context) -> None:
     of = {leaf.path: leaf for leaf in inspect(context.directory / "fsdp").leaves}
     host = host_state()
     assert of["wide"].crc == crc32(host["wide"].tobytes())
@@ -128,7 +128,7 @@ def check_fingerprints_are_those_of_the_whole(context: Context) -> None:
     assert of["wide"].spec == "P(None, 'fsdp')"
 
 
-def check_one_process_reads_by_itself(context: Context) -> None:
+def check_one_process_reads_alone(context: Context) -> None:
     if context.index == 1:
         verify(context.directory / "fsdp")
         flat = restore(context.directory / "fsdp")
@@ -147,9 +147,9 @@ def check_a_run(context: Context) -> None:
         assert found[0] == found[1]["step"] == 3
         assert_is_the_state({**found[1], "step": 7})
         error = ts.CheckpointError if context.index == 0 else ts.ProcessError
-        with pytest.raises(error, match="this process is writing there already"):
+        with pytest.raises(error, match="this process is already writing here"):
             Checkpoints(context.directory / "run")
-    if context.index == 0:  # which removes older ones
+    if context.index == 0:  # process 0 removes older ones
         assert left_in(context.directory / "run") == ["2", "3"]
 
 
@@ -160,11 +160,11 @@ def refused(context: Context, tree: Any, error: type[Exception], name: str = "no
 
 
 def assert_nothing_is_left(context: Context) -> None:
-    if context.index == 0:  # which makes directories and locks
+    if context.index == 0:  # process 0 creates directories and locks
         assert left_in(context.directory / "refused") == []
 
 
-def check_other_things_are_not_saved_together(context: Context) -> None:
+def check_differing_trees_are_refused(context: Context) -> None:
     state = state_on(FSDP, ts.make_mesh("fsdp=8"))
     said = refused(context, {**state, "step": context.index}, ts.ProcessError)
     assert "step: int 0" in said
@@ -172,11 +172,11 @@ def check_other_things_are_not_saved_together(context: Context) -> None:
     said = refused(context, state, ts.ProcessError, f"no{context.index}")
     assert f"the path: {context.directory}/refused/no0 on process 0" in said
     said = refused(context, {**state, "own": np.full(3, context.index)}, ts.ProcessError)
-    assert "own: other values on other processes" in said
+    assert "own: its values differ between processes" in said
     assert_nothing_is_left(context)
 
 
-def check_a_leaf_that_one_process_has_lost(context: Context) -> None:
+def check_a_leaf_deleted_on_one_process_is_an_error_on_all(context: Context) -> None:
     state = state_on(FSDP, ts.make_mesh("fsdp=8"))
     if context.index == 1:
         state["wide"].delete()
@@ -185,7 +185,7 @@ def check_a_leaf_that_one_process_has_lost(context: Context) -> None:
     assert_nothing_is_left(context)
 
 
-def check_a_process_that_comes_late_is_named(context: Context) -> None:
+def check_a_late_process_is_named(context: Context) -> None:
     if context.index == 1:
         time.sleep(2)
     with pytest.raises(ts.ProcessError) as told:
@@ -195,7 +195,7 @@ def check_a_process_that_comes_late_is_named(context: Context) -> None:
     assert_nothing_is_left(context)
 
 
-def check_a_disk_that_is_full_for_one_process(context: Context) -> None:
+def check_a_full_disk_on_one_process_is_an_error_on_all(context: Context) -> None:
     state = state_on(FSDP, ts.make_mesh("fsdp=8"))
     began = time.monotonic()
     with Checkpoints(context.directory / "full", background=False) as checkpoints:
@@ -204,9 +204,8 @@ def check_a_disk_that_is_full_for_one_process(context: Context) -> None:
             full = files_of_at_most(4_000) if context.index == who else nullcontext()
             with full, pytest.raises(ts.CheckpointError) as told:
                 checkpoints.save(2, state)
-            assert (
-                f"full/2 was not saved, and what was there before is as it was. process {who}"
-                in (str(told.value))
+            assert f"full/2 was not saved; what existed before is unchanged. process {who}" in (
+                str(told.value)
             )
             assert "File too large" in str(told.value)
             assert checkpoints.steps() == (1,)
@@ -216,10 +215,10 @@ def check_a_disk_that_is_full_for_one_process(context: Context) -> None:
         assert_is_the_state(found[1])
         if context.index == 0:
             assert left_in(context.directory / "full") == [".treeshard-lock", "1", "2"]
-    assert time.monotonic() - began < 60  # nobody waits for who has failed
+    assert time.monotonic() - began < 60  # no process waits for the failed one
 
 
-def check_both_hear_of_damage(context: Context) -> None:
+def check_damage_is_an_error_on_all(context: Context) -> None:
     state = state_on(FSDP, ts.make_mesh("fsdp=8"))
     path = context.directory / "damaged"
     data = host_state()["wide"].tobytes()
@@ -228,7 +227,7 @@ def check_both_hear_of_damage(context: Context) -> None:
         flipped = 0
         for file in path.glob("state/**/d/*"):
             raw = bytearray(file.read_bytes())
-            if (place := raw.find(data[:64])) >= 0:  # the shard of one device has this part
+            if (place := raw.find(data[:64])) >= 0:  # the shard of one device holds these bytes
                 raw[place] ^= 1
                 file.write_bytes(raw)
                 flipped += 1
@@ -238,7 +237,7 @@ def check_both_hear_of_damage(context: Context) -> None:
         restore(path, state)
 
 
-def check_all_ask_for_the_same(context: Context) -> None:
+def check_differing_requests_are_refused(context: Context) -> None:
     state = state_on(FSDP, ts.make_mesh("fsdp=8"))
     whole = ts.shard(host_state()["wide"], P(), ts.make_mesh("fsdp=8"))
     if context.index == 1:
@@ -249,5 +248,5 @@ def check_all_ask_for_the_same(context: Context) -> None:
     if context.index == 1:
         del state["own"]
     error = ts.MismatchError if context.index == 1 else ts.ProcessError
-    with pytest.raises(error, match="own: in .*/fsdp, and not asked for"):
+    with pytest.raises(error, match="own: in .*/fsdp, but not requested"):
         restore(context.directory / "fsdp", state)

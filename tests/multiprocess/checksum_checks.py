@@ -1,4 +1,4 @@
-"""Checksums of arrays whose parts lie on several processes."""
+"""Checksums of arrays whose shards are on several processes."""
 
 import time
 import zlib
@@ -30,7 +30,7 @@ def placed(host: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
 
 
 def layouts(count: int) -> Iterator[tuple[np.ndarray, jax.Array]]:
-    """The same on every process: meshes with devices in any order, specs of all kinds."""
+    """Arrays and shardings, the same on every process: devices in any order, specs of all kinds."""
     rng = np.random.default_rng(0)
     for _ in range(count):
         sizes = [(8,), (2, 4), (4, 2), (2, 2, 2)][rng.integers(4)]
@@ -46,21 +46,21 @@ def layouts(count: int) -> Iterator[tuple[np.ndarray, jax.Array]]:
         yield host, placed(host, mesh, P(*[tuple(names) or None for names in dims]))
 
 
-def check_the_layout_makes_no_difference(context: Context) -> None:
+def check_checksums_do_not_depend_on_the_sharding(context: Context) -> None:
     hosts, arrays = zip(*layouts(200), strict=True)
     assert any(not x.is_fully_addressable for x in arrays)
     found = checksums(arrays, "reading", 20)
     assert found == [zlib.crc32(host.tobytes()) for host in hosts]
 
 
-def check_keys(context: Context) -> None:
+def check_keys_count_as_their_data(context: Context) -> None:
     keys = jax.random.key_data(jax.random.split(jax.random.key(3), 16))
     mesh = mesh_of(jax.devices(), 8)
     split = jax.random.wrap_key_data(placed(np.asarray(keys), mesh, P("a")))
     assert checksums([split], "reading", 20) == [zlib.crc32(np.asarray(keys).tobytes())]
 
 
-def check_a_wrong_value_on_one_process_is_seen_by_all(context: Context) -> None:
+def check_a_wrong_value_on_one_process_changes_the_checksum_on_all(context: Context) -> None:
     host = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     mine = host + (context.index == 1)
     bad = placed(mine, mesh_of(jax.devices(), 8), P("a"))
@@ -71,31 +71,32 @@ def check_a_wrong_value_on_one_process_is_seen_by_all(context: Context) -> None:
     assert found == zlib.crc32(there.tobytes()) != zlib.crc32(host.tobytes())
 
 
-def check_what_each_process_has_for_itself_counts_once(context: Context) -> None:
+def check_copies_of_each_process_count_once(context: Context) -> None:
     host = np.arange(10)
     single = jax.device_put(np.float32(3), jax.local_devices()[0])
     want = [zlib.crc32(host.tobytes()), zlib.crc32(np.float32(3).tobytes())]
     assert checksums([host, single], "reading", 20) == want
 
 
-def check_and_is_named_if_it_is_not_the_same(context: Context) -> None:
+def check_copies_that_differ_are_named(context: Context) -> None:
     mine = [np.arange(3), np.full(3, context.index), np.full(2, context.index == 0)]
     with pytest.raises(ProcessError) as told:
         checksums(mine, "save /runs/7", 20, names=["same", "rank", "flag"])
     assert str(told.value) == (
         "save /runs/7: 2 arrays differ between processes:\n"
-        "  rank: other values on other processes.\n"
-        "  flag: other values on other processes.\n"
-        "Each process has its own. Make them the same, or make global arrays of their parts."
+        "  rank: its values differ between processes.\n"
+        "  flag: its values differ between processes.\n"
+        "Each process holds its own copy. Make the copies equal, or make global arrays from their"
+        " parts."
     )
 
 
-def check_other_numbers_of_arrays(context: Context) -> None:
+def check_different_numbers_of_arrays_are_an_error(context: Context) -> None:
     with pytest.raises(ProcessError, match="save: the processes have different numbers of arrays"):
         checksums([np.zeros(3)] * (1 + (context.index == 1)), "save", 20)
 
 
-def check_what_one_cannot_read_all_hear_of(context: Context) -> None:
+def check_a_failure_to_read_is_an_error_on_all(context: Context) -> None:
     x = placed(np.arange(8.0, dtype=np.float32), mesh_of(jax.devices(), 8), P("a"))
     if context.index == 1:
         x.delete()
@@ -109,7 +110,7 @@ def check_what_one_cannot_read_all_hear_of(context: Context) -> None:
         assert str(told.value).startswith(start)
 
 
-def check_one_that_does_not_come_is_named(context: Context) -> None:
+def check_an_absent_process_is_named(context: Context) -> None:
     if context.index == 1:
         time.sleep(1.5)
     with pytest.raises(ProcessError) as told:
@@ -118,7 +119,7 @@ def check_one_that_does_not_come_is_named(context: Context) -> None:
         assert f"save: process 1 of {context.count} did not arrive within 0.5 s" in str(told.value)
 
 
-def check_trees_are_taken_apart_and_put_together(context: Context) -> None:
+def check_trees_are_packed_and_unpacked(context: Context) -> None:
     mesh = mesh_of(jax.devices(), 8)
     host = np.arange(16).reshape(8, 2)
     single = jax.device_put(np.float32(3), jax.local_devices()[0])
@@ -131,7 +132,7 @@ def check_trees_are_taken_apart_and_put_together(context: Context) -> None:
         "host": host,
     }
     packed = pack(tree)
-    assert isinstance(packed.arrays["single"], np.ndarray)  # global to nobody
+    assert isinstance(packed.arrays["single"], np.ndarray)  # not global
     stored = {key: x for key, x in packed.arrays.items() if isinstance(x, jax.Array)}
     assert sorted(stored) == ["keys", "uint4", "whole"]
     assert {str(x.dtype) for x in stored.values()} == {"uint8", "uint32"}

@@ -1,4 +1,4 @@
-"""Two processes, and whatever a disk, another run or one of the two can do to a save.
+"""Two processes save while a disk, another run, or one of them fails.
 
 args: a disk with little room, one that is read-only and has a checkpoint, and a directory that
 another run writes to. Of the disks nothing, where they could not be made.
@@ -52,7 +52,7 @@ def assert_tensors_are(path: Path, step: int) -> None:
 
 
 def left_in(directory: Path) -> list[str]:
-    """What is there while no process does anything."""
+    """The files in a directory, while both processes wait."""
     exchange(f"look into {directory}", b"")
     names = sorted(path.name for path in directory.iterdir())
     exchange(f"looked into {directory}", b"")
@@ -60,7 +60,7 @@ def left_in(directory: Path) -> list[str]:
 
 
 def refused(context: Context, do: Callable[[], Any], says: str) -> None:
-    """What process 0 alone can see, both raise."""
+    """Asserts that both processes raise an error that process 0 alone can see."""
     error = ts.CheckpointError if context.index == 0 else ts.ProcessError
     with pytest.raises(error) as told:
         do()
@@ -80,7 +80,7 @@ def check_a_full_disk(context: Context) -> None:
             checkpoints.save(step, state_at(step))
             with pytest.raises(ts.CheckpointError) as told:
                 _ = checkpoints.save(step + 1, large()), checkpoints.wait()
-            said = f"{run}/{step + 1} was not saved, and what was there before is as it was. "
+            said = f"{run}/{step + 1} was not saved; what existed before is unchanged. "
             assert str(told.value).startswith(said)
             assert "No space left on device" in str(told.value)
             assert_latest_is(checkpoints, step)
@@ -120,31 +120,32 @@ def check_a_read_only_disk(context: Context) -> None:
     assert_latest_is(Checkpoints(disk, read_only=True), 1)
 
 
-def check_a_path_that_is_a_file(context: Context) -> None:
+def check_a_path_that_is_a_file_is_an_error(context: Context) -> None:
     file = context.directory / "a-file"
     if context.index == 0:
         file.write_text("mine")
     exchange("written", b"")
-    refused(context, lambda: Checkpoints(file), "a-file cannot be made: File exists.")
+    refused(context, lambda: Checkpoints(file), "a-file cannot be created: File exists.")
     refused(context, lambda: save(file, state_at(1)), f"There is a file at {file} already")
-    refused(context, lambda: save(file / "1", state_at(1)), "a-file cannot be made: File exists.")
+    refused(
+        context, lambda: save(file / "1", state_at(1)), "a-file cannot be created: File exists."
+    )
     with pytest.raises(ts.CheckpointError, match="a-file is a file; a checkpoint is a directory."):
         restore(file, state_at(1))
     assert file.read_text() == "mine"
 
 
-def check_another_run_that_writes_there(context: Context) -> None:
+def check_another_run_that_is_writing_is_an_error(context: Context) -> None:
     held = Path(context.args[2])
     before = left_in(held)
-    refused(context, lambda: Checkpoints(held), "another writer is at work: process ")
-    refused(context, lambda: save(held / "2", state_at(2)), "another writer is at work: process ")
+    refused(context, lambda: Checkpoints(held), "another run is writing here: process ")
+    refused(context, lambda: save(held / "2", state_at(2)), "another run is writing here: process ")
     assert left_in(held) == before
     assert_latest_is(Checkpoints(held, read_only=True), 1)
 
 
 # ------------------------------------------------------------------ a process
-# From here on the two do not call the same functions equally often, so nothing may follow that
-# they do together.
+# From here on the two processes make different calls, so no check that needs both may follow.
 
 
 def check_a_process_that_raises_between_saves(context: Context) -> None:
@@ -169,8 +170,8 @@ def check_a_process_that_raises_between_saves(context: Context) -> None:
     assert not differing(restore(run / "1"), 1)
 
 
-def check_a_process_that_never_comes(context: Context) -> None:
-    """Whoever comes hears of it in time, whichever it is, and nothing is written."""
+def check_an_absent_process_is_an_error(context: Context) -> None:
+    """The process that does arrive raises in time, whichever it is, and nothing is written."""
     run, file = context.directory / "run", context.directory / "x.safetensors"
     state, tensors = state_at(1), tensors_at(1)
     save_safetensors(file, tensors)
@@ -189,4 +190,4 @@ def check_a_process_that_never_comes(context: Context) -> None:
             absent = f"process {1 - who} of 2 did not arrive within 0.3 s. Nothing was done."
             assert f"{what}: {absent}" in str(told.value), str(told.value)
         assert left_in(run) == ["1"]
-    assert not differing(restore(run / "1"), 1)  # which asks nobody
+    assert not differing(restore(run / "1"), 1)  # takes part in no exchange

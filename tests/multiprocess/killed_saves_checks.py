@@ -1,4 +1,4 @@
-"""Runs that save without end are killed at any moment, and taken up again.
+"""Kills runs that save continuously at any moment, and resumes them.
 
 args: how many are killed.
 """
@@ -24,13 +24,13 @@ from treeshard.checkpoint import Checkpoints, restore, save
 
 TEMPORARY = ".orbax-checkpoint-tmp"
 KEPT = 3
-# A run is taken up on another mesh than it was saved on.
+# A run is resumed on another mesh than it was saved on.
 MESHES = ("fsdp=4", "fsdp=2,data=2")
 RULES = [("w|half", P("fsdp")), (".*", None)]
 
 
 def host_state(step: int) -> dict[str, Any]:
-    """The state after a step, the same for everybody who asks."""
+    """The state after a step, the same on every process."""
     draw = np.random.default_rng(step)
     return {
         "w": draw.normal(size=(512, 512)).astype(np.float32),
@@ -52,7 +52,7 @@ def like() -> dict[str, Any]:
 
 
 def differing(state: dict[str, Any], step: int) -> list[str]:
-    """The leaves that are not bit for bit those of a step, as far as they lie here."""
+    """The leaves whose shards on this process are not bit for bit those of a step."""
     return [name for name, x in host_state(step).items() if not _is_same(state[name], x)]
 
 
@@ -66,11 +66,11 @@ def _is_same(x: Any, whole: Any) -> bool:
     )
 
 
-# ------------------------------------------------------------------ what is killed
+# ------------------------------------------------------------------ the runs
 
 
 def run_on(run: Path, axes: str, steps: int | None, index: int, say: Say) -> None:
-    """Takes a run up where it was, and saves every step of it: so many, or until it is killed."""
+    """Resumes a run and saves every step: `steps` of them, or until it is killed."""
     mesh = ts.make_mesh(axes)
     with Checkpoints(run, keep=KEPT) as checkpoints:
         left = [path.name for path in run.iterdir() if TEMPORARY in path.name]
@@ -92,7 +92,7 @@ def run_on(run: Path, axes: str, steps: int | None, index: int, say: Say) -> Non
             steps = steps and steps - 1
 
 
-# ------------------------------------------------------------------ who kills it
+# ------------------------------------------------------------------ killing them
 
 
 def check_a_run_that_is_killed_again_and_again(context: Context) -> None:
@@ -100,7 +100,7 @@ def check_a_run_that_is_killed_again_and_again(context: Context) -> None:
     draw = random.Random(kills)
     run = context.directory / "run"
     counts = Counter[str]({"in all": 0, "while it wrote": 0, "process 0": 0, "process 1": 0})
-    # Twice the other process is left alone, and JAX ends it.
+    # Twice the other process is not killed; JAX ends it.
     alone = {kills // 3: 0, 2 * kills // 3: 1}
     latest = 0
     for i in range(kills):
@@ -133,13 +133,13 @@ def check_a_run_that_is_killed_again_and_again(context: Context) -> None:
     (context.directory / "counts.json").write_text(json.dumps(counts))
 
 
-# ------------------------------------------------------------------ several at once
+# ------------------------------------------------------------------ several writers
 
 WRITERS, PATHS = 4, 10
 
 
 def save_each(where: Path, who: int, index: int, say: Say) -> None:
-    """Saves to each path as soon as it may, on a par with others that know nothing of this."""
+    """Saves to each path as soon as the lock is free, in competition with other writers."""
     say("ready")
     for i in range(PATHS):
         while not (where / f"go-{i}").exists():
@@ -151,7 +151,7 @@ def save_each(where: Path, who: int, index: int, say: Say) -> None:
             say(f"refused: {error}")
 
 
-def check_of_those_who_save_at_once_one_does(context: Context) -> None:
+def check_one_of_several_writers_saves(context: Context) -> None:
     where = context.directory / "at-once"
     where.mkdir()
     with ExitStack() as held:
@@ -170,8 +170,8 @@ def check_of_those_who_save_at_once_one_does(context: Context) -> None:
             assert not differing(restore(where / f"step_{i}"), winner)
             for said in heard:
                 if said != "saved":
-                    at_work = "another writer is at work: " in said
-                    there = f"There is a checkpoint at {where}/step_{i} already" in said
+                    at_work = "another run is writing here: " in said
+                    there = f"There is already a checkpoint at {where}/step_{i}" in said
                     assert at_work or there, said
                     refused["while another wrote" if at_work else "since another had"] += 1
         assert [writer.wait() for writer in writers] == [[0]] * WRITERS

@@ -1,4 +1,4 @@
-"""Four processes take up what two have saved."""
+"""Four processes restore what two have saved."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.multiprocess.worker import Context
 from treeshard.checkpoint import restore, save
 
 
-def check_from_shapes_and_rules_alone(context: Context) -> None:
+def check_shapes_and_rules_are_enough(context: Context) -> None:
     mesh = ts.make_mesh("data=4,tensor=2")
     again = restore(Path(context.args[0]), structs(), rules=TENSOR, mesh=mesh)
     assert_is_the_state(again)
@@ -20,7 +20,7 @@ def check_from_shapes_and_rules_alone(context: Context) -> None:
     assert len(again["layers"][0].weight.addressable_shards) == 2
 
 
-def check_on_the_devices_of_some_processes(context: Context) -> None:
+def check_a_mesh_over_some_processes(context: Context) -> None:
     mesh = ts.make_mesh("data=2,tensor=2", devices=jax.devices()[:4])
     again = restore(Path(context.args[0]), structs(), rules=[(".*", P())], mesh=mesh)
     assert_is_the_state(again)
@@ -30,7 +30,7 @@ def check_on_the_devices_of_some_processes(context: Context) -> None:
     assert_is_the_state(restore(context.directory / "again", again))
 
 
-def check_what_process_0_has_no_part_of(context: Context) -> None:
+def check_arrays_without_a_shard_on_process_0(context: Context) -> None:
     mesh = ts.make_mesh("data=4", devices=jax.devices()[4:])
     again = restore(Path(context.args[0]), structs(), rules=[(".*", P())], mesh=mesh)
     error = ts.CheckpointError if context.index == 0 else ts.ProcessError
