@@ -1,4 +1,4 @@
-"""A batch in several passes: the same gradients, and no more communication."""
+"""A batch in several passes gives the same gradients, without more communication."""
 
 import re
 
@@ -43,7 +43,7 @@ def close(grads, metrics) -> None:
 
 
 def communication(program) -> dict[str, int]:
-    """Bytes of each kind of collective, those in a loop times its four turns."""
+    """Bytes of each kind of collective, with those in a loop counted four times."""
     text = program.as_text()
     in_loops = set(re.findall(r"body=%?([\w.-]+)", text))
     moved: dict[str, int] = {}
@@ -104,7 +104,7 @@ def test_under_jit_nothing_is_gathered_twice(fsdp_mesh, capfd) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_by_hand_one_gather_and_one_scatter(fsdp_mesh, check_vma) -> None:
+def test_in_shard_map_one_gather_and_one_scatter(fsdp_mesh, check_vma) -> None:
     def program(count):
         def f(params, batch):
             def gather(p):
@@ -133,7 +133,7 @@ def test_by_hand_one_gather_and_one_scatter(fsdp_mesh, check_vma) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_by_hand_whole_parameters_are_averaged_once(fsdp_mesh, check_vma) -> None:
+def test_in_shard_map_full_parameters_are_averaged_once(fsdp_mesh, check_vma) -> None:
     def f(params, batch):
         params = vary(params, "fsdp")
         grads, metrics = accumulate_gradients(
@@ -167,14 +167,15 @@ def test_keys_differ_from_call_to_call(fsdp_mesh) -> None:
     np.testing.assert_allclose(spread[0], sum(alone), rtol=1e-5)
 
 
-def test_batches_that_do_not_divide(fsdp_mesh) -> None:
+def test_batches_that_are_not_divisible(fsdp_mesh) -> None:
     batch = {"x": jnp.zeros((30, 2)), "y": jnp.zeros(32)}
-    with pytest.raises(ts.SpecError, match="x: 30 rows do not divide by 4 minibatches. 28 or 32"):
+    message = "x: 30 rows are not divisible by 4 minibatches. Use 28 or 32"
+    with pytest.raises(ts.SpecError, match=message):
         accumulate_gradients(lambda b, _: (b, b), batch, 4)
     with (
         jax.set_mesh(fsdp_mesh),
         pytest.raises(
-            ts.SpecError, match="24 rows do not divide by 2 minibatches on 8 dev.* 16 or"
+            ts.SpecError, match="24 rows are not divisible by 2 minibatches on 8 dev.* 16 or"
         ),
     ):
         accumulate_gradients(lambda b, _: (b, b), jnp.zeros(24), 2, axis_names="fsdp")

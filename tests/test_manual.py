@@ -1,4 +1,4 @@
-"""By hand, inside shard_map: raw gradients are those of one device, whatever JAX keeps track of."""
+"""Inside shard_map, raw gradients equal those of one device, with and without check_vma."""
 
 import re
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def assert_same(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    """Every leaf on its own: a factor in one must not hide behind the others."""
+    """Compares each leaf alone, so that a wrong factor in one cannot hide behind the others."""
     paths = ts.leaf_paths(wanted)
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for path, a, b in zip(paths, jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
@@ -70,7 +70,7 @@ def decay(params: Any) -> jax.Array:
 
 
 def local(params: Any, batch: Any) -> jax.Array:
-    """The mean over a batch; scaling the parameters scales the gradients otherwise."""
+    """The mean over a batch. Nonlinear in the parameters, so that wrong factors cannot cancel."""
     return jnp.mean(errors(params, batch)) + decay(params)
 
 
@@ -105,7 +105,7 @@ LAYOUTS = {
 
 
 def ways(axes: Any, specs: Any) -> dict[str, Callable[..., Any]]:
-    """Everything that gives the gradient of the mean loss."""
+    """All ways to compute the gradient of the mean loss."""
     gather = partial(manual.gather_params, axis_names=axes, specs=specs)
 
     def by_hand(params: Any, batch: Any, f: Any, syncs: int = 1) -> Any:
@@ -180,7 +180,7 @@ def test_gradients_are_those_of_one_device(name: str, check_vma: bool) -> None:
 
 
 @checks
-def test_sgd_goes_where_it_goes_on_one_device(check_vma: bool) -> None:
+def test_sgd_takes_the_steps_of_one_device(check_vma: bool) -> None:
     def descend(grad: Any, params: Any, batch: Any) -> Any:
         losses = []
         for _ in range(4):
@@ -200,7 +200,8 @@ def test_sgd_goes_where_it_goes_on_one_device(check_vma: bool) -> None:
 
 
 def test_what_gather_and_sync_do_not_promise() -> None:
-    """Under check_vma=True, a reduced loss loses a factor, and a sync alone keeps one."""
+    """Under check_vma=True, a reduced loss has gradients that are too small, and `sync_gradients`
+    without a gather returns sums."""
     axes, specs = "fsdp", SHARDED
 
     def reduced(params: Any, batch: Any) -> jax.Array:
@@ -218,7 +219,7 @@ def test_what_gather_and_sync_do_not_promise() -> None:
     assert_same(summed, jax.tree.map(lambda x: x * 8, REFERENCE[1]))
 
 
-def test_the_gradient_is_to_be_taken_inside() -> None:
+def test_a_gradient_taken_outside_shard_map_is_wrong() -> None:
     def mean(params: Any, batch: Any) -> jax.Array:
         return lax.pmean(local(manual.gather_params(params, "fsdp", SHARDED), batch), "fsdp")
 
@@ -227,7 +228,7 @@ def test_the_gradient_is_to_be_taken_inside() -> None:
     assert_same(outside, jax.tree.map(lambda x: x / 8, REFERENCE[1]))
 
 
-def test_the_same_axes_belong_in_gather_and_sync() -> None:
+def test_different_axes_in_gather_and_sync_give_a_wrong_factor() -> None:
     def step(params: Any, batch: Any) -> Any:
         mean = lambda p, b: local(manual.gather_params(p, "fsdp", SHARDED), b)  # noqa: E731
         return manual.sync_gradients(jax.grad(mean)(params, batch), BOTH, SHARDED)
@@ -355,7 +356,7 @@ def test_vmap_over_an_ensemble(check_vma: bool) -> None:
 
 @checks
 def test_partly_manual(check_vma: bool) -> None:
-    """The compiler's partitioner has an axis of its own."""
+    """Over the axis `tensor`, the compiler partitions the code."""
     mesh = ts.make_mesh("data=2,fsdp=2,tensor=2")
     f = jax.shard_map(
         manual.value_and_grad(local, BOTH, SHARDED),
@@ -452,7 +453,7 @@ def test_both_modes_send_the_same_and_nothing_else() -> None:
     assert [sent(program) for program in programs] == [wanted, wanted]
 
 
-def test_what_all_devices_hold_alike_is_not_averaged_again() -> None:
+def test_equal_values_are_not_averaged_again() -> None:
     def step(x: Any) -> Any:
         mean = manual.sync_gradients({"w": x}, BOTH)
         assert manual.sync_gradients(mean, BOTH)["w"] is mean["w"]
@@ -504,11 +505,11 @@ def test_keys_differ_along_the_axes_and_only_there() -> None:
     np.testing.assert_array_equal(run(key)[1], both)
 
 
-# ------------------------------------------------------------------ keeping a part
+# ------------------------------------------------------------------ keeping a shard
 
 
 def shapes_and_specs(f: Callable[[Any], Any], tree: Any, mesh: str = "2x4") -> Any:
-    """What `f` makes of a tree that every device holds whole, without compiling anything."""
+    """The shapes and specs of `f(tree)` for a replicated tree, without compiling anything."""
     made = jax.eval_shape(
         jax.shard_map(f, mesh=MESHES[mesh], in_specs=P(), out_specs=P(), check_vma=False), tree
     )
@@ -556,7 +557,7 @@ def test_axes_come_one_after_another() -> None:
         tensor = manual.shard_params(x, "data", min_size=0)
         return manual.shard_params(tensor, "fsdp", min_size=64)
 
-    # The whole array counts for `min_size`, also once it is sharded.
+    # The size of the full array counts for `min_size`, also after it is sharded.
     shapes, specs = shapes_and_specs(keep, {"w": jnp.zeros((8, 8)), "v": jnp.zeros((4, 8))})
     assert specs == {"w": P("fsdp", "data"), "v": P(None, "data")}
     assert jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)) == [(4, 4), (2, 4)]
@@ -699,7 +700,7 @@ def test_integers_of_a_plain_gradient_pass() -> None:
     assert jax.eval_shape(f, {"w": jnp.ones(8), "ids": jnp.arange(8)}).shape == (8,)
 
 
-def test_whatever_stands_for_specs() -> None:
+def test_specs_may_be_a_plan_or_shardings() -> None:
     mesh = MESHES["2x4"]
     rules = [("w|v", ts.fsdp("fsdp", min_size=0)), (".*", None)]
     plan = ts.plan(PARAMS, rules, mesh)
@@ -732,8 +733,8 @@ def test_none_leaves_a_subtree_as_it_is() -> None:
 
 
 @checks
-def test_boxes_say_what_specs_say(check_vma: bool) -> None:
-    """The tutorial's calls, with nothing beside the parameters."""
+def test_boxes_replace_specs(check_vma: bool) -> None:
+    """The tutorial's calls, which pass no specs."""
     boxed = jax.tree.map(
         lambda x, spec: manual.Partitioned(x, (*spec, *[None] * (x.ndim - len(spec)))),
         PARAMS,
@@ -763,7 +764,7 @@ def test_boxes_say_what_specs_say(check_vma: bool) -> None:
         assert_same((value, plain), REFERENCE)
 
 
-def test_a_box_goes_when_nothing_is_sharded_any_more() -> None:
+def test_a_full_array_has_no_box() -> None:
     def gather(x: Any) -> Any:
         left = manual.gather_params(manual.Partitioned(x, ("data", "fsdp")), "fsdp")
         assert (left.names, left.value.shape) == (("data", None), (8, 16))
@@ -785,7 +786,7 @@ def test_a_box_is_a_node_like_flaxs() -> None:
 
 @checks
 def test_equinox_modules_gather_themselves(check_vma: bool) -> None:
-    """An object, a class, and a function of one; with activations that are no arrays."""
+    """A module with activations that are not arrays, and a function of one."""
     model = eqx.nn.MLP(8, 8, 16, 1, activation=jnp.tanh, key=jax.random.key(0))
     arrays, static = eqx.partition(model, eqx.is_array)
     specs = ts.match_partition_rules(
@@ -811,7 +812,7 @@ def test_equinox_modules_gather_themselves(check_vma: bool) -> None:
         assert_same(found, wanted)
 
 
-def test_an_equinox_class_keeps_its_part() -> None:
+def test_an_equinox_class_keeps_its_shard() -> None:
     linear = manual.shard_module_params(eqx.nn.Linear, "fsdp", min_size=16)
 
     def make(key: jax.Array, x: Any) -> Any:
@@ -878,8 +879,8 @@ BAD: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
         lambda t: manual.gather_params(t, "data", P(BOTH)),
         X,
         "gather_params: the array: P(('data', 'fsdp'),) splits dim 0 by ('data',"
-        " 'fsdp'), the outermost first, and only the innermost can come or go alone: name all of"
-        " them, or write ('data',) last.",
+        " 'fsdp'), the outermost first. Only the innermost axes can be split or gathered alone:"
+        " name all of them, or write ('data',) last.",
     ),
     "an inner axis that is there": (
         lambda t: manual.shard_params(t, "data", P(BOTH)),
@@ -889,13 +890,13 @@ BAD: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "integers": (
         lambda t: manual.sync_gradients(t, "fsdp"),
         {"a": X.astype(int), "b": X},
-        "sync_gradients: a: int32[4, 8] has no mean, and no gradient. Take them out of the tree,"
-        " or use `value_and_grad`",
+        "sync_gradients: a: int32[4, 8] has neither a mean nor a gradient. Remove them from the"
+        " tree, or use `value_and_grad`",
     ),
     "no such dim": (
         lambda t: manual.gather_array_with_mean_grads(t, 2, "fsdp"),
         X,
-        "gather_array_with_mean_grads: there is no dim 2 in shape (4, 8).",
+        "gather_array_with_mean_grads: dim 2 is out of range for shape (4, 8).",
     ),
     "shard_params, absent": (
         lambda t: manual.shard_params(t, "fdsp"),
@@ -915,17 +916,17 @@ BAD: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "value_and_grad, absent": (
         lambda t: manual.value_and_grad(jnp.sum, "fdsp")(t),
         X,
-        f"value_and_grad: {ABSENT}`jax.value_and_grad` under `jax.jit` is all it takes.",
+        f"value_and_grad: {ABSENT}`jax.value_and_grad` under `jax.jit` is enough.",
     ),
     "fold_rng_over_axis, absent": (
         lambda t: manual.fold_rng_over_axis(jax.random.key(0), "fdsp"),
         X,
-        f"fold_rng_over_axis: {ABSENT}one key serves the whole batch.",
+        f"fold_rng_over_axis: {ABSENT}use one key for the whole batch.",
     ),
     "vary, absent": (
         lambda t: manual.vary(t, "fdsp"),
         X,
-        f"vary: {ABSENT}nothing varies, and nothing needs it.",
+        f"vary: {ABSENT}nothing varies, and `vary` is not needed.",
     ),
 }
 
@@ -959,7 +960,7 @@ def test_called_outside_shard_map(name: str) -> None:
 
 def test_all_integer_leaves_are_named() -> None:
     tree = {name: X.astype(int) for name in "abc"}
-    with pytest.raises(LeafError, match=r"(?s)are no gradients:\n  a: .*\n  b: .*\n  c: "):
+    with pytest.raises(LeafError, match=r"(?s)are not gradients:\n  a: .*\n  b: .*\n  c: "):
         inside(lambda t: manual.sync_gradients(t, "fsdp"), tree)
 
 
@@ -967,7 +968,7 @@ def test_a_loss_over_an_axis_that_is_not_named() -> None:
     def step(x: Any) -> Any:
         return manual.value_and_grad(lambda w: jnp.mean(x * w), "data")(jnp.ones(()))[1]
 
-    message = "the loss varies over ['fsdp'] too, and axis_names is ('data',). Its gradients would"
+    message = "the loss also varies over ['fsdp'], but axis_names is ('data',). Its gradients would"
     with pytest.raises(ts.SpecError, match=re.escape(message)):
         inside(step, X)
 
@@ -975,12 +976,12 @@ def test_a_loss_over_an_axis_that_is_not_named() -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (3, "shard_module_params: 3 (int) cannot be called. Give a function of the parameters,"),
-        ({"w": X}, "(dict) cannot be called"),
+        (3, "shard_module_params: 3 (int) is not callable. Pass a function of the parameters,"),
+        ({"w": X}, "(dict) is not callable"),
     ],
     ids=["number", "parameters"],
 )
-def test_what_is_no_module(target: Any, message: str) -> None:
+def test_a_target_that_is_not_a_module(target: Any, message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         manual.shard_module_params(target, "fsdp")
 

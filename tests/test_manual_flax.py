@@ -1,4 +1,4 @@
-"""By hand, with Flax: Linen's boxes and classes, and the state of nnx models."""
+"""`treeshard.manual` with Flax: Linen's boxes and classes, and the state of nnx models."""
 
 import re
 from functools import partial
@@ -23,7 +23,7 @@ checks = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "un
 
 
 class Classifier(nn.Module):
-    """The tutorial's, smaller; `dense` makes its layers."""
+    """The tutorial's model, smaller; `dense` makes its layers."""
 
     dense: Any
 
@@ -46,7 +46,7 @@ def assert_close(got: Any, wanted: Any) -> None:
 @checks
 @pytest.mark.parametrize("remat", [False, True], ids=["kept", "remat"])
 def test_the_tutorials_calls(mesh: Mesh, check_vma: bool, remat: bool) -> None:
-    """Shapes first, then born sharded, then a step: as the tutorial does, on two axes."""
+    """Shapes first, then a sharded init, then a step, as in the tutorial; on two axes."""
     dense = manual.shard_module_params(nn.Dense, "fsdp", min_size=16, remat=remat)
     model, plain = Classifier(dense), Classifier(nn.Dense)
 
@@ -87,7 +87,7 @@ def test_the_tutorials_calls(mesh: Mesh, check_vma: bool, remat: bool) -> None:
 
 @checks
 def test_boxes_that_linen_made(mesh: Mesh, check_vma: bool) -> None:
-    """Specs that the model wrote down itself, through every function."""
+    """Specs that the model itself declares, through every function."""
     kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "fsdp"))
     boxed = nn.Dense(8, kernel_init=kernel)
     plain = nn.Dense(8)
@@ -150,7 +150,7 @@ def test_an_nnx_model_through_its_state(mesh: Mesh, check_vma: bool) -> None:
     specs = ts.match_partition_rules(rules, state, mesh)
 
     def step(state: Any, x: jax.Array) -> Any:
-        """By specs beside the state, and by what its variables say of themselves."""
+        """With a tree of specs, and with the specs in the variables."""
         first = manual.value_and_grad(loss, BOTH, specs)(state, x)
         marked = manual.shard_params(manual.gather_params(state, BOTH, specs), "fsdp", min_size=64)
         kernel = marked["layers"][0]["kernel"]
@@ -176,12 +176,12 @@ def test_an_nnx_model_through_its_state(mesh: Mesh, check_vma: bool) -> None:
 
 
 def test_linen_takes_no_specs() -> None:
-    message = "Linen modules carry their specs in boxes. Leave `specs` out, and write yours with"
+    message = "Linen modules carry their specs in boxes. Omit `specs`, and declare them with"
     with pytest.raises(ts.SpecError, match=re.escape(message)):
         manual.shard_module_params(nn.Dense, "fsdp", P("fsdp"))
 
 
 def test_linen_wraps_classes() -> None:
-    message = "Wrap Dense, and make the module from what comes back: `shard_module_params(Dense,"
+    message = "Wrap the class Dense, and make the module from the result: `shard_module_params("
     with pytest.raises(TypeError, match=re.escape(message)):
         manual.shard_module_params(nn.Dense(3), "fsdp")

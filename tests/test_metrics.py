@@ -1,4 +1,4 @@
-"""Sums and counts that add up over steps and devices."""
+"""Sums and counts can be added over steps and devices."""
 
 import math
 
@@ -22,8 +22,8 @@ def test_sums_and_counts_add_up() -> None:
     assert math.isnan(Metrics({"x": (jnp.float32(0), jnp.int32(0))}).means()["x"])
 
 
-def test_other_names_do_not_add_up() -> None:
-    with pytest.raises(ValueError, match=r"metrics \['hits', 'other'\] stand on one side only"):
+def test_different_names_raise() -> None:
+    with pytest.raises(ValueError, match=r"metrics \['hits', 'other'\] are on one side only"):
         ONE + Metrics({"loss": ONE.pairs["loss"], "other": ONE.pairs["hits"]})
     with pytest.raises(TypeError):
         ONE + 1

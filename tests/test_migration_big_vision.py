@@ -283,5 +283,5 @@ def test_step(ours, mesh) -> None:
     out, _ = step(ts.shard(state, plan), batch)
     assert ts.get_partition_spec(out) == plan.specs
     np.testing.assert_allclose(out["w"], expected["w"], rtol=1e-5)
-    with pytest.raises(ts.SpecError, match="w: lies as .* Place the state"):
+    with pytest.raises(ts.SpecError, match="w: sharded as .* Place the state"):
         step(ts.shard(state, P("data"), mesh), batch)

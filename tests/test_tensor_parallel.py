@@ -1,4 +1,4 @@
-"""Tensor parallelism: values, raw gradients and traffic, whatever JAX keeps track of."""
+"""Tensor parallelism: values, raw gradients and collectives, with and without check_vma."""
 
 import math
 import re
@@ -40,7 +40,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def assert_same(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    """Every leaf on its own: a factor in one must not hide behind the others."""
+    """Compares each leaf alone, so that a wrong factor in one cannot hide behind the others."""
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
     for path, (a, b) in zip(ts.leaf_paths(wanted), pairs, strict=True):
@@ -84,12 +84,12 @@ def layer(p: Any, x: jax.Array) -> jax.Array:
 
 
 def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Scaling the parameters scales the gradients otherwise."""
+    """Nonlinear in the parameters, so that wrong factors cannot cancel."""
     return jnp.mean(jnp.square(layer(p, x) - y))
 
 
 def parallel_layer(p: Any, x: jax.Array, axis: Any, dim: int | None) -> jax.Array:
-    # On rows of its own, every device uses all of the scale.
+    # Each device applies the full scale to its own rows.
     scale = p["scale"] if dim is None else manual.enter_parallel(p["scale"], axis)
     qkv = (p["q"], p["k"], p["v"])
     causal = partial(jax.nn.dot_product_attention, is_causal=True)
@@ -134,7 +134,7 @@ REFERENCE = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(PARAMS, X, Y)
 @checks
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_are_those_of_one_device(name: str, check_vma: bool) -> None:
-    """Of the parameters, split and whole, and of the input; FSDP and tensor on one mesh."""
+    """Gradients of split and full parameters and of the input; FSDP and tensor on one mesh."""
     layout, specs = LAYOUTS[name], specs_of(LAYOUTS[name])
     axis, dim = layout.axis, layout.dim
     batch = P("fsdp") if dim is None else P("fsdp", axis)
@@ -147,7 +147,7 @@ def test_gradients_are_those_of_one_device(name: str, check_vma: bool) -> None:
         return manual.leave_parallel(total, axis)
 
     def step(p: Any, x: jax.Array, y: jax.Array) -> Any:
-        # Every device's rows are its own: None leaves their gradient alone.
+        # Each device has its own rows: None leaves their gradient as it is.
         grad = manual.value_and_grad(local, "fsdp", (specs, None))
         value, (grads, of_x) = grad((p, x), y)
         return value, (grads, of_x / lax.axis_size("fsdp"))
@@ -166,7 +166,7 @@ SPECS = specs_of(Layout("", fsdp=False))
 
 
 def collectives(compiled: Any) -> Counter[str]:
-    """How often each kind stands in the program, and of how many elements."""
+    """How often each kind of collective occurs in the program, and with how many elements."""
     text = compiled.as_text()
     assert "while(" not in text  # a loop's body would count once
     found: Counter[str] = Counter()
@@ -220,8 +220,8 @@ def test_each_block_communicates_once_each_way(
     assert collectives(run.lower(PARAMS, X, X).compile()) == both
 
 
-def test_by_specs_the_compiler_sends_the_same() -> None:
-    """One all-reduce a block forwards, from the specs of the weights alone."""
+def test_with_specs_the_compiler_sends_the_same() -> None:
+    """One all-reduce per block in the forward pass, from the specs of the weights alone."""
     mesh = ts.make_mesh("tensor=8")
     rules = [("^([qkv]|up)$", P(None, "tensor")), ("^(o|down|up_bias)$", P("tensor")), (".*", None)]
     plan = ts.plan(PARAMS, rules, mesh, min_size=0)
@@ -241,7 +241,7 @@ def split_on(dim: int, axis: Any = "tensor") -> P:
 
 @checks
 def test_a_gated_mlp_and_heads_that_all_share(check_vma: bool) -> None:
-    """Several weights enter together; a single head of keys and values enters whole."""
+    """Several weights enter together; a single head of keys and values enters unsplit."""
     weights = {"up": PARAMS["up"], "gate": normal(30, WIDTH, HIDDEN), "down": PARAMS["down"]}
     weights |= {"q": PARAMS["q"], "o": PARAMS["o"]}
     weights |= {name: normal(31 + i, WIDTH, HEAD) for i, name in enumerate("kv")}
@@ -274,7 +274,7 @@ def test_a_gated_mlp_and_heads_that_all_share(check_vma: bool) -> None:
 
 @checks
 def test_scanned_layers_under_remat(check_vma: bool) -> None:
-    """The operators carry through scan, checkpoint and vmap."""
+    """The operators work under scan, checkpoint and vmap."""
     stacked = {name: jnp.stack([PARAMS[name]] * 3) for name in ("up", "down")}
     specs = {"up": P(None, None, "tensor"), "down": P(None, "tensor")}
 
@@ -318,14 +318,14 @@ def test_second_order(check_vma: bool) -> None:
 
 
 def test_no_axes_are_one_device() -> None:
-    """The same layer, with its whole weights, outside of shard_map."""
+    """The same layer, with its full weights, outside of shard_map."""
     np.testing.assert_allclose(
         parallel_layer(PARAMS, X, (), 1), layer(PARAMS, X), rtol=1e-5, atol=1e-5
     )
 
 
 @checks
-def test_what_is_no_array_passes_through(check_vma: bool) -> None:
+def test_leaves_that_are_not_arrays_pass_through(check_vma: bool) -> None:
     norm = {"scale": jnp.ones(WIDTH), "count": jnp.int32(3), "activation": jnp.tanh, "none": None}
 
     def run(scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -358,7 +358,7 @@ def quick_compiles():
 
 @pytest.mark.parametrize("name", bench_ways.OPTIMIZERS)
 @pytest.mark.usefixtures("quick_compiles")
-def test_every_way_of_training_goes_where_one_device_goes(name: str) -> None:
+def test_every_way_of_training_has_the_losses_of_one_device(name: str) -> None:
     optimizer = bench_ways.OPTIMIZERS[name]
     with jax.numpy_dtype_promotion("standard"):  # optax mixes counts and floats
         alone = bench_ways.losses_on_one_device(optimizer)
@@ -376,65 +376,67 @@ BAD = {
     "x differs": (
         lambda x, w: manual.column_parallel(x, w, "tensor"),
         (SPLIT, SPLIT),
-        "column_parallel: x: shape (8, 2) differs from device to device along 'tensor'. If these"
-        " are parts of one array, say of which dim with `dim`; if they are summands,"
-        " `leave_parallel` sums them. If parameters that are not split went into it: leave this"
+        "column_parallel: x: shape (8, 2) differs between devices along 'tensor'. If these are"
+        " shards of one array, pass the sharded dim as `dim`. If they are summands, sum them with"
+        " `leave_parallel`. If they were computed from parameters that are not split, leave this"
         " axis out of the axis_names of `value_and_grad`, `gather_params` and `vary`.",
     ),
     "x is not split": (
         lambda x, w: manual.column_parallel(x, w, "tensor", dim=0),
         (WHOLE, SPLIT),
-        "column_parallel: x: shape (8, 16) is the same on all devices along 'tensor': there is"
+        "column_parallel: x: shape (8, 16) is equal on all devices along 'tensor': there is"
         " nothing to gather.",
     ),
     "whole weights": (
         lambda x, w: manual.column_parallel(x, {"q": w, "k": w}, "tensor"),
         (WHOLE, WHOLE),
-        "column_parallel: these leaves do not fit:\n  k: the weight (16, 16) is the same on all"
-        " devices along 'tensor', so every one would do the same work. Columns are split by"
-        " P(None, 'tensor'), rows by P('tensor'). If each is to use all of it, let it in with"
-        " `enter_parallel`.\n  q: the weight",
+        "column_parallel: these leaves do not fit:\n  k: the weight (16, 16) is equal on all"
+        " devices along 'tensor', so all of them would do the same work. Columns are split by"
+        " P(None, 'tensor'), rows by P('tensor'). If each shall use the full weight, pass it"
+        " through `enter_parallel`.\n  q: the weight",
     ),
     "a weight split on its rows": (
         lambda x, w: manual.column_parallel(x, w, "tensor"),
         (WHOLE, P("tensor")),
-        "column_parallel: the weight's part is (2, 16) here, and x (8, 16): it needs 16 rows."
-        " Columns are split by P(None, 'tensor'), rows by P('tensor'). The weights of Equinox"
-        " are the transpose.",
+        "column_parallel: the weight's shard is (2, 16) here, and x (8, 16): it needs 16 rows."
+        " Columns are split by P(None, 'tensor'), rows by P('tensor'). Equinox stores the"
+        " transpose of its weights.",
     ),
     "a weight split on its columns": (
         lambda x, w: manual.row_parallel(x, w, "tensor"),
         (SPLIT, SPLIT),
-        "row_parallel: the weight's part is (16, 2) here, and x (8, 2): it needs 2 rows.",
+        "row_parallel: the weight's shard is (16, 2) here, and x (8, 2): it needs 2 rows.",
     ),
     "a whole bias": (
         lambda x, w: manual.column_parallel(x, w, "tensor", jnp.ones(16)),
         (WHOLE, SPLIT),
-        "the bias is (16,) here, and the product (8, 2): it needs 2 elements. It is split like"
-        " the columns of its weight, by P(axis), in `column_parallel`, and whole in"
-        " `row_parallel`.",
+        "the bias is (16,) here, and the product (8, 2): it needs 2 elements. In"
+        " `column_parallel` it is split like the columns of its weight, by P(axis); in"
+        " `row_parallel` it is not split.",
     ),
-    "heads that are cut": (
+    "heads that are split": (
         lambda x, w: manual.parallel_attention(x, (w, w, w), w, "tensor", head_width=4),
         (WHOLE, SPLIT),
-        "parallel_attention: heads would be cut:\n  q: 2 columns here are not a number of heads"
-        " of width 4. The heads must divide by the 8 devices along 'tensor'.\n  k: 2",
+        "parallel_attention: heads would be split:\n  q: 2 columns per device are not divisible by"
+        " the head width 4. The number of heads must be divisible by 8, the number of devices"
+        " along 'tensor'.\n  k: 2",
     ),
     "nothing to sum": (
         lambda x, w: manual.leave_parallel({"loss": x}, "tensor"),
         (WHOLE, WHOLE),
-        "leave_parallel: loss: shape (8, 16) is the same on all devices along 'tensor': there is"
+        "leave_parallel: loss: shape (8, 16) is equal on all devices along 'tensor': there is"
         " nothing to sum.",
     ),
     "no such dim": (
         lambda x, w: manual.enter_parallel(x, "tensor", dim=2),
         (SPLIT, WHOLE),
-        "enter_parallel: there is no dim 2 in shape (8, 2).",
+        "enter_parallel: dim 2 is out of range for shape (8, 2).",
     ),
     "an uneven dim": (
         lambda x, w: manual.leave_parallel(x, "tensor", dim=1),
         (SPLIT, WHOLE),
-        "leave_parallel: dim 1 of shape (8, 2) does not divide by 8 along 'tensor'.",
+        "leave_parallel: dim 1 of shape (8, 2) is not divisible by 8, the number of devices along"
+        " 'tensor'.",
     ),
     "an axis that is not bound": (
         lambda x, w: manual.parallel_mlp(x, w, w, "tensors"),
@@ -442,7 +444,7 @@ BAD = {
         "column_parallel: the axis 'tensors' is not bound here. The bound axes are ['tensor']. Did"
         " you mean"
         " 'tensor'? Axes are bound inside `jax.shard_map`; outside, under `jax.jit`, specs on the"
-        " weights are all it takes.",
+        " weights are enough.",
     ),
 }
 
@@ -454,8 +456,8 @@ def test_bad_input(name: str) -> None:
         on(ts.make_mesh("tensor=8"), f, in_specs, P("tensor"))(X[0], PARAMS["q"])
 
 
-def test_the_axis_that_splits_weights_is_not_one_to_average_over() -> None:
-    """It would make the weights whole, and count every hidden unit many times."""
+def test_averaging_over_the_axis_that_splits_weights_raises() -> None:
+    """It would gather the weights, and count every hidden unit many times."""
 
     def local(p: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(jnp.square(parallel_layer(p, x, "tensor", None)))

@@ -1,4 +1,4 @@
-"""Born sharded, stepped with one compile, equal to one device."""
+"""States are initialised sharded and stepped with one compile, with the values of one device."""
 
 import warnings
 from typing import Any
@@ -63,13 +63,13 @@ def promotion():
 
 
 @pytest.fixture(scope="module")
-def born(fsdp_mesh):
+def initialised(fsdp_mesh):
     return init_sharded(init, jax.random.key(0), rules=RULES, mesh=fsdp_mesh)
 
 
 @pytest.fixture(scope="module")
-def step(born):
-    return jit_step(train_step, born[1], batch=P("fsdp"), donate=False)
+def step(initialised):
+    return jit_step(train_step, initialised[1], batch=P("fsdp"), donate=False)
 
 
 def arrays(tree):
@@ -81,11 +81,11 @@ def bits(x):
     return np.asarray(data)
 
 
-# ------------------------------------------------------------------ birth
+# ------------------------------------------------------------------ initialise
 
 
-def test_born_as_planned(born, fsdp_mesh) -> None:
-    state, plan = born
+def test_initialised_as_planned(initialised, fsdp_mesh) -> None:
+    state, plan = initialised
     assert plan.mesh == fsdp_mesh
     assert state.model.layers[1].weight.sharding.spec == P(None, "fsdp")
     assert state.opt_state[0].mu.layers[1].weight.sharding.spec == P(None, "fsdp")
@@ -102,10 +102,10 @@ def arrays_of(tree, like):
     return [sharding for sharding, x in pairs if eqx.is_array(x)]
 
 
-def test_born_bit_for_bit_as_on_one_device(born) -> None:
+def test_initialised_with_the_bits_of_one_device(initialised) -> None:
     alone = eqx.filter_jit(init)(jax.random.key(0))
-    assert jax.tree.structure(alone) == jax.tree.structure(born[0])
-    for x, y in zip(arrays(born[0]), arrays(alone), strict=True):
+    assert jax.tree.structure(alone) == jax.tree.structure(initialised[0])
+    for x, y in zip(arrays(initialised[0]), arrays(alone), strict=True):
         np.testing.assert_array_equal(bits(x), bits(y))
 
 
@@ -174,11 +174,11 @@ def test_misfits_raise_before_anything_is_allocated(fsdp_mesh, compiles) -> None
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_an_abstract_mesh_cannot_hold_arrays(born) -> None:
+def test_an_abstract_mesh_cannot_hold_arrays(initialised) -> None:
     abstract = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     with pytest.raises(ts.MeshError, match="init_sharded: an abstract mesh .fsdp=8. has no dev"):
         init_sharded(init, jax.random.key(0), rules=RULES, mesh=abstract)
-    plan = ts.plan(born[0], RULES, abstract)
+    plan = ts.plan(initialised[0], RULES, abstract)
     with pytest.raises(ts.MeshError, match="jit_step: an abstract mesh"):
         jit_step(train_step, plan, batch=P("fsdp"))
 
@@ -186,8 +186,8 @@ def test_an_abstract_mesh_cannot_hold_arrays(born) -> None:
 # ------------------------------------------------------------------ the step
 
 
-def test_one_compile_wherever_it_is_called(born, fsdp_mesh, compiles) -> None:
-    state, plan = born
+def test_one_compile_wherever_it_is_called(initialised, fsdp_mesh, compiles) -> None:
+    state, plan = initialised
     step = jit_step(train_step, plan, batch=P("fsdp"), donate=False)
     state, _ = step(state, make_batch(0))
     compiles.clear()
@@ -225,22 +225,22 @@ def test_equal_to_one_device_with_sgd(shape, axis_types) -> None:
     )
 
 
-def test_the_state_is_donated(born, fsdp_mesh) -> None:
-    state = ts.shard(ts.gather(born[0]), born[1])
-    step = jit_step(train_step, born[1], batch=P("fsdp"))
+def test_the_state_is_donated(initialised, fsdp_mesh) -> None:
+    state = ts.shard(ts.gather(initialised[0]), initialised[1])
+    step = jit_step(train_step, initialised[1], batch=P("fsdp"))
     after, _ = step(state, make_batch())
     assert state.model.layers[0].weight.is_deleted()
     with pytest.raises(ts.DeletedLeafError) as error:
         step(state, make_batch())
     message = str(error.value)
     assert "leaves of the state are deleted" in message
-    assert "model/layers/0/weight: its memory is gone" in message
+    assert "model/layers/0/weight: deleted, or donated to an earlier step" in message
     assert "the state that the step returned" in message
     step(after, make_batch())  # nothing is broken
 
 
-def test_batches_of_every_kind(born, step, fsdp_mesh) -> None:
-    state, _ = born
+def test_batches_of_every_kind(initialised, step, fsdp_mesh) -> None:
+    state, _ = initialised
     batch = make_batch()
     _, expected = step(state, batch)
     on_one_device = jax.tree.map(jnp.asarray, batch)
@@ -251,32 +251,30 @@ def test_batches_of_every_kind(born, step, fsdp_mesh) -> None:
         np.testing.assert_array_equal(step(state, {**batch, "scale": scale})[1], expected)
 
 
-def test_batch_specs_as_a_tree(born, fsdp_mesh) -> None:
+def test_batch_specs_as_a_tree(initialised, fsdp_mesh) -> None:
     specs = {"x": P("fsdp"), "y": P()}
-    step = jit_step(train_step, born[1], batch=specs, donate=False)
-    step(born[0], make_batch())
+    step = jit_step(train_step, initialised[1], batch=specs, donate=False)
+    step(initialised[0], make_batch())
     with pytest.raises(ts.SpecError, match="the batch specs lack 'z'"):
-        step(born[0], {**make_batch(), "z": 0})
+        step(initialised[0], {**make_batch(), "z": 0})
 
 
-def test_a_batch_that_does_not_divide(born, step) -> None:
+def test_a_batch_that_is_not_divisible(initialised, step) -> None:
     with pytest.raises(ts.SpecError) as error:
-        step(born[0], make_batch(size=12))
+        step(initialised[0], make_batch(size=12))
     for part in ("x: ", "y: ", "(12, 16)", "12 is not divisible", "fsdp=8", "Pad it to 16"):
         assert part in str(error.value)
 
 
-def test_batch_specs_are_checked_when_the_step_is_made(born) -> None:
+def test_batch_specs_are_checked_when_the_step_is_made(initialised) -> None:
     with pytest.raises(ts.UnknownAxisError, match="batch: the mesh has no axis 'fdsp'.*Did you"):
-        jit_step(train_step, born[1], batch=P("fdsp"))
+        jit_step(train_step, initialised[1], batch=P("fdsp"))
 
 
 def test_a_batch_that_is_not_split_over_the_fsdp_axis_warns(mesh) -> None:
-    plan = ts.plan(
-        jax.eval_shape(init, jax.random.key(0)) if False else init(jax.random.key(0)), RULES, mesh
-    )
+    plan = ts.plan(init(jax.random.key(0)), RULES, mesh)
     with pytest.warns(
-        ts.ShardingWarning, match=r"over 'fsdp', and the.*batch=P\(\('data', 'fsdp'\)"
+        ts.ShardingWarning, match=r"over 'fsdp', but the.*batch=P\(\('data', 'fsdp'\)"
     ):
         jit_step(train_step, plan, batch=P("data"))
     with warnings.catch_warnings():
@@ -284,30 +282,30 @@ def test_a_batch_that_is_not_split_over_the_fsdp_axis_warns(mesh) -> None:
         jit_step(train_step, plan, batch=P(("data", "fsdp")))
 
 
-def test_as_a_decorator(born) -> None:
-    @jit_step(plan=born[1], batch=P("fsdp"), donate=False)
+def test_as_a_decorator(initialised) -> None:
+    @jit_step(plan=initialised[1], batch=P("fsdp"), donate=False)
     def my_step(state, batch):
         """Steps."""
         return train_step(state, batch)
 
     assert (my_step.__name__, my_step.__doc__) == ("my_step", "Steps.")
-    assert my_step.plan is born[1]
-    assert np.isfinite(my_step(born[0], make_batch())[1])
+    assert my_step.plan is initialised[1]
+    assert np.isfinite(my_step(initialised[0], make_batch())[1])
     with pytest.raises(ts.StateError, match="jit_step needs the plan of the state"):
         jit_step(train_step, batch=P("fsdp"))
 
 
-def test_lower_takes_structs(born, step) -> None:
+def test_lower_takes_structs(initialised, step) -> None:
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch())
-    from_structs = step.lower(born[1].structs, structs)
-    assert from_structs.as_text() == step.lower(born[0], make_batch()).as_text()
+    from_structs = step.lower(initialised[1].structs, structs)
+    assert from_structs.as_text() == step.lower(initialised[0], make_batch()).as_text()
     text = from_structs.compile().as_text()
     assert "all-gather" in text
     assert "all-reduce" in text
 
 
-def test_inside_somebodys_jit(born, step, fsdp_mesh) -> None:
-    state, _ = born
+def test_inside_another_jit(initialised, step, fsdp_mesh) -> None:
+    state, _ = initialised
     params, static = eqx.partition(state, eqx.is_array)
 
     @jax.jit
@@ -351,22 +349,22 @@ CHANGES = {
     "a function": (lambda s: {**s, "act": jnp.cos}, "act: .*Keep it out of the state"),
     "an array that becomes a number": (
         lambda s: {**s, "w": 1.0},
-        r"w: comes out of the step as the float 1.0, but the plan has float32\[8\]",
+        r"w: leaves the step as the float 1.0, but the plan has float32\[8\]",
     ),
     "a dtype": (
         lambda s: {**s, "w": s["w"].astype(jnp.bfloat16)},
-        r"w: comes out of the step as bfloat16\[8\], but the plan has float32\[8\]",
+        r"w: leaves the step as bfloat16\[8\], but the plan has float32\[8\]",
     ),
-    "a shape": (lambda s: {**s, "w": s["w"][:4]}, r"w: comes out of the step as float32\[4\]"),
-    "a leaf less": (lambda s: {"w": s["w"]}, "count: the step returns a state without it"),
+    "a shape": (lambda s: {**s, "w": s["w"][:4]}, r"w: leaves the step as float32\[4\]"),
+    "a leaf less": (lambda s: {"w": s["w"]}, "count: the returned state lacks it"),
     "a leaf more": (lambda s: {**s, "new": 0}, "new: the step adds it to the state"),
     "another container": (lambda s: {**s, "pair": tuple(s["pair"])}, "a container"),
-    "no pair": (None, "must return .state, aux., not dict"),
+    "not a pair": (None, "must return .state, aux., not dict"),
 }
 
 
 @pytest.mark.parametrize("case", CHANGES.values(), ids=CHANGES.keys())
-def test_what_a_step_may_not_change(case, fsdp_mesh) -> None:
+def test_what_a_step_must_not_change(case, fsdp_mesh) -> None:
     change, message = case
     state = {"w": jnp.ones(8), "count": 0, "flag": False, "act": jnp.sin, "pair": [1, 2]}
     plan = ts.plan(state, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
@@ -379,44 +377,43 @@ def test_what_a_step_may_not_change(case, fsdp_mesh) -> None:
     assert not placed["w"].is_deleted()
 
 
-def test_a_state_of_another_kind(born, step) -> None:
+def test_a_state_of_another_kind(initialised, step) -> None:
     with pytest.raises(ts.SpecError) as error:
-        step({"model": born[0].model}, make_batch())
-    assert "The state is not what was planned for" in str(error.value)
+        step({"model": initialised[0].model}, make_batch())
+    assert "The state does not match the plan" in str(error.value)
     assert "opt_state/0/count: the state has no such array." in str(error.value)
-    wide = eqx.tree_at(lambda s: s.model.layers[0].bias, born[0], jnp.zeros(64))
-    with pytest.raises(
-        ts.StateError, match=r"model/layers/0/bias: goes into the step as float32\[64"
-    ):
+    wide = eqx.tree_at(lambda s: s.model.layers[0].bias, initialised[0], jnp.zeros(64))
+    with pytest.raises(ts.StateError, match=r"model/layers/0/bias: enters the step as float32\[64"):
         step(wide, make_batch())
 
 
-def test_a_state_that_lies_elsewhere(born, step, fsdp_mesh) -> None:
+def test_a_state_that_is_sharded_otherwise(initialised, step, fsdp_mesh) -> None:
     replicated = NamedSharding(fsdp_mesh, P())
     moved = eqx.tree_at(
         lambda s: s.model.layers[1].weight,
-        born[0],
+        initialised[0],
         replace_fn=lambda x: jax.device_put(x, replicated),
     )
     with pytest.raises(ts.SpecError) as error:
         step(moved, make_batch())
-    assert "model/layers/1/weight: lies as NamedSharding" in str(error.value)
+    assert "model/layers/1/weight: sharded as NamedSharding" in str(error.value)
+    assert "planned as P(None, 'fsdp')" in str(error.value)
     assert "`treeshard.shard(state, plan)`" in str(error.value)
 
 
-def test_errors_of_the_model_stay_what_they_are(born) -> None:
+def test_errors_of_the_model_pass_through(initialised) -> None:
     def broken(state, batch):
         raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
-        jit_step(broken, born[1], batch=P("fsdp"))(born[0], make_batch())
+        jit_step(broken, initialised[1], batch=P("fsdp"))(initialised[0], make_batch())
 
 
 # ------------------------------------------------------------------ once per device
 
 
-def test_by_hand_as_by_jit(born, step, fsdp_mesh) -> None:
-    state, plan = born
+def test_shard_map_step_equals_jit_step(initialised, step, fsdp_mesh) -> None:
+    state, plan = initialised
     grad = value_and_grad(loss_fn, "fsdp", plan.specs.model)
 
     @shard_map_step(plan=plan, batch=P("fsdp"), donate=False)
@@ -440,7 +437,7 @@ def test_by_hand_as_by_jit(born, step, fsdp_mesh) -> None:
     assert len(by_hand._programs) == 1
 
 
-def test_by_hand_one_compile(fsdp_mesh, compiles) -> None:
+def test_shard_map_step_compiles_once(fsdp_mesh, compiles) -> None:
     plan = ts.plan({"w": jnp.zeros(8), "n": 3}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
     step = shard_map_step(lambda s, b: ({**s, "w": s["w"] + b.sum()}, None), plan, batch=P("fsdp"))
     state = ts.shard({"w": np.zeros(8, np.float32), "n": 3}, plan)
@@ -466,9 +463,9 @@ def test_results_that_differ_from_device_to_device(mesh) -> None:
         step(ts.shard(state, plan), np.ones(8, np.float32))
     message = str(error.value)
     for part in (
-        "3 results differ from device to device",
-        "w: it comes out different along 'data', and lies as P('fsdp',). Average its gradients",
-        "b: it comes out different along 'data', 'fsdp', and lies as P()",
+        "3 results differ between devices",
+        "w: the result differs along 'data', but the plan shards it as P('fsdp',). Average its",
+        "b: the result differs along 'data', 'fsdp', but the plan shards it as P()",
         "aux/loss: it differs along 'data', 'fsdp'. Reduce it: `Metrics.reduce`",
     ):
         assert part in message

@@ -1,4 +1,4 @@
-"""Training on two processes of four devices each."""
+"""Training on two processes with four devices each."""
 
 import pytest
 

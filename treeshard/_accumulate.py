@@ -1,4 +1,4 @@
-"""Gradients of a batch that is too large for one pass."""
+"""Computes the gradients of a batch that is too large for one pass."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,26 +25,25 @@ def accumulate_gradients(
     *,
     axis_names: str | Sequence[str] | None = None,
 ) -> tuple[Any, Any]:
-    """Averages gradients over minibatches, one after another, in the memory of one.
+    """Averages gradients over minibatches that run one after another, to save memory.
 
-    The batch is never gathered: of a batch that is sharded over its first dim, every
-    minibatch takes an equal part from each device.
+    The batch is never gathered: if it is sharded over its first dim, each minibatch takes
+    an equal number of rows from each device.
 
-    Without `axis_names`, whatever `grad_fn` communicates it communicates once a minibatch.
-    With them there is one reduction after the loop, at the price of one whole gradient per
-    device:
+    Without `axis_names`, `grad_fn` communicates once per minibatch. With `axis_names`, there is
+    one reduction after the loop, and each device needs memory for one full gradient:
 
-    - under `jit_step`, `grad_fn` is called for each device's part of a minibatch by itself, and
-      the result is the mean of these means;
-    - inside `shard_map`, where a minibatch is this device's anyway, `grad_fn` returns this
-      device's gradients of whole parameters, not reduced, and they are averaged at the end.
+    - under `jit_step`, `grad_fn` is called separately for each device's rows of a minibatch,
+      and the result is the mean of these means;
+    - inside `shard_map`, where a minibatch has only this device's rows, `grad_fn` returns this
+      device's gradients of full parameters, not reduced, and they are averaged at the end.
 
     Args:
         grad_fn: Called as `grad_fn(minibatch, key)`; returns `(grads, metrics)`, two pytrees of
-            arrays. Gradients are those of a mean over the minibatch.
+            arrays. The gradients must be those of a mean over the minibatch.
         batch: A pytree of arrays with a common first dim, of `num_minibatches * n` rows.
-        num_minibatches: How many parts the batch is taken in.
-        key: Split into one for each call of `grad_fn`; without it `grad_fn` gets `None`.
+        num_minibatches: The number of minibatches.
+        key: Split into one key for each call of `grad_fn`; without it `grad_fn` gets `None`.
         axis_names: The axes that shard the batch.
 
     Returns:
@@ -52,8 +51,9 @@ def accumulate_gradients(
         `axis_names` over the devices along these axes too.
 
     Raises:
-        SpecError: If the batch does not divide by the minibatches, or a minibatch by the axes:
-            all such leaves, and which sizes would; if `num_minibatches` is less than 1.
+        SpecError: If the number of rows is not divisible by the number of minibatches, or
+            the rows of a minibatch not by the size of the axes; lists all such leaves, and the
+            nearest sizes that are. If `num_minibatches` is less than 1.
         UnknownAxisError: If the mesh lacks one of `axis_names`.
         NoMeshError: If `axis_names` is given and no mesh is in force.
 
@@ -70,49 +70,50 @@ def accumulate_gradients(
     if num_minibatches < 1:
         raise SpecError(f"accumulate_gradients: num_minibatches is {num_minibatches}, not >= 1.")
     names = () if axis_names is None else axis_tuple(axis_names, "accumulate_gradients")
-    by_hand = set(names) <= manual_axes()
-    parts = 1 if by_hand else get_axes_size_in_mesh(names)
+    in_shard_map = set(names) <= manual_axes()
+    parts = 1 if in_shard_map else get_axes_size_in_mesh(names)
     _check_divides(batch, num_minibatches, parts)
     if parts > 1:
         grad_fn = _for_each_part(grad_fn, parts, names)
     minibatches = jax.tree.map(partial(_split, count=num_minibatches, parts=parts), batch)
     keys = None if key is None else jax.random.split(key, num_minibatches)
 
-    def add(total: Any, here: tuple[Any, Any]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, grad_fn(*here)), None
+    def add(total: Any, minibatch_and_key: tuple[Any, Any]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, grad_fn(*minibatch_and_key)), None
 
-    like = jax.eval_shape(grad_fn, *jax.tree.map(lambda x: x[0], (minibatches, keys)))
-    (grads, metrics), _ = jax.lax.scan(add, jax.tree.map(_zeros, like), (minibatches, keys))
+    structs = jax.eval_shape(grad_fn, *jax.tree.map(lambda x: x[0], (minibatches, keys)))
+    (grads, metrics), _ = jax.lax.scan(add, jax.tree.map(_zeros, structs), (minibatches, keys))
     grads = jax.tree.map(lambda x: x / num_minibatches, grads)
     if parts > 1:
         grads = jax.tree.map(lambda x: x.mean(0), grads)
         metrics = jax.tree.map(lambda x: x.sum(0), metrics)
-    if names and by_hand:
+    if names and in_shard_map:
         grads = jax.tree.map(lambda x: jax.lax.pmean(x, names), grads)
     return grads, metrics
 
 
 def _check_divides(batch: Any, count: int, parts: int) -> None:
     facts = [
-        f"{path or 'the batch'}: {len(x)} rows do not divide by {count} minibatches"
-        f"{f' on {parts} devices' if parts > 1 else ''}. {_near(len(x), count * parts)} would."
+        f"{path or 'the batch'}: {len(x)} rows are not divisible by {count} minibatches"
+        f"{f' on {parts} devices' if parts > 1 else ''}. Use {_nearest(len(x), count * parts)}."
         for path, x in zip(leaf_paths(batch), jax.tree.leaves(batch), strict=True)
         if len(x) % (count * parts)
     ]
     if facts:
-        raise SpecError(listed("accumulate_gradients: the batch does not divide:", facts))
+        raise SpecError(listed("accumulate_gradients: the batch is not divisible:", facts))
 
 
-def _near(rows: int, unit: int) -> str:
+def _nearest(rows: int, unit: int) -> str:
     below, above = rows // unit * unit, -(-rows // unit) * unit
     return f"{below} or {above}" if below else str(above)
 
 
 def _split(x: Any, count: int, parts: int) -> jax.Array:
-    """`(rows, ...)` as `(count, rows / count, ...)`; for several parts with their dim second.
+    """Reshapes `(rows, ...)` to `(count, rows / count, ...)`, or for several parts to
+    `(count, parts, rows / count / parts, ...)`.
 
-    Rows are dealt out in turn, so that nothing moves: every device has its share of each
-    minibatch already.
+    Minibatch `i` gets the rows `i`, `i + count`, ... of each part, so no row has to move to
+    another device.
     """
     x = jnp.asarray(x)
     if parts > 1:
@@ -122,10 +123,10 @@ def _split(x: Any, count: int, parts: int) -> jax.Array:
 
 
 def _for_each_part(grad_fn: GradFn, parts: int, names: tuple[str, ...]) -> GradFn:
-    """`grad_fn` of every device's part by itself, with the parts as the first dim."""
+    """Maps `grad_fn` over the parts of a minibatch, one per device, on the first dim."""
     axes: Any = names
 
-    def each(minibatch: Any, key: jax.Array | None) -> tuple[Any, Any]:
+    def grads_of_parts(minibatch: Any, key: jax.Array | None) -> tuple[Any, Any]:
         minibatch = with_sharding_constraint(minibatch, PartitionSpec(axes))
         keys = None if key is None else jax.random.split(key, parts)
         mapped = jax.vmap(
@@ -133,8 +134,8 @@ def _for_each_part(grad_fn: GradFn, parts: int, names: tuple[str, ...]) -> GradF
         )
         return with_sharding_constraint(mapped(minibatch, keys), PartitionSpec(axes))
 
-    return each
+    return grads_of_parts
 
 
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    return vary_array(jnp.zeros_like(like), sorted(varying(like)))
+def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    return vary_array(jnp.zeros_like(struct), sorted(varying(struct)))

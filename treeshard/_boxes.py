@@ -1,4 +1,4 @@
-"""Leaves that carry their own spec: boxes, as Flax makes them."""
+"""Leaves that carry their own spec: boxes, as in Flax."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,15 +17,15 @@ Names = tuple[str | tuple[str, ...] | None, ...]
 
 @register_pytree_with_keys_class
 class Partitioned:
-    """An array with the mesh axes that each of its dims is sharded over.
+    """An array together with the mesh axes that each of its dims is sharded over.
 
     A pytree node, with the fields and methods of Flax Linen's box of this name. Optimizers
-    map over what is inside; `get_partition_spec` of a box stands for it wherever a prefix of
-    specs is taken, as in the `in_specs` of `jax.shard_map`.
+    map over the value inside. Wherever a prefix of specs is taken, such as the `in_specs` of
+    `jax.shard_map`, use `partition_specs` of the tree.
 
     Attributes:
-        value: The array; inside `shard_map`, this device's part of it.
-        names: One entry a dim: `None`, an axis, or a tuple of axes.
+        value: The array; inside `shard_map`, this device's shard of it.
+        names: One entry per dim: `None`, an axis, or a tuple of axes.
 
     Examples:
         >>> Partitioned(jnp.ones((8, 4)), ("fsdp", None)).get_partition_spec()
@@ -37,15 +37,15 @@ class Partitioned:
         self.names: Names = tuple(names)
 
     def replace_boxed(self, value: Any) -> "Partitioned":
-        """The same box around another value."""
+        """Returns a box with the same names around another value."""
         return Partitioned(value, self.names)
 
     def unbox(self) -> Any:
-        """The value."""
+        """Returns the value."""
         return self.value
 
     def get_partition_spec(self) -> PartitionSpec:
-        """The names as a `PartitionSpec`."""
+        """Returns the names as a `PartitionSpec`."""
         return PartitionSpec(*self.names)
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ class Partitioned:
 
 
 def partition_specs(tree: Any) -> Any:
-    """Returns the specs that the boxes of a tree carry; `P()` for what is in no box.
+    """Returns the specs that the boxes of a tree carry, and `P()` for leaves without a box.
 
     Args:
         tree: A tree with `Partitioned` boxes, or Flax's. The values may be
@@ -71,7 +71,7 @@ def partition_specs(tree: Any) -> Any:
             returns them.
 
     Returns:
-        A prefix of `tree`, with a `PartitionSpec` in the place of every box and leaf.
+        A prefix of `tree`, with a `PartitionSpec` in place of each box and leaf.
 
     Examples:
         >>> partition_specs({"step": 0, "w": Partitioned(jnp.ones((8, 4)), ("fsdp", None))})
@@ -85,7 +85,7 @@ def partition_specs(tree: Any) -> Any:
 
 
 def spec_of(box: Any) -> PartitionSpec:
-    """What a box says of its value: Linen's `names`, or the `out_sharding` of nnx."""
+    """The spec that a box has for its value: Linen's `names`, or the `out_sharding` of nnx."""
     if hasattr(type(box), "replace_boxed"):
         names = getattr(box, "names", ())
     else:
@@ -101,9 +101,9 @@ def value_in(box: Any) -> Any:
 
 
 def rebox(box: Any, value: Any, spec: PartitionSpec) -> Any:
-    """The same kind of box around another value, sharded otherwise.
+    """The same kind of box around another value, sharded by `spec`.
 
-    Once nothing is sharded there is no box, but nnx needs its variables.
+    A value that no axis shards gets no box, except that nnx needs its variables.
     """
     names = _names(spec, value)
     if not hasattr(type(box), "replace_boxed"):
@@ -118,13 +118,13 @@ def rebox(box: Any, value: Any, spec: PartitionSpec) -> Any:
 
 
 def box_up(kind: Any, value: Any, spec: PartitionSpec) -> Any:
-    """A new box, of Linen's kind or our own, around a value that is sharded."""
+    """A new box, of Linen's class or our own, around a sharded value."""
     return kind(value, _names(spec, value))
 
 
 def _names(spec: PartitionSpec, value: Any) -> Names:
-    known = entries(spec)
-    return (*known, *[None] * (len(value.shape) - len(known)))
+    names = entries(spec)
+    return (*names, *[None] * (len(value.shape) - len(names)))
 
 
 # ------------------------------------------------------------------ leaves and their specs
@@ -134,18 +134,20 @@ def dims_over(
     spec: PartitionSpec | None, axes: Sequence[str]
 ) -> tuple[tuple[int, tuple[str, ...]], ...]:
     """The dims that some of `axes` shard, each with these axes, outermost first."""
-    named = [axes_of(entry) for entry in entries(spec or PartitionSpec())]
-    here = [(dim, tuple(a for a in known if a in axes)) for dim, known in enumerate(named)]
-    return tuple((dim, found) for dim, found in here if found)
+    pairs = []
+    for dim, entry in enumerate(entries(spec or PartitionSpec())):
+        if over := tuple(axis for axis in axes_of(entry) if axis in axes):
+            pairs.append((dim, over))
+    return tuple(pairs)
 
 
 class Leaf(NamedTuple):
     """One leaf and its spec, from a tree of specs or from the leaf's own box.
 
     Attributes:
-        path: Its name.
-        value: What is inside the box, if there is one.
-        spec: How it is sharded; `None` leaves it as it is.
+        path: Its path.
+        value: The leaf, or the value in its box.
+        spec: How it is sharded; `None` leaves it unchanged.
         box: The box that the spec was read from, else `None`.
     """
 
@@ -160,44 +162,44 @@ class Leaf(NamedTuple):
         return tuple(a for entry in entries(self.spec or PartitionSpec()) for a in axes_of(entry))
 
     def with_value(self, value: Any) -> Any:
-        """What stands in the tree once the value is another one, sharded alike."""
+        """The leaf of the resulting tree for another value with the same spec."""
         if self.box is None:
             return value
         linen = hasattr(type(self.box), "replace_boxed")
         return self.box.replace_boxed(value) if linen else self.box.replace(value)
 
     def resharded(self, value: Any, spec: PartitionSpec) -> Any:
-        """What stands in the tree once the value is another one, sharded by `spec`."""
+        """The leaf of the resulting tree for another value, sharded by `spec`."""
         return value if self.box is None else rebox(self.box, value, spec)
 
     def unchanged(self) -> Any:
-        """What stands in the tree now."""
+        """The leaf of the tree as it is, with its box."""
         return self.value if self.box is None else self.box
 
 
 def leaves_with_specs(tree: Any, specs: Any, where: str) -> tuple[list[Leaf], Any]:
-    """The leaves of a tree with their specs, and the structure to put them back into.
+    """The leaves of a tree with their specs, and the structure of the tree.
 
-    With `specs=None` boxes are read, and what is in no box is whole. With a tree of specs a
-    box is a node like any other.
+    With `specs=None` the specs are read from boxes, and leaves without a box are replicated.
+    With a tree of specs, a box is a node like any other.
 
     Raises:
         SpecError: If `specs` does not fit the tree, or specs do not fit their leaves.
         UnknownAxisError: If specs name an axis that the mesh lacks.
     """
-    stop = is_box if specs is None else None
-    found, treedef = tree_flatten(tree, is_leaf=stop)
-    paths = leaf_paths(tree, is_leaf=stop)
+    is_leaf = is_box if specs is None else None
+    values, treedef = tree_flatten(tree, is_leaf=is_leaf)
+    paths = leaf_paths(tree, is_leaf=is_leaf)
     if specs is None:
         leaves = [
             Leaf(path, value_in(x), spec_of(x), x) if is_box(x) else Leaf(path, x, PartitionSpec())
-            for path, x in zip(paths, found, strict=True)
+            for path, x in zip(paths, values, strict=True)
         ]
     else:
-        beside = specs_of_leaves(specs, tree)
-        _check_axes_of(beside, where)
-        bare = [spec.spec if isinstance(spec, NamedSharding) else spec for spec in beside]
-        leaves = [Leaf(*row) for row in zip(paths, found, bare, strict=True)]
+        specs = specs_of_leaves(specs, tree)
+        _check_axes_of(specs, where)
+        specs = [spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs]
+        leaves = [Leaf(*row) for row in zip(paths, values, specs, strict=True)]
     _check_ranks(leaves, where)
     return leaves, treedef
 

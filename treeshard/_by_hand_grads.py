@@ -1,4 +1,4 @@
-"""Averaging gradients inside `shard_map`, and gathering, differentiating and averaging in one."""
+"""Inside `shard_map`: averages gradients, alone or together with gathering and differentiating."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,27 +21,28 @@ from treeshard._specs import is_array
 def sync_gradients(grads: Any, axis_names: AxisNames, specs: Any = None) -> Any:
     """Averages gradients over the axes that do not shard their leaves.
 
-    The gradients of leaves that an axis shards come out of `gather_params` averaged over
-    it. Only what may still differ is averaged, so a second call changes nothing.
+    `gather_params` has averaged the gradients of a leaf over the axes that shard it. Only
+    gradients that may still differ are averaged here, so a second call changes nothing.
 
-    `gather_params` says for which losses, and for which axes, the result is the gradient of
-    the mean loss. Without a gather (plain data parallel), call `vary` on the parameters
-    first: under `check_vma=True` the gradients would otherwise arrive here as sums.
+    See `gather_params` for the losses and the axes for which the result is the gradient of the
+    mean loss. Without a gather (plain data parallelism), call `vary` on the parameters first:
+    otherwise, under `check_vma=True`, JAX has summed the gradients already.
 
     Args:
-        grads: The gradients, or any pytree to average. Leaves that are no arrays pass
-            through, and so do the `float0`s that JAX gives for integers.
+        grads: The gradients, or any pytree to average. Leaves that are not arrays pass
+            through, and so do the `float0`s that JAX returns for integers.
         axis_names: The axes to average over, the same as in `gather_params`.
-        specs: How the parameters lie, as in `gather_params`; by default boxes are read. `None`
-            in it leaves a subtree as it is.
+        specs: How the parameters are sharded, as in `gather_params`; by default the specs are
+            read from boxes. `None` in it leaves a subtree as it is.
 
     Returns:
         A tree of the same structure.
 
     Raises:
-        LeafError: If leaves are integers (or keys), of which there is no mean.
+        LeafError: If leaves are integers or keys, which have no mean.
         SpecError: If `specs` does not fit the tree or a leaf.
-        UnknownAxisError: If an axis is not bound here, or the mesh lacks one of the specs'.
+        UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
+            lacks.
 
     Examples:
         >>> f = lambda g: sync_gradients(g, "fsdp")
@@ -55,31 +56,31 @@ def sync_gradients(grads: Any, axis_names: AxisNames, specs: Any = None) -> Any:
     axes = axis_tuple(axis_names, "sync_gradients")
     check_bound(axes, "sync_gradients", "under `jax.jit`, gradients need no averaging")
     leaves, treedef = leaves_with_specs(grads, specs, "sync_gradients")
-    out, bad = [leaf.unchanged() for leaf in leaves], Facts()
-    together: dict[tuple[str, ...], list[int]] = {}
+    out, misfits = [leaf.unchanged() for leaf in leaves], Facts()
+    by_axes: dict[tuple[str, ...], list[int]] = {}
     for i, leaf in enumerate(leaves):
         x = leaf.value
         if leaf.spec is None or not is_array(x) or x.dtype == jax.dtypes.float0:
             continue
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            bad.add(leaf, f"{x.dtype}{list(x.shape)} has no mean, and no gradient.")
+            misfits.add(leaf, f"{x.dtype}{list(x.shape)} has neither a mean nor a gradient.")
             continue
         over = tuple(a for a in axes if a not in leaf.axes and still_differs(x, a))
-        together.setdefault(over, []).append(i)
-    if bad:
+        by_axes.setdefault(over, []).append(i)
+    if misfits:
         raise LeafError(
-            f"sync_gradients: {listed('these leaves are no gradients:', bad)} Take them out of"
-            " the tree, or use `value_and_grad`, which differentiates floating leaves only."
+            f"sync_gradients: {listed('these leaves are not gradients:', misfits)} Remove them"
+            " from the tree, or use `value_and_grad`, which differentiates floating leaves only."
         )
-    for over, places in together.items():
+    for over, indices in by_axes.items():
         if over:
-            means = lax.pmean([leaves[i].value for i in places], over)
-            for i, mean in zip(places, means, strict=True):
+            means = lax.pmean([leaves[i].value for i in indices], over)
+            for i, mean in zip(indices, means, strict=True):
                 out[i] = leaves[i].with_value(mean)
     return treedef.unflatten(out)
 
 
-# ------------------------------------------------------------------ all of it
+# ------------------------------------------------------------------ value and grad
 
 
 def value_and_grad(
@@ -93,32 +94,32 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Makes a function that gathers, differentiates and averages: FSDP in one call.
 
-    It is right for every loss: the mean over this device's batch (gradients are then those
-    of the mean over all devices), and one that was reduced by `jax.lax.pmean`, `psum`, or a
-    quotient of `psum`s (gradients are then those of just that value).
+    It is right for every loss: for the mean over this device's batch (the gradients are then
+    those of the mean over all devices), and for a loss that was reduced by `jax.lax.pmean`,
+    `psum`, or a quotient of `psum`s (the gradients are then those of that value).
 
     Args:
-        loss: Called as `loss(params, *args)` with whole parameters; returns a scalar, with
-            `has_aux` a pair of it and anything.
+        loss: Called as `loss(params, *args)` with full parameters; returns a scalar, or with
+            `has_aux` a pair of a scalar and anything.
         axis_names: The axes to gather and average over: all that shard the batch, and all
-            that shard parameters for memory.
-        specs: How `params` lies, as in `gather_params`.
-        has_aux: Whether `loss` returns more than the scalar. It comes out as it is, this
+            that shard parameters to save memory.
+        specs: How `params` is sharded, as in `gather_params`.
+        has_aux: Whether `loss` returns more than the scalar. `aux` is returned as it is, this
             device's own: reduce it yourself.
-        dtype: What floating leaves are converted to before they are sent.
+        dtype: The dtype to which floating leaves are converted before they are sent.
         gather: Whether to gather before `loss` is called. Otherwise `loss` gets this device's
-            parts, and calls `gather_params` itself with the same axes: on the weights of a
-            layer, inside a scan over layers.
+            shards, and calls `gather_params` itself with the same axes, such as on the weights
+            of one layer inside a scan over layers.
 
     Returns:
-        `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`, to be called inside
-        `shard_map`, on this device's parts. The value is the mean over the axes, and the
-        gradients lie like `params`; those of leaves that are not floating are `None`.
+        `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. Call it inside
+        `shard_map`, on this device's shards. The value is the mean over the axes, and the
+        gradients are sharded like `params`; those of leaves that are not floating are `None`.
 
     Raises:
         SpecError: When called, if `specs` does not fit `params`; under `check_vma=True`, if
-            the loss varies over an axis that neither `axis_names` nor a parameter does: its
-            gradients would come out as sums over it.
+            the loss varies over an axis that is not in `axis_names` and over which no
+            parameter varies: its gradients would be sums over that axis.
         UnknownAxisError: When called, if an axis is not bound here.
 
     Examples:
@@ -134,9 +135,11 @@ def value_and_grad(
     axes = axis_tuple(axis_names, where)
 
     def value_and_grad_of_loss(params: Any, *args: Any) -> tuple[Any, Any]:
-        check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is all it takes")
+        check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")
         leaves, treedef = tree_flatten(params)
-        floating = [i for i, x in enumerate(leaves) if _has_gradient(x)]
+        floating = [
+            i for i, x in enumerate(leaves) if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
 
         def filled(new: Sequence[Any], others: Sequence[Any]) -> Any:
             every = list(others)
@@ -148,7 +151,7 @@ def value_and_grad(
             tree = filled(differentiated, leaves)
             out = loss(gather_params(tree, axes, specs, dtype=dtype) if gather else tree, *args)
             value, aux = out if has_aux else (out, None)
-            _check_named(value, leaves, axes)
+            _check_axes_named(value, leaves, axes)
             return vary(value, axes), aux
 
         start = vary([leaves[i] for i in floating], axes)
@@ -160,14 +163,10 @@ def value_and_grad(
     return value_and_grad_of_loss
 
 
-def _has_gradient(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _check_named(value: Any, leaves: Sequence[Any], axes: Sequence[str]) -> None:
-    known = {*axes, *(axis for x in leaves if is_array(x) for axis in varying(x))}
-    if is_array(value) and (more := varying(value) - known):
+def _check_axes_named(value: Any, leaves: Sequence[Any], axes: Sequence[str]) -> None:
+    expected = {*axes, *(axis for x in leaves if is_array(x) for axis in varying(x))}
+    if is_array(value) and (more := varying(value) - expected):
         raise SpecError(
-            f"value_and_grad: the loss varies over {sorted(more)} too, and axis_names is {axes}."
+            f"value_and_grad: the loss also varies over {sorted(more)}, but axis_names is {axes}."
             " Its gradients would be summed over those axes: name them, or reduce the loss."
         )

@@ -1,4 +1,4 @@
-"""Modules whose parameters are whole only while they are called."""
+"""Wraps modules so that their parameters are gathered only while they are called."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -36,35 +36,37 @@ def shard_module_params(
 ) -> Any:
     """Wraps a module so that its parameters are gathered when it is called, and only then.
 
-    Everything happens inside `shard_map`, by `shard_params` and `gather_params`, whose
-    conditions on the loss and the axes hold here too.
+    Use the result inside `shard_map`. It calls `shard_params` and `gather_params`, whose
+    conditions on the loss and the axes apply here too.
 
     Args:
         target: What to wrap:
 
-            - a function `f(params, *args)`: gathers `params`;
-            - an Equinox module, or any callable pytree, that holds this device's parts:
-              gathers itself;
-            - an Equinox class, or another whose objects are callable pytrees: objects keep
-              their part when they are made, and gather themselves;
-            - a Flax Linen class: keeps its part in `init`, in boxes of Flax's own, and
-              gathers in `apply`.
+            - a function `f(params, *args)`: it gathers `params`;
+            - an Equinox module, or any callable pytree, with this device's shards: it gathers
+              itself;
+            - an Equinox class, or another whose instances are callable pytrees: instances keep
+              this device's shards when they are made, and gather themselves;
+            - a Flax Linen class: it keeps this device's shards in `init`, in Flax's own boxes,
+              and gathers in `apply`.
         axis_names: The axes to gather over, and to average gradients over.
-        specs: How the parameters lie, as in `gather_params`. By default boxes say it. Linen
-            classes have only boxes.
-        min_size: Without specs, parameters of fewer elements stay whole when they are made.
-        dtype: What floating leaves are converted to before they are sent.
+        specs: How the parameters are sharded, as in `gather_params`. By default the specs are
+            read from boxes. Linen classes have only boxes.
+        min_size: Without specs, parameters with fewer elements are not sharded when they are
+            made.
+        dtype: The dtype to which floating leaves are converted before they are sent.
         remat: Whether the backward pass gathers again, instead of keeping the gathered
-            parameters until then (`jax.checkpoint`).
+            parameters (`jax.checkpoint`).
 
     Returns:
-        What `target` is: a function, a pytree to be called like the module (which is its
-        `module`), or a class.
+        The same kind of object as `target`: a function, a pytree that is called like the
+        module (its attribute `module`), or a class.
 
     Raises:
-        TypeError: If `target` is none of these; if it is a Linen module and not its class.
-        SpecError: If specs are given for a Linen class, or do not fit the module; what
-            `shard_params` and `gather_params` raise, when called.
+        TypeError: If `target` is not one of these, or if it is a Linen module instead of its
+            class.
+        SpecError: If specs are given for a Linen class, or do not fit the module. When called,
+            as `shard_params` and `gather_params`.
 
     Examples:
         >>> def predict(params, x):
@@ -81,32 +83,32 @@ def shard_module_params(
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
     axes = axis_tuple(axis_names, "shard_module_params")
-    linen = sys.modules.get("flax.linen")  # without it there is no Linen class either
+    linen = sys.modules.get("flax.linen")  # unless imported, `target` is not a Linen class
     is_class = isinstance(target, type)
     if linen is not None and is_class and issubclass(target, linen.Module):
         if specs is not None:
             raise SpecError(
-                "shard_module_params: Linen modules carry their specs in boxes. Leave `specs` out,"
-                " and write yours with `flax.linen.with_partitioning`."
+                "shard_module_params: Linen modules carry their specs in boxes. Omit `specs`, and"
+                " declare them with `flax.linen.with_partitioning`."
             )
         return _linen_class(linen, target, axes, min_size, dtype, remat)
     if linen is not None and isinstance(target, linen.Module):
         name = type(target).__name__
         raise TypeError(
-            f"shard_module_params: Flax wraps classes, not modules. Wrap {name}, and make the"
-            f" module from what comes back: `shard_module_params({name}, ...)(...)`."
+            f"shard_module_params: Flax wraps classes, not modules. Wrap the class {name}, and"
+            f" make the module from the result: `shard_module_params({name}, ...)(...)`."
         )
     if is_class:
         return _class(target, axes, specs, min_size, dtype, remat)
     if not callable(target):
         raise TypeError(
-            f"shard_module_params: {target!r} ({type(target).__name__}) cannot be called. Give a"
+            f"shard_module_params: {target!r} ({type(target).__name__}) is not callable. Pass a"
             " function of the parameters, a module, or a module's class."
         )
     if all_leaves([target]):
         return _function(target, axes, specs, dtype, remat)
-    beside = None if specs is None else tuple(specs_of_leaves(specs, target))
-    return GatheredModule(target, (axes, beside, dtype, remat))
+    leaf_specs = None if specs is None else tuple(specs_of_leaves(specs, target))
+    return GatheredModule(target, (axes, leaf_specs, dtype, remat))
 
 
 def _function(
@@ -115,16 +117,16 @@ def _function(
     @wraps(f)
     def gathered(params: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = tree_flatten(params)
-        places = [i for i, x in enumerate(leaves) if is_array(x)]
+        indices = [i for i, x in enumerate(leaves) if is_array(x)]
 
         def call(arrays: list[Any]) -> Any:
-            for i, x in zip(places, arrays, strict=True):
+            for i, x in zip(indices, arrays, strict=True):
                 leaves[i] = x
-            whole = gather_params(treedef.unflatten(leaves), axes, specs, dtype=dtype)
-            return f(whole, *args, **kwargs)
+            full = gather_params(treedef.unflatten(leaves), axes, specs, dtype=dtype)
+            return f(full, *args, **kwargs)
 
         # `jax.checkpoint` takes arrays only.
-        return (jax.checkpoint(call) if remat else call)([leaves[i] for i in places])
+        return (jax.checkpoint(call) if remat else call)([leaves[i] for i in indices])
 
     return gathered
 
@@ -134,7 +136,7 @@ class GatheredModule:
     """A callable pytree that gathers itself when it is called: see `shard_module_params`.
 
     Attributes:
-        module: The module, with this device's part of its parameters.
+        module: The module, with this device's shards of its parameters.
     """
 
     def __init__(self, module: Any, how: tuple[Any, ...]) -> None:
@@ -142,10 +144,10 @@ class GatheredModule:
         self._how = how
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        axes, beside, dtype, remat = self._how
+        axes, leaf_specs, dtype, remat = self._how
         specs = None
-        if beside is not None:
-            specs = tree_structure(self.module).unflatten(beside)
+        if leaf_specs is not None:
+            specs = tree_structure(self.module).unflatten(leaf_specs)
         call = _function(lambda m, *a, **k: m(*a, **k), axes, specs, dtype, remat)
         return call(self.module, *args, **kwargs)
 
@@ -168,8 +170,8 @@ def _class(
 ) -> Callable[..., GatheredModule]:
     @wraps(kind, updated=())
     def make(*args: Any, **kwargs: Any) -> GatheredModule:
-        parts = shard_params(kind(*args, **kwargs), axes, specs, min_size=min_size)
-        return shard_module_params(parts, axes, specs, dtype=dtype, remat=remat)
+        shards = shard_params(kind(*args, **kwargs), axes, specs, min_size=min_size)
+        return shard_module_params(shards, axes, specs, dtype=dtype, remat=remat)
 
     return make
 
@@ -178,9 +180,10 @@ def _linen_class(
     linen: Any, kind: type, axes: tuple[str, ...], min_size: int, dtype: Any, remat: bool
 ) -> type:
     def gather(params: Any) -> Any:
-        whole = gather_params(params, axes, dtype=dtype)
-        # What another axis still shards: Linen would constrain it, which fails in here.
-        return tree_map(lambda x: value_in(x) if is_box(x) else x, whole, is_leaf=is_box)
+        gathered = gather_params(params, axes, dtype=dtype)
+        # Boxes remain around leaves that another axis shards. Linen would constrain their
+        # values when it unboxes them, which fails inside `shard_map`.
+        return tree_map(lambda x: value_in(x) if is_box(x) else x, gathered, is_leaf=is_box)
 
     mapped = linen.map_variables(
         kind,

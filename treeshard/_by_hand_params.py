@@ -1,4 +1,4 @@
-"""Keeping this device's part of a tree, and gathering it whole, inside `shard_map`."""
+"""Inside `shard_map`: keeps this device's shards of a tree, and gathers the full tree."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,11 +27,11 @@ AxisNames = str | Sequence[str]
 
 
 def fold_rng_over_axis(rng: jax.Array, axis_names: AxisNames) -> jax.Array:
-    """Makes a key that differs on every device along an axis, such as for dropout.
+    """Makes a key that differs on each device along an axis, for dropout for example.
 
     Args:
         rng: A key, the same on these devices.
-        axis_names: The axes along which it shall differ: those that shard the batch.
+        axis_names: The axes along which the key shall differ: those that shard the batch.
 
     Returns:
         `rng` with this device's row-major index along the axes folded in.
@@ -51,7 +51,7 @@ def fold_rng_over_axis(rng: jax.Array, axis_names: AxisNames) -> jax.Array:
         The function of this name in the UvA deep-learning tutorials.
     """
     axes = axis_tuple(axis_names, "fold_rng_over_axis")
-    check_bound(axes, "fold_rng_over_axis", "one key serves the whole batch")
+    check_bound(axes, "fold_rng_over_axis", "use one key for the whole batch")
     return jax.random.fold_in(rng, lax.axis_index(axes)) if axes else rng
 
 
@@ -61,30 +61,32 @@ def fold_rng_over_axis(rng: jax.Array, axis_names: AxisNames) -> jax.Array:
 def shard_params(
     params: Any, axis_names: AxisNames, specs: Any = None, *, min_size: int = 2**18
 ) -> Any:
-    """Keeps this device's part of parameters that every device holds whole.
+    """Keeps this device's shards of parameters that every device has in full.
 
-    Axes that shard a leaf already stay, so trees can be sharded on one axis after another.
+    Axes that shard a leaf already are kept, so a tree can be sharded over one axis after
+    another.
 
     Args:
-        params: Any pytree. Leaves that are no arrays pass through.
+        params: Any pytree. Leaves that are not arrays pass through.
         axis_names: The axis to shard over, or several, whose sizes multiply.
-        specs: How each leaf shall be sharded: a tree of specs, a prefix of one, or a `Plan`.
-            Their axes outside of `axis_names` are taken to shard the leaf already. Without
-            specs, the largest dim that is free and divisible is sharded (among equals the
-            last), and the leaf put into a `Partitioned` box that says so.
-        min_size: Without specs, leaves of fewer elements stay whole.
+        specs: How to shard each leaf: a tree of specs, a prefix of one, or a `Plan`. Axes in
+            them outside of `axis_names` must shard the leaf already. Without specs, the
+            largest dim that is free and divisible is sharded (among equals the last), and the
+            leaf is put into a `Partitioned` box with its spec.
+        min_size: Without specs, leaves with fewer elements are not sharded.
 
     Returns:
         The same tree, with a box around each leaf that was sharded without specs.
 
     Raises:
-        SpecError: If `specs` does not fit the tree or a leaf, or does not divide a leaf.
-        UnknownAxisError: If an axis is not bound here, or the mesh lacks one of the specs'.
+        SpecError: If `specs` does not fit the tree, or a spec does not fit its leaf.
+        UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
+            lacks.
 
     Warns:
-        ShardingWarning: If leaves are sharded on the axis already, or no dim of them is free
-            and divisible. They stay as they are. With specs, the former is only known under
-            `check_vma=True`, where such leaves vary over the axis.
+        ShardingWarning: If leaves are sharded over the axis already, or have no dim that is
+            free and divisible. They stay as they are. With specs, the former is only known
+            under `check_vma=True`, where such leaves vary over the axis.
 
     Examples:
         >>> def init(key):
@@ -102,17 +104,17 @@ def shard_params(
 
 @jax.named_scope("shard_params")
 def shard_tree(params: Any, axis_names: AxisNames, specs: Any, min_size: int, kind: Any) -> Any:
-    """`shard_params`, with the kind of box for leaves that have none."""
+    """`shard_params`, with the class of the box for leaves that are sharded without specs."""
     axes = axis_tuple(axis_names, "shard_params")
     check_bound(axes, "shard_params", "`treeshard.shard` places whole trees")
     leaves, treedef = leaves_with_specs(params, specs, "shard_params")
-    mesh, kept, bad = _mesh_here(axes), Facts(), Facts()
+    mesh, kept, misfits = _current_mesh(axes), Facts(), Facts()
     if specs is None:
-        targets = [_chosen(leaf, axes, mesh, min_size, kept) for leaf in leaves]
+        targets = [_largest_dim_spec(leaf, axes, mesh, min_size, kept) for leaf in leaves]
     else:
-        targets = [_asked(leaf, axes, mesh, kept, bad) for leaf in leaves]
-    if bad:
-        raise SpecError(f"shard_params: {listed('these leaves cannot be sharded:', bad)}")
+        targets = [_requested_spec(leaf, axes, mesh, kept, misfits) for leaf in leaves]
+    if misfits:
+        raise SpecError(f"shard_params: {listed('these leaves cannot be sharded:', misfits)}")
     if kept:
         warn(f"shard_params: {listed('these leaves stay as they are:', kept)}")
     out: list[Any] = []
@@ -120,29 +122,29 @@ def shard_tree(params: Any, axis_names: AxisNames, specs: Any, min_size: int, ki
         if spec is None:
             out.append(leaf.unchanged())
             continue
-        part = _part(leaf.value, dims_over(spec, axes))
+        shard = _own_shard(leaf.value, dims_over(spec, axes))
         is_new = specs is None and leaf.box is None
-        out.append(box_up(kind, part, spec) if is_new else leaf.resharded(part, spec))
+        out.append(box_up(kind, shard, spec) if is_new else leaf.resharded(shard, spec))
     return treedef.unflatten(out)
 
 
 class Facts(list[str]):
-    """What there is to say of leaves."""
+    """Facts about leaves, for one message."""
 
     def add(self, leaf: Leaf, fact: str) -> None:
         self.append(f"{leaf.path or 'the array'}: {fact}")
 
 
-def _mesh_here(axes: Sequence[str]) -> AbstractMesh:
+def _current_mesh(axes: Sequence[str]) -> AbstractMesh:
     sizes = {**jax.sharding.get_abstract_mesh().shape, **{a: lax.axis_size(a) for a in axes}}
     kinds = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
 
 
-def _chosen(
+def _largest_dim_spec(
     leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, min_size: int, kept: Facts
 ) -> PartitionSpec | None:
-    """The spec of a leaf once its largest free dim is sharded; `None` if it stays."""
+    """The spec of a leaf with `axes` on its largest free dim; `None` if it stays as it is."""
     if not axes or not is_array(leaf.value) or leaf.value.ndim == 0:
         return None
     if set(axes) & set(leaf.axes):
@@ -151,44 +153,44 @@ def _chosen(
     now, shape = leaf.spec or PartitionSpec(), list(leaf.value.shape)
     for dim, others in dims_over(now, mesh.axis_names):
         shape[dim] *= lax.axis_size(others)
-    whole = jax.ShapeDtypeStruct(shape, leaf.value.dtype)
-    spec, notes = fsdp(axes).refine(now, mesh, leaf.path, whole, min_size)
+    full = jax.ShapeDtypeStruct(shape, leaf.value.dtype)
+    spec, notes = fsdp(axes).refine(now, mesh, leaf.path, full, min_size)
     for note in notes:
         if note.kind == "no-dim":
             kept.add(leaf, note.why)
     return None if spec == now else spec
 
 
-def _asked(
-    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, kept: Facts, bad: Facts
+def _requested_spec(
+    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, kept: Facts, misfits: Facts
 ) -> PartitionSpec | None:
-    """The spec of a leaf if `axes` are to shard it; `None` if it stays."""
+    """The spec of a leaf that `axes` are to shard; `None` if it stays as it is."""
     if leaf.spec is None or not is_array(leaf.value) or not set(axes) & set(leaf.axes):
         return None
     if varying(leaf.value) & set(axes) & set(leaf.axes):
         kept.add(leaf, f"it varies over the axes of {leaf.spec}, so it is sharded already.")
         return None
-    if fact := _out_of_order(leaf.spec, axes):
-        bad.add(leaf, fact)
+    if fact := _not_innermost(leaf.spec, axes):
+        misfits.add(leaf, fact)
     others = [axis for axis in leaf.axes if axis not in axes]
     for loss in project(without_axes(leaf.spec, others), mesh, leaf.value.shape)[1]:
-        bad.add(leaf, loss.why)
+        misfits.add(leaf, loss.why)
     return leaf.spec
 
 
-def _out_of_order(spec: PartitionSpec, axes: Sequence[str]) -> str | None:
+def _not_innermost(spec: PartitionSpec, axes: Sequence[str]) -> str | None:
     """Why a dim that several axes shard cannot be split, or gathered, over some of them."""
-    for dim, here in dims_over(spec, axes):
-        known = axes_of(entries(spec)[dim])
-        if known[-len(here) :] != here:
+    for dim, over in dims_over(spec, axes):
+        sharded_by = axes_of(entries(spec)[dim])
+        if sharded_by[-len(over) :] != over:
             return (
-                f"{spec} splits dim {dim} by {known}, the outermost first, and only the innermost"
-                f" can come or go alone: name all of them, or write {here} last."
+                f"{spec} splits dim {dim} by {sharded_by}, the outermost first. Only the innermost"
+                f" axes can be split or gathered alone: name all of them, or write {over} last."
             )
     return None
 
 
-def _part(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any:
+def _own_shard(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any:
     for dim, axes in dims:
         length = x.shape[dim] // lax.axis_size(axes)
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * length, length, dim)
@@ -205,44 +207,48 @@ def gather_params(
     *,
     dtype: DTypeLike | None = None,
 ) -> Any:
-    """Gathers parameters of which every device has a part; their gradients are means.
+    """Gathers parameters of which every device has a shard; their gradients are means.
 
-    Forwards, each leaf is all-gathered over those of `axis_names` that shard it. Backwards,
-    its gradient is reduce-scattered and divided by the number of devices.
+    In the forward pass, each leaf is all-gathered over those of `axis_names` that shard it. In
+    the backward pass, its gradient is reduce-scattered and divided by the number of devices.
 
-    The gradients of `gather_params` and `sync_gradients` together are those of the mean
-    over all devices if the loss is the mean over *this device's* batch, and if both are
-    given the same axes: all that shard the batch, and all that shard parameters for memory.
-    Where JAX keeps track of what varies (`check_vma=True`), the gradient of a loss that was
-    reduced already, by `jax.lax.pmean`, would be divided once more: return `vary(loss,
-    axis_names)` then, or use `value_and_grad`, which is right for every loss. The gradient
-    must be taken inside `shard_map`, and in reverse mode: there is no `jax.jvp`.
+    The order of the arguments is that of the UvA tutorials: the axes before the specs
+    (`treeshard.unshard` takes the specs first).
 
-    Inside a scan over layers, with `jax.checkpoint` around the layer, no more than a layer
-    or two are whole at a time; without it the gathered weights are kept for the backward
-    pass. The leaves of a slice have the specs that `layer_specs` gives. Call it on `vary`ed
-    parameters: the gradients of leaves that no axis shards are then averaged once, by
-    `sync_gradients`, and not in every layer.
+    The gradients of `gather_params` and `sync_gradients` together are those of the mean loss
+    over all devices, on two conditions: the loss is the mean over *this device's* batch, and
+    both functions get the same axes, which are all that shard the batch and all that shard
+    parameters to save memory. If JAX tracks what varies (`check_vma=True`), the gradient of a
+    loss that was reduced already by `jax.lax.pmean` would be divided once more: return
+    `vary(loss, axis_names)` then, or use `value_and_grad`, which is right for every loss. Take
+    the gradient inside `shard_map` and in reverse mode; `jax.jvp` does not work.
+
+    Inside a scan over layers, with `jax.checkpoint` around the layer, no more than one or two
+    layers are gathered at a time. Without it, all gathered weights are kept for the backward
+    pass. The leaves of a slice have the specs that `layer_specs` returns. Call `vary` on the
+    parameters first: the gradients of leaves that no axis shards are then averaged once, by
+    `sync_gradients`, instead of once per layer.
 
     Args:
-        params: Any pytree. Leaves that are no arrays pass through.
+        params: Any pytree. Leaves that are not arrays pass through.
         axis_names: The axes to gather over, and to average gradients over; by default all
-            over which the code runs once per device here.
-        specs: How `params` lies: a tree of specs, a prefix of one, or a `Plan`; `None` in it
-            leaves a subtree as it is. By default boxes are read (`Partitioned`, Flax's),
-            and what is in no box is whole.
-        dtype: What floating leaves are converted to before they are sent, such as
-            `jnp.bfloat16`, for half the bytes. Gradients come back in it, and are converted
-            to the dtype of their parameters where each device has its part.
+            axes over which the code runs once per device here.
+        specs: How `params` is sharded: a tree of specs, a prefix of one, or a `Plan`; `None`
+            in it leaves a subtree as it is. By default the specs are read from boxes
+            (`Partitioned`, Flax's), and leaves without a box are replicated.
+        dtype: The dtype to which floating leaves are converted before they are sent, such as
+            `jnp.bfloat16`, for half the bytes. Gradients are sent in it too; each device then
+            converts its shard to the dtype of the parameter.
 
     Returns:
-        The same tree. Leaves that some other axis still shards stay in their boxes; nnx
-        variables stay variables; other boxes are gone.
+        The same tree. Leaves that another axis still shards stay in their boxes, and nnx
+        variables stay variables; other boxes are removed.
 
     Raises:
         SpecError: If `specs` does not fit the tree or a leaf, or a dim cannot be gathered
-            over an axis because one further in stays.
-        UnknownAxisError: If an axis is not bound here, or the mesh lacks one of the specs'.
+            over an axis because an axis further in still shards it.
+        UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
+            lacks.
 
     Examples:
         >>> def loss(params, x):
@@ -261,34 +267,34 @@ def gather_params(
     axes = _axes_or_all(axis_names, "gather_params")
     check_bound(axes, "gather_params", INSTEAD_OF_GATHER)
     leaves, treedef = leaves_with_specs(params, specs, "gather_params")
-    bad = Facts()
+    misfits = Facts()
     for leaf in leaves:
-        if leaf.spec is not None and (fact := _out_of_order(leaf.spec, axes)):
-            bad.add(leaf, fact)
-    if bad:
-        raise SpecError(f"gather_params: {listed('these leaves cannot be gathered:', bad)}")
+        if leaf.spec is not None and (fact := _not_innermost(leaf.spec, axes)):
+            misfits.add(leaf, fact)
+    if misfits:
+        raise SpecError(f"gather_params: {listed('these leaves cannot be gathered:', misfits)}")
     return treedef.unflatten([_gathered(leaf, axes, dtype) for leaf in leaves])
 
 
 def _axes_or_all(axis_names: AxisNames | None, where: str) -> tuple[str, ...]:
     if axis_names is not None:
         return axis_tuple(axis_names, where)
-    here = manual_axes()
-    if not here:
+    bound = manual_axes()
+    if not bound:
         raise UnknownAxisError(
             f"{where}: no axis is bound here. Axes are bound inside `jax.shard_map`; outside,"
             f" {INSTEAD_OF_GATHER}."
         )
-    return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in here)
+    return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in bound)
 
 
 def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any:
     x = leaf.value
     if leaf.spec is None or not is_array(x):
         return leaf.unchanged()
-    alike = tuple(a for a in axes if a not in leaf.axes and not still_differs(x, a))
-    own = x.dtype
-    wire = own if dtype is None or not jnp.issubdtype(own, jnp.floating) else jnp.dtype(dtype)
-    how = Gathering(dims_over(leaf.spec, axes), alike, wire, own)
-    whole = gather_by(vary_array(x, [a for a in leaf.axes if a in axes]), how)
-    return leaf.resharded(whole, without_axes(leaf.spec, axes))
+    replicated = tuple(a for a in axes if a not in leaf.axes and not still_differs(x, a))
+    convert = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    wire_dtype = jnp.dtype(dtype) if convert else x.dtype
+    how = Gathering(dims_over(leaf.spec, axes), replicated, wire_dtype, x.dtype)
+    full = gather_by(vary_array(x, [a for a in leaf.axes if a in axes]), how)
+    return leaf.resharded(full, without_axes(leaf.spec, axes))

@@ -1,4 +1,4 @@
-"""How a tree divides into arrays, which a compiled step works on, and what is part of it."""
+"""Splits a tree into arrays, which a compiled step takes, and static leaves, which it contains."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from treeshard._specs import array_text, has_shape
 
 
 class Layout:
-    """Which leaves of a tree are traced; the others are part of the program."""
+    """Which leaves of a tree are traced; all others are static, a part of the program."""
 
     def __init__(self, leaves: list[Any], treedef: Any, traced: Callable[[Any], bool]) -> None:
         self.treedef = treedef
@@ -35,21 +35,21 @@ class Layout:
         return self.treedef.unflatten(leaves)
 
     def check_kept(self, new: list[Any], treedef: Any) -> None:
-        """Raises `StateError` if a step changed the structure, or a leaf that is no array."""
+        """Raises `StateError` if a step changed the structure, or a static leaf."""
         if treedef != self.treedef:
             raise self._other_structure(new, treedef)
         facts = [
-            f"{self.paths[i]}: the step turns {named(old)} into {named(new[i])}. What is no"
-            f" array is part of the compiled program, which cannot change. {_mend(old)}"
+            f"{self.paths[i]}: the step turns {named(old)} into {named(new[i])}. A leaf that is"
+            f" not an array is a constant of the compiled program. {_fix(old)}"
             for i, old in self.static.items()
             if not _same(new[i], old)
         ]
         if facts:
-            raise StateError(listed(f"{len(facts)} leaves that are no arrays change:", facts))
+            raise StateError(listed(f"{len(facts)} leaves change that are not arrays:", facts))
 
     def _other_structure(self, new: list[Any], treedef: Any) -> StateError:
         paths = leaf_paths(treedef.unflatten(new))
-        facts = only_in(self.paths, paths, "the step returns a state without it.")
+        facts = only_in(self.paths, paths, "the returned state lacks it.")
         facts += only_in(paths, self.paths, "the step adds it to the state.")
         facts = facts or ["the step changes a container of the state, or a static field in one."]
         headline = "The step changes the structure of its state:"
@@ -57,16 +57,16 @@ class Layout:
 
 
 class Names:
-    """What the arrays of a `Named` are called; equal only to itself, which is quick to see."""
+    """The names of the arrays in a `Named`. It compares by identity, which is fast."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys = keys
 
 
 class Named:
-    """A list of arrays whose places have names, which compiled programs then carry.
+    """A list of arrays with names, which appear in the compiled program.
 
-    A dict would do, but JAX sorts it at every call.
+    A dict has them too, but JAX sorts its keys at every call.
     """
 
     def __init__(self, arrays: Sequence[Any], names: Names) -> None:
@@ -102,8 +102,8 @@ def named(x: Any) -> str:
     return array_text(x) if has_shape(x) else f"the {type(x).__name__} {x!r}"
 
 
-def _mend(old: Any) -> str:
+def _fix(old: Any) -> str:
     makers = {bool: "jnp.bool_", int: "jnp.int32", float: "jnp.float32"}
     if maker := makers.get(type(old)):
         return f"Start it as an array: `{maker}({old!r})`."
-    return "Keep it out of the state, or keep it as it is."
+    return "Keep it out of the state, or leave it unchanged."

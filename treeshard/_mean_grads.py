@@ -1,10 +1,9 @@
-"""Gathers whose gradients are means over the devices, whether or not `shard_map` checks what
-varies.
+"""All-gathers whose gradients are means over the devices, with and without `check_vma`.
 
-Two conventions meet here. A loss belongs to one device, and the cotangents of gathered arrays
-with it. The gradient of a shard, and of what all devices hold alike, is that of the mean loss
-over all devices. `mean_gather` goes from the second to the first, `mean_scatter` back; each is
-the other's derivative, so gradients of gradients are right too.
+Two conventions meet here. The cotangent of a gathered array is that of one device's own loss.
+The gradient of a shard, and of a replicated array, is that of the mean loss over all devices.
+`mean_gather` maps from the second to the first, and `mean_scatter` back. Each is the derivative
+of the other, so gradients of gradients are right too.
 """
 
 import math
@@ -20,36 +19,36 @@ from treeshard._errors import SpecError
 from treeshard._mesh import axis_tuple, check_bound
 from treeshard._specs import is_array
 
-# For messages: what to call outside `shard_map`.
+# For messages: which function to call outside `shard_map` instead.
 INSTEAD_OF_GATHER = (
     "`treeshard.unshard` gathers under `jax.jit`, and `treeshard.gather` brings trees to the host"
 )
 
 
 def varying(x: Any) -> frozenset[str]:
-    """The axes over which the devices may hold different values, as far as JAX keeps track."""
-    kind = jax.typeof(x)
-    # No default: an empty set, wrongly, would make gradients as many times too large as
-    # there are devices.
+    """The axes along which the devices may have different values, as far as JAX tracks it."""
+    aval = jax.typeof(x)
+    # Deliberately without a default: if the set were wrongly empty, gradients would be too large
+    # by a factor of the number of devices.
     return frozenset(
-        kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+        aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
     )
 
 
 def still_differs(x: Any, axis: str) -> bool:
-    """Whether the devices along `axis` may hold different values of `x`."""
+    """Whether the devices along `axis` may have different values of `x`."""
     return axis in varying(x) or not _is_checked(axis)
 
 
 def _is_checked(axis: str) -> bool:
-    # The one value that surely varies.
+    # The index of a device varies along its axis for certain.
     return axis in varying(lax.axis_index(axis))
 
 
 def vary_array(x: Any, axes: Sequence[str]) -> Any:
-    """Casts an array so that it counts as different on the devices along `axes`."""
-    alike = tuple(axis for axis in axes if not still_differs(x, axis))
-    return lax.pcast(x, alike, to="varying") if alike else x
+    """Casts an array to a type that varies along `axes`."""
+    invariant = tuple(axis for axis in axes if not still_differs(x, axis))
+    return lax.pcast(x, invariant, to="varying") if invariant else x
 
 
 class Gathering(NamedTuple):
@@ -57,43 +56,43 @@ class Gathering(NamedTuple):
 
     Attributes:
         dims: The dims to gather, each with the axes that shard it, outermost first.
-        alike: Axes along which all devices hold the same, and which its gradient is averaged
-            over too. Only known under `check_vma=True`.
-        wire: The dtype that is sent.
-        own: The dtype of the array.
+        replicated: Axes along which all devices have the same array. Its gradient is averaged
+            over them too. Only known under `check_vma=True`.
+        wire_dtype: The dtype that is sent.
+        dtype: The dtype of the array.
     """
 
     dims: tuple[tuple[int, tuple[str, ...]], ...]
-    alike: tuple[str, ...]
-    wire: Any
-    own: Any
+    replicated: tuple[str, ...]
+    wire_dtype: Any
+    dtype: Any
 
     def size(self) -> int:
-        axes = (*self.alike, *(axis for _, axes in self.dims for axis in axes))
+        axes = (*self.replicated, *(axis for _, axes in self.dims for axis in axes))
         return math.prod(lax.axis_size(axis) for axis in axes)
 
 
 def gather_by(x: Any, how: Gathering) -> Any:
-    """Gathers an array; its gradient is scattered again, and a mean."""
-    if not jnp.issubdtype(how.own, jnp.inexact):
+    """All-gathers an array; its gradient is reduce-scattered, and a mean over the devices."""
+    if not jnp.issubdtype(how.dtype, jnp.inexact):
         return _gather(lax.stop_gradient(x), how)
     return mean_gather(x, how)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def mean_gather(x: Any, how: Gathering) -> Any:
-    """All-gathers; the gradient is reduce-scattered and divided."""
+    """All-gathers; the gradient is reduce-scattered and divided by the number of devices."""
     return _gather(x, how)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def mean_scatter(g: Any, how: Gathering) -> Any:
-    """Reduce-scatters and divides; the gradient is all-gathered."""
+    """Reduce-scatters and divides by the number of devices; the gradient is all-gathered."""
     with jax.named_scope("scatter_gradients"):
         for dim, axes in how.dims:
             g = lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
-        g = g.astype(how.own)
-        return (lax.psum(g, how.alike) if how.alike else g) / how.size()
+        g = g.astype(how.dtype)
+        return (lax.psum(g, how.replicated) if how.replicated else g) / how.size()
 
 
 mean_gather.defvjp(
@@ -106,7 +105,9 @@ mean_scatter.defvjp(
 
 def _gather(x: Any, how: Gathering) -> Any:
     with jax.named_scope("gather_params"):
-        x = vary_array(x.astype(how.wire) if how.wire != how.own else x, how.alike)
+        x = vary_array(
+            x if how.wire_dtype == how.dtype else x.astype(how.wire_dtype), how.replicated
+        )
         for dim, axes in how.dims:
             x = lax.all_gather(x, axes, axis=dim, tiled=True)
         return x
@@ -118,25 +119,25 @@ def _gather(x: Any, how: Gathering) -> Any:
 def gather_array_with_mean_grads(
     x: jax.Array, dim: int, axis_names: str | Sequence[str]
 ) -> jax.Array:
-    """All-gathers this device's part of an array; its gradient is the mean over the devices.
+    """All-gathers the shards of an array; its gradient is the mean over the devices.
 
     With `n` devices along `axis_names`, shape `(..., dk, ...)` becomes `(..., n * dk, ...)`.
-    Backwards, the devices' gradients are reduce-scattered and divided by `n`: what each gets
-    is its part of the gradient of the devices' mean loss. That holds for a loss that is the
-    device's own, not reduced yet; see `value_and_grad` for the others.
+    In the backward pass, the gradients of all devices are reduce-scattered and divided by `n`:
+    each device gets its shard of the gradient of the mean loss. The loss must be this device's
+    own, not reduced yet; for other losses see `value_and_grad`.
 
     Args:
-        x: This device's part.
+        x: This device's shard.
         dim: The dim that is sharded; negative ones count from the back.
         axis_names: The axis that shards it, or several, outermost first.
 
     Returns:
-        The whole array, of the same dtype. It has reverse-mode gradients of any order, no
-        forward-mode ones.
+        The full array, of the same dtype. Reverse-mode gradients of any order work;
+        forward-mode ones do not.
 
     Raises:
         UnknownAxisError: If an axis is not bound here.
-        SpecError: If `x` has no such dim.
+        SpecError: If `x` does not have this dim.
 
     Examples:
         >>> gather = lambda x: gather_array_with_mean_grads(x, 0, "fsdp")
@@ -153,24 +154,23 @@ def gather_array_with_mean_grads(
     axes = axis_tuple(axis_names, where)
     check_bound(axes, where, INSTEAD_OF_GATHER)
     if not -x.ndim <= dim < x.ndim:
-        raise SpecError(f"{where}: there is no dim {dim} in shape {x.shape}.")
+        raise SpecError(f"{where}: dim {dim} is out of range for shape {x.shape}.")
     how = Gathering(((dim % x.ndim, axes),) if axes else (), (), x.dtype, x.dtype)
     return gather_by(vary_array(x, axes), how)
 
 
 def vary(tree: Any, axis_names: str | Sequence[str]) -> Any:
-    """Casts arrays that all devices hold alike so that they count as each device's own.
+    """Marks arrays that are equal on all devices as varying, so that gradients stay per device.
 
-    Values stay. Under `check_vma=True`, JAX sums the gradient of what devices hold alike over
-    all of them, on its own and at once; that of the result stays with each device, until
-    `sync_gradients` averages it. Parameters are varied before they are differentiated, a
-    loss that is reduced already before it is returned. Under `check_vma=False` nothing is
-    kept track of, and nothing happens.
+    Values do not change. Under `check_vma=True`, JAX itself sums the gradient of an array that
+    is equal on all devices, over all of them. The gradient of the result of `vary` stays with
+    each device instead, until `sync_gradients` averages it. Call it on parameters before you
+    differentiate with respect to them, and on a reduced loss before you return it. Under
+    `check_vma=False`, JAX does not track what varies, and `vary` does nothing.
 
     Args:
-        tree: Any pytree. Leaves that are no arrays pass through.
-        axis_names: Over which axes, one or several. Those that a leaf varies over already
-            are fine.
+        tree: Any pytree. Leaves that are not arrays pass through.
+        axis_names: The axis to vary over, or several. A leaf may vary over some already.
 
     Returns:
         A tree of the same structure.
@@ -187,5 +187,5 @@ def vary(tree: Any, axis_names: str | Sequence[str]) -> Any:
         Array([1., 1.], dtype=float32)
     """
     axes = axis_tuple(axis_names, "vary")
-    check_bound(axes, "vary", "nothing varies, and nothing needs it")
+    check_bound(axes, "vary", "nothing varies, and `vary` is not needed")
     return jax.tree.map(lambda x: vary_array(x, axes) if is_array(x) else x, tree)

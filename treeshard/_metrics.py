@@ -1,4 +1,4 @@
-"""Metrics as sums and counts, which add up over minibatches, steps and devices."""
+"""Metrics as sums and counts, which can be added over minibatches, steps and devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Metrics:
-    """Named pairs (sum, count): a pytree that adds up, whose means are what one reads.
+    """Named pairs (sum, count), which can be added up and then averaged. A pytree.
 
-    `metrics + step_metrics` adds pair by pair; with `None` in the place of either it is the
-    other one, so a loop may start from `metrics = None`.
+    `metrics + step_metrics` adds pair by pair. Adding `None` changes nothing, so a loop may
+    start from `metrics = None`.
 
     Attributes:
-        pairs: For every name its sum and its count: scalars, or arrays of equal shape.
+        pairs: The sum and the count of each name: scalars, or arrays of equal shape.
 
     Examples:
         >>> first = Metrics({"loss": (jnp.float32(6), jnp.int32(2))})
@@ -36,23 +36,25 @@ class Metrics:
         if not isinstance(other, Metrics):
             return NotImplemented
         if set(self.pairs) != set(other.pairs):
-            odd = sorted(set(self.pairs) ^ set(other.pairs))
-            raise ValueError(f"metrics {odd} stand on one side only. Add metrics of equal names.")
+            unpaired = sorted(set(self.pairs) ^ set(other.pairs))
+            raise ValueError(
+                f"metrics {unpaired} are on one side only. Both sides need the same names."
+            )
         return jax.tree.map(jnp.add, self, other)
 
     __radd__ = __add__
 
     def reduce(self, axis_names: str | Sequence[str]) -> "Metrics":
-        """Sums over the devices along some axes, inside `shard_map`: they then all hold the same.
+        """Sums over the devices along some axes, inside `shard_map`; all then have the totals.
 
         Args:
-            axis_names: The axes that shard the batch, one or several.
+            axis_names: The axis that shards the batch, or several.
         """
         names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
         return jax.tree.map(lambda x: jax.lax.psum(jnp.asarray(x), names), self)
 
     def means(self) -> dict[str, float]:
-        """Returns sum / count of every name, on the host; `nan` where nothing was counted."""
+        """Returns sum / count for each name, on the host; `nan` if the count is 0."""
         means: dict[str, float] = {}
         for name, (total, count) in self.pairs.items():
             count = float(count)
@@ -63,11 +65,11 @@ class Metrics:
 def print_metrics(
     metrics: Metrics | Mapping[str, tuple[Any, Any]], title: str | None = None
 ) -> None:
-    """Prints the mean of every metric, a line each.
+    """Prints the mean of each metric, one per line.
 
     Args:
         metrics: `Metrics`, or a plain dict of (sum, count) pairs.
-        title: A line above them.
+        title: A line to print above them.
 
     Examples:
         >>> print_metrics({"loss": (3.0, 2), "accuracy": (1, 2)}, "step 1")

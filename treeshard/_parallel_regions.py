@@ -1,9 +1,9 @@
-"""Into tensor parallelism and out of it.
+"""Enters and leaves the regions of a model that run tensor parallel.
 
 Activations enter a region in which every device has its own columns of the weights, and leave
-it as a sum over the devices. The two are each other's transpose, which is said here once for
-both modes of `shard_map`: without `check_vma` JAX does not know that the gradients of what all
-devices hold alike have to be summed.
+it as a sum over the devices. The two operations are each other's transpose. They are defined
+here for both modes of `shard_map`: without `check_vma`, JAX does not know that the gradients of
+replicated arrays have to be summed.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,36 +21,38 @@ from treeshard._specs import is_array
 
 AxisNames = str | Sequence[str]
 
-# For messages: what to do outside `shard_map`.
-_INSTEAD = "under `jax.jit`, specs on the weights are all it takes"
+# For messages: what to do outside `shard_map` instead.
+_INSTEAD = "under `jax.jit`, specs on the weights are enough"
 
 
 def enter_parallel(x: Any, axis_names: AxisNames, *, dim: int | None = None) -> Any:
-    """Hands every device all of `x`, to work on with its part of the weights.
+    """Passes activations into a region where each device has its own part of the weights.
 
-    Forwards nothing moves. Backwards, the devices' gradients are summed, by one all-reduce.
-    With `dim`, each device holds a part of `x` only: it is all-gathered forwards, and its
-    gradient reduce-scattered backwards.
+    In the forward pass nothing is communicated. In the backward pass, the gradients of all
+    devices are summed, by one all-reduce. With `dim`, each device has a shard of `x` only: `x`
+    is all-gathered in the forward pass, and its gradient reduce-scattered in the backward pass.
 
-    What all devices hold alike and each uses on its own part has to enter too: the scale of
-    a norm on rows that are split, or the weights of heads that all devices share.
+    Replicated parameters that each device applies to its own shard of the activations have to
+    enter too: the scale of a norm on rows that are split, or the weights of heads that all
+    devices share.
 
     Args:
-        x: An array, the same on all devices along the axes; with `dim`, a part of one. Or a
-            tree of them, such as a norm's parameters; leaves that are no arrays pass through.
+        x: An array, equal on all devices along the axes; with `dim`, a shard of one. Or a tree
+            of arrays, such as a norm's parameters; leaves that are not arrays pass through.
         axis_names: The axis that splits the weights, or several.
         dim: The dim of `x` that is split over the axes, such as that of the sequence.
 
     Returns:
-        The whole `x`, on every device. It has reverse-mode gradients, no forward-mode ones.
+        The full `x`, on every device. Reverse-mode gradients work; forward-mode ones do not.
 
     Raises:
-        SpecError: Under `check_vma=True`, if `x` may differ along the axes and no `dim` is
-            given, or the other way round: all such leaves. If `x` has no such dim.
+        SpecError: Under `check_vma=True`, if leaves may differ along the axes and `dim` is not
+            given, or if they do not differ and `dim` is given; lists all of them. If a leaf
+            does not have this dim.
         UnknownAxisError: If an axis is not bound here.
 
     Examples:
-        >>> def norm(x, scale):  # on a part of the sequence
+        >>> def norm(x, scale):  # on a shard of the sequence
         ...     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True)) * scale
         >>> f = lambda x, scale: norm(x, enter_parallel(scale, "tensor")[None])
         >>> mesh, split = make_mesh("tensor=8"), P("tensor")
@@ -68,26 +70,28 @@ def enter_parallel(x: Any, axis_names: AxisNames, *, dim: int | None = None) -> 
 
 
 def leave_parallel(x: Any, axis_names: AxisNames, *, dim: int | None = None) -> Any:
-    """Sums what every device computed with its part of the weights.
+    """Sums the results that the devices computed with their parts of the weights.
 
-    Forwards it is one all-reduce, and backwards nothing moves. With `dim`, each device keeps
-    a part of the sum only: it is reduce-scattered forwards, and its gradient all-gathered.
+    This is one all-reduce in the forward pass, and nothing in the backward pass. With `dim`,
+    each device keeps only its shard of the sum: the forward pass reduce-scatters, and the
+    backward pass all-gathers the gradient.
 
-    It also ends a loss whose rows are split over the axes, as `leave_parallel(total / count)`:
-    under `check_vma=False` the gradient of a plain `jax.lax.psum` is as many times too large
-    as there are devices.
+    Use it also to reduce a loss whose rows are split over the axes, as
+    `leave_parallel(total / count, axis)`: under `check_vma=False`, the gradient of a plain
+    `jax.lax.psum` is too large by a factor of the number of devices.
 
     Args:
-        x: Every device's summand, or a tree of them.
+        x: This device's summand, or a tree of them.
         axis_names: The axis that splits the weights, or several.
         dim: The dim of the sum to split over the axes.
 
     Returns:
-        The sum, the same on all devices along the axes; with `dim`, this device's part.
+        The sum, equal on all devices along the axes; with `dim`, this device's shard of it.
 
     Raises:
-        SpecError: Under `check_vma=True`, if a leaf is the same on all devices, so that there is
-            nothing to sum. If `x` has no such dim, or the axes do not divide it.
+        SpecError: Under `check_vma=True`, if a leaf is equal on all devices, so that there is
+            nothing to sum. If a leaf does not have this dim, or it is not divisible by the
+            number of devices along the axes.
         UnknownAxisError: If an axis is not bound here.
 
     Examples:
@@ -114,9 +118,9 @@ def bound_axes(axis_names: AxisNames, where: str) -> tuple[str, ...]:
 
 @jax.named_scope("enter_parallel")
 def enter_region(x: Any, axes: tuple[str, ...], dim: int | None, where: str) -> Any:
-    """`enter_parallel`, with the words that messages begin with."""
+    """`enter_parallel`, with the beginning of its messages."""
     if dim is None:
-        check_leaves(x, where, lambda leaf: _not_alike(leaf, axes))
+        check_leaves(x, where, lambda leaf: _varies(leaf, axes))
         return _each(lambda leaf: _copy(leaf, axes), x)
     check_leaves(x, where, lambda leaf: _no_dim(leaf, dim) or _not_split(leaf, axes, "gather"))
     return _each(lambda leaf: _gather(leaf, dim % leaf.ndim, axes), x)
@@ -124,7 +128,7 @@ def enter_region(x: Any, axes: tuple[str, ...], dim: int | None, where: str) -> 
 
 @jax.named_scope("leave_parallel")
 def leave_region(x: Any, axes: tuple[str, ...], dim: int | None, where: str) -> Any:
-    """`leave_parallel`, with the words that messages begin with."""
+    """`leave_parallel`, with the beginning of its messages."""
     check_leaves(x, where, lambda leaf: _not_split(leaf, axes, "sum"))
     if dim is None:
         return _each(lambda leaf: _sum(leaf, axes), x)
@@ -136,7 +140,7 @@ def _each(f: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(lambda x: f(x) if is_array(x) else x, tree)
 
 
-# JAX transposes these two rightly in both modes.
+# JAX transposes these two correctly in both modes.
 
 
 def _gather(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
@@ -147,7 +151,8 @@ def _scatter(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
-# And these under `check_vma=True` only: each is to be the other's transpose.
+# JAX transposes these two correctly only under `check_vma=True`. Each must be the transpose of
+# the other.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -164,7 +169,7 @@ _copy.defvjp(lambda x, axes: (_copy(x, axes), None), lambda axes, _, g: (_sum(g,
 _sum.defvjp(lambda x, axes: (_sum(x, axes), None), lambda axes, _, g: (_copy(g, axes),))
 
 
-# ------------------------------------------------------------------ what can be wrong
+# ------------------------------------------------------------------ checks
 
 
 def named(axes: tuple[str, ...]) -> str:
@@ -173,45 +178,51 @@ def named(axes: tuple[str, ...]) -> str:
 
 
 def check_leaves(tree: Any, where: str, fact_of: Callable[[Any], str | None]) -> None:
-    """Raises `SpecError` with what `fact_of` says of the leaves, if it says anything."""
+    """Raises one `SpecError` with all facts that `fact_of` returns about leaves."""
     pairs = zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
-    found = [(path, fact_of(leaf)) for path, leaf in pairs if is_array(leaf)]
-    facts = [f"{path}: {fact}" if path else fact for path, fact in found if fact]
+    rows = [(path, fact_of(leaf)) for path, leaf in pairs if is_array(leaf)]
+    facts = [f"{path}: {fact}" if path else fact for path, fact in rows if fact]
     if facts:
         raise SpecError(f"{where}: {listed('these leaves do not fit:', facts)}")
 
 
-def _not_alike(x: Any, axes: tuple[str, ...]) -> str | None:
+def _varies(x: Any, axes: tuple[str, ...]) -> str | None:
     if more := varying(x) & set(axes):
         return (
-            f"shape {x.shape} differs from device to device along {named(tuple(sorted(more)))}."
-            " If these are parts of one array, say of which dim with `dim`; if they are summands,"
-            " `leave_parallel` sums them. If parameters that are not split went into it: leave"
-            " this axis out of the axis_names of `value_and_grad`, `gather_params` and `vary`."
+            f"shape {x.shape} differs between devices along {named(tuple(sorted(more)))}."
+            " If these are shards of one array, pass the sharded dim as `dim`. If they are"
+            " summands, sum them with `leave_parallel`. If they were computed from parameters"
+            " that are not split, leave this axis out of the axis_names of `value_and_grad`,"
+            " `gather_params` and `vary`."
         )
     return None
 
 
 def unsplit_axes(x: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes along which all devices are known to hold the same."""
+    """The axes along which all devices are known to have the same values."""
     return tuple(axis for axis in axes if not still_differs(x, axis))
 
 
 def _not_split(x: Any, axes: tuple[str, ...], to_do: str) -> str | None:
-    if alike := unsplit_axes(x, axes):
+    if unsplit := unsplit_axes(x, axes):
         return (
-            f"shape {x.shape} is the same on all devices along {named(alike)}: there is nothing"
+            f"shape {x.shape} is equal on all devices along {named(unsplit)}: there is nothing"
             f" to {to_do}."
         )
     return None
 
 
 def _no_dim(x: Any, dim: int) -> str | None:
-    return None if -x.ndim <= dim < x.ndim else f"there is no dim {dim} in shape {x.shape}."
+    if -x.ndim <= dim < x.ndim:
+        return None
+    return f"dim {dim} is out of range for shape {x.shape}."
 
 
 def _uneven(x: Any, dim: int, axes: tuple[str, ...]) -> str | None:
     size = lax.axis_size(axes)
     if x.shape[dim] % size:
-        return f"dim {dim} of shape {x.shape} does not divide by {size} along {named(axes)}."
+        return (
+            f"dim {dim} of shape {x.shape} is not divisible by {size}, the number of devices along"
+            f" {named(axes)}."
+        )
     return None

@@ -1,4 +1,4 @@
-"""A training step as one compiled program, for states that are not all arrays."""
+"""Compiles a training step into one program, also for states with leaves that are not arrays."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,17 +32,17 @@ StepFn = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def concrete_mesh(mesh: AnyMesh, where: str) -> Mesh:
-    """The mesh, if it has devices. Raises `MeshError` if it is abstract."""
+    """Returns `mesh` if it has devices; raises `MeshError` if it is abstract."""
     if isinstance(mesh, Mesh):
         return mesh
     raise MeshError(
-        f"{where}: an abstract mesh ({describe_mesh(mesh)}) has no devices. Make one with"
-        " `treeshard.make_mesh`, and decide again for it."
+        f"{where}: an abstract mesh ({describe_mesh(mesh)}) has no devices. Make a mesh with"
+        " `treeshard.make_mesh`, and plan again for that."
     )
 
 
 class Step:
-    """A step `(state, batch) -> (state, aux)`: one program per structure of its arguments.
+    """A step `(state, batch) -> (state, aux)`, compiled once per structure of its arguments.
 
     Attributes:
         plan: The plan of the state.
@@ -60,7 +60,7 @@ class Step:
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         program, arrays, data = self._prepare(state, batch)
-        # Not left to JAX: given deleted arrays on several devices, 0.10 ends the process.
+        # JAX 0.10 aborts the process if it gets deleted arrays on several devices.
         if _any_deleted(arrays):
             raise _deleted(arrays, self.plan)
         with _fixed_context(self._mesh):
@@ -75,7 +75,7 @@ class Step:
         return program.state.tree(new.arrays), aux
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
-        """Traces and lowers the step for these arguments, which are not used up.
+        """Traces and lowers the step for these arguments, without donating them.
 
         Args:
             state: The state, or `plan.structs`.
@@ -95,15 +95,17 @@ class Step:
         params: str | None = None,
         dtype: Any = None,
     ) -> Comparison:
-        """Holds what the compiled step moves against what the plan says, without running it.
+        """Compares the communication of the compiled step with the plan, without running it.
 
         Args:
             state: The state, or `plan.structs`.
             batch: A batch, or `jax.ShapeDtypeStruct`s of one.
-            remat: Which weights are gathered a second time for the gradients: all, or those
-                whose path has this pattern.
-            scan: Which leaves are layers stacked on dim 0 that a scan runs over, likewise.
-            params: A pattern of the paths that are parameters, where that is not plain.
+            remat: Which weights are gathered a second time for the backward pass: all, or
+                those whose path matches this pattern.
+            scan: Which leaves are layers stacked on dim 0 that a scan runs over: all, or
+                those whose path matches this pattern.
+            params: A pattern for the paths of the parameters, if they cannot be told from the
+                plan.
             dtype: The dtype in which weights are gathered; by default their own.
 
         Returns:
@@ -123,7 +125,7 @@ class Step:
         leaves, treedef = tree_flatten(state)
         given, data_def = tree_flatten(batch)
         specs = specs_of_leaves(self.batch_specs, batch, "batch specs")
-        # Without dims there is nothing to split.
+        # A scalar has no dim to split.
         specs = [
             spec if spec is None or getattr(x, "shape", None) != () else PartitionSpec()
             for x, spec in zip(given, specs, strict=True)
@@ -151,7 +153,7 @@ class Step:
 
 
 class _Program:
-    """The step for one structure of state and batch."""
+    """The compiled step for one structure of state and batch."""
 
     run: Any
 
@@ -159,7 +161,7 @@ class _Program:
         self.fn, self.state, self.batch, self.plan = fn, state, batch, plan
         paths = [state.paths[i] for i in state.traced]
         _check_fits_plan(paths, plan)
-        # The arguments' names in the compiled program, where `collectives` reads them.
+        # `collectives` reads these names of the arguments from the compiled program.
         unique = len(set(paths)) == len(paths)
         self.names = Names(paths if unique else [f"{i}" for i in range(len(paths))])
 
@@ -167,7 +169,7 @@ class _Program:
         return Named(arrays, self.names)
 
     def compile_lazily(self, mesh: Mesh, donate: bool, per_device: list[Any] | None) -> None:
-        """Makes `run`; `per_device` has the specs of the batch if it is to run in `shard_map`."""
+        """Sets `run`. If it shall run in `shard_map`, `per_device` has the batch's specs."""
         specs = [leaf.given for leaf in self.plan.leaves]
         body = self._body
         if per_device is not None:
@@ -180,7 +182,7 @@ class _Program:
 
         def run(state: Named, batch: list[Any]) -> tuple[Named, Any]:
             arrays = list(state.arrays)
-            self._check_arrays(arrays, self.plan.leaves, "goes into the step as")
+            self._check_arrays(arrays, self.plan.leaves, "enters the step as")
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 new, aux = body(arrays, batch)
             return self.named(new), aux
@@ -201,14 +203,14 @@ class _Program:
         new, treedef = tree_flatten(out[0])
         self.state.check_kept(new, treedef)
         new = self.state.arrays(new)
-        self._check_arrays(new, arrays, "comes out of the step as")
+        self._check_arrays(new, arrays, "leaves the step as")
         return new, out[1]
 
     def _checked_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        """The step on one device's parts, with a word about what must be the same on all."""
+        """The step on one device's shards; raises if results differ that must be equal."""
         new, aux = self._body(arrays, data)
         facts = [
-            f"{leaf.path}: it comes out different along {_quoted(more)}, and lies as"
+            f"{leaf.path}: the result differs along {_quoted(more)}, but the plan shards it as"
             f" {leaf.given}. Average its gradients: `manual.sync_gradients`, or"
             " `manual.value_and_grad`."
             for x, leaf in zip(new, self.plan.leaves, strict=True)
@@ -221,18 +223,18 @@ class _Program:
             if is_array(x) and varying(x)
         ]
         if facts:
-            raise StateError(listed(f"{len(facts)} results differ from device to device:", facts))
+            raise StateError(listed(f"{len(facts)} results differ between devices:", facts))
         return new, aux
 
     def _check_arrays(self, arrays: list[Any], like: Sequence[Any], how: str) -> None:
         facts = [
-            f"{leaf.path}: {how} {named(x)}, but the plan has {array_text(leaf)}. A state keeps its"
-            " shapes and dtypes: convert it, or plan again."
+            f"{leaf.path}: {how} {named(x)}, but the plan has {array_text(leaf)}. A state must"
+            " keep its shapes and dtypes: convert this leaf, or plan again."
             for x, old, leaf in zip(arrays, like, self.plan.leaves, strict=True)
             if not is_array(x) or x.shape != old.shape or x.dtype != old.dtype
         ]
         if facts:
-            raise StateError(listed(f"{len(facts)} leaves of the state differ from it:", facts))
+            raise StateError(listed(f"{len(facts)} leaves differ from the plan:", facts))
 
 
 def _spec_of(spec: Any) -> PartitionSpec:
@@ -245,8 +247,8 @@ def _quoted(axes: Iterable[str]) -> str:
 
 @contextmanager
 def _fixed_context(mesh: Mesh) -> Iterator[None]:
-    # jit compiles anew for another context, so every call is made under the same one. Inside
-    # somebody's jit it cannot be set, and is fixed already.
+    # `jit` compiles once per mesh context, so every call runs in the same one. Inside another
+    # jit the context cannot be set, and does not change either.
     if is_tracing():
         yield
     else:
@@ -260,8 +262,8 @@ def _check_fits_plan(paths: list[str], plan: Plan) -> None:
         return
     facts = only_in(paths, planned, "the plan has no such array.")
     facts += only_in(planned, paths, "the state has no such array.")
-    facts = facts or ["the same arrays stand in another order."]
-    raise SpecError(listed("The state is not what was planned for:", facts, headed=True))
+    facts = facts or ["it has the same arrays in a different order."]
+    raise SpecError(listed("The state does not match the plan:", facts, headed=True))
 
 
 def _any_deleted(arrays: list[Any]) -> bool:
@@ -277,8 +279,8 @@ def _is_live(x: Any) -> bool:
 
 def _deleted(arrays: list[Any], plan: Plan) -> DeletedLeafError:
     facts = [
-        f"{leaf.path}: its memory is gone. It was deleted, or donated to an earlier step: go on"
-        " with the state that the step returned, or make the step with `donate=False`."
+        f"{leaf.path}: deleted, or donated to an earlier step. Continue with the state that the"
+        " step returned, or make the step with `donate=False`."
         for x, leaf in zip(arrays, plan.leaves, strict=True)
         if _is_live(x) and x.is_deleted()
     ]
@@ -286,9 +288,9 @@ def _deleted(arrays: list[Any], plan: Plan) -> DeletedLeafError:
 
 
 def _misplaced(arrays: list[Any], plan: Plan) -> SpecError | None:
-    """What is wrong with where the state lies, if that may be why a call failed."""
+    """An error about leaves that are not sharded as planned, which may be why a call failed."""
     facts = [
-        f"{leaf.path}: lies as {x.sharding}, the plan says {leaf.given}. Place the state with"
+        f"{leaf.path}: sharded as {x.sharding}, planned as {leaf.given}. Place the state with"
         " `treeshard.shard(state, plan)`."
         for x, leaf in zip(arrays, plan.leaves, strict=True)
         if _is_live(x)
@@ -296,4 +298,4 @@ def _misplaced(arrays: list[Any], plan: Plan) -> SpecError | None:
     ]
     if not facts:
         return None
-    return SpecError(listed(f"{len(facts)} leaves of the state lie elsewhere:", facts))
+    return SpecError(listed(f"{len(facts)} leaves are not sharded as planned:", facts))

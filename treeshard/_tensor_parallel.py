@@ -1,8 +1,8 @@
-"""Layers whose weights are split over devices that work on the same rows: tensor parallelism.
+"""Tensor parallel layers: their weights are split over devices that work on the same rows.
 
-The axis that splits them is no business of `value_and_grad`, `gather_params` and
-`sync_gradients`, which are given the axes that split rows or save memory. Gradients of what all
-devices along it hold alike come out right without an average.
+Do not pass the axis that splits these weights to `value_and_grad`, `gather_params` and
+`sync_gradients`, which take the axes that split rows or save memory. The gradients of
+parameters that are replicated along it are right without an average.
 """
 
 from collections.abc import Callable
@@ -32,25 +32,26 @@ def column_parallel(
     """Multiplies by this device's columns of weights: the first half of a parallel layer.
 
     With `n` devices along the axes, `x` of shape `(..., k)` and a weight of shape `(k, m)`
-    give each device `(..., m / n)`, its columns of the product. `x` enters once, however
-    many weights there are: q, k and v cost one all-reduce backwards, not three.
+    give each device `(..., m / n)`, its columns of the product. `x` enters the parallel region
+    once for all weights: q, k and v cost one all-reduce in the backward pass, not three.
 
     Args:
-        x: The same on all devices along the axes, or a part of it (see `dim`).
-        weights: This device's part, `(k, m / n)`, of a weight with the spec `P(None, axis)`;
+        x: Equal on all devices along the axes, or this device's shard of it (see `dim`).
+        weights: This device's shard, `(k, m / n)`, of a weight with the spec `P(None, axis)`;
             or a tree of such weights. (Equinox stores the transpose.)
-        axis_names: The axis that splits the columns, or several. `gather_params` and
-            `value_and_grad` must not be given it: they would make the weights whole.
-        biases: This device's part, `(m / n,)`, with the spec `P(axis)`; a tree like `weights`.
+        axis_names: The axis that splits the columns, or several. Do not pass it to
+            `gather_params` and `value_and_grad`, which would gather the weights over it.
+        biases: This device's shard, `(m / n,)`, of a bias with the spec `P(axis)`; a tree like
+            `weights`.
         dim: The dim of `x` that is split over the axes (see `enter_parallel`).
 
     Returns:
         `x @ weight + bias`, for each of the weights.
 
     Raises:
-        SpecError: If a weight's rows are not as many as the features of `x` (all such are
-            named), or a bias does not fit; under `check_vma=True`, if a weight is not split, or
-            as `enter_parallel` about `x`.
+        SpecError: If weights do not have as many rows as `x` has features (lists all of
+            them), or a bias does not fit. Under `check_vma=True`, also if a weight is not
+            split; and as `enter_parallel` for `x`.
         UnknownAxisError: If an axis is not bound here.
 
     Examples:
@@ -64,9 +65,9 @@ def column_parallel(
         Megatron-LM's `ColumnParallelLinear`; Shoeybi et al. 2019, arXiv:1909.08053.
     """
     axes = bound_axes(axis_names, "column_parallel")
-    whole = enter_region(x, axes, dim, "column_parallel: x")
-    _check_weights(whole, weights, axes, "column_parallel")
-    out = jax.tree.map(lambda w: whole @ w, weights)
+    x = enter_region(x, axes, dim, "column_parallel: x")
+    _check_weights(x, weights, axes, "column_parallel")
+    out = jax.tree.map(lambda w: x @ w, weights)
     return out if biases is None else jax.tree.map(_plus, out, biases)
 
 
@@ -80,23 +81,23 @@ def row_parallel(
 ) -> Array:
     """Multiplies by this device's rows of a weight and sums: the second half of a parallel layer.
 
-    With `n` devices along the axes, `x` of shape `(..., k / n)`, such as `column_parallel`
-    leaves it, and a weight of shape `(k, m)` give all devices the product, `(..., m)`.
+    With `n` devices along the axes, `x` of shape `(..., k / n)`, as `column_parallel` returns
+    it, and a weight of shape `(k, m)` give all devices the product, `(..., m)`.
 
     Args:
         x: This device's columns.
-        weight: This device's part, `(k / n, m)`, of a weight with the spec `P(axis)`.
+        weight: This device's shard, `(k / n, m)`, of a weight with the spec `P(axis)`.
         axis_names: The axis that splits the rows, or several.
-        bias: The whole of it, `(m,)`. It is added once, after the sum.
+        bias: The full bias, `(m,)`. It is added once, after the sum.
         dim: The dim of the result to split over the axes (see `leave_parallel`).
 
     Returns:
-        `x @ weight + bias` with whole `x` and weight, the same on all devices along the axes;
-        with `dim`, this device's part of it.
+        `x @ weight + bias` of the full `x` and weight, equal on all devices along the axes;
+        with `dim`, this device's shard of it.
 
     Raises:
-        SpecError: If the weight's rows are not as many as the features of `x`, or the bias
-            does not fit; under `check_vma=True`, if the weight is not split.
+        SpecError: If the weight does not have as many rows as `x` has features, or the bias
+            does not fit. Under `check_vma=True`, also if the weight is not split.
         UnknownAxisError: If an axis is not bound here.
 
     Examples:
@@ -114,7 +115,7 @@ def row_parallel(
     out = leave_region(x @ weight, axes, dim, "row_parallel")
     if bias is None:
         return out
-    # With `dim` every device adds it to rows of its own, so that its gradient is a sum.
+    # With `dim`, each device adds it to its own rows, so the gradient of the bias is a sum.
     return _plus(out, bias if dim is None else enter_region(bias, axes, None, "row_parallel: bias"))
 
 
@@ -122,8 +123,8 @@ def _plus(x: Array, bias: Array) -> Array:
     if bias.shape != x.shape[-1:]:
         raise SpecError(
             f"the bias is {bias.shape} here, and the product {x.shape}: it needs {x.shape[-1]}"
-            " elements. It is split like the columns of its weight, by P(axis), in"
-            " `column_parallel`, and whole in `row_parallel`."
+            " elements. In `column_parallel` it is split like the columns of its weight, by"
+            " P(axis); in `row_parallel` it is not split."
         )
     return x + jnp.broadcast_to(bias, x.shape)
 
@@ -137,24 +138,24 @@ def parallel_mlp(
     activation: Callable[..., Array] = jax.nn.gelu,
     dim: int | None = None,
 ) -> Array:
-    """Computes a multilayer perceptron of which every device has some hidden units.
+    """Computes a multilayer perceptron whose hidden units are split over the devices.
 
-    One all-reduce forwards, one backwards. It has no biases: for those use `column_parallel`
-    and `row_parallel`, of which this is made.
+    It costs one all-reduce in the forward pass and one in the backward pass. It has no biases;
+    for those, call `column_parallel` and `row_parallel` yourself.
 
     Args:
-        x: `(..., width)`, the same on all devices along the axes.
-        up: This device's part, `(width, hidden / n)`; with several weights in a tuple or list,
-            `activation` is called with as many arrays.
-        down: This device's part, `(hidden / n, width)`.
+        x: `(..., width)`, equal on all devices along the axes.
+        up: This device's shard, `(width, hidden / n)`, or a tuple or list of several, whose
+            products are all passed to `activation`.
+        down: This device's shard, `(hidden / n, width)`.
         axis_names: The axis that splits the hidden units, or several.
-        activation: Say `lambda up, gate: up * jax.nn.silu(gate)` for a gated one.
-        dim: The dim of `x`, and of the result, that is split over the axes: that of the
-            sequence, for example. The all-reduces are then each an all-gather and a
-            reduce-scatter, and what stands between the layers works on parts.
+        activation: For a gated one: `lambda up, gate: up * jax.nn.silu(gate)`.
+        dim: The dim of `x`, and of the result, that is split over the axes, such as that of
+            the sequence. Each all-reduce is then an all-gather and a reduce-scatter, and the
+            operations between the layers work on shards.
 
     Returns:
-        `(..., width)`, the same on all devices along the axes, or split like `x`.
+        `(..., width)`, equal on all devices along the axes, or split like `x`.
 
     Raises:
         SpecError, UnknownAxisError: As `column_parallel` and `row_parallel`.
@@ -184,30 +185,29 @@ def parallel_attention(
     attend: Callable[[Array, Array, Array], Array] = jax.nn.dot_product_attention,
     dim: int | None = None,
 ) -> Array:
-    """Computes self-attention of which every device has some heads.
+    """Computes self-attention whose heads are split over the devices.
 
-    One all-reduce forwards, one backwards. Keys and values may have fewer heads than queries,
-    but at least one on each device.
+    It costs one all-reduce in the forward pass and one in the backward pass. Keys and values
+    may have fewer heads than queries, but at least one per device.
 
     Args:
-        x: `(..., time, width)`, the same on all devices along the axes.
-        qkv: This device's parts of the weights that make queries, keys and values,
+        x: `(..., time, width)`, equal on all devices along the axes.
+        qkv: This device's shards of the weights of queries, keys and values,
             `(width, heads / n * head_width)`.
-        out: This device's part of the weight that brings heads together,
-            `(heads / n * head_width, width)`.
+        out: This device's shard of the output weight, `(heads / n * head_width, width)`.
         axis_names: The axis that splits the heads, or several.
         head_width: The width of one head, whose square root scales the scores.
-        attend: From queries, keys and values, `(..., time, heads / n, head_width)`, to what
-            each head found: the place for a causal mask
+        attend: Called with queries, keys and values, `(..., time, heads / n, head_width)`;
+            returns an array of that shape. Use it for a causal mask
             (`partial(jax.nn.dot_product_attention, is_causal=True)`) or rotary positions.
         dim: The dim of `x`, and of the result, that is split over the axes, as in
             `parallel_mlp`.
 
     Returns:
-        `(..., time, width)`, the same on all devices along the axes, or split like `x`.
+        `(..., time, width)`, equal on all devices along the axes, or split like `x`.
 
     Raises:
-        SpecError: If a device would get a part of a head; and as `column_parallel` and
+        SpecError: If a head would be split over devices; and as `column_parallel` and
             `row_parallel`.
         UnknownAxisError: If an axis is not bound here.
 
@@ -223,16 +223,17 @@ def parallel_attention(
     """
     axes = bound_axes(axis_names, "parallel_attention")
     facts = [
-        f"{name}: {w.shape[-1]} columns here are not a number of heads of width {head_width}."
-        f" The heads must divide by the {lax.axis_size(axes)} devices along {named(axes)}."
+        f"{name}: {w.shape[-1]} columns per device are not divisible by the head width"
+        f" {head_width}. The number of heads must be divisible by {lax.axis_size(axes)}, the"
+        f" number of devices along {named(axes)}."
         for name, w in zip("qkv", qkv, strict=True)
         if w.shape[-1] % head_width
     ]
     if facts:
-        raise SpecError(f"parallel_attention: {listed('heads would be cut:', facts)}")
+        raise SpecError(f"parallel_attention: {listed('heads would be split:', facts)}")
     q, k, v = column_parallel(x, qkv, axes, dim=dim)
-    found = attend(*(y.reshape(*y.shape[:-1], -1, head_width) for y in (q, k, v)))
-    return row_parallel(found.reshape(q.shape), out, axes, dim=dim)
+    heads = attend(*(y.reshape(*y.shape[:-1], -1, head_width) for y in (q, k, v)))
+    return row_parallel(heads.reshape(q.shape), out, axes, dim=dim)
 
 
 def _check_weights(x: Any, weights: Any, axes: tuple[str, ...], where: str) -> None:
@@ -242,14 +243,14 @@ def _check_weights(x: Any, weights: Any, axes: tuple[str, ...], where: str) -> N
     def fact(w: Any) -> str | None:
         if w.ndim != 2 or w.shape[0] != x.shape[-1]:
             return (
-                f"the weight's part is {w.shape} here, and x {x.shape}: it needs {x.shape[-1]}"
-                f" rows. {split} The weights of Equinox are the transpose."
+                f"the weight's shard is {w.shape} here, and x {x.shape}: it needs {x.shape[-1]}"
+                f" rows. {split} Equinox stores the transpose of its weights."
             )
-        if alike := unsplit_axes(w, axes):
+        if unsplit := unsplit_axes(w, axes):
             return (
-                f"the weight {w.shape} is the same on all devices along {named(alike)}, so every"
-                f" one would do the same work. {split} If each is to use all of it, let it in"
-                " with `enter_parallel`."
+                f"the weight {w.shape} is equal on all devices along {named(unsplit)}, so all of"
+                f" them would do the same work. {split} If each shall use the full weight, pass"
+                " it through `enter_parallel`."
             )
         return None
 

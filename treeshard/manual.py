@@ -1,7 +1,8 @@
 """For code inside `jax.shard_map`, which runs once per device: FSDP and tensor parallelism.
 
-Parameters are kept in parts, gathered where they are used, and their gradients averaged.
-Where each leaf lies is said by a tree of specs beside the parameters, or by boxes around them.
+Each device keeps its shards of the parameters. They are gathered where they are used, and
+their gradients are averaged. How each leaf is sharded is given by a tree of specs, or by boxes
+around the leaves (`Partitioned`, Flax's).
 """
 
 from treeshard._boxes import Partitioned as Partitioned

@@ -1,4 +1,4 @@
-"""What a training loop stands on: a state that is born sharded, and a step that keeps it so.
+"""For training loops: initialise a state already sharded, and compile a step that keeps it sharded.
 
 A state is any pytree: parameters, optimizer state, step and key together. Its arrays are
 traced; everything else in it (functions, strings, Python numbers, the static fields of
@@ -27,7 +27,7 @@ from treeshard._specs import is_array
 from treeshard._step import Step, concrete_mesh
 from treeshard._targets import without_names
 
-# ------------------------------------------------------------------ birth
+# ------------------------------------------------------------------ initialise
 
 
 def init_sharded(
@@ -38,31 +38,31 @@ def init_sharded(
     min_size: int | None = None,
     strict: bool = True,
 ) -> tuple[Any, Plan]:
-    """Calls `fn(*args)` such that its result is born sharded, never whole on one device.
+    """Calls `fn(*args)` and returns its result initialised sharded: no device holds all of it.
 
-    `fn` is traced once for its shapes, from which the rules decide; then it is compiled
-    once, with each device computing its own part. Values are those of
+    `fn` is traced once for the shapes, to which the rules are applied. Then it is compiled
+    once, and each device computes its own shards. The values are those of
     `jax.jit(fn)(*args)` on one device, bit for bit.
 
     Args:
-        fn: Makes the tree, say a model with its optimizer state. What it returns may hold
+        fn: Makes the tree, such as a model with its optimizer state. The tree may have
             functions and other static leaves.
-        args: What `fn` takes. Arrays and keys are traced, anything else is static.
+        args: The arguments of `fn`. Arrays and keys are traced; anything else is static.
         rules: As in `treeshard.match_partition_rules`.
         mesh: The devices. Constraints inside `fn` see it as the mesh in force.
-        min_size: Leaves with fewer elements stay whole.
-        strict: Whether an unmatched leaf, or a spec that cannot be had as written, is an
-            error. Otherwise the plan records it.
+        min_size: Leaves with fewer elements are replicated.
+        strict: Whether an unmatched leaf, or a spec that does not fit its leaf, is an error.
+            Otherwise the plan records it.
 
     Returns:
-        The tree, and the `Plan` by which it lies.
+        The tree, and the `Plan` that it is sharded by.
 
     Raises:
-        ShardingRuleError: If `strict` and the rules leave anything undecided, or if they
-            are malformed. Nothing has been allocated then.
-        MeshError: If `mesh` is abstract: it has no devices to hold the tree.
-        ProcessError: If the processes of the mesh do not make the same tree by the same rules, or
-            one fails or does not come. Nothing has been allocated then.
+        ShardingRuleError: If `strict` and a leaf is unmatched or a spec does not fit; or if
+            the rules are malformed. Nothing has been allocated then.
+        MeshError: If `mesh` is abstract: it has no devices for the tree.
+        ProcessError: If the processes of the mesh do not make the same tree by the same rules,
+            or one of them fails or does not arrive. Nothing has been allocated then.
 
     Examples:
         >>> def init(key):
@@ -75,12 +75,12 @@ def init_sharded(
         P('fsdp',)
 
     Source:
-        Shapes first, then a jitted init with `out_shardings`: the way of EasyLM and of
-        Flax's own guide.
+        Shapes first, then a jitted init with `out_shardings`, as in EasyLM and in Flax's
+        own guide.
     """
     concrete_mesh(mesh, "init_sharded")
     traced, static = eqx.partition(args, is_array)
-    skeleton: Any = None  # the tree, with a slot where an array belongs
+    skeleton: Any = None  # the tree, with a slot in place of each array
 
     def make(traced: Any) -> list[Any]:
         nonlocal skeleton
@@ -92,15 +92,15 @@ def init_sharded(
     among = company((), [mesh])
     with agreeing("init_sharded", among=among) as facts:
         tree = _filled(jax.eval_shape(make, traced), skeleton)
-        decided = plan(tree, rules, mesh, min_size=min_size)
+        tree_plan = plan(tree, rules, mesh, min_size=min_size)
         if strict:
-            decided.check()
-        shardings = [NamedSharding(mesh, leaf.given) for leaf in decided.leaves]
-        if among:  # what is compiled alike must be meant alike
-            rows = zip(decided.leaves, shardings, strict=True)
+            tree_plan.check()
+        shardings = [NamedSharding(mesh, leaf.given) for leaf in tree_plan.leaves]
+        if among:  # all processes must compile the same program
+            rows = zip(tree_plan.leaves, shardings, strict=True)
             facts |= facts_of((x.path, x, [s]) for x, s in rows)
     arrays = jax.jit(make, out_shardings=shardings)(traced)
-    return _filled(arrays, skeleton), decided
+    return _filled(arrays, skeleton), tree_plan
 
 
 _SLOT = object()
@@ -112,8 +112,7 @@ def _filled(arrays: list[Any], skeleton: Any) -> Any:
 
 
 def _strong(x: Any) -> Any:
-    # A weakly typed leaf would come back from its first step strongly typed, and compile
-    # that step again.
+    # The first step would return a weakly typed leaf strongly typed, and compile again.
     if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     return jax.lax.convert_element_type(x, jax.dtypes.canonicalize_dtype(x.dtype))
@@ -129,7 +128,7 @@ def jit_step(
     batch: Any,
     donate: bool = True,
 ) -> Any:
-    """Compiles a training step once, with the state going in and out as the plan says.
+    """Compiles a training step once, with the state sharded by the plan before and after it.
 
     Also a decorator: `@jit_step(plan=plan, batch=P("fsdp"))`.
 
@@ -139,30 +138,29 @@ def jit_step(
         plan: The plan of the state, as `init_sharded` returns it.
         batch: The specs of the batch: a tree of them, or one for all its leaves. For FSDP
             the batch is split over the same axis as the parameters: `P("fsdp")`, or
-            `P(("data", "fsdp"))` on a mesh of both. Leaves without dims are replicated.
-        donate: Whether the memory of the old state is used for the new one, which deletes
-            the old.
+            `P(("data", "fsdp"))` on a mesh of both. Scalars are replicated.
+        donate: Whether the new state reuses the memory of the old state, which is deleted.
 
     Returns:
-        A callable `step(state, batch) -> (state, aux)`. Numpy batches are placed on the
-        way in. Constraints inside `fn` see the plan's mesh as the mesh in force, and it is
-        one compile whether called inside `jax.set_mesh(plan.mesh)` or outside.
-        `step.lower(state, batch)` gives the `jax.stages.Lowered`, and
-        `step.communication(state, batch)` holds what the program moves against the plan; both
-        take `plan.structs` and `jax.ShapeDtypeStruct`s too.
+        A callable `step(state, batch) -> (state, aux)`. It places numpy batches on the
+        devices. Constraints inside `fn` see the plan's mesh as the mesh in force. The step
+        compiles once, whether it is called inside `jax.set_mesh(plan.mesh)` or outside.
+        `step.lower(state, batch)` returns the `jax.stages.Lowered`, and
+        `step.communication(state, batch)` compares the communication of the compiled program
+        with the plan; both take `plan.structs` and `jax.ShapeDtypeStruct`s too.
 
     Raises:
         UnknownAxisError: If `batch` names an axis that the mesh lacks.
-        SpecError: If `batch` holds no specs; when called, if the batch or the state does
+        SpecError: If `batch` has no specs; when called, if the batch or the state does
             not fit its specs.
         StateError: When called, if `fn` changes the state's structure, a shape, a dtype,
-            or a leaf that is no array.
+            or a leaf that is not an array.
         DeletedLeafError: When called, if the state was donated to an earlier step.
         MeshError: If the plan was made for an abstract mesh.
 
     Warns:
         ShardingWarning: If parameters are sharded by `fsdp` over an axis that the batch is
-            not split over: every device along it repeats the same work.
+            not split over: all devices along it then do the same work.
 
     Examples:
         >>> mesh = ts.make_mesh("fsdp=8")
@@ -191,28 +189,28 @@ def shard_map_step(
     batch: Any,
     donate: bool = True,
 ) -> Any:
-    """Compiles a training step that runs once per device, on its parts: FSDP by hand.
+    """Compiles a training step whose code runs once per device, on its shards, as in `shard_map`.
 
-    As `jit_step`, but `fn` is called inside `jax.shard_map` over all axes of the mesh, with this
-    device's part of the state and of the batch, and says itself what is gathered and reduced
-    when: see `treeshard.manual`. JAX keeps track of what varies from device to device
-    (`check_vma=True`), so what must come out equal on all is known to be.
+    Like `jit_step`, but `fn` is called inside `jax.shard_map` over all axes of the mesh, with
+    this device's shards of the state and of the batch. `fn` itself gathers parameters and
+    reduces gradients: see `treeshard.manual`. JAX tracks which values vary between devices
+    (`check_vma=True`), so results that must be equal on all devices are checked.
 
     Args:
-        fn: Takes `(state, batch)` and returns `(state, aux)`. In the new state, leaves must be
-            equal on all devices along the axes that do not shard them, and `aux` on all
-            devices: use `manual.value_and_grad` or `manual.sync_gradients`, `Metrics.reduce`,
-            `jax.lax.pmean`.
+        fn: Takes `(state, batch)` and returns `(state, aux)`. Leaves of the new state must be
+            equal on all devices along the axes that do not shard them, and `aux` must be equal
+            on all devices: use `manual.value_and_grad` or `manual.sync_gradients`,
+            `Metrics.reduce`, `jax.lax.pmean`.
         plan: The plan of the state.
         batch: The specs of the batch, as in `jit_step`.
-        donate: Whether the memory of the old state is used for the new one.
+        donate: Whether the new state reuses the memory of the old state, which is deleted.
 
     Returns:
-        A callable as `jit_step` returns it.
+        A callable like that of `jit_step`.
 
     Raises:
-        StateError: When called, if leaves of the state, or `aux`, may come out different from
-            device to device: all of them, with the axes.
+        StateError: When called, if leaves of the new state, or `aux`, may differ between
+            devices; lists all of them, with the axes.
         UnknownAxisError, SpecError, StateError, DeletedLeafError, MeshError: As `jit_step`.
 
     Warns:
@@ -253,7 +251,7 @@ def _check_batch_specs(batch: Any, plan: Plan, where: str) -> None:
         both = [*split, *idle]
         advice = repr(tuple(both)) if len(both) > 1 else repr(both[0])
         warn(
-            f"{where}: parameters are sharded by fsdp over {', '.join(map(repr, idle))}, and the"
-            f" batch is not (batch={batch}), so every device along it repeats the same work."
+            f"{where}: parameters are sharded by fsdp over {', '.join(map(repr, idle))}, but the"
+            f" batch is not (batch={batch}), so all devices along it do the same work."
             f" Split the batch too: batch=P({advice})."
         )

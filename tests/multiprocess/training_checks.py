@@ -1,4 +1,4 @@
-"""Training over processes: born the same as on one device, and stepping the same."""
+"""Training on several processes: the same initial state and the same losses as on one device."""
 
 from functools import cache
 
@@ -38,7 +38,7 @@ def train_step(state, batch):
 
 
 @cache
-def born():
+def initialised():
     mesh = ts.make_mesh("data=2,fsdp=-1")
     return init_sharded(init, jax.random.key(0), rules=RULES, mesh=mesh)
 
@@ -56,8 +56,8 @@ def losses_on_one_device():
     return losses
 
 
-def check_the_state_is_born_as_on_one_device(context: Context) -> None:
-    state, plan = born()
+def check_the_initial_state_is_that_of_one_device(context: Context) -> None:
+    state, plan = initialised()
     assert not state["params"]["up"].is_fully_addressable
     assert ts.diff_shardings(state, plan) == ()
     alone = jax.jit(init)(jax.random.key(0))
@@ -66,14 +66,14 @@ def check_the_state_is_born_as_on_one_device(context: Context) -> None:
 
 
 def check_the_losses_are_those_of_one_device(context: Context) -> None:
-    state, plan = born()
+    state, plan = initialised()
     specs = P(("data", "fsdp"))
     step = jit_step(train_step, plan, batch=specs, donate=False)
     rows = 16 // context.count
     mine = slice(rows * context.index, rows * (context.index + 1))
     losses = []
     for i, batch in enumerate(batches()):
-        # Whole, or each process its rows.
+        # All processes pass the full batch, or each passes its own rows.
         given = batch if i % 2 else ts.from_process_local(batch[mine], specs, plan.mesh)
         state, loss = step(state, given)
         losses.append(float(loss))
