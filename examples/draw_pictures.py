@@ -2,9 +2,10 @@
 
     python -m examples.draw_pictures
 
-Writes to docs/pictures: the plan as rich prints it, how the state lies and how many bytes each
-device holds (`ts.draw`), what the step moves as planned and as compiled (`step.communication`),
-and the loss beside that of one device. `make docs` runs it; the same run draws the same files.
+Writes to docs/pictures: the plan as rich prints it, the sharding of the state with the bytes of
+each device (`ts.draw`), the communication of a step as planned and as compiled
+(`step.communication`), and the loss next to that of one device. `make docs` runs it; the same run
+draws the same files.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from treeshard.training import init_sharded, jit_step
 
 PLANNED, COMPILED = "#7570b3", "#1b9e77"
 
-# What rich puts its lines into: no frame, and no font from elsewhere.
+# The template for rich: without a frame, and with local fonts only.
 SVG = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -64,7 +65,7 @@ def main(argv=None):
     text, _ = train_fsdp.read_text(args.text_bytes)
     first = next(train_fsdp.batches(text, args))
 
-    # The optimizer's moments lie as the parameters do: these are enough to see it.
+    # The optimizer's moments are sharded like the parameters, so drawing these is enough.
     draw_plan(ts.plan(state.model, train_fsdp.RULES, mesh), chosen.to / "plan.svg")
     ts.draw(state.model, to=chosen.to / "bytes.svg")
     moved = step.communication(state, first, scan="blocks", remat="blocks")
@@ -99,7 +100,7 @@ def draw_plan(plan, path):
 
 
 def draw_communication(moved, path):
-    """Bytes per kind of collective, as planned and as compiled, with how many there are."""
+    """Bytes and counts per kind of collective, as planned and as compiled."""
     rows = moved.rows[::-1]
     figure = Figure(figsize=(8, 0.6 + 0.8 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xlabel="MiB per step", title="what a step moves")
@@ -126,7 +127,7 @@ def draw_losses(losses, path):
 
 
 def save(figure, path):
-    """Text stays text, and the same figure is the same file."""
+    """Saves text as text, and the same figure as the same file."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "treeshard"}):
         figure.savefig(path, metadata={"Date": None, "Creator": None})
 

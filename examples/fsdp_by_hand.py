@@ -1,13 +1,14 @@
-"""Trains a small classifier on 8 devices by hand: data parallel, then fully sharded.
+"""Trains a small classifier on 8 devices with `shard_map`: data parallel, then fully sharded.
 
     python examples/fsdp_by_hand.py
 
-The step below runs once per device, inside `jax.shard_map`, and says itself what is gathered
-and what is averaged. Between the two runs only the rules change, which decide how parameters
-lie; the losses are the same. The example is that of the UvA deep-learning tutorials, in Equinox.
+The step below runs once per device, inside `jax.shard_map`, and itself gathers parameters and
+averages gradients. Between the two runs only the rules change, which decide how parameters are
+sharded; the losses are the same. The example is that of the UvA deep-learning tutorials, in
+Equinox.
 
-The data are noise, labelled by a random linear teacher: one batch, learned by heart in 15
-steps. They stand in for a real data set, and accuracy on them says nothing more.
+The data are random, labelled by a random linear teacher: one batch, which the model memorises in
+15 steps. They replace a real data set, so the accuracy has no further meaning.
 """
 
 import argparse
@@ -30,8 +31,8 @@ from treeshard.training import (
     shard_map_step,
 )
 
-DATA_PARALLEL = [(".*", None)]  # everything whole on every device
-# The largest dim that divides. (Equinox stores weights as (out, in), Flax as (in, out).)
+DATA_PARALLEL = [(".*", None)]  # every leaf is replicated
+# Shards the largest divisible dim. (Equinox stores weights as (out, in), Flax as (in, out).)
 FULLY_SHARDED = [(".*", ts.fsdp("data", min_size=2**4))]
 
 
@@ -79,9 +80,9 @@ def loss_fn(model, batch, key):
 
 
 def make_step(args, optimizer, plan):
-    """A step that runs once per device, on its part of the state and of the batch."""
-    # Gathers the parameters, as bfloat16; differentiates; scatters the gradients, and adds them
-    # to float32 parameters. What the plan left whole is not gathered, and its gradients averaged.
+    """A step that runs once per device, on its shards of the state and of the batch."""
+    # Gathers the parameters in bfloat16, differentiates, and reduce-scatters the gradients, which
+    # come back in float32. Replicated leaves are not gathered; their gradients are averaged.
     grad = value_and_grad(loss_fn, "data", plan.specs.model, has_aux=True, dtype=jnp.bfloat16)
 
     @shard_map_step(plan=plan, batch=P("data"))
@@ -92,7 +93,7 @@ def make_step(args, optimizer, plan):
             (_, metrics), grads = grad(state.model, minibatch, key)
             return grads, metrics
 
-        # Every device drops out other units of its rows.
+        # Each device drops different units.
         key = fold_rng_over_axis(key, "data")
         grads, metrics = accumulate_gradients(grad_fn, batch, args.minibatches, key)
         updates, opt_state = optimizer.update(
@@ -112,7 +113,7 @@ def train(title, rules, args, batch):
     state, plan = init_sharded(make_init(args, optimizer), key, rules=rules, mesh=mesh)
     step = make_step(args, optimizer, plan)
 
-    print(f"{title}: how every leaf lies\n{plan}\n")
+    print(f"{title}: how each leaf is sharded\n{plan}\n")
     losses, metrics = [], None
     for _ in range(args.steps):
         state, step_metrics = step(state, batch)
@@ -126,7 +127,7 @@ def train(title, rules, args, batch):
 
 
 def make_batch(args):
-    """Noise, with the labels that a random linear teacher gives it."""
+    """Random inputs, labelled by a random linear teacher."""
     rng = np.random.default_rng(args.seed)
     images = rng.normal(size=(args.batch, args.inputs)).astype(np.float32)
     teacher = rng.normal(size=(args.inputs, args.classes))
@@ -139,7 +140,7 @@ def parse(argv=None):
     )
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--batch", type=int, default=128, help="rows per step")
-    parser.add_argument("--minibatches", type=int, default=4, help="parts that a step takes it in")
+    parser.add_argument("--minibatches", type=int, default=4, help="minibatches per step")
     parser.add_argument("--inputs", type=int, default=784)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--classes", type=int, default=10)
@@ -151,14 +152,14 @@ def parse(argv=None):
 
 def main(argv=None):
     args = parse(argv)
-    ts.simulate_devices(8)  # accelerators, where there are any, still come first
+    ts.simulate_devices(8)  # JAX still prefers real accelerators
     batch = make_batch(args)
-    whole, _ = train("data parallel", DATA_PARALLEL, args, batch)
+    replicated, _ = train("data parallel", DATA_PARALLEL, args, batch)
     sharded, _ = train("fully sharded", FULLY_SHARDED, args, batch)
-    gap = max(abs(a - b) for a, b in zip(whole, sharded, strict=True))
+    gap = max(abs(a - b) for a, b in zip(replicated, sharded, strict=True))
     print(f"the losses of the two differ by {gap:.1e} at most")
-    if gap > 1e-2:  # bfloat16 has three digits, and the gradients are added up in another order
-        sys.exit("fully sharded training does not go where data parallel training goes")
+    if gap > 1e-2:  # bfloat16 has three digits, and the order of summation differs
+        sys.exit("fully sharded training has other losses than data parallel training")
 
 
 if __name__ == "__main__":

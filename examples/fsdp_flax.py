@@ -1,15 +1,15 @@
-"""Trains a small Flax classifier on 8 devices by hand, its parameters in boxes that say how
-they are sharded.
+"""Trains a small Flax classifier on 8 devices with `shard_map`; boxes around its parameters carry
+their specs.
 
     python examples/fsdp_flax.py
 
 The same as `fsdp_by_hand.py`, in Linen and without a plan: a wrapped `nn.Dense` keeps this
-device's part of its parameters when it is initialised, in boxes (`nn.Partitioned`), and gathers
-them when it is called. How the state lies is then read off the boxes. This is how the UvA
-deep-learning tutorials do it; `--whole` trains data parallel instead.
+device's shards of its parameters when it is initialised, in boxes (`nn.Partitioned`), and gathers
+them when it is called. The specs of the state are then read from the boxes, as in the UvA
+deep-learning tutorials. `--whole` trains data parallel instead.
 
-The data are noise, labelled by a random linear teacher: one batch, learned by heart in 15
-steps. They stand in for a real data set, and accuracy on them says nothing more.
+The data are random, labelled by a random linear teacher: one batch, which the model memorises in
+15 steps. They replace a real data set, so the accuracy has no further meaning.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def make_model(args):
 
 
 def make_init(args, model):
-    """The init of one device: its part of the parameters and of the optimizer's state."""
+    """The init of one device: its shards of the parameters and of the optimizer's state."""
     optimizer = optax.adamw(args.lr)
 
     def init(key, x):
@@ -77,9 +77,9 @@ def loss_fn(params, apply_fn, batch, key):
 
 
 def step(state, batch, key, minibatches):
-    """The step of one device, on its part of the state and of the batch."""
+    """The step of one device, on its shards of the state and of the batch."""
     key = fold_rng_over_axis(jax.random.fold_in(key, state.step), "data")
-    params = vary(state.params, "data")  # so that gradients stay this device's, until the end
+    params = vary(state.params, "data")  # keeps gradients per device until `sync_gradients`
 
     def grad_fn(minibatch, key):
         grad = jax.value_and_grad(loss_fn, has_aux=True)
@@ -87,12 +87,12 @@ def step(state, batch, key, minibatches):
         return grads, metrics
 
     grads, metrics = accumulate_gradients(grad_fn, batch, minibatches, key)
-    grads = sync_gradients(grads, "data")  # of what no axis shards; the others are averages
+    grads = sync_gradients(grads, "data")  # averages those of replicated leaves
     return state.apply_gradients(grads=grads), metrics.reduce("data")
 
 
 def make_batch(args):
-    """Noise, with the labels that a random linear teacher gives it."""
+    """Random inputs, labelled by a random linear teacher."""
     rng = np.random.default_rng(args.seed)
     images = rng.normal(size=(args.batch, args.inputs)).astype(np.float32)
     teacher = rng.normal(size=(args.inputs, args.classes))
@@ -107,7 +107,7 @@ def parse(argv=None):
     parser.add_argument("--whole", action="store_true", help="data parallel: nothing is sharded")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--batch", type=int, default=128, help="rows per step")
-    parser.add_argument("--minibatches", type=int, default=4, help="parts that a step takes it in")
+    parser.add_argument("--minibatches", type=int, default=4, help="minibatches per step")
     parser.add_argument("--inputs", type=int, default=784)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--classes", type=int, default=10)
@@ -119,12 +119,12 @@ def parse(argv=None):
 
 def main(argv=None):
     args = parse(argv)
-    ts.simulate_devices(8)  # accelerators, where there are any, still come first
+    ts.simulate_devices(8)  # JAX still prefers real accelerators
     mesh = ts.make_mesh("data=-1")
     batch = ts.shard(make_batch(args), P("data"), mesh)
     init_key, key = jax.random.split(jax.random.key(args.seed))
 
-    # Shapes first, and from their boxes the specs; then born sharded.
+    # Shapes first, then the specs from their boxes, then the sharded initialisation.
     init = make_init(args, make_model(args))
     on_mesh = partial(jax.shard_map, init, mesh=mesh, in_specs=(P(), P("data")))
     shapes = jax.eval_shape(on_mesh(out_specs=P(), check_vma=False), init_key, batch[0])

@@ -1,10 +1,10 @@
-"""Trains on two processes of four devices each, loses one in the middle, and goes on.
+"""Trains on two processes with four devices each; one is killed midway, and training resumes.
 
     python examples/multiprocess.py             # starts both here, kills one, starts both again
     python examples/multiprocess.py --worker    # on a cluster: this, once per process
 
-What several processes change in a training script stands in `worker`: four lines. The model and
-the step are those of `train_fsdp.py`.
+Several processes change four lines of a training script, all in `worker`. The model and the step
+are those of `train_fsdp.py`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from treeshard.training import init_sharded, jit_step
 
 PROCESSES, DEVICES = 2, 4
 
-# ------------------------------------------------------------------ what every process runs
+# ------------------------------------------------------------------ each process
 
 
 def worker(args):
@@ -44,7 +44,7 @@ def worker(args):
     with Checkpoints(args.directory, every=args.every, keep=2) as checkpoints:
         done, state = checkpoints.restore_latest(plan) or (0, state)
         if done:
-            say(f"goes on after step {done}")
+            say(f"resumes after step {done}")
         for i, part in my_batches(args, done):
             batch = ts.from_process_local(part, batch_specs, mesh)
             state, loss = step(state, batch)
@@ -53,9 +53,9 @@ def worker(args):
 
 
 def join(args):
-    """Finds the other processes."""
+    """Connects to the other processes."""
     if args.coordinator is None:
-        jax.distributed.initialize()  # SLURM, Open MPI, Kubernetes and Cloud TPU tell it the rest
+        jax.distributed.initialize()  # SLURM, Open MPI, Kubernetes and Cloud TPU configure it
         return
     ts.simulate_devices(DEVICES)
     jax.distributed.initialize(
@@ -64,12 +64,12 @@ def join(args):
 
 
 def my_batches(args, done):
-    """`(step, this process's rows of its batch)` for all steps that are left."""
+    """`(step, this process's rows of its batch)` for all remaining steps."""
     text, _ = read_text(args.text_bytes)
     rows = args.batch // jax.process_count()
     mine = slice(rows * jax.process_index(), rows * (jax.process_index() + 1))
     for i, whole in zip(range(1, args.steps + 1), whole_batches(text, args), strict=False):
-        if i > done:  # the same batches as if nothing had happened
+        if i > done:  # the same batches as in an uninterrupted run
             yield i, whole[mine]
 
 
@@ -78,7 +78,7 @@ def say(text):
         print(text, flush=True)
 
 
-# ------------------------------------------------------------------ what starts them here
+# ------------------------------------------------------------------ the driver
 
 
 def drive(args):
@@ -100,7 +100,7 @@ def run(args, kill=None, at=None):
     started, losses = start(args), {}
     try:
         for line in started[0].stdout:
-            if not line.startswith("[Gloo]"):  # the network says what it connects
+            if not line.startswith("[Gloo]"):  # log lines of the network library
                 print("  ", line, end="")
             if found := re.match(r"step (\d+) loss (\S+)", line):
                 losses[int(found[1])] = found[2]
@@ -142,8 +142,8 @@ def parse(argv=None):
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--kill-at", type=int, default=25, help="the step at which one is killed")
     add_sizes(parser, steps=40, layers=4)
-    parser.add_argument("--worker", action="store_true", help="be one of the processes")
-    parser.add_argument("--coordinator", help="host:port of process 0; found by itself on clusters")
+    parser.add_argument("--worker", action="store_true", help="run as one of the processes")
+    parser.add_argument("--coordinator", help="host:port of process 0; clusters provide it")
     parser.add_argument("--process", type=int, help="the index of this process")
     return parser.parse_args(argv)
 

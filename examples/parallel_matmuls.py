@@ -1,10 +1,10 @@
-"""Four ways to split a matrix product over 2 x 4 devices, each against the whole product.
+"""Four ways to split a matrix product over 2 x 4 devices, compared with the product on one.
 
     python examples/parallel_matmuls.py
 
 FSDP splits rows of the input and gathers weights; tensor parallelism splits weights and gathers
-activations. The first three are written for one device and run once on each (`jax.shard_map`);
-the fourth is plain code, for which the compiler works the same out from how its inputs lie.
+activations. The first three run once per device, on its shards (`jax.shard_map`); the fourth is
+plain code, for which the compiler derives the same from the shardings of its inputs.
 """
 
 import argparse
@@ -23,33 +23,33 @@ from treeshard.manual import column_parallel, gather_params, row_parallel
 
 
 def product(x, up, down):
-    """What is computed, on one device."""
+    """The computation on one device."""
     return jax.nn.relu(x @ up) @ down
 
 
 def fsdp(x, up, down):
-    """Every device has some rows of x, and parts of the weights, gathered before use."""
+    """Each device has some rows of x, and shards of the weights, gathered before use."""
     up, down = gather_params((up, down), "data", P("data"))
     return product(x, up, down)
 
 
 def tensor_parallel(x, up, down):
-    """Every device has some hidden units: columns of `up`, rows of `down`.
+    """Each device has some hidden units: columns of `up`, rows of `down`.
 
-    The features of x are split too: they are gathered on the way in, and reduce-scattered on
-    the way out.
+    The features of x are split too: they are all-gathered at the start, and the result is
+    reduce-scattered.
     """
     hidden = jax.nn.relu(column_parallel(x, up, "model", dim=-1))
     return row_parallel(hidden, down, "model", dim=-1)
 
 
 def both(x, up, down):
-    """The weights of tensor parallelism, split over the other axis as well, for memory."""
+    """Tensor parallelism with weights that are also split over the other axis, to save memory."""
     up, down = gather_params((up, down), "data", (P("data", "model"), P("model", "data")))
     return tensor_parallel(x, up, down)
 
 
-# How x, up and down lie, and the result.
+# The specs of x, up and down, and of the result.
 FSDP = (P("data"), P("data"), P("data")), P("data")
 TENSOR = (P(None, "model"), P(None, "model"), P("model")), P(None, "model")
 BOTH = (P("data", "model"), P("data", "model"), P("model", "data")), P("data", "model")
@@ -65,7 +65,7 @@ def by_jit(mesh, in_specs, out_specs):
 
 
 def sent(compiled):
-    """What the compiled program communicates."""
+    """The collectives of the compiled program."""
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     counts = Counter(re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text()))
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "nothing"
@@ -84,7 +84,7 @@ def parse(argv=None):
 
 def main(argv=None):
     args = parse(argv)
-    ts.simulate_devices(8)  # accelerators, where there are any, still come first
+    ts.simulate_devices(8)  # JAX still prefers real accelerators
     mesh = ts.make_mesh(args.mesh)
     shapes = (args.rows, args.features), (args.features, args.hidden), (args.hidden, args.features)
     rng = np.random.default_rng(0)
@@ -103,10 +103,10 @@ def main(argv=None):
         out = f(*placed)
         error = np.abs(ts.gather(out) - wanted).max() / np.abs(wanted).max()
         wrong |= bool(error > 1e-5)
-        print(f"{name:<25} off by {error:.1e}; result lies as {out.sharding.spec}")
+        print(f"{name:<25} off by {error:.1e}; result sharded as {out.sharding.spec}")
         print(f"{'':<25} sends {sent(f.lower(*placed).compile())}")
     if wrong:
-        sys.exit("a product on several devices is not that of one")
+        sys.exit("a product on several devices differs from the product on one")
 
 
 if __name__ == "__main__":

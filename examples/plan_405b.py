@@ -1,10 +1,10 @@
-"""Plans the training state of a 405B-parameter decoder on thousands of devices, without one.
+"""Plans the training state of a 405B-parameter decoder for thousands of devices, without any.
 
     python examples/plan_405b.py
     python examples/plan_405b.py --memory 80GB --mesh "data=16,fsdp=256,tensor=8"
 
-Shapes only: parameters, gradients and AdamW's two moments. It prints what a device holds on
-several meshes side by side, whether that fits, what stays whole, and why.
+It uses shapes only: parameters, gradients and AdamW's two moments. It compares several meshes:
+the bytes per device, whether they fit, which leaves are replicated, and why.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MESHES = [
     "fsdp=1024,tensor=64",
 ]
 
-# What multiplies the activations' last dim is split by column, what brings it back by row.
+# Weights that expand the activations' last dim are split by column, those that reduce it by row.
 RULES = [
     ("norm", None),
     (r"attn/(q|k|v)$|mlp/(gate|up)$|head", P("fsdp", "tensor")),
@@ -82,7 +82,7 @@ PARTS = ("params", "grads", "opt_state")
 
 
 def held_on_a_device(plan):
-    """The bytes of each part of the state on the fullest device, of all, and of whole leaves."""
+    """The bytes per device of each part of the state, of all, and of replicated leaves."""
     held = dict.fromkeys((*PARTS, "in all", "of it whole"), 0)
     for leaf in plan.leaves:
         count = leaf.bytes_per_device(plan.mesh)
@@ -93,14 +93,14 @@ def held_on_a_device(plan):
 
 
 def moved_in_a_step(plan):
-    """What weights and gradients a step has to move: the bytes of all its payloads."""
+    """The bytes of the weights and gradients that a step has to move."""
     batch = P(tuple(axis for axis in plan.mesh.axis_names if axis in ("data", "fsdp")))
     planned = ts.predict_communication(plan, batch=batch, params="^params", remat="layers")
     return sum(transfer.total_bytes for transfer in planned)
 
 
 def compare(plans, memory):
-    """A line a mesh: devices, what each holds of every part, whether it fits, what it moves."""
+    """Prints one line per mesh: devices, bytes per device, whether they fit, bytes moved."""
     rows = [
         ("mesh", "devices", *PARTS, "in all", "of it whole", "fits", "moved a step", "planned in")
     ]
@@ -118,7 +118,7 @@ def compare(plans, memory):
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", action="append", help="a mesh to plan for; may be repeated")
-    parser.add_argument("--memory", default="80GB", help="what a device has for the state")
+    parser.add_argument("--memory", default="80GB", help="memory of a device for the state")
     return parser.parse_args(argv)
 
 
@@ -138,9 +138,9 @@ def main(argv=None):
 
     for text, (plan, _) in plans.items():
         print(f"\nOn {text}:")
-        for finding in plan.findings or ["nothing is wrong, and nothing large stays whole."]:
+        for finding in plan.findings or ["no findings: no large leaf is replicated."]:
             print(f"  {finding}")
-    print(f"\nEvery leaf of the last, with what decided it:\n\n{plan}")
+    print(f"\nEach leaf of the last plan, with the rule that decided it:\n\n{plan}")
     return plans
 
 

@@ -2,10 +2,11 @@
 
     python examples/tensor_parallel.py
 
-The same layer stands here in Equinox and in Flax nnx, and each runs in two ways. By jit, the
-layer is as on one device, and rules for its weights are all that the compiler is told. By hand,
-the layer runs once per device, on its part of the weights, and says itself where devices meet:
-once after attention, and once after the MLP. Outputs and gradients are those of one device.
+The same layer is written in Equinox and in Flax nnx, and each runs in two ways. By jit, the
+layer is written as for one device, and the compiler gets nothing but the specs of its weights.
+By hand, the layer runs once per device, on its shards of the weights, and itself sums over the
+devices: once after attention, and once after the MLP. Outputs and gradients are those of one
+device.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from treeshard.manual import parallel_attention, parallel_mlp, value_and_grad
 
-# A weight that makes heads or hidden units is split by them; so is one that takes them in.
+# A weight that produces heads or hidden units is split by them; so is one that consumes them.
 EQUINOX_RULES = [  # Equinox stores weights as (out, in)
     ("(q|k|v|up)/weight", P("tensor", None)),
     ("(o|down)/weight", P(None, "tensor")),
@@ -48,7 +49,7 @@ def normalize(x, scale):
 
 
 def layer_by_hand(w, x, head_width):
-    """The layer of one device: `w` has its parts of the weights, each (in, out)."""
+    """The layer of one device: `w` has its shards of the weights, each (in, out)."""
     qkv = (w["q"], w["k"], w["v"])
     inner = normalize(x, w["norm1"])
     x = x + parallel_attention(inner, qkv, w["o"], "tensor", head_width=head_width, attend=attend)
@@ -145,13 +146,13 @@ def loss_of(layer):
 
 
 def by_jit(layer):
-    """The layer as on one device: how its inputs lie says all."""
+    """The layer as on one device: the compiler follows the shardings of its inputs."""
     return jax.jit(jax.value_and_grad(loss_of(layer), has_aux=True))
 
 
 def by_hand(layer, plan):
-    """The layer once per device, on its part of the weights and on its rows."""
-    # Gradients are averaged over rows; what happens over "tensor" is the layer's own concern.
+    """The layer once per device, on its shards of the weights and on its rows."""
+    # Gradients are averaged over rows; the layer itself sums over "tensor".
     grad = value_and_grad(loss_of(layer), "data", plan, has_aux=True)
     rows = P("data")
     in_specs, out_specs = (plan.specs, rows), ((P(), rows), plan.specs)
@@ -201,7 +202,7 @@ def parse(argv=None):
 
 def main(argv=None):
     args = parse(argv)
-    ts.simulate_devices(8)  # accelerators, where there are any, still come first
+    ts.simulate_devices(8)  # JAX still prefers real accelerators
     x = np.random.default_rng(0).normal(size=(args.batch, args.time, args.width))
     x = x.astype(np.float32)
     worst = max(
@@ -209,7 +210,7 @@ def main(argv=None):
         compare("nnx", *nnx_layer(args), NNX_RULES, x, args),
     )
     if worst > 1e-5:
-        sys.exit("the layer on several devices is not that on one")
+        sys.exit("the layer on several devices differs from the layer on one")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
     python examples/train_fsdp.py
     python examples/train_fsdp.py --mesh "data=4,fsdp=2" --steps 50
 
-It runs on the accelerators that are there, or else on 8 simulated CPU devices. Everything
-about sharding stands in `main`; the rest is a model and a loop as you would write them for
-one device.
+It runs on the accelerators of this machine, or else on 8 simulated CPU devices. Everything about
+sharding is in `main`; the rest is a model and a loop as you would write them for one device.
 """
 
 import argparse
@@ -28,11 +27,11 @@ from treeshard.training import init_sharded, jit_step
 
 VOCAB = 256  # bytes
 
-# The first pattern that is found in a leaf's path decides. Optimizer state lies like its
-# parameter, since its paths hold the parameter's: opt_state/0/mu/blocks/attn/q/weight.
+# The first pattern that matches a leaf's path decides. Optimizer state is sharded like its
+# parameter, since its paths contain the parameter's: opt_state/0/mu/blocks/attn/q/weight.
 RULES = [
     ("norm", None),  # replicate
-    (".*", ts.fsdp("fsdp")),  # shard the largest dim that divides
+    (".*", ts.fsdp("fsdp")),  # shard the largest divisible dim
 ]
 
 # ------------------------------------------------------------------ the model
@@ -114,7 +113,7 @@ class Transformer(eqx.Module):
         """Logits `(time, VOCAB)` for tokens `(time,)`. Without a key there is no dropout."""
         embed, head, block_specs = self.embed, self.head, None
         if specs is not None:
-            # Without a word about where to gather weights, the compiler may move activations.
+            # Without these constraints the compiler may move activations instead of weights.
             embed = ts.unshard(embed, specs.embed, "fsdp")
             head = ts.unshard(head, specs.head, "fsdp")
             block_specs = ts.layer_specs(specs.blocks)
@@ -123,7 +122,7 @@ class Transformer(eqx.Module):
         @jax.checkpoint
         def layer(x, this):
             weights, key = this
-            weights = ts.unshard(weights, block_specs, "fsdp")  # this layer's, here and only here
+            weights = ts.unshard(weights, block_specs, "fsdp")  # only this layer's
             return eqx.combine(weights, static)(x, key), None
 
         keys = None if key is None else jax.random.split(key, len(arrays.norm1.weight))
@@ -132,7 +131,7 @@ class Transformer(eqx.Module):
 
 
 def loss_fn(model, batch, key=None, specs=None):
-    """The mean cross-entropy in nats per byte, of a batch `(size, time + 1)` of bytes."""
+    """The mean cross-entropy in nats per byte of a batch `(size, time + 1)` of bytes."""
     tokens = batch.astype(jnp.int32)
     if key is None:
         logits = jax.vmap(lambda t: model(t, None, specs))(tokens[:, :-1])
@@ -180,7 +179,7 @@ def make_train_step(optimizer, specs=None):
 
 
 def read_text(limit):
-    """The standard library's own source as bytes: (training part, held-out part)."""
+    """The source of the standard library as bytes: (training part, held-out part)."""
     files = sorted(Path(argparse.__file__).parent.glob("*.py"))
     text = np.frombuffer(b"".join(file.read_bytes() for file in files)[:limit], np.uint8)
     return np.split(text, [int(0.95 * len(text))])
@@ -222,12 +221,12 @@ def add_sizes(parser, *, steps, layers):
 
 def main(argv=None):
     args = parse(argv)
-    ts.simulate_devices(8)  # accelerators, where there are any, still come first
+    ts.simulate_devices(8)  # JAX still prefers real accelerators
     train_text, held_out = read_text(args.text_bytes)
     optimizer = make_optimizer(args)
     init, key = make_init(args, optimizer), jax.random.key(args.seed)
 
-    # All the sharding there is. The rest of the loop knows nothing of it.
+    # This is all the code about sharding. The rest of the loop does not change.
     mesh = ts.make_mesh(args.mesh)
     state, plan = init_sharded(init, key, rules=RULES, mesh=mesh)
     batch_specs = P(mesh.axis_names)
@@ -237,7 +236,7 @@ def main(argv=None):
     first = next(batches(train_text, args))
     with jax.set_mesh(mesh):
         grads = raw_gradients(state.model, ts.shard(first, batch_specs), plan.specs.model)
-    print("What the compiled step moves, beside what the plan says:")
+    print("Communication of the compiled step, compared with the plan:")
     print(step.communication(state, first, scan="blocks", remat="blocks"), "\n")
     before = bits_per_byte(state.model, held_out, args)
 
@@ -261,7 +260,7 @@ def main(argv=None):
         compare_with_one_device(make_train_step(optimizer), init, key, grads, losses, args)
 
 
-# ------------------------------------------------------------------ what it reports
+# ------------------------------------------------------------------ reports
 
 
 def raw_gradients(model, batch, specs=None):
@@ -282,7 +281,7 @@ def print_bytes_held(state):
         for piece in x.addressable_shards:
             held[piece.device] += piece.data.nbytes
     even = total / len(held)
-    print(f"bytes of the whole state: {total:,}; an even share: {even:,.0f}")
+    print(f"bytes of the full state: {total:,}; an even share: {even:,.0f}")
     for device, count in held.items():
         print(f"  {device} holds {count:,} ({count / even:.3f} of an even share)")
 
@@ -299,9 +298,9 @@ def draw_losses(losses, path):
 
 
 def go_on_elsewhere(state, step, plan, text, args):
-    """Saves the state, restores it on another mesh, and trains on with both."""
+    """Saves the state, restores it on another mesh, and continues training with both."""
     path = args.out.with_name("train_fsdp_state")
-    shutil.rmtree(path, ignore_errors=True)  # of the last run
+    shutil.rmtree(path, ignore_errors=True)  # from an earlier run
     save(path, state)
     other_plan = plan.on(ts.make_mesh(args.other_mesh))
     other = restore(path, other_plan)
@@ -311,7 +310,7 @@ def go_on_elsewhere(state, step, plan, text, args):
         batch=P(other_plan.mesh.axis_names),
     )
     moved = len(plan.diff(other_plan).changes)
-    print(f"saved to {path}; restored on {args.other_mesh}, where {moved} leaves lie differently")
+    print(f"saved to {path}; restored on {args.other_mesh}; {moved} leaves are sharded differently")
     gaps = []
     for i, batch in zip(range(5), batches(text, args, seed=2), strict=False):
         state, here = step(state, batch)
@@ -319,7 +318,7 @@ def go_on_elsewhere(state, step, plan, text, args):
         gaps.append(abs(float(here) - float(there)))
         print(f"  step {args.steps + i + 1}: loss {float(here):.5f} here, {float(there):.5f} there")
     if max(gaps) > 2e-5:
-        sys.exit("the restored run does not go on as the one that was saved")
+        sys.exit("the restored run has other losses than the saved one")
 
 
 def compare_with_one_device(train_step, init, key, grads, losses, args):
@@ -335,7 +334,9 @@ def compare_with_one_device(train_step, init, key, grads, losses, args):
         state, alone = step(state, batch)
         gaps.append(abs(float(alone) - loss))
     worst = max(jax.tree.leaves(errors))
-    print(f"against one device: raw gradients differ by {worst:.1e} (relative, worst leaf), the")
+    print(
+        f"compared with one device: raw gradients differ by {worst:.1e} (relative, worst leaf), the"
+    )
     print(f"losses of {len(gaps)} steps by {max(gaps):.1e} at most")
     if worst > 1e-5 or max(gaps) > 2e-5:
         sys.exit("the sharded run does not agree with the run on one device")

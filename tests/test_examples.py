@@ -1,4 +1,4 @@
-"""The examples run, in small, and show what they say they show."""
+"""The examples run with small sizes and print what they promise."""
 
 import re
 
@@ -66,7 +66,7 @@ def test_the_demo_compiles_once_and_splits_evenly(fsdp_mesh, compiles) -> None:
 
 
 def test_weights_are_gathered_where_the_example_says(fsdp_mesh) -> None:
-    """Inside the scan, one layer at a time; and no activation moves instead."""
+    """Inside the scan, one layer at a time; and no activation is moved instead."""
     args = train_fsdp.parse([*TINY])
     optimizer = train_fsdp.make_optimizer(args)
     init = train_fsdp.make_init(args, optimizer)

@@ -1,4 +1,4 @@
-"""The examples by hand run, in small, and show what they say they show."""
+"""The examples with `shard_map` run with small sizes and print what they promise."""
 
 import re
 
@@ -42,7 +42,7 @@ def test_fsdp_by_hand(capsys) -> None:
     assert whole[-1] < whole[0] - 0.7
     assert re.search(r"the losses of the two differ by \S+ at most", text)
 
-    sharded = text[text.index("fully sharded: how every leaf lies") :]
+    sharded = text[text.index("fully sharded: how each leaf is sharded") :]
     specs = dict(re.findall(r"^(\S+) +\w+\[.*?\] +(P\(.*?\)) ", sharded, re.M))
     parameters = {
         "input_dense/weight": "P(None, 'data')",
@@ -111,11 +111,11 @@ def test_parallel_matmuls(mesh: str, capsys) -> None:
     ]
 
 
-def test_a_wrong_product_is_seen(monkeypatch) -> None:
+def test_a_wrong_product_ends_in_an_error(monkeypatch) -> None:
     right = parallel_matmuls.row_parallel
     wrong = lambda *args, **how: 1.001 * right(*args, **how)  # noqa: E731
     monkeypatch.setattr(parallel_matmuls, "row_parallel", wrong)
-    with pytest.raises(SystemExit, match="not that of one"):
+    with pytest.raises(SystemExit, match="differs from the product on one"):
         parallel_matmuls.main(["--rows=16", "--features=8", "--hidden=32"])
 
 
@@ -130,7 +130,7 @@ def test_tensor_parallel(capsys) -> None:
 
 
 def test_attention_is_scaled_by_the_width_of_a_head() -> None:
-    """Against softmax written out."""
+    """Compared with softmax written out in numpy."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 4, 8)).astype(np.float32)
     scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(8)
     scores = np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf)
@@ -148,7 +148,7 @@ def test_the_notebooks_sizes() -> None:
 
 
 @pytest.mark.parametrize("kind", bench_collectives.KINDS)
-def test_collectives_give_what_they_should(kind: str) -> None:
+def test_collectives_return_the_right_values(kind: str) -> None:
     mesh = ts.make_mesh("x=2,y=4")
     case = bench_collectives.Case(kind, mesh, "y", 2**12)
     row = bench_collectives.measure(case, rounds=1)  # checks the result

@@ -1,4 +1,4 @@
-"""The example of several processes runs as told: here, and as a cluster would start it."""
+"""The example with several processes runs: started by itself, and as a cluster starts it."""
 
 import os
 import re
@@ -33,17 +33,17 @@ def run(env, tmp_path_factory):
     return directory, done.stdout
 
 
-def test_it_goes_on_after_the_last_checkpoint(run) -> None:
+def test_it_resumes_from_the_last_checkpoint(run) -> None:
     directory, printed = run
     assert re.search(r"== killed process [01] after step 5; starting both again", printed)
-    again = int(re.search(r"goes on after step (\d)", printed)[1])
-    assert again in (2, 4)  # the save of step 4 may not have been whole
+    again = int(re.search(r"resumes after step (\d)", printed)[1])
+    assert again in (2, 4)  # the save of step 4 may not have been complete
     assert f"== {5 - again} steps were trained twice, and their losses are the same" in printed
     assert "done after step 8" in printed
     assert sorted(path.name for path in directory.iterdir() if path.name.isdigit()) == ["6", "8"]
 
 
-def test_slurm_tells_it_the_rest(run, env, tmp_path) -> None:
+def test_slurm_configures_it(run, env, tmp_path) -> None:
     directory, _ = run
     port = str(free_port())
     job = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
@@ -66,6 +66,6 @@ def test_slurm_tells_it_the_rest(run, env, tmp_path) -> None:
     end(started)
     printed = [(tmp_path / f"{i}").read_text() for i in range(2)]
     assert [process.returncode for process in started] == [0, 0], "\n".join(printed)
-    assert "goes on after step 8" in printed[0]
+    assert "resumes after step 8" in printed[0]
     assert "step 10 loss" in printed[0]
     assert "step" not in printed[1]

@@ -18,7 +18,7 @@ def test_it_shows_meshes_side_by_side(capsys) -> None:
     assert abs(int(lines[2][-4]) - 3 * 2 * 405.9 / 8) < 1.5
     assert "warning left-whole" in out
     assert "rule 0 'norm' says so" in out
-    assert "nothing is wrong, and nothing large stays whole." in out
+    assert "no findings: no large leaf is replicated." in out
     assert "params/layers/{0..125}/mlp/gate " in out
     assert not any(f.severity == "error" for plan, _ in plans.values() for f in plan.findings)
 
