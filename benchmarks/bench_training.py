@@ -1,16 +1,20 @@
 """What a training step costs on top of JAX: python -m benchmarks.bench_training"""
 
+import argparse
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from benchmarks._harness import Figure, Row, options, report
+from benchmarks._processes import as_one_of_two, as_two
 from examples import train_fsdp
 from treeshard.training import init_sharded, jit_step
 
@@ -38,7 +42,7 @@ def plus_one(x: Any) -> Any:
 
 
 def dispatch(rounds: int) -> Row:
-    """How long a call takes to return, each with the state that the one before returned."""
+    """The time until a call returns; each call gets the state that the last one returned."""
     mesh = ts.make_mesh("fsdp=8")
     key = jax.random.key(0)
     model, plan = init_sharded(
@@ -61,15 +65,7 @@ def dispatch(rounds: int) -> Row:
         "treeshard": lambda s: step(s, ())[0],
         "filter_jit": filtered,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(rounds + 2):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            states[name] = call(states[name])
-            elapsed = time.perf_counter() - start  # until the call returns, not the devices
-            jax.block_until_ready(states[name])
-            if round_ > 1:
-                seconds[name].append(elapsed)
+    seconds = seconds_to_return(calls, states, rounds)
     took = {name: Figure(times) for name, times in seconds.items()}
     ratio = {name: took[name] / took["dict"] for name in took}
     return Row(
@@ -80,11 +76,73 @@ def dispatch(rounds: int) -> Row:
     )
 
 
+def seconds_to_return(
+    calls: Mapping[str, Callable[[Any], Any]], states: dict[str, Any], rounds: int
+) -> dict[str, list[float]]:
+    """Interleaves calls `state -> state`; counts the time until they return, not the devices."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(rounds + 2):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            states[name] = call(states[name])
+            elapsed = time.perf_counter() - start
+            jax.block_until_ready(states[name])
+            if round_ > 1:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+# ------------------------------------------------------------------ two processes
+
+
+def dispatch_on_one_of_two(rounds: int) -> dict[str, list[float]]:
+    """The same on one of two processes, with a batch that is sharded over both."""
+    mesh = ts.make_mesh("fsdp=8")
+    tree = {f"w{i:02}": np.full((64, 64), 1 / 64, np.float32) for i in range(20)}
+    plan = ts.plan(tree, [(".*", P("fsdp"))], mesh, min_size=0)
+    batch = ts.from_process_local(np.ones((8, 64), np.float32), P("fsdp"), mesh)
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    def train_step(params: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    step = jit_step(train_step, plan, batch=P("fsdp"))
+    shardings = plan.shardings
+    jitted = jax.jit(
+        train_step,
+        in_shardings=(shardings, NamedSharding(mesh, P("fsdp"))),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
+    )
+    states = {name: ts.shard(tree, plan) for name in ("jax.jit", "treeshard")}
+    calls = {
+        "jax.jit": lambda state: jitted(state, batch)[0],
+        "treeshard": lambda state: step(state, batch)[0],
+    }
+    return seconds_to_return(calls, states, rounds)
+
+
+def dispatch_on_two(rounds: int) -> Row:
+    seconds = as_two("benchmarks.bench_training", "--two", f"--rounds={rounds}")[0]
+    took = {name: Figure(times) for name, times in seconds.items()}
+    return Row(
+        "dispatch of jit_step on 2 processes, batch global, x jax.jit",
+        took["treeshard"] / took["jax.jit"],
+        "<= 1.3",
+        {"jax.jit (us)": took["jax.jit"] * 1e6},
+    )
+
+
 # ------------------------------------------------------------------ the demo
 
 
 def demo() -> list[Row]:
-    """Counts and bytes of the main job, read off the run itself."""
+    """Counts and bytes of the main job, taken from the run itself."""
     programs: list[str] = []
 
     def listen(name: str, seconds: float, **_: Any) -> None:
@@ -120,9 +178,17 @@ def demo() -> list[Row]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--two", action="store_true", help="measure as one of two processes")
+    parser.add_argument("--port")
+    parser.add_argument("--index", type=int)
+    chosen = options(parser)
+    rounds = max(chosen.rounds, 30)
+    if chosen.two:
+        as_one_of_two(chosen.port, chosen.index, lambda: dispatch_on_one_of_two(rounds))
+        return
     ts.simulate_devices(8)
-    rounds = options().rounds
-    rows = [dispatch(max(rounds, 30)), *demo()]
+    rows = [dispatch(rounds), dispatch_on_two(rounds), *demo()]
     report("What a training step costs", rows, ("jax", "jaxlib", "equinox", "optax"))
 
 
