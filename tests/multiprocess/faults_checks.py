@@ -126,7 +126,7 @@ def check_a_path_that_is_a_file_is_an_error(context: Context) -> None:
         file.write_text("mine")
     exchange("written", b"")
     refused(context, lambda: Checkpoints(file), "a-file cannot be created: File exists.")
-    refused(context, lambda: save(file, state_at(1)), f"There is a file at {file} already")
+    refused(context, lambda: save(file, state_at(1)), f"There is already a file at {file}")
     refused(
         context, lambda: save(file / "1", state_at(1)), "a-file cannot be created: File exists."
     )
