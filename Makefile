@@ -14,8 +14,8 @@ test: .venv/installed
 # What takes many minutes: every way of training on every mesh, planned against compiled; ten times
 # as many killed processes and damaged checkpoints.
 soak: .venv/installed
-	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/test_communication.py -k planned_is_compiled
-	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/test_killed_saves.py tests/test_damages.py
+	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/communication/test_communication.py -k planned_is_compiled
+	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_killed_saves.py tests/checkpoint/test_damages.py
 
 # The tests on the oldest versions that pyproject.toml allows.
 test-floor: .venv-floor/installed
@@ -33,7 +33,7 @@ bench: .venv-bench/installed
 
 docs: .venv/installed-docs
 	$(BIN)/python -m examples.draw_pictures
-	$(BIN)/python tests/errors_page.py
+	$(BIN)/python tools/errors_page.py
 	$(BIN)/mkdocs build --strict
 
 # The same with the pictures that are there.
@@ -48,9 +48,9 @@ clean:
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
-.venv-floor/installed: pyproject.toml tests/floor.py
+.venv-floor/installed: pyproject.toml tools/floor.py
 	$(PYTHON) -m venv .venv-floor
-	$(PYTHON) tests/floor.py > .venv-floor/floor.txt
+	$(PYTHON) tools/floor.py > .venv-floor/floor.txt
 	.venv-floor/bin/pip install --quiet --constraint .venv-floor/floor.txt --editable ".[dev]"
 	touch $@
 

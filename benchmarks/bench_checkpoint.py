@@ -25,9 +25,8 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from benchmarks._harness import Figure, Row, options, report
 from benchmarks._processes import as_one_of_two, as_two, peak_of
-from treeshard import _checksums
-from treeshard._processes import exchange
-from treeshard.checkpoint import restore, save
+from treeshard._core.processes import exchange
+from treeshard.checkpoint import _checksums, restore, save
 
 LEAVES, MIB = 32, 512
 Samples = dict[str, list[float]]

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks._harness import Row, options, ratios, report
 from benchmarks._optimizers import CASES, SPECS, Case, nested, structs
 from treeshard import leaf_paths, match_partition_rules
-from treeshard._optimizer_state import optimizer_state_specs
+from treeshard._planning.optimizer_state import optimizer_state_specs
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 Way = Callable[[Any, Any, Any, Any], Any]  # (optimizer, state, params, specs) -> specs

@@ -11,8 +11,8 @@ import argparse
 import time
 
 from benchmarks._harness import Figure, Row, options, report
-from treeshard._collectives import collectives
-from treeshard._make_mesh import abstract_mesh
+from treeshard._core.make_mesh import abstract_mesh
+from treeshard.communication.collectives import collectives
 
 MESH = abstract_mesh("data=2,fsdp=4")
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=8\n"

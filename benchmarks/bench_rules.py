@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from benchmarks._harness import Row, options, ratios, report
-from treeshard._plan import plan
-from treeshard._rules import match_partition_rules
-from treeshard._tactics import fsdp
+from treeshard._planning.plan import plan
+from treeshard._planning.rules import match_partition_rules
+from treeshard._planning.tactics import fsdp
 
 Rules = list[tuple[str, Any]]
 MESH = AbstractMesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)

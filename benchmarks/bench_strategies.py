@@ -15,8 +15,8 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from benchmarks._harness import Row, options, ratios, report
 from benchmarks.bench_rules import MESH, all_different, floor, llm, modules, named_layers, rules_of
-from treeshard._infer import infer_sharding
-from treeshard._strategies import parse_strategy
+from treeshard._planning.strategies import parse_strategy
+from treeshard.compat._big_vision import infer_sharding
 
 Strategy = list[tuple[str, str]]
 

@@ -1,7 +1,7 @@
 """The table behind docs/errors.md: every error, warning, finding and code of treeshard.
 
-An entry has code that provokes it and code that avoids it. `tests/test_catalogue.py` runs both, and
-finds names in the sources without an entry; `python tests/errors_page.py` writes the page.
+An entry has code that provokes it and code that avoids it. `tests/repository/test_catalogue.py` runs both, and
+finds names in the sources without an entry; `python tools/errors_page.py` writes the page.
 """
 
 from typing import NamedTuple

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.multiprocess.worker import Context
 from treeshard import ProcessError
-from treeshard._checksums import checksums
-from treeshard._leaf_table import pack, unpack
+from treeshard.checkpoint._checksums import checksums
+from treeshard.checkpoint._table import pack, unpack
 
 DTYPES = ["float32", "bfloat16", "int4", "uint8", "bool", "complex64"]
 

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.multiprocess.worker import Context
-from treeshard._agreement import agreeing
-from treeshard._processes import exchange
+from treeshard._core.processes import agreeing, exchange
 
 HEADLINE = (
     ": the processes do not agree, and nothing was done. All of them must make the same call. The"

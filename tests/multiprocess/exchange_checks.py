@@ -7,7 +7,7 @@ import pytest
 
 from tests.multiprocess.worker import Context
 from treeshard import ProcessError
-from treeshard._processes import exchange, together
+from treeshard._core.processes import exchange, together
 
 
 def check_every_process_receives_every_message(context: Context) -> None:

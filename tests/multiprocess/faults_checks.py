@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.multiprocess.killed_saves_checks import RULES, differing, host_state, like
 from tests.multiprocess.worker import Context
-from treeshard._processes import exchange
+from treeshard._core.processes import exchange
 from treeshard.checkpoint import Checkpoints, restore, save
 from treeshard.interchange import load_safetensors, save_safetensors
 

@@ -18,7 +18,7 @@ import treeshard as ts
 from tests.full_disk import files_of_at_most
 from tests.multiprocess.worker import Context
 from treeshard import CheckpointError, DeletedLeafError, MismatchError, ProcessError
-from treeshard._processes import exchange
+from treeshard._core.processes import exchange
 from treeshard.interchange import load_safetensors, save_safetensors
 
 # path -> dtype, shape, and the spec with which it is saved

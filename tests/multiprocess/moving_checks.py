@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.multiprocess.worker import Context
-from treeshard._parcels import CHUNK, box_of
-from treeshard._processes import exchange, processes_of
+from treeshard._core.arrays import box_of
+from treeshard._core.processes import exchange, processes_of
+from treeshard._placement.transport import CHUNK
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,0 +1,287 @@
+"""The checkpoints of a training run."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils import epath
+from full_disk import files_of_at_most
+from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_array_equal
+
+import treeshard as ts
+from treeshard._disk.files import locked
+from treeshard.checkpoint import Checkpoints, restore, save
+from treeshard.checkpoint import _save as _saving
+from treeshard.checkpoint._checkpoints import _remove
+
+BIG = {"w": np.random.default_rng(0).normal(size=(512, 512))}
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"w": jnp.full((8, 4), step, jnp.float32), "step": step}
+
+
+def left_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_run_saves_and_restores_its_latest_state(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "run", keep=2, every=2) as checkpoints:
+        assert checkpoints.restore_latest(state_at(0)) is None
+        assert (checkpoints.latest, checkpoints.steps()) == (None, ())
+        saved = [checkpoints.save(step, state_at(step)) for step in range(7)]
+        assert saved == [True, False] * 3 + [True]
+        step, again = checkpoints.restore_latest(state_at(0)) or (0, None)
+        assert step == again["step"] == 6
+        assert (again["w"] == 6).all()
+        assert checkpoints.restore(np.int64(4), state_at(0))["step"] == 4
+        assert (checkpoints.latest, checkpoints.steps()) == (6, (4, 6))
+        assert repr(checkpoints) == f"<Checkpoints: {tmp_path}/run, 2 steps>"
+    assert left_in(tmp_path / "run") == ["4", "6"]
+    assert restore(tmp_path / "run" / "4")["step"] == 4
+
+
+def test_a_checkpoint_that_cannot_be_removed_warns(tmp_path: Path) -> None:
+    gone = epath.Path(tmp_path / "1.old")
+    with pytest.warns(ts.ShardingWarning, match=r"1.old cannot be removed: .*No such file"):
+        _remove(gone)
+
+
+def test_all_are_kept_and_written_in_the_foreground_on_request(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, background=False) as checkpoints:
+        for step in range(3):
+            checkpoints.save(step, state_at(step))
+            assert checkpoints.latest == step
+
+
+def test_a_state_may_be_donated_while_it_is_written(tmp_path: Path) -> None:
+    mesh = ts.make_mesh("fsdp=8")
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: -x, tree), donate_argnums=0)
+    specs = {"w": P("fsdp"), "v": P()}
+    for i in range(3):
+        like = {name: np.full((1024, 256), i + 1, np.float32) for name in specs}
+        state = ts.shard(like, specs, mesh)
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(i, state)
+            for _ in range(3):
+                state = step(state)
+        assert (restore(tmp_path / str(i))["w"] == i + 1).all()
+
+
+def test_restore_options_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = ts.make_mesh("fsdp=8")
+    with Checkpoints(tmp_path, compress=True, ocdbt=False, fingerprints=False) as checkpoints:
+        checkpoints.save(1, state_at(1))
+        like = {"w": jax.ShapeDtypeStruct((8, 4), "float16")}
+        options = {"rules": [("w", P("fsdp"))], "mesh": mesh, "cast": "float16", "partial": True}
+        monkeypatch.setenv("MIN_SHARDING_SIZE", "1")
+        found = checkpoints.restore_latest(like, **options)
+        assert found is not None
+        assert found[1]["w"].sharding.spec == P("fsdp")
+        with pytest.raises(TypeError, match="colour"):
+            checkpoints.restore(1, like, colour="red")
+
+
+def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state_at(3))
+        with pytest.raises(ts.CheckpointError, match=f"already a checkpoint at {tmp_path}/3, "):
+            checkpoints.save(3, state_at(4))
+        with pytest.raises(ts.CheckpointError, match="The directory has step 3."):
+            checkpoints.restore(5, state_at(0))
+        assert checkpoints.restore(3, state_at(0))["step"] == 3
+
+
+@pytest.mark.parametrize("wrong", [{"keep": 0}, {"every": 0}, {"keep": -1}], ids=str)
+def test_invalid_arguments_are_errors(wrong: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="both must be positive"):
+        Checkpoints(tmp_path / "run", **wrong)
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match=r"save\(step=-1\)"):
+        checkpoints.save(-1, {})
+
+
+# ------------------------------------------------------------------ writers and readers
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ts.CheckpointError, match="this process is already writing here"):
+            Checkpoints(tmp_path)
+        checkpoints.save(1, state_at(1))
+    Checkpoints(tmp_path).close()
+
+
+def test_a_reader_takes_no_lock(tmp_path: Path) -> None:
+    reader = Checkpoints(tmp_path / "run", read_only=True)
+    assert reader.restore_latest() is None
+    assert not (tmp_path / "run").exists()
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, state_at(1))
+        checkpoints.wait()
+        assert reader.latest == 1
+        with pytest.raises(ts.CheckpointError, match="run: this Checkpoints is read-only"):
+            reader.save(2, state_at(2))
+    with pytest.raises(ts.CheckpointError, match="run: this Checkpoints is closed"):
+        checkpoints.save(2, state_at(2))
+    assert checkpoints.restore(1, state_at(0))["step"] == 1
+
+
+def test_leftovers_of_killed_writers_are_removed_but_not_those_of_live_ones(
+    tmp_path: Path,
+) -> None:
+    for name in ("5.orbax-checkpoint-tmp", "4.orbax-checkpoint-tmp-removed", "x"):
+        (tmp_path / name / "state").mkdir(parents=True)
+    with ts.checkpoint.Checkpoints(tmp_path) as checkpoints:
+        assert left_in(tmp_path) == [".treeshard-lock", "x"]
+        checkpoints.save(5, state_at(5))
+    assert left_in(tmp_path) == ["5", "x"]
+    live = tmp_path / "7.orbax-checkpoint-tmp"
+    live.mkdir()
+    with locked(tmp_path / ".7.treeshard-lock", "7"), Checkpoints(tmp_path):
+        assert live.exists()
+
+
+def test_a_second_writer_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
+    with locked(tmp_path / ".x.treeshard-lock", "x"):
+        with pytest.raises(
+            ts.CheckpointError, match=f"{tmp_path}/x: this process is already writing"
+        ):
+            save(tmp_path / "x", state_at(1))
+        save(tmp_path / "y", state_at(1))
+    left = tmp_path / "x.orbax-checkpoint-tmp"
+    left.mkdir()
+    save(tmp_path / "x", state_at(1))
+    assert left_in(tmp_path) == ["x", "y"]
+
+
+def test_two_runs_save_at_the_same_time(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "a") as a, Checkpoints(tmp_path / "b") as b:
+        for step in range(3):
+            a.save(step, {**BIG, "step": step})
+            b.save(step, state_at(step))
+    for step in range(3):
+        assert restore(tmp_path / "a" / str(step))["step"] == step
+        assert_array_equal(restore(tmp_path / "a" / str(step))["w"], BIG["w"])
+        assert_array_equal(restore(tmp_path / "b" / str(step))["w"], state_at(step)["w"])
+
+
+def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ts.CheckpointError, match=r"file cannot be created: File exists"):
+        Checkpoints(tmp_path / "file")
+
+
+# ------------------------------------------------------------------ failures
+
+
+def test_a_full_disk_changes_no_earlier_checkpoint(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, background=False) as checkpoints:
+        checkpoints.save(1, state_at(1))
+        with files_of_at_most(100_000), pytest.raises(ts.CheckpointError) as told:
+            checkpoints.save(2, BIG)
+        assert f"{tmp_path}/2 was not saved; what existed before is unchanged. " in str(told.value)
+        assert "File too large" in str(told.value)
+        assert checkpoints.steps() == (1,)
+        assert left_in(tmp_path) == [".treeshard-lock", "1"]
+        checkpoints.save(2, BIG)
+        assert (restore(tmp_path / "2")["w"] == BIG["w"]).all()
+    assert left_in(tmp_path) == ["1", "2"]
+
+
+def test_a_disk_too_full_for_the_table_changes_no_earlier_checkpoint(tmp_path: Path) -> None:
+    """The last step fails, on process 0 alone."""
+    tree = {f"layers/{i}": i for i in range(2000)}
+    with files_of_at_most(10_000), pytest.raises(ts.CheckpointError, match="File too large"):
+        save(tmp_path / "x", tree)
+    assert left_in(tmp_path) == []
+
+
+def test_a_background_failure_is_raised_once(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    with files_of_at_most(100_000):
+        checkpoints.save(1, BIG)
+        checkpoints._writing._end.exception()  # wait until it has failed
+    with pytest.raises(ts.CheckpointError, match="1 was not saved"):
+        checkpoints.save(2, state_at(2))
+    checkpoints.save(2, state_at(2))
+    with files_of_at_most(100_000):
+        checkpoints.wait()
+        checkpoints.save(3, BIG)
+        with pytest.raises(ts.CheckpointError, match="3 was not saved"):
+            checkpoints.close()
+    checkpoints.close()
+    assert left_in(tmp_path) == ["2"]
+
+
+INTERRUPTED = """
+import signal, sys, threading
+import numpy as np
+import treeshard as ts
+from pathlib import Path
+from treeshard.checkpoint import Checkpoints
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore SIGINT for background jobs
+directory = Path(sys.argv[1])
+w = np.ones((24, 1024, 1024))
+with Checkpoints(directory, background=False) as checkpoints:
+    checkpoints.save(1, {"w": w[0], "step": 1})
+    print("saving", flush=True)
+    try:
+        checkpoints.save(2, {"w": w})
+    except KeyboardInterrupt:
+        print("interrupted", [t.name for t in threading.enumerate() if "treeshard" in t.name])
+        raise
+"""
+
+
+def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "run")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "saving\n"
+        until = time.monotonic() + 60
+        while not list((tmp_path / "run").glob("2.*/state/*/d/*")):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert "interrupted" in out, err
+    assert "KeyboardInterrupt" in err
+    left = left_in(tmp_path / "run")
+    assert left[0] == "1"
+    assert set(left) <= {"1", "2"}
+    assert restore(tmp_path / "run" / "1")["step"] == 1
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(3, state_at(3))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_failure_in_the_checksums_leaves_no_files(error, tmp_path: Path, monkeypatch) -> None:
+    """Checksums are computed while the arrays are written."""
+
+    def stopped(*args: Any, **options: Any) -> list[int]:
+        raise error
+
+    monkeypatch.setattr(_saving, "checksums", stopped)
+    for _ in range(5):
+        with pytest.raises(error):
+            save(tmp_path / "x", BIG)
+        assert left_in(tmp_path) == []
+    monkeypatch.undo()
+    save(tmp_path / "x", BIG)
+    assert_array_equal(restore(tmp_path / "x")["w"], BIG["w"])
+
+
+def test_opening_a_directory_removes_leftovers_of_killed_writers(tmp_path: Path) -> None:
+    (tmp_path / ".33.treeshard-lock").write_text("process 9")
+    (tmp_path / "34.orbax-checkpoint-tmp-1").mkdir()
+    with Checkpoints(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == [".treeshard-lock"]
+    assert not list(tmp_path.iterdir())

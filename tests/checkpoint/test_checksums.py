@@ -1,0 +1,261 @@
+"""The checksum of an array equals zlib's CRC-32 of its bytes, for every sharding."""
+
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from isal import isal_zlib
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.multiprocess import checksum_checks, launcher
+from treeshard.checkpoint import _checksums
+from treeshard.checkpoint._checksums import _of_runs, checksum, checksums
+
+DTYPES = ["float32", "bfloat16", "float16", "int8", "uint16", "bool", "complex64"]
+DTYPES += ["int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "float8_e8m0fnu"]
+
+
+def zlibs(x: Any) -> int:
+    return zlib.crc32(np.asarray(x).tobytes())
+
+
+def some(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    """Random bits, except for the unused bits of numbers smaller than a byte."""
+    bits = np.random.default_rng(seed).integers(0, 256, (*shape, jnp.dtype(dtype).itemsize))
+    if dtype == "bool":
+        bits %= 2
+    elif dtype[-1] in "24" or dtype == "float4_e2m1fn":
+        bits %= 4 if dtype.endswith("2") else 16
+    return bits.astype(np.uint8).view(jnp.dtype(dtype))[..., 0]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[np.ndarray, NamedSharding]:
+    """An array and a sharding: meshes of one to three axes, devices in any order."""
+    sizes = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2)]))
+    devices = np.array(draw(st.permutations(jax.devices()))).reshape(sizes)
+    axes = "abc"[: len(sizes)]
+    mesh = Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    rank = draw(st.integers(0, 4))
+    dims: list[list[str]] = [[] for _ in range(rank)]
+    for axis in draw(st.permutations(axes)):
+        if (dim := draw(st.integers(-1, rank - 1))) >= 0:
+            dims[dim].append(axis)
+    spec = P(*[tuple(entry) or None for entry in dims])
+    parts = [int(np.prod([mesh.shape[axis] for axis in entry])) for entry in dims]
+    factors = draw(st.lists(st.sampled_from([0, 1, 2, 3, 7, 16]), min_size=rank, max_size=rank))
+    shape = tuple(part * factor for part, factor in zip(parts, factors, strict=True))
+    dtype = draw(st.sampled_from(DTYPES))
+    return some(shape, dtype, draw(st.integers(0, 99))), NamedSharding(mesh, spec)
+
+
+@settings(max_examples=250, deadline=None)
+@given(layouts())
+def test_checksums_do_not_depend_on_the_sharding(layout: tuple[np.ndarray, NamedSharding]) -> None:
+    host, sharding = layout
+    placed = jax.device_put(host, sharding)
+    assert checksums([placed, host], "reading") == [zlibs(host)] * 2
+    assert zlibs(placed) == checksum(host) == zlibs(host)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 31, 32, 33, 63, 64, 65, 66, 200])
+@pytest.mark.parametrize("dtype", ["int8", "uint4", "bfloat16", "float32", "complex64"])
+def test_checksums_do_not_depend_on_run_length_or_block_size(
+    length, dtype, mesh, monkeypatch
+) -> None:
+    monkeypatch.setattr(_checksums, "BLOCK", 2 * _checksums.SHORT)
+    hosts = [some((5, 6, 4 * length), dtype), some((8, 2 * length), dtype)]
+    specs = [P(None, "data", "fsdp"), P("fsdp", "data")]
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    placed = jax.device_put(hosts, shardings)
+    assert checksums(placed, "reading") == list(map(zlibs, hosts))
+
+
+def test_large_arrays(mesh) -> None:
+    host = some((256, 3, 4096), "float32")
+    specs = [P(), P("data"), P("fsdp", None, "data"), P(None, None, ("fsdp", "data"))]
+    placed = [jax.device_put(host, NamedSharding(mesh, spec)) for spec in specs]
+    assert checksums(placed, "reading") == [zlibs(host)] * 4
+
+
+def test_checksums_are_the_same_without_isal(mesh, monkeypatch) -> None:
+    host = some((64, 3, 4096), "float32")
+    specs = [P("fsdp", None, "data"), P(None, None, ("fsdp", "data"))]
+    placed = [jax.device_put(host, NamedSharding(mesh, spec)) for spec in specs]
+    assert _checksums.crc32 is isal_zlib.crc32
+    monkeypatch.setattr(_checksums, "crc32", zlib.crc32)
+    assert checksums([*placed, host], "reading") == [zlibs(host)] * 3
+
+
+def test_without_isal_zlib_is_used() -> None:
+    code = "import sys; sys.modules['isal'] = None\n"
+    code += (
+        "import zlib\nfrom treeshard.checkpoint._checksums import crc32\nassert crc32 is zlib.crc32"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.arange(24.0).reshape(2, 3, 4).T,
+        np.asfortranarray(some((300, 200, 9), "bfloat16")),
+        some((40, 40), "int4").T,
+        np.arange(100)[::-3],
+        np.broadcast_to(np.float32(3), (50, 70)),
+        np.arange(9, dtype=">i4"),
+        np.array(2.5),
+        np.zeros((0, 3)),
+        np.array(True),
+        np.float64(3) + np.zeros(()),
+    ],
+    ids=str,
+)
+def test_numpy_arrays_of_any_strides(x: np.ndarray) -> None:
+    x = np.asarray(x)
+    assert checksum(x) == checksums([x], "reading")[0] == zlibs(x)
+
+
+def test_arrays_on_one_device_and_empty_lists() -> None:
+    x = jax.device_put(some((7, 5), "float32"), jax.devices()[3])
+    assert checksums([x], "reading") == [zlibs(x)]
+    assert checksums([], "reading") == []
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_count_as_their_data(impl, fsdp_mesh) -> None:
+    keys = jax.random.split(jax.random.key(7, impl=impl), 16)
+    split = jax.device_put(keys, NamedSharding(fsdp_mesh, P("fsdp")))
+    assert checksums([keys, split], "reading") == [zlibs(jax.random.key_data(keys))] * 2
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
+def test_unused_bits_do_not_count(dtype) -> None:
+    clean = some((33,), dtype)
+    mask = 3 if dtype == "int2" else 15
+    dirty = (clean.view(np.uint8) | np.uint8(255 - mask)).view(clean.dtype)
+    assert checksum(dirty) == checksum(clean) == zlibs(clean) != zlibs(dirty)
+
+
+@pytest.mark.parametrize("length", [1, 6, 33, 200])
+def test_unused_bits_do_not_count_in_runs_of_a_shard(length) -> None:
+    clean = some((5, 7, length), "uint4")
+    dirty = (clean.view(np.uint8) | np.uint8(0xF0)).view(clean.dtype)
+    assert (_of_runs(dirty, 5 * 7) == _of_runs(clean, 5 * 7)).all()
+
+
+def test_negative_numbers_smaller_than_a_byte(fsdp_mesh) -> None:
+    host = np.arange(-8, 8).astype(ml_dtypes.int4)
+    placed = jax.device_put(host, NamedSharding(fsdp_mesh, P("fsdp")))
+    assert checksums([placed], "reading") == [checksum(host)] == [zlibs(placed)]
+
+
+# ------------------------------------------------------------------ damage
+
+
+def test_any_flipped_bit_is_detected(mesh) -> None:
+    host = some((4, 4), "bfloat16")
+    seen = {checksum(host)}
+    for bit in range(8 * host.nbytes):
+        data = bytearray(host.tobytes())
+        data[bit // 8] ^= 1 << bit % 8
+        damaged = np.frombuffer(bytes(data), host.dtype).reshape(host.shape)
+        placed = jax.device_put(damaged, NamedSharding(mesh, P("data", "fsdp")))
+        seen.add(checksums([placed], "reading")[0])
+    assert len(seen) == 8 * host.nbytes + 1  # all of them differ
+
+
+def swapped_rows(x: np.ndarray) -> None:
+    x[[3, 40]] = x[[40, 3]]
+
+
+def swapped_shards(x: np.ndarray) -> None:
+    x[:32], x[32:] = x[32:].copy(), x[:32].copy()
+
+
+def swapped_columns(x: np.ndarray) -> None:
+    x[:, [0, 1000]] = x[:, [1000, 0]]
+
+
+def zeroed_page(x: np.ndarray) -> None:
+    x.reshape(-1)[1024:2048] = 0
+
+
+def shifted_page(x: np.ndarray) -> None:
+    x.reshape(-1)[1024:2048] = np.roll(x.reshape(-1)[1024:2048], 1)
+
+
+@pytest.mark.parametrize(
+    "damage", [swapped_rows, swapped_shards, swapped_columns, zeroed_page, shifted_page]
+)
+def test_typical_damage_is_detected(damage, mesh) -> None:
+    host = some((64, 1024), "uint16")
+    bad = host.copy()
+    damage(bad)
+    for spec in (P("data"), P("data", "fsdp"), P(None, ("fsdp", "data"))):
+        placed = jax.device_put([host, bad], NamedSharding(mesh, spec))
+        good, other = checksums(placed, "reading")
+        assert (good, other) == (zlibs(host), zlibs(bad))
+        assert good != other
+
+
+# ------------------------------------------------------------------ costs
+
+
+def test_nothing_is_compiled_or_cached(mesh, compiles) -> None:
+    host = some((64, 64), "float32")
+    placed = jax.device_put(host, NamedSharding(mesh, P("data", "fsdp")))
+    keys = jax.random.split(jax.random.key(0), 8)
+    jax.block_until_ready(keys)
+    compiles.clear()
+    checksums([placed, keys], "reading")
+    assert compiles == []
+    assert placed._npy_value is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spec"),
+    [
+        ("float32", P("data", "fsdp")),  # short runs
+        ("float32", P(("data", "fsdp"))),
+        ("uint4", P("data")),  # masked
+        ("uint4", P("fsdp", "data")),
+        ("float32", None),  # transposed, on the host
+    ],
+)
+def test_copies_are_small(dtype, spec, mesh, monkeypatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # every reader copies a block
+    host = some((2**20, 16), dtype).T if spec is None else some((2**20, 16), dtype)
+    x = host if spec is None else jax.device_put(host, NamedSharding(mesh, spec))
+    checksums([x], "reading")
+    tracemalloc.start()
+    try:
+        checksums([x], "reading")
+        assert tracemalloc.get_traced_memory()[1] < 12 * _checksums.BLOCK < host.nbytes
+    finally:
+        tracemalloc.stop()
+
+
+# ------------------------------------------------------------------ processes
+
+
+@pytest.fixture(scope="module", params=[(2, 4), (4, 2)], ids=["2x4", "4x2"])
+def launched(request, tmp_path_factory):
+    processes, devices = request.param
+    where = tmp_path_factory.mktemp("checksums")
+    return launcher.launch(checksum_checks, where, processes=processes, devices=devices)
+
+
+@pytest.mark.parametrize("check", launcher.checks_of(checksum_checks))
+def test_across_processes(check, launched) -> None:
+    launched.assert_passed(check)

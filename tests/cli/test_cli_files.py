@@ -1,0 +1,719 @@
+"""The commands on files (inspect, verify, export, import, diff): output, files, exit codes."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+from saved_tensors import entry, files_in, write_raw
+
+import treeshard as ts
+from treeshard._cli import main
+from treeshard._cli.differences import compare_numbers
+from treeshard._core.text import parse_dtype
+from treeshard.checkpoint import Checkpoints, restore, save
+from treeshard.interchange import save_safetensors
+
+ROOT = Path(__file__).parents[2]
+
+
+def model(change: float = 0.0) -> dict[str, Any]:
+    """Two layers of the same types."""
+    layers = [
+        {"w": np.full((8, 4), i + 1, np.float32), "b": np.ones(4, ml_dtypes.bfloat16)}
+        for i in range(2)
+    ]
+    layers[1]["w"][2, 3] += change
+    return {"layers": layers}
+
+
+def state(step: int, seed: int = 0) -> dict[str, Any]:
+    """A training state with leaves that safetensors cannot hold."""
+    return {
+        "model": model(step / 100 - 1),
+        "step": step,
+        "rate": 0.1,
+        "run": "Übung",
+        "nothing": None,
+        "empty": np.zeros((0, 3), np.float32),
+        "key": jax.random.key(seed),
+        "int4": np.array([0, 1, 2, 3 - step // 50], ml_dtypes.int4),
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A directory of checkpoints with steps 100 and 200."""
+    directory = tmp_path_factory.mktemp("läufe") / "run"
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(100, state(100))
+        checkpoints.save(200, state(200, seed=1))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def weights(run) -> Path:
+    """The model of step 100 as a safetensors file."""
+    file = run.parent / "weights.safetensors"
+    save_safetensors(file, model(), rename=lambda path: path.replace("/", "."))
+    return file
+
+
+@pytest.fixture
+def go(capsys, run, tmp_path):
+    """Runs a command, and returns its exit code, output and errors."""
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = main([str(x) for x in argv])
+        captured = capsys.readouterr()
+        short = (
+            text.replace(f"{tmp_path}/", "").replace(f"{run.parent}/", "")
+            for text in (captured.out, captured.err)
+        )
+        return code, *short
+
+    return call
+
+
+def flip_in(checkpoint: Path, data: bytes) -> None:
+    """Flips a bit of an array in every file that has it."""
+    flipped = 0
+    for path in checkpoint.glob("state/**/*"):
+        if path.is_file() and (at := path.read_bytes().find(data)) >= 0:
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([data[0] ^ 4]))
+            flipped += 1
+    assert flipped
+
+
+# ------------------------------------------------------------------ inspect
+
+
+def test_inspect_reads_the_latest_step(go, run) -> None:
+    code, out, err = go("inspect", run)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "run/200, of steps 100, 200:",
+        "path                   leaf          spec  bytes",
+        "empty                  float32[0,3]          0 B",
+        "int4                   int4[4]               4 B",
+        "key                    key<fry>[]            8 B",
+        "model/layers/{0..1}/b  bfloat16[4]          16 B",
+        "model/layers/{0..1}/w  float32[8,4]        256 B",
+        "nothing                None                  0 B",
+        "rate                   float 0.1            20 B",
+        "run                    str 'Übung'           5 B",
+        "step                   int 200               3 B",
+        "11 leaves, 312 B.",
+    ]
+
+
+def test_inspect_reads_a_chosen_step(go, run) -> None:
+    code, out, _ = go("inspect", run, "--step=100")
+    assert (code, out.splitlines()[0]) == (0, "run/100, of steps 100, 200:")
+    assert "int 100" in out
+    code, out, _ = go("inspect", run / "100")
+    assert (code, out.splitlines()[0].split()) == (0, ["path", "leaf", "spec", "bytes"])
+
+
+def test_inspect_prints_json(go, run, mesh, tmp_path) -> None:
+    _, out, _ = go("inspect", run, "--json")
+    found = json.loads(out)
+    assert (found["format"], found["steps"], found["bytes"]) == ("checkpoint", [100, 200], 312)
+    rows = {row.pop("path"): row for row in found["leaves"]}
+    assert rows["step"] == {
+        "kind": "int",
+        "value": "200",
+        "bytes": 3,
+        "crc32": rows["step"]["crc32"],
+    }
+    assert rows["model/layers/0/w"]["shape"] == [8, 4]
+    save(tmp_path / "x", {"w": ts.shard(np.ones((8, 4), np.float32), P("data"), mesh)})
+    found = json.loads(go("inspect", tmp_path / "x", "--json")[1])
+    assert found["meshes"] == [{"data": 2, "fsdp": 4}]
+    assert found["leaves"][0]["spec"] == "P('data',)"
+
+
+def test_inspect_reads_safetensors(go, weights, tmp_path) -> None:
+    code, out, _ = go("inspect", weights)
+    assert code == 0
+    assert out.splitlines()[1:] == [
+        "layers.{0..1}.w  float32[8,4]        256 B",
+        "layers.{0..1}.b  bfloat16[4]          16 B",
+        "4 leaves, 272 B. 4 have no fingerprint.",
+    ]
+    save_safetensors(tmp_path / "m.safetensors", model(), max_file_size=200)
+    for path in (tmp_path, tmp_path / "m.safetensors", tmp_path / "m.safetensors.index.json"):
+        code, out, _ = go("inspect", path, "--json")
+        found = json.loads(out)
+        assert (code, found["format"], len(found["leaves"])) == (0, "safetensors", 4)
+        assert found["leaves"][0]["crc32"] is None
+
+
+def test_checkpoints_take_precedence_over_tensors_beside_them(go, run, weights, tmp_path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    shutil.copy(weights, tmp_path / "run")
+    assert go("inspect", tmp_path / "run")[1].startswith("run/200, of steps")
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("nowhere", "There is no checkpoint at nowhere."),
+        ("run/300", "There is no checkpoint at run/300. The directory has steps 100, 200."),
+        ("run --step=7", "There is no checkpoint at run/7. The directory has steps 100, 200."),
+        ("weights.safetensors --step=7", "is not a directory of checkpoints: it has no step 7."),
+        ("run/100/leaves/table.json", "has no 'weight_map'"),
+        ("run/100/leaves", "is not a checkpoint: it has no table of leaves."),
+        ("noise", "noise is not a safetensors file: it says that its header has"),
+        ("none", "none is not a checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("command", ["inspect", "export"])
+def test_paths_that_cannot_be_read_raise(go, run, weights, command, path, text) -> None:
+    (run.parent / "noise").write_bytes(b"n" * 100)
+    (run.parent / "none").mkdir(exist_ok=True)
+    name, *more = path.split()
+    more += ["out.safetensors"] if command == "export" else []
+    code, out, err = go(command, run.parent / name, *more)
+    assert (code, out) == (2, "")
+    assert err.startswith("treeshard: error: ")
+    assert text in err
+    assert not Path("out.safetensors").exists()
+
+
+def test_control_characters_in_names_are_escaped(go, tmp_path) -> None:
+    save_safetensors(
+        tmp_path / "x.safetensors", {"a\x1b[2J\x9bm": np.ones(2), "gewicht-ü": np.ones(2)}
+    )
+    _, out, _ = go("inspect", tmp_path / "x.safetensors")
+    assert "a\\x1b[2J\\x9bm" in out
+    assert "gewicht-ü" in out
+    save(tmp_path / "x", {"a\x1b[2J": 1})
+    code, _, err = go("export", tmp_path / "x", tmp_path / "y.safetensors")
+    assert code == 2
+    assert "a\\x1b[2J: int 1" in err
+
+
+# ------------------------------------------------------------------ verify
+
+
+def test_verify_reports_totals(go, run, weights) -> None:
+    assert go("verify", run) == (0, "run/200: 11 leaves, 312 B. All match their checksums.\n", "")
+    code, out, _ = go("verify", weights)
+    assert (code, out) == (
+        0,
+        "weights.safetensors: 4 leaves, 272 B. Headers and sizes are correct. The format has no"
+        " checksums, so the values cannot be verified.\n",
+    )
+
+
+def test_verify_counts_leaves_without_checksums(go, tmp_path) -> None:
+    save(tmp_path / "x", {"w": np.ones(4), "step": 1}, fingerprints=False)
+    code, out, _ = go("verify", tmp_path / "x")
+    assert code == 0
+    assert "except 1 that have no checksum but can be read." in out
+
+
+def test_verify_lists_all_damaged_leaves(go, tmp_path) -> None:
+    names = [f"w{i:02d}" for i in range(12)]
+    data = {name: np.random.default_rng(i).random(4096) for i, name in enumerate(names)}
+    save(tmp_path / "x", data | {"fine": np.ones(3)})
+    for x in data.values():
+        flip_in(tmp_path / "x", x.tobytes()[100:120])
+    code, out, err = go("verify", tmp_path / "x")
+    assert (code, err) == (1, "")
+    assert out.splitlines()[0] == "x: 12 of 13 leaves are damaged:"
+    assert [line.split(":")[0].strip() for line in out.splitlines()[1:]] == names
+    assert "its bytes have the CRC-32" in out
+
+
+@pytest.mark.parametrize("cut", ["table", "tensors", "header"])
+def test_verify_reports_truncated_files(go, run, weights, tmp_path, cut) -> None:
+    path = tmp_path / "x"
+    if cut == "table":
+        shutil.copytree(run / "100", path)
+        file = path / "leaves" / "table.json"
+    else:
+        file = Path(shutil.copy(weights, path))
+    os.truncate(file, {"table": 300, "tensors": -1 + file.stat().st_size, "header": 40}[cut])
+    code, out, err = go("verify", path)
+    assert (code, err) == (1, "")
+    assert "x" in out
+    code, out, err = go("inspect", path)
+    assert (code, out) == (2, "")
+
+
+# ------------------------------------------------------------------ export
+
+
+def test_export_writes_the_selected_arrays(go, run, tmp_path) -> None:
+    out = tmp_path / "m.safetensors"
+    rename = ["--rename", "^model/=>", "--rename", "/=>."]
+    code, said, _ = go("export", run, out, "--only=^model/", *rename, "--metadata", "format=pt")
+    assert (code, said) == (0, "4 tensors, 272 B: m.safetensors\n")
+    found = load_file(out)
+    expected = model(1.0)["layers"]
+    assert set(found) == {f"layers.{i}.{name}" for i in range(2) for name in "wb"}
+    for i, layer in enumerate(expected):
+        for name, x in layer.items():
+            assert found[f"layers.{i}.{name}"].dtype == x.dtype
+            assert found[f"layers.{i}.{name}"].tobytes() == x.tobytes()
+    save_safetensors(
+        tmp_path / "ours.safetensors",
+        model(1.0),
+        rename=lambda path: path.replace("/", "."),
+        metadata={"format": "pt"},
+    )
+    assert out.read_bytes() == (tmp_path / "ours.safetensors").read_bytes()
+
+
+def test_export_refuses_leaves_that_the_format_cannot_hold(go, run, tmp_path) -> None:
+    out = tmp_path / "m.safetensors"
+    code, said, err = go("export", run / "100", out)
+    assert (code, said) == (2, "")
+    for fact in ("int4: int4[4]", "key: key<fry>[]", "rate: float 0.1", "run: str 'Übung'"):
+        assert f"\n  {fact}\n" in err
+    assert "--skip leaves them out; --only selects the leaves to export." in err
+    assert "nothing" not in err
+    assert files_in(tmp_path) == []
+
+
+def test_export_skips_and_lists_what_it_skipped(go, run, tmp_path) -> None:
+    out = tmp_path / "m.safetensors"
+    code, said, _ = go("export", run / "100", out, "--skip")
+    assert code == 0
+    assert said.splitlines() == [
+        "5 tensors, 272 B: m.safetensors",
+        "5 leaves were left out:",
+        "  int4: int4[4]",
+        "  key: key<fry>[]",
+        "  rate: float 0.1",
+        "  run: str 'Übung'",
+        "  step: int 100",
+    ]
+    assert load_file(out)["empty"].shape == (0, 3)
+    assert files_in(tmp_path) == ["m.safetensors"]
+
+
+def test_export_writes_several_files_and_replaces_them(go, run, tmp_path) -> None:
+    out = tmp_path / "m.safetensors"
+    code, said, _ = go("export", run, out, "--only=model", "--max-file-size=150")
+    assert (code, said) == (0, "4 tensors, 272 B: 2 files and m.safetensors.index.json\n")
+    assert go("verify", tmp_path)[0] == 0
+    assert go("diff", run, tmp_path)[1].splitlines()[-1].startswith("4 leaves are the same, 0")
+    assert go("export", run, out, "--only=model")[0] == 0
+    assert files_in(tmp_path) == ["m.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            ["--only=^opt"],
+            "no array to export with a path that '^opt' matches. It has empty, int4,",
+        ),
+        (["--only=step", "--skip"], "no array to export with a path that 'step' matches."),
+        (["--only=("], "--only '(': the pattern does not compile"),
+        (["--only=model", "--rename=x"], "--rename 'x' has no '=>'. Write it as 'REGEX=>NEW'"),
+        (
+            ["--only=model", "--rename=l=>\\2"],
+            "'\\\\2' is not a replacement: invalid group reference 2",
+        ),
+        (["--only=model", "--rename=[01]=>0"], "layers/0/b: the name of ['model/layers/0/b'] and"),
+        (["--max-file-size=much"], "'much' is not an amount of memory."),
+        (["--metadata=pt"], "--metadata 'pt' has no '='. Write it as 'format=pt'."),
+    ],
+)
+def test_export_rejects_invalid_options(go, run, tmp_path, options, text) -> None:
+    code, said, err = go("export", run, tmp_path / "m.safetensors", *options)
+    assert (code, said) == (2, "")
+    assert text in err
+    assert files_in(tmp_path) == []
+
+
+def test_export_to_a_path_that_cannot_be_written_raises(go, run, tmp_path) -> None:
+    code, _, err = go("export", run, tmp_path / "no" / "m.safetensors", "--only=model")
+    assert code == 2
+    assert "No such file or directory" in err
+    code, _, err = go("export", run, tmp_path, "--only=model")
+    assert code == 2
+    assert "is a directory. Pass the path of a file" in err
+
+
+def test_export_of_a_damaged_checkpoint_changes_nothing(go, tmp_path) -> None:
+    x, out = np.random.default_rng(0).random(4096), tmp_path / "m.safetensors"
+    save(tmp_path / "x", {"w": x, "v": x + 1})
+    flip_in(tmp_path / "x", x.tobytes()[100:120])
+    out.write_bytes(b"before")
+    code, said, err = go("export", tmp_path / "x", out)
+    assert (code, said) == (2, "")
+    assert "x: w: its bytes have the CRC-32" in err
+    assert out.read_bytes() == b"before"
+    assert files_in(tmp_path) == ["m.safetensors", "x"]
+
+
+# ------------------------------------------------------------------ import
+
+
+def test_import_then_export_gives_the_same_file(go, weights, tmp_path) -> None:
+    code, said, _ = go("import", weights, tmp_path / "x", "--rename", r"\.=>/")
+    assert (code, said) == (0, "4 leaves, 272 B: x\n")
+    found = restore(tmp_path / "x", model())
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(model()), strict=True):
+        assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
+    assert go("export", tmp_path / "x", tmp_path / "m.safetensors", "--rename=/=>.")[0] == 0
+    assert (tmp_path / "m.safetensors").read_bytes() == weights.read_bytes()
+
+
+def test_import_keeps_64_bits(go, tmp_path) -> None:
+    tree = {"i": np.array([2**40]), "f": np.array([1 / 3])}
+    save_safetensors(tmp_path / "x.safetensors", tree)
+    assert go("import", tmp_path / "x.safetensors", tmp_path / "x")[0] == 0
+    found = restore(tmp_path / "x")
+    assert all(found[name].tobytes() == x.tobytes() for name, x in tree.items())
+
+
+def test_import_errors(go, run, weights, tmp_path) -> None:
+    code, _, err = go("import", weights, run / "100")
+    assert code == 2
+    assert "There is already a checkpoint at run/100, and `save` does not overwrite." in err
+    code, _, err = go("import", tmp_path / "nowhere", tmp_path / "x")
+    assert code == 2
+    assert "nowhere cannot be read: [Errno 2] No such file" in err
+    code, _, err = go("import", weights, tmp_path / "x", "--rename=[01]=>0")
+    assert code == 2
+    assert "2 names are invalid:" in err
+    packed = entry("F4", (4,), (0, 2))
+    write_raw(tmp_path / "packed", {"w": packed}, b"\x12\x34")
+    code, _, err = go("import", tmp_path / "packed", tmp_path / "x")
+    assert code == 2
+    assert "F4 packs several numbers into a byte" in err
+    assert not (tmp_path / "x").exists()
+
+
+# ------------------------------------------------------------------ diff
+
+
+def test_diff_compares_steps(go, run) -> None:
+    code, out, err = go("diff", run / "100", run)
+    assert (code, err) == (1, "")
+    assert out.splitlines() == [
+        "path              leaf                differ   max abs  max relative",
+        "int4              int4[4]             1 of 4         2  2",
+        "key               key<fry>[]          1 of 2",
+        "model/layers/1/w  float32[8,4]        1 of 32        1  0.333",
+        "step              int 100 -> int 200",
+        "7 leaves are the same (3 by checksum alone), 4 differ.",
+    ]
+    assert go("diff", run / "100", run / "100")[:2] == (
+        0,
+        "11 leaves are the same (6 by checksum alone), 0 differ.\n",
+    )
+
+
+def test_diff_compares_a_checkpoint_with_tensors(go, run, weights) -> None:
+    code, out, _ = go("diff", run / "200", weights, "--rename=^model/=>", "--rename=/=>.")
+    assert code == 1
+    assert out.splitlines() == [
+        "path        leaf          differ   max abs  max relative",
+        "layers.1.w  float32[8,4]  1 of 32        1  0.333",
+        "only in run/200:",
+        *(f"  {x}" for x in ("empty", "int4", "key", "nothing", "rate", "run", "step")),
+        "3 leaves are the same, 1 differ, 7 only in run/200.",
+    ]
+    back = ["--rename", r"\.=>/", "--rename", "^=>model/"]
+    code, out, _ = go("diff", weights, run / "200", *back, "--json")
+    found = json.loads(out)
+    assert (code, found["same"], found["unread"], found["only_in_a"]) == (1, 3, 0, [])
+    (changed,) = found["changed"]
+    assert changed["path"] == "model/layers/1/w"
+    assert (changed["differing"], changed["size"], changed["max_abs"]) == (1, 32, 1.0)
+    assert (changed["max_relative"], changed["not_finite"]) == (1 / 3, 0)
+
+
+def test_diff_lists_types_and_structure(go, tmp_path) -> None:
+    a = {"w": np.ones(4, np.float32), "s": np.ones(2), "k": jax.random.key(0), "x": 1, "l": [1, 2]}
+    b = {"w": np.ones(4, np.float16), "s": np.ones(3), "k": jax.random.key(0, impl="rbg"), "x": 1.0}
+    save(tmp_path / "a", a)
+    save(tmp_path / "b", b)
+    code, out, _ = go("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    assert out.splitlines() == [
+        "path  leaf                      differ  max abs  max relative",
+        "k     key<fry>[] -> key<rbg>[]",
+        "s     float64[2] -> float64[3]",
+        "w     float32[4] -> float16[4]",
+        "x     int 1 -> float 1.0",
+        "only in a:",
+        "  l/{0..1}",
+        "0 leaves are the same, 4 differ, 2 only in a.",
+    ]
+
+
+NAN, INF = np.nan, np.inf
+WIDEST = np.finfo("float64").max
+
+
+@pytest.mark.parametrize(
+    ("dtype", "a", "b", "expected"),
+    [
+        ("float32", [1, 2, 3], [1, 2.5, 3], (1, 0.5, 0.2, 0)),
+        ("bfloat16", [1, -2, 0], [1, 2, 0], (1, 4.0, 2.0, 0)),
+        ("float8_e4m3fn", [1, NAN, 2], [1, NAN, 4], (1, 2.0, 0.5, 0)),
+        ("float32", [0.0, 1, 1], [-0.0, 1, 1], (1, 0.0, 0.0, 0)),
+        ("float64", [NAN, INF, 1], [1, -INF, 3], (3, 2.0, 2 / 3, 2)),
+        ("float64", [WIDEST, 0, 1], [-WIDEST, 0, 1], (1, None, None, 0)),
+        ("complex64", [1j, 0, 0], [2j, 0, 0], (1, 1.0, 0.5, 0)),
+        ("bool", [True, True, False], [True, False, True], (2, 1, 1.0, 0)),
+        ("int64", [-(2**63), 1, 0], [2**63 - 1, 1, 0], (1, 2**64 - 1, 2.0, 0)),
+        ("uint64", [2**64 - 1, 1, 0], [0, 1, 0], (1, 2**64 - 1, 1.0, 0)),
+        ("int4", [-8, 7, 0], [7, 7, 0], (1, 15, 15 / 8, 0)),
+        ("uint4", [15, 7, 0], [0, 7, 0], (1, 15, 1.0, 0)),
+        ("float4_e2m1fn", [6, 1, 0], [0.5, 1, 0], (1, 5.5, 5.5 / 6, 0)),
+    ],
+)
+def test_diff_measures_differences(go, tmp_path, dtype, a, b, expected) -> None:
+    for name, x in (("a", a), ("b", b)):
+        save(tmp_path / name, {"w": np.array(x, parse_dtype(dtype))})
+    code, out, _ = go("diff", tmp_path / "a", tmp_path / "b", "--json")
+    (found,) = json.loads(out)["changed"]
+    names = ("differing", "max_abs", "max_relative", "not_finite")
+    assert (code, *(found[name] for name in names)) == (1, *expected)
+    assert go("diff", tmp_path / "a", tmp_path / "b")[0] == 1
+
+
+def test_diff_ignores_unused_bits() -> None:
+    x, y = (np.array([byte, 1], np.uint8).view(ml_dtypes.int4) for byte in (0x0F, 0xFF))
+    assert compare_numbers(x, y).differing == 0
+
+
+def test_diff_compares_large_arrays_in_blocks(go, tmp_path) -> None:
+    x = np.arange(600_000, dtype=np.float32).reshape(600, 1000)
+    y = x.copy()
+    y[[0, 300, 599], [0, 500, 999]] += [1, 3, 2]
+    save_safetensors(tmp_path / "x.safetensors", {"w": x.T})
+    save_safetensors(tmp_path / "y.safetensors", {"w": np.ascontiguousarray(y.T)})
+    _, out, _ = go("diff", tmp_path / "x.safetensors", tmp_path / "y.safetensors", "--json")
+    (found,) = json.loads(out)["changed"]
+    assert (found["differing"], found["size"], found["max_abs"]) == (3, 600_000, 3.0)
+    assert found["max_relative"] == 1.0
+
+
+def test_diff_compares_packed_dtypes(go, tmp_path) -> None:
+    for name, data in (("x", b"\x12\x34"), ("y", b"\x12\x35"), ("z", b"\x12\x34")):
+        write_raw(tmp_path / name, {"w": entry("F4", (4,), (0, 2))}, data)
+    code, out, _ = go("diff", tmp_path / "x", tmp_path / "y")
+    assert (code, out.splitlines()[1].split()) == (1, ["w", "float4_e2m1fn[4]", "1", "of", "2"])
+    assert go("diff", tmp_path / "x", tmp_path / "z")[0] == 0
+
+
+def test_diff_names_damaged_leaves(go, tmp_path) -> None:
+    x = np.random.default_rng(0).random(4096)
+    save(tmp_path / "a", {"w": x, "v": x + 1, "z": np.ones(4)})
+    save(tmp_path / "b", {"w": x + 2, "v": x + 3, "z": np.zeros(4)})
+    flip_in(tmp_path / "a", (x + 1).tobytes()[100:120])
+    code, out, err = go("diff", tmp_path / "b", tmp_path / "a")
+    assert (code, out) == (2, "")
+    assert err.startswith("treeshard: error: a: v: its bytes have the CRC-32")
+    flip_in(tmp_path / "a", x.tobytes()[100:120])
+    _, _, err = go("diff", tmp_path / "b", tmp_path / "a")
+    assert "a: 2 leaves are damaged:" in err
+
+
+def test_diff_with_a_missing_path_raises(go, run, tmp_path) -> None:
+    code, out, err = go("diff", run, tmp_path / "nowhere")
+    assert (code, out, err) == (2, "", "treeshard: error: There is no checkpoint at nowhere.\n")
+
+
+# ------------------------------------------------------------------ plan
+
+
+def test_plan_reads_shapes_from_checkpoints_and_indexes(go, run, weights, tmp_path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        "min_size = 0\n[[rules]]\npattern = '.*'\naction = \"fsdp('fsdp', min_size=0)\""
+    )
+    options = [f"--rules={rules}", "--mesh=fsdp=4"]
+    code, out, err = go("plan", f"--shapes={run}", *options)
+    assert (code, err) == (0, "")
+    assert "model/layers/{0..1}/w  float32[8,4]  P('fsdp'," in out
+    assert "\nkey " in out
+    assert "step" not in out
+    save_safetensors(tmp_path / "m.safetensors", model(), max_file_size=150)
+    for path in (tmp_path, tmp_path / "m.safetensors.index.json"):
+        code, out, _ = go("plan", f"--shapes={path}", *options)
+        assert (code, "layers/{0..1}/w  float32[8,4]  P('fsdp'," in out) == (0, True)
+    (tmp_path / "none").mkdir()
+    code, _, err = go("plan", f"--shapes={tmp_path / 'none'}", *options)
+    assert (code, err) == (
+        2,
+        "treeshard: error: none is not a checkpoint: it has no table of leaves.\n",
+    )
+
+
+# ------------------------------------------------------------------ as a program
+
+
+def start(directory: Path, *argv: str, **more: Any) -> subprocess.Popen:
+    """Starts a Python process, with pipes by default."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **more.pop("env", {})}
+    return subprocess.Popen([sys.executable, *argv], cwd=directory, env=env, **pipes | more)
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str, str]:
+    """Waits for a process; returns its exit code, output and errors."""
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+NO_ORBAX = """
+import sys
+sys.modules["orbax"] = sys.modules["orbax.checkpoint"] = None
+from treeshard._cli import main
+codes = [main([*argv.split(" ")]) for argv in sys.argv[1:]]
+print(codes)
+"""
+
+
+def test_only_checkpoints_need_orbax(run, weights) -> None:
+    fine = ["inspect weights.safetensors", "verify weights.safetensors"]
+    fine += ["diff weights.safetensors weights.safetensors"]
+    needs = ["inspect run", "import weights.safetensors x", "diff weights.safetensors run"]
+    code, out, err = ended(start(run.parent, "-c", NO_ORBAX, *fine, *needs))
+    assert (code, out.splitlines()[-1]) == (0, "[0, 0, 0, 2, 2, 2]"), err
+    line = (
+        "treeshard: error: this needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
+    )
+    assert err.splitlines() == [line] * 3
+
+
+LOADED = """
+import sys, jax
+from treeshard._cli import main
+if len(sys.argv) > 2:
+    jax.config.update("jax_platforms", sys.argv[2])
+main(sys.argv[1].split(" "))
+loaded = [name for name in ("orbax", "treeshard.checkpoint._store") if name in sys.modules]
+print(loaded, jax.config.jax_platforms)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["inspect weights.safetensors"], "[] cpu"),
+        (["inspect weights.safetensors", "tpu,cpu"], "[] tpu,cpu"),
+    ],
+)
+def test_safetensors_load_neither_orbax_nor_accelerators(run, weights, argv, said) -> None:
+    env = {"JAX_PLATFORMS": ""}
+    _, out, err = ended(start(run.parent, "-c", LOADED, *argv, env=env))
+    assert (out.splitlines()[-1], err) == (said, "")
+
+
+INSPECT = """
+import signal, sys
+from treeshard._cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells disable it for background jobs
+sys.exit(main(["inspect", "slow"]))
+"""
+
+
+def test_ctrl_c_prints_nothing(tmp_path) -> None:
+    os.mkfifo(tmp_path / "slow")
+    process = start(tmp_path, "-c", INSPECT)
+    with (tmp_path / "slow").open("wb"):  # returns when the process opens the other end
+        process.send_signal(signal.SIGINT)
+        assert ended(process) == (130, "", "")
+
+
+def test_a_reader_that_closes_the_pipe_is_not_an_error(tmp_path) -> None:
+    tree = {f"w{chr(97 + i % 26)}{'x' * (i // 26)}": np.zeros(1, np.uint8) for i in range(3000)}
+    save_safetensors(tmp_path / "x.safetensors", tree)
+    process = start(tmp_path, "-m", "treeshard", "inspect", "x.safetensors")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None
+    assert ended(process)[::2] == (0, "")
+
+
+def test_letters_that_the_terminal_lacks_are_escaped(run, weights) -> None:
+    more = {"env": {"PYTHONIOENCODING": "ascii"}}
+    code, out, err = ended(start(run.parent, "-m", "treeshard", "inspect", str(run), **more))
+    assert (code, err) == (0, "")
+    assert "str '\\xdcbung'" in out
+    assert "l\\xe4ufe" in out
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_bars_fit_the_terminal(run, columns) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    process = start(run.parent, "-m", "treeshard", "verify", str(run), stderr=theirs)
+    os.close(theirs)
+    code, out, _ = ended(process)
+    bar = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert (code, out.endswith("All match their checksums.\n")) == (0, True)
+    assert "verify: 100%" in bar
+    assert all(len(line) <= columns for line in re.split("[\r\n]+", bar))
+
+
+@pytest.mark.parametrize("columns", ["1", "10", "1000"])
+@pytest.mark.parametrize("command", ["", "plan", "inspect", "verify", "export", "import", "diff"])
+def test_help_fits_any_width(capsys, monkeypatch, command, columns) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit) as stopped:
+        main([*command.split(), "--help"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: treeshard")
+
+
+MEMORY = """
+import sys
+from treeshard import _stored_arrays
+from treeshard._cli import main
+_stored_arrays._BATCH = 2**20
+
+def status(name):
+    return int(next(x for x in open("/proc/self/status") if x.startswith(name)).split()[1]) // 1024
+
+for argv in sys.argv[1:]:
+    main(argv.split(" "))  # once, to load all modules
+    before = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    code = main(argv.split(" "))
+    print("peak", code, status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_export_and_diff_hold_a_few_leaves_at_a_time(tmp_path) -> None:
+    tree = {f"w{i}": np.full(2**20, i, np.float32) for i in range(40)}  # 4 MiB each
+    save(tmp_path / "a", tree)
+    save(tmp_path / "b", {name: x + 1 for name, x in tree.items()})
+    argv = ["export a x.safetensors", "diff a b"]
+    _, out, err = ended(start(tmp_path, "-c", MEMORY, *argv))
+    told = [line.split()[1:] for line in out.splitlines() if line.startswith("peak")]
+    assert [code for code, _ in told] == ["0", "1"], err
+    assert all(int(peak) <= 80 for _, peak in told), told  # half a tree

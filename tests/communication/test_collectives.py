@@ -1,0 +1,492 @@
+"""`collectives` reads saved program texts and live programs, and rejects damaged texts."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard.communication.device_groups import Groups, axes_of_sharding, groups_of, read_groups
+
+TEXTS = Path(__file__).parent / "hlo"
+AXES = {"data": 2, "fsdp": 4}
+STEP = "/home/me/model.py"
+
+
+def text(name: str) -> str:
+    return (TEXTS / f"{name}.txt").read_text()
+
+
+# ------------------------------------------------------------------ groups
+
+
+@pytest.mark.parametrize(
+    ("spelling", "groups"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", Groups(4, ("fsdp",))),
+        ("{{0,4},{1,5},{2,6},{3,7}}", Groups(2, ("data",))),
+        ("{{3,1,0,2},{5,4,7,6}}", Groups(4, ("fsdp",))),
+        ("{}", Groups(8, ("data", "fsdp"))),
+        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", Groups(1, ())),
+        ("{{0,1},{2,3},{4,5},{6,7}}", Groups(2, None)),  # half of fsdp
+        ("{{0,5},{1,4},{2,6},{3,7}}", Groups(2, None)),
+        ("[2,4]<=[8]", Groups(4, ("fsdp",))),
+        ("[4,2]<=[2,4]T(1,0)", Groups(2, ("data",))),
+        ("[1,8]<=[8]", Groups(8, ("data", "fsdp"))),
+        ("mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", Groups(8, ("data", "fsdp"))),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", Groups(4, ("fsdp",))),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", Groups(2, ("data",))),
+        ("mesh['a'=8] {'a':(2)4}", Groups(4, ("fsdp",))),
+        ("mesh['a'=8] {'a':(1)2}", Groups(2, ("data",))),
+        ("{{0,4},{1,6},{2,5},{3,7}}", Groups(2, None)),
+        # Unknown notations, and groups that do not contain every device once.
+        ("{{0,1,2},{3,4,5,6,7}}", Groups(None, None)),
+        ("{{0,1,2,3}}", Groups(None, None)),
+        ("{{0,1,2,3},{4,5,6,6}}", Groups(None, None)),
+        ("[2,4]<=[4,2]T(0)", Groups(None, None)),
+        ("[2,4]<=[9]", Groups(None, None)),
+        ("mesh['a'=8] {'b'}", Groups(None, None)),
+        ("mesh['a'=6,'b'=2] {'a'}", Groups(None, None)),
+        ("mesh['a'=8] {'a':(3)2}", Groups(None, None)),
+        ("rings(4)", Groups(None, None)),
+        (None, Groups(None, None)),
+    ],
+)
+def test_device_groups_are_read_in_every_notation(spelling: str | None, groups: Groups) -> None:
+    assert groups_of(spelling, 8, AXES) == groups
+
+
+def test_groups_without_a_mesh_have_a_size_but_no_axes() -> None:
+    assert groups_of("[2,4]<=[8]", 8, None) == Groups(4, None)
+    assert groups_of("[2,4]<=[8]", None, AXES) == Groups(4, ("fsdp",))
+    assert read_groups("{}", None) is None
+
+
+def test_groups_of_65536_devices() -> None:
+    axes = {"pod": 16, "fsdp": 64, "tensor": 64}
+    assert groups_of("[1024,64]<=[65536]", 65536, axes) == Groups(64, ("tensor",))
+    assert groups_of("[1024,64]<=[16,64,64]T(0,2,1)", 65536, axes) == Groups(64, ("fsdp",))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "axes"),
+    [
+        ("{replicated}", ()),
+        ("{devices=[8,1]<=[8]}", ("data", "fsdp")),
+        ("{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}", ("fsdp",)),
+        ("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", ("data",)),
+        ('{sdy.sharding = #sdy.sharding<@mesh, [{"data", "fsdp"}, {}]>}', ("data", "fsdp")),
+        ("{devices=[2,1,4]<=[8] last_tile_dims={manual}}", None),
+        ("{maximal device=0}", None),
+        (None, None),
+    ],
+)
+def test_the_sharding_of_an_argument_is_read(
+    sharding: str | None, axes: tuple[str, ...] | None
+) -> None:
+    assert axes_of_sharding(sharding, AXES) == axes
+
+
+# ------------------------------------------------------------------ saved texts
+
+SAVED = {
+    "cpu_by_hand": [
+        ("all-gather", 128, ("fsdp",), 1, "state/head", f"{STEP}:15"),
+        ("all-gather", 256, ("fsdp",), 3, "state/layers", f"{STEP}:10"),
+        ("all-reduce", 4, ("data", "fsdp"), 1, None, f"{STEP}:15"),
+    ],
+    "cpu_by_jit": [
+        ("all-gather", 256, ("fsdp",), 1, "state/layers/0", f"{STEP}:21"),
+        ("all-gather", 128, ("fsdp",), 1, "state/head", f"{STEP}:21"),
+        ("all-gather", 256, ("fsdp",), 1, "state/layers/1", f"{STEP}:21"),
+        ("all-reduce", 4, ("data", "fsdp"), 1, None, f"{STEP}:24"),
+    ],
+    "traced_by_hand": [
+        ("all-gather", 256, ("fsdp",), 3, "state/layers", f"{STEP}:10"),
+        ("all-gather", 128, ("fsdp",), 1, "state/head", f"{STEP}:15"),
+        ("all-reduce", 4, ("data", "fsdp"), 1, None, f"{STEP}:15"),
+    ],
+    "traced_by_hand_bare": [
+        ("all-gather", 256, ("fsdp",), 3, None, None),
+        ("all-gather", 128, ("fsdp",), 1, None, None),
+        ("all-reduce", 4, ("data", "fsdp"), 1, None, None),
+    ],
+    "gpu_async": [
+        ("all-gather", 32768, ("data", "fsdp"), 1, "state/w", f"{STEP}:7"),
+        ("all-gather", 8192, ("data", "fsdp"), 1, "state/v", f"{STEP}:7"),
+        ("reduce-scatter", 4096, ("fsdp",), 1, None, f"{STEP}:30"),
+        ("collective-permute", 1024, ("fsdp",), 1, None, None),
+        ("all-gather", 32768, ("fsdp",), 4, "state/layers", f"{STEP}:12"),
+        ("all-reduce", 4, ("data",), 1, None, f"{STEP}:20"),
+    ],
+    "tpu_fusions": [
+        ("reduce-scatter", 32768, ("fsdp",), 1, None, None),
+        ("all-gather", 2097152, ("data", "fsdp"), 1, "params/layers/0/weight", None),
+        ("unknown", None, None, 1, None, None),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_programs(name: str, mesh: jax.sharding.Mesh) -> None:
+    assert text(name).startswith("// jax 0.10.2"), "the first line states the version of JAX"
+    moved = ts.collectives(text(name), mesh)
+    assert [(x.kind, x.bytes, x.axes, x.count, x.path, x.source) for x in moved] == SAVED[name]
+
+
+def test_asynchronous_ops_are_recognised(mesh: jax.sharding.Mesh) -> None:
+    assert {x.is_async for x in ts.collectives(text("gpu_async"), mesh)} == {True}
+    assert {x.is_async for x in ts.collectives(text("cpu_by_hand"), mesh)} == {False}
+
+
+def test_dtypes_have_their_jax_names(mesh: jax.sharding.Mesh) -> None:
+    dtypes = [x.dtype for x in ts.collectives(text("gpu_async"), mesh)]
+    assert dtypes == ["float32", "bfloat16", *["float32"] * 4]
+
+
+def test_a_trip_count_that_is_not_stated_is_computed(mesh: jax.sharding.Mesh) -> None:
+    silent = text("gpu_async").replace(', backend_config={"known_trip_count":{"n":"4"}}', "")
+    assert [x.count for x in ts.collectives(silent, mesh)][4] == 4
+    for old, new, count in [
+        ("direction=LT", "direction=LE", 5),
+        ("%one = s32[] constant(1)", "%one = s32[] constant(3)", 2),
+        ("direction=LT", "direction=NE", None),
+        ("%limit = s32[] constant(4)", "%limit = s32[] bitcast-convert(%i.1)", None),
+        ("%one = s32[] constant(1)", "%one = s32[] multiply(%i, %i)", None),
+        ("%first = s32[] constant(0)", "%first = s32[] partition-id()", None),
+    ]:
+        changed = silent.replace(old, new)
+        assert [x.count for x in ts.collectives(changed, mesh)][4] == count, new
+
+
+def test_without_a_mesh_hlo_names_no_axes_and_stablehlo_does() -> None:
+    assert {x.axes for x in ts.collectives(text("cpu_by_hand"))} == {None}
+    assert [x.wire_bytes for x in ts.collectives(text("cpu_by_hand"))] == [96, 192, 7]
+    assert ts.collectives(text("traced_by_hand"))[0].axes == ("fsdp",)
+
+
+def test_computed_values_have_no_path(mesh: jax.sharding.Mesh) -> None:
+    computed = text("cpu_by_jit").replace("all-gather(%param.1)", "all-gather(%wrapped_tanh)")
+    assert computed != text("cpu_by_jit")
+    assert ts.collectives(computed, mesh)[0].path is None
+
+
+HEAD = "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[8]) -> f32[8] {\n"
+PARAMETER = '  %x = f32[8]{0} parameter(0), metadata={op_name="x"}\n'
+
+
+@pytest.mark.parametrize(
+    ("op", "moved"),
+    [
+        pytest.param(
+            "f32[64]{0} all-gather(%x), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0},"
+            " use_global_device_ids=true",
+            [("all-gather", 256, 224, ("data", "fsdp"))],
+            id="all-gather",
+        ),
+        pytest.param(
+            "f32[1]{0} reduce-scatter(%x), channel_id=1, replica_groups=[1,8]<=[8],"
+            " dimensions={0}, use_global_device_ids=true",
+            [("reduce-scatter", 32, 28, ("data", "fsdp"))],
+            id="reduce-scatter",
+        ),
+        pytest.param(
+            "(f32[8]{0}, f32[8]{0}) all-reduce(%x, %x), channel_id=1, use_global_device_ids=true,"
+            " replica_groups={{0,4},{1,5},{2,6},{3,7}}",
+            [("all-reduce", 32, 32, ("data",))] * 2,
+            id="one per buffer",
+        ),
+        pytest.param(
+            "(f32[8], f32[8], f32[8], f32[8]) all-to-all(%x, %x, %x, %x), channel_id=1,"
+            " replica_groups={{0,1,2,3},{4,5,6,7}}",
+            [("all-to-all", 128, 96, ("fsdp",))],
+            id="all-to-all of parts",
+        ),
+        pytest.param(
+            "f32[8]{0} all-reduce(%x), replica_groups={{0}}",
+            [("all-reduce", 32, 0, ())],
+            id="among replicas, and there is only one",
+        ),
+        pytest.param(
+            "f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0}}",
+            [("all-reduce", 32, 56, ("data", "fsdp"))],
+            id="replicas and all their partitions",
+        ),
+        pytest.param(
+            "f9[8]{0} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8],"
+            " use_global_device_ids=true",
+            [("all-reduce", None, None, ("fsdp",))],
+            id="an unknown dtype",
+        ),
+        pytest.param(
+            "s4[9]{0} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8],"
+            " use_global_device_ids=true",
+            [("all-reduce", 5, 7, ("fsdp",))],
+            id="four bits",
+        ),
+        pytest.param(
+            "f32[<=8]{0} all-reduce(%x), channel_id=1, replica_groups=[2,4]<=[8],"
+            " use_global_device_ids=true",
+            [("all-reduce", None, None, ("fsdp",))],
+            id="a dynamic dim",
+        ),
+        pytest.param(
+            "f32[8]{0} collective-permute(%x), source_target_pairs={{0,5},{5,0}}",
+            [("collective-permute", 32, 32, ("data", "fsdp"))],
+            id="permute along two axes",
+        ),
+        pytest.param(
+            "f32[8]{0} ragged-all-to-all(%x, %x, %x, %x, %x, %x), channel_id=1,"
+            " replica_groups=[1,8]<=[8]",
+            [("ragged-all-to-all", None, None, ("data", "fsdp"))],
+            id="ragged",
+        ),
+        pytest.param(
+            "f32[8]{0} all-gather-of-the-future(%x), channel_id=1, replica_groups=[1,8]<=[8]",
+            [("unknown", None, None, None)],
+            id="an unknown op",
+        ),
+        pytest.param(
+            "f32[8]{0} send(%x), channel_id=1",
+            [("send", 32, None, None)],
+            id="send",
+        ),
+        pytest.param(
+            "f32[8]{0} fusion(%x), kind=kCustom, calls=%nowhere",
+            [],
+            id="a missing computation",
+        ),
+    ],
+)
+def test_a_single_op(op: str, moved: list[object], mesh: jax.sharding.Mesh) -> None:
+    found = ts.collectives(f"{HEAD}{PARAMETER}  ROOT %y = {op}\n}}\n", mesh)
+    assert [(x.kind, x.bytes, x.wire_bytes, x.axes) for x in found] == moved
+
+
+GATHER = (
+    "f32[64]{{0}} all-gather({}), channel_id=1, replica_groups=[1,8]<=[8],"
+    " use_global_device_ids=true"
+)
+
+
+@pytest.mark.parametrize(
+    ("ops", "path"),
+    [
+        ("%y = f32[8]{0} copy(%x)", "x"),
+        ("%y = f32[16]{0} concatenate(%x, %x), dimensions={0}", "x"),
+        ("%z = f32[8]{0} exponential(%x)\n  %y = f32[16]{0} concatenate(%x, %z)", None),
+        ("%z = f32[8]{0} exponential(%x)\n  %y = f32[8]{0} dynamic-update-slice(%x, %z)", None),
+        ("%y = f32[8]{0} gather(%x, %x), offset_dims={1}", None),
+        ("%y = f32[8]{0} call(%x), to_apply=%moves", "x"),
+        ("%y = f32[8]{0} call(%x), to_apply=%computes", None),
+        (
+            "%s = ((f32[8]), f32[8]) async-start(%x), calls=%moves\n  %y = f32[8] async-done(%s)",
+            "x",
+        ),
+        ('%y = f32[8]{0} custom-call(%x), custom_call_target="Sharding"', "x"),
+        ('%y = f32[8]{0} custom-call(%x), custom_call_target="cublas"', None),
+        ("%t = (f32[8], f32[8]) tuple(%x, %x)\n  %y = f32[8] get-tuple-element(%t), index=1", "x"),
+        ("%y = f32[8]{0} copy(%nowhere)", None),
+    ],
+)
+def test_the_path_of_moved_data(ops: str, path: str | None) -> None:
+    called = "".join(
+        f"%{name} (p: f32[8]) -> f32[8] {{\n  %p = f32[8]{{0}} parameter(0)\n"
+        f"  ROOT %r = f32[8]{{0}} {opcode}(%p)\n}}\n\n"
+        for name, opcode in [("moves", "copy"), ("computes", "exponential")]
+    )
+    head = HEAD.replace("ENTRY", called + "ENTRY")
+    moved = ts.collectives(f"{head}{PARAMETER}  {ops}\n  ROOT %g = {GATHER.format('%y')}\n}}\n")
+    assert [x.path for x in moved] == [path]
+
+
+def test_the_source_is_the_nearest_line_outside_of_treeshard() -> None:
+    tables = (
+        f'FileNames\n1 "/home/me/main.py"\n2 "{STEP}"\n3 "{ts.__file__}"\n\nFileLocations\n'
+        "1 {file_name_id=1 line=3}\n2 {file_name_id=2 line=7}\n3 {file_name_id=3 line=9}\n\n"
+        "StackFrames\n1 {file_location_id=1 parent_frame_id=1}\n"
+        "2 {file_location_id=2 parent_frame_id=2}\n3 {file_location_id=3 parent_frame_id=3}\n\n"
+    )
+    op = GATHER.format("%x") + ', metadata={op_name="gather" stack_frame_id=3}'
+    head = HEAD.replace("ENTRY", tables + "ENTRY")
+    [moved] = ts.collectives(f"{head}{PARAMETER}  ROOT %g = {op}\n}}\n")
+    assert (moved.op_name, moved.source) == ("gather", f"{STEP}:7")
+
+
+def test_names_need_no_percent_sign(mesh: jax.sharding.Mesh) -> None:
+    bare = text("cpu_by_hand").replace("%", "")
+    assert ts.collectives(bare, mesh) == ts.collectives(text("cpu_by_hand"), mesh)
+
+
+# ------------------------------------------------------------------ live programs
+
+
+def _moving() -> Any:
+    def once(x: jax.Array) -> jax.Array:
+        return lax.ppermute(x, "fsdp", [(i, (i + 1) % 4) for i in range(4)])
+
+    def loops(x: jax.Array, n: jax.Array) -> jax.Array:
+        def nested(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return lax.scan(lambda x, _: (once(x), None), x, None, length=3)
+
+        x = lax.scan(nested, x, None, length=5)[0]
+        x = lax.while_loop(lambda c: c[0] < 20, lambda c: (c[0] + 3, once(c[1])), (2, x))[1]
+        x = lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, once(c[1])), (0, x))[1]
+        x = lax.cond(n > 3, once, lambda x: x, x)
+        return lax.all_to_all(x, "fsdp", 0, 0, tiled=True)
+
+    return loops
+
+
+@pytest.fixture(scope="module")
+def lowered(mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
+    fn = jax.shard_map(
+        _moving(), mesh=mesh, in_specs=(P("fsdp"), P()), out_specs=P("fsdp"), check_vma=False
+    )
+    x = jax.ShapeDtypeStruct((64,), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+    n = jax.ShapeDtypeStruct((), "int32", sharding=NamedSharding(mesh, P()))
+    return jax.jit(fn).lower(x, n)
+
+
+@pytest.mark.parametrize("stage", ["traced", "compiled"])
+def test_counts_of_loops(stage: str, lowered: jax.stages.Lowered) -> None:
+    program = lowered if stage == "traced" else lowered.compile()
+    moved = ts.collectives(program)
+    permutes = [x.count for x in moved if x.kind == "collective-permute"]
+    # Nested scans, a constant bound, a bound that depends on data, one of two branches.
+    assert permutes == [15, 6, None, None]
+    assert {x.axes for x in moved} == {("fsdp",)}
+    assert {x.bytes for x in moved} == {64}
+    assert moved[-1].kind == "all-to-all"
+
+
+def test_a_program_on_one_device_moves_nothing() -> None:
+    assert ts.collectives(jax.jit(jnp.sin).lower(1.0).compile()) == []
+
+
+def test_a_shared_function_counts_once_per_call(mesh: jax.sharding.Mesh) -> None:
+    @jax.jit
+    def gathered(w: jax.Array) -> jax.Array:
+        return lax.all_gather(w, "fsdp", tiled=True)
+
+    def step(state: dict[str, jax.Array]) -> jax.Array:
+        return gathered(state["a"]) + gathered(state["b"])
+
+    fn = jax.shard_map(step, mesh=mesh, in_specs=P("fsdp"), out_specs=P(), check_vma=False)
+    w = jax.ShapeDtypeStruct((64,), "float32")
+    moved = ts.collectives(jax.jit(fn).lower({"a": w, "b": w}))
+    assert [(x.path, x.count) for x in moved] == [("state/a", 1), ("state/b", 1)]
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("", "the text is empty. This backend may not provide one"),
+        (
+            "not a program at all",
+            "the text is not a program. HLO starts with `HloModule`",
+        ),
+        ('{"kind": "all-gather"}', "the text is not a program"),
+        (text("cpu_by_hand")[:-300], "ends inside its computation 'main"),
+        (text("cpu_by_hand")[:1200], "no ENTRY computation: the text is truncated"),
+        (text("traced_by_hand")[:2500], "ends inside a function: the text is cut short"),
+        ("module @m {\n", "no function `main`"),
+        (
+            f"{HEAD}{PARAMETER}  %y = all-gather(%x), dimensions={{0}}\n}}\n",
+            "line 5 has a collective that cannot be parsed",
+        ),
+        (
+            f"{HEAD}{PARAMETER}  %x = f32[8]{{0}} add(%x, %x)\n}}\n",
+            "line 5 defines 'x' a second time",
+        ),
+        (
+            f"HloModule m\n\n%f (x: f32[8]) -> f32[8] {{\n{PARAMETER}ENTRY %main () -> u8[] {{\n}}",
+            "line 5 starts a new section inside the computation 'f', which is not closed",
+        ),
+        (
+            f"{HEAD}{PARAMETER}  %z = f32[8]{{0}} call(%x), to_apply=%main\n"
+            "  ROOT %y = f32[8]{0} all-reduce(%x), replica_groups={}\n}\n",
+            "the computation 'main' calls itself",
+        ),
+    ],
+)
+def test_a_damaged_text_raises(broken: str, message: str) -> None:
+    with pytest.raises(ts.TreeShardError, match=message):
+        ts.collectives(broken)
+
+
+def test_a_text_that_is_truncated_anywhere_raises(mesh: jax.sharding.Mesh) -> None:
+    for name in ("cpu_by_hand", "traced_by_hand_bare"):
+        whole = text(name).rstrip()
+        lines = whole.split("\n")
+        for end in range(2, len(lines), 5):
+            with pytest.raises(ts.TreeShardError, match="truncated|cut short|not a program"):
+                ts.collectives("\n".join(lines[:end]), mesh)
+
+
+def test_a_program_for_another_mesh_raises() -> None:
+    mesh = ts.make_mesh("fsdp=4", devices=jax.devices()[:4])
+    with pytest.raises(ts.MeshError) as error:
+        ts.collectives(text("cpu_by_hand"), mesh)
+    assert str(error.value) == (
+        "collectives: the program runs on 8 device(s), but the mesh (fsdp=4) has 4. Pass the mesh"
+        " that it was compiled for."
+    )
+
+
+def test_a_function_that_was_not_compiled_raises() -> None:
+    with pytest.raises(TypeError) as error:
+        ts.collectives(jax.jit(jnp.sin))
+    assert "is not a program. Compile it first: `step.lower(state, batch).compile()`" in str(
+        error.value
+    )
+
+
+# ------------------------------------------------------------------ in tests
+
+
+def test_budgets_that_are_kept_raise_nothing(mesh: jax.sharding.Mesh) -> None:
+    ts.assert_collectives(
+        text("cpu_by_hand"),
+        mesh,
+        all_gather=(4, 896),
+        all_reduce=(None, 4),
+        reduce_scatter=0,
+        max_bytes=900,
+    )
+
+
+def test_the_message_of_a_broken_budget_lists_all_collectives(mesh: jax.sharding.Mesh) -> None:
+    with pytest.raises(ts.CommunicationError) as error:
+        ts.assert_collectives(text("cpu_by_hand"), mesh, all_gather=(3, 800), max_bytes=899)
+    assert isinstance(error.value, AssertionError)
+    assert str(error.value).split("\n") == [
+        "all-gather: 4 executions, but 3 are expected.",
+        "all-gather: 896 bytes, but at most 800 are allowed.",
+        "all collectives: 900 bytes, but at most 899 are allowed.",
+        "kind        axes        count  bytes each  total  array    moves"
+        "                                  source",
+        "all-gather  fsdp        1      128 B       128 B  float32  state/head"
+        "                             /home/me/model.py:15",
+        "all-gather  fsdp        3      256 B       768 B  float32  state/layers"
+        "                           /home/me/model.py:10",
+        "all-reduce  data, fsdp  1      4 B           4 B  float32  "
+        "jit(by_hand)/shard_map/psum_invariant  /home/me/model.py:15",
+    ]
+
+
+def test_an_unknown_number_breaks_a_budget(lowered: jax.stages.Lowered) -> None:
+    with pytest.raises(
+        ts.CommunicationError, match="unknown number of executions, but 21 are expected"
+    ):
+        ts.assert_collectives(lowered, collective_permute=21)
+    with pytest.raises(ts.CommunicationError, match="an unknown number of bytes, but at most 10"):
+        ts.assert_collectives(lowered, max_bytes=10)

@@ -1,0 +1,481 @@
+"""Predicted communication, compiled communication, and the differences between them."""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from small_models import LAYERS, MODELS, array, compiled, plan_of
+
+import treeshard as ts
+from treeshard._core.make_mesh import abstract_mesh
+from treeshard.communication.forecast import parameters
+from treeshard.manual import value_and_grad
+from treeshard.training import jit_step, shard_map_step
+
+# ------------------------------------------------------------------ predicted
+
+KIB = 1024
+
+
+def predicted(tree: Any, rules: Any, axes: str, batch: Any, **options: Any) -> list[Any]:
+    plan = ts.plan(tree, rules, abstract_mesh(axes), min_size=0)
+    moved = ts.predict_communication(plan, batch=batch, **options)
+    return [(x.kind, x.axes, x.bytes, x.count) for x in moved if x.path is not None]
+
+
+W = {"w": array(64, 128)}  # 32 KiB
+STACKED = {"layers": array(4, 64, 32)}
+
+
+@pytest.mark.parametrize(
+    ("tree", "spec", "axes", "batch", "options", "moved"),
+    [
+        pytest.param(
+            W, None, "data=8", P("data"), {}, [("all-reduce", ("data",), 32 * KIB, 1)], id="DP"
+        ),
+        pytest.param(
+            W,
+            P("fsdp"),
+            "fsdp=4096",
+            P("fsdp"),
+            {},
+            [("all-reduce", ("fsdp",), 32 * KIB, 1)],
+            id="indivisible, so it is replicated",
+        ),
+        pytest.param(
+            W,
+            P("fsdp"),
+            "fsdp=64",
+            P("fsdp"),
+            {},
+            [("all-gather", ("fsdp",), 32 * KIB, 1), ("reduce-scatter", ("fsdp",), 32 * KIB, 1)],
+            id="FSDP",
+        ),
+        pytest.param(
+            W,
+            P("fsdp"),
+            "data=2,fsdp=4",
+            P(("data", "fsdp")),
+            {"remat": True, "dtype": "bfloat16"},
+            [
+                ("all-gather", ("fsdp",), 16 * KIB, 1),
+                ("all-gather", ("fsdp",), 16 * KIB, 1),
+                ("reduce-scatter", ("fsdp",), 16 * KIB, 1),
+                ("all-reduce", ("data",), 8 * KIB, 1),
+            ],
+            id="HSDP, remat, bf16 on the wire",
+        ),
+        pytest.param(
+            W,
+            P("tensor", "fsdp"),
+            "fsdp=4,tensor=2",
+            P("fsdp"),
+            {},
+            [("all-gather", ("fsdp",), 16 * KIB, 1), ("reduce-scatter", ("fsdp",), 16 * KIB, 1)],
+            id="FSDP x TP",
+        ),
+        pytest.param(
+            W,
+            P("data", "fsdp"),
+            "data=2,fsdp=4",
+            P(("data", "fsdp")),
+            {},
+            [
+                ("all-gather", ("data",), 8 * KIB, 1),
+                ("all-gather", ("fsdp",), 32 * KIB, 1),
+                ("reduce-scatter", ("data",), 32 * KIB, 1),
+                ("reduce-scatter", ("fsdp",), 16 * KIB, 1),
+            ],
+            id="two dims",
+        ),
+        pytest.param(
+            W,
+            P(("data", "fsdp")),
+            "data=2,fsdp=4",
+            P(("data", "fsdp")),
+            {},
+            [
+                ("all-gather", ("data", "fsdp"), 32 * KIB, 1),
+                ("reduce-scatter", ("data", "fsdp"), 32 * KIB, 1),
+            ],
+            id="two axes on one dim",
+        ),
+        pytest.param(
+            STACKED,
+            P(None, "fsdp"),
+            "fsdp=8",
+            P("fsdp"),
+            {"scan": "layers"},
+            [("all-gather", ("fsdp",), 8 * KIB, 4), ("reduce-scatter", ("fsdp",), 8 * KIB, 4)],
+            id="scan",
+        ),
+        pytest.param(
+            {"w": array(64, 128), "step": jax.ShapeDtypeStruct((), "int32")},
+            P(),
+            "data=1",
+            P("data"),
+            {},
+            [],
+            id="one device",
+        ),
+    ],
+)
+def test_the_prediction_from_a_plan(
+    tree: Any, spec: Any, axes: str, batch: Any, options: Any, moved: list[Any]
+) -> None:
+    assert predicted(tree, [(".*", spec)], axes, batch, **options) == moved
+
+
+def test_optimizer_state_is_not_taken_for_parameters() -> None:
+    params = {"layers": [{"w": array(64, 64)}], "head": array(64, 8)}
+    state = {"model": params, "opt": jax.eval_shape(optax.adamw(1e-3).init, params)}
+    rules = [("opt.*w|opt.*head", P("data")), (".*", None)]
+    plan = ts.plan(state, rules, abstract_mesh("data=8"), min_size=0)
+    assert [x.path for x in parameters(plan)] == ["model/head", "model/layers/0/w"]
+    assert len(parameters(plan, "model|mu")) == 4
+    # ZeRO-1: the state is sharded further than its parameter.
+    moved = ts.predict_communication(plan, batch=P("data"))
+    assert [(x.kind, x.bytes, x.path, x.why) for x in moved] == [
+        ("reduce-scatter", 2 * KIB, "model/head", "gradient"),
+        ("all-gather", 2 * KIB, "model/head", "update"),
+        ("reduce-scatter", 16 * KIB, "model/layers/0/w", "gradient"),
+        ("all-gather", 16 * KIB, "model/layers/0/w", "update"),
+        ("all-reduce", 4, None, "loss"),
+    ]
+
+
+def test_zero_1_on_one_of_two_axes() -> None:
+    state = {"model": {"w": array(16, 16)}, "opt": {"mu": {"w": array(16, 16)}}}
+    rules = [("opt", P("data")), (".*", None)]
+    assert predicted(state, rules, "data=2,fsdp=4", P(("data", "fsdp"))) == [
+        ("reduce-scatter", ("data",), KIB, 1),
+        ("all-reduce", ("fsdp",), KIB // 2, 1),
+        ("all-gather", ("data",), KIB, 1),
+    ]
+
+
+def test_branches_of_the_same_structure_are_all_parameters() -> None:
+    tree = {"encoder": {"w": array(8, 8)}, "decoder": {"w": array(8, 8)}}
+    plan = ts.plan(tree, [(".*", None)], abstract_mesh("data=8"))
+    assert len(parameters(plan)) == 2
+
+
+def test_a_batch_over_an_unknown_axis_raises() -> None:
+    plan = ts.plan(W, [(".*", None)], abstract_mesh("data=8"))
+    with pytest.raises(ts.UnknownAxisError, match="batch: the mesh has no axis 'dta'.*'data'?"):
+        ts.predict_communication(plan, batch=P("dta"))
+
+
+# ------------------------------------------------------------------ against compiled
+
+# All combinations would be 60 programs, of a few seconds each.
+EXACT = [
+    ("mlp", "hand", "fsdp=8", False, False),
+    ("mlp", "hand", "data=2,fsdp=4", True, True),
+    ("mlp", "jit", "data=4,fsdp=2", False, False),
+    ("mlp", "jit", "pod=2,data=2,fsdp=2", True, True),
+    ("transformer", "hand", "data=2,fsdp=4", True, False),
+    ("transformer", "jit", "fsdp=8", False, False),
+    ("conv", "hand", "data=4,fsdp=2", False, False),
+    ("conv", "hand", "pod=2,data=2,fsdp=2", True, True),
+    ("conv", "jit", "data=2,fsdp=4", True, False),
+]
+
+if os.environ.get("TREESHARD_SOAK"):  # `make soak`
+    EXACT = [
+        (name, *way[:1], axes, *way[1:])
+        for name in ("mlp", "transformer", "conv")
+        for axes in ("fsdp=8", "data=2,fsdp=4", "data=4,fsdp=2", "pod=2,data=2,fsdp=2")
+        for way in (
+            ("hand", False, False),
+            ("hand", True, False),
+            ("hand", True, True),
+            ("jit", False, False),
+            ("jit", True, True),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("name", "way", "axes", "scan", "remat"), EXACT)
+def test_the_compiled_program_moves_what_is_planned(
+    name: str, way: str, axes: str, scan: bool, remat: bool
+) -> None:
+    plan, program = compiled(name, way, ts.make_mesh(axes), scan=scan, remat=remat)
+    found = ts.compare_communication(
+        plan, program, scan="layers" if scan else False, remat="layers" if remat else False
+    )
+    gathers = [x for x in found.compiled if x.kind == "all-gather"]
+    assert all(x.path is not None and x.path.startswith("state/") for x in gathers)
+    # Their source is a line of the user, not of treeshard.
+    assert all("small_models.py:" in (x.source or "") for x in gathers)
+    for row in found.rows:
+        if row.kind == "all-gather" or way == "hand":
+            assert (row.count, row.bytes) == (row.planned_count, row.planned_bytes), row
+    if way == "hand":
+        assert found.unplanned == ()
+        return
+    # On CPUs the partitioner all-reduces full gradients. Nothing else differs.
+    [difference] = found.unplanned
+    assert difference.code == "all-reduce"
+    scattered = sum(x.total_bytes for x in found.planned if x.kind == "reduce-scatter")
+    assert sum(x.total_bytes or 0 for x in difference.collectives) == scattered
+
+
+@pytest.mark.parametrize("way", ["jit", "hand"])
+def test_data_parallel(way: str) -> None:
+    plan, program = compiled("mlp", way, ts.make_mesh("data=8"), rule=P())
+    found = ts.compare_communication(plan, program)
+    assert found.unplanned == ()
+    [row] = found.rows
+    assert (row.kind, row.axes, row.count) == ("all-reduce", ("data",), 3 * LAYERS + 1)
+    assert row.bytes == row.planned_bytes == sum(leaf.bytes for leaf in plan.leaves)
+    assert str(found).split("\n") == [
+        "kind        axes         planned  compiled",
+        "all-reduce  data  10 x, 12.9 KiB  10 x, 12.9 KiB",
+        "plus 1 scalars, such as the loss",
+    ]
+
+
+# ------------------------------------------------------------------ unplanned
+
+
+def test_a_scan_without_unshard_moves_activations() -> None:
+    plan, program = compiled("mlp", "no hints", ts.make_mesh("fsdp=8"), scan=True)
+    found = ts.compare_communication(plan, program, scan="layers")
+    moved = next(x for x in found.unplanned if x.code == "activation")
+    assert "unplanned" in moved.fact
+    assert "of computed values" in moved.fact
+    assert "`unshard(layer, layer_specs(specs), axis)`" in moved.hint
+    assert all("small_models.py:" in (x.source or "") for x in moved.collectives)
+    assert "small_models.py:" in str(moved)
+    named = {x.path for x in found.compiled} - {None}
+    assert all(str(path).startswith(("state/", "batch")) for path in named)
+    assert not any(x.path for x in moved.collectives)
+
+
+def _step(plan: ts.Plan, loss: Any, batch: Any, x: Any) -> jax.stages.Compiled:
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(state, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    return jit_step(step, plan, batch=batch).lower(plan.structs, x).compile()
+
+
+def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
+    mesh = ts.make_mesh("fsdp=4,tensor=2")
+    tree = {"up": array(16, 32), "down": array(32, 16)}
+    rules = [("up", P("fsdp", "tensor")), ("down", P("tensor", "fsdp"))]
+    plan = ts.plan(tree, rules, mesh, min_size=0)
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        p = ts.unshard(p, plan.specs, "fsdp")
+        h = ts.with_sharding_constraint(jnp.tanh(x @ p["up"]), P("fsdp", "tensor"))
+        return jnp.mean(ts.with_sharding_constraint(h @ p["down"], P("fsdp")) ** 2)
+
+    found = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), array(8, 16)))
+    gathers = [(x.path, x.bytes) for x in found.compiled if x.kind == "all-gather"]
+    assert sorted(gathers, key=str) == [("state/down", KIB), ("state/up", KIB)]
+    assert {x.code for x in found.unplanned} <= {"all-reduce"}
+    assert found.tensor_parallel
+    assert {x.axes for x in found.tensor_parallel} == {("tensor",)}
+    assert not any(x.path for x in found.tensor_parallel)
+    assert "including 1 tensor-parallel activations" in str(found)
+
+
+def test_a_tied_weight_is_gathered_under_its_only_path() -> None:
+    mesh = ts.make_mesh("fsdp=8")
+    plan = ts.plan({"embed": array(64, 16)}, [(".*", P("fsdp"))], mesh, min_size=0)
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        whole = ts.unshard(p, plan.specs, "fsdp")["embed"]
+        return jnp.mean((jnp.tanh(whole[x]) @ whole.T) ** 2)
+
+    x = jax.ShapeDtypeStruct((8, 4), "int32")
+    found = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), x))
+    assert [x.path for x in found.compiled if x.kind == "all-gather"] == ["state/embed"]
+    # The partitioner reduces the gradient of each use, and then adds them.
+    assert [x.code for x in found.unplanned] == ["all-reduce", "again"]
+    assert "The partitioner reduces the gradient of each use" in found.unplanned[1].hint
+
+
+def test_a_moment_sharded_unlike_its_parameter_is_gathered() -> None:
+    mesh = ts.make_mesh("fsdp=8")
+    # The moment is sharded on another dim than its parameter.
+    state = {"model": {"w": array(16, 16)}, "opt": {"mu": {"w": array(16, 16)}}}
+    rules = [("opt", P(None, "fsdp")), (".*", P("fsdp"))]
+    plan = ts.plan(state, rules, mesh, min_size=0)
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        def loss(p: Any) -> jax.Array:
+            return jnp.mean((x @ ts.unshard(p["w"], P("fsdp"), "fsdp")) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["model"])
+        mu = ts.with_sharding_constraint(state["opt"]["mu"]["w"], P()) * 0.9 + grads["w"]
+        return {"model": {"w": state["model"]["w"] - mu}, "opt": {"mu": {"w": mu}}}, value
+
+    run = jit_step(step, plan, batch=P("fsdp"))
+    program = run.lower(plan.structs, array(8, 16)).compile()
+    found = {x.code: x for x in ts.compare_communication(plan, program).unplanned}
+    assert found["sharded-further"].paths == ("opt/mu/w",)
+    assert "optimizer state with `Plan.follow`" in found["sharded-further"].hint
+
+
+def _accumulated(minibatches: Any) -> ts.Comparison:
+    mesh = ts.make_mesh("data=2,fsdp=4")
+    plan = ts.plan({"w": array(16, 32)}, [("w", P("fsdp"))], mesh, min_size=0)
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        def one(total: Any, x: jax.Array) -> tuple[Any, None]:
+            def loss(p: Any) -> jax.Array:
+                return jnp.mean((x @ ts.unshard(p, plan.specs, "fsdp")["w"]) ** 2)
+
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(state)), None
+
+        grads, _ = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, state), minibatches(x))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), x.sum()
+
+    run = jit_step(step, plan, batch=P(("data", "fsdp")))
+    program = run.lower(plan.structs, array(32, 16)).compile()
+    return ts.compare_communication(plan, program)
+
+
+def test_a_batch_reshaped_across_devices_for_accumulation() -> None:
+    found = {x.code: x for x in _accumulated(lambda x: x.reshape(4, 8, 16)).unplanned}
+    assert "To split a batch for accumulation, reshape it" in found["across-axes"].hint
+    assert all(
+        "test_communication.py:" in (x.source or "") for x in found["across-axes"].collectives
+    )
+
+    def fixed(x: jax.Array) -> jax.Array:
+        x = x.reshape(8, 4, 16).swapaxes(0, 1)
+        return ts.with_sharding_constraint(x, P(None, ("data", "fsdp")))
+
+    # The partitioner still reduces once per minibatch; `accumulate_gradients` does not.
+    [left] = _accumulated(fixed).unplanned
+    assert (left.code, {x.count for x in left.collectives}) == ("again", {4})
+
+
+def test_a_forgotten_activation_constraint() -> None:
+    mesh = ts.make_mesh("fsdp=8")
+    tree = {"up": array(16, 64), "down": array(64, 16)}
+    plan = ts.plan(tree, [("up", P(None, "fsdp")), ("down", P("fsdp"))], mesh, min_size=0)
+
+    def codes(constrain: Any) -> dict[str, Any]:
+        def loss(p: Any, x: jax.Array) -> jax.Array:
+            h = constrain(jnp.tanh(x @ p["up"]))
+            return jnp.mean(constrain(h @ p["down"]) ** 2)
+
+        found = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), array(16, 16)))
+        return {one.code: one for one in found.unplanned}
+
+    # Without constraints, the partitioner keeps the weights sharded and moves activations.
+    forgotten = codes(lambda h: h)
+    assert "of computed values" in forgotten["activation"].fact
+    assert "test_communication.py:" in str(forgotten["activation"])
+    fixed = codes(lambda h: ts.with_sharding_constraint(h, P("fsdp")))
+    assert set(fixed) <= {"all-reduce"}  # the CPU compiler's replacement of a reduce-scatter
+
+
+def test_a_backend_that_widens_a_dtype_is_reported() -> None:
+    mesh = ts.make_mesh("fsdp=8")
+    plan = ts.plan({"w": array(16, 16)}, [("w", P("fsdp"))], mesh, min_size=0)
+    grad = value_and_grad(lambda p, x: jnp.sum(x @ p["w"]) ** 2, "fsdp", plan, dtype="bfloat16")
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        loss, grads = grad(state, x.astype("bfloat16"))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    lowered = shard_map_step(step, plan, batch=P("fsdp")).lower(plan.structs, array(8, 16))
+    assert ts.compare_communication(plan, lowered, dtype="bfloat16").unplanned == ()
+    found = ts.compare_communication(plan, lowered.compile(), dtype="bfloat16").unplanned
+    assert [(x.code, x.paths) for x in found] == [("wider", ("w",))] * 2
+    assert "all-gather in a wider dtype than the planned bfloat16." in str(found[0])
+
+
+def test_zero_1_on_a_cpu() -> None:
+    params = {"w": array(16, 32)}
+    optimizer = optax.adam(1e-3)
+    state = {"model": params, "opt": jax.eval_shape(optimizer.init, params)}
+    rules = [("opt.*w", P("data")), (".*", None)]
+    plan = ts.plan(state, rules, ts.make_mesh("data=8"), min_size=0)
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(state["model"])
+        updates, opt = optimizer.update(grads, state["opt"])
+        return {"model": optax.apply_updates(state["model"], updates), "opt": opt}, loss
+
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes them
+        lowered = jit_step(step, plan, batch=P("data")).lower(plan.structs, array(8, 16))
+    found = ts.compare_communication(plan, lowered.compile())
+    assert [x.code for x in found.unplanned] == ["all-reduce"]
+    gathers = [row for row in found.rows if row.kind == "all-gather"]
+    assert [(row.count, row.bytes) for row in gathers] == [(1, 2 * KIB)]
+
+
+def test_a_planned_transfer_that_the_program_lacks(fsdp_mesh: jax.sharding.Mesh) -> None:
+    plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    idle = jit_step(lambda s, x: ({"w": s["w"] * 2}, x.sum()), plan, batch=P("fsdp"))
+    program = idle.lower(plan.structs, array(8)).compile()
+    found = ts.compare_communication(plan, program, batch=P("fsdp"))
+    assert [str(x) for x in found.unplanned] == [
+        "not-moved: w: the planned all-gather (weight) is not in the program. Check that the step"
+        " uses the leaf, and that the plan is of this step.",
+        "not-moved: w: the planned reduce-scatter (gradient) is not in the program. Check that the"
+        " step uses the leaf, and that the plan is of this step.",
+    ]
+    assert [(row.kind, row.planned_count, row.count) for row in found.rows] == [
+        ("all-gather", 1, 0),
+        ("reduce-scatter", 1, 0),
+    ]
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@pytest.fixture(scope="module")
+def doubled(fsdp_mesh: jax.sharding.Mesh) -> jax.stages.Compiled:
+    whole = NamedSharding(fsdp_mesh, P())
+    w = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(fsdp_mesh, P("fsdp")))
+    return jax.jit(lambda state: state["w"] * 2, out_shardings=whole).lower({"w": w}).compile()
+
+
+def test_a_plan_of_another_tree_raises(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
+    plan = ts.plan({"v": array(8, 8)}, [("v", P("fsdp"))], fsdp_mesh, min_size=0)
+    with pytest.raises(ts.SpecError) as error:
+        ts.compare_communication(plan, doubled)
+    assert str(error.value) == (
+        "compare_communication: the program has none of the plan's parameters, such as 'v'. Its"
+        " arguments: state/w."
+    )
+
+
+def test_a_plan_of_other_shapes_raises(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
+    plan = ts.plan({"w": array(16, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    with pytest.raises(ts.SpecError) as error:
+        ts.compare_communication(plan, doubled)
+    assert str(error.value) == (
+        "w: 32 bytes per device in the program, 64 in the plan.\nCompile the step for this plan."
+    )
+
+
+def test_a_program_without_the_sharding_of_its_batch_raises() -> None:
+    text = (
+        "HloModule m, num_partitions=8\n\nENTRY %main (w: f32[1,8], x: f32[8]) -> f32[8] {\n"
+        "  %w = f32[1,8]{1,0} parameter(0), metadata={op_name=\"state[\\'w\\']\"}\n"
+        '  ROOT %x = f32[8]{0} parameter(1), metadata={op_name="x"}\n}\n'
+    )
+    plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], abstract_mesh("fsdp=8"), min_size=0)
+    with pytest.raises(ts.SpecError, match="does not say how its argument .x. is sharded. Pass"):
+        ts.compare_communication(plan, text)
+    assert len(ts.compare_communication(plan, text, batch=P("fsdp")).unplanned) == 2
+
+
+def test_a_program_of_another_mesh_raises(doubled: Any) -> None:
+    plan = plan_of(MODELS["mlp"], abstract_mesh("fsdp=16"), False)
+    with pytest.raises(ts.MeshError, match="runs on 8 device.s., but the mesh .fsdp=16. has 16"):
+        ts.compare_communication(plan, doubled)

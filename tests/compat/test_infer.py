@@ -1,0 +1,306 @@
+"""`infer_sharding`, compared with big_vision's where that is not wrong."""
+
+import math
+import random
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import linen, nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._core.paths import leaf_paths
+
+MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+RULES = [("embed", "data"), ("mlp", "model")]
+
+
+def struct(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def specs(tree: Any, strategy: Any) -> Any:
+    return jax.tree.map(lambda sharding: sharding.spec, ts.infer_sharding(tree, strategy, MESH))
+
+
+def message_of(tree: Any, strategy: Any, mesh: Any = MESH) -> str:
+    with pytest.raises(ts.ShardingRuleError) as raised:
+        ts.infer_sharding(tree, strategy, mesh)
+    return str(raised.value)
+
+
+# ------------------------------------------------------------------ big_vision
+
+
+class Inconsistent(Exception):
+    """What big_vision refuses, or JAX does of what it returns."""
+
+
+def plain(path: str, leaf: Any, strategy: Any) -> list[Any]:
+    """One leaf's spec, by ops `(name, axes, number)`."""
+    spec: list[Any] = [None] * leaf.ndim
+    ops = next((ops for pattern, ops in strategy if re.fullmatch(pattern, path)), [])
+    for name, axes, number in ops if leaf.ndim else []:
+        ways = math.prod(MESH.shape[axis] for axis in axes)
+        taken = {axis for entry in spec for axis in entry or ()}
+        if name == "replicate":
+            if taken:
+                raise Inconsistent
+        elif name == "shard_dim":
+            if not -leaf.ndim <= number < leaf.ndim:
+                raise Inconsistent
+            if spec[number] or taken & {*axes} or leaf.shape[number] % ways:
+                raise Inconsistent
+            spec[number] = axes
+        elif leaf.size * leaf.dtype.itemsize > number * 2**20:
+            dims = sorted(range(leaf.ndim), key=lambda dim: (-leaf.shape[dim], -dim))
+            free = [dim for dim in dims if leaf.shape[dim] % ways == 0 and not spec[dim]]
+            if taken & {*axes}:
+                raise Inconsistent
+            if free:
+                spec[free[0]] = axes
+    return spec
+
+
+def written(op: tuple[str, Any, Any]) -> str:
+    name, axes, number = op
+    if name == "replicate":
+        return "replicate"
+    return f"{name}({axes[0] if len(axes) == 1 else axes!r}, {number})".replace(
+        f"({axes[0]},", f"({axes[0]!r},"
+    )
+
+
+def an_op(rng: random.Random) -> tuple[str, Any, Any]:
+    axes = rng.choice([("data",), ("model",), ("data", "model")])
+    name = rng.choice(["replicate", "shard_dim", "fsdp", "fsdp"])
+    return name, axes, rng.choice([0, 0.0001, 0.0005]) if name == "fsdp" else rng.randint(-3, 2)
+
+
+def a_tree(rng: random.Random) -> Any:
+    def leaf() -> Any:
+        shape = [rng.choice([1, 2, 6, 8, 12, 16]) for _ in range(rng.randint(0, 3))]
+        return struct(*shape, dtype=rng.choice(["float32", "bfloat16", "int8"]))
+
+    layer = {"w": leaf(), "mlp": {"kernel": leaf(), "bias": leaf()}}
+    return {"layers": [layer] * rng.choice([1, 4, 12]), "head": leaf(), "w1": (leaf(), leaf())}
+
+
+PATTERNS = [".*", "head", "layers/.*", "layers/[0-9]/w", ".*/kernel", "w1/0", "w", ".*w1?.*", "1?"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_it_agrees_with_big_vision(seed) -> None:
+    rng = random.Random(seed)
+    tree = a_tree(rng)
+    last = (".*", [("replicate", (), 0)])
+    strategy = [
+        (rng.choice(PATTERNS), [an_op(rng) for _ in range(rng.randint(1, 2))])
+        for _ in range(rng.randint(1, 4))
+    ] + [last]
+    texts = [(pattern, " | ".join(map(written, ops))) for pattern, ops in strategy]
+    leaves = list(zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True))
+    try:
+        expected = [plain(path, leaf, strategy) for path, leaf in leaves]
+    except Inconsistent:
+        message_of(tree, texts)
+        return
+    shardings = jax.tree.leaves(ts.infer_sharding(tree, texts, MESH))
+    for (path, leaf), sharding, spec in zip(leaves, shardings, expected, strict=True):
+        like = NamedSharding(MESH, P(*spec))
+        assert sharding.is_equivalent_to(like, leaf.ndim), (path, leaf, texts)
+
+
+def test_a_pattern_must_match_the_whole_path() -> None:
+    tree = {"a": {"kernel": struct(8)}, "kernel": struct(8), "kernels": struct(8)}
+    strategy = [
+        ("kernel", "fsdp('data', 0)"),
+        (".*/kernel", "fsdp('model', 0)"),
+        (".*", "replicate"),
+    ]
+    assert specs(tree, strategy) == {
+        "a": {"kernel": P("model")},
+        "kernel": P("data"),
+        "kernels": P(),
+    }
+
+
+def test_only_tactics_have_a_threshold(monkeypatch) -> None:
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "1000000")
+    tree = {"a": struct(8), "b": struct(1024, 1024), "c": struct(1024, 1025)}
+    strategy = [("a", "shard_dim('data', 0)"), (".*", "fsdp('data')")]
+    assert specs(tree, strategy) == {"a": P("data"), "b": P(), "c": P("data")}
+
+
+def test_tactics_instead_of_strings() -> None:
+    assert specs([struct(8)], [("0", ts.fsdp("data", min_size=0))]) == [P("data")]
+
+
+def test_scalars_need_no_pattern() -> None:
+    tree = {"step": 3, "lr": 0.1, "key": np.float32(1), "scalar": struct(), "none": None}
+    shardings = ts.infer_sharding(tree, [("nothing", "replicate")], MESH)
+    whole = NamedSharding(MESH, P())
+    assert shardings == dict.fromkeys(["step", "lr", "key", "scalar"], whole) | {"none": None}
+
+
+# ------------------------------------------------------------------ boxes
+
+
+def test_a_sharding_replaces_a_box() -> None:
+    box = linen.LogicallyPartitioned(struct(8, 8), ("embed", "mlp"))
+    tree = {
+        "layers": [{"w": box, "b": struct(8)} for _ in range(12)],
+        "axes": linen.Partitioned(struct(8), ("model",)),
+    }
+    strategy = [(".*w|axes", "logical_partitioning()"), (".*", "fsdp('data', 0)")]
+    with ts.logical_axis_rules(RULES):
+        shardings = specs(tree, strategy)
+    assert shardings == {
+        "layers": [{"w": P("data", "model"), "b": P("data")}] * 12,
+        "axes": P("model"),
+    }
+
+
+def test_boxes_that_differ_in_names_only() -> None:
+    names = [("embed", "mlp"), ("mlp", "embed"), (None, "mlp"), ("embed", "mlp")]
+    tree = [{"w": linen.LogicallyPartitioned(struct(8, 8), each)} for each in names]
+    with linen.logical_axis_rules(RULES):
+        shardings = specs(tree, [(".*", "logical_partitioning")])
+    assert [leaf["w"] for leaf in shardings] == [
+        P("data", "model"),
+        P("model", "data"),
+        P(None, "model"),
+        P("data", "model"),
+    ]
+
+
+def test_names_then_fsdp_on_a_box() -> None:
+    box = linen.LogicallyPartitioned(struct(8, 8), (None, "mlp"))
+    with ts.logical_axis_rules(RULES):
+        assert specs([box], [(".*", "logical_partitioning | fsdp('data', 0)")]) == [
+            P("data", "model")
+        ]
+
+
+def test_a_bare_box() -> None:
+    box = linen.Partitioned(struct(8), ("model",))
+    assert specs(box, [(".*", "logical_partitioning()")]) == P("model")
+
+
+def test_a_box_around_nothing_or_a_tree() -> None:
+    two = nnx.Param({"a": np.zeros((8, 8)), "b": np.zeros(3)})
+    tree = {"empty": linen.Partitioned(None, ("data",)), "two": two}
+    shardings = ts.infer_sharding(tree, [("two/a", "fsdp('data', 0)"), (".*", "replicate")], MESH)
+    assert jax.tree.structure(shardings) == jax.tree.structure(tree)
+
+
+def test_jit_takes_the_shardings_of_boxes(mesh) -> None:
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            init = linen.with_logical_partitioning(linen.initializers.ones, ("embed", "mlp"))
+            return linen.Dense(16, kernel_init=init, use_bias=False)(x)
+
+    def init():
+        return Model().init(jax.random.key(0), np.ones((1, 8), "float32"))
+
+    with linen.logical_axis_rules([("embed", "data"), ("mlp", "fsdp")]):
+        shardings = ts.infer_sharding(jax.eval_shape(init), [(".*", "logical_partitioning")], mesh)
+    for make in (init, lambda: linen.unbox(init())):
+        kernel = jax.tree.leaves(jax.jit(make, out_shardings=shardings)())[0]
+        assert kernel.sharding.spec == P("data", "fsdp")
+
+
+def test_nnx_state() -> None:
+    class Model(nnx.Module):
+        def __init__(self):
+            names = {"out_sharding": ("embed", "mlp"), "eager_sharding": False}
+            self.w = nnx.Param(np.zeros((8, 8), "float32"), **names)
+            self.b = nnx.Param(np.zeros(8, "float32"))
+
+    state = nnx.state(Model())
+    with ts.logical_axis_rules(RULES):
+        shardings = ts.infer_sharding(state, [(".*", "logical_partitioning")], MESH)
+    assert shardings["w"].spec == P("data", "model")
+    assert shardings["b"].spec == P()
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def test_unmatched_leaves_are_replicated_with_one_warning() -> None:
+    tree = {"a": struct(8), "b": struct(8, 8), "c": struct(8)}
+    with pytest.warns(ts.ShardingWarning) as warned:
+        assert specs(tree, [("c", "fsdp('data', 0)")]) == {"a": P(), "b": P(), "c": P("data")}
+    assert [str(each.message) for each in warned] == [
+        "2 leaves match no pattern of the strategy:\n  a: shape (8,)\n  b: shape (8, 8)\n"
+        'Replicated. To say that this is intended, end with (".*", "replicate").'
+    ]
+    with pytest.warns(ts.ShardingWarning, match=r"^No pattern of the strategy matches a: shape"):
+        ts.infer_sharding({"a": struct(8)}, [("c", "replicate")], MESH)
+
+
+def test_all_misfits_at_once() -> None:
+    tree = {"a": struct(8), "b": struct(6), "c": struct(8, 8), "d": struct(8), "e": struct(8, 8)}
+    strategy = [
+        ("a", "shard_dim('data', 0) | replicate"),
+        ("b", "shard_dim('model', 0)"),
+        ("c", "shard_dim('data', 0) | shard_dim('data', 1)"),
+        ("d", "shard_dim('data', 1)"),
+        ("e", "shard_dim('data', 0) | shard_dim('model', -2)"),
+    ]
+    lines = message_of(tree, strategy).splitlines()
+    assert lines[0] == "5 leaves do not follow the rules. The mesh has data=2, model=4."
+    assert "a: shape (8,)" in lines[1]
+    assert "replicate(): an earlier tactic sharded it as P('data',)" in lines[1]
+    assert "b: shape (6,)" in lines[2]
+    assert "into 4 parts, and 6 is not divisible by 4. Pad it to 8" in lines[2]
+    assert "shard_dim('data', 1): P('data',) uses 'data' already" in lines[3]
+    assert "shape (8,) has no dim 1. Make the pattern match fewer leaves" in lines[4]
+    assert "shard_dim('model', -2): an earlier tactic already sharded dim -2" in lines[5]
+
+
+def test_ignore_ndim_error() -> None:
+    tree = {"a": struct(8), "b": struct(8, 8)}
+    assert specs(tree, [(".*", "shard_dim('data', 1, ignore_ndim_error=True)")]) == {
+        "a": P(),
+        "b": P(None, "data"),
+    }
+
+
+def test_an_unknown_axis() -> None:
+    with pytest.raises(ts.UnknownAxisError, match="no axis 'modle'.* Did you mean 'model'"):
+        ts.infer_sharding([struct(8)], [(".*", "fsdp('modle', 0)")], MESH)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ([("a",)], "rule 0 is not a pair: ('a',)"),
+        ([("a(", "replicate")], "rule 0: the pattern 'a(' does not compile"),
+        ([("a", "fdsp('x')")], "rule 0, 'a': the strategy \"fdsp('x')\", at column 1: fdsp is not"),
+        ([("a", P("data"))], "rule 0, 'a': P('data',) is not a tactic. Write a string, such as"),
+        ([("a", None), ("b", 3)], "rule 1, 'b': the action is 3 (int)."),
+        ([("a", None), ("b", print)], "2 entries of the strategy are malformed:"),
+    ],
+    ids=["not-a-pair", "regex", "unknown", "spec", "number", "function"],
+)
+def test_malformed_strategies(strategy, message) -> None:
+    assert message in message_of({}, strategy)
+
+
+def test_a_strategy_that_is_not_a_list(unchecked) -> None:
+    assert "rules are dict. Give a list" in message_of({}, {"a": "replicate"})
+
+
+def test_names_of_a_box_without_rules() -> None:
+    box = linen.LogicallyPartitioned(struct(8), ("embed",))
+    text = message_of({"w": box}, [("w", "logical_partitioning")])
+    assert text.startswith("w: rule 0, 'w': ('embed',) is a tuple of logical names, and no rules")

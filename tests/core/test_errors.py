@@ -1,0 +1,75 @@
+"""The form of messages, and the classes of errors."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import treeshard as ts
+from treeshard.errors import UnknownAxisInRuleError, UnknownAxisInSpecError, did_you_mean, listed
+
+
+def test_did_you_mean_suggests_a_similar_name() -> None:
+    assert did_you_mean("fdsp", ["data", "fsdp"]) == " Did you mean 'fsdp'?"
+    assert did_you_mean("zebra", ["data", "fsdp"]) == ""
+
+
+def test_one_fact_needs_no_headline() -> None:
+    assert listed("Two:", ["a"]) == "a"
+    assert listed("Two:", ["a", "b"]) == "Two:\n  a\n  b"
+
+
+def test_ten_facts_in_full_then_a_count() -> None:
+    lines = listed("Many:", [f"fact {i}" for i in range(13)]).splitlines()
+    assert lines[0] == "Many:"
+    assert lines[10] == "  fact 9"
+    assert lines[11] == "  ... and 3 more"
+
+
+@pytest.mark.parametrize(
+    ("error", "bases"),
+    [
+        (ts.NoMeshError, RuntimeError),
+        (ts.MeshError, ValueError),
+        (ts.UnknownAxisError, (ValueError, KeyError)),
+        (ts.SpecError, ValueError),
+        (ts.ShardingRuleError, ValueError),
+        (ts.DeletedLeafError, RuntimeError),
+        (ts.StateError, TypeError),
+        (UnknownAxisInRuleError, (ts.ShardingRuleError, ts.UnknownAxisError)),
+        (UnknownAxisInSpecError, (ts.SpecError, ts.UnknownAxisError)),
+    ],
+)
+def test_errors_have_their_builtin_bases(error: type, bases: type | tuple[type, ...]) -> None:
+    assert issubclass(error, ts.TreeShardError)
+    for base in bases if isinstance(bases, tuple) else (bases,):
+        assert issubclass(error, base)
+
+
+def test_an_unknown_axis_error_prints_its_message_unescaped() -> None:
+    for error in (ts.UnknownAxisError, UnknownAxisInRuleError, UnknownAxisInSpecError):
+        assert str(error("two\nlines 'quoted'")) == "two\nlines 'quoted'"
+
+
+def test_tracebacks_say_where_to_import_an_error_from() -> None:
+    classes = [getattr(ts, name) for name in dir(ts) if name.endswith(("Error", "Warning"))]
+    assert {kind.__module__ for kind in classes} == {"treeshard"}
+    assert all(type(pickle.loads(pickle.dumps(kind("why")))) is kind for kind in classes)
+
+
+def test_a_warning_points_at_the_line_that_called_treeshard(tmp_path) -> None:
+    # In a process of its own: the annotation checks of this one put frames in between.
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import warnings\n"
+        "import numpy as np, treeshard as ts\n"
+        "from jax.sharding import PartitionSpec as P\n"
+        "ts.simulate_devices(2)\n"
+        "warnings.simplefilter('always')\n"
+        "x = np.zeros((3, 2), 'float32')\n"
+        "ts.with_sharding_constraint(x, P('data'), ts.make_mesh('data=2'))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"{script}:7: ShardingWarning: ")

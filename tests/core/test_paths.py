@@ -1,0 +1,112 @@
+"""Leaf paths, for every kind of container."""
+
+import dataclasses
+from collections import OrderedDict
+from typing import NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import treeshard as ts
+from treeshard._core.paths import same_path_keys
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+@jax.tree_util.register_pytree_node_class
+class ByIndex:
+    """A node registered without keys."""
+
+    def __init__(self, *children) -> None:
+        self.children = children
+
+    def tree_flatten(self):
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Fields:
+    a: int
+    b: int
+
+
+CASES = {
+    "a bare leaf": (1, [""]),
+    "dict, sorted": ({"b": 1, "a": 2}, ["a", "b"]),
+    "dict with int keys": ({10: 1, 9: 2}, ["9", "10"]),
+    "ordered dict, in its order": (OrderedDict(b=1, a=2), ["b", "a"]),
+    "list and tuple": ([1, (2, 3)], ["0", "1/0", "1/1"]),
+    "namedtuple": (Pair(1, 2), ["first", "second"]),
+    "dataclass": (Fields(1, 2), ["a", "b"]),
+    "no keys": ({"x": ByIndex(1, 2)}, ["x/0", "x/1"]),
+    "None is not a leaf": ({"a": None, "b": 1}, ["b"]),
+    "empty": ({}, []),
+    "colliding": ({"a/b": 1, "a": {"b": 2}}, ["a/b", "a/b"]),
+    "equinox": (eqx.nn.Linear(2, 2, key=jax.random.key(0)), ["weight", "bias"]),
+    "optax": (
+        optax.adam(1e-3).init({"w": jnp.zeros(2)}),
+        ["0/count", "0/mu/w", "0/nu/w"],
+    ),
+    "linen box": (
+        {"kernel": nn.Partitioned(jnp.zeros(2), ("data",)), "bias": 0},
+        ["bias", "kernel"],
+    ),
+    "linen logical box": ([nn.LogicallyPartitioned(jnp.zeros(2), ("embed",))], ["0"]),
+    "nnx variable": ({"w": nnx.Param(jnp.zeros(2))}, ["w"]),
+    "box around a tree": (
+        {"w": nn.Partitioned({"x": 1, "y": 2}, ("data",))},
+        ["w/x", "w/y"],
+    ),
+}
+
+
+@pytest.mark.parametrize("tree", CASES.values(), ids=CASES.keys())
+def test_leaf_paths(tree) -> None:
+    tree, paths = tree
+    assert ts.leaf_paths(tree) == paths
+    assert len(jax.tree.leaves(tree)) == len(paths)
+
+
+def test_the_paths_of_an_nnx_model() -> None:
+    state = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    assert ts.leaf_paths(state) == ["bias", "kernel"]
+
+
+def test_leaf_paths_stop_at_is_leaf() -> None:
+    tree = {"a": Pair(1, 2), "b": None}
+    assert ts.leaf_paths(tree, is_leaf=lambda x: isinstance(x, Pair)) == ["a"]
+    assert ts.leaf_paths(tree, is_leaf=lambda x: x is None) == ["a/first", "a/second", "b"]
+
+
+@pytest.mark.parametrize("tree", CASES.values(), ids=CASES.keys())
+def test_named_tree_map_keeps_the_structure(tree) -> None:
+    tree, paths = tree
+    mapped = ts.named_tree_map(lambda path, x: path, tree)
+    assert jax.tree.leaves(mapped) == paths
+    assert jax.tree.structure(mapped) == jax.tree.structure(tree)
+
+
+def test_named_tree_map_with_more_trees() -> None:
+    tree = {"a": 1, "b": [2, 3]}
+    rest = {"a": "x", "b": ["y", {"deep": "z"}]}
+    mapped = ts.named_tree_map(lambda path, x, y: (path, x, y), tree, rest, sep=".")
+    assert mapped["b"] == [("b.0", 2, "y"), ("b.1", 3, {"deep": "z"})]
+    with pytest.raises(ValueError, match="b"):
+        ts.named_tree_map(lambda *_: None, tree, {"a": 1, "c": 2})
+
+
+def test_the_key_paths_of_leaves_that_share_a_path() -> None:
+    assert same_path_keys({"a/b": 1, "a": {"b": 2}, "c": 3}, "a/b") == ["['a']['b']", "['a/b']"]

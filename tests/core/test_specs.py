@@ -1,0 +1,250 @@
+"""Specs: projecting them on meshes and shapes, reading axes, matching them with trees."""
+
+import math
+
+import equinox as eqx
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._core.arrays import is_array
+from treeshard._core.spec_trees import specs_of_leaves
+from treeshard._core.specs import (
+    axes_of,
+    entries,
+    is_logical,
+    project,
+    shard_size,
+    with_entries,
+    without_axes,
+)
+
+U = P.UNCONSTRAINED
+MESH = AbstractMesh((2, 4, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+# ------------------------------------------------------------------ one spec
+
+PROJECTIONS = {
+    "fits": (P("data", "fsdp"), (4, 8), P("data", "fsdp"), []),
+    "replicated": (P(), (4, 8), P(), []),
+    "scalar": (P(), (), P(), []),
+    "unconstrained stays": (P(U, "data"), (3, 4), P(U, "data"), []),
+    "size one": (P("tensor"), (3,), P("tensor"), []),
+    "no elements": (P("data"), (0,), P("data"), []),
+    "trailing None beyond the rank": (P("data", None, None), (4,), P("data"), []),
+    "unknown": (P("fdsp", "data"), (4, 8), P(None, "data"), ["axis-not-in-mesh"]),
+    "unknown in a tuple": (P(("pod", "data")), (4,), P("data"), ["axis-not-in-mesh"]),
+    "twice": (P("data", "data"), (4, 4), P("data"), ["axis-already-used"]),
+    "twice in a tuple": (P(("data", "data")), (4,), P("data"), ["axis-already-used"]),
+    "the first dim that names it has it": (
+        P("data", "data"),
+        (3, 4),
+        P(),
+        ["indivisible", "axis-already-used"],
+    ),
+    "indivisible": (P("fsdp"), (6,), P(), ["indivisible"]),
+    "longest prefix": (P(("data", "fsdp")), (6,), P("data"), ["indivisible"]),
+    "prefix, not any subset": (P(("fsdp", "data")), (6,), P(), ["indivisible"]),
+    "beyond the rank": (P("data", "fsdp"), (4,), P("data"), ["rank"]),
+    "beyond rank zero": (P("data"), (), P(), ["rank"]),
+    "several": (P("x", "fsdp", "data"), (4, 6), P(), ["axis-not-in-mesh", "indivisible", "rank"]),
+}
+
+
+@pytest.mark.parametrize("case", PROJECTIONS.values(), ids=PROJECTIONS.keys())
+def test_project(case) -> None:
+    spec, shape, given_spec, kinds = case
+    got, adjustments = project(spec, MESH, shape)
+    assert got == given_spec
+    assert [adjustment.kind for adjustment in adjustments] == kinds
+
+
+def test_project_says_why() -> None:
+    def why(spec, shape, **more):
+        return project(spec, MESH, shape, **more)[1][0].why
+
+    assert why(P("fdsp"), (4,)) == (
+        "the mesh has no axis 'fdsp'. It has data=2, fsdp=4, tensor=1. Did you mean 'fsdp'?"
+    )
+    assert why(P(None, "data"), (8,)) == (
+        "P(None, 'data') has 2 entries, but shape (8,) has 1 dim. Drop the last entry."
+    )
+    assert why(P("data", "data"), (8, 8)) == (
+        "P('data', 'data') names the axis 'data' twice. An axis can split one dim only."
+    )
+    assert why(P(("data", "fsdp")), (6,)) == (
+        "P(('data', 'fsdp'),) splits dim 0 of shape (6,) into 8 parts, and 6 is not divisible by 8."
+        " Pad it to"
+        " 8, or use another dim or axis."
+    )
+    assert why(P("data"), (4,), manual=frozenset({"data"})) == (
+        "'data' is Manual here: the code already runs once per device along it."
+    )
+
+
+def test_without_a_mesh_only_the_rank_counts() -> None:
+    assert project(P("x", "x"), None, (3, 3)) == (P("x", "x"), ())
+    assert project(P("x", "y"), None, (3,))[0] == P("x")
+
+
+def test_project_keeps_unreduced_axes() -> None:
+    spec = P("data", "nope", unreduced={"fsdp"})
+    assert project(spec, MESH, (4, 4))[0] == P("data", unreduced={"fsdp"})
+    assert entries(spec) == ("data", "nope")
+
+
+ENTRIES = st.one_of(
+    st.none(),
+    st.just(U),
+    st.sampled_from(["data", "fsdp", "tensor", "x"]),
+    st.lists(st.sampled_from(["data", "fsdp", "tensor", "x"]), max_size=3).map(tuple),
+)
+
+
+# JAX itself refuses to build a spec that names an axis twice in one entry only at use.
+@given(st.lists(ENTRIES, max_size=4), st.lists(st.integers(0, 16), max_size=4))
+def test_a_projection_is_valid_and_stable(requested, shape) -> None:
+    spec, shape = P(*requested), tuple(shape)
+    got, adjustments = project(spec, MESH, shape)
+    used = [axis for entry in entries(got) for axis in axes_of(entry)]
+    assert len(set(used)) == len(used)
+    assert set(used) <= set(MESH.shape)
+    assert len(entries(got)) <= len(shape)
+    for dim, entry in enumerate(entries(got)):
+        assert shape[dim] % math.prod(MESH.shape[axis] for axis in axes_of(entry)) == 0
+        # Nothing moves to another dim, and nothing is invented.
+        assert set(axes_of(entry)) <= set(axes_of(entries(spec)[dim]))
+    assert project(got, MESH, shape) == (got, ())
+    taken = [axis for adjustment in adjustments for axis in adjustment.axes]
+    assert sorted(used + taken) == sorted(a for entry in entries(spec) for a in axes_of(entry))
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P("data", "fsdp"), P(None, ("data", "fsdp"))])
+def test_shard_size_is_what_jax_says(spec) -> None:
+    shape = (8, 16)
+    sharding = NamedSharding(MESH, spec)
+    assert shard_size(shape, spec, MESH) == math.prod(sharding.shard_shape(shape))
+
+
+def test_entries_tuples_and_arrays() -> None:
+    assert with_entries(P("a"), [None, "b", None]) == P(None, "b")
+    assert without_axes(P("a", ("a", "b"), U), ["a"]) == P(None, "b", U)
+    assert is_logical(("batch", None))
+    assert is_logical((("a", "b"), "c"))
+    for other in [(), (None,), ("a", 1), ["a"], (P("a"),), P("a")]:
+        assert not is_logical(other)
+    for array in (np.zeros(2), np.float32(1), jnp.zeros(2), jax.random.key(0)):
+        assert is_array(array)
+    for other in (1.0, "x", None, len, np.array(["x"]), np.array([None])):
+        assert not is_array(other)
+
+
+# ------------------------------------------------------------------ trees of specs
+
+
+def test_get_names_from_partition_spec(mesh) -> None:
+    get = ts.get_names_from_partition_spec
+    assert get(P("fsdp", None, ("data", "fsdp"))) == ["fsdp", "data"]
+    assert get(NamedSharding(mesh, P("data"))) == ["data"]
+    assert get({"a": [P("data"), None], "b": P(U, "fsdp")}) == ["data", "fsdp"]
+    assert get(None) == []
+    assert get(("data", ("fsdp", None), "data")) == ["data", "fsdp"]
+
+
+def test_layer_specs(mesh) -> None:
+    specs = {
+        "w": P(None, "fsdp", None),
+        "b": P(),
+        "n": None,
+        "s": NamedSharding(mesh, P(None, "data")),
+    }
+    sliced = ts.layer_specs(specs)
+    assert sliced == {"w": P("fsdp"), "b": P(), "n": None, "s": NamedSharding(mesh, P("data"))}
+    assert ts.layer_specs(P("data", None, "fsdp"), dim=1) == P("data", "fsdp")
+    with pytest.raises(ts.SpecError) as error:
+        ts.layer_specs({"ok": P(), "w": P("fsdp"), "v": P(("data",))})
+    assert "2 leaves are sharded on the stacked dim 0" in str(error.value)
+    assert "  w: P('fsdp',) shards dim 0, on which the layers are stacked" in str(error.value)
+
+
+class Model(eqx.Module):
+    linear: eqx.nn.Linear
+    act: object
+
+
+MODEL = Model(eqx.nn.Linear(2, 2, key=jax.random.key(0)), jax.nn.gelu)
+
+MATCHED = {
+    "one for all": (P("a"), {"x": 1, "y": [2, 3]}, [P("a")] * 3),
+    "prefix": ({"x": P("a"), "y": P("b")}, {"x": 1, "y": [2, 3]}, [P("a"), P("b"), P("b")]),
+    "exact": ({"x": P(), "y": [P("a"), None]}, {"x": 1, "y": [2, 3]}, [P(), P("a"), None]),
+    "None for all": (None, [1, 2], [None, None]),
+    "None leaves a subtree": (
+        {"x": None, "y": P("a")},
+        {"x": [1, 2], "y": 3},
+        [None, None, P("a")],
+    ),
+    "None in both": ({"x": None, "y": P("a")}, {"x": None, "y": 3}, [P("a")]),
+    "module": (
+        jax.tree.map(lambda x: P("a") if eqx.is_array(x) else P(), MODEL),
+        MODEL,
+        [P("a"), P("a"), P()],
+    ),
+    "filtered module": (
+        jax.tree.map(lambda x: P("a"), eqx.filter(MODEL, eqx.is_array)),
+        MODEL,
+        [P("a"), P("a"), None],
+    ),
+    "tuple of specs": ((P("a"), P("b")), (1, 2), [P("a"), P("b")]),
+}
+
+
+@pytest.mark.parametrize("case", MATCHED.values(), ids=MATCHED.keys())
+def test_specs_of_leaves_gives_one_spec_per_leaf(case) -> None:
+    specs, tree, expected = case
+    assert specs_of_leaves(specs, tree) == expected
+
+
+MISMATCHED = {
+    "missing and extra": (
+        {"a": P(), "b": {"c": P(), "e": P()}},
+        {"a": 1, "b": {"c": 1, "d": 2}},
+        "at b: the specs lack 'd' and the tree has no 'e'. The specs must have the tree's",
+    ),
+    "deeper than the tree": (
+        {"a": {"b": P()}},
+        {"a": np.zeros((2, 3))},
+        r"at a: the specs have a dict of 'b', the tree has an array of shape \(2, 3\)",
+    ),
+    "other container": ([P(), P()], (1, 2), "at the root: the specs have a list of '0', '1', the"),
+    "other length": ([P()], [1, 2], "at the root: the specs lack '1'"),
+    "static fields": (
+        jax.tree.map(lambda _: P(), eqx.nn.Linear(3, 2, key=jax.random.key(0))),
+        MODEL.linear,
+        "at the root: both are Linear, but their static fields differ",
+    ),
+    "not a spec": ({"a": "data"}, {"a": 1}, r"a: 'data' \(str\) is not a spec"),
+    "logical names": (
+        {"a": ("batch", None)},
+        {"a": 1},
+        r"a: \('batch', None\) is a tuple of logical names, and no rules are in force.*P\('batch'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHED.values(), ids=MISMATCHED.keys())
+def test_specs_that_do_not_match_the_tree_are_rejected(case) -> None:
+    specs, tree, message = case
+    with pytest.raises(ts.SpecError, match=message):
+        specs_of_leaves(specs, tree)
+
+
+def test_all_entries_that_are_not_specs_are_listed() -> None:
+    with pytest.raises(ts.SpecError, match="2 entries of the batch specs are not specs"):
+        specs_of_leaves({"a": 1, "b": "x"}, {"a": 1, "b": 2}, "batch specs")

@@ -1,0 +1,256 @@
+"""`draw`: its text, its files, and arrays of every rank."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._inspection.draw import draw
+
+LAYER = {"w": np.ones((16, 64), np.float32), "norm": np.ones(16, np.float32)}
+RULES = [("norm", None), ("embed", P(("data", "fsdp"))), (".*", P("data", "fsdp"))]
+TREE = {
+    "embed": np.ones((32, 16), np.float32),
+    "layers": [LAYER] * 3,
+    "name": "mlp",
+    "step": np.int32(0),
+}
+PICTURE = """\
+mesh data=2, fsdp=4; 8 arrays, 1.9 KiB on the fullest of 8 devices
+├── embed  float32[32,16]  P(('data', 'fsdp'),)  256 B
+├── layers  1.7 KiB
+│   └── {0..2}  1.7 KiB
+│       ├── norm  float32[16]  P()  192 B (3 of them)
+│       └── w  float32[16,64]  P('data', 'fsdp')  1.5 KiB (3 of them)
+└── step  int32[]  P()  4 B
+"""
+
+
+@pytest.fixture
+def plan(mesh: Mesh) -> ts.Plan:
+    return ts.plan(TREE, RULES, mesh, min_size=0)
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def test_a_plan_and_the_tree_that_follows_it(
+    plan: ts.Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw(plan)
+    assert capsys.readouterr().out == PICTURE
+    draw(ts.shard(TREE, plan))
+    assert capsys.readouterr().out == PICTURE
+    draw(plan.structs)
+    assert capsys.readouterr().out == PICTURE
+
+
+def test_colour_by_axis(
+    plan: ts.Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    draw(plan)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "16,64" in _plain(line))
+    data, fsdp = "\x1b[38;2;217;95;2m", "\x1b[38;2;27;158;119m"
+    assert f"{data}16\x1b[0m" in line  # the dim that it splits
+    assert f"{fsdp}64\x1b[0m" in line
+    assert f"{data}'data'\x1b[0m" in line
+    assert f"{fsdp}'fsdp'\x1b[0m" in line
+
+
+def _plain(text: str) -> str:
+    return re.sub("\x1b\\[[0-9;]*m", "", text)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "parts"),
+    [
+        ((), P(), ["all of it │ 0, 1, 2, 3, 4, 5, 6, 7"]),
+        ((8,), P("data"), ["[0:4] │ 0, 1, 2, 3", "[4:8] │ 4, 5, 6, 7"]),
+        ((2, 3), P("data"), ["[0:1, 0:3] │ 0, 1, 2, 3", "[1:2, 0:3] │ 4, 5, 6, 7"]),
+        ((1,) * 8 + (2,), P(*(None,) * 8, "data"), ["0:1, 0:1, 0:1] │ 0", "0:1, 1:2] │ 4, 5"]),
+        ((0, 4), P(None, "fsdp"), ["[0:0, 0:1] │ 0, 4"]),
+    ],
+    ids=["rank 0", "rank 1", "rank 2", "rank 9", "no elements"],
+)
+def test_one_array_of_any_rank(
+    mesh: Mesh, shape: Any, spec: P, parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw(jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec)))
+    out = capsys.readouterr().out
+    assert f"└── (the array)  float32[{','.join(map(str, shape))}]  {spec}" in out
+    for part in parts:
+        assert part.replace(" │", "") in re.sub(" *│ *", " ", out) or part in out
+
+
+def test_arrays_on_no_mesh(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
+    x = jax.device_put(np.ones(4, np.float32), jax.devices()[3])
+    draw({"alone": x, "host": np.ones(2), "split": ts.shard(np.ones(8, np.int8), P("fsdp"), mesh)})
+    out = capsys.readouterr().out
+    assert "3 arrays, 18 B on the fullest of 8 devices" in out
+    assert "alone  float32[4]  only on device 3  16 B" in out
+    assert "host  float64[2]  on no device  0 B" in out
+    draw(x)
+    assert "all of it │ 3" in capsys.readouterr().out
+    off = NamedSharding(mesh, P("fsdp"), memory_kind="pinned_host")
+    draw({"w": jax.device_put(np.ones(8, np.float32), off)})
+    assert "w  float32[8]  P('fsdp',) in host memory  0 B" in capsys.readouterr().out
+
+
+def test_a_mesh_without_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mesh = AbstractMesh((64, 1024), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.ShapeDtypeStruct((4096, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+    draw(x)
+    out = capsys.readouterr().out
+    assert "1 array, 128 B on the fullest of 65,536 devices" in out
+    assert "part" not in out
+    draw(x, to=tmp_path / "x.svg")
+
+
+def test_many_parts_are_counted(capsys: pytest.CaptureFixture[str], mesh: Mesh) -> None:
+    import treeshard._inspection.draw as module
+
+    x = ts.shard(np.ones((8, 8), np.float32), P("data", "fsdp"), mesh)
+    before, module._PARTS = module._PARTS, 5
+    try:
+        draw(x)
+    finally:
+        module._PARTS = before
+    assert "... and 3 more parts" in capsys.readouterr().out
+
+
+def test_paths_are_not_read_as_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tree = {"[red]": {"$x_1$ <b>": np.ones(2)}, "plain": np.ones(2)}
+    draw(tree)
+    assert "[red]" in capsys.readouterr().out
+    for name in ("x.html", "x.svg", "x.png"):
+        draw(tree, to=tmp_path / name)
+    assert "&lt;b&gt;" in (tmp_path / "x.html").read_text()
+    assert "$x_1$ <b>" in words(tmp_path / "x.svg")
+
+
+# ------------------------------------------------------------------ files
+
+
+def words(svg: Path) -> str:
+    texts = ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")
+    return " ".join("".join(text.itertext()).replace("\xa0", " ") for text in texts)
+
+
+def test_files_show_the_same_tree_and_charts(plan: ts.Plan, tmp_path: Path) -> None:
+    for name in ("plan.svg", "plan.html", "plan.png"):
+        draw(plan, to=tmp_path / name)
+    said = words(tmp_path / "plan.svg")
+    for word in ("'data'", "'fsdp'", "norm", "1.5 KiB (3 of them)", "KiB per device", "layers"):
+        assert word in said
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count("<svg") == page.count("</svg>") == 1
+    assert page.endswith("</html>\n")
+    assert "color: #d95f02" in page
+    assert "KiB per device (dashed: the mean)" in page
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    draw(plan, to=str(tmp_path / "again.svg"))
+    assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "plan.svg").read_bytes()
+
+
+def test_many_branches_and_leaves_with_names_of_their_own(tmp_path: Path) -> None:
+    tree = {f"branch_{chr(97 + i)}": np.ones(i + 1) for i in range(20)}
+    draw(jax.device_put(tree, jax.devices()[0]), to=tmp_path / "x.svg")
+    assert "8 others" in words(tmp_path / "x.svg")
+
+
+def test_long_trees_are_cut_in_figures(tmp_path: Path) -> None:
+    tree = {"".join(chr(97 + int(c)) for c in f"{i:03}"): np.ones(1) for i in range(405)}
+    draw(tree, to=tmp_path / "x.svg")
+    assert "... and 6 more lines, which `draw` to .html has" in words(tmp_path / "x.svg")
+    draw(tree, to=tmp_path / "x.html")
+    assert "eae  float64" in (tmp_path / "x.html").read_text()
+
+
+def test_another_kind_of_file(plan: ts.Plan, tmp_path: Path) -> None:
+    with pytest.raises(ts.TreeShardError) as caught:
+        draw(plan, to=tmp_path / "plan.pdf")
+    assert str(caught.value).startswith("draw: 'plan.pdf' does not end in .html, .png, .svg.")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ what cannot be drawn
+
+
+@pytest.mark.parametrize(
+    "x", ["plan", {"call": jax.nn.relu}, None, []], ids=["text", "function", "None", "list"]
+)
+def test_no_arrays(x: Any) -> None:
+    with pytest.raises(
+        ts.LeafError, match=f"draw: there are no arrays in this {type(x).__name__}. Pass"
+    ):
+        draw(x)
+
+
+def test_traced_arrays() -> None:
+    with pytest.raises(ts.SpecError, match="w: it is traced, and has no sharding yet."):
+        jax.eval_shape(lambda x: draw({"w": x}), np.ones(2))
+
+
+@pytest.mark.parametrize(("package", "to"), [("rich", None), ("matplotlib", "x.svg")])
+def test_a_package_that_is_not_installed(
+    package: str, to: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError) as caught:
+        draw(np.ones(2), to=None if to is None else tmp_path / to)
+    assert str(caught.value) == (
+        f"draw needs {package}. Install it with `pip install 'treeshard[show]'`."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ notebooks
+
+NOTEBOOK = """
+import builtins, sys
+from ipykernel.zmqshell import ZMQInteractiveShell
+from IPython.core.displaypub import CapturingDisplayPublisher
+if len(sys.argv) > 1: sys.modules[sys.argv[1]] = None
+shell = ZMQInteractiveShell.instance()
+shell.display_pub = published = CapturingDisplayPublisher()
+builtins.get_ipython = lambda: shell
+import numpy as np, treeshard as ts
+from jax.sharding import PartitionSpec as P
+ts.simulate_devices(8)
+mesh = ts.make_mesh("fsdp=8")
+x = ts.shard(np.ones((8, 2), np.float32), P("fsdp"), mesh)
+for what in (x, {"w": x}, ts.plan({"w": x}, [("w", P("fsdp"))], mesh)):
+    published.outputs.clear()
+    ts.draw(what)
+    html = "".join(out["data"].get("text/html", "") for out in published.outputs)
+    print("treescope" if "treescope" in html else "rich" if "float32" in html else html)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hidden", "by"),
+    [([], ["treescope", "treescope", "rich"]), (["treescope"], ["rich"] * 3)],
+    ids=["with treescope", "without"],
+)
+def test_notebooks(hidden: list[str], by: list[str]) -> None:
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("treescope")
+    command = [sys.executable, "-c", NOTEBOOK, *hidden]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == by, done.stderr

@@ -1,0 +1,495 @@
+"""Trees saved to safetensors files and loaded: the same bytes as the safetensors package."""
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import equinox as eqx
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+from full_disk import files_of_at_most
+from hypothesis import HealthCheck, given, settings
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
+from saved_tensors import (
+    assert_same,
+    blocks,
+    entry,
+    files_in,
+    flat,
+    package_bytes,
+    random_array,
+    write_raw,
+)
+
+import treeshard as ts
+from treeshard._disk.files import locked
+from treeshard.interchange import _byte_ranges, load_safetensors, save_safetensors
+from treeshard.interchange import _format as _safetensors
+from treeshard.interchange._format import DTYPES, PACKED
+
+NUMPY_DTYPES = [jnp.dtype(name) for code, name in DTYPES.items() if code not in PACKED]
+JAX_DTYPES = [x for x in NUMPY_DTYPES if x.name not in ("int64", "uint64", "float64")]
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def no_floor(monkeypatch) -> None:
+    """Makes rules shard small arrays too."""
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "0")
+
+
+class Mlp(eqx.Module):
+    """Arrays, a function, a number and a static field."""
+
+    w: jax.Array
+    b: jax.Array
+    act: object
+    rate: float
+    width: int = eqx.field(static=True)
+
+
+def mlp() -> Mlp:
+    rows = jnp.arange(512, dtype=jnp.float32).reshape(16, 32)
+    return Mlp(rows, jnp.ones(16, jnp.bfloat16), jax.nn.relu, 0.1, 32)
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def views_of(x: np.ndarray) -> list[np.ndarray]:
+    """Arrays of the same values with other strides or byte order."""
+    twice = np.repeat(x, 2, axis=0) if x.ndim else x
+    views = [x, np.asfortranarray(x), x.T.copy().T, twice[::2] if x.ndim else x]
+    if x.dtype.kind in "iufc" and x.dtype.itemsize > 1 and x.dtype.type.__module__ == "numpy":
+        views.append(x.astype(x.dtype.newbyteorder(">")))
+    return views
+
+
+names = st.text(st.characters(codec="utf-8"), max_size=8).filter(lambda x: x != "__metadata__")
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_tree_has_the_bytes_of_the_package(tmp_path, data) -> None:
+    tree = {}
+    for name in data.draw(st.lists(names, max_size=6, unique=True)):
+        dtype, shape = data.draw(st.sampled_from(NUMPY_DTYPES)), data.draw(shapes)
+        tree[name] = data.draw(st.sampled_from(views_of(random_array(dtype, shape, len(tree)))))
+    metadata = data.draw(st.none() | st.dictionaries(names, names, min_size=1, max_size=1))
+    save_safetensors(tmp_path / "ours", tree, metadata=metadata)
+    assert (tmp_path / "ours").read_bytes() == package_bytes(tree, tmp_path, metadata)
+    assert_same(load_safetensors(tmp_path / "ours"), flat(tree))
+    assert files_in(tmp_path) == ["ours"]
+
+
+SPECS = [P(), P("data"), P("fsdp"), P(None, "fsdp"), P("fsdp", "data"), P("data", None, "fsdp"),
+         P(None, ("fsdp", "data")), P(("data", "fsdp"), None), P(None, "data", "fsdp")]  # fmt: skip
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_sharding_is_saved_and_loaded_into_any_other(tmp_path, mesh, data) -> None:
+    tree, saved_specs, loaded_specs = {}, {}, {}
+    for name in "abcd":
+        shape = (8, *data.draw(st.lists(st.sampled_from([8, 16]), min_size=1, max_size=2)))
+        tree[name] = random_array(data.draw(st.sampled_from(JAX_DTYPES)), shape)
+        fitting = st.sampled_from([x for x in SPECS if len(x) <= len(shape)])
+        saved_specs[name], loaded_specs[name] = data.draw(fitting), data.draw(fitting)
+    save_safetensors(tmp_path / "ours", ts.shard(tree, saved_specs, mesh))
+    assert (tmp_path / "ours").read_bytes() == package_bytes(tree, tmp_path)
+    like = {
+        name: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, loaded_specs[name])
+        )
+        for name, x in tree.items()
+    }
+    found = load_safetensors(tmp_path / "ours", like)
+    assert_same(found, tree)
+    for name, x in found.items():
+        assert x.sharding == like[name].sharding
+        for piece in x.addressable_shards:
+            assert np.asarray(piece.data).tobytes() == tree[name][piece.index].tobytes()
+
+
+@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P("data", "fsdp"), P()], ids=str)
+def test_large_arrays_are_moved_in_blocks(file, mesh, spec, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(_byte_ranges, "BLOCK", 2**12)
+    tree = {"w": random_array(np.dtype("float32"), (256, 128)), "t": np.ones((300, 150)).T}
+    save_safetensors(file, {"w": ts.shard(tree["w"], spec, mesh), "t": tree["t"]})
+    assert file.read_bytes() == package_bytes(tree, tmp_path)
+    struct = jax.ShapeDtypeStruct((256, 128), "float32", sharding=NamedSharding(mesh, spec))
+    assert_same(load_safetensors(file, {"w": struct, "t": tree["t"]}), flat(tree))
+
+
+def test_the_package_reads_what_was_saved(file) -> None:
+    tree = {"w": np.arange(6.0).reshape(3, 2).T, "b": jnp.ones(3, jnp.bfloat16)}
+    save_safetensors(file, tree)
+    assert_same(load_file(file), flat(tree))
+
+
+def test_what_the_package_wrote_is_loaded(file) -> None:
+    tree = {"w": np.arange(6.0).reshape(3, 2), "e": np.ones(3, ml_dtypes.float8_e4m3fn)}
+    save_file(tree, file, {"format": "pt"})
+    assert_same(load_safetensors(file), tree)
+
+
+def test_only_arrays_are_saved(file) -> None:
+    save_safetensors(file, mlp(), metadata={})
+    assert load_safetensors(file).keys() == {"w", "b"}
+    assert safetensors.safe_open(file, "np").metadata() is None
+
+
+# ------------------------------------------------------------------ names
+
+
+def test_tensors_are_renamed(file) -> None:
+    tree = {"layers": [{"w": np.ones(2)}, {"w": np.zeros(3)}]}
+    save_safetensors(file, tree, rename=lambda path: path.replace("/", "."))
+    assert load_safetensors(file).keys() == {"layers.0.w", "layers.1.w"}
+    assert_same(load_safetensors(file, tree, rename=lambda path: path.replace("/", ".")), tree)
+    save_safetensors(file, tree, rename={"layers/0/w": "first"})
+    assert load_safetensors(file).keys() == {"first", "layers/1/w"}
+    assert_same(load_safetensors(file, tree, rename={"layers/0/w": "first"}), tree)
+
+
+@pytest.mark.parametrize(
+    ("tree", "rename", "message"),
+    [
+        (
+            {"a/b": np.ones(1), "a": {"b": np.ones(1)}},
+            None,
+            "a/b: the name of ['a']['b'] and ['a/b']. Give them different names with `rename`.",
+        ),
+        (
+            {"a": np.ones(1), "b": np.ones(1)},
+            lambda path: "x",
+            "x: the name of ['a'] and ['b']. Give them different names with `rename`.",
+        ),
+        (
+            {"a": np.ones(1)},
+            {"a": "__metadata__"},
+            "a: its name would be '__metadata__', which the",
+        ),
+        (
+            {"a": np.ones(1)},
+            {"a": "\ud800"},
+            "a: its name would be '\\ud800', which is not valid Unicode.",
+        ),
+        ({"a": np.ones(1)}, lambda path: 3, "a: its name would be 3, which is a int, not a str."),
+        (
+            {"weight": np.ones(1)},
+            {"wieght": "w"},
+            "wieght: `rename` has it, but the tree has no such array. Did you mean 'weight'?",
+        ),
+        ({"a": np.ones(1), "b": np.ones(1)}, {"c": "d", "e": "f"}, "2 names are invalid:\n"),
+    ],
+    ids=["paths", "names", "metadata", "unicode", "int", "unknown", "several"],
+)
+def test_invalid_names_are_listed(file, tree, rename, message) -> None:
+    with pytest.raises(ts.CheckpointError) as told:
+        save_safetensors(file, tree, rename=rename)
+    assert message in str(told.value)
+    assert str(told.value).startswith("save_safetensors: ")
+    assert files_in(file.parent) == []
+
+
+def test_rename_needs_like(file) -> None:
+    with pytest.raises(ValueError, match="The result is a dict by name: rename its keys."):
+        load_safetensors(file, rename=str.upper)
+
+
+# ------------------------------------------------------------------ errors of save
+
+
+@pytest.mark.parametrize(
+    ("leaf", "error", "message"),
+    [
+        (jax.random.key(0), ts.LeafError, "Save `jax.random.key_data(key)`, and turn it back into"),
+        (
+            jnp.ones(2, jnp.int4),
+            ts.LeafError,
+            "int4[2]: safetensors does not have this dtype, or packs it.",
+        ),
+        (np.ones(2, ml_dtypes.float4_e2m1fn), ts.LeafError, "Use `.astype`, or `.view('uint8')`"),
+        (
+            np.ones(2, np.complex128),
+            ts.LeafError,
+            "w: complex128[2]: safetensors does not have this dtype",
+        ),
+        (jax.ShapeDtypeStruct((2,), "int8"), ts.LeafError, "w: int8[2]: it is a ShapeDtypeStruct"),
+    ],
+    ids=["key", "int4", "float4", "complex128", "struct"],
+)
+def test_leaves_that_cannot_be_written_raise(file, leaf, error, message) -> None:
+    with pytest.raises(error) as told:
+        save_safetensors(file, {"w": leaf, "b": np.ones(3)})
+    assert message in str(told.value)
+    assert files_in(file.parent) == []
+
+
+def test_all_leaves_that_cannot_be_written_are_named(file) -> None:
+    gone = jnp.ones(2)
+    gone.delete()
+    with pytest.raises(ts.LeafError) as told:
+        save_safetensors(file, {"a": jax.random.key(0), "b": {"c": gone}})
+    assert "a: key<fry>[]: " in str(told.value)
+    assert "b/c: float32[2]: its memory is gone" in str(told.value)
+    with pytest.raises(ts.DeletedLeafError):
+        save_safetensors(file, gone)
+
+
+def test_an_invalid_file_size_is_rejected(file) -> None:
+    with pytest.raises(ts.FormatError, match="'5 GBs' is not an amount of memory. Write it"):
+        save_safetensors(file, blocks(), max_file_size="5 GBs")
+
+
+def test_a_header_over_the_limit_of_the_format_is_rejected(file, monkeypatch) -> None:
+    assert _safetensors.LONGEST_HEADER == 10**8
+    monkeypatch.setattr(_safetensors, "LONGEST_HEADER", 10**3)
+    with pytest.raises(ts.FormatError, match="would have 1056 bytes, and the format allows 1000."):
+        save_safetensors(file, {"x" * 10**3: np.ones(1)})
+    assert files_in(file.parent) == []
+
+
+def test_a_path_that_cannot_be_written_raises(tmp_path) -> None:
+    nowhere = tmp_path / "nowhere" / "model.safetensors"
+    with pytest.raises(ts.CheckpointError, match="model.safetensors cannot be written: .* No such"):
+        save_safetensors(nowhere, blocks())
+    with pytest.raises(ts.CheckpointError, match="is a directory. Pass the path of a file."):
+        save_safetensors(tmp_path, blocks())
+
+
+@pytest.mark.parametrize("most", [None, 900])
+def test_a_full_disk_changes_nothing(file, tmp_path, most) -> None:
+    save_safetensors(file, blocks(), max_file_size=most)
+    before = {x.name: x.read_bytes() for x in tmp_path.iterdir()}
+    large = {"a": np.ones(10), "b": np.ones(10**5)}
+    with files_of_at_most(10**5), pytest.raises(ts.CheckpointError) as told:
+        save_safetensors(file, large, max_file_size=most)
+    assert str(told.value) == (
+        f"save_safetensors: {file} cannot be written: [Errno 27] File too large. Existing files are"
+        " unchanged."
+    )
+    assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
+    save_safetensors(file, large, max_file_size=most)
+    assert_same(load_safetensors(file), large)
+
+
+def test_a_killed_save_leaves_a_complete_file(file, tmp_path) -> None:
+    saves = f"""
+import numpy as np
+from treeshard.interchange import save_safetensors
+trees = [{{"w": np.full((1000, 1000), i, np.float32)}} for i in range(2)]
+while True:
+    for tree in trees:
+        save_safetensors({str(file)!r}, tree)
+"""
+    rng, seen = random.Random(7), set()
+    for _ in range(3):
+        file.unlink(missing_ok=True)
+        with subprocess.Popen([sys.executable, "-c", saves], start_new_session=True) as process:
+            while not file.exists() and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(rng.random() / 5)
+            process.kill()
+        found = load_safetensors(file)["w"]
+        assert (found == found[0, 0]).all()
+        seen.add(float(found[0, 0]))
+    assert seen <= {0.0, 1.0}
+    save_safetensors(file, blocks())
+    assert files_in(tmp_path) == ["model.safetensors"]
+
+
+def test_leftovers_of_a_killed_save_are_overwritten(file, tmp_path) -> None:
+    (tmp_path / ".model.safetensors.part").write_bytes(b"x" * 10**5)
+    save_safetensors(file, blocks())
+    assert files_in(tmp_path) == ["model.safetensors"]
+    assert file.read_bytes() == package_bytes(blocks(), tmp_path)
+
+
+def test_two_saves_of_one_file_at_a_time_are_refused(file, tmp_path) -> None:
+    with (
+        locked(tmp_path / ".model.safetensors.lock", "elsewhere"),
+        pytest.raises(ts.CheckpointError, match="is already writing here"),
+    ):
+        save_safetensors(file, blocks())
+    save_safetensors(file, blocks())
+    assert files_in(tmp_path) == ["model.safetensors"]
+
+
+# ------------------------------------------------------------------ placement
+
+
+def test_rules_place_the_leaves_of_a_module(file, mesh) -> None:
+    save_safetensors(file, mlp())
+    like = eqx.filter_eval_shape(mlp)
+    found = load_safetensors(file, like, rules=[("b", None), ("w", P("fsdp"))], mesh=mesh)
+    assert found.w.sharding == NamedSharding(mesh, P("fsdp"))
+    assert (found.act, found.rate, found.width) == (jax.nn.relu, 0.1, 32)
+    assert_same(eqx.filter(found, eqx.is_array), eqx.filter(mlp(), eqx.is_array))
+
+
+def test_rules_use_the_current_mesh(file, mesh) -> None:
+    save_safetensors(file, {"w": np.ones((8, 8), np.float32)})
+    with jax.set_mesh(mesh):
+        found = load_safetensors(file, rules=[("w", P("data"))])
+    assert found["w"].sharding.spec == P("data")
+
+
+def test_a_plan_places_leaves(file, mesh) -> None:
+    decided = ts.plan(mlp(), [("b", None), ("w", P(None, "data"))], mesh)
+    save_safetensors(file, mlp())
+    found = load_safetensors(file, decided)
+    assert found.w.sharding == NamedSharding(mesh, P(None, "data"))
+    assert found.act is jax.nn.relu
+
+
+def test_leaves_are_placed_as_those_of_like(file, mesh) -> None:
+    tree = {
+        "host": np.ones((8, 8), np.float32),
+        "number": np.float32(3),
+        "sharded": ts.shard(np.ones(8, np.float32), P("fsdp"), mesh),
+        "committed": jax.device_put(np.ones(3, np.float32), jax.devices()[5]),
+        "uncommitted": jnp.ones(3),
+        "struct": jnp.ones(3),
+    }
+    save_safetensors(file, tree)
+    like = tree | {"struct": jax.ShapeDtypeStruct((3,), "float32")}
+    found = load_safetensors(file, like)
+    assert type(found["host"]) is np.ndarray
+    assert type(found["number"]) is np.float32
+    assert found["sharded"].sharding == tree["sharded"].sharding
+    assert found["committed"].devices() == {jax.devices()[5]}
+    # Uncommitted arrays follow sharded ones.
+    for name in ("uncommitted", "struct"):
+        both = found[name][0] + found["sharded"]
+        assert both.sharding.device_set == set(mesh.devices.flat)
+    assert_same(found, tree)
+
+
+def test_without_like_all_tensors_are_loaded_by_name(file, mesh) -> None:
+    save_safetensors(file, {"b": np.ones(8), "a": {"w": np.ones((8, 8), np.float32)}})
+    assert all(type(x) is np.ndarray for x in load_safetensors(file).values())
+    with jax.enable_x64(True):
+        found = load_safetensors(file, rules=[("w", P("fsdp")), (".*", None)], mesh=mesh)
+    assert {name: x.sharding.spec for name, x in found.items()} == {"a/w": P("fsdp"), "b": P()}
+
+
+def test_loaded_arrays_can_be_donated(file, mesh) -> None:
+    save_safetensors(
+        file, {"w": np.ones((512, 512), np.float32), "r": np.ones((512, 8), np.float32)}
+    )
+    found = load_safetensors(file, rules=[("w", P("fsdp")), ("r", None)], mesh=mesh)
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    for x in jax.tree.leaves(step(step(found))):
+        assert all(np.all(np.asarray(piece.data) == 3) for piece in x.addressable_shards)
+    assert_same(load_safetensors(file)["r"], np.ones((512, 8), np.float32))
+
+
+def test_a_mesh_without_rules_or_rules_without_a_mesh_raise(file, mesh) -> None:
+    save_safetensors(file, {"w": np.ones(8)})
+    with pytest.raises(ValueError, match="a mesh was given without rules"):
+        load_safetensors(file, mesh=mesh)
+    with pytest.raises(ts.NoMeshError, match="jax.set_mesh"):
+        load_safetensors(file, rules=[("w", None)])
+    abstract = ts.plan({"w": np.ones(8)}, [("w", None)], mesh.abstract_mesh)
+    with pytest.raises(ts.NoMeshError, match="is an AbstractMesh: it has sizes, but no devices"):
+        load_safetensors(file, abstract)
+
+
+def test_rules_that_do_not_fit_raise(file, mesh) -> None:
+    save_safetensors(file, {"w": np.ones((2, 3), np.float32)})
+    with pytest.raises(ts.ShardingRuleError, match="is not divisible"):
+        load_safetensors(file, rules=[("w", P(None, "fsdp"))], mesh=mesh)
+
+
+# ------------------------------------------------------------------ differences from the request
+
+
+def test_all_differences_are_listed_at_once(file) -> None:
+    save_safetensors(file, {"layers/0/weight": np.ones((8, 4)), "b": np.ones(3), "c": np.ones(2)})
+    like = {"layers/0/wieght": np.ones((8, 4)), "b": np.ones(4), "c": np.ones(2, np.int32)}
+    with pytest.raises(ts.MismatchError) as told:
+        load_safetensors(file, like)
+    message = str(told.value)
+    for fact in (
+        "b: saved as float64[3], requested as float64[4].",
+        "c: saved as float64[2], requested as int32[2].",
+        f"layers/0/wieght: not in {file}. Did you mean 'layers/0/weight'?",
+        f"layers/0/weight: in {file}, but not requested.",
+    ):
+        assert fact in message
+
+
+def test_dtypes_are_converted_only_with_cast(file) -> None:
+    tree = {"w": np.array([1.0, 1e39]), "i": np.ones(2, np.int32)}
+    save_safetensors(file, tree)
+    like = {"w": np.ones(2, np.float32), "i": tree["i"]}
+    with pytest.raises(ts.MismatchError, match="`cast='float32'` converts it."):
+        load_safetensors(file, like)
+    found = load_safetensors(file, like, cast="float32")
+    assert_same(found, {"w": np.array([1, np.inf], np.float32), "i": tree["i"]})
+    assert_same(load_safetensors(file, cast=jnp.float32), found)
+    with pytest.raises(ts.FormatError, match="Only floating-point arrays are"):
+        load_safetensors(file, cast="int32")
+
+
+def test_64_bits_on_devices_need_x64(file, mesh) -> None:
+    save_safetensors(file, {"i": np.array([2**40]), "w": np.ones(1)})
+    with pytest.raises(ts.MismatchError) as told:
+        load_safetensors(file, rules=[(".*", None)], mesh=mesh)
+    assert "i: int64[1] would be int32[1] on devices. Turn on 64-bit" in str(told.value)
+    assert "convert it with `cast='float32'`" in str(told.value)
+    with jax.enable_x64(True):
+        found = load_safetensors(file, rules=[(".*", None)], mesh=mesh)
+        assert found["i"][0] == 2**40
+
+
+def test_partial_loads_part_of_a_tree(file) -> None:
+    save_safetensors(file, {"a": np.ones(2), "c": np.ones(3)})
+    like = {"a": np.zeros(2), "b": np.zeros(3)}
+    with pytest.raises(ts.MismatchError, match="`partial=True` reads the leaves"):
+        load_safetensors(file, like)
+    with pytest.warns(ts.ShardingWarning, match=f"b: not in {file}"):
+        found = load_safetensors(file, like, partial=True)
+    assert_same(found["a"], np.ones(2))
+    assert found["b"] is like["b"]
+    with pytest.raises(
+        ts.MismatchError, match="saved as float64\\[2\\], requested as float64\\[5\\]"
+    ):
+        load_safetensors(file, {"a": np.zeros(5)}, partial=True)
+
+
+def test_packed_dtypes_are_not_loaded(file) -> None:
+    write_raw(file, {"w": entry("F4", [4], [0, 2])}, b"ab")
+    with pytest.raises(ts.MismatchError, match="w: F4 packs several numbers into a byte"):
+        load_safetensors(file)
+    assert load_safetensors(file, {}, partial=True) == {}
+
+
+def test_progress_shows_bars(file, capsys) -> None:
+    save_safetensors(file, blocks(), progress=True)
+    load_safetensors(file, progress=True)
+    bars = capsys.readouterr().err
+    assert "save_safetensors: 100%" in bars
+    assert "load_safetensors: 100%" in bars
+    load_safetensors(file)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,991 @@
+"""Inside shard_map, raw gradients equal those of one device, with and without check_vma."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard import manual
+from treeshard.errors import LeafError
+
+MESHES = {
+    "1x8": ts.make_mesh("data=1,fsdp=8"),
+    "2x4": ts.make_mesh("data=2,fsdp=4"),
+    "4x2": ts.make_mesh("data=4,fsdp=2"),
+}
+BOTH = ("data", "fsdp")
+# Most of the time goes to XLA, and code that runs once need not be fast.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+checks = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+
+
+def on(
+    mesh: Mesh, f: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True
+) -> Callable[..., Any]:
+    mapped = jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+    return jax.jit(mapped, compiler_options=QUICK)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def assert_same(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    """Compares each leaf alone, so that a wrong factor in one cannot hide behind the others."""
+    paths = ts.leaf_paths(wanted)
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for path, a, b in zip(paths, jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        error = np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max()
+        assert error <= tolerance, f"{path}: {error}"
+
+
+# ------------------------------------------------------------------ the model
+
+
+PARAMS = {"w": normal(0, 8, 16) / 3, "b": normal(1, 16), "v": normal(2, 16, 8) / 3, "s": normal(3)}
+BATCH = {"x": normal(4, 16, 8), "y": normal(5, 16, 8), "mask": jnp.arange(16.0) % 3 + 1}
+
+
+def errors(params: Any, batch: Any) -> jax.Array:
+    hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"][None])
+    return jnp.square(params["s"] * hidden @ params["v"] - batch["y"]).sum(-1)
+
+
+def decay(params: Any) -> jax.Array:
+    return 0.1 * sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(params))
+
+
+def local(params: Any, batch: Any) -> jax.Array:
+    """The mean over a batch. Nonlinear in the parameters, so that wrong factors cannot cancel."""
+    return jnp.mean(errors(params, batch)) + decay(params)
+
+
+def weighted(params: Any, batch: Any, total: Callable[[Any], Any] = lambda x: x) -> jax.Array:
+    """A mean whose denominator differs from device to device."""
+    above = total(jnp.sum(batch["mask"] * errors(params, batch)))
+    return above / total(jnp.sum(batch["mask"])) + decay(params)
+
+
+REFERENCE = jax.jit(jax.value_and_grad(local))(PARAMS, BATCH)
+WEIGHTED = jax.jit(jax.value_and_grad(weighted))(PARAMS, BATCH)
+
+
+class Layout(NamedTuple):
+    mesh: str
+    params: Any
+    batch: P
+    axes: Any
+
+
+SHARDED = {"w": P(None, "fsdp"), "b": P(), "v": P("fsdp"), "s": P()}
+TUPLES = {"w": P(None, BOTH), "b": P("data"), "v": P(("fsdp", "data")), "s": P()}
+DIMS = {"w": P("data", "fsdp"), "b": P("fsdp"), "v": P("data"), "s": P()}
+LAYOUTS = {
+    "fsdp on 8": Layout("1x8", SHARDED, P("fsdp"), "fsdp"),
+    "hsdp on 2x4": Layout("2x4", SHARDED, P(BOTH), BOTH),
+    "tuple axes on 4x2": Layout("4x2", TUPLES, P(BOTH), BOTH),
+    "two dims on 2x4": Layout("2x4", DIMS, P(("fsdp", "data")), ("fsdp", "data")),
+    "batch on fewer axes": Layout("2x4", SHARDED, P("data"), BOTH),
+    "data parallel": Layout("1x8", P(), P("fsdp"), "fsdp"),
+}
+
+
+def ways(axes: Any, specs: Any) -> dict[str, Callable[..., Any]]:
+    """All ways to compute the gradient of the mean loss."""
+    gather = partial(manual.gather_params, axis_names=axes, specs=specs)
+
+    def by_hand(params: Any, batch: Any, f: Any, syncs: int = 1) -> Any:
+        value, grads = jax.value_and_grad(f)(params, batch)
+        for _ in range(syncs):
+            grads = manual.sync_gradients(grads, axes, specs)
+        return lax.pmean(value, axes), grads
+
+    def one_by_one(params: Any, batch: Any) -> jax.Array:
+        """The primitive alone, leaf by leaf and axis by axis."""
+        beside = jax.tree.map(lambda _: specs, params) if isinstance(specs, P) else specs
+
+        def whole(x: Any, spec: P) -> Any:
+            for dim, entry in enumerate(spec):
+                if entry is not None:
+                    x = manual.gather_array_with_mean_grads(x, dim, entry)
+            return x
+
+        return local(jax.tree.map(whole, params, beside), batch)
+
+    def gathered(params: Any, batch: Any) -> jax.Array:
+        return local(gather(params), batch)
+
+    wrapped = manual.shard_module_params(local, axes, specs, remat=True)
+    once = partial(manual.value_and_grad, axis_names=axes, specs=specs)
+    return {
+        "gather, sync": partial(by_hand, f=gathered),
+        "gather, sync twice": partial(by_hand, f=gathered, syncs=2),
+        "varied first": lambda p, b: by_hand(manual.vary(p, axes), b, gathered),
+        "reduced, varied": lambda p, b: by_hand(
+            p, b, lambda p, b: manual.vary(lax.pmean(gathered(p, b), axes), axes)
+        ),
+        "primitive": lambda p, b: by_hand(manual.vary(p, axes), b, one_by_one),
+        "shard_module_params": partial(by_hand, f=wrapped),
+        "local": once(local),
+        "local, gathers itself": once(gathered, gather=False),
+        "pmean": once(lambda p, b: lax.pmean(local(p, b), axes)),
+    }
+
+
+@checks
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_are_those_of_one_device(name: str, check_vma: bool) -> None:
+    layout = LAYOUTS[name]
+    axes, specs = layout.axes, layout.params
+    once = partial(manual.value_and_grad, axis_names=axes, specs=specs)
+    every = ways(axes, specs)
+
+    def step(params: Any, batch: Any) -> Any:
+        found = {way: f(params, batch) for way, f in every.items()}
+        total = partial(lax.psum, axis_name=axes)
+        found["psum"] = once(lambda p, b: total(local(p, b)))(params, batch)
+        # JAX does not sum over an axis that the batch is not split over.
+        batch = manual.vary(batch, axes)
+        found["psum / psum"] = once(partial(weighted, total=total))(params, batch)
+        return found
+
+    out = (P(), specs)
+    step = on(
+        MESHES[layout.mesh],
+        step,
+        (specs, layout.batch),
+        dict.fromkeys([*every, "psum", "psum / psum"], out),
+        check_vma,
+    )
+    found = step(PARAMS, BATCH)
+    devices = 8
+    for way in every:
+        assert_same(found[way], REFERENCE)
+    assert_same(found["psum"], jax.tree.map(lambda x: devices * x, REFERENCE))
+    assert_same(found["psum / psum"], WEIGHTED)
+
+
+@checks
+def test_sgd_takes_the_steps_of_one_device(check_vma: bool) -> None:
+    def descend(grad: Any, params: Any, batch: Any) -> Any:
+        losses = []
+        for _ in range(4):
+            value, grads = grad(params, batch)
+            params = jax.tree.map(lambda x, g: x - 0.05 * g, params, grads)
+            losses.append(value)
+        return jnp.stack(losses), params
+
+    wanted = jax.jit(partial(descend, jax.value_and_grad(local)))(PARAMS, BATCH)
+    assert wanted[0][-1] < wanted[0][0]
+    grad = manual.value_and_grad(local, BOTH, SHARDED)
+    run = on(MESHES["2x4"], partial(descend, grad), (SHARDED, P(BOTH)), (P(), SHARDED), check_vma)
+    assert_same(run(PARAMS, BATCH), wanted)
+
+
+# ------------------------------------------------------------------ documented limits
+
+
+def test_what_gather_and_sync_do_not_promise() -> None:
+    """Under check_vma=True, a reduced loss has gradients that are too small, and `sync_gradients`
+    without a gather returns sums."""
+    axes, specs = "fsdp", SHARDED
+
+    def reduced(params: Any, batch: Any) -> jax.Array:
+        return lax.pmean(local(manual.gather_params(params, axes, specs), batch), axes)
+
+    def step(params: Any, batch: Any) -> Any:
+        grads = manual.sync_gradients(jax.grad(reduced)(params, batch), axes, specs)
+        whole = manual.gather_params(params, axes, specs)
+        alike = jax.tree.map(partial(lax.pmean, axis_name=axes), whole)
+        return grads, manual.sync_gradients(jax.grad(local)(alike, batch), axes)
+
+    run = on(MESHES["1x8"], step, (specs, P("fsdp")), (specs, P()))
+    divided, summed = run(PARAMS, BATCH)
+    assert_same(divided, jax.tree.map(lambda x: x / 8, REFERENCE[1]))
+    assert_same(summed, jax.tree.map(lambda x: x * 8, REFERENCE[1]))
+
+
+def test_a_gradient_taken_outside_shard_map_is_wrong() -> None:
+    def mean(params: Any, batch: Any) -> jax.Array:
+        return lax.pmean(local(manual.gather_params(params, "fsdp", SHARDED), batch), "fsdp")
+
+    run = on(MESHES["1x8"], mean, (SHARDED, P("fsdp")), P())
+    outside = jax.jit(jax.grad(run.__wrapped__), compiler_options=QUICK)(PARAMS, BATCH)
+    assert_same(outside, jax.tree.map(lambda x: x / 8, REFERENCE[1]))
+
+
+def test_different_axes_in_gather_and_sync_give_a_wrong_factor() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        mean = lambda p, b: local(manual.gather_params(p, "fsdp", SHARDED), b)  # noqa: E731
+        return manual.sync_gradients(jax.grad(mean)(params, batch), BOTH, SHARDED)
+
+    run = on(MESHES["2x4"], step, (SHARDED, P(BOTH)), SHARDED)
+    assert_same(run(PARAMS, BATCH), jax.tree.map(lambda x: x * 2, REFERENCE[1]))
+
+
+def test_forward_mode_is_refused() -> None:
+    f = partial(manual.gather_array_with_mean_grads, dim=0, axis_names="fsdp")
+    tangents = on(MESHES["1x8"], lambda x: jax.jvp(f, (x,), (x,)), P("fsdp"), P("fsdp"))
+    with pytest.raises(TypeError, match="forward-mode"):
+        tangents(jnp.ones(8))
+
+
+# ------------------------------------------------------------------ transformations
+
+AXES_AND_SPECS = (BOTH, SHARDED)
+STACK = {"w": normal(6, 3, 8, 8) / 3, "b": normal(7, 3, 8)}
+STACKED = {"w": P(None, None, "fsdp"), "b": P()}
+
+
+def through_layers(stack: Any, x: Any, gather: Callable[[Any], Any] = lambda layer: layer) -> Any:
+    @jax.checkpoint
+    def layer(x: Any, weights: Any) -> Any:
+        weights = gather(weights)
+        return jnp.tanh(x @ weights["w"] + weights["b"][None]) + x, None
+
+    return jnp.mean(jnp.square(lax.scan(layer, x, stack)[0]))
+
+
+@checks
+def test_layers_gathered_one_by_one_in_a_scan(check_vma: bool) -> None:
+    one = ts.layer_specs(STACKED)
+    gather = partial(manual.gather_params, axis_names=BOTH, specs=one)
+
+    mean = partial(through_layers, gather=gather)
+
+    def step(stack: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(mean)(stack, x)
+        first = lax.pmean(value, BOTH), manual.sync_gradients(grads, BOTH, STACKED)
+        return first, manual.value_and_grad(mean, BOTH, STACKED, gather=False)(stack, x)
+
+    out = (P(), STACKED)
+    run = on(MESHES["2x4"], step, (STACKED, P(BOTH)), (out, out), check_vma)
+    wanted = jax.jit(jax.value_and_grad(through_layers))(STACK, BATCH["x"])
+    for found in run(STACK, BATCH["x"]):
+        assert_same(found, wanted)
+
+
+@checks
+def test_a_scan_averages_once_and_not_in_every_layer(check_vma: bool) -> None:
+    gather = partial(manual.gather_params, axis_names=BOTH, specs=ts.layer_specs(STACKED))
+    mean = partial(through_layers, gather=gather)
+    grad = manual.value_and_grad(mean, BOTH, STACKED, gather=False)
+    run = on(MESHES["2x4"], grad, (STACKED, P(BOTH)), (P(), STACKED), check_vma)
+    reduced = [
+        shape
+        for kind, shape in sent(run.lower(STACK, BATCH["x"]).compile().as_text())
+        if kind == "all-reduce"
+    ]
+    # The loss, the shards of w over the axis that does not shard it, and b.
+    assert sorted(reduced) == ["f32[3,8,2]", "f32[3,8]", "f32[]"]
+
+
+@pytest.mark.parametrize(("remat", "times"), [(False, 1), (True, 2)])
+def test_remat_gathers_again(remat: bool, times: int) -> None:
+    loss = manual.shard_module_params(local, "fsdp", SHARDED, remat=remat)
+    run = on(MESHES["1x8"], jax.grad(loss), (SHARDED, P("fsdp")), SHARDED)
+    assert str(run.trace(PARAMS, BATCH).jaxpr).count("all_gather[") == 2 * times
+
+
+def a_step_of_descent(grad: Any, params: Any, batch: Any) -> Any:
+    return jax.tree.map(lambda x, g: x - 0.1 * g, params, grad(params, batch))
+
+
+@checks
+def test_second_order(check_vma: bool) -> None:
+    """The gradient of the loss after a step of descent, as in meta-learning."""
+
+    def after(params: Any, batch: Any) -> jax.Array:
+        return local(a_step_of_descent(jax.grad(local), params, batch), batch)
+
+    def gathered(params: Any, batch: Any) -> jax.Array:
+        return local(manual.gather_params(params, BOTH, SHARDED), batch)
+
+    def by_hand(params: Any, batch: Any) -> jax.Array:
+        def grad(params: Any, batch: Any) -> Any:
+            return manual.sync_gradients(jax.grad(gathered)(params, batch), BOTH, SHARDED)
+
+        return gathered(a_step_of_descent(grad, params, batch), batch)
+
+    def at_once(params: Any, batch: Any) -> jax.Array:
+        inner = manual.value_and_grad(local, BOTH, SHARDED)
+        return gathered(a_step_of_descent(lambda *a: inner(*a)[1], params, batch), batch)
+
+    def step(params: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(by_hand)(params, batch)
+        first = lax.pmean(value, BOTH), manual.sync_gradients(grads, BOTH, SHARDED)
+        outer = manual.value_and_grad(at_once, BOTH, SHARDED, gather=False)
+        return first, outer(params, batch)
+
+    out = (P(), SHARDED)
+    run = on(MESHES["2x4"], step, (SHARDED, P(BOTH)), (out, out), check_vma)
+    wanted = jax.jit(jax.value_and_grad(after))(PARAMS, BATCH)
+    for found in run(PARAMS, BATCH):
+        assert_same(found, wanted, 2e-5)
+
+
+@checks
+def test_vmap_over_an_ensemble(check_vma: bool) -> None:
+    members = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
+    specs = jax.tree.map(lambda spec: P(None, *spec), SHARDED)
+    grad = manual.value_and_grad(local, BOTH, SHARDED)
+    run = on(
+        MESHES["2x4"],
+        jax.vmap(grad, in_axes=(0, None)),
+        (specs, P(BOTH)),
+        (P(), specs),
+        check_vma,
+    )
+    wanted = jax.jit(jax.vmap(jax.value_and_grad(local), in_axes=(0, None)))(members, BATCH)
+    assert_same(run(members, BATCH), wanted)
+
+
+@checks
+def test_partly_manual(check_vma: bool) -> None:
+    """Over the axis `tensor`, the compiler partitions the code."""
+    mesh = ts.make_mesh("data=2,fsdp=2,tensor=2")
+    f = jax.shard_map(
+        manual.value_and_grad(local, BOTH, SHARDED),
+        mesh=mesh,
+        in_specs=(SHARDED, P(BOTH)),
+        out_specs=(P(), SHARDED),
+        axis_names={*BOTH},
+        check_vma=check_vma,
+    )
+    tensor = {"w": P(None, "tensor"), "b": P("tensor"), "v": P("tensor"), "s": P()}
+    params = ts.shard(PARAMS, tensor, mesh)
+    assert_same(jax.jit(f)(params, BATCH), REFERENCE)
+
+
+@checks
+def test_shard_map_inside_shard_map(check_vma: bool) -> None:
+    def outer(params: Any, batch: Any) -> Any:
+        inner = jax.shard_map(
+            manual.value_and_grad(local, BOTH, SHARDED),
+            in_specs=(SHARDED, P("fsdp")),
+            out_specs=(P(), SHARDED),
+            axis_names={"fsdp"},
+            check_vma=check_vma,
+        )
+        return inner(params, batch)
+
+    f = jax.shard_map(
+        outer,
+        mesh=MESHES["2x4"],
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=check_vma,
+    )
+    assert_same(jax.jit(f)(PARAMS, BATCH), REFERENCE)
+
+
+def test_what_another_axis_shards_stays_so() -> None:
+    """FSDP over two axes, with the hidden width split over a third."""
+    mesh = ts.make_mesh("data=2,fsdp=2,tensor=2")
+    specs = {"w": P("fsdp", "tensor"), "b": P("tensor"), "v": P(("tensor", "fsdp")), "s": P()}
+
+    def errors_of_parts(params: Any, batch: Any) -> jax.Array:
+        hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"][None])
+        out = lax.psum(params["s"] * hidden @ params["v"], "tensor")
+        return jnp.mean(jnp.square(out - batch["y"]).sum(-1))
+
+    grad = manual.value_and_grad(errors_of_parts, BOTH, specs)
+    run = on(mesh, grad, (specs, P(BOTH)), (P(), specs))
+    wanted = jax.value_and_grad(lambda p, b: jnp.mean(errors(p, b)))(PARAMS, BATCH)
+    assert_same(run(PARAMS, BATCH), wanted)
+
+
+def test_explicit_mesh() -> None:
+    mesh = ts.make_mesh("data=2,fsdp=4", axis_types="explicit")
+    grad = manual.value_and_grad(local, BOTH, SHARDED)
+    run = on(mesh, grad, (SHARDED, P(BOTH)), (P(), SHARDED))
+    with jax.set_mesh(mesh):
+        found = run(ts.shard(PARAMS, SHARDED, mesh), ts.shard(BATCH, P(BOTH), mesh))
+    assert_same(found, REFERENCE)
+
+
+# ------------------------------------------------------------------ what is sent
+
+
+def sent(program: str) -> list[tuple[str, str]]:
+    """The collectives of a compiled program, sorted: (kind, types)."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program)
+    shapes = [
+        (kind, shape) for types, kind in found for shape in re.findall(r"\w+\[[\d,]*\]", types)
+    ]
+    return sorted(shapes)
+
+
+def test_both_modes_send_the_same_and_nothing_else() -> None:
+    grad = manual.value_and_grad(local, "fsdp", SHARDED)
+    programs = [
+        on(MESHES["1x8"], grad, (SHARDED, P("fsdp")), (P(), SHARDED), check_vma)
+        .lower(PARAMS, BATCH)
+        .compile()
+        .as_text()
+        for check_vma in (True, False)
+    ]
+    wanted = [
+        ("all-gather", "f32[16,8]"),
+        ("all-gather", "f32[8,16]"),
+        ("all-reduce", "f32[16]"),  # the gradient of b
+        ("all-reduce", "f32[]"),  # that of s
+        ("all-reduce", "f32[]"),  # the loss
+        ("reduce-scatter", "f32[2,8]"),
+        ("reduce-scatter", "f32[8,2]"),
+    ]
+    assert [sent(program) for program in programs] == [wanted, wanted]
+
+
+def test_equal_values_are_not_averaged_again() -> None:
+    def step(x: Any) -> Any:
+        mean = manual.sync_gradients({"w": x}, BOTH)
+        assert manual.sync_gradients(mean, BOTH)["w"] is mean["w"]
+        assert manual.vary(x, BOTH) is x
+        return mean["w"]
+
+    f = jax.shard_map(step, mesh=MESHES["2x4"], in_specs=P(BOTH), out_specs=P())
+    assert jax.eval_shape(f, jnp.ones(8)).shape == (1,)
+
+
+def test_bfloat16_is_sent_and_float32_kept() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        def loss(whole: Any, batch: Any) -> jax.Array:
+            assert {x.dtype for x in jax.tree.leaves(whole)} == {jnp.dtype(jnp.bfloat16)}
+            return local(jax.tree.map(lambda x: x.astype(jnp.float32), whole), batch)
+
+        return manual.value_and_grad(loss, BOTH, SHARDED, dtype=jnp.bfloat16)(params, batch)
+
+    run = on(MESHES["2x4"], step, (SHARDED, P(BOTH)), (P(), SHARDED))
+    text = str(run.trace(PARAMS, BATCH).jaxpr)
+    assert set(re.findall(r":(\w+)\[[\d,]*\]\S* = all_gather", text)) == {"bf16"}
+    assert set(re.findall(r":(\w+)\[[\d,]*\]\S* = reduce_scatter", text)) == {"bf16"}
+    assert set(re.findall(r":(\w+)\[[\d,]*\]\S* = psum", text)) == {"f32"}
+    found = run(PARAMS, BATCH)
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)}
+    assert_same(found, REFERENCE, 0.05)
+
+
+# ------------------------------------------------------------------ keys
+
+
+def test_keys_differ_along_the_axes_and_only_there() -> None:
+    def masks(key: jax.Array) -> Any:
+        along = manual.fold_rng_over_axis(key, "data")
+        both = manual.fold_rng_over_axis(key, BOTH)
+        assert manual.fold_rng_over_axis(key, ()) is key
+        return jax.random.bits(along, (1, 1, 4)), jax.random.bits(both, (1, 1, 4))
+
+    run = on(MESHES["2x4"], masks, P(), P("data", "fsdp"), check_vma=False)
+    key = jax.random.key(3)
+    along, both = run(key)
+    rows = np.asarray(both).reshape(8, 4)
+    assert len({bytes(row) for row in rows}) == 8
+    # The order in which P(BOTH) lays shards.
+    for i, row in enumerate(rows):
+        np.testing.assert_array_equal(row, jax.random.bits(jax.random.fold_in(key, i), (4,)))
+    np.testing.assert_array_equal(along, np.broadcast_to(along[:, :1], along.shape))
+    assert not np.array_equal(along[0], along[1])
+    np.testing.assert_array_equal(run(key)[1], both)
+
+
+# ------------------------------------------------------------------ keeping a shard
+
+
+def shapes_and_specs(f: Callable[[Any], Any], tree: Any, mesh: str = "2x4") -> Any:
+    """The shapes and specs of `f(tree)` for a replicated tree, without compiling anything."""
+    made = jax.eval_shape(
+        jax.shard_map(f, mesh=MESHES[mesh], in_specs=P(), out_specs=P(), check_vma=False), tree
+    )
+    shapes = jax.tree.map(lambda x: x.shape, made)
+    return shapes, manual.partition_specs(made)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "spec"),
+    [
+        pytest.param((16, 64), "fsdp", P(None, "fsdp"), id="largest"),
+        pytest.param((16, 16), "fsdp", P(None, "fsdp"), id="last among equals"),
+        pytest.param((16, 18), "fsdp", P("fsdp", None), id="divisible"),
+        pytest.param((16, 64), BOTH, P(None, BOTH), id="tuple"),
+        pytest.param((12, 24), BOTH, P(None, BOTH), id="divisible by the product"),
+        pytest.param((4,), "fsdp", P(), id="small"),
+        pytest.param((), "fsdp", P(), id="scalar"),
+        pytest.param((16, 64), (), P(), id="no axes"),
+    ],
+)
+def test_shard_params_takes_the_largest_dim(shape: tuple, axes: Any, spec: P) -> None:
+    keep = partial(manual.shard_params, axis_names=axes, min_size=16)
+    _, found = shapes_and_specs(keep, jnp.zeros(shape))
+    assert found == spec
+
+
+def test_the_tutorials_classifier() -> None:
+    """hidden 512, 784 inputs, 10 classes, from 2**4 elements on."""
+    params = {
+        "input_dense": {"bias": jnp.zeros(512), "kernel": jnp.zeros((784, 512))},
+        "output_dense": {"bias": jnp.zeros(10), "kernel": jnp.zeros((512, 10))},
+    }
+    keep = partial(manual.shard_params, axis_names="data", min_size=2**4)
+    moments = lambda p: {"params": keep(p), "mu": jax.tree.map(jnp.zeros_like, keep(p))}  # noqa: E731
+    _, specs = shapes_and_specs(moments, params, "4x2")
+    wanted = {
+        "input_dense": {"bias": P("data"), "kernel": P("data", None)},
+        "output_dense": {"bias": P(), "kernel": P("data", None)},
+    }
+    assert specs == {"params": wanted, "mu": wanted}
+
+
+def test_axes_come_one_after_another() -> None:
+    def keep(x: Any) -> Any:
+        tensor = manual.shard_params(x, "data", min_size=0)
+        return manual.shard_params(tensor, "fsdp", min_size=64)
+
+    # The size of the full array counts for `min_size`, also after it is sharded.
+    shapes, specs = shapes_and_specs(keep, {"w": jnp.zeros((8, 8)), "v": jnp.zeros((4, 8))})
+    assert specs == {"w": P("fsdp", "data"), "v": P(None, "data")}
+    assert jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)) == [(4, 4), (2, 4)]
+
+
+def test_what_cannot_be_sharded_stays_with_one_warning() -> None:
+    tree = {
+        "done": manual.Partitioned(jnp.zeros((4, 8)), ("fsdp", None)),
+        "odd": jnp.zeros((3, 5)),
+        "full": manual.Partitioned(jnp.zeros(8), ("data",)),
+        "fine": jnp.zeros(8),
+        "act": jax.nn.relu,
+    }
+
+    def keep(arrays: Any) -> Any:
+        kept = manual.shard_params({**tree, "fine": arrays}, "fsdp", min_size=0)
+        assert kept["done"] is tree["done"]
+        assert kept["act"] is jax.nn.relu
+        return kept["fine"]
+
+    with pytest.warns(ts.ShardingWarning) as seen:
+        shapes_and_specs(keep, jnp.zeros(8))
+    assert [str(warning.message) for warning in seen] == [
+        "shard_params: these leaves stay as they are:\n"
+        "  done: it is sharded as P('fsdp', None) already.\n"
+        "  full: no free dim of shape (16,) is divisible by 4.\n"
+        "  odd: no free dim of shape (3, 5) is divisible by 4."
+    ]
+
+
+def test_what_varies_over_the_axis_is_sharded_already() -> None:
+    def keep(x: Any) -> Any:
+        part = manual.shard_params(x, "fsdp", P("fsdp"))
+        assert manual.shard_params(part, "fsdp", P("fsdp")) is part
+        return part
+
+    f = jax.shard_map(keep, mesh=MESHES["2x4"], in_specs=P(), out_specs=P("fsdp"))
+    with pytest.warns(ts.ShardingWarning, match="the array: it varies over the axes of"):
+        assert jax.eval_shape(f, jnp.zeros(8)).shape == (8,)
+
+
+ENTRIES = st.sampled_from([None, "data", "fsdp", BOTH, ("fsdp", "data")])
+DTYPES = st.sampled_from(["float32", "bfloat16", "int32", "bool"])
+
+
+@st.composite
+def trees(draw: Any) -> tuple[Any, Any]:
+    """Arrays, and specs that use each axis once."""
+    tree, specs = {}, {}
+    for name in draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)):
+        entries: list[Any] = []
+        for entry in draw(st.lists(ENTRIES, max_size=3)):
+            new = {entry} if isinstance(entry, str) else set(entry or ())
+            used = {a for e in entries if e for a in ((e,) if isinstance(e, str) else e)}
+            entries.append(None if new & used else entry)
+        shape = [8 * draw(st.integers(1, 2)) for _ in entries]
+        values = np.random.default_rng(0).integers(0, 100, shape)
+        tree[name] = jnp.asarray(values, draw(DTYPES))
+        specs[name] = P(*entries)
+    return tree, specs
+
+
+@settings(max_examples=12, deadline=None)
+@given(trees(), st.sampled_from([BOTH, ("fsdp", "data")]), st.booleans())
+def test_shard_then_gather_is_the_identity(case: Any, axes: Any, check_vma: bool) -> None:
+    tree, specs = case
+
+    def there_and_back(tree: Any) -> Any:
+        parts = manual.shard_params(tree, axes, specs)
+        boxed = manual.shard_params(tree, axes, min_size=16)
+        backs = manual.gather_params(parts, axes, specs), manual.gather_params(boxed, axes)
+        assert jax.tree.structure(backs[1]) == jax.tree.structure(tree)
+        return parts, jax.tree.map(lambda x: x[None], backs)
+
+    out = (specs, P(BOTH))
+    parts, backs = on(MESHES["2x4"], there_and_back, P(), out, check_vma)(tree)
+    for name, x in tree.items():
+        np.testing.assert_array_equal(parts[name], x)
+        for back in backs:
+            assert back[name].dtype == x.dtype
+            np.testing.assert_array_equal(back[name], np.broadcast_to(x, (8, *x.shape)))
+
+
+# ------------------------------------------------------------------ leaves of other kinds
+
+
+@checks
+def test_leaves_that_have_no_gradient(check_vma: bool) -> None:
+    params = {
+        "w": normal(0, 8, 4),
+        "ids": jnp.arange(8),
+        "keys": jax.random.split(jax.random.key(0), 8),
+        "host": np.ones(4, np.float32),
+    }
+    specs = {"w": P("fsdp"), "ids": P("fsdp"), "keys": P("fsdp"), "host": P()}
+    static = {"act": jnp.tanh, "name": "mlp", "none": None, "rate": 0.5}
+
+    def loss(params: Any, x: Any) -> Any:
+        assert {name: params[name] for name in static} == static
+        assert params["ids"].shape == params["keys"].shape == (8,)
+        noise = jax.random.normal(params["keys"][3], (4,))
+        rows = params["w"][params["ids"]] * noise[None]
+        value = jnp.mean(params["act"](x @ rows) * params["rate"]) + params["host"].sum()
+        return value, (params["ids"], x.shape)
+
+    def step(arrays: Any, x: Any) -> Any:
+        beside = {**specs, **dict.fromkeys(static, P()), "none": None}
+        grad = manual.value_and_grad(loss, "fsdp", beside, has_aux=True, dtype=jnp.float32)
+        (value, (ids, shape)), grads = grad({**arrays, **static}, x)
+        assert shape == (2, 8)
+        nothing = {name: grads.pop(name) for name in (*static, "ids", "keys")}
+        assert set(nothing.values()) == {None}
+        return value, grads, lax.pmax(ids, "fsdp")
+
+    run = on(
+        MESHES["1x8"],
+        step,
+        (specs, P("fsdp")),
+        (P(), {"w": P("fsdp"), "host": P()}, P()),
+        check_vma,
+    )
+    value, grads, ids = run(params, BATCH["x"])
+    alone = jax.grad(lambda d: loss({**params, **static, **d}, BATCH["x"])[0])
+    assert_same(grads, alone({"w": params["w"], "host": jnp.ones(4)}))
+    np.testing.assert_array_equal(ids, jnp.arange(8))
+    assert value.shape == ()
+
+
+def test_integers_of_a_plain_gradient_pass() -> None:
+    def step(params: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return jnp.sum(manual.gather_params(params, "fsdp", P("fsdp"))["w"])
+
+        grads = jax.grad(loss, allow_int=True)(params)
+        synced = manual.sync_gradients(grads, "fsdp", {"w": P("fsdp"), "ids": P()})
+        assert synced["ids"].dtype == jax.dtypes.float0
+        return synced["w"]
+
+    f = jax.shard_map(step, mesh=MESHES["1x8"], in_specs=P("fsdp"), out_specs=P("fsdp"))
+    assert jax.eval_shape(f, {"w": jnp.ones(8), "ids": jnp.arange(8)}).shape == (8,)
+
+
+def test_specs_may_be_a_plan_or_shardings() -> None:
+    mesh = MESHES["2x4"]
+    rules = [("w|v", ts.fsdp("fsdp", min_size=0)), (".*", None)]
+    plan = ts.plan(PARAMS, rules, mesh)
+
+    def step(params: Any) -> Any:
+        for specs in (plan, plan.shardings, plan.specs):
+            whole = manual.gather_params(params, "fsdp", specs)
+            assert jax.tree.map(jnp.shape, whole) == jax.tree.map(jnp.shape, PARAMS)
+            assert manual.shard_params(PARAMS, "fsdp", specs)["w"].shape == params["w"].shape
+        return params
+
+    f = jax.shard_map(step, mesh=mesh, in_specs=(plan.specs,), out_specs=plan.specs)
+    jax.eval_shape(f, PARAMS)
+
+
+def test_none_leaves_a_subtree_as_it_is() -> None:
+    def step(tree: Any) -> Any:
+        specs = {"a": P("fsdp"), "b": None}
+        whole = manual.gather_params(tree, "fsdp", specs)
+        assert whole["b"] is tree["b"]
+        assert manual.sync_gradients(tree, "fsdp", specs)["b"] is tree["b"]
+        assert manual.shard_params(whole, "fsdp", {"a": None, "b": None})["b"] is tree["b"]
+        return whole["a"]
+
+    f = jax.shard_map(step, mesh=MESHES["1x8"], in_specs=P("fsdp"), out_specs=P("fsdp"))
+    jax.eval_shape(f, {"a": jnp.ones(8), "b": jnp.ones(8)})
+
+
+# ------------------------------------------------------------------ boxes and modules
+
+
+@checks
+def test_boxes_replace_specs(check_vma: bool) -> None:
+    """The tutorial's calls, which pass no specs."""
+    boxed = jax.tree.map(
+        lambda x, spec: manual.Partitioned(x, (*spec, *[None] * (x.ndim - len(spec)))),
+        PARAMS,
+        SHARDED,
+    )
+    boxed["s"] = PARAMS["s"]
+    specs = manual.partition_specs(boxed)
+    assert specs == {"w": P(None, "fsdp"), "b": P(None), "v": P("fsdp", None), "s": P()}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return local(manual.gather_params(params, BOTH), batch)
+
+    def step(params: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        by_hand = lax.pmean(value, BOTH), manual.sync_gradients(grads, BOTH)
+        return by_hand, manual.value_and_grad(local, BOTH)(params, batch)
+
+    out = (P(), specs)
+    run = on(MESHES["2x4"], step, (specs, P(BOTH)), (out, out), check_vma)
+    for value, grads in run(boxed, BATCH):
+        assert isinstance(grads["w"], manual.Partitioned)
+        plain = jax.tree.map(
+            lambda x: x.unbox() if isinstance(x, manual.Partitioned) else x,
+            grads,
+            is_leaf=lambda x: isinstance(x, manual.Partitioned),
+        )
+        assert_same((value, plain), REFERENCE)
+
+
+def test_a_full_array_has_no_box() -> None:
+    def gather(x: Any) -> Any:
+        left = manual.gather_params(manual.Partitioned(x, ("data", "fsdp")), "fsdp")
+        assert (left.names, left.value.shape) == (("data", None), (8, 16))
+        everything = manual.gather_params(manual.Partitioned(x, ("data", "fsdp")))
+        assert everything.shape == (16, 16)
+        return left.unbox()
+
+    f = jax.shard_map(gather, mesh=MESHES["2x4"], in_specs=P("data", "fsdp"), out_specs=P(BOTH))
+    jax.eval_shape(f, jnp.zeros((16, 16)))
+
+
+def test_a_box_is_a_node_like_flaxs() -> None:
+    box = manual.Partitioned(jnp.ones((2, 4)), ("fsdp", None))
+    assert ts.leaf_paths({"w": box}) == ["w"]
+    assert box.replace_boxed(3).names == box.names
+    assert jax.tree.map(lambda x: x * 2, box).unbox().sum() == 16
+    assert repr(jax.tree.map(jnp.shape, box)) == "Partitioned((2, 4), names=('fsdp', None))"
+
+
+@checks
+def test_equinox_modules_gather_themselves(check_vma: bool) -> None:
+    """A module with activations that are not arrays, and a function of one."""
+    model = eqx.nn.MLP(8, 8, 16, 1, activation=jnp.tanh, key=jax.random.key(0))
+    arrays, static = eqx.partition(model, eqx.is_array)
+    specs = ts.match_partition_rules(
+        [(".*weight", P("fsdp")), (".*", None)], model, MESHES["2x4"], min_size=0
+    )
+
+    def apply(model: Any, x: Any) -> jax.Array:
+        return jnp.mean(jnp.square(jax.vmap(model)(x)).sum(-1))
+
+    def step(arrays: Any, x: Any) -> Any:
+        model = eqx.combine(arrays, static)
+        at_once = manual.value_and_grad(apply, BOTH, specs)(model, x)[1]
+        wrapped = manual.shard_module_params(model, BOTH, specs, remat=True)
+        assert ts.leaf_paths(wrapped)[0].startswith("module/layers/0/")
+        by_itself = eqx.filter_grad(apply)(wrapped, x)
+        by_itself = manual.sync_gradients(by_itself.module, BOTH, specs)
+        return eqx.filter(at_once, eqx.is_array), by_itself
+
+    where = jax.tree.map(lambda x, spec: spec if eqx.is_array(x) else None, model, specs)
+    run = on(MESHES["2x4"], step, (where, P(BOTH)), (where, where), check_vma)
+    wanted = eqx.filter(eqx.filter_grad(apply)(model, BATCH["x"]), eqx.is_array)
+    for found in run(arrays, BATCH["x"]):
+        assert_same(found, wanted)
+
+
+def test_an_equinox_class_keeps_its_shard() -> None:
+    linear = manual.shard_module_params(eqx.nn.Linear, "fsdp", min_size=16)
+
+    def make(key: jax.Array, x: Any) -> Any:
+        made = linear(8, 16, key=key)
+        assert made.module.weight.value.shape == (2, 8)
+        assert made.module.weight.names == ("fsdp", None)
+        assert "shard_module_params(Linear(" in repr(made)
+        return jax.vmap(made)(x)
+
+    run = on(MESHES["1x8"], make, (P(), P("fsdp")), P("fsdp"))
+    key = jax.random.key(1)
+    wanted = jax.vmap(eqx.nn.Linear(8, 16, key=key))(BATCH["x"])
+    np.testing.assert_allclose(run(key, BATCH["x"]), wanted, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def inside(f: Callable[[Any], Any], tree: Any, check_vma: bool = True) -> None:
+    """Calls `f` inside shard_map with a tree of shards of `P("fsdp")`, on 2 x 4 devices."""
+    specs = P("fsdp")
+    jax.eval_shape(
+        jax.shard_map(
+            f, mesh=MESHES["2x4"], in_specs=(specs,), out_specs=specs, check_vma=check_vma
+        ),
+        tree,
+    )
+
+
+X = jnp.ones((16, 8))
+ABSENT = (
+    "the axis 'fdsp' is not bound here. The bound axes are ['data', 'fsdp']. Did you mean 'fsdp'?"
+    " Axes are bound inside `jax.shard_map`; outside, "
+)
+BAD: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
+    "specs that do not fit the tree": (
+        lambda t: manual.gather_params(t, "fsdp", {"a": {"v": P()}}),
+        {"a": {"w": X}},
+        "at a: the specs lack 'w' and the tree has no 'v'. The specs must have the tree's",
+    ),
+    "rank": (
+        lambda t: manual.sync_gradients(t, "fsdp", P("fsdp", None, "data")),
+        {"a": X, "b": X},
+        "sync_gradients: specs do not fit:\n  a: P('fsdp', None, 'data') has 3"
+        " entries, but shape (4, 8) has 2 dims. Drop the last entry.",
+    ),
+    "rank of a box": (
+        lambda t: manual.gather_params(manual.Partitioned(t, ("data", None, "fsdp")), "fsdp"),
+        X,
+        "For one layer of a stack, `treeshard.layer_specs` gives the specs.",
+    ),
+    "axis of a spec": (
+        lambda t: manual.gather_params(t, "fsdp", P("fdsp")),
+        X,
+        "gather_params: the mesh has no axis 'fdsp'. It has data=2, fsdp=4. Did you mean 'fsdp'?",
+    ),
+    "indivisible": (
+        lambda t: manual.shard_params(t, "data", {"a": P(None, "data"), "b": P("data")}),
+        {"a": X[:, :3], "b": X[:12]},
+        "shard_params: these leaves cannot be sharded:\n  a: P(None, 'data') splits"
+        " dim 1 of shape (4, 3) into 2 parts, and 3 is not divisible by 2. Pad it to 4",
+    ),
+    "an inner axis that stays": (
+        lambda t: manual.gather_params(t, "data", P(BOTH)),
+        X,
+        "gather_params: the array: P(('data', 'fsdp'),) splits dim 0 by ('data',"
+        " 'fsdp'), the outermost first. Only the innermost axes can be split or gathered alone:"
+        " name all of them, or write ('data',) last.",
+    ),
+    "an inner axis that is there": (
+        lambda t: manual.shard_params(t, "data", P(BOTH)),
+        X,
+        "shard_params: the array: P(('data', 'fsdp'),) splits dim 0 by",
+    ),
+    "integers": (
+        lambda t: manual.sync_gradients(t, "fsdp"),
+        {"a": X.astype(int), "b": X},
+        "sync_gradients: a: int32[4, 8] has neither a mean nor a gradient. Remove them from the"
+        " tree, or use `value_and_grad`",
+    ),
+    "no such dim": (
+        lambda t: manual.gather_array_with_mean_grads(t, 2, "fsdp"),
+        X,
+        "gather_array_with_mean_grads: dim 2 is out of range for shape (4, 8).",
+    ),
+    "shard_params, absent": (
+        lambda t: manual.shard_params(t, "fdsp"),
+        X,
+        f"shard_params: {ABSENT}`treeshard.shard` places whole trees.",
+    ),
+    "gather_params, absent": (
+        lambda t: manual.gather_params(t, "fdsp"),
+        X,
+        f"gather_params: {ABSENT}`treeshard.unshard` gathers under `jax.jit`",
+    ),
+    "sync_gradients, absent": (
+        lambda t: manual.sync_gradients(t, ("data", "fdsp")),
+        X,
+        f"sync_gradients: {ABSENT}under `jax.jit`, gradients need no averaging.",
+    ),
+    "value_and_grad, absent": (
+        lambda t: manual.value_and_grad(jnp.sum, "fdsp")(t),
+        X,
+        f"value_and_grad: {ABSENT}`jax.value_and_grad` under `jax.jit` is enough.",
+    ),
+    "fold_rng_over_axis, absent": (
+        lambda t: manual.fold_rng_over_axis(jax.random.key(0), "fdsp"),
+        X,
+        f"fold_rng_over_axis: {ABSENT}use one key for the whole batch.",
+    ),
+    "vary, absent": (
+        lambda t: manual.vary(t, "fdsp"),
+        X,
+        f"vary: {ABSENT}nothing varies, and `vary` is not needed.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    call, tree, message = BAD[name]
+    kind = ts.UnknownAxisError if "axis 'fdsp'" in message else ts.TreeShardError
+    with pytest.raises(kind, match=re.escape(message)):
+        inside(call, tree)
+
+
+OUTSIDE: dict[str, Callable[[], Any]] = {
+    "shard_params": lambda: manual.shard_params(X, "fsdp"),
+    "gather_params": lambda: manual.gather_params(X, "fsdp"),
+    "gather_params, all axes": lambda: manual.gather_params(X),
+    "gather_array_with_mean_grads": lambda: manual.gather_array_with_mean_grads(X, 0, "fsdp"),
+    "sync_gradients": lambda: manual.sync_gradients(X, "fsdp"),
+    "value_and_grad": lambda: manual.value_and_grad(jnp.sum, "fsdp")(X),
+    "vary": lambda: manual.vary(X, "fsdp"),
+    "fold_rng_over_axis": lambda: manual.fold_rng_over_axis(jax.random.key(0), "fsdp"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_called_outside_shard_map(name: str) -> None:
+    said = rf"^{name.split(',')[0]}: .*bound here.*inside `jax.shard_map`; outside, .+\.$"
+    with pytest.raises(ts.UnknownAxisError, match=said):
+        OUTSIDE[name]()
+
+
+def test_all_integer_leaves_are_named() -> None:
+    tree = {name: X.astype(int) for name in "abc"}
+    with pytest.raises(LeafError, match=r"(?s)are not gradients:\n  a: .*\n  b: .*\n  c: "):
+        inside(lambda t: manual.sync_gradients(t, "fsdp"), tree)
+
+
+def test_a_loss_over_an_axis_that_is_not_named() -> None:
+    def step(x: Any) -> Any:
+        return manual.value_and_grad(lambda w: jnp.mean(x * w), "data")(jnp.ones(()))[1]
+
+    message = "the loss also varies over ['fsdp'], but axis_names is ('data',). Its gradients would"
+    with pytest.raises(ts.SpecError, match=re.escape(message)):
+        inside(step, X)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (3, "shard_module_params: 3 (int) is not callable. Pass a function of the parameters,"),
+        ({"w": X}, "(dict) is not callable"),
+    ],
+    ids=["number", "parameters"],
+)
+def test_a_target_that_is_not_a_module(target: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        manual.shard_module_params(target, "fsdp")
+
+
+def test_axis_names_of_a_wrong_type(unchecked: None) -> None:
+    with pytest.raises(TypeError, match="gather_params: 3 is int; axis names are a string or a"):
+        inside(lambda t: manual.gather_params(t, 3), X)

@@ -1,0 +1,165 @@
+"""`gather` and `iter_gather`: full arrays on the host, one copy, no copies left behind."""
+
+import re
+import sys
+import weakref
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._placement.gather import gather, iter_gather
+from treeshard._placement.shard import shard
+from treeshard.errors import LeafError
+
+
+def arange(*shape: int) -> np.ndarray:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+@pytest.fixture
+def tree(mesh: Mesh) -> dict[str, Any]:
+    return {
+        "w": shard(arange(16, 8), P("data", "fsdp"), mesh),
+        "half": shard(arange(8).astype(ml_dtypes.bfloat16), P("data"), mesh),
+        "whole": shard(arange(3), P(), mesh),
+        "single": jax.device_put(arange(5), jax.devices()[2]),
+        "numpy": arange(4),
+        "name": "mlp",
+        "step": 7,
+    }
+
+
+def test_arrays_become_numpy_and_other_leaves_pass_through(tree: dict[str, Any]) -> None:
+    back = gather(tree)
+    assert {key: type(x) for key, x in back.items()} == dict.fromkeys(
+        ["w", "half", "whole", "single", "numpy"], np.ndarray
+    ) | {"name": str, "step": int}
+    assert back["half"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(back["w"], arange(16, 8))
+    np.testing.assert_array_equal(back["whole"], arange(3))
+    np.testing.assert_array_equal(back["single"], arange(5))
+
+
+def test_the_result_shares_no_memory(tree: dict[str, Any]) -> None:
+    back = gather(tree)
+    for key in ("w", "whole", "single", "numpy"):
+        back[key][:] = -1
+    np.testing.assert_array_equal(gather(tree)["w"], arange(16, 8))
+    np.testing.assert_array_equal(gather(tree)["whole"], arange(3))
+    np.testing.assert_array_equal(gather(tree)["single"], arange(5))
+    np.testing.assert_array_equal(tree["numpy"], arange(4))
+
+
+def test_no_host_copy_stays_on_the_arrays(tree: dict[str, Any]) -> None:
+    gather(tree)
+    list(iter_gather(tree))
+    for key in ("w", "half", "whole", "single"):
+        handles = [tree[key], *(piece.data for piece in tree[key].addressable_shards)]
+        assert [x._npy_value for x in handles] == [None] * len(handles)
+    np.asarray(tree["w"])  # JAX itself caches a copy, so the check can fail
+    assert tree["w"]._npy_value is not None
+
+
+def test_an_array_can_be_donated_in_place_afterwards(mesh: Mesh) -> None:
+    x = jax.jit(lambda x: x * 2)(shard(arange(16, 8), P("fsdp"), mesh))
+    place = x.addressable_shards[0].data.unsafe_buffer_pointer()
+    gather(x)
+    y = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    assert y.addressable_shards[0].data.unsafe_buffer_pointer() == place
+
+
+def test_gathered_keys_are_on_one_device(mesh: Mesh, compiles: list[str]) -> None:
+    data = np.arange(16, dtype=np.uint32).reshape(8, 2)
+    keys = shard(jax.random.wrap_key_data(data), P("fsdp"), mesh)
+    back = gather({"key": keys})["key"]
+    assert (back.dtype, back.shape, back.devices()) == (keys.dtype, (8,), {jax.local_devices()[0]})
+    np.testing.assert_array_equal(jax.random.key_data(back), data)
+    assert compiles == []
+
+
+def test_iter_gather_yields_arrays_by_path_and_keeps_none(tree: dict[str, Any]) -> None:
+    seen: list[str] = []
+    last = None
+    for path, x in iter_gather({"a": tree, "b": [arange(2)]}):
+        assert last is None or last() is None, f"{seen[-1]} is still held"
+        seen.append(path)
+        last = weakref.ref(x)
+        del x
+    assert seen == ["a/half", "a/numpy", "a/single", "a/w", "a/whole", "b/0"]
+
+
+LONG = {
+    "gather": gather,
+    "iter_gather": lambda tree, **more: list(iter_gather(tree, **more)),
+    "shard": lambda tree, **more: shard(tree, P(), **more),
+    "shard with read": lambda tree, **more: shard(
+        jax.ShapeDtypeStruct((4,), "float32"), P(), read=lambda path, index: arange(4), **more
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_progress_is_shown_only_on_request(
+    tree: dict[str, Any], mesh: Mesh, name: str, capfd: Any
+) -> None:
+    with jax.set_mesh(mesh):
+        LONG[name](tree)
+        assert capfd.readouterr().err == ""
+        LONG[name](tree, progress=True)
+    shown = capfd.readouterr().err
+    assert f"{name.split()[0]}: 100%" in shown
+    assert "0it" not in shown
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_progress_without_tqdm(
+    tree: dict[str, Any], mesh: Mesh, name: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    message = f"{name.split()[0]}(progress=True) needs tqdm. Install it with `pip install"
+    with pytest.raises(ImportError, match=re.escape(message)), jax.set_mesh(mesh):
+        LONG[name](tree, progress=True)
+
+
+def test_to_names_a_process(tree: dict[str, Any]) -> None:
+    np.testing.assert_array_equal(gather(tree, to=0)["w"], gather(tree)["w"])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("to", [1, -1, "one", True, None], ids=str)
+@pytest.mark.parametrize("read", [gather, iter_gather])
+def test_to_must_be_a_process(tree: dict[str, Any], read: Any, to: Any) -> None:
+    message = (
+        f"{read.__name__}(to={to!r}): pass 'all', or the index of the receiving process, from 0 to"
+        " 0."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(tree, to=to)
+
+
+@pytest.mark.parametrize("read", [gather, iter_gather])
+def test_one_error_names_all_deleted_leaves(mesh: Mesh, read: Any) -> None:
+    tree = {"a": arange(8), "b": [arange(8), arange(4)], "c": arange(8)}
+    placed = shard(tree, P("fsdp"), mesh)
+    placed["a"].delete()
+    jax.jit(lambda x: x, donate_argnums=0)(placed["b"][1])
+    with pytest.raises(ts.DeletedLeafError) as caught:
+        read(placed)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{read.__name__}: 2 leaves cannot be moved, and none was:"
+    assert lines[1].startswith("  a: float32[8]: its memory is gone: it was deleted, or donated")
+    assert lines[2].startswith("  b/1: float32[4]: its memory is gone")
+
+
+@pytest.mark.parametrize("read", [gather, iter_gather])
+def test_tracers_and_structs_are_errors(read: Any) -> None:
+    with pytest.raises(LeafError, match=re.escape("w: float32[8]: it is being traced")):
+        jax.jit(lambda x: read({"w": x}))(arange(8))
+    with pytest.raises(LeafError, match=re.escape("w: int32[8]: it is a ShapeDtypeStruct")):
+        read({"w": jax.ShapeDtypeStruct((8,), "int32")})

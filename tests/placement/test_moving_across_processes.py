@@ -1,0 +1,88 @@
+"""Placing and gathering among real processes: the same checks on 1 x 8, 2 x 4 and 4 x 2."""
+
+import math
+
+import pytest
+
+from tests.multiprocess import disagreeing_checks, launcher, moving_checks
+from tests.multiprocess.worker import Context
+from treeshard._core.arrays import lengths
+from treeshard._core.processes import _differences
+from treeshard._placement.transport import CHUNK, _pieces
+
+MOVING = launcher.checks_of(moving_checks)
+
+
+@pytest.mark.parametrize("check", MOVING)
+def test_one_process(check, tmp_path) -> None:
+    getattr(moving_checks, check)(Context(0, 1, tmp_path, []))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launcher.launch(moving_checks, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("check", MOVING)
+def test_two_processes(check, two) -> None:
+    two.assert_passed(check)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return launcher.launch(moving_checks, tmp_path_factory.mktemp("four"), processes=4, devices=2)
+
+
+@pytest.mark.parametrize("check", MOVING)
+def test_four_processes(check, four) -> None:
+    four.assert_passed(check)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    where = tmp_path_factory.mktemp("three")
+    return launcher.launch(disagreeing_checks, where, processes=3, devices=2)
+
+
+@pytest.mark.parametrize("check", launcher.checks_of(disagreeing_checks))
+def test_three_processes_that_disagree(check, three) -> None:
+    three.assert_passed(check)
+
+
+# ------------------------------------------------------------------ what needs no processes
+
+
+@pytest.mark.parametrize(
+    ("who", "text"),
+    [
+        ([3], "process 3"),
+        ([0, 1], "processes 0, 1"),
+        ([0, 1, 2, 3], "processes 0 to 3"),
+        ([0, 2, 3], "processes 0, 2, 3"),
+    ],
+)
+def test_processes_are_named_shortly(who, text) -> None:
+    said = {i: {"w": "P()"} for i in who} | {9: {"w": "P('fsdp')"}}
+    assert _differences(said) == [f"w: P() on {text}; P('fsdp') on process 9"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        (),
+        ((3, 5),),
+        ((0, 8), (16, 2**20)),
+        ((2, 5), (0, 3), (7, CHUNK)),
+        ((0, 100_000), (0, 1000)),
+    ],
+    ids=str,
+)
+def test_pieces_cover_a_part_once_and_fit_a_chunk(part) -> None:
+    pieces = _pieces(part, 4)
+    sizes = [4 * math.prod(lengths(piece)) for piece in pieces]
+    assert max(sizes) <= CHUNK
+    assert sum(sizes) == 4 * math.prod(lengths(part))
+    assert len(set(pieces)) == len(pieces)
+    for piece in pieces:
+        ends = zip(part, piece, strict=True)
+        assert all(start <= first and last <= stop for (start, stop), (first, last) in ends)

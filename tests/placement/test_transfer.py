@@ -1,0 +1,555 @@
+"""`shard`, `reshard` and functions per leaf: placement, round trips, costs and errors."""
+
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._placement.gather import gather
+from treeshard._placement.shard import make_shard_and_gather_fns, reshard, shard
+from treeshard._planning.plan import plan
+from treeshard.errors import LeafError
+
+DTYPES = [
+    np.float32,
+    np.int32,
+    np.uint8,
+    np.bool_,
+    np.complex64,
+    ml_dtypes.bfloat16,
+    ml_dtypes.float8_e4m3fn,
+    ml_dtypes.int4,
+    ml_dtypes.uint2,
+]
+NAMES = [np.dtype(dtype).name for dtype in DTYPES]
+
+
+def arange(*shape: int) -> np.ndarray:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def pieces(x: jax.Array) -> list[tuple[int, ...]]:
+    return [piece.data.shape for piece in x.addressable_shards]
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """Memory as XLA likes it, which JAX takes over instead of copying."""
+    size = int(np.prod(shape)) * 4
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(np.float32).reshape(shape)
+
+
+def bits(x: Any) -> bytes:
+    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+
+# ------------------------------------------------------------------ placement
+
+
+@pytest.mark.parametrize(
+    ("spec", "piece"),
+    [
+        pytest.param(P(), (16, 8), id="whole"),
+        pytest.param(P("data"), (8, 8), id="first dim"),
+        pytest.param(P(None, "fsdp"), (16, 2), id="second dim"),
+        pytest.param(P("fsdp", "data"), (4, 4), id="both dims"),
+        pytest.param(P(("fsdp", "data")), (2, 8), id="two axes on a dim"),
+        pytest.param(P("fsdp", None, None, None), (4, 8), id="Nones beyond the rank"),
+    ],
+)
+@pytest.mark.parametrize("source", ["numpy", "one device", "many devices"])
+def test_each_device_gets_its_shard(mesh: Mesh, spec: P, piece: tuple, source: str) -> None:
+    x = arange(16, 8)
+    start = {
+        "numpy": lambda: x,
+        "one device": lambda: jax.device_put(x, jax.devices()[3]),
+        "many devices": lambda: shard(x, P("data", "fsdp"), mesh),
+    }[source]()
+    placed = shard({"x": start}, {"x": spec}, mesh)["x"]
+    assert set(pieces(placed)) == {piece}
+    assert placed.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec[:2])), 2)
+    assert placed.sharding.mesh == mesh
+    np.testing.assert_array_equal(gather(placed), x)
+
+
+def test_where_the_mesh_comes_from(mesh: Mesh, fsdp_mesh: Mesh) -> None:
+    x = {"w": arange(16, 8)}
+    by_rules = plan(x, [(".*", P("data"))], mesh, min_size=0)
+    cases = {
+        "argument": shard(x, P("data"), mesh),
+        "NamedSharding": shard(x, NamedSharding(mesh, P("data"))),
+        "Plan": shard(x, by_rules),
+    }
+    with jax.set_mesh(mesh):
+        cases["current"] = shard(x, P("data"))
+    assert {name: pieces(y["w"])[0] for name, y in cases.items()} == dict.fromkeys(cases, (8, 8))
+    with jax.set_mesh(mesh):  # the argument wins, then the sharding
+        assert shard(x, NamedSharding(mesh, P("fsdp")), fsdp_mesh)["w"].sharding.mesh == fsdp_mesh
+        assert shard(x, NamedSharding(fsdp_mesh, P("fsdp")))["w"].sharding.mesh == fsdp_mesh
+
+
+def test_leaves_that_are_not_arrays_pass_through(mesh: Mesh) -> None:
+    tree = {
+        "call": jax.nn.relu,
+        "name": "mlp",
+        "objects": np.array(["a", None], dtype=object),
+        "step": 3,
+        "rate": 0.5,
+        "gone": None,
+        "kept": arange(4),
+        "moved": arange(4),
+    }
+    specs = dict.fromkeys(tree, P()) | {"gone": None, "kept": None}
+    placed = shard(tree, specs, mesh)
+    assert [key for key in tree if placed[key] is not tree[key]] == ["moved"]
+    assert isinstance(placed["moved"], jax.Array)
+
+
+def test_an_equinox_module_keeps_its_functions(mesh: Mesh) -> None:
+    mlp = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
+    placed = shard(mlp, P("fsdp"), mesh)
+    assert jax.tree.structure(placed) == jax.tree.structure(mlp)
+    assert placed.activation is mlp.activation
+    assert pieces(placed.layers[0].weight)[0] == (2, 4)
+
+
+def test_64_bits_become_32_as_in_jnp_asarray(mesh: Mesh, compiles: list[str]) -> None:
+    tree = {
+        "float": np.array([1e300, -1e300, 0.1, np.nan] * 2),
+        "int": np.arange(8) + 2**40,
+        "complex": np.full(8, 1 + 2j),
+        "swapped": np.arange(8, dtype=">i4"),
+        "scalar": np.float64(3),
+    }
+    specs = dict.fromkeys(tree, P("fsdp")) | {"scalar": P()}
+    placed = gather(shard(tree, specs, mesh))
+    assert {key: x.dtype.name for key, x in placed.items()} == {
+        "float": "float32",
+        "int": "int32",
+        "complex": "complex64",
+        "swapped": "int32",
+        "scalar": "float32",
+    }
+    assert compiles == []
+    np.testing.assert_array_equal(
+        placed["float"], np.array([np.inf, -np.inf, 0.1, np.nan] * 2, "f")
+    )
+    np.testing.assert_array_equal(placed["int"], np.arange(8))
+    np.testing.assert_array_equal(placed["swapped"], np.arange(8))
+
+
+def test_typed_keys_are_sharded(mesh: Mesh, compiles: list[str]) -> None:
+    data = np.arange(64, dtype=np.uint32).reshape(16, 4)
+    keys = jax.random.wrap_key_data(data, impl="rbg")
+    placed = shard(keys, P("fsdp"), mesh)
+    assert (placed.dtype, placed.shape) == (keys.dtype, (16,))
+    assert set(pieces(placed)) == {(4,)}
+    assert bits(gather(placed)) == data.tobytes()
+    assert compiles == []
+
+
+# ------------------------------------------------------------------ the round trip
+
+
+@st.composite
+def leaf_and_spec(draw: st.DrawFn) -> tuple[Any, P | None]:
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 3, 4, 8, 16]), max_size=3)))
+    kind = draw(st.sampled_from([*NAMES, "key", "one device", "str", "int"]))
+    if kind in ("str", "int"):
+        return ("text" if kind == "str" else 7), P()
+    free, spec = {"data": 2, "fsdp": 4}, []
+    for length in shape:
+        fits = [axis for axis, size in free.items() if length % size == 0]
+        axis = draw(st.sampled_from([None, *fits]))
+        free.pop(axis, None)
+        spec.append(axis)
+    raw = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 2, (*shape, 2), np.uint32)
+    if kind == "key":
+        leaf = jax.random.wrap_key_data(raw, impl="threefry2x32")
+    elif kind == "one device":
+        leaf = jax.device_put(raw[..., 0], jax.devices()[5])
+    else:
+        leaf = raw[..., 0].astype(kind)
+    return leaf, draw(st.sampled_from([P(*spec), P(*spec), P(), None]))
+
+
+TREES = st.recursive(
+    leaf_and_spec().map(lambda pair: {"at": pair}),
+    lambda inside: (
+        st.dictionaries(st.sampled_from("abc"), inside, max_size=3)
+        | st.lists(inside, max_size=3).map(tuple)
+    ),
+    max_leaves=6,
+)
+
+
+def is_pair(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], P | None)
+
+
+@settings(max_examples=120, deadline=None)
+@given(pairs=TREES)
+def test_gather_undoes_shard_bit_for_bit(mesh: Mesh, pairs: Any) -> None:
+    tree = jax.tree.map(lambda pair: pair[0], pairs, is_leaf=is_pair)
+    specs = jax.tree.map(lambda pair: pair[1], pairs, is_leaf=is_pair)
+    placed = shard(tree, specs, mesh)
+    back = gather(placed)
+    assert jax.tree.structure(placed) == jax.tree.structure(back) == jax.tree.structure(tree)
+    for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(back), strict=True):
+        if not hasattr(old, "dtype"):
+            assert new is old
+            continue
+        assert (new.dtype, new.shape) == (old.dtype, old.shape)
+        assert bits(new) == bits(old)
+
+
+@settings(max_examples=100, deadline=None)
+@given(skew=st.sampled_from([0, 0, 0, 4, 16]), data=st.data())
+def test_a_source_changed_after_shard_changes_nothing(mesh: Mesh, skew: int, data: Any) -> None:
+    spec = data.draw(st.sampled_from([P(), P("fsdp"), P(None, "fsdp"), P("data", "fsdp")]))
+    flip = data.draw(st.booleans())
+    source = aligned((24 * 16,))[skew // 4 :][: 16 * 16].reshape(16, 16)
+    source[:] = arange(16, 16)
+    source = source.T if flip else source
+    before = source.copy()
+    placed = shard({"x": source}, spec, mesh)
+    source[:] = -1
+    np.testing.assert_array_equal(gather(placed)["x"], before)
+
+
+def test_deleting_the_source_does_not_change_the_result(mesh: Mesh) -> None:
+    source = jax.device_put(arange(16, 16), jax.devices()[0])
+    placed = shard(source, P("fsdp"), mesh)
+    source.delete()
+    np.testing.assert_array_equal(gather(placed), arange(16, 16))
+
+
+@pytest.mark.parametrize("spec", [P("fsdp"), P()], ids=str)
+def test_the_result_can_be_donated(mesh: Mesh, spec: P) -> None:
+    source = aligned((16, 16))
+    placed = shard(source, spec, mesh)
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    for _ in range(3):
+        placed = step(placed)
+    np.testing.assert_array_equal(gather(placed), np.full((16, 16), 3, np.float32))
+    np.testing.assert_array_equal(source, np.zeros((16, 16), np.float32))
+
+
+# ------------------------------------------------------------------ what it costs
+
+
+def test_a_hundred_shapes_from_host_or_one_device_compile_nothing(
+    mesh: Mesh, compiles: list[str]
+) -> None:
+    host = [arange(8, n + 1) for n in range(100)]
+    shard(host, P("fsdp"), mesh)
+    shard(jax.device_put(host, jax.devices()[0]), P("fsdp"), mesh)
+    assert compiles == []
+
+
+def test_resharding_a_tree_compiles_once(mesh: Mesh, compiles: list[str]) -> None:
+    host = [arange(8, 4 * n) for n in range(1, 6)]
+    placed = shard(host, P("data"), mesh)
+    assert compiles == []
+    moved = reshard(placed, P(None, "fsdp"), mesh)
+    assert len(compiles) == 1
+    reshard(placed, P(None, "fsdp"), mesh)
+    assert len(compiles) == 1
+    for x, y in zip(host, moved, strict=True):
+        np.testing.assert_array_equal(gather(y), x)
+
+
+def test_from_one_device_reshard_compiles_once(mesh: Mesh, compiles: list[str]) -> None:
+    host = [arange(8, 4 * n) for n in range(1, 6)]
+    moved = reshard(jax.device_put(host, jax.devices()[1]), P("data", "fsdp"), mesh)
+    assert len(compiles) == 1
+    for x, y in zip(host, moved, strict=True):
+        assert pieces(y)[0] == (4, x.shape[1] // 4)
+        np.testing.assert_array_equal(gather(y), x)
+
+
+# ------------------------------------------------------------------ device to device
+
+
+def test_leaves_already_in_place_are_returned_unchanged(mesh: Mesh, fsdp_mesh: Mesh) -> None:
+    placed = shard(arange(16, 8), P("fsdp"), mesh)
+    for move in (shard, reshard):
+        assert move(placed, P("fsdp"), mesh) is placed
+        assert move(placed, P(("fsdp",), None), mesh) is placed
+    whole = shard(arange(16, 8), P(), mesh)
+    renamed = shard(whole, P(), fsdp_mesh)
+    assert renamed.sharding.mesh == fsdp_mesh
+    first = [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in (whole, renamed)]
+    assert first[0] == first[1]  # relabelled, not copied
+
+
+@pytest.mark.parametrize(
+    ("axes", "devices", "spec"),
+    [
+        pytest.param("data=2,fsdp=4", slice(None), P(None, ("fsdp", "data")), id="other spec"),
+        pytest.param("fsdp=8", slice(None), P(None, "fsdp"), id="other axes"),
+        pytest.param("fsdp=8", slice(None, None, -1), P("fsdp"), id="devices in another order"),
+        pytest.param("fsdp=2", slice(3, 5), P("fsdp"), id="fewer devices"),
+        pytest.param("fsdp=1", slice(6, 7), P("fsdp"), id="one device"),
+    ],
+)
+def test_reshard_to(mesh: Mesh, axes: str, devices: slice, spec: P) -> None:
+    grid = np.array(jax.devices()[devices])
+    sizes = [int(size) for size in re.findall(r"\d+", axes)]
+    names = re.findall(r"[a-z]+", axes)
+    target = Mesh(grid.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+    host = {"x": arange(16, 8), "key": np.array([[0, 1], [2, 3]] * 8, np.uint32)}
+    tree = {"x": host["x"], "key": jax.random.wrap_key_data(host["key"])}
+    specs = {"x": spec, "key": P()}
+    source = shard(tree, {"x": P("data", "fsdp"), "key": P("fsdp")}, mesh)
+    moved = reshard(source, specs, target)
+    assert moved["x"].sharding == NamedSharding(target, spec)
+    np.testing.assert_array_equal(gather(moved)["x"], host["x"])
+    assert bits(gather(moved)["key"]) == host["key"].tobytes()
+    assert source["x"]._npy_value is None  # no host copy stays behind
+
+
+def test_leaves_may_go_to_meshes_of_different_devices(mesh: Mesh) -> None:
+    halves = [ts.make_mesh("fsdp=4", devices=jax.devices()[i : i + 4]) for i in (0, 4)]
+    specs = [NamedSharding(half, P("fsdp")) for half in halves]
+    tree = [jax.device_put(arange(8), jax.devices()[7]) for _ in specs]
+    moved = reshard(tree, specs)
+    assert [x.sharding for x in moved] == specs
+    for x in gather(moved):
+        np.testing.assert_array_equal(x, arange(8))
+
+
+def test_reshard_places_numpy_too(mesh: Mesh) -> None:
+    assert pieces(reshard(arange(8), P("fsdp"), mesh))[0] == (2,)
+
+
+# ------------------------------------------------------------------ errors
+
+
+def deleted() -> jax.Array:
+    x = jax.device_put(arange(8))
+    x.delete()
+    return x
+
+
+SCALAR = pytest.param(np.ones(()), P("data"), ts.SpecError, "but shape () has 0 dims", id="scalar")
+
+
+@pytest.mark.parametrize(
+    ("leaf", "spec", "error", "fact"),
+    [
+        pytest.param(
+            arange(8, 4),
+            P("fdsp"),
+            ts.UnknownAxisError,
+            "w/0: float32[8,4] as P('fdsp',) on the mesh (data=2, fsdp=4): the mesh has no axis"
+            " 'fdsp'. It has data=2, fsdp=4. Did you mean 'fsdp'?",
+            id="unknown axis",
+        ),
+        pytest.param(
+            arange(8, 4),
+            P("data", "data"),
+            ts.SpecError,
+            "P('data', 'data') names the axis 'data' twice. An axis can split one dim only.",
+            id="axis twice",
+        ),
+        pytest.param(
+            arange(8),
+            P(None, "data"),
+            ts.SpecError,
+            "P(None, 'data') has 2 entries, but shape (8,) has 1 dim. Drop the last entry.",
+            id="rank",
+        ),
+        SCALAR,
+        pytest.param(
+            arange(6, 4),
+            P("fsdp"),
+            ts.SpecError,
+            "w/0: float32[6,4] as P('fsdp',) on the mesh (data=2, fsdp=4): P('fsdp',) splits dim 0"
+            " of shape (6, 4) into 4 parts, and 6 is not divisible by 4. Pad it to 8, or use"
+            " another dim or"
+            " axis.",
+            id="indivisible",
+        ),
+        pytest.param(
+            arange(8),
+            P(P.UNCONSTRAINED),
+            ts.SpecError,
+            "a dim is UNCONSTRAINED, which has a meaning only inside jit. Write an axis, or None",
+            id="unconstrained",
+        ),
+        pytest.param(
+            deleted(),
+            P(),
+            ts.DeletedLeafError,
+            "w/0: float32[8]: its memory is gone: it was deleted, or donated to a compiled"
+            " function. Use the result of that function, or do not donate the array.",
+            id="deleted",
+        ),
+        pytest.param(
+            jax.ShapeDtypeStruct((8,), "bfloat16"),
+            P(),
+            LeafError,
+            "w/0: bfloat16[8]: it is a ShapeDtypeStruct, which describes an array but holds no"
+            " values. Make the array first. (`Plan.structs` describes how arrays would be"
+            " sharded.)",
+            id="struct",
+        ),
+        pytest.param(
+            np.ones(8, np.longdouble),
+            P(),
+            LeafError,
+            "JAX does not support this",
+            id="longdouble",
+        ),
+        pytest.param(
+            np.zeros(8, "i4,f4"),
+            P(),
+            LeafError,
+            "JAX does not support this dtype. Convert it with `.astype`",
+            id="record",
+        ),
+        pytest.param(
+            np.ma.ones(8),
+            P(),
+            LeafError,
+            "a masked array, which JAX does not",
+            id="masked",
+        ),
+    ],
+)
+@pytest.mark.parametrize("move", [shard, reshard])
+def test_a_bad_leaf(
+    mesh: Mesh, move: Any, leaf: Any, spec: P, error: type[Exception], fact: str
+) -> None:
+    with pytest.raises(error, match=re.escape(fact)):
+        move({"w": [leaf], "fine": arange(8)}, {"w": [spec], "fine": P("fsdp")}, mesh)
+
+
+def test_one_error_names_all_bad_leaves(mesh: Mesh) -> None:
+    tree = {"a": arange(6), "b": arange(8), "c": deleted(), "d": arange(8)}
+    specs = {"a": P("fsdp"), "b": P("model"), "c": P(), "d": P()}
+    with pytest.raises(ts.UnknownAxisError) as caught:
+        shard(tree, specs, mesh)
+    assert isinstance(caught.value, ts.SpecError)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "shard: 3 leaves cannot be moved, and none was:"
+    assert [line.split(":")[0] for line in lines[1:]] == ["  a", "  b", "  c"]
+
+
+def test_no_leaf_moves_if_one_is_bad(mesh: Mesh, monkeypatch: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was moved")
+
+    monkeypatch.setattr(jax, "make_array_from_callback", refuse)
+    monkeypatch.setattr(jax, "device_put", refuse)
+    with pytest.raises(ts.SpecError, match="is not divisible"):
+        shard([arange(8), arange(6)], P("fsdp"), mesh)
+
+
+def test_the_error_for_a_tracer_names_with_sharding_constraint(mesh: Mesh) -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return shard({"w": x}, P("fsdp"), mesh)["w"]
+
+    fact = "w: float32[8]: it is being traced and has no values yet. Inside jit, use"
+    with pytest.raises(LeafError, match=re.escape(fact)):
+        jax.jit(step)(arange(8))
+
+
+def test_a_mesh_without_devices_is_an_error() -> None:
+    with pytest.raises(ts.NoMeshError, match=re.escape("No mesh is in force. Pass one")):
+        shard(arange(8), P("fsdp"))
+    abstract = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    for mesh, spec in [(abstract, P("fsdp")), (None, NamedSharding(abstract, P("fsdp")))]:
+        with pytest.raises(ts.NoMeshError) as caught:
+            shard(arange(8), spec, mesh)
+        assert str(caught.value) == (
+            "shard: the mesh (fsdp=8) is an AbstractMesh, which has sizes but no devices to hold"
+            " arrays. Pass a mesh with devices (`mesh=...`), as `treeshard.make_mesh` returns."
+        )
+
+
+def test_a_tree_without_arrays_needs_no_mesh() -> None:
+    assert shard({"f": len, "n": 1}, P()) == {"f": len, "n": 1}
+
+
+def test_specs_that_do_not_fit_the_tree(mesh: Mesh) -> None:
+    with pytest.raises(ts.SpecError, match=re.escape("at the root: the specs lack 'b'.")):
+        shard({"a": arange(8), "b": arange(8)}, {"a": P()}, mesh)
+
+
+# ------------------------------------------------------------------ leaf by leaf
+
+
+def apply(fns: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda f, x: f(x), fns, tree)
+
+
+@pytest.fixture
+def tree() -> dict[str, Any]:
+    return {"w": arange(16, 8), "layers": [{"b": arange(8)}], "kept": arange(4), "name": "mlp"}
+
+
+@pytest.mark.parametrize("kind", ["specs", "shardings", "plan"])
+def test_functions_do_what_shard_and_gather_do(
+    mesh: Mesh, tree: dict[str, Any], kind: str, compiles: list[str]
+) -> None:
+    specs: Any = {"w": P("data"), "layers": [{"b": P("fsdp")}], "kept": None, "name": P()}
+    if kind == "shardings":
+        specs["w"] = NamedSharding(mesh, P("data"))
+    if kind == "plan":
+        rules = [("w", P("data")), ("b", P("fsdp")), (".*", None)]
+        specs = plan(tree, rules, mesh, min_size=0)
+    with jax.set_mesh(mesh):  # plain specs need it, only when the functions are made
+        shard_fns, gather_fns = make_shard_and_gather_fns(specs)
+    placed = apply(shard_fns, tree)
+    assert pieces(placed["w"])[0] == (8, 8)
+    assert pieces(placed["layers"][0]["b"])[0] == (2,)
+    back = apply(gather_fns, placed)
+    assert back["name"] == "mlp"
+    for key in ("w", "kept"):
+        assert isinstance(back[key], np.ndarray)
+        np.testing.assert_array_equal(back[key], tree[key])
+    assert compiles == []
+
+
+def test_functions_of_none_and_of_a_prefix(mesh: Mesh) -> None:
+    tree = {"block": {"a": arange(8), "b": arange(4)}, "kept": {"c": arange(3)}, "gone": None}
+    specs = {"block": P("fsdp"), "kept": None, "gone": None}
+    shard_fns, gather_fns = make_shard_and_gather_fns(specs, mesh)
+    placed = apply(shard_fns, tree)
+    assert pieces(placed["block"]["b"])[0] == (1,)
+    assert placed["kept"]["c"] is tree["kept"]["c"]
+    assert placed["gone"] is None
+    assert apply(gather_fns, placed)["kept"]["c"] is tree["kept"]["c"]
+
+
+def test_functions_name_the_path_of_their_leaf(mesh: Mesh) -> None:
+    specs = {"layers": [{"b": P("fsdp")}], "block": P("data")}
+    shard_fns, gather_fns = make_shard_and_gather_fns(specs, mesh)
+    with pytest.raises(ts.SpecError, match=re.escape("layers/0/b: float32[6] as P('fsdp',)")):
+        shard_fns["layers"][0]["b"](arange(6))
+    with pytest.raises(ts.SpecError, match="block/x: float32"):
+        shard_fns["block"]({"x": arange(3)})
+    with pytest.raises(ts.DeletedLeafError, match=re.escape("layers/0/b: float32[8]: its memory")):
+        gather_fns["layers"][0]["b"](deleted())
+
+
+def test_functions_need_specs_and_a_mesh_with_devices(mesh: Mesh) -> None:
+    with pytest.raises(ts.SpecError, match=re.escape("w: 3 (int) is not a spec.")):
+        make_shard_and_gather_fns({"w": 3}, mesh)
+    with pytest.raises(ts.NoMeshError, match="No mesh is in force"):
+        make_shard_and_gather_fns({"w": P()})
+    with pytest.raises(ts.NoMeshError, match="make_shard_and_gather_fns: the mesh"):
+        make_shard_and_gather_fns({"w": P()}, mesh.abstract_mesh)

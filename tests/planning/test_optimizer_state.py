@@ -1,0 +1,486 @@
+import inspect
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from benchmarks._optimizers import CASES, SPECS, Case, nested, structs
+from treeshard._planning.mirrors import Followed, Original, follow, kept_dims
+from treeshard._planning.optimizer_state import optimizer_state_specs
+
+PARAMS = structs()
+PARAM_SPECS = nested(SPECS)
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def by_path(state: Any, specs: Any) -> dict[str, P]:
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    return dict(zip(ts.leaf_paths(state), jax.tree.leaves(specs), strict=True))
+
+
+def specs_of(optimizer: Any, params: Any, specs: Any, **more: Any) -> dict[str, P]:
+    state = jax.eval_shape(optimizer.init, params)
+    return by_path(state, optimizer_state_specs(state, params, specs, **more))
+
+
+# ------------------------------------------------------------------ optax
+
+
+# optax still exports its deprecated optimizers, so they must work.
+@pytest.mark.filterwarnings("ignore:Specifying a key:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_optimizer_of_optax_gets_the_expected_specs(case: Case, mesh) -> None:
+    state = case.state()
+    params, specs = PARAMS, PARAM_SPECS
+    if isinstance(case.params, optax.LookaheadParams):
+        params, specs = case.params, optax.LookaheadParams(specs, specs)
+    state_specs = optimizer_state_specs(state, params, specs, mesh=mesh)
+    assert by_path(state, state_specs) == case.expected()
+    for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(state_specs), strict=True):
+        NamedSharding(mesh, spec).shard_shape(leaf.shape)
+
+
+def makes_an_optimizer(function: Any) -> bool:
+    """Whether its annotation says so, or calling it with a number or two returns an optimizer."""
+    if "GradientTransformation" in str(inspect.signature(function).return_annotation):
+        return True
+    for args in ((), (0.1,), (0.1, 0.1)):
+        try:
+            jax.eval_shape(function(*args).init, PARAMS)
+        except Exception:
+            continue
+        return True
+    return False
+
+
+@pytest.mark.filterwarnings("ignore")  # everything is called
+def test_no_optimizer_of_optax_is_missing() -> None:
+    exported = {
+        name
+        for module in (optax, optax.contrib)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if name[0] != "_" and makes_an_optimizer(function)
+    }
+    assert len(exported) > 120
+    assert exported - {name.partition(",")[0] for name in CASES} == set()
+
+
+@pytest.mark.parametrize("factored", [True, False])
+def test_a_state_on_devices_is_sharded_as_its_specs(mesh, factored) -> None:
+    optimizer = optax.adafactor(0.1, min_dim_size_to_factor=4, factored=factored)
+    params = {"w": np.ones((8, 8), "float32"), "b": np.ones(8, "float32")}
+    state = jax.tree.map(np.asarray, optimizer.init(params))
+    specs = optimizer_state_specs(state, params, {"w": P("data", "fsdp"), "b": P("fsdp")})
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    placed = jax.device_put(state, shardings)
+    shard_shapes = {
+        path: x.addressable_shards[0].data.shape
+        for path, x in zip(ts.leaf_paths(placed), jax.tree.leaves(placed), strict=True)
+    }
+    assert shard_shapes["0/v/b"] == (2,)
+    if factored:
+        fields = [shard_shapes[f"0/{field}/w"] for field in ("v_row", "v_col", "v")]
+        assert fields == [(4,), (2,), (1,)]
+    else:
+        assert shard_shapes["0/v/w"] == (4, 2)
+
+
+# ------------------------------------------------------------------ kinds of parameters
+
+
+class Attention(eqx.Module):
+    q: eqx.nn.Linear
+    act: Any
+    scale: float
+
+
+def attention() -> Attention:
+    return eqx.filter_eval_shape(
+        lambda: Attention(eqx.nn.Linear(8, 16, key=jax.random.key(0)), jax.nn.gelu, 0.5)
+    )
+
+
+ATTENTION_SPECS = {"q/weight": P("data", "fsdp"), "q/bias": P("data")}
+
+
+def test_equinox_modules_with_functions_among_their_leaves() -> None:
+    model = attention()
+    specs = ts.match_partition_rules(
+        [("weight", P("data", "fsdp")), ("bias", P("data"))], model, min_size=0
+    )
+    state = jax.eval_shape(optax.adam(0.1).init, eqx.filter(model, eqx.is_array_like))
+    state = eqx.tree_at(lambda s: (s[0].mu, s[0].nu), state, (model, model))
+    state_specs = by_path(state, optimizer_state_specs(state, model, specs))
+    assert state_specs["0/mu/q/weight"] == P("data", "fsdp")
+    assert state_specs["0/nu/q/bias"] == P("data")
+    assert state_specs["0/mu/act"] == state_specs["0/mu/scale"] == state_specs["0/count"] == P()
+
+
+@pytest.mark.parametrize("by", ["the arrays", "the whole module"])
+@pytest.mark.parametrize("optimizer", ["adam", "sm3"])
+def test_equinox_modules_of_which_only_arrays_are_optimized(by, optimizer) -> None:
+    model = attention()
+    arrays, _ = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    state = jax.eval_shape(getattr(optax, optimizer)(0.1).init, arrays)
+    params = arrays if by == "the arrays" else model
+    specs = jax.tree.map(lambda x: P(*["data", "fsdp"][: getattr(x, "ndim", 0)]), params)
+    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    assert state_specs["0/nu/q/weight"] == P("data", "fsdp")
+    if optimizer == "sm3":
+        assert state_specs["0/mu/q/weight/0"] == P("data")
+        assert state_specs["0/mu/q/weight/1"] == P("fsdp")
+
+
+def test_static_fields_whose_comparison_raises() -> None:
+    class Odd(eqx.Module):
+        w: Any
+        table: Any = eqx.field(static=True)
+
+    def odd(*shape: int) -> Odd:
+        with pytest.warns(UserWarning, match="set as static"):
+            return Odd(array(*shape), (np.arange(3),))
+
+    params = odd(8, 16)
+    state = {"mu": odd(8, 16), "v_row": odd(8)}
+    state_specs = optimizer_state_specs(state, params, P("data", "fsdp"))
+    assert jax.tree.leaves(state_specs) == [P("data", "fsdp"), P("data")]
+
+
+def test_nnx_states_and_optimizers() -> None:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.q = nnx.Linear(8, 16, rngs=rngs)
+
+    model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    params = nnx.state(model, nnx.Param)
+    specs = ts.match_partition_rules(
+        [("kernel", P("data", "fsdp")), ("bias", P("fsdp"))], params, min_size=0
+    )
+    state_specs = specs_of(optax.adam(0.1), params, specs)
+    assert state_specs["0/mu/q/kernel"] == P("data", "fsdp")
+    assert state_specs["0/nu/q/bias"] == P("fsdp")
+    own = nnx.eval_shape(lambda: nnx.Optimizer(Model(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param))
+    state = nnx.state(own)
+    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    kernels = {path: spec for path, spec in state_specs.items() if path.endswith("kernel")}
+    assert len(kernels) == 2
+    assert set(kernels.values()) == {P("data", "fsdp")}
+
+
+def test_haiku_dicts_with_slashes_in_keys() -> None:
+    params = {"net/~/linear": {"w": array(8, 16)}, "net/~/linear_1": {"w": array(16, 8)}}
+    specs = {"net/~/linear": {"w": P("data")}, "net/~/linear_1": {"w": P("fsdp")}}
+    some = {"net/~/linear": True, "net/~/linear_1": False}
+    for optimizer in (optax.adam(0.1), optax.masked(optax.adam(0.1), some)):
+        state_specs = specs_of(optimizer, params, specs)
+        assert {s for p, s in state_specs.items() if p.endswith("linear/w")} == {P("data")}
+
+
+PLAIN: dict[str, tuple[Any, Any, Any, dict[str, P]]] = {
+    "a bare array": (
+        optax.sm3(0.1),
+        array(8, 8),
+        P("data", "fsdp"),
+        {"0/mu/0": P("data"), "0/mu/1": P("fsdp"), "0/nu": P("data", "fsdp")},
+    ),
+    "a bare array, factored": (
+        optax.scale_by_factored_rms(min_dim_size_to_factor=4),
+        array(8, 8),
+        P("data", "fsdp"),
+        {"count": P(), "v_row": P("data"), "v_col": P("fsdp"), "v": P()},
+    ),
+    "a list, where indices are paths and dims": (
+        optax.sm3(0.1),
+        [array(8), array(8, 6)],
+        [P("data"), P("fsdp", "data")],
+        {
+            "0/mu/0/0": P("data"),
+            "0/mu/1/0": P("fsdp"),
+            "0/mu/1/1": P("data"),
+            "0/nu/0": P("data"),
+            "0/nu/1": P("fsdp", "data"),
+        },
+    ),
+    "a tuple of the length of a chain": (
+        optax.chain(optax.trace(0.9), optax.trace(0.9)),
+        (array(8), array(8)),
+        (P("data"), P("fsdp")),
+        {f"{i}/trace/{j}": P(axis) for i in (0, 1) for j, axis in enumerate(("data", "fsdp"))},
+    ),
+    "a parameter called like a field": (
+        optax.masked(optax.adam(0.1), {"mu": {"w": True}, "w": True, "z": False}),
+        {"mu": {"w": array(3)}, "w": array(8, 8), "z": {"a": array(2), "b": array(2)}},
+        {"mu": {"w": P()}, "w": P("fsdp", "data"), "z": P()},
+        {
+            "inner_state/0/count": P(),
+            "inner_state/0/mu/mu/w": P(),
+            "inner_state/0/mu/w": P("fsdp", "data"),
+            "inner_state/0/nu/mu/w": P(),
+            "inner_state/0/nu/w": P("fsdp", "data"),
+        },
+    ),
+    "dims of length 1": (
+        optax.scale_by_factored_rms(min_dim_size_to_factor=1),
+        {"w": array(1, 8)},
+        P(None, "fsdp"),
+        {"count": P(), "v_row/w": P(), "v_col/w": P("fsdp"), "v/w": P()},
+    ),
+    "one spec for a subtree, and None": (
+        optax.trace(0.9),
+        {"a": {"w": array(8, 8), "v": array(8, 4)}, "b": array(8)},
+        {"a": P("data"), "b": None},
+        {"trace/a/v": P("data"), "trace/a/w": P("data"), "trace/b": P()},
+    ),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "params", "specs", "right"), PLAIN.values(), ids=PLAIN)
+def test_plain_trees(optimizer, params, specs, right) -> None:
+    assert specs_of(optimizer, params, specs) == right
+
+
+def test_a_state_with_none_where_the_parameters_have_functions() -> None:
+    params = [array(8), jax.nn.gelu, array(8, 6)]
+    state = jax.eval_shape(optax.scale_by_sm3().init, [params[0], None, params[2]])
+    state_specs = optimizer_state_specs(state, params, [P("data"), None, P("fsdp", "data")])
+    assert by_path(state, state_specs) == {
+        "mu/0/0": P("data"),
+        "mu/2/0": P("fsdp"),
+        "mu/2/1": P("data"),
+        "nu/0": P("data"),
+        "nu/2": P("fsdp", "data"),
+    }
+
+
+def test_a_tree_with_other_keys_is_not_a_copy() -> None:
+    params = {"a": array(8), "b": array(8)}
+    state = {"x": {"c": array(8), "d": array(8)}, "y": (array(8), array(8))}
+    state_specs = optimizer_state_specs(state, params, P("data"))
+    assert set(jax.tree.leaves(state_specs)) == {P()}
+
+
+def test_the_state_of_a_part_of_the_parameters() -> None:
+    params = {"params": {"dense": {"w": array(8, 4)}, "x": {"dense": {"w": array(8, 4)}}}}
+    specs = {"params": {"dense": {"w": P("data")}, "x": {"dense": {"w": P("fsdp")}}}}
+    state = jax.eval_shape(optax.trace(0.9).init, params["params"])
+    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    assert state_specs == {"trace/dense/w": P("data"), "trace/x/dense/w": P("fsdp")}
+
+
+def test_equal_endings_with_different_specs_are_replicated() -> None:
+    params = {"a": {"w": array(8, 4)}, "b": {"w": array(8, 4)}}
+    for b, right in ((P("fsdp"), P()), (P("data"), P("data"))):
+        specs = {"a": {"w": P("data")}, "b": {"w": b}}
+        assert optimizer_state_specs({"w": array(8, 4)}, params, specs) == {"w": right}
+
+
+def test_a_state_whose_containers_became_dicts_in_a_checkpoint() -> None:
+    state = {"0": {"count": array(), "mu": PARAMS, "v_row": {"attn": {"q": array(8)}}}, "1": {}}
+    params = optax.LookaheadParams(PARAMS, array(3))  # other containers around them
+    specs = optax.LookaheadParams(PARAM_SPECS, P())
+    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    assert state_specs["0/v_row/attn/q"] == P("fsdp")
+    assert state_specs["0/count"] == P()
+    assert {path[5:]: spec for path, spec in state_specs.items() if "mu" in path} == SPECS
+
+
+def test_non_array_leaves_and_leaves_without_a_parameter() -> None:
+    state = {"w": array(8, 8), "name": "adam", "f": jax.nn.gelu, "n": 3, "none": None, "x": [()]}
+    state_specs = optimizer_state_specs(state, {"w": array(8, 8)}, P("data"))
+    assert state_specs == {"w": P("data"), "name": P(), "f": P(), "n": P(), "none": None, "x": [()]}
+
+
+def test_specs_from_a_plan_and_from_shardings(mesh) -> None:
+    params = {"w": array(128, 256)}
+    plan = ts.plan(params, [("w", ts.fsdp("fsdp"))], mesh)
+    for specs in (plan, plan.specs, plan.shardings):
+        state_specs = specs_of(optax.trace(0.9), params, specs)
+        assert state_specs == {"trace/w": P(None, "fsdp")}
+
+
+# ------------------------------------------------------------------ shapes
+
+SHAPES = {
+    "the same": ((4, 8), (4, 8), "", (0, 1)),
+    "a row": ((8,), (8, 16), "v_row", (0,)),
+    "a column": ((16,), (8, 16), "v_col", (1,)),
+    "the row of a tall array drops the longest dim": ((8,), (16, 8), "v_row", (1,)),
+    "the row of a square": ((8,), (8, 8), "v_row", (0,)),
+    "the column of a square": ((8,), (8, 8), "v_col", (1,)),
+    "a square without a name": ((8,), (8, 8), "mu", (None,)),
+    "the column of a stack of squares": ((3, 8), (3, 8, 8), "v_col", (0, 2)),
+    "the row of a stack of squares": ((3, 8), (3, 8, 8), "v_row", (0, 1)),
+    "a stack of squares without a name": ((3, 8), (3, 8, 8), "mu", (0, None)),
+    "a name that the shape contradicts": ((8,), (8, 16), "v_col", (0,)),
+    "two dims dropped": ((8,), (4, 8, 16), "", (1,)),
+    "a history": ((5, 4, 8), (4, 8), "", (None, 0, 1)),
+    "a reduction that keeps dims": ((4, 1), (4, 8), "", (0, None)),
+    "a projection": ((2, 8), (4, 8), "", (None, 1)),
+    "a projector of the other side": ((8, 2), (4, 8), "", (1, None)),
+    "transposed": ((8, 4), (4, 8), "", (1, 0)),
+    "transposed, in part": ((4, 16, 8), (4, 8, 16), "", (0, 2, 1)),
+    "a new dim as long as an old one": ((8, 8), (4, 8), "", (None, 1)),
+    "a placeholder": ((1,), (4, 8), "v_row", None),
+    "no dim matches": ((3, 5), (4, 8), "", None),
+    "more dims, and none matches": ((8, 4, 5), (4, 8), "", None),
+}
+
+
+@pytest.mark.parametrize(("shape", "full", "field", "dims"), SHAPES.values(), ids=SHAPES)
+def test_kept_dims(shape, full, field, dims) -> None:
+    assert kept_dims(shape, full, field) == dims
+
+
+def test_follow_matches_leaves_and_dims() -> None:
+    params = {"b": array(8), "w": array(8, 16)}
+    leaves, treedef = jax.tree.flatten(params)
+    original = Original(treedef, [x.shape for x in leaves], [P("data")] * 2, lambda: ["b", "w"])
+    state = {"count": array(), "ema": params, "v_col": {"w": array(16)}, "other": array(7)}
+    assert follow(state, original) == [
+        Followed(P()),
+        Followed(P("data"), 0, (0,)),
+        Followed(P("data"), 1, (0, 1)),
+        Followed(P()),
+        Followed(P(), 1, (1,)),
+    ]
+
+
+# ------------------------------------------------------------------ extra_axis
+
+
+@pytest.fixture
+def all_sizes(monkeypatch):
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "0")
+
+
+EXTRA: dict[str, tuple[Any, P, tuple[int, ...], P]] = {
+    "the largest dim": ("fsdp", P(), (8, 16), P(None, "fsdp")),
+    "the largest free dim": ("fsdp", P(None, "data"), (8, 16), P("fsdp", "data")),
+    "of equal dims the last": ("fsdp", P(), (8, 8), P(None, "fsdp")),
+    "a divisible dim": ("fsdp", P(), (8, 18), P("fsdp")),
+    "no dim is divisible": ("fsdp", P(), (3, 5), P()),
+    "no dim is free": ("fsdp", P("data"), (8,), P("data")),
+    "an axis that is used": ("fsdp", P("fsdp"), (8, 8), P("fsdp")),
+    "several": (("data", "fsdp"), P(), (8, 16), P(None, ("data", "fsdp"))),
+    "several, one of them used": (("data", "fsdp"), P("fsdp"), (8, 8), P("fsdp", "data")),
+    "none": ((), P("fsdp"), (8, 8), P("fsdp")),
+}
+
+
+@pytest.mark.usefixtures("all_sizes")
+@pytest.mark.parametrize(("axis", "spec", "shape", "right"), EXTRA.values(), ids=EXTRA)
+def test_the_dim_that_gets_the_extra_axis(axis, spec, shape, right, mesh) -> None:
+    state_specs = specs_of(optax.trace(0.9), {"w": array(*shape)}, spec, extra_axis=axis, mesh=mesh)
+    assert state_specs == {"trace/w": right}
+
+
+def test_small_leaves_get_no_extra_axis(mesh, monkeypatch) -> None:
+    params = {"large": array(128, 128), "small": array(8, 8)}
+    state_specs = specs_of(optax.adam(0.1), params, P(), extra_axis="data", mesh=mesh)
+    assert state_specs["0/mu/large"] == P(None, "data")
+    assert state_specs["0/mu/small"] == state_specs["0/count"] == P()
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "64")
+    state_specs = specs_of(optax.adam(0.1), params, P(), extra_axis="data", mesh=mesh)
+    assert state_specs["0/mu/small"] == P(None, "data")
+
+
+@pytest.mark.usefixtures("all_sizes")
+def test_leaves_without_a_parameter_get_the_extra_axis_too(mesh) -> None:
+    state_specs = specs_of(
+        optax.flatten(optax.trace(0.9)), PARAMS, P(), extra_axis="fsdp", mesh=mesh
+    )
+    assert state_specs == {"trace": P()}  # 649 elements
+    state = {"row": array(648), "name": "x"}
+    state_specs = optimizer_state_specs(state, PARAMS, PARAM_SPECS, extra_axis="fsdp", mesh=mesh)
+    assert state_specs == {"row": P("fsdp"), "name": P()}
+
+
+@pytest.mark.usefixtures("all_sizes")
+def test_the_mesh_of_the_extra_axis(mesh) -> None:
+    params = {"w": array(8, 16)}
+    plan = ts.plan(params, [("w", P("data"))], mesh, min_size=0)
+    assert specs_of(optax.trace(0.9), params, plan, extra_axis="fsdp") == {
+        "trace/w": P("data", "fsdp")
+    }
+    other = AbstractMesh((1, 3), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    state_specs = specs_of(optax.trace(0.9), params, plan, extra_axis="fsdp", mesh=other)
+    assert state_specs == {"trace/w": P("data")}  # 3 divides neither
+    with jax.set_mesh(mesh):
+        state_specs = specs_of(optax.trace(0.9), params, P(), extra_axis="fsdp")
+    assert state_specs == {"trace/w": P(None, "fsdp")}
+
+
+# ------------------------------------------------------------------ errors
+
+
+def fails(
+    kind: type[Exception], params: Any = PARAMS, specs: Any = PARAM_SPECS, **more: Any
+) -> str:
+    with pytest.raises(kind) as caught:
+        optimizer_state_specs({}, params, specs, **more)
+    return str(caught.value)
+
+
+def test_no_mesh_for_the_extra_axis() -> None:
+    assert "No mesh is in force. Pass one" in fails(ts.NoMeshError, extra_axis="fsdp")
+
+
+def test_an_unknown_extra_axis(mesh) -> None:
+    message = fails(ts.UnknownAxisError, extra_axis="fdsp", mesh=mesh)
+    assert message == (
+        "optimizer_state_specs(extra_axis=...): the mesh has no axis 'fdsp'. It has data=2,"
+        " fsdp=4. Did you mean 'fsdp'?"
+    )
+
+
+def test_an_extra_axis_twice(mesh) -> None:
+    message = fails(ts.SpecError, extra_axis=("data", "data"), mesh=mesh)
+    assert "('data', 'data') has a name twice. An axis can split one dim." in message
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_extra_axis_that_is_not_a_name(mesh) -> None:
+    assert "3 is int; axis names are a string" in fails(TypeError, extra_axis=3, mesh=mesh)
+
+
+def test_specs_of_another_structure() -> None:
+    message = fails(ts.SpecError, specs={"emb": P()})
+    assert "at the root: the param_specs lack 'attn', 'heads', 'norm', 'scale', 'x'." in message
+
+
+def test_specs_that_do_not_fit_the_parameters(mesh) -> None:
+    params = {"a": array(8), "b": array(6, 8), "c": array(8), "f": jax.nn.gelu}
+    specs = {"a": P(None, "data"), "b": P("fsdp"), "c": P("data"), "f": P()}
+    message = fails(ts.SpecError, params, specs, mesh=mesh)
+    assert message == (
+        "2 parameters do not fit their param_specs:\n"
+        "  a: shape (8,), P(None, 'data'): P(None, 'data') has 2 entries, but shape (8,) has 1"
+        " dim. Drop the last entry.\n"
+        "  b: shape (6, 8), P('fsdp',): P('fsdp',) splits dim 0 of shape (6, 8) into 4 parts,"
+        " and 6 is not divisible by 4. Pad it to 8, or use another dim or axis.\n"
+        "The mesh has data=2, fsdp=4."
+    )
+
+
+def test_specs_too_long_without_a_mesh() -> None:
+    message = fails(ts.SpecError, {"a": array(8), "b": array(6)}, {"a": P(None, "q"), "b": P("q")})
+    assert "has 2 entries, but shape (8,) has 1 dim" in message
+    assert "b:" not in message
+
+
+def test_an_axis_that_is_not_in_the_mesh(mesh) -> None:
+    message = fails(ts.UnknownAxisError, {"a": array(8)}, P("fdsp"), mesh=mesh)
+    assert message.startswith("a: shape (8,)")
+    assert "Did you mean 'fsdp'?" in message

@@ -1,0 +1,177 @@
+"""PartitionAxis: its fields, the derived ones, and the specs that its names resolve to."""
+
+from dataclasses import fields, replace
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from treeshard import ShardingRuleError, SpecError
+from treeshard._planning.logical import PartitionAxis
+
+U = P.UNCONSTRAINED
+MESH = AbstractMesh((2, 4), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+DEFAULTS = {
+    "data_parallel_axis": "dp",
+    "fully_sharded_data_parallel_axis": "fsdp",
+    "tensor_parallel_axis": "tp",
+    "sequence_parallel_axis": "sp",
+    "expert_parallel_axis": "ep",
+    "batch_axis": ("fsdp", "dp"),
+    "sequence_axis": "sp",
+    "query_sequence_axis": "sp",
+    "head_axis": "tp",
+    "key_sequence_axis": "sp",
+    "hidden_state_axis": "tp",
+    "mlp_intermediate_axis": "tp",
+    "vocab_axis": "tp",
+    "expert_axis": "ep",
+    "expert_gate_axis": None,
+    "attention_dim_axis": None,
+    "bias_head_sequence_axis": None,
+    "bias_key_sequence_axis": None,
+    "generation_batch_axis": None,
+    "generation_query_sequence_axis": None,
+    "generation_head_axis": "tp",
+    "generation_key_sequence_axis": "sp",
+    "generation_attention_dim_axis": None,
+}
+
+
+def as_dict(axes: PartitionAxis) -> dict[str, object]:
+    return {field.name: getattr(axes, field.name) for field in fields(axes)}
+
+
+def test_fields_and_defaults() -> None:
+    assert as_dict(PartitionAxis()) == DEFAULTS
+
+
+def test_derived_fields_follow_the_mesh_axes() -> None:
+    renamed = {"dp": "replica", "fsdp": "data", "tp": "model", "sp": "seq", "ep": "expert"}
+    axes = PartitionAxis(*renamed.values())
+    for name, value in DEFAULTS.items():
+        expected = (
+            tuple(renamed[axis] for axis in value)
+            if isinstance(value, tuple)
+            else value and renamed[value]
+        )
+        assert getattr(axes, name) == expected, name
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_each_field_can_be_given(name: str) -> None:
+    axes = PartitionAxis(**{name: "x"})
+    assert getattr(axes, name) == "x"
+    if name not in list(DEFAULTS)[:5]:  # from which others are derived
+        assert as_dict(axes) == {**DEFAULTS, name: "x"}
+
+
+def test_a_field_that_is_given_is_not_derived() -> None:
+    axes = PartitionAxis(tensor_parallel_axis="model", vocab_axis=None, head_axis=["a", "b"])
+    assert (axes.vocab_axis, axes.head_axis) == (None, ("a", "b"))
+    assert axes.generation_head_axis == axes.hidden_state_axis == "model"
+
+
+def test_one_axis_for_both_kinds_of_data_parallelism() -> None:
+    assert PartitionAxis("data", "data").batch_axis == "data"
+
+
+def test_replace_derives_again_what_is_ellipsis() -> None:
+    axes = replace(PartitionAxis(), tensor_parallel_axis="model", head_axis=...)
+    assert (axes.head_axis, axes.vocab_axis) == ("model", "tp")
+
+
+def test_it_is_hashable_and_has_no_leaves() -> None:
+    axes = PartitionAxis()
+    assert axes == PartitionAxis(head_axis="tp")
+    assert hash(axes) == hash(PartitionAxis(head_axis="tp"))
+    assert axes != PartitionAxis(head_axis=None)
+    assert jax.tree.leaves({"axes": axes, "x": 1}) == [1]
+    assert jax.jit(lambda a, x: x * len(a.batch_axis))(axes, 3) == 6
+
+
+RESOLVED = {
+    "none": ((), "train", None, P()),
+    "activations": (
+        ("batch", "sequence", "hidden_state"),
+        "train",
+        None,
+        P(("fsdp", "dp"), "sp", "tp"),
+    ),
+    "full names": (("batch_axis", "head_axis"), "train", None, P(("fsdp", "dp"), "tp")),
+    "every dim has an entry": (("head", None, None), "train", None, P("tp", None, None)),
+    "unconstrained": ((U, "head"), "train", None, P(U, "tp")),
+    "the first name that uses it": (("head", "hidden_state"), "train", None, P("tp", None)),
+    "what is left of a tuple": (
+        ("fully_sharded_data_parallel", "batch"),
+        "train",
+        None,
+        P("fsdp", "dp"),
+    ),
+    "twice": (("head", "head"), "train", None, P("tp", None)),
+    "several in one": ((("batch", "sequence"),), "train", None, P(("fsdp", "dp", "sp"))),
+    "several in one, one taken": (("head", ("expert", "vocab")), "train", None, P("tp", "ep")),
+    "generation": (
+        ("batch", "query_sequence", "head", "attention_dim"),
+        "generation",
+        None,
+        P(None, None, "tp", None),
+    ),
+    "no generation field": (("sequence", "vocab"), "generation", None, P("sp", "tp")),
+    "by its generation name": (("generation_key_sequence",), "train", None, P("sp")),
+    "axes that the mesh lacks": (
+        ("batch", "sequence", "head", None),
+        "train",
+        MESH,
+        P("fsdp", None, "tp", None),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RESOLVED.values(), ids=RESOLVED.keys())
+def test_resolve(case) -> None:
+    names, mode, mesh, expected = case
+    assert PartitionAxis().resolve(*names, mode=mode, mesh=mesh) == expected
+
+
+def test_all_unknown_names_are_listed_with_the_known_ones() -> None:
+    with pytest.raises(SpecError) as error:
+        PartitionAxis().resolve("bacth", "head", "heads_axis")
+    message = str(error.value)
+    assert "'bacth' is not a logical name of PartitionAxis. Did you mean 'batch'?" in message
+    assert "'heads_axis' is not a logical name of PartitionAxis. Did you mean 'head'?" in message
+    assert "PartitionAxis has data_parallel, " in message
+    assert "generation_attention_dim." in message
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_unknown_mode() -> None:
+    with pytest.raises(SpecError, match="'generate' is neither .* Did you mean 'generation'?"):
+        PartitionAxis().resolve("batch", mode="generate")
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", [3, ["batch"], ("batch", None), ("batch", "batch")])
+def test_a_name_of_a_wrong_type(name) -> None:
+    with pytest.raises(SpecError, match="is not a logical name. Give a str, None, or a tuple"):
+        PartitionAxis().resolve("head", name)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_all_bad_fields_are_listed() -> None:
+    with pytest.raises(ShardingRuleError) as error:
+        PartitionAxis(
+            data_parallel_axis=None,
+            vocab_axis=3,
+            batch_axis=("a", "a"),
+            head_axis=("a", None),
+            expert_gate_axis=...,
+        )
+    message = str(error.value)
+    assert "PartitionAxis(data_parallel_axis=None): give a mesh axis." in message
+    assert "PartitionAxis(vocab_axis=3): give a mesh axis, a tuple of them, or None." in message
+    assert "PartitionAxis(batch_axis=('a', 'a'))" in message
+    assert "PartitionAxis(head_axis=('a', None))" in message
+    assert "PartitionAxis(expert_gate_axis=Ellipsis)" in message

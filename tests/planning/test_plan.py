@@ -1,0 +1,473 @@
+"""Plans: their records, their trees, their text, their diffs."""
+
+import io
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+import rich.console
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._planning.decision import PlannedLeaf
+from treeshard._planning.optimizer_state import optimizer_state_specs
+from treeshard._planning.plan import Plan, plan
+from treeshard._planning.rules import match_partition_rules
+from treeshard._planning.tactics import fsdp
+
+MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def struct(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+class Block(eqx.Module):
+    weight: Any
+    bias: Any
+    activation: Any = jax.nn.gelu
+    name: str = eqx.field(static=True, default="block")
+
+
+def model(layers: int = 3) -> dict[str, Any]:
+    return {
+        "blocks": [Block(struct(16, 8), struct(8)) for _ in range(layers)],
+        "head": struct(8, 6, dtype="bfloat16"),
+        "key": jax.eval_shape(jax.random.key, 0),
+        "none": None,
+        "step": struct(dtype="int32"),
+    }
+
+
+RULES = [("bias", P("fsdp", "data")), ("head", P("data", "fsdp")), ("weight", fsdp("fsdp"))]
+
+
+def planned(tree: Any = None, rules: Any = None, mesh: Any = MESH, min_size: int = 0) -> Plan:
+    return plan(model() if tree is None else tree, RULES if rules is None else rules, mesh,
+                min_size=min_size)  # fmt: skip
+
+
+def by_path(decided: Plan) -> dict[str, PlannedLeaf]:
+    return {leaf.path: leaf for leaf in decided.leaves}
+
+
+# ------------------------------------------------------------------ records
+
+
+def test_a_leaf_records_what_was_decided_and_why() -> None:
+    leaves = by_path(planned())
+    assert list(leaves) == [
+        *(f"blocks/{i}/{name}" for i in range(3) for name in ("weight", "bias")),
+        "head", "key", "step",
+    ]  # fmt: skip
+    head = leaves["head"]
+    assert head[:2] == ("head", (8, 6))
+    assert (head.dtype, head.size, head.bytes) == (jax.numpy.bfloat16, 48, 96)
+    assert (head.asked, head.given) == (P("data", "fsdp"), P("data"))
+    assert (head.rule, head.pattern) == (1, "head")
+    assert [(note.kind, note.axes, note.dim) for note in head.adjustments] == [
+        ("indivisible", ("fsdp",), 1)
+    ]
+    assert head.bytes_per_device(MESH) == 48
+    assert (leaves["step"].rule, leaves["step"].asked, leaves["step"].given) == (None, P(), P())
+    assert leaves["key"].dtype == jax.random.key(0).dtype
+
+
+@pytest.mark.parametrize(
+    ("rules", "shape", "asked", "given", "kind"),
+    [
+        ([], (8,), None, P(), "unmatched"),
+        ([("w", P("fdsp"))], (8,), P("fdsp"), P(), "axis-not-in-mesh"),
+        ([("w", P("data", "data"))], (8, 8), P("data", "data"), P("data"), "axis-already-used"),
+        ([("w", P(("data", "fsdp")))], (6,), P(("data", "fsdp")), P("data"), "indivisible"),
+        ([("w", P(None, "data"))], (8,), P(None, "data"), P(), "rank"),
+        ([("w", P("data"))], (2,), P("data"), P(), "too-small"),
+        ([("w", fsdp("fsdp"))], (7,), P(), P(), "no-dim"),
+        ([("w", fsdp("fdsp"))], (8,), P(), P(), "axis-not-in-mesh"),
+        ([("w", lambda path, leaf: P("x"))], (8,), P("x"), P(), "axis-not-in-mesh"),
+    ],
+)
+def test_plan_records_misfits_instead_of_raising(rules, shape, asked, given, kind) -> None:
+    (leaf,) = planned({"w": struct(*shape)}, rules, min_size=3).leaves
+    assert (leaf.asked, leaf.given) == (asked, given)
+    assert [note.kind for note in leaf.adjustments] == [kind]
+
+
+def test_malformed_rules_raise() -> None:
+    with pytest.raises(ts.ShardingRuleError, match="rule 0: the pattern '\\(' does not compile"):
+        planned({}, [("(", None)])
+    with pytest.raises(ts.ShardingRuleError, match="w: the function of rule 0, 'w', returned 1"):
+        planned({"w": struct(8)}, [("w", lambda path, leaf: 1)])
+
+
+def test_rules_and_min_size_are_kept(monkeypatch) -> None:
+    decided = planned(min_size=5)
+    assert decided.rules == tuple(RULES)
+    assert decided.min_size == 5
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "7")
+    assert plan({}, [], MESH).min_size == 7
+
+
+def test_check_raises_as_match_partition_rules_does() -> None:
+    with pytest.raises(ts.ShardingRuleError) as by_check:
+        planned().check()
+    with pytest.raises(ts.ShardingRuleError) as by_match:
+        match_partition_rules(RULES, model(), MESH, min_size=0)
+    assert str(by_check.value) == str(by_match.value)
+    assert str(by_check.value).startswith("4 leaves do not follow the rules. The mesh has data=2")
+    with pytest.raises(ts.UnknownAxisError, match="Did you mean 'fsdp'"):
+        planned({"w": struct(8)}, [("w", fsdp("fdsp"))]).check()
+    planned({"w": struct(8)}, [("w", fsdp("fsdp"))]).check()
+
+
+def test_fsdp_axes() -> None:
+    assert planned().fsdp_axes() == {"fsdp"}
+    assert planned({"w": struct(8)}, [("w", P("fsdp"))]).fsdp_axes() == frozenset()
+    assert planned({"w": struct(7)}, [("w", fsdp("fsdp"))]).fsdp_axes() == frozenset()
+    tactic = fsdp("fsdp") | fsdp("data", skip=(0,))
+    assert planned({"w": struct(8, 2)}, [("w", tactic)]).fsdp_axes() == {"fsdp", "data"}
+
+
+def test_log_sharding_move(monkeypatch) -> None:
+    monkeypatch.setenv("LOG_SHARDING_MOVE", "1")
+    with pytest.warns(ts.ShardingWarning, match="head: shape \\(8, 6\\).* splits dim 1") as warned:
+        planned()
+    assert len(warned) == 1
+
+
+# ------------------------------------------------------------------ trees
+
+
+def test_specs_shardings_and_structs_have_the_trees_structure(mesh) -> None:
+    tree, decided = model(), planned(mesh=mesh)
+    specs, shardings, structs = decided.specs, decided.shardings, decided.structs
+    for planned_tree in (specs, shardings, structs):
+        assert jax.tree.structure(planned_tree) == jax.tree.structure(tree)
+    block = specs["blocks"][1]
+    assert (block.weight, block.bias, block.activation) == (P("fsdp"), P("fsdp"), P())
+    assert shardings["blocks"][1].weight == NamedSharding(mesh, P("fsdp"))
+    assert shardings["blocks"][1].activation == P()
+    assert structs["blocks"][1].activation is jax.nn.gelu
+    assert structs["none"] is None
+    weight = structs["blocks"][1].weight
+    assert (weight.shape, weight.dtype) == ((16, 8), np.float32)
+    assert weight.sharding == NamedSharding(mesh, P("fsdp"))
+    assert structs["key"].dtype == tree["key"].dtype
+
+
+def test_changing_the_specs_tree_does_not_change_the_plan() -> None:
+    decided = planned()
+    decided.specs["head"] = P("fsdp")
+    assert decided.specs["head"] == P("data")
+
+
+def test_devices_hold_the_planned_bytes(mesh) -> None:
+    tree = {"w": np.arange(128.0, dtype="float32").reshape(16, 8), "b": np.ones(8, "float32")}
+    decided = planned(tree, [("w", fsdp(("data", "fsdp"))), ("b", P("data"))], mesh)
+    placed = jax.device_put(tree, decided.shardings)
+    bytes_on = dict.fromkeys(mesh.devices.flat, 0)
+    for x in jax.tree.leaves(placed):
+        for shard in x.addressable_shards:
+            bytes_on[shard.device] += shard.data.nbytes
+    assert set(bytes_on.values()) == {decided.bytes_per_device()} == {128 * 4 // 8 + 8 * 4 // 2}
+    np.testing.assert_array_equal(np.asarray(placed["w"]), tree["w"])
+
+
+def test_bytes_per_device() -> None:
+    decided = planned()
+    # 3 x (16, 8) and (8,) over 4 in fp32, (8, 6) over 2 in bf16, a key and an int replicated.
+    assert decided.bytes_per_device() == 3 * (128 + 8) // 4 * 4 + 48 + 8 + 4
+    assert planned({}, []).bytes_per_device() == 0
+
+
+def test_a_mesh_of_65536_devices() -> None:
+    mesh = AbstractMesh((256, 256), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    tree = {"w": [struct(2**16, 2**12) for _ in range(4)]}
+    decided = planned(tree, [("w", fsdp(("data", "fsdp")))], mesh)
+    assert decided.specs == {"w": [P(("data", "fsdp"))] * 4}
+    assert decided.bytes_per_device() == 4 * 2**28 * 4 // 2**16
+    assert "of 65,536 devices (data=256, fsdp=256), 1.00x an even split" in str(decided)
+
+
+def test_functions_that_take_specs_take_a_plan() -> None:
+    assert ts.get_names_from_partition_spec(planned()) == ["fsdp", "data"]
+
+
+# ------------------------------------------------------------------ equality
+
+
+def test_plans_are_equal_when_mesh_shapes_and_decisions_are(mesh) -> None:
+    tree = {"w": struct(8, 8), "b": struct(8)}
+    one = planned(tree, [("w", P("fsdp", None)), ("b", None)])
+    same = [
+        planned(tree, [("b", P()), (".*", P("fsdp"))], mesh),
+        planned({"w": np.zeros((8, 8), "float32"), "b": struct(8)}, [("w", fsdp("fsdp", skip=[1])),
+                                                                     ("b", None)]),
+    ]  # fmt: skip
+    for other in same:
+        assert one == other
+        assert hash(one) == hash(other)
+    different = [
+        planned(tree, [("w", P(None, "fsdp")), ("b", None)]),
+        planned({**tree, "b": struct(9)}, [("w", P("fsdp")), ("b", None)]),
+        planned({**tree, "b": struct(8, dtype="int32")}, [("w", P("fsdp")), ("b", None)]),
+        planned({"w": struct(8, 8), "c": struct(8)}, [("w", P("fsdp")), ("c", None)]),
+        planned(tree, [("w", P("fsdp")), ("b", None)], AbstractMesh((4, 2), ("fsdp", "data"))),
+        planned(tree, [("w", P("fsdp")), ("b", None)], AbstractMesh((4, 4), ("data", "fsdp"))),
+    ]
+    assert all(one != other for other in different)
+    assert one != "a plan"
+
+
+def test_a_plan_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        planned().min_size = 3  # pyright: ignore
+
+
+# ------------------------------------------------------------------ text
+
+
+def test_describe() -> None:
+    rules = [("blocks/1/bias", None), *RULES, ("unused", None)]
+    assert str(planned(rules=rules)).splitlines() == [
+        "path                  array          spec        per device  why",
+        "blocks/{0..2}/weight  float32[16,8]  P('fsdp',)       384 B  rule 3 'weight' fsdp('fsdp')",
+        "blocks/{0,2}/bias     float32[8]     P('fsdp',)        16 B  rule 1 'bias'"
+        " P('fsdp', 'data'): rank data",
+        "blocks/1/bias         float32[8]     P()               32 B  rule 0 'blocks/1/bias'",
+        "head                  bfloat16[8,6]  P('data',)        48 B  rule 2 'head'"
+        " P('data', 'fsdp'): indivisible fsdp on dim 1",
+        "key                   key<fry>[]     P()                8 B  scalar",
+        "step                  int32[]        P()                4 B  scalar",
+        "9 leaves, 458 elements, 1.7 KiB in all; 3 leaves are replicated.",
+        "492 B on the fullest of 8 devices (data=2, fsdp=4), 2.26x an even split.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tree", "rules", "line"),
+    [
+        (struct(8), [("", None)], "(the tree)  float32[8]  P()         32 B  rule 0 ''"),
+        ({"w": struct(8)}, [], "w     float32[8]  P()         32 B  unmatched"),
+        (
+            {"w": struct(2)},
+            [("w", fsdp("fsdp", min_size=4))],
+            "w     float32[2]  P()          8 B  rule 0 'w' fsdp('fsdp', min_size=4): too-small",
+        ),
+        (
+            {"w": struct(7)},
+            [("w", fsdp("fsdp"))],
+            "w     float32[7]  P()         28 B  rule 0 'w' fsdp('fsdp'): no-dim fsdp",
+        ),
+    ],
+    ids=["root", "unmatched", "too-small", "no-dim"],
+)
+def test_the_reason_in_a_line(tree, rules, line) -> None:
+    assert str(planned(tree, rules)).splitlines()[1] == line
+
+
+def test_only_full_grids_are_folded() -> None:
+    def experts(*counts: int) -> Any:
+        return [[struct(8) for _ in range(count)] for count in counts]
+
+    def paths(tree: Any) -> list[str]:
+        text = str(planned(tree, [("", None)]))
+        return [line.split()[0] for line in text.splitlines()[1:-2]]
+
+    assert paths(experts(3, 3)) == ["{0..1}/{0..2}"]
+    assert paths(experts(3, 2)) == ["0/{0..2}", "1/{0..1}"]
+    assert paths({"layer_07": struct(8), "layer_08": struct(8)}) == ["layer_{07..08}"]
+    assert paths({"h1": {"w": struct(8)}, "h9": {"w": struct(8)}}) == ["h{1,9}/w"]
+
+
+def test_an_empty_plan() -> None:
+    assert str(planned({}, [])).splitlines()[1:] == [
+        "0 leaves, 0 elements, 0 B in all; 0 leaves are replicated.",
+        "0 B on the fullest of 8 devices (data=2, fsdp=4).",
+    ]
+
+
+def test_repr() -> None:
+    assert repr(planned()) == "<Plan: 9 leaves on data=2, fsdp=4, 468 B per device>"
+
+
+# ------------------------------------------------------------------ other meshes, other trees
+
+
+def mesh_of(**sizes: int) -> AbstractMesh:
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+
+
+def test_on_another_mesh_the_same_rules_decide() -> None:
+    other = mesh_of(data=1, fsdp=3)
+    decided = planned()
+    moved = decided.on(other)
+    assert moved == planned(mesh=other)
+    assert moved.specs["head"] == P("data", "fsdp")
+    assert moved.specs["blocks"][0].weight == P()
+    assert jax.tree.structure(moved.specs) == jax.tree.structure(decided.specs)
+    assert moved.structs["blocks"][0].activation is jax.nn.gelu
+    assert moved.on(MESH) == decided
+
+
+def test_on_calls_functions_among_the_rules_again() -> None:
+    seen: list[Any] = []
+
+    def by_size(path: str, leaf: Any) -> P:
+        seen.append(leaf)
+        return P("fsdp") if leaf.shape[0] % 3 == 0 else P()
+
+    decided = planned({"w": np.zeros((6, 2), "float32")}, [("w", by_size)])
+    assert decided.on(mesh_of(fsdp=3)).specs == {"w": P("fsdp")}
+    assert seen[1] == struct(6, 2)
+
+
+def test_follow() -> None:
+    params = {"dense": {"kernel": struct(16, 8), "bias": struct(8)}}
+    rules = [("^dense/kernel", P("data", "fsdp")), ("bias", P(None, "data"))]
+    decided = planned(params, rules)
+    for optimizer in (optax.adam(0.1), optax.adafactor(0.1, min_dim_size_to_factor=2)):
+        state = jax.eval_shape(optimizer.init, params)
+        moments = decided.follow(state)
+        assert moments.specs == optimizer_state_specs(state, params, decided.specs)
+        assert moments.mesh == decided.mesh
+        assert jax.tree.structure(moments.structs) == jax.tree.structure(state)
+        # One rule is anchored: applied to the state, it would match nothing.
+        other = mesh_of(data=4, fsdp=2)
+        assert moments.on(other) == decided.on(other).follow(state)
+    leaves = by_path(decided.follow(jax.eval_shape(optax.adam(0.1).init, params)))
+    assert leaves["0/mu/dense/kernel"].decision == by_path(decided)["dense/kernel"].decision
+    assert [a.kind for a in leaves["0/nu/dense/bias"].adjustments] == ["rank"]
+    assert leaves["0/count"].given == P()
+
+
+def test_follow_keeps_non_array_leaves() -> None:
+    decided = planned()
+    average = decided.follow({"ema": model(), "decay": 0.9, "extra": struct(5, 5)})
+    assert average.structs["decay"] == 0.9
+    assert average.structs["ema"]["blocks"][0].activation is jax.nn.gelu
+    assert average.specs["ema"]["blocks"][1].weight == P("fsdp")
+    extra = by_path(average)["extra"]
+    assert (extra.given, extra.rule, extra.adjustments) == (P(), None, ())
+    with pytest.raises(ts.ShardingRuleError, match="ema/head"):
+        average.check()
+    assert {finding.code for finding in average.findings} >= {"indivisible", "rank"}
+    (replicated,) = [finding for finding in average.findings if finding.code == "left-whole"]
+    assert str(replicated).endswith(
+        "it has no counterpart in the plan that this one follows. Plan it by rules of its own."
+    )
+    assert "shadowed-rule" not in {finding.code for finding in average.findings}
+
+
+# ------------------------------------------------------------------ diffs
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "received"),
+    [
+        (P(), P("fsdp"), 0),
+        (P("data"), P(("data", "fsdp")), 0),
+        (P("fsdp"), P(), 512 * 3 // 4),
+        (P("data"), P("fsdp"), 512 // 4),
+        (P(("data", "fsdp")), P("data"), 512 // 2 - 512 // 8),
+        (P("fsdp"), P(None, "fsdp"), 512 // 4 - 512 // 16),
+        (P("data", "fsdp"), P("data"), 512 // 2 - 512 // 8),
+        (P("data", "fsdp"), P("fsdp", "data"), 512 // 8),
+    ],
+)
+def test_the_bytes_that_a_device_receives(before, after, received, mesh) -> None:
+    tree = {"w": np.arange(128, dtype="float32").reshape(16, 8)}
+    one, two = planned(tree, [("w", before)], mesh), planned(tree, [("w", after)], mesh)
+    difference = one.diff(two)
+    assert difference.bytes == received
+    assert bool(difference)
+    (change,) = difference.changes
+    assert (change.path, change.before.given, change.after.given) == ("w", before, after)
+    # On real devices: the part of the new shard that is not in the old one, at most.
+    olds, news = (
+        jax.device_put(tree["w"], p.shardings["w"]).addressable_shards for p in (one, two)
+    )
+    missing = [
+        np.setdiff1d(np.asarray(new.data), np.asarray(old.data)).size * 4
+        for old, new in zip(
+            sorted(olds, key=lambda s: s.device.id),
+            sorted(news, key=lambda s: s.device.id),
+            strict=True,
+        )
+    ]
+    assert max(missing) == received
+
+
+def test_an_empty_diff() -> None:
+    tree = {"w": struct(8, 8)}
+    same = planned(tree, [("w", P("fsdp"))]).diff(planned(tree, [(".*", P("fsdp", None))]))
+    assert not same
+    assert (same.changes, same.bytes) == ((), 0)
+    assert str(same) == (
+        "0 leaves change; a device receives at most 0 B. The fullest device goes from 64 B to 64 B."
+    )
+
+
+def test_a_diff_lists_new_removed_and_resharded_leaves() -> None:
+    old = {"layers": [{"w": struct(16, 8)} for _ in range(3)], "b": struct(8)}
+    new = {"layers": [{"w": struct(16, 8)} for _ in range(4)], "c": struct(8)}
+    one = planned(old, [("", P("fsdp"))])
+    text = str(one.diff(planned(new, [("w", P(None, "fsdp")), ("", None)])))
+    assert text.splitlines() == [
+        "path             array          before      after            received",
+        "b                float32[8]     P('fsdp',)  -                     0 B",
+        "layers/{0..2}/w  float32[16,8]  P('fsdp',)  P(None, 'fsdp')     288 B",
+        "c                float32[8]     -           P()                  32 B",
+        "layers/3/w       float32[16,8]  -           P(None, 'fsdp')     128 B",
+        "6 leaves change; a device receives at most 448 B."
+        " The fullest device goes from 392 B to 544 B.",
+    ]
+
+
+def test_between_different_meshes_every_shard_counts_in_full() -> None:
+    tree = {"w": struct(16, 8)}
+    one = planned(tree, [("w", P("fsdp"))])
+    two = one.on(mesh_of(data=4, fsdp=2))
+    difference = one.diff(two)
+    assert difference
+    assert difference.bytes == two.bytes_per_device() == 256
+    assert "The mesh changes from data=2, fsdp=4 to data=4, fsdp=2." in str(difference)
+
+
+# ------------------------------------------------------------------ tables
+
+
+def test_html() -> None:
+    page = planned({"a<b": struct(8)}, [("", P("fsdp"))])._repr_html_()
+    assert '<td style="text-align: left">a&lt;b</td>' in page
+    assert '<td style="text-align: right">8 B</td>' in page
+    assert page.count("<tr>") == 2
+    assert "8 B on the fullest of 8 devices" in page
+
+
+def test_rich() -> None:
+    console = rich.console.Console(width=200, record=True, file=io.StringIO())
+    console.print(planned())
+    text = console.export_text()
+    assert re.search(r"blocks/\{0..2\}/weight +│ float32\[16,8\] +│ P\('fsdp',\) +│ +384 B", text)
+    assert "468 B on the fullest of 8 devices" in text
+
+
+def test_a_mesh_as_text_needs_no_devices() -> None:
+    tree = {"w": jax.ShapeDtypeStruct((8, 64), "float32")}
+    rules = [("w", ts.fsdp("fsdp", min_size=0))]
+    decided = ts.plan(tree, rules, "data=2,fsdp=4")
+    assert decided == ts.plan(tree, rules, MESH)
+    assert decided.on("fsdp=16384").mesh.size == 16384
+    for make in (lambda text: ts.plan(tree, rules, text), decided.on):
+        with pytest.raises(ts.MeshError, match="no devices here to fill 'fsdp' with. Give it a"):
+            make("data=2,fsdp=-1")
+        with pytest.raises(ts.MeshError, match="fsdp"):
+            make("fsdp")

@@ -1,0 +1,345 @@
+"""Plans as JSON: what it keeps, what it cannot store, and the errors for bad text."""
+
+import json
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._core.text import parse_dtype, parse_names, parse_spec
+from treeshard._planning.logical import logical_axis_rules
+from treeshard._planning.plan import Plan, plan
+from treeshard._planning.tactics import fsdp, replicate, shard_dim, tactic
+from treeshard.errors import FormatError
+
+MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def struct(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+class Block(eqx.Module):
+    weight: Any
+    bias: Any
+    activation: Any = jax.nn.gelu
+
+
+def model() -> dict[str, Any]:
+    return {
+        "zeta": struct(8, 6, dtype="bfloat16"),
+        "blocks": [Block(struct(16, 8), struct(8)) for _ in range(11)],
+        "key": jax.eval_shape(jax.random.key, 0),
+        "step": struct(dtype="int32"),
+    }
+
+
+RULES = [("bias", P("fsdp", "data")), ("zeta", P("data", "fsdp")), ("weight", fsdp("fsdp"))]
+
+
+def planned(rules: Any = None, tree: Any = None, mesh: Any = MESH) -> Plan:
+    return plan(model() if tree is None else tree, RULES if rules is None else rules, mesh,
+                min_size=0)  # fmt: skip
+
+
+# ------------------------------------------------------------------ round trips
+
+
+def test_a_plan_survives_a_round_trip() -> None:
+    decided = planned()
+    back = Plan.from_json(decided.to_json())
+    assert back == decided
+    assert hash(back) == hash(decided)
+    assert sorted(back.leaves) == sorted(back.leaves, key=lambda leaf: leaf.path)
+    assert {leaf.path: leaf for leaf in back.leaves} == {leaf.path: leaf for leaf in decided.leaves}
+    assert (back.mesh, back.rules, back.min_size) == (decided.mesh, decided.rules, 0)
+    assert sorted(str(back).splitlines()) == sorted(str(decided).splitlines())
+    assert set(map(str, back.findings)) == set(map(str, decided.findings))
+    assert list(back.specs) == sorted(leaf.path for leaf in decided.leaves)
+    assert back.specs["blocks/10/weight"] == P("fsdp")
+
+
+def test_leaves_with_equal_decisions_share_one_after_reading() -> None:
+    back = Plan.from_json(planned().to_json())
+    assert len({id(leaf.decision) for leaf in back.leaves if "weight" in leaf.path}) == 1
+
+
+def test_like_gives_the_plan_a_structure() -> None:
+    decided = planned()
+    back = Plan.from_json(decided.to_json(), like=model())
+    assert back.to_json() == decided.to_json()
+    assert jax.tree.structure(back.specs) == jax.tree.structure(decided.specs)
+    assert jax.tree.leaves(back.specs) == jax.tree.leaves(decided.specs)
+    assert back.structs["blocks"][3].activation is jax.nn.gelu
+    assert str(back) == str(decided)
+
+
+def test_json_names_no_devices_and_keeps_its_format(mesh) -> None:
+    decided = planned(mesh=mesh)
+    text = decided.to_json()
+    assert "device" not in text.lower().replace("treeshard", "")
+    assert "cpu" not in text.lower()
+    assert text == planned().to_json()
+    raw = json.loads(text)
+    assert list(raw) == [
+        "treeshard_plan",
+        "mesh",
+        "min_size",
+        "mirrors",
+        "logical",
+        "rules",
+        "leaves",
+    ]
+    assert raw["mesh"][0] == {"axis": "data", "size": 2, "type": "auto"}
+    assert raw["leaves"][0] == {
+        "path": "blocks/0/weight",
+        "shape": [16, 8],
+        "dtype": "float32",
+        "asked": "P('fsdp',)",
+        "given": "P('fsdp',)",
+        "rule": 2,
+        "adjustments": [],
+    }
+    assert raw["rules"][2] == {
+        "pattern": "weight",
+        "flags": 0,
+        "kind": "tactic",
+        "action": "fsdp('fsdp', min_size=None)",
+    }
+    assert Plan.from_json(text).on(mesh).mesh is mesh
+
+
+@tactic
+def last_dim(axis: str) -> Any:
+    return lambda spec, mesh, path, leaf: spec[:-1] + (axis,)  # noqa: RUF005  (as in the docs)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [(".*", None)],
+        [(".*", P(("data", "fsdp")))],
+        [(".*", P(None, P.UNCONSTRAINED))],
+        [(".*", fsdp(("data", "fsdp"), min_size=3, skip=(0,)))],
+        [(".*", fsdp("fsdp", min_size=100) | shard_dim("data", -1, ignore_ndim_error=True))],
+        [("bias", replicate()), (".*", last_dim("data"))],
+        [(".*", "fsdp('fsdp', min_size=0)")],
+        [(re.compile("WEIGHT", re.IGNORECASE), P("fsdp")), (re.compile("bias|zeta"), None)],
+        [(".*", ("rows", "columns"))],
+        [],
+    ],
+    ids=["none", "spec", "unconstrained", "fsdp", "composed", "own", "string", "flags", "names",
+         "no-rules"],
+)  # fmt: skip
+def test_rules_survive_a_round_trip(rules) -> None:
+    with logical_axis_rules([("rows", "fsdp"), ("columns", None)]):
+        decided = planned(rules)
+    back = Plan.from_json(decided.to_json())
+    assert back == decided
+    other = AbstractMesh((8, 1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    assert back.on(other) == decided.on(other)
+    assert back.on(other).to_json() == back.on(other).on(MESH).on(other).to_json()
+
+
+@pytest.mark.parametrize(
+    "logical",
+    [
+        [("rows", ("data", "fsdp")), ("columns", P.UNCONSTRAINED), ("rows", None)],
+        ts.PartitionAxis(tensor_parallel_axis="data", batch_axis=("fsdp", "data")),
+    ],
+)
+def test_rules_for_logical_names_survive_a_round_trip(logical) -> None:
+    names = ("rows",) if isinstance(logical, list) else ("head",)
+    with logical_axis_rules(logical):
+        decided = planned([(".*", names)], {"w": struct(16, 16)})
+    back = Plan.from_json(decided.to_json())
+    assert back._logical == decided._logical
+    assert back.on(MESH) == decided
+    assert back.specs["w"] != P()
+
+
+def rows(path: str, leaf: Any) -> P:
+    return P("fsdp")
+
+
+def test_functions_are_stored_by_name_only() -> None:
+    decided = planned([("weight", rows), ("bias", lambda path, leaf: None), (".*", None)])
+    back = Plan.from_json(decided.to_json())
+    assert back == decided
+    assert "rule 0 'weight'" in str(back)
+    assert back.to_json() == Plan.from_json(back.to_json()).to_json()
+    with pytest.raises(FormatError) as raised:
+        back.on(MESH)
+    assert str(raised.value) == (
+        "The actions of 2 rules were not stored:\n"
+        "  rule 0 'weight' was rows, which JSON cannot store.\n"
+        "  rule 1 'bias' was test_functions_are_stored_by_name_only.<locals>.<lambda>, which"
+        " JSON cannot store. Make the plan again, with `plan(tree, rules, mesh)`."
+    )
+    assert decided.on(MESH) == decided
+
+
+def test_tactics_with_other_arguments_than_literals_are_stored_by_name_only() -> None:
+    @tactic
+    def as_it_is(measure: Any) -> Any:
+        return lambda spec, mesh, path, leaf: spec
+
+    decided = planned([(".*", as_it_is(len))], {"w": struct(8, 8)})
+    back = Plan.from_json(decided.to_json())
+    assert back == decided
+    with pytest.raises(FormatError, match=r"rule 0 '.\*' was as_it_is\(<built-in function len>\)"):
+        back.on(MESH)
+
+
+def test_a_followed_plan_read_from_json_cannot_plan_for_another_mesh() -> None:
+    moments = planned().follow({"mu": model()})
+    back = Plan.from_json(moments.to_json())
+    assert back == moments
+    with pytest.raises(FormatError, match="was made by `follow`, and its JSON does not store"):
+        back.on(MESH)
+
+
+def test_shared_paths_are_an_error() -> None:
+    decided = plan({"a/b": struct(8), "a": {"b": struct(8)}}, [("", None)], MESH)
+    with pytest.raises(ts.ShardingRuleError, match=r"\['a'\]\['b'\] and \['a/b'\] share this path"):
+        decided.to_json()
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "key<fry>", "key<rbg>"]
+)
+def test_dtypes(dtype) -> None:
+    decided = plan({"w": struct(8, dtype=parse_dtype(dtype))}, [("", None)], MESH)
+    (leaf,) = Plan.from_json(decided.to_json()).leaves
+    assert (str(leaf.dtype), leaf.dtype) == (dtype, decided.leaves[0].dtype)
+
+
+# ------------------------------------------------------------------ literals
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [P(), P(None), P("a", None, ("b", "c")), P(P.UNCONSTRAINED, "a"), P("a", unreduced={"b"})],
+)
+def test_specs_are_read_from_their_repr(spec) -> None:
+    assert parse_spec(repr(spec)) == spec
+    assert parse_spec("P(['a', 'b'])") == P(("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (parse_spec, "P(", "'P(' cannot be parsed: '(' was never closed"),
+        (parse_spec, "Q('a')", "\"Q('a')\" is not a spec. Write it as P('data', None,"),
+        (parse_spec, "P(__import__('os'))", "\"__import__('os')\" is not a literal."),
+        (parse_spec, "P(3)", "'P(3)' is not a spec"),
+        (parse_spec, "P('a', x=3)", "is not a spec"),
+        (parse_spec, "P(*['a'])", "is not a literal"),
+        (parse_names, "('a', 3)", "\"('a', 3)\" is not a tuple of names. Write it as ('batch', "),
+        (parse_names, "(open('x'),)", "is not a literal"),
+        (parse_dtype, "flaot32", "'flaot32' is not a dtype."),
+        (parse_dtype, "key<x>", "'key<x>' is not a dtype."),
+    ],
+)
+def test_literals_that_cannot_be_read(parse, text, message) -> None:
+    with pytest.raises(FormatError) as raised:
+        parse(text)
+    assert message in str(raised.value)
+
+
+# ------------------------------------------------------------------ bad text
+
+
+def text_with(change: Any) -> str:
+    raw = json.loads(planned([("zeta", P("data")), (".*", None)], {"zeta": struct(8, 8)}).to_json())
+    change(raw)
+    return json.dumps(raw)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.pop("treeshard_plan"), "The JSON is not a plan: it has no key 'treeshard"),
+        (
+            lambda raw: raw.update(treeshard_plan=2),
+            "The plan has version 2, and this treeshard reads version 1. Make the plan",
+        ),
+        (
+            lambda raw: raw.update(leafs=[]),
+            "the plan has an unknown key 'leafs'. Did you mean 'leaves'?",
+        ),
+        (lambda raw: raw.pop("rules"), "the plan lacks 'rules'. Its keys are treeshard_plan, mesh"),
+        (lambda raw: raw.update(rules={}), "rules is {} (dict), not list."),
+        (lambda raw: raw.update(min_size=True), "min_size is True (bool), not int."),
+        (lambda raw: raw["mesh"][0].update(size=0), "mesh[0].size is 0. It must be positive."),
+        (lambda raw: raw["mesh"][0].update(type="x"), "mesh[0].type is 'x', not one of"),
+        (lambda raw: raw["mesh"][0].update(axis="fsdp"), "an axis appears twice: fsdp, fsdp"),
+        (lambda raw: raw["mesh"].append(3), "mesh[2] is int, not an object."),
+        (lambda raw: raw["rules"][0].update(kind="x"), "rules[0].action: the kind is 'x', not one"),
+        (lambda raw: raw["rules"][0].update(pattern="("), "rules[0].pattern '(' does not comp"),
+        (lambda raw: raw.update(logical={"kind": "rules"}), "logical lacks 'axes'."),
+        (
+            lambda raw: raw.update(logical={"kind": "rules", "axes": [["a"]]}),
+            "logical.axes: ['a'] is not a pair of a name and a spec.",
+        ),
+        (
+            lambda raw: raw.update(logical={"kind": "x", "axes": [["hed_axis", "P('b')"]]}),
+            "logical.axes has an unknown key 'hed_axis'. Did you mean 'head_axis'? It lacks",
+        ),
+        (lambda raw: raw["rules"][0].update(action="P(x)"), "rules[0].action: 'P(x)': 'x' is no"),
+        (
+            lambda raw: raw["leaves"][0].update(shape=[-8, 8]),
+            "leaves[0] (zeta): (-8, 8) is not a shape",
+        ),
+        (lambda raw: raw["leaves"][0].update(dtype="x"), "leaves[0] (zeta): 'x' is not a dtype"),
+        (
+            lambda raw: raw["leaves"][0].update(rule=2),
+            "leaves[0] (zeta): rule is 2, but there are 2 rules.",
+        ),
+        (
+            lambda raw: raw["leaves"][0].update(given="P('dta')"),
+            "leaves[0] (zeta): given is P('dta',): the mesh has no axis 'dta'. It has data=2,",
+        ),
+        (lambda raw: raw["leaves"][0].update(pth=1), "leaves[0] has an unknown key 'pth'. Did you"),
+        (
+            lambda raw: raw["leaves"][0].update(adjustments=[{}]),
+            "leaves[0] (zeta): an adjustment lacks 'axes'. It lacks 'dim'.",
+        ),
+        (lambda raw: raw["leaves"].append(raw["leaves"][0]), "leaves: two have the same path."),
+    ],
+)
+def test_bad_json(change, message) -> None:
+    with pytest.raises(FormatError) as raised:
+        Plan.from_json(text_with(change))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "3", "[]"])
+def test_text_that_is_not_json_or_not_a_plan(text) -> None:
+    with pytest.raises(FormatError, match="is not JSON|is not a plan"):
+        Plan.from_json(text)
+
+
+def test_like_with_other_arrays() -> None:
+    text = planned().to_json()
+    other = {**model(), "zeta": struct(8, 7), "new": struct(3)}
+    del other["step"]
+    with pytest.raises(FormatError) as raised:
+        Plan.from_json(text, like=other)
+    assert str(raised.value).splitlines() == [
+        "3 leaves of `like` differ from the plan:",
+        "  step: int32[] in the plan, missing in `like`.",
+        "  zeta: bfloat16[8,6] in the plan, float32[8,7] in `like`.",
+        "  new: missing in the plan, float32[3] in `like`.",
+    ]
+
+
+def test_like_with_arrays_that_share_a_path() -> None:
+    text = planned([("", None)], {"a": {"b": struct(8)}}).to_json()
+    with pytest.raises(FormatError, match="`like` has arrays that share a path"):
+        Plan.from_json(text, like={"a/b": struct(8), "a": {"b": struct(8)}})

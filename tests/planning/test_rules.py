@@ -1,0 +1,585 @@
+"""Rules: which one decides a leaf, the resulting spec, and the errors for bad rules.
+
+The engine caches decisions, so it is compared with the plain loop on generated trees and
+patterns.
+"""
+
+import collections
+import random
+import re
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._core.paths import leaf_paths
+from treeshard._planning.matching import decide
+from treeshard._planning.optimizer_state import optimizer_state_specs
+from treeshard._planning.rules import match_partition_rules, read_rules
+from treeshard._planning.tactics import fsdp, replicate
+
+MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def match(rules: Any, tree: Any, mesh: Any = None, **options: Any) -> Any:
+    return match_partition_rules(rules, tree, mesh, **{"min_size": 0, **options})
+
+
+def message_of(rules: Any, tree: Any, mesh: Any = None, **options: Any) -> str:
+    with pytest.raises(ts.ShardingRuleError) as raised:
+        match(rules, tree, mesh, **options)
+    return str(raised.value)
+
+
+class Pair(NamedTuple):
+    b: Any
+    a: Any
+
+
+class Sly:
+    """Raises when compared, as arrays do."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("compared")
+
+    __hash__ = None  # pyright: ignore
+
+
+class Linear(eqx.Module):
+    weight: Any
+    bias: Any
+    name: Any = eqx.field(static=True, default="linear")
+
+
+# ------------------------------------------------------------------ the rule that decides
+
+
+@pytest.mark.parametrize(
+    ("rules", "spec"),
+    [
+        pytest.param([("attn", P("data")), ("q", P("fsdp"))], P("data"), id="first-wins"),
+        pytest.param([("v", P("data")), ("q", P("fsdp"))], P("fsdp"), id="search-anywhere"),
+        pytest.param([("^q", P("data")), (".*", None)], P(), id="anchored"),
+        pytest.param([("^layers/0/attn/q$", P("data"))], P("data"), id="whole-path"),
+        pytest.param([("layers/1", P("data")), ("layers/0", None)], P(), id="by-index"),
+        pytest.param([(re.compile("ATTN", re.I), P("data"))], P("data"), id="compiled"),
+        pytest.param((["q", P("data")],), P("data"), id="lists-and-tuples"),
+        pytest.param([("q", lambda path, leaf: P(None, path[-1]))], P(None, "q"), id="function"),
+        pytest.param([("q", lambda path, leaf: None)], P(), id="function-none"),
+        pytest.param([("q", P(P.UNCONSTRAINED, "data"))], P(P.UNCONSTRAINED, "data"), id="uncon"),
+        pytest.param([("q", P("data", None, None))], P("data"), id="trailing-nones-vanish"),
+        pytest.param([("q", P("data", None))], P("data", None), id="nones-within-rank-stay"),
+    ],
+)
+def test_which_rule_decides(rules, spec) -> None:
+    for mesh in (None, AbstractMesh((2, 2, 2), ("data", "fsdp", "q"))):
+        found = match(rules, {"layers": [{"attn": {"q": struct(8, 8)}}]}, mesh)
+        assert found == {"layers": [{"attn": {"q": spec}}]}
+
+
+def test_every_kind_of_container() -> None:
+    tree = {
+        "module": Linear(struct(8), None),
+        "pair": Pair(struct(8), [struct(8)]),
+        "ordered": collections.OrderedDict(z=struct(8), a=struct(8)),
+        "default": collections.defaultdict(list, x=struct(8)),
+        "none": None,
+        "empty": ({}, [], ()),
+        "a/b": {"": struct(8)},
+    }
+    seen: dict[str, Any] = {}
+
+    def note(path: str, leaf: Any) -> P:
+        seen[path] = leaf
+        return P(f"[{path}]")
+
+    specs = match([("", note)], tree)
+    assert list(seen) == leaf_paths(tree)
+    assert jax.tree.structure(specs) == jax.tree.structure(tree)
+    assert specs["module"].weight == P("[module/weight]")
+    assert specs["pair"] == Pair(P("[pair/b]"), [P("[pair/a/0]")])
+    assert specs["ordered"]["z"] == P("[ordered/z]")
+
+
+@pytest.mark.parametrize(
+    ("tree", "specs"),
+    [
+        (struct(8), P("data")),
+        (None, None),
+        ({}, {}),
+        (jax.nn.relu, P()),
+        ([struct()], [P()]),
+        (
+            {"f": jax.nn.relu, "s": "text", "i": 3, "o": np.array([None])},
+            dict.fromkeys("fsio", P()),
+        ),
+        ({1: struct(8), 3: np.float32(2)}, {1: P("data"), 3: P()}),
+        ([np.zeros(8), np.array(["text"])], [P("data"), P()]),
+    ],
+    ids=["leaf", "none", "empty", "function", "scalar", "no-arrays", "int-keys", "numpy"],
+)
+def test_scalars_and_leaves_without_a_shape_need_no_rule(tree, specs) -> None:
+    assert match([("^", P("data"))], tree) == specs
+    if specs != P("data") and "data" not in str(specs):
+        assert match([], tree) == specs
+
+
+@pytest.mark.parametrize("digits", ["layers/0/w", "^0/", r"(\w)/\1"])
+def test_boxes_stay_in_the_tree_and_not_in_paths(digits) -> None:
+    box = linen.Partitioned(struct(8, 8), names=("embed", None))
+    variable = nnx.Param(np.zeros((8, 8)))
+    specs = match([("layers/1/w$", P("data")), ("w$", P("fsdp"))], {"layers": [{"w": box}] * 2})
+    assert specs["layers"][0]["w"] == linen.Partitioned(P("fsdp"), names=("embed", None))
+    assert specs["layers"][1]["w"].value == P("data")
+    assert jax.tree.leaves(match([("^w$", P("data"))], {"w": variable})) == [P("data")]
+
+
+def test_boxes_in_a_list_differ_by_their_index() -> None:
+    boxes = [linen.Partitioned(struct(8), names=("embed",)) for _ in range(3)]
+    specs = match([("^1$", P("data")), (".*", P("fsdp"))], boxes)
+    assert [box.value for box in specs] == [P("fsdp"), P("data"), P("fsdp")]
+
+
+def test_static_fields_that_cannot_be_compared() -> None:
+    tree = [Linear(struct(8), struct(8), Sly()) for _ in range(3)]
+    specs = match([("1/w", P("data")), ("b|w", P("fsdp"))], tree)
+    assert [module.weight for module in specs] == [P("fsdp"), P("data"), P("fsdp")]
+
+
+# ------------------------------------------------------------------ the resulting spec
+
+
+def decisions(rules: Any, tree: Any, mesh: Any = None, min_size: int = 0) -> dict[str, Any]:
+    decided = decide(read_rules(rules), tree, mesh, min_size)
+    return dict(zip(decided.paths, decided.decisions, strict=True))
+
+
+def test_leaves_below_min_size_are_replicated_but_must_match() -> None:
+    tree = {"big": struct(16), "small": struct(15), "norm": struct(2), "f": struct(2)}
+    rules = [("norm", None), ("f", lambda path, leaf: 1 / 0), (".*", P("data"))]
+    found = decisions(rules, tree, MESH, min_size=16)
+    assert found["big"].given == P("data")
+    assert found["small"][:4] == (P("data"), P(), 2, ".*")
+    assert [note.kind for note in found["small"].adjustments] == ["too-small"]
+    assert found["norm"] == (P(), P(), 0, "norm", ())
+    assert [note.kind for note in found["f"].adjustments] == ["too-small"]
+    assert "small: shape (15,), no rule" in message_of([("big", None)], {"small": struct(15)})
+
+
+def test_a_small_leaf_is_matched_like_any_other(monkeypatch) -> None:
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "9")
+    tree = {"w": struct(9), "b": struct(8)}
+    specs = match_partition_rules([(".*", P("data"))], tree, strict=True)
+    assert specs == {"w": P("data"), "b": P()}
+    with pytest.raises(ts.ShardingRuleError, match="b: shape"):
+        match_partition_rules([("w", P("data"))], tree)
+    monkeypatch.delenv("MIN_SHARDING_SIZE")
+    assert match_partition_rules([(".*", P("data"))], tree)["w"] == P()
+
+
+def test_min_size_of_a_tactic_overrides_the_calls() -> None:
+    rules = [("w", fsdp("fsdp", min_size=0)), (".*", fsdp("fsdp"))]
+    specs = match(rules, {"w": struct(8), "b": struct(8)}, MESH, min_size=100)
+    assert specs == {"w": P("fsdp"), "b": P()}
+
+
+def test_a_tactic_that_finds_no_dim_is_recorded_and_no_error() -> None:
+    found = decisions([("w", fsdp("fsdp") | replicate())], {"w": struct(7)}, MESH)["w"]
+    assert found[:3] == (P(), P(), 0)
+    assert [note.kind for note in found.adjustments] == ["no-dim"]
+    assert match([("w", fsdp("fsdp"))], {"w": struct(7)}, MESH) == {"w": P()}  # no error
+
+
+def test_layers_that_differ_in_a_shape_only() -> None:
+    layers = [{"w": struct(8), "b": struct(8)} for _ in range(12)]
+    layers[7] = {"w": struct(8), "b": struct(6)}
+    specs = match([("w|b", fsdp("fsdp"))], {"layers": layers}, MESH)["layers"]
+    assert [layer["b"] for layer in specs] == [P("fsdp")] * 7 + [P()] + [P("fsdp")] * 4
+
+
+def test_how_many_digits_an_index_has_may_matter() -> None:
+    rules = [(r"layers/\d/", P("data")), (r"layers/1\d/", P("fsdp")), ("w1$", None)]
+    layers = [{"w1": struct(8)} for _ in range(12)]
+    specs = match([*rules, ("", P("a"))], {"layers": layers, "w1": struct(8), "b": struct(8)})
+    assert [layer["w1"] for layer in specs["layers"]] == [P("data")] * 10 + [P("fsdp")] * 2
+    assert (specs["w1"], specs["b"]) == (P(), P("a"))
+
+
+def test_paths_of_nested_layers() -> None:
+    tree = [[{"w": struct(8), "b": struct(8)} for _ in range(11)] for _ in range(11)]
+    tree = {"z": struct(8), "layers": tree, "after": [tree[0], tree[0], tree[0]]}
+    assert decide(read_rules([("", None)]), tree, None, 0).paths == leaf_paths(tree)
+    rules = [("layers/10/3/", P("x")), ("/7/b$", P("y")), ("", None)]
+    specs = match(rules, tree)
+    found = zip(leaf_paths(tree), jax.tree.leaves(specs), strict=True)
+    marked = {path: spec for path, spec in found if spec != P()}
+    assert marked == {
+        **{f"layers/10/3/{name}": P("x") for name in "bw"},
+        **{f"layers/{i}/7/b": P("y") for i in range(11)},
+        **{f"after/{i}/7/b": P("y") for i in range(3)},
+    }
+
+
+def test_anchored_rules_reach_optimizer_state_through_the_parameters() -> None:
+    rules = [("^attn/q", P("data")), ("^q", P("fsdp")), ("", None)]
+    params = {"attn": {"q": struct(8, 8)}, "q": struct(8, 8)}
+    state = jax.eval_shape(optax.adam(0.1).init, params)
+    assert match(rules, state)[0].mu == {"attn": {"q": P()}, "q": P()}  # 0/mu/attn/q
+    specs = {"attn": {"q": P("data")}, "q": P("fsdp")}
+    assert match(rules, params) == specs
+    for found in (
+        optimizer_state_specs(state, params, match(rules, params)),
+        ts.plan(params, rules, MESH, min_size=0).follow(state).specs,
+    ):
+        assert (found[0].mu, found[0].nu, found[0].count) == (specs, specs, P())
+
+
+def test_decisions_are_shared() -> None:
+    found = decisions([(".*", fsdp("fsdp"))], [{"w": struct(8)} for _ in range(30)], MESH)
+    assert len({id(decision) for decision in found.values()}) == 1
+
+
+def test_strategy_strings_as_actions() -> None:
+    rules = [("q", "shard_dim('data', 0) | fsdp('fsdp', min_size=0)"), ("", "replicate")]
+    tree = {"q": struct(8, 8), "k": struct(8, 8)}
+    assert match(rules, tree, MESH) == {"q": P("data", "fsdp"), "k": P()}
+    assert ts.plan(tree, rules, MESH, min_size=0).specs == {"q": P("data", "fsdp"), "k": P()}
+
+
+def test_the_threshold_of_strategy_strings_is_in_bytes() -> None:
+    small, large = struct(2**18), jax.ShapeDtypeStruct((2**18 + 8,), "float32")
+    half = jax.ShapeDtypeStruct((2**18 + 8,), "bfloat16")
+    tree = [{"a": small, "b": large, "c": half} for _ in range(12)]
+    specs = match([("", "fsdp('data', 1)")], tree, MESH, min_size=2**30)
+    assert specs == [{"a": P(), "b": P("data"), "c": P()}] * 12
+
+
+RULES = [("batch", ("data", "absent")), ("embed", "fsdp"), ("heads", "fsdp")]
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "spec", "kinds"),
+    [
+        pytest.param(("batch", "embed"), (8, 8), P("data", "fsdp"), [], id="two"),
+        pytest.param(("embed", None, "heads"), (8, 8, 8), P("fsdp"), [], id="an-axis-once"),
+        pytest.param((None, "embed"), (8, 6), P(), ["indivisible"], id="indivisible"),
+        pytest.param(("batch", "embed"), (8,), P("data"), ["rank"], id="too-many"),
+    ],
+)
+def test_logical_names_as_actions(names, shape, spec, kinds) -> None:
+    with ts.logical_axis_rules(RULES):
+        found = ts.plan({"w": struct(*shape)}, [("w", names)], MESH, min_size=0)
+    assert found.specs == {"w": spec}
+    assert [note.kind for note in found.leaves[0].adjustments] == kinds
+
+
+def test_names_that_do_not_resolve() -> None:
+    text = message_of([("w", ("embed",)), ("", None)], {"w": struct(8)})
+    assert text.startswith("rule 0, 'w': ('embed',) is a tuple of logical names, and no rules are")
+    assert "`with treeshard.logical_axis_rules(rules):`" in text
+    with ts.logical_axis_rules(RULES):
+        text = message_of([("w", ("embed", "embed")), ("", ("batch", "batch"))], {})
+    assert text.splitlines()[0] == "2 rules have logical names that do not resolve:"
+    assert "rule 1, '': ('batch', 'batch'): 'batch' occurs twice" in text
+
+
+def test_functions_are_called_for_every_leaf_in_order() -> None:
+    asked: list[str] = []
+
+    def ask(path: str, leaf: Any) -> P:
+        asked.append(path)
+        return P("data") if path == "layers/7/w" else P()
+
+    tree = {"layers": [{"w": struct(8), "b": struct(4)} for _ in range(20)]}
+    specs = match([("w", ask), (".*", None)], tree)
+    assert asked == [f"layers/{i}/w" for i in range(20)]
+    assert [i for i, layer in enumerate(specs["layers"]) if layer["w"] != P()] == [7]
+
+
+# ------------------------------------------------------------------ with and without a mesh
+
+
+def test_without_a_mesh_nothing_is_checked_against_one(mesh) -> None:
+    with jax.set_mesh(mesh):
+        assert match([("w", P("nowhere"))], {"w": struct(7)}) == {"w": P("nowhere")}
+
+
+def test_a_tactic_uses_the_mesh_in_force(mesh) -> None:
+    tree = {"w": struct(8, 4)}
+    with jax.set_mesh(mesh):
+        assert match([("w", fsdp("fsdp"))], tree) == {"w": P("fsdp")}
+        assert "no axis 'fdsp'" in message_of([("w", fsdp("fdsp"))], tree)
+    with pytest.raises(ts.NoMeshError, match="No mesh is in force"):
+        match([("w", fsdp("fsdp"))], tree)
+
+
+# ------------------------------------------------------------------ errors
+
+
+TREE = {"attn": {"q": struct(8, 6), "bias": struct(6)}, "mlp": struct(16, 8)}
+
+
+def test_all_bad_leaves_at_once() -> None:
+    rules = [("q", P("data", "fsdp")), ("bias", P("fdsp")), ("nothing", None)]
+    with pytest.raises(ts.UnknownAxisError) as raised:
+        match(rules, TREE, MESH)
+    assert isinstance(raised.value, ts.ShardingRuleError)
+    assert str(raised.value).splitlines() == [
+        "3 leaves do not follow the rules. The mesh has data=2, fsdp=4.",
+        "  attn/bias: shape (6,), P('fdsp',) by rule 1, 'bias': the mesh has no axis 'fdsp'. It has"
+        " data=2, fsdp=4. Did you mean 'fsdp'?",
+        "  attn/q: shape (8, 6), P('data', 'fsdp') by rule 0, 'q': P('data', 'fsdp') splits dim 1"
+        " of shape (8, 6) into 4 parts, and 6 is not divisible by 4. Pad it to 8, or use another"
+        " dim or axis.",
+        "  mlp: shape (16, 8), no rule matches.",
+        'To replicate leaves that no other rule matches, add a last rule (".*", None).',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            [("attn", None)],
+            "mlp: shape (16, 8), no rule matches. The mesh has data=2, fsdp=4.\nTo",
+        ),
+        ([("mlp", P(None, "fsdp", "data")), ("", None)], "has 3 entries, but shape (16, 8) has 2"),
+        ([("mlp", P("data", "data")), ("", None)], "names the axis 'data' twice"),
+        ([("mlp", P(("data", "x"))), ("", None)], "the mesh has no axis 'x'"),
+        ([("mlp", fsdp("fsdp") | fsdp("fsdp")), ("", None)], "uses 'fsdp' already"),
+    ],
+    ids=["unmatched", "rank", "repeated", "unknown", "tactic"],
+)
+def test_one_bad_leaf_has_no_headline(rules, message) -> None:
+    text = message_of(rules, TREE, MESH)
+    assert message in text
+    assert text.count("data=2, fsdp=4.") == 1
+    assert text.startswith("mlp: shape (16, 8), ")
+
+
+def test_a_named_entry_beyond_the_rank_is_an_error_without_a_mesh() -> None:
+    text = message_of([("bias", P(None, "fsdp")), ("", None)], TREE)
+    assert text == (
+        "attn/bias: shape (6,), P(None, 'fsdp') by rule 0, 'bias': P(None, 'fsdp') has 2 entries,"
+        " but shape (6,) has 1 dim. Drop the last entry. No mesh was given."
+    )
+
+
+def test_bad_leaves_beyond_ten_are_counted() -> None:
+    text = message_of([], [struct(8) for _ in range(25)])
+    assert text.startswith("25 leaves do not follow the rules.")
+    assert "  ... and 15 more" in text
+
+
+def test_not_strict_replicates_leaves_and_drops_entries() -> None:
+    rules = [("q", P("data", "fsdp")), ("bias", P("fdsp"))]
+    specs = match(rules, TREE, MESH, strict=False)
+    assert specs == {"attn": {"q": P("data"), "bias": P()}, "mlp": P()}
+
+
+def test_not_strict_warns_of_entries_beyond_the_rank() -> None:
+    rules = [("bias", P("fsdp", "data")), ("", P("data"))]
+    with pytest.warns(ts.ShardingWarning) as warned:
+        specs = match(rules, TREE, strict=False)
+    assert specs["attn"]["bias"] == P("fsdp")
+    assert len(warned) == 1
+    assert str(warned[0].message).startswith("attn/bias: shape (6,), P('fsdp', 'data') by rule 0,")
+
+
+@pytest.mark.parametrize(
+    ("rules", "lines"),
+    [
+        (["attn"], ["rule 0 is not a pair: 'attn'. A rule is a pair (pattern, action), such as"]),
+        ([("a", None), ("a", None, 1)], ["rule 1 is not a pair: ('a', None, 1)."]),
+        (
+            [("ok", None), ("a(b", None)],
+            ["rule 1: the pattern 'a(b' does not compile: missing ), unterminated subpattern at"],
+        ),
+        (
+            [("a{99999999999}", None)],
+            ["rule 0: the pattern 'a{99999999999}' does not compile: the"],
+        ),
+        ([(3, None)], ["rule 0: the pattern 3 does not compile: first argument must be string"]),
+        ([(re.compile(b"a"), None)], ["rule 0: the pattern re.compile(b'a') is bytes."]),
+        (
+            [("a", "fdsp('x')"), ("b", (None,)), ("c", 3)],
+            [
+                "3 rules are malformed:",
+                "  rule 0, 'a': the strategy \"fdsp('x')\", at column 1: fdsp is not a tactic. Did",
+                "  rule 1, 'b': the action is (None,) (tuple). An action is a PartitionSpec, a",
+                "  rule 2, 'c': the action is 3 (int).",
+            ],
+        ),
+    ],
+    ids=["not-a-pair", "triple", "regex", "overflow", "no-pattern", "bytes", "actions"],
+)
+def test_malformed_rules(rules, lines) -> None:
+    found = message_of(rules, {}).splitlines()
+    assert len(found) == len(lines)
+    for line, start in zip(found, lines, strict=True):
+        assert line.startswith(start)
+
+
+@pytest.mark.parametrize("rules", ["attn", {"attn": None}, None], ids=["str", "dict", "none"])
+def test_rules_that_are_not_a_list(rules, unchecked) -> None:
+    assert "rules are" in message_of(rules, {})
+    assert '[("norm|bias", None), (".*", P("fsdp"))]' in message_of(rules, {})
+
+
+def test_functions_that_do_not_return_a_spec() -> None:
+    text = message_of([("bias", lambda path, leaf: ("data",)), ("", lambda path, leaf: 3)], TREE)
+    assert text.splitlines() == [
+        "The actions of rules returned no spec for 3 leaves:",
+        "  attn/bias: the function of rule 0, 'bias', returned ('data',) (tuple). Return a"
+        " PartitionSpec, or None to replicate.",
+        "  attn/q: the function of rule 1, '', returned 3 (int). Return a PartitionSpec, or None to"
+        " replicate.",
+        "  mlp: the function of rule 1, '', returned 3 (int). Return a PartitionSpec, or None to"
+        " replicate.",
+    ]
+
+
+def test_log_sharding_move_warns_of_trimmed_specs_and_small_leaves(monkeypatch, recwarn) -> None:
+    rules = [("q", P("data", "fsdp")), ("", P("data"))]
+    monkeypatch.setenv("LOG_SHARDING_MOVE", "0")
+    match(rules, TREE, MESH, min_size=7, strict=False)
+    assert not recwarn
+    monkeypatch.setenv("LOG_SHARDING_MOVE", "1")
+    with pytest.warns(ts.ShardingWarning) as warned:
+        match(rules, TREE, MESH, min_size=7, strict=False)
+    text = str(warned[0].message)
+    assert text.startswith("2 leaves are not sharded as their rules say:")
+    assert "attn/bias: shape (6,), P('data',) by rule 1, '': 6 elements are fewer than" in text
+    assert (
+        "attn/q: shape (8, 6), P('data', 'fsdp') by rule 0, 'q': P('data', 'fsdp') splits" in text
+    )
+
+
+# ------------------------------------------------------------------ the plain loop
+
+
+def plain_loop(patterns: list[re.Pattern[str]], tree: Any) -> list[tuple[str, int | None]]:
+    found: list[tuple[str, int | None]] = []
+    for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True):
+        matching = (i for i, pattern in enumerate(patterns) if pattern.search(path))
+        found.append((path, next(matching, None) if getattr(leaf, "shape", ()) else None))
+    return found
+
+
+KEYS = [
+    "w",
+    "b",
+    "w1",
+    "w10",
+    "layer_1",
+    "layer_2",
+    "layer_12",
+    "attn",
+    "",
+    "a/b",
+    "0",
+    "é",
+    "\uff12",
+]
+SHAPES = [(), (2,), (2, 3), (0,)]
+
+
+def a_leaf(rng: random.Random) -> Any:
+    return rng.choice([*map(np.zeros, SHAPES), struct(2), struct(2, 3), 1.5, jax.nn.relu])
+
+
+def a_tree(rng: random.Random, depth: int) -> Any:
+    if depth == 0 or rng.random() < 0.1:
+        return None if rng.random() < 0.1 else a_leaf(rng)
+
+    def below() -> Any:
+        return a_tree(rng, depth - 1)
+
+    kind = rng.choice(["dict", "ints", "list", "same", "tuple", "pair", "module", "box", "ordered"])
+    few = range(rng.randint(0, 4))
+    match kind:
+        case "dict":
+            return {key: below() for key in rng.sample(KEYS, len(few))}
+        case "ints":
+            return {key: below() for key in rng.sample(range(20), len(few))}
+        case "list":
+            return [below() for _ in few]
+        case "same":  # layers: what the engine caches
+            layer, odd = below(), below()
+            layers = [layer] * rng.choice([2, 3, 12])
+            return [*layers, odd, layer] if rng.random() < 0.3 else layers
+        case "tuple":
+            return tuple(below() for _ in few)
+        case "pair":
+            return Pair(below(), below())
+        case "module":
+            return Linear(below(), below(), rng.choice(["x", Sly()]))
+        case "box":
+            return linen.Partitioned(a_leaf(rng), names=("x",))
+        case _:
+            return collections.OrderedDict((key, below()) for key in rng.sample(KEYS, len(few)))
+
+
+ATOMS = [
+    *"abw/_1012", "layer_", "attn", "w1", "/0/", "/1/", ".", r"\d", r"\w", r"\D", "[^/]",
+    "[0-9]", "[0-5]", "[^0]", "[^0-9]", "[a-z]", "[+-9]", "[ab1]", r"(\w)/\1", r"(.)\1",
+    "(?P<g>[0-9])/(?P=g)", "(1)?(?(1)0|/)", r"\b", "^", "$", "\\x31", "é", r"\/", r"[\w/]",
+]  # fmt: skip
+WRAPS = [
+    "{}", "{}", "({})", "(?:{})", "(?i:{})", "(?={})", "(?!{})", "(?<={})", "(?<!{})", "(?>{})",
+    "(?:{})?", "(?:{})+", "(?:{}){{2}}", "(?:{})*?", "(?:{})?+", "(?-i:{})", "(?x:{} # 1\n)",
+]  # fmt: skip
+FLAGS = [0, 0, 0, re.IGNORECASE, re.VERBOSE, re.ASCII, re.IGNORECASE | re.DOTALL]
+
+
+def a_pattern(rng: random.Random) -> re.Pattern[str]:
+    while True:
+        parts = [rng.choice(WRAPS).format(rng.choice(ATOMS)) for _ in range(rng.randint(1, 3))]
+        text = rng.choice(["", "", "|"]).join(parts)
+        try:
+            return re.compile(
+                rng.choice(["{}", "{}", "({}|b)", "(?i){}"]).format(text), rng.choice(FLAGS)
+            )
+        except re.error:  # a look-behind of no fixed width, say
+            continue
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_the_engine_agrees_with_the_plain_loop(seed) -> None:
+    rng = random.Random(seed)
+    tree = a_tree(rng, 4)
+    while len(jax.tree.leaves(tree)) > 100:
+        tree = a_tree(rng, 4)
+    asked: list[str] = []
+
+    def by_path(path: str, leaf: Any) -> P:
+        asked.append(path)
+        return P()
+
+    for _ in range(30):
+        patterns = [a_pattern(rng) for _ in range(rng.randint(1, 5))]
+        actions = [rng.choice([None, None, replicate(), by_path]) for _ in patterns]
+        rules = list(zip(patterns, actions, strict=True))
+        asked.clear()
+        decided = decide(read_rules(rules), tree, MESH, 0)
+        found = [decision.rule for decision in decided.decisions]
+        expected = plain_loop(patterns, tree)
+        assert list(zip(decided.paths, found, strict=True)) == expected, rules
+        assert asked == [p for p, i in expected if i is not None and actions[i] is by_path]
+        for leaf, decision in zip(decided.leaves, decided.decisions, strict=True):
+            unmatched = [note.kind for note in decision.adjustments] == ["unmatched"]
+            assert unmatched == (decision.rule is None and bool(getattr(leaf, "shape", ())))

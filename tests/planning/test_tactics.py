@@ -1,0 +1,430 @@
+"""Tactics: which dim they shard, and what they record when they shard none."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._planning.tactics import (
+    Own,
+    Tactic,
+    fsdp,
+    logical_partitioning,
+    min_size_in_force,
+    own_tactics,
+    replicate,
+    shard_dim,
+    tactic,
+)
+
+WHOLE = P()
+MESH = AbstractMesh((2, 4, 1), ("data", "fsdp", "one"), axis_types=(AxisType.Auto,) * 3)
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def refined(tactic: Tactic, shape: tuple[int, ...], spec: P = WHOLE, floor: int = 0):
+    given, notes = tactic.refine(spec, MESH, "w", struct(*shape), floor)
+    return given, [note.kind for note in notes]
+
+
+@pytest.mark.parametrize(
+    ("tactic", "shape", "spec", "given"),
+    [
+        pytest.param(fsdp("fsdp"), (8, 16), P(), P(None, "fsdp"), id="largest"),
+        pytest.param(fsdp("fsdp"), (16, 8), P(), P("fsdp"), id="largest-first"),
+        pytest.param(fsdp("fsdp"), (8, 8, 8), P(), P(None, None, "fsdp"), id="equal-last"),
+        pytest.param(fsdp("fsdp"), (8, 18), P(), P("fsdp"), id="largest-that-divides"),
+        pytest.param(fsdp("fsdp"), (8, 16), P(None, "data"), P("fsdp", "data"), id="free"),
+        pytest.param(fsdp("fsdp"), (8, 16), P("data"), P("data", "fsdp"), id="padded"),
+        pytest.param(
+            fsdp("fsdp"), (8, 16), P(None, P.UNCONSTRAINED), P("fsdp", P.UNCONSTRAINED), id="uncon"
+        ),
+        pytest.param(fsdp(("data", "fsdp")), (8, 12), P(), P(("data", "fsdp")), id="two-axes"),
+        pytest.param(fsdp(["data"]), (8,), P(), P("data"), id="list-of-one"),
+        pytest.param(fsdp("one"), (3, 5), P(), P(None, "one"), id="axis-of-size-1"),
+        pytest.param(fsdp("fsdp", skip=(1,)), (8, 16), P(), P("fsdp"), id="skip"),
+        pytest.param(fsdp("fsdp", skip=(-1,)), (8, 16), P(), P("fsdp"), id="skip-from-back"),
+        pytest.param(fsdp("fsdp", skip=(5,)), (8, 16), P(), P(None, "fsdp"), id="skip-beyond"),
+        pytest.param(fsdp("fsdp"), (0, 4), P(), P(None, "fsdp"), id="never-a-dim-of-length-0"),
+        pytest.param(replicate(), (8, 16), P(), P(), id="replicate"),
+        pytest.param(replicate(), (8, 16), P(None, ()), P(), id="replicate-what-is-replicated"),
+        pytest.param(shard_dim("data", 0), (8, 16), P(), P("data"), id="dim"),
+        pytest.param(shard_dim("data", -1), (8, 16), P(), P(None, "data"), id="dim-from-back"),
+        pytest.param(shard_dim("data", -2), (8, 16), P(), P("data"), id="dim-minus-ndim"),
+        pytest.param(shard_dim(["data", "fsdp"], 0), (8,), P(), P(("data", "fsdp")), id="dim-two"),
+        pytest.param(
+            shard_dim("data", 1), (8, 16), P("fsdp"), P("fsdp", "data"), id="dim-beside-another"
+        ),
+        pytest.param(
+            shard_dim("data", 2, ignore_ndim_error=True),
+            (8, 16),
+            P("fsdp"),
+            P("fsdp"),
+            id="ignored",
+        ),
+        pytest.param(
+            shard_dim("data", -3, True), (8, 16), P("fsdp"), P("fsdp"), id="ignored-from-back"
+        ),
+        pytest.param(
+            shard_dim("data", -1) | fsdp("fsdp"),
+            (16, 8),
+            P(),
+            P("fsdp", "data"),
+            id="dim-then-fsdp",
+        ),
+        pytest.param(
+            fsdp("fsdp") | fsdp("data"), (8, 16), P(), P("data", "fsdp"), id="left-to-right"
+        ),
+    ],
+)
+def test_which_dim_is_sharded(tactic, shape, spec, given) -> None:
+    assert refined(tactic, shape, spec) == (given, [])
+
+
+@pytest.mark.parametrize(
+    ("tactic", "shape", "spec", "kinds", "why"),
+    [
+        (fsdp("fsdp"), (7, 9), P(), ["no-dim"], "no free dim of shape (7, 9) is divisible by 4"),
+        (fsdp("fsdp"), (0,), P(), ["no-dim"], "(0,)"),
+        (fsdp("fsdp", skip=(0,)), (8,), P(), ["no-dim"], "(8,)"),
+        (fsdp("fdsp"), (8,), P(), ["axis-not-in-mesh"], "no axis 'fdsp'. It has data=2, fsdp=4"),
+        (fsdp(("x", "fsdp", "y")), (8,), P(), ["axis-not-in-mesh"] * 2, "no axis 'x'"),
+        (fsdp("fsdp"), (8, 8), P("fsdp"), ["axis-already-used"], "P('fsdp',) uses 'fsdp' already"),
+        (fsdp("fsdp", min_size=9), (8,), P(), ["too-small"], "8 elements are fewer than min_size"),
+        (
+            replicate(),
+            (8,),
+            P("data"),
+            ["already-sharded"],
+            "an earlier tactic sharded it as P('data',), so it cannot be replicated. Drop either.",
+        ),
+        (
+            shard_dim("data", 0),
+            (8,),
+            P("fsdp"),
+            ["already-sharded"],
+            "an earlier tactic already sharded dim 0: P('fsdp',). Give all its axes to one tactic,",
+        ),
+        (
+            shard_dim("data", 1),
+            (8, 8),
+            P("data"),
+            ["axis-already-used"],
+            "P('data',) uses 'data' already. An axis can split only one dim.",
+        ),
+        (shard_dim("fdsp", 0), (8,), P(), ["axis-not-in-mesh"], "no axis 'fdsp'. It has data=2"),
+        (
+            shard_dim("data", 1),
+            (8,),
+            P(),
+            ["rank"],
+            "shape (8,) has no dim 1. Make the pattern match fewer leaves, or pass"
+            " `ignore_ndim_error=True` to keep the spec of such leaves.",
+        ),
+        (shard_dim("data", -2), (8,), P(), ["rank"], "shape (8,) has no dim -2."),
+    ],
+)
+def test_a_leaf_that_cannot_be_sharded_keeps_its_spec(tactic, shape, spec, kinds, why) -> None:
+    given, notes = tactic.refine(spec, MESH, "w", struct(*shape), 0)
+    assert given is spec
+    assert [note.kind for note in notes] == kinds
+    assert why in notes[0].why
+
+
+def test_an_indivisible_dim_is_recorded() -> None:
+    given, notes = shard_dim("fsdp", 0).refine(P(), MESH, "w", struct(6, 8), 0)
+    assert given == P()
+    assert [note.kind for note in notes] == ["indivisible"]
+    fact = "splits dim 0 of shape (6, 8) into 4 parts, and 6 is not divisible by 4. Pad it to 8"
+    assert fact in notes[0].why
+
+
+def test_an_adjustment_names_its_step_among_several() -> None:
+    _, notes = (fsdp("data") | shard_dim("fsdp", 0)).refine(P(), MESH, "w", struct(8), 0)
+    assert notes[0].why.startswith("shard_dim('fsdp', 0): an earlier tactic already sharded dim 0")
+
+
+@pytest.mark.parametrize(
+    ("tactic", "size", "floor", "given", "kinds"),
+    [
+        pytest.param(fsdp("fsdp"), 8, 8, P("fsdp"), [], id="at-the-floor"),
+        pytest.param(fsdp("fsdp"), 4, 5, P(), ["too-small"], id="under-the-calls"),
+        pytest.param(fsdp("fsdp", min_size=4), 4, 99, P("fsdp"), [], id="own-floor-decides"),
+        pytest.param(fsdp("fsdp", min_size=9), 8, 0, P(), ["too-small"], id="under-its-own"),
+        pytest.param(
+            fsdp("fsdp") | fsdp("data", min_size=0), 8, 9, P("data"), ["too-small"], id="each-own"
+        ),
+        pytest.param(replicate(), 8, 99, P(), [], id="replicate-has-none"),
+    ],
+)
+def test_the_threshold_of_the_step_or_else_of_the_call(tactic, size, floor, given, kinds) -> None:
+    assert refined(tactic, (size,), floor=floor) == (given, kinds)
+
+
+@pytest.mark.parametrize(
+    ("tactic", "code"),
+    [
+        (fsdp("fsdp"), "fsdp('fsdp')"),
+        (fsdp(["data", "fsdp"], min_size=0), "fsdp(('data', 'fsdp'), min_size=0)"),
+        (fsdp("fsdp", skip=[0]) | replicate(), "fsdp('fsdp', skip=(0,)) | replicate()"),
+        (shard_dim("a", -1), "shard_dim('a', -1)"),
+        (shard_dim(["a", "b"], 0, True), "shard_dim(('a', 'b'), 0, ignore_ndim_error=True)"),
+        (logical_partitioning(), "logical_partitioning()"),
+        (logical_partitioning({"embed": ["a"]}), "logical_partitioning([('embed', 'a')])"),
+    ],
+)
+def test_a_repr_is_the_code_that_made_it(tactic, code) -> None:
+    assert repr(tactic) == code
+    assert eval(code) == tactic
+    assert hash(eval(code)) == hash(tactic)
+
+
+def test_tactics_that_differ_are_not_equal() -> None:
+    different = [fsdp("a"), fsdp("b"), fsdp("a", min_size=0), fsdp("a", skip=(0,)), replicate()]
+    assert len({*different, fsdp("a") | replicate(), replicate() | fsdp("a")}) == 7
+
+
+def test_a_tactic_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        fsdp("a").steps = ()  # pyright: ignore
+
+
+def test_only_tactics_compose() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        _ = fsdp("a") | "replicate"  # pyright: ignore
+
+
+def test_fsdp_axes() -> None:
+    assert (fsdp(("a", "b")) | replicate() | fsdp("c")).fsdp_axes == {"a", "b", "c"}
+    assert replicate().fsdp_axes == frozenset()
+
+
+# ------------------------------------------------------------------ boxes
+
+RULES = [("embed", "fsdp"), ("mlp", ("data", "absent")), ("vocab", "fsdp")]
+
+
+def logical(*names: Any, rules: Any = None) -> Any:
+    return linen.LogicallyPartitioned(struct(*[8] * len(names)), names, rules=rules)
+
+
+def variable(*names: Any, **metadata: Any) -> Any:
+    value = jax.numpy.zeros([8] * len(names))
+    return nnx.Param(value, out_sharding=names, eager_sharding=False, **metadata)
+
+
+@pytest.mark.parametrize(
+    ("box", "spec"),
+    [
+        pytest.param(logical("embed", "mlp"), P("fsdp", "data"), id="logical"),
+        pytest.param(logical("embed", "vocab"), P("fsdp"), id="an-axis-once"),
+        pytest.param(logical("data", "unknown"), P(), id="logical-names-are-no-axes"),
+        pytest.param(logical("embed", rules=(("embed", "data"),)), P("data"), id="its-own-rules"),
+        pytest.param(linen.Partitioned(struct(8, 8), ("data", None)), P("data"), id="axes"),
+        pytest.param(linen.Partitioned(struct(8), ("mlp",)), P("data"), id="names-or-axes"),
+        pytest.param(variable("embed", "data"), P("fsdp", "data"), id="nnx"),
+        pytest.param(
+            variable("embed", sharding_rules=(("embed", "data"),)), P("data"), id="nnx-own-rules"
+        ),
+        pytest.param(nnx.Param(jax.numpy.zeros(8)), P(), id="nnx-without-names"),
+        pytest.param(struct(8), P(), id="no-box"),
+    ],
+)
+def test_names_in_boxes_are_resolved(box, spec) -> None:
+    with ts.logical_axis_rules(RULES):
+        assert logical_partitioning().refine(P(), MESH, "w", box, 0) == (spec, ())
+    with linen.logical_axis_rules(RULES):  # Flax's own context
+        assert logical_partitioning().refine(P(), MESH, "w", box, 0) == (spec, ())
+
+
+def test_rules_of_the_tactic_come_before_those_in_force() -> None:
+    with ts.logical_axis_rules([("embed", "data")]):
+        assert refined_box(logical_partitioning(RULES), logical("embed")) == (P("fsdp"), [])
+
+
+def refined_box(by_names: Tactic, box: Any) -> Any:
+    given, notes = by_names.refine(P(), MESH, "w", box, 0)
+    return given, [note.kind for note in notes]
+
+
+def test_a_partition_axis_gives_names_axes() -> None:
+    axes = ts.PartitionAxis(fully_sharded_data_parallel_axis="fsdp", data_parallel_axis="data")
+    by_names = logical_partitioning(axes)
+    assert refined_box(by_names, logical("batch", None)) == (P(("fsdp", "data")), [])
+    assert refined_box(by_names, linen.Partitioned(struct(8), ("data",))) == (P("data"), [])
+
+
+def test_names_then_fsdp() -> None:
+    both = logical_partitioning([("embed", "data")]) | fsdp("fsdp")
+    assert refined_box(both, logical("embed", None)) == (P("data", "fsdp"), [])
+
+
+def test_names_must_come_before_other_tactics() -> None:
+    late = fsdp("fsdp") | logical_partitioning(RULES)
+    given, notes = late.refine(P(), MESH, "w", logical("embed"), 0)
+    assert given == P("fsdp")
+    assert "sharded it as P('fsdp',). Put logical_partitioning first." in notes[0].why
+
+
+def test_an_axis_in_a_box_that_the_mesh_lacks() -> None:
+    box = linen.Partitioned(struct(2**14), ("modle",))
+    with pytest.raises(ts.UnknownAxisError, match="the mesh has no axis 'modle'"):
+        logical_partitioning()(P(), MESH, "w", box)
+
+
+def test_logical_names_without_rules() -> None:
+    with pytest.raises(ts.SpecError, match="no rules are in force to resolve them"):
+        logical_partitioning().refine(P(), MESH, "w", logical("embed"), 0)
+
+
+# ------------------------------------------------------------------ users' tactics
+
+
+@pytest.fixture
+def last() -> Any:
+    @tactic
+    def last(axis, *, answer=None):
+        """Shards the last dim."""
+        return lambda spec, mesh, path, leaf: answer or (*spec[:-1], axis)
+
+    yield last
+    del own_tactics["last"]
+
+
+def test_a_users_tactic(last) -> None:
+    assert refined(last("data"), (8, 8)) == (P(None, "data"), [])
+    assert refined(fsdp("fsdp") | last("data"), (16, 8)) == (P("fsdp", "data"), [])
+    assert refined(last("data"), (8, 7)) == (P(), ["indivisible"])
+    assert refined(last("data"), (8,), floor=9) == (P(), ["too-small"])
+    assert repr(last("data", answer=None)) == "last('data', answer=None)"
+    assert last.__doc__ == "Shards the last dim."
+
+
+def test_an_update_gets_one_entry_per_dim_and_the_leaf_in_a_box() -> None:
+    seen: list[Any] = []
+    step = Own("look()", lambda *args: seen.append(args) or args[0])
+    Tactic((step,)).refine(P("data"), MESH, "w", linen.Partitioned(struct(8, 8), ("a", "b")), 0)
+    assert seen == [(P("data", None), MESH, "w", struct(8, 8))]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            "data",
+            "the tactic last('x', answer='data') returned 'data' (str), which is not a spec."
+            " Return the spec that it was called with, or a changed one.",
+        ),
+        (
+            ("data",),
+            "returned ('data',), which has 1 entries, for shape (8, 8). Return one entry per dim.",
+        ),
+        (P("data", None, "fsdp"), "has 3 entries, for shape (8, 8)"),
+        (
+            ("data", 3),
+            "returned ('data', 3), and 3 is not an entry of a spec. An entry",
+        ),
+    ],
+    ids=["not-a-spec", "too-short", "too-long", "not-an-entry"],
+)
+def test_updates_that_do_not_return_a_spec(last, answer, message) -> None:
+    rules = [("w", last("x", answer=answer))]
+    with pytest.raises(ts.ShardingRuleError) as raised:
+        ts.match_partition_rules(rules, {"w": struct(8, 8)}, MESH, min_size=0)
+    assert str(raised.value).startswith("w: rule 0, 'w': the tactic last('x'")
+    assert message in str(raised.value)
+
+
+def test_an_update_that_returns_nothing() -> None:
+    step = Own("forgot()", lambda *args: None)
+    with pytest.raises(ts.SpecError, match=r"forgot\(\) returned None \(NoneType\), which is not"):
+        refined(Tactic((step,)), (8,))
+
+
+def test_an_update_may_return_a_spec_of_fewer_entries(last) -> None:
+    assert refined(last("x", answer=P("data")), (8, 8)) == (P("data"), [])
+
+
+def test_names_of_built_in_tactics_are_taken() -> None:
+    def fsdp(axis):
+        return lambda spec, mesh, path, leaf: spec
+
+    with pytest.raises(ts.ShardingRuleError, match="itself has a tactic 'fsdp'. Use another"):
+        tactic(fsdp)
+
+
+# ------------------------------------------------------------------ called directly
+
+
+def test_a_tactic_called_with_a_mesh(monkeypatch) -> None:
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "8")
+    assert fsdp("fsdp")(P("data"), MESH, "w", np.zeros((2, 4))) == P("data", "fsdp")
+    assert fsdp("fsdp")(P(), MESH, "w", np.zeros(4)) == P()
+
+
+def test_a_tactic_called_without_a_mesh(mesh) -> None:
+    with jax.set_mesh(mesh):
+        assert fsdp("fsdp", min_size=0)(P(), None, "w", struct(8)) == P("fsdp")
+    with pytest.raises(ts.NoMeshError, match="No mesh is in force"):
+        fsdp("fsdp")(P(), None, "w", struct(8))
+
+
+@pytest.mark.parametrize(
+    ("axis", "spec", "error", "message"),
+    [
+        (
+            "fdsp",
+            P(),
+            ts.UnknownAxisError,
+            "blocks/w (8, 8), fsdp('fdsp', min_size=0): the mesh has no axis 'fdsp'. It has data=2,"
+            " fsdp=4, one=1. Did you mean 'fsdp'?",
+        ),
+        ("data", P("data"), ts.SpecError, "uses 'data' already. An axis can split only one dim."),
+    ],
+)
+def test_a_tactic_called_directly_raises_for_misfits(axis, spec, error, message) -> None:
+    with pytest.raises(error) as raised:
+        fsdp(axis, min_size=0)(spec, MESH, "blocks/w", struct(8, 8))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("axis", [(), ("a", "a")], ids=["none", "twice"])
+def test_bad_axes(axis) -> None:
+    with pytest.raises(ts.SpecError, match="give at least one axis, and each once"):
+        fsdp(axis)
+
+
+def test_axes_of_a_wrong_type(unchecked) -> None:
+    with pytest.raises(TypeError, match="fsdp: 3 is int; axis names are a string"):
+        fsdp(3)  # pyright: ignore
+
+
+# ------------------------------------------------------------------ the threshold of a call
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "floor"),
+    [(None, None, 16384), (None, "", 16384), (None, " 7 ", 7), (5, "7", 5), (0, "7", 0)],
+)
+def test_min_size_in_force(monkeypatch, given, environment, floor) -> None:
+    monkeypatch.delenv("MIN_SHARDING_SIZE", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("MIN_SHARDING_SIZE", environment)
+    assert min_size_in_force(given) == floor
+
+
+@pytest.mark.parametrize("text", ["4k", "-1", "1.5"])
+def test_a_bad_threshold_in_the_environment(monkeypatch, text) -> None:
+    monkeypatch.setenv("MIN_SHARDING_SIZE", text)
+    with pytest.raises(ts.ShardingRuleError) as raised:
+        min_size_in_force(None)
+    assert f"MIN_SHARDING_SIZE is '{text}' in the environment" in str(raised.value)
+    assert "whole number of elements, such as 16384, or pass `min_size=`" in str(raised.value)

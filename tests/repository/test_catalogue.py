@@ -1,0 +1,157 @@
+"""docs/errors.md: every entry prints what its section shows, and no name is missing."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import errors_page
+import pytest
+from catalogue import GROUPS, OPS, REASONS, Entry, Group
+from pages import ROOT
+from surface import surface
+
+import treeshard as ts
+from treeshard import errors as _errors
+from treeshard._core import specs as _specs
+from treeshard._inspection import stability as _stability
+from treeshard.communication import collectives as _moved
+from treeshard.communication import comparison as _unplanned
+
+ENTRIES = [(group, entry) for group in GROUPS for entry in group.entries]
+WRITE = "docs/errors.md is out of date: run `python tools/errors_page.py`."
+
+
+def is_class(name: str) -> bool:
+    return hasattr(_errors, name)
+
+
+# ------------------------------------------------------------------ the page
+
+
+def sections() -> dict[str, str]:
+    """The sections of the page by their first line."""
+    parts = re.split(r"^(?=###? )", errors_page.PAGE.read_text(), flags=re.MULTILINE)
+    return {part.partition("\n")[0]: part.strip("\n") for part in parts if part.startswith("### ")}
+
+
+@pytest.mark.parametrize(
+    ("group", "entry"), ENTRIES, ids=[f"{entry.name} {entry.about}".strip() for _, entry in ENTRIES]
+)
+def test_an_entry_prints_what_its_section_shows(group: Group, entry: Entry) -> None:
+    text = errors_page.section(group, entry).strip("\n")
+    assert sections().get(text.partition("\n")[0]) == text, WRITE
+
+
+@pytest.mark.parametrize(
+    "name", [entry.name for _, entry in ENTRIES if not entry.shows], ids=lambda name: name
+)
+def test_the_output_starts_with_the_name(name: str) -> None:
+    """The name is where a class or a code is printed, not somewhere in the text."""
+    texts = [text for title, text in sections().items() if f"`{name}`" in title]
+    start = "" if is_class(name) else r"((error|warning) |[\w/]+: )?"
+    for text in texts:
+        output = text.split("```text\n")[1].split("\n```")[0]
+        assert re.search(rf"^{start}{name}\b(?!-)", output, re.MULTILINE), output
+
+
+def test_codes_that_are_not_raised_are_asserted() -> None:
+    """For a code that is reported, not raised, correct code proves nothing unless it asserts."""
+    for _, entry in ENTRIES:
+        if entry.right and not is_class(entry.name):
+            assert "assert " in entry.right, entry.name
+
+
+def test_the_rest_of_the_page() -> None:
+    by_heading = sections()
+
+    def section(group: Group, entry: Entry) -> str:
+        return by_heading.get(errors_page.heading(entry), "missing") + "\n"
+
+    assert errors_page.page(section) == errors_page.PAGE.read_text(), WRITE
+
+
+def test_anchors_are_unique() -> None:
+    anchors = [errors_page.anchor(entry) for _, entry in ENTRIES]
+    assert len(set(anchors)) == len(anchors)
+
+
+# ------------------------------------------------------------------ completeness
+
+
+MODULES = {path.stem: path.read_text() for path in (ROOT / "treeshard").glob("*.py")}
+
+
+def first_arguments(function: str, modules: Iterable[str] = MODULES) -> set[str]:
+    """The strings in the first argument of all calls of a function: the codes that it gets."""
+    strings: set[str] = set()
+    for module in modules:
+        if function not in MODULES[module]:
+            continue
+        for node in ast.walk(ast.parse(MODULES[module])):
+            if isinstance(node, ast.Call) and node.args:
+                called = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
+                if called == function:
+                    parts = (getattr(x, "value", None) for x in ast.walk(node.args[0]))
+                    strings.update(part for part in parts if isinstance(part, str))
+    return strings
+
+
+def in_docstring(thing: Any, attribute: str) -> set[str]:
+    """The strings that the docstring of a class names as values of an attribute."""
+    about = re.split(r"\n\s+(?=\w+: )", inspect.getdoc(thing) or "")
+    [line] = [part for part in about if part.startswith(f"{attribute}: ")]
+    return set(re.findall(r'`"([\w, -]+)"`', line))
+
+
+NAMES = {entry.name for _, entry in ENTRIES}
+# Used inside `analyze_sharding_strategy`; never returned.
+INTERNAL = {"unconstrained"}
+
+
+def test_no_class_is_missing() -> None:
+    classes = {
+        name
+        for name, thing in vars(_errors).items()
+        if isinstance(thing, type) and issubclass(thing, Exception)
+    }
+    public = {thing.__name__ for thing in surface().values() if isinstance(thing, type)}
+    assert public & classes == classes - {"UnknownAxisInRuleError", "UnknownAxisInSpecError"}
+    assert classes - NAMES == set()
+
+
+def test_no_finding_is_missing() -> None:
+    # The code of a misfit is the kind of its adjustment.
+    codes = first_arguments("Finding") | _specs.MISFITS
+    assert codes - NAMES == set()
+    assert in_docstring(ts.Finding, "code") == codes
+
+
+def test_no_adjustment_is_missing() -> None:
+    kinds = first_arguments("Adjustment")
+    assert kinds - NAMES - INTERNAL == set()
+    assert in_docstring(ts.Adjustment, "kind") == kinds - INTERNAL
+
+
+def test_no_code_of_a_comparison_is_missing() -> None:
+    codes = first_arguments("_add", ["_settling"]) | first_arguments("Unplanned", ["_settling"])
+    assert codes - NAMES == set()
+    assert in_docstring(_unplanned.Unplanned, "code") == codes
+
+
+def test_no_difference_is_missing() -> None:
+    kinds = set(_stability._WAY_OUT)
+    assert kinds - NAMES == set()
+    assert in_docstring(_stability.LeafDifference, "what") == kinds
+
+
+def test_no_word_of_a_comparison_is_missing() -> None:
+    assert list(OPS) == [*_moved.KINDS, *_moved._OTHERS, "unknown"]
+    assert in_docstring(ts.Collective, "kind") == set(OPS)
+    assert in_docstring(ts.PlannedTransfer, "why") == set(REASONS)
+
+
+def test_every_name_of_the_catalogue_is_in_the_sources() -> None:
+    for name in NAMES:
+        assert any(name in source for source in MODULES.values()), name

@@ -1,0 +1,276 @@
+"""Figures: how they are measured and written, and that pages quote those that were measured."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import benchmarks.__main__ as bench
+from benchmarks import _harness, bench_manual, bench_plan_scale, bench_transfer, page
+from benchmarks._harness import Figure, Row, missed, ratios, report, shown
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
+MEASURED = page.load()
+
+# ------------------------------------------------------------------ a figure
+
+
+def test_a_figure_is_the_median_and_keeps_what_was_measured() -> None:
+    figure = Figure([3.0, 1.0, 2.0, 10.0, 4.0])
+    assert figure == 3.0
+    assert figure.spread == (2.0, 4.0)
+    assert Figure([7.0]).spread is None
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    # All calls of the slow rounds are slow: the ratio is steady, the medians are not.
+    ours, floor = Figure([1.0, 10.0, 2.0]), Figure([2.0, 20.0, 4.0])
+    assert (ours / floor).samples == (0.5, 0.5, 0.5)
+    assert (ours + floor).samples == (3.0, 30.0, 6.0)
+    assert (ours * 1e3).samples == (1e3, 1e4, 2e3)
+    # Of other rounds: there is nothing to set side by side.
+    assert (ours / Figure([4.0, 4.0])).samples == (0.25, 2.5, 0.5)
+
+
+def test_calls_are_interleaved_after_a_warm_up() -> None:
+    seen: list[str] = []
+    found = ratios({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, "a", rounds=2)
+    assert "".join(seen) == "ababab"
+    assert found["a"] == 1.0
+    assert [len(figure.samples) for figure in found.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("figure", "text"),
+    [(0.4567, "0.457"), (2, "2"), (98.76, "98.8"), (4549, "4,549"), (1.02e-06, "1.02e-06")],
+)
+def test_digits(figure: float, text: str) -> None:
+    assert shown(figure) == text
+
+
+@pytest.mark.parametrize(
+    ("measured", "reach", "wrong"),
+    [
+        (1.0, "<= 1.05", False),
+        (1.06, "<= 1.05", True),
+        (1e-4, "<= 2e-05", True),
+        (14, ">= 15", True),
+        (1, "< 1", True),
+        (2, "1", True),
+        (1, "1", False),
+        (9, "2: linear", False),
+        (9, "", False),
+    ],
+)
+def test_a_figure_that_was_not_reached(measured: float, reach: str, wrong: bool) -> None:
+    assert missed({"measured": measured, "reach": reach}) == wrong
+
+
+ROWS = [
+    Row("a ratio", Figure([0.5, 0.25, 1.0]), "<= 0.4", {"theirs": Figure([2.0, 4.0, 3.0])}),
+    Row("a count", 12_345, "", "in words"),
+]
+
+
+def test_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "results" / "found.json"
+    monkeypatch.setattr(sys, "argv", ["bench_x", "--rounds", "3", f"--save={file}"])
+    monkeypatch.setattr(_harness, "_setting", lambda packages: {"python": "3", packages[0]: "1"})
+    report("Two things", ROWS, ("jax",))
+    printed = capsys.readouterr().out
+    assert printed.splitlines() == [
+        "Two things",
+        "case    | measured | quartiles     | reach          | vs.",
+        "------- | -------- | ------------- | -------------- | ---------------------",
+        "a ratio | 0.5      | 0.375 to 0.75 | <= 0.4, missed | theirs 3 (2.5 to 3.5)",
+        "a count | 12,345   |               |                | in words",
+        "python 3, jax 1",
+    ]
+    saved = file.read_text()
+    assert len(saved.splitlines()) == 9  # a line a row
+    found = json.loads(saved)
+    assert found["command"].endswith("--rounds 3")
+    assert found["rows"][0] == {
+        "case": "a ratio",
+        "measured": 0.5,
+        "spread": [0.375, 0.75],
+        "rounds": 3,
+        "reach": "<= 0.4",
+        "vs": {"theirs": {"measured": 3, "spread": [2.5, 3.5], "rounds": 3}},
+    }
+
+    monkeypatch.setattr(sys, "argv", ["bench_x", "--json"])
+    report("Two things", ROWS)
+    assert json.loads(capsys.readouterr().out)["rows"] == found["rows"]
+
+
+def test_a_machine_is_told_and_not_named() -> None:
+    on = _harness._setting(("jax", "no-such-package"))
+    assert on["jax"] == jax.__version__
+    assert on["no-such-package"] == "absent"
+    assert re.search(r"\d+ cores", on["cpu"])
+    assert not {"node", "host"} & set(on)
+
+
+# ------------------------------------------------------------------ running them
+
+
+def test_one_that_fails_stops_no_other(tmp_path: Path, capfd: Any) -> None:
+    options = ["--rounds=2", "--megabytes=0.1"]
+    assert bench.run(["bench_of_nothing", "bench_reader"], options, tmp_path) == [
+        "bench_of_nothing"
+    ]
+    printed = capfd.readouterr()
+    assert "No module named benchmarks.bench_of_nothing" in printed.err
+    assert "over half of it" in printed.out
+    assert [*page.load(tmp_path)] == ["bench_reader"]
+    result = page.load(tmp_path)["bench_reader"]
+    assert result["command"] == "python -m benchmarks.bench_reader --rounds=2 --megabytes=0.1"
+    assert result["rows"][0]["rounds"] == 2
+    assert str(tmp_path) not in json.dumps(result)
+
+
+def test_failures_make_the_whole_fail(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(bench, "run", lambda *args: calls.append(args) or ["bench_rules"])
+    assert bench.main(["--only", "bench_rules", "bench_import", "--rounds", "3"]) == 1
+    assert calls == [(["bench_rules", "bench_import"], ["--rounds", "3"], None)]
+    assert "1 failed: bench_rules" in capsys.readouterr().err
+    monkeypatch.setattr(bench, "run", lambda *args: [])
+    assert bench.main([]) == 0
+
+
+def test_a_name_that_there_is_not(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--only", "bench_rule"])
+    assert "no benchmark 'bench_rule'. Did you mean 'bench_rules'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_says_what_it_measures(name: str) -> None:
+    text = (ROOT / "benchmarks" / f"{name}.py").read_text()
+    assert f"python -m benchmarks.{name}" in text.split('"""')[1]
+    about = page._about(name)
+    assert about.endswith(".")
+    assert "python -m" not in about
+
+
+# ------------------------------------------------------------------ the pages
+
+
+def result_of(*rows: Row, **on: str) -> dict[str, Any]:
+    made = [_harness._as_json(row) for row in rows]
+    return {"title": "Title", "command": "python -m benchmarks.bench_x", "rows": made, "on": on}
+
+
+def test_a_page() -> None:
+    found = {
+        "bench_import": result_of(*ROWS, python="3.11", jax="1"),
+        "bench_reader": result_of(Row("only | this", 1.5), python="3.11", jax="1", numpy="2"),
+    }
+    text = page.text(found)
+    assert text.startswith(page.INTRO + "Measured with python 3.11, jax 1.\n")
+    assert text.endswith(
+        """
+
+    python -m benchmarks.bench_x
+
+Title:
+
+| case | measured |
+| --- | --: |
+| only \\| this | 1.5 |
+
+Here also numpy 2.
+"""
+    )
+    assert "\n## bench_import\n\nWhat `import treeshard` costs, beside `import jax`.\n" in text
+    assert (
+        """
+| case | measured | quartiles | reach | others |
+| --- | --: | --: | --- | --- |
+| a ratio | 0.5 | 0.375 to 0.75 | \\<= 0.4, missed | theirs 3 (2.5 to 3.5) |
+| a count | 12,345 |  |  | in words |
+"""
+        in text
+    )
+
+
+def test_the_page_is_what_the_results_give() -> None:
+    assert page.PAGE.read_text() == page.text(MEASURED), "python -m benchmarks.page"
+
+
+def made_up() -> dict[str, Any]:
+    """Results for all that the README quotes."""
+    found: dict[str, Any] = {}
+    for i, claim in enumerate(page.CLAIMS):
+        result = found.setdefault(claim.bench, result_of())
+        for j, case in enumerate([claim.case, *claim.others.values()]):
+            vs = {} if claim.others else {"theirs": 1 + i}
+            result["rows"].append(_harness._as_json(Row(case, 0.5 - i / 100 - j / 10, vs=vs)))
+    return found
+
+
+def test_the_readmes_table_is_written() -> None:
+    readme = f"# x\n\n{page.HEAD}| old | old | 0 | 1 |\n| old | | | |\n\nmore\n"
+    written = page.with_claims(readme, made_up())
+    lines = written.splitlines()
+    assert lines[4] == (
+        "| [`bench_rules`](docs/numbers.md#bench_rules) | `match_partition_rules`, 10,000 leaves,"
+        " 30 rules, x naming the leaves with JAX alone | 0.5 | theirs 1 |"
+    )
+    assert lines[5] == "|  | the same, 100 rules | 0.49 | theirs 2 |"
+    assert "| optax states placed rightly, of 135 | 43% | `optax.tree_map_params` 33%," in written
+    assert len(lines) == 4 + len(page.CLAIMS) + 2
+    assert lines[-1] == "more"
+    assert page.with_claims(written, made_up()) == written
+    assert page.with_claims(readme, {}) == readme  # what was not measured is not touched
+
+
+def test_a_claim_about_a_row_that_is_gone() -> None:
+    with pytest.raises(KeyError, match="bench_x has no row 'b'. It has 'a'"):
+        page.row_of({"bench_x": result_of(Row("a", 1))}, "bench_x", "b")
+
+
+def test_the_readme_quotes_what_was_measured() -> None:
+    readme = page.README.read_text()
+    quoted = re.findall(r"^\| \[?`(bench_\w+)`", readme, re.MULTILINE)
+    assert {*quoted} == {claim.bench for claim in page.CLAIMS}
+    assert {*quoted} <= {*BENCHMARKS}
+    assert page.with_claims(readme, MEASURED) == readme, "python -m benchmarks.page"
+
+
+@pytest.mark.skipif(not MEASURED, reason="`make bench` was never run here")
+def test_every_benchmark_has_been_run() -> None:
+    assert sorted(MEASURED) == BENCHMARKS
+
+
+@pytest.mark.parametrize("name", sorted(MEASURED))
+def test_results_name_no_machine_and_no_path(name: str) -> None:
+    text = (page.RESULTS / f"{name}.json").read_text()
+    assert not re.search(r'"/\w|\s/(home|root|work|tmp)/|\\\\', text)
+    assert "absent" not in text, "a peer is not installed: use `make bench`"
+
+
+# ------------------------------------------------------------------ bytes that benchmarks measure
+
+
+def test_gather_needs_the_trees_size_and_keeps_nothing() -> None:
+    found = bench_transfer.run("memory", 1)
+    assert found["peak"] <= 1.1
+    assert found["held"] <= 0.05
+
+
+def test_a_plan_of_405b_parameters_fits_anywhere() -> None:
+    assert bench_plan_scale.peak_gib() < 0.5
+
+
+def test_layers_gathered_one_by_one_take_little_memory(fsdp_mesh: jax.sharding.Mesh) -> None:
+    with jax.numpy_rank_promotion("allow"):
+        rows = [_harness._as_json(row) for row in bench_manual.memory(fsdp_mesh)]
+    assert [missed(row) for row in rows] == [False, False], rows

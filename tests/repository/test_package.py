@@ -1,0 +1,130 @@
+"""The built package installs with its declared dependencies only, and works."""
+
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import floor
+import pytest
+
+import treeshard as ts
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def run(*command: object, cwd: Path = ROOT) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--outdir", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> zipfile.ZipFile:
+    (file,) = built.glob("*.whl")
+    return zipfile.ZipFile(file)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    return message_from_bytes(wheel.read(f"treeshard-{ts.__version__}.dist-info/METADATA"))
+
+
+def test_the_wheel_works_with_its_declared_dependencies_only(built: Path, tmp_path: Path) -> None:
+    fresh = tmp_path / "fresh"
+    run(sys.executable, "-m", "venv", "--without-pip", fresh)
+    python = fresh / "bin" / "python"
+    (file,) = built.glob("*.whl")
+    install = ("-m", "pip", "--python", python, "install", "--quiet", "--no-compile")
+    run(sys.executable, *install, file)
+    script = tmp_path / "smoke.py"
+    script.write_text((ROOT / "tests" / "smoke.py").read_text())
+    assert run(python, "-W", "error", script, cwd=tmp_path) == f"passed {ts.__version__}\n"
+
+
+def test_the_wheel_has_the_library_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    files = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    library = {f"treeshard/{path.name}" for path in (ROOT / "treeshard").glob("*.py")}
+    assert files == library | {"treeshard/py.typed"}
+    assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
+
+
+def test_the_sdist_has_what_its_tests_need_and_nothing_built(built: Path) -> None:
+    (file,) = built.glob("*.tar.gz")
+    with tarfile.open(file) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "Makefile", "tests/conftest.py"} <= names
+    built_here = re.compile(r"(site|out|dist|\.venv|\.venv-floor|\.hypothesis)/|.*\.pyc$")
+    assert [name for name in names if built_here.match(name)] == []
+    assert file.stat().st_size < 2**21
+
+
+def test_metadata(metadata: Message) -> None:
+    assert metadata["Version"] == ts.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == PROJECT["requires-python"]
+    assert set(EXTRAS) == set(metadata.get_all("Provides-Extra"))
+    classifiers = metadata.get_all("Classifier")
+    assert "Typing :: Typed" in classifiers
+    here = f"Programming Language :: Python :: {sys.version_info[0]}.{sys.version_info[1]}"
+    assert here in classifiers
+
+
+# ------------------------------------------------------------------ defined once
+
+
+def test_the_version_is_defined_once() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", ts.__version__)
+    assert "version" in PROJECT["dynamic"]
+    top = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert top is not None
+    assert top[1] == ts.__version__
+
+
+def test_the_floor_is_what_pyproject_allows() -> None:
+    pins = floor.floor()
+    assert "jax==0.10.0" in pins
+    names = [pin.partition("==")[0] for pin in pins]
+    assert len(names) == len(set(names)), f"two lower bounds for one package: {pins}"
+    assert {"equinox", "numpy", "orbax-checkpoint", "flax", "rich"} <= set(names)
+    assert "pytest" not in names
+
+
+def test_other_bounds_than_lower_bounds_are_rejected() -> None:
+    assert floor.pin("flax[all]>=0.12.7") == "flax==0.12.7"
+    for wrong in ("jax", "jax==0.10.0", "jax>=0.10,<0.11", "jax>0.9"):
+        with pytest.raises(ValueError, match="is not of the form 'name>=version'"):
+            floor.pin(wrong)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_pages_state_the_floor(page: str) -> None:
+    text = (ROOT / page).read_text()
+    bounds = dict(pin.split("==") for pin in floor.floor())
+    jax = ".".join(bounds["jax"].split(".")[:2])
+    assert re.search(rf"JAX {re.escape(jax)}\b", text)
+    python = PROJECT["requires-python"].removeprefix(">=")
+    assert f"Python {python}" in text
+    for name, package in (("Equinox", "equinox"), ("Orbax", "orbax-checkpoint")):
+        assert {*re.findall(rf"{name} (\d[\d.]*\d)", text)} <= {bounds[package]}
+
+
+def test_messages_name_existing_extras() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "treeshard").glob("*.py"))
+    named = {*re.findall(r"treeshard\[(\w+)\]", sources)}
+    assert named <= set(EXTRAS)

@@ -1,0 +1,98 @@
+"""Writes docs/errors.md from the catalogue: `python tools/errors_page.py`."""
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from textwrap import dedent, fill
+
+from catalogue import GROUPS, OPS, REASONS, SETUP, Entry, Group
+from pages import ROOT, run
+
+PAGE = ROOT / "docs" / "errors.md"
+
+HEAD = """# Errors and findings
+
+Every error, warning, finding and code of treeshard, grouped by symptom. Each has code that provokes
+it, what that code prints, and what to do instead.
+"""
+
+
+def printed(group: Group, entry: Entry) -> str:
+    """What the code of an entry prints. Raises errors that the page does not show."""
+    with tempfile.TemporaryDirectory() as folder:
+        alone = Path(folder) / "entry.md"
+        wrong = [_code(entry.wrong), _text(f"{entry.shows or entry.name}: ...")]
+        alone.write_text("\n".join([_code(SETUP), _code(group.setup), *wrong, _code(entry.right)]))
+        *_, (_, output), (_, unexpected) = run(alone)
+    assert not unexpected, f"the correct code prints: {unexpected}"
+    return _portable(output)
+
+
+def _portable(text: str) -> str:
+    """The text without parts that depend on the compiler or on the machine."""
+    text = re.sub(r"(, in \w+\(\w*\)/).*, at .*", r"\1..., at ...", text)
+    text = re.sub(r"\S+/\w+\.md:\d+|(?<=CRC-32 )\d+", "...", text)
+    return re.sub(r"/\S+/(?=runs/)", ".../", text)
+
+
+def heading(entry: Entry) -> str:
+    """The first line of a section."""
+    return f"### `{entry.name}`" + (f": {entry.about}" if entry.about else "")
+
+
+def section(group: Group, entry: Entry) -> str:
+    """The section of an entry, with what its code prints."""
+    output = printed(group, entry)
+    parts = [f"{heading(entry)}\n", _prose(entry.means), _code(entry.wrong), _text(output)]
+    return "\n".join([*parts, *(["Instead:\n", _code(entry.right)] if entry.right else [])])
+
+
+def page(section: Callable[[Group, Entry], str] = section) -> str:
+    """The page."""
+    parts = [HEAD, _contents(), "All examples begin with\n", _code(SETUP)]
+    for group in GROUPS:
+        parts += [f"## {group.title}\n"]
+        parts += [_prose(group.about)] if group.about else []
+        parts += [_code(group.setup)] if group.setup else []
+        parts += [section(group, entry) for entry in group.entries]
+    parts += ["## The words of a comparison\n", _table("a `Collective` or a planned transfer", OPS)]
+    parts += [_table("why a transfer is planned", REASONS)]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _contents() -> str:
+    """A table of symptoms, with links to their entries."""
+    rows = ["| symptom | names |", "|---|---|"]
+    for group in GROUPS:
+        links = [f"[`{entry.name}`](#{anchor(entry)})" for entry in group.entries]
+        names = {entry.name: link for entry, link in zip(group.entries, links, strict=True)}
+        rows.append(f"| {group.title} | {', '.join(names.values())} |")
+    return "\n".join(rows) + "\n"
+
+
+def anchor(entry: Entry) -> str:
+    """The anchor that mkdocs gives to the heading of an entry."""
+    text = f"{entry.name} {entry.about}".lower()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip())
+
+
+def _prose(text: str) -> str:
+    return fill(text, 110, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _code(code: str) -> str:
+    return f"```python\n{dedent(code).strip()}\n```\n"
+
+
+def _text(text: str) -> str:
+    return f"```text\n{text}\n```\n"
+
+
+def _table(what: str, rows: Mapping[str, str]) -> str:
+    lines = [f"| `{name}` | {means} |" for name, means in rows.items()]
+    return "\n".join([f"| {what} | |", "|---|---|", *lines]) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,116 @@
+"""Runs the code of a page, block by block.
+
+A page's ```python blocks run in order, in one namespace. A ```text block is what the block before
+it prints, warnings and a last error included, as a reader would see them; `...` in it stands for
+anything. A block inside an HTML comment runs too, and readers do not see it.
+
+    python tools/pages.py docs/do.md    # writes what the blocks print into the page
+"""
+
+import contextlib
+import doctest
+import io
+import re
+import sys
+import tempfile
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+import treeshard as ts
+
+ROOT = Path(__file__).parent.parent
+_BLOCK = re.compile(r"^( *)```(python|text)\b[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A block of code, and what the page says that it prints; `None` if it says nothing."""
+
+    line: int
+    code: str
+    printed: str | None
+    span: tuple[int, int]  # of what it prints, in the page
+
+
+def pages() -> list[Path]:
+    """Every page that has code."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in found if blocks(page.read_text())]
+
+
+def blocks(text: str) -> list[Block]:
+    """The blocks of a page, in order."""
+    found: list[Block] = []
+    for match in _BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        body = textwrap.dedent(match[3])
+        if match[2] == "python":
+            found.append(Block(line, body, None, (0, 0)))
+        elif found and found[-1].printed is None:
+            found[-1] = found[-1]._replace(printed=body, span=match.span(3))
+    return found
+
+
+def run(page: Path) -> Iterator[tuple[Block, str]]:
+    """Runs a page in an empty directory; yields each block with what it printed.
+
+    Raises what a block raises, with the page's lines in the traceback; but where the page shows
+    that error as the last of what is printed, it goes on.
+    """
+    names: dict[str, Any] = {"__name__": "__main__"}
+    text = page.read_text()
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        contextlib.chdir(empty),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        for block in blocks(text):
+            code = compile("\n" * block.line + block.code, page, "exec")
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+                if block.printed is not None:
+                    # What a reader sees of them on the terminal.
+                    warnings.simplefilter("always", ts.ShardingWarning)
+                    warnings.showwarning = lambda what, kind, *_: print(f"{kind.__name__}: {what}")
+                try:
+                    exec(code, names)
+                except Exception as error:
+                    kind = type(error).__name__
+                    if f"{kind}: " not in (block.printed or ""):
+                        raise
+                    print(f"{kind}: {error}")
+            yield block, _trimmed(printed.getvalue())
+
+
+def as_printed(block: Block, printed: str) -> bool:
+    """Whether a block printed what its page says."""
+    if block.printed is None:
+        return True
+    same = doctest.OutputChecker().check_output
+    return same(_trimmed(block.printed) + "\n", printed + "\n", doctest.ELLIPSIS)
+
+
+def _trimmed(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
+
+
+def write(page: Path) -> None:
+    """Runs a page and writes into it what its blocks print, where it says something else."""
+    text = page.read_text()
+    for block, printed in reversed(list(run(page))):
+        if not as_printed(block, printed):
+            start, end = block.span
+            printed = re.sub(rf"\S*{page.name}:\d+", "...", printed)  # a reader's file is another
+            text = f"{text[:start]}{printed}\n{text[end:]}"
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    ts.simulate_devices(8)
+    for name in sys.argv[1:]:
+        write(Path(name))

@@ -1,0 +1,202 @@
+"""The command line: its arguments and exit codes. Each command loads its own module."""
+
+import argparse
+import importlib
+import os
+import sys
+import unicodedata
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from treeshard.errors import TreeShardError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; 2 for wrong input."""
+    options = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors="backslashreplace")  # the terminal may not have every letter
+    try:
+        text, code = _command(options.run)(options)
+        print(_printable(text))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as `head`, stopped
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (TreeShardError, OSError) as error:
+        message = str(error)
+    except ImportError as error:
+        message = _missing(error)
+    print(f"treeshard: error: {_printable(message)}", file=sys.stderr)
+    return 2
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], tuple[str, int]]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(f"treeshard.{module}"), function)
+
+
+def _missing(error: ImportError) -> str:
+    if error.name is None:  # the message already says what to install
+        return str(error)
+    if error.name.partition(".")[0] not in ("etils", "orbax"):
+        raise error
+    return "this needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
+
+
+def _printable(text: str) -> str:
+    """Escapes control characters: names in files may contain terminal commands."""
+    return "".join(
+        c if c == "\n" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text
+    )
+
+
+# ------------------------------------------------------------------ arguments
+
+_PLAN = """\
+shapes, as JSON, or as a checkpoint or safetensors (only the header is read):
+  {"layers/0/attn/q": {"shape": [1024, 1024], "dtype": "bfloat16"}, "norm": [[1024], "float32"]}
+
+rules, as TOML; the first pattern that matches decides:
+  min_size = 16384                    # leaves with fewer elements stay replicated
+  [[rules]]
+  pattern = "norm|bias"
+  action = "None"                     # replicate
+  [[rules]]
+  pattern = "attn/(q|k|v)$"
+  action = "P('fsdp', 'tensor')"      # a spec, or a tuple of logical names
+  [[rules]]
+  pattern = ".*"
+  action = "fsdp('fsdp', min_size=0)" # tactics; by default, fsdp replicates up to 4 MiB
+  [logical]
+  batch = ["data", "fsdp"]            # mesh axes of a logical name
+
+exit code: 0, or 1 if the plan has errors or exceeds --memory, or 2 if the input is invalid
+"""
+_PATH = """\
+PATH is a checkpoint, a directory of checkpoints by step (reads the latest, or --step), a
+safetensors file, the index of several, or a directory with one of these.
+"""
+_INSPECT = f"""\
+{_PATH}
+  treeshard inspect run               # the latest step, and a list of all steps
+  treeshard inspect run --step 200
+  treeshard inspect model.safetensors --json
+
+exit code: 0, or 2 if nothing can be read
+"""
+_VERIFY = f"""\
+{_PATH}
+Reads every leaf of a checkpoint, and compares its checksum with the saved one. Tensors in
+safetensors files have no checksums: their headers, index and file sizes are checked.
+
+exit code: 0, or 1 if something is damaged, or 2 if nothing can be read
+"""
+_EXPORT = """\
+  treeshard export run model.safetensors --only '^model/' --rename '^model/=>' --rename '/=>.'
+  treeshard export run/100 model.safetensors --max-file-size 5GB --metadata format=pt
+
+Reads, verifies and writes one leaf at a time. The file gets its name when it is complete, and
+replaces an existing one. The format has arrays only, and no packed dtypes: if other leaves
+(numbers, strings, PRNG keys, int4) are selected, nothing is exported, unless --skip leaves them
+out. With --max-file-size there are several files, and an index that lists the file of each tensor.
+
+exit code: 0, or 2 if nothing was exported
+"""
+_IMPORT = """\
+  treeshard import model.safetensors pretrained --rename '\\.=>/'
+
+IN is a file, the index of several, or a directory with one of these. It is read into memory as a
+whole. The names of the tensors become the paths of the checkpoint's leaves.
+
+exit code: 0, or 2 if nothing was imported
+"""
+_DIFF = """\
+  treeshard diff run/100 run/200
+  treeshard diff run model.safetensors --rename '/=>.'
+
+A and B are checkpoints, directories of them by step (reads the latest), or safetensors. Arrays
+differ where their bits differ; arrays with the same checksum are not read. A relative difference is
+relative to the larger of two numbers. NaN and infinity are counted, and have no difference.
+
+exit code: 0 if nothing differs, or 1 if something does, or 2 if something cannot be read
+"""
+_RENAME = "replace what the regular expression matches; NEW may have \\1; applied in order"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("treeshard", description="Decides and explains sharding.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: str, what: str, epilog: str) -> Callable[..., Any]:
+        parser = commands.add_parser(
+            name,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}.",
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.set_defaults(run=run)
+        return parser.add_argument
+
+    what = "decide from shapes alone how a tree is sharded, and explain why"
+    add = command("plan", "_cli.plan:run_plan", what, _PLAN)
+    add("--shapes", type=Path, required=True, metavar="FILE", help="path -> shape and dtype")
+    add("--rules", type=Path, required=True, metavar="FILE", help="patterns and actions")
+    add("--mesh", required=True, metavar="AXES", help='such as "data=8,fsdp=64,tensor=8"')
+    add("--min-size", type=int, metavar="N", help="in elements, instead of the one in the rules")
+    add("--memory", metavar="BYTES", help="of a device, such as 80GB: say whether the plan fits")
+    add("--json", action="store_true", help="print the plan and its findings as JSON")
+
+    what = "list the leaves of a checkpoint or safetensors"
+    add = command("inspect", "_cli.files:run_inspect", what, _INSPECT)
+    _add_path(add)
+    add("--json", action="store_true", help="print every leaf as JSON")
+
+    what = "read every leaf of a checkpoint, and compare checksums"
+    _add_path(command("verify", "_cli.files:run_verify", what, _VERIFY))
+
+    add = command(
+        "export", "_cli.export_tensors:run_export", "write arrays to safetensors", _EXPORT
+    )
+    _add_path(add)
+    add("out", metavar="OUT", help="such as model.safetensors")
+    add("--only", metavar="REGEX", help="export leaves whose path has a match")
+    add("--rename", action="append", default=[], metavar="REGEX=>NEW", help=_RENAME)
+    add("--skip", action="store_true", help="leave out leaves that safetensors cannot hold")
+    add(
+        "--max-file-size",
+        metavar="BYTES",
+        help="such as 5GB: split what is larger into files",
+    )
+    add(
+        "--metadata",
+        action="append",
+        default=[],
+        metavar="KEY=TEXT",
+        help="for the header of the file",
+    )
+
+    what = "turn safetensors into a checkpoint"
+    add = command("import", "_cli.import_tensors:run_import", what, _IMPORT)
+    add("source", metavar="IN", help="such as model.safetensors")
+    add("out", metavar="CHECKPOINT", help="the directory to create")
+    add("--rename", action="append", default=[], metavar="REGEX=>NEW", help=_RENAME)
+
+    what = "list how two checkpoints or safetensors differ, and by how much"
+    add = command("diff", "_cli.files:run_diff", what, _DIFF)
+    add("a", metavar="A")
+    add("b", metavar="B")
+    add("--rename", action="append", default=[], metavar="REGEX=>NEW", help=f"of A: {_RENAME}")
+    add("--json", action="store_true", help="print every difference as JSON")
+    return parser
+
+
+def _add_path(add: Callable[..., Any]) -> None:
+    add("path", metavar="PATH")
+    add("--step", type=int, metavar="N", help="a step of a directory of checkpoints")

@@ -1,0 +1,190 @@
+"""How two stored trees differ, and by how much."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from treeshard._cli.stored_trees import StoredTree
+from treeshard._core.processes import with_bar
+from treeshard._disk.leaves import SavedLeaf, raise_damages
+from treeshard.checkpoint._checksums import used_bits
+
+Pair = tuple[SavedLeaf, SavedLeaf]
+
+_BLOCK = 2**18  # numbers to compare at a time
+
+
+class Numbers(NamedTuple):
+    """How the numbers of two arrays differ.
+
+    Attributes:
+        differing: How many numbers differ in their bits.
+        size: How many numbers each array has.
+        max_abs: The largest difference of two finite numbers; `None` for keys and packed types.
+        max_relative: The largest difference relative to the larger of the two.
+        not_finite: How many of the differing pairs have a NaN or an infinity.
+    """
+
+    differing: int
+    size: int
+    max_abs: int | float | None = None
+    max_relative: float | None = None
+    not_finite: int = 0
+
+
+class Changed(NamedTuple):
+    """A leaf that both trees have and that differs.
+
+    Attributes:
+        a: The leaf in the first tree.
+        b: The leaf in the second tree.
+        numbers: How its numbers differ; `None` if the types differ, or it is not an array.
+    """
+
+    a: SavedLeaf
+    b: SavedLeaf
+    numbers: Numbers | None
+
+
+class Difference(NamedTuple):
+    """How two trees differ.
+
+    Attributes:
+        same: How many leaves are the same.
+        unread: How many of those are arrays that were not read, since their checksums are the same.
+        changed: The leaves that differ, by path.
+        only_in_a: The paths that only the first tree has.
+        only_in_b: The paths that only the second tree has.
+    """
+
+    same: int
+    unread: int
+    changed: dict[str, Changed]
+    only_in_a: list[str]
+    only_in_b: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.changed or self.only_in_a or self.only_in_b)
+
+
+def difference(
+    a: StoredTree, b: StoredTree, names: Mapping[str, str], *, progress: bool = False
+) -> Difference:
+    """Compares two trees leaf by leaf, with a few leaves of each in memory at a time.
+
+    Arrays with the same checksums are not read.
+
+    Args:
+        a: The first tree.
+        b: The second tree.
+        names: The paths in `b` of the leaves of `a`.
+        progress: Whether to show a progress bar with one step a leaf (needs `tqdm`).
+
+    Raises:
+        DamagedError: If leaves are damaged.
+    """
+    in_b = {row.path: row for row in b.contents.leaves}
+    names_of_a = set(names.values())
+    both = [(x, y) for x in a.contents.leaves if (y := in_b.get(names[x.path])) is not None]
+    verdicts = {y.path: _same_unread(x, y) for x, y in both}
+    to_read = [pair for pair in both if verdicts[pair[1].path] is None]
+    changed = {y.path: Changed(x, y, None) for x, y in both if verdicts[y.path] is False}
+    for (x, y), numbers in _read(a, b, to_read, progress):
+        if numbers.differing:
+            changed[y.path] = Changed(x, y, numbers)
+    unread = sum(verdicts[y.path] is True and bool(x.dtype and x.crc) for x, y in both)
+    return Difference(
+        len(both) - len(changed),
+        unread,
+        {y.path: changed[y.path] for _, y in both if y.path in changed},
+        [x.path for x in a.contents.leaves if names[x.path] not in in_b],
+        [y.path for y in b.contents.leaves if y.path not in names_of_a],
+    )
+
+
+def _same_unread(x: SavedLeaf, y: SavedLeaf) -> bool | None:
+    """Whether two leaves are the same; `None` if their numbers must be read to tell."""
+    if (x.kind, x.shape, x.dtype, x.impl, x.value) != (y.kind, y.shape, y.dtype, y.impl, y.value):
+        return False
+    if not x.dtype or 0 in x.shape or (x.crc is not None and x.crc == y.crc):
+        return True
+    return None
+
+
+def _read(
+    a: StoredTree, b: StoredTree, pairs: Sequence[Pair], progress: bool
+) -> Iterator[tuple[Pair, Numbers]]:
+    damages: tuple[dict[str, str], dict[str, str]] = {}, {}
+    firsts = with_bar([x for x, _ in pairs], "diff", show=progress)
+    read = zip(a.read(firsts), b.read([y for _, y in pairs]), strict=True)
+    for pair, leaves in zip(pairs, read, strict=True):
+        for leaf, damage in zip(leaves, damages, strict=True):
+            damage |= {leaf.row.path: leaf.damage} if leaf.damage else {}
+        x, y = (leaf.array for leaf in leaves)
+        if x is not None and y is not None:
+            yield pair, compare_numbers(x, y, opaque=_is_opaque(pair[0], x))
+    for tree, damage in zip((a, b), damages, strict=True):
+        raise_damages(tree.contents.path, damage)
+
+
+def _is_opaque(row: SavedLeaf, x: np.ndarray) -> bool:
+    return row.kind == "key" or x.shape != row.shape
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def compare_numbers(a: np.ndarray, b: np.ndarray, *, opaque: bool = False) -> Numbers:
+    """How the numbers of two arrays of one shape and dtype differ.
+
+    Args:
+        a: The first array.
+        b: The second array.
+        opaque: Whether to compare bits only, as for PRNG keys.
+    """
+    a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
+    blocks = [
+        _of_block(a[i : i + _BLOCK], b[i : i + _BLOCK], opaque) for i in range(0, a.size, _BLOCK)
+    ]
+    counts, gaps, ratios, odd = zip(*blocks, strict=True)
+    if opaque:
+        return Numbers(sum(counts), a.size)
+    return Numbers(sum(counts), a.size, max(gaps), max(ratios), sum(odd))
+
+
+def _of_block(x: np.ndarray, y: np.ndarray, opaque: bool) -> tuple[int, Any, float, int]:
+    differs = (_bits(x) != _bits(y)).any(axis=1)
+    count = int(differs.sum())
+    if not count or opaque:
+        return count, 0, 0.0, 0
+    x, y = x[differs], y[differs]
+    if x.dtype.kind == "b" or jnp.issubdtype(x.dtype, np.integer):
+        return count, *_of_integers(x, y), 0
+    wide = "complex128" if x.dtype.kind == "c" else "float64"
+    x, y = x.astype(wide), y.astype(wide)
+    finite = np.isfinite(x) & np.isfinite(y)
+    x, y = x[finite], y[finite]
+    with np.errstate(all="ignore"):
+        gaps, sizes = np.abs(x - y), np.maximum(np.abs(x), np.abs(y))
+    return count, float(gaps.max(initial=0)), _most(gaps, sizes), count - x.size
+
+
+def _of_integers(x: np.ndarray, y: np.ndarray) -> tuple[int, float]:
+    if x.dtype != np.uint64:
+        x, y = x.astype(np.int64), y.astype(np.int64)
+    # A difference beyond the range of int64 wraps around to the right uint64.
+    gaps = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
+    sizes = np.maximum(np.abs(x.astype(np.float64)), np.abs(y.astype(np.float64)))
+    return int(gaps.max()), _most(gaps.astype(np.float64), sizes)
+
+
+def _most(gaps: np.ndarray, sizes: np.ndarray) -> float:
+    """The largest ratio. Pairs of zeros, which may differ in sign, have none."""
+    real = sizes > 0
+    return float((gaps[real] / sizes[real]).max(initial=0))
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint8).reshape(x.size, -1) & used_bits(x.dtype)

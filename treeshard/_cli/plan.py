@@ -1,0 +1,255 @@
+"""`treeshard plan`. Starts no backend and needs no devices."""
+
+import argparse
+import json
+import signal
+import threading
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from treeshard._cli.stored_trees import open_stored
+from treeshard._core.text import (
+    human_bytes,
+    parse_bytes,
+    parse_dtype,
+    parse_json,
+    parse_names,
+    parse_spec,
+    typed,
+)
+from treeshard._planning.logical import logical_axis_rules
+from treeshard._planning.plan import Plan, plan
+from treeshard._planning.rules import read_rules
+from treeshard._planning.strategies import parse_strategy
+from treeshard.errors import FormatError, ShardingRuleError, TreeShardError, did_you_mean, listed
+from treeshard.interchange._format import read_header
+
+# ------------------------------------------------------------------
+# Reads the files of `treeshard plan`: shapes and rules.
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
+
+
+class RulesFile(NamedTuple):
+    """The content of a rules file.
+
+    Attributes:
+        rules: Pairs of a pattern and an action.
+        min_size: The smallest size to shard, in elements; `None` if not given.
+        logical: The mesh axes of logical names; `None` if not given.
+    """
+
+    rules: list[tuple[str, Any]]
+    min_size: int | None
+    logical: dict[str, Any] | None
+
+
+# ------------------------------------------------------------------ shapes
+
+
+def read_shapes(path: Path) -> Shapes:
+    """Reads the shapes of a tree from one of these:
+
+    - JSON: path -> `{"shape": [8, 4], "dtype": "float32"}` or `[[8, 4], "float32"]`
+    - a file whose name ends in `.safetensors` (only its header), or the index of several
+    - a checkpoint, or a directory of checkpoints
+
+    Raises:
+        FormatError: If the file is none of these. The message names the bad entries.
+        CheckpointError: As `open_stored`.
+        OSError: If it cannot be read.
+    """
+    if path.is_dir() or path.name.endswith(".safetensors.index.json"):
+        with open_stored(str(path)) as tree:
+            arrays = [leaf for leaf in tree.contents.leaves if leaf.dtype]
+        return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
+    if path.suffix == ".safetensors":
+        with path.open("rb") as file:
+            tensors = read_header(file).tensors
+        return {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors.values()}
+    try:
+        raw = parse_json(path.read_bytes())
+    except FormatError as error:
+        raise FormatError(f"{path} is {error}") from None
+    if not isinstance(raw, dict):
+        raise FormatError(f"{path} is {type(raw).__name__}, not an object. {_SHAPES}")
+    shapes: Shapes = {}
+    bad: list[str] = []
+    for name, value in raw.items():
+        try:
+            shapes[name] = _struct(value)
+        except FormatError as error:
+            bad.append(f"{name}: {error}")
+    if bad:
+        raise FormatError(f"{path}: {listed(f'{len(bad)} entries are invalid:', bad)}")
+    return shapes
+
+
+_SHAPES = (
+    'Write an object of path: {"shape": [8, 4], "dtype": "float32"}, or of path:'
+    ' [[8, 4], "float32"].'
+)
+
+
+def _struct(value: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(value, dict) and value.keys() >= {"shape", "dtype"}:
+        if extra := value.keys() - {"shape", "dtype"}:
+            raise FormatError(f"unknown key {min(extra)!r}. {_SHAPES}")
+        shape, dtype = value["shape"], value["dtype"]
+    elif isinstance(value, list) and len(value) == 2:
+        shape, dtype = value
+    else:
+        raise FormatError(f"{value!r} has no shape and dtype. {_SHAPES}")
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        raise FormatError(f"the shape is {shape!r}, not a list of lengths.")
+    if not isinstance(dtype, str):
+        raise FormatError(f"{dtype!r} is not a dtype.")
+    return jax.ShapeDtypeStruct(shape, parse_dtype(dtype))
+
+
+# ------------------------------------------------------------------ rules
+
+
+def read_rules_file(path: Path) -> RulesFile:
+    """Reads rules from a TOML file.
+
+    It has `[[rules]]` tables with a pattern and an action each, an optional `min_size`, and an
+    optional table `[logical]` of mesh axes by logical name.
+
+    Actions are written as in Python: `"None"`, `"P('fsdp', None)"`, a tuple of logical names,
+    or a strategy string.
+
+    Raises:
+        FormatError: If the file is not TOML (the message has line and column), or has other
+            content (the message has its key).
+        OSError: If it cannot be read.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
+        raise FormatError(f"{path}: {error}") from None
+    try:
+        _known(raw, ("rules", "min_size", "logical"), "the file")
+        rules = typed(raw.get("rules", []), list, "rules", "[[rules]] tables")
+        min_size = raw.get("min_size")
+        if min_size is not None:
+            typed(min_size, int, "min_size", "a number of elements")
+        logical = raw.get("logical")
+        if logical is not None:
+            typed(logical, dict, "logical", "a table of mesh axes by name")
+        return RulesFile([_rule(x, f"rules[{i}]") for i, x in enumerate(rules)], min_size, logical)
+    except TreeShardError as error:
+        raise FormatError(f"{path}: {error}") from None
+
+
+def _rule(raw: Any, key: str) -> tuple[str, Any]:
+    typed(raw, dict, key, "a table")
+    _known(raw, ("pattern", "action"), key)
+    for name in ("pattern", "action"):
+        if name not in raw:
+            raise FormatError(f"{key} lacks {name!r}. Every rule needs a pattern and an action.")
+        typed(raw[name], str, f"{key}.{name}", "a string")
+    try:
+        return raw["pattern"], _action(raw["action"].strip())
+    except TreeShardError as error:
+        raise FormatError(f"{key}.action: {error}") from None
+
+
+def _action(text: str) -> Any:
+    if text == "None":
+        return None
+    if text.startswith(("P(", "PartitionSpec(")):
+        return parse_spec(text)
+    return parse_names(text) if text.startswith("(") else parse_strategy(text)
+
+
+def _known(raw: Mapping[str, Any], known: Sequence[str], key: str) -> None:
+    for name in raw.keys() - set(known):
+        hint = did_you_mean(name, known) or f" The keys are {', '.join(known)}."
+        raise FormatError(f"{key} has an unknown key {name!r}.{hint}")
+
+
+# How long one pattern may take over all paths. Real ones take milliseconds.
+PATTERN_SECONDS = 5.0
+
+
+def run_plan(options: argparse.Namespace) -> tuple[str, int]:
+    """Prints how a tree is sharded. Returns 1 if the plan has errors or does not fit."""
+    memory = None if options.memory is None else parse_bytes(options.memory)
+    shapes = read_shapes(options.shapes)
+    rules, min_size, logical = read_rules_file(options.rules)
+    min_size = min_size if options.min_size is None else options.min_size
+    _check_patterns(rules, shapes)
+    with nullcontext() if logical is None else logical_axis_rules(logical):
+        decided = plan(shapes, rules, options.mesh, min_size=min_size)
+    fits = None if memory is None else decided.bytes_per_device() <= memory
+    errors = any(finding.severity == "error" for finding in decided.findings)
+    text = _as_json(decided, memory) if options.json else _as_text(decided, memory)
+    return text, int(errors or fits is False)
+
+
+def _as_text(decided: Plan, memory: int | None) -> str:
+    parts = [str(decided)]
+    if decided.findings:
+        parts.append("\n" + "\n".join(map(str, decided.findings)))
+    if memory is not None:
+        needed = decided.bytes_per_device()
+        verb = "It fits" if needed <= memory else "It does NOT fit"
+        parts.append(f"\n{verb}: {human_bytes(needed)} of {human_bytes(memory)} on a device.")
+    return "\n".join(parts)
+
+
+def _as_json(decided: Plan, memory: int | None) -> str:
+    needed = decided.bytes_per_device()
+    report: dict[str, Any] = {
+        "plan": json.loads(decided.to_json()),
+        "findings": [finding._asdict() for finding in decided.findings],
+        "bytes_per_device": needed,
+    }
+    if memory is not None:
+        report |= {"memory": memory, "fits": needed <= memory}
+    return json.dumps(report)
+
+
+# ------------------------------------------------------------------ patterns without end
+
+
+def _check_patterns(rules: Sequence[tuple[Any, Any]], paths: Iterable[str]) -> None:
+    """Tries every pattern on every path, on a clock: some regular expressions take years."""
+    for index, (pattern, _) in enumerate(read_rules(rules)):
+        path = ""
+        try:
+            with _at_most(PATTERN_SECONDS):
+                for path in paths:
+                    pattern.search(path)
+        except TimeoutError:
+            raise ShardingRuleError(
+                f"rule {index}: the pattern {pattern.pattern!r} takes more than"
+                f" {PATTERN_SECONDS:g} s, on the path {path!r}. Avoid repeats inside of repeats,"
+                " such as (a+)+."
+            ) from None
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises `TimeoutError` when the time is over, even inside of `re`, which heeds signals.
+    (Windows and other threads have none, and there is no limit there.)"""
+    if not hasattr(signal, "setitimer") or threading.current_thread() != threading.main_thread():
+        yield
+        return
+
+    def expire(number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,98 @@
+"""Trees on disk, as checkpoints or safetensors: lists their leaves, and reads them one by one."""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from treeshard._disk.leaves import Contents, ReadLeaf, SavedLeaf
+from treeshard.errors import CheckpointError
+from treeshard.interchange._byte_ranges import Piece, read
+from treeshard.interchange._files import Stored, open_tensors
+from treeshard.interchange._format import PACKED
+
+
+@dataclass(frozen=True)
+class StoredTree:
+    """A tree on disk.
+
+    Attributes:
+        format: `"checkpoint"` or `"safetensors"`.
+        contents: Its leaves. Tensors have neither specs nor checksums.
+        read: Reads some of its leaves, a few at a time.
+        steps: All steps, if the tree is in a directory of checkpoints.
+    """
+
+    format: str
+    contents: Contents
+    read: Callable[[Iterable[SavedLeaf]], Iterator[ReadLeaf]]
+    steps: tuple[int, ...] = ()
+
+
+def open_stored(path: str, step: int | None = None) -> AbstractContextManager[StoredTree]:
+    """Opens a checkpoint, the latest of a directory of checkpoints, or safetensors files.
+
+    Args:
+        path: The file or directory.
+        step: The step to open in a directory of checkpoints.
+
+    Raises:
+        CheckpointError: If `path` is none of these.
+        DamagedError: If the checkpoint's table of leaves is damaged.
+        FormatError: If the checkpoint has another version, or the file is not safetensors.
+        OSError: If it cannot be read.
+    """
+    if not _has_tensors(path):
+        # Orbax takes long to load, and safetensors do not need it.
+        return importlib.import_module("treeshard._cli.stored_checkpoint").open_checkpoint(
+            path, step
+        )
+    if step is not None:
+        raise CheckpointError(f"{path} is not a directory of checkpoints: it has no step {step}.")
+    return _opened_tensors(Path(path))
+
+
+def _has_tensors(path: str) -> bool:
+    target = Path(path)
+    if not target.is_dir():
+        return target.exists() or target.with_name(f"{target.name}.index.json").exists()
+    folders = [x.name for x in target.iterdir() if x.is_dir()]
+    is_checkpoint = "leaves" in folders or any(map(str.isdigit, folders))
+    return not is_checkpoint and any(target.glob("*.safetensors*"))
+
+
+def whole(x: np.ndarray) -> Piece:
+    """The full array as a piece, to read or to write."""
+    return Piece(tuple((0, length) for length in x.shape), x)
+
+
+@contextmanager
+def _opened_tensors(path: Path) -> Iterator[StoredTree]:
+    with open_tensors(path) as stored:
+        rows = tuple(_row(name, x) for name, x in stored.items())
+
+        def read_each(wanted: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
+            return (_read(row, stored[row.path]) for row in wanted)
+
+        yield StoredTree("safetensors", Contents(str(path), rows, ()), read_each)
+
+
+def _row(name: str, stored: Stored) -> SavedLeaf:
+    dtype = str(stored.tensor.dtype)
+    return SavedLeaf(name, "array", stored.tensor.shape, dtype, stored=dtype)
+
+
+def _read(row: SavedLeaf, stored: Stored) -> ReadLeaf:
+    tensor = stored.tensor
+    if tensor.code in PACKED:
+        x = np.empty((tensor.stop - tensor.start,), "uint8")
+    else:
+        x = np.empty(tensor.shape, tensor.dtype)
+    try:
+        read(stored.file.fileno(), stored.at, x.shape, [whole(x)])
+    except EOFError:
+        return ReadLeaf(row, None, f"{stored.file.name} was cut short while it was read.")
+    return ReadLeaf(row, x, "")

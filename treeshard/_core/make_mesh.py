@@ -1,0 +1,189 @@
+"""Makes meshes of real, simulated and absent devices."""
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from treeshard._core.mesh import check_axes, describe_sizes
+from treeshard.errors import MeshError
+
+AxisTypeName = Literal["auto", "explicit"]
+
+_SIMULATED = "--xla_force_host_platform_device_count"
+
+
+def make_mesh(
+    axes: Mapping[str, int] | str,
+    *,
+    devices: Sequence[Any] | None = None,
+    dcn_axes: Mapping[str, int] | str | None = None,
+    axis_types: AxisTypeName | Mapping[str, AxisTypeName] = "auto",
+) -> Mesh:
+    """Makes a mesh, with its axes assigned to devices by how these are connected.
+
+    Args:
+        axes: Axis names and sizes, outermost first: `{"data": 2, "fsdp": -1}` or
+            `"data=2,fsdp=-1"`. One size may be -1: it takes the remaining devices.
+        devices: The devices to use; all of `jax.devices()` by default.
+        dcn_axes: The factor of each axis that runs over the slow network between
+            slices (or processes), in the same notation. The size of an axis in the mesh
+            is then the product of its two factors.
+        axis_types: `"auto"` (the compiler's partitioner decides what no spec says) or
+            `"explicit"` (shardings are part of types), for all axes or per axis name.
+
+    Returns:
+        A `jax.sharding.Mesh` with every axis type set.
+
+    Raises:
+        MeshError: If `axes` cannot be parsed, has two sizes of -1, or does not multiply
+            to the number of devices; if `dcn_axes` does not match the slices.
+        UnknownAxisError: If `dcn_axes` or `axis_types` names an axis not in `axes`.
+
+    Examples:
+        >>> dict(make_mesh("data=2,fsdp=-1").shape)  # on 8 devices
+        {'data': 2, 'fsdp': 4}
+
+    Source:
+        `jax.make_mesh` and `jax.experimental.mesh_utils`; the notation of EasyLM's
+        mesh strings.
+    """
+    sizes = _parse_axes(axes)
+    slow = {} if dcn_axes is None else _parse_axes(dcn_axes)
+    types = {name: axis_types for name in sizes} if isinstance(axis_types, str) else axis_types
+    check_axes([*slow, *types], sizes, "make_mesh")
+    bad = [kind for kind in types.values() if kind not in ("auto", "explicit")]
+    if bad:
+        raise MeshError(f"axis_types: {bad[0]!r} is neither 'auto' nor 'explicit'.")
+    devices = jax.devices() if devices is None else list(devices)
+    sizes, slow = _fill(sizes, slow, len(devices))
+    kinds = tuple(
+        AxisType.Explicit if types.get(name) == "explicit" else AxisType.Auto for name in sizes
+    )
+    if dcn_axes is None:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices)
+    # Imported here because only hybrid meshes need it, and it is slow to import.
+    from jax.experimental import mesh_utils
+
+    try:
+        grid = mesh_utils.create_hybrid_device_mesh(
+            [sizes[name] for name in sizes],
+            [slow.get(name, 1) for name in sizes],
+            devices,
+            process_is_granule=len({getattr(d, "slice_index", 0) for d in devices}) == 1,
+        )
+    except ValueError as error:
+        raise MeshError(
+            f"dcn_axes {describe_sizes(slow)} does not match how the devices are connected:"
+            f" {error}. Their product must be the number of slices, or of processes where"
+            " there are no slices."
+        ) from error
+    return Mesh(grid, tuple(sizes), axis_types=kinds)
+
+
+def abstract_mesh(axes: Mapping[str, int] | str) -> AbstractMesh:
+    """A mesh of Auto axes without devices, of any size. Starts no backend."""
+    sizes = _parse_axes(axes)
+    if left := [name for name, size in sizes.items() if size == -1]:
+        raise MeshError(
+            f"{describe_sizes(sizes)}: the size of {left[0]!r} cannot be -1 without devices. Give"
+            " it a number."
+        )
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+
+
+def simulate_devices(n: int) -> None:
+    """Makes the CPU platform show `n` devices, for laptops, tests and demos.
+
+    It does not choose a platform: with accelerators present, `jax.devices()` still lists
+    those. It takes precedence over a device count in `XLA_FLAGS`.
+
+    Args:
+        n: The number of CPU devices, at least 1.
+
+    Raises:
+        MeshError: If `n` is not a positive number, or a backend has already started with
+            another number of CPU devices.
+
+    Examples:
+        >>> simulate_devices(8)
+        >>> len(jax.devices("cpu"))
+        8
+    """
+    if isinstance(n, bool) or n < 1:
+        raise MeshError(f"simulate_devices({n!r}): the number of devices must be at least 1.")
+    if _backends_started():
+        if len(jax.devices("cpu")) == n:
+            return
+        raise MeshError(
+            f"simulate_devices({n}) was called too late: JAX has already started with"
+            f" {len(jax.devices('cpu'))} CPU device(s), and cannot change their number. Call it"
+            " right after the imports, before any code lists devices or makes an array."
+        )
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _SIMULATED in flags:
+        os.environ["XLA_FLAGS"] = re.sub(rf"{_SIMULATED}=\S*\s*", "", flags).strip()
+    jax.config.update("jax_num_cpu_devices", n)
+
+
+def _backends_started() -> bool:
+    # Every public function that would tell starts one.
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()
+
+
+def _parse_axes(axes: Mapping[str, int] | str) -> dict[str, int]:
+    if isinstance(axes, str):
+        sizes: dict[str, int] = {}
+        for part in axes.split(","):
+            match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*", part)
+            if match is None:
+                raise MeshError(
+                    f"{axes!r}: cannot read {part.strip()!r}. Write name=size pairs separated"
+                    ' by commas, as in "data=2,fsdp=-1".'
+                )
+            if match[1] in sizes:
+                raise MeshError(f"{axes!r}: the axis {match[1]!r} is repeated.")
+            sizes[match[1]] = int(match[2])
+    else:
+        sizes = dict(axes)
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise MeshError(
+                f"{describe_sizes(sizes)}: the size of {name!r} must be a positive number, or"
+                " -1 for the remaining devices."
+            )
+    return sizes
+
+
+def _fill(
+    sizes: dict[str, int], slow: dict[str, int], devices: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    both = {**{f"{name} (dcn)": size for name, size in slow.items()}, **sizes}
+    text = describe_sizes(both)
+    unknown = [name for name, size in both.items() if size == -1]
+    if len(unknown) > 1:
+        raise MeshError(
+            f"{text}: only one size may be -1, since it takes all remaining devices."
+            f" Give {' or '.join(unknown)} a number."
+        )
+    known = math.prod(size for size in both.values() if size != -1)
+    if (unknown and devices % known) or (not unknown and devices != known):
+        raise MeshError(
+            f"{text} multiplies to {known}, which {'does not divide' if unknown else 'is not'}"
+            f" the number of devices, {devices}. Change a size,"
+            f"{'' if unknown else ' let one be -1,'} pass `devices=`, or simulate more with"
+            " `treeshard.simulate_devices`."
+        )
+    rest = devices // known
+    return (
+        {name: rest if size == -1 else size for name, size in sizes.items()},
+        {name: rest if size == -1 else size for name, size in slow.items()},
+    )

@@ -1,0 +1,301 @@
+"""The axes of a mesh, and the mesh that is in force.
+
+The only module that knows where a current mesh comes from: `jax.set_mesh`, the older
+`with mesh:`, or the current trace.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from treeshard.errors import NoMeshError, UnknownAxisError, did_you_mean
+
+AnyMesh = Mesh | AbstractMesh
+AxisTypeName = Literal["auto", "explicit"]
+
+
+# ------------------------------------------------------------------ axes of a mesh
+
+
+def axis_sizes(mesh: AnyMesh) -> Mapping[str, int]:
+    """Axis names to sizes, in the mesh's order."""
+    return mesh.shape
+
+
+def same_axes(a: AnyMesh, b: AnyMesh) -> bool:
+    """Whether two meshes have the same axes and sizes; types and devices may differ."""
+    return list(axis_sizes(a).items()) == list(axis_sizes(b).items())
+
+
+def axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
+    """The axes of one type, in the mesh's order."""
+    return tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == kind)
+
+
+def describe_mesh(mesh: AnyMesh | None) -> str:
+    """`data=2, fsdp=4`, as messages show a mesh."""
+    return "no mesh" if mesh is None else describe_sizes(axis_sizes(mesh))
+
+
+def describe_sizes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items()) or "no axes"
+
+
+def unknown_axis(name: str, sizes: Mapping[str, int]) -> str:
+    """Says that the mesh lacks an axis, and which ones it has."""
+    return (
+        f"the mesh has no axis {name!r}. It has {describe_sizes(sizes)}.{did_you_mean(name, sizes)}"
+    )
+
+
+def check_axes(names: Sequence[str], sizes: Mapping[str, int], where: str) -> None:
+    """Raises `UnknownAxisError` for the first of `names` that is not an axis of the mesh."""
+    for name in names:
+        if name not in sizes:
+            raise UnknownAxisError(f"{where}: {unknown_axis(name, sizes)}")
+
+
+def get_incontext_mesh(*, raise_error: bool = True) -> AnyMesh | None:
+    """Returns the mesh in force, set by `jax.set_mesh` or `with mesh:`, or that of the trace.
+
+    If both contexts are set, `jax.set_mesh` wins, as in JAX. Inside a trace and under
+    `use_abstract_mesh` the mesh is an `AbstractMesh`. Inside `shard_map` its
+    `manual_axes` are the axes over which the code runs once per device.
+
+    Args:
+        raise_error: Whether to raise if no mesh is in force.
+
+    Returns:
+        The mesh, or `None` if no mesh is in force and `raise_error` is false.
+
+    Raises:
+        NoMeshError: If no mesh is in force and `raise_error` is true.
+
+    Examples:
+        >>> with jax.set_mesh(make_mesh("fsdp=8")):
+        ...     get_incontext_mesh().shape["fsdp"]
+        8
+    """
+    mesh = _set_mesh() or _with_mesh()
+    if mesh is None and raise_error:
+        raise NoMeshError(
+            "No mesh is in force. Pass one (`mesh=...`), run inside `with jax.set_mesh(mesh):`,"
+            " or give `NamedSharding`s, which carry their own mesh."
+            ' `treeshard.make_mesh("data=2,fsdp=-1")` makes one.'
+        )
+    return mesh
+
+
+def current_or_given(mesh: AnyMesh | None) -> AnyMesh:
+    """Returns `mesh`, else the mesh in force. Raises `NoMeshError` if there is neither."""
+    if mesh is not None:
+        return mesh
+    current = get_incontext_mesh()
+    assert current is not None  # for the type checker: `get_incontext_mesh` raises
+    return current
+
+
+def _set_mesh() -> AnyMesh | None:
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        return None
+    if is_tracing():
+        return abstract
+    concrete = jax.sharding.get_mesh()
+    # Under `use_abstract_mesh` the concrete mesh is empty or belongs to an outer context.
+    return concrete if concrete.abstract_mesh == abstract else abstract
+
+
+def _with_mesh() -> Mesh | None:
+    # The public alias is deprecated. When JAX removes both, `with mesh:` is gone too.
+    try:
+        from jax._src.mesh import thread_resources
+    except ImportError:
+        return None
+    mesh = thread_resources.env.physical_mesh
+    return None if mesh.empty else mesh
+
+
+def context_mesh() -> AnyMesh | None:
+    """The mesh that JAX checks types against here, with its devices where they are known.
+
+    Differs from `get_incontext_mesh` in two ways: it ignores `with mesh:`, which JAX's types
+    do not depend on, and it keeps the devices of `jax.set_mesh` inside traces.
+    """
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        return None
+    # JAX has no public function for this inside a trace.
+    try:
+        from jax._src.mesh import get_concrete_mesh
+    except ImportError:
+        return abstract
+    concrete = get_concrete_mesh()
+    # Under `use_abstract_mesh` and `shard_map` it is empty or belongs to an outer context.
+    return concrete if concrete.abstract_mesh == abstract else abstract
+
+
+def is_tracing() -> bool:
+    """Whether this thread is inside a JAX trace."""
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:  # raised inside any trace
+        return True
+    return False
+
+
+def names_in_current_mesh(*names: str) -> bool:
+    """Whether the mesh in force has all of `names` as axes; false if no mesh is in force.
+
+    Examples:
+        >>> with jax.set_mesh(make_mesh("data=2,fsdp=4")):
+        ...     names_in_current_mesh("data"), names_in_current_mesh("data", "tensor")
+        (True, False)
+
+    Source:
+        EasyLM and EasyDeL's function of this name.
+    """
+    mesh = get_incontext_mesh(raise_error=False)
+    return mesh is not None and set(names) <= set(axis_sizes(mesh))
+
+
+def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
+    """Returns the axis names of `mesh`, or of the mesh in force, outermost first.
+
+    Raises:
+        NoMeshError: If `mesh` is `None` and no mesh is in force.
+
+    Examples:
+        >>> get_mesh_axis_names(make_mesh("data=2,fsdp=4"))
+        ['data', 'fsdp']
+    """
+    return list(axis_sizes(current_or_given(mesh)))
+
+
+def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None = None) -> int:
+    """Returns the product of the sizes of some axes: the number of parts they split a dim into.
+
+    Args:
+        axis_names: One axis or several. The product of no axes is 1.
+        mesh: The mesh; the one in force by default.
+
+    Raises:
+        TypeError: If `axis_names` is neither a string nor a sequence of strings.
+        UnknownAxisError: If the mesh lacks one of the axes.
+        NoMeshError: If `mesh` is `None` and no mesh is in force.
+
+    Examples:
+        >>> get_axes_size_in_mesh(("data", "fsdp"), make_mesh("data=2,fsdp=4"))
+        8
+    """
+    names = axis_tuple(axis_names, "get_axes_size_in_mesh")
+    sizes = axis_sizes(current_or_given(mesh))
+    check_axes(names, sizes, "get_axes_size_in_mesh")
+    return math.prod(sizes[name] for name in names)
+
+
+# ------------------------------------------------------------------ inside shard_map
+
+
+def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
+    """Returns the product of the sizes of some axes, inside `shard_map`.
+
+    Args:
+        axis_names: One axis or several. The product of no axes is 1.
+
+    Raises:
+        TypeError: If `axis_names` is neither a string nor a sequence of strings.
+        UnknownAxisError: If an axis is not bound here: outside `shard_map`, or if this
+            `shard_map` is not manual over it.
+
+    Examples:
+        >>> mesh = make_mesh("data=2,fsdp=4")
+        >>> f = lambda x: x + get_mesh_axis_size(("data", "fsdp"))
+        >>> jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())(0)
+        Array(8, dtype=int32, weak_type=True)
+    """
+    names = axis_tuple(axis_names, "get_mesh_axis_size")
+    check_bound(names, "get_mesh_axis_size")
+    return math.prod(jax.lax.axis_size(name) for name in names)
+
+
+def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int:
+    """Returns this device's row-major index along some axes, inside `shard_map`.
+
+    The first name is the most major, which is the order of the shards of `P(("a", "b"))`.
+
+    Args:
+        axis_names: One axis or several. The index along no axes is 0.
+
+    Returns:
+        An int32 array of shape `()` that differs per device, or the int 0 for no axes.
+
+    Raises:
+        TypeError: If `axis_names` is neither a string nor a sequence of strings.
+        UnknownAxisError: If an axis is not bound here: outside `shard_map`, or if this
+            `shard_map` is not manual over it.
+
+    Examples:
+        >>> mesh = make_mesh("data=2,fsdp=4")
+        >>> f = lambda: get_submesh_device_index(("data", "fsdp"))[None]
+        >>> jax.shard_map(f, mesh=mesh, in_specs=(), out_specs=P(("data", "fsdp")))()
+        Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
+    """
+    names = axis_tuple(axis_names, "get_submesh_device_index")
+    check_bound(names, "get_submesh_device_index")
+    return jax.lax.axis_index(tuple(names)) if names else 0
+
+
+def axis_tuple(axis_names: str | Sequence[str], where: str) -> tuple[str, ...]:
+    """One axis name or several, as a tuple; `where` names the caller in the message."""
+    if isinstance(axis_names, str):
+        return (axis_names,)
+    if isinstance(axis_names, Sequence) and all(isinstance(name, str) for name in axis_names):
+        return tuple(axis_names)
+    raise TypeError(
+        f"{where}: {axis_names!r} is {type(axis_names).__name__}; axis names are a string or a"
+        " sequence of strings."
+    )
+
+
+def check_bound(
+    names: Sequence[str], where: str, instead: str = "`get_axes_size_in_mesh` gives sizes"
+) -> None:
+    """Raises `UnknownAxisError` for the first of `names` that is not a Manual axis here;
+    `instead` says what to use outside `shard_map`."""
+    for name in names:
+        try:
+            jax.lax.axis_size(name)
+        except NameError as error:
+            manual = manual_axes()
+            raise UnknownAxisError(
+                f"{where}: the axis {name!r} is not bound here."
+                f" {f'The bound axes are {sorted(manual)}.' if manual else 'No axis is bound.'}"
+                f"{did_you_mean(name, manual)} Axes are bound inside `jax.shard_map`; outside,"
+                f" {instead}."
+            ) from error
+
+
+def manual_axes() -> frozenset[str]:
+    """The axes over which the code that is being traced runs once per device."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def vmapped_axes() -> frozenset[str]:
+    """The axes that the mapped dim of an enclosing `vmap` is sharded over.
+
+    These are the axes of its `spmd_axis_name`, and the Explicit axes that the mapped dim is
+    sharded over. Specs inside the `vmap` must not name them.
+    """
+    # JAX has no public function for this. Without it, JAX rejects such specs itself.
+    try:
+        from jax._src.core import get_axis_env
+    except ImportError:
+        return frozenset()
+    axes = get_axis_env()
+    return frozenset(getattr(axes, "spmd_axis_names", ())) | frozenset(
+        getattr(axes, "explicit_mesh_axis_names", ())
+    )

@@ -1,0 +1,352 @@
+"""Exchanges messages between processes.
+
+Uses the coordination service of JAX's own runtime: no device is involved and nothing is
+compiled. A process that does not arrive is named in an error after a timeout.
+"""
+
+import hashlib
+import itertools
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, TypeVar
+
+import jax
+from jax._src import distributed
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from treeshard._core.arrays import array_text
+from treeshard._core.mesh import AnyMesh, describe_mesh
+from treeshard._core.specs import entries, with_entries
+from treeshard.errors import ProcessError, listed
+
+# Seconds to wait for other processes, by default.
+TIMEOUT = 60.0
+# For waits while others do work of unknown length. If one of them dies, JAX itself ends the rest.
+AS_LONG_AS_IT_TAKES = 7 * 86400.0
+
+_calls: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
+
+
+def exchange(
+    what: str, mine: bytes, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
+) -> list[bytes]:
+    """Sends a message to every participating process and returns all messages.
+
+    Either all processes return or all raise: a process that arrives late gets the error too.
+
+    Args:
+        what: The operation, such as `"save /runs/7/step_100"`; the same on every process.
+            Messages name it. Calls with the same name are matched in order.
+        mine: The message of this process.
+        among: The indices of the participating processes; all by default. If it is empty, only
+            this one participates.
+        timeout: Seconds to wait for the other processes.
+
+    Returns:
+        The message of each process, in the order of their indices.
+
+    Raises:
+        ProcessError: If a process did not arrive in time. The message names it.
+    """
+    participants = indices(among)
+    if participants == [jax.process_index()]:
+        return [mine]
+    client = _client()
+    call = f"{what}#{','.join(map(str, participants))}"
+    meeting = f"treeshard/{call}/{next(_calls[call])}"
+    client.key_value_set_bytes(f"{meeting}/{jax.process_index()}", mine)
+    try:
+        client.wait_at_barrier(meeting, _milliseconds(timeout), participants)
+        messages = dict(client.key_value_dir_get_bytes(f"{meeting}/"))
+        # A message may be deleted only after all processes have read it.
+        client.wait_at_barrier(f"{meeting}/read", _milliseconds(timeout), participants)
+    except jax.errors.JaxRuntimeError as error:
+        raise ProcessError(_absent(client, what, meeting, participants, timeout, error)) from None
+    client.key_value_delete(f"{meeting}/{jax.process_index()}")
+    return [messages[f"{meeting}/{i}"] for i in participants]
+
+
+class Said:
+    """The messages that processes exchange at the end of a block of `together`.
+
+    Attributes:
+        mine: The message of this process, set inside the block.
+        every: After the block, the message of each process, in the order of their indices.
+    """
+
+    def __init__(self) -> None:
+        self.mine = b""
+        self.every: list[bytes] = []
+
+
+@contextmanager
+def together(
+    what: str, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
+) -> Iterator[Said]:
+    """Runs its block on every process; if it raises on one, all raise.
+
+    Args:
+        what: As in `exchange`.
+        among: As in `exchange`.
+        timeout: As in `exchange`.
+
+    Raises:
+        ProcessError: If a process did not arrive, or if the block raised on other processes but
+            not here; the message quotes their errors.
+        Exception: The error that the block raised on this process.
+    """
+    said = Said()
+    own_error: Exception | None = None
+    try:
+        yield said
+    except Exception as error:
+        own_error = error
+    failed = own_error is not None
+    outcome = f"-{type(own_error).__name__}: {own_error}".encode() if failed else b"+" + said.mine
+    try:
+        outcomes = exchange(what, outcome, among=among, timeout=timeout)
+    except ProcessError as absent:
+        raise (own_error or absent) from None
+    if own_error is not None:
+        raise own_error
+    pairs = zip(indices(among), outcomes, strict=True)
+    facts = [f"process {i} raised {text[1:].decode()}" for i, text in pairs if text[:1] == b"-"]
+    if len(facts) == 1:
+        raise ProcessError(f"{what}: nothing was done, since {facts[0]}")
+    if facts:
+        headline = f"{what}: nothing was done, since other processes failed:"
+        raise ProcessError(listed(headline, facts, 4, headed=True))
+    said.every = [text[1:] for text in outcomes]
+
+
+def processes_of(devices: Iterable[Any]) -> list[int]:
+    """The indices of the processes that own some devices, ascending."""
+    return sorted({device.process_index for device in devices})
+
+
+def indices(among: Sequence[int] | None) -> list[int]:
+    """The indices of the participating processes; `among` is that of `exchange`."""
+    if among is None:
+        return list(range(jax.process_count()))
+    return sorted(set(among)) or [jax.process_index()]
+
+
+def _milliseconds(timeout: float) -> int:
+    return max(1, round(1000 * timeout))
+
+
+def _absent(
+    client: Any,
+    what: str,
+    meeting: str,
+    participants: Sequence[int],
+    timeout: float,
+    error: Exception,
+) -> str:
+    absent = []
+    for i in participants:
+        try:
+            client.key_value_try_get_bytes(f"{meeting}/{i}")
+        except jax.errors.JaxRuntimeError:
+            absent.append(i)
+    if not absent:  # all arrived, one of them too late; or the service itself is gone
+        reason = str(error).splitlines()[0]
+        return (
+            f"{what}: a process arrived more than {timeout:g} s after another, or was lost"
+            f" ({reason}). Nothing was done. See the logs of the other processes."
+        )
+    names = ", ".join(map(str, absent))
+    return (
+        f"{what}: {'process' if len(absent) == 1 else 'processes'} {names} of"
+        f" {jax.process_count()} did not arrive within {timeout:g} s. Nothing was done. Every"
+        " process must make this call. See the log of the missing process, or wait longer with"
+        " `timeout=`."
+    )
+
+
+def _client() -> Any:
+    client = distributed.global_state.client
+    if client is None:
+        raise ProcessError(
+            f"There are {jax.process_count()} processes, and this one is not connected to the"
+            " others. Call `jax.distributed.initialize()` first, on each of them."
+        )
+    return client
+
+
+# ------------------------------------------------------------------
+# Checks that all processes are about to do the same thing.
+
+
+@contextmanager
+def agreeing(
+    what: str, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
+) -> Iterator[dict[str, str]]:
+    """Runs its block on every process; if the blocks record different facts, all raise.
+
+    The processes exchange a hash of the facts, and the facts themselves only if hashes differ.
+
+    Args:
+        what: The operation, as in `exchange`.
+        among: As in `exchange`.
+        timeout: Seconds to wait for the other processes.
+
+    Yields:
+        A dict for the block to fill, in order: what this process is about to do, by leaf path
+        or another name.
+
+    Raises:
+        ProcessError: If the facts differ; the message says which, how, and on which processes.
+            If a process did not arrive in time. If the block raised on other processes.
+        Exception: The error that the block raised on this process.
+    """
+    facts: dict[str, str] = {}
+    encoded = b""
+    with together(what, among=among, timeout=timeout) as said:
+        yield facts
+        encoded = json.dumps(list(facts.items())).encode()
+        said.mine = hashlib.sha256(encoded).digest()
+    if len(set(said.every)) == 1:
+        return
+    every = exchange(what, zlib.compress(encoded), among=among, timeout=timeout)
+    decoded = [dict(json.loads(zlib.decompress(message))) for message in every]
+    differences = _differences(dict(zip(indices(among), decoded, strict=True)))
+    headline = (
+        f"{what}: the processes do not agree, and nothing was done. All of them must make the"
+        " same call. The differences:"
+    )
+    raise ProcessError(listed(headline, differences, headed=True))
+
+
+def _differences(by_process: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """A line per fact that differs; if none does, one for the first that is out of order."""
+    names = dict.fromkeys(name for facts in by_process.values() for name in facts)
+    rows = {
+        name: {i: facts.get(name, "nothing") for i, facts in by_process.items()} for name in names
+    }
+    if lines := [_line(name, row) for name, row in rows.items() if len(set(row.values())) > 1]:
+        return lines
+    positions = enumerate(zip(*by_process.values(), strict=True))
+    position, order = next((i, row) for i, row in positions if len(set(row)) > 1)
+    return [_line(f"leaf {position}", dict(zip(by_process, map(repr, order), strict=True)))]
+
+
+def _line(name: str, row: Mapping[int, str]) -> str:
+    """`w: P('fsdp',) on processes 0, 1; P() on process 2`."""
+    by_fact: dict[str, list[int]] = {}
+    for i, fact in row.items():
+        by_fact.setdefault(fact, []).append(i)
+    return f"{name}: " + "; ".join(f"{fact} on {_named(on)}" for fact, on in by_fact.items())
+
+
+def _named(processes: Sequence[int]) -> str:
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    first, last = processes[0], processes[-1]
+    if len(processes) > 2 and last - first + 1 == len(processes):
+        return f"processes {first} to {last}"
+    return "processes " + ", ".join(map(str, processes))
+
+
+# ------------------------------------------------------------------
+# Which processes participate in a call, and what they compare before it.
+
+
+def is_spread(x: Any) -> bool:
+    """Whether `x` is an array with shards on devices of other processes."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_fully_addressable
+
+
+def company(
+    leaves: Iterable[Any], meshes: Iterable[AnyMesh] = (), more: Iterable[int] = ()
+) -> list[int]:
+    """The processes that own devices of spread leaves or of meshes, and `more`; ascending.
+
+    Empty if this process is the only one, or is not among them: then there is no exchange.
+    """
+    if jax.process_count() == 1:
+        return []
+    me = jax.process_index()
+    shardings = {x.sharding for x in leaves if is_spread(x)}
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    devices |= {d for mesh in meshes if isinstance(mesh, Mesh) for d in mesh.devices.flat}
+    if not devices:
+        return []
+    participants = sorted({*processes_of(devices), *more})
+    return participants if participants != [me] and me in participants else []
+
+
+def facts_of(rows: Iterable[tuple[str, Any, Sequence[Sharding]]]) -> dict[str, str]:
+    """The facts about leaves that processes compare: path, array, target and source sharding.
+
+    A row is a path, a leaf and its shardings. A leaf without shardings belongs to each process
+    alone, and only its presence is compared.
+    """
+    meshes: dict[Any, str] = {}
+    facts: dict[str, str] = {}
+    for path, x, shardings in rows:
+        name = path or "the array"
+        while name in facts:  # leaves may share a path
+            name += " (again)"
+        placements = " from ".join(_placement(sharding, meshes) for sharding in shardings)
+        facts[name] = f"{array_text(x)} as {placements}" if placements else "its own"
+    described = {
+        name or "the mesh": f"{describe_mesh(mesh)} on the devices {_ids(mesh)}"
+        for mesh, name in meshes.items()
+    }
+    return described | facts
+
+
+def _placement(sharding: Sharding, meshes: dict[Any, str]) -> str:
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    name = meshes.setdefault(sharding.mesh, f"mesh {len(meshes) + 1}" if meshes else "")
+    spec, kind = with_entries(sharding.spec, entries(sharding)), sharding.memory_kind
+    return f"{spec}{name and f' on {name}'}{f' in {kind}' if kind not in (None, 'device') else ''}"
+
+
+def _ids(mesh: Mesh) -> str:
+    """`0-3, 8`"""
+    runs = []
+    numbered = enumerate(device.id for device in mesh.devices.flat)
+    for _, run in groupby(numbered, lambda pair: pair[1] - pair[0]):
+        ids = [i for _, i in run]
+        runs.append(f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0]))
+    return ", ".join(runs)
+
+
+# ------------------------------------------------------------------
+# Progress bars.
+
+T = TypeVar("T")
+
+
+def with_bar(
+    items: Sequence[T], what: str, *, unit: str = "leaf", show: bool = True
+) -> Iterator[T]:
+    """Iterates over `items` with a progress bar on the terminal of process 0.
+
+    Args:
+        items: The items. Without items there is no bar.
+        what: The public function, which the bar and the error message name.
+        unit: What one item is.
+        show: Whether to show a bar: the `progress` argument of the public function.
+
+    Raises:
+        ImportError: If `show` is true and `tqdm` is not installed; on every process.
+    """
+    if not show:
+        return iter(items)
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise ImportError(
+            f"{what}(progress=True) needs tqdm. Install it with `pip install 'treeshard[show]'`."
+        ) from None
+    shown = items and jax.process_index() == 0
+    return iter(tqdm(items, desc=what, unit=unit) if shown else items)

@@ -1,0 +1,218 @@
+"""Matches a tree of specs with a tree of arrays."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten, tree_leaves, tree_structure
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.mesh import AnyMesh
+from treeshard._core.paths import children_with_keys, leaf_paths
+from treeshard._core.specs import axes_of, entries, is_logical, is_spec, with_entries
+from treeshard.errors import SpecError, listed
+
+
+class SpecCarrier:
+    """Base of classes that are accepted wherever a tree of specs is. `Plan` is one."""
+
+    __slots__ = ()
+    specs: Any
+    mesh: AnyMesh
+
+
+def get_names_from_partition_spec(specs: Any) -> list[str]:
+    """Returns the mesh axes that specs name, each once, in order of first appearance.
+
+    Args:
+        specs: A spec, a `NamedSharding`, a `Plan`, or any tree of specs. `None`, tuples
+            and `UNCONSTRAINED` are allowed.
+
+    Examples:
+        >>> get_names_from_partition_spec({"w": P("data", ("fsdp", "tensor")), "b": P("data")})
+        ['data', 'fsdp', 'tensor']
+
+    Source:
+        EasyLM and EasyDeL's function of this name.
+    """
+    names: dict[str, None] = {}
+    tree = specs.specs if isinstance(specs, SpecCarrier) else specs
+    for leaf in tree_leaves(tree, is_leaf=is_spec):
+        # The entries of a spec may be given on their own too: a tree of names.
+        axes = [a for e in entries(leaf) for a in axes_of(e)] if is_spec(leaf) else axes_of(leaf)
+        names.update(dict.fromkeys(axes))
+    return list(names)
+
+
+def layer_specs(specs: Any, dim: int = 0) -> Any:
+    """Returns the specs of one slice of a stacked tree, as the body of a `lax.scan` needs them.
+
+    A leaf of shape `(layers, d0, d1)` with spec `P(None, "fsdp")` has slices of shape
+    `(d0, d1)` with spec `P("fsdp")`. JAX accepts the spec of the stacked leaf for a slice
+    too, silently, and then shards the wrong dim.
+
+    Args:
+        specs: A tree of specs (or a `Plan`) of stacked leaves. `None`s stay `None`.
+        dim: The dim that the scan runs over, counted from the front.
+
+    Returns:
+        The same tree, where each spec has one entry less.
+
+    Raises:
+        SpecError: If a leaf is sharded on that dim: a scan would gather the full leaf in
+            every iteration. The message lists all such leaves.
+
+    Examples:
+        >>> layer_specs({"w": P(None, "fsdp", None), "b": P()})
+        {'b': P(), 'w': P('fsdp',)}
+    """
+    tree = specs.specs if isinstance(specs, SpecCarrier) else specs
+    paths = leaf_paths(tree, is_leaf=is_spec)
+    leaves, treedef = tree_flatten(tree, is_leaf=is_spec)
+    bad: list[str] = []
+    sliced: list[Any] = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not is_spec(leaf):
+            sliced.append(leaf)
+            continue
+        parts = entries(leaf)
+        if dim < len(parts) and axes_of(parts[dim]):
+            bad.append(
+                f"{path}: {leaf if isinstance(leaf, PartitionSpec) else leaf.spec} shards dim"
+                f" {dim}, on which the layers are stacked, so every device would need every"
+                " layer. Shard another dim (`fsdp(..., skip=(0,))` keeps this one free)."
+            )
+        spec = leaf.spec if isinstance(leaf, NamedSharding) else leaf
+        rest = with_entries(spec, [*parts[:dim], *parts[dim + 1 :]])
+        sliced.append(NamedSharding(leaf.mesh, rest) if isinstance(leaf, NamedSharding) else rest)
+    if bad:
+        raise SpecError(listed(f"{len(bad)} leaves are sharded on the stacked dim {dim}:", bad))
+    return treedef.unflatten(sliced)
+
+
+def specs_of_leaves(
+    specs: Any, tree: Any, name: str = "specs", resolve: Callable[[Any], Any] | None = None
+) -> list[Any]:
+    """Matches a tree of specs with a tree: one spec for every leaf of `tree`, in its order.
+
+    Args:
+        specs: A tree of `PartitionSpec`s or `NamedSharding`s with the structure of
+            `tree`, a prefix of one (one spec for a whole subtree), or a `Plan`. `None`
+            means "leave this subtree as it is".
+        tree: Any pytree.
+        name: The name that messages use for `specs`.
+        resolve: Turns a tuple of logical names into a spec, or raises `SpecError`. Without
+            it such a tuple is an error.
+
+    Raises:
+        SpecError: If `specs` is not a prefix of `tree`; the message shows both sides at the
+            first path that differs. If an entry is not a spec, or names do not resolve.
+    """
+    if isinstance(specs, SpecCarrier):
+        specs = specs.specs
+    prefixes, treedef = tree_flatten(specs, is_leaf=_is_entry)
+    prefixes = _resolved(specs, prefixes, name, resolve)
+    try:
+        subtrees = treedef.flatten_up_to(tree)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SpecError(_first_difference(specs, tree, "", name) or str(error)) from None
+    per_leaf: list[Any] = []
+    for spec, subtree in zip(prefixes, subtrees, strict=True):
+        per_leaf += [spec] * tree_structure(subtree).num_leaves
+    return per_leaf
+
+
+def _is_entry(x: Any) -> bool:
+    return x is None or is_spec(x) or is_logical(x)
+
+
+def _resolved(
+    specs: Any, prefixes: list[Any], name: str, resolve: Callable[[Any], Any] | None
+) -> list[Any]:
+    """`prefixes` with tuples of logical names resolved to specs."""
+    if all(spec is None or is_spec(spec) for spec in prefixes):
+        return prefixes
+    resolved: list[Any] = []
+    bad: list[str] = []
+    for path, spec in zip(leaf_paths(specs, is_leaf=_is_entry), prefixes, strict=True):
+        try:
+            resolved.append(_one_spec(spec, resolve))
+        except SpecError as error:
+            bad.append(f"{path or name}: {error}")
+    if bad:
+        raise SpecError(listed(f"{len(bad)} entries of the {name} are not specs:", bad))
+    return resolved
+
+
+def _one_spec(spec: Any, resolve: Callable[[Any], Any] | None) -> Any:
+    if spec is None or is_spec(spec):
+        return spec
+    if not is_logical(spec):
+        raise SpecError(
+            f"{spec!r} ({type(spec).__name__}) is not a spec. Give a PartitionSpec, a"
+            " NamedSharding, or None to leave the subtree as it is."
+        )
+    if resolve is None:
+        raise SpecError(
+            f"{spec} is a tuple of logical names, and no rules are in force to resolve them."
+            f" Write P{spec} if these are mesh axes."
+        )
+    return resolve(spec)
+
+
+def _first_difference(specs: Any, tree: Any, path: str, name: str) -> str | None:
+    """Describes the first node at which `specs` is not a prefix of `tree`; else `None`."""
+    if _is_entry(specs):
+        return None
+    spec_children, tree_children = _one_level(specs), _one_level(tree)
+    here = path or "the root"
+    if spec_children is None or tree_children is None or type(specs) is not type(tree):
+        return f"at {here}: the {name} have {_describe(specs)}, the tree has {_describe(tree)}."
+    if list(spec_children) != list(tree_children):
+        missing = [key for key in tree_children if key not in spec_children]
+        extra = [key for key in spec_children if key not in tree_children]
+        parts = []
+        if missing:
+            parts.append(f"the {name} lack {_quoted(missing)}")
+        if extra:
+            parts.append(f"the tree has no {_quoted(extra)}")
+        return (
+            f"at {here}: {' and '.join(parts)}. The {name} must have the tree's structure, or be"
+            " a prefix of it, where one spec serves a whole subtree."
+        )
+    for key in spec_children:
+        child_path = f"{path}/{key}".lstrip("/")
+        deeper = _first_difference(spec_children[key], tree_children[key], child_path, name)
+        if deeper is not None:
+            return deeper
+    if tree_structure(specs, is_leaf=_is_entry) != tree_structure(tree):
+        return (
+            f"at {here}: both are {type(tree).__name__}, but their static fields differ. Make"
+            f" the {name} from this tree itself, with `jax.tree.map` or by rules."
+        )
+    return None
+
+
+def _one_level(x: Any) -> dict[str, Any] | None:
+    if x is None:
+        return {}
+    if tree_structure(x).num_nodes == 1 and tree_structure(x).num_leaves == 1:
+        return None
+    return dict(children_with_keys(x))
+
+
+def _quoted(keys: Sequence[str]) -> str:
+    shown = ", ".join(repr(key) for key in keys[:5])
+    return shown + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+
+
+def _describe(x: Any) -> str:
+    if x is None:
+        return "None"
+    if has_shape(x):
+        return f"an array of shape {tuple(x.shape)}"
+    children = _one_level(x)
+    kind = type(x).__name__
+    if children is None:
+        return f"a leaf ({kind})"
+    return f"a {kind} of {_quoted(list(children))}" if children else f"an empty {kind}"

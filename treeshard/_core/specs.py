@@ -1,0 +1,242 @@
+"""The parts of a `PartitionSpec`, and its projection on a mesh and a shape.
+
+The only module that looks inside a spec.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from treeshard._core.mesh import AnyMesh, axis_sizes, unknown_axis
+
+Entry = Any  # the entry of a spec for one dim: None, a name, a tuple of names, UNCONSTRAINED
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+# JAX 0.10.0 has no `partitions`; in that version every spec can be iterated.
+_partitions: Callable[[PartitionSpec], tuple[Entry, ...]] = (
+    attrgetter("partitions") if hasattr(PartitionSpec, "partitions") else tuple
+)
+
+
+class Adjustment(NamedTuple):
+    """One difference between the spec that was requested and the spec that was given.
+
+    Attributes:
+        kind: `"axis-not-in-mesh"`, `"axis-already-used"`, `"axis-is-manual"`,
+            `"already-sharded"`, `"indivisible"`, `"rank"`, `"too-small"`, `"no-dim"` or
+            `"unmatched"`.
+        why: The reason in words, and the fix.
+        axes: The mesh axes that were dropped, if any.
+        dim: The dim from which they were dropped, if it is one dim.
+    """
+
+    kind: str
+    why: str
+    axes: tuple[str, ...] = ()
+    dim: int | None = None
+
+
+# The kinds that are mistakes in a spec, as opposed to decisions, such as a leaf that stays
+# replicated because it is small.
+MISFITS = frozenset(
+    {"axis-not-in-mesh", "axis-already-used", "already-sharded", "indivisible", "rank"}
+)
+
+
+# ------------------------------------------------------------------ one spec
+
+
+def is_spec(x: Any) -> bool:
+    """Whether `x` is the spec of one leaf: a `PartitionSpec` or a `NamedSharding`."""
+    return isinstance(x, PartitionSpec | NamedSharding)
+
+
+def is_logical(x: Any) -> bool:
+    """Whether `x` is a plain tuple of logical names, which is one spec and not a tree."""
+    if type(x) is not tuple or not any(isinstance(entry, str) for entry in x):
+        return False
+    return all(
+        entry is None
+        or isinstance(entry, str)
+        or (type(entry) is tuple and all(isinstance(name, str) for name in entry))
+        for entry in x
+    )
+
+
+def entries(spec: PartitionSpec | NamedSharding) -> tuple[Entry, ...]:
+    """The entries of a spec, one per dim. (JAX cannot iterate over an `unreduced` spec.)"""
+    return _partitions(spec.spec if isinstance(spec, NamedSharding) else spec)
+
+
+def axes_of(entry: Entry) -> tuple[str, ...]:
+    """The mesh axes of one entry; none for `None` and `UNCONSTRAINED`."""
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry) if isinstance(entry, tuple) else ()
+
+
+def entry_of(axes: Sequence[str]) -> Entry:
+    """One entry from its axes: `None`, the name, or a tuple of names."""
+    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def with_entries(spec: PartitionSpec, new: Sequence[Entry]) -> PartitionSpec:
+    """`spec` with new entries and the same `unreduced` and `reduced` axes.
+
+    Trailing `None`s are dropped, so that equal placements have equal specs.
+    """
+    trimmed = list(new)
+    while trimmed and trimmed[-1] is None:
+        trimmed.pop()
+    return spec.update(partitions=tuple(trimmed))
+
+
+def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """`spec` without some axes, in every dim."""
+    dropped = frozenset(axes)
+    return with_entries(
+        spec,
+        [
+            entry_of([a for a in axes_of(entry) if a not in dropped]) if axes_of(entry) else entry
+            for entry in entries(spec)
+        ],
+    )
+
+
+def settled(spec: PartitionSpec, now: PartitionSpec) -> PartitionSpec:
+    """`spec` with `UNCONSTRAINED` entries replaced by those of `now`, less axes used elsewhere."""
+    requested = entries(spec)
+    if UNCONSTRAINED not in requested:
+        return spec
+    used = [axis for entry in requested for axis in axes_of(entry)]
+    current = entries(without_axes(now, used)) + (None,) * len(requested)
+    return with_entries(
+        spec,
+        [
+            now_entry if entry is UNCONSTRAINED else entry
+            for entry, now_entry in zip(requested, current, strict=False)
+        ],
+    )
+
+
+def project(
+    spec: PartitionSpec,
+    mesh: AnyMesh | None,
+    shape: tuple[int, ...],
+    *,
+    manual: frozenset[str] = frozenset(),
+) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
+    """Projects a spec on a mesh and a shape: the part of it that is possible there.
+
+    Drops axes that the mesh lacks, Manual axes and repeated axes (an axis goes to the first
+    dim that names it). Per dim, keeps the longest prefix of axes that divides it. Drops
+    entries beyond the rank. No axis moves to another dim.
+
+    Args:
+        spec: The requested spec.
+        mesh: The mesh; without one only the rank is checked.
+        shape: The shape of the array.
+        manual: Axes that specs must not name here, because the code already runs once per
+            device along them.
+
+    Returns:
+        The spec that is possible (`spec` itself if nothing had to change), and the
+        adjustments in the order of dims.
+    """
+    requested = entries(spec)
+    sizes = None if mesh is None else axis_sizes(mesh)
+    given: list[Entry] = []
+    adjustments: list[Adjustment] = []
+    used: set[str] = set()
+    for dim, entry in enumerate(requested[: len(shape)]):
+        axes = axes_of(entry)
+        if sizes is None or not axes:
+            given.append(entry)
+            continue
+        free = _available(spec, dim, axes, sizes, used, manual, adjustments)
+        dividing = _divisible_prefix(spec, dim, free, sizes, shape, adjustments)
+        used.update(free)
+        given.append(entry if dividing == list(axes) else entry_of(dividing))
+    if extra := [axis for entry in requested[len(shape) :] for axis in axes_of(entry)]:
+        adjustments.append(_beyond_rank(spec, shape, extra))
+    if not adjustments and len(requested) <= len(shape):
+        return spec, ()
+    return with_entries(spec, given), tuple(adjustments)
+
+
+def _available(
+    spec: PartitionSpec,
+    dim: int,
+    axes: tuple[str, ...],
+    sizes: Mapping[str, int],
+    used: set[str],
+    manual: frozenset[str],
+    adjustments: list[Adjustment],
+) -> list[str]:
+    free: list[str] = []
+    for axis in axes:
+        if axis not in sizes:
+            adjustments.append(
+                Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,), dim)
+            )
+        elif axis in manual:
+            why = f"{axis!r} is Manual here: the code already runs once per device along it."
+            adjustments.append(Adjustment("axis-is-manual", why, (axis,), dim))
+        elif axis in used or axis in free:
+            why = f"{spec} names the axis {axis!r} twice. An axis can split one dim only."
+            adjustments.append(Adjustment("axis-already-used", why, (axis,), dim))
+        else:
+            free.append(axis)
+    return free
+
+
+def _divisible_prefix(
+    spec: PartitionSpec,
+    dim: int,
+    free: list[str],
+    sizes: Mapping[str, int],
+    shape: tuple[int, ...],
+    adjustments: list[Adjustment],
+) -> list[str]:
+    end = len(free)
+    while shape[dim] % math.prod(sizes[axis] for axis in free[:end]):
+        end -= 1
+    if end < len(free):
+        parts = math.prod(sizes[axis] for axis in free)
+        length = shape[dim]
+        why = (
+            f"{spec} splits dim {dim} of shape {shape} into {parts} parts, and {length} is not"
+            f" divisible by {parts}. Pad it to {-(-length // parts) * parts}, or use another dim"
+            " or axis."
+        )
+        adjustments.append(Adjustment("indivisible", why, tuple(free[end:]), dim))
+    return free[:end]
+
+
+def _beyond_rank(spec: PartitionSpec, shape: tuple[int, ...], extra: list[str]) -> Adjustment:
+    count, rank = len(entries(spec)), len(shape)
+    drop = "the last entry" if count - rank == 1 else f"the last {count - rank} entries"
+    why = (
+        f"{spec} has {count} {'entry' if count == 1 else 'entries'}, but shape {shape} has"
+        f" {rank} dim{'' if rank == 1 else 's'}. Drop {drop}."
+    )
+    return Adjustment("rank", why, tuple(extra))
+
+
+def shard_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> int:
+    """The number of elements of the largest shard of an array of `shape`."""
+    sizes = axis_sizes(mesh)
+    elements = 1
+    for dim, length in enumerate(shape):
+        axes = axes_of(entries(spec)[dim]) if dim < len(entries(spec)) else ()
+        elements *= -(-length // math.prod(sizes[axis] for axis in axes))
+    return elements
+
+
+def is_mesh_axes(value: Any) -> bool:
+    """Whether `value` can be the entry of one dim: `None`, a name, or several distinct ones."""
+    if isinstance(value, tuple | list):
+        return all(isinstance(name, str) for name in value) and len(set(value)) == len(value)
+    return value is None or isinstance(value, str)

@@ -1,0 +1,225 @@
+"""Parses specs, names, dtypes, amounts of memory and JSON. Evaluates nothing but literals."""
+
+import ast
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from treeshard._core.specs import UNCONSTRAINED, is_logical, is_mesh_axes
+from treeshard.errors import FormatError, did_you_mean
+
+
+def parse_dtype(name: str) -> Any:
+    """Returns a dtype by its name, `key<fry>` included. Starts no backend."""
+    try:
+        if key := re.fullmatch("key<(.+)>", name):
+            impl = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}.get(key[1], key[1])
+            return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
+        return jax.numpy.dtype(name)
+    except (TypeError, ValueError, SyntaxError):  # numpy also parses shapes and counts
+        raise FormatError(f"{name!r} is not a dtype.") from None
+
+
+def parse_spec(text: str) -> PartitionSpec:
+    """Parses `P('data', None, ('fsdp', 'tensor'))`."""
+    node = _parsed(text)
+    if not isinstance(node, ast.Call) or _name(node.func) not in ("P", "PartitionSpec"):
+        raise FormatError(
+            f"{text!r} is not a spec. Write it as P('data', None, ('fsdp', 'tensor'))."
+        )
+    entries = [
+        UNCONSTRAINED if _name(arg) == "UNCONSTRAINED" else _literal(arg, text) for arg in node.args
+    ]
+    more = {str(word.arg): _literal(word.value, text) for word in node.keywords}
+    if bad := [entry for entry in entries if not (entry is UNCONSTRAINED or is_mesh_axes(entry))]:
+        raise FormatError(
+            f"{text!r} is not a spec: {bad[0]!r} is neither an axis name nor a tuple of them."
+        )
+    try:
+        return PartitionSpec(*[tuple(e) if isinstance(e, list) else e for e in entries], **more)
+    except Exception as error:  # whatever JAX rejects
+        raise FormatError(f"{text!r} is not a spec: {error}") from None
+
+
+def parse_names(text: str) -> tuple[Any, ...]:
+    """Parses a tuple of logical names, `('batch', None, 'embed')`."""
+    names = _literal(_parsed(text), text)
+    if not is_logical(names):
+        raise FormatError(
+            f"{text!r} is not a tuple of names. Write it as ('batch', None, 'embed')."
+        )
+    return names
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise FormatError(f"{text!r} cannot be parsed: {error}.") from None
+
+
+def _literal(node: ast.expr, text: str) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError):
+        part = ast.get_source_segment(text, node)  # `ast.unparse` would recurse
+        raise FormatError(f"{text!r}: {part!r} is not a literal.") from None
+
+
+def _name(node: ast.expr) -> str | None:
+    """The name of a node, or its last part: `UNCONSTRAINED` of `P.UNCONSTRAINED`."""
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
+
+
+def parse_bytes(text: str) -> int:
+    """Parses `80GB` (powers of 1000) or `80GiB` (powers of 1024) into bytes."""
+    number, unit = text.strip(), ""
+    while number and not number[-1].isdigit():
+        number, unit = number[:-1], number[-1] + unit
+    base, letters = (1024, "KiB MiB GiB TiB") if "i" in unit else (1000, "kB MB GB TB")
+    powers = {"": 0, "B": 0} | {name: i + 1 for i, name in enumerate(letters.split())}
+    powers["KB"] = 1
+    try:
+        count = float(number) * base ** powers[unit.strip()]
+    except (KeyError, ValueError):
+        count = 0.0
+    if not 0 < count < math.inf:
+        raise FormatError(f"{text!r} is not an amount of memory. Write it as 80GB or 80GiB.")
+    return int(count)
+
+
+# ------------------------------------------------------------------ JSON and TOML
+
+
+def parse_json(text: bytes) -> Any:
+    """Parses strict JSON: UTF-8, no repeated keys, no NaN."""
+    try:
+        value = json.loads(
+            text.decode(),
+            object_pairs_hook=_each_key_once,
+            parse_constant=_no_number,
+            parse_int=_integer,
+        )
+        if b"\\u" in text:  # Python accepts half of a surrogate pair
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not valid JSON: {error}.") from None
+    return value
+
+
+def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {repeated!r} is repeated")
+    return mapping
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is not a number")
+
+
+def _integer(text: str) -> int:
+    return _no_number(text) if text == "-0" else int(text)
+
+
+def check_keys(raw: Any, known: Sequence[str], where: str) -> None:
+    """Raises `FormatError` unless `raw` is an object with exactly these keys."""
+    if not isinstance(raw, dict):
+        raise FormatError(f"{where} is {type(raw).__name__}, not an object.")
+    facts = [f"has an unknown key {key!r}.{did_you_mean(key, known)}" for key in raw.keys() - known]
+    facts += [f"lacks {key!r}." for key in known if key not in raw]
+    if facts:
+        raise FormatError(f"{where} {' It '.join(sorted(facts))} Its keys are {', '.join(known)}.")
+
+
+def typed(value: Any, kind: type, where: str, what: str = "") -> Any:
+    """Returns `value`, or raises `FormatError` if its type is not `kind`; `what` names the type."""
+    if type(value) is not kind:
+        raise FormatError(
+            f"{where} is {value!r} ({type(value).__name__}), not {what or kind.__name__}."
+        )
+    return value
+
+
+_NUMBER = re.compile("([0-9]+)")
+_NUMBERS = 3  # the right-aligned column
+
+
+def human_bytes(count: int) -> str:
+    """`1.5 MiB`."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    power = min(int(math.log(count, 1024)), 5)
+    return f"{count / 1024**power:.1f} {'KMGTP'[power - 1]}iB"
+
+
+def columns(rows: Sequence[tuple[str, ...]], right: int = _NUMBERS) -> str:
+    """Rows as lines of aligned cells; the column at index `right` is right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[right] = row[right].rjust(widths[right])
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------ folding
+
+
+def fold_paths(paths: Iterable[str]) -> list[str]:
+    """Merges paths that differ only in numbers: `layers/{0..79}/attn/q`."""
+    return [path for path, _ in fold((path, None, path) for path in paths)]
+
+
+def fold(items: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, list[Any]]]:
+    """Groups items `(path, kind, item)` of one kind whose paths differ only in numbers.
+
+    Returns `(folded path, items)` for each group, in order of first appearance.
+    """
+    alike: dict[Any, list[tuple[list[str], Any]]] = {}
+    for path, kind, item in items:
+        words = _NUMBER.split(path)  # words and numbers alternate
+        alike.setdefault((*words[::2], kind), []).append((words[1::2], item))
+    lines: list[tuple[str, list[Any]]] = []
+    for (*words, _), members in alike.items():
+        for numbers, inside in _grids(members, 0):
+            path = "".join(a + b for a, b in zip(words, [*numbers, ""], strict=True))
+            lines.append((path, inside))
+    return lines
+
+
+def _grids(
+    members: list[tuple[list[str], Any]], position: int
+) -> Iterable[tuple[list[str], list[Any]]]:
+    """Splits numbered members into full grids: every number at one position of the path
+    with every number at the others, so that `{0..3}/{0..7}` means exactly 32 leaves."""
+    columns = [list(dict.fromkeys(column)) for column in zip(*(n for n, _ in members), strict=True)]
+    # Members with the same numbers share a path, and stay together.
+    if math.prod(map(len, columns)) == len(members) or position == len(columns):
+        yield [_span(column) for column in columns], [member for _, member in members]
+        return
+    members = sorted(members, key=lambda member: member[0][position])
+    for _, part in groupby(members, key=lambda member: member[0][position]):
+        yield from _grids(list(part), position + 1)
+
+
+def _span(numbers: list[str]) -> str:
+    """`{0..79}` or `{0..3,8}`."""
+    if len(numbers) == 1:
+        return numbers[0]
+    runs: list[list[str]] = []
+    for number in sorted(numbers, key=int):
+        if runs and int(number) == int(runs[-1][-1]) + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return "{" + ",".join(r[0] if len(r) == 1 else f"{r[0]}..{r[-1]}" for r in runs) + "}"

@@ -1,0 +1,1 @@
+"""What checkpoints and safetensors share: leaves, read requests, files."""

@@ -1,0 +1,215 @@
+"""Files that all processes write parts of, and that are renamed into place when complete."""
+
+import fcntl
+import os
+import platform
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+import jax
+
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, together
+from treeshard.errors import CheckpointError, warn
+
+# ------------------------------------------------------------------
+# Locks for writers of a path. A lock ends with the process that holds it, however that ends.
+
+
+class Lock:
+    """An exclusive lock for writing at a path, held from construction to `release`.
+
+    It is an `flock` on a file beside the path, or inside a directory of several checkpoints. The
+    system releases it when the process ends, even if the process is killed.
+
+    Args:
+        file: The file to lock. It names the holder, and is removed on release.
+        what: What is locked, for messages.
+
+    Raises:
+        CheckpointError: If another process, or this one, holds the lock: it says which. If the file
+            cannot be created.
+    """
+
+    def __init__(self, file: Path, what: str) -> None:
+        self._file = file
+        self._handle: int | None = _locked(file, what)
+        _held.add(self)
+
+    def release(self) -> None:
+        """Releases the lock. A second call does nothing."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with suppress(OSError):
+                self._file.unlink()  # while the lock is still held
+            os.close(handle)
+
+    def close_copy(self) -> None:
+        """Closes a forked process's copy of the handle, which would keep the lock held."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+@contextmanager
+def locked(file: Path, what: str) -> Iterator[None]:
+    """Holds a `Lock` during the block."""
+    lock = Lock(file, what)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+_held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    for lock in _held:
+        lock.close_copy()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
+def _locked(file: Path, what: str) -> int | None:
+    while True:
+        try:
+            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"{what}: cannot be written to: {error.strerror}.") from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 200).decode(errors="replace")
+            os.close(handle)
+            raise CheckpointError(f"{what}: {_held_by(holder)}") from None
+        except OSError as error:
+            os.close(handle)
+            warn(
+                f"{what}: this file system does not support locks ({error.strerror}), so a second"
+                " writer is not kept out."
+            )
+            return None
+        if _is_still(file, handle):
+            os.ftruncate(handle, 0)
+            os.write(handle, _who().encode())
+            return handle
+        os.close(handle)  # its holder has just removed it
+
+
+def _is_still(file: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def _held_by(holder: str) -> str:
+    if holder.startswith(f"{_process()},"):
+        return "this process is already writing here. Close its other writer first."
+    return (
+        f"another run is writing here: {holder or 'an unknown process'}. Two writers would destroy"
+        " each other's checkpoints. Wait for it, end it, or write to another path."
+    )
+
+
+def _who() -> str:
+    return f"{_process()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
+
+
+def _process() -> str:
+    return f"process {os.getpid()} on {platform.node()}"
+
+
+@contextmanager
+def new_files(
+    name: Path, paths: Sequence[Path], stale: Sequence[Path], what: str, timeout: float
+) -> Iterator[list[int]]:
+    """Opens files under hidden names beside `paths`, the same files on every process.
+
+    Once all processes have left the block without an error, the files are renamed to `paths`, in
+    this order, and replace existing ones. After an error on any process they are removed.
+
+    Args:
+        name: The path that is locked: one run at a time writes files under it.
+        paths: The files. Of several, the last is the index of the others: an existing index is
+            removed before the others are replaced.
+        stale: Files to remove at the end.
+        what: The operation, as in `together`.
+        timeout: Seconds to wait for other processes; waits for their writes have no limit.
+
+    Raises:
+        CheckpointError: If another run is writing the same files, or if a process does not see
+            the files that process 0 created.
+        ProcessError: If other processes fail, or do not arrive.
+        OSError: If a file cannot be created or written.
+    """
+    first = jax.process_index() == 0
+    hidden = [path.with_name(f".{path.name}.part") for path in paths]
+    with ExitStack() as held:
+        files: list[int] = []
+        with together(what, timeout=timeout) as said:
+            if first:
+                said.mine = mark = os.urandom(16)
+                held.enter_context(locked(name.with_name(f".{name.name}.lock"), f"{what}: {name}"))
+                files = [held.enter_context(_made(path, mark)) for path in hidden]
+        with together(what, timeout=timeout):
+            if not first:
+                files = [held.enter_context(_found(path, said.every[0])) for path in hidden]
+        with together(what, timeout=AS_LONG_AS_IT_TAKES):
+            yield files
+            for file in files:
+                os.fsync(file)
+        with together(what, timeout=AS_LONG_AS_IT_TAKES):
+            if first:
+                _name(hidden, paths, stale)
+
+
+@contextmanager
+def _made(path: Path, mark: bytes) -> Iterator[int]:
+    """Creates a file, or takes over the leftover of a killed run."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        os.pwrite(file, mark, 0)
+        os.fsync(file)
+        yield file
+    finally:
+        os.close(file)
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _found(path: Path, mark: bytes) -> Iterator[int]:
+    """Opens the file of process 0, unless another machine has a different one of this name."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        file = None
+    try:
+        if file is None or os.pread(file, len(mark), 0) != mark:
+            raise CheckpointError(
+                f"Process {jax.process_index()} does not see the file that process 0 created in"
+                f" {path.parent}. Save to a directory that all processes share."
+            )
+        yield file
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+def _name(hidden: Sequence[Path], paths: Sequence[Path], stale: Sequence[Path]) -> None:
+    if len(paths) > 1:
+        paths[-1].unlink(missing_ok=True)
+    for before, after in zip(hidden, paths, strict=True):
+        before.replace(after)
+    for path in stale:
+        path.unlink(missing_ok=True)
+    for directory in {path.parent for path in paths}:
+        file = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)

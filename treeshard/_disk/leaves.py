@@ -1,0 +1,247 @@
+"""The contents of a checkpoint, as its table of leaves lists them."""
+
+import base64
+import hashlib
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+from urllib.parse import quote
+from zlib import crc32
+
+import jax
+import numpy as np
+
+from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.text import columns, fold, human_bytes, parse_dtype
+from treeshard.errors import DamagedError, FormatError, listed
+
+# ------------------------------------------------------------------
+# A saved leaf: its row in the table of leaves, and the form of its values in the array store.
+
+Shape = tuple[int, ...]
+
+# Dtypes that array stores support beyond numpy's own. All others are stored as bytes.
+_STORED = {"bfloat16", "int4", "float8_e4m3fn", "float8_e5m2"}
+_STORED |= {"float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz"}
+
+
+class SavedLeaf(NamedTuple):
+    """A leaf in a checkpoint.
+
+    Attributes:
+        path: Its path, as in `leaf_paths`.
+        kind: `"array"`, `"key"`, `"bool"`, `"int"`, `"float"`, `"complex"`, `"str"`, `"bytes"`
+            or `"none"`.
+        shape: The shape of an array, or of an array of keys.
+        dtype: The name of its dtype, `key<fry>` for keys; empty for other kinds.
+        spec: How it was sharded when saved, such as `P('fsdp', None)`; `None` without a mesh.
+        stored: The dtype of its values in the array store; `None` if it has no values there.
+        impl: The PRNG implementation of keys, such as `threefry2x32`.
+        value: A Python scalar, a string or bytes, as text.
+        crc: The CRC-32 of its bytes, or of `value`; `None` if it was saved without fingerprints.
+    """
+
+    path: str
+    kind: str
+    shape: Shape = ()
+    dtype: str = ""
+    spec: str | None = None
+    stored: str | None = None
+    impl: str | None = None
+    value: str | None = None
+    crc: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Its key in the array store."""
+        return store_key(self.path)
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape of its values in the array store."""
+        return self.shape if self.impl is None else (*self.shape, *key_shape(self.impl))
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of an array in memory; for other kinds, the length of the value's text."""
+        if self.kind == "array":
+            return math.prod(self.shape) * parse_dtype(self.dtype).itemsize
+        if self.kind == "key":
+            return math.prod(self.stored_shape) * 4
+        return len(self.value or "")
+
+
+def kind_of(x: Any) -> str | None:
+    """The kind of a leaf, or of the `ShapeDtypeStruct` of one; `None` if it is static.
+
+    Subclasses of Python's scalars (enums, named constants) are static: text would lose the class.
+    """
+    if has_shape(x):
+        return "key" if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else "array"
+    return "none" if x is None else _SCALAR_KINDS.get(type(x))
+
+
+def stored_dtype(dtype: str) -> str:
+    """The dtype of an array's values in the array store."""
+    return dtype if dtype in _STORED or parse_dtype(dtype).kind != "V" else "uint8"
+
+
+def store_key(path: str) -> str:
+    """The key of a leaf in the array store: its path with `.` for `/`, safe as a file name.
+
+    Different paths have different keys. `layers/0/w` becomes `layers.0.w`, as in a nested tree.
+    """
+    parts = [quote(part, safe="").replace(".", "%2E") for part in path.split("/")]
+    key = ".".join(parts)
+    if len(key) > 200:  # file names are limited to 255 bytes
+        return f"{key[:120]}%{hashlib.sha256(path.encode()).hexdigest()}"
+    # Names reserved by folders and by the store get a leading `%`, which no other key has.
+    reserved = not key.strip(".") or key.startswith("_") or key == "array_metadatas"
+    return f"%{key}" if reserved else key
+
+
+@lru_cache
+def key_dtype(impl: str) -> str:
+    """The name of the dtype of a PRNG implementation's keys."""
+    return str(_key(impl).dtype)
+
+
+@lru_cache
+def key_shape(impl: str) -> Shape:
+    """The shape of the data of one key of a PRNG implementation."""
+    return jax.eval_shape(jax.random.key_data, _key(impl)).shape
+
+
+def _key(impl: str) -> Any:
+    try:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    except ValueError:
+        raise FormatError(f"this JAX has no PRNG implementation {impl!r}.") from None
+
+
+# ------------------------------------------------------------------ values as text
+
+
+def value_text(x: Any) -> str:
+    """A Python scalar, a string or bytes, as text, without loss."""
+    return _SCALARS[_SCALAR_KINDS[type(x)]][1](x)
+
+
+def value_of(kind: str, text: str) -> Any:
+    """The value that `value_text` wrote. Raises `FormatError` for any other text."""
+    _, write, read = _SCALARS[kind]
+    try:
+        value = read(text)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        raise FormatError(f"value is {_short(text)}, which is not of kind {kind}.") from None
+    if write(value) != text:
+        raise FormatError(
+            f"value is {_short(text)}, which is not how a value of kind {kind} is written."
+        )
+    return value
+
+
+def text_crc(text: str) -> int:
+    """The CRC-32 of a value's text."""
+    return crc32(text.encode())
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+
+
+def _int_text(x: int) -> str:
+    return str(x) if abs(x) < 2**64 else hex(x)  # Python limits the digits of decimal text
+
+
+def _complex_of(text: str) -> complex:
+    real, imag = text.split(" ")
+    return complex(float.fromhex(real), float.fromhex(imag))
+
+
+_SCALARS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "bool": (bool, str, {"True": True, "False": False}.__getitem__),
+    "int": (int, _int_text, lambda text: int(text, 0)),
+    "float": (float, float.hex, float.fromhex),
+    "complex": (complex, lambda x: f"{x.real.hex()} {x.imag.hex()}", _complex_of),
+    "str": (str, str, str),
+    "bytes": (bytes, lambda x: base64.b64encode(x).decode(), base64.b64decode),
+}
+_SCALAR_KINDS = {row[0]: kind for kind, row in _SCALARS.items()}
+SCALARS = tuple(_SCALARS)
+
+
+# ------------------------------------------------------------------
+# A leaf that was read from disk, and how it is damaged.
+
+
+class ReadLeaf(NamedTuple):
+    """A leaf, read to host memory.
+
+    Attributes:
+        row: Its row in the table.
+        array: Its values in their own dtype: the data of keys, the bytes of packed numbers; `None`
+            if it is not an array, or is damaged.
+        damage: How it is damaged; empty if it is as saved.
+    """
+
+    row: SavedLeaf
+    array: np.ndarray | None
+    damage: str
+
+
+def raise_damages(path: str | os.PathLike[str], damages: Mapping[str, str]) -> None:
+    """Raises one `DamagedError` that lists all damages, given by leaf path, if there are any."""
+    facts = [f"{leaf}: {why}" for leaf, why in damages.items()]
+    if facts:
+        raise DamagedError(f"{path}: {listed(f'{len(facts)} leaves are damaged:', facts)}")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The contents of a checkpoint. `str()` gives a line per leaf, with repeated layers folded.
+
+    Attributes:
+        path: The path of the checkpoint.
+        leaves: A `SavedLeaf` for each leaf that is not static, in the order in which JAX
+            flattens the tree.
+        meshes: The axes and sizes of the meshes that the arrays were on, usually one.
+    """
+
+    path: str
+    leaves: tuple[SavedLeaf, ...]
+    meshes: tuple[dict[str, int], ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all leaves in memory."""
+        return sum(leaf.bytes for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        rows = [("path", "leaf", "spec", "bytes")]
+        items = ((x.path, (x.kind, x.shape, x.dtype, x.spec, x.value), x) for x in self.leaves)
+        for path, alike in fold(items):
+            held = human_bytes(sum(leaf.bytes for leaf in alike))
+            rows.append((path or "(the tree)", describe_leaf(alike[0]), alike[0].spec or "", held))
+        lay = " and ".join(
+            ", ".join(f"{axis}={size}" for axis, size in axes.items()) for axes in self.meshes
+        )
+        on = f" Saved on {lay}." if lay else ""
+        bare = sum(leaf.crc is None for leaf in self.leaves)
+        unknown = f" {bare:,} have no fingerprint." if bare else ""
+        total = f"{len(self.leaves):,} leaves, {human_bytes(self.bytes)}.{on}{unknown}"
+        return f"{columns(rows)}\n{total}"
+
+
+def describe_leaf(leaf: SavedLeaf) -> str:
+    """A leaf's type, and its value if it is not an array."""
+    if leaf.dtype:
+        return array_text(leaf)
+    if leaf.value is None:
+        return "None"
+    is_number = leaf.kind in ("bool", "int")  # whose text is the number
+    text = leaf.value if is_number else repr(value_of(leaf.kind, leaf.value))
+    return f"{leaf.kind} {text if len(text) <= 40 else f'{text[:40]}...'}"

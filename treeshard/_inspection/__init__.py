@@ -1,0 +1,1 @@
+"""Reads live trees: memory, stability across a step, drawings."""

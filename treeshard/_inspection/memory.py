@@ -1,0 +1,153 @@
+"""Arrays with their shardings, planned or live, and the bytes that each device holds."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import tree_leaves
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.mesh import AnyMesh, axis_sizes
+from treeshard._core.paths import leaf_paths
+from treeshard._core.specs import axes_of, entries, shard_size, with_entries
+from treeshard._planning.plan import PlannedTree
+from treeshard.errors import SpecError, listed
+
+Shape = tuple[int, ...]
+
+
+class Placed(NamedTuple):
+    """One array and its sharding.
+
+    Attributes:
+        path: Its path.
+        shape: The shape of the full array.
+        dtype: Its dtype.
+        sharding: How it is sharded; `None` if it is on no device.
+    """
+
+    path: str
+    shape: Shape
+    dtype: Any
+    sharding: Sharding | None
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the full array."""
+        return math.prod(self.shape)
+
+    @property
+    def spec(self) -> PartitionSpec | None:
+        """Its spec without trailing `None`s; `None` if it is not on a mesh."""
+        if not isinstance(self.sharding, NamedSharding):
+            return None
+        return with_entries(self.sharding.spec, entries(self.sharding))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it has more than one distinct shard."""
+        if self.sharding is None:
+            return False
+        if not isinstance(self.sharding, NamedSharding):
+            return not self.sharding.is_fully_replicated
+        sizes = axis_sizes(self.sharding.mesh)
+        return any(sizes[a] > 1 for entry in entries(self.sharding) for a in axes_of(entry))
+
+    @property
+    def takes_device_memory(self) -> bool:
+        """Whether it is in device memory, rather than in the host memory of its devices."""
+        return self.sharding is not None and self.sharding.memory_kind != "pinned_host"
+
+
+def placed_leaves(x: Any) -> list[Placed]:
+    """Returns the arrays of a plan with their planned shardings, or of a live tree with theirs.
+
+    Raises `SpecError` that names all traced leaves: these have no sharding yet.
+    """
+    if isinstance(x, PlannedTree):
+        on = {spec: NamedSharding(x.mesh, spec) for spec in {leaf.given for leaf in x.leaves}}
+        return [Placed(leaf.path, leaf.shape, leaf.dtype, on[leaf.given]) for leaf in x.leaves]
+    named = list(zip(leaf_paths(x), tree_leaves(x), strict=True))
+    if traced := [path for path, leaf in named if isinstance(leaf, Tracer)]:
+        facts = [
+            f"{path or 'the array'}: it is traced, and has no sharding yet." for path in traced
+        ]
+        raise SpecError(listed(f"{len(facts)} leaves have no sharding:", facts))
+    return [
+        Placed(path, tuple(leaf.shape), leaf.dtype, live_sharding(leaf))
+        for path, leaf in named
+        if has_shape(leaf)
+    ]
+
+
+def live_sharding(leaf: Any) -> Sharding | None:
+    """The sharding of a leaf; `None` for numpy arrays, and for structs without one."""
+    return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def bytes_by_device(leaves: Iterable[Placed]) -> dict[int, int]:
+    """Returns the bytes by device id; on an abstract mesh, by position in it (row-major).
+
+    Devices of a mesh that hold nothing are included, with 0. Pinned host memory does not count.
+    """
+    held: Counter[int] = Counter()
+    by_mesh: dict[AnyMesh, np.ndarray] = {}
+    counts = Counter((x.sharding, x.shape, x.dtype, x.takes_device_memory) for x in leaves)
+    for (sharding, shape, dtype, takes_memory), count in counts.items():
+        if sharding is None:
+            continue
+        itemsize = count * dtype.itemsize * takes_memory
+        if isinstance(sharding, NamedSharding):
+            part = itemsize * elements_by_device(shape, sharding.spec, sharding.mesh)
+            by_mesh[sharding.mesh] = by_mesh.get(sharding.mesh, 0) + part
+        else:
+            part = itemsize * math.prod(sharding.shard_shape(shape))
+            held.update({device.id: part for device in sharding.device_set})
+    for mesh, total in by_mesh.items():
+        held.update(dict(zip(_ids(mesh), total.ravel().tolist(), strict=True)))
+    return dict(sorted(held.items()))
+
+
+def _ids(mesh: AnyMesh) -> list[int]:
+    if isinstance(mesh, Mesh):
+        return [device.id for device in mesh.devices.flat]
+    return list(range(mesh.size))
+
+
+def largest_part(leaf: Placed) -> int:
+    """The bytes of a leaf's largest shard."""
+    if leaf.sharding is None or not leaf.takes_device_memory:
+        return 0
+    if isinstance(leaf.sharding, NamedSharding):
+        part = shard_size(leaf.shape, leaf.sharding.spec, leaf.sharding.mesh)
+    else:
+        part = math.prod(leaf.sharding.shard_shape(leaf.shape))
+    return part * leaf.dtype.itemsize
+
+
+def elements_by_device(shape: Shape, spec: PartitionSpec, mesh: AnyMesh) -> np.ndarray:
+    """Returns how many elements each device of a mesh holds, in the mesh's shape.
+
+    A dim that its axes do not divide is split as the compiler does: into shards of the rounded-up
+    length, the last of which are shorter or empty.
+    """
+    sizes = axis_sizes(mesh)
+    elements = np.ones((1,) * len(sizes), np.int64)
+    for length, entry in zip(shape, (*entries(spec), *(None,) * len(shape)), strict=False):
+        axes = axes_of(entry)
+        counts = [sizes[axis] for axis in axes]
+        shard_length = -(-length // math.prod(counts))
+        starts = np.arange(math.prod(counts)).reshape(counts) * shard_length
+        lengths = np.clip(length - starts, 0, shard_length)
+        mesh_order = sorted(range(len(axes)), key=lambda i: list(sizes).index(axes[i]))
+        broadcastable = [size if axis in axes else 1 for axis, size in sizes.items()]
+        elements = elements * lengths.transpose(mesh_order).reshape(broadcastable)
+    return np.broadcast_to(elements, tuple(sizes.values()))

@@ -1,0 +1,255 @@
+"""Compares trees in everything that makes a jitted function compile again."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.tree_util import tree_flatten, tree_structure
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.mesh import describe_mesh
+from treeshard._core.paths import leaf_paths
+from treeshard._core.specs import entries, with_entries
+from treeshard._core.text import fold
+from treeshard._planning.plan import Plan
+from treeshard.errors import SpecError, UnstableStepError, listed
+
+
+class LeafDifference(NamedTuple):
+    """One difference in a leaf between two trees.
+
+    Attributes:
+        path: The path of the leaf.
+        what: `"sharding"`, `"mesh"`, `"devices"` (the mesh's), `"axis types"`,
+            `"memory kind"`, `"committed"`, `"shape"`, `"dtype"`, `"weak type"`, `"value"` (of a
+            leaf that is not an array), or `"leaf"`, if only one tree has it.
+        before: Its state in the first tree, in words.
+        after: Its state in the second tree.
+    """
+
+    path: str
+    what: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the tree'}: {self.what} {self.before} -> {self.after}"
+
+
+class ShardingDiff(tuple[LeafDifference, ...]):
+    """The result of `diff_shardings`: empty, and false, if nothing differs."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """One line for each difference, with repeated layers folded."""
+        if not self:
+            return "No leaf differs."
+        folded = fold((difference.path, difference[1:], difference) for difference in self)
+        return "\n".join(str(alike[0]._replace(path=path)) for path, alike in folded)
+
+
+def diff_shardings(a: Any, b: Any) -> ShardingDiff:
+    """Compares two trees leaf by leaf, in everything that makes a jitted function compile again.
+
+    Only facts that both sides have are compared: a `ShapeDtypeStruct` is neither committed nor
+    uncommitted, and a sharding on an abstract mesh has no devices. `P("data", None)` and
+    `P("data")` are equal. A numpy array counts as an uncommitted array.
+
+    Args:
+        a: A live tree, `ShapeDtypeStruct`s, `NamedSharding`s, or a `Plan`.
+        b: Another; its leaves are matched with those of `a` by path.
+
+    Returns:
+        A tuple of `LeafDifference`, in `a`'s order, followed by the leaves that only `b` has.
+        `str()` of it is a table.
+
+    Raises:
+        SpecError: If leaves are traced and so have no sharding yet. All such leaves are named.
+
+    Examples:
+        >>> mesh = make_mesh("fsdp=8")
+        >>> decided = plan({"w": np.ones((512, 64))}, [("w", fsdp("fsdp"))], mesh)
+        >>> whole = shard({"w": np.ones((512, 64))}, P(), mesh)
+        >>> print(diff_shardings(whole, decided)[0])
+        w: sharding P() -> P('fsdp',)
+    """
+    return _diff(_Tree(a), _Tree(b))
+
+
+def assert_stable_step(step: Callable[..., Any], state: Any, *args: Any) -> Any:
+    """Runs a step once, and raises if the step changed the form of its state.
+
+    Any such change makes the second step compile again: a leaf that starts on a single device, a
+    Python number, a dtype that the update widens, a spec that the step does not keep. A step that
+    donates its state consumes it here too: continue with the returned state.
+
+    Args:
+        step: Takes `(state, *args)` and returns the new state, or a tuple that starts with it:
+            a `jit_step`, a jitted function, or any other.
+        state: The state.
+        args: The other arguments of the step.
+
+    Returns:
+        What the step returned.
+
+    Raises:
+        UnstableStepError: If anything changed: it lists all leaves, what changed, and the fix. It
+            is an `AssertionError`.
+        SpecError: If a leaf of the state is traced.
+
+    Examples:
+        >>> step = jax.jit(lambda state, x: ({"w": state["w"] + x.mean()}, x.sum()))
+        >>> x = shard(np.ones(8, "float32"), P("fsdp"), make_mesh("fsdp=8"))
+        >>> state, total = assert_stable_step(step, {"w": x}, x)
+        >>> float(total)
+        8.0
+    """
+    before = _Tree(state)  # read now: the step may donate it
+    out = step(state, *args)
+    new_state = out
+    if isinstance(out, tuple) and tree_structure(out) != before.treedef:
+        new_state = out[0] if out else None
+    after = _Tree(new_state)
+    differences = _diff(before, after)
+    facts = _sentences(differences)
+    if not facts and before.treedef != after.treedef:
+        facts = ["the tree: the type of a container, or a static field, changed."]
+    if facts:
+        headline = f"The step changed {len(facts)} leaves of its state:"
+        fixes = dict.fromkeys(_FIXES[difference.what] for difference in differences)
+        consequence = "Each such change can make the next step compile again."
+        raise UnstableStepError("\n".join([listed(headline, facts), consequence, *fixes]))
+    return out
+
+
+_PLACE = (
+    "Place the state before the first step as it should stay: `treeshard.shard(state, plan)`, or"
+    " `training.init_sharded`; `training.jit_step` then keeps its shardings."
+)
+_KEEP = "Keep the shapes and the structure of the state."
+_FIXES = {
+    "sharding": _PLACE,
+    "mesh": _PLACE,
+    "devices": _PLACE,
+    "axis types": _PLACE,
+    "memory kind": _PLACE,
+    "committed": _PLACE,
+    "shape": _KEEP,
+    "leaf": _KEEP,
+    "dtype": "Convert in the step, `new.astype(old.dtype)`, or start with the wider dtype.",
+    "weak type": "Start numbers as arrays with a dtype: `jnp.float32(0.1)` instead of `0.1`.",
+    "value": "Leaves that are not arrays are part of the program: store changing values as arrays.",
+}
+
+
+# ------------------------------------------------------------------ comparing
+
+# Facts about a leaf, by kind: the value to compare, and the value in words.
+_Facts = dict[str, tuple[Any, str]]
+
+
+class _Tree:
+    """The facts about the leaves of a tree, by path and number among leaves of the same path."""
+
+    def __init__(self, tree: Any) -> None:
+        tree = tree.structs if isinstance(tree, Plan) else tree
+        leaves, self.treedef = tree_flatten(tree)
+        paths = leaf_paths(tree)
+        if traced := [p for p, x in zip(paths, leaves, strict=True) if isinstance(x, Tracer)]:
+            facts = [
+                f"{path or 'the tree'}: it is traced, and has no sharding yet." for path in traced
+            ]
+            raise SpecError(listed(f"{len(facts)} leaves cannot be compared:", facts))
+        counts: Counter[str] = Counter()
+        self.leaves: dict[tuple[str, int], _Facts] = {}
+        for path, leaf in zip(paths, leaves, strict=True):
+            self.leaves[path, counts[path]] = _facts(leaf)
+            counts[path] += 1
+
+
+def _diff(a: _Tree, b: _Tree) -> ShardingDiff:
+    differences: list[LeafDifference] = []
+    for (path, number), old in a.leaves.items():
+        new = b.leaves.get((path, number))
+        if new is None:
+            differences.append(LeafDifference(path, "leaf", "present", "gone"))
+        else:
+            differences += [LeafDifference(path, *change) for change in _changes(old, new)]
+    added = [path for path, number in b.leaves if (path, number) not in a.leaves]
+    differences += [LeafDifference(path, "leaf", "absent", "new") for path in added]
+    return ShardingDiff(differences)
+
+
+def _changes(old: _Facts, new: _Facts) -> list[tuple[str, str, str]]:
+    if ("shape" in old and list(new) == ["value"]) or ("shape" in new and list(old) == ["value"]):
+        before, after = (list(facts.values())[-1][1] for facts in (old, new))
+        return [("value", before, after)]
+    return [
+        (what, old[what][1], new[what][1])
+        for what in old
+        if what in new and not _equal(old[what][0], new[what][0])
+    ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except Exception:  # a custom __eq__
+        return False
+
+
+def _facts(leaf: Any) -> _Facts:
+    if isinstance(leaf, Sharding):
+        return _where(leaf)
+    number = isinstance(leaf, bool | int | float | complex)
+    if not number and not has_shape(leaf):
+        return {"value": (leaf, repr(leaf))}
+    kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        facts = {} if leaf.sharding is None else _where(leaf.sharding)
+    elif isinstance(leaf, jax.Array) and leaf.committed:
+        facts = _where(leaf.sharding) | {"committed": (True, "yes")}
+    else:
+        # jit places host values as it places uncommitted arrays.
+        facts = {"sharding": (None, "one device (uncommitted)"), "committed": (False, "no")}
+    facts["shape"] = (kind.shape, str(kind.shape))
+    facts["dtype"] = (str(kind.dtype), str(kind.dtype))
+    facts["weak type"] = (kind.weak_type, "yes" if kind.weak_type else "no")
+    if number:
+        facts["value"] = (leaf, repr(leaf))
+    return facts
+
+
+def _where(sharding: Sharding) -> _Facts:
+    memory: Any = sharding.memory_kind
+    facts: _Facts = {} if memory is None else {"memory kind": (memory, memory)}
+    if not isinstance(sharding, NamedSharding):
+        alone = isinstance(sharding, SingleDeviceSharding)
+        words = f"only {next(iter(sharding.device_set))}" if alone else str(sharding)
+        return {"sharding": (sharding, words)} | facts
+    # P("data", None) and P("data") are the same placement, and compile to the same program.
+    spec = with_entries(sharding.spec, entries(sharding))
+    mesh, types = sharding.mesh, tuple(map(str, sharding.mesh.axis_types))
+    facts = {
+        "sharding": (spec, str(spec)),
+        "mesh": (tuple(mesh.shape.items()), describe_mesh(mesh)),
+        "axis types": (types, ", ".join(types)),
+    } | facts
+    if isinstance(mesh, Mesh):
+        ids = tuple(device.id for device in mesh.devices.flat)
+        facts["devices"] = (ids, ",".join(map(str, ids[:16])) + ",..." * (len(ids) > 16))
+    return facts
+
+
+def _sentences(differences: ShardingDiff) -> list[str]:
+    """A line for each leaf: `step: sharding P() -> P('data',); committed no -> yes`."""
+    by_leaf: dict[str, list[str]] = {}
+    for path, what, before, after in differences:
+        by_leaf.setdefault(path, []).append(f"{what} {before} -> {after}")
+    return [f"{path or 'the state'}: {'; '.join(changes)}" for path, changes in by_leaf.items()]

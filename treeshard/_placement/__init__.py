@@ -1,0 +1,1 @@
+"""Moves: arrays go to the shardings that specs say, and come back."""

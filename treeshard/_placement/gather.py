@@ -1,0 +1,207 @@
+"""Copies trees from devices to host memory: one copy of each shard, and no cached ones."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import count, repeat
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.tree_util import tree_flatten
+
+from treeshard._core.arrays import (
+    Box,
+    Known,
+    box_of,
+    data_of,
+    is_array,
+    is_key,
+    keys_on_host,
+    to_host,
+)
+from treeshard._core.paths import leaf_paths, path_under
+from treeshard._core.processes import (
+    TIMEOUT,
+    agreeing,
+    company,
+    exchange,
+    facts_of,
+    is_spread,
+    with_bar,
+)
+from treeshard._placement.targets import Misfit, raise_misfits, unmovable
+from treeshard._placement.transport import deliver
+
+To = Literal["all"] | int
+
+_iterations: defaultdict[tuple[int, ...], "count[int]"] = defaultdict(count)
+
+
+def gather(tree: Any, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT) -> Any:
+    """Copies a tree from its devices to host memory.
+
+    Each shard is copied once, directly into the result: host memory peaks at the size of the
+    result, and no copy stays cached on the arrays.
+
+    Across processes, one process that holds a part sends it to those that receive it, leaf by
+    leaf: receivers need memory for the tree, other processes for a few MiB. All processes that
+    hold parts of the tree must make the call, and so must the receiver. If a process dies during
+    the call, the others end within JAX's heartbeat timeout. Trees on devices of this process
+    alone are copied without communication, and nothing is compiled.
+
+    Args:
+        tree: Any pytree. Leaves that are not arrays pass through untouched.
+        to: Which processes receive the tree: `"all"` that hold a part of it, or the index of one.
+        progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`).
+        timeout: Seconds to wait for other processes.
+
+    Returns:
+        The tree with numpy arrays, in the dtypes of `ml_dtypes` where numpy has none. Typed
+        PRNG keys remain key arrays, on one local device. Numpy leaves are copied, so the result
+        never shares memory with the tree. On processes that receive nothing, each array is
+        replaced by its `jax.ShapeDtypeStruct`.
+
+    Raises:
+        DeletedLeafError: If a leaf was deleted or donated. Nothing is copied.
+        LeafError: If a leaf is a tracer or a `ShapeDtypeStruct`. Nothing is copied.
+        ProcessError: If processes do not make the same call with the same tree, or one of them
+            does not make it within `timeout`, or fails. Nothing is copied.
+        ValueError: If `to` is neither `"all"` nor the index of a process.
+        ImportError: If `progress` is set and `tqdm` is not installed.
+
+    Examples:
+        >>> mesh = make_mesh("fsdp=8")
+        >>> gather(shard({"w": np.arange(8)}, P("fsdp"), mesh))
+        {'w': array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)}
+    """
+    _check_receiver(to, "gather")
+    return gather_at("", tree, to, progress, timeout)
+
+
+def gather_at(
+    prefix: str, tree: Any, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
+) -> Any:
+    """`gather` of a subtree; messages name its `prefix` in the larger tree."""
+    leaves, treedef = tree_flatten(tree)
+    read = _reader("gather", tree, leaves, to, timeout, prefix)
+    return treedef.unflatten([next(read) for _ in with_bar(leaves, "gather", show=progress)])
+
+
+def iter_gather(
+    tree: Any, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
+) -> Iterator[tuple[str, Any]]:
+    """Copies a tree to host memory leaf by leaf, so that only one leaf is in memory at a time.
+
+    Args:
+        tree: Any pytree. Leaves that are not arrays are skipped.
+        to: Which processes receive the leaves, as in `gather`.
+        progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`).
+        timeout: Seconds to wait for other processes, at the call and at each leaf.
+
+    Returns:
+        An iterator of `(path, array)`, with arrays as `gather` returns them. It keeps no
+        reference to arrays that it has yielded. Across processes, all must exhaust it: if one
+        stops, the others get a `ProcessError` that names it, at the next leaf that needs it.
+
+    Raises:
+        DeletedLeafError: If a leaf was deleted or donated; at the call, before the first leaf.
+        LeafError: If a leaf is a tracer or a `ShapeDtypeStruct`; at the call.
+        ProcessError: If processes do not make the same call with the same tree, or one of them
+            does not make it within `timeout`, or fails; at the call.
+        ValueError: If `to` is neither `"all"` nor the index of a process.
+        ImportError: If `progress` is set and `tqdm` is not installed.
+
+    Examples:
+        >>> tree = shard({"w": np.arange(8), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
+        >>> [(path, x.shape) for path, x in iter_gather(tree)]
+        [('w', (8,))]
+    """
+    _check_receiver(to, "iter_gather")
+    leaves = tree_flatten(tree)[0]
+    read = _reader("iter_gather", tree, leaves, to, timeout, meet=True)
+    named = list(zip(leaf_paths(tree), leaves, strict=True))
+    return _arrays(with_bar(named, "iter_gather", show=progress), read)
+
+
+def _arrays(named: Iterable[tuple[str, Any]], read: Iterator[Any]) -> Iterator[tuple[str, Any]]:
+    for path, leaf in named:
+        if is_array(leaf):
+            yield path, next(read)  # keeps no reference
+        else:
+            next(read)
+
+
+def _reader(
+    where: str,
+    tree: Any,
+    leaves: list[Any],
+    to: To,
+    timeout: float,
+    prefix: str = "",
+    meet: bool = False,
+) -> Iterator[Any]:
+    """Checks all leaves at the call; returns an iterator over them, as this process receives them.
+
+    With `meet`, the processes wait for each other at each leaf whose data travels.
+    """
+    spread = [leaf for leaf in leaves if is_spread(leaf)]
+    among = company(spread, more=[] if to == "all" else [to])
+    paths: list[str] = []
+    with agreeing(where, among=among, timeout=timeout) as facts:
+        _check_readable(tree, leaves, where, prefix)
+        if among:
+            paths = [path_under(prefix, path) for path in leaf_paths(tree)]
+            rows = (
+                (path, x, [x.sharding] if is_spread(x) else [])
+                for path, x in zip(paths, leaves, strict=True)
+                if is_array(x)
+            )
+            facts |= {"the argument `to`": repr(to), **facts_of(rows)}
+    if not among:  # all parts of the leaves are local, or none is
+        receives = to in ("all", jax.process_index()) and not spread
+        return _received(leaves, repeat({}), receives)
+    # The same on all processes, since all have agreed on each call before.
+    call = next(_iterations[tuple(among)])
+    named = [path for path, leaf in zip(paths, leaves, strict=True) if is_spread(leaf)]
+
+    def wait(i: int) -> None:
+        if meet:
+            exchange(f"{where}, at {named[i]} (call {call})", b"", among=among, timeout=timeout)
+
+    receivers = among if to == "all" else [to]
+    data = list(map(data_of, spread))
+    wanted = [[(r, box_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
+    return _received(leaves, deliver(data, wanted, among, wait), jax.process_index() in receivers)
+
+
+def _received(
+    leaves: list[Any], delivered: Iterator[dict[Box, np.ndarray]], receives: bool
+) -> Iterator[Any]:
+    known: Known = {}
+    for leaf in leaves:
+        boxes = next(delivered) if is_spread(leaf) else {}
+        if not receives:
+            yield jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
+        elif not boxes:
+            yield to_host(leaf, known)
+        elif is_key(leaf):
+            yield keys_on_host(leaf, boxes.popitem()[1])
+        else:
+            yield boxes.popitem()[1]
+
+
+def _check_receiver(to: To, where: str) -> None:
+    if to != "all" and not (type(to) is int and 0 <= to < jax.process_count()):
+        raise ValueError(
+            f"{where}(to={to!r}): pass 'all', or the index of the receiving process, from 0 to"
+            f" {jax.process_count() - 1}."
+        )
+
+
+def _check_readable(tree: Any, leaves: list[Any], where: str, prefix: str) -> None:
+    misfits: dict[int, Misfit] = {}
+    for i, leaf in enumerate(leaves):
+        # numpy arrays can always be copied, whatever their dtype.
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and (misfit := unmovable(leaf)):
+            misfits[i] = misfit
+    raise_misfits(tree, leaves, misfits, where, prefix)

@@ -1,0 +1,267 @@
+"""Places trees on the devices of a mesh, and moves them from one layout to another."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.tree_util import tree_flatten
+
+from treeshard._core.mesh import AnyMesh
+from treeshard._core.paths import leaf_paths, path_under
+from treeshard._core.processes import (
+    AS_LONG_AS_IT_TAKES,
+    TIMEOUT,
+    agreeing,
+    company,
+    facts_of,
+    is_spread,
+    together,
+    with_bar,
+)
+from treeshard._core.spec_trees import SpecCarrier, specs_of_leaves
+from treeshard._core.specs import is_logical, is_spec
+from treeshard._placement.gather import gather_at
+from treeshard._placement.moves import (
+    Move,
+    Read,
+    choose_move,
+    read_shards,
+    replicate_then_split,
+    through_host,
+    unchanged,
+)
+from treeshard._placement.targets import (
+    check_leaf,
+    check_leaf_or_struct,
+    mesh_for,
+    meshes_of,
+    resolver,
+    targets,
+)
+
+
+def shard(
+    tree: Any,
+    specs: Any,
+    mesh: AnyMesh | None = None,
+    *,
+    read: Read | None = None,
+    progress: bool = False,
+    timeout: float = TIMEOUT,
+) -> Any:
+    """Places every array of a tree on the devices of a mesh, sharded by its spec.
+
+    Each device receives only its own shard: of a leaf of shape `(d0, d1)` with `P("fsdp")`, a
+    shard of shape `(d0 / fsdp, d1)`. All leaves are checked before the first one moves. Nothing
+    is compiled for arrays on the host or on a single device, which are copied through the host.
+    Arrays on several devices move as by `reshard`.
+
+    On a mesh of several processes, all of them must make the call with the full tree, and each
+    takes its own shards from it. Nothing goes over the network, so the values are not compared;
+    they must be the same on every process. The full tree does not have to exist: `read` fills
+    leaves that are `jax.ShapeDtypeStruct`s, shard by shard.
+
+    Args:
+        tree: Any pytree of numpy and JAX arrays. Other leaves, including Python scalars, pass
+            through untouched.
+        specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
+            Leaves whose spec is `None` are not moved. Tuples of logical names are resolved by
+            the rules of `logical_axis_rules`.
+        mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the current
+            mesh.
+        read: Fills leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the index
+            of a shard (a slice for each dim, with its start and stop), and returns that part
+            in the leaf's dtype. Called once for each shard that this process holds, leaf by
+            leaf.
+        progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`). Leaves
+            are then placed one by one.
+        timeout: Seconds to wait for other processes.
+
+    Returns:
+        The tree with a `jax.Array` in place of each array. It never shares memory with the
+        numpy arrays it came from. 64-bit values become 32-bit ones unless JAX's x64 mode is on,
+        as with `jnp.asarray`. A `jax.Array` that is already sharded this way is returned as the
+        same object, and others may share memory with the result: donating it may delete the
+        source.
+
+    Raises:
+        UnknownAxisError: If a spec names an axis that the mesh does not have.
+        SpecError: If a spec names an axis twice, has more entries than the leaf has dims,
+            does not divide a dim, or leaves one `UNCONSTRAINED`; or if `specs` does not fit the
+            tree.
+        DeletedLeafError: If a leaf was deleted or donated.
+        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct` (without `read`), masked, or of a
+            dtype that JAX does not support.
+        NoMeshError: If there is no mesh, or only an `AbstractMesh`, which has no devices.
+        MismatchError: If `read` returns another shape or dtype than requested.
+        ProcessError: If processes do not make the same call with the same leaves, specs and
+            mesh, or one of them does not make it within `timeout`, or fails. No leaf is placed.
+        ImportError: If `progress` is set and `tqdm` is not installed.
+
+    Examples:
+        >>> tree = shard({"w": np.ones((16, 4)), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
+        >>> tree["w"].sharding.spec, tree["w"].addressable_shards[0].data.shape
+        (P('fsdp',), (2, 4))
+
+        An array too large for the host, shard by shard:
+
+        >>> rows = lambda path, index: np.arange(index[0].start, index[0].stop, dtype="int32")
+        >>> struct = jax.ShapeDtypeStruct((16,), "int32")
+        >>> shard(struct, P("fsdp"), make_mesh("fsdp=8"), read=rows).addressable_shards[1].data
+        Array([2, 3], dtype=int32)
+    """
+    return place(
+        tree, specs, mesh, "shard", through_host, read=read, progress=progress, timeout=timeout
+    )
+
+
+def reshard(tree: Any, specs: Any, mesh: AnyMesh | None = None, *, timeout: float = TIMEOUT) -> Any:
+    """Moves a tree to other specs or another mesh, from device to device.
+
+    Leaves that are already sharded this way are not moved. Leaves that move between the same
+    devices do so in one compiled program for the whole tree. Leaves on a single device are first
+    copied to all devices, so for a moment each device holds a full copy of these (`shard` copies
+    them through the host instead).
+
+    Across processes, all that hold devices of the old or the new mesh must make the call. Between
+    meshes of the same devices in the same order, the move is again one program; otherwise each
+    process sends the parts that others need, leaf by leaf through the host. Leaves on devices of
+    one process move to a mesh of several as by `shard`: they must be the same on each process.
+
+    Args:
+        tree: Any pytree. Numpy leaves are placed as by `shard`.
+        specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
+            Leaves whose spec is `None` are not moved.
+        mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the current
+            mesh.
+        timeout: Seconds to wait for other processes.
+
+    Returns:
+        The tree with its new shardings. It may share memory with the old tree, so donating it
+        may delete the source. Between meshes of different devices of one process, JAX chooses
+        how to move: shards that exist on both sides go directly, others through the host.
+
+    Raises:
+        UnknownAxisError, SpecError, DeletedLeafError, LeafError, NoMeshError, ProcessError: As
+            `shard`.
+
+    Examples:
+        >>> mesh = make_mesh("data=2,fsdp=4")
+        >>> tree = shard({"w": np.ones((8, 8))}, P("fsdp"), mesh)
+        >>> reshard(tree, P(None, ("fsdp", "data")), mesh)["w"].sharding.spec
+        P(None, ('fsdp', 'data'))
+    """
+    return place(tree, specs, mesh, "reshard", replicate_then_split, timeout=timeout)
+
+
+def place(
+    tree: Any,
+    specs: Any,
+    mesh: AnyMesh | None,
+    where: str,
+    from_single_device: Move,
+    *,
+    prefix: str = "",
+    read: Read | None = None,
+    progress: bool = False,
+    timeout: float = TIMEOUT,
+) -> Any:
+    """Checks every leaf, then moves them in groups.
+
+    `from_single_device` moves arrays that are on a single device.
+    """
+    leaves, treedef = tree_flatten(tree)
+    among = company(leaves, meshes_of(specs, mesh)) if jax.process_count() > 1 else []
+    check = check_leaf if read is None else check_leaf_or_struct
+    paths = leaf_paths(tree) if among or read else []
+    with agreeing(where, among=among, timeout=timeout) as facts:
+        remaining = targets(tree, leaves, specs, mesh, where, prefix, check)
+        if among:
+            facts |= facts_of(
+                (path_under(prefix, paths[i]), leaves[i], _shardings(leaves[i], target))
+                for i, target in remaining.items()
+            )
+    if read is not None:
+        structs = [i for i in remaining if isinstance(leaves[i], jax.ShapeDtypeStruct)]
+        # Before anything else: if `read` fails on one process, all must stop.
+        with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
+            for i in with_bar(structs, where, show=progress):
+                leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
+    groups: dict[tuple[Any, ...], list[tuple[int, NamedSharding]]] = {}
+    for i, target in remaining.items():
+        move = choose_move(leaves[i], target, from_single_device)
+        if move is not None:
+            key = (move, target.mesh, i if progress else None)
+            groups.setdefault(key, []).append((i, target))
+    for (move, *_), group in with_bar([*groups.items()], where, show=progress):
+        moved = move([leaves[i] for i, _ in group], [target for _, target in group])
+        for (i, _), array in zip(group, moved, strict=True):
+            leaves[i] = array
+    return treedef.unflatten(leaves)
+
+
+def _shardings(leaf: Any, target: NamedSharding) -> list[Sharding]:
+    """The target of a leaf, and its current sharding if that spans processes."""
+    return [target, leaf.sharding] if is_spread(leaf) else [target]
+
+
+# ------------------------------------------------------------------ leaf by leaf
+
+
+def make_shard_and_gather_fns(specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, Any]:
+    """Makes two functions for each spec: one places a leaf, one copies it back to the host.
+
+    `jax.tree.map(lambda f, x: f(x), shard_fns, tree)` does what `shard(tree, specs, mesh)`
+    does. The functions are for loops that see one leaf at a time, such as when reading a file.
+
+    Args:
+        specs: A tree of `PartitionSpec`s or `NamedSharding`s, or a `Plan`.
+        mesh: The mesh; by default that of each `NamedSharding`, of the `Plan`, or the mesh that
+            is current now.
+
+    Returns:
+        Two trees of functions with the structure of `specs`. A spec that stands for a subtree
+        becomes a function of that subtree. `None` in `specs` becomes a function that returns its
+        argument.
+
+        The functions raise as `shard` and `gather` do, and name the path of the spec in `specs`.
+
+    Raises:
+        SpecError: If a leaf of `specs` is not a spec.
+        NoMeshError: If a spec needs a mesh and there is none, or only an `AbstractMesh`.
+
+    Examples:
+        >>> shard_fns, gather_fns = make_shard_and_gather_fns({"w": P("fsdp")}, make_mesh("fsdp=8"))
+        >>> tree = jax.tree.map(lambda f, x: f(x), shard_fns, {"w": np.ones(8)})
+        >>> jax.tree.map(lambda f, x: f(x), gather_fns, tree)["w"].shape
+        (8,)
+
+    Source:
+        EasyLM and EasyDeL's function of this name.
+    """
+    if isinstance(specs, SpecCarrier):
+        specs, mesh = specs.specs, mesh or specs.mesh
+
+    def is_entry(x: Any) -> bool:
+        return x is None or is_spec(x) or is_logical(x)
+
+    leaf_specs, treedef = tree_flatten(specs, is_leaf=is_entry)
+    positions = treedef.unflatten(range(len(leaf_specs)))
+    leaf_specs = specs_of_leaves(specs, positions, resolve=resolver(mesh))
+    shard_fns: list[Callable[[Any], Any]] = []
+    gather_fns: list[Callable[[Any], Any]] = []
+    for path, spec in zip(leaf_paths(specs, is_leaf=is_entry), leaf_specs, strict=True):
+        if spec is None:
+            shard_fns.append(unchanged)
+            gather_fns.append(unchanged)
+        else:
+            spec_mesh = mesh_for(spec, mesh, "make_shard_and_gather_fns")
+            shard_fns.append(partial(_shard_at, path, spec, spec_mesh))
+            gather_fns.append(partial(gather_at, path))
+    return treedef.unflatten(shard_fns), treedef.unflatten(gather_fns)
+
+
+def _shard_at(path: str, spec: Any, mesh: Mesh, x: Any) -> Any:
+    return place(x, spec, mesh, "shard", through_host, prefix=path)

@@ -1,0 +1,300 @@
+"""Sends parts of arrays from the processes that hold them to those that need them.
+
+The bytes travel over the devices' network, between one device of each process, in chunks of one
+size. So one program is compiled for each distance between sender and receiver, whatever the
+arrays are, and the transfer needs memory for a few chunks besides the result.
+"""
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from treeshard._core.arrays import Box, box_of, lengths, to_read, within
+
+# ------------------------------------------------------------------
+# Divides the transfer of an array between processes into parcels.
+
+CHUNK = 2**21  # bytes of one parcel; several are in flight at a time
+Pair = tuple[int, int]  # (sender, receiver), by process index
+
+
+class Parcel(NamedTuple):
+    """A region of an array that one process sends to another, or copies within itself.
+
+    Attributes:
+        pair: The sending and the receiving process.
+        held: The box of the shard that contains it on the sender.
+        wanted: The box of the receiver that contains it.
+        part: The box of the parcel itself; at most `CHUNK` bytes if sender and receiver differ.
+        nbytes: Its size in bytes.
+    """
+
+    pair: Pair
+    held: Box
+    wanted: Box
+    part: Box
+    nbytes: int
+
+
+def route(x: jax.Array, wanted: Iterable[tuple[int, Box]]) -> tuple[Parcel, ...]:
+    """The parcels that bring each process in `wanted` its box; the same on every process."""
+    return _parcels(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(wanted))
+
+
+@lru_cache(maxsize=4096)
+def _parcels(
+    sharding: Sharding, shape: tuple[int, ...], itemsize: int, wanted: tuple[tuple[int, Box], ...]
+) -> tuple[Parcel, ...]:
+    holders: dict[Box, dict[int, None]] = defaultdict(dict)
+    for device, index in sharding.devices_indices_map(shape).items():
+        holders[box_of(index, shape)][device.process_index] = None
+    parcels = []
+    for receiver, box in wanted:
+        for turn, (held, among) in enumerate(holders.items()):
+            part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, box, strict=True))
+            if any(start >= stop for start, stop in part):
+                continue
+            here = receiver in among
+            sender = receiver if here else [*among][(receiver + turn) % len(among)]
+            for piece in [part] if here else _pieces(part, itemsize):
+                nbytes = itemsize * math.prod(lengths(piece))
+                parcels.append(Parcel((sender, receiver), held, box, piece, nbytes))
+    return tuple(parcels)
+
+
+def _pieces(part: Box, itemsize: int) -> list[Box]:
+    """Cuts a box into boxes of at most `CHUNK` bytes: as many rows as fit, or pieces of a row."""
+    if not part:
+        return [part]
+    (start, stop), rest = part[0], part[1:]
+    row = itemsize * math.prod(lengths(rest))
+    if row > CHUNK:
+        inside = _pieces(rest, itemsize)
+        return [((i, i + 1), *piece) for i in range(start, stop) for piece in inside]
+    rows = CHUNK // row
+    return [((i, min(i + rows, stop)), *rest) for i in range(start, stop, rows)]
+
+
+def deliver(
+    arrays: Sequence[jax.Array],
+    wanted: Sequence[Iterable[tuple[int, Box]]],
+    among: Sequence[int],
+    before: Callable[[int], None] = lambda i: None,
+) -> Iterator[dict[Box, np.ndarray]]:
+    """Delivers parts of arrays to the processes that need them, array by array.
+
+    All processes in `among` must make the same call, and exhaust the iterator.
+
+    Args:
+        arrays: Arrays on any devices; no typed keys, which have no bytes (send their data).
+        wanted: For each array, pairs of a process and a box of the array that it needs.
+        among: The processes that hold or need parts of the arrays; ascending.
+        before: Called with an array's index before any of its data travels, if any does.
+
+    Yields:
+        For each array, the boxes that this process needs.
+    """
+    routes = [route(x, boxes) for x, boxes in zip(arrays, wanted, strict=True)]
+    streams = _Streams(arrays, routes, among)
+    for i, x in enumerate(arrays):
+        if streams.begin(i):
+            before(i)
+        boxes = {
+            box: np.empty(lengths(box), x.dtype) for r, box in wanted[i] if r == streams.process
+        }
+        for parcel, data in streams.received(i):
+            boxes[parcel.wanted][within(parcel.part, parcel.wanted)] = data
+        yield boxes
+
+
+# ------------------------------------------------------------------ streams between processes
+
+
+class _Streams:
+    """One stream of bytes for each pair of processes, sent in chunks of one size."""
+
+    def __init__(
+        self, arrays: Sequence[jax.Array], routes: Sequence[Sequence[Parcel]], among: Sequence[int]
+    ):
+        self.process = jax.process_index()
+        self.arrays, self.routes = arrays, routes
+        self.shards = lru_cache(maxsize=2)(lambda i: _local_shards(arrays[i]))
+        total = Counter[Pair]()
+        for parcels in routes:
+            _add_bytes(parcels, total)
+        # Pairs of one distance send in one round, so no process sends or receives twice in it.
+        self.rounds: dict[int, list[Pair]] = defaultdict(list)
+        for sender, receiver in total:
+            distance = (among.index(receiver) - among.index(sender)) % len(among)
+            self.rounds[distance].append((sender, receiver))
+        self.chunk_size = _chunk_size(max(total.values(), default=0))
+        self.devices = _device_of_each(arrays, among) if total else ()
+        self.outgoing = {r: _chunks(self._bytes_for(r), self.chunk_size) for r in among}
+        self.incoming = {s: _IncomingBytes() for s in among}
+        self.padding = _aligned(self.chunk_size)  # sent by processes that have nothing to send
+        self.due = Counter[Pair]()  # bytes of each stream that the arrays so far need
+        self.sent = Counter[Pair]()  # bytes of each stream that were sent, in full chunks
+
+    def begin(self, i: int) -> bool:
+        """Starts the next array, and returns whether any of its data still has to travel."""
+        _add_bytes(self.routes[i], self.due)
+        return any(self.due[pair] > self.sent[pair] for pair in self.due)
+
+    def received(self, i: int) -> Iterator[tuple[Parcel, np.ndarray]]:
+        """Yields what this process needs of an array: local parts, then the rest as it arrives."""
+        expected = defaultdict(deque[Parcel])
+        for parcel in self.routes[i]:
+            if parcel.pair == (self.process, self.process):
+                yield parcel, self._read(i, parcel)
+            elif parcel.pair[1] == self.process:
+                expected[parcel.pair[0]].append(parcel)
+        yield from self._complete(i, expected)  # from chunks that arrived with the last array
+        for pairs in self.rounds.values():
+            while behind := [pair for pair in pairs if self.due[pair] > self.sent[pair]]:
+                self._send(pairs, behind)
+                yield from self._complete(i, expected)
+
+    def _send(self, pairs: Sequence[Pair], behind: Sequence[Pair]) -> None:
+        """Sends one chunk for each pair that is behind."""
+        own = [next(self.outgoing[r]) for s, r in behind if s == self.process]
+        chunk = _permute(own[0] if own else self.padding, self.devices, tuple(pairs))
+        for sender, receiver in behind:
+            self.sent[sender, receiver] += self.chunk_size
+            if receiver == self.process:
+                self.incoming[sender].append(chunk)
+
+    def _complete(
+        self, i: int, expected: Mapping[int, deque[Parcel]]
+    ) -> Iterator[tuple[Parcel, np.ndarray]]:
+        for sender, parcels in expected.items():
+            while parcels and parcels[0].nbytes <= self.incoming[sender].nbytes:
+                parcel = parcels.popleft()
+                data = self.incoming[sender].take(parcel.nbytes).view(self.arrays[i].dtype)
+                yield parcel, data.reshape(lengths(parcel.part))
+
+    def _bytes_for(self, receiver: int) -> Iterator[np.ndarray]:
+        for i, parcels in enumerate(self.routes):
+            for parcel in parcels:
+                if parcel.pair == (self.process, receiver):
+                    data = np.ascontiguousarray(self._read(i, parcel))
+                    yield data.reshape(-1).view(np.uint8)
+
+    def _read(self, i: int, parcel: Parcel) -> np.ndarray:
+        return np.asarray(self.shards(i)[parcel.held])[within(parcel.part, parcel.held)]
+
+
+class _IncomingBytes:
+    """Bytes that arrive in chunks and are taken in other lengths."""
+
+    def __init__(self):
+        self.chunks: deque[np.ndarray] = deque()
+        self.nbytes = 0
+
+    def append(self, chunk: np.ndarray) -> None:
+        self.chunks.append(chunk)
+        self.nbytes += chunk.size
+
+    def take(self, nbytes: int) -> np.ndarray:
+        self.nbytes -= nbytes
+        parts = []
+        while nbytes:
+            first = self.chunks.popleft()
+            parts.append(first[:nbytes])
+            if first.size > nbytes:
+                self.chunks.appendleft(first[nbytes:])
+            nbytes -= parts[-1].size
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _chunks(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """Yields the bytes of all pieces in chunks of one size, each in the memory of the last.
+
+    Fresh memory for each chunk would be allocated and freed by many threads, and pile up.
+    """
+    chunk, filled = _aligned(size), 0
+    for piece in pieces:
+        while piece.size:
+            head = piece[: size - filled]
+            chunk[filled : filled + head.size] = head
+            piece, filled = piece[head.size :], filled + head.size
+            if filled == size:
+                yield chunk
+                filled = 0
+    if filled:
+        yield chunk
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Zeros, aligned so that the CPU platform uses the memory in place instead of copying it."""
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
+
+
+def _chunk_size(longest_stream: int) -> int:
+    """One of a few sizes, since each size is a program of its own."""
+    return next(size for size in (2**16, 2**19, CHUNK) if size >= min(longest_stream, CHUNK))
+
+
+def _add_bytes(parcels: Iterable[Parcel], total: Counter[Pair]) -> None:
+    for parcel in parcels:
+        if parcel.pair[0] != parcel.pair[1]:
+            total[parcel.pair] += parcel.nbytes
+
+
+def _local_shards(x: jax.Array) -> dict[Box, jax.Array]:
+    """The local shards of an array, one copy of each."""
+    return {box_of(piece.index, x.shape): piece.data for piece in to_read(x).addressable_shards}
+
+
+# ------------------------------------------------------------------ between devices
+
+
+def _device_of_each(arrays: Sequence[jax.Array], among: Sequence[int]) -> tuple[Any, ...]:
+    """One device of each process, on the platform of the arrays."""
+    platform = next(iter(arrays[0].sharding.device_set)).platform
+    first = {}
+    for device in jax.devices(platform):
+        first.setdefault(device.process_index, device)
+    return tuple(first[process] for process in among)
+
+
+def _permute(chunk: np.ndarray, devices: Sequence[Any], pairs: tuple[Pair, ...]) -> np.ndarray:
+    """Sends a chunk along the pairs, and returns the one received here (zeros if none).
+
+    On return the chunk was sent, so its memory may be reused.
+    """
+    mesh = _process_mesh(tuple(devices))
+    local_device = next(d for d in devices if d.process_index == jax.process_index())
+    sharding = NamedSharding(mesh, PartitionSpec("process"))
+    chunks = jax.make_array_from_single_device_arrays(
+        (len(devices) * chunk.size,), sharding, [jax.device_put(chunk, local_device)]
+    )
+    with jax.set_mesh(mesh):  # another mesh may be in force
+        received = _permute_program(mesh, pairs)(chunks)
+    return np.asarray(received.addressable_shards[0].data)
+
+
+@cache
+def _process_mesh(devices: tuple[Any, ...]) -> Mesh:
+    return Mesh(np.array(devices), ("process",), axis_types=(AxisType.Auto,))
+
+
+@cache
+def _permute_program(mesh: Mesh, pairs: tuple[Pair, ...]) -> Callable[[jax.Array], jax.Array]:
+    positions = {device.process_index: i for i, device in enumerate(mesh.devices.flat)}
+    permutation = [(positions[sender], positions[receiver]) for sender, receiver in pairs]
+    spec = PartitionSpec("process")
+    send = jax.shard_map(
+        lambda chunk: jax.lax.ppermute(chunk, "process", permutation),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+    )
+    return jax.jit(send)

@@ -1,0 +1,1 @@
+"""Decides: a tree and rules become specs. Needs shapes only, and no devices."""

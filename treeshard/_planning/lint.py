@@ -1,0 +1,390 @@
+"""The findings of a plan: errors and warnings about its leaves and its rules."""
+
+import math
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from treeshard._core.mesh import AnyMesh, axis_sizes, get_axes_size_in_mesh
+from treeshard._core.specs import axes_of, entries, is_logical
+from treeshard._core.text import fold_paths, human_bytes
+from treeshard._planning.decision import PlannedLeaf
+from treeshard._planning.logical import ReadLogicalRules, names_without_rule, read_logical_rules
+from treeshard._planning.rules import errors_of
+from treeshard._planning.tactics import ByNames, Tactic
+from treeshard._planning.tree_walk import read_pattern, zeroed
+from treeshard.errors import did_you_mean
+
+# ------------------------------------------------------------------
+# Findings about the leaves of a plan: what is wrong or looks wrong, and the fix.
+
+# Replicated leaves are reported if they waste at least this part of a device's bytes.
+LARGE_PART = 0.01
+
+
+class Finding(NamedTuple):
+    """One error or warning about a plan.
+
+    Attributes:
+        code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
+            `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
+            `"shadowed-rule"`, `"left-whole"`, `"scan-dim"`, `"name-without-rule"`.
+        severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
+        fact: What is wrong.
+        fix: What to do about it.
+        paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
+        rule: The index of the rule concerned, or `None`.
+        wasted: For replicated leaves (`"left-whole"`), the bytes that each device could save.
+    """
+
+    code: str
+    severity: Literal["error", "warning"]
+    fact: str
+    fix: str
+    paths: tuple[str, ...] = ()
+    rule: int | None = None
+    wasted: int = 0
+
+    def __str__(self) -> str:
+        """One line, the paths of repeated layers folded: `layers/{0..79}/attn/q`."""
+        paths = fold_paths(self.paths)
+        shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" * (len(paths) > 5))
+        where = f"{shown}: " if shown and self.code != "shadowed-rule" else ""
+        return f"{self.severity} {self.code}: {where}{self.fact} {self.fix}"
+
+
+# ------------------------------------------------------------------ errors
+
+
+def misfits(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
+    """The errors that `match_partition_rules` raises for, one finding per kind of error."""
+    alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
+    for members in _kinds(leaves):
+        leaf = members[0]
+        for note in errors_of(leaf.decision):
+            shape = leaf.shape if note.kind == "unmatched" else None
+            alike[note, leaf.rule, shape] += members
+    for (note, rule, shape), members in alike.items():
+        paths = tuple(leaf.path for leaf in members)
+        if note.kind == "unmatched":
+            fix = f'Add a rule such as ("{_last_key(paths[0])}", ...), or a last one (".*", None).'
+            yield Finding("unmatched", "error", f"shape {shape}, no rule matches.", fix, paths)
+        else:
+            # The text of an adjustment is a fact, followed by its fix.
+            fact, _, fix = note.why.partition(". ")
+            fact = f"rule {rule} {members[0].pattern!r}: {fact.rstrip('.')}."
+            yield Finding(note.kind, "error", fact, fix or "Change the rule.", paths, rule)
+
+
+def _kinds(leaves: Iterable[PlannedLeaf]) -> list[list[PlannedLeaf]]:
+    """Groups leaves by shape, dtype and decision. Most models have few groups."""
+    kinds: dict[Any, list[PlannedLeaf]] = defaultdict(list)
+    for leaf in leaves:
+        kinds[leaf.shape, leaf.dtype, id(leaf.decision)].append(leaf)
+    return list(kinds.values())
+
+
+def _last_key(path: str) -> str:
+    return re.escape(path.rpartition("/")[2])
+
+
+def collisions(
+    leaves: Iterable[PlannedLeaf], key_paths: Callable[[str], Sequence[str]]
+) -> Iterator[Finding]:
+    """Paths that several leaves share, so that rules and files cannot distinguish them."""
+    counts = Counter(leaf.path for leaf in leaves)
+    for path in (path for path, count in counts.items() if count > 1):
+        fact = f"{' and '.join(key_paths(path))} share this path."
+        fix = "Rename a key: rules cannot distinguish these leaves, and files cannot hold both."
+        yield Finding("path-collision", "error", fact, fix, (path,))
+
+
+# ------------------------------------------------------------------ replicated leaves
+
+
+def left_whole(leaves: Iterable[PlannedLeaf], mesh: AnyMesh, min_size: int) -> list[Finding]:
+    """Large leaves that are replicated, ordered by the bytes that an even split would save.
+
+    Leaves with fewer elements than `min_size` are replicated on purpose. Leaves of one
+    shape and decision are reported together, if they waste at least `LARGE_PART` of what a
+    device holds.
+    """
+    devices = math.prod(axis_sizes(mesh).values())
+    alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
+    per_device = 0
+    for members in _kinds(leaves):
+        leaf = members[0]
+        if errors_of(leaf.decision):
+            continue
+        per_device += leaf.bytes_per_device(mesh) * len(members)
+        if leaf.shape and leaf.size >= max(min_size, 1) and not _split_dims(leaf, mesh):
+            alike[leaf.shape, leaf.decision] += members
+    findings: list[Finding] = []
+    for members in alike.values():
+        leaf, paths = members[0], tuple(member.path for member in members)
+        wasted = sum(member.bytes - -(-member.bytes // devices) for member in members)
+        if wasted > 0 and wasted >= LARGE_PART * per_device:
+            why, fix = _why_replicated(leaf, mesh)
+            more = f"{human_bytes(wasted)} more per device than an even split"
+            fact = f"shape {leaf.shape} is replicated, {more}: {why}"
+            findings.append(Finding("left-whole", "warning", fact, fix, paths, leaf.rule, wasted))
+    return sorted(findings, key=lambda finding: -finding.wasted)
+
+
+def _why_replicated(leaf: PlannedLeaf, mesh: AnyMesh) -> tuple[str, str]:
+    """Why a leaf is replicated, and the fix."""
+    if leaf.rule is None:
+        why = "it has no counterpart in the plan that this one follows."
+        return why, "Plan it by rules of its own."
+    by = f"rule {leaf.rule} {leaf.pattern!r}"
+    if not leaf.adjustments:
+        return f"{by} says so.", "Give it a spec or `fsdp`, unless this is intended."
+    note = leaf.adjustments[-1]
+    if note.kind == "too-small":
+        return f"{by}, {note.why}", "Lower `min_size`."
+    if note.kind == "no-dim":
+        return f"{by}, {note.why}", _pad(leaf.shape, get_axes_size_in_mesh(note.axes, mesh))
+    return f"{by}, {note.why}", "Change the rule, or the shape."
+
+
+def _pad(shape: tuple[int, ...], count: int) -> str:
+    """The least padding that makes a dim divisible. Dims that already are divisible were
+    not free, or skipped."""
+    missing = [(-length % count, dim) for dim, length in enumerate(shape) if length % count]
+    if not missing:
+        return "Free a dim, or use another axis."
+    least, dim = min(missing)
+    return f"Pad dim {dim} to {shape[dim] + least}, or use another axis."
+
+
+def _split_dims(leaf: PlannedLeaf, mesh: AnyMesh) -> list[int]:
+    """The dims that are split into more than one part."""
+    sizes = axis_sizes(mesh)
+    specs = enumerate(entries(leaf.given))
+    return [d for d, entry in specs if math.prod(sizes[axis] for axis in axes_of(entry)) > 1]
+
+
+# ------------------------------------------------------------------ stacked layers
+
+
+def scan_dims(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
+    """Leaves that seem to be layers stacked on dim 0 for a scan, and are sharded on dim 0.
+
+    Stacked layers are recognised by their shapes: all arrays of a subtree have the same
+    length above 1 on dim 0, each has at least one more dim, and they have at least two
+    different ranks, as stacked vectors and matrices do. Dims of length 1 do not count: the
+    bias of a convolution has them. Stacked experts have such shapes too, but are sharded on
+    dim 0 on purpose; they are recognised by their name.
+    """
+    split = [members for members in _kinds(leaves) if 0 in _split_dims(members[0], mesh)]
+    suspects = [leaf for members in split for leaf in members if not _EXPERTS.search(leaf.path)]
+    if not suspects:
+        return
+    stacks = _stacks(leaves)
+    alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
+    for leaf in suspects:
+        stack = next((path for path in _ancestors(leaf.path) if path in stacks), None)
+        if stack is not None:
+            alike[stack, leaf.rule, leaf.shape[0], leaf.given].append(leaf)
+    for (_, rule, length, given), members in alike.items():
+        by = "" if rule is None else f", by rule {rule} {members[0].pattern!r}"
+        fact = (
+            f"{given} shards dim 0{by}, on which {length} layers seem to be stacked. A scan over"
+            " them would gather every layer on every device."
+        )
+        fix = "Shard another dim: P(None, ...), or `skip=(0,)` of `fsdp`."
+        yield Finding("scan-dim", "warning", fact, fix, tuple(x.path for x in members), rule)
+
+
+_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+
+
+def _stacks(leaves: Iterable[PlannedLeaf]) -> set[str]:
+    """The paths of subtrees that look like stacked layers."""
+    lengths: dict[str, set[int]] = defaultdict(set)
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for leaf in leaves:
+        if leaf.size == 1:
+            continue
+        rank = sum(length != 1 for length in leaf.shape)
+        for path in _ancestors(leaf.path):
+            lengths[path].add(leaf.shape[0])
+            ranks[path].add(rank)
+    return {
+        path
+        for path, on_dim_0 in lengths.items()
+        if len(on_dim_0) == 1
+        and max(on_dim_0) > 1
+        and len(ranks[path]) > 1
+        and min(ranks[path]) > 1
+    }
+
+
+def _ancestors(path: str) -> list[str]:
+    keys = path.split("/")[:-1]
+    return ["/".join(keys[:count]) for count in range(len(keys) + 1)]
+
+
+# The time limit for finding the leaves that unused rules match.
+SECONDS = 2.0
+# The number of paths searched for one that a misspelt pattern may mean.
+MOST_NAMES = 1000
+
+_NUMBERS = re.compile("[0-9]+")
+
+
+def find(
+    leaves: Sequence[PlannedLeaf],
+    rules: Sequence[tuple[Any, Any]],
+    mesh: AnyMesh,
+    min_size: int,
+    logical_rules: ReadLogicalRules | None,
+    key_paths: Callable[[str], Sequence[str]],
+    boxes: Mapping[str, Any],
+) -> tuple[Finding, ...]:
+    """All findings of a plan: errors first; replicated leaves ordered by what they waste.
+
+    Without `rules`, only the leaves are checked. `key_paths` returns the key paths of all
+    leaves that share a path; `boxes` has the Flax boxes of leaves by path.
+    """
+    return (
+        *misfits(leaves),
+        *collisions(leaves, key_paths),
+        *_unused_rules(leaves, rules),
+        *left_whole(leaves, mesh, min_size),
+        *scan_dims(leaves, mesh),
+        *(_names_without_rule(leaves, rules, logical_rules, boxes) if rules else ()),
+    )
+
+
+# ------------------------------------------------------------------ rules
+
+
+def _unused_rules(
+    leaves: Sequence[PlannedLeaf], rules: Sequence[tuple[Any, Any]]
+) -> Iterator[Finding]:
+    """Rules that decided no leaf: dead if they match none, else shadowed by earlier ones.
+
+    A last rule that matches every leaf is a fallback, and not reported.
+    """
+    used = {leaf.rule for leaf in leaves}
+    unused = [index for index in range(len(rules)) if index not in used]
+    takers = {leaf.path: leaf.rule for leaf in leaves} if unused else {}
+    arrays = {leaf.path for leaf in leaves if leaf.shape}
+    until = time.monotonic() + SECONDS
+    for index in unused:
+        pattern = re.compile(rules[index][0])
+        matched = _matched(pattern, takers, until)
+        if matched is None:
+            fact = (
+                f"rule {index} {pattern.pattern!r} decides no leaf. The search for leaves that it"
+                f" matches was stopped after {SECONDS:g} s."
+            )
+            yield Finding("dead-rule", "warning", fact, "Remove or simplify it.", rule=index)
+            continue
+        shadows = [path for path in matched if path in arrays]
+        if not shadows:
+            # Looking for a similar name takes time too.
+            names = takers if time.monotonic() < until else ()
+            yield _dead(index, pattern.pattern, matched, names)
+        elif index < len(rules) - 1 or len(matched) < len(takers):
+            yield _shadowed(index, rules, shadows, {takers[path] for path in shadows})
+
+
+def _matched(pattern: re.Pattern[str], paths: Iterable[str], until: float) -> list[str] | None:
+    """The paths that a pattern matches; `None` if time runs out.
+
+    A single search is not bounded.
+    """
+    by_digits = read_pattern(pattern).tells_digits_apart
+    matches: dict[str, bool] = {}
+    matched: list[str] = []
+    for path in paths:
+        key = path if by_digits else zeroed(path)
+        if key not in matches:
+            if time.monotonic() > until:
+                return None
+            matches[key] = pattern.search(path) is not None
+        if matches[key]:
+            matched.append(path)
+    return matched
+
+
+def _dead(index: int, pattern: str, scalars: Sequence[str], paths: Iterable[str]) -> Finding:
+    if scalars:
+        fact = f"rule {index} {pattern!r} matches only scalars, which need no rule."
+        return Finding("dead-rule", "warning", fact, "Remove it.", tuple(scalars), index)
+    word = pattern.strip("^$/")
+    count = word.count("/") + 1
+    kinds = {_NUMBERS.sub("0", path) for path in paths}
+    keys = [kind.split("/") for kind in sorted(kinds)[:MOST_NAMES]]
+    known = {"/".join(k[i : i + count]) for k in keys for i in range(len(k) - count + 1)}
+    near = did_you_mean(word, known)
+    fact = f"rule {index} {pattern!r} matches no leaf.{near}"
+    fix = "Correct the pattern, or remove the rule."
+    return Finding("dead-rule", "warning", fact, fix, rule=index)
+
+
+def _shadowed(
+    index: int, rules: Sequence[tuple[Any, Any]], paths: Sequence[str], takers: set[Any]
+) -> Finding:
+    by = sorted(taker for taker in takers if taker is not None)
+    names = " and ".join(f"rule {taker} {_text(rules[taker][0])!r}" for taker in by[:3])
+    names += f" and {len(by) - 3} more" * (len(by) > 3)
+    fact = (
+        f"rule {index} {_text(rules[index][0])!r} decides no leaf: earlier rules take all"
+        f" {len(paths)} leaves that it matches ({names})."
+    )
+    fix = f"Move it above rule {by[0]}, or remove it."
+    return Finding("shadowed-rule", "warning", fact, fix, tuple(paths), index)
+
+
+def _text(pattern: Any) -> str:
+    return pattern if isinstance(pattern, str) else pattern.pattern
+
+
+# ------------------------------------------------------------------ logical names
+
+
+def _names_without_rule(
+    leaves: Iterable[PlannedLeaf],
+    rules: Sequence[tuple[Any, Any]],
+    logical_rules: ReadLogicalRules | None,
+    boxes: Mapping[str, Any],
+) -> Iterator[Finding]:
+    """Logical names without a logical rule, whose dims are therefore not sharded."""
+    paths: dict[Any, list[str]] = defaultdict(list)
+    known: set[str] = set()
+    for leaf in leaves:
+        if leaf.rule is not None:
+            action, box = rules[leaf.rule][1], boxes.get(leaf.path)
+            for names, by in _named(action, box, logical_rules):
+                if isinstance(by, tuple):
+                    known.update(name for name, _ in by)
+                for name in names_without_rule(names, by):
+                    paths[leaf.rule, name].append(leaf.path)
+    for (index, name), members in paths.items():
+        fact = (
+            f"rule {index} {_text(rules[index][0])!r} uses the logical name {name!r}, which has no"
+            f" logical rule, so its dim is not sharded.{did_you_mean(name, known)}"
+        )
+        fix = f"Add ({name!r}, None) to the logical rules if this is intended."
+        yield Finding("name-without-rule", "warning", fact, fix, tuple(members), index)
+
+
+def _named(
+    action: Any, box: Any, in_force: ReadLogicalRules | None
+) -> Iterator[tuple[Sequence[Any], ReadLogicalRules]]:
+    """The logical names that decide a leaf, and the rules for them."""
+    if is_logical(action) and in_force is not None:
+        yield action, in_force
+    # A box without an attribute `rules` names mesh axes, not logical names.
+    elif isinstance(action, Tactic) and hasattr(box, "rules"):
+        for step in action.steps:
+            if isinstance(step, ByNames):
+                own = step.rules if step.rules is not None else box.rules
+                by = in_force if own is None else read_logical_rules(own)
+                if by is not None:
+                    yield box.names, by

@@ -1,0 +1,404 @@
+"""Logical axis names of dims (`"batch"`, `"heads"`), and the rules that map them to mesh axes."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from types import EllipsisType
+from typing import Any, Literal
+
+import jax
+from jax.sharding import PartitionSpec
+
+from treeshard._core.mesh import AnyMesh
+from treeshard._core.specs import (
+    UNCONSTRAINED,
+    Entry,
+    axes_of,
+    entries,
+    entry_of,
+    is_mesh_axes,
+    project,
+)
+from treeshard.errors import ShardingRuleError, SpecError, did_you_mean, listed
+
+# ------------------------------------------------------------------
+# `PartitionAxis`: the named dims of a transformer, and the mesh axes of each.
+
+Mode = Literal["train", "generation"]
+# What a field accepts. A finished `PartitionAxis` holds neither lists nor `...`.
+MeshAxes = str | tuple[str, ...] | list[str] | EllipsisType | None
+
+# Fields that default to the values of other fields.
+_BATCH = {"from": ("fully_sharded_data_parallel_axis", "data_parallel_axis")}
+_SEQUENCE = {"from": ("sequence_parallel_axis",)}
+_TENSOR = {"from": ("tensor_parallel_axis",)}
+_EXPERT = {"from": ("expert_parallel_axis",)}
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class PartitionAxis:
+    """Maps each kind of dim of a transformer to the mesh axes that it is sharded over.
+
+    The first five fields name mesh axes. Each of the others is the mesh axis of one kind of
+    dim, a tuple of axes (outermost first), or `None`. A field that is not given, or given as
+    `...`, is derived from the first five. (`dataclasses.replace` passes every field that it
+    does not change, so there write `head_axis=...` to derive it again.) Instances are
+    hashable, and have no leaves in a pytree.
+
+    Raises:
+        ShardingRuleError: If a field is neither an axis, a tuple of distinct axes, nor
+            `None`. All such fields are listed.
+
+    Examples:
+        >>> axes = PartitionAxis(tensor_parallel_axis="model", vocab_axis=None)
+        >>> axes.head_axis, axes.vocab_axis, axes.batch_axis
+        ('model', None, ('fsdp', 'dp'))
+
+    Source:
+        EasyDeL and eformer's class of this name.
+    """
+
+    data_parallel_axis: str = "dp"
+    fully_sharded_data_parallel_axis: str = "fsdp"
+    tensor_parallel_axis: str = "tp"
+    sequence_parallel_axis: str = "sp"
+    expert_parallel_axis: str = "ep"
+
+    batch_axis: MeshAxes = field(default=..., metadata=_BATCH)
+    sequence_axis: MeshAxes = field(default=..., metadata=_SEQUENCE)
+    query_sequence_axis: MeshAxes = field(default=..., metadata=_SEQUENCE)
+    head_axis: MeshAxes = field(default=..., metadata=_TENSOR)
+    key_sequence_axis: MeshAxes = field(default=..., metadata=_SEQUENCE)
+    hidden_state_axis: MeshAxes = field(default=..., metadata=_TENSOR)
+    mlp_intermediate_axis: MeshAxes = field(default=..., metadata=_TENSOR)
+    vocab_axis: MeshAxes = field(default=..., metadata=_TENSOR)
+    expert_axis: MeshAxes = field(default=..., metadata=_EXPERT)
+    expert_gate_axis: MeshAxes = None
+    attention_dim_axis: MeshAxes = None
+    bias_head_sequence_axis: MeshAxes = None
+    bias_key_sequence_axis: MeshAxes = None
+
+    generation_batch_axis: MeshAxes = None
+    generation_query_sequence_axis: MeshAxes = None
+    generation_head_axis: MeshAxes = field(default=..., metadata=_TENSOR)
+    generation_key_sequence_axis: MeshAxes = field(default=..., metadata=_SEQUENCE)
+    generation_attention_dim_axis: MeshAxes = None
+
+    def __post_init__(self) -> None:
+        bad: list[str] = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is ... and "from" in each.metadata:
+                axes = [getattr(self, name) for name in each.metadata["from"]]
+                value = entry_of(list(dict.fromkeys(axes)))
+            elif isinstance(value, list):  # which does not hash
+                value = tuple(value)
+            object.__setattr__(self, each.name, value)
+            is_name = isinstance(each.default, str)
+            if not (isinstance(value, str) if is_name else is_mesh_axes(value)):
+                valid = "a mesh axis" if is_name else "a mesh axis, a tuple of them, or None"
+                bad.append(f"PartitionAxis({each.name}={value!r}): give {valid}.")
+        if bad:
+            raise ShardingRuleError(listed(f"{len(bad)} fields are not mesh axes:", bad))
+
+    def resolve(
+        self, *names: Entry, mode: Mode = "train", mesh: AnyMesh | None = None
+    ) -> PartitionSpec:
+        """Resolves the logical names of an array's dims to mesh axes.
+
+        Args:
+            names: One entry per dim: the name of a field, with or without its `_axis`
+                (`"batch"`), `None` for a dim that is not sharded, `UNCONSTRAINED`, or a
+                tuple of names for a dim that merges several.
+            mode: With `"generation"`, names that have a `generation_` field use that field.
+            mesh: If given, axes that it lacks are dropped.
+
+        Returns:
+            A spec with one entry per name. An axis goes to the first name that uses it.
+
+        Raises:
+            SpecError: If names are unknown (all are listed), or the mode is.
+
+        Examples:
+            >>> PartitionAxis().resolve("batch", "sequence", "head", "hidden_state")
+            P(('fsdp', 'dp'), 'sp', 'tp', None)
+            >>> PartitionAxis().resolve("batch", "query_sequence", "head", mode="generation")
+            P(None, None, 'tp')
+        """
+        if mode not in ("train", "generation"):
+            hint = did_you_mean(str(mode), ("train", "generation"))
+            raise SpecError(f"mode={mode!r} is neither 'train' nor 'generation'.{hint}")
+        check_names(names)
+        known = self._axes_by_name(mode)
+        if unknown := [name for name in flat_names(names) if _short(name) not in known]:
+            raise SpecError(_unknown_names(unknown, known))
+        used: set[str] = set()
+        dims: list[Entry] = []
+        for dim in names:
+            if dim is UNCONSTRAINED:
+                dims.append(dim)
+                continue
+            axes = [axis for name in axes_of(dim) for axis in axes_of(known[_short(name)])]
+            free = [axis for axis in dict.fromkeys(axes) if axis not in used]
+            used.update(free)
+            dims.append(entry_of(free))
+        return on_mesh(PartitionSpec(*dims), mesh)
+
+    def _axes_by_name(self, mode: Mode) -> dict[str, Entry]:
+        axes_of_name = {_short(each.name): getattr(self, each.name) for each in fields(self)}
+        if mode == "train":
+            return axes_of_name
+        return {
+            name: axes_of_name.get(f"generation_{name}", axes)
+            for name, axes in axes_of_name.items()
+        }
+
+
+def _short(name: str) -> str:
+    return name.removesuffix("_axis")
+
+
+def _unknown_names(unknown: list[str], known: dict[str, Entry]) -> str:
+    facts = [
+        f"{name!r} is not a logical name of PartitionAxis.{did_you_mean(_short(name), known)}"
+        for name in unknown
+    ]
+    headline = f"{len(facts)} names are unknown:"
+    return f"{listed(headline, facts)}\nPartitionAxis has {', '.join(known)}."
+
+
+# ------------------------------------------------------------------ names of dims
+
+
+def flat_names(names: Sequence[Entry]) -> list[str]:
+    """The names of all dims, one after the other."""
+    return [name for dim in names for name in axes_of(dim)]
+
+
+def check_names(names: Any) -> None:
+    """Raises `SpecError` unless `names` is a sequence of names of dims."""
+    if isinstance(names, str | PartitionSpec) or not isinstance(names, Sequence):
+        raise SpecError(
+            f"{names!r} ({type(names).__name__}) is not a tuple of logical names. Give a name or"
+            ' None for each dim, such as ("batch", None). A PartitionSpec always means mesh axes.'
+        )
+    for dim in names:
+        if not (dim is UNCONSTRAINED or is_mesh_axes(dim)) or isinstance(dim, list):
+            raise SpecError(
+                f"{tuple(names)}: {dim!r} ({type(dim).__name__}) is not a logical name. Give a str,"
+                " None, or a tuple of distinct str for a dim that merges several."
+            )
+
+
+def on_mesh(
+    spec: PartitionSpec, mesh: AnyMesh | None, shape: tuple[int, ...] | None = None
+) -> PartitionSpec:
+    """Projects a spec on a mesh and a shape, and keeps its number of entries."""
+    count = len(entries(spec))
+    # Every axis divides 0: without a shape no axis is dropped as uneven.
+    projected, _ = project(spec, mesh, (0,) * count if shape is None else shape)
+    return PartitionSpec(*entries(projected), *[None] * (count - len(entries(projected))))
+
+
+# A dict has one rule per name; a list of pairs may have several.
+LogicalRules = PartitionAxis | Mapping[str, Any] | Sequence[Any]
+ReadLogicalRules = PartitionAxis | tuple[tuple[str, Entry], ...]
+
+
+def logical_to_mesh_spec(
+    names: Sequence[Entry],
+    rules: LogicalRules,
+    mesh: AnyMesh | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> PartitionSpec:
+    """Resolves the logical names of an array's dims to mesh axes.
+
+    The rules are tried in order. A rule applies to the dim with its name if no earlier rule
+    decided that dim and all of the rule's axes are still free. A name may have several
+    rules. A name without a rule is not sharded.
+
+    Args:
+        names: One entry per dim: a name, `None` for a dim that is not sharded,
+            `UNCONSTRAINED`, or a tuple of names for a dim that merges several.
+        rules: Pairs `(name, axes)`, or a dict of them. `axes` is a mesh axis, several
+            (outermost first), `UNCONSTRAINED`, or one of `None`, `()` and `[]` for a dim
+            that is not sharded, whatever later rules say. Or a `PartitionAxis`: it assigns
+            axes in the order of the dims, and a name that it lacks is an error.
+        mesh: If given, axes that it lacks are dropped after the rules were applied, so that
+            an absent axis and an axis of size 1 give the same placement.
+        shape: If given with a mesh, axes that do not divide their dim are dropped.
+
+    Returns:
+        A spec with one entry per name.
+
+    Raises:
+        ShardingRuleError: If rules are malformed. All are listed.
+        SpecError: If a name occurs twice, `names` is not a tuple of names or is longer than
+            `shape`, or a `PartitionAxis` lacks a name.
+
+    Examples:
+        >>> rules = [("batch", "x"), ("features", "x"), ("heads", "y"), ("batch", "z")]
+        >>> logical_to_mesh_spec(("batch", "length", "heads", "features"), rules)
+        P('x', None, 'y', None)
+
+    Source:
+        `flax.linen.logical_to_mesh_axes`, which MaxText builds on.
+    """
+    return resolve_by(read_logical_rules(rules), names, mesh, shape)
+
+
+@contextmanager
+def logical_axis_rules(rules: LogicalRules) -> Iterator[None]:
+    """Resolves logical names inside the block by these rules, in this thread.
+
+    Of nested contexts only the innermost applies. A jitted function that is called under
+    different rules is compiled again.
+
+    Args:
+        rules: As in `logical_to_mesh_spec`. They are read once, when the block starts.
+
+    Raises:
+        ShardingRuleError: If rules are malformed. All are listed.
+
+    Examples:
+        >>> with logical_axis_rules([("batch", "fsdp"), ("embed", None)]):
+        ...     y = with_sharding_constraint(jnp.ones((8, 4)), ("batch", "embed"), mesh)
+
+    Source:
+        Flax's context of this name. Its rules apply where no treeshard context is active.
+    """
+    with _in_force(read_logical_rules(rules)):
+        yield
+
+
+# A user context is part of the key of jit's caches; a plain `ContextVar` is not.
+_in_force = jax.make_user_context(None)
+
+
+# ------------------------------------------------------------------ for other modules
+
+
+def current_logical_rules() -> ReadLogicalRules | None:
+    """The rules in force: treeshard's, else those of Flax if it is loaded, else `None`."""
+    if _in_force.value is not None:
+        return _in_force.value
+    # Linen and nnx both keep the rules of their contexts in this module.
+    ambient = getattr(sys.modules.get("flax.core.spmd"), "get_logical_axis_rules", tuple)()
+    return read_logical_rules(ambient) if ambient else None
+
+
+def resolve_names(
+    names: Sequence[Entry], mesh: AnyMesh | None = None, shape: tuple[int, ...] | None = None
+) -> PartitionSpec:
+    """Resolves names by the rules in force. Raises `SpecError` if there are none."""
+    rules = current_logical_rules()
+    if rules is None:
+        raise SpecError(
+            f"{names} is a tuple of logical names, and no rules are in force to resolve them. Write"
+            f" P{names} if these are mesh axes, or run inside"
+            " `with treeshard.logical_axis_rules(rules):`."
+        )
+    return resolve_by(rules, names, mesh, shape)
+
+
+def resolve_by(
+    rules: ReadLogicalRules,
+    names: Sequence[Entry],
+    mesh: AnyMesh | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> PartitionSpec:
+    """Resolves names by rules, and projects the spec on the mesh and the shape, if given."""
+    check_names(names)
+    if twice := [name for name, count in Counter(flat_names(names)).items() if count > 1]:
+        raise SpecError(
+            f"{tuple(names)}: {', '.join(map(repr, twice))} occurs twice, and an axis can split"
+            " only one dim. Use a different name for each dim, and give each name a rule."
+        )
+    if shape is not None and len(names) > len(shape):
+        raise SpecError(
+            f"{tuple(names)} names {len(names)} dims, but shape {shape} has {len(shape)}. Give at"
+            " most one name per dim."
+        )
+    if isinstance(rules, PartitionAxis):
+        return on_mesh(rules.resolve(*names), mesh, shape)
+    return on_mesh(_by_priority(names, rules), mesh, shape)
+
+
+def names_without_rule(names: Sequence[Entry], rules: ReadLogicalRules) -> list[str]:
+    """The names that have no rule, in order; none for a `PartitionAxis`, which raises instead."""
+    ruled = None if isinstance(rules, PartitionAxis) else {name for name, _ in rules}
+    return [name for name in flat_names(names) if ruled is not None and name not in ruled]
+
+
+def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
+    """Normalises rules to a hashable form. Raises `ShardingRuleError` listing all bad rules."""
+    if isinstance(rules, PartitionAxis):
+        return rules
+    pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+        raise ShardingRuleError(
+            f"logical rules are {type(rules).__name__}. Give a list of (name, axes) pairs, such as"
+            ' [("batch", ("data", "fsdp")), ("embed", None)], a dict, or a PartitionAxis.'
+        )
+    try:
+        return _read(tuple(pairs))
+    except TypeError:  # a rule holds a list, which does not hash
+        return _read.__wrapped__(tuple(pairs))
+
+
+# ------------------------------------------------------------------ rules
+
+
+@lru_cache(maxsize=64)  # validating a long list costs more than resolving names by it
+def _read(pairs: tuple[Any, ...]) -> tuple[tuple[str, Entry], ...]:
+    bad = [
+        f"logical rule {index}, {rule!r}, {wrong}"
+        for index, rule in enumerate(pairs)
+        if (wrong := _what_is_wrong(rule))
+    ]
+    if bad:
+        raise ShardingRuleError(listed(f"{len(bad)} logical rules are malformed:", bad))
+    return tuple((name, _entry(axes)) for name, axes in pairs)
+
+
+def _what_is_wrong(rule: Any) -> str | None:
+    if not isinstance(rule, tuple | list) or len(rule) != 2:
+        return 'is not a pair (name, axes), such as ("batch", ("data", "fsdp")).'
+    name, axes = rule
+    if not isinstance(name, str):
+        return f"starts with {type(name).__name__}. Give the logical name of a dim, a str."
+    if axes is UNCONSTRAINED or is_mesh_axes(axes):
+        return None
+    return (
+        "does not end with mesh axes. Give one, a tuple of distinct ones, or None for a dim that"
+        " is not sharded."
+    )
+
+
+def _entry(axes: Any) -> Entry:
+    if axes is UNCONSTRAINED:
+        return axes
+    return entry_of([axes] if isinstance(axes, str) else axes or ())
+
+
+def _by_priority(names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]) -> PartitionSpec:
+    undecided = set(flat_names(names))
+    entry_by_name: dict[str, Entry] = {}
+    used: set[str] = set()
+    for name, entry in rules:
+        if name in undecided and used.isdisjoint(axes_of(entry)):
+            undecided.remove(name)
+            entry_by_name[name] = entry
+            used.update(axes_of(entry))
+    dims: list[Entry] = []
+    for dim in names:
+        if isinstance(dim, tuple):  # the axes of its names, one after the other
+            axes = [axis for name in dim for axis in axes_of(entry_by_name.get(name))]
+            dims.append(entry_of(axes))
+        else:
+            dims.append(entry_by_name.get(dim) if isinstance(dim, str) else dim)
+    return PartitionSpec(*dims)

@@ -1,0 +1,333 @@
+"""The specs of a tree that holds copies of another: optimizer state, averages, gradients.
+
+Each leaf of a copy is matched to a leaf of the original. Where a copy has the original's
+structure, possibly with missing leaves or small lists in the place of leaves, leaves are
+matched by structure; elsewhere by the ends of their paths.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.paths import children_with_keys, leaf_paths, path_under
+from treeshard._core.specs import entries, with_entries
+from treeshard._planning.decision import Shape
+
+# ------------------------------------------------------------------
+# Matches the dims of an array to those of the array that it was computed from, by shape.
+
+Dims = tuple[int | None, ...]
+
+
+@lru_cache(4096)
+def kept_dims(shape: Shape, full: Shape, field: str) -> Dims | None:
+    """Matches the dims of an array to those of the array that it was computed from.
+
+    Dims may be dropped, as in factored moments; added in front, as in histories; replaced,
+    as in projections and reductions that keep a dim of 1; or reordered.
+
+    Args:
+        shape: The shape of the computed array.
+        full: The shape of the array that it was computed from.
+        field: The optimizer's name for it, which distinguishes the factors of arrays with
+            dims of equal length.
+
+    Returns:
+        For each dim of `shape` the dim of `full`, or `None` for a new one; `None` if no dim
+        matches.
+    """
+    new = len(shape) - len(full)
+    if new > 0:
+        return (*[None] * new, *range(len(full))) if shape[new:] == full else None
+    if new == 0:
+        return all_dims(shape, full) or _dims_by_length(shape, full)
+    choices = [
+        dims
+        for dims in combinations(range(len(full)), len(shape))
+        if all(full[dim] == length for dim, length in zip(dims, shape, strict=True))
+    ]
+    named = _factor_dims(full, field)
+    if named in choices:
+        return named
+    # A dim that could be one of several gets no axes.
+    return tuple(d[0] if len(set(d)) == 1 else None for d in zip(*choices, strict=True)) or None
+
+
+def _factor_dims(full: Shape, field: str) -> Dims | None:
+    """The dims that a factor of this name keeps: a row factor drops the longest, a column
+    factor the second longest. This is Adafactor's rule, which sorts equal lengths as numpy."""
+    if len(full) < 2 or not ("row" in field or "col" in field):
+        return None
+    by_length = np.argsort(full).tolist()
+    dropped = by_length[-1] if "row" in field else by_length[-2]
+    return tuple(dim for dim in range(len(full)) if dim != dropped)
+
+
+def _dims_by_length(shape: Shape, full: Shape) -> Dims | None:
+    """Dims of the same position and length; of the others, those whose length is unique."""
+    dims = [dim if length == full[dim] else None for dim, length in enumerate(shape)]
+    moved = [dim for dim, kept in enumerate(dims) if kept is None]
+    for dim in moved:
+        alike = [other for other in moved if full[other] == shape[dim]]
+        if len(alike) == 1 and sum(shape[other] == shape[dim] for other in moved) == 1:
+            dims[dim] = alike[0]
+    return None if all(dim is None for dim in dims) else tuple(dims)
+
+
+def part_dims(position: int, shape: Shape, full: Shape) -> Dims | None:
+    """The dims of one of several arrays in the place of one: its moment along the dim of this
+    position, or a half of the same shape, such as the real part."""
+    if 0 <= position < len(full) and shape == (full[position],):
+        return (position,)
+    return all_dims(shape, full)
+
+
+def all_dims(shape: Shape, full: Shape) -> Dims | None:
+    return tuple(range(len(full))) if shape == full else None
+
+
+TreeDef = Any  # jax.tree_util.PyTreeDef, which type checkers do not know as a type
+
+
+class Followed(NamedTuple):
+    """The spec of a leaf in a tree that mirrors another.
+
+    Attributes:
+        spec: How it is sharded.
+        like: The index of its counterpart among the original's leaves; `None` without one.
+        dims: For each of its dims, the dim of the counterpart that it keeps; `None` for new
+            dims.
+    """
+
+    spec: PartitionSpec
+    like: int | None = None
+    dims: Dims = ()
+
+
+_ALONE = Followed(PartitionSpec())
+
+
+class Original:
+    """The tree that others mirror, with the spec of each leaf.
+
+    Args:
+        treedef: Its structure.
+        shapes: The shape of each leaf; `None` for non-array leaves.
+        specs: The spec (or `NamedSharding`) of each leaf; `None` counts as `P()`.
+        paths: Returns the path of each leaf. Called only if needed.
+    """
+
+    def __init__(
+        self,
+        treedef: TreeDef,
+        shapes: Sequence[Shape | None],
+        specs: Sequence[Any],
+        paths: Callable[[], Sequence[str]],
+    ):
+        self.treedef, self.shapes, self._paths = treedef, shapes, paths
+        self.specs = [_bare(spec) for spec in specs]
+        self._kept: dict[tuple[int, Dims], PartitionSpec] = {}
+        # For each leaf, what a counterpart of the same shape gets.
+        self.same = [
+            _ALONE if not shape else Followed(spec, index, tuple(range(len(shape))))
+            for index, (spec, shape) in enumerate(zip(self.specs, shapes, strict=True))
+        ]
+
+    @cached_property
+    def paths(self) -> Sequence[str]:
+        """The path of each leaf."""
+        return self._paths()
+
+    @cached_property
+    def names(self) -> dict[str, dict[Any, int]]:
+        """For each path, the arrays that have it: one index for each shape and spec."""
+        names: dict[str, dict[Any, int]] = {}
+        for index, (path, shape) in enumerate(zip(self.paths, self.shapes, strict=True)):
+            if shape is not None:
+                names.setdefault(path, {}).setdefault((shape, self.specs[index]), index)
+        return names
+
+    @cached_property
+    def endings(self) -> dict[str, dict[Any, int]]:
+        """The same for the ends of paths, which an optimizer of a subtree has as paths: for each
+        ending the arrays whose paths are longer by the fewest keys."""
+        endings: dict[str, tuple[int, dict[Any, int]]] = {}
+        for path, indices in self.names.items():
+            keys = path.split("/")
+            for dropped in range(1, len(keys)):
+                ending = "/".join(keys[dropped:])
+                fewest, members = endings.get(ending, (dropped, {}))
+                if dropped <= fewest:
+                    members = members if dropped == fewest else {}
+                    members.update(indices)
+                    endings[ending] = dropped, members
+        return {ending: indices for ending, (_, indices) in endings.items()}
+
+    def kept(self, index: int, dims: Dims) -> Followed:
+        """The spec of a leaf that keeps these dims of the original's leaf `index`."""
+        spec = self.specs[index]
+        key = id(spec), dims  # the leaves of a model share a few specs
+        if key not in self._kept:
+            padded = entries(spec) + (None,) * len(self.shapes[index] or ())
+            new = [None if dim is None else padded[dim] for dim in dims]
+            self._kept[key] = with_entries(spec, new)
+        return Followed(self._kept[key], index, dims)
+
+
+def _bare(spec: Any) -> PartitionSpec:
+    if spec is None:
+        return PartitionSpec()
+    return spec.spec if isinstance(spec, NamedSharding) else spec
+
+
+def follow(tree: Any, original: Original) -> list[Followed]:
+    """The spec of every leaf of `tree`, from its counterpart in the original, in JAX's order."""
+    leaves, treedef = tree_flatten(tree)
+    follower = _Follower(original, leaves)
+    follower.node(treedef, tree, "")
+    return follower.followed
+
+
+class _Follower:
+    """Walks a tree from the root until it meets copies of the original."""
+
+    def __init__(self, original: Original, leaves: list[Any]):
+        self.original, self.leaves = original, leaves
+        self.followed: list[Followed] = []  # for the leaves visited so far
+
+    def node(self, treedef: TreeDef, node: Any, path: str) -> None:
+        if not treedef.num_leaves:
+            return
+        if treedef.num_nodes < self.original.treedef.num_nodes:  # too small for a copy
+            self._by_names(node, path)
+        elif not self._copy(treedef, path):
+            children = zip(children_with_keys(node), treedef.children(), strict=True)
+            for (key, child), below in children:
+                self.node(below, child, path_under(path, key))
+
+    # By structure.
+
+    def _copy(self, treedef: TreeDef, path: str) -> bool:
+        """Whether a subtree is a copy of the original. If so, its leaves are followed."""
+        like = self.original.treedef
+        field = path.rpartition("/")[2]
+        start = len(self.followed)
+        parts: list[TreeDef] = []
+        try:
+            identical = treedef == like
+            if not identical and not _is_extension(treedef, like, parts):
+                return False
+        except Exception:  # comparing static fields may raise: they may be arrays, for example
+            return False
+        if identical:
+            leaves = self.leaves[start : start + like.num_leaves]
+            self.followed += [self._of(leaf, index, field) for index, leaf in enumerate(leaves)]
+            return True
+        followed: list[Followed] = []
+        for index, part in enumerate(parts):
+            leaves = self.leaves[start : start + part.num_leaves]
+            start += part.num_leaves
+            if _is_leaf(part):
+                followed.append(self._of(leaves[0], index, field))
+            elif (several := self._parts(part, leaves, index)) is not None:
+                followed += several
+            else:
+                return False
+        self.followed += followed
+        return True
+
+    def _of(self, leaf: Any, index: int, field: str) -> Followed:
+        original = self.original
+        full = original.shapes[index]
+        shape = getattr(leaf, "shape", ())
+        if shape == full:
+            return original.same[index]
+        if not shape or not full or not has_shape(leaf):
+            return _ALONE
+        dims = kept_dims(tuple(shape), full, field)
+        return _ALONE if dims is None else original.kept(index, dims)
+
+    def _parts(self, part: TreeDef, leaves: list[Any], index: int) -> list[Followed] | None:
+        """The leaves in the place of one leaf: none, a moment per dim, or halves; else `None`."""
+        full = self.original.shapes[index] or ()
+        followed: list[Followed] = []
+        for position, leaf in enumerate(leaves):
+            flat = part.num_nodes == part.num_leaves + 1 and has_shape(leaf)
+            dims = part_dims(position, tuple(leaf.shape), full) if flat else None
+            if dims is None:
+                return None
+            followed.append(self.original.kept(index, dims))
+        return followed
+
+    # By name.
+
+    def _by_names(self, node: Any, path: str) -> None:
+        for below in leaf_paths(node):
+            leaf = self.leaves[len(self.followed)]
+            shape = tuple(leaf.shape) if has_shape(leaf) else ()
+            self.followed.append(self._by_name(path_under(path, below), shape) if shape else _ALONE)
+
+    def _by_name(self, path: str, shape: Shape) -> Followed:
+        """Matches a leaf to the original's leaf whose path is the longest end of its own path;
+        without one, to the leaves whose paths share the longest end with it. Of several, all
+        that its shape fits must give it the same spec."""
+        original = self.original
+        parent, _, key = path.rpartition("/")
+        position = int(key) if key.isdecimal() else -1
+        own, above = _owners(path, original.names), _owners(parent, original.names)
+        if not own and not above:
+            own = _owners(path, original.endings)[:1]
+            above = _owners(parent, original.endings)[:1]
+        attempts: list[tuple[list[_Owner], Callable[[Shape, str], Dims | None]]] = [
+            (own, lambda full, _: all_dims(shape, full)),
+            (above, lambda full, _: part_dims(position, shape, full)),
+            (own, lambda full, field: kept_dims(shape, full, field)),
+        ]
+        for owners, dims_of in attempts:
+            for field, indices in owners:
+                of_each = [(i, dims_of(original.shapes[i] or (), field)) for i in indices]
+                kept = [original.kept(i, dims) for i, dims in of_each if dims is not None]
+                if kept and all(other.spec == kept[0].spec for other in kept):
+                    return kept[0]
+        return _ALONE
+
+
+def _is_leaf(treedef: TreeDef) -> bool:
+    return treedef.num_nodes == treedef.num_leaves == 1
+
+
+def _is_extension(treedef: TreeDef, like: TreeDef, parts: list[TreeDef]) -> bool:
+    """Whether `treedef` is `like` with any subtrees in the place of leaves. These are added to
+    `parts`.
+
+    `flatten_up_to` needs the tree itself, and prints all its values if the answer is no.
+    """
+    if _is_leaf(like):
+        parts.append(treedef)
+        return True
+    children, alike = treedef.children(), like.children()
+    if len(children) != len(alike) or treedef.node_data() != like.node_data():
+        return False
+    return all(_is_extension(*pair, parts) for pair in zip(children, alike, strict=True))
+
+
+_Owner = tuple[str, Iterable[int]]  # the field that holds a copy; indices of original leaves
+
+
+def _owners(path: str, names: Mapping[str, Mapping[Any, int]]) -> list[_Owner]:
+    """The original leaves whose names are ends of `path`, longest first."""
+    owners: list[_Owner] = []
+    ending = path
+    while True:
+        if ending in names:
+            field = path[: len(path) - len(ending)].rstrip("/").rpartition("/")[2]
+            owners.append((field, names[ending].values()))
+        if not ending:
+            return owners
+        ending = ending.partition("/")[2]

@@ -1,0 +1,460 @@
+"""Decides how every leaf of a tree is sharded, and records why. Needs no devices."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten, tree_leaves, tree_structure
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.make_mesh import abstract_mesh
+from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh
+from treeshard._core.paths import is_box, leaf_paths, same_path_keys
+from treeshard._core.spec_trees import SpecCarrier
+from treeshard._core.specs import axes_of, entries, with_entries
+from treeshard._core.text import human_bytes
+from treeshard._planning.decision import Decision, PlannedLeaf
+from treeshard._planning.lint import Finding, collisions, find
+from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
+from treeshard._planning.matching import decide
+from treeshard._planning.mirrors import Followed, Original, follow
+from treeshard._planning.plan_json import PlanText, check_told, from_text, laid_out, to_text
+from treeshard._planning.plan_report import PlanDiff, describe, describe_html, diff, rich_table
+from treeshard._planning.rules import Rules, read_rules, rules_error, warn_of_moves
+from treeshard._planning.tactics import Tactic, min_size_in_force
+from treeshard._planning.tree_walk import TreeDef
+from treeshard.errors import FormatError, ShardingRuleError, listed
+
+# ------------------------------------------------------------------
+# The tree of a plan, as specs, shardings and structs.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PlannedTree(SpecCarrier):
+    """A tree of planned leaves on a mesh. `Plan` documents the attributes."""
+
+    mesh: AnyMesh
+    rules: tuple[tuple[Any, Any], ...]
+    min_size: int
+    leaves: tuple[PlannedLeaf, ...]
+    treedef: TreeDef = field(default=None)
+    # The non-array leaves, by their index among all leaves.
+    _others: Mapping[int, Any] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The tree with a `PartitionSpec` at every leaf; `P()` at non-array leaves."""
+        return self._tree(lambda leaf: leaf.given, lambda _: PartitionSpec())
+
+    @property
+    def shardings(self) -> Any:
+        """The tree with a `NamedSharding` at every array; `P()` at non-array leaves."""
+        shardings = self._sharding_of_spec()
+        return self._tree(lambda leaf: shardings[leaf.given], lambda _: PartitionSpec())
+
+    @property
+    def structs(self) -> Any:
+        """The tree with a `ShapeDtypeStruct` that has a sharding at every array; non-array
+        leaves as they are."""
+        shardings = self._sharding_of_spec()
+
+        def struct(leaf: PlannedLeaf) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.given])
+
+        return self._tree(struct, lambda other: other)
+
+    def _sharding_of_spec(self) -> dict[PartitionSpec, NamedSharding]:
+        return {spec: NamedSharding(self.mesh, spec) for spec in {x.given for x in self.leaves}}
+
+    def _tree(self, of_array: Callable[[PlannedLeaf], Any], of_other: Callable[[Any], Any]) -> Any:
+        if not self._others:
+            return self.treedef.unflatten(list(map(of_array, self.leaves)))
+        return self.treedef.unflatten(
+            [
+                of_other(self._others[index]) if leaf is None else of_array(leaf)
+                for index, leaf in enumerate(self.leaf_at_each_place())
+            ]
+        )
+
+    def leaf_at_each_place(self) -> list[PlannedLeaf | None]:
+        """A `PlannedLeaf` for every leaf of the tree, in JAX's order; `None` for non-arrays."""
+        arrays = iter(self.leaves)
+        indices = range(self.treedef.num_leaves)
+        return [None if index in self._others else next(arrays) for index in indices]
+
+    def bare(self) -> Any:
+        """The tree with a `ShapeDtypeStruct` without a sharding at every array."""
+        return self._tree(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lambda other: other
+        )
+
+    def bytes_per_device(self) -> int:
+        """Returns the bytes that the tree takes on the device that holds the most.
+
+        A leaf that is sharded unevenly counts as its largest shard.
+
+        Examples:
+            >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+            >>> plan(tree, [("w", P("fsdp"))], make_mesh("fsdp=8")).bytes_per_device()
+            524288
+        """
+        return sum(leaf.bytes_per_device(self.mesh) for leaf in self.leaves)
+
+    def fsdp_axes(self) -> frozenset[str]:
+        """The axes over which the `fsdp` tactic sharded parameters.
+
+        Parameters are gathered along these axes for use, so devices along them do the same
+        work unless the batch is sharded over them too.
+        """
+        axes: set[str] = set()
+        for decision in {leaf.decision for leaf in self.leaves}:
+            action = None if decision.rule is None else self.rules[decision.rule][1]
+            if isinstance(action, Tactic):
+                used = (axis for entry in entries(decision.given) for axis in axes_of(entry))
+                axes.update(action.fsdp_axes.intersection(used))
+        return frozenset(axes)
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, PlannedTree) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        # P("data", None) and P("data") mean the same.
+        short = {spec: with_entries(spec, entries(spec)) for spec in {x.given for x in self.leaves}}
+        leaves = tuple(sorted(self.leaves, key=lambda leaf: leaf.path))
+        return tuple(axis_sizes(self.mesh).items()), tuple(
+            (x.path, x.shape, x.dtype, short[x.given]) for x in leaves
+        )
+
+
+# ------------------------------------------------------------------
+# The leaves of a plan for a tree that holds copies of a planned one.
+
+
+def followed_leaves(plan: PlannedTree, tree: Any) -> tuple[tuple[PlannedLeaf, ...], dict[int, Any]]:
+    """A `PlannedLeaf` for every array of `tree`, and its non-array leaves by index."""
+    planned = plan.leaf_at_each_place()
+    original = Original(
+        plan.treedef,
+        [None if leaf is None else leaf.shape for leaf in planned],
+        [None if leaf is None else leaf.given for leaf in planned],
+        lambda: leaf_paths(plan.specs),
+    )
+    leaves: list[PlannedLeaf] = []
+    others: dict[int, Any] = {}
+    shared: dict[Decision, Decision] = {}
+    rows = zip(leaf_paths(tree), tree_leaves(tree), follow(tree, original), strict=True)
+    for index, (path, leaf, followed) in enumerate(rows):
+        if not has_shape(leaf):
+            others[index] = leaf
+            continue
+        shape = tuple(leaf.shape)
+        like = None if followed.like is None else planned[followed.like]
+        decision = _decision(shape, followed, like)
+        leaves.append(PlannedLeaf(path, shape, leaf.dtype, shared.setdefault(decision, decision)))
+    return tuple(leaves), others
+
+
+def _decision(shape: tuple[int, ...], followed: Followed, like: PlannedLeaf | None) -> Decision:
+    if like is None:
+        return Decision(PartitionSpec(), PartitionSpec())
+    if shape == like.shape:
+        return like.decision
+    return Decision(followed.spec, followed.spec, like.rule, like.pattern)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(PlannedTree):
+    """How every leaf of a tree is to be sharded over a mesh, and why: see `plan`.
+
+    Every function that takes specs takes a `Plan`. Two plans are equal if their meshes have
+    the same axes and sizes, and their leaves the same paths, shapes, dtypes and specs; their
+    rules may differ.
+
+    Attributes:
+        mesh: The mesh that the plan is for.
+        rules: The rules that decided.
+        min_size: Leaves with fewer elements were not sharded.
+        leaves: A `PlannedLeaf` for every array, in the order in which JAX flattens the tree.
+    """
+
+    # The rules for logical names that were in force when the plan was made.
+    _logical: ReadLogicalRules | None = None
+    # `_mirrors`: the plan was made by `follow`. `_source`: by `follow` of this plan; a plan
+    # that was read from JSON does not know it.
+    _source: "Plan | None" = None
+    _mirrors: bool = False
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """The plan's errors and warnings, each with its fix: errors first.
+
+        `check` raises the errors:
+
+        - leaves that no rule matches;
+        - specs that do not fit: unknown and repeated axes, dims that are not divisible,
+          entries beyond the rank;
+        - leaves that share a path.
+
+        The warnings:
+
+        - rules that match no leaf, and rules whose leaves are all taken by earlier rules
+          (except a last rule that matches every leaf, which is a fallback);
+        - leaves of at least `min_size` elements that are replicated, if sharding them would
+          save at least 1% of the memory that a device needs; largest saving first;
+        - leaves that seem to be layers stacked on dim 0 and are sharded on that dim;
+        - logical names without a rule.
+
+        A pattern with exponential backtracking can make this hang, as it can `plan`.
+        """
+        boxes: dict[str, Any] = {}
+        if any(isinstance(action, Tactic) and action.reads_boxes for _, action in self.rules):
+            nodes, treedef = tree_flatten(self.structs, is_leaf=is_box)
+            paths = leaf_paths(treedef.unflatten(range(len(nodes))))
+            boxes = {path: x for path, x in zip(paths, nodes, strict=True) if is_box(x)}
+        rules = () if self._mirrors else self.rules  # the rules did not decide a mirror
+        return find(
+            self.leaves, rules, self.mesh, self.min_size, self._logical, self._key_paths, boxes
+        )
+
+    def _key_paths(self, path: str) -> list[str]:
+        return same_path_keys(self.specs, path)
+
+    def check(self) -> None:
+        """Raises if there are errors among `findings`.
+
+        Raises:
+            ShardingRuleError: If leaves are unmatched, their specs do not fit, or they
+                share a path. The message lists all of them. The error is also an
+                `UnknownAxisError` if a rule names an axis that the mesh does not have.
+        """
+        rows = ((leaf.path, leaf.shape, leaf.decision) for leaf in self.leaves)
+        error = rules_error(rows, self.mesh)
+        shared = list(map(str, collisions(self.leaves, self._key_paths)))
+        if shared:
+            message = listed(f"{len(shared)} paths belong to several leaves:", shared)
+            raise type(error)(f"{error}\n{message}") if error else ShardingRuleError(message)
+        if error:
+            raise error
+
+    def on(self, mesh: AnyMesh | str) -> "Plan":
+        """Plans the same tree by the same rules for another mesh.
+
+        Functions among the rules are called again, with `ShapeDtypeStruct`s. Use `diff` to
+        see what changes.
+
+        Args:
+            mesh: The other mesh, or its axes as text, as in `plan`.
+
+        Raises:
+            MeshError: If text does not say the size of every axis.
+            FormatError: If the plan was read from JSON, and one of its rules was a function
+                or the plan was made by `follow`: JSON cannot store either.
+
+        Examples:
+            >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+            >>> plan(tree, [("w", fsdp("fsdp"))], make_mesh("fsdp=8")).on("fsdp=1024")
+            <Plan: 1 leaves on fsdp=1024, 4.0 KiB per device>
+        """
+        if self._source is not None:
+            return self._source.on(mesh).follow(self.bare())
+        if self._mirrors:
+            raise FormatError(
+                "The plan was made by `follow`, and its JSON does not store the plan that it"
+                " follows. Call `plan.on(mesh).follow(tree)` on that plan."
+            )
+        check_told(self.rules)
+        with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
+            return plan(self.bare(), self.rules, mesh, min_size=self.min_size)
+
+    def follow(self, tree: Any) -> "Plan":
+        """Plans a tree that holds copies of this plan's tree: optimizer state, an average,
+        gradients.
+
+        Each leaf gets the spec of the leaf of this plan whose path is the end of its own
+        path, as in `optimizer_state_specs`. A leaf without a counterpart is replicated.
+
+        Args:
+            tree: Arrays, or their `jax.ShapeDtypeStruct`s.
+
+        Returns:
+            A `Plan` for `tree` on the same mesh. Each leaf has the rule of its counterpart,
+            and its adjustments if both have the same shape.
+
+        Examples:
+            >>> params = {"w": jax.numpy.zeros((512, 64))}
+            >>> decided = plan(params, [("w", fsdp("fsdp"))], make_mesh("fsdp=8"))
+            >>> decided.follow(optax.sgd(0.1, momentum=0.9).init(params)).specs
+            (TraceState(trace={'w': P('fsdp',)}), EmptyState())
+        """
+        leaves, others = followed_leaves(self, tree)
+        return replace(
+            self,
+            leaves=leaves,
+            treedef=tree_structure(tree),
+            _others=others,
+            _source=self,
+            _mirrors=True,
+        )
+
+    def diff(self, other: "Plan") -> PlanDiff:
+        """Compares this plan with another one, leaf by leaf, and says how many bytes move.
+
+        Leaves are matched by path. The bytes of a leaf are an upper bound on the part of its
+        new shard that a device does not hold yet. If both meshes have the same axes and
+        sizes, each device is assumed to keep its position in the mesh; otherwise every
+        shard counts in full.
+
+        Args:
+            other: The plan to change to.
+
+        Returns:
+            A `PlanDiff`, which is false if nothing changes. Its `str()` has one line per
+            change.
+
+        Examples:
+            >>> mesh = make_mesh("fsdp=8")
+            >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+            >>> one, two = plan(tree, [("w", None)], mesh), plan(tree, [("w", P("fsdp"))], mesh)
+            >>> one.diff(two).bytes, two.diff(one).bytes
+            (0, 3670016)
+        """
+        return diff(self.leaves, other.leaves, (self.mesh, other.mesh))
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON, one line per leaf, for `from_json` and for other programs.
+
+        The JSON names no devices, and stores only the names of functions among the rules.
+
+        Raises:
+            ShardingRuleError: If leaves share a path.
+        """
+        if shared := list(map(str, collisions(self.leaves, self._key_paths))):
+            message = listed(f"{len(shared)} paths belong to several leaves:", shared)
+            raise ShardingRuleError(message)
+        written = (self.mesh, self.rules, self.min_size, self.leaves, self._mirrors, self._logical)
+        return to_text(PlanText(*written))
+
+    @staticmethod
+    def from_json(text: str, *, like: Any = None) -> "Plan":
+        """Reads a plan that `to_json` wrote.
+
+        Its mesh is abstract; `plan.on(mesh)` plans for a mesh with devices.
+
+        Args:
+            text: The JSON.
+            like: A tree with the plan's paths, shapes and dtypes. The plan takes its
+                structure and its non-array leaves from it. Without `like`, the plan's tree
+                is a flat dict by path.
+
+        Raises:
+            FormatError: If the text is not a plan of this version; the message says where.
+                If `like` has other arrays than the plan; the message lists all that differ.
+
+        Examples:
+            >>> tree = {"mlp": {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}}
+            >>> text = plan(tree, [("w", P("fsdp"))], make_mesh("fsdp=8")).to_json()
+            >>> Plan.from_json(text).specs, Plan.from_json(text, like=tree).specs
+            ({'mlp/w': P('fsdp',)}, {'mlp': {'w': P('fsdp',)}})
+        """
+        read = from_text(text)
+        if like is None:
+            leaves, others = tuple(sorted(read.leaves, key=lambda leaf: leaf.path)), {}
+            treedef = tree_structure({leaf.path: 0 for leaf in leaves})
+        else:
+            leaves, others = laid_out(read.leaves, like)
+            treedef = tree_structure(like)
+        return Plan(
+            read.mesh,
+            read.rules,
+            read.min_size,
+            leaves,
+            treedef,
+            others,
+            _logical=read.logical,
+            _mirrors=read.mirrors,
+        )
+
+    def describe(self) -> str:
+        """Returns the plan as text: one line per leaf, repeated layers folded, totals last.
+
+        A line has the leaf's path, its dtype and shape, its spec, the bytes that it takes on
+        a device (in total, for repeated layers), and the reason.
+        """
+        return describe(self.leaves, self.rules, self.mesh)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def _repr_html_(self) -> str:
+        """The plan as a table, for notebooks."""
+        return describe_html(self.leaves, self.rules, self.mesh)
+
+    def __rich__(self) -> Any:
+        """The plan as a table, for `rich.print`."""
+        return rich_table(self.leaves, self.rules, self.mesh)
+
+    def __repr__(self) -> str:
+        size = human_bytes(self.bytes_per_device())
+        mesh = describe_mesh(self.mesh)
+        return f"<Plan: {len(self.leaves)} leaves on {mesh}, {size} per device>"
+
+
+def plan(tree: Any, rules: Rules, mesh: AnyMesh | str, *, min_size: int | None = None) -> Plan:
+    """Decides how every leaf of a tree is sharded, by the first rule that matches its path.
+
+    Nothing is moved and no values are read. A spec that does not fit its leaf raises no
+    error: the plan records what was changed, as `adjustments` of the leaf. `Plan.check`
+    raises for it.
+
+    Args:
+        tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree. Non-array leaves are
+            kept as they are.
+        rules: Pairs `(pattern, action)`, as in `match_partition_rules`.
+        mesh: The mesh to plan for. No devices are needed: give an `AbstractMesh` of any
+            size, or its axes as text, such as `"data=16,fsdp=256"`.
+        min_size: Leaves with fewer elements are not sharded, unless a tactic has its own
+            `min_size`. Default: `MIN_SHARDING_SIZE` from the environment, else 16384.
+
+    Returns:
+        A `Plan`. Leaves that no rule matches are replicated. Parts of a spec that do not
+        fit are dropped: unknown and repeated axes, axes that do not divide their dim,
+        entries beyond the rank.
+
+    Raises:
+        ShardingRuleError: If a rule is malformed, or a function does not return a spec.
+        MeshError: If text does not say the size of every axis.
+
+    Examples:
+        >>> params = {"norm": jax.numpy.ones(64), "weight": jax.numpy.ones((512, 64))}
+        >>> decided = plan(params, [("norm", None), (".*", fsdp("fsdp"))], make_mesh("fsdp=8"))
+        >>> decided.specs
+        {'norm': P(), 'weight': P('fsdp',)}
+    """
+    if isinstance(mesh, str):
+        mesh = abstract_mesh(mesh)
+    parsed = read_rules(rules)
+    decided = decide(parsed, tree, mesh, min_size)
+    warn_of_moves(zip(decided.paths, decided.shapes, decided.decisions, strict=True), frozenset())
+    columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
+    leaves = tuple(
+        [
+            PlannedLeaf(path, shape, leaf.dtype, decision)
+            for path, leaf, shape, decision in columns
+            if shape is not None
+        ]
+    )
+    others = {}
+    if len(leaves) < len(decided.leaves):
+        pairs = enumerate(zip(decided.leaves, decided.shapes, strict=True))
+        others = {index: leaf for index, (leaf, shape) in pairs if shape is None}
+    # The patterns as given, with strategy strings replaced by the tactics that they mean.
+    pairs = tuple((rule[0], action) for rule, (_, action) in zip(rules, parsed, strict=True))
+    floor, logical = min_size_in_force(min_size), current_logical_rules()
+    return Plan(mesh, pairs, floor, leaves, decided.treedef, others, logical)

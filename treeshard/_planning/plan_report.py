@@ -1,0 +1,232 @@
+"""The difference between two plans, and the bytes that each device would receive."""
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from treeshard._core.arrays import array_text
+from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh, same_axes
+from treeshard._core.specs import Adjustment, axes_of, entries
+from treeshard._core.text import _NUMBERS, columns, fold, human_bytes
+from treeshard._planning.decision import PlannedLeaf
+from treeshard._planning.tactics import Tactic
+
+# ------------------------------------------------------------------
+# A plan as text, HTML and a rich table: one line per leaf, repeated layers folded.
+
+
+Rules = Sequence[tuple[Any, Any]]
+
+
+_HEADS = ("path", "array", "spec", "per device", "why")
+
+
+def describe(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
+    """A plan as aligned columns, followed by its totals."""
+    return f"{columns([_HEADS, *_rows(leaves, rules, mesh)])}\n{_totals(leaves, mesh)}"
+
+
+def describe_html(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
+    """A plan as an HTML table, for notebooks."""
+
+    def line(tag: str, row: Sequence[str]) -> str:
+        cells = [f"<{tag}{_STYLES[i]}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(row)]
+        return f"<tr>{''.join(cells)}</tr>"
+
+    body = "".join(line("td", row) for row in _rows(leaves, rules, mesh))
+    totals = html.escape(_totals(leaves, mesh)).replace("\n", "<br>")
+    return f"<table><thead>{line('th', _HEADS)}</thead><tbody>{body}</tbody></table><p>{totals}</p>"
+
+
+_LEFT, _RIGHT = ' style="text-align: left"', ' style="text-align: right"'
+_STYLES = [_RIGHT if column == _NUMBERS else _LEFT for column in range(len(_HEADS))]
+
+
+def rich_table(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> Any:
+    """A plan as a table of rich, which must be installed."""
+    from rich.table import Table
+
+    table = Table(caption=_totals(leaves, mesh), caption_justify="left")
+    for column, head in enumerate(_HEADS):
+        table.add_column(head, justify="right" if column == _NUMBERS else "left", overflow="fold")
+    for row in _rows(leaves, rules, mesh):
+        table.add_row(*map(_plain, row))
+    return table
+
+
+def _plain(cell: str) -> Any:
+    from rich.text import Text  # a plain string's brackets would be read as markup
+
+    return Text(cell)
+
+
+def _rows(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    alike = fold((leaf.path, (leaf.shape, leaf.dtype, leaf.decision), leaf) for leaf in leaves)
+    for path, members in alike:
+        leaf = members[0]
+        size = human_bytes(leaf.bytes_per_device(mesh) * len(members))
+        row = (path or "(the tree)", array_text(leaf), str(leaf.given), size, _reason(leaf, rules))
+        rows.append(row)
+    return rows
+
+
+def _reason(leaf: PlannedLeaf, rules: Rules) -> str:
+    if leaf.rule is None:
+        why = "" if leaf.shape else "scalar"
+    else:
+        action = rules[leaf.rule][1]
+        why = f"rule {leaf.rule} {leaf.pattern!r}"
+        if isinstance(action, Tactic):
+            why += f" {action!r}"
+        elif leaf.asked != leaf.given and not callable(action):
+            why += f" {leaf.asked}"
+    notes = "; ".join(map(_note, leaf.adjustments))
+    return ": ".join(part for part in (why, notes) if part)
+
+
+def _note(adjustment: Adjustment) -> str:
+    kind, _, axes, dim = adjustment
+    where = "" if dim is None else f" on dim {dim}"
+    return f"{kind} {', '.join(axes)}{where}" if axes else kind
+
+
+def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
+    devices = math.prod(axis_sizes(mesh).values())
+    total = sum(leaf.bytes for leaf in leaves)
+    per_device = sum(leaf.bytes_per_device(mesh) for leaf in leaves)
+    replicated = sum(not any(map(axes_of, entries(leaf.given))) for leaf in leaves)
+    ratio = f", {per_device * devices / total:.2f}x an even split" if total else ""
+    return (
+        f"{len(leaves):,} leaves, {sum(leaf.size for leaf in leaves):,} elements,"
+        f" {human_bytes(total)} in all; {replicated:,} leaves are replicated.\n"
+        f"{human_bytes(per_device)} on the fullest of {devices:,} devices ({describe_mesh(mesh)})"
+        f"{ratio}."
+    )
+
+
+class LeafChange(NamedTuple):
+    """A leaf that two plans shard differently, or that only one of them has.
+
+    Attributes:
+        path: The leaf's path.
+        before: The leaf in the first plan; `None` if only the second has it.
+        after: The leaf in the second plan; `None` if only the first has it.
+        bytes: An upper bound on what a device receives of it.
+    """
+
+    path: str
+    before: PlannedLeaf | None
+    after: PlannedLeaf | None
+    bytes: int
+
+
+class PlanDiff(NamedTuple):
+    """The difference between two plans: see `Plan.diff`. It is false if there is none.
+
+    Attributes:
+        changes: The leaves that are sharded differently, or that only one plan has.
+        bytes: An upper bound on what a device receives to change from one to the other.
+        meshes: The meshes of both plans.
+        bytes_per_device: For both plans, the bytes on the device that holds the most.
+    """
+
+    changes: tuple[LeafChange, ...]
+    bytes: int
+    meshes: tuple[AnyMesh, AnyMesh]
+    bytes_per_device: tuple[int, int]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes) or not same_axes(*self.meshes)
+
+    def __str__(self) -> str:
+        """One line per change, repeated layers folded, then the total."""
+        rows = [("path", "array", "before", "after", "received")]
+        for path, alike in fold((x.path, (*_cells(x), x.bytes), x) for x in self.changes):
+            received = human_bytes(sum(change.bytes for change in alike))
+            rows.append((path or "(the tree)", *_cells(alike[0]), received))
+        lines = [columns(rows, right=4)] if self.changes else []
+        before, after = map(describe_mesh, self.meshes)
+        if before != after:
+            lines.append(f"The mesh changes from {before} to {after}.")
+        sizes = " to ".join(map(human_bytes, self.bytes_per_device))
+        count = len(self.changes)
+        lines.append(
+            f"{count:,} {'leaf changes' if count == 1 else 'leaves change'}; a device receives at"
+            f" most {human_bytes(self.bytes)}. The fullest device goes from {sizes}."
+        )
+        return "\n".join(lines)
+
+
+def _cells(change: LeafChange) -> tuple[str, str, str]:
+    """The array, and its spec before and after."""
+    both = (change.before, change.after)
+    arrays = [array_text(x) for x in both if x is not None]
+    before, after = ("-" if x is None else str(x.given) for x in both)
+    return " to ".join(dict.fromkeys(arrays)), before, after
+
+
+def diff(
+    before: Sequence[PlannedLeaf],
+    after: Sequence[PlannedLeaf],
+    meshes: tuple[AnyMesh, AnyMesh],
+) -> PlanDiff:
+    """Compares the leaves of two plans, matched by path."""
+    olds, news = _numbered(before), _numbered(after)
+    changes: list[LeafChange] = []
+    received = 0
+    for key in dict.fromkeys((*olds, *news)):
+        old, new = olds.get(key), news.get(key)
+        cost = 0 if new is None else _received(old, new, meshes)
+        received += cost
+        if cost or not _same(old, new):
+            changes.append(LeafChange(key[0], old, new, cost))
+    sizes = [
+        sum(leaf.bytes_per_device(mesh) for leaf in leaves)
+        for leaves, mesh in zip((before, after), meshes, strict=True)
+    ]
+    return PlanDiff(tuple(changes), received, meshes, (sizes[0], sizes[1]))
+
+
+def _numbered(leaves: Iterable[PlannedLeaf]) -> dict[tuple[str, int], PlannedLeaf]:
+    """Leaves by path. Those that share a path are numbered in their order."""
+    counts: dict[str, int] = {}
+    numbered: dict[tuple[str, int], PlannedLeaf] = {}
+    for leaf in leaves:
+        count = counts[leaf.path] = counts.get(leaf.path, -1) + 1
+        numbered[leaf.path, count] = leaf
+    return numbered
+
+
+def _same(old: PlannedLeaf | None, new: PlannedLeaf | None) -> bool:
+    if old is None or new is None:
+        return False
+    return (old.shape, old.dtype, _axes(old)) == (new.shape, new.dtype, _axes(new))
+
+
+def _axes(leaf: PlannedLeaf) -> list[tuple[str, ...]]:
+    """The axes that shard each dim."""
+    given = [axes_of(entry) for entry in entries(leaf.given)]
+    return given + [()] * (len(leaf.shape) - len(given))
+
+
+def _received(old: PlannedLeaf | None, new: PlannedLeaf, meshes: tuple[AnyMesh, AnyMesh]) -> int:
+    """An upper bound on the bytes of the new shard that a device does not hold yet.
+
+    If both meshes have the same axes, each device is assumed to keep its position;
+    otherwise all of the shard counts. Along one dim, the old and the new shard of a device
+    overlap for certain only if the axes of one spec begin with those of the other.
+    """
+    shard = new.bytes_per_device(meshes[1])
+    alike = old is not None and (old.shape, old.dtype) == (new.shape, new.dtype)
+    if old is None or not alike or not same_axes(*meshes):
+        return shard
+    sizes = axis_sizes(meshes[1])
+    overlap = new.dtype.itemsize
+    for length, *both in zip(new.shape, _axes(old), _axes(new), strict=True):
+        splitting = [[axis for axis in axes if sizes[axis] > 1] for axes in both]
+        short, long = sorted(splitting, key=len)
+        parts = math.prod(sizes[axis] for axis in long)
+        overlap *= -(-length // parts) if long[: len(short)] == short else 0
+    return shard - overlap

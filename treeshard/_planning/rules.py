@@ -1,0 +1,193 @@
+"""`match_partition_rules`: specs for a tree from a list of rules, and its errors."""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from treeshard._core.mesh import AnyMesh, describe_mesh
+from treeshard._core.specs import MISFITS, Adjustment, is_logical
+from treeshard._planning.decision import Decision
+from treeshard._planning.matching import Decided, ReadRules, decide
+from treeshard._planning.strategies import parse_strategy
+from treeshard.errors import ShardingRuleError, UnknownAxisInRuleError, listed, warn
+
+Rules = Sequence[Any]  # of (pattern, action) pairs, checked by `read_rules`
+
+_ACTIONS = (
+    "An action is a PartitionSpec, a tuple of logical names, None to replicate, a tactic such as"
+    " fsdp('fsdp'), a strategy string, or a function (path, leaf) -> PartitionSpec."
+)
+
+
+def match_partition_rules(
+    rules: Rules,
+    tree: Any,
+    mesh: AnyMesh | None = None,
+    *,
+    min_size: int | None = None,
+    strict: bool = True,
+) -> Any:
+    """Chooses the spec of every leaf of a tree by the first rule that matches its path.
+
+    Paths are those of `leaf_paths`. A pattern may match anywhere in a path (`re.search`), so
+    that one list of rules serves both parameters and their copies in optimizer state. A
+    pattern anchored with `^` matches at the start of the full path only, and so not in such
+    copies; `optimizer_state_specs` and `Plan.follow` give them the specs of their parameters.
+    Scalars and leaves without a shape get `P()` and need no rule. Nothing is moved and no
+    values are read.
+
+    Args:
+        rules: Pairs `(pattern, action)`. An action is a `PartitionSpec`; a tuple of logical
+            names, resolved by the rules of `logical_axis_rules` (without axes that the mesh
+            lacks); `None` to replicate; a tactic; a strategy string, as in `infer_sharding`;
+            or a function `(path, leaf) -> PartitionSpec`.
+        tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree.
+        mesh: The mesh to check the specs against. Without it, only their lengths are
+            checked, even if a mesh is in force; tactics then use the mesh in force.
+        min_size: Leaves with fewer elements are replicated, unless a tactic has its own
+            `min_size`. By default `MIN_SHARDING_SIZE` from the environment, else 16384.
+        strict: Whether unmatched leaves and specs that do not fit are errors. Otherwise such
+            leaves are replicated and such entries dropped, with a `ShardingWarning` for a
+            named entry beyond a leaf's rank.
+
+    Returns:
+        A tree of `PartitionSpec`s with the structure of `tree`.
+
+    Raises:
+        ShardingRuleError: If a rule is malformed, logical names do not resolve, or a
+            function or tactic does not return a spec. If `strict`, also if leaves are
+            unmatched or their specs do not fit; all are listed. It is an `UnknownAxisError`
+            too if rules use an axis that the mesh lacks.
+        NoMeshError: If the rules contain tactics, and there is no mesh.
+
+    Examples:
+        >>> params = {"mlp": {"weight": jax.numpy.zeros((256, 64)), "bias": jax.numpy.zeros(64)}}
+        >>> match_partition_rules([("bias", None), (".*", P("fsdp"))], params)
+        {'mlp': {'bias': P(), 'weight': P('fsdp',)}}
+
+    Source:
+        The function of this name in EasyLM and EasyDeL.
+    """
+    decided = decide(read_rules(rules), tree, mesh, min_size)
+    if decided.adjusted:
+        if strict and (error := rules_error(rows_of(decided), mesh)):
+            raise error
+        warn_of_moves(rows_of(decided), frozenset() if strict else frozenset({"rank"}))
+    return decided.treedef.unflatten([decision.given for decision in decided.decisions])
+
+
+def rows_of(decided: Decided) -> Iterable[tuple[str, Any, Decision]]:
+    """Every leaf as (path, shape, decision)."""
+    return zip(decided.paths, decided.shapes, decided.decisions, strict=True)
+
+
+# ------------------------------------------------------------------ strictness
+
+
+def rules_error(
+    rows: Iterable[tuple[str, Any, Decision]], mesh: AnyMesh | None
+) -> ShardingRuleError | None:
+    """One error for all leaves that do not follow the rules, or `None`.
+
+    Args:
+        rows: Leaves as (path, shape, decision).
+        mesh: The mesh that the specs were checked against.
+    """
+    facts: list[str] = []
+    kinds: set[str] = set()
+    for path, shape, decision in rows:
+        errors = errors_of(decision)
+        if errors:
+            facts.append(_fact(path, shape, decision, errors))
+            kinds.update(adjustment.kind for adjustment in errors)
+    if not facts:
+        return None
+    where = f"The mesh has {describe_mesh(mesh)}." if mesh is not None else "No mesh was given."
+    message = listed(f"{len(facts)} leaves do not follow the rules. {where}", facts)
+    if len(facts) == 1 and "axis-not-in-mesh" not in kinds:  # which names the mesh's axes itself
+        message = f"{message} {where}"
+    if "unmatched" in kinds:
+        message += '\nTo replicate leaves that no other rule matches, add a last rule (".*", None).'
+    error = UnknownAxisInRuleError if "axis-not-in-mesh" in kinds else ShardingRuleError
+    return error(message)
+
+
+def errors_of(decision: Decision) -> list[Adjustment]:
+    """The adjustments of a decision that are errors if rules are strict."""
+    return [a for a in decision.adjustments if a.kind in MISFITS or a.kind == "unmatched"]
+
+
+def _fact(path: str, shape: Any, decision: Decision, adjustments: Iterable[Adjustment]) -> str:
+    why = " ".join(each.why for each in adjustments)
+    if decision.rule is None:
+        return f"{path}: shape {shape}, {why}"
+    by = f"{decision.asked} by rule {decision.rule}, {decision.pattern!r}"
+    return f"{path}: shape {shape}, {by}: {why}"
+
+
+def warn_of_moves(rows: Iterable[tuple[str, Any, Decision]], kinds: frozenset[str]) -> None:
+    """Warns once of all leaves with adjustments of these kinds.
+
+    With `LOG_SHARDING_MOVE` in the environment, also of trimmed specs and of leaves that are
+    replicated for their size.
+    """
+    if os.environ.get("LOG_SHARDING_MOVE", "") not in ("", "0"):
+        kinds = kinds | MISFITS | {"too-small"}
+    facts: list[str] = []
+    for path, shape, decision in rows if kinds else ():
+        if adjustments := [each for each in decision.adjustments if each.kind in kinds]:
+            facts.append(_fact(path, shape, decision, adjustments))
+    if facts:
+        warn(listed(f"{len(facts)} leaves are not sharded as their rules say:", facts))
+
+
+# ------------------------------------------------------------------ reading rules
+
+
+def read_rules(rules: Rules) -> ReadRules:
+    """Compiles the patterns of rules. Raises `ShardingRuleError` listing all bad rules."""
+    if isinstance(rules, str) or not isinstance(rules, Sequence):
+        raise ShardingRuleError(
+            f"rules are {type(rules).__name__}. Give a list of (pattern, action) pairs, such as"
+            ' [("norm|bias", None), (".*", P("fsdp"))].'
+        )
+    read: ReadRules = []
+    bad: list[str] = []
+    for index, rule in enumerate(rules):
+        if not isinstance(rule, tuple | list) or len(rule) != 2:
+            pair = 'A rule is a pair (pattern, action), such as ("norm|bias", None).'
+            bad.append(f"rule {index} is not a pair: {rule!r}. {pair}")
+            continue
+        pattern, action = rule
+        try:
+            compiled = re.compile(pattern)
+        except (re.error, TypeError, OverflowError, RecursionError) as error:
+            why = f"rule {index}: the pattern {pattern!r} does not compile: {error}."
+            bad.append(f"{why} To match a special character, put a backslash before it.")
+            continue
+        if not isinstance(compiled.pattern, str):
+            bad.append(f"rule {index}: the pattern {pattern!r} is bytes. Paths are str.")
+            continue
+        try:
+            read.append((compiled, _read_action(action)))
+        except ShardingRuleError as error:
+            bad.append(f"rule {index}, {pattern!r}: {error}")
+    if bad:
+        raise ShardingRuleError(listed(f"{len(bad)} rules are malformed:", bad))
+    return read
+
+
+def _read_action(action: Any) -> Any:
+    if isinstance(action, str):
+        return parse_strategy(action)
+    if (
+        isinstance(action, PartitionSpec)
+        or action is None
+        or is_logical(action)
+        or callable(action)
+    ):
+        return action
+    raise ShardingRuleError(f"the action is {action!r} ({type(action).__name__}). {_ACTIONS}")

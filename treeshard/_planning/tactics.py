@@ -1,0 +1,599 @@
+"""Tactics: actions of rules that choose a spec by the shape of the leaf."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from operator import index
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from treeshard._core.mesh import AnyMesh, axis_sizes, axis_tuple, current_or_given, unknown_axis
+from treeshard._core.paths import is_box
+from treeshard._core.specs import (
+    MISFITS,
+    UNCONSTRAINED,
+    Adjustment,
+    Entry,
+    axes_of,
+    entries,
+    entry_of,
+    is_mesh_axes,
+    is_spec,
+    project,
+    with_entries,
+)
+from treeshard._planning.logical import (
+    LogicalRules,
+    PartitionAxis,
+    ReadLogicalRules,
+    current_logical_rules,
+    flat_names,
+    read_logical_rules,
+    resolve_by,
+    resolve_names,
+)
+from treeshard.errors import ShardingRuleError, SpecError, UnknownAxisInSpecError
+
+# ------------------------------------------------------------------
+# The steps that tactics are made of.
+
+Refined = tuple[PartitionSpec, tuple[Adjustment, ...]]
+Update = Callable[[PartitionSpec, Any, str, Any], Any]  # (spec, mesh, path, leaf) -> spec
+LooksAt = Literal["shape", "bytes", "leaf"]
+
+
+class Refinement:
+    """One step of a tactic: refines the spec that the previous steps returned.
+
+    Attributes:
+        min_size: The step's own threshold in elements; `None` uses the call's.
+        looks_at: What its result depends on: the leaf's shape, its shape and itemsize, or
+            the leaf itself. Results are shared between leaves for which these are equal.
+        reads_boxes: Whether it needs the box around a leaf, if there is one.
+        fsdp_axes: The axes over which it shards parameters that are gathered for use.
+    """
+
+    min_size: int | None = None
+    looks_at: LooksAt = "leaf"
+    reads_boxes: bool = False
+    fsdp_axes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The step as it is written in strategy strings."""
+        return repr(self)
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        """Returns the refined spec, and what could not be done.
+
+        Raises `SpecError` if a user's update did not return a spec.
+        """
+        raise NotImplementedError
+
+
+def padded(spec: PartitionSpec, rank: int) -> list[Entry]:
+    """The entries of a spec, one for each of `rank` dims."""
+    return [*entries(spec), *[None] * (rank - len(entries(spec)))]
+
+
+def is_free(entry: Entry) -> bool:
+    """Whether a dim with this entry is not sharded."""
+    return entry is None or entry == ()
+
+
+def _axis_conflicts(
+    spec: PartitionSpec, axes: tuple[str, ...], mesh: AnyMesh
+) -> tuple[Adjustment, ...]:
+    """Why axes cannot be added to a spec: the mesh lacks them, or the spec uses them already."""
+    sizes = axis_sizes(mesh)
+    if absent := [axis for axis in axes if axis not in sizes]:
+        return tuple(
+            Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,)) for axis in absent
+        )
+    if used := tuple(a for entry in entries(spec) for a in axes_of(entry) if a in axes):
+        why = f"{spec} uses {', '.join(map(repr, used))} already. An axis can split only one dim."
+        return (Adjustment("axis-already-used", why, used),)
+    return ()
+
+
+# ------------------------------------------------------------------ the steps
+
+
+@dataclass(frozen=True, repr=False)
+class Replicate(Refinement):
+    """Replicates a leaf."""
+
+    min_size = 0  # applies to leaves of every size
+    looks_at = "shape"
+
+    def __repr__(self) -> str:
+        return "replicate()"
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        if all(map(is_free, entries(spec))):
+            return with_entries(spec, ()), ()
+        why = f"an earlier tactic sharded it as {spec}, so it cannot be replicated. Drop either."
+        return spec, (Adjustment("already-sharded", why),)
+
+
+@dataclass(frozen=True, repr=False)
+class Fsdp(Refinement):
+    """Shards the largest free dim that the axes divide."""
+
+    axes: tuple[str, ...]
+    min_size: int | None = None
+    skip: tuple[int, ...] = ()
+    looks_at = "shape"
+
+    def _call(self, *options: str) -> str:
+        skip = [f"skip={self.skip}"] if self.skip else []
+        return f"fsdp({', '.join([repr(entry_of(self.axes)), *options, *skip])})"
+
+    def __repr__(self) -> str:
+        return self.text if self.min_size is not None else self._call()
+
+    @property
+    def text(self) -> str:
+        # In a string, `fsdp` without `min_size` has big_vision's threshold in MiB.
+        return self._call(f"min_size={self.min_size}")
+
+    @property
+    def fsdp_axes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.axes
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        if conflicts := _axis_conflicts(spec, self.axes, mesh):
+            return spec, conflicts
+        count = math.prod(axis_sizes(mesh)[axis] for axis in self.axes)
+        dim = self._largest_dim(spec, tuple(leaf.shape), count)
+        if dim is None:
+            why = f"no free dim of shape {tuple(leaf.shape)} is divisible by {count}."
+            return spec, (Adjustment("no-dim", why, self.axes),)
+        new = padded(spec, len(leaf.shape))
+        new[dim] = entry_of(self.axes)
+        return with_entries(spec, new), ()
+
+    def _largest_dim(self, spec: PartitionSpec, shape: tuple[int, ...], count: int) -> int | None:
+        skipped = {dim + len(shape) if dim < 0 else dim for dim in self.skip}
+        sharded = {dim for dim, entry in enumerate(entries(spec)) if not is_free(entry)}
+        candidates = [
+            (length, dim)
+            for dim, length in enumerate(shape)
+            if length and length % count == 0 and dim not in skipped | sharded
+        ]
+        return max(candidates)[1] if candidates else None
+
+
+@dataclass(frozen=True, repr=False)
+class FsdpByBytes(Fsdp):
+    """`Fsdp` with big_vision's threshold: leaves of so many MiB or fewer are replicated."""
+
+    min_size: int | None = 0
+    min_size_to_shard_mb: int | float = 4
+    looks_at = "bytes"
+
+    def __repr__(self) -> str:
+        return self.text
+
+    @property
+    def text(self) -> str:
+        return self._call(f"min_size_to_shard_mb={self.min_size_to_shard_mb}")
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if size <= self.min_size_to_shard_mb * 2**20:
+            why = (
+                f"{size} bytes are not more than min_size_to_shard_mb={self.min_size_to_shard_mb}."
+            )
+            return spec, (Adjustment("too-small", why),)
+        return super().refine(spec, mesh, path, leaf)
+
+
+@dataclass(frozen=True, repr=False)
+class ShardDim(Refinement):
+    """Shards one given dim."""
+
+    axes: tuple[str, ...]
+    dim: int
+    ignore_ndim_error: bool = False
+    looks_at = "shape"
+
+    def __repr__(self) -> str:
+        ignore = ", ignore_ndim_error=True" if self.ignore_ndim_error else ""
+        return f"shard_dim({entry_of(self.axes)!r}, {self.dim}{ignore})"
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        shape = tuple(leaf.shape)
+        if not -len(shape) <= self.dim < len(shape):
+            return spec, () if self.ignore_ndim_error else (self._beyond(shape),)
+        new = padded(spec, len(shape))
+        if not is_free(new[self.dim]):
+            why = (
+                f"an earlier tactic already sharded dim {self.dim}: {spec}. Give all its axes to"
+                " one tactic, outermost first, or choose another dim."
+            )
+            return spec, (Adjustment("already-sharded", why, self.axes, self.dim % len(shape)),)
+        if conflicts := _axis_conflicts(spec, self.axes, mesh):
+            return spec, conflicts
+        new[self.dim] = entry_of(self.axes)
+        return project(with_entries(spec, new), mesh, shape)
+
+    def _beyond(self, shape: tuple[int, ...]) -> Adjustment:
+        why = (
+            f"shape {shape} has no dim {self.dim}. Make the pattern match fewer leaves, or pass"
+            " `ignore_ndim_error=True` to keep the spec of such leaves."
+        )
+        return Adjustment("rank", why, self.axes)
+
+
+@dataclass(frozen=True, repr=False)
+class Own(Refinement):
+    """A user's update. `call` is the name and the arguments that made it."""
+
+    call: str
+    update: Update = field(compare=False)
+
+    def __repr__(self) -> str:
+        return self.call
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        shape = tuple(leaf.shape)
+        full_rank = spec.update(partitions=tuple(padded(spec, len(shape))))
+        returned = self.update(full_rank, mesh, path, leaf)
+        return project(self._checked(returned, shape, spec), mesh, shape)
+
+    def _checked(self, returned: Any, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+        if isinstance(returned, PartitionSpec):
+            if len(entries(with_entries(returned, entries(returned)))) <= len(shape):
+                return returned
+        elif not isinstance(returned, tuple | list):
+            raise SpecError(
+                f"the tactic {self.call} returned {returned!r} ({type(returned).__name__}), which"
+                " is not a spec. Return the spec that it was called with, or a changed one."
+            )
+        elif bad := [e for e in returned if not (e is UNCONSTRAINED or is_mesh_axes(e))]:
+            raise SpecError(
+                f"the tactic {self.call} returned {returned!r}, and {bad[0]!r} is not an entry of a"
+                " spec. An entry is a mesh axis, a tuple of them, or None."
+            )
+        elif len(returned) == len(shape):
+            return with_entries(spec, [tuple(e) if isinstance(e, list) else e for e in returned])
+        raise SpecError(
+            f"the tactic {self.call} returned {returned!r}, which has {len(returned)} entries, for"
+            f" shape {shape}. Return one entry per dim."
+        )
+
+
+# ------------------------------------------------------------------
+# The step of `logical_partitioning`: shards by the names of dims in Flax boxes.
+
+
+@dataclass(frozen=True, repr=False)
+class ByNames(Refinement):
+    """Shards a leaf by the names of dims in its box."""
+
+    rules: ReadLogicalRules | None = None
+    reads_boxes = True
+
+    def __repr__(self) -> str:
+        if self.rules is None or isinstance(self.rules, PartitionAxis):
+            return f"logical_partitioning({'' if self.rules is None else repr(self.rules)})"
+        return f"logical_partitioning({list(self.rules)})"
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        if not is_box(leaf):
+            return spec, ()
+        box = _names_in(leaf)
+        if not any(box.names):
+            return spec, ()
+        if not all(map(is_free, entries(spec))):
+            why = f"an earlier tactic sharded it as {spec}. Put logical_partitioning first."
+            return spec, (Adjustment("already-sharded", why),)
+        shape = tuple(jax.tree.leaves(leaf)[0].shape)
+        projected, adjustments = project(self._spec(box, mesh), mesh, shape)
+        return with_entries(projected, entries(projected)), adjustments
+
+    def _spec(self, box: "_NamesInBox", mesh: AnyMesh) -> PartitionSpec:
+        rules = self.rules
+        if rules is None:
+            own = box.rules is not None
+            rules = read_logical_rules(box.rules) if own else current_logical_rules()
+        if box.logical:
+            if rules is None:
+                return resolve_names(box.names, mesh)  # raises: no rules are in force
+            return resolve_by(rules, box.names, mesh)
+        # As in Flax, a name in any other box is a mesh axis if it has no rule.
+        axes = axis_sizes(mesh)
+        are_axes = axes.keys() >= set(flat_names(box.names))
+        if rules is None or (isinstance(rules, PartitionAxis) and are_axes):
+            return PartitionSpec(*box.names)
+        if not isinstance(rules, PartitionAxis):
+            ruled = {name for name, _ in rules}
+            rules += tuple((axis, axis) for axis in axes if axis not in ruled)
+        return resolve_by(rules, box.names, mesh)
+
+
+class _NamesInBox(NamedTuple):
+    names: tuple[Entry, ...]
+    rules: Any = None  # the box's own
+    logical: bool = False  # whether names are never mesh axes
+
+
+def _names_in(box: Any) -> _NamesInBox:
+    if hasattr(type(box), "replace_boxed"):
+        rules = getattr(box, "rules", None)
+        return _NamesInBox(tuple(getattr(box, "names", ())), rules, hasattr(box, "rules"))
+    metadata = box.get_metadata()
+    names: Any = metadata.get("out_sharding") or ()
+    names = entries(names) if is_spec(names) else tuple(names)
+    return _NamesInBox(names, metadata.get("sharding_rules"))
+
+
+DEFAULT_MIN_SIZE = 2**14
+
+
+def min_size_in_force(min_size: int | None) -> int:
+    """The threshold of a call, in elements: its argument, else the environment's, else 16384."""
+    if min_size is not None:
+        return min_size
+    text = os.environ.get("MIN_SHARDING_SIZE", "").strip()
+    if not text:
+        return DEFAULT_MIN_SIZE
+    if not text.isdecimal():
+        raise ShardingRuleError(
+            f"MIN_SHARDING_SIZE is {text!r} in the environment. Set it to a whole number of"
+            f" elements, such as {DEFAULT_MIN_SIZE}, or pass `min_size=`."
+        )
+    return int(text)
+
+
+def too_small(size: int, floor: int) -> Adjustment:
+    """The adjustment of a leaf that is replicated for its size."""
+    return Adjustment("too-small", f"{size} elements are fewer than min_size={floor}.")
+
+
+@dataclass(frozen=True, repr=False)
+class Tactic:
+    """Refines the spec of one leaf. An action of a rule; `a | b` applies `a`, then `b`.
+
+    `tactic(spec, mesh, path, leaf)` returns the refined spec. `mesh=None` uses the mesh in
+    force. A spec that does not fit raises `SpecError`, which is an `UnknownAxisError` too if
+    the mesh lacks an axis.
+
+    Examples:
+        >>> fsdp("fsdp", min_size=0) | replicate()
+        fsdp('fsdp', min_size=0) | replicate()
+    """
+
+    steps: tuple[Refinement, ...]
+
+    def __or__(self, other: "Tactic") -> "Tactic":
+        return Tactic(self.steps + other.steps) if isinstance(other, Tactic) else NotImplemented
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.steps))
+
+    def __call__(
+        self, spec: PartitionSpec, mesh: AnyMesh | None, path: str, leaf: Any
+    ) -> PartitionSpec:
+        mesh = current_or_given(mesh)
+        refined, adjustments = self.refine(spec, mesh, path, leaf, min_size_in_force(None))
+        if misfits := [each for each in adjustments if each.kind in MISFITS]:
+            unknown = any(misfit.kind == "axis-not-in-mesh" for misfit in misfits)
+            why = " ".join(misfit.why for misfit in misfits)
+            kind = UnknownAxisInSpecError if unknown else SpecError
+            raise kind(f"{path} {tuple(_value_in(leaf).shape)}, {self!r}: {why}")
+        return refined
+
+    @property
+    def text(self) -> str:
+        """The tactic as a strategy string, which parses to an equal tactic."""
+        return " | ".join(step.text for step in self.steps)
+
+    @property
+    def looks_at(self) -> LooksAt:
+        """What it depends on, as `Refinement.looks_at`."""
+        kinds = {step.looks_at for step in self.steps}
+        return "leaf" if "leaf" in kinds else "bytes" if "bytes" in kinds else "shape"
+
+    @property
+    def reads_boxes(self) -> bool:
+        """Whether a step needs the box around a leaf."""
+        return any(step.reads_boxes for step in self.steps)
+
+    @property
+    def fsdp_axes(self) -> frozenset[str]:
+        """The axes over which it shards parameters that are gathered for use."""
+        return frozenset(axis for step in self.steps for axis in step.fsdp_axes)
+
+    def refine(
+        self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any, floor: int
+    ) -> Refined:
+        """Applies the steps in turn, each to leaves of at least its own threshold or `floor`.
+
+        `leaf` may be a box. Raises `SpecError` if an update did not return a spec.
+        """
+        value = _value_in(leaf)
+        size = math.prod(value.shape)
+        adjustments: list[Adjustment] = []
+        for step in self.steps:
+            min_size = floor if step.min_size is None else step.min_size
+            if size < min_size:
+                adjustments.append(too_small(size, min_size))
+                continue
+            spec, of_step = step.refine(spec, mesh, path, leaf if step.reads_boxes else value)
+            name = f"{step!r}: " if len(self.steps) > 1 else ""
+            adjustments += [each._replace(why=name + each.why) for each in of_step]
+        return spec, tuple(adjustments)
+
+
+def fsdp(
+    axis: str | Sequence[str], *, min_size: int | None = None, skip: Sequence[int] = ()
+) -> Tactic:
+    """Shards the largest dim that is not sharded yet and that `axis` divides evenly.
+
+    With `n` devices along `axis`, each stores `1/n` of a leaf: shape `(d0, ..., dk, ...)`
+    becomes shards of `(d0, ..., dk / n, ...)`. Among dims of equal length, the last one is
+    sharded. A leaf without such a dim keeps its spec, and the plan records it.
+
+    Args:
+        axis: A mesh axis, or several whose sizes multiply, outermost first.
+        min_size: Leaves with fewer elements keep their spec: gathering many small arrays
+            costs more time than their memory is worth. By default, the `min_size` of the
+            call that applies the rules (`match_partition_rules`, `plan`).
+        skip: Dims that are never sharded; negative ones count from the end. `skip=(0,)`
+            excludes the dim along which layers are stacked.
+
+    Returns:
+        A tactic, for use as the action of a rule.
+
+    Raises:
+        TypeError: If `axis` is neither a string nor a sequence of strings.
+        SpecError: If `axis` is empty or contains a name twice.
+
+    Examples:
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
+        >>> fsdp("fsdp")(P(), mesh, "mlp/weight", jax.ShapeDtypeStruct((1024, 4096), "float32"))
+        P(None, 'fsdp')
+
+    Source:
+        ZeRO stage 3: Rajbhandari et al. 2020, arXiv:1910.02054; big_vision's tactic of
+        this name.
+    """
+    return Tactic((Fsdp(axes_to_shard(axis, "fsdp"), min_size, tuple(skip)),))
+
+
+def shard_dim(axis: str | Sequence[str], dim: int, ignore_ndim_error: bool = False) -> Tactic:
+    """Shards one dim over `axis`.
+
+    Args:
+        axis: A mesh axis, or several whose sizes multiply, outermost first.
+        dim: The dim; a negative one counts from the end.
+        ignore_ndim_error: Whether leaves without such a dim keep their spec. Otherwise they
+            are errors, as are leaves whose dim is indivisible or already sharded.
+
+    Returns:
+        A tactic, for use as the action of a rule.
+
+    Raises:
+        TypeError: If `axis` is neither a string nor a sequence of strings, or `dim` is not
+            an int.
+        SpecError: If `axis` is empty or contains a name twice.
+
+    Examples:
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+        >>> heads = shard_dim("model", -2)
+        >>> heads(P(), mesh, "attn/kernel", jax.ShapeDtypeStruct((1024, 16, 64), "float32"))
+        P(None, 'model')
+
+    Source:
+        big_vision's tactic of this name.
+    """
+    return Tactic((ShardDim(axes_to_shard(axis, "shard_dim"), index(dim), ignore_ndim_error),))
+
+
+def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
+    """Shards leaves by the names of dims in their Flax boxes.
+
+    Boxes are `nn.LogicallyPartitioned`, `nn.Partitioned`, and nnx variables with sharding
+    metadata. Names in `LogicallyPartitioned` are always resolved by rules. In the others, as
+    in Flax, a name without a rule is a mesh axis. Leaves without a box keep their spec.
+
+    Args:
+        rules: As in `logical_to_mesh_spec`. By default the box's own rules, else those in
+            force when the tactic is applied: of `logical_axis_rules`, or of Flax's context
+            of that name.
+
+    Returns:
+        A tactic, for use as the action of a rule. It must come before tactics that shard
+        further.
+
+    Raises:
+        ShardingRuleError: If rules are malformed. All are listed.
+
+    Examples:
+        >>> box = nn.LogicallyPartitioned(jax.numpy.ones((64, 512)), ("embed", "heads"))
+        >>> by_names = logical_partitioning([("embed", "fsdp"), ("heads", "tensor")])
+        >>> by_names(P(), make_mesh("fsdp=2,tensor=4"), "kernel", box)
+        P('fsdp', 'tensor')
+
+    Source:
+        big_vision's tactic of this name; `flax.linen.logical_to_mesh_axes`.
+    """
+    return Tactic((ByNames(None if rules is None else read_logical_rules(rules)),))
+
+
+def replicate() -> Tactic:
+    """Replicates a leaf. It is an error if an earlier tactic sharded the leaf.
+
+    Examples:
+        >>> replicate()(P(), make_mesh("data=8"), "bias", jax.numpy.zeros(8))
+        P()
+    """
+    return Tactic((Replicate(),))
+
+
+# ------------------------------------------------------------------ users' tactics
+
+# The factories that `tactic` registered, by name.
+own_tactics: dict[str, Callable[..., Tactic]] = {}
+_OURS = ("fsdp", "logical_partitioning", "replicate", "shard_dim")
+
+
+def tactic(factory: Callable[..., Update]) -> Callable[..., Tactic]:
+    """Registers a tactic of your own, for use in rules and by name in strategy strings.
+
+    Args:
+        factory: A function that returns an update `(spec, mesh, path, leaf) -> spec`. The
+            `spec` passed to the update has one entry per dim. The spec that it returns must
+            too, and may be a plain tuple, such as `spec[:-1] + ("tensor",)`. A later factory
+            of the same name replaces this one.
+
+    Returns:
+        A function of the same arguments that returns a `Tactic`.
+
+    Raises:
+        ShardingRuleError: If treeshard itself has a tactic of that name.
+
+    Examples:
+        >>> @tactic
+        ... def shard_last(axis):
+        ...     return lambda spec, mesh, path, leaf: spec[:-1] + (axis,)
+        >>> shard_last("data")(P(), make_mesh("data=8"), "w", jax.numpy.zeros((128, 128)))
+        P(None, 'data')
+
+    Source:
+        big_vision's registry of such functions.
+    """
+    name = factory.__name__
+    if name in _OURS:
+        raise ShardingRuleError(
+            f"@tactic: treeshard itself has a tactic {name!r}. Use another name for yours."
+        )
+
+    @wraps(factory)
+    def make(*args: Any, **options: Any) -> Tactic:
+        call = [*map(repr, args), *(f"{key}={value!r}" for key, value in options.items())]
+        return Tactic((Own(f"{name}({', '.join(call)})", factory(*args, **options)),))
+
+    own_tactics[name] = make
+    return make
+
+
+# ------------------------------------------------------------------ for other modules
+
+
+def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
+    """The axes of a tactic, as a tuple. Raises if there are none, or one occurs twice."""
+    axes = axis_tuple(axis, where)
+    if not axes or len(set(axes)) < len(axes):
+        raise SpecError(f"{where}({axis!r}): give at least one axis, and each once.")
+    return axes
+
+
+def _value_in(leaf: Any) -> Any:
+    return jax.tree.leaves(leaf)[0] if is_box(leaf) else leaf

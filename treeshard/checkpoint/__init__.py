@@ -1,0 +1,133 @@
+"""Saves trees from any mesh, restores them to any other, and verifies that every byte is as saved.
+
+A checkpoint is a directory that Orbax writes: the arrays, and beside them a table of all leaves
+with a checksum of each. Saves are atomic. A checkpoint contains no code, and reading one runs
+nothing from it.
+
+Examples:
+    >>> from treeshard import checkpoint
+    >>> state = {"w": np.ones((8, 4), np.float32), "step": 7}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint.save(f"{folder}/step_7", state)
+    ...     restored = checkpoint.restore(f"{folder}/step_7", state)
+    >>> restored["w"].shape, restored["step"]
+    ((8, 4), 7)
+"""
+
+from typing import Any
+
+from treeshard._core.processes import TIMEOUT, with_bar
+from treeshard._disk.leaves import Contents as Contents
+from treeshard._disk.leaves import SavedLeaf as SavedLeaf
+from treeshard._disk.leaves import raise_damages
+from treeshard.checkpoint._checkpoints import Checkpoints as Checkpoints
+from treeshard.checkpoint._paths import PathLike, checkpoint_path
+from treeshard.checkpoint._restore import read_each, table_at
+from treeshard.checkpoint._restore import restore as restore
+from treeshard.checkpoint._save import begin
+
+
+def save(
+    path: PathLike,
+    tree: Any,
+    *,
+    fingerprints: bool = True,
+    compress: bool = False,
+    ocdbt: bool = True,
+    timeout: float = TIMEOUT,
+) -> None:
+    """Saves a tree as a checkpoint. Each process writes its own shards; nothing is gathered.
+
+    Before anything is written, `save` checks that every leaf can be saved, and that all processes
+    save the same leaves. Saves are atomic: the checkpoint gets its name once it is complete, and
+    an error on any process leaves no checkpoint and changes nothing else.
+
+    Args:
+        path: The directory to create, the same on every process, on a file system or object store
+            that all of them share. It must not exist yet.
+        tree: Any pytree. Arrays of every JAX dtype, typed PRNG keys, Python numbers, strings,
+            bytes and `None` are saved. Other leaves, such as functions, are static: they are not
+            saved, and `restore` takes them from its like-tree. An array that is not global, such
+            as a numpy array, must be equal on all processes; process 0 saves its copy.
+        fingerprints: Whether to save a checksum of every array, so that damage is detected.
+        compress: Whether to compress with zstd. Weights hardly shrink, and it is slow.
+        ocdbt: Whether to store all arrays in a few files, instead of each in its own.
+        timeout: Seconds to wait for other processes; waits for their writes have no limit.
+
+    Raises:
+        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, or of a dtype that JAX does not
+            support.
+        DeletedLeafError: If a leaf was deleted or donated.
+        CheckpointError: If `path` exists, if another run is writing there (not detected on object
+            stores, which have no locks), or if it cannot be written; if several leaves have the
+            same path.
+        ProcessError: If the processes save different trees; if one of them fails before anything
+            is written, or does not arrive.
+
+    Examples:
+        >>> w = shard(np.ones((256, 64), np.float32), P("fsdp"), make_mesh("fsdp=8"))
+        >>> state = {"w": w, "key": jax.random.key(0), "step": 7, "act": jax.nn.relu}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/step_7", state)
+        ...     again = restore(f"{folder}/step_7", state, rules=[(".*", P("data"))], mesh=mesh)
+        >>> again["w"].sharding.spec, again["step"], again["act"] is jax.nn.relu
+        (P('data',), 7, True)
+    """
+    begin(
+        checkpoint_path(path),
+        tree,
+        fingerprints=fingerprints,
+        compress=compress,
+        ocdbt=ocdbt,
+        timeout=timeout,
+    ).wait()
+
+
+def inspect(path: PathLike) -> Contents:
+    """Lists the contents of a checkpoint. No array is read, and no other process takes part.
+
+    Args:
+        path: The checkpoint.
+
+    Returns:
+        The `Contents`, with a `SavedLeaf` for each leaf; `print` shows them as a table.
+
+    Raises:
+        CheckpointError: If there is no checkpoint at `path`: it says what is there instead.
+        DamagedError: If its table of leaves is not as saved.
+        FormatError: If another version of treeshard wrote it.
+
+    Examples:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/mlp", {"w": np.ones((8, 4), np.float32), "step": 7})
+        ...     contents = inspect(f"{folder}/mlp")
+        >>> [(leaf.path, leaf.kind, leaf.shape, leaf.bytes) for leaf in contents.leaves]
+        [('step', 'int', (), 1), ('w', 'array', (8, 4), 128)]
+    """
+    checkpoint = checkpoint_path(path)
+    table = table_at(checkpoint)
+    return Contents(str(checkpoint), table.leaves, table.meshes)
+
+
+def verify(path: PathLike, *, progress: bool = False) -> None:
+    """Reads every leaf of a checkpoint and compares its bytes with the saved checksum.
+
+    It needs no model, no mesh and no other process, and host memory for a few leaves at a time.
+
+    Args:
+        path: The checkpoint.
+        progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
+
+    Raises:
+        DamagedError: If leaves cannot be read, or are not as saved: all are listed.
+        CheckpointError, FormatError: As `inspect`.
+        ImportError: If `progress` is set and `tqdm` is not installed.
+
+    Examples:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/mlp", {"w": np.ones((8, 4), np.float32)})
+        ...     verify(f"{folder}/mlp")
+    """
+    checkpoint = checkpoint_path(path)
+    leaves = read_each(checkpoint, with_bar(table_at(checkpoint).leaves, "verify", show=progress))
+    raise_damages(checkpoint, {leaf.row.path: leaf.damage for leaf in leaves if leaf.damage})

@@ -1,0 +1,260 @@
+"""The checkpoints of a training run: a directory with a checkpoint per saved step."""
+
+import operator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from types import TracebackType
+from typing import Any, SupportsIndex, Unpack
+
+import jax
+from etils import epath
+
+from treeshard._core.processes import TIMEOUT, exchange, together
+from treeshard._disk.files import Lock, locked
+from treeshard.checkpoint._paths import (
+    PathLike,
+    checkpoint_path,
+    is_local,
+    lock_in,
+    lock_of,
+    set_aside,
+    steps_in,
+    sweep,
+    written_by,
+)
+from treeshard.checkpoint._restore import RestoreOptions, restore
+from treeshard.checkpoint._save import begin
+from treeshard.checkpoint._store import Writing
+from treeshard.errors import CheckpointError, warn
+
+
+class Checkpoints:
+    """The checkpoints of a training run, in one directory, by step.
+
+    They are written in the background: `save` returns once the state may change or be donated.
+    Until `close`, a lock keeps other runs from writing to the directory, and unfinished
+    checkpoints of killed runs are removed. On object stores there is no lock and no such removal.
+
+    Use it in a `with` statement, the same on every process.
+
+    Args:
+        directory: The directory, created if it does not exist. All processes share it.
+        keep: How many of the latest checkpoints to keep; `None` keeps all. An older one is removed
+            once a newer one is complete.
+        every: Only steps that are a multiple of it are saved.
+        background: Whether to write in the background. The next `save`, `wait` or `close` raises
+            what went wrong.
+        read_only: Whether only to read. Then nothing is locked, and another run may be writing.
+        fingerprints: As in `save`.
+        compress: As in `save`.
+        ocdbt: As in `save`.
+        timeout: Seconds to wait for other processes; waits for their reads and writes have no
+            limit.
+
+    Raises:
+        CheckpointError: If another run is writing to the directory: it says which. If the directory
+            cannot be written to.
+        ProcessError: If other processes fail, or do not arrive.
+        ValueError: If `keep` or `every` is not positive.
+
+    Examples:
+        >>> state = {"w": np.zeros(8), "step": 0}
+        >>> with tempfile.TemporaryDirectory() as run, Checkpoints(run, keep=2) as checkpoints:
+        ...     for step in range(1, 5):
+        ...         saved = checkpoints.save(step, {"w": state["w"] + step, "step": step})
+        ...     step, restored = checkpoints.restore_latest(state)
+        ...     checkpoints.wait()
+        ...     steps = checkpoints.steps()
+        >>> steps, step, restored["step"]
+        ((3, 4), 4, 4)
+    """
+
+    def __init__(
+        self,
+        directory: PathLike,
+        *,
+        keep: int | None = None,
+        every: int = 1,
+        background: bool = True,
+        read_only: bool = False,
+        fingerprints: bool = True,
+        compress: bool = False,
+        ocdbt: bool = True,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        if every < 1 or (keep is not None and keep < 1):
+            raise ValueError(f"Checkpoints: keep={keep}, every={every}: both must be positive.")
+        self._directory = checkpoint_path(directory)
+        self._keep, self._every, self._background = keep, every, background
+        self._timeout, self._read_only = timeout, read_only
+        self._options = {"fingerprints": fingerprints, "compress": compress, "ocdbt": ocdbt}
+        self._writing: Writing | None = None
+        self._removing = ThreadPoolExecutor(1, "treeshard-remove")
+        self._held = ExitStack()
+        self._closed = False
+        if not read_only:
+            with self._releasing_on_failure(), together("Checkpoints", timeout=timeout):
+                if jax.process_index() == 0:
+                    self._open()
+
+    def save(self, step: SupportsIndex, state: Any) -> bool:
+        """Saves a state, if its step is a multiple of `every`.
+
+        Args:
+            step: The step: not negative, and not saved yet.
+            state: Any pytree, as in `treeshard.checkpoint.save`.
+
+        Returns:
+            Whether it is saved or being saved; `False` if its step is skipped.
+
+        Raises:
+            CheckpointError: If the step exists already; if this object is closed or read-only; if
+                the state cannot be written, or an earlier one could not be. What existed before
+                is unchanged.
+            ValueError: If the step is negative.
+            LeafError, DeletedLeafError, ProcessError: As `treeshard.checkpoint.save`.
+        """
+        number = operator.index(step)
+        if number < 0:
+            raise ValueError(f"save(step={number}): the step must not be negative.")
+        if self._read_only or self._closed:
+            why = "read-only" if self._read_only else "closed"
+            raise CheckpointError(f"{self._directory}: this Checkpoints is {why}.")
+        if number % self._every:
+            return False
+        self.wait()
+        path = self._directory / str(number)
+        self._writing = begin(path, state, timeout=self._timeout, **self._options)
+        if not self._background:
+            self.wait()
+        return True
+
+    def restore_latest(
+        self, like: Any = None, **options: Unpack[RestoreOptions]
+    ) -> tuple[int, Any] | None:
+        """Reads the checkpoint of the latest step, after waiting for writes in progress.
+
+        Args:
+            like: The tree to restore, as in `treeshard.checkpoint.restore`.
+            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify` and `timeout`, as in
+                `treeshard.checkpoint.restore`.
+
+        Returns:
+            The step and the state; or `None` if there is no checkpoint yet.
+
+        Raises:
+            CheckpointError, DamagedError, MismatchError, ProcessError: As `wait` and
+                `treeshard.checkpoint.restore`.
+        """
+        self.wait()
+        latest = str(-1 if self.latest is None else self.latest).encode()
+        of_process = exchange("restore_latest", latest, timeout=self._timeout)
+        step = int(of_process[0])  # other processes may see changes to a shared directory later
+        return None if step < 0 else (step, self.restore(step, like, **options))
+
+    def restore(
+        self, step: SupportsIndex, like: Any = None, **options: Unpack[RestoreOptions]
+    ) -> Any:
+        """Reads the checkpoint of a step, after waiting for writes in progress.
+
+        Args:
+            step: The step.
+            like: The tree to restore, as in `treeshard.checkpoint.restore`.
+            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify` and `timeout`, as in
+                `treeshard.checkpoint.restore`.
+
+        Returns:
+            The state.
+
+        Raises:
+            CheckpointError, DamagedError, MismatchError, ProcessError: As `wait` and
+                `treeshard.checkpoint.restore`.
+        """
+        self.wait()
+        path = self._directory / str(operator.index(step))
+        return restore(path, like, **{"timeout": self._timeout, **options})
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of the complete checkpoints, ascending."""
+        return steps_in(self._directory)
+
+    @property
+    def latest(self) -> int | None:
+        """The latest step with a complete checkpoint; `None` without any."""
+        return max(self.steps(), default=None)
+
+    def wait(self) -> None:
+        """Waits for writes in progress to complete.
+
+        Raises:
+            CheckpointError: If one could not be written. It is raised once.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
+            if self._keep is not None and jax.process_index() == 0:
+                self._remove_all_but(self._keep)
+
+    def close(self) -> None:
+        """Waits as `wait` does, and releases the directory for other writers."""
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._removing.shutdown()
+            self._held.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoints: {self._directory}, {len(self.steps())} steps>"
+
+    # ------------------------------------------------------------------ inside
+
+    def _open(self) -> None:
+        """Locks the directory, and removes unfinished checkpoints of killed runs."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._directory} cannot be created: {error.strerror}."
+            ) from None
+        if not is_local(self._directory):
+            return
+        self._held.callback(Lock(lock_in(self._directory), str(self._directory)).release)
+        for left in self._directory.iterdir():
+            if (path := written_by(left)) is not None:
+                with suppress(CheckpointError), locked(lock_of(path), str(path)):
+                    sweep(path)  # no process is writing it, since its lock was free
+
+    @contextmanager
+    def _releasing_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._held.close()
+            raise
+
+    def _remove_all_but(self, keep: int) -> None:
+        for step in self.steps()[:-keep]:
+            try:
+                self._removing.submit(_remove, set_aside(self._directory / str(step)))
+            except OSError as error:
+                warn(f"{self._directory}: step {step} cannot be removed: {error}.")
+
+
+def _remove(old: epath.Path) -> None:
+    try:
+        old.rmtree()
+    except OSError as error:
+        warn(f"{old} cannot be removed: {error}.")

@@ -1,0 +1,295 @@
+"""The CRC-32 of a full array, computed from its shards in place.
+
+CRC-32 is linear over GF(2): the register after a message is the xor of the registers after each of
+its parts, each advanced by as many zero bytes as follow that part. So shards can be read in any
+order, by any process that holds them, and nothing is gathered or compiled.
+"""
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from treeshard._core.arrays import data_of, own_shards
+from treeshard._core.processes import TIMEOUT, is_spread, together
+from treeshard.errors import ProcessError, listed
+
+try:  # the same numbers, faster
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
+ONES = 0xFFFFFFFF
+SHORT = 128  # shorter runs are faster many at once in numpy than with one call each
+FOR_A_THREAD = 2**16  # bytes of a run from which on a thread pays off: zlib releases the GIL
+BLOCK = 2**20  # bytes copied at a time, where a copy is needed
+
+_TOLD = np.dtype([("whole", "?"), ("register", "<u4")])
+
+
+def checksums(
+    arrays: Sequence[jax.Array | np.ndarray],
+    what: str,
+    timeout: float = TIMEOUT,
+    *,
+    names: Sequence[str] = (),
+) -> list[int]:
+    """The CRC-32 of each full array, on every process.
+
+    It does not depend on the sharding: `zlib.crc32(np.asarray(x).tobytes())`. One copy of each
+    shard is read. In dtypes smaller than a byte the unused bits count as zero; typed keys count
+    as their `key_data`.
+
+    Args:
+        arrays: Global arrays, or arrays of which each process holds its own copy, such as numpy
+            arrays.
+        what: The operation, for messages. Every process must make this call.
+        timeout: Seconds to wait for other processes.
+        names: The names of the arrays in messages.
+
+    Raises:
+        ProcessError: If a process does not arrive or cannot read its arrays, or if the copies of
+            an array differ between processes.
+    """
+    with together(what, timeout=timeout) as said:
+        arrays = list(map(data_of, arrays))
+        said.mine = registers(arrays)
+    return of_registers(said.every, arrays, what, names=names)
+
+
+def registers(arrays: Sequence[jax.Array | np.ndarray]) -> bytes:
+    """What this process contributes to the checksums; `of_registers` combines it."""
+    mine = np.zeros(len(arrays), _TOLD)
+    mine["whole"] = [not is_spread(x) for x in arrays]
+    mine["register"] = _registers(arrays)
+    return mine.tobytes()
+
+
+def of_registers(
+    said: Sequence[bytes],
+    arrays: Sequence[jax.Array | np.ndarray],
+    what: str,
+    *,
+    names: Sequence[str] = (),
+) -> list[int]:
+    """As `checksums`, from the `registers` of every process."""
+    if len({len(one) for one in said}) > 1:
+        raise ProcessError(f"{what}: the processes have different numbers of arrays.")
+    told = [np.frombuffer(one, _TOLD) for one in said]
+    whole, every = (np.stack([one[field] for one in told]) for field in _TOLD.names or ())
+    least, most = (np.where(whole, every, ONES).min(axis=0), np.where(whole, every, 0).max(axis=0))
+    local = whole.any(axis=0)
+    if differing := np.flatnonzero(local & (least != most)).tolist():
+        raise ProcessError(_message(what, [names[i] if names else f"array {i}" for i in differing]))
+    found = np.where(local, most, np.bitwise_xor.reduce(every, axis=0))
+    return (found ^ _of_zeros([x.size * x.dtype.itemsize for x in arrays])).tolist()
+
+
+def checksum(x: np.ndarray) -> int:
+    """The CRC-32 of a numpy array, as in `checksums`; a transposed array is not copied."""
+    return int((_of_runs(x, 1) ^ _of_zeros([x.nbytes]))[0])
+
+
+def _message(what: str, differing: Sequence[str]) -> str:
+    facts = [f"{name}: its values differ between processes." for name in differing]
+    return (
+        f"{what}: {listed(f'{len(facts)} arrays differ between processes:', facts)}\n"
+        "Each process holds its own copy. Make the copies equal, or make global arrays from their"
+        " parts."
+    )
+
+
+# ------------------------------------------------------------------ arrays and their parts
+
+
+class _Layout(NamedTuple):
+    """The layout of a part in its array.
+
+    From the last split dim on, a part consists of runs of the array's memory, all of one length.
+    """
+
+    part: tuple[int, ...]
+    whole: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def split(self) -> int:
+        pairs = enumerate(zip(self.part, self.whole, strict=True))
+        return max((dim for dim, (part, whole) in pairs if part < whole), default=0)
+
+    @property
+    def strides(self) -> list[int]:
+        """Bytes from one index to the next, for each dim of the array."""
+        return [self.itemsize * math.prod(self.whole[dim + 1 :]) for dim in range(len(self.whole))]
+
+    @property
+    def runs(self) -> int:
+        return math.prod(self.part[: self.split])
+
+    def after(self, start: Sequence[int]) -> int:
+        """How many bytes of the array follow a part that begins at `start`."""
+        ends = map(sum, zip(start, self.part, strict=True))
+        left = (whole - end for whole, end in zip(self.whole, ends, strict=True))
+        return sum(map(math.prod, zip(self.strides, left, strict=True)))
+
+    def joined(self, registers: np.ndarray) -> np.ndarray:
+        """The registers of parts of this layout, from those of their runs, one row per part."""
+        for dim in reversed(range(self.split)):
+            registers = _joined(registers.reshape(-1, self.part[dim]), self.strides[dim])
+        return registers.reshape(-1)
+
+
+class _Part(NamedTuple):
+    """A part of the array with index `owner`: its data, its start, and its layout."""
+
+    owner: int
+    data: Any
+    start: Sequence[int]
+    layout: _Layout
+
+
+def _parts(arrays: Sequence[jax.Array | np.ndarray]) -> Iterator[_Part]:
+    """The parts that this process reads: one copy of each shard."""
+    for i, x in enumerate(arrays):
+        shape, itemsize = x.shape, x.dtype.itemsize
+        if not isinstance(x, jax.Array):
+            yield _Part(i, x, (0,) * x.ndim, _Layout(shape, shape, itemsize))
+            continue
+        for piece in own_shards(x):
+            start = [at.start or 0 for at in piece.index]
+            yield _Part(i, piece.data, start, _Layout(piece.data.shape, shape, itemsize))
+
+
+def _registers(arrays: Sequence[jax.Array | np.ndarray]) -> np.ndarray:
+    """Per array, the register after the parts that this process reads, starting from zero."""
+    found = np.zeros(len(arrays), np.uint32)
+    alike = defaultdict[_Layout, list[_Left]](list)  # joining many at once is faster
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
+        for part in _parts(arrays):
+            if part.data.size:
+                layout = part.layout
+                long = part.data.nbytes // layout.runs >= FOR_A_THREAD
+                runs = readers.submit(_read, part) if long else _read(part)
+                alike[layout].append(_Left(part.owner, runs, layout.after(part.start)))
+                if len(alike[layout]) * layout.runs * found.itemsize >= BLOCK:
+                    _add(found, layout, alike.pop(layout))
+    for layout, left in alike.items():
+        _add(found, layout, left)
+    return found
+
+
+class _Left(NamedTuple):
+    """The registers of a part's runs, the index of its array, and how many bytes follow it."""
+
+    owner: int
+    runs: Any
+    after: int
+
+
+def _add(found: np.ndarray, layout: _Layout, left: Sequence[_Left]) -> None:
+    runs = [one.runs.result() if isinstance(one.runs, Future) else one.runs for one in left]
+    after = np.array([one.after for one in left])
+    moved = _each_moved(layout.joined(np.stack(runs)), after)
+    np.bitwise_xor.at(found, [one.owner for one in left], moved)
+
+
+def _read(part: _Part) -> np.ndarray:
+    return _of_runs(np.asarray(part.data), part.layout.runs)
+
+
+def _of_runs(part: np.ndarray, count: int) -> np.ndarray:
+    """The registers of `count` runs of equal length, each starting from zero."""
+    used = used_bits(part.dtype)
+    if count == 1:
+        items = part.reshape(-1) if part.flags.c_contiguous else part.flat
+        return np.array([_of_run(items, used)], np.uint32)
+    data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    length = data.size // count
+    if length < SHORT:
+        step = BLOCK // length * length
+        blocks = [data[i : i + step].reshape(-1, length) for i in range(0, data.size, step)]
+        return np.concatenate([_of_short(block & used) for block in blocks])
+    rows: Any = data.reshape(-1, length)
+    if used < 255:
+        return np.array([_of_run(row, used) for row in rows], np.uint32)
+    return np.fromiter(map(crc32, rows, repeat(ONES)), np.uint32, count) ^ ONES
+
+
+def _of_run(items: np.ndarray | np.flatiter, used: int) -> int:
+    step = BLOCK // items[:1].itemsize
+    register = ONES  # zlib inverts all bits before and after
+    for i in range(0, len(items), step):
+        data = items[i : i + step].view(np.uint8)
+        register = crc32((data if used == 255 else data & used).data, register)
+    return register ^ ONES
+
+
+def _of_short(runs: np.ndarray) -> np.ndarray:
+    """As `_of_runs`, for rows of bytes: joins each row from its words, which are registers."""
+    size = math.gcd(runs.shape[1], 4)
+    size = 2 ** (size.bit_length() - 1)
+    words = runs.view(f"<u{size}").astype(np.uint32)
+    return _moved(_joined(words, size), size)
+
+
+@lru_cache
+def used_bits(dtype: np.dtype) -> int:
+    """The bits of each byte that hold data: not all of them in dtypes smaller than a byte."""
+    if dtype.kind != "V":  # a dtype of numpy itself
+        return 255
+    about = jax.numpy.finfo if jax.numpy.issubdtype(dtype, np.floating) else jax.numpy.iinfo
+    return 2 ** min(8, about(dtype).bits) - 1
+
+
+# ------------------------------------------------------------------ the mathematics
+
+
+def _joined(registers: np.ndarray, stride: int) -> np.ndarray:
+    """Per row, the joint register of messages that end `stride` bytes apart."""
+    while (count := registers.shape[1]) > 1:
+        if count % 2:  # a leading register of zero changes nothing
+            registers = np.pad(registers, ((0, 0), (1, 0)))
+        registers = _moved(registers[:, ::2], stride) ^ registers[:, 1::2]
+        stride *= 2
+    return registers[:, 0]
+
+
+def _of_zeros(sizes: Sequence[int]) -> np.ndarray:
+    """The CRC-32 of so many zero bytes: xor with it turns a register from zero into zlib's."""
+    return _each_moved(np.full(len(sizes), ONES, np.uint32), np.array(sizes, np.int64)) ^ ONES
+
+
+def _each_moved(registers: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The registers, each advanced by its own count of zero bytes."""
+    for bit in range(int(counts.max(initial=0)).bit_length()):
+        registers = np.where(counts >> bit & 1, _moved(registers, 1 << bit), registers)
+    return registers
+
+
+def _moved(registers: np.ndarray, count: int) -> np.ndarray:
+    """The registers, all advanced by `count` zero bytes."""
+    table = _table(count)
+    first, second = table[0][registers & 255], table[1][registers >> 8 & 255]
+    return first ^ second ^ table[2][registers >> 16 & 255] ^ table[3][registers >> 24]
+
+
+@lru_cache(1024)
+def _table(count: int) -> np.ndarray:
+    """What each value of each byte of a register becomes after `count` zero bytes."""
+    units = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    if count == 1:
+        low = [crc32(bytes([1 << bit]), ONES) ^ ONES for bit in range(8)]
+        later = np.concatenate([np.array(low, np.uint32), units[:-8]])
+    elif count & (count - 1):
+        later = _each_moved(units, np.full(32, count))
+    else:
+        later = _moved(_moved(units, count // 2), count // 2)
+    bits = np.arange(256)[:, None] >> np.arange(8) & 1
+    return np.bitwise_xor.reduce(np.where(bits, later.reshape(4, 1, 8), np.uint32(0)), axis=2)

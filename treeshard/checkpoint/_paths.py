@@ -1,0 +1,168 @@
+"""What is at a path: a checkpoint, an incomplete one, a directory of several, or something else."""
+
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from treeshard.errors import CheckpointError, DamagedError, did_you_mean
+
+try:
+    from etils import epath  # which comes with Orbax
+except ModuleNotFoundError:
+    raise ImportError(
+        "treeshard.checkpoint needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
+    ) from None
+
+PathLike = str | os.PathLike[str]
+
+ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
+TABLE_FILE = "table.json"
+SEAL = "table.crc32"  # the CRC-32 of the table that was saved with these arrays
+TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of the name of an incomplete checkpoint
+COMMITTED = "commit_success.txt"  # marks a complete checkpoint where directories cannot be renamed
+
+_LOCK = "treeshard-lock"
+_OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
+_STEP = re.compile("0|[1-9][0-9]*")
+
+
+def checkpoint_path(path: PathLike) -> epath.Path:
+    """The path, made absolute if it is in a file system."""
+    given = epath.Path(path)
+    return epath.Path(os.path.abspath(given)) if is_local(given) else given
+
+
+def is_local(path: epath.Path) -> bool:
+    """Whether the path is in a file system, not in an object store."""
+    return "://" not in str(path)
+
+
+# ------------------------------------------------------------------ reading
+
+
+def is_whole(path: epath.Path) -> bool:
+    """Whether a checkpoint at `path`, if there is one, is complete."""
+    return TEMPORARY not in path.name and (is_local(path) or (path / COMMITTED).exists())
+
+
+def steps_in(directory: epath.Path) -> tuple[int, ...]:
+    """The steps of which a directory holds complete checkpoints, ascending."""
+    if not directory.is_dir():
+        return ()
+    named = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
+    return tuple(sorted(int(path.name) for path in named if path.is_dir() and is_whole(path)))
+
+
+def table_text(path: epath.Path) -> str:
+    """The table of leaves of the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: If there is no checkpoint of treeshard: it says what is there instead.
+        DamagedError: If its table is missing, or is not text.
+    """
+    if path.exists() and not is_whole(path):
+        steps = _steps(path.parent)
+        raise CheckpointError(f"{path} is incomplete: its writer did not finish.{steps}")
+    try:
+        return (path / TABLE / TABLE_FILE).read_text()
+    except FileNotFoundError:
+        raise _none_at(path) from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{path} is a file; a checkpoint is a directory.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: the table of leaves cannot be read: {error}.") from None
+    except ValueError as error:
+        raise DamagedError(f"{path}: the table of leaves is not text: {error}.") from None
+
+
+def seal(path: epath.Path) -> str:
+    """The CRC-32 of the table that was saved with the arrays, as text; empty if it is lost."""
+    try:
+        return (path / ARRAYS / SEAL).read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _none_at(path: epath.Path) -> CheckpointError:
+    if not path.exists():
+        names = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, [name for name in names if not name.startswith(".")])
+        return CheckpointError(f"There is no checkpoint at {path}.{_steps(path.parent) or near}")
+    if steps := steps_in(path):
+        name = repr(str(path / str(steps[-1])))
+        what = "is a directory of checkpoints, not a checkpoint"
+        return CheckpointError(f"{path} {what}.{_steps(path)} Name one: {name}.")
+    if (path / TABLE).is_dir():
+        return DamagedError(f"{path}: its table of leaves is missing, so its contents are unknown.")
+    if any((path / name).exists() for name in _OF_ORBAX):
+        return CheckpointError(
+            f"{path} is a checkpoint that Orbax wrote without treeshard: it has no table of"
+            " leaves. Read it with Orbax."
+        )
+    return CheckpointError(f"{path} is not a checkpoint: it has no table of leaves.")
+
+
+def _steps(directory: epath.Path) -> str:
+    steps = steps_in(directory)
+    if not steps:
+        return ""
+    shown = ", ".join(map(str, steps[-10:]))
+    return f" The directory has step{'s' * (len(steps) > 1)} {'..., ' * (len(steps) > 10)}{shown}."
+
+
+# ------------------------------------------------------------------ writing
+
+
+def lock_of(path: epath.Path) -> Path:
+    """The lock file for writing a checkpoint. Object stores have none."""
+    return Path(path.with_name(f".{path.name}.{_LOCK}"))
+
+
+def lock_in(directory: epath.Path) -> Path:
+    """The lock file for writing to a directory of checkpoints."""
+    return Path(directory / f".{_LOCK}")
+
+
+def written_by(left: epath.Path) -> epath.Path | None:
+    """The checkpoint that a leftover lock or temporary directory belongs to, if `left` is one."""
+    name = left.name.removeprefix(".").removesuffix(f".{_LOCK}")
+    if TEMPORARY in left.name:
+        name = left.name.partition(TEMPORARY)[0]
+    elif left.name != f".{name}.{_LOCK}":
+        return None
+    return left.with_name(name)
+
+
+def check_vacant(path: epath.Path) -> None:
+    """Raises `CheckpointError` unless a checkpoint can be created at `path`."""
+    if TEMPORARY in path.name:
+        raise CheckpointError(
+            f"{path}: names with {TEMPORARY!r} are reserved for unfinished checkpoints."
+        )
+    if path.exists():
+        is_one = (path / TABLE).is_dir()
+        what = "checkpoint" if is_one else "directory" if path.is_dir() else "file"
+        raise CheckpointError(
+            f"There is already a {what} at {path}, and `save` does not overwrite. Remove it first,"
+            " or save to another path."
+        )
+
+
+def sweep(path: epath.Path) -> None:
+    """Removes what failed saves of a checkpoint left behind. No save may be running."""
+    if not is_local(path):
+        return
+    with suppress(OSError):
+        for left in path.parent.iterdir():
+            if left.name.startswith(f"{path.name}{TEMPORARY}"):
+                shutil.rmtree(left)
+
+
+def set_aside(path: epath.Path) -> epath.Path:
+    """Marks a checkpoint as incomplete, so that it can then be removed slowly."""
+    if is_local(path):
+        return path.rename(path.with_name(f"{path.name}{TEMPORARY}-removed"))
+    (path / COMMITTED).unlink(missing_ok=True)
+    return path

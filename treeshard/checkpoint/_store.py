@@ -1,0 +1,384 @@
+"""Everything that uses Orbax: saves arrays and their table as one directory, atomically, and reads
+arrays directly into shards.
+
+Orbax waits minutes for other processes, even for those that have failed. So each process tells
+Orbax that it is alone, and the processes wait for each other here instead.
+"""
+
+import asyncio
+import gc
+import logging
+import math
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import jax
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+from etils import epath
+
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, exchange
+from treeshard.checkpoint._paths import ARRAYS, SEAL, TABLE, TABLE_FILE, sweep
+from treeshard.errors import CheckpointError, listed
+
+# ------------------------------------------------------------------
+# Defers Ctrl-C to the end of a block, so that background threads are not orphaned.
+
+
+@contextmanager
+def interrupts_afterwards() -> Iterator[None]:
+    """Raises a Ctrl-C that arrives during the block after it; a second one is raised at once.
+
+    Outside the main thread, which alone receives signals, it does nothing.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[Any] = []
+
+    def later(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        came.append(frame)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        before(signal.SIGINT, came[0])
+
+
+# ------------------------------------------------------------------
+# The barriers at which processes wait for each other while a checkpoint is written.
+
+
+class Meetings:
+    """The barriers of one save: its directory exists, its arrays are written, it is committed.
+
+    Each process reaches all of them in turn. A process that fails brings its error to the next
+    barrier, and there all processes raise.
+
+    Args:
+        path: The checkpoint.
+        timeout: Seconds to wait for other processes at the first barrier.
+    """
+
+    def __init__(self, path: str, timeout: float) -> None:
+        self._path = path
+        later = AS_LONG_AS_IT_TAKES
+        self._left = [("begin", timeout), ("written", later), ("committed", later)]
+
+    def meet(self, error: BaseException | None = None) -> None:
+        """Waits at the next barrier; does nothing if one has failed already.
+
+        Raises:
+            CheckpointError: If this or another process has failed: it lists the errors by process.
+            ProcessError: If a process does not arrive.
+        """
+        if not self._left:
+            return
+        stage, timeout = self._left.pop(0)
+        met = b"" if error is None else f"{type(error).__name__}: {error}".encode()
+        try:
+            said = exchange(f"save {self._path}: {stage}", met, timeout=timeout)
+        except BaseException:
+            self._left.clear()
+            raise
+        if any(said):
+            self._left.clear()
+            if error is None or isinstance(error, Exception):  # and not Ctrl-C
+                raise CheckpointError(self._message(said)) from error
+
+    def _message(self, said: list[bytes]) -> str:
+        texts = {i: met.decode() for i, met in enumerate(said) if met}
+        if jax.process_count() > 1:
+            texts = {i: f"process {i} raised {text}" for i, text in texts.items()}
+        why = listed("Several processes failed:", list(texts.values()))
+        return f"{self._path} was not saved; what existed before is unchanged. {why}"
+
+
+Arrays = Mapping[str, jax.Array | np.ndarray]
+
+IN_FLIGHT = 2**28  # bytes being read at a time, before they are placed, if no single array has more
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """The shape and dtype of an array to read as numpy."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+# ------------------------------------------------------------------ writing
+
+
+class Writing:
+    """A save in the background."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        thread = ThreadPoolExecutor(1, "treeshard-save")
+        self._end = thread.submit(finish)
+        thread.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Returns once all processes have written everything; or raises what failed on any."""
+        try:
+            self._end.result()
+        except KeyboardInterrupt:
+            self._end.exception()  # hold the locks until the last byte is written
+            raise
+
+
+def write(
+    path: epath.Path,
+    arrays: Arrays,
+    table: Callable[[], str],
+    *,
+    compress: bool,
+    ocdbt: bool,
+    timeout: float,
+    at_end: Callable[[], None],
+) -> Writing:
+    """Begins to write a checkpoint, and returns once the arrays may change or be donated.
+
+    Either all processes write it or all raise, here or in `Writing.wait`. If they raise, process 0
+    removes the unfinished checkpoint.
+
+    Args:
+        path: The directory, which must not exist yet.
+        arrays: By key, the same on all processes. Process 0 has a shard of each.
+        table: Returns the text of the table. Called while the arrays are being written; it may
+            read them.
+        compress: Whether to compress with zstd.
+        ocdbt: Whether to store all arrays in a few files.
+        timeout: Seconds to wait for other processes at the beginning.
+        at_end: Called after the last write.
+
+    Raises:
+        CheckpointError: If it cannot be written: on all processes, with the error of each.
+        ProcessError: If a process does not arrive.
+    """
+    context = _context()
+    context.asynchronous.create_directories_asynchronously = False
+    context.array.saving.use_compression = compress
+    context.array.saving.use_ocdbt = ocdbt
+    meetings = Meetings(str(path), timeout)
+    parts = _Parts(arrays, context, meetings)
+    quiet = ExitStack()
+    quiet.enter_context(_quiet())
+
+    def end(error: BaseException | None = None) -> None:
+        try:
+            meetings.meet(error)
+        finally:
+            if error is not None and jax.process_index() == 0:
+                sweep(path)
+            quiet.close()
+            at_end()
+
+    def finish() -> None:
+        try:
+            response.result()
+        except BaseException as error:
+            end(error)
+            raise
+        end()
+
+    response: Any = None
+    try:
+        with interrupts_afterwards():
+            if jax.process_index() == 0:
+                sweep(path)
+            with context:
+                response = ocp.save_checkpointables_async(path, {ARRAYS: parts})
+            parts.table.set_result(table())
+    except BaseException as error:
+        if response is None:
+            end(error)
+        else:  # let the writes in progress end
+            if not parts.table.done():
+                # A KeyboardInterrupt would end the event loop that Orbax keeps.
+                met = error if isinstance(error, Exception) else CheckpointError("interrupted")
+                parts.table.set_exception(met)
+            with suppress(CheckpointError):
+                finish()
+        raise
+    return Writing(finish)
+
+
+class _Parts:
+    """The arrays, which Orbax writes, and the table beside them. The step that merges the parts of
+    all processes into one checkpoint begins once all have written theirs.
+
+    Attributes:
+        table: The future text of the table.
+    """
+
+    def __init__(self, arrays: Arrays, context: ocp.Context, meetings: Meetings) -> None:
+        self._arrays = {key: x for key, x in arrays.items() if lies_here(x)}
+        self._context, self._meetings = context, meetings
+        self.table = Future[str]()
+
+    async def save(self, directory: ocp.path.PathAwaitingCreation) -> Coroutine[Any, Any, None]:
+        self._meetings.meet()  # process 0 has created the directory
+        if not self._arrays:
+            return self._finish(directory.path.parent, (), None)
+        handler = ocp.handlers.PyTreeHandler(context=self._context)
+        end: Any = await handler.save(directory, self._arrays)
+        return self._finish(directory.path.parent, end.commit_futures, end)
+
+    async def _finish(self, path: epath.Path, parts: Sequence[Any], end: Any) -> None:
+        waits = [asyncio.to_thread(part.result) for part in parts]
+        waits.append(asyncio.to_thread(self._write_table, path))
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        errors = [error for error in results if isinstance(error, BaseException)]
+        await asyncio.to_thread(self._meetings.meet, errors[0] if errors else None)
+        if end is not None:
+            await end
+
+    def _write_table(self, path: epath.Path) -> None:
+        text = self.table.result()
+        if jax.process_index() == 0:
+            (path / TABLE).mkdir()
+            (path / TABLE / TABLE_FILE).write_text(text)
+            (path / ARRAYS / SEAL).write_text(str(crc32(text.encode())))
+
+    async def load(self, directory: Any) -> None:
+        raise NotImplementedError  # Orbax requires the method; `read` below replaces it
+
+
+# ------------------------------------------------------------------ reading
+
+
+def lies_here(x: jax.Array | np.ndarray) -> bool:
+    """Whether this process holds any shard of `x`."""
+    return not isinstance(x, jax.Array) or bool(x.sharding.addressable_devices)
+
+
+def read(
+    path: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct | OnHost]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Reads arrays, each process its own shards.
+
+    Args:
+        path: The checkpoint.
+        wanted: By key: shape, stored dtype, and sharding.
+
+    Returns:
+        The arrays; and Orbax's error for each array that cannot be read.
+    """
+    elsewhere = {
+        key: jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype)
+        for key, x in wanted.items()
+        if not isinstance(x, OnHost) and not x.sharding.addressable_devices
+    }  # Orbax would not return these
+    there = {key: x for key, x in wanted.items() if key not in elsewhere}
+    if not there:
+        return elsewhere, {}
+    context = _context()
+    context.pytree.loading.partial_load = True  # the store may hold other arrays
+    most = max(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in there.values())
+    context.memory.read_concurrent_bytes = max(IN_FLIGHT, 2 * most + 1)
+    # In another thread, since in notebooks this one already runs an event loop.
+    with (
+        _quiet("asyncio"),
+        _ignoring_closed_loops(),
+        ThreadPoolExecutor(1, "treeshard-restore") as thread,
+    ):
+        arrays, met = thread.submit(_read, path, there, context).result()
+    odd = {key: why for key, x in there.items() if (why := _odd(arrays.get(key), x))}
+    read = {key: x for key, x in arrays.items() if key not in odd}
+    return read | elsewhere, odd | met
+
+
+def _odd(found: Any, wanted: jax.ShapeDtypeStruct | OnHost) -> str:
+    """How an array differs from what was requested; empty if it does not."""
+    if not isinstance(found, jax.Array | np.ndarray):
+        return "it is not in the array store."  # Orbax does not report it
+    if (found.shape, found.dtype) == (wanted.shape, wanted.dtype):
+        return ""
+    return (
+        f"stored as {found.dtype}{list(found.shape)}, expected {wanted.dtype}{list(wanted.shape)}."
+    )
+
+
+def _read(
+    path: epath.Path, wanted: Mapping[str, Any], context: ocp.Context
+) -> tuple[dict[str, Any], dict[str, str]]:
+    async def load(some: Mapping[str, Any]) -> Any:
+        # Not `ocp.load`, which expects all processes to make the same calls.
+        handler = ocp.handlers.PyTreeHandler(context=context)
+        return await (await handler.load(path / ARRAYS, dict(some)))
+
+    try:
+        return asyncio.run(load(wanted)), {}
+    except Exception as error:  # of any type, and rarely naming the array
+        traceback.clear_frames(error.__traceback__)
+    arrays: dict[str, Any] = {}
+    met: dict[str, str] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for key, struct in wanted.items():
+            try:
+                arrays |= asyncio.run(load({key: struct}))
+            except Exception as error:
+                met[key] = " ".join(str(error).split()) or type(error).__name__
+                traceback.clear_frames(error.__traceback__)
+        gc.collect()  # unfinished tasks of Orbax warn when they are collected
+    return arrays, met
+
+
+@contextmanager
+def _ignoring_closed_loops() -> Iterator[None]:
+    """Silences the tasks that find Orbax's event loop closed after another read failed."""
+    hook = sys.unraisablehook
+
+    def hook_without_orbax(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)  # the code of a coroutine
+        unfinished = code is not None and "orbax" in code.co_filename
+        if not unfinished and str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    sys.unraisablehook = hook_without_orbax
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+
+
+# ------------------------------------------------------------------ settings and logs
+
+
+@contextmanager
+def _quiet(*more: str) -> Iterator[None]:
+    """Filters Orbax's messages out of the log. Whatever matters is raised."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.name == "absl" and "orbax" not in record.pathname
+
+    loggers = [logging.getLogger(name) for name in ("absl", *more)]
+    for logger in loggers:
+        logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(passes)
+
+
+def _context() -> ocp.Context:
+    context = ocp.Context()
+    context.multiprocessing.active_processes = {jax.process_index()}
+    return context

@@ -1,0 +1,168 @@
+"""Memory, balance and communication of a tree of specs, by EasyDeL's name."""
+
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves, tree_structure
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.mesh import AnyMesh, current_or_given
+from treeshard._core.paths import leaf_paths
+from treeshard._core.spec_trees import SpecCarrier, specs_of_leaves
+from treeshard._core.specs import UNCONSTRAINED, Adjustment, entries, project
+from treeshard._inspection.memory import Placed, bytes_by_device, live_sharding
+from treeshard._planning.decision import Decision, PlannedLeaf
+from treeshard._planning.plan import Plan
+from treeshard.communication.forecast import predict_communication
+from treeshard.errors import SpecError, UnknownAxisInSpecError, listed
+
+
+def analyze_sharding_strategy(
+    tree: Any, specs: Any, mesh: AnyMesh | None = None, *, batch: Any = None
+) -> dict[str, Any]:
+    """Computes the memory per device, the balance and the communication of a sharding.
+
+    No values are read, and nothing is moved. A dim that its axes do not divide is counted as
+    the compiler splits it: in parts of the rounded-up length, the last ones shorter or empty.
+
+    Args:
+        tree: Arrays, or their `jax.ShapeDtypeStruct`s; other leaves are ignored.
+        specs: A `Plan`, specs or `NamedSharding`s for them, or a prefix of such a tree. A leaf
+            for which it is `None` is counted as it is sharded now.
+        mesh: The mesh; by default the plan's, the one of `NamedSharding`s, or the one in
+            force. It may be an `AbstractMesh`.
+        batch: The specs of the batch of a training step, for `"communication"`. By default it
+            is sharded over all axes of the mesh, as in data parallelism and FSDP.
+
+    Returns:
+        A dict of
+
+        - `"total_parameters"`, `"sharded_parameters"`, `"replicated_parameters"`: elements of
+          all arrays, of those that are in more than one part, and of the others;
+        - `"memory_per_device"`: bytes by device id (on an `AbstractMesh`, by the position in
+          it, row-major), without arrays in pinned host memory;
+        - `"balance_score"`: the mean of these over the largest; 1.0 if they are equal;
+        - `"partition_stats"`: for each spec, without trailing `None`s, a dict of its
+          `"leaves"`, `"parameters"`, `"bytes"` (of the full arrays) and `"bytes_per_device"`
+          (on the fullest device). Leaves without a mesh are under `None`;
+        - `"communication"`: what a training step moves according to `predict_communication`,
+          for the leaves on the mesh: for each `(kind, axes)` the `"count"` of transfers and
+          their `"bytes"` (of full payloads). `None` if leaves are on several meshes.
+
+    Raises:
+        SpecError: If specs are not a prefix of the tree or do not fit it: an axis is repeated
+            or not in the mesh (then also an `UnknownAxisError`), there are entries beyond the
+            rank, or a dim is `UNCONSTRAINED`. All such leaves are listed.
+        UnknownAxisError: If `batch` uses an axis that the mesh lacks.
+        NoMeshError: If there are specs, and no mesh.
+
+    Examples:
+        >>> mesh = make_mesh("data=2,fsdp=4")
+        >>> tree = {"w": np.ones((8, 8), "float32"), "b": np.ones(8, "float32")}
+        >>> analysis = analyze_sharding_strategy(tree, {"w": P("fsdp"), "b": P()}, mesh)
+        >>> analysis["total_parameters"], analysis["sharded_parameters"]
+        (72, 64)
+        >>> analysis["memory_per_device"][0], analysis["balance_score"]
+        (96, 1.0)
+
+    Source:
+        EasyDeL's function of this name.
+    """
+    leaves = _placed_leaves(tree, specs, mesh)
+    memory = bytes_by_device(leaves)
+    total = sum(leaf.size for leaf in leaves)
+    sharded = sum(leaf.size for leaf in leaves if leaf.is_split)
+    return {
+        "total_parameters": total,
+        "sharded_parameters": sharded,
+        "replicated_parameters": total - sharded,
+        "memory_per_device": memory,
+        "balance_score": _balance(list(memory.values())),
+        "partition_stats": _by_spec(leaves),
+        "communication": _communication(leaves, batch),
+    }
+
+
+def _balance(sizes: list[int]) -> float:
+    return sum(sizes) / len(sizes) / max(sizes) if any(sizes) else 1.0
+
+
+def _by_spec(leaves: list[Placed]) -> dict[PartitionSpec | None, dict[str, int]]:
+    leaves_of: dict[PartitionSpec | None, list[Placed]] = {}
+    for leaf in leaves:
+        leaves_of.setdefault(leaf.spec, []).append(leaf)
+    return {
+        spec: {
+            "leaves": len(same_spec),
+            "parameters": sum(leaf.size for leaf in same_spec),
+            "bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in same_spec),
+            "bytes_per_device": max(bytes_by_device(same_spec).values(), default=0),
+        }
+        for spec, same_spec in leaves_of.items()
+    }
+
+
+def _communication(
+    leaves: list[Placed], batch: Any
+) -> dict[tuple[str, tuple[str, ...]], dict[str, int]] | None:
+    on_meshes = [
+        (leaf, leaf.sharding) for leaf in leaves if isinstance(leaf.sharding, NamedSharding)
+    ]
+    meshes = {sharding.mesh for _, sharding in on_meshes}
+    if len(meshes) > 1:
+        return None
+    totals: dict[tuple[str, tuple[str, ...]], dict[str, int]] = {}
+    for mesh in meshes:
+        planned = tuple(
+            PlannedLeaf(leaf.path, leaf.shape, leaf.dtype, Decision(sharding.spec, sharding.spec))
+            for leaf, sharding in on_meshes
+        )
+        plan = Plan(mesh, (), 0, planned, tree_structure([0] * len(planned)))
+        batch = PartitionSpec(mesh.axis_names) if batch is None else batch
+        for transfer in predict_communication(plan, batch=batch):
+            total = totals.setdefault((transfer.kind, transfer.axes), {"count": 0, "bytes": 0})
+            total["count"] += transfer.count
+            total["bytes"] += transfer.total_bytes
+    return totals
+
+
+# ------------------------------------------------------------------ shardings of leaves
+
+
+def _placed_leaves(tree: Any, specs: Any, mesh: AnyMesh | None) -> list[Placed]:
+    """Every array with its sharding. Raises for all leaves whose spec does not fit."""
+    if mesh is None and isinstance(specs, SpecCarrier):
+        mesh = specs.mesh
+    leaf_specs = specs_of_leaves(specs, tree)
+    placed: list[Placed] = []
+    facts: list[str] = []
+    error = SpecError
+    for path, leaf, spec in zip(leaf_paths(tree), tree_leaves(tree), leaf_specs, strict=True):
+        if not has_shape(leaf):
+            continue
+        shape = tuple(leaf.shape)
+        if spec is None:
+            placed.append(Placed(path, shape, leaf.dtype, live_sharding(leaf)))
+            continue
+        own_mesh, memory_kind = None, None
+        if isinstance(spec, NamedSharding):
+            own_mesh, memory_kind, spec = spec.mesh, spec.memory_kind, spec.spec
+        leaf_mesh = current_or_given(own_mesh if mesh is None else mesh)
+        if misfits := _misfits(spec, leaf_mesh, shape):
+            facts.append(f"{path or 'the array'}: {misfits[0].why}")
+            if any(misfit.kind == "axis-not-in-mesh" for misfit in misfits):
+                error = UnknownAxisInSpecError
+        else:
+            sharding = NamedSharding(leaf_mesh, spec, memory_kind=memory_kind)
+            placed.append(Placed(path, shape, leaf.dtype, sharding))
+    if facts:
+        raise error(listed(f"{len(facts)} leaves do not fit their specs:", facts))
+    return placed
+
+
+def _misfits(spec: PartitionSpec, mesh: AnyMesh, shape: tuple[int, ...]) -> list[Adjustment]:
+    if UNCONSTRAINED in entries(spec):
+        dim = entries(spec).index(UNCONSTRAINED)
+        why = f"{spec} leaves dim {dim} to the compiler, so its cost is unknown. Give its axes."
+        return [Adjustment("unconstrained", why, dim=dim)]
+    return [each for each in project(spec, mesh, shape)[1] if each.kind != "indivisible"]

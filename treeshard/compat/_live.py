@@ -1,0 +1,156 @@
+"""Reads the shardings of live trees back, by EasyDeL's names."""
+
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten
+
+from treeshard._core.arrays import is_array
+from treeshard._core.mesh import AnyMesh, describe_mesh
+from treeshard._core.paths import leaf_paths
+from treeshard._core.specs import project
+from treeshard.errors import SpecError, UnknownAxisInSpecError, listed
+
+
+def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
+    """Reads the sharding of every leaf of a live tree.
+
+    Args:
+        tree: Any pytree of arrays, tracers and `ShapeDtypeStruct`s; other leaves are fine.
+        mesh: If given, the shardings are on this mesh instead, with the same specs.
+
+    Returns:
+        The same containers with a `NamedSharding` per leaf, and `None` for a leaf without
+        one: numpy arrays, arrays on a single device, non-arrays. Every function that takes a
+        tree of specs accepts the result. A traced leaf has a sharding on Explicit axes only;
+        on Auto axes the compiler chooses it later.
+
+    Raises:
+        SpecError: If specs do not fit `mesh`. All such leaves are listed. It is an
+            `UnknownAxisError` too if the mesh lacks an axis.
+
+    Examples:
+        >>> tree = shard({"w": np.ones(8)}, P("fsdp"), make_mesh("fsdp=8"))
+        >>> extract_shardings(tree | {"name": "mlp"})["w"].spec
+        P('fsdp',)
+
+    Source:
+        EasyDeL's function of this name.
+    """
+    leaves, treedef = tree_flatten(tree)
+    shardings = [_named_sharding(leaf) for leaf in leaves]
+    if mesh is not None:
+        shardings = _on(mesh, tree, leaves, shardings)
+    return treedef.unflatten(shardings)
+
+
+def extract_sharding_structure(tree: Any) -> Any:
+    """Reads the sharding of every leaf of a live tree: `extract_shardings` without a mesh.
+
+    Args:
+        tree: Any pytree.
+
+    Examples:
+        >>> extract_sharding_structure({"w": np.ones(8)})
+        {'w': None}
+
+    Source:
+        EasyDeL's function of this name.
+    """
+    return extract_shardings(tree)
+
+
+get_shardings_with_structure = extract_sharding_structure
+
+
+def get_partition_spec(tree: Any) -> Any:
+    """Reads the `PartitionSpec` of every leaf of a live tree.
+
+    Args:
+        tree: Any pytree of arrays, tracers, `ShapeDtypeStruct`s and Python scalars.
+
+    Returns:
+        The same containers with a spec per leaf: that of its `NamedSharding`; `P()` for arrays
+        on a single device, numpy arrays and Python scalars.
+
+    Raises:
+        SpecError: If a leaf has no spec, because it is neither an array nor a number, has
+            another kind of sharding, or is a tracer or `ShapeDtypeStruct` without one. All
+            such leaves are listed with their types.
+
+    Examples:
+        >>> tree = shard({"w": np.ones(8)}, P("fsdp"), make_mesh("fsdp=8"))
+        >>> get_partition_spec(tree | {"step": 3})
+        {'step': P(), 'w': P('fsdp',)}
+
+    Source:
+        EasyDeL's function of this name.
+    """
+    leaves, treedef = tree_flatten(tree)
+    specs = [_spec(leaf) for leaf in leaves]
+    if any(spec is None for spec in specs):
+        rows = zip(leaf_paths(tree), leaves, specs, strict=True)
+        facts = [
+            f"{path or 'the tree'}: {_why_none(leaf)}" for path, leaf, spec in rows if spec is None
+        ]
+        raise SpecError(listed(f"{len(facts)} leaves have no PartitionSpec:", facts))
+    return treedef.unflatten(specs)
+
+
+def _named_sharding(leaf: Any) -> NamedSharding | None:
+    if isinstance(leaf, Tracer):
+        sharding = jax.typeof(leaf).sharding
+        return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return None
+    return leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
+
+
+def _on(
+    mesh: AnyMesh, tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]
+) -> list[NamedSharding | None]:
+    """The same specs on another mesh. Raises for all that do not fit."""
+    on_mesh: list[NamedSharding | None] = []
+    facts: list[str] = []
+    error = SpecError
+    for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        if sharding is None:
+            on_mesh.append(None)
+            continue
+        spec, adjustments = project(sharding.spec, mesh, tuple(leaf.shape))
+        if adjustments:
+            facts.append(f"{leaf_paths(tree)[i] or 'the tree'}: {adjustments[0].why}")
+            if any(adjustment.kind == "axis-not-in-mesh" for adjustment in adjustments):
+                error = UnknownAxisInSpecError
+        on_mesh.append(NamedSharding(mesh, spec, memory_kind=sharding.memory_kind))
+    if facts:
+        headline = f"The specs of {len(facts)} leaves do not fit the mesh ({describe_mesh(mesh)}):"
+        raise error(listed(headline, facts))
+    return on_mesh
+
+
+def _spec(leaf: Any) -> PartitionSpec | None:
+    sharding = _named_sharding(leaf)
+    if sharding is not None:
+        return sharding.spec
+    if isinstance(leaf, bool | int | float | complex):
+        return PartitionSpec()
+    if isinstance(leaf, Tracer) or not is_array(leaf):
+        return None
+    on_one_device = not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1
+    return PartitionSpec() if on_one_device else None
+
+
+def _why_none(leaf: Any) -> str:
+    if isinstance(leaf, Tracer):
+        return (
+            "it is traced, and on Auto axes the compiler chooses its sharding. Read the inputs or"
+            " the outputs of the traced function instead."
+        )
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return "it is a ShapeDtypeStruct without a sharding. `Plan.structs` have one."
+    if isinstance(leaf, jax.Array):
+        return f"its sharding is a {type(leaf.sharding).__name__}, which has no spec."
+    return f"{type(leaf).__name__} is neither an array nor a number. Remove it from the tree first."

@@ -1,0 +1,121 @@
+"""Rules in one string: `"attention|mlp->data,hidden->model"`."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.mesh import AnyMesh, axis_sizes, unknown_axis
+from treeshard._core.specs import Entry, axes_of, entries, entry_of, with_entries
+from treeshard.errors import ShardingRuleError, UnknownAxisInRuleError, listed
+
+_NOT_SHARDED = ("None", "_")
+
+
+def create_pattern_based_partition_spec(
+    text: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
+) -> Callable[[str, Any], PartitionSpec]:
+    """Parses rules written as one string into a function `(path, leaf) -> PartitionSpec`.
+
+    `"embed->tensor.fsdp, attention|mlp->fsdp"` has two rules: leaves whose path contains
+    `embed` get `P("tensor", "fsdp")`, others with `attention` or `mlp` in their path get
+    `P("fsdp")`. The first pattern that matches anywhere in the path (`re.search`) decides.
+    Use the function as the action of a rule, or call it, as in `named_tree_map(f, params)`.
+
+    Args:
+        text: Rules `pattern->dims`, separated by `,` or `;`; patterns cannot contain these.
+            Dims are separated by `.`. Each is a mesh axis, several joined by `+` (outermost
+            first), or `None` or `_` for a dim that is not sharded.
+        mesh: The mesh to check the axes against. Without it, they are checked where the
+            specs are used.
+        default_spec: The spec of leaves that no pattern matches; `P()` by default.
+
+    Returns:
+        A function `(path, leaf) -> PartitionSpec`. Scalars and leaves without a shape get
+        `P()`.
+
+    Raises:
+        ShardingRuleError: If rules are malformed. All are listed, each with its column. It
+            is an `UnknownAxisError` too if the mesh lacks an axis.
+
+    Examples:
+        >>> by_name = create_pattern_based_partition_spec("attention|mlp->_.data,head->data+model")
+        >>> by_name("layers/0/mlp/weight", jax.numpy.zeros((64, 64)))
+        P(None, 'data')
+
+    Source:
+        The function of this name in EasyDeL.
+    """
+    rules: list[_Rule] = []
+    bad: list[str] = []
+    column = 1
+    for part in re.split("[,;]", text):
+        try:
+            rules.append(_read(part))
+        except ShardingRuleError as error:
+            bad.append(f"column {column}, {part.strip()!r}: {error}")
+        column += len(part) + 1
+    if bad:
+        facts = listed(f"{len(bad)} rules are malformed:", bad)
+        raise ShardingRuleError(f"{text!r}: {facts}\n{_HOW}")
+    if mesh is not None:
+        _check(rules, mesh)
+    otherwise = PartitionSpec() if default_spec is None else default_spec
+
+    def partition_spec(path: str, leaf: Any) -> PartitionSpec:
+        if not has_shape(leaf) or not leaf.shape:
+            return PartitionSpec()
+        return next((rule.spec for rule in rules if rule.pattern.search(path)), otherwise)
+
+    return partition_spec
+
+
+class _Rule(NamedTuple):
+    pattern: re.Pattern[str]
+    spec: PartitionSpec
+
+
+_HOW = 'Write pattern->dims, such as "embed->tensor.fsdp, attention|mlp->fsdp".'
+
+
+def _read(rule: str) -> _Rule:
+    pattern, arrow, dims = rule.partition("->")
+    if not arrow:
+        raise ShardingRuleError("there is no '->' between the pattern and its dims.")
+    if not pattern.strip():
+        raise ShardingRuleError("there is no pattern before '->'. '.*' matches every path.")
+    try:
+        compiled = re.compile(pattern.strip())
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ShardingRuleError(f"the pattern does not compile: {error}.") from None
+    spec = PartitionSpec(*[_dim(dim.strip()) for dim in dims.split(".")])
+    axes = [axis for entry in entries(spec) for axis in axes_of(entry)]
+    if twice := [axis for axis in dict.fromkeys(axes) if axes.count(axis) > 1]:
+        raise ShardingRuleError(f"{twice[0]!r} occurs twice. An axis can split only one dim.")
+    return _Rule(compiled, with_entries(spec, entries(spec)))
+
+
+def _dim(text: str) -> Entry:
+    if text in _NOT_SHARDED:
+        return None
+    axes = [axis.strip() for axis in text.split("+")]
+    for axis in axes:
+        if not axis or axis in _NOT_SHARDED or not re.fullmatch(r"[^\s>]+", axis):
+            what = f"{axis!r} in {text!r} is" if len(axes) > 1 else f"the dim {text!r} is"
+            raise ShardingRuleError(f"{what} not a mesh axis. Write '_' for an unsharded dim.")
+    return entry_of(axes)
+
+
+def _check(rules: list[_Rule], mesh: AnyMesh) -> None:
+    sizes = axis_sizes(mesh)
+    bad = [
+        f"{rule.pattern.pattern!r}: {unknown_axis(axis, sizes)}"
+        for rule in rules
+        for entry in entries(rule.spec)
+        for axis in axes_of(entry)
+        if axis not in sizes
+    ]
+    if bad:
+        raise UnknownAxisInRuleError(listed(f"{len(bad)} axes are not in the mesh:", bad))

@@ -1,0 +1,215 @@
+"""Saves trees to safetensors files, which other frameworks read and write, and loads them."""
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from treeshard._core.mesh import AnyMesh
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
+from treeshard._core.text import parse_bytes
+from treeshard._disk.files import new_files
+from treeshard._disk.requests import Placing
+from treeshard._planning.rules import Rules
+from treeshard.errors import CheckpointError
+from treeshard.interchange._byte_ranges import write, write_bytes
+from treeshard.interchange._files import NewFile, left_over, open_tensors, spread
+from treeshard.interchange._format import code_of
+from treeshard.interchange._tensors import Names, pieces_of, tensors_of, wanted_of, writers
+
+PathLike = str | os.PathLike[str]
+
+
+# ------------------------------------------------------------------ save
+
+
+def save_safetensors(
+    path: PathLike,
+    tree: Any,
+    *,
+    rename: Names | None = None,
+    max_file_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    timeout: float = TIMEOUT,
+    progress: bool = False,
+) -> None:
+    """Writes the arrays of a tree to a safetensors file, with the same bytes as its own package.
+
+    No array is gathered: every process writes the shards that it holds (the first copy of each)
+    to their positions in the file, and needs a few megabytes of memory for that. Saves are
+    atomic: the file gets its name when it is complete and on disk, and after an error on any
+    process the earlier file is unchanged.
+
+    Args:
+        path: The file, such as `"model.safetensors"`. It is the same on every process, in a
+            directory that all of them share.
+        tree: Any pytree. Leaves that are not arrays, such as Python numbers, are not written.
+            Of an array that every process holds in full, the copy of the first is written.
+        rename: The name of each tensor: a function of the leaf's path, or a mapping from paths
+            to names. Paths that a mapping does not have stay as they are, `"layers/0/weight"`.
+        max_file_size: In bytes, or as `"5GB"`. Trees with more bytes are split into files
+            `model-00001-of-00003.safetensors`, none larger than this unless a single tensor is,
+            and `model.safetensors.index.json` lists the file of each tensor. By default there is
+            one file.
+        metadata: Strings for the header of every file, such as `{"format": "pt"}`, which Hugging
+            Face's libraries require.
+        timeout: Seconds to wait for other processes. The time in which they write does not count.
+        progress: Whether to show a progress bar with one step a leaf (needs `tqdm`).
+
+    Raises:
+        LeafError: If the format does not have the dtype of a leaf (typed PRNG keys, types of less
+            than a byte), or a leaf has no values (tracers, `ShapeDtypeStruct`s).
+        DeletedLeafError: If a leaf was deleted or donated.
+        CheckpointError: If two leaves would have the same name, or the format does not allow a
+            name; if the files cannot be written; if another run is writing them.
+        FormatError: If `max_file_size` is not an amount of bytes, or the header exceeds the
+            format's 100 MB.
+        ProcessError: If the processes pass different trees, or one of them failed or did not
+            arrive.
+        ImportError: If `progress` is set and `tqdm` is not installed.
+
+    Examples:
+        >>> mlp = {"w": shard(np.ones((8, 4), np.float32), P("fsdp"), make_mesh("fsdp=8"))}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     file = f"{directory}/model.safetensors"
+        ...     save_safetensors(file, {"mlp": mlp}, rename=lambda path: path.replace("/", "."))
+        ...     load_safetensors(file)["mlp.w"].shape
+        (8, 4)
+
+    Source:
+        The format and its order of tensors: github.com/huggingface/safetensors. The names of
+        several files, and their index: Hugging Face's `save_pretrained`.
+    """
+    where, to = "save_safetensors", Path(path)
+    try:
+        with agreeing(where, timeout=timeout) as facts:
+            most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
+            tensors = tensors_of(tree, rename, where)
+            rows = [(name, code_of(x.dtype) or "", tuple(x.shape)) for name, x in tensors.items()]
+            files = spread(to, rows, most, metadata)
+            stale = left_over(to, files)
+            facts["the path"] = str(to)
+            facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in files}
+            facts |= {name: f"{code}{list(shape)}" for name, code, shape in rows}
+        writer_of_each = writers(list(tensors.values()), where, timeout)
+        mine = {
+            name: leaf
+            for (name, leaf), writer in zip(tensors.items(), writer_of_each, strict=True)
+            if writer in (None, jax.process_index())
+        }
+        with new_files(to, [file.path for file in files], stale, where, timeout) as opened:
+            _write(files, opened, mine, progress)
+    except OSError as error:
+        raise CheckpointError(
+            f"{where}: {to} cannot be written: {error}. Existing files are unchanged."
+        ) from error
+
+
+def _write(
+    files: list[NewFile], opened: list[int], mine: Mapping[str, Any], progress: bool
+) -> None:
+    positions = [
+        (file, len(new.head) + tensor.start, mine[tensor.name])
+        for new, file in zip(files, opened, strict=True)
+        for tensor in new.tensors
+        if tensor.name in mine
+    ]
+    for file, at, leaf in with_bar(positions, "save_safetensors", unit="tensor", show=progress):
+        write(file, at, leaf.shape, pieces_of(leaf))
+    if jax.process_index() == 0:
+        for new, file in zip(files, opened, strict=True):
+            write_bytes(file, 0, new.head)
+
+
+# ------------------------------------------------------------------ load
+
+
+def load_safetensors(
+    path: PathLike,
+    like: Any = None,
+    *,
+    rules: Rules | None = None,
+    mesh: AnyMesh | None = None,
+    min_size: int | None = None,
+    rename: Names | None = None,
+    cast: Any = None,
+    partial: bool = False,
+    timeout: float = TIMEOUT,
+    progress: bool = False,
+) -> Any:
+    """Reads safetensors files directly into shards; each process reads only its own bytes.
+
+    All requested tensors are compared with the stored ones before anything is read. Dtypes are
+    converted only if `cast` says so.
+
+    Args:
+        path: A file, an index (`model.safetensors.index.json`), a directory with one of these,
+            or the path that was passed to `save_safetensors`.
+        like: A tree of arrays or their `jax.ShapeDtypeStruct`s, or a `Plan`. The result has its
+            structure, and its leaves that are not arrays. By default the result is a flat dict
+            by tensor name.
+        rules: How to shard the arrays, by their paths in `like` (without it, by their names), as
+            in `plan`. By default they are sharded as those of `like`: numpy arrays stay in host
+            memory, arrays without a sharding go to the default device. Without `like`, all stay
+            in host memory.
+        mesh: The mesh for the rules; by default the current one.
+        min_size: For the rules: leaves with fewer elements stay replicated, as in `plan`.
+        rename: As in `save_safetensors`, from paths in `like` to names in the file.
+        cast: A floating-point dtype to convert floating-point tensors to, where `like` requests
+            it (or is not given).
+        partial: Whether tensors may be missing in the file, or in `like`. Leaves that the file
+            does not have stay as they are in `like`, and a `ShardingWarning` lists them.
+        timeout: Seconds to wait for other processes. The time in which they read does not count.
+        progress: Whether to show a progress bar with one step a tensor (needs `tqdm`).
+
+    Returns:
+        The tree. Its arrays share memory with nothing else.
+
+    Raises:
+        MismatchError: If tensors are missing, were not requested, or have another shape or dtype
+            than requested; if they have 64 bits and JAX's x64 mode is off. All are listed.
+        FormatError: If the header of a file, or the index, is malformed or contradicts itself;
+            if `cast` is not a floating-point dtype.
+        DamagedError: If a file is cut short, or goes on after its last tensor.
+        CheckpointError: If a file is missing or cannot be read; if a directory has several;
+            if `rename` gives two leaves the same name.
+        ShardingRuleError: If the rules do not decide every leaf, or a spec does not fit its leaf.
+        NoMeshError: If there is no mesh for the rules, or only one without devices.
+        ProcessError: If the processes request different trees, or one of them failed or did not
+            arrive.
+        ValueError: If `mesh` or `min_size` is given without `rules`, or `rename` without `like`.
+        ImportError: If `progress` is set and `tqdm` is not installed.
+
+    Examples:
+        >>> like = {"w": jax.ShapeDtypeStruct((512, 64), "float32"), "act": jax.nn.relu}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     file = f"{directory}/mlp.safetensors"
+        ...     save_safetensors(file, {"w": np.ones((512, 64), np.float32)})
+        ...     tree = load_safetensors(file, like, rules=[("w", P("fsdp"))], mesh=mesh)
+        >>> tree["w"].sharding.spec
+        P('fsdp',)
+    """
+    where, source = "load_safetensors", Path(path)
+    if like is None and rename is not None:
+        raise ValueError(
+            f"{where}: `rename` maps the paths of `like` to names in the file, and there is no"
+            " `like`. The result is a dict by name: rename its keys."
+        )
+    # A read into host memory only does not involve other processes.
+    among = [jax.process_index()] if like is None and rules is None else None
+    try:
+        with ExitStack() as open_files:
+            with agreeing(where, among=among, timeout=timeout) as facts:
+                stored = open_files.enter_context(open_tensors(source))
+                wanted = wanted_of(
+                    stored, like, Placing(rules, mesh, min_size), rename, cast, where
+                )
+                wanted.differences.check(str(source), partial=partial)
+                facts |= {"the path": str(source), **wanted.facts()}
+            with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
+                return wanted.read(progress)
+    except OSError as error:
+        raise CheckpointError(f"{where}: {source} cannot be read: {error}.") from error

@@ -1,0 +1,191 @@
+"""Writes parts of an array to a file that holds the full array, and reads them back."""
+
+import itertools
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from treeshard._core.arrays import Box, lengths, within
+
+# Bytes that are joined, or split, at a time.
+BLOCK = 2**23
+# Pieces with runs of fewer bytes than this are joined with their neighbours.
+_SHORT = 2**18
+
+
+class Piece(NamedTuple):
+    """A part of an array, in this process's memory.
+
+    Attributes:
+        box: Which part: start and stop in each dim.
+        items: Its values.
+    """
+
+    box: Box
+    items: np.ndarray
+
+
+def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
+    """Writes pieces of an array of `shape` to their positions in an open file.
+
+    In the file the array begins at byte `at` and is stored in C order, little-endian. Pieces
+    with the same order in memory are written without a copy; others are copied, at most `BLOCK`
+    bytes at a time.
+    """
+    for block, parts in _blocks(shape, pieces):
+        data = _joined(block, parts)
+        little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
+        _transfer(os.pwrite, file, at, shape, block, little)
+
+
+def write_bytes(file: int, at: int, data: bytes) -> None:
+    """Writes bytes to an open file."""
+    _whole(os.pwrite, file, memoryview(data), at)
+
+
+def read(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
+    """Fills pieces of an array from the positions in an open file where `write` puts them.
+
+    Raises:
+        EOFError: If the file ends too early.
+    """
+    for block, parts in _blocks(shape, pieces):
+        data = parts[0][1]
+        if len(parts) > 1 or not data.flags.c_contiguous:
+            data = np.empty(lengths(block), data.dtype)
+        _transfer(_read_into, file, at, shape, block, data)
+        for index, part in parts:
+            if part is not data:
+                part[...] = data[index]
+
+
+def _read_into(file: int, into: memoryview, at: int) -> int:
+    return os.preadv(file, [into], at)
+
+
+def _transfer(
+    move: Callable[[int, memoryview, int], int],
+    file: int,
+    at: int,
+    shape: Sequence[int],
+    block: Box,
+    data: np.ndarray,
+) -> None:
+    """Moves the bytes of a block, one contiguous run at a time."""
+    rest = data.reshape(-1).view(np.uint8).data
+    starts, length = _runs(block, shape)
+    for start in (at + starts * data.itemsize).tolist():
+        run, rest = rest[: length * data.itemsize], rest[length * data.itemsize :]
+        _whole(move, file, run, start)
+
+
+def _whole(
+    move: Callable[[int, memoryview, int], int], file: int, run: memoryview, at: int
+) -> None:
+    """Moves all bytes of a run, in as many system calls as it takes."""
+    while run:
+        moved = move(file, run, at)
+        if not moved:
+            raise EOFError(f"the file ends at byte {at}")
+        run, at = run[moved:], at + moved
+
+
+def _runs(box: Box, shape: Sequence[int]) -> tuple[np.ndarray, int]:
+    """The contiguous runs of a part in an array's C order: their starts and length, in items."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    split = _split_dims(box, shape)
+    dim = split[-1] if split else 0
+    begins = [np.arange(*span) * stride for span, stride in zip(box, strides, strict=True)]
+    starts = reduce(np.add.outer, begins[:dim], np.zeros((), np.int64)).reshape(-1)
+    first = box[dim][0] * strides[dim] if box else 0
+    return starts + first, math.prod(lengths(box[dim:]))
+
+
+def _split_dims(box: Box, shape: Sequence[int]) -> list[int]:
+    return [dim for dim, n in enumerate(lengths(box)) if n < shape[dim]]
+
+
+# ------------------------------------------------------------------ blocks
+
+
+def _blocks(
+    shape: Sequence[int], pieces: Iterable[Piece]
+) -> Iterator[tuple[Box, list[tuple[Any, np.ndarray]]]]:
+    """Joins neighbouring pieces and splits them into blocks.
+
+    With each block come its parts: the index of the part in the block, and its values.
+    """
+    for dim, row in _neighbours(shape, pieces):
+        first, last = row[0], row[-1]
+        box = list(first.box)
+        if len(row) > 1:
+            box[dim] = first.box[dim][0], last.box[dim][1]
+        for block in _cut(tuple(box), BLOCK // first.items.itemsize):
+            yield block, [part for piece in row if (part := _part(piece, block)) is not None]
+
+
+def _neighbours(shape: Sequence[int], pieces: Iterable[Piece]) -> Iterator[tuple[int, list[Piece]]]:
+    """Groups pieces of short runs with the pieces that continue them, and says along which dim.
+
+    Every other piece is a group of its own.
+    """
+    rows: defaultdict[Any, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        if not piece.items.size:
+            continue
+        split = _split_dims(piece.box, shape)
+        dim = split[-1] if split else 0
+        run = math.prod(lengths(piece.box[dim:])) * piece.items.itemsize
+        if split and run < _SHORT:
+            rows[dim, piece.box[:dim]].append(piece)
+        else:
+            yield dim, [piece]
+    for (dim, _), row in rows.items():
+        row.sort(key=lambda piece: piece.box[dim])
+        group = row[:1]
+        for piece in row[1:]:
+            if piece.box[dim][0] != group[-1].box[dim][1]:
+                yield dim, group
+                group = []
+            group.append(piece)
+        yield dim, group
+
+
+def _cut(box: Box, most: int) -> Iterator[Box]:
+    """Splits a part of an array into parts of at most `most` items, in C order."""
+    inner = [math.prod(lengths(box[dim + 1 :])) for dim in range(len(box))]
+    dim = next((dim for dim, items in enumerate(inner) if items <= most), None)
+    if dim is None:
+        yield box
+        return
+    step = max(1, most // max(1, inner[dim]))
+    start, stop = box[dim]
+    for lead in itertools.product(*(range(*span) for span in box[:dim])):
+        for i in range(start, stop, step):
+            yield (*((j, j + 1) for j in lead), (i, min(i + step, stop)), *box[dim + 1 :])
+
+
+def _part(piece: Piece, block: Box) -> tuple[Any, np.ndarray] | None:
+    """The index in a block of its overlap with a piece, and the values; `None` if there is none."""
+    both = tuple(
+        (max(start, first), min(stop, last))
+        for (start, stop), (first, last) in zip(piece.box, block, strict=True)
+    )
+    if any(start >= stop for start, stop in both):
+        return None
+    # The dots keep an array of one item an array.
+    return within(both, block), piece.items[(*within(both, piece.box), ...)]
+
+
+def _joined(block: Box, parts: list[tuple[Any, np.ndarray]]) -> np.ndarray:
+    if len(parts) == 1:
+        return parts[0][1]
+    data = np.empty(lengths(block), parts[0][1].dtype)
+    for index, part in parts:
+        data[index] = part
+    return data

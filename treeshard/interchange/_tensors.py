@@ -1,0 +1,244 @@
+"""Requests for tensors of open files: compares them with the files, and reads them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import jax
+import numpy as np
+from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path
+
+from treeshard._core.arrays import box_of, has_shape, is_key, lengths, own_shards
+from treeshard._core.paths import leaf_paths
+from treeshard._core.processes import exchange, facts_of, is_spread, with_bar
+from treeshard._core.text import parse_dtype
+from treeshard._disk.requests import (
+    Asked,
+    Differences,
+    LeafType,
+    Placing,
+    arrays_asked_for,
+    cast_dtype,
+    compare,
+)
+from treeshard._placement.targets import Misfit, raise_misfits, unmovable
+from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
+from treeshard.interchange._byte_ranges import Piece, read
+from treeshard.interchange._files import Stored
+from treeshard.interchange._format import METADATA, PACKED, code_of
+
+# ------------------------------------------------------------------
+# The arrays of a tree as named tensors, and which process writes what of them.
+
+Names = Callable[[str], str] | Mapping[str, str]
+
+
+def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
+    """The arrays of a tree by the names of their tensors. All of them can be written.
+
+    Raises:
+        LeafError, DeletedLeafError: If leaves cannot be written.
+        CheckpointError: As `tensor_names`.
+    """
+    leaves = tree_flatten(tree)[0]
+    shaped = [(i, leaf) for i, leaf in enumerate(leaves) if has_shape(leaf)]
+    misfits = {i: misfit for i, leaf in shaped if (misfit := _unwritable(leaf)) is not None}
+    raise_misfits(tree, leaves, misfits, where)
+    names = tensor_names(tree, rename, where)
+    return {name: leaves[i] for i, name in names.items()}
+
+
+def tensor_names(tree: Any, rename: Names | None, where: str) -> dict[int, str]:
+    """The names of the tensors of a tree's arrays, by their positions among the leaves.
+
+    Raises:
+        CheckpointError: If leaves would share a name; if the format does not allow a name; if a
+            mapping has paths that are not in the tree.
+    """
+    keyed = tree_flatten_with_path(tree)[0]
+    paths = {
+        i: path
+        for i, (path, (_, leaf)) in enumerate(zip(leaf_paths(tree), keyed, strict=True))
+        if has_shape(leaf)
+    }
+    facts: list[str] = []
+    if isinstance(rename, Mapping):
+        for path in rename.keys() - set(paths.values()):
+            near = did_you_mean(str(path), paths.values())
+            facts.append(f"{path}: `rename` has it, but the tree has no such array.{near}")
+    names: dict[int, str] = {}
+    sharing: defaultdict[str, list[str]] = defaultdict(list)
+    for i, path in paths.items():
+        name = names[i] = _renamed(path, rename)
+        if why := _why_invalid(name):
+            facts.append(f"{path}: its name would be {name!a}, {why}")
+        else:
+            sharing[name].append(keystr(keyed[i][0]))
+    facts += [
+        f"{name}: the name of {' and '.join(keys)}. Give them different names with `rename`."
+        for name, keys in sharing.items()
+        if len(keys) > 1
+    ]
+    if facts:
+        raise CheckpointError(f"{where}: {listed(f'{len(facts)} names are invalid:', facts)}")
+    return names
+
+
+def _renamed(path: str, rename: Names | None) -> Any:
+    if rename is None:
+        return path
+    return rename.get(path, path) if isinstance(rename, Mapping) else rename(path)
+
+
+def _why_invalid(name: Any) -> str:
+    if not isinstance(name, str):
+        return f"which is a {type(name).__name__}, not a str."
+    if name == METADATA:
+        return "which the format reserves."
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "which is not valid Unicode."
+    return ""
+
+
+def _unwritable(leaf: Any) -> Misfit | None:
+    if misfit := unmovable(leaf):
+        return misfit
+    if is_key(leaf):
+        why = (
+            "safetensors has no PRNG keys. Save `jax.random.key_data(key)`, and turn it back into"
+            " keys with `jax.random.wrap_key_data`."
+        )
+        return Misfit(LeafError, why)
+    if code_of(leaf.dtype) is None:
+        why = (
+            "safetensors does not have this dtype, or packs it. Use `.astype`, or `.view('uint8')`"
+            " for the bytes."
+        )
+        return Misfit(LeafError, why)
+    return None
+
+
+# ------------------------------------------------------------------ processes
+
+
+def writers(leaves: Sequence[Any], what: str, timeout: float) -> list[int | None]:
+    """The process that writes each leaf; `None` where every process writes its own shards.
+
+    The first process that holds a full leaf writes it. All processes hold numpy arrays in full.
+    """
+    is_full = [not is_spread(leaf) for leaf in leaves]
+    answers = exchange(what, bytes(is_full), timeout=timeout)
+    holders = zip(*answers, strict=True)
+    return [next((i for i, full in enumerate(row) if full), None) for row in holders]
+
+
+def pieces_of(leaf: Any) -> list[Piece]:
+    """The shards of a leaf that this process writes: the first copy of each that it holds."""
+    if not isinstance(leaf, jax.Array):
+        return [Piece(box_of([slice(None)] * leaf.ndim, leaf.shape), np.asarray(leaf))]
+    shards = own_shards(leaf)
+    return [Piece(box_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]
+
+
+class Wanted(NamedTuple):
+    """A tree to read.
+
+    Attributes:
+        leaves: The leaves of the like-tree.
+        treedef: Its structure.
+        names: The names of the requested tensors, by the positions of their leaves.
+        asked: The requested arrays, by the same positions.
+        stored: The tensors in the files, by name.
+        differences: How the requested tensors differ from the stored ones.
+    """
+
+    leaves: list[Any]
+    treedef: Any
+    names: dict[int, str]
+    asked: dict[int, Asked]
+    stored: dict[str, Stored]
+    differences: Differences
+
+    def facts(self) -> dict[str, str]:
+        """What all processes must agree on."""
+        files = repr([(x.tensor, x.at) for x in self.stored.values()])
+        rows = [
+            (name, self.leaves[i], [] if asked.sharding is None else [asked.sharding])
+            for i, name in self.names.items()
+            if (asked := self.asked[i]) and name in self.stored
+        ]
+        return {"the files": f"{crc32(files.encode()):08x}", **facts_of(rows)}
+
+    def read(self, progress: bool) -> Any:
+        """Reads the tree, ordered by file and offset."""
+        rows = [(self.stored[name], i) for i, name in self.names.items() if name in self.stored]
+        rows.sort(key=lambda row: (row[0].file.fileno(), row[0].at))
+        leaves = list(self.leaves)
+        for stored, i in with_bar(rows, "load_safetensors", unit="tensor", show=progress):
+            leaf = _read(stored, self.asked[i])
+            leaves[i] = leaf[()] if isinstance(leaves[i], np.generic) else leaf
+        return self.treedef.unflatten(leaves)
+
+
+def wanted_of(
+    stored: dict[str, Stored],
+    like: Any,
+    placing: Placing,
+    rename: Names | None,
+    cast: Any,
+    where: str,
+) -> Wanted:
+    """Compares the requested tensors with the stored ones. Without `like`, all are requested.
+
+    Raises:
+        As `load_safetensors`, except for the differences.
+    """
+    to = None if cast is None else cast_dtype(cast)
+    types = {
+        name: LeafType("array", x.tensor.shape, str(x.tensor.dtype)) for name, x in stored.items()
+    }
+    tree = _all_of(types, to) if like is None else like
+    leaves, treedef, asked = arrays_asked_for(tree, placing, where)
+    if like is None and placing.rules is None:
+        asked = {i: Asked(x.type._replace(on_devices=False), None) for i, x in asked.items()}
+    names = tensor_names(treedef.unflatten(leaves), rename, where)
+    differences = compare(types, {name: asked[i].type for i, name in names.items()}, to)
+    packed = {
+        name: f"{stored[name].tensor.code} packs several numbers into a byte; no array can do that."
+        for name in names.values()
+        if name in stored and stored[name].tensor.code in PACKED
+    }
+    differences = differences._replace(misfits=differences.misfits | packed)
+    return Wanted(leaves, treedef, names, asked, stored, differences)
+
+
+def _all_of(types: dict[str, LeafType], to: str | None) -> dict[str, jax.ShapeDtypeStruct]:
+    wanted = {name: x if to is None else x.cast(to) for name, x in types.items()}
+    return {name: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for name, x in wanted.items()}
+
+
+def _read(stored: Stored, asked: Asked) -> Any:
+    """Reads a tensor as requested; for one on devices, only the shards of this process."""
+    shape, sharding = stored.tensor.shape, asked.sharding
+    indices = [(slice(None),) * len(shape)]
+    if sharding is not None:
+        indices = sharding.addressable_devices_indices_map(shape).values()
+    boxes = dict.fromkeys(box_of(index or (), shape) for index in indices)
+    pieces = [Piece(box, np.empty(lengths(box), stored.tensor.dtype)) for box in boxes]
+    try:
+        read(stored.file.fileno(), stored.at, shape, pieces)
+    except EOFError:
+        raise DamagedError(f"{stored.file.name} was cut short while it was read.") from None
+    dtype = parse_dtype(asked.type.dtype)
+    with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
+        parts = {piece.box: piece.items.astype(dtype, copy=False) for piece in pieces}
+    if sharding is None:
+        (full,) = parts.values()
+        return jax.device_put(full) if asked.type.on_devices else full
+    array = jax.make_array_from_callback(
+        shape, sharding, lambda index: parts[box_of(index or (), shape)], dtype=dtype
+    )
+    return jax.block_until_ready(array)  # so that its host memory can be freed

@@ -1,0 +1,25 @@
+"""For code inside `jax.shard_map`, which runs once per device: FSDP and tensor parallelism.
+
+Each device keeps its shards of the parameters. They are gathered where they are used, and
+their gradients are averaged. How each leaf is sharded is given by a tree of specs, or by boxes
+around the leaves (`Partitioned`, Flax's).
+"""
+
+from treeshard.manual._boxes import Partitioned as Partitioned
+from treeshard.manual._boxes import partition_specs as partition_specs
+from treeshard.manual._fsdp import fold_rng_over_axis as fold_rng_over_axis
+from treeshard.manual._fsdp import gather_params as gather_params
+from treeshard.manual._fsdp import shard_params as shard_params
+from treeshard.manual._fsdp import sync_gradients as sync_gradients
+from treeshard.manual._fsdp import value_and_grad as value_and_grad
+from treeshard.manual._mean_gather import (
+    gather_array_with_mean_grads as gather_array_with_mean_grads,
+)
+from treeshard.manual._mean_gather import vary as vary
+from treeshard.manual._modules import shard_module_params as shard_module_params
+from treeshard.manual._tensor_parallel import column_parallel as column_parallel
+from treeshard.manual._tensor_parallel import enter_parallel as enter_parallel
+from treeshard.manual._tensor_parallel import leave_parallel as leave_parallel
+from treeshard.manual._tensor_parallel import parallel_attention as parallel_attention
+from treeshard.manual._tensor_parallel import parallel_mlp as parallel_mlp
+from treeshard.manual._tensor_parallel import row_parallel as row_parallel

@@ -1,0 +1,226 @@
+"""Leaves that carry their own spec: boxes, as in Flax."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey, register_pytree_with_keys_class, tree_flatten
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.mesh import context_mesh, unknown_axis
+from treeshard._core.paths import is_box, leaf_paths
+from treeshard._core.spec_trees import get_names_from_partition_spec, specs_of_leaves
+from treeshard._core.specs import axes_of, entries, project
+from treeshard.errors import SpecError, UnknownAxisInSpecError, listed
+
+Names = tuple[str | tuple[str, ...] | None, ...]
+
+
+@register_pytree_with_keys_class
+class Partitioned:
+    """An array together with the mesh axes that each of its dims is sharded over.
+
+    A pytree node, with the fields and methods of Flax Linen's box of this name. Optimizers
+    map over the value inside. Wherever a prefix of specs is taken, such as the `in_specs` of
+    `jax.shard_map`, use `partition_specs` of the tree.
+
+    Attributes:
+        value: The array; inside `shard_map`, this device's shard of it.
+        names: One entry per dim: `None`, an axis, or a tuple of axes.
+
+    Examples:
+        >>> Partitioned(jnp.ones((8, 4)), ("fsdp", None)).get_partition_spec()
+        P('fsdp', None)
+    """
+
+    def __init__(self, value: Any, names: Sequence[Any]) -> None:
+        self.value = value
+        self.names: Names = tuple(names)
+
+    def replace_boxed(self, value: Any) -> "Partitioned":
+        """Returns a box with the same names around another value."""
+        return Partitioned(value, self.names)
+
+    def unbox(self) -> Any:
+        """Returns the value."""
+        return self.value
+
+    def get_partition_spec(self) -> PartitionSpec:
+        """Returns the names as a `PartitionSpec`."""
+        return PartitionSpec(*self.names)
+
+    def __repr__(self) -> str:
+        return f"Partitioned({self.value!r}, names={self.names!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Names]:
+        return ((GetAttrKey("value"), self.value),), self.names
+
+    def tree_flatten(self) -> tuple[Any, Names]:
+        return (self.value,), self.names
+
+    @classmethod
+    def tree_unflatten(cls, names: Names, children: Any) -> "Partitioned":
+        return cls(children[0], names)
+
+
+def partition_specs(tree: Any) -> Any:
+    """Returns the specs that the boxes of a tree carry, and `P()` for leaves without a box.
+
+    Args:
+        tree: A tree with `Partitioned` boxes, or Flax's. The values may be
+            `jax.ShapeDtypeStruct`s, as `jax.eval_shape` of an init inside `shard_map`
+            returns them.
+
+    Returns:
+        A prefix of `tree`, with a `PartitionSpec` in place of each box and leaf.
+
+    Examples:
+        >>> partition_specs({"step": 0, "w": Partitioned(jnp.ones((8, 4)), ("fsdp", None))})
+        {'step': P(), 'w': P('fsdp', None)}
+    """
+    leaves, treedef = tree_flatten(tree, is_leaf=is_box)
+    return treedef.unflatten([spec_of(x) if is_box(x) else PartitionSpec() for x in leaves])
+
+
+# ------------------------------------------------------------------ reading and writing boxes
+
+
+def spec_of(box: Any) -> PartitionSpec:
+    """The spec that a box has for its value: Linen's `names`, or the `out_sharding` of nnx."""
+    if hasattr(type(box), "replace_boxed"):
+        names = getattr(box, "names", ())
+    else:
+        names = box.get_metadata().get("out_sharding")
+    if isinstance(names, NamedSharding):
+        return names.spec
+    return names if isinstance(names, PartitionSpec) else PartitionSpec(*(names or ()))
+
+
+def value_in(box: Any) -> Any:
+    """The value in a box. (Linen's `unbox` constrains it, which fails inside `shard_map`.)"""
+    return box.value if hasattr(type(box), "replace_boxed") else box.get_value()
+
+
+def rebox(box: Any, value: Any, spec: PartitionSpec) -> Any:
+    """The same kind of box around another value, sharded by `spec`.
+
+    A value that no axis shards gets no box, except that nnx needs its variables.
+    """
+    names = _names(spec, value)
+    if not hasattr(type(box), "replace_boxed"):
+        if any(names) or any(entries(spec_of(box))):
+            return box.replace(value, out_sharding=names if any(names) else None)
+        return box.replace(value)
+    if not any(names):
+        return value
+    if isinstance(box, Partitioned):
+        return Partitioned(value, names)
+    return box.replace(value=value, names=names)
+
+
+def box_up(kind: Any, value: Any, spec: PartitionSpec) -> Any:
+    """A new box, of Linen's class or our own, around a sharded value."""
+    return kind(value, _names(spec, value))
+
+
+def _names(spec: PartitionSpec, value: Any) -> Names:
+    names = entries(spec)
+    return (*names, *[None] * (len(value.shape) - len(names)))
+
+
+# ------------------------------------------------------------------ leaves and their specs
+
+
+def dims_over(
+    spec: PartitionSpec | None, axes: Sequence[str]
+) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """The dims that some of `axes` shard, each with these axes, outermost first."""
+    pairs = []
+    for dim, entry in enumerate(entries(spec or PartitionSpec())):
+        if over := tuple(axis for axis in axes_of(entry) if axis in axes):
+            pairs.append((dim, over))
+    return tuple(pairs)
+
+
+class Leaf(NamedTuple):
+    """One leaf and its spec, from a tree of specs or from the leaf's own box.
+
+    Attributes:
+        path: Its path.
+        value: The leaf, or the value in its box.
+        spec: How it is sharded; `None` leaves it unchanged.
+        box: The box that the spec was read from, else `None`.
+    """
+
+    path: str
+    value: Any
+    spec: PartitionSpec | None
+    box: Any = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that shard it."""
+        return tuple(a for entry in entries(self.spec or PartitionSpec()) for a in axes_of(entry))
+
+    def with_value(self, value: Any) -> Any:
+        """The leaf of the resulting tree for another value with the same spec."""
+        if self.box is None:
+            return value
+        linen = hasattr(type(self.box), "replace_boxed")
+        return self.box.replace_boxed(value) if linen else self.box.replace(value)
+
+    def resharded(self, value: Any, spec: PartitionSpec) -> Any:
+        """The leaf of the resulting tree for another value, sharded by `spec`."""
+        return value if self.box is None else rebox(self.box, value, spec)
+
+    def unchanged(self) -> Any:
+        """The leaf of the tree as it is, with its box."""
+        return self.value if self.box is None else self.box
+
+
+def leaves_with_specs(tree: Any, specs: Any, where: str) -> tuple[list[Leaf], Any]:
+    """The leaves of a tree with their specs, and the structure of the tree.
+
+    With `specs=None` the specs are read from boxes, and leaves without a box are replicated.
+    With a tree of specs, a box is a node like any other.
+
+    Raises:
+        SpecError: If `specs` does not fit the tree, or specs do not fit their leaves.
+        UnknownAxisError: If specs name an axis that the mesh lacks.
+    """
+    is_leaf = is_box if specs is None else None
+    values, treedef = tree_flatten(tree, is_leaf=is_leaf)
+    paths = leaf_paths(tree, is_leaf=is_leaf)
+    if specs is None:
+        leaves = [
+            Leaf(path, value_in(x), spec_of(x), x) if is_box(x) else Leaf(path, x, PartitionSpec())
+            for path, x in zip(paths, values, strict=True)
+        ]
+    else:
+        specs = specs_of_leaves(specs, tree)
+        _check_axes_of(specs, where)
+        specs = [spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs]
+        leaves = [Leaf(*row) for row in zip(paths, values, specs, strict=True)]
+    _check_ranks(leaves, where)
+    return leaves, treedef
+
+
+def _check_axes_of(specs: list[Any], where: str) -> None:
+    mesh = context_mesh()
+    if mesh is None:
+        return
+    for name in get_names_from_partition_spec(specs):
+        if name not in mesh.shape:
+            raise UnknownAxisInSpecError(f"{where}: {unknown_axis(name, mesh.shape)}")
+
+
+def _check_ranks(leaves: list[Leaf], where: str) -> None:
+    facts = [
+        f"{leaf.path or 'the array'}: {loss.why}"
+        for leaf in leaves
+        if leaf.spec is not None and has_shape(leaf.value)
+        for loss in project(leaf.spec, None, tuple(leaf.value.shape))[1]
+    ]
+    if facts:
+        hint = "For one layer of a stack, `treeshard.layer_specs` gives the specs."
+        raise SpecError(f"{where}: {listed('specs do not fit:', facts)} {hint}")

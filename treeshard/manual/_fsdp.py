@@ -1,0 +1,461 @@
+"""Inside `shard_map`: averages gradients, alone or together with gathering and differentiating."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.tree_util import tree_flatten
+from jax.typing import DTypeLike
+
+from treeshard._core.arrays import is_array
+from treeshard._core.mesh import axis_tuple, check_bound, manual_axes
+from treeshard._core.specs import axes_of, entries, project, without_axes
+from treeshard._planning.tactics import fsdp
+from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
+from treeshard.manual._boxes import Leaf, Partitioned, box_up, dims_over, leaves_with_specs
+from treeshard.manual._mean_gather import (
+    INSTEAD_OF_GATHER,
+    Gathering,
+    gather_by,
+    still_differs,
+    vary,
+    vary_array,
+    varying,
+)
+
+# ------------------------------------------------------------------
+# Inside `shard_map`: keeps this device's shards of a tree, and gathers the full tree.
+
+AxisNames = str | Sequence[str]
+
+
+def fold_rng_over_axis(rng: jax.Array, axis_names: AxisNames) -> jax.Array:
+    """Makes a key that differs on each device along an axis, for dropout for example.
+
+    Args:
+        rng: A key, the same on these devices.
+        axis_names: The axes along which the key shall differ: those that shard the batch.
+
+    Returns:
+        `rng` with this device's row-major index along the axes folded in.
+
+    Raises:
+        UnknownAxisError: If an axis is not bound here.
+
+    Examples:
+        >>> def draw(key):
+        ...     return jax.random.uniform(fold_rng_over_axis(key, "data"), (1,))
+        >>> mesh = make_mesh("data=8")
+        >>> noise = jax.shard_map(draw, mesh=mesh, in_specs=P(), out_specs=P("data"))
+        >>> len(set(noise(jax.random.key(0)).tolist()))
+        8
+
+    Source:
+        The function of this name in the UvA deep-learning tutorials.
+    """
+    axes = axis_tuple(axis_names, "fold_rng_over_axis")
+    check_bound(axes, "fold_rng_over_axis", "use one key for the whole batch")
+    return jax.random.fold_in(rng, lax.axis_index(axes)) if axes else rng
+
+
+# ------------------------------------------------------------------ keep
+
+
+def shard_params(
+    params: Any, axis_names: AxisNames, specs: Any = None, *, min_size: int = 2**18
+) -> Any:
+    """Keeps this device's shards of parameters that every device has in full.
+
+    Axes that shard a leaf already are kept, so a tree can be sharded over one axis after
+    another.
+
+    Args:
+        params: Any pytree. Leaves that are not arrays pass through.
+        axis_names: The axis to shard over, or several, whose sizes multiply.
+        specs: How to shard each leaf: a tree of specs, a prefix of one, or a `Plan`. Axes in
+            them outside of `axis_names` must shard the leaf already. Without specs, the
+            largest dim that is free and divisible is sharded (among equals the last), and the
+            leaf is put into a `Partitioned` box with its spec.
+        min_size: Without specs, leaves with fewer elements are not sharded.
+
+    Returns:
+        The same tree, with a box around each leaf that was sharded without specs.
+
+    Raises:
+        SpecError: If `specs` does not fit the tree, or a spec does not fit its leaf.
+        UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
+            lacks.
+
+    Warns:
+        ShardingWarning: If leaves are sharded over the axis already, or have no dim that is
+            free and divisible. They stay as they are. With specs, the former is only known
+            under `check_vma=True`, where such leaves vary over the axis.
+
+    Examples:
+        >>> def init(key):
+        ...     return shard_params(jax.random.normal(key, (16, 8)), "fsdp", P("fsdp"))
+        >>> mesh = make_mesh("fsdp=8")
+        >>> init = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=P("fsdp"))
+        >>> init(jax.random.key(0)).shape
+        (16, 8)
+
+    Source:
+        The function of this name in the UvA deep-learning tutorials on FSDP.
+    """
+    return shard_tree(params, axis_names, specs, min_size, Partitioned)
+
+
+@jax.named_scope("shard_params")
+def shard_tree(params: Any, axis_names: AxisNames, specs: Any, min_size: int, kind: Any) -> Any:
+    """`shard_params`, with the class of the box for leaves that are sharded without specs."""
+    axes = axis_tuple(axis_names, "shard_params")
+    check_bound(axes, "shard_params", "`treeshard.shard` places whole trees")
+    leaves, treedef = leaves_with_specs(params, specs, "shard_params")
+    mesh, kept, misfits = _current_mesh(axes), Facts(), Facts()
+    if specs is None:
+        targets = [_largest_dim_spec(leaf, axes, mesh, min_size, kept) for leaf in leaves]
+    else:
+        targets = [_requested_spec(leaf, axes, mesh, kept, misfits) for leaf in leaves]
+    if misfits:
+        raise SpecError(f"shard_params: {listed('these leaves cannot be sharded:', misfits)}")
+    if kept:
+        warn(f"shard_params: {listed('these leaves stay as they are:', kept)}")
+    out: list[Any] = []
+    for leaf, spec in zip(leaves, targets, strict=True):
+        if spec is None:
+            out.append(leaf.unchanged())
+            continue
+        shard = _own_shard(leaf.value, dims_over(spec, axes))
+        is_new = specs is None and leaf.box is None
+        out.append(box_up(kind, shard, spec) if is_new else leaf.resharded(shard, spec))
+    return treedef.unflatten(out)
+
+
+class Facts(list[str]):
+    """Facts about leaves, for one message."""
+
+    def add(self, leaf: Leaf, fact: str) -> None:
+        self.append(f"{leaf.path or 'the array'}: {fact}")
+
+
+def _current_mesh(axes: Sequence[str]) -> AbstractMesh:
+    sizes = {**jax.sharding.get_abstract_mesh().shape, **{a: lax.axis_size(a) for a in axes}}
+    kinds = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def _largest_dim_spec(
+    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, min_size: int, kept: Facts
+) -> PartitionSpec | None:
+    """The spec of a leaf with `axes` on its largest free dim; `None` if it stays as it is."""
+    if not axes or not is_array(leaf.value) or leaf.value.ndim == 0:
+        return None
+    if set(axes) & set(leaf.axes):
+        kept.add(leaf, f"it is sharded as {leaf.spec} already.")
+        return None
+    now, shape = leaf.spec or PartitionSpec(), list(leaf.value.shape)
+    for dim, others in dims_over(now, mesh.axis_names):
+        shape[dim] *= lax.axis_size(others)
+    full = jax.ShapeDtypeStruct(shape, leaf.value.dtype)
+    spec, notes = fsdp(axes).refine(now, mesh, leaf.path, full, min_size)
+    for note in notes:
+        if note.kind == "no-dim":
+            kept.add(leaf, note.why)
+    return None if spec == now else spec
+
+
+def _requested_spec(
+    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, kept: Facts, misfits: Facts
+) -> PartitionSpec | None:
+    """The spec of a leaf that `axes` are to shard; `None` if it stays as it is."""
+    if leaf.spec is None or not is_array(leaf.value) or not set(axes) & set(leaf.axes):
+        return None
+    if varying(leaf.value) & set(axes) & set(leaf.axes):
+        kept.add(leaf, f"it varies over the axes of {leaf.spec}, so it is sharded already.")
+        return None
+    if fact := _not_innermost(leaf.spec, axes):
+        misfits.add(leaf, fact)
+    others = [axis for axis in leaf.axes if axis not in axes]
+    for loss in project(without_axes(leaf.spec, others), mesh, leaf.value.shape)[1]:
+        misfits.add(leaf, loss.why)
+    return leaf.spec
+
+
+def _not_innermost(spec: PartitionSpec, axes: Sequence[str]) -> str | None:
+    """Why a dim that several axes shard cannot be split, or gathered, over some of them."""
+    for dim, over in dims_over(spec, axes):
+        sharded_by = axes_of(entries(spec)[dim])
+        if sharded_by[-len(over) :] != over:
+            return (
+                f"{spec} splits dim {dim} by {sharded_by}, the outermost first. Only the innermost"
+                f" axes can be split or gathered alone: name all of them, or write {over} last."
+            )
+    return None
+
+
+def _own_shard(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any:
+    for dim, axes in dims:
+        length = x.shape[dim] // lax.axis_size(axes)
+        x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * length, length, dim)
+    return x
+
+
+# ------------------------------------------------------------------ gather
+
+
+def gather_params(
+    params: Any,
+    axis_names: AxisNames | None = None,
+    specs: Any = None,
+    *,
+    dtype: DTypeLike | None = None,
+) -> Any:
+    """Gathers parameters of which every device has a shard; their gradients are means.
+
+    In the forward pass, each leaf is all-gathered over those of `axis_names` that shard it. In
+    the backward pass, its gradient is reduce-scattered and divided by the number of devices.
+
+    The order of the arguments is that of the UvA tutorials: the axes before the specs
+    (`treeshard.unshard` takes the specs first).
+
+    The gradients of `gather_params` and `sync_gradients` together are those of the mean loss
+    over all devices, on two conditions: the loss is the mean over *this device's* batch, and
+    both functions get the same axes, which are all that shard the batch and all that shard
+    parameters to save memory. If JAX tracks what varies (`check_vma=True`), the gradient of a
+    loss that was reduced already by `jax.lax.pmean` would be divided once more: return
+    `vary(loss, axis_names)` then, or use `value_and_grad`, which is right for every loss. Take
+    the gradient inside `shard_map` and in reverse mode; `jax.jvp` does not work.
+
+    Inside a scan over layers, with `jax.checkpoint` around the layer, no more than one or two
+    layers are gathered at a time. Without it, all gathered weights are kept for the backward
+    pass. The leaves of a slice have the specs that `layer_specs` returns. Call `vary` on the
+    parameters first: the gradients of leaves that no axis shards are then averaged once, by
+    `sync_gradients`, instead of once per layer.
+
+    Args:
+        params: Any pytree. Leaves that are not arrays pass through.
+        axis_names: The axes to gather over, and to average gradients over; by default all
+            axes over which the code runs once per device here.
+        specs: How `params` is sharded: a tree of specs, a prefix of one, or a `Plan`; `None`
+            in it leaves a subtree as it is. By default the specs are read from boxes
+            (`Partitioned`, Flax's), and leaves without a box are replicated.
+        dtype: The dtype to which floating leaves are converted before they are sent, such as
+            `jnp.bfloat16`, for half the bytes. Gradients are sent in it too; each device then
+            converts its shard to the dtype of the parameter.
+
+    Returns:
+        The same tree. Leaves that another axis still shards stay in their boxes, and nnx
+        variables stay variables; other boxes are removed.
+
+    Raises:
+        SpecError: If `specs` does not fit the tree or a leaf, or a dim cannot be gathered
+            over an axis because an axis further in still shards it.
+        UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
+            lacks.
+
+    Examples:
+        >>> def loss(params, x):
+        ...     return jnp.mean(x @ gather_params(params, "fsdp", P("fsdp")))
+        >>> def step(params, x):
+        ...     return sync_gradients(jax.grad(loss)(params, x), "fsdp", P("fsdp"))
+        >>> mesh, w, x = make_mesh("fsdp=8"), jnp.ones((8, 2)), jnp.ones((16, 8))
+        >>> f = jax.shard_map(step, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp"))
+        >>> f(w, x)[0]
+        Array([0.5, 0.5], dtype=float32)
+
+    Source:
+        The function of this name in the UvA deep-learning tutorials on FSDP; ZeRO stage 3,
+        Rajbhandari et al. 2020, arXiv:1910.02054.
+    """
+    axes = _axes_or_all(axis_names, "gather_params")
+    check_bound(axes, "gather_params", INSTEAD_OF_GATHER)
+    leaves, treedef = leaves_with_specs(params, specs, "gather_params")
+    misfits = Facts()
+    for leaf in leaves:
+        if leaf.spec is not None and (fact := _not_innermost(leaf.spec, axes)):
+            misfits.add(leaf, fact)
+    if misfits:
+        raise SpecError(f"gather_params: {listed('these leaves cannot be gathered:', misfits)}")
+    return treedef.unflatten([_gathered(leaf, axes, dtype) for leaf in leaves])
+
+
+def _axes_or_all(axis_names: AxisNames | None, where: str) -> tuple[str, ...]:
+    if axis_names is not None:
+        return axis_tuple(axis_names, where)
+    bound = manual_axes()
+    if not bound:
+        raise UnknownAxisError(
+            f"{where}: no axis is bound here. Axes are bound inside `jax.shard_map`; outside,"
+            f" {INSTEAD_OF_GATHER}."
+        )
+    return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in bound)
+
+
+def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any:
+    x = leaf.value
+    if leaf.spec is None or not is_array(x):
+        return leaf.unchanged()
+    replicated = tuple(a for a in axes if a not in leaf.axes and not still_differs(x, a))
+    convert = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    wire_dtype = jnp.dtype(dtype) if convert else x.dtype
+    how = Gathering(dims_over(leaf.spec, axes), replicated, wire_dtype, x.dtype)
+    full = gather_by(vary_array(x, [a for a in leaf.axes if a in axes]), how)
+    return leaf.resharded(full, without_axes(leaf.spec, axes))
+
+
+@jax.named_scope("sync_gradients")
+def sync_gradients(grads: Any, axis_names: AxisNames, specs: Any = None) -> Any:
+    """Averages gradients over the axes that do not shard their leaves.
+
+    `gather_params` has averaged the gradients of a leaf over the axes that shard it. Only
+    gradients that may still differ are averaged here, so a second call changes nothing.
+
+    See `gather_params` for the losses and the axes for which the result is the gradient of the
+    mean loss. Without a gather (plain data parallelism), call `vary` on the parameters first:
+    otherwise, under `check_vma=True`, JAX has summed the gradients already.
+
+    Args:
+        grads: The gradients, or any pytree to average. Leaves that are not arrays pass
+            through, and so do the `float0`s that JAX returns for integers.
+        axis_names: The axes to average over, the same as in `gather_params`.
+        specs: How the parameters are sharded, as in `gather_params`; by default the specs are
+            read from boxes. `None` in it leaves a subtree as it is.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        LeafError: If leaves are integers or keys, which have no mean.
+        SpecError: If `specs` does not fit the tree or a leaf.
+        UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
+            lacks.
+
+    Examples:
+        >>> f = lambda g: sync_gradients(g, "fsdp")
+        >>> mesh = make_mesh("fsdp=8")
+        >>> jax.shard_map(f, mesh=mesh, in_specs=P("fsdp"), out_specs=P())(jnp.arange(8.0))
+        Array([3.5], dtype=float32)
+
+    Source:
+        The function of this name in the UvA deep-learning tutorials on FSDP.
+    """
+    axes = axis_tuple(axis_names, "sync_gradients")
+    check_bound(axes, "sync_gradients", "under `jax.jit`, gradients need no averaging")
+    leaves, treedef = leaves_with_specs(grads, specs, "sync_gradients")
+    out, misfits = [leaf.unchanged() for leaf in leaves], Facts()
+    by_axes: dict[tuple[str, ...], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        x = leaf.value
+        if leaf.spec is None or not is_array(x) or x.dtype == jax.dtypes.float0:
+            continue
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            misfits.add(leaf, f"{x.dtype}{list(x.shape)} has neither a mean nor a gradient.")
+            continue
+        over = tuple(a for a in axes if a not in leaf.axes and still_differs(x, a))
+        by_axes.setdefault(over, []).append(i)
+    if misfits:
+        raise LeafError(
+            f"sync_gradients: {listed('these leaves are not gradients:', misfits)} Remove them"
+            " from the tree, or use `value_and_grad`, which differentiates floating leaves only."
+        )
+    for over, indices in by_axes.items():
+        if over:
+            means = lax.pmean([leaves[i].value for i in indices], over)
+            for i, mean in zip(indices, means, strict=True):
+                out[i] = leaves[i].with_value(mean)
+    return treedef.unflatten(out)
+
+
+# ------------------------------------------------------------------ value and grad
+
+
+def value_and_grad(
+    loss: Callable[..., Any],
+    axis_names: AxisNames,
+    specs: Any = None,
+    *,
+    has_aux: bool = False,
+    dtype: DTypeLike | None = None,
+    gather: bool = True,
+) -> Callable[..., Any]:
+    """Makes a function that gathers, differentiates and averages: FSDP in one call.
+
+    It is right for every loss: for the mean over this device's batch (the gradients are then
+    those of the mean over all devices), and for a loss that was reduced by `jax.lax.pmean`,
+    `psum`, or a quotient of `psum`s (the gradients are then those of that value).
+
+    Args:
+        loss: Called as `loss(params, *args)` with full parameters; returns a scalar, or with
+            `has_aux` a pair of a scalar and anything.
+        axis_names: The axes to gather and average over: all that shard the batch, and all
+            that shard parameters to save memory.
+        specs: How `params` is sharded, as in `gather_params`.
+        has_aux: Whether `loss` returns more than the scalar. `aux` is returned as it is, this
+            device's own: reduce it yourself.
+        dtype: The dtype to which floating leaves are converted before they are sent.
+        gather: Whether to gather before `loss` is called. Otherwise `loss` gets this device's
+            shards, and calls `gather_params` itself with the same axes, such as on the weights
+            of one layer inside a scan over layers.
+
+    Returns:
+        `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. Call it inside
+        `shard_map`, on this device's shards. The value is the mean over the axes, and the
+        gradients are sharded like `params`; those of leaves that are not floating are `None`.
+
+    Raises:
+        SpecError: When called, if `specs` does not fit `params`; under `check_vma=True`, if
+            the loss varies over an axis that is not in `axis_names` and over which no
+            parameter varies: its gradients would be sums over that axis.
+        UnknownAxisError: When called, if an axis is not bound here.
+
+    Examples:
+        >>> step = value_and_grad(lambda w, x: jnp.mean(x @ w), "fsdp", P("fsdp"))
+        >>> mesh, w, x = make_mesh("fsdp=8"), jnp.ones((8, 2)), jnp.ones((16, 8))
+        >>> f = jax.shard_map(
+        ...     step, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=(P(), P("fsdp"))
+        ... )
+        >>> f(w, x)[1][0]
+        Array([0.5, 0.5], dtype=float32)
+    """
+    where = "value_and_grad"
+    axes = axis_tuple(axis_names, where)
+
+    def value_and_grad_of_loss(params: Any, *args: Any) -> tuple[Any, Any]:
+        check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")
+        leaves, treedef = tree_flatten(params)
+        floating = [
+            i for i, x in enumerate(leaves) if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
+
+        def filled(new: Sequence[Any], others: Sequence[Any]) -> Any:
+            every = list(others)
+            for i, x in zip(floating, new, strict=True):
+                every[i] = x
+            return treedef.unflatten(every)
+
+        def local(differentiated: Sequence[Any]) -> tuple[Any, Any]:
+            tree = filled(differentiated, leaves)
+            out = loss(gather_params(tree, axes, specs, dtype=dtype) if gather else tree, *args)
+            value, aux = out if has_aux else (out, None)
+            _check_axes_named(value, leaves, axes)
+            return vary(value, axes), aux
+
+        start = vary([leaves[i] for i in floating], axes)
+        (value, aux), grads = jax.value_and_grad(local, has_aux=True)(start)
+        grads = sync_gradients(filled(grads, [None] * len(leaves)), axes, specs)
+        value = lax.pmean(value, axes) if axes else value
+        return ((value, aux) if has_aux else value), grads
+
+    return value_and_grad_of_loss
+
+
+def _check_axes_named(value: Any, leaves: Sequence[Any], axes: Sequence[str]) -> None:
+    expected = {*axes, *(axis for x in leaves if is_array(x) for axis in varying(x))}
+    if is_array(value) and (more := varying(value) - expected):
+        raise SpecError(
+            f"value_and_grad: the loss also varies over {sorted(more)}, but axis_names is {axes}."
+            " Its gradients would be summed over those axes: name them, or reduce the loss."
+        )

@@ -1,0 +1,197 @@
+"""Wraps modules so that their parameters are gathered only while they are called."""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import jax
+from jax.tree_util import (
+    GetAttrKey,
+    all_leaves,
+    register_pytree_with_keys_class,
+    tree_flatten,
+    tree_map,
+    tree_structure,
+)
+from jax.typing import DTypeLike
+
+from treeshard._core.arrays import is_array
+from treeshard._core.mesh import axis_tuple
+from treeshard._core.paths import is_box
+from treeshard._core.spec_trees import specs_of_leaves
+from treeshard.errors import SpecError
+from treeshard.manual._boxes import value_in
+from treeshard.manual._fsdp import gather_params, shard_params, shard_tree
+
+
+def shard_module_params(
+    target: Any,
+    axis_names: str | Sequence[str],
+    specs: Any = None,
+    *,
+    min_size: int = 2**18,
+    dtype: DTypeLike | None = None,
+    remat: bool = False,
+) -> Any:
+    """Wraps a module so that its parameters are gathered when it is called, and only then.
+
+    Use the result inside `shard_map`. It calls `shard_params` and `gather_params`, whose
+    conditions on the loss and the axes apply here too.
+
+    Args:
+        target: What to wrap:
+
+            - a function `f(params, *args)`: it gathers `params`;
+            - an Equinox module, or any callable pytree, with this device's shards: it gathers
+              itself;
+            - an Equinox class, or another whose instances are callable pytrees: instances keep
+              this device's shards when they are made, and gather themselves;
+            - a Flax Linen class: it keeps this device's shards in `init`, in Flax's own boxes,
+              and gathers in `apply`.
+        axis_names: The axes to gather over, and to average gradients over.
+        specs: How the parameters are sharded, as in `gather_params`. By default the specs are
+            read from boxes. Linen classes have only boxes.
+        min_size: Without specs, parameters with fewer elements are not sharded when they are
+            made.
+        dtype: The dtype to which floating leaves are converted before they are sent.
+        remat: Whether the backward pass gathers again, instead of keeping the gathered
+            parameters (`jax.checkpoint`).
+
+    Returns:
+        The same kind of object as `target`: a function, a pytree that is called like the
+        module (its attribute `module`), or a class.
+
+    Raises:
+        TypeError: If `target` is not one of these, or if it is a Linen module instead of its
+            class.
+        SpecError: If specs are given for a Linen class, or do not fit the module. When called,
+            as `shard_params` and `gather_params`.
+
+    Examples:
+        >>> def predict(params, x):
+        ...     return x @ params["w"]
+        >>> gathered = shard_module_params(predict, "fsdp", {"w": P("fsdp")})
+        >>> f = jax.shard_map(
+        ...     gathered, mesh=make_mesh("fsdp=8"), in_specs=({"w": P("fsdp")}, P("fsdp")),
+        ...     out_specs=P("fsdp"),
+        ... )
+        >>> f({"w": jnp.ones((8, 2))}, jnp.ones((16, 8))).shape
+        (16, 2)
+
+    Source:
+        The function of this name in the UvA deep-learning tutorials on FSDP.
+    """
+    axes = axis_tuple(axis_names, "shard_module_params")
+    linen = sys.modules.get("flax.linen")  # unless imported, `target` is not a Linen class
+    is_class = isinstance(target, type)
+    if linen is not None and is_class and issubclass(target, linen.Module):
+        if specs is not None:
+            raise SpecError(
+                "shard_module_params: Linen modules carry their specs in boxes. Omit `specs`, and"
+                " declare them with `flax.linen.with_partitioning`."
+            )
+        return _linen_class(linen, target, axes, min_size, dtype, remat)
+    if linen is not None and isinstance(target, linen.Module):
+        name = type(target).__name__
+        raise TypeError(
+            f"shard_module_params: Flax wraps classes, not modules. Wrap the class {name}, and"
+            f" make the module from the result: `shard_module_params({name}, ...)(...)`."
+        )
+    if is_class:
+        return _class(target, axes, specs, min_size, dtype, remat)
+    if not callable(target):
+        raise TypeError(
+            f"shard_module_params: {target!r} ({type(target).__name__}) is not callable. Pass a"
+            " function of the parameters, a module, or a module's class."
+        )
+    if all_leaves([target]):
+        return _function(target, axes, specs, dtype, remat)
+    leaf_specs = None if specs is None else tuple(specs_of_leaves(specs, target))
+    return GatheredModule(target, (axes, leaf_specs, dtype, remat))
+
+
+def _function(
+    f: Callable[..., Any], axes: tuple[str, ...], specs: Any, dtype: Any, remat: bool
+) -> Callable[..., Any]:
+    @wraps(f)
+    def gathered(params: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = tree_flatten(params)
+        indices = [i for i, x in enumerate(leaves) if is_array(x)]
+
+        def call(arrays: list[Any]) -> Any:
+            for i, x in zip(indices, arrays, strict=True):
+                leaves[i] = x
+            full = gather_params(treedef.unflatten(leaves), axes, specs, dtype=dtype)
+            return f(full, *args, **kwargs)
+
+        # `jax.checkpoint` takes arrays only.
+        return (jax.checkpoint(call) if remat else call)([leaves[i] for i in indices])
+
+    return gathered
+
+
+@register_pytree_with_keys_class
+class GatheredModule:
+    """A callable pytree that gathers itself when it is called: see `shard_module_params`.
+
+    Attributes:
+        module: The module, with this device's shards of its parameters.
+    """
+
+    def __init__(self, module: Any, how: tuple[Any, ...]) -> None:
+        self.module = module
+        self._how = how
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        axes, leaf_specs, dtype, remat = self._how
+        specs = None
+        if leaf_specs is not None:
+            specs = tree_structure(self.module).unflatten(leaf_specs)
+        call = _function(lambda m, *a, **k: m(*a, **k), axes, specs, dtype, remat)
+        return call(self.module, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"shard_module_params({self.module!r}, {self._how[0]!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        return ((GetAttrKey("module"), self.module),), self._how
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (self.module,), self._how
+
+    @classmethod
+    def tree_unflatten(cls, how: Any, children: Any) -> "GatheredModule":
+        return cls(children[0], how)
+
+
+def _class(
+    kind: type, axes: tuple[str, ...], specs: Any, min_size: int, dtype: Any, remat: bool
+) -> Callable[..., GatheredModule]:
+    @wraps(kind, updated=())
+    def make(*args: Any, **kwargs: Any) -> GatheredModule:
+        shards = shard_params(kind(*args, **kwargs), axes, specs, min_size=min_size)
+        return shard_module_params(shards, axes, specs, dtype=dtype, remat=remat)
+
+    return make
+
+
+def _linen_class(
+    linen: Any, kind: type, axes: tuple[str, ...], min_size: int, dtype: Any, remat: bool
+) -> type:
+    def gather(params: Any) -> Any:
+        gathered = gather_params(params, axes, dtype=dtype)
+        # Boxes remain around leaves that another axis shards. Linen would constrain their
+        # values when it unboxes them, which fails inside `shard_map`.
+        return tree_map(lambda x: value_in(x) if is_box(x) else x, gathered, is_leaf=is_box)
+
+    mapped = linen.map_variables(
+        kind,
+        "params",
+        trans_in_fn=gather,
+        trans_out_fn=partial(
+            shard_tree, axis_names=axes, specs=None, min_size=min_size, kind=linen.Partitioned
+        ),
+        mutable=True,
+    )
+    return linen.remat(mapped) if remat else mapped

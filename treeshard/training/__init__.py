@@ -1,0 +1,256 @@
+"""For training loops: initialise a state already sharded, and compile a step that keeps it sharded.
+
+A state is any pytree: parameters, optimizer state, step and key together. Its arrays are
+traced; everything else in it (functions, strings, Python numbers, the static fields of
+Equinox modules) is part of the program.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import tree_leaves
+
+from treeshard._core.arrays import is_array
+from treeshard._core.mesh import axis_sizes, check_axes
+from treeshard._core.processes import agreeing, company, facts_of
+from treeshard._core.spec_trees import get_names_from_partition_spec
+from treeshard._placement.targets import without_names
+from treeshard._planning.plan import Plan, plan
+from treeshard.errors import StateError, warn
+from treeshard.training._accumulate import accumulate_gradients as accumulate_gradients
+from treeshard.training._metrics import Metrics as Metrics
+from treeshard.training._metrics import print_metrics as print_metrics
+from treeshard.training._step import Step, concrete_mesh
+
+# ------------------------------------------------------------------ initialise
+
+
+def init_sharded(
+    fn: Callable[..., Any],
+    *args: Any,
+    rules: Any,
+    mesh: Mesh,
+    min_size: int | None = None,
+    strict: bool = True,
+) -> tuple[Any, Plan]:
+    """Calls `fn(*args)` and returns its result initialised sharded: no device holds all of it.
+
+    `fn` is traced once for the shapes, to which the rules are applied. Then it is compiled
+    once, and each device computes its own shards. The values are those of
+    `jax.jit(fn)(*args)` on one device, bit for bit.
+
+    Args:
+        fn: Makes the tree, such as a model with its optimizer state. The tree may have
+            functions and other static leaves.
+        args: The arguments of `fn`. Arrays and keys are traced; anything else is static.
+        rules: As in `treeshard.match_partition_rules`.
+        mesh: The devices. Constraints inside `fn` see it as the mesh in force.
+        min_size: Leaves with fewer elements are replicated.
+        strict: Whether an unmatched leaf, or a spec that does not fit its leaf, is an error.
+            Otherwise the plan records it.
+
+    Returns:
+        The tree, and the `Plan` that it is sharded by.
+
+    Raises:
+        ShardingRuleError: If `strict` and a leaf is unmatched or a spec does not fit; or if
+            the rules are malformed. Nothing has been allocated then.
+        MeshError: If `mesh` is abstract: it has no devices for the tree.
+        ProcessError: If the processes of the mesh do not make the same tree by the same rules,
+            or one of them fails or does not arrive. Nothing has been allocated then.
+
+    Examples:
+        >>> def init(key):
+        ...     return {"w": jax.random.normal(key, (1024, 64)), "step": jnp.int32(0)}
+        >>> mesh = ts.make_mesh("fsdp=8")
+        >>> state, plan = init_sharded(
+        ...     init, jax.random.key(0), rules=[(".*", ts.fsdp("fsdp"))], mesh=mesh
+        ... )
+        >>> state["w"].sharding.spec
+        P('fsdp',)
+
+    Source:
+        Shapes first, then a jitted init with `out_shardings`, as in EasyLM and in Flax's
+        own guide.
+    """
+    concrete_mesh(mesh, "init_sharded")
+    traced, static = eqx.partition(args, is_array)
+    skeleton: Any = None  # the tree, with a slot in place of each array
+
+    def make(traced: Any) -> list[Any]:
+        nonlocal skeleton
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            tree = fn(*eqx.combine(traced, static))
+        skeleton = jax.tree.map(lambda x: _SLOT if is_array(x) else x, tree)
+        return [_strong(leaf) for leaf in tree_leaves(tree) if is_array(leaf)]
+
+    among = company((), [mesh])
+    with agreeing("init_sharded", among=among) as facts:
+        tree = _filled(jax.eval_shape(make, traced), skeleton)
+        tree_plan = plan(tree, rules, mesh, min_size=min_size)
+        if strict:
+            tree_plan.check()
+        shardings = [NamedSharding(mesh, leaf.given) for leaf in tree_plan.leaves]
+        if among:  # all processes must compile the same program
+            rows = zip(tree_plan.leaves, shardings, strict=True)
+            facts |= facts_of((x.path, x, [s]) for x, s in rows)
+    arrays = jax.jit(make, out_shardings=shardings)(traced)
+    return _filled(arrays, skeleton), tree_plan
+
+
+_SLOT = object()
+
+
+def _filled(arrays: list[Any], skeleton: Any) -> Any:
+    rest = iter(arrays)
+    return jax.tree.map(lambda x: next(rest) if x is _SLOT else x, skeleton)
+
+
+def _strong(x: Any) -> Any:
+    # The first step would return a weakly typed leaf strongly typed, and compile again.
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    return jax.lax.convert_element_type(x, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+# ------------------------------------------------------------------ the step
+
+
+def jit_step(
+    fn: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    plan: Plan | None = None,
+    *,
+    batch: Any,
+    donate: bool = True,
+) -> Any:
+    """Compiles a training step once, with the state sharded by the plan before and after it.
+
+    Also a decorator: `@jit_step(plan=plan, batch=P("fsdp"))`.
+
+    Args:
+        fn: Takes `(state, batch)` and returns `(state, aux)`, where the new state has the
+            old one's structure, shapes and dtypes.
+        plan: The plan of the state, as `init_sharded` returns it.
+        batch: The specs of the batch: a tree of them, or one for all its leaves. For FSDP
+            the batch is split over the same axis as the parameters: `P("fsdp")`, or
+            `P(("data", "fsdp"))` on a mesh of both. Scalars are replicated.
+        donate: Whether the new state reuses the memory of the old state, which is deleted.
+
+    Returns:
+        A callable `step(state, batch) -> (state, aux)`. It places numpy batches on the
+        devices. Constraints inside `fn` see the plan's mesh as the mesh in force. The step
+        compiles once, whether it is called inside `jax.set_mesh(plan.mesh)` or outside.
+        `step.lower(state, batch)` returns the `jax.stages.Lowered`, and
+        `step.communication(state, batch)` compares the communication of the compiled program
+        with the plan; both take `plan.structs` and `jax.ShapeDtypeStruct`s too.
+
+    Raises:
+        UnknownAxisError: If `batch` names an axis that the mesh lacks.
+        SpecError: If `batch` has no specs; when called, if the batch or the state does
+            not fit its specs.
+        StateError: When called, if `fn` changes the state's structure, a shape, a dtype,
+            or a leaf that is not an array.
+        DeletedLeafError: When called, if the state was donated to an earlier step.
+        MeshError: If the plan was made for an abstract mesh.
+
+    Warns:
+        ShardingWarning: If parameters are sharded by `fsdp` over an axis that the batch is
+            not split over: all devices along it then do the same work.
+
+    Examples:
+        >>> mesh = ts.make_mesh("fsdp=8")
+        >>> state = {"w": jnp.zeros(8), "step": jnp.int32(0)}
+        >>> plan = ts.plan(state, [(".*", ts.fsdp("fsdp", min_size=0))], mesh)
+        >>> @jit_step(plan=plan, batch=P("fsdp"))
+        ... def step(state, batch):
+        ...     return {"w": state["w"] + batch.mean(0), "step": state["step"] + 1}, batch.sum()
+        >>> state, total = step(ts.shard(state, plan), np.ones((16, 8), "float32"))
+        >>> float(total)
+        128.0
+    """
+    if fn is None:
+        return partial(jit_step, plan=plan, batch=batch, donate=donate)
+    if plan is None:
+        raise StateError("jit_step needs the plan of the state: jit_step(fn, plan, batch=...).")
+    batch = without_names(batch, plan.mesh)
+    _check_batch_specs(batch, plan, "jit_step")
+    return Step(fn, plan, batch, donate=donate)
+
+
+def shard_map_step(
+    fn: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    plan: Plan | None = None,
+    *,
+    batch: Any,
+    donate: bool = True,
+) -> Any:
+    """Compiles a training step whose code runs once per device, on its shards, as in `shard_map`.
+
+    Like `jit_step`, but `fn` is called inside `jax.shard_map` over all axes of the mesh, with
+    this device's shards of the state and of the batch. `fn` itself gathers parameters and
+    reduces gradients: see `treeshard.manual`. JAX tracks which values vary between devices
+    (`check_vma=True`), so results that must be equal on all devices are checked.
+
+    Args:
+        fn: Takes `(state, batch)` and returns `(state, aux)`. Leaves of the new state must be
+            equal on all devices along the axes that do not shard them, and `aux` must be equal
+            on all devices: use `manual.value_and_grad` or `manual.sync_gradients`,
+            `Metrics.reduce`, `jax.lax.pmean`.
+        plan: The plan of the state.
+        batch: The specs of the batch, as in `jit_step`.
+        donate: Whether the new state reuses the memory of the old state, which is deleted.
+
+    Returns:
+        A callable like that of `jit_step`.
+
+    Raises:
+        StateError: When called, if leaves of the new state, or `aux`, may differ between
+            devices; lists all of them, with the axes.
+        UnknownAxisError, SpecError, StateError, DeletedLeafError, MeshError: As `jit_step`.
+
+    Warns:
+        ShardingWarning: As `jit_step`.
+
+    Examples:
+        >>> from treeshard.manual import value_and_grad
+        >>> mesh = ts.make_mesh("fsdp=8")
+        >>> plan = ts.plan({"w": jnp.zeros(8)}, [("w", P("fsdp"))], mesh, min_size=0)
+        >>> grad = value_and_grad(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), "fsdp", plan)
+        >>> @shard_map_step(plan=plan, batch=P("fsdp"))
+        ... def step(state, batch):
+        ...     loss, grads = grad(state, batch)
+        ...     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+        >>> state = ts.shard({"w": np.zeros(8, "float32")}, plan)
+        >>> state, loss = step(state, np.ones((16, 8), "float32"))
+        >>> float(loss)
+        1.0
+
+    Source:
+        The shard_map training steps of the UvA deep-learning tutorials.
+    """
+    if fn is None:
+        return partial(shard_map_step, plan=plan, batch=batch, donate=donate)
+    if plan is None:
+        raise StateError("shard_map_step needs the plan: shard_map_step(fn, plan, batch=...).")
+    batch = without_names(batch, plan.mesh)
+    _check_batch_specs(batch, plan, "shard_map_step")
+    return Step(fn, plan, batch, donate=donate, per_device=True)
+
+
+def _check_batch_specs(batch: Any, plan: Plan, where: str) -> None:
+    sizes = axis_sizes(plan.mesh)
+    split = get_names_from_partition_spec(batch)
+    check_axes(split, sizes, f"{where}: batch")
+    idle = [a for a in sizes if a in plan.fsdp_axes() and a not in split and sizes[a] > 1]
+    if idle:
+        both = [*split, *idle]
+        advice = repr(tuple(both)) if len(both) > 1 else repr(both[0])
+        warn(
+            f"{where}: parameters are sharded by fsdp over {', '.join(map(repr, idle))}, but the"
+            f" batch is not (batch={batch}), so all devices along it do the same work."
+            f" Split the batch too: batch=P({advice})."
+        )

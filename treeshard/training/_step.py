@@ -1,0 +1,403 @@
+"""Compiles a training step into one program, also for states with leaves that are not arrays."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import update_wrapper
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten
+
+from treeshard._core.arrays import array_text, has_shape, is_array
+from treeshard._core.mesh import AnyMesh, describe_mesh, is_tracing
+from treeshard._core.paths import leaf_paths
+from treeshard._core.spec_trees import get_names_from_partition_spec, specs_of_leaves
+from treeshard._placement.constraint import with_sharding_constraint
+from treeshard._planning.plan import Plan
+from treeshard.communication.comparison import Comparison, compare_communication
+from treeshard.errors import (
+    DeletedLeafError,
+    MeshError,
+    SpecError,
+    StateError,
+    TreeShardError,
+    listed,
+)
+from treeshard.manual._mean_gather import varying
+
+# ------------------------------------------------------------------
+# Splits a tree into arrays, which a compiled step takes, and static leaves, which it contains.
+
+
+class Layout:
+    """Which leaves of a tree are traced; all others are static, a part of the program."""
+
+    def __init__(self, leaves: list[Any], treedef: Any, traced: Callable[[Any], bool]) -> None:
+        self.treedef = treedef
+        self.paths = leaf_paths(treedef.unflatten(leaves))
+        self.traced = [i for i, x in enumerate(leaves) if traced(x)]
+        self.static = {i: x for i, x in enumerate(leaves) if not traced(x)}
+        self._blank = [self.static.get(i) for i in range(len(leaves))]
+
+    def fits(self, leaves: list[Any], treedef: Any) -> bool:
+        return treedef == self.treedef and all(_same(leaves[i], x) for i, x in self.static.items())
+
+    def arrays(self, leaves: list[Any]) -> list[Any]:
+        return [leaves[i] for i in self.traced] if self.static else leaves
+
+    def tree(self, arrays: list[Any]) -> Any:
+        if not self.static:
+            return self.treedef.unflatten(arrays)
+        leaves = self._blank.copy()
+        for i, x in zip(self.traced, arrays, strict=True):
+            leaves[i] = x
+        return self.treedef.unflatten(leaves)
+
+    def check_kept(self, new: list[Any], treedef: Any) -> None:
+        """Raises `StateError` if a step changed the structure, or a static leaf."""
+        if treedef != self.treedef:
+            raise self._other_structure(new, treedef)
+        facts = [
+            f"{self.paths[i]}: the step turns {named(old)} into {named(new[i])}. A leaf that is"
+            f" not an array is a constant of the compiled program. {_fix(old)}"
+            for i, old in self.static.items()
+            if not _same(new[i], old)
+        ]
+        if facts:
+            raise StateError(listed(f"{len(facts)} leaves change that are not arrays:", facts))
+
+    def _other_structure(self, new: list[Any], treedef: Any) -> StateError:
+        paths = leaf_paths(treedef.unflatten(new))
+        facts = only_in(self.paths, paths, "the returned state lacks it.")
+        facts += only_in(paths, self.paths, "the step adds it to the state.")
+        facts = facts or ["the step changes a container of the state, or a static field in one."]
+        headline = "The step changes the structure of its state:"
+        return StateError(listed(headline, facts, headed=True))
+
+
+class Names:
+    """The names of the arrays in a `Named`. It compares by identity, which is fast."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.keys = keys
+
+
+class Named:
+    """A list of arrays with names, which appear in the compiled program.
+
+    A dict has them too, but JAX sorts its keys at every call.
+    """
+
+    def __init__(self, arrays: Sequence[Any], names: Names) -> None:
+        self.arrays, self.names = arrays, names
+
+
+def _with_keys(x: Named) -> tuple[list[Any], Names]:
+    return [(DictKey(k), a) for k, a in zip(x.names.keys, x.arrays, strict=True)], x.names
+
+
+register_pytree_with_keys(
+    Named,
+    _with_keys,
+    lambda names, arrays: Named(list(arrays), names),
+    lambda x: (x.arrays, x.names),
+)
+
+
+def only_in(paths: list[str], others: list[str], fact: str) -> list[str]:
+    known = set(others)
+    return [f"{path}: {fact}" for path in paths if path not in known]
+
+
+def is_data(x: Any) -> bool:
+    return has_shape(x) or isinstance(x, bool | int | float | complex)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and bool(a == b))
+
+
+def named(x: Any) -> str:
+    return array_text(x) if has_shape(x) else f"the {type(x).__name__} {x!r}"
+
+
+def _fix(old: Any) -> str:
+    makers = {bool: "jnp.bool_", int: "jnp.int32", float: "jnp.float32"}
+    if maker := makers.get(type(old)):
+        return f"Start it as an array: `{maker}({old!r})`."
+    return "Keep it out of the state, or leave it unchanged."
+
+
+StepFn = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def concrete_mesh(mesh: AnyMesh, where: str) -> Mesh:
+    """Returns `mesh` if it has devices; raises `MeshError` if it is abstract."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    raise MeshError(
+        f"{where}: an abstract mesh ({describe_mesh(mesh)}) has no devices. Make a mesh with"
+        " `treeshard.make_mesh`, and plan again for that."
+    )
+
+
+class Step:
+    """A step `(state, batch) -> (state, aux)`, compiled once per structure of its arguments.
+
+    Attributes:
+        plan: The plan of the state.
+        batch_specs: The specs of the batch.
+    """
+
+    def __init__(
+        self, fn: StepFn, plan: Plan, batch: Any, *, donate: bool, per_device: bool = False
+    ) -> None:
+        update_wrapper(self, fn)
+        self.plan, self.batch_specs = plan, batch
+        self._mesh = concrete_mesh(plan.mesh, "shard_map_step" if per_device else "jit_step")
+        self._fn, self._donate, self._per_device = fn, donate, per_device
+        self._programs: list[_Program] = []
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        program, arrays, data = self._prepare(state, batch)
+        # JAX 0.10 aborts the process if it gets deleted arrays on several devices.
+        if _any_deleted(arrays):
+            raise _deleted(arrays, self.plan)
+        with _fixed_context(self._mesh):
+            try:
+                new, aux = program.run(program.named(arrays), data)
+            except TreeShardError:
+                raise
+            except Exception as error:
+                if (problem := _misplaced(arrays, self.plan)) is None:
+                    raise
+                raise problem from error
+        return program.state.tree(new.arrays), aux
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """Traces and lowers the step for these arguments, without donating them.
+
+        Args:
+            state: The state, or `plan.structs`.
+            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+        """
+        program, arrays, data = self._prepare(state, batch)
+        with _fixed_context(self._mesh):
+            return program.run.lower(program.named(arrays), data)
+
+    def communication(
+        self,
+        state: Any,
+        batch: Any,
+        *,
+        remat: bool | str = False,
+        scan: bool | str = False,
+        params: str | None = None,
+        dtype: Any = None,
+    ) -> Comparison:
+        """Compares the communication of the compiled step with the plan, without running it.
+
+        Args:
+            state: The state, or `plan.structs`.
+            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+            remat: Which weights are gathered a second time for the backward pass: all, or
+                those whose path matches this pattern.
+            scan: Which leaves are layers stacked on dim 0 that a scan runs over: all, or
+                those whose path matches this pattern.
+            params: A pattern for the paths of the parameters, if they cannot be told from the
+                plan.
+            dtype: The dtype in which weights are gathered; by default their own.
+
+        Returns:
+            A `Comparison`, as `treeshard.compare_communication` returns it.
+        """
+        return compare_communication(
+            self.plan,
+            self.lower(state, batch).compile(),
+            batch=self.batch_specs,
+            remat=remat,
+            scan=scan,
+            params=params,
+            dtype=dtype,
+        )
+
+    def _prepare(self, state: Any, batch: Any) -> tuple["_Program", list[Any], list[Any]]:
+        leaves, treedef = tree_flatten(state)
+        given, data_def = tree_flatten(batch)
+        specs = specs_of_leaves(self.batch_specs, batch, "batch specs")
+        # A scalar has no dim to split.
+        specs = [
+            spec if spec is None or getattr(x, "shape", None) != () else PartitionSpec()
+            for x, spec in zip(given, specs, strict=True)
+        ]
+        placed = with_sharding_constraint(
+            batch, data_def.unflatten(specs), self._mesh, uneven="error"
+        )
+        data = tree_flatten(placed)[0]
+        for program in self._programs:
+            if program.state.fits(leaves, treedef) and program.batch.fits(data, data_def):
+                break
+        else:
+            program = self._compiled(leaves, treedef, data, data_def, specs)
+        return program, program.state.arrays(leaves), program.batch.arrays(data)
+
+    def _compiled(
+        self, leaves: list[Any], treedef: Any, data: list[Any], data_def: Any, specs: list[Any]
+    ) -> "_Program":
+        batch = Layout(data, data_def, is_data)
+        program = _Program(self._fn, Layout(leaves, treedef, has_shape), batch, self.plan)
+        batch_specs = batch.arrays(specs) if self._per_device else None
+        program.compile_lazily(self._mesh, self._donate, batch_specs)
+        self._programs.append(program)
+        return program
+
+
+class _Program:
+    """The compiled step for one structure of state and batch."""
+
+    run: Any
+
+    def __init__(self, fn: StepFn, state: Layout, batch: Layout, plan: Plan) -> None:
+        self.fn, self.state, self.batch, self.plan = fn, state, batch, plan
+        paths = [state.paths[i] for i in state.traced]
+        _check_fits_plan(paths, plan)
+        # `collectives` reads these names of the arguments from the compiled program.
+        unique = len(set(paths)) == len(paths)
+        self.names = Names(paths if unique else [f"{i}" for i in range(len(paths))])
+
+    def named(self, arrays: Sequence[Any]) -> Named:
+        return Named(arrays, self.names)
+
+    def compile_lazily(self, mesh: Mesh, donate: bool, per_device: list[Any] | None) -> None:
+        """Sets `run`. If it shall run in `shard_map`, `per_device` has the batch's specs."""
+        specs = [leaf.given for leaf in self.plan.leaves]
+        body = self._body
+        if per_device is not None:
+            body = jax.shard_map(
+                self._checked_body,
+                mesh=mesh,
+                in_specs=(specs, [_spec_of(spec) for spec in per_device]),
+                out_specs=(specs, PartitionSpec()),
+            )
+
+        def run(state: Named, batch: list[Any]) -> tuple[Named, Any]:
+            arrays = list(state.arrays)
+            self._check_arrays(arrays, self.plan.leaves, "enters the step as")
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                new, aux = body(arrays, batch)
+            return self.named(new), aux
+
+        run.__name__ = getattr(self.fn, "__name__", "step")  # what profiles show
+        shardings = self.named([NamedSharding(mesh, spec) for spec in specs])
+        self.run = jax.jit(
+            run,
+            in_shardings=(shardings, None),
+            out_shardings=(shardings, None),
+            donate_argnums=0 if donate else (),
+        )
+
+    def _body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        out = self.fn(self.state.tree(arrays), self.batch.tree(data))
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")
+        new, treedef = tree_flatten(out[0])
+        self.state.check_kept(new, treedef)
+        new = self.state.arrays(new)
+        self._check_arrays(new, arrays, "leaves the step as")
+        return new, out[1]
+
+    def _checked_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        """The step on one device's shards; raises if results differ that must be equal."""
+        new, aux = self._body(arrays, data)
+        facts = [
+            f"{leaf.path}: the result differs along {_quoted(more)}, but the plan shards it as"
+            f" {leaf.given}. Average its gradients: `manual.sync_gradients`, or"
+            " `manual.value_and_grad`."
+            for x, leaf in zip(new, self.plan.leaves, strict=True)
+            if (more := varying(x) - set(get_names_from_partition_spec(leaf.given)))
+        ]
+        facts += [
+            f"aux{'/' + path if path else ''}: it differs along {_quoted(varying(x))}. Reduce it:"
+            " `Metrics.reduce`, or `jax.lax.pmean`."
+            for path, x in zip(leaf_paths(aux), tree_flatten(aux)[0], strict=True)
+            if is_array(x) and varying(x)
+        ]
+        if facts:
+            raise StateError(listed(f"{len(facts)} results differ between devices:", facts))
+        return new, aux
+
+    def _check_arrays(self, arrays: list[Any], like: Sequence[Any], how: str) -> None:
+        facts = [
+            f"{leaf.path}: {how} {named(x)}, but the plan has {array_text(leaf)}. A state must"
+            " keep its shapes and dtypes: convert this leaf, or plan again."
+            for x, old, leaf in zip(arrays, like, self.plan.leaves, strict=True)
+            if not is_array(x) or x.shape != old.shape or x.dtype != old.dtype
+        ]
+        if facts:
+            raise StateError(listed(f"{len(facts)} leaves differ from the plan:", facts))
+
+
+def _spec_of(spec: Any) -> PartitionSpec:
+    return PartitionSpec() if spec is None else getattr(spec, "spec", spec)
+
+
+def _quoted(axes: Iterable[str]) -> str:
+    return ", ".join(repr(axis) for axis in sorted(axes))
+
+
+@contextmanager
+def _fixed_context(mesh: Mesh) -> Iterator[None]:
+    # `jit` compiles once per mesh context, so every call runs in the same one. Inside another
+    # jit the context cannot be set, and does not change either.
+    if is_tracing():
+        yield
+    else:
+        with jax.set_mesh(mesh):
+            yield
+
+
+def _check_fits_plan(paths: list[str], plan: Plan) -> None:
+    planned = [leaf.path for leaf in plan.leaves]
+    if paths == planned:
+        return
+    facts = only_in(paths, planned, "the plan has no such array.")
+    facts += only_in(planned, paths, "the state has no such array.")
+    facts = facts or ["it has the same arrays in a different order."]
+    raise SpecError(listed("The state does not match the plan:", facts, headed=True))
+
+
+def _any_deleted(arrays: list[Any]) -> bool:
+    try:
+        return any([x.is_deleted() for x in arrays])
+    except (AttributeError, jax.errors.ConcretizationTypeError):  # numpy arrays, tracers
+        return any(x.is_deleted() for x in arrays if _is_live(x))
+
+
+def _is_live(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def _deleted(arrays: list[Any], plan: Plan) -> DeletedLeafError:
+    facts = [
+        f"{leaf.path}: deleted, or donated to an earlier step. Continue with the state that the"
+        " step returned, or make the step with `donate=False`."
+        for x, leaf in zip(arrays, plan.leaves, strict=True)
+        if _is_live(x) and x.is_deleted()
+    ]
+    return DeletedLeafError(listed(f"{len(facts)} leaves of the state are deleted:", facts))
+
+
+def _misplaced(arrays: list[Any], plan: Plan) -> SpecError | None:
+    """An error about leaves that are not sharded as planned, which may be why a call failed."""
+    facts = [
+        f"{leaf.path}: sharded as {x.sharding}, planned as {leaf.given}. Place the state with"
+        " `treeshard.shard(state, plan)`."
+        for x, leaf in zip(arrays, plan.leaves, strict=True)
+        if _is_live(x)
+        and not x.sharding.is_equivalent_to(NamedSharding(plan.mesh, leaf.given), x.ndim)
+    ]
+    if not facts:
+        return None
+    return SpecError(listed(f"{len(facts)} leaves are not sharded as planned:", facts))
