@@ -1,5 +1,8 @@
 """Eight simulated devices, every warning an error, every annotation checked."""
 
+import importlib
+import pkgutil
+
 import jax
 import pytest
 from jaxtyping import config as jaxtyping_config
@@ -8,8 +11,9 @@ from jaxtyping import install_import_hook
 with install_import_hook("treeshard", "beartype.beartype"):
     import treeshard as ts
 
-    for name in dir(ts):  # what loads on first touch is to be checked too
-        getattr(ts, name)
+    for module in pkgutil.walk_packages(ts.__path__, "treeshard."):
+        if module.name != "treeshard.__main__":
+            importlib.import_module(module.name)
 
 ts.simulate_devices(8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

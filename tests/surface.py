@@ -10,6 +10,8 @@ import treeshard as ts
 MODULES = {
     "treeshard": ts,
     "treeshard.checkpoint": ts.checkpoint,
+    "treeshard.communication": ts.communication,
+    "treeshard.compat": ts.compat,
     "treeshard.interchange": ts.interchange,
     "treeshard.training": ts.training,
     "treeshard.manual": ts.manual,

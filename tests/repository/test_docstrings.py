@@ -33,7 +33,7 @@ PUBLIC = {
 def names() -> dict[str, Any]:
     """What examples may take for granted."""
     return {
-        **{name: getattr(ts, name) for name in dir(ts)},
+        **{name: getattr(ts, name) for name in (*ts._FIRST_PAGE, *ts._ELSEWHERE)},
         **vars(ts.checkpoint),
         **vars(ts.interchange),
         **vars(ts.training),

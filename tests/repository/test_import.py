@@ -72,14 +72,39 @@ ts.simulate_devices(5)
     assert run(code) == "5"
 
 
-def test_what_loads_on_first_touch_is_what_the_table_of_contents_says() -> None:
+# Every name of 0.1.0, which keeps working without a warning.
+NAMES_OF_0_1 = """
+Adjustment CheckpointError Collective CommunicationError Comparison DamagedError DeletedLeafError
+Finding FormatError LeafChange LeafError MeshError MismatchError NoMeshError PartitionAxis Plan
+PlanDiff PlannedLeaf PlannedTransfer ProcessError ShardingRuleError ShardingWarning SpecError
+StateError Tactic TreeShardError UnknownAxisError UnstableStepError analyze_sharding_strategy
+assert_collectives assert_stable_step capture_partitioner_warnings checkpoint collectives
+compare_communication create_pattern_based_partition_spec diff_shardings draw
+extract_sharding_structure extract_shardings from_process_local fsdp gather get_axes_size_in_mesh
+get_incontext_mesh get_mesh_axis_names get_mesh_axis_size get_names_from_partition_spec
+get_partition_spec get_shardings_with_structure get_submesh_device_index infer_sharding interchange
+iter_gather layer_specs leaf_paths logical_axis_rules logical_partitioning logical_to_mesh_spec
+make_mesh make_shard_and_gather_fns manual match_partition_rules named_tree_map
+names_in_current_mesh optimizer_state_specs plan predict_communication replicate reshard shard
+shard_dim simulate_devices tactic training unshard with_sharding_constraint
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("name", NAMES_OF_0_1)
+def test_a_name_of_0_1_keeps_working(name: str) -> None:
     import treeshard as ts
 
-    hooked = {"jaxtyping"}  # what the annotation checks put into modules
-    assert set(dir(ts)) - hooked == {
-        *public_names(ts),
-        "checkpoint",
-        "interchange",
-        "manual",
-        "training",
-    }
+    assert getattr(ts, name) is not None
+
+
+def test_the_first_page_is_short() -> None:
+    import treeshard as ts
+
+    assert dir(ts) == sorted({*ts._FIRST_PAGE, *ts._SUBMODULES, "__version__"})
+    assert len(ts._FIRST_PAGE) < 40
+
+
+def test_type_checkers_see_what_loads_on_first_touch() -> None:
+    import treeshard as ts
+
+    assert {*public_names(ts)} == {*ts._FIRST_PAGE, *ts._ELSEWHERE}

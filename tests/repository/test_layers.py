@@ -118,7 +118,11 @@ def test_every_package_has_a_layer() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "fact"),
     [
-        ("_core.specs", "from treeshard._planning.plan import plan", "_planning is not below _core"),
+        (
+            "_core.specs",
+            "from treeshard._planning.plan import plan",
+            "_planning is not below _core",
+        ),
         ("manual._fsdp", "import treeshard._placement.shard", "_placement is not below manual"),
         ("_inspection.draw", "from treeshard import communication", "communication is not below"),
         (
