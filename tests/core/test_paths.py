@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import treeshard as ts
-from treeshard._core.paths import same_path_keys
+from treeshard._core.paths import pair, paths_of, shared_names
 
 
 class Pair(NamedTuple):
@@ -108,5 +108,32 @@ def test_named_tree_map_with_more_trees() -> None:
         ts.named_tree_map(lambda *_: None, tree, {"a": 1, "c": 2})
 
 
-def test_the_key_paths_of_leaves_that_share_a_path() -> None:
-    assert same_path_keys({"a/b": 1, "a": {"b": 2}, "c": 3}, "a/b") == ["['a']['b']", "['a/b']"]
+@pytest.mark.parametrize("tree", CASES.values(), ids=CASES.keys())
+def test_paths_of_a_structure_are_those_of_its_trees(tree) -> None:
+    tree, paths = tree
+    assert paths_of(jax.tree.structure(tree)) == paths
+
+
+def test_shared_names_come_with_the_key_paths_of_their_leaves() -> None:
+    tree = {"a/b": 1, "a": {"b": 2}, "c": 3}
+    keys = ["['a']['b']", "['a/b']"]
+    assert shared_names(ts.leaf_paths(tree), tree) == {"a/b": keys}
+    assert shared_names(["x", None, "x"], tree) == {"x": ["['a']['b']", "['c']"]}
+    assert shared_names([None, None, "x"], tree) == {}
+    assert shared_names(ts.leaf_paths({"a": 1}), {"a": 1}) == {}
+
+
+def test_pairs_are_in_the_order_of_the_first_tree() -> None:
+    assert pair([("b", 1), ("a", 2)], [("c", 3), ("a", 4)]) == [
+        ("b", 1, None),
+        ("a", 2, 4),
+        ("c", None, 3),
+    ]
+
+
+def test_leaves_that_share_a_path_are_paired_in_their_order() -> None:
+    assert pair([("w", 1), ("w", 2)], [("w", 3), ("v", 4)]) == [
+        ("w", 1, 3),
+        ("w", 2, None),
+        ("v", None, 4),
+    ]

@@ -1,12 +1,15 @@
 """The paths of leaves: `layers/0/attn/q/weight`."""
 
-from collections.abc import Callable
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
-import jax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
 
+PyTree = Any  # any tree that `jax.tree` functions take
 IsLeaf = Callable[[Any], bool] | None
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def is_box(x: Any) -> bool:
@@ -98,6 +101,69 @@ def path_under(prefix: str, path: str) -> str:
 
 def same_path_keys(tree: Any, path: str) -> list[str]:
     """The key paths, as JAX writes them, of all leaves that have the path `path`."""
-    keyed = jax.tree_util.tree_flatten_with_path(tree)[0]
-    pairs = zip(leaf_paths(tree), keyed, strict=True)
-    return [keystr(keys) for leaf_path, (keys, _) in pairs if leaf_path == path]
+    return shared_names(leaf_paths(tree), tree).get(path, [])
+
+
+def paths_of(treedef: Any) -> list[str]:
+    """The paths of the leaves of any tree with this structure."""
+    return leaf_paths(treedef.unflatten(range(treedef.num_leaves)))
+
+
+def shared_names(
+    names: Iterable[str | None], tree: PyTree, *, is_leaf: IsLeaf = None
+) -> dict[str, list[str]]:
+    """The names that several leaves of a tree share, each with the key paths of these leaves.
+
+    Args:
+        names: A name per leaf, in order: its path, or the name that it gets in a file. `None`
+            for leaves that do not need one.
+        tree: The tree.
+        is_leaf: What counts as a leaf in addition.
+
+    Examples:
+        >>> tree = {"a/b": 1, "a": {"b": 2}}
+        >>> shared_names(leaf_paths(tree), tree)
+        {'a/b': ["['a']['b']", "['a/b']"]}
+    """
+    names = list(names)
+    counts = Counter(name for name in names if name is not None)
+    if len(counts) == counts.total():
+        return {}
+    shared: dict[str, list[str]] = defaultdict(list)
+    keyed = tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    for name, (keys, _) in zip(names, keyed, strict=True):
+        if name is not None and counts[name] > 1:
+            shared[name].append(keystr(keys))
+    return dict(shared)
+
+
+def pair(
+    a: Iterable[tuple[str, A]], b: Iterable[tuple[str, B]]
+) -> list[tuple[str, A | None, B | None]]:
+    """Matches the leaves of two trees by path.
+
+    Args:
+        a: The paths and leaves of one tree. Leaves must not be `None`.
+        b: Those of the other tree.
+
+    Returns:
+        Each path with the leaf of either tree, `None` where a tree does not have it: in the
+        order of `a`, then what only `b` has. Leaves of one tree that share a path are matched
+        in their order.
+
+    Examples:
+        >>> pair([("w", 1), ("b", 2)], [("b", 3), ("c", 4)])
+        [('w', 1, None), ('b', 2, 3), ('c', None, 4)]
+    """
+    in_a, in_b = _numbered(a), _numbered(b)
+    return [(key[0], in_a.get(key), in_b.get(key)) for key in {**in_a, **in_b}]
+
+
+def _numbered(leaves: Iterable[tuple[str, A]]) -> dict[tuple[str, int], A]:
+    """Leaves by path, and by number among leaves of the same path."""
+    counts: Counter[str] = Counter()
+    numbered: dict[tuple[str, int], A] = {}
+    for path, leaf in leaves:
+        numbered[path, counts[path]] = leaf
+        counts[path] += 1
+    return numbered
