@@ -142,7 +142,7 @@ MESHES = Group(
 RULES = Group(
     "Rules are wrong",
     "`plan.findings` lists all of these at once, from shapes alone. [A broken list,"
-    " fixed](broken-rules.md) goes through an example.",
+    " fixed](how-to/fix-rules.md) goes through an example.",
     "",
     [
         Entry(

@@ -4,7 +4,7 @@ A page's ```python blocks run in order, in one namespace. A ```text block is wha
 it prints, warnings and a last error included, as a reader would see them; `...` in it stands for
 anything. A block inside an HTML comment runs too, and readers do not see it.
 
-    python tools/pages.py docs/do.md    # writes what the blocks print into the page
+    python tools/pages.py docs/index.md   # writes what the blocks print into the page
 """
 
 import contextlib
