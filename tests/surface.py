@@ -13,6 +13,7 @@ MODULES = {
     "treeshard.communication": ts.communication,
     "treeshard.compat": ts.compat,
     "treeshard.interchange": ts.interchange,
+    "treeshard.testing": ts.testing,
     "treeshard.training": ts.training,
     "treeshard.manual": ts.manual,
 }

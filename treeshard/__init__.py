@@ -80,6 +80,7 @@ if _TYPE_CHECKING:
     from treeshard.errors import SpecError as SpecError
     from treeshard.errors import StateError as StateError
     from treeshard.errors import TreeShardError as TreeShardError
+    from treeshard.errors import UnexpectedShardingError as UnexpectedShardingError
     from treeshard.errors import UnknownAxisError as UnknownAxisError
     from treeshard.errors import UnstableStepError as UnstableStepError
     from treeshard.training import init_sharded as init_sharded
@@ -174,6 +175,7 @@ _ELSEWHERE = {
     "NoMeshError": "errors",
     "ProcessError": "errors",
     "StateError": "errors",
+    "UnexpectedShardingError": "errors",
     "UnknownAxisError": "errors",
     "UnstableStepError": "errors",
 }

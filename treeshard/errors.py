@@ -82,6 +82,10 @@ class CommunicationError(TreeShardError, AssertionError):
     """A program moves data between devices in another way than a test expects."""
 
 
+class UnexpectedShardingError(TreeShardError, AssertionError):
+    """A plan or a tree of arrays is not sharded as a test expects."""
+
+
 class ShardingWarning(UserWarning):
     """Something is not sharded as requested. Turn the warning into an error with
     `warnings.simplefilter("error", treeshard.ShardingWarning)`."""

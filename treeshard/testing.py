@@ -1,5 +1,161 @@
-"""Assertions about sharding, for users' own tests."""
+"""Assertions about sharding for your own tests: plans, trees, training steps, compiled programs."""
 
+import os
+from pathlib import Path
+from typing import Any
+
+import chex
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves
+
+from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.mesh import AnyMesh, describe_mesh, same_axes
+from treeshard._core.paths import leaf_paths
+from treeshard._core.spec_trees import SpecCarrier, specs_of_leaves
+from treeshard._core.specs import axes_of, entries
 from treeshard._inspection.stability import assert_stable_step as assert_stable_step
 from treeshard._inspection.stability import diff_shardings as diff_shardings
+from treeshard._planning.plan import Plan
 from treeshard.communication import assert_collectives as assert_collectives
+from treeshard.errors import SpecError, UnexpectedShardingError, listed
+
+__all__ = [
+    "assert_collectives",
+    "assert_same_plan",
+    "assert_stable_step",
+    "assert_trees_sharded_as",
+    "diff_shardings",
+]
+
+_UPDATE = "TREESHARD_UPDATE_PLANS"
+
+
+def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool = False) -> None:
+    """Checks that a plan is equal to the one stored in a file.
+
+    The file is the plan's JSON, with one line per leaf: commit it, and a review shows every
+    leaf whose sharding changes. Run the test with `TREESHARD_UPDATE_PLANS=1` in the
+    environment to write the file, the first time and after an intended change.
+
+    Plans are equal if their meshes have the same axes and sizes, and their leaves the same
+    paths, shapes, dtypes and specs. Their rules may differ.
+
+    Args:
+        plan: The plan. It needs no devices: plan from `jax.eval_shape` and a mesh as text.
+        path: The file, by convention `*.json`. Missing directories are created.
+        update: Whether to write the file instead of comparing, whatever the environment.
+
+    Raises:
+        UnexpectedShardingError: If the plan differs from the stored one; the message lists
+            every leaf that changes. If the file does not exist. It is an `AssertionError`.
+        FormatError: If the file is not a plan.
+        ShardingRuleError: If the file is to be written and leaves share a path.
+
+    Examples:
+        >>> shapes = {"w": jax.ShapeDtypeStruct((512, 64), "float32")}
+        >>> decided = plan(shapes, [("w", fsdp("fsdp"))], "data=2,fsdp=16")
+        >>> file = tempfile.mkdtemp() + "/mlp.json"
+        >>> assert_same_plan(decided, file, update=True)
+        >>> assert_same_plan(decided, file)
+    """
+    file = Path(path)
+    if update or os.environ.get(_UPDATE, "0") not in ("", "0"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(plan.to_json(), encoding="utf-8")
+        return
+    if not file.exists():
+        raise UnexpectedShardingError(
+            f"{file} does not exist. Run this test with {_UPDATE}=1 in the environment to write it."
+        )
+    changes = Plan.from_json(file.read_text(encoding="utf-8")).diff(plan)
+    if changes:
+        raise UnexpectedShardingError(
+            f"The plan differs from the one stored in {file}:\n{changes}\n"
+            f"If this is intended, run the test with {_UPDATE}=1 in the environment to store the"
+            " new plan."
+        )
+
+
+def assert_trees_sharded_as(tree: Any, expected: Any) -> None:
+    """Checks that every array of a tree is sharded as expected.
+
+    Specs are compared by the shards that they make: `P("data", None)` is `P("data")`, and an
+    axis of size 1 makes no difference.
+
+    Args:
+        tree: Arrays, or `jax.ShapeDtypeStruct`s with shardings. Non-array leaves are ignored.
+        expected: A `Plan`, a tree of `PartitionSpec`s or `NamedSharding`s with the structure
+            of `tree`, or a prefix of one. Arrays for which it is `None` are not checked. A
+            plan checks meshes, shapes and dtypes too, and a `NamedSharding` its mesh.
+
+    Raises:
+        UnexpectedShardingError: If an array is sharded differently; the message lists all of
+            them. If `expected` has another structure. It is an `AssertionError`.
+        SpecError: If `expected` has a leaf that is not a spec.
+
+    Examples:
+        >>> mesh = make_mesh("data=2,fsdp=4")
+        >>> params = shard({"w": np.ones((8, 8))}, {"w": P("fsdp")}, mesh)
+        >>> assert_trees_sharded_as(params, {"w": P("fsdp", None)})
+        >>> assert_trees_sharded_as(params, P("data"))
+        Traceback (most recent call last):
+            ...
+        treeshard.UnexpectedShardingError: w: is P('fsdp',), expected P('data',).
+    """
+    spec_tree = expected.specs if isinstance(expected, SpecCarrier) else expected
+    try:
+        specs = specs_of_leaves(spec_tree, tree, "expected specs")
+    except SpecError as error:
+        chex.assert_trees_all_equal_structs(
+            tree,
+            spec_tree,
+            custom_message="{}",
+            custom_message_format_vars=[error],
+            exception_type=UnexpectedShardingError,
+        )
+        raise
+    leaves = tree_leaves(tree)
+    planned = [None] * len(leaves)
+    mesh = None
+    if isinstance(expected, Plan):
+        planned, mesh = expected.leaf_at_each_place(), expected.mesh
+    facts = [
+        f"{path or 'the tree'}: {why}"
+        for path, leaf, spec, like in zip(leaf_paths(tree), leaves, specs, planned, strict=True)
+        if spec is not None and has_shape(leaf) and (why := _difference(leaf, spec, mesh, like))
+    ]
+    if facts:
+        headline = f"{len(facts)} arrays are not sharded as expected:"
+        raise UnexpectedShardingError(listed(headline, facts, shown=len(facts)))
+
+
+def _difference(leaf: Any, expected: Any, mesh: AnyMesh | None, planned: Any) -> str | None:
+    """How an array differs from what is expected; `None` if it does not."""
+    spec = expected
+    if isinstance(expected, NamedSharding):
+        spec, mesh = expected.spec, expected.mesh
+    if planned is not None and (planned.shape, planned.dtype) != (leaf.shape, leaf.dtype):
+        return f"is {array_text(leaf)}, expected {array_text(planned)}."
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return f"is a {type(leaf).__name__} without a sharding, expected {spec}."
+    if isinstance(sharding, NamedSharding):
+        if mesh is not None and not same_axes(sharding.mesh, mesh):
+            return f"is on {describe_mesh(sharding.mesh)}, expected {describe_mesh(mesh)}."
+        if _axes(sharding.spec, sharding.mesh) == _axes(spec, sharding.mesh):
+            return None
+        return f"is {sharding.spec}, expected {spec}."
+    if isinstance(mesh, Mesh):
+        if NamedSharding(mesh, spec).is_equivalent_to(sharding, len(leaf.shape)):
+            return None
+    elif sharding.is_fully_replicated and not any(map(axes_of, entries(spec))):
+        return None
+    return f"is {sharding}, expected {spec}."
+
+
+def _axes(spec: PartitionSpec, mesh: AnyMesh) -> list[list[str]]:
+    """The axes that shard each dim, without those of size 1 and without trailing empty dims."""
+    axes = [[a for a in axes_of(entry) if mesh.shape.get(a) != 1] for entry in entries(spec)]
+    while axes and not axes[-1]:
+        axes.pop()
+    return axes

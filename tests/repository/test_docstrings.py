@@ -36,6 +36,7 @@ def names() -> dict[str, Any]:
         **{name: getattr(ts, name) for name in (*ts._FIRST_PAGE, *ts._ELSEWHERE)},
         **vars(ts.checkpoint),
         **vars(ts.interchange),
+        **vars(ts.testing),
         **vars(ts.training),
         **vars(ts.manual),
         "AbstractMesh": AbstractMesh,

@@ -49,6 +49,8 @@ WORDS = {
     "rules": "pairs of a pattern and an action; in functions of logical names, of a name and axes",
     "strategy": "big_vision's pairs of a pattern and tactics",
     "text": "what is to be read",
+    "update": "whether a stored plan is replaced",
+    "expected": "the specs, or the `Plan`, that a test expects of a tree",
     "plan": "a `Plan`",
     "min_size": "a floor in elements",
     "floor": "the one that is in force",

@@ -1,0 +1,207 @@
+"""The assertions for users' tests: what they accept, and what they say of what they do not."""
+
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard import testing
+
+SHAPES = {
+    "layers": [{"w": jax.ShapeDtypeStruct((16, 8), "float32")} for _ in range(3)],
+    "head": jax.ShapeDtypeStruct((8, 4), "float32"),
+}
+
+
+def planned(*rules: Any, mesh: Any = "data=2,fsdp=4") -> ts.Plan:
+    return ts.plan(SHAPES, [*rules, (".*", None)], mesh, min_size=0)
+
+
+# ------------------------------------------------------------------ assert_same_plan
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    file = tmp_path / "plans" / "model.json"
+    testing.assert_same_plan(planned(("w", P("fsdp"))), file, update=True)
+    return file
+
+
+def test_an_equal_plan_passes(stored) -> None:
+    testing.assert_same_plan(planned(("w", P("fsdp"))), stored)
+    testing.assert_same_plan(planned(("layers", P("fsdp", None))), str(stored))
+
+
+def test_a_changed_plan_fails_with_the_diff_and_how_to_accept_it(stored) -> None:
+    before = stored.read_text()
+    with pytest.raises(AssertionError) as raised:
+        testing.assert_same_plan(planned(("w", P(None, "fsdp")), ("head", P("data"))), stored)
+    assert type(raised.value) is ts.errors.UnexpectedShardingError
+    lines = str(raised.value).splitlines()
+    assert lines[0] == f"The plan differs from the one stored in {stored}:"
+    assert [line.split()[0] for line in lines[2:4]] == ["head", "layers/{0..2}/w"]
+    assert "P('fsdp',)" in lines[3]
+    assert "P(None, 'fsdp')" in lines[3]
+    assert lines[-1] == (
+        "If this is intended, run the test with TREESHARD_UPDATE_PLANS=1 in the environment to"
+        " store the new plan."
+    )
+    assert stored.read_text() == before
+
+
+def test_another_mesh_fails(stored) -> None:
+    with pytest.raises(AssertionError, match="The mesh changes from data=2, fsdp=4 to fsdp=8"):
+        testing.assert_same_plan(planned(("w", P("fsdp")), mesh="fsdp=8"), stored)
+
+
+def test_a_missing_file_fails_and_is_not_written(tmp_path) -> None:
+    file = tmp_path / "model.json"
+    with pytest.raises(AssertionError, match="does not exist. Run this test with TREESHARD_UPDATE"):
+        testing.assert_same_plan(planned(), file)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("value", ["", "0", "1"])
+def test_the_environment_accepts_a_changed_plan(stored, monkeypatch, value) -> None:
+    monkeypatch.setenv("TREESHARD_UPDATE_PLANS", value)
+    changed = planned(("w", P("data")))
+    if value == "1":
+        testing.assert_same_plan(changed, stored)
+        monkeypatch.delenv("TREESHARD_UPDATE_PLANS")
+        testing.assert_same_plan(changed, stored)
+    else:
+        with pytest.raises(AssertionError):
+            testing.assert_same_plan(changed, stored)
+
+
+def test_a_file_that_is_not_a_plan(tmp_path) -> None:
+    file = tmp_path / "model.json"
+    file.write_text("{}")
+    with pytest.raises(ts.errors.FormatError, match="not a plan"):
+        testing.assert_same_plan(planned(), file)
+
+
+# ------------------------------------------------------------------ assert_trees_sharded_as
+
+
+class Block(eqx.Module):
+    w: Any
+    activation: Any = jax.nn.gelu
+
+
+def tree(mesh: Any) -> dict[str, Any]:
+    sharded = ts.shard({"a": np.ones((8, 8)), "b": np.ones(8), "c": np.ones((4, 4))},
+                       {"a": P("fsdp"), "b": P(("data", "fsdp")), "c": P()}, mesh)  # fmt: skip
+    return {"block": Block(sharded["a"]), "b": sharded["b"], "c": [sharded["c"], 3, None]}
+
+
+def specs(**changed: Any) -> dict[str, Any]:
+    a, b, c = ({"a": P("fsdp"), "b": P(("data", "fsdp")), "c": P()} | changed).values()
+    return {"block": Block(a, None), "b": b, "c": [c, None, None]}
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        specs(),
+        specs(a=P("fsdp", None), c=P(None, None)),
+        specs(a=None, b=None),
+        {"block": P("fsdp"), "b": P(("data", "fsdp")), "c": P()},
+    ],
+    ids=["specs", "trailing-none", "unchecked", "prefix"],
+)
+def test_trees_that_are_sharded_as_expected_pass(mesh, expected) -> None:
+    testing.assert_trees_sharded_as(tree(mesh), expected)
+
+
+def test_every_array_that_is_sharded_differently_is_listed(mesh) -> None:
+    with pytest.raises(AssertionError) as raised:
+        testing.assert_trees_sharded_as(tree(mesh), specs(a=P("data"), b=P("fsdp"), c=P()))
+    assert type(raised.value) is ts.errors.UnexpectedShardingError
+    assert str(raised.value).splitlines() == [
+        "2 arrays are not sharded as expected:",
+        "  b: is P(('data', 'fsdp'),), expected P('fsdp',).",
+        "  block/w: is P('fsdp',), expected P('data',).",
+    ]
+
+
+def test_all_of_many_arrays_are_listed(mesh) -> None:
+    many = ts.shard([np.ones(8)] * 30, P("fsdp"), mesh)
+    with pytest.raises(AssertionError) as raised:
+        testing.assert_trees_sharded_as(many, P("data"))
+    assert len(str(raised.value).splitlines()) == 31
+
+
+def test_a_plan_checks_mesh_shape_and_dtype(mesh, fsdp_mesh) -> None:
+    params = {"w": np.ones((8, 8), "float32"), "b": np.ones(8, "float32")}
+    rules = [(".*", P("fsdp"))]
+    plan = ts.plan(params, rules, mesh, min_size=0)
+    placed = ts.shard(params, plan)
+    for same in (plan, ts.Plan.from_json(plan.to_json(), like=params), plan.shardings):
+        testing.assert_trees_sharded_as(placed, same)
+    testing.assert_trees_sharded_as(plan.structs, plan)
+    other = {
+        "w: is on fsdp=8, expected data=2, fsdp=4": ts.shard(params, P("fsdp"), fsdp_mesh),
+        "w: is float32[4,8], expected float32[8,8]": placed | {"w": placed["w"][:4]},
+        "b: is float16[8], expected float32[8]": placed | {"b": placed["b"].astype("float16")},
+        "w: is a ndarray without a sharding, expected P('fsdp',)": params,
+        "w: is SingleDeviceSharding": placed | {"w": jax.numpy.ones((8, 8))},
+    }
+    for message, actual in other.items():
+        with pytest.raises(AssertionError) as raised:
+            testing.assert_trees_sharded_as(actual, plan)
+        assert message in str(raised.value)
+
+
+def test_an_axis_of_size_one_makes_no_difference() -> None:
+    mesh = ts.make_mesh("data=1,fsdp=8")
+    x = ts.shard(np.ones((8, 8)), P("fsdp"), mesh)
+    testing.assert_trees_sharded_as(x, P("fsdp", "data"))
+    testing.assert_trees_sharded_as(x, P(("data", "fsdp")))
+    with pytest.raises(
+        AssertionError, match="the tree: is P\\('fsdp',\\), expected P\\('data',\\)"
+    ):
+        testing.assert_trees_sharded_as(x, P("data"))
+
+
+def test_one_device(mesh) -> None:
+    alone = jax.numpy.ones(8)
+    testing.assert_trees_sharded_as(alone, P())
+    with pytest.raises(AssertionError, match="SingleDeviceSharding"):
+        testing.assert_trees_sharded_as(alone, P("fsdp"))
+    with pytest.raises(AssertionError, match="SingleDeviceSharding"):
+        testing.assert_trees_sharded_as(alone, NamedSharding(mesh, P()))
+
+
+def test_another_structure_fails_as_chex_does(mesh) -> None:
+    with pytest.raises(ts.errors.UnexpectedShardingError) as raised:
+        testing.assert_trees_sharded_as(tree(mesh), {"b": P()})
+    assert "[Chex] Assertion assert_trees_all_equal_structs failed" in str(raised.value)
+    assert "the expected specs lack 'block', 'c'" in str(raised.value)
+
+
+def test_a_leaf_that_is_not_a_spec_is_a_mistake_in_the_test(mesh) -> None:
+    with pytest.raises(ts.SpecError, match="'fsdp' \\(str\\)"):
+        testing.assert_trees_sharded_as({"w": tree(mesh)["b"]}, {"w": "fsdp"})
+
+
+def test_an_abstract_plan(mesh) -> None:
+    abstract = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    params = {"w": np.ones((8, 8), "float32")}
+    plan = ts.plan(params, [("w", P("fsdp"))], abstract, min_size=0)
+    testing.assert_trees_sharded_as(ts.shard(params, P("fsdp"), mesh), plan)
+
+
+# ------------------------------------------------------------------ the module
+
+
+def test_the_module_has_the_assertions_of_the_other_packages() -> None:
+    assert testing.assert_stable_step is ts.assert_stable_step
+    assert testing.diff_shardings is ts.diff_shardings
+    assert testing.assert_collectives is ts.assert_collectives
