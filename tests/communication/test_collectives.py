@@ -1,95 +1,25 @@
 """`collectives` reads saved program texts and live programs, and rejects damaged texts."""
 
+import doctest
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.communication.device_groups import Groups, axes_of_sharding, groups_of, read_groups
 
 TEXTS = Path(__file__).parent / "hlo"
-AXES = {"data": 2, "fsdp": 4}
 STEP = "/home/me/model.py"
 
 
 def text(name: str) -> str:
     return (TEXTS / f"{name}.txt").read_text()
-
-
-# ------------------------------------------------------------------ groups
-
-
-@pytest.mark.parametrize(
-    ("spelling", "groups"),
-    [
-        ("{{0,1,2,3},{4,5,6,7}}", Groups(4, ("fsdp",))),
-        ("{{0,4},{1,5},{2,6},{3,7}}", Groups(2, ("data",))),
-        ("{{3,1,0,2},{5,4,7,6}}", Groups(4, ("fsdp",))),
-        ("{}", Groups(8, ("data", "fsdp"))),
-        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", Groups(1, ())),
-        ("{{0,1},{2,3},{4,5},{6,7}}", Groups(2, None)),  # half of fsdp
-        ("{{0,5},{1,4},{2,6},{3,7}}", Groups(2, None)),
-        ("[2,4]<=[8]", Groups(4, ("fsdp",))),
-        ("[4,2]<=[2,4]T(1,0)", Groups(2, ("data",))),
-        ("[1,8]<=[8]", Groups(8, ("data", "fsdp"))),
-        ("mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", Groups(8, ("data", "fsdp"))),
-        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", Groups(4, ("fsdp",))),
-        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", Groups(2, ("data",))),
-        ("mesh['a'=8] {'a':(2)4}", Groups(4, ("fsdp",))),
-        ("mesh['a'=8] {'a':(1)2}", Groups(2, ("data",))),
-        ("{{0,4},{1,6},{2,5},{3,7}}", Groups(2, None)),
-        # Unknown notations, and groups that do not contain every device once.
-        ("{{0,1,2},{3,4,5,6,7}}", Groups(None, None)),
-        ("{{0,1,2,3}}", Groups(None, None)),
-        ("{{0,1,2,3},{4,5,6,6}}", Groups(None, None)),
-        ("[2,4]<=[4,2]T(0)", Groups(None, None)),
-        ("[2,4]<=[9]", Groups(None, None)),
-        ("mesh['a'=8] {'b'}", Groups(None, None)),
-        ("mesh['a'=6,'b'=2] {'a'}", Groups(None, None)),
-        ("mesh['a'=8] {'a':(3)2}", Groups(None, None)),
-        ("rings(4)", Groups(None, None)),
-        (None, Groups(None, None)),
-    ],
-)
-def test_device_groups_are_read_in_every_notation(spelling: str | None, groups: Groups) -> None:
-    assert groups_of(spelling, 8, AXES) == groups
-
-
-def test_groups_without_a_mesh_have_a_size_but_no_axes() -> None:
-    assert groups_of("[2,4]<=[8]", 8, None) == Groups(4, None)
-    assert groups_of("[2,4]<=[8]", None, AXES) == Groups(4, ("fsdp",))
-    assert read_groups("{}", None) is None
-
-
-def test_groups_of_65536_devices() -> None:
-    axes = {"pod": 16, "fsdp": 64, "tensor": 64}
-    assert groups_of("[1024,64]<=[65536]", 65536, axes) == Groups(64, ("tensor",))
-    assert groups_of("[1024,64]<=[16,64,64]T(0,2,1)", 65536, axes) == Groups(64, ("fsdp",))
-
-
-@pytest.mark.parametrize(
-    ("sharding", "axes"),
-    [
-        ("{replicated}", ()),
-        ("{devices=[8,1]<=[8]}", ("data", "fsdp")),
-        ("{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}", ("fsdp",)),
-        ("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", ("data",)),
-        ('{sdy.sharding = #sdy.sharding<@mesh, [{"data", "fsdp"}, {}]>}', ("data", "fsdp")),
-        ("{devices=[2,1,4]<=[8] last_tile_dims={manual}}", None),
-        ("{maximal device=0}", None),
-        (None, None),
-    ],
-)
-def test_the_sharding_of_an_argument_is_read(
-    sharding: str | None, axes: tuple[str, ...] | None
-) -> None:
-    assert axes_of_sharding(sharding, AXES) == axes
 
 
 # ------------------------------------------------------------------ saved texts
@@ -105,16 +35,6 @@ SAVED = {
         ("all-gather", 128, ("fsdp",), 1, "state/head", f"{STEP}:21"),
         ("all-gather", 256, ("fsdp",), 1, "state/layers/1", f"{STEP}:21"),
         ("all-reduce", 4, ("data", "fsdp"), 1, None, f"{STEP}:24"),
-    ],
-    "traced_by_hand": [
-        ("all-gather", 256, ("fsdp",), 3, "state/layers", f"{STEP}:10"),
-        ("all-gather", 128, ("fsdp",), 1, "state/head", f"{STEP}:15"),
-        ("all-reduce", 4, ("data", "fsdp"), 1, None, f"{STEP}:15"),
-    ],
-    "traced_by_hand_bare": [
-        ("all-gather", 256, ("fsdp",), 3, None, None),
-        ("all-gather", 128, ("fsdp",), 1, None, None),
-        ("all-reduce", 4, ("data", "fsdp"), 1, None, None),
     ],
     "gpu_async": [
         ("all-gather", 32768, ("data", "fsdp"), 1, "state/w", f"{STEP}:7"),
@@ -164,10 +84,15 @@ def test_a_trip_count_that_is_not_stated_is_computed(mesh: jax.sharding.Mesh) ->
         assert [x.count for x in ts.collectives(changed, mesh)][4] == count, new
 
 
-def test_without_a_mesh_hlo_names_no_axes_and_stablehlo_does() -> None:
+def test_without_a_mesh_axes_are_unknown() -> None:
     assert {x.axes for x in ts.collectives(text("cpu_by_hand"))} == {None}
     assert [x.wire_bytes for x in ts.collectives(text("cpu_by_hand"))] == [96, 192, 7]
-    assert ts.collectives(text("traced_by_hand"))[0].axes == ("fsdp",)
+
+
+def test_a_mesh_may_be_text(mesh: jax.sharding.Mesh) -> None:
+    program = text("cpu_by_hand")
+    assert ts.collectives(program, "data=2,fsdp=4") == ts.collectives(program, mesh)
+    ts.assert_collectives(program, "data=2,fsdp=4", all_gather=4)
 
 
 def test_computed_values_have_no_path(mesh: jax.sharding.Mesh) -> None:
@@ -257,6 +182,18 @@ PARAMETER = '  %x = f32[8]{0} parameter(0), metadata={op_name="x"}\n'
             id="send",
         ),
         pytest.param(
+            "(f32[8]{0}, u32[], token[]) send(%x, %x), channel_id=1, is_host_transfer=true",
+            [],
+            id="send to the host",
+        ),
+        pytest.param(
+            "(f32[8]{0}, u32[], token[]) send(%x, %x), channel_id=2, is_host_transfer=true,"
+            ' frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+            '_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}',
+            [("unknown", None, None, None)],
+            id="send to another slice",
+        ),
+        pytest.param(
             "f32[8]{0} fusion(%x), kind=kCustom, calls=%nowhere",
             [],
             id="a missing computation",
@@ -344,19 +281,17 @@ def _moving() -> Any:
 
 
 @pytest.fixture(scope="module")
-def lowered(mesh: jax.sharding.Mesh) -> jax.stages.Lowered:
+def loops(mesh: jax.sharding.Mesh) -> jax.stages.Compiled:
     fn = jax.shard_map(
         _moving(), mesh=mesh, in_specs=(P("fsdp"), P()), out_specs=P("fsdp"), check_vma=False
     )
     x = jax.ShapeDtypeStruct((64,), "float32", sharding=NamedSharding(mesh, P("fsdp")))
     n = jax.ShapeDtypeStruct((), "int32", sharding=NamedSharding(mesh, P()))
-    return jax.jit(fn).lower(x, n)
+    return jax.jit(fn).lower(x, n).compile()
 
 
-@pytest.mark.parametrize("stage", ["traced", "compiled"])
-def test_counts_of_loops(stage: str, lowered: jax.stages.Lowered) -> None:
-    program = lowered if stage == "traced" else lowered.compile()
-    moved = ts.collectives(program)
+def test_counts_of_loops(loops: jax.stages.Compiled) -> None:
+    moved = ts.collectives(loops)
     permutes = [x.count for x in moved if x.kind == "collective-permute"]
     # Nested scans, a constant bound, a bound that depends on data, one of two branches.
     assert permutes == [15, 6, None, None]
@@ -379,7 +314,7 @@ def test_a_shared_function_counts_once_per_call(mesh: jax.sharding.Mesh) -> None
 
     fn = jax.shard_map(step, mesh=mesh, in_specs=P("fsdp"), out_specs=P(), check_vma=False)
     w = jax.ShapeDtypeStruct((64,), "float32")
-    moved = ts.collectives(jax.jit(fn).lower({"a": w, "b": w}))
+    moved = ts.collectives(jax.jit(fn).lower({"a": w, "b": w}).compile())
     assert [(x.path, x.count) for x in moved] == [("state/a", 1), ("state/b", 1)]
 
 
@@ -397,8 +332,10 @@ def test_a_shared_function_counts_once_per_call(mesh: jax.sharding.Mesh) -> None
         ('{"kind": "all-gather"}', "the text is not a program"),
         (text("cpu_by_hand")[:-300], "ends inside its computation 'main"),
         (text("cpu_by_hand")[:1200], "no ENTRY computation: the text is truncated"),
-        (text("traced_by_hand")[:2500], "ends inside a function: the text is cut short"),
-        ("module @m {\n", "no function `main`"),
+        (
+            "module @jit_step attributes {mhlo.num_partitions = 8 : i32} {\n",
+            "a lowered program shows only the collectives that were written by hand",
+        ),
         (
             f"{HEAD}{PARAMETER}  %y = all-gather(%x), dimensions={{0}}\n}}\n",
             "line 5 has a collective that cannot be parsed",
@@ -424,12 +361,10 @@ def test_a_damaged_text_raises(broken: str, message: str) -> None:
 
 
 def test_a_text_that_is_truncated_anywhere_raises(mesh: jax.sharding.Mesh) -> None:
-    for name in ("cpu_by_hand", "traced_by_hand_bare"):
-        whole = text(name).rstrip()
-        lines = whole.split("\n")
-        for end in range(2, len(lines), 5):
-            with pytest.raises(ts.TreeShardError, match="truncated|cut short|not a program"):
-                ts.collectives("\n".join(lines[:end]), mesh)
+    lines = text("cpu_by_hand").rstrip().split("\n")
+    for end in range(2, len(lines), 5):
+        with pytest.raises(ts.TreeShardError, match="truncated|not a program"):
+            ts.collectives("\n".join(lines[:end]), mesh)
 
 
 def test_a_program_for_another_mesh_raises() -> None:
@@ -447,6 +382,15 @@ def test_a_function_that_was_not_compiled_raises() -> None:
         ts.collectives(jax.jit(jnp.sin))
     assert "is not a program. Compile it first: `step.lower(state, batch).compile()`" in str(
         error.value
+    )
+
+
+def test_a_lowered_program_raises() -> None:
+    with pytest.raises(TypeError) as error:
+        ts.collectives(jax.jit(jnp.sin).lower(1.0))
+    assert str(error.value) == (
+        "collectives: a lowered program shows only the collectives that were written by hand;"
+        " XLA's partitioner adds the others. Compile it: `step.lower(state, batch).compile()`."
     )
 
 
@@ -483,10 +427,30 @@ def test_the_message_of_a_broken_budget_lists_all_collectives(mesh: jax.sharding
     ]
 
 
-def test_an_unknown_number_breaks_a_budget(lowered: jax.stages.Lowered) -> None:
-    with pytest.raises(
-        ts.CommunicationError, match="unknown number of executions, but 21 are expected"
-    ):
-        ts.assert_collectives(lowered, collective_permute=21)
-    with pytest.raises(ts.CommunicationError, match="an unknown number of bytes, but at most 10"):
-        ts.assert_collectives(lowered, max_bytes=10)
+def test_an_unknown_number_breaks_a_budget(loops: jax.stages.Compiled) -> None:
+    with pytest.raises(ts.CommunicationError, match="unknown number of executions, but 21 are exp"):
+        ts.assert_collectives(loops, collective_permute=21)
+    with pytest.raises(ts.CommunicationError, match="unknown number of bytes, but at most 10 are"):
+        ts.assert_collectives(loops, max_bytes=10)
+
+
+def test_an_op_that_cannot_be_read_breaks_every_budget() -> None:
+    op = 'f32[8]{0} custom-call(%x), custom_call_target="AllGatherOfTheFuture"'
+    program = f"{HEAD}{PARAMETER}  ROOT %y = {op}\n}}\n"
+    with pytest.raises(ts.CommunicationError) as error:
+        ts.assert_collectives(program, all_gather=0)
+    assert str(error.value).startswith(
+        "these ops look like collectives, but cannot be read: AllGatherOfTheFuture.\n"
+    )
+
+
+def test_the_example_of_the_package_runs() -> None:
+    package = ts.communication
+    names = {"ts": ts, "jax": jax, "jnp": jnp, "np": np, "P": P}
+    example = doctest.DocTestParser().get_doctest(
+        package.__doc__ or "", {**vars(package), **names}, "communication", None, 0
+    )
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    assert runner.run(example, out=said.append).failed == 0, "".join(said)
+    assert example.examples

@@ -13,6 +13,7 @@ from small_models import LAYERS, MODELS, array, compiled, plan_of
 
 import treeshard as ts
 from treeshard._core.make_mesh import abstract_mesh
+from treeshard.communication import comparison
 from treeshard.communication.forecast import parameters
 from treeshard.manual import value_and_grad
 from treeshard.training import jit_step, shard_map_step
@@ -237,7 +238,7 @@ def test_data_parallel(way: str) -> None:
     assert str(found).split("\n") == [
         "kind        axes         planned  compiled",
         "all-reduce  data  10 x, 12.9 KiB  10 x, 12.9 KiB",
-        "plus 1 scalars, such as the loss",
+        "plus 1 scalar, such as the loss",
     ]
 
 
@@ -390,9 +391,10 @@ def test_a_backend_that_widens_a_dtype_is_reported() -> None:
         loss, grads = grad(state, x.astype("bfloat16"))
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
 
-    lowered = shard_map_step(step, plan, batch=P("fsdp")).lower(plan.structs, array(8, 16))
-    assert ts.compare_communication(plan, lowered, dtype="bfloat16").unplanned == ()
-    found = ts.compare_communication(plan, lowered.compile(), dtype="bfloat16").unplanned
+    run = shard_map_step(step, plan, batch=P("fsdp"))
+    program = run.lower(plan.structs, array(8, 16)).compile()
+    assert ts.compare_communication(plan, program).unplanned == ()
+    found = ts.compare_communication(plan, program, dtype="bfloat16").unplanned
     assert [(x.code, x.paths) for x in found] == [("wider", ("w",))] * 2
     assert "all-gather in a wider dtype than the planned bfloat16." in str(found[0])
 
@@ -473,6 +475,22 @@ def test_a_program_without_the_sharding_of_its_batch_raises() -> None:
     with pytest.raises(ts.SpecError, match="does not say how its argument .x. is sharded. Pass"):
         ts.compare_communication(plan, text)
     assert len(ts.compare_communication(plan, text, batch=P("fsdp")).unplanned) == 2
+
+
+def test_the_batch_is_read_from_a_program_whose_text_does_not_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, program = compiled("mlp", "hand", ts.make_mesh("data=2,fsdp=4"))
+    from_text = ts.compare_communication(plan, program)
+    # As XLA leaves it from JAX 0.11 on.
+    monkeypatch.setattr(comparison, "axes_of_sharding", lambda *_: None)
+    assert ts.compare_communication(plan, program) == from_text
+
+
+def test_a_mesh_may_be_text(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
+    plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    found = ts.compare_communication(plan, doubled, mesh="fsdp=8")
+    assert found == ts.compare_communication(plan, doubled)
 
 
 def test_a_program_of_another_mesh_raises(doubled: Any) -> None:

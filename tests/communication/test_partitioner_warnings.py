@@ -8,14 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.communication.partitioner_warnings import (
     capture_partitioner_warnings,
     read_warning,
-    spec_of_tiles,
 )
 
 # The formats of XLA over the years. The operation and its source came later.
@@ -108,33 +107,6 @@ def test_fields_that_a_warning_lacks_are_none(mesh: Mesh) -> None:
     strange = read_warning("Involuntary full rematerialization, in another format", mesh)
     assert strange[1:] == (None,) * 9
     assert str(strange).startswith("partitioner warning in an unknown format: Involuntary")
-
-
-@pytest.mark.parametrize(
-    ("text", "spec"),
-    [
-        ("{replicated}", P()),
-        ("{devices=[8]<=[8]}", P(("data", "fsdp"))),
-        ("{devices=[8]<=[2,4]T(1,0)}", P(("fsdp", "data"))),
-        ("{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}", P(None, "fsdp")),
-        ("{devices=[2,4]<=[8] last_tile_dim_replicate}", P("data")),
-        ("{devices=[4,2]0,4,1,5,2,6,3,7}", P("fsdp", "data")),
-        ("{devices=[4,2]<=[8]}", None),
-        ("{devices=[16]<=[16]}", None),
-        ("{devices=[2,4]<=[8] last_tile_dims={manual}}", None),
-        ("{devices=[2,4]0,0,0,0,0,0,0,0}", None),
-        ("{maximal device=0}", None),
-    ],
-)
-def test_a_sharding_in_the_compilers_notation_as_a_spec(
-    mesh: Mesh, text: str, spec: P | None
-) -> None:
-    assert spec_of_tiles(text, mesh) == spec
-
-
-def test_axes_of_size_one_are_left_out() -> None:
-    mesh = AbstractMesh((1, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    assert spec_of_tiles("{devices=[1,2]<=[2]}", mesh) == P(None, "fsdp")
 
 
 def test_all_other_output_is_kept(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,29 @@
-"""Reads compiled programs: what moves between devices, compared with what a plan predicts."""
+"""What a compiled program moves between devices, and whether that is what was planned.
+
+`collectives` lists what a program moves, `predict_communication` what its plan says that it has
+to move, and `compare_communication` shows both and explains each difference. In tests,
+`assert_collectives` checks a budget. Nothing runs: a program that is only compiled is enough.
+
+Examples:
+    >>> mesh = ts.make_mesh("fsdp=8")
+    >>> plan = ts.plan({"w": jnp.ones((8, 8))}, [("w", P("fsdp"))], mesh, min_size=0)
+    >>> @ts.training.jit_step(plan=plan, batch=P("fsdp"))
+    ... def step(state, batch):
+    ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
+    ...     return {"w": state["w"] - grad}, loss
+    >>> program = step.lower(plan.structs, np.ones((16, 8), "float32")).compile()
+    >>> [(moved.kind, moved.path, moved.bytes) for moved in collectives(program)]
+    [('all-gather', 'state/w', 256), ('all-reduce', None, 256), ('all-reduce', None, 4)]
+    >>> [(x.kind, x.path, x.bytes) for x in predict_communication(plan, batch=P("fsdp"))]
+    [('all-gather', 'w', 256), ('reduce-scatter', 'w', 256), ('all-reduce', None, 4)]
+    >>> print(compare_communication(plan, program))
+    kind            axes     planned  compiled
+    all-gather      fsdp  1 x, 256 B  1 x, 256 B
+    reduce-scatter  fsdp  1 x, 256 B  0 x, 0 B
+    all-reduce      fsdp    0 x, 0 B  1 x, 256 B
+    plus 1 scalar, such as the loss
+    all-reduce: all-reduce of full gradients, 256 B, where a reduce-scatter was planned...
+"""
 
 from treeshard.communication.collectives import Collective as Collective
 from treeshard.communication.collectives import assert_collectives as assert_collectives
@@ -10,3 +35,18 @@ from treeshard.communication.forecast import predict_communication as predict_co
 from treeshard.communication.partitioner_warnings import (
     capture_partitioner_warnings as capture_partitioner_warnings,
 )
+
+__all__ = [
+    "Collective",
+    "Comparison",
+    "PlannedTransfer",
+    "assert_collectives",
+    "capture_partitioner_warnings",
+    "collectives",
+    "compare_communication",
+    "predict_communication",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

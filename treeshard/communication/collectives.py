@@ -1,16 +1,13 @@
-"""Assertions on how much a program moves, for tests."""
+"""Lists the collectives of a compiled program, and asserts budgets on them."""
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding
-from jax.tree_util import tree_leaves
-
-from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh
+from treeshard._core.mesh import AnyMesh
 from treeshard._core.text import columns, human_bytes
 from treeshard.communication.dataflow import Context, Dataflow, value
 from treeshard.communication.device_groups import (
@@ -20,19 +17,17 @@ from treeshard.communication.device_groups import (
     groups_of,
     read_pairs,
 )
-from treeshard.communication.hlo import HloProgram
-from treeshard.communication.program import Buffer, Computation, Op, Program
-from treeshard.communication.stablehlo import StableHloProgram
-from treeshard.errors import CommunicationError, FormatError, MeshError
-
-# ------------------------------------------------------------------
-# Walks a program in execution order, and lists what each op moves between devices.
+from treeshard.communication.hlo import Buffer, Computation, HloProgram, Op
+from treeshard.communication.program import argument_path, read_program
+from treeshard.errors import CommunicationError, FormatError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-_OTHERS = ("collective-broadcast", "ragged-all-to-all", "send")
+RARE_KINDS = ("collective-broadcast", "ragged-all-to-all", "send")
 _NAMED_LIKE_ONE = re.compile(
     r"all.?gather|all.?reduce|reduce.?scatter|all.?to.?all|collective|psum|nccl", re.I
 )
+
+Budget = int | tuple[int | None, int | None] | None
 
 
 @dataclass(frozen=True)
@@ -80,40 +75,182 @@ class Collective:
         return None if self.bytes is None or self.count is None else self.bytes * self.count
 
 
-class Reader:
+def collectives(program: Any, mesh: AnyMesh | str | None = None) -> list[Collective]:
+    """Lists what a program moves between devices, with the tree paths of the arrays it moves.
+
+    An op on several buffers gives one entry per buffer; only an all-to-all gives one for all,
+    since its buffers are the parts of one array. What cannot be determined is `None`, never a
+    guess.
+
+    Args:
+        program: A `jax.stages.Compiled`, or the text of one (HLO). A `jax.stages.Lowered` is
+            refused: the partitioner adds most collectives when it compiles.
+        mesh: The mesh that the program runs on, to name its axes: a mesh, or text such as
+            `"data=2,fsdp=4"`. By default it is read from the program's shardings; the text of
+            HLO alone does not name axes.
+
+    Returns:
+        A `Collective` per buffer, in program order. If a program calls one function from several
+        places, there is one per place.
+
+    Raises:
+        FormatError: If the text is not HLO, is truncated, or contains a collective that cannot be
+            parsed.
+        MeshError: If the program is partitioned over another number of devices than `mesh` has.
+        TypeError: If `program` is none of these, such as a function that was not compiled.
+
+    Examples:
+        >>> mesh = make_mesh("fsdp=8")
+        >>> w = jax.ShapeDtypeStruct((64, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+        >>> whole = jax.jit(lambda w: w * 2, out_shardings=NamedSharding(mesh, P()))
+        >>> [moved] = collectives(whole.lower(w).compile())
+        >>> moved.kind, moved.axes, moved.bytes, moved.wire_bytes, moved.count
+        ('all-gather', ('fsdp',), 2048, 1792, 1)
+    """
+    graph, axes = read_program(program, mesh)
+    return list(CollectiveReader(graph, axes).all())
+
+
+# ------------------------------------------------------------------ budgets
+
+
+def assert_collectives(
+    program: Any,
+    mesh: AnyMesh | str | None = None,
+    *,
+    all_gather: Budget = None,
+    reduce_scatter: Budget = None,
+    all_reduce: Budget = None,
+    all_to_all: Budget = None,
+    collective_permute: Budget = None,
+    max_bytes: int | None = None,
+) -> None:
+    """Checks how often a program runs each kind of collective, and how many bytes it moves.
+
+    An op that looks like a collective but cannot be read fails the check, whatever the budgets.
+
+    Args:
+        program: As in `collectives`.
+        mesh: As in `collectives`.
+        all_gather: The exact number of executions, per buffer and including trips of loops; or
+            `(count, bytes)`, where `bytes` is the most that all executions together may move,
+            and either may be `None`. `None` leaves the kind unchecked.
+        reduce_scatter: As `all_gather`.
+        all_reduce: As `all_gather`.
+        all_to_all: As `all_gather`.
+        collective_permute: As `all_gather`.
+        max_bytes: The most that all kinds together may move, in bytes of payload.
+
+    Raises:
+        CommunicationError: If a budget is exceeded, or a number in it is unknown. It is also an
+            `AssertionError`. The message lists all collectives as a table.
+
+    Examples:
+        >>> mesh = make_mesh("fsdp=8")
+        >>> w = jax.ShapeDtypeStruct((64, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
+        >>> whole = jax.jit(lambda w: w * 2, out_shardings=NamedSharding(mesh, P()))
+        >>> assert_collectives(whole.lower(w).compile(), all_gather=(1, 2048), all_reduce=0)
+
+    Source:
+        PyTorch's `CommDebugMode` counts collectives in tests.
+    """
+    budgets = (all_gather, reduce_scatter, all_reduce, all_to_all, collective_permute)
+    moved = collectives(program, mesh)
+    facts: list[str] = []
+    for kind, budget in zip(KINDS, budgets, strict=True):
+        count, most = budget if isinstance(budget, tuple) else (budget, None)
+        of_kind = [one for one in moved if one.kind == kind]
+        runs = total(one.count for one in of_kind)
+        if count is not None and runs != count:
+            facts.append(f"{kind}: {_or_unknown(runs)} executions, but {count:,} are expected.")
+        facts += _over(kind, of_kind, most)
+    facts += _over("all collectives", moved, max_bytes)
+    if unknown := dict.fromkeys(one.op_name or "" for one in moved if one.kind == "unknown"):
+        names = ", ".join(list(unknown)[:5])
+        facts.append(f"these ops look like collectives, but cannot be read: {names}.")
+    if facts:
+        raise CommunicationError("\n".join([*facts, _table(moved)]))
+
+
+def _over(what: str, moved: Sequence[Collective], most: int | None) -> list[str]:
+    size = total(one.total_bytes for one in moved)
+    if most is None or (size is not None and size <= most):
+        return []
+    return [f"{what}: {_or_unknown(size)} bytes, but at most {most:,} are allowed."]
+
+
+def total(numbers: Iterable[int | None]) -> int | None:
+    """The sum; `None` if a number is unknown."""
+    known = list(numbers)
+    return None if None in known else sum(number or 0 for number in known)
+
+
+def _or_unknown(number: int | None) -> str:
+    return "an unknown number of" if number is None else f"{number:,}"
+
+
+def _table(moved: Sequence[Collective]) -> str:
+    """Collectives as an aligned table; equal ones share a line."""
+    lines = [("kind", "axes", "count", "bytes each", "total", "array", "moves", "source")]
+    rows = Counter(
+        (one.kind, one.axes, one.bytes, one.count, one.dtype, one.path or one.op_name, one.source)
+        for one in moved
+    )
+    for (kind, axes, size, count, dtype, moves, source), times in rows.items():
+        runs = None if count is None else times * count
+        lines.append(
+            (
+                kind,
+                "unknown" if axes is None else ", ".join(axes) or "none",
+                "unknown" if runs is None else str(runs),
+                "unknown" if size is None else human_bytes(size),
+                "unknown" if size is None or runs is None else human_bytes(size * runs),
+                dtype,
+                moves or "",
+                source or "",
+            )
+        )
+    return columns(lines, right=4) if moved else "nothing"
+
+
+# ------------------------------------------------------------------ reading
+
+
+class CollectiveReader:
     """Walks a program in execution order, from the entry into loops and calls."""
 
-    def __init__(self, program: Program, axes: Mapping[str, int] | None) -> None:
+    def __init__(self, program: HloProgram, axes: Mapping[str, int] | None) -> None:
         self.program, self.axes = program, axes
         self.flow = Dataflow(program)
         self._devices = program.devices
         if self._devices is None and axes is not None:
             self._devices = math.prod(axes.values())
-        self._calls: dict[str, list[tuple[Op, str, int, str]]] = {}
         self._ops: dict[str, list[Op]] = {}  # the collectives of each computation
-        for name, computation in program.computations.items():
-            self._scan(name, computation)
+        self._calls: dict[str, list[tuple[Op, str, int, str]]] = {}
+        for computation in program.computations.values():
+            self._scan(computation)
         self._holding = self._with_collectives()
-        self._paths: dict[str, str | None] = {}
         self._reached: set[str] = set()
 
     def all(self) -> Iterator[Collective]:
-        entry = self.program.computations[self.program.entry]
-        yield from self._visit(Context(entry), 1)
+        """The collectives that the entry reaches, and those of computations without a caller."""
+        yield from self._visit(Context(self.program.entry), 1)
         for name in self._ops:
             if name not in self._reached:
                 yield from self._visit(Context(self.program.computations[name]), None)
 
-    def _scan(self, name: str, computation: Computation) -> None:
+    def _scan(self, computation: Computation) -> None:
         for op in computation.ops.values():
             if _kind(op) is not None:
-                self._ops.setdefault(name, []).append(op)
+                self._ops.setdefault(computation.name, []).append(op)
                 continue
-            for role, called in op.called.items():
-                for branch, callee in enumerate(called):
-                    self._calls.setdefault(name, []).append((op, role, branch, callee))
+            for role, callees in op.called.items():
+                for branch, callee in enumerate(callees):
+                    call = op, role, branch, callee
+                    self._calls.setdefault(computation.name, []).append(call)
 
     def _with_collectives(self) -> set[str]:
+        """The computations that run a collective, themselves or in what they call."""
         callers: dict[str, list[str]] = {}
         for name, calls in self._calls.items():
             for *_, callee in calls:
@@ -163,74 +300,65 @@ class Reader:
         if kind == "all-reduce" and context.computation.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # as TPUs fuse it
         groups = self._groups(kind, op)
-        place = self.program.place(op)
+        op_name, source = op.op_name, self.program.source(op)
+        if kind == "unknown" and op_name is None:
+            op_name = _callee(op)
         is_async = op.opcode.endswith("-start") or (
             context.op is not None and context.op.opcode == "async-start"
         )
-        for dtype, size, rank, refs in self._buffers(context, kind, op, groups):
+        for buffer, operands in self._buffers(context, kind, op, groups):
             yield Collective(
                 kind=kind,
-                dtype=dtype,
-                bytes=size,
-                wire_bytes=_on_the_wire(kind, size, groups.size),
+                dtype=buffer.dtype,
+                bytes=buffer.bytes,
+                wire_bytes=_on_the_wire(kind, buffer.bytes, groups.size),
                 axes=groups.axes,
                 count=count,
-                path=self._path(context, refs),
-                op_name=place.op_name,
-                source=place.source,
+                path=self._path(context, operands),
+                op_name=op_name,
+                source=source,
                 is_async=is_async,
-                rank=rank,
+                rank=buffer.rank,
             )
 
     def _buffers(
         self, context: Context, kind: str, op: Op, groups: Groups
-    ) -> Iterator[tuple[str, int | None, int, Sequence[str]]]:
-        """The dtype, payload, rank and operands of each buffer that an op moves."""
+    ) -> Iterator[tuple[Buffer, Sequence[str]]]:
+        """Each buffer that an op moves, with its payload as `bytes`, and its operands."""
         operands, types = list(op.operands), list(op.types)
-        inputs = [self._type(context, ref) for ref in operands]
-        if kind in ("unknown", "ragged-all-to-all"):
-            yield (types[0].dtype if types else "unknown"), None, 0, operands
-            return
-        if kind == "send":
-            yield from (
-                (x.dtype, x.bytes, x.rank, [r]) for x, r in zip(inputs, operands[:1], strict=False)
-            )
-            return
+        inputs = [self._type(context, operand) for operand in operands]
         number = len(operands)
         # A `-start` may return its operands before its results, and context values after them.
         results = types if len(types) == number else types[number : 2 * number]
-        if not operands or len(results) != number:
-            yield "unknown", None, 0, operands
-            return
-        if kind == "all-to-all" and op.attribute("dimensions") is None:
-            sizes = [x.bytes for x in results]
-            payload = None if None in sizes else sum(size or 0 for size in sizes)
-            yield results[0].dtype, payload, results[0].rank, operands
-            return
-        for ref, before, after in zip(operands, inputs, results, strict=True):
-            size = after.bytes
-            if kind == "reduce-scatter" and op.opcode.startswith("reduce-scatter"):
-                size = before.bytes
-                if size is None and after.bytes is not None and groups.size is not None:
-                    size = after.bytes * groups.size
-            yield after.dtype, size, after.rank, [ref]
+        if kind in ("unknown", "ragged-all-to-all"):
+            yield Buffer(types[0].dtype if types else "unknown", None, 0), operands
+        elif kind == "send":
+            yield from zip(inputs[:1], [operands[:1]], strict=False)
+        elif not operands or len(results) != number:
+            yield Buffer("unknown", None, 0), operands
+        elif kind == "all-to-all" and op.attribute("dimensions") is None:
+            yield results[0]._replace(bytes=total(part.bytes for part in results)), operands
+        else:
+            for operand, before, after in zip(operands, inputs, results, strict=True):
+                size = after.bytes
+                if op.opcode.startswith("reduce-scatter"):
+                    size = before.bytes
+                    if size is None and after.bytes is not None and groups.size is not None:
+                        size = after.bytes * groups.size
+                yield after._replace(bytes=size), [operand]
 
-    def _type(self, context: Context, ref: str) -> Buffer:
-        operand = value(context, ref)
-        types = [] if operand is None else list(operand.op.types)
-        element = 0 if operand is None or operand.element is None else operand.element
-        return types[element] if element < len(types) else Buffer("unknown", None, 0)
+    def _type(self, context: Context, name: str) -> Buffer:
+        operand = value(context, name)
+        types = [] if operand is None else operand.op.types
+        return types[0] if types else Buffer("unknown", None, 0)
 
-    def _path(self, context: Context, refs: Sequence[str]) -> str | None:
-        origins = [self.flow.origins(context, ref) for ref in refs]
-        names = {name for origin in origins for name in origin.parameters}
-        if len(names) != 1 or any(origin.computed for origin in origins):
+    def _path(self, context: Context, operands: Sequence[str]) -> str | None:
+        """The argument whose data the operands are, if it is one and they are nothing else."""
+        origins = [self.flow.origins(context, operand) for operand in operands]
+        parameters = {parameter for origin in origins for parameter in origin.parameters}
+        if len(parameters) != 1 or any(origin.computed for origin in origins):
             return None
-        [name] = names
-        if name not in self._paths:
-            op = self.program.computations[self.program.entry].ops[name]
-            self._paths[name] = as_path(self.program.argument(op))
-        return self._paths[name]
+        return argument_path(parameters.pop())
 
     def _groups(self, kind: str, op: Op) -> Groups:
         if kind == "collective-permute":
@@ -239,11 +367,10 @@ class Reader:
         if kind in ("unknown", "send"):
             return UNKNOWN
         text = op.attribute("replica_groups")
-        program = self.program
-        if op.attribute("use_global_device_ids") is None and program.partitions > 1:
+        if op.attribute("use_global_device_ids") is None and self.program.partitions > 1:
             # The groups number replicas, except for these kinds: they number partitions.
             of_partitions = kind in ("all-to-all", "ragged-all-to-all", "collective-broadcast")
-            if program.replicas > 1:
+            if self.program.replicas > 1:
                 return UNKNOWN
             if op.attribute("channel_id") is None:
                 return Groups(1, ())
@@ -258,17 +385,23 @@ def _runs(context: Context | None, name: str) -> bool:
 
 
 def _kind(op: Op) -> str | None:
+    """The kind of a collective; `None` for other ops, and for the second half of an async one."""
     plain = op.opcode.removesuffix("-start")
-    if plain in KINDS or plain in _OTHERS:
-        if plain == "send" and op.attribute("is_host_transfer") == "true":
-            return None
+    if plain == "send" and op.attribute("is_host_transfer") == "true":
+        # Between slices of TPUs, data moves through the hosts.
+        between_slices = "_xla_megascale" in (op.attribute("frontend_attributes") or "")
+        return "unknown" if between_slices else None
+    if plain in KINDS or plain in RARE_KINDS:
         return plain
     if op.opcode.endswith(("-done", "-update")):
         return None
-    name = op.opcode
-    if name == "custom-call":
-        name = op.attribute("custom_call_target") or ""
-    return "unknown" if _NAMED_LIKE_ONE.search(name) else None
+    return "unknown" if _NAMED_LIKE_ONE.search(_callee(op)) else None
+
+
+def _callee(op: Op) -> str:
+    """The opcode, or the function that a custom call runs."""
+    target = op.attribute("custom_call_target") if op.opcode == "custom-call" else None
+    return op.opcode if target is None else target.strip('"')
 
 
 def _on_the_wire(kind: str, size: int | None, devices: int | None) -> int | None:
@@ -279,206 +412,3 @@ def _on_the_wire(kind: str, size: int | None, devices: int | None) -> int | None
     if kind == "all-reduce":
         return 2 * size * (devices - 1) // devices
     return size if devices > 1 else 0
-
-
-_KEY = re.compile(r"""\['([^']*)'\]|\["([^"]*)"\]|\[(\d+)\]|\.(\w+)|\[<flat index (\d+)>\]""")
-
-
-def as_path(name: str | None) -> str | None:
-    """`state['layers'][0].w` -> `state/layers/0/w`."""
-    match = None if name is None else re.match(r"\w+", name)
-    if name is None or match is None:
-        return name
-    parts, position = [match[0]], match.end()
-    while position < len(name):
-        key = _KEY.match(name, position)
-        if key is None:
-            return name
-        parts.append(next(part for part in key.groups() if part is not None))
-        position = key.end()
-    return "/".join(parts)
-
-
-# ------------------------------------------------------------------
-# Lists the collectives of a compiled or lowered program.
-
-
-def collectives(program: Any, mesh: AnyMesh | None = None) -> list[Collective]:
-    """Lists what a program moves between devices, with the tree paths of the arrays it moves.
-
-    An op on several buffers gives one entry per buffer; only an all-to-all gives one for all,
-    since its buffers are the parts of one array. What cannot be determined is `None`, never a
-    guess.
-
-    Args:
-        program: A `jax.stages.Compiled`: what runs. Or a `jax.stages.Lowered`: what was traced,
-            before the partitioner adds its own collectives, so only what was written by hand.
-            Or the text of either, HLO or StableHLO.
-        mesh: The mesh that the program runs on, to name its axes. By default it is read from
-            the program's shardings; the text of HLO alone does not name axes.
-
-    Returns:
-        A `Collective` per buffer, in program order. If a program calls one function from several
-        places, there is one per place.
-
-    Raises:
-        FormatError: If the text is not a program, is truncated, or contains a collective that
-            cannot be parsed.
-        MeshError: If the program is partitioned over another number of devices than `mesh` has.
-        TypeError: If `program` is none of these, such as a function that was not compiled.
-
-    Examples:
-        >>> mesh = make_mesh("fsdp=8")
-        >>> w = jax.ShapeDtypeStruct((64, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
-        >>> whole = jax.jit(lambda w: w * 2, out_shardings=NamedSharding(mesh, P()))
-        >>> [moved] = collectives(whole.lower(w).compile())
-        >>> moved.kind, moved.axes, moved.bytes, moved.wire_bytes, moved.count
-        ('all-gather', ('fsdp',), 2048, 1792, 1)
-    """
-    read, axes = read_program(program, mesh)
-    return list(Reader(read, axes).all())
-
-
-def read_program(
-    program: Any, mesh: AnyMesh | None = None
-) -> tuple[Program, Mapping[str, int] | None]:
-    """The graph of a program, and the axes of its mesh if they are known."""
-    found = mesh
-    if isinstance(program, jax.stages.Compiled):
-        text = program.as_text()
-        found = mesh or _mesh_of(program)
-    elif isinstance(program, jax.stages.Lowered):
-        text = program.as_text(debug_info=True)
-    elif isinstance(program, str):
-        text = program
-    else:
-        raise TypeError(
-            f"collectives: {type(program).__name__} is not a program. Compile it first:"
-            " `step.lower(state, batch).compile()`, or pass the text of one."
-        )
-    if not text:
-        raise FormatError("collectives: the text is empty. This backend may not provide one.")
-    read = _parse(text)
-    if found is None:
-        return read, read.axes
-    count = math.prod(axis_sizes(found).values())
-    if read.devices is not None and read.devices != count:
-        raise MeshError(
-            f"collectives: the program runs on {read.devices} device(s), but the mesh"
-            f" ({describe_mesh(found)}) has {count}. Pass the mesh that it was compiled for."
-        )
-    return read, axis_sizes(found)
-
-
-def _parse(text: str) -> Program:
-    first = re.search(r"^(?!\s*$|//|#)\s*(\w+(?:\.\w+)?)", text, re.M)
-    try:
-        if first is not None and first[1] == "HloModule":
-            return HloProgram(text)
-        if first is not None and first[1] in ("module", "func.func"):
-            return StableHloProgram(text)
-    except FormatError as error:
-        raise FormatError(f"collectives: {error} Pass the full `as_text()`.") from error
-    raise FormatError(
-        f"collectives: the text is not a program. HLO starts with `HloModule` and StableHLO with"
-        f" `module`; this starts with {text.strip()[:40]!r}."
-    )
-
-
-def _mesh_of(program: jax.stages.Compiled) -> AnyMesh | None:
-    """The mesh of a program's arguments and results, if they agree on one."""
-    shardings = tree_leaves((program.input_shardings, program.output_shardings))
-    meshes = {x.mesh for x in shardings if isinstance(x, NamedSharding)}
-    sizes = {tuple(axis_sizes(mesh).items()) for mesh in meshes}
-    return next(iter(meshes)) if len(sizes) == 1 else None
-
-
-def table(moved: Sequence[Collective]) -> str:
-    """Collectives as an aligned table; equal ones share a line."""
-    heads = ("kind", "axes", "count", "bytes each", "total", "array", "moves", "source")
-    rows: dict[tuple[str, ...], int] = {}
-    for one in moved:
-        axes = "unknown" if one.axes is None else ", ".join(one.axes) or "none"
-        size = "unknown" if one.bytes is None else human_bytes(one.bytes)
-        moves = one.path or one.op_name or ""
-        row = (one.kind, axes, size, str(one.bytes), str(one.count), one.dtype, moves)
-        rows[(*row, one.source or "")] = rows.get((*row, one.source or ""), 0) + 1
-    lines: list[tuple[str, ...]] = [heads]
-    for (kind, axes, size, exact, count, dtype, moves, source), times in rows.items():
-        known = count != "None" and exact != "None"
-        runs = "unknown" if count == "None" else str(times * int(count))
-        total = human_bytes(times * int(count) * int(exact)) if known else "unknown"
-        lines.append((kind, axes, runs, size, total, dtype, moves, source))
-    return columns(lines, right=4) if rows else "nothing"
-
-
-Budget = int | tuple[int | None, int | None] | None
-
-
-def assert_collectives(
-    program: Any,
-    mesh: AnyMesh | None = None,
-    *,
-    all_gather: Budget = None,
-    reduce_scatter: Budget = None,
-    all_reduce: Budget = None,
-    all_to_all: Budget = None,
-    collective_permute: Budget = None,
-    max_bytes: int | None = None,
-) -> None:
-    """Checks how often a program runs each kind of collective, and how many bytes it moves.
-
-    Args:
-        program: As in `collectives`.
-        mesh: As in `collectives`.
-        all_gather: The exact number of executions, per buffer and including trips of loops; or
-            `(count, bytes)`, where `bytes` is the most that all executions together may move,
-            and either may be `None`. `None` leaves the kind unchecked.
-        reduce_scatter: As `all_gather`.
-        all_reduce: As `all_gather`.
-        all_to_all: As `all_gather`.
-        collective_permute: As `all_gather`.
-        max_bytes: The most that all kinds together may move, in bytes of payload.
-
-    Raises:
-        CommunicationError: If a budget is exceeded, or a number in it is unknown. It is also an
-            `AssertionError`. The message lists all collectives as a table.
-
-    Examples:
-        >>> mesh = make_mesh("fsdp=8")
-        >>> w = jax.ShapeDtypeStruct((64, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
-        >>> whole = jax.jit(lambda w: w * 2, out_shardings=NamedSharding(mesh, P()))
-        >>> assert_collectives(whole.lower(w).compile(), all_gather=(1, 2048), all_reduce=0)
-
-    Source:
-        PyTorch's `CommDebugMode` counts collectives in tests.
-    """
-    budgets = (all_gather, reduce_scatter, all_reduce, all_to_all, collective_permute)
-    moved = collectives(program, mesh)
-    facts: list[str] = []
-    for kind, budget in zip(KINDS, budgets, strict=True):
-        count, most = budget if isinstance(budget, tuple) else (budget, None)
-        these = [one for one in moved if one.kind == kind]
-        runs = _sum(one.count for one in these)
-        if count is not None and runs != count:
-            facts.append(f"{kind}: {_or_unknown(runs)} executions, but {count:,} are expected.")
-        facts += _over(kind, these, most)
-    facts += _over("all collectives", moved, max_bytes)
-    if facts:
-        raise CommunicationError("\n".join([*facts, table(moved)]))
-
-
-def _over(what: str, moved: Sequence[Collective], most: int | None) -> list[str]:
-    total = _sum(one.total_bytes for one in moved)
-    if most is None or (total is not None and total <= most):
-        return []
-    return [f"{what}: {_or_unknown(total)} bytes, but at most {most:,} are allowed."]
-
-
-def _sum(numbers: Iterator[int | None]) -> int | None:
-    known = list(numbers)
-    return None if None in known else sum(number or 0 for number in known)
-
-
-def _or_unknown(number: int | None) -> str:
-    return "an unknown number of" if number is None else f"{number:,}"

@@ -2,15 +2,27 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
-_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\)(?=\s*\{))?\s*\{([^}]*)\}")
+from treeshard._core.mesh import AnyMesh, axis_sizes
+from treeshard._core.specs import entry_of, with_entries
+
+_IOTA = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
+_ORDER = re.compile(r"(?:(?:\[[\d,]+\])?<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_TILES = re.compile(r"\{devices=\[([\d,]+)\](<=\S+|[\d,]+)( last_tile_dim_replicate)?\}")
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?(?:=(\d+))?")
+_MESH = r"mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\)(?=\s*[{,]))?"
+_ALONG_MESH = re.compile(_MESH + r"\s*\{([^}]*)\}")
+_ON_MESH = re.compile(r"\{" + _MESH + r",\s*\[(.*?)\](?:,\s*replicated=\{[^}]*\})?\}")
+
+
+# ------------------------------------------------------------------ groups
 
 
 class Groups(NamedTuple):
@@ -29,6 +41,21 @@ class Groups(NamedTuple):
 UNKNOWN = Groups(None, None)
 
 
+def groups_of(text: str | None, devices: int | None, axes: Mapping[str, int] | None) -> Groups:
+    """The groups in a text. Cached, since a program repeats the same few texts."""
+    return _groups_of(text, devices, None if axes is None else tuple(axes.items()))
+
+
+@lru_cache(maxsize=4096)
+def _groups_of(
+    text: str | None, devices: int | None, axes: tuple[tuple[str, int], ...] | None
+) -> Groups:
+    table = read_groups(text, devices)
+    return (
+        UNKNOWN if table is None else _axes_of_groups(table, None if axes is None else dict(axes))
+    )
+
+
 def read_groups(text: str | None, devices: int | None) -> np.ndarray | None:
     """A table with one row of device numbers per group.
 
@@ -40,20 +67,20 @@ def read_groups(text: str | None, devices: int | None) -> np.ndarray | None:
         return None
     if re.fullmatch(r"\{\s*\}|\{\{\s*\}\}", text):
         return None if devices is None else np.arange(devices)[None]
+    table = None
     if re.fullmatch(r"\{\{[\d,\s]+\}(?:,\s*\{[\d,\s]+\})*\}", text):
-        rows = [list(map(int, row.split(","))) for row in re.findall(r"\{([\d,\s]+)\}", text)]
+        rows = [_numbers(row) for row in re.findall(r"\{([\d,\s]+)\}", text)]
         table = np.array(rows) if len({len(row) for row in rows}) == 1 else None
     elif (match := _IOTA.fullmatch(text)) is not None:
-        order = _iota(match[2], match[3])
-        shape = _numbers(match[1])
-        table = None if order is None or order.size != math.prod(shape) else order.reshape(shape)
-    elif (match := _MESH.fullmatch(text)) is not None:
-        table = _along_axes(match[1], match[2], match[3])
-    else:
+        shape, order = _numbers(match[1]), _device_order(match[2])
+        if order is not None and len(shape) == 2 and order.size == math.prod(shape):
+            table = order.reshape(shape)
+    elif (match := _ALONG_MESH.fullmatch(text)) is not None:
+        along = _along_axes(match[1], match[2], match[3])
+        table = None if along is None else along.groups()
+    if table is None or table.size != (table.size if devices is None else devices):
         return None
-    if table is None or table.ndim != 2 or not _each_once(table, devices):
-        return None
-    return table
+    return table if _is_permutation(table) else None
 
 
 def read_pairs(text: str | None) -> np.ndarray | None:
@@ -61,26 +88,6 @@ def read_pairs(text: str | None) -> np.ndarray | None:
     if text is None or not re.fullmatch(r"\{(?:\{\d+,\s*\d+\},?\s*)*\}", text):
         return None
     return np.array([int(n) for n in re.findall(r"\d+", text)], int).reshape(-1, 2)
-
-
-def axes_of_groups(table: np.ndarray, axes: Mapping[str, int] | None) -> Groups:
-    """The mesh axes that groups span, if they span whole axes."""
-    size = table.shape[1]
-    if axes is None or math.prod(axes.values()) != table.size:
-        return Groups(size, () if size == 1 else None)
-    names = list(axes)
-    numbers = np.arange(table.size).reshape(tuple(axes.values()))
-    coordinates = np.stack(np.unravel_index(table[0], tuple(axes.values())))
-    along = [n for n, row in zip(names, coordinates, strict=True) if len(set(row.tolist())) > 1]
-    kept = [i for i, name in enumerate(names) if name not in along]
-    expected = (
-        numbers.transpose(*kept, *(names.index(name) for name in along)).reshape(-1, size)
-        if math.prod(axes[name] for name in along) == size
-        else None
-    )
-    if expected is None or not np.array_equal(_sorted(expected), _sorted(table)):
-        return Groups(size, None)
-    return Groups(size, tuple(along))
 
 
 def axes_of_pairs(pairs: np.ndarray, axes: Mapping[str, int] | None) -> Groups:
@@ -93,103 +100,161 @@ def axes_of_pairs(pairs: np.ndarray, axes: Mapping[str, int] | None) -> Groups:
     return Groups(math.prod(axes[name] for name in along), tuple(along))
 
 
+def _axes_of_groups(table: np.ndarray, axes: Mapping[str, int] | None) -> Groups:
+    """The mesh axes that groups span, if they span whole axes."""
+    size = table.shape[1]
+    if axes is None or math.prod(axes.values()) != table.size:
+        return Groups(size, () if size == 1 else None)
+    names = list(axes)
+    numbers = np.arange(table.size).reshape(tuple(axes.values()))
+    coordinates = np.stack(np.unravel_index(table[0], tuple(axes.values())))
+    along = [n for n, row in zip(names, coordinates, strict=True) if len(set(row.tolist())) > 1]
+    if math.prod(axes[name] for name in along) != size:
+        return Groups(size, None)
+    kept = [i for i, name in enumerate(names) if name not in along]
+    expected = numbers.transpose(*kept, *map(names.index, along)).reshape(-1, size)
+    same = np.array_equal(_sorted(expected), _sorted(table))
+    return Groups(size, tuple(along) if same else None)
+
+
 def _sorted(table: np.ndarray) -> np.ndarray:
     rows = np.sort(table, axis=1)
     return rows[np.argsort(rows[:, 0])]
 
 
-def _each_once(table: np.ndarray, devices: int | None) -> bool:
-    devices = table.size if devices is None else devices
-    return table.size == devices and np.array_equal(np.sort(table, axis=None), np.arange(devices))
+# ------------------------------------------------------------------ shardings
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]
+class Along(NamedTuple):
+    """Where each device is along some axes: the entries of arrays are numbered by device.
+
+    Attributes:
+        parts: The number of positions.
+        position: The position of each device, shape `(devices,)`.
+        rest: A number that is the same for all devices that differ in `position` only.
+    """
+
+    parts: int
+    position: np.ndarray
+    rest: np.ndarray
+
+    def groups(self) -> np.ndarray:
+        """The devices that differ in `position` only, one group per row."""
+        return np.lexsort((self.position, self.rest)).reshape(-1, self.parts)
 
 
-def _iota(dims: str, order: str | None) -> Any:
-    """The devices of `[2,4]T(1,0)`: 0 to 7 in shape `(2, 4)`, transposed."""
-    shape = _numbers(dims)
-    devices = np.arange(math.prod(shape)).reshape(shape)
-    if order is None:
-        return devices
-    permutation = _numbers(order)
-    return devices.transpose(permutation) if sorted(permutation) == [*range(len(shape))] else None
+def read_sharding(text: str | None, devices: int) -> list[Along] | None:
+    """How a sharding in the compiler's notation splits each dim over the devices.
 
+    - `{replicated}`
+    - `{devices=[2,1,4]<=[8]}` splits dim 0 into 2 parts and dim 2 into 4. Tiles are assigned to
+      devices in the order of `<=[...]`, transposed by `T(...)`, or in the order of a list. With
+      `last_tile_dim_replicate`, the last number counts copies.
+    - `{mesh['data'=2,'fsdp'=4], [{'data'}, {}]}` splits dim 0 along `data`.
 
-def _along_axes(mesh: str, devices: str | None, along: str) -> np.ndarray | None:
-    """Groups along named axes, or parts of them: `'a':(2)4` is 4 of `a`, with stride `size / 8`."""
-    sizes: dict[str, int] = {m[1]: int(m[4]) for m in _AXIS.finditer(mesh) if m[4]}
-    order = np.arange(math.prod(sizes.values()))
-    if devices is not None:
-        order = _devices(devices)
-    if order is None or order.size != math.prod(sizes.values()):
-        return None
-    dims: list[int] = []  # the mesh, its axes split into parts
-    grouped: list[int] = []
-    parts = {m[1]: (m[2], m[3]) for m in _AXIS.finditer(along)}
-    if not set(parts) <= set(sizes) or len(parts) != len(_AXIS.findall(along)):
-        return None
-    for name, size in sizes.items():
-        before, part = (int(n) if n else None for n in parts.get(name, (None, None)))
-        if part is None or before is None:
-            grouped += [len(dims)] if name in parts else []
-            dims.append(size)
-            continue
-        if size % (before * part):
+    Returns `None` for any other text, and for another number of devices.
+    """
+    if text == "{replicated}":
+        return []
+    if (match := _TILES.fullmatch(text or "")) is not None:
+        tiles, order = _numbers(match[1]), _device_order(match[2])
+        if order is None or math.prod(tiles) != order.size or order.size != devices:
             return None
-        grouped.append(len(dims) + 1)
-        dims += [before, part, size // (before * part)]
-    rest = [dim for dim in range(len(dims)) if dim not in grouped]
-    count = math.prod(dims[dim] for dim in grouped)
-    return order.reshape(dims).transpose(*rest, *grouped).reshape(-1, count)
-
-
-def _devices(text: str) -> Any:
-    """The order of a mesh's devices: `[2,4]T(1,0)`, `[8]`, or a list of numbers."""
-    if (match := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)) is not None:
-        order = _iota(match[1], match[2])
-        return None if order is None else order.reshape(-1)
-    if (match := _IOTA.fullmatch(text)) is not None:
-        order = _iota(match[2], match[3])
-        return None if order is None else order.reshape(-1)
-    return np.array(_numbers(text)) if re.fullmatch(r"[\d,\s]+", text) else None
-
-
-@lru_cache(maxsize=4096)
-def _cached(
-    text: str | None, devices: int | None, axes: tuple[tuple[str, int], ...] | None
-) -> Groups:
-    table = read_groups(text, devices)
-    return UNKNOWN if table is None else axes_of_groups(table, None if axes is None else dict(axes))
-
-
-def groups_of(text: str | None, devices: int | None, axes: Mapping[str, int] | None) -> Groups:
-    """The groups in a text. Cached, since a program repeats the same few texts."""
-    return _cached(text, devices, None if axes is None else tuple(axes.items()))
-
-
-_TILES = re.compile(r"\{devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?(.*)\}")
+        tile_of = np.argsort(order)
+        indices = np.unravel_index(tile_of, tiles)
+        dims = [Along(parts, index, tile_of) for parts, index in zip(tiles, indices, strict=True)]
+        return dims[:-1] if match[3] else dims
+    if (match := _ON_MESH.fullmatch(text or "")) is not None:
+        axes_of_dims = re.findall(r"\{([^}]*)\}", match[3])
+        dims = [_along_axes(match[1], match[2], axes) for axes in axes_of_dims]
+        known = [dim for dim in dims if dim is not None and dim.position.size == devices]
+        return known if len(known) == len(dims) else None
+    return None
 
 
 def axes_of_sharding(text: str | None, axes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes that an argument is sharded over; `None` if its sharding cannot be read."""
-    if text is None:
+    """The mesh axes that a sharding splits dims along; `None` if it cannot be read."""
+    dims = read_sharding(text, math.prod(axes.values()))
+    if dims is None:
         return None
-    if (named := re.search(r"#sdy\.sharding<@\w+, \[(.*?)\](?:,|>)", text)) is not None:
-        return tuple(name for name in axes if f'"{name}"' in named[1])
-    if text == "{replicated}":
-        return ()
-    match = _TILES.fullmatch(text)
-    order = None if match is None else _iota(match[2], match[3])
-    if match is None or order is None or order.size != math.prod(axes.values()):
+    grids = [dim.position.reshape(tuple(axes.values())) for dim in dims]
+    return tuple(
+        name
+        for number, name in enumerate(axes)
+        if any((grid != grid.take([0], axis=number)).any() for grid in grids)
+    )
+
+
+def spec_of_sharding(text: str, mesh: AnyMesh) -> PartitionSpec | None:
+    """A sharding as a spec; `None` if no spec of this mesh equals it, or it cannot be read."""
+    dims = read_sharding(text, math.prod(axis_sizes(mesh).values()))
+    axes = [_axes_of_dim(dim, mesh) for dim in dims or ()]
+    if dims is None or None in axes:
         return None
-    tiles = _numbers(match[1])
-    rest = match[4].strip()
-    if rest not in ("", "last_tile_dim_replicate") or math.prod(tiles) != order.size:
+    return with_entries(PartitionSpec(), [entry_of(names or ()) for names in axes])
+
+
+def _axes_of_dim(dim: Along, mesh: AnyMesh) -> Sequence[str] | None:
+    """The axes, outermost first, whose row-major order is the position of each device."""
+    sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
+    grid = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
+    index = dict(zip(sizes, grid, strict=True))
+    for length in range(len(sizes) + 1):
+        for axes in permutations(sizes, length):
+            if math.prod(sizes[axis] for axis in axes) != dim.parts:
+                continue
+            position = np.zeros_like(dim.position)
+            for axis in axes:
+                position = position * sizes[axis] + index[axis]
+            if np.array_equal(position, dim.position):
+                return axes
+    return None
+
+
+# ------------------------------------------------------------------ notation
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n.strip()]
+
+
+def _is_permutation(devices: np.ndarray) -> bool:
+    return np.array_equal(np.sort(devices, axis=None), np.arange(devices.size))
+
+
+def _device_order(text: str) -> np.ndarray | None:
+    """The devices of `[2,4]T(1,0)` (0 to 7 in shape `(2, 4)`, transposed), or of a list."""
+    if (match := _ORDER.fullmatch(text)) is not None:
+        shape = _numbers(match[1])
+        axes = _numbers(match[2]) if match[2] else [*range(len(shape))]
+        if sorted(axes) != [*range(len(shape))]:
+            return None
+        return np.arange(math.prod(shape)).reshape(shape).transpose(axes).reshape(-1)
+    order = np.array(_numbers(text)) if re.fullmatch(r"[\d,\s]+", text) else None
+    return order if order is not None and _is_permutation(order) else None
+
+
+def _along_axes(mesh: str, devices: str | None, axes: str) -> Along | None:
+    """The positions along named axes, or parts of them.
+
+    `'a':(2)4` is 4 positions of `a` inside of 2, so that each stands for `size / 8` devices.
+    """
+    sizes = {match[1]: int(match[4]) for match in _AXIS.finditer(mesh) if match[4]}
+    order = np.arange(math.prod(sizes.values())) if devices is None else _device_order(devices)
+    chosen = {match[1]: (match[2], match[3]) for match in _AXIS.finditer(axes)}
+    if order is None or order.size != math.prod(sizes.values()) or not set(chosen) <= set(sizes):
         return None
-    copies = tiles[-1] if rest else 1
-    tile_of = np.empty(order.size, int)
-    tile_of[order.reshape(-1)] = np.arange(order.size) // copies
-    grid = tile_of.reshape(tuple(axes.values()))
-    return tuple(name for dim, name in enumerate(axes) if (grid != grid.take([0], axis=dim)).any())
+    if len(chosen) != len(_AXIS.findall(axes)):
+        return None
+    in_mesh = np.argsort(order)  # the place of each device, row-major
+    parts, position, rest = 1, np.zeros_like(in_mesh), in_mesh
+    for name, (outer, count) in chosen.items():
+        before, size = int(outer or 1), int(count or sizes[name])
+        if sizes[name] % (before * size):
+            return None
+        names = list(sizes)
+        inner = math.prod(sizes[axis] for axis in names[names.index(name) + 1 :])
+        stride = inner * sizes[name] // (before * size)
+        digit = in_mesh // stride % size
+        parts, position, rest = parts * size, position * size + digit, rest - digit * stride
+    return Along(parts, position, rest)

@@ -4,21 +4,33 @@ A program may have hundreds of thousands of lines, and few of them matter here. 
 parsed up to its opcode; the rest is parsed when one of its properties is read.
 """
 
+import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from treeshard.communication.program import (
-    Buffer,
-    Computation,
-    Op,
-    Place,
-    Program,
-    device_counts,
-    first_outside,
-    one_mesh,
-    size_of,
-)
 from treeshard.errors import FormatError
+
+# HLO's name of a dtype -> JAX's name, and the bits of an element.
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "pred": ("bool", 8),
+    **{f"s{bits}": (f"int{bits}", bits) for bits in (2, 4, 8, 16, 32, 64)},
+    **{f"u{bits}": (f"uint{bits}", bits) for bits in (2, 4, 8, 16, 32, 64)},
+    **{f"f{bits}": (f"float{bits}", bits) for bits in (16, 32, 64)},
+    "bf16": ("bfloat16", 16),
+    "c64": ("complex64", 64),
+    "c128": ("complex128", 128),
+    "f4e2m1fn": ("float4_e2m1fn", 4),
+    **{
+        f"f8{kind}": (f"float8_{kind}", 8)
+        for kind in ("e3m4", "e4m3", "e4m3fn", "e4m3fnuz", "e4m3b11fnuz", "e5m2", "e5m2fnuz")
+    },
+    "f8e8m0fnu": ("float8_e8m0fnu", 8),
+}
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 # A tuple type ends before ` opcode(`. Parentheses inside it belong to layouts.
 _OP = re.compile(r"\s+(ROOT )?%?([^\s=%]+) = (\(.*?\)|[^\s(]\S*) ([a-z][a-z0-9\-_]*)\(")
@@ -45,18 +57,30 @@ _MESH = re.compile(r"#sdy\.mesh<\[([^\]]*)\]")
 _AXIS = re.compile(r'\\?"([^"\\]+)\\?"\s*=\s*(\d+)')
 
 
-class HloOp(Op):
-    """One line of HLO."""
+class Buffer(NamedTuple):
+    """One array that an op consumes or produces.
 
-    __slots__ = ("_text", "_type")
+    `bytes` is `None` for a dtype that is not in `DTYPES`, and for a dynamic shape.
+    """
+
+    dtype: str
+    bytes: int | None
+    rank: int
+
+
+class Op:
+    """One operation: a line of HLO."""
+
+    __slots__ = ("_text", "_type", "line", "name", "opcode")
 
     def __init__(self, name: str, opcode: str, result: str, text: str, line: int) -> None:
         # `result` is the text of its type; `text` is all that follows the opening parenthesis.
-        super().__init__(name, opcode, line)
+        self.name, self.opcode, self.line = name, opcode, line
         self._type, self._text = result, text
 
     @property
     def operands(self) -> Sequence[str]:
+        """The names of its operands."""
         arguments, _ = self._split()
         if self.opcode in ("constant", "parameter", "iota"):
             return ()
@@ -68,14 +92,14 @@ class HloOp(Op):
 
     @property
     def types(self) -> Sequence[Buffer]:
+        """The arrays that it produces, with tuples flattened."""
         return [
-            size_of(dtype, [int(n) if n.strip().isdigit() else None for n in _dims(shape)])
-            for dtype, shape in _ARRAY.findall(self._type)
-            if dtype != "token"
+            _buffer(dtype, shape) for dtype, shape in _ARRAY.findall(self._type) if dtype != "token"
         ]
 
     @property
     def called(self) -> Mapping[str, Sequence[str]]:
+        """The computations that it calls, by role: `body`, `condition`, `branches`, `calls`."""
         callees: dict[str, list[str]] = {}
         if "=" in self._text:
             for key, several, single in _CALLED.findall(self._text):
@@ -84,25 +108,42 @@ class HloOp(Op):
         return callees
 
     def attribute(self, name: str) -> str | None:
+        """The text of one attribute, up to the first comma outside of brackets."""
         rest = self._split()[1]
         match = re.search(rf", {name}=", rest)
-        return None if match is None else _value(rest[match.end() :])
+        if match is None:
+            return None
+        text, depth = rest[match.end() :], 0
+        for match in re.finditer(r'[(\[{]|[)\]}]|,|"(?:[^"\\]|\\.)*"', text):
+            if match[0] == "," and depth == 0:
+                # Device groups may contain a comma: `mesh[...], device_ids=(...) {...}`.
+                if text[match.end() :].startswith(" device_ids="):
+                    continue
+                return text[: match.start()].strip()
+            depth += 1 if match[0] in "([{" else -1 if match[0] in ")]}" else 0
+        return text.strip()
+
+    @property
+    def op_name(self) -> str | None:
+        """The name that JAX gave it; for a parameter of the entry, `state['w']`."""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attribute("metadata") or "")
+        return None if match is None else match[1].replace("\\'", "'").replace('\\"', '"')
 
     @property
     def index(self) -> int | None:
-        if self.opcode == "parameter":
-            number = self._split()[0].strip()
-            return int(number) if number.isdigit() else None
-        number = self.attribute("index")
-        return int(number) if number is not None and number.isdigit() else None
+        """The element that a `get-tuple-element` selects, or the number of a `parameter`."""
+        number = self._split()[0] if self.opcode == "parameter" else self.attribute("index")
+        return int(number) if number is not None and number.strip().isdigit() else None
 
     @property
     def number(self) -> int | None:
+        """The value of a constant that is a single integer."""
         text = self._split()[0].strip()
         return int(text) if self.opcode == "constant" and re.fullmatch(r"-?\d+", text) else None
 
     @property
     def trips(self) -> int | None:
+        """The trip count of a `while`, if the text states it."""
         match = _TRIPS.search(self._text)
         return None if match is None else int(match[1])
 
@@ -116,40 +157,57 @@ class HloOp(Op):
         return text, ""
 
 
-def _dims(shape: str) -> list[str]:
-    return shape.split(",") if shape else []
+def _buffer(dtype: str, shape: str) -> Buffer:
+    name, bits = DTYPES.get(dtype, (dtype, None))
+    dims = [part.strip() for part in shape.split(",")] if shape else []
+    if bits is None or not all(dim.isdigit() for dim in dims):
+        return Buffer(name, None, len(dims))
+    return Buffer(name, -(-math.prod(map(int, dims)) * bits // 8), len(dims))
 
 
-def _value(text: str) -> str:
-    """The text of an attribute: everything up to the first comma outside of brackets."""
-    depth = 0
-    for match in re.finditer(r'[(\[{]|[)\]}]|,|"(?:[^"\\]|\\.)*"', text):
-        if match[0] == "," and depth == 0:
-            # Replica groups may contain a comma: `mesh[...], device_ids=(...) {...}`.
-            if text[match.end() :].startswith(" device_ids="):
-                continue
-            return text[: match.start()].strip()
-        depth += 1 if match[0] in "([{" else -1 if match[0] in ")]}" else 0
-    return text.strip()
+@dataclass(eq=False, slots=True)
+class Computation:
+    """Ops by name, and the name of the one whose result the computation returns."""
+
+    name: str
+    ops: dict[str, Op] = field(default_factory=dict)
+    root: str = ""
 
 
-class HloProgram(Program):
-    """A module of HLO text."""
+class HloProgram:
+    """A module of HLO text.
 
-    tupled = True
+    Attributes:
+        computations: By name.
+        entry: The computation where execution starts.
+        axes: The mesh that the text names; `None` if it names none, or several that differ.
+        devices: The number of devices, if the text states it.
+        replicas: The number of replicas; more than one only under `pmap`.
+        partitions: The number of devices that each replica is partitioned over.
+    """
 
     def __init__(self, text: str) -> None:
+        """Raises `FormatError` if the text is truncated or damaged."""
         self.computations: dict[str, Computation] = {}
         self._tables: dict[str, list[str]] = {}
-        self.entry = ""
-        head = self._read(text)
-        self.axes = one_mesh([_AXIS.findall(axes) for axes in _MESH.findall(head)])
-        sizes = [re.search(rf"\b{key}=(\d+)", head) for key in ("replica_count", "num_partitions")]
-        self.replicas, self.partitions, self.devices = device_counts(sizes, self.axes)
         self._frames: dict[str, dict[int, str]] | None = None
+        head, entry = self._read(text)
+        self.entry = self.computations[entry]
+        meshes = [
+            {name: int(size) for name, size in _AXIS.findall(mesh)} for mesh in _MESH.findall(head)
+        ]
+        named = [mesh for mesh in meshes if mesh]
+        same = bool(named) and all(mesh == named[0] for mesh in named)
+        self.axes: Mapping[str, int] | None = named[0] if same else None
+        sizes = [re.search(rf"\b{key}=(\d+)", head) for key in ("replica_count", "num_partitions")]
+        self.replicas, self.partitions = (1 if size is None else int(size[1]) for size in sizes)
+        self.devices: int | None = self.replicas * self.partitions if any(sizes) else None
+        if self.devices is None and self.axes is not None:
+            self.partitions = self.devices = math.prod(self.axes.values())
 
-    def _read(self, text: str) -> str:
-        head, table = "", ""
+    def _read(self, text: str) -> tuple[str, str]:
+        """Fills the computations and tables; returns the first line and the entry's name."""
+        head, entry, table = "", "", ""
         current: Computation | None = None
         for number, line in enumerate(text.split("\n"), 1):
             if current is not None:
@@ -161,9 +219,9 @@ class HloProgram(Program):
                         raise FormatError(
                             f"line {number} defines {name!r} a second time: the text is damaged."
                         )
-                    current.ops[name] = HloOp(name, opcode, result, line[match.end() :], number)
+                    current.ops[name] = Op(name, opcode, result, line[match.end() :], number)
                     if root:
-                        current.results = [name]
+                        current.root = name
                 elif line[:1] not in ("", " ", "\t"):
                     raise FormatError(
                         f"line {number} starts a new section inside the computation"
@@ -179,7 +237,7 @@ class HloProgram(Program):
                 head = line
             elif (match := _HEAD.match(line)) is not None:
                 current = self.computations[match[2]] = Computation(match[2])
-                self.entry = match[2] if match[1] else self.entry
+                entry = match[2] if match[1] else entry
             elif line[0].isdigit():
                 self._tables.setdefault(table, []).append(line)
             else:
@@ -188,29 +246,28 @@ class HloProgram(Program):
             raise FormatError(
                 f"the program ends inside its computation {current.name!r}: the text is truncated."
             )
-        if not self.entry:
+        if not entry:
             raise FormatError("the program has no ENTRY computation: the text is truncated.")
-        return head
+        return head, entry
 
-    def argument(self, op: Op) -> str | None:
-        metadata = op.attribute("metadata")
-        match = None if metadata is None else re.search(r'op_name="((?:[^"\\]|\\.)*)"', metadata)
-        return None if match is None else match[1].replace("\\'", "'").replace('\\"', '"')
+    @property
+    def parameters(self) -> list[Op]:
+        """The parameters of the entry."""
+        return [op for op in self.entry.ops.values() if op.opcode == "parameter"]
 
-    def sharding(self, op: Op) -> str | None:
-        return op.attribute("sharding")
-
-    def place(self, op: Op) -> Place:
+    def source(self, op: Op) -> str | None:
+        """The line of the user's code that an op comes from, as `file:line`."""
         metadata = op.attribute("metadata") or ""
-        file = re.search(r'source_file="([^"]*)"', metadata)
-        line = re.search(r"source_line=(\d+)", metadata)
-        frame = re.search(r"stack_frame_id=(\d+)", metadata)
-        source = None
-        if file is not None:
-            source = f"{file[1]}:{line[1]}" if line is not None else file[1]
-        elif frame is not None:
-            source = first_outside(self._stack(int(frame[1])))
-        return Place(self.argument(op), source)
+        if (file := re.search(r'source_file="([^"]*)"', metadata)) is not None:
+            line = re.search(r"source_line=(\d+)", metadata)
+            return file[1] if line is None else f"{file[1]}:{line[1]}"
+        if (frame := re.search(r"stack_frame_id=(\d+)", metadata)) is None:
+            return None
+        # The innermost line that is neither treeshard's nor, if others remain, a package's.
+        stack = list(self._stack(int(frame[1])))
+        outside = [line for line in stack if not line.startswith(_PACKAGE)]
+        own = [line for line in outside if not re.search(r"/(site|dist)-packages/|^<", line)]
+        return next(iter(own or outside or stack), None)
 
     def _stack(self, frame: int) -> Iterator[str]:
         """The lines of a call stack, innermost first."""

@@ -3,23 +3,20 @@
 XLA writes them to the standard error of the process, where Python's `warnings` do not see them.
 """
 
-import math
 import os
 import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import permutations
 from typing import NamedTuple
 
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from treeshard._core.arrays import array_text
-from treeshard._core.mesh import AnyMesh, axis_sizes, get_incontext_mesh
-from treeshard._core.specs import entry_of, with_entries
+from treeshard._core.mesh import AnyMesh, get_incontext_mesh
+from treeshard.communication.device_groups import spec_of_sharding
 from treeshard.errors import TreeShardError, warn
 
 _MARK = "Involuntary full rematerialization"
@@ -147,7 +144,6 @@ _FROM_TO = re.compile(r"from sharding (\{.*?\}) to (\{.*?\}) (?:efficiently|with
 _OPERATION = re.compile(r"HLO operation:? %?[\w.\-]+ = (\w+)\[([\d,]*)\](?:\{[^}]*\})? ([\w\-]+)\(")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
-_TILES = re.compile(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(.*)\}")
 
 
 def read_warning(text: str, mesh: AnyMesh | None) -> PartitionerWarning:
@@ -157,63 +153,15 @@ def read_warning(text: str, mesh: AnyMesh | None) -> PartitionerWarning:
         before, after = moved.groups()
         warning = warning._replace(from_sharding=before, to_sharding=after)
         if mesh is not None:
-            specs = spec_of_tiles(before, mesh), spec_of_tiles(after, mesh)
+            specs = spec_of_sharding(before, mesh), spec_of_sharding(after, mesh)
             warning = warning._replace(from_spec=specs[0], to_spec=specs[1])
     # A sharding may have metadata too, so search after the operation only.
     operation = text[text.find("HLO operation") :] if "HLO operation" in text else ""
     if head := _OPERATION.match(operation):
-        warning = warning._replace(dtype=head[1], shape=_numbers(head[2]), op=head[3])
+        shape = tuple(int(dim) for dim in head[2].split(",") if dim)
+        warning = warning._replace(dtype=head[1], shape=shape, op=head[3])
     if name := _OP_NAME.search(operation):
         warning = warning._replace(op_name=name[1])
     if source := _SOURCE.search(operation):
         warning = warning._replace(source=f"{source[1]}:{source[2]}")
     return warning
-
-
-def spec_of_tiles(sharding: str, mesh: AnyMesh) -> PartitionSpec | None:
-    """A sharding in the compiler's notation as a spec; `None` if no spec of this mesh equals it.
-
-    `{devices=[2,1,4]<=[8]}` splits dim 0 into 2 parts and dim 2 into 4. Tiles are assigned to
-    devices in the order of `<=[...]`, transposed by `T(...)`, or in the order of a list.
-    """
-    if sharding == "{replicated}":
-        return PartitionSpec()
-    match = _TILES.fullmatch(sharding)
-    if match is None or match[5].strip() not in ("", "last_tile_dim_replicate"):
-        return None
-    tiles = _numbers(match[1])
-    if match[2] is None:
-        devices = np.array(_numbers(match[4]))
-    else:
-        grid = np.arange(math.prod(_numbers(match[2]))).reshape(_numbers(match[2]))
-        devices = grid.transpose(_numbers(match[3]) if match[3] else None).reshape(-1)
-    count = math.prod(axis_sizes(mesh).values())
-    if math.prod(tiles) != count or not np.array_equal(np.sort(devices), np.arange(count)):
-        return None
-    dims = len(tiles) - bool(match[5].strip())
-    indices = np.unravel_index(np.argsort(devices), tiles)[:dims]
-    axes = [_axes_of_dim(index, n, mesh) for index, n in zip(indices, tiles, strict=False)]
-    if any(names is None for names in axes):
-        return None
-    return with_entries(PartitionSpec(), [entry_of(names or ()) for names in axes])
-
-
-def _axes_of_dim(part_of: np.ndarray, parts: int, mesh: AnyMesh) -> Sequence[str] | None:
-    """The axes, outermost first, that assign part `part_of[device]` of a dim to each device."""
-    sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
-    grid = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-    index = dict(zip(sizes, grid, strict=True))
-    for length in range(len(sizes) + 1):
-        for axes in permutations(sizes, length):
-            if math.prod(sizes[axis] for axis in axes) != parts:
-                continue
-            along = np.zeros_like(part_of)
-            for axis in axes:
-                along = along * sizes[axis] + index[axis]
-            if np.array_equal(along, part_of):
-                return axes
-    return None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(",") if number)

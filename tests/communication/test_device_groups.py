@@ -1,0 +1,120 @@
+"""The compiler's notations of device groups and of shardings are read."""
+
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from treeshard.communication.device_groups import (
+    Groups,
+    axes_of_sharding,
+    groups_of,
+    read_groups,
+    spec_of_sharding,
+)
+
+AXES = {"data": 2, "fsdp": 4}
+MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "groups"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", Groups(4, ("fsdp",))),
+        ("{{0,4},{1,5},{2,6},{3,7}}", Groups(2, ("data",))),
+        ("{{3,1,0,2},{5,4,7,6}}", Groups(4, ("fsdp",))),
+        ("{}", Groups(8, ("data", "fsdp"))),
+        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", Groups(1, ())),
+        ("{{0,1},{2,3},{4,5},{6,7}}", Groups(2, None)),  # half of fsdp
+        ("{{0,5},{1,4},{2,6},{3,7}}", Groups(2, None)),
+        ("[2,4]<=[8]", Groups(4, ("fsdp",))),
+        ("[4,2]<=[2,4]T(1,0)", Groups(2, ("data",))),
+        ("[1,8]<=[8]", Groups(8, ("data", "fsdp"))),
+        ("mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", Groups(8, ("data", "fsdp"))),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", Groups(4, ("fsdp",))),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", Groups(2, ("data",))),
+        ("mesh['a'=8] {'a':(2)4}", Groups(4, ("fsdp",))),
+        ("mesh['a'=8] {'a':(1)2}", Groups(2, ("data",))),
+        ("{{0,4},{1,6},{2,5},{3,7}}", Groups(2, None)),
+        # Unknown notations, and groups that do not contain every device once.
+        ("{{0,1,2},{3,4,5,6,7}}", Groups(None, None)),
+        ("{{0,1,2,3}}", Groups(None, None)),
+        ("{{0,1,2,3},{4,5,6,6}}", Groups(None, None)),
+        ("[2,4]<=[4,2]T(0)", Groups(None, None)),
+        ("[2,4]<=[9]", Groups(None, None)),
+        ("mesh['a'=8] {'b'}", Groups(None, None)),
+        ("mesh['a'=6,'b'=2] {'a'}", Groups(None, None)),
+        ("mesh['a'=8] {'a':(3)2}", Groups(None, None)),
+        ("rings(4)", Groups(None, None)),
+        (None, Groups(None, None)),
+    ],
+)
+def test_device_groups_are_read_in_every_notation(spelling: str | None, groups: Groups) -> None:
+    assert groups_of(spelling, 8, AXES) == groups
+
+
+def test_groups_without_a_mesh_have_a_size_but_no_axes() -> None:
+    assert groups_of("[2,4]<=[8]", 8, None) == Groups(4, None)
+    assert groups_of("[2,4]<=[8]", None, AXES) == Groups(4, ("fsdp",))
+    assert read_groups("{}", None) is None
+
+
+def test_groups_of_65536_devices() -> None:
+    axes = {"pod": 16, "fsdp": 64, "tensor": 64}
+    assert groups_of("[1024,64]<=[65536]", 65536, axes) == Groups(64, ("tensor",))
+    assert groups_of("[1024,64]<=[16,64,64]T(0,2,1)", 65536, axes) == Groups(64, ("fsdp",))
+
+
+# ------------------------------------------------------------------ shardings
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("{replicated}", P()),
+        ("{devices=[8]<=[8]}", P(("data", "fsdp"))),
+        ("{devices=[8,1]<=[8]}", P(("data", "fsdp"))),
+        ("{devices=[8]<=[2,4]T(1,0)}", P(("fsdp", "data"))),
+        ("{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}", P(None, "fsdp")),
+        ("{devices=[2,4]<=[8] last_tile_dim_replicate}", P("data")),
+        ("{devices=[4,2]0,4,1,5,2,6,3,7}", P("fsdp", "data")),
+        ("{mesh['data'=2,'fsdp'=4], [{'data'}, {}]}", P("data")),
+        ("{mesh['data'=2,'fsdp'=4], [{}, {'data', 'fsdp'}]}", P(None, ("data", "fsdp"))),
+        ("{mesh['data'=2,'fsdp'=4], [{'fsdp', 'data'}]}", P(("fsdp", "data"))),
+        ("{mesh['a'=8], [{'a':(2)4}, {'a':(1)2}]}", P("fsdp", "data")),
+        ("{mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)), [{'a'}, {}]}", P("fsdp")),
+        ("{mesh['data'=2,'fsdp'=4], [{'data'}], replicated={'fsdp'}}", P("data")),
+        ("{mesh['data'=2,'fsdp'=4], [{'data'}], unreduced={'fsdp'}}", None),
+        ("{mesh['data'=2,'fsdp'=4], [{'model'}]}", None),
+        ("{mesh['data'=2,'fsdp'=8], [{'data'}]}", None),
+        ("{devices=[4,2]<=[8]}", None),
+        ("{devices=[16]<=[16]}", None),
+        ("{devices=[2,4]<=[8] last_tile_dims={manual}}", None),
+        ("{devices=[2,4]0,0,0,0,0,0,0,0}", None),
+        ("{maximal device=0}", None),
+    ],
+)
+def test_a_sharding_as_a_spec(text: str, spec: P | None) -> None:
+    assert spec_of_sharding(text, MESH) == spec
+
+
+def test_axes_of_size_one_are_left_out() -> None:
+    mesh = AbstractMesh((1, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    assert spec_of_sharding("{devices=[1,2]<=[2]}", mesh) == P(None, "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("sharding", "axes"),
+    [
+        ("{replicated}", ()),
+        ("{devices=[8,1]<=[8]}", ("data", "fsdp")),
+        ("{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}", ("fsdp",)),
+        ("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", ("data",)),
+        ("{devices=[4,2]<=[8]}", ("data", "fsdp")),  # which no spec is
+        ("{mesh['data'=2,'fsdp'=4], [{'fsdp'}, {}]}", ("fsdp",)),
+        ("{devices=[2,1,4]<=[8] last_tile_dims={manual}}", None),
+        ("{maximal device=0}", None),
+        (None, None),
+    ],
+)
+def test_the_axes_of_a_sharding(sharding: str | None, axes: tuple[str, ...] | None) -> None:
+    assert axes_of_sharding(sharding, AXES) == axes
