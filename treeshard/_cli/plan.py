@@ -2,11 +2,9 @@
 
 import argparse
 import json
-import signal
-import threading
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +22,8 @@ from treeshard._core.text import (
 )
 from treeshard._planning.logical import logical_axis_rules
 from treeshard._planning.plan import Plan, plan
-from treeshard._planning.rules import read_rules
 from treeshard._planning.strategies import parse_strategy
-from treeshard.errors import FormatError, ShardingRuleError, TreeShardError, did_you_mean, listed
+from treeshard.errors import FormatError, TreeShardError, did_you_mean, listed
 from treeshard.interchange._format import read_header
 
 # ------------------------------------------------------------------
@@ -174,17 +171,12 @@ def _known(raw: Mapping[str, Any], known: Sequence[str], key: str) -> None:
         raise FormatError(f"{key} has an unknown key {name!r}.{hint}")
 
 
-# How long one pattern may take over all paths. Real ones take milliseconds.
-PATTERN_SECONDS = 5.0
-
-
 def run_plan(options: argparse.Namespace) -> tuple[str, int]:
     """Prints how a tree is sharded. Returns 1 if the plan has errors or does not fit."""
     memory = None if options.memory is None else parse_bytes(options.memory)
     shapes = read_shapes(options.shapes)
     rules, min_size, logical = read_rules_file(options.rules)
     min_size = min_size if options.min_size is None else options.min_size
-    _check_patterns(rules, shapes)
     with nullcontext() if logical is None else logical_axis_rules(logical):
         decided = plan(shapes, rules, options.mesh, min_size=min_size)
     fits = None if memory is None else decided.bytes_per_device() <= memory
@@ -214,42 +206,3 @@ def _as_json(decided: Plan, memory: int | None) -> str:
     if memory is not None:
         report |= {"memory": memory, "fits": needed <= memory}
     return json.dumps(report)
-
-
-# ------------------------------------------------------------------ patterns without end
-
-
-def _check_patterns(rules: Sequence[tuple[Any, Any]], paths: Iterable[str]) -> None:
-    """Tries every pattern on every path, on a clock: some regular expressions take years."""
-    for index, (pattern, _) in enumerate(read_rules(rules)):
-        path = ""
-        try:
-            with _at_most(PATTERN_SECONDS):
-                for path in paths:
-                    pattern.search(path)
-        except TimeoutError:
-            raise ShardingRuleError(
-                f"rule {index}: the pattern {pattern.pattern!r} takes more than"
-                f" {PATTERN_SECONDS:g} s, on the path {path!r}. Avoid repeats inside of repeats,"
-                " such as (a+)+."
-            ) from None
-
-
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` when the time is over, even inside of `re`, which heeds signals.
-    (Windows and other threads have none, and there is no limit there.)"""
-    if not hasattr(signal, "setitimer") or threading.current_thread() != threading.main_thread():
-        yield
-        return
-
-    def expire(number: int, frame: Any) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,7 +13,6 @@ from treeshard._planning.decision import PlannedLeaf
 from treeshard._planning.logical import ReadLogicalRules, names_without_rule, read_logical_rules
 from treeshard._planning.rules import errors_of
 from treeshard._planning.tactics import ByNames, Tactic
-from treeshard._planning.tree_walk import read_pattern, zeroed
 from treeshard.errors import did_you_mean
 
 # ------------------------------------------------------------------
@@ -227,8 +225,6 @@ def _ancestors(path: str) -> list[str]:
     return ["/".join(keys[:count]) for count in range(len(keys) + 1)]
 
 
-# The time limit for finding the leaves that unused rules match.
-SECONDS = 2.0
 # The number of paths searched for one that a misspelt pattern may mean.
 MOST_NAMES = 1000
 
@@ -273,43 +269,14 @@ def _unused_rules(
     unused = [index for index in range(len(rules)) if index not in used]
     takers = {leaf.path: leaf.rule for leaf in leaves} if unused else {}
     arrays = {leaf.path for leaf in leaves if leaf.shape}
-    until = time.monotonic() + SECONDS
     for index in unused:
         pattern = re.compile(rules[index][0])
-        matched = _matched(pattern, takers, until)
-        if matched is None:
-            fact = (
-                f"rule {index} {pattern.pattern!r} decides no leaf. The search for leaves that it"
-                f" matches was stopped after {SECONDS:g} s."
-            )
-            yield Finding("dead-rule", "warning", fact, "Remove or simplify it.", rule=index)
-            continue
+        matched = [path for path in takers if pattern.search(path)]
         shadows = [path for path in matched if path in arrays]
         if not shadows:
-            # Looking for a similar name takes time too.
-            names = takers if time.monotonic() < until else ()
-            yield _dead(index, pattern.pattern, matched, names)
+            yield _dead(index, pattern.pattern, matched, takers)
         elif index < len(rules) - 1 or len(matched) < len(takers):
             yield _shadowed(index, rules, shadows, {takers[path] for path in shadows})
-
-
-def _matched(pattern: re.Pattern[str], paths: Iterable[str], until: float) -> list[str] | None:
-    """The paths that a pattern matches; `None` if time runs out.
-
-    A single search is not bounded.
-    """
-    by_digits = read_pattern(pattern).tells_digits_apart
-    matches: dict[str, bool] = {}
-    matched: list[str] = []
-    for path in paths:
-        key = path if by_digits else zeroed(path)
-        if key not in matches:
-            if time.monotonic() > until:
-                return None
-            matches[key] = pattern.search(path) is not None
-        if matches[key]:
-            matched.append(path)
-    return matched
 
 
 def _dead(index: int, pattern: str, scalars: Sequence[str], paths: Iterable[str]) -> Finding:

@@ -1,8 +1,8 @@
-"""Applies rules to the leaves of a tree."""
+"""Applies rules to the leaves of a tree, and records a decision for each."""
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -14,14 +14,13 @@ from treeshard._core.specs import Adjustment, entries, is_logical, project, with
 from treeshard._planning.decision import Decision, Shape
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.tactics import Tactic, min_size_in_force, too_small
-from treeshard._planning.tree_walk import Open, TreeDef, Walk, read_pattern, shape_of_each, zeroed
+from treeshard._planning.tree_walk import TreeDef, name_leaves, shape_of_each, tells_indices_apart
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
 ReadRules = list[tuple[re.Pattern[str], Any]]  # compiled patterns and their actions
 
-
 _UNMATCHED = Adjustment("unmatched", "no rule matches.")
-_WHOLE = Decision(PartitionSpec(), PartitionSpec())  # scalars, and what has no shape
+_REPLICATED = Decision(PartitionSpec(), PartitionSpec())  # scalars, and leaves without a shape
 
 
 class Decided(NamedTuple):
@@ -29,38 +28,14 @@ class Decided(NamedTuple):
 
     treedef: TreeDef
     leaves: list[Any]
+    paths: list[str]
     shapes: list[Shape | None]
     decisions: list[Decision]
     adjusted: bool  # whether any decision has adjustments
     boxed: bool  # whether there are boxes in the tree
-    walk: Walk
-
-    @property
-    def paths(self) -> list[str]:
-        """The path of each leaf, built on first use."""
-        return self.walk.paths
 
 
-class _Rule:
-    """A rule, and its decisions so far by shape (and itemsize)."""
-
-    def __init__(self, index: int | None, pattern: re.Pattern[str] | None, action: Any):
-        self.index = index
-        self.pattern = None if pattern is None else pattern.pattern
-        self.action = action
-        looks_at = "leaf" if callable(action) else "shape"
-        if isinstance(action, Tactic):
-            looks_at = action.looks_at
-        # Whether leaves of equal shape may be decided differently: not while walking.
-        self.by_leaf, self.by_bytes = looks_at != "shape", looks_at == "bytes"
-        self.decisions: dict[Any, Decision] = {}
-
-
-class _Check(NamedTuple):
-    needed: str  # what must occur in a path
-    search: Callable[[str], Any]  # what must match then
-    rule: _Rule
-    tells_indices_apart: bool
+# ------------------------------------------------------------------ the rule of each leaf
 
 
 def decide(
@@ -78,35 +53,70 @@ def decide(
     """
     tactics = [action for _, action in read if isinstance(action, Tactic)]
     leaves, treedef = tree_flatten(tree)
+    names, shapes = name_leaves(tree, treedef), shape_of_each(leaves)
     shown = _in_boxes(tree) if any(tactic.reads_boxes for tactic in tactics) else leaves
     tactic_mesh = current_or_given(mesh) if tactics else None
-    rules = _resolved(read, mesh)
-    walk = _Decider(rules, shape_of_each(leaves), shown, mesh, tactic_mesh, min_size, whole_paths)
-    walk.walk(treedef, tree)
-    walk.settle()
-    return Decided(treedef, leaves, walk.shapes, walk.decisions, walk.adjusted, walk.boxed, walk)
+    call = _Call(mesh, tactic_mesh, min_size_in_force(min_size), whole_paths, [])
+    rules = [
+        _Rule(index, pattern, action, call)
+        for index, (pattern, action) in enumerate(_with_specs(read, mesh))
+    ]
+    unmatched = _Rule(None, None, None, call)
+    rules_of_key: dict[str, tuple[list[_Rule], _Rule]] = {}
+    decisions: list[Decision] = []
+    for path, key, shape, leaf in zip(names.paths, names.keys, shapes, shown, strict=True):
+        if not shape:
+            decisions.append(_REPLICATED)
+            continue
+        if key not in rules_of_key:
+            rules_of_key[key] = _rules_of_key(rules, key, unmatched)
+        by_path, rule = rules_of_key[key]
+        for earlier in by_path:
+            if earlier.matches(path):
+                rule = earlier
+                break
+        decision = rule.decisions.get(shape)
+        decisions.append(rule.decide(path, shape, leaf) if decision is None else decision)
+    if call.not_specs:
+        headline = f"The actions of rules returned no spec for {len(call.not_specs)} leaves:"
+        raise ShardingRuleError(listed(headline, call.not_specs))
+    adjusted = any(rule.adjusted for rule in (*rules, unmatched))
+    return Decided(treedef, leaves, names.paths, shapes, decisions, adjusted, names.boxed)
 
 
-def _resolved(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
+def _rules_of_key(
+    rules: "list[_Rule]", key: str, unmatched: "_Rule"
+) -> "tuple[list[_Rule], _Rule]":
+    """The first rule that matches every path with a key, and those before it that match some."""
+    by_path: list[_Rule] = []
+    for rule in rules:
+        if rule.by_path:
+            by_path.append(rule)
+        elif rule.matches(key):
+            return by_path, rule
+    return by_path, unmatched
+
+
+def _with_specs(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
     """The rules, with logical names replaced by specs."""
-    found: ReadRules = []
+    rules: ReadRules = []
     bad: list[str] = []
     for index, (pattern, action) in enumerate(read):
         try:
             if is_logical(action):
                 action = resolve_names(action, mesh)
                 action = with_entries(action, entries(action))
-            found.append((pattern, action))
+            rules.append((pattern, action))
         except SpecError as error:
             bad.append(f"rule {index}, {pattern.pattern!r}: {error}")
     if bad:
         headline = f"{len(bad)} rules have logical names that do not resolve:"
         raise ShardingRuleError(listed(headline, bad))
-    return found
+    return rules
 
 
 def _in_boxes(tree: Any) -> list[Any]:
-    """The leaves, with those that are alone in a box as the box."""
+    """The leaves, where a leaf that is alone in a box is replaced by the box."""
     shown: list[Any] = []
     for leaf in tree_flatten(tree, is_leaf=is_box)[0]:
         inside = tree_flatten(leaf)[0] if is_box(leaf) else [leaf]
@@ -114,158 +124,91 @@ def _in_boxes(tree: Any) -> list[Any]:
     return shown
 
 
-class _Decider(Walk):
-    """Decides the leaves as they are walked.
+# ------------------------------------------------------------------ the decision of a rule
 
-    Rules are matched on paths with zeros for their digits; those that tell digits apart are
-    then tried on the true paths.
+
+class _Call(NamedTuple):
+    """What all rules of one call share."""
+
+    mesh: AnyMesh | None
+    tactic_mesh: AnyMesh | None
+    min_size: int
+    whole_paths: bool
+    not_specs: list[str]  # the errors of actions that did not return a spec
+
+
+class _Rule:
+    """A rule, and its decisions so far by shape.
+
+    Attributes:
+        matches: Whether its pattern matches a path.
+        by_path: Whether it may match one path and not another with the same key.
+        decisions: By shape; empty if leaves of one shape may be decided differently.
+        adjusted: Whether any of its decisions has adjustments.
     """
 
+    matches: Callable[[str], Any]
+    by_path: bool
+
     def __init__(
-        self,
-        read: ReadRules,
-        shapes: list[Shape | None],
-        leaves: list[Any],
-        mesh: AnyMesh | None,
-        tactic_mesh: AnyMesh | None,
-        min_size: int | None,
-        whole_paths: bool,
+        self, index: int | None, pattern: re.Pattern[str] | None, action: Any, call: _Call
     ):
-        super().__init__(shapes)
-        self.leaves, self.mesh, self.tactic_mesh = leaves, mesh, tactic_mesh
-        self.floor = min_size_in_force(min_size)
-        self.found: dict[str, tuple[tuple[_Check, ...], _Rule]] = {}  # by path with zeros
+        self.index, self.action, self.call = index, action, call
+        self.pattern = None if pattern is None else pattern.pattern
+        if pattern is not None:
+            self.matches = pattern.fullmatch if call.whole_paths else pattern.search
+            self.by_path = tells_indices_apart(pattern)
+        self.looks_at = "leaf" if callable(action) else "shape"
+        if isinstance(action, Tactic):
+            self.looks_at = action.looks_at
+        self.decisions: dict[Shape, Decision] = {}
+        self._by_bytes: dict[Any, Decision] = {}
         self.adjusted = False
-        self.bad_answers: list[str] = []
-        self.unmatched = _Rule(None, None, None)
-        self.checks: list[_Check] = []  # on true paths, in the rules' order
-        self.zero_checks: list[tuple[str, Callable[[str], Any] | None, _Check]] = []
-        for index, (pattern, action) in enumerate(read):
-            rule = _Rule(index, pattern, action)
-            reading = read_pattern(pattern)
-            search = pattern.fullmatch if whole_paths else pattern.search
-            for needed in reading.needs:
-                check = _Check(needed, search, rule, reading.tells_indices_apart)
-                self.checks.append(check)
-                on_zeros = None if reading.tells_digits_apart else search
-                self.zero_checks.append((zeroed(needed), on_zeros, check))
 
-    def leaf(self, path: str, zeros: str | None) -> None:
-        index = len(self.decisions)
-        shape = self.shapes[index]
-        if not shape:
-            self.decisions.append(_WHOLE)
-            return
-        if zeros is None:
-            self.open.append((index, None, self.unmatched))
-            self.decisions.append(_WHOLE)
-            return
-        found = self.found.get(zeros)
-        if found is None:
-            found = self.found[zeros] = self._first_of_zeros(zeros)
-        checks, rule = found
-        if checks or rule.by_leaf:
-            self.open.append((index, checks, rule))
-            self.decisions.append(_WHOLE)
-            return
-        decision = rule.decisions.get(shape)
-        self.decisions.append(self._outcome(rule, index, path) if decision is None else decision)
-
-    def _first_of_zeros(self, zeros: str) -> tuple[tuple[_Check, ...], _Rule]:
-        """What to try on the true path, and the rule that holds if nothing of that matches."""
-        to_try: list[_Check] = []
-        for needed, search, check in self.zero_checks:
-            if needed in zeros:
-                if search is None:
-                    to_try.append(check)
-                elif search(zeros):
-                    return tuple(to_try), check.rule
-        return tuple(to_try), self.unmatched
-
-    def settled_for_all(self, open_: list[Open]) -> list[Open]:
-        still: list[Open] = []
-        for index, checks, rule in open_:
-            if any(check.tells_indices_apart for check in checks):
-                still.append((index, checks, rule))
-                continue
-            path = self.paths[index]
-            first = _first(checks, path, rule)
-            if first.by_leaf:
-                still.append((index, (), first))
-            else:
-                self.decisions[index] = self._outcome(first, index, path)
-        return still
-
-    def settle(self) -> None:
-        """Decides the leaves that were left open. Raises for answers that are no specs."""
-        if not self.open:
-            return
-        paths = self.paths
-        # What no path needs is sorted out in one search through all of them.
-        text = "\n".join([paths[index] for index, checks, _ in self.open if checks is None])
-        live = [check for check in self.checks if check.needed in text]
-        for index, checks, rule in self.open:
-            path = paths[index]
-            first = _first(live if checks is None else checks, path, rule)
-            self.decisions[index] = self._outcome(first, index, path)
-        if self.bad_answers:
-            headline = f"The actions of rules returned no spec for {len(self.bad_answers)} leaves:"
-            raise ShardingRuleError(listed(headline, self.bad_answers))
-
-    # What comes of a rule.
-
-    def _outcome(self, rule: _Rule, index: int, path: str) -> Decision:
-        shape = self.shapes[index]
-        assert shape  # leaves without one need no rule
-        key = (shape, self.leaves[index].dtype.itemsize) if rule.by_bytes else shape
-        decision = rule.decisions.get(key)
-        if decision is None:
-            decision = self._decide(rule, shape, index, path)
-            self.adjusted = self.adjusted or bool(decision.adjustments)
-            if rule.by_bytes or not rule.by_leaf:
-                rule.decisions[key] = decision
+    def decide(self, path: str, shape: Shape, leaf: Any) -> Decision:
+        """Decides a leaf whose shape is not in `decisions`."""
+        if self.looks_at == "leaf":
+            decision = self._decide(path, shape, leaf)
+        elif self.looks_at == "bytes":
+            key = shape, leaf.dtype.itemsize
+            if key not in self._by_bytes:
+                self._by_bytes[key] = self._decide(path, shape, leaf)
+            decision = self._by_bytes[key]
+        else:
+            decision = self.decisions[shape] = self._decide(path, shape, leaf)
+        self.adjusted = self.adjusted or bool(decision.adjustments)
         return decision
 
-    def _decide(self, rule: _Rule, shape: Shape, index: int, path: str) -> Decision:
-        if rule.index is None:
+    def _decide(self, path: str, shape: Shape, leaf: Any) -> Decision:
+        call = self.call
+        if self.index is None:
             return Decision(None, PartitionSpec(), adjustments=(_UNMATCHED,))
-        if isinstance(rule.action, Tactic):
-            asked, notes = self._refined(rule, index, path)
-        elif math.prod(shape) < self.floor:
-            asked = PartitionSpec() if rule.by_leaf or rule.action is None else rule.action
-            kept = rule.by_leaf or entries(with_entries(asked, entries(asked)))
-            notes = (too_small(math.prod(shape), self.floor),) if kept else ()
-            return Decision(asked, PartitionSpec(), rule.index, rule.pattern, notes)
+        adjustments: tuple[Adjustment, ...] = ()
+        if isinstance(self.action, Tactic):
+            assert call.tactic_mesh is not None  # there are tactics, so there is a mesh
+            asked = PartitionSpec()
+            try:
+                asked, adjustments = self.action.refine(
+                    asked, call.tactic_mesh, path, leaf, call.min_size
+                )
+            except SpecError as error:
+                call.not_specs.append(f"{path}: rule {self.index}, {self.pattern!r}: {error}")
+        elif math.prod(shape) < call.min_size:
+            is_function = callable(self.action)
+            asked = PartitionSpec() if is_function or self.action is None else self.action
+            # A function is not called for small leaves, so it counts as sharding them.
+            if is_function or entries(with_entries(asked, entries(asked))):
+                adjustments = (too_small(math.prod(shape), call.min_size),)
+            return Decision(asked, PartitionSpec(), self.index, self.pattern, adjustments)
         else:
-            asked = self._answer(rule, index, path) if rule.by_leaf else rule.action
-            asked, notes = PartitionSpec() if asked is None else asked, ()
-        given, lost = project(asked, self.mesh, shape)
-        return Decision(asked, given, rule.index, rule.pattern, notes + lost)
-
-    def _refined(
-        self, rule: _Rule, index: int, path: str
-    ) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
-        assert self.tactic_mesh is not None  # found before the walk began
-        whole, leaf = PartitionSpec(), self.leaves[index]
-        try:
-            return rule.action.refine(whole, self.tactic_mesh, path, leaf, self.floor)
-        except SpecError as error:
-            self.bad_answers.append(f"{path}: rule {rule.index}, {rule.pattern!r}: {error}")
-            return whole, ()
-
-    def _answer(self, rule: _Rule, index: int, path: str) -> PartitionSpec | None:
-        answer = rule.action(path, self.leaves[index])
-        if answer is None or isinstance(answer, PartitionSpec):
-            return answer
-        self.bad_answers.append(
-            f"{path}: the function of rule {rule.index}, {rule.pattern!r}, returned {answer!r}"
-            f" ({type(answer).__name__}). Return a PartitionSpec, or None to replicate."
-        )
-        return None
-
-
-def _first(checks: Iterable[_Check], path: str, otherwise: _Rule) -> _Rule:
-    for needed, search, rule, _ in checks:
-        if needed in path and search(path):
-            return rule
-    return otherwise
+            asked = self.action(path, leaf) if callable(self.action) else self.action
+            if asked is not None and not isinstance(asked, PartitionSpec):
+                call.not_specs.append(
+                    f"{path}: the function of rule {self.index}, {self.pattern!r}, returned"
+                    f" {asked!r} ({type(asked).__name__}). Return a PartitionSpec, or None to"
+                    " replicate."
+                )
+                asked = None
+            asked = PartitionSpec() if asked is None else asked
+        given, dropped = project(asked, call.mesh, shape)
+        return Decision(asked, given, self.index, self.pattern, adjustments + dropped)
