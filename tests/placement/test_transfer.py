@@ -386,7 +386,7 @@ SCALAR = pytest.param(np.ones(()), P("data"), ts.SpecError, "but shape () has 0 
             arange(8),
             P(P.UNCONSTRAINED),
             ts.SpecError,
-            "a dim is UNCONSTRAINED, which has a meaning only inside jit. Write an axis, or None",
+            "dim 0 is UNCONSTRAINED, which has a meaning only inside jit. Write an axis, or None",
             id="unconstrained",
         ),
         pytest.param(

@@ -1,16 +1,34 @@
-"""Matches a tree of specs with a tree of arrays."""
+"""Matches a tree of specs with a tree of arrays, and lays the specs on a mesh."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
-from treeshard._core.arrays import has_shape
-from treeshard._core.mesh import AnyMesh
-from treeshard._core.paths import children_with_keys, leaf_paths
-from treeshard._core.specs import axes_of, entries, is_logical, is_spec, with_entries
-from treeshard.errors import SpecError, listed
+from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.mesh import AnyMesh, current_or_given, describe_mesh
+from treeshard._core.paths import children_with_keys, leaf_paths, path_under
+from treeshard._core.specs import (
+    MISFITS,
+    UNCONSTRAINED,
+    Adjustment,
+    axes_of,
+    entries,
+    is_logical,
+    is_spec,
+    project,
+    with_entries,
+)
+from treeshard.errors import (
+    SpecError,
+    TreeShardError,
+    UnknownAxisError,
+    UnknownAxisInSpecError,
+    listed,
+)
 
 
 class SpecCarrier:
@@ -110,8 +128,7 @@ def specs_of_leaves(
     """
     if isinstance(specs, SpecCarrier):
         specs = specs.specs
-    prefixes, treedef = tree_flatten(specs, is_leaf=_is_entry)
-    prefixes = _resolved(specs, prefixes, name, resolve)
+    prefixes, treedef = flatten_specs(specs, name, resolve)
     try:
         subtrees = treedef.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
@@ -122,7 +139,19 @@ def specs_of_leaves(
     return per_leaf
 
 
-def _is_entry(x: Any) -> bool:
+def flatten_specs(
+    specs: Any, name: str = "specs", resolve: Callable[[Any], Any] | None = None
+) -> tuple[list[Any], Any]:
+    """Flattens a tree of specs, with `None`s as leaves and tuples of logical names resolved.
+
+    Returns the specs and the `PyTreeDef`.     Arguments and errors as in `specs_of_leaves`.
+    """
+    flat, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
+    return _resolved(specs, flat, name, resolve), treedef
+
+
+def is_spec_entry(x: Any) -> bool:
+    """Whether `x` is a leaf of a tree of specs: a spec, logical names, or `None`."""
     return x is None or is_spec(x) or is_logical(x)
 
 
@@ -134,7 +163,7 @@ def _resolved(
         return prefixes
     resolved: list[Any] = []
     bad: list[str] = []
-    for path, spec in zip(leaf_paths(specs, is_leaf=_is_entry), prefixes, strict=True):
+    for path, spec in zip(leaf_paths(specs, is_leaf=is_spec_entry), prefixes, strict=True):
         try:
             resolved.append(_one_spec(spec, resolve))
         except SpecError as error:
@@ -162,7 +191,7 @@ def _one_spec(spec: Any, resolve: Callable[[Any], Any] | None) -> Any:
 
 def _first_difference(specs: Any, tree: Any, path: str, name: str) -> str | None:
     """Describes the first node at which `specs` is not a prefix of `tree`; else `None`."""
-    if _is_entry(specs):
+    if is_spec_entry(specs):
         return None
     spec_children, tree_children = _one_level(specs), _one_level(tree)
     here = path or "the root"
@@ -185,7 +214,7 @@ def _first_difference(specs: Any, tree: Any, path: str, name: str) -> str | None
         deeper = _first_difference(spec_children[key], tree_children[key], child_path, name)
         if deeper is not None:
             return deeper
-    if tree_structure(specs, is_leaf=_is_entry) != tree_structure(tree):
+    if tree_structure(specs, is_leaf=is_spec_entry) != tree_structure(tree):
         return (
             f"at {here}: both are {type(tree).__name__}, but their static fields differ. Make"
             f" the {name} from this tree itself, with `jax.tree.map` or by rules."
@@ -216,3 +245,161 @@ def _describe(x: Any) -> str:
     if children is None:
         return f"a leaf ({kind})"
     return f"a {kind} of {_quoted(list(children))}" if children else f"an empty {kind}"
+
+
+# ------------------------------------------------------------------ specs on a mesh
+
+
+class Misfit(NamedTuple):
+    """Why a leaf cannot have its spec, or cannot be placed at all.
+
+    Attributes:
+        error: The class to raise.
+        why: The fact and the fix, in words.
+        requested: The requested placement, in words; empty if only the leaf is at fault.
+    """
+
+    error: type[TreeShardError]
+    why: str
+    requested: str = ""
+
+
+@dataclass(frozen=True)
+class LaidSpec:
+    """The spec of one leaf, on a mesh and for the leaf's shape.
+
+    Attributes:
+        requested: The spec as it was given.
+        spec: The part of it that fits, as `project` returns it.
+        mesh: The mesh that it was projected on; `None` without one.
+        memory_kind: That of the `NamedSharding` that gave the spec, if one did.
+        adjustments: How `spec` differs from `requested`.
+    """
+
+    requested: PartitionSpec
+    spec: PartitionSpec
+    mesh: AnyMesh | None
+    memory_kind: str | None = None
+    adjustments: tuple[Adjustment, ...] = ()
+
+    @cached_property
+    def sharding(self) -> NamedSharding:
+        """`spec` on `mesh`, which must not be `None`."""
+        return NamedSharding(cast(AnyMesh, self.mesh), self.spec, memory_kind=self.memory_kind)
+
+    def misfit(self, kinds: Container[str] = MISFITS) -> Misfit | None:
+        """Returns why the leaf cannot have what was requested; `None` if it can.
+
+        Args:
+            kinds: The kinds of adjustments that count as misfits. With `"unconstrained"` among
+                them, so does a dim that is `UNCONSTRAINED`.
+        """
+        notes = [note for note in self.adjustments if note.kind in kinds]
+        reasons = [note.why for note in notes]
+        if "unconstrained" in kinds and UNCONSTRAINED in entries(self.requested):
+            dim = entries(self.requested).index(UNCONSTRAINED)
+            reasons.append(
+                f"dim {dim} is UNCONSTRAINED, which has a meaning only inside jit. Write an axis,"
+                " or None to replicate the dim."
+            )
+        if not reasons:
+            return None
+        unknown = any(note.kind == "axis-not-in-mesh" for note in notes)
+        error = UnknownAxisInSpecError if unknown else SpecError
+        return Misfit(error, " ".join(reasons), self.requested_text())
+
+    def requested_text(self) -> str:
+        """`P('fsdp',) on the mesh (fsdp=8)`, as messages show it."""
+        on_mesh = "" if self.mesh is None else f" on the mesh ({describe_mesh(self.mesh)})"
+        return f"{self.requested}{on_mesh}"
+
+
+def lay(
+    tree: Any,
+    specs: Any,
+    mesh: AnyMesh | None = None,
+    *,
+    choose_mesh: Callable[[AnyMesh | None, Any], AnyMesh | None] | None = None,
+    manual: frozenset[str] = frozenset(),
+    name: str = "specs",
+    resolve: Callable[[Any], Any] | None = None,
+) -> list[LaidSpec | None]:
+    """Lays specs beside a tree: each leaf's spec, projected on its mesh and shape.
+
+    Args:
+        tree: Any pytree.
+        specs: A tree of specs, a prefix of one, or a `Plan`; as in `specs_of_leaves`.
+        mesh: The mesh. Without one, that of the `Plan` or of each `NamedSharding`.
+        choose_mesh: Takes that mesh, or `None`, and the leaf; returns the mesh to project on.
+            Returning `None` checks only ranks. By default the mesh must exist: without one, the
+            current mesh is used.
+        manual: As in `project`.
+        name: As in `specs_of_leaves`.
+        resolve: As in `specs_of_leaves`.
+
+    Returns:
+        One `LaidSpec` for each leaf, in order; `None` for leaves without a shape, and where the
+        spec is `None`. Equal leaves share one, and so its sharding.
+
+    Raises:
+        SpecError: As `specs_of_leaves`. Specs that do not fit their leaf do not raise here: see
+            `LaidSpec.misfit` and `raise_misfits`.
+        NoMeshError: If there is no mesh (by default).
+    """
+    if mesh is None and isinstance(specs, SpecCarrier):
+        mesh = specs.mesh
+    cache: dict[Any, LaidSpec] = {}
+    laid: list[LaidSpec | None] = []
+    per_leaf = specs_of_leaves(specs, tree, name, resolve)
+    for leaf, spec in zip(tree_leaves(tree), per_leaf, strict=True):
+        if spec is None or not has_shape(leaf):
+            laid.append(None)
+            continue
+        own_mesh, memory_kind = mesh, None
+        if isinstance(spec, NamedSharding):
+            own_mesh = spec.mesh if mesh is None else mesh
+            spec, memory_kind = spec.spec, spec.memory_kind
+        if choose_mesh is None:
+            own_mesh = current_or_given(own_mesh)
+        else:
+            own_mesh = choose_mesh(own_mesh, leaf)
+        shape = tuple(leaf.shape)
+        key = (spec, own_mesh, memory_kind, shape)
+        if key not in cache:
+            given, adjustments = project(spec, own_mesh, shape, manual=manual)
+            cache[key] = LaidSpec(spec, given, own_mesh, memory_kind, adjustments)
+        laid.append(cache[key])
+    return laid
+
+
+def raise_misfits(
+    tree: Any,
+    misfits: Mapping[int, Misfit],
+    where: str,
+    what: str = "leaves do not fit their specs:",
+    *,
+    prefix: str = "",
+    advice: str = "",
+) -> None:
+    """Raises one error that names every misfit with its leaf; does nothing without any.
+
+    Args:
+        tree: The tree.
+        misfits: The misfits, by leaf index.
+        where: The public function, for the headline.
+        what: The rest of the headline, after the number of misfits.
+        prefix: The path of `tree` in a larger tree.
+        advice: A last line, if any.
+    """
+    if not misfits:
+        return
+    paths, leaves = leaf_paths(tree), tree_leaves(tree)
+    facts = []
+    for i, (_, why, requested) in misfits.items():
+        path = path_under(prefix, paths[i]) or "the array"
+        facts.append(f"{path}: {array_text(leaves[i])}{requested and f' as {requested}'}: {why}")
+    errors = [misfit.error for misfit in misfits.values()]
+    # One class has to stand for all: callers most likely catch an unknown axis.
+    error = next((kind for kind in errors if issubclass(kind, UnknownAxisError)), errors[0])
+    message = listed(f"{where}: {len(facts)} {what}", facts)
+    raise error(f"{message}\n{advice}" if advice else message)

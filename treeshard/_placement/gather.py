@@ -29,7 +29,7 @@ from treeshard._core.processes import (
     is_spread,
     with_bar,
 )
-from treeshard._placement.targets import Misfit, raise_misfits, unmovable
+from treeshard._placement.targets import raise_unmovable, unmovable
 from treeshard._placement.transport import deliver
 
 To = Literal["all"] | int
@@ -199,9 +199,10 @@ def _check_receiver(to: To, where: str) -> None:
 
 
 def _check_readable(tree: Any, leaves: list[Any], where: str, prefix: str) -> None:
-    misfits: dict[int, Misfit] = {}
-    for i, leaf in enumerate(leaves):
+    misfits = {
+        i: misfit
+        for i, leaf in enumerate(leaves)
         # numpy arrays can always be copied, whatever their dtype.
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and (misfit := unmovable(leaf)):
-            misfits[i] = misfit
-    raise_misfits(tree, leaves, misfits, where, prefix)
+        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and (misfit := unmovable(leaf))
+    }
+    raise_unmovable(tree, misfits, where, prefix)

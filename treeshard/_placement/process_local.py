@@ -1,5 +1,6 @@
 """Builds arrays over all processes from the part that each process has, such as a batch."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,15 +13,14 @@ from treeshard._core.arrays import box_of, numbers
 from treeshard._core.mesh import AnyMesh
 from treeshard._core.paths import leaf_paths
 from treeshard._core.processes import TIMEOUT, agreeing, company, facts_of, is_spread
-from treeshard._core.specs import UNCONSTRAINED, entries, project
+from treeshard._core.spec_trees import LaidSpec, Misfit
+from treeshard._core.specs import axes_of, entries, project
 from treeshard._placement.moves import as_keys, assemble, through_host
 from treeshard._placement.shard import place
 from treeshard._placement.targets import (
-    Misfit,
-    check_shape,
-    misfit_of,
-    requested_text,
-    targets,
+    UNPLACEABLE,
+    lay_on_devices,
+    raise_unmovable,
     unmovable,
 )
 from treeshard.errors import LeafError, SpecError
@@ -78,7 +78,7 @@ def from_process_local(
     if jax.process_count() == 1:
         return place(tree, specs, mesh, WHERE, through_host)
     leaves, treedef = tree_flatten(tree)
-    shardings = targets(tree, leaves, specs, mesh, WHERE, check=_check_part)
+    shardings = _joint_targets(tree, leaves, specs, mesh)
     among = company((), {target.mesh for target in shardings.values()})
     rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
     signature = (*among, treedef, *rows)
@@ -97,7 +97,7 @@ def from_process_local(
 def _join(leaf: Any, target: NamedSharding) -> jax.Array:
     """Builds the joint array of the processes, from this process's part."""
     part = numbers(leaf)
-    counts = _part_counts(target, part.ndim)
+    counts = _part_counts(target.mesh, target.spec, part.ndim)
     shape = tuple(length * count for length, count in zip(part.shape, counts, strict=True))
     indices = target.addressable_devices_indices_map(shape).values()
     boxes = [box_of(index, shape) for index in indices if index is not None]
@@ -114,44 +114,64 @@ def _join(leaf: Any, target: NamedSharding) -> jax.Array:
     return as_keys(assemble(shape, part.dtype, target, read_shard), leaf)
 
 
-def _check_part(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[PartitionSpec, Misfit | None]:
-    """Checks the joint array that the processes would build from parts like this one."""
-    if misfit := unmovable(leaf):
-        return spec, misfit
-    if is_spread(leaf):
-        why = "it is already on devices of several processes. `reshard` moves it."
-        return spec, Misfit(LeafError, why)
-    shape = tuple(leaf.shape)
-    wrong = [note for note in project(spec, mesh, shape)[1] if note.kind != "indivisible"]
-    if wrong or UNCONSTRAINED in entries(spec):
-        return spec, misfit_of(wrong, spec, mesh) or check_shape(shape, spec, mesh)[1]
-    # A shape that every spec divides.
-    known = project(spec, mesh, (mesh.size,) * len(shape))[0]
-    counts = _part_counts(NamedSharding(mesh, known), len(shape))
+def _joint_targets(
+    tree: Any, leaves: list[Any], specs: Any, mesh: AnyMesh | None
+) -> dict[int, NamedSharding]:
+    """The shardings of the joint arrays that the processes would build from parts like these."""
+    shardings: dict[int, NamedSharding] = {}
+    misfits: dict[int, Misfit] = {}
+    for i, (leaf, laid) in enumerate(
+        zip(leaves, lay_on_devices(tree, specs, mesh, WHERE), strict=True)
+    ):
+        if laid is None:
+            continue
+        if is_spread(leaf):
+            why = "it is already on devices of several processes. `reshard` moves it."
+            misfits[i] = Misfit(LeafError, why)
+        elif misfit := unmovable(leaf) or laid.misfit(UNPLACEABLE - {"indivisible"}):
+            misfits[i] = misfit
+        else:
+            laid, misfit = _of_joint_array(tuple(leaf.shape), laid)
+            if misfit is None:
+                shardings[i] = laid.sharding
+            else:
+                misfits[i] = misfit
+    raise_unmovable(tree, misfits, WHERE)
+    return shardings
+
+
+def _of_joint_array(shape: tuple[int, ...], laid: LaidSpec) -> tuple[LaidSpec, Misfit | None]:
+    """The spec of the joint array of parts of `shape`, and why it cannot be had, if so."""
+    counts = _part_counts(laid.mesh, laid.requested, len(shape))
     if 0 in counts:
         why = (
             f"the processes hold overlapping parts of dim {counts.index(0)}, so it is undefined"
             " which part each of them passes. Order the devices of the mesh so that each process"
             " has parts of its own, or pass the full array on each, to `shard`."
         )
-        return spec, Misfit(SpecError, why, requested_text(spec, mesh))
+        return laid, Misfit(SpecError, why, laid.requested_text())
     joint_shape = tuple(length * count for length, count in zip(shape, counts, strict=True))
-    projected, misfit = check_shape(joint_shape, spec, mesh)
+    spec, adjustments = project(laid.requested, laid.mesh, joint_shape)
+    laid = replace(laid, spec=spec, adjustments=adjustments)
+    misfit = laid.misfit()
     if misfit is not None and joint_shape != shape:
         misfit = misfit._replace(why=f"joined, the parts have shape {joint_shape}. {misfit.why}")
-    return projected, misfit
+    return laid, misfit
 
 
 @lru_cache(maxsize=1024)
-def _part_counts(sharding: NamedSharding, rank: int) -> tuple[int, ...]:
+def _part_counts(mesh: Mesh, spec: PartitionSpec, rank: int) -> tuple[int, ...]:
     """How many different parts the processes have along each dim; 0 if these overlap."""
-    shape = (sharding.num_devices,) * rank  # which every spec divides
-    starts: list[dict[int, set[int]]] = [{} for _ in shape]  # by dim and process
-    for device, index in sharding.devices_indices_map(shape).items():
-        for dim, (start, _) in enumerate(box_of(index, shape)):
-            starts[dim].setdefault(device.process_index, set()).add(start)
+    processes = [device.process_index for device in mesh.devices.flat]
+    coordinates = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
     counts = []
-    for by_process in starts:
+    for entry in (*entries(spec), *(None,) * rank)[:rank]:
+        shard_index = np.zeros(mesh.devices.shape, int)
+        for axis in axes_of(entry):
+            shard_index = shard_index * mesh.shape[axis] + coordinates[axis]
+        by_process: dict[int, set[int]] = {}
+        for process, index in zip(processes, shard_index.flat, strict=True):
+            by_process.setdefault(process, set()).add(int(index))
         different = {frozenset(part) for part in by_process.values()}
         overlap = sum(map(len, different)) > len(frozenset().union(*different))
         uneven = len(set(map(len, different))) > 1

@@ -20,8 +20,7 @@ from treeshard._core.processes import (
     together,
     with_bar,
 )
-from treeshard._core.spec_trees import SpecCarrier, specs_of_leaves
-from treeshard._core.specs import is_logical, is_spec
+from treeshard._core.spec_trees import SpecCarrier, flatten_specs, is_spec_entry
 from treeshard._placement.gather import gather_at
 from treeshard._placement.moves import (
     Move,
@@ -32,14 +31,7 @@ from treeshard._placement.moves import (
     through_host,
     unchanged,
 )
-from treeshard._placement.targets import (
-    check_leaf,
-    check_leaf_or_struct,
-    mesh_for,
-    meshes_of,
-    resolver,
-    targets,
-)
+from treeshard._placement.targets import mesh_for, meshes_of, resolver, targets
 
 
 def shard(
@@ -174,10 +166,9 @@ def place(
     """
     leaves, treedef = tree_flatten(tree)
     among = company(leaves, meshes_of(specs, mesh)) if jax.process_count() > 1 else []
-    check = check_leaf if read is None else check_leaf_or_struct
     paths = leaf_paths(tree) if among or read else []
     with agreeing(where, among=among, timeout=timeout) as facts:
-        remaining = targets(tree, leaves, specs, mesh, where, prefix, check)
+        remaining = targets(tree, specs, mesh, where, prefix, accept_structs=read is not None)
         if among:
             facts |= facts_of(
                 (path_under(prefix, paths[i]), leaves[i], _shardings(leaves[i], target))
@@ -244,15 +235,10 @@ def make_shard_and_gather_fns(specs: Any, mesh: AnyMesh | None = None) -> tuple[
     if isinstance(specs, SpecCarrier):
         specs, mesh = specs.specs, mesh or specs.mesh
 
-    def is_entry(x: Any) -> bool:
-        return x is None or is_spec(x) or is_logical(x)
-
-    leaf_specs, treedef = tree_flatten(specs, is_leaf=is_entry)
-    positions = treedef.unflatten(range(len(leaf_specs)))
-    leaf_specs = specs_of_leaves(specs, positions, resolve=resolver(mesh))
+    leaf_specs, treedef = flatten_specs(specs, resolve=resolver(mesh))
     shard_fns: list[Callable[[Any], Any]] = []
     gather_fns: list[Callable[[Any], Any]] = []
-    for path, spec in zip(leaf_paths(specs, is_leaf=is_entry), leaf_specs, strict=True):
+    for path, spec in zip(leaf_paths(specs, is_leaf=is_spec_entry), leaf_specs, strict=True):
         if spec is None:
             shard_fns.append(unchanged)
             gather_fns.append(unchanged)

@@ -1,8 +1,8 @@
 """Resolves the target sharding of each leaf, and checks that every leaf can be placed there."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,87 +10,70 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map
 
-from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, current_or_given, describe_mesh, get_incontext_mesh
-from treeshard._core.paths import leaf_paths, path_under
-from treeshard._core.spec_trees import SpecCarrier, specs_of_leaves
-from treeshard._core.specs import UNCONSTRAINED, Adjustment, entries, is_logical, is_spec, project
+from treeshard._core.spec_trees import LaidSpec, Misfit, SpecCarrier, lay, raise_misfits
+from treeshard._core.specs import MISFITS, is_logical, is_spec
 from treeshard._planning.logical import resolve_names
-from treeshard.errors import (
-    DeletedLeafError,
-    LeafError,
-    NoMeshError,
-    SpecError,
-    TreeShardError,
-    UnknownAxisInSpecError,
-    listed,
-)
+from treeshard.errors import DeletedLeafError, LeafError, NoMeshError
 
-
-class Misfit(NamedTuple):
-    """Why a leaf cannot be placed.
-
-    Attributes:
-        error: The class to raise.
-        why: The fact and the fix, in words.
-        requested: The requested placement, in words; empty if only the leaf is at fault.
-    """
-
-    error: type[TreeShardError]
-    why: str
-    requested: str = ""
-
-
-# Takes a leaf, its requested spec and the mesh; returns the spec to apply, or a misfit.
-Check = Callable[[Any, PartitionSpec, Mesh], tuple[PartitionSpec, Misfit | None]]
+# Kinds of adjustments because of which arrays cannot be placed.
+UNPLACEABLE = MISFITS | {"unconstrained"}
 
 
 def targets(
     tree: Any,
-    leaves: list[Any],
     specs: Any,
     mesh: AnyMesh | None,
     where: str,
     prefix: str = "",
-    check: Check | None = None,
+    *,
+    accept_structs: bool = False,
 ) -> dict[int, NamedSharding]:
     """Returns the target sharding of each leaf that is to be placed, by leaf index.
 
     Args:
         tree: Any pytree.
-        leaves: Its flattened leaves.
         specs: A tree of specs (or tuples of logical names), a prefix of one, or a `Plan`.
         mesh: Takes precedence over meshes that the specs carry, and over the current mesh.
         where: The public function, for messages.
         prefix: The path of `tree` in a larger tree, for messages.
-        check: Checks a leaf against its spec; `check_leaf` by default.
+        accept_structs: Whether leaves may be `ShapeDtypeStruct`s, whose values are read later.
 
     Raises:
         As `shard` does; one error names all leaves.
     """
-    if mesh is None and isinstance(specs, SpecCarrier):
-        mesh = specs.mesh
     shardings: dict[int, NamedSharding] = {}
     misfits: dict[int, Misfit] = {}
-    cache: dict[Any, NamedSharding] = {}
-    leaf_specs = specs_of_leaves(specs, tree, resolve=resolver(mesh))
-    for i, (leaf, requested) in enumerate(zip(leaves, leaf_specs, strict=True)):
-        if requested is None or not has_shape(leaf):
+    laid_specs = lay_on_devices(tree, specs, mesh, where)
+    for i, (leaf, laid) in enumerate(zip(tree_leaves(tree), laid_specs, strict=True)):
+        if laid is None:
             continue
-        leaf_mesh = mesh_for(requested, mesh, where)
-        spec, memory_kind = requested, None
-        if isinstance(requested, NamedSharding):
-            spec, memory_kind = requested.spec, requested.memory_kind
-        spec, misfit = (check or check_leaf)(leaf, spec, leaf_mesh)
-        if misfit is not None:
+        readable = accept_structs and isinstance(leaf, jax.ShapeDtypeStruct)
+        misfit = (None if readable else unmovable(leaf)) or laid.misfit(UNPLACEABLE)
+        if misfit is None:
+            shardings[i] = laid.sharding
+        else:
             misfits[i] = misfit
-            continue
-        key = (leaf_mesh, spec, memory_kind)
-        if key not in cache:
-            cache[key] = NamedSharding(leaf_mesh, spec, memory_kind=memory_kind)
-        shardings[i] = cache[key]
-    raise_misfits(tree, leaves, misfits, where, prefix)
+    raise_unmovable(tree, misfits, where, prefix)
     return shardings
+
+
+def lay_on_devices(
+    tree: Any, specs: Any, mesh: AnyMesh | None, where: str
+) -> list[LaidSpec | None]:
+    """Lays specs (or tuples of logical names) beside a tree, on meshes that have devices."""
+    if mesh is None and isinstance(specs, SpecCarrier):
+        mesh = specs.mesh
+
+    def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:
+        return mesh_for(PartitionSpec(), mesh, where)
+
+    return lay(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
+
+
+def raise_unmovable(tree: Any, misfits: Mapping[int, Misfit], where: str, prefix: str = "") -> None:
+    """Raises one error for all leaves that cannot be moved; does nothing without any."""
+    raise_misfits(tree, misfits, where, "leaves cannot be moved, and none was:", prefix=prefix)
 
 
 def meshes_of(specs: Any, mesh: AnyMesh | None) -> list[AnyMesh]:
@@ -136,49 +119,6 @@ def mesh_for(spec: PartitionSpec | NamedSharding, mesh: AnyMesh | None, where: s
     )
 
 
-def check_leaf(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[PartitionSpec, Misfit | None]:
-    """Returns the spec without trailing `None`s, and a misfit if the leaf cannot have it."""
-    misfit = unmovable(leaf)
-    return (spec, misfit) if misfit else check_shape(tuple(leaf.shape), spec, mesh)
-
-
-def check_leaf_or_struct(
-    leaf: Any, spec: PartitionSpec, mesh: Mesh
-) -> tuple[PartitionSpec, Misfit | None]:
-    """Like `check_leaf`, but also accepts a `ShapeDtypeStruct`, whose values are read later."""
-    is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
-    return check_shape(leaf.shape, spec, mesh) if is_struct else check_leaf(leaf, spec, mesh)
-
-
-def check_shape(
-    shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
-) -> tuple[PartitionSpec, Misfit | None]:
-    """Like `check_leaf`, for an array of which only the shape matters."""
-    if UNCONSTRAINED in entries(spec):
-        why = (
-            "a dim is UNCONSTRAINED, which has a meaning only inside jit. Write an axis, or"
-            " None to replicate the dim."
-        )
-        return spec, Misfit(SpecError, why, requested_text(spec, mesh))
-    projected, adjustments = project(spec, mesh, shape)
-    return projected, misfit_of(adjustments, spec, mesh)
-
-
-def misfit_of(adjustments: Sequence[Adjustment], spec: PartitionSpec, mesh: Mesh) -> Misfit | None:
-    """Returns the misfit of a spec that would have to be adjusted; `None` without adjustments."""
-    if not adjustments:
-        return None
-    unknown = any(adjustment.kind == "axis-not-in-mesh" for adjustment in adjustments)
-    error = UnknownAxisInSpecError if unknown else SpecError
-    why = " ".join(adjustment.why for adjustment in adjustments)
-    return Misfit(error, why, requested_text(spec, mesh))
-
-
-def requested_text(spec: PartitionSpec, mesh: Mesh) -> str:
-    """`P('fsdp',) on the mesh (fsdp=8)`, as messages show a requested placement."""
-    return f"{spec} on the mesh ({describe_mesh(mesh)})"
-
-
 def unmovable(leaf: Any) -> Misfit | None:
     """Returns a misfit if the values of a leaf cannot be read; else `None`."""
     if isinstance(leaf, Tracer):
@@ -220,20 +160,3 @@ def _is_jax_dtype(dtype: np.dtype) -> bool:
     except TypeError:
         return False
     return True
-
-
-def raise_misfits(
-    tree: Any, leaves: list[Any], misfits: Mapping[int, Misfit], where: str, prefix: str = ""
-) -> None:
-    """Raises one error that names every misfit with its leaf's path; does nothing without any."""
-    if not misfits:
-        return
-    paths = leaf_paths(tree)
-    facts = []
-    for i, (_, why, requested) in misfits.items():
-        path = path_under(prefix, paths[i]) or "the array"
-        facts.append(f"{path}: {array_text(leaves[i])}{requested and f' as {requested}'}: {why}")
-    errors = [misfit.error for misfit in misfits.values()]
-    # One class has to stand for all: callers most likely catch an unknown axis.
-    error = UnknownAxisInSpecError if UnknownAxisInSpecError in errors else errors[0]
-    raise error(listed(f"{where}: {len(facts)} leaves cannot be moved, and none was:", facts))

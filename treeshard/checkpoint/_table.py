@@ -16,6 +16,7 @@ from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_lea
 from treeshard._core.arrays import data_of, has_shape, is_key, second_handle, to_read
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import leaf_paths
+from treeshard._core.spec_trees import Misfit
 from treeshard._core.specs import axes_of, entries
 from treeshard._core.text import check_keys, parse_dtype, parse_json, parse_spec, typed
 from treeshard._disk.leaves import (
@@ -28,7 +29,7 @@ from treeshard._disk.leaves import (
     value_of,
     value_text,
 )
-from treeshard._placement.targets import Misfit, raise_misfits, unmovable
+from treeshard._placement.targets import raise_unmovable, unmovable
 from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed
 
 # ------------------------------------------------------------------
@@ -92,7 +93,7 @@ def pack(tree: Any, where: str = "save") -> Packed:
     """
     shaped = tree_leaves(tree)
     misfits = {i: misfit for i, x in enumerate(shaped) if (misfit := _unstorable(x)) is not None}
-    raise_misfits(tree, shaped, misfits, where)
+    raise_unmovable(tree, misfits, where)
     paths, leaves, _ = flatten_all(tree)
     found = [(path, x, kind) for path, x in zip(paths, leaves, strict=True) if (kind := kind_of(x))]
     _check_paths(tree, [path for path, _, _ in found], where)

@@ -12,6 +12,7 @@ from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path
 from treeshard._core.arrays import box_of, has_shape, is_key, lengths, own_shards
 from treeshard._core.paths import leaf_paths
 from treeshard._core.processes import exchange, facts_of, is_spread, with_bar
+from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
 from treeshard._disk.requests import (
     Asked,
@@ -22,7 +23,7 @@ from treeshard._disk.requests import (
     cast_dtype,
     compare,
 )
-from treeshard._placement.targets import Misfit, raise_misfits, unmovable
+from treeshard._placement.targets import raise_unmovable, unmovable
 from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
 from treeshard.interchange._byte_ranges import Piece, read
 from treeshard.interchange._files import Stored
@@ -44,7 +45,7 @@ def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
     leaves = tree_flatten(tree)[0]
     shaped = [(i, leaf) for i, leaf in enumerate(leaves) if has_shape(leaf)]
     misfits = {i: misfit for i, leaf in shaped if (misfit := _unwritable(leaf)) is not None}
-    raise_misfits(tree, leaves, misfits, where)
+    raise_unmovable(tree, misfits, where)
     names = tensor_names(tree, rename, where)
     return {name: leaves[i] for i, name in names.items()}
 
