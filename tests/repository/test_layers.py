@@ -1,183 +1,235 @@
-"""Which package may import which: the architecture, held by reading the sources."""
+"""The architecture: which package may import which, read from the source."""
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import treeshard
 
-PACKAGE = Path(treeshard.__file__).parent
+ROOT = Path(treeshard.__file__).parent
 
-# A package may import itself and whatever is on a line above its own. Packages on one line do not
+# A module imports from its own package and from the rows above it. Packages in one row do not
 # know each other.
-LAYERS = [
-    ["errors"],
-    ["_core"],
-    ["_planning"],
-    ["_placement", "manual", "_inspection", "communication"],
-    ["training", "_disk"],
-    ["checkpoint", "interchange"],
-    ["testing", "compat"],
-    ["_cli"],
-    ["__main__"],
-]
-# Which packages alone may import a library.
-ONLY = {
-    "equinox": {"training"},
-    "orbax": {"checkpoint"},
-    "etils": {"checkpoint"},
-    "safetensors": {"interchange"},
-    "chex": {"testing"},
+ROWS = (
+    ("errors",),
+    ("_core",),
+    ("_planning",),
+    ("_placement", "manual", "_inspection", "communication"),
+    ("training", "_disk"),
+    ("checkpoint", "interchange"),
+    ("testing", "compat"),
+    ("_cli",),
+    ("__main__", "__init__"),
+)
+# `import treeshard` loads nothing heavier than these; all else waits for a function that needs it,
+# or for the first use of the package that owns it.
+AT_THE_TOP = {"jax", "numpy"}
+OWNERS: Mapping[str, str] = {
+    "chex": "testing",
+    "equinox": "training",
+    "etils": "checkpoint",
+    "isal": "checkpoint",
+    "jax._src": "_core",
+    "orbax": "checkpoint",
+    "safetensors": "interchange",
 }
-# Libraries that no module of the lower packages loads when it is itself imported.
-HEAVY = {"chex", "equinox", "flax", "matplotlib", "optax", "orbax", "rich", "tqdm"}
-LIGHT = {package for layer in LAYERS[:4] for package in layer}
-# Imports that wait for the first use: what they load is slow, and most callers do not need it.
-LAZY = {
-    ("training._step", "communication"),
-    ("_cli.stored_trees", "_cli"),
-}
+# What these import may wait for a call: the names of the surface, and each command.
+LAZY = {"treeshard.__init__", "treeshard._cli"}
 
 
-def module_name(path: Path) -> str:
-    """`_core.mesh`, as the tables above name modules; a package is named without `__init__`."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+class Import(NamedTuple):
+    """One import: the dotted name that is loaded, and whether it waits for a call.
+
+    A part of the name that is computed is `?`.
+    """
+
+    name: str
+    in_function: bool
+    relative: bool = False
 
 
-def modules() -> dict[str, Path]:
-    paths = (path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-    return {module_name(path): path for path in sorted(paths)}
+def sources() -> dict[str, str]:
+    """The text of every module, by dotted name: `treeshard._core.mesh`, `treeshard.__init__`."""
+    texts = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(["treeshard", *path.relative_to(ROOT).with_suffix("").parts])
+        texts[name.removesuffix(".__init__") if path.parent != ROOT else name] = path.read_text()
+    return texts
 
 
-def imports(source: str) -> Iterator[tuple[str, bool]]:
-    """Every module that a source imports, with whether the import waits inside a function."""
+MODULES = sources()
 
-    def visit(node: ast.AST, inside: bool) -> Iterator[tuple[str, bool]]:
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, inside) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = "." * node.level + (node.module or "")
-            # `from treeshard import x` may name a submodule.
-            named = [f"{module}.{alias.name}" for alias in node.names]
-            yield from ((name, inside) for name in (named if module == "treeshard" else [module]))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            yield literal_start(node.args[0]), True
-        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+def imports(source: str) -> Iterator[Import]:
+    """What a source imports, by statement, `import_module` or `__import__`."""
+
+    def visit(node: ast.AST, in_function: bool) -> Iterator[Import]:
+        match node:
+            case ast.Import():
+                yield from (Import(alias.name, in_function) for alias in node.names)
+            case ast.ImportFrom():
+                names = (f"{node.module}.{alias.name}" for alias in node.names)
+                # `from package import module` loads the module.
+                loaded = {name if name in MODULES else node.module or "" for name in names}
+                yield from (Import(name, in_function, node.level > 0) for name in sorted(loaded))
+            case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called), args=[name, *_]):
+                if called in ("import_module", "__import__"):
+                    parts = name.values if isinstance(name, ast.JoinedStr) else [name]
+                    texts = [getattr(part, "value", "?") for part in parts]
+                    known = [text if isinstance(text, str) else "?" for text in texts]
+                    yield Import("".join(known), in_function)
+            case _:
+                pass
+        functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, inside)
+            yield from visit(child, in_function or isinstance(node, functions))
 
-    yield from visit(ast.parse(source), False)
-
-
-def literal_start(node: ast.expr) -> str:
-    """What is known of a text: all of a literal, the beginning of an f-string."""
-    if isinstance(node, ast.JoinedStr):
-        node = node.values[0]
-    return node.value if isinstance(node, ast.Constant) else ""
+    return visit(ast.parse(source), False)
 
 
-def level(package: str) -> int:
-    return next(i for i, layer in enumerate(LAYERS) if package in layer)
+def package_of(module: str) -> str:
+    """`_core` of `treeshard._core.mesh`."""
+    return module.split(".")[1] if "." in module else "__init__"
 
 
-def violations(module: str, source: str) -> list[str]:
-    package = module.split(".")[0]
-    bad: list[str] = []
-    for name, inside in imports(source):
-        top, _, rest = name.partition(".")
-        if not top:
-            bad.append(f"{name}: write imports of treeshard in full")
-        elif top == "treeshard":
-            target = rest.split(".")[0]
-            if target and target != package and level(target) >= level(package):
-                bad.append(f"{target} is not below {package}")
-            if target and inside and (module, target) not in LAZY:
-                bad.append(f"{name} is imported inside a function")
-        elif top in ONLY and package not in ONLY[top]:
-            bad.append(f"only {sorted(ONLY[top])} may import {top}")
-        elif top in HEAVY and not inside and package in LIGHT:
-            bad.append(f"{top} is heavy and imported at the head of {module}")
-    return bad
+def row_of(package: str) -> int:
+    return next(number for number, row in enumerate(ROWS) if package in row)
 
 
-@pytest.mark.parametrize("module", modules())
-def test_a_module_imports_only_what_is_below_it(module: str) -> None:
-    if module == "_cli":  # its commands are loaded by name
-        pytest.skip("tests/cli runs every command")
-    assert violations(module, modules()[module].read_text()) == []
+def violations(module: str, source: str) -> Iterator[str]:
+    """What is wrong with the imports of a module."""
+    here = package_of(module)
+    for name, in_function, relative in imports(source):
+        there = package_of(name)
+        if relative:
+            yield f"{name}: write imports of treeshard in full"
+        elif name.startswith("?"):
+            yield "an import of a computed name"
+        elif name.partition(".")[0] != "treeshard":
+            yield from _third_party(module, name, in_function)
+        elif there == "?" and module in LAZY:
+            continue
+        elif name == "treeshard" or not any(there in row for row in ROWS):
+            yield f"{name} is in no row: import the module that is needed"
+        elif there != here and row_of(there) >= row_of(here):
+            yield f"{here} may not import {there}"
+        elif in_function and module not in LAZY:
+            yield f"{name} is imported inside a function"
 
 
-def test_every_package_has_a_layer() -> None:
-    packages = {module.split(".")[0] for module in modules()}
-    assert packages - {"testing"} <= {package for layer in LAYERS for package in layer}
+def _third_party(module: str, name: str, in_function: bool) -> Iterator[str]:
+    here = module.removeprefix("treeshard.")
+    for library, owner in OWNERS.items():
+        if f"{name}.".startswith(f"{library}."):
+            if not f"{here}.".startswith(f"{owner}."):
+                yield f"only {owner} may import {library}"
+            return
+    top = name.partition(".")[0]
+    if not in_function and top not in AT_THE_TOP | sys.stdlib_module_names:
+        yield f"{top} is optional, but imported at the head of {module}"
+
+
+def cycle(modules: Mapping[str, str]) -> list[str]:
+    """Modules that import each other in a circle; empty if there are none."""
+    edges = {
+        module: sorted({name for name, *_ in imports(source) if name in modules} - {module})
+        for module, source in modules.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for target in edges[module]:
+            if circle := visit(target, [*path, module]):
+                return circle
+        done.add(module)
+        return []
+
+    return next((circle for module in edges if (circle := visit(module, []))), [])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_follow_the_order_of_packages(module: str) -> None:
+    assert list(violations(module, MODULES[module])) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycle(MODULES) == []
+
+
+def test_every_package_is_in_a_row() -> None:
+    assert {package_of(module) for module in MODULES} == {name for row in ROWS for name in row}
 
 
 @pytest.mark.parametrize(
     ("module", "source", "fact"),
     [
-        (
-            "_core.specs",
-            "from treeshard._planning.plan import plan",
-            "_planning is not below _core",
-        ),
-        ("manual._fsdp", "import treeshard._placement.shard", "_placement is not below manual"),
-        ("_inspection.draw", "from treeshard import communication", "communication is not below"),
-        (
-            "_core.mesh",
-            'import importlib\nimportlib.import_module("treeshard.training")',
-            "training is not below _core",
-        ),
-        ("_planning.plan", "def f():\n    import treeshard.errors", "imported inside a function"),
-        ("_planning.plan", "import equinox as eqx", "only ['training'] may import equinox"),
-        ("_placement.shard", "import tqdm", "tqdm is heavy"),
-        ("_planning.plan", "from .rules import read_rules", "in full"),
+        ("_core.specs", "from treeshard._planning.plan import plan", "_core may not import _plan"),
+        ("_core.mesh", "import treeshard.manual", "_core may not import manual"),
+        ("_inspection.draw", "from treeshard._placement import shard", "may not import _placement"),
+        ("communication.hlo", "import treeshard.manual", "communication may not import manual"),
+        ("checkpoint", "import treeshard.interchange", "may not import interchange"),
+        ("training", "import_module('treeshard._cli')", "training may not import _cli"),
+        ("training", "def f():\n    __import__('treeshard._cli')", "training may not import _cli"),
+        ("training", "importlib.import_module(f'treeshard.{name}')", "treeshard.? is in no row"),
+        ("training", "importlib.import_module(name)", "a computed name"),
+        ("_core", "import_module(f'treeshard._cli.{name}')", "_core may not import _cli"),
+        ("training", "import treeshard as ts", "treeshard is in no row"),
+        ("training", "from treeshard import jit_step", "treeshard is in no row"),
+        ("training", "import treeshard.attic", "treeshard.attic is in no row"),
+        ("training", "def f():\n    import treeshard._core.specs", "inside a function"),
+        ("training", "async def f():\n    import treeshard._core.specs", "inside a function"),
+        ("_core.specs", "from .mesh import Mesh", "in full"),
+        ("_core.specs", "from . import mesh", "in full"),
+        ("_planning.plan", "import equinox as eqx", "only training may import equinox"),
+        ("_planning.plan", "def f():\n    import equinox", "only training may import equinox"),
+        ("_cli", "from chex import assert_trees_all_close", "only testing may import chex"),
+        ("interchange", "import orbax.checkpoint", "only checkpoint may import orbax"),
+        ("checkpoint", "from safetensors import safe_open", "only interchange may import safe"),
+        ("_planning.plan", "from jax._src import mesh", "only _core may import jax._src"),
+        ("_inspection.draw", "import matplotlib.pyplot", "matplotlib is optional"),
+        ("_inspection.draw", "try:\n    import rich\nexcept ImportError:\n    pass", "optional"),
     ],
 )
 def test_a_wrong_import_is_seen(module: str, source: str, fact: str) -> None:
-    assert fact in violations(module, source)[0]
+    [found] = violations(f"treeshard.{module}", source)
+    assert fact in found
 
 
-# ------------------------------------------------------------------ cycles
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("_core.specs", "import math, jax\nimport numpy as np\nfrom treeshard.errors import warn"),
+        ("_core.specs", "from treeshard._core.mesh import axis_sizes"),
+        ("_core.jax_private", "def f():\n    from jax._src.mesh import thread_resources"),
+        ("checkpoint._store", "import orbax.checkpoint as ocp\nimport treeshard._disk.leaves"),
+        ("_inspection.draw", "def f():\n    import matplotlib.pyplot as plt"),
+        ("__init__", "def f(name):\n    return import_module(f'treeshard.{name}')"),
+        ("_cli", "def f(name):\n    return import_module(f'treeshard.{name}')"),
+    ],
+)
+def test_a_right_import_is_not_reported(module: str, source: str) -> None:
+    assert list(violations(f"treeshard.{module}", source)) == []
 
 
-def edges() -> dict[str, set[str]]:
-    """Which modules a module imports, wherever in it."""
-    known = modules()
-    found: dict[str, set[str]] = {}
-    for module, path in known.items():
-        found[module] = set()
-        for name, _ in imports(path.read_text()):
-            rest = name.partition("treeshard.")[2]
-            if rest in known and rest != module:
-                found[module].add(rest)
-    return found
-
-
-def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """One cycle of a graph, as the names along it; empty without one."""
-    done: set[str] = set()
-
-    def walk(node: str, trail: list[str]) -> list[str]:
-        if node in trail:
-            return [*trail[trail.index(node) :], node]
-        if node in done:
-            return []
-        for following in sorted(graph.get(node, ())):
-            if found := walk(following, [*trail, node]):
-                return found
-        done.add(node)
-        return []
-
-    return next((found for node in sorted(graph) if (found := walk(node, []))), [])
-
-
-def test_no_import_cycle() -> None:
-    assert cycle(edges()) == []
-
-
-def test_a_cycle_is_seen() -> None:
-    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert cycle({"a": {"b", "c"}, "b": {"c"}}) == []
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import treeshard._core.a",
+        "from treeshard._core.a import x",
+        "def f():\n    from treeshard._core.a import x",
+        "import_module('treeshard._core.a')",
+    ],
+)
+def test_a_circle_of_imports_is_seen(back: str) -> None:
+    a, b, c = (f"treeshard._core.{name}" for name in "abc")
+    modules = {a: f"import {b}", b: f"import {c}", c: back}
+    assert cycle(modules) == [a, b, c, a]
+    assert cycle(modules | {c: "import math"}) == []
