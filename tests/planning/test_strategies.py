@@ -7,11 +7,11 @@ import pytest
 import treeshard as ts
 from treeshard._planning.strategies import parse_strategy
 from treeshard._planning.tactics import (
-    FsdpByBytes,
+    Fsdp,
     Tactic,
     fsdp,
     logical_partitioning,
-    own_tactics,
+    registered_tactics,
     replicate,
     shard_dim,
     tactic,
@@ -19,7 +19,7 @@ from treeshard._planning.tactics import (
 
 
 def by_bytes(*axes: str, mb: float = 4, skip: tuple[int, ...] = ()) -> Tactic:
-    return Tactic((FsdpByBytes(axes, 0, skip, mb),))
+    return Tactic((Fsdp(axes, 0, skip, mb),))
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def own() -> Any:
         return lambda spec, mesh, path, leaf: (*spec[:-1], axis)
 
     yield shard_last
-    del own_tactics["shard_last"]
+    del registered_tactics["shard_last"]
 
 
 READ: list[tuple[str, Any]] = [

@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard._planning.tactics import (
-    Own,
+    CustomStep,
     Tactic,
     fsdp,
     logical_partitioning,
     min_size_in_force,
-    own_tactics,
+    registered_tactics,
     replicate,
     shard_dim,
     tactic,
@@ -296,7 +296,7 @@ def last() -> Any:
         return lambda spec, mesh, path, leaf: answer or (*spec[:-1], axis)
 
     yield last
-    del own_tactics["last"]
+    del registered_tactics["last"]
 
 
 def test_a_users_tactic(last) -> None:
@@ -310,7 +310,7 @@ def test_a_users_tactic(last) -> None:
 
 def test_an_update_gets_one_entry_per_dim_and_the_leaf_in_a_box() -> None:
     seen: list[Any] = []
-    step = Own("look()", lambda *args: seen.append(args) or args[0])
+    step = CustomStep("look()", lambda *args: seen.append(args) or args[0])
     Tactic((step,)).refine(P("data"), MESH, "w", linen.Partitioned(struct(8, 8), ("a", "b")), 0)
     assert seen == [(P("data", None), MESH, "w", struct(8, 8))]
 
@@ -344,7 +344,7 @@ def test_updates_that_do_not_return_a_spec(last, answer, message) -> None:
 
 
 def test_an_update_that_returns_nothing() -> None:
-    step = Own("forgot()", lambda *args: None)
+    step = CustomStep("forgot()", lambda *args: None)
     with pytest.raises(ts.SpecError, match=r"forgot\(\) returned None \(NoneType\), which is not"):
         refined(Tactic((step,)), (8,))
 

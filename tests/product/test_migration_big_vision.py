@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from migration import short, struct, table
 
 import treeshard as ts
-from treeshard._planning.tactics import own_tactics
+from treeshard._planning.tactics import registered_tactics
 
 TABLE = table("big-vision.md")
 row = TABLE.row
@@ -204,7 +204,7 @@ def test_an_op_of_ones_own(ours, mesh) -> None:
         found = ts.infer_sharding({"w": struct(4, 5, 16)}, [("w", "last('data')")], mesh)
         assert short(found) == {"w": P(None, None, "data")}
     finally:
-        own_tactics.pop("last", None)
+        registered_tactics.pop("last", None)
 
 
 @row('infer_sharding({"params": params, "opt": opt}, strategy, mesh)')

@@ -24,9 +24,6 @@ from treeshard._core.specs import (
 )
 from treeshard.errors import ShardingRuleError, SpecError, did_you_mean, listed
 
-# ------------------------------------------------------------------
-# `PartitionAxis`: the named dims of a transformer, and the mesh axes of each.
-
 Mode = Literal["train", "generation"]
 # What a field accepts. A finished `PartitionAxis` holds neither lists nor `...`.
 MeshAxes = str | tuple[str, ...] | list[str] | EllipsisType | None
@@ -132,9 +129,9 @@ class PartitionAxis:
         if mode not in ("train", "generation"):
             hint = did_you_mean(str(mode), ("train", "generation"))
             raise SpecError(f"mode={mode!r} is neither 'train' nor 'generation'.{hint}")
-        check_names(names)
+        _check_names(names)
         known = self._axes_by_name(mode)
-        if unknown := [name for name in flat_names(names) if _short(name) not in known]:
+        if unknown := [name for name in _flat_names(names) if _short(name) not in known]:
             raise SpecError(_unknown_names(unknown, known))
         used: set[str] = set()
         dims: list[Entry] = []
@@ -146,7 +143,7 @@ class PartitionAxis:
             free = [axis for axis in dict.fromkeys(axes) if axis not in used]
             used.update(free)
             dims.append(entry_of(free))
-        return on_mesh(PartitionSpec(*dims), mesh)
+        return _on_mesh(PartitionSpec(*dims), mesh)
 
     def _axes_by_name(self, mode: Mode) -> dict[str, Entry]:
         axes_of_name = {_short(each.name): getattr(self, each.name) for each in fields(self)}
@@ -171,38 +168,7 @@ def _unknown_names(unknown: list[str], known: dict[str, Entry]) -> str:
     return f"{listed(headline, facts)}\nPartitionAxis has {', '.join(known)}."
 
 
-# ------------------------------------------------------------------ names of dims
-
-
-def flat_names(names: Sequence[Entry]) -> list[str]:
-    """The names of all dims, one after the other."""
-    return [name for dim in names for name in axes_of(dim)]
-
-
-def check_names(names: Any) -> None:
-    """Raises `SpecError` unless `names` is a sequence of names of dims."""
-    if isinstance(names, str | PartitionSpec) or not isinstance(names, Sequence):
-        raise SpecError(
-            f"{names!r} ({type(names).__name__}) is not a tuple of logical names. Give a name or"
-            ' None for each dim, such as ("batch", None). A PartitionSpec always means mesh axes.'
-        )
-    for dim in names:
-        if not (dim is UNCONSTRAINED or is_mesh_axes(dim)) or isinstance(dim, list):
-            raise SpecError(
-                f"{tuple(names)}: {dim!r} ({type(dim).__name__}) is not a logical name. Give a str,"
-                " None, or a tuple of distinct str for a dim that merges several."
-            )
-
-
-def on_mesh(
-    spec: PartitionSpec, mesh: AnyMesh | None, shape: tuple[int, ...] | None = None
-) -> PartitionSpec:
-    """Projects a spec on a mesh and a shape, and keeps its number of entries."""
-    count = len(entries(spec))
-    # Every axis divides 0: without a shape no axis is dropped as uneven.
-    projected, _ = project(spec, mesh, (0,) * count if shape is None else shape)
-    return PartitionSpec(*entries(projected), *[None] * (count - len(entries(projected))))
-
+# ------------------------------------------------------------------ rules
 
 # A dict has one rule per name; a list of pairs may have several.
 LogicalRules = PartitionAxis | Mapping[str, Any] | Sequence[Any]
@@ -312,8 +278,8 @@ def resolve_by(
     shape: tuple[int, ...] | None = None,
 ) -> PartitionSpec:
     """Resolves names by rules, and projects the spec on the mesh and the shape, if given."""
-    check_names(names)
-    if twice := [name for name, count in Counter(flat_names(names)).items() if count > 1]:
+    _check_names(names)
+    if twice := [name for name, count in Counter(_flat_names(names)).items() if count > 1]:
         raise SpecError(
             f"{tuple(names)}: {', '.join(map(repr, twice))} occurs twice, and an axis can split"
             " only one dim. Use a different name for each dim, and give each name a rule."
@@ -324,14 +290,14 @@ def resolve_by(
             " most one name per dim."
         )
     if isinstance(rules, PartitionAxis):
-        return on_mesh(rules.resolve(*names), mesh, shape)
-    return on_mesh(_by_priority(names, rules), mesh, shape)
+        return _on_mesh(rules.resolve(*names), mesh, shape)
+    return _on_mesh(_by_priority(names, rules), mesh, shape)
 
 
 def names_without_rule(names: Sequence[Entry], rules: ReadLogicalRules) -> list[str]:
     """The names that have no rule, in order; none for a `PartitionAxis`, which raises instead."""
     ruled = None if isinstance(rules, PartitionAxis) else {name for name, _ in rules}
-    return [name for name in flat_names(names) if ruled is not None and name not in ruled]
+    return [name for name in _flat_names(names) if ruled is not None and name not in ruled]
 
 
 def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
@@ -350,7 +316,7 @@ def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
         return _read.__wrapped__(tuple(pairs))
 
 
-# ------------------------------------------------------------------ rules
+# ------------------------------------------------------------------ reading rules
 
 
 @lru_cache(maxsize=64)  # validating a long list costs more than resolving names by it
@@ -385,8 +351,11 @@ def _entry(axes: Any) -> Entry:
     return entry_of([axes] if isinstance(axes, str) else axes or ())
 
 
+# ------------------------------------------------------------------ resolving names
+
+
 def _by_priority(names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]) -> PartitionSpec:
-    undecided = set(flat_names(names))
+    undecided = set(_flat_names(names))
     entry_by_name: dict[str, Entry] = {}
     used: set[str] = set()
     for name, entry in rules:
@@ -402,3 +371,33 @@ def _by_priority(names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]) -
         else:
             dims.append(entry_by_name.get(dim) if isinstance(dim, str) else dim)
     return PartitionSpec(*dims)
+
+
+def _flat_names(names: Sequence[Entry]) -> list[str]:
+    """The names of all dims, one after the other."""
+    return [name for dim in names for name in axes_of(dim)]
+
+
+def _check_names(names: Any) -> None:
+    """Raises `SpecError` unless `names` is a sequence of names of dims."""
+    if isinstance(names, str | PartitionSpec) or not isinstance(names, Sequence):
+        raise SpecError(
+            f"{names!r} ({type(names).__name__}) is not a tuple of logical names. Give a name or"
+            ' None for each dim, such as ("batch", None). A PartitionSpec always means mesh axes.'
+        )
+    for dim in names:
+        if not (dim is UNCONSTRAINED or is_mesh_axes(dim)) or isinstance(dim, list):
+            raise SpecError(
+                f"{tuple(names)}: {dim!r} ({type(dim).__name__}) is not a logical name. Give a str,"
+                " None, or a tuple of distinct str for a dim that merges several."
+            )
+
+
+def _on_mesh(
+    spec: PartitionSpec, mesh: AnyMesh | None, shape: tuple[int, ...] | None = None
+) -> PartitionSpec:
+    """Projects a spec on a mesh and a shape, and keeps its number of entries."""
+    count = len(entries(spec))
+    # Every axis divides 0: without a shape no axis is dropped as uneven.
+    projected, _ = project(spec, mesh, (0,) * count if shape is None else shape)
+    return PartitionSpec(*entries(projected), *[None] * (count - len(entries(projected))))

@@ -8,12 +8,12 @@ from operator import or_
 from typing import Any, NoReturn
 
 from treeshard._planning.tactics import (
-    FsdpByBytes,
+    Fsdp,
     Tactic,
     axes_to_shard,
     fsdp,
     logical_partitioning,
-    own_tactics,
+    registered_tactics,
     replicate,
     shard_dim,
 )
@@ -30,7 +30,7 @@ def _fsdp(axis: Any, min_size_to_shard_mb: Any = ..., *, min_size: Any = ..., sk
         return fsdp(axis, min_size=min_size, skip=skip)
     mib = 4 if min_size_to_shard_mb is ... else min_size_to_shard_mb
     _check_number("min_size_to_shard_mb", mib, int | float, "a number of MiB")
-    return Tactic((FsdpByBytes(axes_to_shard(axis, "fsdp"), 0, tuple(skip), mib),))
+    return Tactic((Fsdp(axes_to_shard(axis, "fsdp"), 0, tuple(skip), mib),))
 
 
 def _check_number(name: str, value: Any, kind: Any, what: str) -> None:
@@ -87,7 +87,7 @@ def _step(node: ast.expr, text: str) -> Tactic:
     if not isinstance(called, ast.Name | ast.Attribute):
         _refuse(node, text, f"is not a call of a tactic. {_HOW}")
     name = ast.unparse(called)
-    known = _OURS | own_tactics
+    known = _OURS | registered_tactics
     if name not in known:
         hint = did_you_mean(name, known) or f" The tactics are {', '.join(known)}."
         why = f"is not a tactic.{hint} `treeshard.tactic` registers a tactic of your own."

@@ -31,22 +31,18 @@ from treeshard._planning.logical import (
     PartitionAxis,
     ReadLogicalRules,
     current_logical_rules,
-    flat_names,
     read_logical_rules,
     resolve_by,
     resolve_names,
 )
 from treeshard.errors import ShardingRuleError, SpecError, UnknownAxisInSpecError
 
-# ------------------------------------------------------------------
-# The steps that tactics are made of.
-
 Refined = tuple[PartitionSpec, tuple[Adjustment, ...]]
 Update = Callable[[PartitionSpec, Any, str, Any], Any]  # (spec, mesh, path, leaf) -> spec
 LooksAt = Literal["shape", "bytes", "leaf"]
 
 
-class Refinement:
+class Step:
     """One step of a tactic: refines the spec that the previous steps returned.
 
     Attributes:
@@ -75,287 +71,6 @@ class Refinement:
         raise NotImplementedError
 
 
-def padded(spec: PartitionSpec, rank: int) -> list[Entry]:
-    """The entries of a spec, one for each of `rank` dims."""
-    return [*entries(spec), *[None] * (rank - len(entries(spec)))]
-
-
-def is_free(entry: Entry) -> bool:
-    """Whether a dim with this entry is not sharded."""
-    return entry is None or entry == ()
-
-
-def _axis_conflicts(
-    spec: PartitionSpec, axes: tuple[str, ...], mesh: AnyMesh
-) -> tuple[Adjustment, ...]:
-    """Why axes cannot be added to a spec: the mesh lacks them, or the spec uses them already."""
-    sizes = axis_sizes(mesh)
-    if absent := [axis for axis in axes if axis not in sizes]:
-        return tuple(
-            Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,)) for axis in absent
-        )
-    if used := tuple(a for entry in entries(spec) for a in axes_of(entry) if a in axes):
-        why = f"{spec} uses {', '.join(map(repr, used))} already. An axis can split only one dim."
-        return (Adjustment("axis-already-used", why, used),)
-    return ()
-
-
-# ------------------------------------------------------------------ the steps
-
-
-@dataclass(frozen=True, repr=False)
-class Replicate(Refinement):
-    """Replicates a leaf."""
-
-    min_size = 0  # applies to leaves of every size
-    looks_at = "shape"
-
-    def __repr__(self) -> str:
-        return "replicate()"
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        if all(map(is_free, entries(spec))):
-            return with_entries(spec, ()), ()
-        why = f"an earlier tactic sharded it as {spec}, so it cannot be replicated. Drop either."
-        return spec, (Adjustment("already-sharded", why),)
-
-
-@dataclass(frozen=True, repr=False)
-class Fsdp(Refinement):
-    """Shards the largest free dim that the axes divide."""
-
-    axes: tuple[str, ...]
-    min_size: int | None = None
-    skip: tuple[int, ...] = ()
-    looks_at = "shape"
-
-    def _call(self, *options: str) -> str:
-        skip = [f"skip={self.skip}"] if self.skip else []
-        return f"fsdp({', '.join([repr(entry_of(self.axes)), *options, *skip])})"
-
-    def __repr__(self) -> str:
-        return self.text if self.min_size is not None else self._call()
-
-    @property
-    def text(self) -> str:
-        # In a string, `fsdp` without `min_size` has big_vision's threshold in MiB.
-        return self._call(f"min_size={self.min_size}")
-
-    @property
-    def fsdp_axes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.axes
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        if conflicts := _axis_conflicts(spec, self.axes, mesh):
-            return spec, conflicts
-        count = math.prod(axis_sizes(mesh)[axis] for axis in self.axes)
-        dim = self._largest_dim(spec, tuple(leaf.shape), count)
-        if dim is None:
-            why = f"no free dim of shape {tuple(leaf.shape)} is divisible by {count}."
-            return spec, (Adjustment("no-dim", why, self.axes),)
-        new = padded(spec, len(leaf.shape))
-        new[dim] = entry_of(self.axes)
-        return with_entries(spec, new), ()
-
-    def _largest_dim(self, spec: PartitionSpec, shape: tuple[int, ...], count: int) -> int | None:
-        skipped = {dim + len(shape) if dim < 0 else dim for dim in self.skip}
-        sharded = {dim for dim, entry in enumerate(entries(spec)) if not is_free(entry)}
-        candidates = [
-            (length, dim)
-            for dim, length in enumerate(shape)
-            if length and length % count == 0 and dim not in skipped | sharded
-        ]
-        return max(candidates)[1] if candidates else None
-
-
-@dataclass(frozen=True, repr=False)
-class FsdpByBytes(Fsdp):
-    """`Fsdp` with big_vision's threshold: leaves of so many MiB or fewer are replicated."""
-
-    min_size: int | None = 0
-    min_size_to_shard_mb: int | float = 4
-    looks_at = "bytes"
-
-    def __repr__(self) -> str:
-        return self.text
-
-    @property
-    def text(self) -> str:
-        return self._call(f"min_size_to_shard_mb={self.min_size_to_shard_mb}")
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        size = math.prod(leaf.shape) * leaf.dtype.itemsize
-        if size <= self.min_size_to_shard_mb * 2**20:
-            why = (
-                f"{size} bytes are not more than min_size_to_shard_mb={self.min_size_to_shard_mb}."
-            )
-            return spec, (Adjustment("too-small", why),)
-        return super().refine(spec, mesh, path, leaf)
-
-
-@dataclass(frozen=True, repr=False)
-class ShardDim(Refinement):
-    """Shards one given dim."""
-
-    axes: tuple[str, ...]
-    dim: int
-    ignore_ndim_error: bool = False
-    looks_at = "shape"
-
-    def __repr__(self) -> str:
-        ignore = ", ignore_ndim_error=True" if self.ignore_ndim_error else ""
-        return f"shard_dim({entry_of(self.axes)!r}, {self.dim}{ignore})"
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        shape = tuple(leaf.shape)
-        if not -len(shape) <= self.dim < len(shape):
-            return spec, () if self.ignore_ndim_error else (self._beyond(shape),)
-        new = padded(spec, len(shape))
-        if not is_free(new[self.dim]):
-            why = (
-                f"an earlier tactic already sharded dim {self.dim}: {spec}. Give all its axes to"
-                " one tactic, outermost first, or choose another dim."
-            )
-            return spec, (Adjustment("already-sharded", why, self.axes, self.dim % len(shape)),)
-        if conflicts := _axis_conflicts(spec, self.axes, mesh):
-            return spec, conflicts
-        new[self.dim] = entry_of(self.axes)
-        return project(with_entries(spec, new), mesh, shape)
-
-    def _beyond(self, shape: tuple[int, ...]) -> Adjustment:
-        why = (
-            f"shape {shape} has no dim {self.dim}. Make the pattern match fewer leaves, or pass"
-            " `ignore_ndim_error=True` to keep the spec of such leaves."
-        )
-        return Adjustment("rank", why, self.axes)
-
-
-@dataclass(frozen=True, repr=False)
-class Own(Refinement):
-    """A user's update. `call` is the name and the arguments that made it."""
-
-    call: str
-    update: Update = field(compare=False)
-
-    def __repr__(self) -> str:
-        return self.call
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        shape = tuple(leaf.shape)
-        full_rank = spec.update(partitions=tuple(padded(spec, len(shape))))
-        returned = self.update(full_rank, mesh, path, leaf)
-        return project(self._checked(returned, shape, spec), mesh, shape)
-
-    def _checked(self, returned: Any, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-        if isinstance(returned, PartitionSpec):
-            if len(entries(with_entries(returned, entries(returned)))) <= len(shape):
-                return returned
-        elif not isinstance(returned, tuple | list):
-            raise SpecError(
-                f"the tactic {self.call} returned {returned!r} ({type(returned).__name__}), which"
-                " is not a spec. Return the spec that it was called with, or a changed one."
-            )
-        elif bad := [e for e in returned if not (e is UNCONSTRAINED or is_mesh_axes(e))]:
-            raise SpecError(
-                f"the tactic {self.call} returned {returned!r}, and {bad[0]!r} is not an entry of a"
-                " spec. An entry is a mesh axis, a tuple of them, or None."
-            )
-        elif len(returned) == len(shape):
-            return with_entries(spec, [tuple(e) if isinstance(e, list) else e for e in returned])
-        raise SpecError(
-            f"the tactic {self.call} returned {returned!r}, which has {len(returned)} entries, for"
-            f" shape {shape}. Return one entry per dim."
-        )
-
-
-# ------------------------------------------------------------------
-# The step of `logical_partitioning`: shards by the names of dims in Flax boxes.
-
-
-@dataclass(frozen=True, repr=False)
-class ByNames(Refinement):
-    """Shards a leaf by the names of dims in its box."""
-
-    rules: ReadLogicalRules | None = None
-    reads_boxes = True
-
-    def __repr__(self) -> str:
-        if self.rules is None or isinstance(self.rules, PartitionAxis):
-            return f"logical_partitioning({'' if self.rules is None else repr(self.rules)})"
-        return f"logical_partitioning({list(self.rules)})"
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        if not is_box(leaf):
-            return spec, ()
-        box = _names_in(leaf)
-        if not any(box.names):
-            return spec, ()
-        if not all(map(is_free, entries(spec))):
-            why = f"an earlier tactic sharded it as {spec}. Put logical_partitioning first."
-            return spec, (Adjustment("already-sharded", why),)
-        shape = tuple(jax.tree.leaves(leaf)[0].shape)
-        projected, adjustments = project(self._spec(box, mesh), mesh, shape)
-        return with_entries(projected, entries(projected)), adjustments
-
-    def _spec(self, box: "_NamesInBox", mesh: AnyMesh) -> PartitionSpec:
-        rules = self.rules
-        if rules is None:
-            own = box.rules is not None
-            rules = read_logical_rules(box.rules) if own else current_logical_rules()
-        if box.logical:
-            if rules is None:
-                return resolve_names(box.names, mesh)  # raises: no rules are in force
-            return resolve_by(rules, box.names, mesh)
-        # As in Flax, a name in any other box is a mesh axis if it has no rule.
-        axes = axis_sizes(mesh)
-        are_axes = axes.keys() >= set(flat_names(box.names))
-        if rules is None or (isinstance(rules, PartitionAxis) and are_axes):
-            return PartitionSpec(*box.names)
-        if not isinstance(rules, PartitionAxis):
-            ruled = {name for name, _ in rules}
-            rules += tuple((axis, axis) for axis in axes if axis not in ruled)
-        return resolve_by(rules, box.names, mesh)
-
-
-class _NamesInBox(NamedTuple):
-    names: tuple[Entry, ...]
-    rules: Any = None  # the box's own
-    logical: bool = False  # whether names are never mesh axes
-
-
-def _names_in(box: Any) -> _NamesInBox:
-    if hasattr(type(box), "replace_boxed"):
-        rules = getattr(box, "rules", None)
-        return _NamesInBox(tuple(getattr(box, "names", ())), rules, hasattr(box, "rules"))
-    metadata = box.get_metadata()
-    names: Any = metadata.get("out_sharding") or ()
-    names = entries(names) if is_spec(names) else tuple(names)
-    return _NamesInBox(names, metadata.get("sharding_rules"))
-
-
-DEFAULT_MIN_SIZE = 2**14
-
-
-def min_size_in_force(min_size: int | None) -> int:
-    """The threshold of a call, in elements: its argument, else the environment's, else 16384."""
-    if min_size is not None:
-        return min_size
-    text = os.environ.get("MIN_SHARDING_SIZE", "").strip()
-    if not text:
-        return DEFAULT_MIN_SIZE
-    if not text.isdecimal():
-        raise ShardingRuleError(
-            f"MIN_SHARDING_SIZE is {text!r} in the environment. Set it to a whole number of"
-            f" elements, such as {DEFAULT_MIN_SIZE}, or pass `min_size=`."
-        )
-    return int(text)
-
-
-def too_small(size: int, floor: int) -> Adjustment:
-    """The adjustment of a leaf that is replicated for its size."""
-    return Adjustment("too-small", f"{size} elements are fewer than min_size={floor}.")
-
-
 @dataclass(frozen=True, repr=False)
 class Tactic:
     """Refines the spec of one leaf. An action of a rule; `a | b` applies `a`, then `b`.
@@ -369,7 +84,7 @@ class Tactic:
         fsdp('fsdp', min_size=0) | replicate()
     """
 
-    steps: tuple[Refinement, ...]
+    steps: tuple[Step, ...]
 
     def __or__(self, other: "Tactic") -> "Tactic":
         return Tactic(self.steps + other.steps) if isinstance(other, Tactic) else NotImplemented
@@ -396,7 +111,7 @@ class Tactic:
 
     @property
     def looks_at(self) -> LooksAt:
-        """What it depends on, as `Refinement.looks_at`."""
+        """What it depends on, as `Step.looks_at`."""
         kinds = {step.looks_at for step in self.steps}
         return "leaf" if "leaf" in kinds else "bytes" if "bytes" in kinds else "shape"
 
@@ -411,9 +126,9 @@ class Tactic:
         return frozenset(axis for step in self.steps for axis in step.fsdp_axes)
 
     def refine(
-        self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any, floor: int
+        self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any, min_size: int
     ) -> Refined:
-        """Applies the steps in turn, each to leaves of at least its own threshold or `floor`.
+        """Applies the steps in turn, each to leaves of at least its own `min_size`, or this one.
 
         `leaf` may be a box. Raises `SpecError` if an update did not return a spec.
         """
@@ -421,9 +136,9 @@ class Tactic:
         size = math.prod(value.shape)
         adjustments: list[Adjustment] = []
         for step in self.steps:
-            min_size = floor if step.min_size is None else step.min_size
-            if size < min_size:
-                adjustments.append(too_small(size, min_size))
+            least = min_size if step.min_size is None else step.min_size
+            if size < least:
+                adjustments.append(too_small(size, least))
                 continue
             spec, of_step = step.refine(spec, mesh, path, leaf if step.reads_boxes else value)
             name = f"{step!r}: " if len(self.steps) > 1 else ""
@@ -540,7 +255,7 @@ def replicate() -> Tactic:
 # ------------------------------------------------------------------ users' tactics
 
 # The factories that `tactic` registered, by name.
-own_tactics: dict[str, Callable[..., Tactic]] = {}
+registered_tactics: dict[str, Callable[..., Tactic]] = {}
 _OURS = ("fsdp", "logical_partitioning", "replicate", "shard_dim")
 
 
@@ -578,13 +293,35 @@ def tactic(factory: Callable[..., Update]) -> Callable[..., Tactic]:
     @wraps(factory)
     def make(*args: Any, **options: Any) -> Tactic:
         call = [*map(repr, args), *(f"{key}={value!r}" for key, value in options.items())]
-        return Tactic((Own(f"{name}({', '.join(call)})", factory(*args, **options)),))
+        return Tactic((CustomStep(f"{name}({', '.join(call)})", factory(*args, **options)),))
 
-    own_tactics[name] = make
+    registered_tactics[name] = make
     return make
 
 
-# ------------------------------------------------------------------ for other modules
+# ------------------------------------------------------------------ sizes and axes
+
+DEFAULT_MIN_SIZE = 2**14
+
+
+def min_size_in_force(min_size: int | None) -> int:
+    """The threshold of a call, in elements: its argument, else the environment's, else 16384."""
+    if min_size is not None:
+        return min_size
+    text = os.environ.get("MIN_SHARDING_SIZE", "").strip()
+    if not text:
+        return DEFAULT_MIN_SIZE
+    if not text.isdecimal():
+        raise ShardingRuleError(
+            f"MIN_SHARDING_SIZE is {text!r} in the environment. Set it to a whole number of"
+            f" elements, such as {DEFAULT_MIN_SIZE}, or pass `min_size=`."
+        )
+    return int(text)
+
+
+def too_small(size: int, min_size: int) -> Adjustment:
+    """The adjustment of a leaf that is replicated for its size."""
+    return Adjustment("too-small", f"{size} elements are fewer than min_size={min_size}.")
 
 
 def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
@@ -597,3 +334,245 @@ def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
 
 def _value_in(leaf: Any) -> Any:
     return jax.tree.leaves(leaf)[0] if is_box(leaf) else leaf
+
+
+# ------------------------------------------------------------------ steps
+
+
+@dataclass(frozen=True, repr=False)
+class Replicate(Step):
+    """Replicates a leaf."""
+
+    min_size = 0  # applies to leaves of every size
+    looks_at = "shape"
+
+    def __repr__(self) -> str:
+        return "replicate()"
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        if all(map(_is_free, entries(spec))):
+            return with_entries(spec, ()), ()
+        why = f"an earlier tactic sharded it as {spec}, so it cannot be replicated. Drop either."
+        return spec, (Adjustment("already-sharded", why),)
+
+
+@dataclass(frozen=True, repr=False)
+class Fsdp(Step):
+    """Shards the largest free dim that the axes divide.
+
+    With `min_size_to_shard_mb`, the threshold is big_vision's, in MiB: leaves of so many or
+    fewer are replicated.
+    """
+
+    axes: tuple[str, ...]
+    min_size: int | None = None
+    skip: tuple[int, ...] = ()
+    min_size_to_shard_mb: int | float | None = None
+
+    def __repr__(self) -> str:
+        if self.min_size is None and self.min_size_to_shard_mb is None:
+            return self._call()
+        return self.text
+
+    @property
+    def text(self) -> str:
+        if self.min_size_to_shard_mb is not None:
+            return self._call(f"min_size_to_shard_mb={self.min_size_to_shard_mb}")
+        # In a string, `fsdp` without `min_size` has big_vision's threshold.
+        return self._call(f"min_size={self.min_size}")
+
+    def _call(self, *options: str) -> str:
+        skip = [f"skip={self.skip}"] if self.skip else []
+        return f"fsdp({', '.join([repr(entry_of(self.axes)), *options, *skip])})"
+
+    @property
+    def looks_at(self) -> LooksAt:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return "shape" if self.min_size_to_shard_mb is None else "bytes"
+
+    @property
+    def fsdp_axes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.axes
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        shape = tuple(leaf.shape)
+        if self.min_size_to_shard_mb is not None:
+            size = math.prod(shape) * leaf.dtype.itemsize
+            if size <= self.min_size_to_shard_mb * 2**20:
+                why = f"{size} bytes are at most min_size_to_shard_mb={self.min_size_to_shard_mb}."
+                return spec, (Adjustment("too-small", why),)
+        if conflicts := _axis_conflicts(spec, self.axes, mesh):
+            return spec, conflicts
+        count = math.prod(axis_sizes(mesh)[axis] for axis in self.axes)
+        new = _padded(spec, len(shape))
+        skipped = {dim % len(shape) for dim in self.skip if -len(shape) <= dim < len(shape)}
+        candidates = [
+            (length, dim)
+            for dim, length in enumerate(shape)
+            if length and length % count == 0 and dim not in skipped and _is_free(new[dim])
+        ]
+        if not candidates:
+            why = f"no free dim of shape {shape} is divisible by {count}."
+            return spec, (Adjustment("no-dim", why, self.axes),)
+        new[max(candidates)[1]] = entry_of(self.axes)
+        return with_entries(spec, new), ()
+
+
+@dataclass(frozen=True, repr=False)
+class ShardDim(Step):
+    """Shards one given dim."""
+
+    axes: tuple[str, ...]
+    dim: int
+    ignore_ndim_error: bool = False
+    looks_at = "shape"
+
+    def __repr__(self) -> str:
+        ignore = ", ignore_ndim_error=True" if self.ignore_ndim_error else ""
+        return f"shard_dim({entry_of(self.axes)!r}, {self.dim}{ignore})"
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        shape = tuple(leaf.shape)
+        if not -len(shape) <= self.dim < len(shape):
+            return spec, () if self.ignore_ndim_error else (self._beyond(shape),)
+        new = _padded(spec, len(shape))
+        if not _is_free(new[self.dim]):
+            why = (
+                f"an earlier tactic already sharded dim {self.dim}: {spec}. Give all its axes to"
+                " one tactic, outermost first, or choose another dim."
+            )
+            return spec, (Adjustment("already-sharded", why, self.axes, self.dim % len(shape)),)
+        if conflicts := _axis_conflicts(spec, self.axes, mesh):
+            return spec, conflicts
+        new[self.dim] = entry_of(self.axes)
+        return project(with_entries(spec, new), mesh, shape)
+
+    def _beyond(self, shape: tuple[int, ...]) -> Adjustment:
+        why = (
+            f"shape {shape} has no dim {self.dim}. Make the pattern match fewer leaves, or pass"
+            " `ignore_ndim_error=True` to keep the spec of such leaves."
+        )
+        return Adjustment("rank", why, self.axes)
+
+
+@dataclass(frozen=True, repr=False)
+class CustomStep(Step):
+    """A user's update. `call` is the name and the arguments that made it."""
+
+    call: str
+    update: Update = field(compare=False)
+
+    def __repr__(self) -> str:
+        return self.call
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        shape = tuple(leaf.shape)
+        full_rank = spec.update(partitions=tuple(_padded(spec, len(shape))))
+        returned = self.update(full_rank, mesh, path, leaf)
+        return project(self._checked(returned, shape, spec), mesh, shape)
+
+    def _checked(self, returned: Any, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+        if isinstance(returned, PartitionSpec):
+            if len(entries(with_entries(returned, entries(returned)))) <= len(shape):
+                return returned
+        elif not isinstance(returned, tuple | list):
+            raise SpecError(
+                f"the tactic {self.call} returned {returned!r} ({type(returned).__name__}), which"
+                " is not a spec. Return the spec that it was called with, or a changed one."
+            )
+        elif bad := [e for e in returned if not (e is UNCONSTRAINED or is_mesh_axes(e))]:
+            raise SpecError(
+                f"the tactic {self.call} returned {returned!r}, and {bad[0]!r} is not an entry of a"
+                " spec. An entry is a mesh axis, a tuple of them, or None."
+            )
+        elif len(returned) == len(shape):
+            return with_entries(spec, [tuple(e) if isinstance(e, list) else e for e in returned])
+        raise SpecError(
+            f"the tactic {self.call} returned {returned!r}, which has {len(returned)} entries, for"
+            f" shape {shape}. Return one entry per dim."
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class ByNames(Step):
+    """Shards a leaf by the names of dims in its box."""
+
+    rules: ReadLogicalRules | None = None
+    reads_boxes = True
+
+    def __repr__(self) -> str:
+        if self.rules is None or isinstance(self.rules, PartitionAxis):
+            return f"logical_partitioning({'' if self.rules is None else repr(self.rules)})"
+        return f"logical_partitioning({list(self.rules)})"
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        if not is_box(leaf):
+            return spec, ()
+        box = _names_in(leaf)
+        if not any(box.names):
+            return spec, ()
+        if not all(map(_is_free, entries(spec))):
+            why = f"an earlier tactic sharded it as {spec}. Put logical_partitioning first."
+            return spec, (Adjustment("already-sharded", why),)
+        shape = tuple(jax.tree.leaves(leaf)[0].shape)
+        projected, adjustments = project(self._spec(box, mesh), mesh, shape)
+        return with_entries(projected, entries(projected)), adjustments
+
+    def _spec(self, box: "_NamesInBox", mesh: AnyMesh) -> PartitionSpec:
+        rules = self.rules
+        if rules is None:
+            own = box.rules is not None
+            rules = read_logical_rules(box.rules) if own else current_logical_rules()
+        if box.logical:
+            if rules is None:
+                return resolve_names(box.names, mesh)  # raises: no rules are in force
+            return resolve_by(rules, box.names, mesh)
+        # As in Flax, a name in any other box is a mesh axis if it has no rule.
+        axes = axis_sizes(mesh)
+        are_axes = axes.keys() >= {name for dim in box.names for name in axes_of(dim)}
+        if rules is None or (isinstance(rules, PartitionAxis) and are_axes):
+            return PartitionSpec(*box.names)
+        if not isinstance(rules, PartitionAxis):
+            ruled = {name for name, _ in rules}
+            rules += tuple((axis, axis) for axis in axes if axis not in ruled)
+        return resolve_by(rules, box.names, mesh)
+
+
+class _NamesInBox(NamedTuple):
+    names: tuple[Entry, ...]
+    rules: Any = None  # the box's own
+    logical: bool = False  # whether names are never mesh axes
+
+
+def _names_in(box: Any) -> _NamesInBox:
+    if hasattr(type(box), "replace_boxed"):
+        rules = getattr(box, "rules", None)
+        return _NamesInBox(tuple(getattr(box, "names", ())), rules, hasattr(box, "rules"))
+    metadata = box.get_metadata()
+    names: Any = metadata.get("out_sharding") or ()
+    names = entries(names) if is_spec(names) else tuple(names)
+    return _NamesInBox(names, metadata.get("sharding_rules"))
+
+
+def _padded(spec: PartitionSpec, rank: int) -> list[Entry]:
+    """The entries of a spec, one for each of `rank` dims."""
+    return [*entries(spec), *[None] * (rank - len(entries(spec)))]
+
+
+def _is_free(entry: Entry) -> bool:
+    """Whether a dim with this entry is not sharded."""
+    return entry is None or entry == ()
+
+
+def _axis_conflicts(
+    spec: PartitionSpec, axes: tuple[str, ...], mesh: AnyMesh
+) -> tuple[Adjustment, ...]:
+    """Why axes cannot be added to a spec: the mesh lacks them, or the spec uses them already."""
+    sizes = axis_sizes(mesh)
+    if absent := [axis for axis in axes if axis not in sizes]:
+        return tuple(
+            Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,)) for axis in absent
+        )
+    if used := tuple(a for entry in entries(spec) for a in axes_of(entry) if a in axes):
+        why = f"{spec} uses {', '.join(map(repr, used))} already. An axis can split only one dim."
+        return (Adjustment("axis-already-used", why, used),)
+    return ()
