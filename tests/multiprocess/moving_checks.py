@@ -14,7 +14,7 @@ import treeshard as ts
 from tests.multiprocess.worker import Context
 from treeshard._core.arrays import box_of
 from treeshard._core.processes import exchange, processes_of
-from treeshard._placement.transport import CHUNK
+from treeshard._placement.transport import CHUNK_BYTES
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -205,9 +205,9 @@ def check_global_arrays_of_jit_come_back(context: Context) -> None:
 def check_large_leaves_go_in_pieces(context: Context) -> None:
     """Of several chunks each, in rows longer than a chunk, and small ones between."""
     tree = {
-        "long": arange(8, CHUNK // 16),
+        "long": arange(8, CHUNK_BYTES // 16),
         "small": arange(24),
-        "wide": arange(4, CHUNK // 4 + 3),
+        "wide": arange(4, CHUNK_BYTES // 4 + 3),
         "layers": arange(2, 8, 2**14),
         "last": arange(8, 3),
     }
@@ -283,7 +283,7 @@ def check_only_the_receiver_takes_memory(context: Context) -> None:
     before = live_bytes()
     for _, leaf in ts.iter_gather(placed, to=0):
         # What is on its way lies in a few chunks, here and on the devices.
-        assert live_bytes() - before <= 3 * CHUNK
+        assert live_bytes() - before <= 3 * CHUNK_BYTES
         assert isinstance(leaf, np.ndarray) == (context.index == 0)
     assert placed["a"]._npy_value is None
 

@@ -8,7 +8,7 @@ from tests.multiprocess import disagreeing_checks, launcher, moving_checks
 from tests.multiprocess.worker import Context
 from treeshard._core.arrays import lengths
 from treeshard._core.processes import _differences
-from treeshard._placement.transport import CHUNK, _pieces
+from treeshard._placement.transport import CHUNK_BYTES, _pieces
 
 MOVING = launcher.checks_of(moving_checks)
 
@@ -72,7 +72,7 @@ def test_processes_are_named_shortly(who, text) -> None:
         (),
         ((3, 5),),
         ((0, 8), (16, 2**20)),
-        ((2, 5), (0, 3), (7, CHUNK)),
+        ((2, 5), (0, 3), (7, CHUNK_BYTES)),
         ((0, 100_000), (0, 1000)),
     ],
     ids=str,
@@ -80,7 +80,7 @@ def test_processes_are_named_shortly(who, text) -> None:
 def test_pieces_cover_a_part_once_and_fit_a_chunk(part) -> None:
     pieces = _pieces(part, 4)
     sizes = [4 * math.prod(lengths(piece)) for piece in pieces]
-    assert max(sizes) <= CHUNK
+    assert max(sizes) <= CHUNK_BYTES
     assert sum(sizes) == 4 * math.prod(lengths(part))
     assert len(set(pieces)) == len(pieces)
     for piece in pieces:

@@ -32,7 +32,7 @@ def test_they_show_what_they_say(drawn: dict[str, str]) -> None:
     text = {name: text_in(svg) for name, svg in drawn.items()}
     assert "blocks/attn/q/weight" in text["plan.svg"]
     assert "rule 0 'norm'" in text["plan.svg"]
-    assert "per device (dashed: the mean)" in text["bytes.svg"]
+    assert "bytes per device" in text["bytes.svg"]
     assert "what a step moves" in text["communication.svg"]
     assert "all-gather fsdp" in text["communication.svg"]
     assert "planned compiled" in text["communication.svg"]

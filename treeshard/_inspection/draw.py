@@ -1,180 +1,31 @@
 """Draws how a tree is sharded: in the terminal, in a notebook, or to a file."""
 
 import io
-import math
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from itertools import cycle
+from collections.abc import Iterable, Mapping
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from treeshard._core.arrays import is_array
 from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh
 from treeshard._core.specs import axes_of, entries
 from treeshard._core.text import fold, human_bytes
-from treeshard._inspection.memory import Placed, bytes_by_device, largest_part, placed_leaves
+from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, largest_part, placed_leaves
 from treeshard._planning.plan import PlannedTree
 from treeshard.errors import FormatError, LeafError
 
-# ------------------------------------------------------------------
-# Writes drawn trees to files, with bar charts of their bytes.
-
-# In inches: the width of one character, the height of one line, the height of the charts.
-_POINTS = 9
-_COLUMN, _LINE, _CHARTS = _POINTS * 0.602 / 72, _POINTS * 1.35 / 72, 3.5
-# Longer figures take minutes to write, and viewers cannot show them.
-_LINES = 400
-# The most bars in each chart.
-_BARS = 64
-_BRANCHES = 12
-
-
-def missing(package: str) -> ImportError:
-    """The error for an optional package that is not installed."""
-    return ImportError(f"draw needs {package}. Install it with `pip install 'treeshard[show]'`.")
-
-
-def _write_html(path: Path, picture: Any, leaves: list[Placed]) -> None:
-    console, _ = _console(picture, record=True)
-    console.print(picture)
-    page = console.export_html(inline_styles=True)
-    figure = _figure(8.0, _CHARTS)
-    _charts(figure, leaves, 1.0)
-    chart = _saved(figure, "svg").decode()
-    body = chart[chart.index("<svg") :] + "\n</body>"
-    path.write_text(page.replace("</body>", body, 1), encoding="utf-8")
-
-
-def _write_figure(path: Path, picture: Any, leaves: list[Placed]) -> None:
-    from rich.segment import Segment
-
-    console, columns = _console(picture)
-    lines = console.render_lines(picture, pad=False)
-    if len(lines) > _LINES:
-        end = Segment(f"... and {len(lines) - _LINES:,} more lines, which `draw` to .html has")
-        lines = [*lines[:_LINES], [end]]
-    width, text = max(columns * _COLUMN, 8.0), (len(lines) + 1) * _LINE
-    figure = _figure(width, text + _CHARTS)
-    share = _CHARTS / (text + _CHARTS)
-    page = figure.add_axes((0, share, 1, 1 - share), xlim=(-1, width / _COLUMN - 1))
-    page.set(ylim=(len(lines) + 0.5, -0.5))
-    page.set_axis_off()
-    for row, line in enumerate(lines):
-        column = 0
-        for segment in line:
-            _write(page, column, row, segment)
-            column += segment.cell_length
-    _charts(figure, leaves, share)
-    path.write_bytes(_saved(figure, path.suffix[1:]))
-
-
-WRITERS: dict[str, Callable[[Path, Any, list[Placed]], None]] = {
-    ".html": _write_html,
-    ".png": _write_figure,
-    ".svg": _write_figure,
-}
-
-
-# ------------------------------------------------------------------ the tree
-
-
-def _console(picture: Any, record: bool = False) -> tuple[Any, int]:
-    """A rich console as wide as the picture, which prints nothing, and its width."""
-    from rich.console import Console
-
-    columns = Console(width=10_000, file=io.StringIO()).measure(picture).maximum
-    return Console(width=columns, file=io.StringIO(), record=record), columns
-
-
-def _write(page: Any, column: int, row: int, segment: Any) -> None:
-    style = segment.style
-    colour = "black"
-    if style is not None and style.color is not None:
-        colour = style.color.get_truecolor().hex
-    elif style is not None and style.dim:
-        colour = "dimgray"
-    # SVG collapses repeated blanks, and some viewers drop leading ones.
-    text = segment.text.rstrip()
-    page.text(
-        column + len(text) - len(text.lstrip()),
-        row,
-        text.lstrip().replace(" ", "\u00a0"),
-        color=colour,
-        fontsize=_POINTS,
-        family="DejaVu Sans Mono",
-        weight="bold" if style is not None and style.bold else "normal",
-        va="center_baseline",
-        parse_math=False,
-    )
-
-
-# ------------------------------------------------------------------ the charts
-
-
-def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing("matplotlib") from error
-    return Figure(figsize=(width, height))
-
-
-def _saved(figure: Any, kind: str) -> bytes:
-    from matplotlib import rc_context
-
-    file = io.BytesIO()
-    # Keeps text as text, and the output reproducible.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "treeshard"}):
-        dpi = min(150, 60_000 / max(figure.get_size_inches()))
-        metadata = {"Date": None, "Creator": None} if kind == "svg" else {}
-        figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)
-    return file.getvalue()
-
-
-def _charts(figure: Any, leaves: list[Placed], share: float) -> None:
-    """Draws bytes per device and per top-level branch at the bottom of a figure."""
-    held = bytes_by_device(leaves)
-    unit = 1024 ** min(int(math.log(max([1024, *held.values()]), 1024)), 5)
-    name = human_bytes(unit).split()[1]
-    devices = figure.add_axes((0.1, 0.2 * share, 0.36, 0.62 * share))
-    devices.set(title=f"{name} per device (dashed: the mean)", xlabel="device")
-    _chart_devices(devices, [str(device) for device in held], [n / unit for n in held.values()])
-    branches = figure.add_axes((0.66, 0.2 * share, 0.3, 0.62 * share))
-    branches.set(title=f"{name} per device of each branch")
-    _chart_branches(branches, leaves, unit)
-
-
-def _chart_devices(axes: Any, names: list[str], counts: list[float]) -> None:
-    if len(counts) <= _BARS:
-        axes.bar(names, counts, color="slategray")
-        axes.tick_params(axis="x", labelsize=10 if len(counts) <= 16 else 5)
-    else:
-        axes.stairs(counts, fill=True, color="slategray")
-    if counts:
-        axes.axhline(sum(counts) / len(counts), color="black", linestyle="--", linewidth=0.8)
-
-
-def _chart_branches(axes: Any, leaves: list[Placed], unit: int) -> None:
-    found: Counter[str] = Counter()
-    for leaf in leaves:
-        found[leaf.path.partition("/")[0] or "(the array)"] += largest_part(leaf)
-    top = found.most_common(_BRANCHES)
-    if len(found) > len(top):
-        rest = found.total() - sum(count for _, count in top)
-        top.append((f"{len(found) - len(top)} others", rest))
-    names = [name[:24] for name, _ in reversed(top)]
-    axes.barh(range(len(top)), [count / unit for _, count in reversed(top)], color="slategray")
-    axes.set_yticks(range(len(top)), labels=names, parse_math=False)
-
-
 # Readable on white and on black.
 _PALETTE = ("#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a6761d")
-# The most parts of one array to list.
+# The most parts of one array, and the most bars of a chart, to list.
 _PARTS = 64
+_BARS = 64
+_BRANCHES = 12
 
 
 def draw(x: Any, to: str | Path | None = None) -> None:
@@ -186,17 +37,16 @@ def draw(x: Any, to: str | Path | None = None) -> None:
 
     Args:
         x: A `Plan`, a live tree, `ShapeDtypeStruct`s with shardings, or one array.
-        to: A file to write instead: `"plan.svg"`, `"plan.html"` or `"plan.png"`. It also has bar
-            charts of the bytes on each device and in each top-level branch. (For a tree of more
-            than 400 lines, only .html has all of them.) Without it, the tree is printed to the
-            terminal, or shown in the notebook; where treescope is installed, a notebook shows a
-            live tree with treescope instead.
+        to: A file to write instead: `"plan.svg"` or `"plan.html"`. It also has bar charts of the
+            bytes on each device and in each top-level branch. Without it, the tree is printed to
+            the terminal, or shown in the notebook; where treescope is installed, a notebook shows
+            a live tree with treescope instead.
 
     Raises:
         LeafError: If there are no arrays in `x`.
         SpecError: If arrays in it are traced: all are named.
         FormatError: If `to` has another file extension.
-        ImportError: If rich, or for a file matplotlib, is not installed.
+        ImportError: If rich is not installed.
 
     Examples:
         >>> x = shard(np.ones((8, 4), "float32"), P("fsdp"), make_mesh("fsdp=8"))
@@ -215,25 +65,25 @@ def draw(x: Any, to: str | Path | None = None) -> None:
             f"draw: there are no arrays in this {type(x).__name__}. Pass a plan, a tree of arrays,"
             " or an array."
         )
-    write = None if to is None else _writer(Path(to))
-    if write is None and not isinstance(x, PlannedTree) and _in_notebook() and _by_treescope(x):
-        return
-    picture = _picture(leaves, alone=is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
-    if write is not None:
-        write(Path(to or ""), picture, leaves)
-    else:
-        from rich.console import Console
-
-        Console().print(picture)
-
-
-def _writer(path: Path) -> Any:
-    if path.suffix not in WRITERS:
+    path = None if to is None else Path(to)
+    if path is not None and path.suffix not in (".html", ".svg"):
         raise FormatError(
-            f"draw: {path.name!r} does not end in {', '.join(sorted(WRITERS))}. The extension"
-            " determines the kind of file."
+            f"draw: {path.name!r} does not end in .html or .svg. The extension determines the kind"
+            " of file."
         )
-    return WRITERS[path.suffix]
+    if path is None and not isinstance(x, PlannedTree) and _in_notebook() and _by_treescope(x):
+        return
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise ImportError(
+            "draw needs rich. Install it with `pip install 'treeshard[show]'`."
+        ) from error
+    picture = _picture(leaves, alone=is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    if path is None:
+        Console().print(picture)
+    else:
+        _write(path, picture, leaves)
 
 
 def _in_notebook() -> bool:
@@ -242,7 +92,7 @@ def _in_notebook() -> bool:
 
 
 def _by_treescope(x: Any) -> bool:
-    """Shows a live tree in a notebook, if treescope is there."""
+    """Shows a live tree with treescope; returns false if it is not installed."""
     try:
         import treescope
     except ImportError:
@@ -254,20 +104,18 @@ def _by_treescope(x: Any) -> bool:
 # ------------------------------------------------------------------ the tree
 
 
-def _picture(leaves: list[Placed], alone: bool) -> Any:
+def _picture(leaves: list[PlacedLeaf], alone: bool) -> Any:
     """Returns the tree as a renderable for rich; for a single array, also its parts."""
-    try:
-        from rich.console import Group
-        from rich.text import Text
-        from rich.tree import Tree
-    except ImportError as error:
-        raise missing("rich") from error
+    from rich.console import Group
+    from rich.text import Text
+    from rich.tree import Tree
+
     colours = _colours(leaves)
     root = Tree(_head(leaves, colours))
     branches: dict[str, Any] = {"": root}
-    alike = fold((x.path, (x.shape, x.dtype, x.sharding), x) for x in leaves)
-    totals = _branch_totals(alike)
-    for path, members in alike:
+    folded = fold((x.path, (x.shape, x.dtype, x.sharding), x) for x in leaves)
+    totals = _branch_totals(folded)
+    for path, members in folded:
         parent, _, name = path.rpartition("/")
         branch = _branch(parent, branches, totals)
         branch.add(_line(name or "(the array)", members, colours))
@@ -286,37 +134,35 @@ def _branch(path: str, branches: dict[str, Any], totals: Mapping[str, int]) -> A
     return branches[path]
 
 
-def _branch_totals(alike: Iterable[tuple[str, list[Placed]]]) -> Mapping[str, int]:
+def _branch_totals(folded: Iterable[tuple[str, list[PlacedLeaf]]]) -> Mapping[str, int]:
     """Bytes per device below each branch, by folded path."""
     totals: Counter[str] = Counter()
-    for path, members in alike:
+    for path, members in folded:
         keys = path.split("/")
         held = sum(map(largest_part, members))
         totals.update({"/".join(keys[:count]): held for count in range(1, len(keys))})
     return totals
 
 
-def _line(name: str, members: list[Placed], colours: dict[str, str]) -> Any:
+def _line(name: str, members: list[PlacedLeaf], colours: Mapping[str, str]) -> Any:
     """The line of one array, or of several equal ones: dtype, shape, spec, bytes per device."""
     from rich.text import Text
 
     leaf = members[0]
-    line = Text(f"{name}  ")
-    line.append(f"{leaf.dtype}[")
-    sharding = leaf.sharding
-    dims = entries(sharding) if isinstance(sharding, NamedSharding) else ()
+    line = Text(f"{name}  {leaf.dtype}[")
+    dims = entries(leaf.sharding) if isinstance(leaf.sharding, NamedSharding) else ()
     for dim, length in enumerate(leaf.shape):
         axes = axes_of(dims[dim]) if dim < len(dims) else ()
         line.append("," if dim else "")
         line.append(str(length), style=colours[axes[0]] if axes else "")
     line.append("]  ")
-    line.append_text(_where(leaf, colours))
+    line.append_text(_sharding_text(leaf, colours))
     times = f" ({len(members)} of them)" if len(members) > 1 else ""
     held = sum(map(largest_part, members))
     return line.append(f"  {human_bytes(held)}{times}", style="dim")
 
 
-def _where(leaf: Placed, colours: dict[str, str]) -> Any:
+def _sharding_text(leaf: PlacedLeaf, colours: Mapping[str, str]) -> Any:
     from rich.text import Text
 
     if leaf.sharding is None:
@@ -332,7 +178,7 @@ def _where(leaf: Placed, colours: dict[str, str]) -> Any:
     return Text(f"{type(leaf.sharding).__name__} on {len(ids)} devices", style="italic")
 
 
-def _head(leaves: list[Placed], colours: dict[str, str]) -> Any:
+def _head(leaves: list[PlacedLeaf], colours: Mapping[str, str]) -> Any:
     from rich.text import Text
 
     head = Text()
@@ -346,12 +192,12 @@ def _head(leaves: list[Placed], colours: dict[str, str]) -> Any:
     return head.append(f"{count}, {most} on the fullest of {len(held):,} devices")
 
 
-def _meshes(leaves: Iterable[Placed]) -> list[AnyMesh]:
-    found = [x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)]
-    return list(dict.fromkeys(found))
+def _meshes(leaves: Iterable[PlacedLeaf]) -> list[AnyMesh]:
+    shardings = (leaf.sharding for leaf in leaves)
+    return list(dict.fromkeys(x.mesh for x in shardings if isinstance(x, NamedSharding)))
 
 
-def _colours(leaves: Iterable[Placed]) -> dict[str, str]:
+def _colours(leaves: Iterable[PlacedLeaf]) -> dict[str, str]:
     """A colour for each axis, in the order of the meshes; they repeat if there are many axes."""
     axes = dict.fromkeys(axis for mesh in _meshes(leaves) for axis in axis_sizes(mesh))
     return dict(zip(axes, cycle(_PALETTE)))
@@ -360,14 +206,17 @@ def _colours(leaves: Iterable[Placed]) -> dict[str, str]:
 # ------------------------------------------------------------------ one array
 
 
-def _parts(leaf: Placed) -> Any | None:
+def _parts(leaf: PlacedLeaf) -> Any | None:
     """A table of the devices that hold each part of an array; `None` without devices."""
     from rich.table import Table
 
-    if leaf.sharding is None or not _has_devices(leaf):
+    sharding = leaf.sharding
+    if sharding is None:
+        return None
+    if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
         return None
     holders: dict[str, list[int]] = {}
-    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+    for device, index in sharding.devices_indices_map(leaf.shape).items():
         holders.setdefault(_slices(index, leaf.shape), []).append(device.id)
     table = Table("part", "devices")
     for part, ids in list(holders.items())[:_PARTS]:
@@ -377,13 +226,85 @@ def _parts(leaf: Placed) -> Any | None:
     return table
 
 
-def _has_devices(leaf: Placed) -> bool:
-    sharding = leaf.sharding
-    return not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, jax.sharding.Mesh)
-
-
 def _slices(index: Iterable[slice], shape: tuple[int, ...]) -> str:
     ranges = [part.indices(length)[:2] for part, length in zip(index, shape, strict=True)]
     if all(r == (0, length) for r, length in zip(ranges, shape, strict=True)):
         return "all of it"
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in ranges) + "]"
+
+
+# ------------------------------------------------------------------ files
+
+# A page for rich's lines, without a window frame and without fonts from the network.
+_SVG = """\
+<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{ font: {char_height}px "DejaVu Sans Mono", Menlo, monospace }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal"><rect width="{width}" height="{height}"/></clipPath>
+{lines}
+</defs>
+<rect width="100%" height="100%" fill="white"/>
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</svg>
+"""
+
+
+def _write(path: Path, picture: Any, leaves: list[PlacedLeaf]) -> None:
+    """Writes the tree and charts of its bytes; the same tree gives the same file."""
+    from rich.console import Console, Group
+    from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+    from rich.text import Text
+
+    page = Group(picture, Text(), _device_chart(leaves), Text(), _branch_chart(leaves))
+    width = Console(width=10_000, file=io.StringIO()).measure(page).maximum
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(page)
+    if path.suffix == ".html":
+        text = console.export_html(inline_styles=True)
+    else:
+        text = console.export_svg(
+            theme=DEFAULT_TERMINAL_THEME, code_format=_SVG, font_aspect_ratio=0.602
+        )
+        text = re.sub(r"\n\s+", "\n", text)
+    path.write_text(text, encoding="utf-8")
+
+
+def _device_chart(leaves: list[PlacedLeaf]) -> Any:
+    """A bar for each run of devices that hold equally many bytes."""
+    rows = []
+    for held, run in groupby(bytes_by_device(leaves).items(), key=lambda item: item[1]):
+        ids = [device for device, _ in run]
+        rows.append((f"{ids[0]}" if len(ids) == 1 else f"{ids[0]}..{ids[-1]}", held))
+    return _chart("device", "bytes per device", rows)
+
+
+def _branch_chart(leaves: list[PlacedLeaf]) -> Any:
+    """A bar for each of the largest top-level branches."""
+    totals: Counter[str] = Counter()
+    for leaf in leaves:
+        totals[leaf.path.partition("/")[0] or "(the array)"] += largest_part(leaf)
+    rows = totals.most_common(_BRANCHES)
+    if len(totals) > len(rows):
+        rest = totals.total() - sum(held for _, held in rows)
+        rows.append((f"{len(totals) - len(rows)} others", rest))
+    return _chart("branch", "bytes per device", rows)
+
+
+def _chart(head: str, title: str, rows: list[tuple[str, int]]) -> Any:
+    from rich.bar import Bar
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(head, title, "", box=None)
+    most = max((held for _, held in rows), default=0)
+    for name, held in rows[:_BARS]:
+        table.add_row(Text(name), Bar(most or 1, 0, held, width=40), human_bytes(held))
+    if len(rows) > _BARS:
+        table.add_row(f"... and {len(rows) - _BARS:,} more", "", "")
+    return table

@@ -21,7 +21,7 @@ from treeshard.errors import SpecError, listed
 Shape = tuple[int, ...]
 
 
-class Placed(NamedTuple):
+class PlacedLeaf(NamedTuple):
     """One array and its sharding.
 
     Attributes:
@@ -64,14 +64,14 @@ class Placed(NamedTuple):
         return self.sharding is not None and self.sharding.memory_kind != "pinned_host"
 
 
-def placed_leaves(x: Any) -> list[Placed]:
+def placed_leaves(x: Any) -> list[PlacedLeaf]:
     """Returns the arrays of a plan with their planned shardings, or of a live tree with theirs.
 
     Raises `SpecError` that names all traced leaves: these have no sharding yet.
     """
     if isinstance(x, PlannedTree):
         on = {spec: NamedSharding(x.mesh, spec) for spec in {leaf.given for leaf in x.leaves}}
-        return [Placed(leaf.path, leaf.shape, leaf.dtype, on[leaf.given]) for leaf in x.leaves]
+        return [PlacedLeaf(leaf.path, leaf.shape, leaf.dtype, on[leaf.given]) for leaf in x.leaves]
     named = list(zip(leaf_paths(x), tree_leaves(x), strict=True))
     if traced := [path for path, leaf in named if isinstance(leaf, Tracer)]:
         facts = [
@@ -79,7 +79,7 @@ def placed_leaves(x: Any) -> list[Placed]:
         ]
         raise SpecError(listed(f"{len(facts)} leaves have no sharding:", facts))
     return [
-        Placed(path, tuple(leaf.shape), leaf.dtype, live_sharding(leaf))
+        PlacedLeaf(path, tuple(leaf.shape), leaf.dtype, live_sharding(leaf))
         for path, leaf in named
         if has_shape(leaf)
     ]
@@ -93,7 +93,7 @@ def live_sharding(leaf: Any) -> Sharding | None:
 # ------------------------------------------------------------------ bytes
 
 
-def bytes_by_device(leaves: Iterable[Placed]) -> dict[int, int]:
+def bytes_by_device(leaves: Iterable[PlacedLeaf]) -> dict[int, int]:
     """Returns the bytes by device id; on an abstract mesh, by position in it (row-major).
 
     Devices of a mesh that hold nothing are included, with 0. Pinned host memory does not count.
@@ -122,7 +122,7 @@ def _ids(mesh: AnyMesh) -> list[int]:
     return list(range(mesh.size))
 
 
-def largest_part(leaf: Placed) -> int:
+def largest_part(leaf: PlacedLeaf) -> int:
     """The bytes of a leaf's largest shard."""
     if leaf.sharding is None or not leaf.takes_device_memory:
         return 0

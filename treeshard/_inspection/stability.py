@@ -1,6 +1,5 @@
 """Compares trees in everything that makes a jitted function compile again."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import describe_mesh
-from treeshard._core.paths import leaf_paths
+from treeshard._core.paths import leaf_paths, pair
 from treeshard._core.specs import entries, with_entries
 from treeshard._core.text import fold
 from treeshard._planning.plan import Plan
@@ -153,34 +152,28 @@ _Facts = dict[str, tuple[Any, str]]
 
 
 class _Tree:
-    """The facts about the leaves of a tree, by path and number among leaves of the same path."""
+    """The facts about the leaves of a tree, with their paths."""
 
     def __init__(self, tree: Any) -> None:
         tree = tree.structs if isinstance(tree, Plan) else tree
         leaves, self.treedef = tree_flatten(tree)
         paths = leaf_paths(tree)
         if traced := [p for p, x in zip(paths, leaves, strict=True) if isinstance(x, Tracer)]:
-            facts = [
-                f"{path or 'the tree'}: it is traced, and has no sharding yet." for path in traced
-            ]
+            why = "it is traced, and has no sharding yet."
+            facts = [f"{path or 'the tree'}: {why}" for path in traced]
             raise SpecError(listed(f"{len(facts)} leaves cannot be compared:", facts))
-        counts: Counter[str] = Counter()
-        self.leaves: dict[tuple[str, int], _Facts] = {}
-        for path, leaf in zip(paths, leaves, strict=True):
-            self.leaves[path, counts[path]] = _facts(leaf)
-            counts[path] += 1
+        self.leaves = [(path, _facts(leaf)) for path, leaf in zip(paths, leaves, strict=True)]
 
 
 def _diff(a: _Tree, b: _Tree) -> ShardingDiff:
     differences: list[LeafDifference] = []
-    for (path, number), old in a.leaves.items():
-        new = b.leaves.get((path, number))
-        if new is None:
+    for path, old, new in pair(a.leaves, b.leaves):
+        if old is None:
+            differences.append(LeafDifference(path, "leaf", "absent", "new"))
+        elif new is None:
             differences.append(LeafDifference(path, "leaf", "present", "gone"))
         else:
             differences += [LeafDifference(path, *change) for change in _changes(old, new)]
-    added = [path for path, number in b.leaves if (path, number) not in a.leaves]
-    differences += [LeafDifference(path, "leaf", "absent", "new") for path in added]
     return ShardingDiff(differences)
 
 

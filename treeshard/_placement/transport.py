@@ -1,8 +1,9 @@
 """Sends parts of arrays from the processes that hold them to those that need them.
 
-The bytes travel over the devices' network, between one device of each process, in chunks of one
+Each part is cut into chunks, and the bytes of the chunks from one process to another form a stream.
+Streams travel over the devices' network, between one device of each process, in packets of one
 size. So one program is compiled for each distance between sender and receiver, whatever the
-arrays are, and the transfer needs memory for a few chunks besides the result.
+arrays are, and the transfer needs memory for a few packets besides the result.
 """
 
 import math
@@ -17,68 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from treeshard._core.arrays import Box, box_of, lengths, to_read, within
 
-# ------------------------------------------------------------------
-# Divides the transfer of an array between processes into parcels.
-
-CHUNK = 2**21  # bytes of one parcel; several are in flight at a time
+CHUNK_BYTES = 2**21  # of one chunk or packet at most; several are in flight at a time
 Pair = tuple[int, int]  # (sender, receiver), by process index
-
-
-class Parcel(NamedTuple):
-    """A region of an array that one process sends to another, or copies within itself.
-
-    Attributes:
-        pair: The sending and the receiving process.
-        held: The box of the shard that contains it on the sender.
-        wanted: The box of the receiver that contains it.
-        part: The box of the parcel itself; at most `CHUNK` bytes if sender and receiver differ.
-        nbytes: Its size in bytes.
-    """
-
-    pair: Pair
-    held: Box
-    wanted: Box
-    part: Box
-    nbytes: int
-
-
-def route(x: jax.Array, wanted: Iterable[tuple[int, Box]]) -> tuple[Parcel, ...]:
-    """The parcels that bring each process in `wanted` its box; the same on every process."""
-    return _parcels(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(wanted))
-
-
-@lru_cache(maxsize=4096)
-def _parcels(
-    sharding: Sharding, shape: tuple[int, ...], itemsize: int, wanted: tuple[tuple[int, Box], ...]
-) -> tuple[Parcel, ...]:
-    holders: dict[Box, dict[int, None]] = defaultdict(dict)
-    for device, index in sharding.devices_indices_map(shape).items():
-        holders[box_of(index, shape)][device.process_index] = None
-    parcels = []
-    for receiver, box in wanted:
-        for turn, (held, among) in enumerate(holders.items()):
-            part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, box, strict=True))
-            if any(start >= stop for start, stop in part):
-                continue
-            here = receiver in among
-            sender = receiver if here else [*among][(receiver + turn) % len(among)]
-            for piece in [part] if here else _pieces(part, itemsize):
-                nbytes = itemsize * math.prod(lengths(piece))
-                parcels.append(Parcel((sender, receiver), held, box, piece, nbytes))
-    return tuple(parcels)
-
-
-def _pieces(part: Box, itemsize: int) -> list[Box]:
-    """Cuts a box into boxes of at most `CHUNK` bytes: as many rows as fit, or pieces of a row."""
-    if not part:
-        return [part]
-    (start, stop), rest = part[0], part[1:]
-    row = itemsize * math.prod(lengths(rest))
-    if row > CHUNK:
-        inside = _pieces(rest, itemsize)
-        return [((i, i + 1), *piece) for i in range(start, stop) for piece in inside]
-    rows = CHUNK // row
-    return [((i, min(i + rows, stop)), *rest) for i in range(start, stop, rows)]
 
 
 def deliver(
@@ -100,7 +41,7 @@ def deliver(
     Yields:
         For each array, the boxes that this process needs.
     """
-    routes = [route(x, boxes) for x, boxes in zip(arrays, wanted, strict=True)]
+    routes = [_route(x, boxes) for x, boxes in zip(arrays, wanted, strict=True)]
     streams = _Streams(arrays, routes, among)
     for i, x in enumerate(arrays):
         if streams.begin(i):
@@ -108,126 +49,186 @@ def deliver(
         boxes = {
             box: np.empty(lengths(box), x.dtype) for r, box in wanted[i] if r == streams.process
         }
-        for parcel, data in streams.received(i):
-            boxes[parcel.wanted][within(parcel.part, parcel.wanted)] = data
+        for chunk, data in streams.received(i):
+            boxes[chunk.wanted][within(chunk.part, chunk.wanted)] = data
         yield boxes
+
+
+# ------------------------------------------------------------------ chunks
+
+
+class Chunk(NamedTuple):
+    """A region of an array that one process sends to another, or copies within itself.
+
+    Attributes:
+        pair: The sending and the receiving process.
+        held: The box of the shard that contains it on the sender.
+        wanted: The box of the receiver that contains it.
+        part: The box of the chunk itself; at most `CHUNK_BYTES` if sender and receiver differ.
+        nbytes: Its size in bytes.
+    """
+
+    pair: Pair
+    held: Box
+    wanted: Box
+    part: Box
+    nbytes: int
+
+
+def _route(x: jax.Array, wanted: Iterable[tuple[int, Box]]) -> tuple[Chunk, ...]:
+    """The chunks that bring each process in `wanted` its box; the same on every process."""
+    return _chunks_of(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(wanted))
+
+
+@lru_cache(maxsize=4096)
+def _chunks_of(
+    sharding: Sharding, shape: tuple[int, ...], itemsize: int, wanted: tuple[tuple[int, Box], ...]
+) -> tuple[Chunk, ...]:
+    holders: dict[Box, dict[int, None]] = defaultdict(dict)
+    for device, index in sharding.devices_indices_map(shape).items():
+        holders[box_of(index, shape)][device.process_index] = None
+    chunks = []
+    for receiver, box in wanted:
+        for turn, (held, among) in enumerate(holders.items()):
+            part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, box, strict=True))
+            if any(start >= stop for start, stop in part):
+                continue
+            here = receiver in among
+            sender = receiver if here else [*among][(receiver + turn) % len(among)]
+            for piece in [part] if here else _pieces(part, itemsize):
+                nbytes = itemsize * math.prod(lengths(piece))
+                chunks.append(Chunk((sender, receiver), held, box, piece, nbytes))
+    return tuple(chunks)
+
+
+def _pieces(part: Box, itemsize: int) -> list[Box]:
+    """Cuts a box into boxes of at most `CHUNK_BYTES`: as many rows as fit, or pieces of a row."""
+    if not part:
+        return [part]
+    (start, stop), rest = part[0], part[1:]
+    row = itemsize * math.prod(lengths(rest))
+    if row > CHUNK_BYTES:
+        inside = _pieces(rest, itemsize)
+        return [((i, i + 1), *piece) for i in range(start, stop) for piece in inside]
+    rows = CHUNK_BYTES // row
+    return [((i, min(i + rows, stop)), *rest) for i in range(start, stop, rows)]
 
 
 # ------------------------------------------------------------------ streams between processes
 
 
 class _Streams:
-    """One stream of bytes for each pair of processes, sent in chunks of one size."""
+    """One stream of bytes for each pair of processes, sent in packets of one size."""
 
     def __init__(
-        self, arrays: Sequence[jax.Array], routes: Sequence[Sequence[Parcel]], among: Sequence[int]
+        self, arrays: Sequence[jax.Array], routes: Sequence[Sequence[Chunk]], among: Sequence[int]
     ):
         self.process = jax.process_index()
         self.arrays, self.routes = arrays, routes
         self.shards = lru_cache(maxsize=2)(lambda i: _local_shards(arrays[i]))
         total = Counter[Pair]()
-        for parcels in routes:
-            _add_bytes(parcels, total)
+        for chunks in routes:
+            _add_bytes(chunks, total)
         # Pairs of one distance send in one round, so no process sends or receives twice in it.
         self.rounds: dict[int, list[Pair]] = defaultdict(list)
         for sender, receiver in total:
             distance = (among.index(receiver) - among.index(sender)) % len(among)
             self.rounds[distance].append((sender, receiver))
-        self.chunk_size = _chunk_size(max(total.values(), default=0))
+        self.packet_size = _packet_size(max(total.values(), default=0))
         self.devices = _device_of_each(arrays, among) if total else ()
-        self.outgoing = {r: _chunks(self._bytes_for(r), self.chunk_size) for r in among}
+        self.outgoing = {r: _packets(self._bytes_for(r), self.packet_size) for r in among}
         self.incoming = {s: _IncomingBytes() for s in among}
-        self.padding = _aligned(self.chunk_size)  # sent by processes that have nothing to send
+        self.padding = _aligned(self.packet_size)  # sent by processes that have nothing to send
         self.due = Counter[Pair]()  # bytes of each stream that the arrays so far need
-        self.sent = Counter[Pair]()  # bytes of each stream that were sent, in full chunks
+        self.sent = Counter[Pair]()  # bytes of each stream that were sent, in full packets
 
     def begin(self, i: int) -> bool:
         """Starts the next array, and returns whether any of its data still has to travel."""
         _add_bytes(self.routes[i], self.due)
         return any(self.due[pair] > self.sent[pair] for pair in self.due)
 
-    def received(self, i: int) -> Iterator[tuple[Parcel, np.ndarray]]:
+    def received(self, i: int) -> Iterator[tuple[Chunk, np.ndarray]]:
         """Yields what this process needs of an array: local parts, then the rest as it arrives."""
-        expected = defaultdict(deque[Parcel])
-        for parcel in self.routes[i]:
-            if parcel.pair == (self.process, self.process):
-                yield parcel, self._read(i, parcel)
-            elif parcel.pair[1] == self.process:
-                expected[parcel.pair[0]].append(parcel)
-        yield from self._complete(i, expected)  # from chunks that arrived with the last array
+        expected = defaultdict(deque[Chunk])
+        for chunk in self.routes[i]:
+            if chunk.pair == (self.process, self.process):
+                yield chunk, self._read(i, chunk)
+            elif chunk.pair[1] == self.process:
+                expected[chunk.pair[0]].append(chunk)
+        yield from self._complete(i, expected)  # from packets that arrived with the last array
         for pairs in self.rounds.values():
             while behind := [pair for pair in pairs if self.due[pair] > self.sent[pair]]:
                 self._send(pairs, behind)
                 yield from self._complete(i, expected)
 
     def _send(self, pairs: Sequence[Pair], behind: Sequence[Pair]) -> None:
-        """Sends one chunk for each pair that is behind."""
+        """Sends one packet for each pair that is behind."""
         own = [next(self.outgoing[r]) for s, r in behind if s == self.process]
-        chunk = _permute(own[0] if own else self.padding, self.devices, tuple(pairs))
+        packet = _permute(own[0] if own else self.padding, self.devices, tuple(pairs))
         for sender, receiver in behind:
-            self.sent[sender, receiver] += self.chunk_size
+            self.sent[sender, receiver] += self.packet_size
             if receiver == self.process:
-                self.incoming[sender].append(chunk)
+                self.incoming[sender].append(packet)
 
     def _complete(
-        self, i: int, expected: Mapping[int, deque[Parcel]]
-    ) -> Iterator[tuple[Parcel, np.ndarray]]:
-        for sender, parcels in expected.items():
-            while parcels and parcels[0].nbytes <= self.incoming[sender].nbytes:
-                parcel = parcels.popleft()
-                data = self.incoming[sender].take(parcel.nbytes).view(self.arrays[i].dtype)
-                yield parcel, data.reshape(lengths(parcel.part))
+        self, i: int, expected: Mapping[int, deque[Chunk]]
+    ) -> Iterator[tuple[Chunk, np.ndarray]]:
+        for sender, chunks in expected.items():
+            while chunks and chunks[0].nbytes <= self.incoming[sender].nbytes:
+                chunk = chunks.popleft()
+                data = self.incoming[sender].take(chunk.nbytes).view(self.arrays[i].dtype)
+                yield chunk, data.reshape(lengths(chunk.part))
 
     def _bytes_for(self, receiver: int) -> Iterator[np.ndarray]:
-        for i, parcels in enumerate(self.routes):
-            for parcel in parcels:
-                if parcel.pair == (self.process, receiver):
-                    data = np.ascontiguousarray(self._read(i, parcel))
+        for i, chunks in enumerate(self.routes):
+            for chunk in chunks:
+                if chunk.pair == (self.process, receiver):
+                    data = np.ascontiguousarray(self._read(i, chunk))
                     yield data.reshape(-1).view(np.uint8)
 
-    def _read(self, i: int, parcel: Parcel) -> np.ndarray:
-        return np.asarray(self.shards(i)[parcel.held])[within(parcel.part, parcel.held)]
+    def _read(self, i: int, chunk: Chunk) -> np.ndarray:
+        return np.asarray(self.shards(i)[chunk.held])[within(chunk.part, chunk.held)]
 
 
 class _IncomingBytes:
-    """Bytes that arrive in chunks and are taken in other lengths."""
+    """Bytes that arrive in packets and are taken in other lengths."""
 
     def __init__(self):
-        self.chunks: deque[np.ndarray] = deque()
+        self.packets: deque[np.ndarray] = deque()
         self.nbytes = 0
 
-    def append(self, chunk: np.ndarray) -> None:
-        self.chunks.append(chunk)
-        self.nbytes += chunk.size
+    def append(self, packet: np.ndarray) -> None:
+        self.packets.append(packet)
+        self.nbytes += packet.size
 
     def take(self, nbytes: int) -> np.ndarray:
         self.nbytes -= nbytes
         parts = []
         while nbytes:
-            first = self.chunks.popleft()
+            first = self.packets.popleft()
             parts.append(first[:nbytes])
             if first.size > nbytes:
-                self.chunks.appendleft(first[nbytes:])
+                self.packets.appendleft(first[nbytes:])
             nbytes -= parts[-1].size
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _chunks(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Yields the bytes of all pieces in chunks of one size, each in the memory of the last.
+def _packets(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """Yields the bytes of all pieces in packets of one size, each in the memory of the last.
 
-    Fresh memory for each chunk would be allocated and freed by many threads, and pile up.
+    Fresh memory for each packet would be allocated and freed by many threads, and pile up.
     """
-    chunk, filled = _aligned(size), 0
+    packet, filled = _aligned(size), 0
     for piece in pieces:
         while piece.size:
             head = piece[: size - filled]
-            chunk[filled : filled + head.size] = head
+            packet[filled : filled + head.size] = head
             piece, filled = piece[head.size :], filled + head.size
             if filled == size:
-                yield chunk
+                yield packet
                 filled = 0
     if filled:
-        yield chunk
+        yield packet
 
 
 def _aligned(size: int) -> np.ndarray:
@@ -237,15 +238,17 @@ def _aligned(size: int) -> np.ndarray:
     return memory[start : start + size]
 
 
-def _chunk_size(longest_stream: int) -> int:
+def _packet_size(longest_stream: int) -> int:
     """One of a few sizes, since each size is a program of its own."""
-    return next(size for size in (2**16, 2**19, CHUNK) if size >= min(longest_stream, CHUNK))
+    return next(
+        size for size in (2**16, 2**19, CHUNK_BYTES) if size >= min(longest_stream, CHUNK_BYTES)
+    )
 
 
-def _add_bytes(parcels: Iterable[Parcel], total: Counter[Pair]) -> None:
-    for parcel in parcels:
-        if parcel.pair[0] != parcel.pair[1]:
-            total[parcel.pair] += parcel.nbytes
+def _add_bytes(chunks: Iterable[Chunk], total: Counter[Pair]) -> None:
+    for chunk in chunks:
+        if chunk.pair[0] != chunk.pair[1]:
+            total[chunk.pair] += chunk.nbytes
 
 
 def _local_shards(x: jax.Array) -> dict[Box, jax.Array]:
@@ -265,19 +268,19 @@ def _device_of_each(arrays: Sequence[jax.Array], among: Sequence[int]) -> tuple[
     return tuple(first[process] for process in among)
 
 
-def _permute(chunk: np.ndarray, devices: Sequence[Any], pairs: tuple[Pair, ...]) -> np.ndarray:
-    """Sends a chunk along the pairs, and returns the one received here (zeros if none).
+def _permute(packet: np.ndarray, devices: Sequence[Any], pairs: tuple[Pair, ...]) -> np.ndarray:
+    """Sends a packet along the pairs, and returns the one received here (zeros if none).
 
-    On return the chunk was sent, so its memory may be reused.
+    On return the packet was sent, so its memory may be reused.
     """
     mesh = _process_mesh(tuple(devices))
     local_device = next(d for d in devices if d.process_index == jax.process_index())
     sharding = NamedSharding(mesh, PartitionSpec("process"))
-    chunks = jax.make_array_from_single_device_arrays(
-        (len(devices) * chunk.size,), sharding, [jax.device_put(chunk, local_device)]
+    packets = jax.make_array_from_single_device_arrays(
+        (len(devices) * packet.size,), sharding, [jax.device_put(packet, local_device)]
     )
     with jax.set_mesh(mesh):  # another mesh may be in force
-        received = _permute_program(mesh, pairs)(chunks)
+        received = _permute_program(mesh, pairs)(packets)
     return np.asarray(received.addressable_shards[0].data)
 
 
@@ -292,7 +295,7 @@ def _permute_program(mesh: Mesh, pairs: tuple[Pair, ...]) -> Callable[[jax.Array
     permutation = [(positions[sender], positions[receiver]) for sender, receiver in pairs]
     spec = PartitionSpec("process")
     send = jax.shard_map(
-        lambda chunk: jax.lax.ppermute(chunk, "process", permutation),
+        lambda packet: jax.lax.ppermute(packet, "process", permutation),
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,

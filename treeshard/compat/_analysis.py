@@ -10,7 +10,7 @@ from treeshard._core.mesh import AnyMesh, current_or_given
 from treeshard._core.paths import leaf_paths
 from treeshard._core.spec_trees import SpecCarrier, specs_of_leaves
 from treeshard._core.specs import UNCONSTRAINED, Adjustment, entries, project
-from treeshard._inspection.memory import Placed, bytes_by_device, live_sharding
+from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, live_sharding
 from treeshard._planning.decision import Decision, PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard.communication.forecast import predict_communication
@@ -87,8 +87,8 @@ def _balance(sizes: list[int]) -> float:
     return sum(sizes) / len(sizes) / max(sizes) if any(sizes) else 1.0
 
 
-def _by_spec(leaves: list[Placed]) -> dict[PartitionSpec | None, dict[str, int]]:
-    leaves_of: dict[PartitionSpec | None, list[Placed]] = {}
+def _by_spec(leaves: list[PlacedLeaf]) -> dict[PartitionSpec | None, dict[str, int]]:
+    leaves_of: dict[PartitionSpec | None, list[PlacedLeaf]] = {}
     for leaf in leaves:
         leaves_of.setdefault(leaf.spec, []).append(leaf)
     return {
@@ -103,7 +103,7 @@ def _by_spec(leaves: list[Placed]) -> dict[PartitionSpec | None, dict[str, int]]
 
 
 def _communication(
-    leaves: list[Placed], batch: Any
+    leaves: list[PlacedLeaf], batch: Any
 ) -> dict[tuple[str, tuple[str, ...]], dict[str, int]] | None:
     on_meshes = [
         (leaf, leaf.sharding) for leaf in leaves if isinstance(leaf.sharding, NamedSharding)
@@ -129,12 +129,12 @@ def _communication(
 # ------------------------------------------------------------------ shardings of leaves
 
 
-def _placed_leaves(tree: Any, specs: Any, mesh: AnyMesh | None) -> list[Placed]:
+def _placed_leaves(tree: Any, specs: Any, mesh: AnyMesh | None) -> list[PlacedLeaf]:
     """Every array with its sharding. Raises for all leaves whose spec does not fit."""
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
     leaf_specs = specs_of_leaves(specs, tree)
-    placed: list[Placed] = []
+    placed: list[PlacedLeaf] = []
     facts: list[str] = []
     error = SpecError
     for path, leaf, spec in zip(leaf_paths(tree), tree_leaves(tree), leaf_specs, strict=True):
@@ -142,7 +142,7 @@ def _placed_leaves(tree: Any, specs: Any, mesh: AnyMesh | None) -> list[Placed]:
             continue
         shape = tuple(leaf.shape)
         if spec is None:
-            placed.append(Placed(path, shape, leaf.dtype, live_sharding(leaf)))
+            placed.append(PlacedLeaf(path, shape, leaf.dtype, live_sharding(leaf)))
             continue
         own_mesh, memory_kind = None, None
         if isinstance(spec, NamedSharding):
@@ -154,7 +154,7 @@ def _placed_leaves(tree: Any, specs: Any, mesh: AnyMesh | None) -> list[Placed]:
                 error = UnknownAxisInSpecError
         else:
             sharding = NamedSharding(leaf_mesh, spec, memory_kind=memory_kind)
-            placed.append(Placed(path, shape, leaf.dtype, sharding))
+            placed.append(PlacedLeaf(path, shape, leaf.dtype, sharding))
     if facts:
         raise error(listed(f"{len(facts)} leaves do not fit their specs:", facts))
     return placed
