@@ -4,6 +4,7 @@ import json
 import random
 import resource
 import struct
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,8 +13,7 @@ import safetensors
 from saved_tensors import blocks, entry, package_bytes, random_array, write_raw
 
 import treeshard as ts
-from treeshard.interchange import _format as _safetensors
-from treeshard.interchange import load_safetensors, save_safetensors
+from treeshard.interchange import _format, load_safetensors, save_safetensors
 
 
 @pytest.fixture
@@ -24,44 +24,20 @@ def file(tmp_path):
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ([], "the header is list, not an object."),
-        ({"w": 3}, "w: its entry is int, not an object."),
-        ({"w": {"dtype": "U8"}}, "w: its entry lacks 'data_offsets'. It lacks 'shape'."),
-        ({"w": entry() | {"stride": 1}}, "w: its entry has an unknown key 'stride'."),
-        ({"w": entry("F33")}, "w: 'F33' is not a dtype. Did you mean 'F32'?"),
-        ({"w": entry(3)}, "w: 3 is not a dtype. The format has BOOL, F4,"),
-        ({"w": entry(shape=[-1])}, "w: the shape is [-1], not a list of lengths."),
-        ({"w": entry(shape=[1.0])}, "w: the shape is [1.0], not a list of lengths."),
-        ({"w": entry(shape=[True])}, "w: the shape is [True], not a list of lengths."),
+        ([], "is not a safetensors file: Error while deserializing header: invalid JSON"),
+        ({"w": 3}, "invalid type: integer `3`"),
+        ({"w": {"dtype": "U8"}}, "missing field `shape`"),
+        ({"w": entry("F33")}, "unknown variant `F33`, expected one of `BOOL`"),
+        ({"w": entry(shape=[-1])}, "integer `-1`"),
         ({"w": entry(shape=[1] * 65)}, "w: the shape has 65 dims, and numpy allows 64."),
-        ({"w": entry(shape=[2**62, 2**62])}, "which is too large for any memory."),
-        ({"w": entry(shape=[0, 2**63], offsets=[0, 0])}, "which is too large for any memory."),
-        ({"w": entry("F4", [3], [0, 1])}, "w: F4[3] does not end at a full byte."),
-        ({"w": entry(offsets=[1, 0])}, "w: the offsets are [1, 0], not its start and stop."),
-        ({"w": entry(offsets=[0, 1, 1])}, "w: the offsets are [0, 1, 1], not its start"),
-        (
-            {"w": entry("F32", [2], [0, 4])},
-            "w: F32[2] takes 8 bytes, and the offsets [0, 4] span 4.",
-        ),
-        (
-            {"w": entry(offsets=[1, 2])},
-            "w begins at byte 1 and leaves a gap after the header, which",
-        ),
-        (
-            {"v": entry(shape=[4], offsets=[0, 4]), "w": entry("F32", [1], [2, 6])},
-            "w begins at byte 2 and overlaps v, which ends at 4.",
-        ),
-        ({"__metadata__": {"a": 1}}, "__metadata__ is {'a': 1}, not an object of strings."),
-        ({"v": 1, "w": 2}, "2 tensors are wrong:\n  v: its entry is int"),
-        (b'{"w": 1, "w": 2}', "the header is not valid JSON: the key 'w' is repeated."),
-        (b'{"w": NaN}', "the header is not valid JSON: NaN is not a number."),
-        (b'{"w": -0}', "the header is not valid JSON: -0 is not a number."),
-        (b'{"w": "\xff"}', "the header is not valid JSON: 'utf-8' codec can't decode"),
-        (b'{"\\ud800": 1}', "the header is not valid JSON: 'utf-8' codec can't encode"),
-        (b"[" * 10**5, "the header is not valid JSON: maximum recursion depth"),
-        (b'{"w": 1' + b"0" * 5000 + b"}", "the header is not valid JSON: Exceeds the limit"),
-        (b"{}x", "the header is not valid JSON: Extra data"),
-        (b"\xef\xbb\xbf{}", "the header is not valid JSON: Unexpected UTF-8 BOM"),
+        ({"w": entry(shape=[2**62, 2**62])}, "overflow"),
+        ({"w": entry("F4", [3], [0, 1])}, "does not end up at a byte boundary"),
+        ({"w": entry(offsets=[1, 0])}, "invalid offset for tensor `w`"),
+        ({"w": entry(offsets=[1, 2])}, "invalid offset for tensor `w`"),
+        ({"__metadata__": {"a": 1}}, "expected a string"),
+        (b'{"w": "\xff"}', "invalid"),
+        (b"[" * 10**5, "invalid JSON in header"),
+        (b"{}x", "trailing characters"),
     ],
     ids=lambda x: x[:40] if isinstance(x, str) else "",
 )
@@ -69,35 +45,55 @@ def test_an_invalid_header_is_rejected(file, header, message) -> None:
     write_raw(file, header, b"x")
     with pytest.raises(ts.FormatError) as told:
         load_safetensors(file)
-    assert str(told.value).startswith(f"{file}: ")
+    assert str(told.value).startswith(f"{file}")
     assert message in str(told.value)
+
+
+def test_a_shape_beyond_numpy_is_rejected(file) -> None:
+    shapes = {"v": entry(shape=[0, 2**62, 4], offsets=[0, 0]), "w": entry(shape=[1] * 65)}
+    write_raw(file, shapes, b"x")
+    with pytest.raises(ts.FormatError) as told:
+        load_safetensors(file)
+    assert "2 tensors cannot be read:" in str(told.value)
+    assert "v: the shape is (0, 4611686018427387904, 4), which is too large" in str(told.value)
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "says that its header has 0 bytes, and 0 follow."),
-        (b"\xff" * 8 + b"{}", "has 18446744073709551615 bytes, and 2 follow."),
-        (struct.pack("<Q", 10**8 + 1) + b"{}", "has 100000001 bytes, and 2 follow."),
-    ],
+    "data",
+    [b"", b"abc", b"\xff" * 8 + b"{}", struct.pack("<Q", 10**8 + 1) + b"{}"],
+    ids=["empty", "short", "huge", "over-the-limit"],
 )
-def test_a_file_of_another_format_is_rejected(file, data, message) -> None:
+def test_a_file_of_another_format_is_rejected(file, data) -> None:
     file.write_bytes(data)
-    with pytest.raises(ts.FormatError) as told:
+    with pytest.raises(ts.FormatError, match=f"{file} is not a safetensors file: .*header too"):
         load_safetensors(file)
-    assert message in str(told.value)
 
 
-def test_a_file_that_is_too_short_or_too_long_is_damaged(file) -> None:
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x"])
+def test_a_file_that_is_too_short_or_too_long_is_damaged(file, change) -> None:
     save_safetensors(file, blocks())
-    complete = file.read_bytes()
-    file.write_bytes(complete[:-1])
-    with pytest.raises(ts.DamagedError, match="is cut short: its header lists 2000 bytes"):
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ts.DamagedError, match="is cut short or too long: .* Copy it again."):
         load_safetensors(file)
-    file.write_bytes(complete + b"x")
-    with pytest.raises(
-        ts.DamagedError, match="is too long: .* and the file has 2001. Copy it again."
-    ):
+
+
+def test_a_file_that_is_replaced_while_it_is_opened_raises(file, monkeypatch) -> None:
+    save_safetensors(file, blocks(1))
+    open_with_package = safetensors.safe_open
+
+    def replace_first(*args):
+        save_safetensors(file, blocks(2))
+        return open_with_package(*args)
+
+    monkeypatch.setattr(safetensors, "safe_open", replace_first)
+    with pytest.raises(ts.CheckpointError, match="was replaced while it was opened. Load it again"):
+        load_safetensors(file)
+
+
+def test_without_the_package_the_error_says_how_to_install_it(file, monkeypatch) -> None:
+    save_safetensors(file, blocks())  # does not need it
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'treeshard\[checkpoint\]'"):
         load_safetensors(file)
 
 
@@ -106,7 +102,7 @@ def test_a_file_that_is_too_short_or_too_long_is_damaged(file) -> None:
 
 def valid_file(rng: random.Random, directory) -> bytes:
     """A file of a few tensors, written by the package."""
-    dtypes = [name for code, name in _safetensors.DTYPES.items() if code not in _safetensors.PACKED]
+    dtypes = [name for code, name in _format.DTYPES.items() if code not in _format.PACKED]
     tree = {}
     for i in range(rng.randint(1, 4)):
         shape = tuple(rng.choice([0, 1, 2, 3, 8]) for _ in range(rng.randint(0, 3)))
@@ -162,7 +158,7 @@ def other_header(rng: random.Random, valid: bytes) -> bytes:
             step = rng.choice([1, -1, 4, 8, -8, 2**40])
             inside["data_offsets"] = [x + step for x in inside["data_offsets"] if type(x) is int]
         elif change == 6 and isinstance(inside.get("dtype"), str):
-            inside["dtype"] = rng.choice([*_safetensors.DTYPES])
+            inside["dtype"] = rng.choice([*_format.DTYPES])
         else:
             raw = dict(reversed(raw.items()))
     text = json.dumps(raw).encode() + b" " * rng.choice([0, 0, 3])
@@ -214,7 +210,7 @@ def test_fuzzed_headers_are_rejected_or_read_as_the_package_does(
         assert tensors.keys() == theirs.keys()
         for name, x in tensors.items():
             assert list(x.shape) == theirs[name]["shape"]
-            assert _safetensors.code_of(x.dtype) == theirs[name]["dtype"]
+            assert _format.code_of(x.dtype) == theirs[name]["dtype"]
             assert x.tobytes() == theirs[name]["data"]
     print(f"{change.__name__}: {rejected} rejected, {read} read as the package does")
     assert rejected > count / 4

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str) -> Callable[[argparse.Namespace], tuple[str, int]]:
     module, _, function = name.partition(":")
-    return getattr(importlib.import_module(f"treeshard.{module}"), function)
+    return getattr(importlib.import_module(f"treeshard._cli.{module}"), function)
 
 
 def _missing(error: ImportError) -> str:
@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         return parser.add_argument
 
     what = "decide from shapes alone how a tree is sharded, and explain why"
-    add = command("plan", "_cli.plan:run_plan", what, _PLAN)
+    add = command("plan", "plan:run_plan", what, _PLAN)
     add("--shapes", type=Path, required=True, metavar="FILE", help="path -> shape and dtype")
     add("--rules", type=Path, required=True, metavar="FILE", help="patterns and actions")
     add("--mesh", required=True, metavar="AXES", help='such as "data=8,fsdp=64,tensor=8"')
@@ -154,16 +154,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print the plan and its findings as JSON")
 
     what = "list the leaves of a checkpoint or safetensors"
-    add = command("inspect", "_cli.files:run_inspect", what, _INSPECT)
+    add = command("inspect", "files:run_inspect", what, _INSPECT)
     _add_path(add)
     add("--json", action="store_true", help="print every leaf as JSON")
 
     what = "read every leaf of a checkpoint, and compare checksums"
-    _add_path(command("verify", "_cli.files:run_verify", what, _VERIFY))
+    _add_path(command("verify", "files:run_verify", what, _VERIFY))
 
-    add = command(
-        "export", "_cli.export_tensors:run_export", "write arrays to safetensors", _EXPORT
-    )
+    add = command("export", "files:run_export", "write arrays to safetensors", _EXPORT)
     _add_path(add)
     add("out", metavar="OUT", help="such as model.safetensors")
     add("--only", metavar="REGEX", help="export leaves whose path has a match")
@@ -183,13 +181,13 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     what = "turn safetensors into a checkpoint"
-    add = command("import", "_cli.import_tensors:run_import", what, _IMPORT)
+    add = command("import", "files:run_import", what, _IMPORT)
     add("source", metavar="IN", help="such as model.safetensors")
     add("out", metavar="CHECKPOINT", help="the directory to create")
     add("--rename", action="append", default=[], metavar="REGEX=>NEW", help=_RENAME)
 
     what = "list how two checkpoints or safetensors differ, and by how much"
-    add = command("diff", "_cli.files:run_diff", what, _DIFF)
+    add = command("diff", "files:run_diff", what, _DIFF)
     add("a", metavar="A")
     add("b", metavar="B")
     add("--rename", action="append", default=[], metavar="REGEX=>NEW", help=f"of A: {_RENAME}")

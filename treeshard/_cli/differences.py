@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeshard._cli.stored_trees import StoredTree
+from treeshard._core.arrays import used_bits
 from treeshard._core.processes import with_bar
 from treeshard._disk.leaves import SavedLeaf, raise_damages
-from treeshard.checkpoint._checksums import used_bits
 
 Pair = tuple[SavedLeaf, SavedLeaf]
 

@@ -1,86 +1,35 @@
-"""`treeshard inspect`, `verify` and `diff`."""
+"""`treeshard inspect`, `verify`, `export`, `import` and `diff`: the commands on files."""
 
 import argparse
 import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
 from treeshard._cli.differences import Changed, Difference, difference
 from treeshard._cli.stored_trees import StoredTree, open_stored
-from treeshard._core.processes import with_bar
-from treeshard._core.text import columns, fold_paths, human_bytes
-from treeshard._disk.leaves import SavedLeaf, describe_leaf
-from treeshard.errors import DamagedError, FormatError
+from treeshard._core.processes import TIMEOUT, with_bar
+from treeshard._core.text import columns, fold_paths, human_bytes, parse_bytes, parse_dtype
+from treeshard._disk.leaves import SavedLeaf, describe_leaf, raise_damages
+from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed
+from treeshard.interchange import load_safetensors
+from treeshard.interchange._byte_ranges import Piece, full_piece
+from treeshard.interchange._files import NewFiles, lay_out_files, write_files
+from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._tensors import tensor_names
-
-# ------------------------------------------------------------------
-# What several commands share: renaming, progress bars, and where JAX runs.
-
-
-def off_accelerators() -> None:
-    """Keeps JAX on the CPU, which is enough for files, unless the user chose a platform."""
-    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]  (JAX defines it at run time)
-        jax.config.update("jax_platforms", "cpu")
-
-
-def wants_bar() -> bool:
-    """Whether to show a progress bar: on a terminal, if `tqdm` is installed."""
-    return sys.stderr.isatty() and find_spec("tqdm") is not None
-
-
-def pattern(text: str, option: str) -> re.Pattern[str]:
-    """Reads a regular expression."""
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise FormatError(f"{option} {text!r}: the pattern does not compile: {error}.") from None
-
-
-def renamed(paths: Iterable[str], rules: Sequence[str], where: str) -> dict[str, str]:
-    """The new names of leaves, by their paths.
-
-    Args:
-        paths: The paths.
-        rules: Strings `REGEX=>NEW`, applied in order.
-        where: The name of the command, for messages.
-
-    Raises:
-        FormatError: If a rule is malformed.
-        CheckpointError: If leaves would share a name.
-    """
-    pairs = [_read_rule(rule) for rule in rules]
-
-    def rename(path: str) -> str:
-        for old, new in pairs:
-            try:
-                path = old.sub(new, path)
-            except (re.error, IndexError) as error:
-                raise FormatError(f"--rename: {new!r} is not a replacement: {error}.") from None
-        return path
-
-    tree = dict.fromkeys(sorted(paths), jax.ShapeDtypeStruct((), "bool"))
-    return dict(zip(tree, tensor_names(tree, rename, where).values(), strict=True))
-
-
-def _read_rule(rule: str) -> tuple[re.Pattern[str], str]:
-    old, arrow, new = rule.partition("=>")
-    if not arrow:
-        raise FormatError(f"--rename {rule!r} has no '=>'. Write it as 'REGEX=>NEW', '/=>.'.")
-    return pattern(old, "--rename"), new
-
 
 # ------------------------------------------------------------------ inspect
 
 
 def run_inspect(options: argparse.Namespace) -> tuple[str, int]:
     """Prints the leaves of a stored tree."""
-    off_accelerators()
+    _off_accelerators()
     with open_stored(options.path, options.step) as tree:
         return _as_json(tree) if options.json else _as_text(tree), 0
 
@@ -119,7 +68,7 @@ def _row(leaf: SavedLeaf) -> dict[str, Any]:
 
 def run_verify(options: argparse.Namespace) -> tuple[str, int]:
     """Prints which leaves are damaged. Returns 1 if any is."""
-    off_accelerators()
+    _off_accelerators()
     try:
         with open_stored(options.path, options.step) as tree:
             return _verified(tree)
@@ -136,7 +85,7 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
             " values cannot be verified.",
             0,
         )
-    read = tree.read(with_bar(leaves, "verify", show=wants_bar()))
+    read = tree.read(with_bar(leaves, "verify", show=_wants_bar()))
     if damages := [f"  {leaf.row.path}: {leaf.damage}" for leaf in read if leaf.damage]:
         head = f"{path}: {len(damages):,} of {len(leaves):,} leaves are damaged:"
         return "\n".join([head, *damages]), 1
@@ -145,15 +94,113 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
     return f"{path}: {total}. All match their checksums{but}.", 0
 
 
+# ------------------------------------------------------------------ export
+
+
+class _Exported(NamedTuple):
+    """The leaves to write, by the names of their tensors, and the leaves to leave out."""
+
+    leaves: dict[str, SavedLeaf]
+    left_out: list[SavedLeaf]
+
+
+def run_export(options: argparse.Namespace) -> tuple[str, int]:
+    """Writes the arrays of a stored tree to safetensors."""
+    _off_accelerators()
+    most = None if options.max_file_size is None else parse_bytes(options.max_file_size)
+    metadata = dict(map(_entry, options.metadata))
+    with open_stored(options.path, options.step) as tree:
+        selected = _select(tree, options)
+        rows = [
+            Tensor(name, code_of(parse_dtype(leaf.dtype)) or "", leaf.shape)
+            for name, leaf in selected.leaves.items()
+        ]
+        new = lay_out_files(Path(options.out), rows, most, metadata, "export")
+        write_files(new, _values(tree, selected.leaves), "export", TIMEOUT)
+    return _report(selected, new), 0
+
+
+def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[str, list[Piece]]]:
+    """Reads leaves one by one, as `write_files` takes them."""
+    damages: dict[str, str] = {}
+    read = tree.read(with_bar(list(leaves.values()), "export", show=_wants_bar()))
+    for name, leaf in zip(leaves, read, strict=True):
+        if leaf.array is None:
+            damages[leaf.row.path] = leaf.damage
+        else:
+            yield name, [full_piece(leaf.array)]
+    raise_damages(tree.contents.path, damages)
+
+
+def _entry(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise FormatError(f"--metadata {text!r} has no '='. Write it as 'format=pt'.")
+    return key, value
+
+
+def _select(tree: StoredTree, options: argparse.Namespace) -> _Exported:
+    only = _pattern(options.only or "", "--only")
+    path = tree.contents.path
+    leaves = [leaf for leaf in tree.contents.leaves if only.search(leaf.path)]
+    arrays = [leaf for leaf in leaves if _has_code(leaf)]
+    left_out = [leaf for leaf in leaves if leaf.kind != "none" and not _has_code(leaf)]
+    if left_out and not options.skip:
+        facts = [f"{leaf.path}: {describe_leaf(leaf)}" for leaf in left_out]
+        raise LeafError(
+            f"{path}: {listed('safetensors cannot hold these leaves:', facts, headed=True)}\n"
+            "--skip leaves them out; --only selects the leaves to export."
+        )
+    if not arrays:
+        which = f" with a path that {options.only!r} matches" if options.only else ""
+        paths = ", ".join([*(leaf.path for leaf in tree.contents.leaves[:5]), "..."])
+        raise CheckpointError(f"{path} has no array to export{which}. It has {paths}")
+    names = _renamed([leaf.path for leaf in arrays], options.rename, "export")
+    return _Exported({names[leaf.path]: leaf for leaf in arrays}, left_out)
+
+
+def _has_code(leaf: SavedLeaf) -> bool:
+    return leaf.kind == "array" and code_of(parse_dtype(leaf.dtype)) is not None
+
+
+def _report(selected: _Exported, new: NewFiles) -> str:
+    total = human_bytes(sum(leaf.bytes for leaf in selected.leaves.values()))
+    *parts, last = [file.path for file in new.files]
+    files = f"{len(parts)} files and {last}" if parts else str(last)
+    lines = [f"{len(selected.leaves):,} tensors, {total}: {files}"]
+    if selected.left_out:
+        lines.append(f"{len(selected.left_out):,} leaves were left out:")
+        lines += [f"  {leaf.path}: {describe_leaf(leaf)}" for leaf in selected.left_out]
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------ import
+
+
+def run_import(options: argparse.Namespace) -> tuple[str, int]:
+    """Saves the tensors of safetensors files as a checkpoint."""
+    from treeshard.checkpoint import save  # needs Orbax
+    from treeshard.checkpoint._paths import check_vacant, checkpoint_path
+
+    _off_accelerators()
+    to = checkpoint_path(options.out)
+    check_vacant(to)  # before the slow part
+    tensors = load_safetensors(options.source, progress=_wants_bar())
+    names = _renamed(tensors, options.rename, "import")
+    save(to, {names[name]: x for name, x in tensors.items()})
+    total = human_bytes(sum(x.nbytes for x in tensors.values()))
+    return f"{len(tensors):,} leaves, {total}: {to}", 0
+
+
 # ------------------------------------------------------------------ diff
 
 
 def run_diff(options: argparse.Namespace) -> tuple[str, int]:
     """Prints how two stored trees differ. Returns 1 if they do."""
-    off_accelerators()
+    _off_accelerators()
     with open_stored(options.a) as a, open_stored(options.b) as b:
-        names = renamed([leaf.path for leaf in a.contents.leaves], options.rename, "diff")
-        result = difference(a, b, names, progress=wants_bar())
+        names = _renamed([leaf.path for leaf in a.contents.leaves], options.rename, "diff")
+        result = difference(a, b, names, progress=_wants_bar())
         to_text = _difference_json if options.json else _difference_text
         return to_text(result, a.contents.path, b.contents.path), int(bool(result))
 
@@ -203,3 +250,52 @@ def _numbers(x: Changed) -> dict[str, Any]:
         name: None if isinstance(n, float) and math.isinf(n) else n
         for name, n in x.numbers._asdict().items()
     }
+
+
+# ------------------------------------------------------------------ shared
+
+
+def _off_accelerators() -> None:
+    """Keeps JAX on the CPU, which is enough for files, unless the user chose a platform."""
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]  (defined later)
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _wants_bar() -> bool:
+    """Whether to show a progress bar: on a terminal, if `tqdm` is installed."""
+    return sys.stderr.isatty() and find_spec("tqdm") is not None
+
+
+def _renamed(paths: Iterable[str], rules: Sequence[str], command: str) -> dict[str, str]:
+    """The new names of leaves by their paths, from rules `REGEX=>NEW` applied in order.
+
+    Raises:
+        FormatError: If a rule is malformed.
+        CheckpointError: If leaves would share a name.
+    """
+    pairs = [_read_rule(rule) for rule in rules]
+
+    def rename(path: str) -> str:
+        for old, new in pairs:
+            try:
+                path = old.sub(new, path)
+            except (re.error, IndexError) as error:
+                raise FormatError(f"--rename: {new!r} is not a replacement: {error}.") from None
+        return path
+
+    paths = sorted(paths)
+    return dict(zip(paths, tensor_names(paths, rename, command), strict=True))
+
+
+def _read_rule(rule: str) -> tuple[re.Pattern[str], str]:
+    old, arrow, new = rule.partition("=>")
+    if not arrow:
+        raise FormatError(f"--rename {rule!r} has no '=>'. Write it as 'REGEX=>NEW', '/=>.'.")
+    return _pattern(old, "--rename"), new
+
+
+def _pattern(text: str, option: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise FormatError(f"{option} {text!r}: the pattern does not compile: {error}.") from None

@@ -24,36 +24,53 @@ from treeshard._planning.logical import logical_axis_rules
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.strategies import parse_strategy
 from treeshard.errors import FormatError, TreeShardError, did_you_mean, listed
-from treeshard.interchange._format import read_header
-
-# ------------------------------------------------------------------
-# Reads the files of `treeshard plan`: shapes and rules.
-
-Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
-class RulesFile(NamedTuple):
-    """The content of a rules file.
+def run_plan(options: argparse.Namespace) -> tuple[str, int]:
+    """Prints how a tree is sharded. Returns 1 if the plan has errors or does not fit."""
+    memory = None if options.memory is None else parse_bytes(options.memory)
+    shapes = read_shapes(options.shapes)
+    rules, min_size, logical = read_rules_file(options.rules)
+    min_size = min_size if options.min_size is None else options.min_size
+    with nullcontext() if logical is None else logical_axis_rules(logical):
+        decided = plan(shapes, rules, options.mesh, min_size=min_size)
+    fits = None if memory is None else decided.bytes_per_device() <= memory
+    errors = any(finding.severity == "error" for finding in decided.findings)
+    text = _as_json(decided, memory) if options.json else _as_text(decided, memory)
+    return text, int(errors or fits is False)
 
-    Attributes:
-        rules: Pairs of a pattern and an action.
-        min_size: The smallest size to shard, in elements; `None` if not given.
-        logical: The mesh axes of logical names; `None` if not given.
-    """
 
-    rules: list[tuple[str, Any]]
-    min_size: int | None
-    logical: dict[str, Any] | None
+def _as_text(decided: Plan, memory: int | None) -> str:
+    parts = [str(decided)]
+    if decided.findings:
+        parts.append("\n" + "\n".join(map(str, decided.findings)))
+    if memory is not None:
+        needed = decided.bytes_per_device()
+        verb = "It fits" if needed <= memory else "It does NOT fit"
+        parts.append(f"\n{verb}: {human_bytes(needed)} of {human_bytes(memory)} on a device.")
+    return "\n".join(parts)
+
+
+def _as_json(decided: Plan, memory: int | None) -> str:
+    needed = decided.bytes_per_device()
+    report: dict[str, Any] = {
+        "plan": json.loads(decided.to_json()),
+        "findings": [finding._asdict() for finding in decided.findings],
+        "bytes_per_device": needed,
+    }
+    if memory is not None:
+        report |= {"memory": memory, "fits": needed <= memory}
+    return json.dumps(report)
 
 
 # ------------------------------------------------------------------ shapes
 
 
-def read_shapes(path: Path) -> Shapes:
+def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Reads the shapes of a tree from one of these:
 
     - JSON: path -> `{"shape": [8, 4], "dtype": "float32"}` or `[[8, 4], "float32"]`
-    - a file whose name ends in `.safetensors` (only its header), or the index of several
+    - a file whose name ends in `.safetensors`, or the index of several (only headers are read)
     - a checkpoint, or a directory of checkpoints
 
     Raises:
@@ -61,21 +78,17 @@ def read_shapes(path: Path) -> Shapes:
         CheckpointError: As `open_stored`.
         OSError: If it cannot be read.
     """
-    if path.is_dir() or path.name.endswith(".safetensors.index.json"):
+    if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
         with open_stored(str(path)) as tree:
             arrays = [leaf for leaf in tree.contents.leaves if leaf.dtype]
         return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
-    if path.suffix == ".safetensors":
-        with path.open("rb") as file:
-            tensors = read_header(file).tensors
-        return {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors.values()}
     try:
         raw = parse_json(path.read_bytes())
     except FormatError as error:
         raise FormatError(f"{path} is {error}") from None
     if not isinstance(raw, dict):
         raise FormatError(f"{path} is {type(raw).__name__}, not an object. {_SHAPES}")
-    shapes: Shapes = {}
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
     bad: list[str] = []
     for name, value in raw.items():
         try:
@@ -110,6 +123,20 @@ def _struct(value: Any) -> jax.ShapeDtypeStruct:
 
 
 # ------------------------------------------------------------------ rules
+
+
+class RulesFile(NamedTuple):
+    """The content of a rules file.
+
+    Attributes:
+        rules: Pairs of a pattern and an action.
+        min_size: The smallest size to shard, in elements; `None` if not given.
+        logical: The mesh axes of logical names; `None` if not given.
+    """
+
+    rules: list[tuple[str, Any]]
+    min_size: int | None
+    logical: dict[str, Any] | None
 
 
 def read_rules_file(path: Path) -> RulesFile:
@@ -169,40 +196,3 @@ def _known(raw: Mapping[str, Any], known: Sequence[str], key: str) -> None:
     for name in raw.keys() - set(known):
         hint = did_you_mean(name, known) or f" The keys are {', '.join(known)}."
         raise FormatError(f"{key} has an unknown key {name!r}.{hint}")
-
-
-def run_plan(options: argparse.Namespace) -> tuple[str, int]:
-    """Prints how a tree is sharded. Returns 1 if the plan has errors or does not fit."""
-    memory = None if options.memory is None else parse_bytes(options.memory)
-    shapes = read_shapes(options.shapes)
-    rules, min_size, logical = read_rules_file(options.rules)
-    min_size = min_size if options.min_size is None else options.min_size
-    with nullcontext() if logical is None else logical_axis_rules(logical):
-        decided = plan(shapes, rules, options.mesh, min_size=min_size)
-    fits = None if memory is None else decided.bytes_per_device() <= memory
-    errors = any(finding.severity == "error" for finding in decided.findings)
-    text = _as_json(decided, memory) if options.json else _as_text(decided, memory)
-    return text, int(errors or fits is False)
-
-
-def _as_text(decided: Plan, memory: int | None) -> str:
-    parts = [str(decided)]
-    if decided.findings:
-        parts.append("\n" + "\n".join(map(str, decided.findings)))
-    if memory is not None:
-        needed = decided.bytes_per_device()
-        verb = "It fits" if needed <= memory else "It does NOT fit"
-        parts.append(f"\n{verb}: {human_bytes(needed)} of {human_bytes(memory)} on a device.")
-    return "\n".join(parts)
-
-
-def _as_json(decided: Plan, memory: int | None) -> str:
-    needed = decided.bytes_per_device()
-    report: dict[str, Any] = {
-        "plan": json.loads(decided.to_json()),
-        "findings": [finding._asdict() for finding in decided.findings],
-        "bytes_per_device": needed,
-    }
-    if memory is not None:
-        report |= {"memory": memory, "fits": needed <= memory}
-    return json.dumps(report)

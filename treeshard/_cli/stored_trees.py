@@ -1,16 +1,16 @@
 """Trees on disk, as checkpoints or safetensors: lists their leaves, and reads them one by one."""
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from treeshard._disk.leaves import Contents, ReadLeaf, SavedLeaf
 from treeshard.errors import CheckpointError
-from treeshard.interchange._byte_ranges import Piece, read
+from treeshard.interchange._byte_ranges import full_piece, read
 from treeshard.interchange._files import Stored, open_tensors
 from treeshard.interchange._format import PACKED
 
@@ -46,13 +46,10 @@ def open_stored(path: str, step: int | None = None) -> AbstractContextManager[St
         OSError: If it cannot be read.
     """
     if not _has_tensors(path):
-        # Orbax takes long to load, and safetensors do not need it.
-        return importlib.import_module("treeshard._cli.stored_checkpoint").open_checkpoint(
-            path, step
-        )
+        return nullcontext(_checkpoint(path, step))
     if step is not None:
         raise CheckpointError(f"{path} is not a directory of checkpoints: it has no step {step}.")
-    return _opened_tensors(Path(path))
+    return _open_tensors(Path(path))
 
 
 def _has_tensors(path: str) -> bool:
@@ -64,13 +61,24 @@ def _has_tensors(path: str) -> bool:
     return not is_checkpoint and any(target.glob("*.safetensors*"))
 
 
-def whole(x: np.ndarray) -> Piece:
-    """The full array as a piece, to read or to write."""
-    return Piece(tuple((0, length) for length in x.shape), x)
+def _checkpoint(path: str, step: int | None) -> StoredTree:
+    # These load Orbax, which takes long, and which safetensors do not need.
+    from treeshard.checkpoint._paths import checkpoint_path, steps_in
+    from treeshard.checkpoint._restore import read_each, table_at
+
+    directory = checkpoint_path(path)
+    steps = steps_in(directory)
+    if step is None and steps:
+        step = steps[-1]
+    if step is not None:
+        directory = directory / str(step)
+    table = table_at(directory)
+    contents = Contents(str(directory), table.leaves, table.meshes)
+    return StoredTree("checkpoint", contents, partial(read_each, directory), steps)
 
 
 @contextmanager
-def _opened_tensors(path: Path) -> Iterator[StoredTree]:
+def _open_tensors(path: Path) -> Iterator[StoredTree]:
     with open_tensors(path) as stored:
         rows = tuple(_row(name, x) for name, x in stored.items())
 
@@ -88,11 +96,11 @@ def _row(name: str, stored: Stored) -> SavedLeaf:
 def _read(row: SavedLeaf, stored: Stored) -> ReadLeaf:
     tensor = stored.tensor
     if tensor.code in PACKED:
-        x = np.empty((tensor.stop - tensor.start,), "uint8")
+        x = np.empty((tensor.nbytes,), "uint8")
     else:
         x = np.empty(tensor.shape, tensor.dtype)
     try:
-        read(stored.file.fileno(), stored.at, x.shape, [whole(x)])
+        read(stored.file.fileno(), tensor.start, x.shape, [full_piece(x)])
     except EOFError:
         return ReadLeaf(row, None, f"{stored.file.name} was cut short while it was read.")
     return ReadLeaf(row, x, "")

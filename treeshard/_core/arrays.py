@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -159,3 +160,12 @@ def lengths(box: Box) -> tuple[int, ...]:
 def within(part: Box, box: Box) -> tuple[slice, ...]:
     """The index of `part` relative to `box`."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, box, strict=True))
+
+
+@lru_cache
+def used_bits(dtype: np.dtype) -> int:
+    """The bits of each byte that hold data: not all of them in dtypes smaller than a byte."""
+    if dtype.kind != "V":  # a dtype of numpy itself
+        return 255
+    about = jax.numpy.finfo if jax.numpy.issubdtype(dtype, np.floating) else jax.numpy.iinfo
+    return 2 ** min(8, about(dtype).bits) - 1

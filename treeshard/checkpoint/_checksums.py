@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from treeshard._core.arrays import data_of, own_shards
+from treeshard._core.arrays import data_of, own_shards, used_bits
 from treeshard._core.processes import TIMEOUT, is_spread, together
 from treeshard.errors import ProcessError, listed
 
@@ -237,15 +237,6 @@ def _of_short(runs: np.ndarray) -> np.ndarray:
     size = 2 ** (size.bit_length() - 1)
     words = runs.view(f"<u{size}").astype(np.uint32)
     return _moved(_joined(words, size), size)
-
-
-@lru_cache
-def used_bits(dtype: np.dtype) -> int:
-    """The bits of each byte that hold data: not all of them in dtypes smaller than a byte."""
-    if dtype.kind != "V":  # a dtype of numpy itself
-        return 255
-    about = jax.numpy.finfo if jax.numpy.issubdtype(dtype, np.floating) else jax.numpy.iinfo
-    return 2 ** min(8, about(dtype).bits) - 1
 
 
 # ------------------------------------------------------------------ the mathematics

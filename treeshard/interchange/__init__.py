@@ -11,14 +11,14 @@ import jax
 from treeshard._core.mesh import AnyMesh
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
-from treeshard._disk.files import new_files
 from treeshard._disk.requests import Placing
 from treeshard._planning.rules import Rules
 from treeshard.errors import CheckpointError
-from treeshard.interchange._byte_ranges import write, write_bytes
-from treeshard.interchange._files import NewFile, left_over, open_tensors, spread
-from treeshard.interchange._format import code_of
+from treeshard.interchange._files import lay_out_files, open_tensors, write_files
+from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._tensors import Names, pieces_of, tensors_of, wanted_of, writers
+
+__all__ = ["load_safetensors", "save_safetensors"]
 
 PathLike = str | os.PathLike[str]
 
@@ -84,44 +84,22 @@ def save_safetensors(
         several files, and their index: Hugging Face's `save_pretrained`.
     """
     where, to = "save_safetensors", Path(path)
-    try:
-        with agreeing(where, timeout=timeout) as facts:
-            most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
-            tensors = tensors_of(tree, rename, where)
-            rows = [(name, code_of(x.dtype) or "", tuple(x.shape)) for name, x in tensors.items()]
-            files = spread(to, rows, most, metadata)
-            stale = left_over(to, files)
-            facts["the path"] = str(to)
-            facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in files}
-            facts |= {name: f"{code}{list(shape)}" for name, code, shape in rows}
-        writer_of_each = writers(list(tensors.values()), where, timeout)
-        mine = {
-            name: leaf
-            for (name, leaf), writer in zip(tensors.items(), writer_of_each, strict=True)
-            if writer in (None, jax.process_index())
-        }
-        with new_files(to, [file.path for file in files], stale, where, timeout) as opened:
-            _write(files, opened, mine, progress)
-    except OSError as error:
-        raise CheckpointError(
-            f"{where}: {to} cannot be written: {error}. Existing files are unchanged."
-        ) from error
-
-
-def _write(
-    files: list[NewFile], opened: list[int], mine: Mapping[str, Any], progress: bool
-) -> None:
-    positions = [
-        (file, len(new.head) + tensor.start, mine[tensor.name])
-        for new, file in zip(files, opened, strict=True)
-        for tensor in new.tensors
-        if tensor.name in mine
+    with agreeing(where, timeout=timeout) as facts:
+        most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
+        tensors = tensors_of(tree, rename, where)
+        rows = [Tensor(name, code_of(x.dtype) or "", x.shape) for name, x in tensors.items()]
+        new = lay_out_files(to, rows, most, metadata, where)
+        facts["the path"] = str(to)
+        facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in new.files}
+        facts |= {x.name: f"{x.code}{list(x.shape)}" for x in rows}
+    writer_of_each = writers(list(tensors.values()), where, timeout)
+    mine = [
+        (name, leaf)
+        for (name, leaf), writer in zip(tensors.items(), writer_of_each, strict=True)
+        if writer in (None, jax.process_index())
     ]
-    for file, at, leaf in with_bar(positions, "save_safetensors", unit="tensor", show=progress):
-        write(file, at, leaf.shape, pieces_of(leaf))
-    if jax.process_index() == 0:
-        for new, file in zip(files, opened, strict=True):
-            write_bytes(file, 0, new.head)
+    rows_with_bar = with_bar(mine, where, unit="tensor", show=progress)
+    write_files(new, ((name, pieces_of(leaf)) for name, leaf in rows_with_bar), where, timeout)
 
 
 # ------------------------------------------------------------------ load

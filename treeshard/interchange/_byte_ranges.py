@@ -30,6 +30,11 @@ class Piece(NamedTuple):
     items: np.ndarray
 
 
+def full_piece(x: np.ndarray) -> Piece:
+    """A full array as a piece."""
+    return Piece(tuple((0, length) for length in x.shape), x)
+
+
 def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
     """Writes pieces of an array of `shape` to their positions in an open file.
 

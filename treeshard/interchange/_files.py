@@ -3,25 +3,20 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import jax
+
 from treeshard._core.text import parse_json
+from treeshard._disk.files import new_files
 from treeshard.errors import CheckpointError, FormatError, listed
-from treeshard.interchange._format import (
-    Tensor,
-    byte_size,
-    check_complete,
-    is_text_by_text,
-    lay_out,
-    make_header,
-    read_header,
-)
+from treeshard.interchange._byte_ranges import Piece, write, write_bytes
+from treeshard.interchange._format import Tensor, lay_out, read_header
 
 _INDEX = ".index.json"
-Described = tuple[str, str, tuple[int, ...]]  # name, the format's code for the dtype, shape
 
 
 class NewFile(NamedTuple):
@@ -30,7 +25,7 @@ class NewFile(NamedTuple):
     Attributes:
         path: Its path.
         head: Its first bytes; of an index, all of them.
-        tensors: The tensors that follow, with their offsets after the head.
+        tensors: The tensors that follow.
     """
 
     path: Path
@@ -38,9 +33,27 @@ class NewFile(NamedTuple):
     tensors: list[Tensor]
 
 
-def spread(
-    path: Path, tensors: Sequence[Described], most: int | None, metadata: Mapping[str, str] | None
-) -> list[NewFile]:
+class NewFiles(NamedTuple):
+    """The files of one save.
+
+    Attributes:
+        path: The path that stands for all of them.
+        files: The files. If there are several, the last is their index.
+        stale: Files of an earlier save that these do not replace.
+    """
+
+    path: Path
+    files: list[NewFile]
+    stale: list[Path]
+
+
+def lay_out_files(
+    path: Path,
+    tensors: Sequence[Tensor],
+    most: int | None,
+    metadata: Mapping[str, str] | None,
+    where: str,
+) -> NewFiles:
     """Assigns tensors to one file at `path`, or to several numbered files and an index.
 
     There are several if the tensors together have more than `most` bytes. Each of them has at
@@ -48,49 +61,82 @@ def spread(
 
     Raises:
         FormatError: If a header would be longer than the format allows.
+        CheckpointError: If the path of a file is a directory, or is in none.
     """
     groups = _grouped(tensors, most)
-    if len(groups) == 1:
-        placed = lay_out(groups[0])
-        return [NewFile(path, make_header(placed, metadata), placed)]
-    files: list[NewFile] = []
-    for i, group in enumerate(groups):
-        name = f"{path.stem}-{i + 1:05d}-of-{len(groups):05d}{path.suffix}"
-        placed = lay_out(group)
-        files.append(NewFile(path.with_name(name), make_header(placed, metadata), placed))
-    index = {
-        "metadata": {"total_size": sum(file.tensors[-1].stop for file in files)},
-        "weight_map": {tensor.name: file.path.name for file in files for tensor in file.tensors},
-    }
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    return [*files, NewFile(_index_of(path), text.encode(), [])]
+    count = len(groups)
+    names = [f"{path.stem}-{i + 1:05d}-of-{count:05d}{path.suffix}" for i in range(count)]
+    files = [
+        NewFile(path.with_name(name) if count > 1 else path, *lay_out(group, metadata))
+        for name, group in zip(names, groups, strict=True)
+    ]
+    if count > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
+            "weight_map": {x.name: file.path.name for file in files for x in file.tensors},
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        files.append(NewFile(_index_of(path), text.encode(), []))
+    if taken := [file.path for file in files if file.path.is_dir()]:
+        raise CheckpointError(f"{taken[0]} is a directory. Pass the path of a file.")
+    with _as_checkpoint_error(where, path):
+        beside = [*path.parent.iterdir()]
+    numbered = re.compile(rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}")
+    earlier = [path, _index_of(path), *(x for x in beside if numbered.fullmatch(x.name))]
+    replaced = {file.path for file in files}
+    return NewFiles(path, files, [x for x in earlier if x not in replaced and x.exists()])
 
 
-def _grouped(tensors: Sequence[Described], most: int | None) -> list[list[Described]]:
-    groups: list[list[Described]] = [[]]
+def _grouped(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:
+    groups: list[list[Tensor]] = [[]]
     size = 0
-    for name, code, shape in tensors:
-        nbytes = byte_size(code, shape)
-        if most is not None and groups[-1] and size + nbytes > most:
+    for tensor in tensors:
+        if most is not None and groups[-1] and size + tensor.nbytes > most:
             groups.append([])
             size = 0
-        groups[-1].append((name, code, shape))
-        size += nbytes
+        groups[-1].append(tensor)
+        size += tensor.nbytes
     return groups
 
 
-def left_over(path: Path, new: Sequence[NewFile]) -> list[Path]:
-    """The files of an earlier save to `path` that the new ones do not replace.
+def write_files(
+    new: NewFiles, values: Iterable[tuple[str, Iterable[Piece]]], where: str, timeout: float
+) -> None:
+    """Writes the files of one save; all of them get their names at the end, or none.
+
+    Args:
+        new: The files.
+        values: The names of tensors, and the pieces of each that this process writes.
+        where: The name of the function or command, for messages.
+        timeout: As in `new_files`.
 
     Raises:
-        CheckpointError: If the path of a new file is a directory.
+        CheckpointError: If they cannot be written, or another run is writing them.
+        ProcessError: As `new_files`.
     """
-    if taken := [file.path for file in new if file.path.is_dir()]:
-        raise CheckpointError(f"{taken[0]} is a directory. Pass the path of a file.")
-    numbered = re.compile(rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}")
-    earlier = [x for x in path.parent.iterdir() if numbered.fullmatch(x.name)]
-    replaced = {file.path for file in new}
-    return [x for x in (path, _index_of(path), *earlier) if x not in replaced and x.exists()]
+    paths = [file.path for file in new.files]
+    with (
+        _as_checkpoint_error(where, new.path),
+        new_files(new.path, paths, new.stale, where, timeout) as opened,
+    ):
+        pairs = [*zip(new.files, opened, strict=True)]
+        positions = {x.name: (file, x) for part, file in pairs for x in part.tensors}
+        for name, pieces in values:
+            file, tensor = positions[name]
+            write(file, tensor.start, tensor.shape, pieces)
+        if jax.process_index() == 0:
+            for part, file in pairs:
+                write_bytes(file, 0, part.head)
+
+
+@contextmanager
+def _as_checkpoint_error(where: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{where}: {path} cannot be written: {error}. Existing files are unchanged."
+        ) from error
 
 
 def _index_of(path: Path) -> Path:
@@ -104,14 +150,12 @@ class Stored(NamedTuple):
     """A tensor in an open file.
 
     Attributes:
-        tensor: Its entry in the header.
+        tensor: What it is, and where its data begins.
         file: The file.
-        at: The byte of the file where its data begins.
     """
 
     tensor: Tensor
     file: BinaryIO
-    at: int
 
 
 @contextmanager
@@ -125,7 +169,8 @@ def open_tensors(path: Path) -> Iterator[dict[str, Stored]]:
         FormatError: If a header or the index is malformed, or they contradict each other.
         DamagedError: If a file is cut short, or goes on after its last tensor.
         CheckpointError: If a directory has no such file, or several; if a file of the index is
-            missing.
+            missing; if a file is replaced at this moment.
+        ImportError: If the safetensors package is not installed.
         OSError: If a file cannot be read.
     """
     path, index = _resolve(path)
@@ -133,10 +178,7 @@ def open_tensors(path: Path) -> Iterator[dict[str, Stored]]:
         by_file: dict[str, dict[str, Stored]] = {}
         for name in dict.fromkeys(index.values()) if index is not None else [path.name]:
             file = open_files.enter_context(path.with_name(name).open("rb"))
-            header = read_header(file)
-            check_complete(file, header)
-            stored = [Stored(x, file, header.length + x.start) for x in header.tensors.values()]
-            by_file[name] = {x.tensor.name: x for x in stored}
+            by_file[name] = {x.name: Stored(x, file) for x in read_header(file)}
         if index is not None:
             _check_index(path, index, by_file)
         everything = (item for tensors in by_file.values() for item in tensors.items())
@@ -171,7 +213,7 @@ def _read_index(path: Path) -> dict[str, str]:
     except FormatError as error:
         raise FormatError(f"{path} is {error}") from None
     index = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not is_text_by_text(index):
+    if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
         raise FormatError(f"{path} has no 'weight_map', the file of each tensor.")
     names = dict.fromkeys(index.values())
     if bad := [name for name in names if not _is_plain(name)]:

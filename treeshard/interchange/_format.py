@@ -1,4 +1,4 @@
-"""The safetensors format: writes and reads its header.
+"""The safetensors format: writes the header of a file, and reads it with the safetensors package.
 
 A file is the length of its header (8 bytes), the header (JSON, padded with spaces to a multiple of
 8), and the bytes of its tensors, without gaps between them: little-endian, in C order.
@@ -8,14 +8,14 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
-from reprlib import repr as short
-from typing import Any, BinaryIO, NamedTuple, TypeGuard
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from treeshard._core.text import check_keys, parse_dtype, parse_json
-from treeshard.errors import DamagedError, FormatError, did_you_mean, listed
+from treeshard._core.text import parse_dtype
+from treeshard.errors import CheckpointError, DamagedError, FormatError, listed
 
 # The format's own limit.
 LONGEST_HEADER = 100_000_000
@@ -35,46 +35,34 @@ METADATA = "__metadata__"
 
 _RANKS = {code: rank for rank, code in enumerate(DTYPES)}
 _CODES = {name: code for code, name in DTYPES.items() if code not in PACKED}
-_KEYS = ("dtype", "shape", "data_offsets")
-# What numpy can hold: dims of an array, and bytes.
+# The limits of numpy: dims of an array, and bytes.
 _MOST_DIMS, _MOST_BYTES = 64, 2**63 - 1
 
 
 class Tensor(NamedTuple):
-    """A tensor, as the header describes it.
+    """A tensor of a file.
 
     Attributes:
         name: Its name.
         code: The format's code for its dtype, such as `F32`.
         shape: Its shape.
-        start: Where its data begins, in bytes after the header.
-        stop: Where its data ends.
+        start: The byte of the file where its data begins; 0 until it is laid out.
     """
 
     name: str
     code: str
     shape: tuple[int, ...]
-    start: int
-    stop: int
+    start: int = 0
 
     @property
     def dtype(self) -> np.dtype:
         """Its dtype in numpy or `ml_dtypes`."""
         return parse_dtype(DTYPES[self.code])
 
-
-class Header(NamedTuple):
-    """The header of a file.
-
-    Attributes:
-        tensors: Its tensors by name, in the order of their bytes.
-        length: The number of bytes before the first tensor.
-        size: The number of bytes of all tensors.
-    """
-
-    tensors: dict[str, Tensor]
-    length: int
-    size: int
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of its data."""
+        return math.prod(self.shape) * (PACKED.get(self.code) or 8 * self.dtype.itemsize) // 8
 
 
 def code_of(dtype: Any) -> str | None:
@@ -82,41 +70,22 @@ def code_of(dtype: Any) -> str | None:
     return _CODES.get(dtype.name)
 
 
-def byte_size(code: str, shape: Iterable[int]) -> int:
-    """The number of bytes of a tensor."""
-    return math.prod(shape) * _bits(code) // 8
-
-
-def _bits(code: str) -> int:
-    return PACKED.get(code) or 8 * parse_dtype(DTYPES[code]).itemsize
-
-
-# ------------------------------------------------------------------ write
-
-
-def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> list[Tensor]:
-    """Assigns offsets to tensors of these names, dtypes and shapes.
+def lay_out(
+    tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[Tensor]]:
+    """Lays out a file: returns all bytes before the data, and the tensors in their order.
 
     The order is the one of the safetensors package: large items first, so that all are aligned,
     then by name.
-    """
-    placed: list[Tensor] = []
-    stop = 0
-    for name, code, shape in sorted(tensors, key=lambda x: (-_RANKS[x[1]], x[0].encode())):
-        start, stop = stop, stop + byte_size(code, shape)
-        placed.append(Tensor(name, code, shape, start, stop))
-    return placed
-
-
-def make_header(tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes of a file before its first tensor.
 
     Raises:
         FormatError: If the header would be longer than the format allows.
     """
+    ordered = sorted(tensors, key=lambda x: (-_RANKS[x.code], x.name.encode()))
     raw: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    for name, *row, start, stop in tensors:
-        raw[name] = dict(zip(_KEYS, (*row, (start, stop)), strict=True))
+    for x in _one_after_another(ordered, 0):
+        offsets = x.start, x.start + x.nbytes
+        raw[x.name] = {"dtype": x.code, "shape": x.shape, "data_offsets": offsets}
     text = json.dumps(raw, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > LONGEST_HEADER:
@@ -124,117 +93,59 @@ def make_header(tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = 
             f"The header would have {len(text)} bytes, and the format allows {LONGEST_HEADER}."
             " Split the file (`max_file_size=`), or shorten names."
         )
-    return struct.pack("<Q", len(text)) + text
+    head = struct.pack("<Q", len(text)) + text
+    return head, _one_after_another(ordered, len(head))
 
 
-# ------------------------------------------------------------------ read
-
-
-def read_header(file: BinaryIO) -> Header:
-    """Reads and checks the header of an open file. The file may have no data (yet).
+def read_header(file: BinaryIO) -> list[Tensor]:
+    """The tensors of an open file, in the order of their data.
 
     Raises:
-        FormatError: If the header is invalid. The message names the file and all bad tensors.
-    """
-    start = file.read(8)
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    room = os.fstat(file.fileno()).st_size - 8
-    if not 0 < length <= min(room, LONGEST_HEADER):
-        raise FormatError(
-            f"{file.name} is not a safetensors file: it says that its header has {length} bytes,"
-            f" and {max(room, 0)} follow."
-        )
-    try:
-        return parse_header(file.read(length))
-    except FormatError as error:
-        raise FormatError(f"{file.name}: {error}") from None
-
-
-def check_complete(file: BinaryIO, header: Header) -> None:
-    """Raises `DamagedError` unless an open file has exactly the bytes that its header lists."""
-    data_bytes = os.fstat(file.fileno()).st_size - header.length
-    if data_bytes != header.size:
-        raise DamagedError(
-            f"{file.name} is {'cut short' if data_bytes < header.size else 'too long'}: its header"
-            f" lists {header.size} bytes of tensors, and the file has {data_bytes}. Copy it again."
-        )
-
-
-def parse_header(text: bytes) -> Header:
-    """Reads the JSON of a header.
-
-    Raises:
-        FormatError: If it is invalid or contradicts itself. The message names all bad tensors.
+        FormatError: If it is not a safetensors file, or its header is invalid.
+        DamagedError: If the file is cut short, or goes on after its last tensor.
+        CheckpointError: If the file of this name is another one by now.
+        ImportError: If the safetensors package is not installed.
+        OSError: If it cannot be read.
     """
     try:
-        raw = parse_json(text)
-    except FormatError as error:
-        raise FormatError(f"the header is {error}") from None
-    if not isinstance(raw, dict):
-        raise FormatError(f"the header is {type(raw).__name__}, not an object.")
-    metadata = raw.pop(METADATA, None)
-    if metadata is not None and not is_text_by_text(metadata):
-        raise FormatError(f"{METADATA} is {short(metadata)}, not an object of strings.")
-    tensors: list[Tensor] = []
-    bad: list[str] = []
-    for name, value in raw.items():
-        try:
-            tensors.append(_tensor(name, value))
-        except FormatError as error:
-            bad.append(f"{name}: {error}")
-    if bad:
-        raise FormatError(listed(f"{len(bad)} tensors are wrong:", bad))
-    tensors.sort(key=lambda x: (x.start, x.stop))
-    _check_gapless(tensors)
-    size = tensors[-1].stop if tensors else 0
-    return Header({x.name: x for x in tensors}, 8 + len(text), size)
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ImportError(
+            "Reading safetensors files needs the package safetensors. Install it with"
+            " `pip install 'treeshard[checkpoint]'`."
+        ) from None
+    size = os.fstat(file.fileno()).st_size
+    try:
+        with safe_open(file.name, "np") as opened:
+            slices = ((name, opened.get_slice(name)) for name in opened.offset_keys())
+            tensors = [Tensor(name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices]
+    except SafetensorError as error:
+        if "not fully covered" in str(error):
+            raise DamagedError(
+                f"{file.name} is cut short or too long: its header does not list tensors of"
+                f" {size} bytes in all. Copy it again."
+            ) from None
+        raise FormatError(f"{file.name} is not a safetensors file: {error}.") from None
+    if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
+        raise CheckpointError(f"{file.name} was replaced while it was opened. Load it again.")
+    if bad := [f"{x.name}: {why}" for x in tensors if (why := _why_unreadable(x))]:
+        raise FormatError(f"{file.name}: {listed(f'{len(bad)} tensors cannot be read:', bad)}")
+    # The package does not say where the data begins, but it has checked that the data is without
+    # gaps and ends the file.
+    return _one_after_another(tensors, size - sum(x.nbytes for x in tensors))
 
 
-def _tensor(name: str, raw: Any) -> Tensor:
-    check_keys(raw, _KEYS, "its entry")
-    code, shape, offsets = (raw[key] for key in _KEYS)
-    if not isinstance(code, str) or code not in DTYPES:
-        near = did_you_mean(str(code), DTYPES) or f" The format has {', '.join(DTYPES)}."
-        raise FormatError(f"{short(code)} is not a dtype.{near}")
-    if not _naturals(shape):
-        raise FormatError(f"the shape is {short(shape)}, not a list of lengths.")
-    if len(shape) > _MOST_DIMS:
-        raise FormatError(f"the shape has {len(shape)} dims, and numpy allows {_MOST_DIMS}.")
+def _one_after_another(tensors: Sequence[Tensor], first: int) -> list[Tensor]:
+    starts = accumulate((x.nbytes for x in tensors), initial=first)
+    return [x._replace(start=start) for x, start in zip(tensors, starts, strict=False)]
+
+
+def _why_unreadable(tensor: Tensor) -> str:
+    if tensor.code not in DTYPES:
+        return f"treeshard does not know the dtype {tensor.code!r}."
+    if len(tensor.shape) > _MOST_DIMS:
+        return f"the shape has {len(tensor.shape)} dims, and numpy allows {_MOST_DIMS}."
     # Without the zeros, as numpy counts.
-    if math.prod(n for n in shape if n) * _bits(code) // 8 > _MOST_BYTES:
-        raise FormatError(f"the shape is {short(shape)}, which is too large for any memory.")
-    if math.prod(shape) * _bits(code) % 8:
-        raise FormatError(f"{code}{shape} does not end at a full byte.")
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise FormatError(f"the offsets are {short(offsets)}, not its start and stop.")
-    start, stop = offsets
-    if stop - start != byte_size(code, shape):
-        raise FormatError(
-            f"{code}{shape} takes {byte_size(code, shape)} bytes, and the offsets {offsets} span"
-            f" {stop - start}."
-        )
-    return Tensor(name, code, tuple(shape), start, stop)
-
-
-def is_text_by_text(x: Any) -> TypeGuard[dict[str, str]]:
-    """Whether parsed JSON is an object of strings."""
-    return isinstance(x, dict) and all(isinstance(value, str) for value in x.values())
-
-
-def _naturals(x: Any) -> bool:
-    return isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
-
-
-def _check_gapless(tensors: list[Tensor]) -> None:
-    stop, before = 0, "the header"
-    facts: list[str] = []
-    for tensor in tensors:
-        if tensor.start != stop:
-            what = "overlaps" if tensor.start < stop else "leaves a gap after"
-            facts.append(
-                f"{tensor.name} begins at byte {tensor.start} and {what} {before}, which ends at"
-                f" {stop}."
-            )
-        stop, before = tensor.stop, tensor.name
-    if facts:
-        raise FormatError(listed(f"{len(facts)} tensors do not follow each other:", facts))
+    if math.prod(n for n in tensor.shape if n) * tensor.dtype.itemsize > _MOST_BYTES:
+        return f"the shape is {tensor.shape}, which is too large for numpy."
+    return ""

@@ -1,4 +1,4 @@
-"""Requests for tensors of open files: compares them with the files, and reads them."""
+"""The arrays of a tree as named tensors: their names, what to write of them, what to read."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,57 +25,43 @@ from treeshard._disk.requests import (
 )
 from treeshard._placement.targets import raise_unmovable, unmovable
 from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
-from treeshard.interchange._byte_ranges import Piece, read
+from treeshard.interchange._byte_ranges import Piece, full_piece, read
 from treeshard.interchange._files import Stored
 from treeshard.interchange._format import METADATA, PACKED, code_of
-
-# ------------------------------------------------------------------
-# The arrays of a tree as named tensors, and which process writes what of them.
 
 Names = Callable[[str], str] | Mapping[str, str]
 
 
-def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
-    """The arrays of a tree by the names of their tensors. All of them can be written.
-
-    Raises:
-        LeafError, DeletedLeafError: If leaves cannot be written.
-        CheckpointError: As `tensor_names`.
-    """
-    leaves = tree_flatten(tree)[0]
-    shaped = [(i, leaf) for i, leaf in enumerate(leaves) if has_shape(leaf)]
-    misfits = {i: misfit for i, leaf in shaped if (misfit := _unwritable(leaf)) is not None}
-    raise_unmovable(tree, misfits, where)
-    names = tensor_names(tree, rename, where)
-    return {name: leaves[i] for i, name in names.items()}
+# ------------------------------------------------------------------ names
 
 
-def tensor_names(tree: Any, rename: Names | None, where: str) -> dict[int, str]:
-    """The names of the tensors of a tree's arrays, by their positions among the leaves.
+def tensor_names(
+    paths: Sequence[str], rename: Names | None, where: str, keys: Sequence[str] | None = None
+) -> list[str]:
+    """The names of tensors by the paths of their leaves.
+
+    Args:
+        paths: The paths.
+        rename: As in `save_safetensors`.
+        where: The name of the function or command, for messages.
+        keys: What messages call each leaf, since leaves may share a path; by default its path.
 
     Raises:
         CheckpointError: If leaves would share a name; if the format does not allow a name; if a
-            mapping has paths that are not in the tree.
+            mapping has other paths.
     """
-    keyed = tree_flatten_with_path(tree)[0]
-    paths = {
-        i: path
-        for i, (path, (_, leaf)) in enumerate(zip(leaf_paths(tree), keyed, strict=True))
-        if has_shape(leaf)
-    }
     facts: list[str] = []
     if isinstance(rename, Mapping):
-        for path in rename.keys() - set(paths.values()):
-            near = did_you_mean(str(path), paths.values())
+        for path in rename.keys() - set(paths):
+            near = did_you_mean(str(path), paths)
             facts.append(f"{path}: `rename` has it, but the tree has no such array.{near}")
-    names: dict[int, str] = {}
+    names = [_renamed(path, rename) for path in paths]
     sharing: defaultdict[str, list[str]] = defaultdict(list)
-    for i, path in paths.items():
-        name = names[i] = _renamed(path, rename)
+    for path, key, name in zip(paths, keys or paths, names, strict=True):
         if why := _why_invalid(name):
             facts.append(f"{path}: its name would be {name!a}, {why}")
         else:
-            sharing[name].append(keystr(keyed[i][0]))
+            sharing[name].append(key)
     facts += [
         f"{name}: the name of {' and '.join(keys)}. Give them different names with `rename`."
         for name, keys in sharing.items()
@@ -84,6 +70,18 @@ def tensor_names(tree: Any, rename: Names | None, where: str) -> dict[int, str]:
     if facts:
         raise CheckpointError(f"{where}: {listed(f'{len(facts)} names are invalid:', facts)}")
     return names
+
+
+def _names_of_arrays(tree: Any, rename: Names | None, where: str) -> dict[int, str]:
+    """The names of the tensors of a tree's arrays, by their positions among the leaves."""
+    keyed = tree_flatten_with_path(tree)[0]
+    rows = [
+        (i, path, keystr(key))
+        for i, (path, (key, leaf)) in enumerate(zip(leaf_paths(tree), keyed, strict=True))
+        if has_shape(leaf)
+    ]
+    positions, paths, keys = zip(*rows, strict=True) if rows else ((), (), ())
+    return dict(zip(positions, tensor_names(paths, rename, where, keys), strict=True))
 
 
 def _renamed(path: str, rename: Names | None) -> Any:
@@ -104,6 +102,24 @@ def _why_invalid(name: Any) -> str:
     return ""
 
 
+# ------------------------------------------------------------------ what is saved
+
+
+def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
+    """The arrays of a tree by the names of their tensors. All of them can be written.
+
+    Raises:
+        LeafError, DeletedLeafError: If leaves cannot be written.
+        CheckpointError: As `tensor_names`.
+    """
+    leaves = tree_flatten(tree)[0]
+    shaped = [(i, leaf) for i, leaf in enumerate(leaves) if has_shape(leaf)]
+    misfits = {i: misfit for i, leaf in shaped if (misfit := _unwritable(leaf)) is not None}
+    raise_unmovable(tree, misfits, where)
+    names = _names_of_arrays(tree, rename, where)
+    return {name: leaves[i] for i, name in names.items()}
+
+
 def _unwritable(leaf: Any) -> Misfit | None:
     if misfit := unmovable(leaf):
         return misfit
@@ -122,9 +138,6 @@ def _unwritable(leaf: Any) -> Misfit | None:
     return None
 
 
-# ------------------------------------------------------------------ processes
-
-
 def writers(leaves: Sequence[Any], what: str, timeout: float) -> list[int | None]:
     """The process that writes each leaf; `None` where every process writes its own shards.
 
@@ -139,9 +152,12 @@ def writers(leaves: Sequence[Any], what: str, timeout: float) -> list[int | None
 def pieces_of(leaf: Any) -> list[Piece]:
     """The shards of a leaf that this process writes: the first copy of each that it holds."""
     if not isinstance(leaf, jax.Array):
-        return [Piece(box_of([slice(None)] * leaf.ndim, leaf.shape), np.asarray(leaf))]
+        return [full_piece(np.asarray(leaf))]
     shards = own_shards(leaf)
     return [Piece(box_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]
+
+
+# ------------------------------------------------------------------ what is loaded
 
 
 class Wanted(NamedTuple):
@@ -165,7 +181,7 @@ class Wanted(NamedTuple):
 
     def facts(self) -> dict[str, str]:
         """What all processes must agree on."""
-        files = repr([(x.tensor, x.at) for x in self.stored.values()])
+        files = repr([x.tensor for x in self.stored.values()])
         rows = [
             (name, self.leaves[i], [] if asked.sharding is None else [asked.sharding])
             for i, name in self.names.items()
@@ -176,7 +192,7 @@ class Wanted(NamedTuple):
     def read(self, progress: bool) -> Any:
         """Reads the tree, ordered by file and offset."""
         rows = [(self.stored[name], i) for i, name in self.names.items() if name in self.stored]
-        rows.sort(key=lambda row: (row[0].file.fileno(), row[0].at))
+        rows.sort(key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
         leaves = list(self.leaves)
         for stored, i in with_bar(rows, "load_safetensors", unit="tensor", show=progress):
             leaf = _read(stored, self.asked[i])
@@ -205,7 +221,7 @@ def wanted_of(
     leaves, treedef, asked = arrays_asked_for(tree, placing, where)
     if like is None and placing.rules is None:
         asked = {i: Asked(x.type._replace(on_devices=False), None) for i, x in asked.items()}
-    names = tensor_names(treedef.unflatten(leaves), rename, where)
+    names = _names_of_arrays(treedef.unflatten(leaves), rename, where)
     differences = compare(types, {name: asked[i].type for i, name in names.items()}, to)
     packed = {
         name: f"{stored[name].tensor.code} packs several numbers into a byte; no array can do that."
@@ -230,7 +246,7 @@ def _read(stored: Stored, asked: Asked) -> Any:
     boxes = dict.fromkeys(box_of(index or (), shape) for index in indices)
     pieces = [Piece(box, np.empty(lengths(box), stored.tensor.dtype)) for box in boxes]
     try:
-        read(stored.file.fileno(), stored.at, shape, pieces)
+        read(stored.file.fileno(), stored.tensor.start, shape, pieces)
     except EOFError:
         raise DamagedError(f"{stored.file.name} was cut short while it was read.") from None
     dtype = parse_dtype(asked.type.dtype)
