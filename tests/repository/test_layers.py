@@ -37,8 +37,14 @@ OWNERS: Mapping[str, str] = {
     "orbax": "checkpoint",
     "safetensors": "interchange",
 }
-# What these import may wait for a call: the names of the surface, and each command.
-LAZY = {"treeshard.__init__", "treeshard._cli"}
+# What these import may wait for a call: the names of the surface, each command, and of the commands
+# on files only what reads checkpoints, since that needs Orbax.
+LAZY = {
+    "treeshard.__init__",
+    "treeshard._cli",
+    "treeshard._cli.files",
+    "treeshard._cli.stored_trees",
+}
 
 
 class Import(NamedTuple):
