@@ -1,6 +1,8 @@
 """Training on several processes: the same initial state and the same losses as on one device."""
 
+from contextlib import contextmanager
 from functools import cache
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.multiprocess.worker import Context
-from treeshard.training import init_sharded, jit_step
+from treeshard._core import processes
+from treeshard.training import _step, init_sharded, jit_step
 
 RULES = [("b", None), (".*", ts.fsdp("fsdp", min_size=0))]
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
@@ -78,6 +81,88 @@ def check_the_losses_are_those_of_one_device(context: Context) -> None:
         state, loss = step(state, given)
         losses.append(float(loss))
     np.testing.assert_allclose(losses, losses_on_one_device(), atol=2e-6)
+
+
+@contextmanager
+def counted():
+    """Counts the exchanges of this process."""
+    with mock.patch.object(processes, "exchange", wraps=processes.exchange) as exchange:
+        yield lambda: exchange.call_count
+
+
+def forms(context: Context):
+    """Batches as processes may pass them: full, or global from the rows of each."""
+    specs, mesh = P(("data", "fsdp")), initialised()[1].mesh
+    rows = 16 // context.count
+    mine = slice(rows * context.index, rows * (context.index + 1))
+    full = batches()[0]
+    global_ = ts.from_process_local(full[mine], specs, mesh)
+    return {"full": full, "global": global_, "global, other specs": ts.shard(full, P("data"), mesh)}
+
+
+def check_processes_exchange_something_only_before_the_first_step(context: Context) -> None:
+    state, plan = initialised()
+    step = jit_step(train_step, plan, donate=False)
+    given = forms(context)
+    for name, batch in given.items():
+        with counted() as exchanges:
+            _, loss = step(state, batch)
+            assert exchanges() == 1, name
+            for _ in range(3):
+                assert step(state, batch)[1] == loss
+            assert exchanges() == 1, name
+    # A form is known whatever came in between, and on whichever side its arrays are.
+    with counted() as exchanges:
+        for batch in (*given.values(), jnp.asarray(given["full"])):
+            assert step(state, batch)[1] == loss
+        assert exchanges() == 0
+
+
+def check_batches_of_different_forms_raise_on_all(context: Context) -> None:
+    state, plan = initialised()
+    step = jit_step(train_step, plan, donate=False)
+    given = forms(context)
+    rows = 8 if context.index else 16
+    with pytest.raises(ts.ProcessError) as told:
+        step(state, given["full"][:rows])
+    text = str(told.value)
+    assert text.startswith("jit_step: the processes do not agree, and nothing was done."), text
+    same = "as P(('data', 'fsdp'),) on process"
+    assert f"batch: float32[16,16] {same} 0; float32[8,16] {same} 1" in text, text
+    with pytest.raises(ts.ProcessError) as told:
+        step(state, given["global" if context.index else "full"])
+    assert f"{same} 0; float32[16,16] as P(('data', 'fsdp'),) from " in str(told.value), told.value
+    with pytest.raises(ts.TreeShardError) as told:
+        step(state, {"a": given["full"]} if context.index else given["full"][:15])
+    assert isinstance(told.value, ts.ProcessError if context.index else ts.SpecError)
+    assert "15 is not divisible" in str(told.value), told.value
+    assert np.isfinite(step(state, given["full"])[1])
+
+
+def check_a_deleted_batch_raises_on_its_process_alone(context: Context) -> None:
+    state, plan = initialised()
+    step = jit_step(train_step, plan, donate=False)
+    batch = forms(context)["global"]
+    _, loss = step(state, batch)
+    deleted = ts.shard(batches()[0], P(("data", "fsdp")), plan.mesh)
+    if context.index:
+        deleted.delete()
+        with pytest.raises(ts.DeletedLeafError):
+            step(state, deleted)
+    assert step(state, batch)[1] == loss
+
+
+def check_a_new_form_on_one_process_names_the_absent(context: Context) -> None:
+    state, plan = initialised()
+    step = jit_step(train_step, plan, donate=False)
+    batch = forms(context)["full"]
+    _, loss = step(state, batch)
+    if context.index:
+        with mock.patch.object(_step, "TIMEOUT", 1.0), pytest.raises(ts.ProcessError) as told:
+            step(state, batch[:8])
+        assert "jit_step: process 0 of 2 did not " in str(told.value)
+    # Process 0 waits in the program for process 1, which joins it now.
+    assert step(state, batch)[1] == loss
 
 
 def check_other_rules_on_one_process_raise_on_all(context: Context) -> None:

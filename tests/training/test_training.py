@@ -282,8 +282,28 @@ def test_a_batch_that_is_not_split_over_the_fsdp_axis_warns(mesh) -> None:
         jit_step(train_step, plan, batch=P(("data", "fsdp")))
 
 
+@pytest.mark.parametrize(
+    ("shape", "rules", "spec"),
+    [
+        ("fsdp=8", RULES, P("fsdp")),
+        ("data=2,fsdp=4", RULES, P(("data", "fsdp"))),
+        ("replica=2,fsdp=4", RULES, P(("replica", "fsdp"))),
+        ("data=2,shard=4", [(".*", ts.fsdp("shard", min_size=0))], P(("data", "shard"))),
+        ("data=8", [(".*", None)], P("data")),
+        ("data=2,tensor=4", [("layers/0/weight", P("tensor")), (".*", None)], P("data")),
+        ("tensor=8", [(".*", None)], P(None)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_batch_is_split_over_the_data_and_fsdp_axes_by_default(shape, rules, spec) -> None:
+    structs = eqx.filter_eval_shape(init, jax.random.key(0))
+    plan = ts.plan(structs, rules, ts.make_mesh(shape))
+    for make in (jit_step, shard_map_step):
+        assert make(train_step, plan).batch_specs == spec
+
+
 def test_as_a_decorator(initialised) -> None:
-    @jit_step(plan=initialised[1], batch=P("fsdp"), donate=False)
+    @jit_step(plan=initialised[1], donate=False)
     def my_step(state, batch):
         """Steps."""
         return train_step(state, batch)

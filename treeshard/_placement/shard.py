@@ -1,6 +1,6 @@
 """Places trees on the devices of a mesh, and moves them from one layout to another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -171,7 +171,7 @@ def place(
         remaining = targets(tree, specs, mesh, where, prefix, accept_structs=read is not None)
         if among:
             facts |= facts_of(
-                (path_under(prefix, paths[i]), leaves[i], _shardings(leaves[i], target))
+                (path_under(prefix, paths[i]), leaves[i], shardings_to_compare(leaves[i], target))
                 for i, target in remaining.items()
             )
     if read is not None:
@@ -180,8 +180,24 @@ def place(
         with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
             for i in with_bar(structs, where, show=progress):
                 leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
+    move_leaves(leaves, remaining, where, from_single_device, progress=progress)
+    return treedef.unflatten(leaves)
+
+
+def move_leaves(
+    leaves: list[Any],
+    targets: Mapping[int, NamedSharding],
+    where: str,
+    from_single_device: Move,
+    *,
+    progress: bool = False,
+) -> None:
+    """Moves leaves to their targets, by index, and replaces them in `leaves`.
+
+    Checks nothing: `targets` and the agreement between processes come first.
+    """
     groups: dict[tuple[Any, ...], list[tuple[int, NamedSharding]]] = {}
-    for i, target in remaining.items():
+    for i, target in targets.items():
         move = choose_move(leaves[i], target, from_single_device)
         if move is not None:
             key = (move, target.mesh, i if progress else None)
@@ -190,10 +206,9 @@ def place(
         moved = move([leaves[i] for i, _ in group], [target for _, target in group])
         for (i, _), array in zip(group, moved, strict=True):
             leaves[i] = array
-    return treedef.unflatten(leaves)
 
 
-def _shardings(leaf: Any, target: NamedSharding) -> list[Sharding]:
+def shardings_to_compare(leaf: Any, target: NamedSharding) -> list[Sharding]:
     """The target of a leaf, and its current sharding if that spans processes."""
     return [target, leaf.sharding] if is_spread(leaf) else [target]
 

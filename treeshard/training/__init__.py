@@ -11,8 +11,8 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import tree_leaves
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_flatten, tree_unflatten
 
 from treeshard._core.arrays import is_array
 from treeshard._core.mesh import axis_sizes, check_axes
@@ -24,7 +24,21 @@ from treeshard.errors import StateError, warn
 from treeshard.training._accumulate import accumulate_gradients as accumulate_gradients
 from treeshard.training._metrics import Metrics as Metrics
 from treeshard.training._metrics import print_metrics as print_metrics
-from treeshard.training._step import Step, concrete_mesh
+from treeshard.training._step import Step, StepFn, concrete_mesh
+
+__all__ = [
+    "Metrics",
+    "accumulate_gradients",
+    "init_sharded",
+    "jit_step",
+    "print_metrics",
+    "shard_map_step",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 # ------------------------------------------------------------------ initialise
 
@@ -79,19 +93,22 @@ def init_sharded(
     """
     concrete_mesh(mesh, "init_sharded")
     traced, static = eqx.partition(args, is_array)
-    skeleton: Any = None  # the tree, with a slot in place of each array
+    treedef, constants = None, None  # of the result: the structure of its arrays, and the rest
 
     def make(traced: Any) -> list[Any]:
-        nonlocal skeleton
+        nonlocal treedef, constants
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            tree = fn(*eqx.combine(traced, static))
-        skeleton = jax.tree.map(lambda x: _SLOT if is_array(x) else x, tree)
-        return [_strong(leaf) for leaf in tree_leaves(tree) if is_array(leaf)]
+            arrays, constants = eqx.partition(fn(*eqx.combine(traced, static)), is_array)
+        leaves, treedef = tree_flatten(arrays)
+        return [_strong(x) for x in leaves]
+
+    def whole_tree(arrays: list[Any]) -> Any:
+        return eqx.combine(tree_unflatten(treedef, arrays), constants)
 
     among = company((), [mesh])
     with agreeing("init_sharded", among=among) as facts:
-        tree = _filled(jax.eval_shape(make, traced), skeleton)
-        tree_plan = plan(tree, rules, mesh, min_size=min_size)
+        structs = jax.eval_shape(make, traced)
+        tree_plan = plan(whole_tree(structs), rules, mesh, min_size=min_size)
         if strict:
             tree_plan.check()
         shardings = [NamedSharding(mesh, leaf.given) for leaf in tree_plan.leaves]
@@ -99,15 +116,7 @@ def init_sharded(
             rows = zip(tree_plan.leaves, shardings, strict=True)
             facts |= facts_of((x.path, x, [s]) for x, s in rows)
     arrays = jax.jit(make, out_shardings=shardings)(traced)
-    return _filled(arrays, skeleton), tree_plan
-
-
-_SLOT = object()
-
-
-def _filled(arrays: list[Any], skeleton: Any) -> Any:
-    rest = iter(arrays)
-    return jax.tree.map(lambda x: next(rest) if x is _SLOT else x, skeleton)
+    return whole_tree(arrays), tree_plan
 
 
 def _strong(x: Any) -> Any:
@@ -121,23 +130,32 @@ def _strong(x: Any) -> Any:
 
 
 def jit_step(
-    fn: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    fn: StepFn | None = None,
     plan: Plan | None = None,
     *,
-    batch: Any,
+    batch: Any = None,
     donate: bool = True,
 ) -> Any:
     """Compiles a training step once, with the state sharded by the plan before and after it.
 
-    Also a decorator: `@jit_step(plan=plan, batch=P("fsdp"))`.
+    Also a decorator: `@jit_step(plan=plan)`.
+
+    On several processes, all must call the step with batches of one form: the same structure,
+    shapes, dtypes and shardings. Each passes the full batch in numpy arrays, or a batch that
+    `from_process_local` made of their parts. The processes compare the form once, before the
+    first step of that form; later steps exchange nothing outside of the compiled program. If a
+    process passes a new form while others pass one that was compared before, it raises
+    `ProcessError` after 60 seconds, and names the processes that did not arrive. The others
+    wait for it in the step until it calls the step as they do, or ends.
 
     Args:
         fn: Takes `(state, batch)` and returns `(state, aux)`, where the new state has the
             old one's structure, shapes and dtypes.
         plan: The plan of the state, as `init_sharded` returns it.
-        batch: The specs of the batch: a tree of them, or one for all its leaves. For FSDP
-            the batch is split over the same axis as the parameters: `P("fsdp")`, or
-            `P(("data", "fsdp"))` on a mesh of both. Scalars are replicated.
+        batch: The specs of the batch: a tree of them, or one for all its leaves. By default
+            dim 0 of each leaf is split over the axes that the plan's `fsdp` tactics use and
+            the axes `data` and `replica`, as far as the mesh has them: `P(("data", "fsdp"))`
+            on a mesh of both. Scalars are replicated.
         donate: Whether the new state reuses the memory of the old state, which is deleted.
 
     Returns:
@@ -154,6 +172,8 @@ def jit_step(
             not fit its specs.
         StateError: When called, if `fn` changes the state's structure, a shape, a dtype,
             or a leaf that is not an array.
+        ProcessError: When called, if processes pass batches of different forms, or one of
+            them fails or does not arrive.
         DeletedLeafError: When called, if the state was donated to an earlier step.
         MeshError: If the plan was made for an abstract mesh.
 
@@ -165,7 +185,7 @@ def jit_step(
         >>> mesh = ts.make_mesh("fsdp=8")
         >>> state = {"w": jnp.zeros(8), "step": jnp.int32(0)}
         >>> plan = ts.plan(state, [(".*", ts.fsdp("fsdp", min_size=0))], mesh)
-        >>> @jit_step(plan=plan, batch=P("fsdp"))
+        >>> @jit_step(plan=plan)
         ... def step(state, batch):
         ...     return {"w": state["w"] + batch.mean(0), "step": state["step"] + 1}, batch.sum()
         >>> state, total = step(ts.shard(state, plan), np.ones((16, 8), "float32"))
@@ -174,18 +194,14 @@ def jit_step(
     """
     if fn is None:
         return partial(jit_step, plan=plan, batch=batch, donate=donate)
-    if plan is None:
-        raise StateError("jit_step needs the plan of the state: jit_step(fn, plan, batch=...).")
-    batch = without_names(batch, plan.mesh)
-    _check_batch_specs(batch, plan, "jit_step")
-    return Step(fn, plan, batch, donate=donate)
+    return _make_step(fn, plan, batch, donate=donate, per_device=False)
 
 
 def shard_map_step(
-    fn: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    fn: StepFn | None = None,
     plan: Plan | None = None,
     *,
-    batch: Any,
+    batch: Any = None,
     donate: bool = True,
 ) -> Any:
     """Compiles a training step whose code runs once per device, on its shards, as in `shard_map`.
@@ -234,18 +250,23 @@ def shard_map_step(
     """
     if fn is None:
         return partial(shard_map_step, plan=plan, batch=batch, donate=donate)
+    return _make_step(fn, plan, batch, donate=donate, per_device=True)
+
+
+def _make_step(
+    fn: StepFn, plan: Plan | None, batch: Any, *, donate: bool, per_device: bool
+) -> Step:
+    where = "shard_map_step" if per_device else "jit_step"
     if plan is None:
-        raise StateError("shard_map_step needs the plan: shard_map_step(fn, plan, batch=...).")
+        raise StateError(f"{where} needs the plan of the state: {where}(fn, plan).")
+    sizes, fsdp_axes = axis_sizes(plan.mesh), plan.fsdp_axes()
+    if batch is None:
+        axes = tuple(axis for axis in sizes if axis in fsdp_axes or axis in ("data", "replica"))
+        batch = PartitionSpec(axes[0] if len(axes) == 1 else axes or None)
     batch = without_names(batch, plan.mesh)
-    _check_batch_specs(batch, plan, "shard_map_step")
-    return Step(fn, plan, batch, donate=donate, per_device=True)
-
-
-def _check_batch_specs(batch: Any, plan: Plan, where: str) -> None:
-    sizes = axis_sizes(plan.mesh)
     split = get_names_from_partition_spec(batch)
     check_axes(split, sizes, f"{where}: batch")
-    idle = [a for a in sizes if a in plan.fsdp_axes() and a not in split and sizes[a] > 1]
+    idle = [a for a in sizes if a in fsdp_axes and a not in split and sizes[a] > 1]
     if idle:
         both = [*split, *idle]
         advice = repr(tuple(both)) if len(both) > 1 else repr(both[0])
@@ -254,3 +275,4 @@ def _check_batch_specs(batch: Any, plan: Plan, where: str) -> None:
             f" batch is not (batch={batch}), so all devices along it do the same work."
             f" Split the batch too: batch=P({advice})."
         )
+    return Step(fn, plan, batch, donate=donate, per_device=per_device)

@@ -3,20 +3,23 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import update_wrapper
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten
+from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree_leaves
 
 from treeshard._core.arrays import array_text, has_shape, is_array
 from treeshard._core.mesh import AnyMesh, describe_mesh, is_tracing
 from treeshard._core.paths import leaf_paths
+from treeshard._core.processes import TIMEOUT, agreeing, company, facts_of, is_spread
 from treeshard._core.spec_trees import get_names_from_partition_spec, specs_of_leaves
 from treeshard._placement.constraint import with_sharding_constraint
+from treeshard._placement.moves import through_host
+from treeshard._placement.shard import move_leaves, shardings_to_compare
+from treeshard._placement.targets import raise_misfits, targets, unmovable
 from treeshard._planning.plan import Plan
-from treeshard.communication.comparison import Comparison, compare_communication
 from treeshard.errors import (
     DeletedLeafError,
     MeshError,
@@ -130,6 +133,9 @@ def _fix(old: Any) -> str:
     return "Keep it out of the state, or leave it unchanged."
 
 
+if TYPE_CHECKING:
+    from treeshard.communication.comparison import Comparison
+
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 
 
@@ -156,9 +162,12 @@ class Step:
     ) -> None:
         update_wrapper(self, fn)
         self.plan, self.batch_specs = plan, batch
-        self._mesh = concrete_mesh(plan.mesh, "shard_map_step" if per_device else "jit_step")
+        self._name = "shard_map_step" if per_device else "jit_step"
+        self._mesh = concrete_mesh(plan.mesh, self._name)
         self._fn, self._donate, self._per_device = fn, donate, per_device
         self._programs: list[_Program] = []
+        # By the form of a batch: the target sharding of each leaf that has one, by index.
+        self._placements: dict[Any, dict[int, NamedSharding]] = {}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         program, arrays, data = self._prepare(state, batch)
@@ -196,7 +205,7 @@ class Step:
         scan: bool | str = False,
         params: str | None = None,
         dtype: Any = None,
-    ) -> Comparison:
+    ) -> "Comparison":
         """Compares the communication of the compiled step with the plan, without running it.
 
         Args:
@@ -213,6 +222,9 @@ class Step:
         Returns:
             A `Comparison`, as `treeshard.compare_communication` returns it.
         """
+        # Readers of compiled programs are 10 modules, which a training loop does not need.
+        from treeshard.communication.comparison import compare_communication
+
         return compare_communication(
             self.plan,
             self.lower(state, batch).compile(),
@@ -225,33 +237,63 @@ class Step:
 
     def _prepare(self, state: Any, batch: Any) -> tuple["_Program", list[Any], list[Any]]:
         leaves, treedef = tree_flatten(state)
-        given, data_def = tree_flatten(batch)
-        specs = specs_of_leaves(self.batch_specs, batch, "batch specs")
-        # A scalar has no dim to split.
-        specs = [
-            spec if spec is None or getattr(x, "shape", None) != () else PartitionSpec()
-            for x, spec in zip(given, specs, strict=True)
-        ]
-        placed = with_sharding_constraint(
-            batch, data_def.unflatten(specs), self._mesh, uneven="error"
-        )
-        data = tree_flatten(placed)[0]
+        data, data_def = tree_flatten(batch)
+        data = self._placed(batch, data, data_def)
         for program in self._programs:
             if program.state.fits(leaves, treedef) and program.batch.fits(data, data_def):
                 break
         else:
-            program = self._compiled(leaves, treedef, data, data_def, specs)
+            layouts = Layout(leaves, treedef, has_shape), Layout(data, data_def, is_data)
+            program = _Program(self._fn, *layouts, self.plan)
+            specs = layouts[1].arrays(self._specs_of(batch, data)) if self._per_device else None
+            program.compile_lazily(self._mesh, self._donate, specs)
+            self._programs.append(program)
         return program, program.state.arrays(leaves), program.batch.arrays(data)
 
-    def _compiled(
-        self, leaves: list[Any], treedef: Any, data: list[Any], data_def: Any, specs: list[Any]
-    ) -> "_Program":
-        batch = Layout(data, data_def, is_data)
-        program = _Program(self._fn, Layout(leaves, treedef, has_shape), batch, self.plan)
-        batch_specs = batch.arrays(specs) if self._per_device else None
-        program.compile_lazily(self._mesh, self._donate, batch_specs)
-        self._programs.append(program)
-        return program
+    def _placed(self, batch: Any, data: list[Any], treedef: Any) -> list[Any]:
+        """The leaves of a batch on the mesh. Processes compare the form of a batch only once."""
+        if is_tracing() or any(isinstance(x, jax.ShapeDtypeStruct) for x in data):
+            specs = treedef.unflatten(self._specs_of(batch, data))
+            constrained = with_sharding_constraint(batch, specs, self._mesh, uneven="error")
+            return tree_leaves(constrained)
+        form = (treedef, *map(_form, data))
+        placement = self._placements.get(form)
+        if placement is None:
+            placement = self._placements[form] = self._agree_on(batch, data, treedef)
+        elif misfits := {i: why for i in placement if (why := unmovable(data[i]))}:
+            raise_misfits(batch, data, misfits, self._name)
+        move_leaves(data, placement, self._name, through_host)
+        return data
+
+    def _agree_on(self, batch: Any, data: list[Any], treedef: Any) -> dict[int, NamedSharding]:
+        """The target shardings of a batch, after all processes came to the same."""
+        among = company((), [self._mesh]) if any(map(has_shape, data)) else []
+        with agreeing(self._name, among=among, timeout=TIMEOUT) as facts:
+            specs = treedef.unflatten(self._specs_of(batch, data))
+            placement = targets(batch, data, specs, self._mesh, self._name)
+            if among:
+                paths = leaf_paths(batch)
+                facts |= facts_of(
+                    (f"batch/{paths[i]}" if paths[i] else "batch", data[i], compared)
+                    for i, target in placement.items()
+                    for compared in [shardings_to_compare(data[i], target)]
+                )
+        return placement
+
+    def _specs_of(self, batch: Any, data: list[Any]) -> list[Any]:
+        specs = specs_of_leaves(self.batch_specs, batch, "batch specs")
+        # A scalar has no dim to split.
+        return [
+            spec if spec is None or getattr(x, "shape", None) != () else PartitionSpec()
+            for x, spec in zip(data, specs, strict=True)
+        ]
+
+
+def _form(x: Any) -> Any:
+    """What must be the same of a leaf of the batch on all processes."""
+    if not has_shape(x):
+        return type(x)
+    return x.shape, x.dtype, x.sharding if is_spread(x) else None
 
 
 class _Program:
