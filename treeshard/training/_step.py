@@ -12,13 +12,13 @@ from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree
 
 from treeshard._core.arrays import array_text, has_shape, is_array
 from treeshard._core.mesh import AnyMesh, describe_mesh, is_tracing
-from treeshard._core.paths import leaf_paths
+from treeshard._core.paths import leaf_paths, path_under
 from treeshard._core.processes import TIMEOUT, agreeing, company, facts_of, is_spread
 from treeshard._core.spec_trees import get_names_from_partition_spec, specs_of_leaves
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._placement.moves import through_host
 from treeshard._placement.shard import move_leaves, shardings_to_compare
-from treeshard._placement.targets import raise_misfits, targets, unmovable
+from treeshard._placement.targets import raise_unmovable, targets, unmovable
 from treeshard._planning.plan import Plan
 from treeshard.errors import (
     DeletedLeafError,
@@ -261,7 +261,7 @@ class Step:
         if placement is None:
             placement = self._placements[form] = self._agree_on(batch, data, treedef)
         elif misfits := {i: why for i in placement if (why := unmovable(data[i]))}:
-            raise_misfits(batch, data, misfits, self._name)
+            raise_unmovable(batch, misfits, self._name, "batch")
         move_leaves(data, placement, self._name, through_host)
         return data
 
@@ -270,13 +270,12 @@ class Step:
         among = company((), [self._mesh]) if any(map(has_shape, data)) else []
         with agreeing(self._name, among=among, timeout=TIMEOUT) as facts:
             specs = treedef.unflatten(self._specs_of(batch, data))
-            placement = targets(batch, data, specs, self._mesh, self._name)
+            placement = targets(batch, specs, self._mesh, self._name, "batch")
             if among:
                 paths = leaf_paths(batch)
                 facts |= facts_of(
-                    (f"batch/{paths[i]}" if paths[i] else "batch", data[i], compared)
+                    (path_under("batch", paths[i]), data[i], shardings_to_compare(data[i], target))
                     for i, target in placement.items()
-                    for compared in [shardings_to_compare(data[i], target)]
                 )
         return placement
 
