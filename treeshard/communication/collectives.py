@@ -162,7 +162,7 @@ def assert_collectives(
         of_kind = [one for one in moved if one.kind == kind]
         runs = total(one.count for one in of_kind)
         if count is not None and runs != count:
-            facts.append(f"{kind}: {_or_unknown(runs)} executions, but {count:,} are expected.")
+            facts.append(f"{kind}: {_or_unknown(runs)} executions, expected {count:,}.")
         facts += _over(kind, of_kind, most)
     facts += _over("all collectives", moved, max_bytes)
     if unknown := dict.fromkeys(one.op_name or "" for one in moved if one.kind == "unknown"):
@@ -176,7 +176,7 @@ def _over(what: str, moved: Sequence[Collective], most: int | None) -> list[str]
     size = total(one.total_bytes for one in moved)
     if most is None or (size is not None and size <= most):
         return []
-    return [f"{what}: {_or_unknown(size)} bytes, but at most {most:,} are allowed."]
+    return [f"{what}: {_or_unknown(size)} bytes, at most {most:,} allowed."]
 
 
 def total(numbers: Iterable[int | None]) -> int | None:
