@@ -118,7 +118,7 @@ def assert_trees_sharded_as(tree: Any, expected: Any) -> None:
     planned = [None] * len(leaves)
     mesh = None
     if isinstance(expected, Plan):
-        planned, mesh = expected.leaf_at_each_place(), expected.mesh
+        planned, mesh = expected.leaf_at_each_index(), expected.mesh
     facts = [
         f"{path or 'the tree'}: {why}"
         for path, leaf, spec, like in zip(leaf_paths(tree), leaves, specs, planned, strict=True)

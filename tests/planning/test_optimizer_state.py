@@ -346,7 +346,7 @@ def test_kept_dims(shape, full, field, dims) -> None:
 def test_follow_matches_leaves_and_dims() -> None:
     params = {"b": array(8), "w": array(8, 16)}
     leaves, treedef = jax.tree.flatten(params)
-    original = Original(treedef, [x.shape for x in leaves], [P("data")] * 2, lambda: ["b", "w"])
+    original = Original(treedef, [x.shape for x in leaves], [P("data")] * 2)
     state = {"count": array(), "ema": params, "v_col": {"w": array(16)}, "other": array(7)}
     assert follow(state, original) == [
         Followed(P()),

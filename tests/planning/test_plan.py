@@ -467,7 +467,7 @@ def test_a_mesh_as_text_needs_no_devices() -> None:
     assert decided == ts.plan(tree, rules, MESH)
     assert decided.on("fsdp=16384").mesh.size == 16384
     for make in (lambda text: ts.plan(tree, rules, text), decided.on):
-        with pytest.raises(ts.MeshError, match="no devices here to fill 'fsdp' with. Give it a"):
+        with pytest.raises(ts.MeshError, match="the size of 'fsdp' cannot be -1 without devices"):
             make("data=2,fsdp=-1")
         with pytest.raises(ts.MeshError, match="fsdp"):
             make("fsdp")

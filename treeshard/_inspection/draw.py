@@ -17,7 +17,7 @@ from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh
 from treeshard._core.specs import axes_of, entries
 from treeshard._core.text import fold, human_bytes
 from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, largest_part, placed_leaves
-from treeshard._planning.plan import PlannedTree
+from treeshard._planning.plan import Plan
 from treeshard.errors import FormatError, LeafError
 
 # Readable on white and on black.
@@ -71,7 +71,7 @@ def draw(x: Any, to: str | Path | None = None) -> None:
             f"draw: {path.name!r} does not end in .html or .svg. The extension determines the kind"
             " of file."
         )
-    if path is None and not isinstance(x, PlannedTree) and _in_notebook() and _by_treescope(x):
+    if path is None and not isinstance(x, Plan) and _in_notebook() and _by_treescope(x):
         return
     try:
         from rich.console import Console

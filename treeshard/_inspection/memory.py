@@ -15,7 +15,7 @@ from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.paths import leaf_paths
 from treeshard._core.specs import axes_of, entries, shard_size, with_entries
-from treeshard._planning.plan import PlannedTree
+from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError, listed
 
 Shape = tuple[int, ...]
@@ -69,7 +69,7 @@ def placed_leaves(x: Any) -> list[PlacedLeaf]:
 
     Raises `SpecError` that names all traced leaves: these have no sharding yet.
     """
-    if isinstance(x, PlannedTree):
+    if isinstance(x, Plan):
         on = {spec: NamedSharding(x.mesh, spec) for spec in {leaf.given for leaf in x.leaves}}
         return [PlacedLeaf(leaf.path, leaf.shape, leaf.dtype, on[leaf.given]) for leaf in x.leaves]
     named = list(zip(leaf_paths(x), tree_leaves(x), strict=True))

@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from treeshard._core.mesh import AnyMesh, axis_sizes, get_axes_size_in_mesh
@@ -15,11 +15,10 @@ from treeshard._planning.rules import errors_of
 from treeshard._planning.tactics import ByNames, Tactic
 from treeshard.errors import did_you_mean
 
-# ------------------------------------------------------------------
-# Findings about the leaves of a plan: what is wrong or looks wrong, and the fix.
-
 # Replicated leaves are reported if they waste at least this part of a device's bytes.
 LARGE_PART = 0.01
+# The number of paths searched for one that a misspelt pattern may mean.
+MOST_NAMES = 1000
 
 
 class Finding(NamedTuple):
@@ -53,10 +52,34 @@ class Finding(NamedTuple):
         return f"{self.severity} {self.code}: {where}{self.fact} {self.fix}"
 
 
+def find(
+    leaves: Sequence[PlannedLeaf],
+    rules: Sequence[tuple[Any, Any]],
+    mesh: AnyMesh,
+    min_size: int,
+    logical_rules: ReadLogicalRules | None,
+    shared: Mapping[str, Sequence[str]],
+    boxes: Mapping[str, Any],
+) -> tuple[Finding, ...]:
+    """All findings of a plan: errors first; replicated leaves ordered by what they waste.
+
+    Without `rules`, only the leaves are checked. `shared` has the key paths of leaves that
+    share a path, and `boxes` the Flax boxes of leaves, by path.
+    """
+    return (
+        *_misfits(leaves),
+        *collisions(shared),
+        *_unused_rules(leaves, rules),
+        *_left_whole(leaves, mesh, min_size),
+        *_scan_dims(leaves, mesh),
+        *(_names_without_rule(leaves, rules, logical_rules, boxes) if rules else ()),
+    )
+
+
 # ------------------------------------------------------------------ errors
 
 
-def misfits(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
+def _misfits(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
     """The errors that `match_partition_rules` raises for, one finding per kind of error."""
     alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
     for members in _kinds(leaves):
@@ -67,7 +90,8 @@ def misfits(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
     for (note, rule, shape), members in alike.items():
         paths = tuple(leaf.path for leaf in members)
         if note.kind == "unmatched":
-            fix = f'Add a rule such as ("{_last_key(paths[0])}", ...), or a last one (".*", None).'
+            last_key = re.escape(paths[0].rpartition("/")[2])
+            fix = f'Add a rule such as ("{last_key}", ...), or a last one (".*", None).'
             yield Finding("unmatched", "error", f"shape {shape}, no rule matches.", fix, paths)
         else:
             # The text of an adjustment is a fact, followed by its fix.
@@ -84,25 +108,120 @@ def _kinds(leaves: Iterable[PlannedLeaf]) -> list[list[PlannedLeaf]]:
     return list(kinds.values())
 
 
-def _last_key(path: str) -> str:
-    return re.escape(path.rpartition("/")[2])
-
-
-def collisions(
-    leaves: Iterable[PlannedLeaf], key_paths: Callable[[str], Sequence[str]]
-) -> Iterator[Finding]:
+def collisions(shared: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
     """Paths that several leaves share, so that rules and files cannot distinguish them."""
-    counts = Counter(leaf.path for leaf in leaves)
-    for path in (path for path, count in counts.items() if count > 1):
-        fact = f"{' and '.join(key_paths(path))} share this path."
+    for path, key_paths in shared.items():
+        fact = f"{' and '.join(key_paths)} share this path."
         fix = "Rename a key: rules cannot distinguish these leaves, and files cannot hold both."
         yield Finding("path-collision", "error", fact, fix, (path,))
+
+
+# ------------------------------------------------------------------ rules
+
+
+def _unused_rules(
+    leaves: Sequence[PlannedLeaf], rules: Sequence[tuple[Any, Any]]
+) -> Iterator[Finding]:
+    """Rules that decided no leaf: dead if they match none, else shadowed by earlier ones.
+
+    A last rule that matches every leaf is a fallback, and not reported.
+    """
+    used = {leaf.rule for leaf in leaves}
+    unused = [index for index in range(len(rules)) if index not in used]
+    takers = {leaf.path: leaf.rule for leaf in leaves} if unused else {}
+    arrays = {leaf.path for leaf in leaves if leaf.shape}
+    for index in unused:
+        pattern = re.compile(rules[index][0])
+        matched = [path for path in takers if pattern.search(path)]
+        shadows = [path for path in matched if path in arrays]
+        if not shadows:
+            yield _dead(index, pattern.pattern, matched, takers)
+        elif index < len(rules) - 1 or len(matched) < len(takers):
+            yield _shadowed(index, rules, shadows, {takers[path] for path in shadows})
+
+
+def _dead(index: int, pattern: str, scalars: Sequence[str], paths: Iterable[str]) -> Finding:
+    if scalars:
+        fact = f"rule {index} {pattern!r} matches only scalars, which need no rule."
+        return Finding("dead-rule", "warning", fact, "Remove it.", tuple(scalars), index)
+    word = pattern.strip("^$/")
+    count = word.count("/") + 1
+    kinds = {re.sub("[0-9]+", "0", path) for path in paths}
+    keys = [kind.split("/") for kind in sorted(kinds)[:MOST_NAMES]]
+    known = {"/".join(k[i : i + count]) for k in keys for i in range(len(k) - count + 1)}
+    near = did_you_mean(word, known)
+    fact = f"rule {index} {pattern!r} matches no leaf.{near}"
+    fix = "Correct the pattern, or remove the rule."
+    return Finding("dead-rule", "warning", fact, fix, rule=index)
+
+
+def _shadowed(
+    index: int, rules: Sequence[tuple[Any, Any]], paths: Sequence[str], takers: set[Any]
+) -> Finding:
+    by = sorted(taker for taker in takers if taker is not None)
+    names = " and ".join(_name(rules, taker) for taker in by[:3])
+    names += f" and {len(by) - 3} more" * (len(by) > 3)
+    fact = (
+        f"{_name(rules, index)} decides no leaf: earlier rules take all"
+        f" {len(paths)} leaves that it matches ({names})."
+    )
+    fix = f"Move it above rule {by[0]}, or remove it."
+    return Finding("shadowed-rule", "warning", fact, fix, tuple(paths), index)
+
+
+def _name(rules: Sequence[tuple[Any, Any]], index: int) -> str:
+    return f"rule {index} {re.compile(rules[index][0]).pattern!r}"
+
+
+# ------------------------------------------------------------------ logical names
+
+
+def _names_without_rule(
+    leaves: Iterable[PlannedLeaf],
+    rules: Sequence[tuple[Any, Any]],
+    logical_rules: ReadLogicalRules | None,
+    boxes: Mapping[str, Any],
+) -> Iterator[Finding]:
+    """Logical names without a logical rule, whose dims are therefore not sharded."""
+    paths: dict[Any, list[str]] = defaultdict(list)
+    known: set[str] = set()
+    for leaf in leaves:
+        if leaf.rule is not None:
+            action, box = rules[leaf.rule][1], boxes.get(leaf.path)
+            for names, by in _named(action, box, logical_rules):
+                if isinstance(by, tuple):
+                    known.update(name for name, _ in by)
+                for name in names_without_rule(names, by):
+                    paths[leaf.rule, name].append(leaf.path)
+    for (index, name), members in paths.items():
+        fact = (
+            f"{_name(rules, index)} uses the logical name {name!r}, which has no"
+            f" logical rule, so its dim is not sharded.{did_you_mean(name, known)}"
+        )
+        fix = f"Add ({name!r}, None) to the logical rules if this is intended."
+        yield Finding("name-without-rule", "warning", fact, fix, tuple(members), index)
+
+
+def _named(
+    action: Any, box: Any, in_force: ReadLogicalRules | None
+) -> Iterator[tuple[Sequence[Any], ReadLogicalRules]]:
+    """The logical names that decide a leaf, and the rules for them."""
+    if is_logical(action) and in_force is not None:
+        yield action, in_force
+    # A box without an attribute `rules` names mesh axes, not logical names.
+    elif isinstance(action, Tactic) and hasattr(box, "rules"):
+        for step in action.steps:
+            if isinstance(step, ByNames):
+                own = step.rules if step.rules is not None else box.rules
+                by = in_force if own is None else read_logical_rules(own)
+                if by is not None:
+                    yield box.names, by
 
 
 # ------------------------------------------------------------------ replicated leaves
 
 
-def left_whole(leaves: Iterable[PlannedLeaf], mesh: AnyMesh, min_size: int) -> list[Finding]:
+def _left_whole(leaves: Iterable[PlannedLeaf], mesh: AnyMesh, min_size: int) -> list[Finding]:
     """Large leaves that are replicated, ordered by the bytes that an even split would save.
 
     Leaves with fewer elements than `min_size` are replicated on purpose. Leaves of one
@@ -167,7 +286,7 @@ def _split_dims(leaf: PlannedLeaf, mesh: AnyMesh) -> list[int]:
 # ------------------------------------------------------------------ stacked layers
 
 
-def scan_dims(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
+def _scan_dims(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
     """Leaves that seem to be layers stacked on dim 0 for a scan, and are sharded on dim 0.
 
     Stacked layers are recognised by their shapes: all arrays of a subtree have the same
@@ -223,135 +342,3 @@ def _stacks(leaves: Iterable[PlannedLeaf]) -> set[str]:
 def _ancestors(path: str) -> list[str]:
     keys = path.split("/")[:-1]
     return ["/".join(keys[:count]) for count in range(len(keys) + 1)]
-
-
-# The number of paths searched for one that a misspelt pattern may mean.
-MOST_NAMES = 1000
-
-_NUMBERS = re.compile("[0-9]+")
-
-
-def find(
-    leaves: Sequence[PlannedLeaf],
-    rules: Sequence[tuple[Any, Any]],
-    mesh: AnyMesh,
-    min_size: int,
-    logical_rules: ReadLogicalRules | None,
-    key_paths: Callable[[str], Sequence[str]],
-    boxes: Mapping[str, Any],
-) -> tuple[Finding, ...]:
-    """All findings of a plan: errors first; replicated leaves ordered by what they waste.
-
-    Without `rules`, only the leaves are checked. `key_paths` returns the key paths of all
-    leaves that share a path; `boxes` has the Flax boxes of leaves by path.
-    """
-    return (
-        *misfits(leaves),
-        *collisions(leaves, key_paths),
-        *_unused_rules(leaves, rules),
-        *left_whole(leaves, mesh, min_size),
-        *scan_dims(leaves, mesh),
-        *(_names_without_rule(leaves, rules, logical_rules, boxes) if rules else ()),
-    )
-
-
-# ------------------------------------------------------------------ rules
-
-
-def _unused_rules(
-    leaves: Sequence[PlannedLeaf], rules: Sequence[tuple[Any, Any]]
-) -> Iterator[Finding]:
-    """Rules that decided no leaf: dead if they match none, else shadowed by earlier ones.
-
-    A last rule that matches every leaf is a fallback, and not reported.
-    """
-    used = {leaf.rule for leaf in leaves}
-    unused = [index for index in range(len(rules)) if index not in used]
-    takers = {leaf.path: leaf.rule for leaf in leaves} if unused else {}
-    arrays = {leaf.path for leaf in leaves if leaf.shape}
-    for index in unused:
-        pattern = re.compile(rules[index][0])
-        matched = [path for path in takers if pattern.search(path)]
-        shadows = [path for path in matched if path in arrays]
-        if not shadows:
-            yield _dead(index, pattern.pattern, matched, takers)
-        elif index < len(rules) - 1 or len(matched) < len(takers):
-            yield _shadowed(index, rules, shadows, {takers[path] for path in shadows})
-
-
-def _dead(index: int, pattern: str, scalars: Sequence[str], paths: Iterable[str]) -> Finding:
-    if scalars:
-        fact = f"rule {index} {pattern!r} matches only scalars, which need no rule."
-        return Finding("dead-rule", "warning", fact, "Remove it.", tuple(scalars), index)
-    word = pattern.strip("^$/")
-    count = word.count("/") + 1
-    kinds = {_NUMBERS.sub("0", path) for path in paths}
-    keys = [kind.split("/") for kind in sorted(kinds)[:MOST_NAMES]]
-    known = {"/".join(k[i : i + count]) for k in keys for i in range(len(k) - count + 1)}
-    near = did_you_mean(word, known)
-    fact = f"rule {index} {pattern!r} matches no leaf.{near}"
-    fix = "Correct the pattern, or remove the rule."
-    return Finding("dead-rule", "warning", fact, fix, rule=index)
-
-
-def _shadowed(
-    index: int, rules: Sequence[tuple[Any, Any]], paths: Sequence[str], takers: set[Any]
-) -> Finding:
-    by = sorted(taker for taker in takers if taker is not None)
-    names = " and ".join(f"rule {taker} {_text(rules[taker][0])!r}" for taker in by[:3])
-    names += f" and {len(by) - 3} more" * (len(by) > 3)
-    fact = (
-        f"rule {index} {_text(rules[index][0])!r} decides no leaf: earlier rules take all"
-        f" {len(paths)} leaves that it matches ({names})."
-    )
-    fix = f"Move it above rule {by[0]}, or remove it."
-    return Finding("shadowed-rule", "warning", fact, fix, tuple(paths), index)
-
-
-def _text(pattern: Any) -> str:
-    return pattern if isinstance(pattern, str) else pattern.pattern
-
-
-# ------------------------------------------------------------------ logical names
-
-
-def _names_without_rule(
-    leaves: Iterable[PlannedLeaf],
-    rules: Sequence[tuple[Any, Any]],
-    logical_rules: ReadLogicalRules | None,
-    boxes: Mapping[str, Any],
-) -> Iterator[Finding]:
-    """Logical names without a logical rule, whose dims are therefore not sharded."""
-    paths: dict[Any, list[str]] = defaultdict(list)
-    known: set[str] = set()
-    for leaf in leaves:
-        if leaf.rule is not None:
-            action, box = rules[leaf.rule][1], boxes.get(leaf.path)
-            for names, by in _named(action, box, logical_rules):
-                if isinstance(by, tuple):
-                    known.update(name for name, _ in by)
-                for name in names_without_rule(names, by):
-                    paths[leaf.rule, name].append(leaf.path)
-    for (index, name), members in paths.items():
-        fact = (
-            f"rule {index} {_text(rules[index][0])!r} uses the logical name {name!r}, which has no"
-            f" logical rule, so its dim is not sharded.{did_you_mean(name, known)}"
-        )
-        fix = f"Add ({name!r}, None) to the logical rules if this is intended."
-        yield Finding("name-without-rule", "warning", fact, fix, tuple(members), index)
-
-
-def _named(
-    action: Any, box: Any, in_force: ReadLogicalRules | None
-) -> Iterator[tuple[Sequence[Any], ReadLogicalRules]]:
-    """The logical names that decide a leaf, and the rules for them."""
-    if is_logical(action) and in_force is not None:
-        yield action, in_force
-    # A box without an attribute `rules` names mesh axes, not logical names.
-    elif isinstance(action, Tactic) and hasattr(box, "rules"):
-        for step in action.steps:
-            if isinstance(step, ByNames):
-                own = step.rules if step.rules is not None else box.rules
-                by = in_force if own is None else read_logical_rules(own)
-                if by is not None:
-                    yield box.names, by

@@ -15,84 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.paths import children_with_keys, leaf_paths, path_under
+from treeshard._core.paths import children_with_keys, leaf_paths, path_under, paths_of
 from treeshard._core.specs import entries, with_entries
 from treeshard._planning.decision import Shape
-
-# ------------------------------------------------------------------
-# Matches the dims of an array to those of the array that it was computed from, by shape.
+from treeshard._planning.tree_walk import TreeDef
 
 Dims = tuple[int | None, ...]
-
-
-@lru_cache(4096)
-def kept_dims(shape: Shape, full: Shape, field: str) -> Dims | None:
-    """Matches the dims of an array to those of the array that it was computed from.
-
-    Dims may be dropped, as in factored moments; added in front, as in histories; replaced,
-    as in projections and reductions that keep a dim of 1; or reordered.
-
-    Args:
-        shape: The shape of the computed array.
-        full: The shape of the array that it was computed from.
-        field: The optimizer's name for it, which distinguishes the factors of arrays with
-            dims of equal length.
-
-    Returns:
-        For each dim of `shape` the dim of `full`, or `None` for a new one; `None` if no dim
-        matches.
-    """
-    new = len(shape) - len(full)
-    if new > 0:
-        return (*[None] * new, *range(len(full))) if shape[new:] == full else None
-    if new == 0:
-        return all_dims(shape, full) or _dims_by_length(shape, full)
-    choices = [
-        dims
-        for dims in combinations(range(len(full)), len(shape))
-        if all(full[dim] == length for dim, length in zip(dims, shape, strict=True))
-    ]
-    named = _factor_dims(full, field)
-    if named in choices:
-        return named
-    # A dim that could be one of several gets no axes.
-    return tuple(d[0] if len(set(d)) == 1 else None for d in zip(*choices, strict=True)) or None
-
-
-def _factor_dims(full: Shape, field: str) -> Dims | None:
-    """The dims that a factor of this name keeps: a row factor drops the longest, a column
-    factor the second longest. This is Adafactor's rule, which sorts equal lengths as numpy."""
-    if len(full) < 2 or not ("row" in field or "col" in field):
-        return None
-    by_length = np.argsort(full).tolist()
-    dropped = by_length[-1] if "row" in field else by_length[-2]
-    return tuple(dim for dim in range(len(full)) if dim != dropped)
-
-
-def _dims_by_length(shape: Shape, full: Shape) -> Dims | None:
-    """Dims of the same position and length; of the others, those whose length is unique."""
-    dims = [dim if length == full[dim] else None for dim, length in enumerate(shape)]
-    moved = [dim for dim, kept in enumerate(dims) if kept is None]
-    for dim in moved:
-        alike = [other for other in moved if full[other] == shape[dim]]
-        if len(alike) == 1 and sum(shape[other] == shape[dim] for other in moved) == 1:
-            dims[dim] = alike[0]
-    return None if all(dim is None for dim in dims) else tuple(dims)
-
-
-def part_dims(position: int, shape: Shape, full: Shape) -> Dims | None:
-    """The dims of one of several arrays in the place of one: its moment along the dim of this
-    position, or a half of the same shape, such as the real part."""
-    if 0 <= position < len(full) and shape == (full[position],):
-        return (position,)
-    return all_dims(shape, full)
-
-
-def all_dims(shape: Shape, full: Shape) -> Dims | None:
-    return tuple(range(len(full))) if shape == full else None
-
-
-TreeDef = Any  # jax.tree_util.PyTreeDef, which type checkers do not know as a type
 
 
 class Followed(NamedTuple):
@@ -120,17 +48,10 @@ class Original:
         treedef: Its structure.
         shapes: The shape of each leaf; `None` for non-array leaves.
         specs: The spec (or `NamedSharding`) of each leaf; `None` counts as `P()`.
-        paths: Returns the path of each leaf. Called only if needed.
     """
 
-    def __init__(
-        self,
-        treedef: TreeDef,
-        shapes: Sequence[Shape | None],
-        specs: Sequence[Any],
-        paths: Callable[[], Sequence[str]],
-    ):
-        self.treedef, self.shapes, self._paths = treedef, shapes, paths
+    def __init__(self, treedef: TreeDef, shapes: Sequence[Shape | None], specs: Sequence[Any]):
+        self.treedef, self.shapes = treedef, shapes
         self.specs = [_bare(spec) for spec in specs]
         self._kept: dict[tuple[int, Dims], PartitionSpec] = {}
         # For each leaf, what a counterpart of the same shape gets.
@@ -140,15 +61,12 @@ class Original:
         ]
 
     @cached_property
-    def paths(self) -> Sequence[str]:
-        """The path of each leaf."""
-        return self._paths()
-
-    @cached_property
     def names(self) -> dict[str, dict[Any, int]]:
         """For each path, the arrays that have it: one index for each shape and spec."""
         names: dict[str, dict[Any, int]] = {}
-        for index, (path, shape) in enumerate(zip(self.paths, self.shapes, strict=True)):
+        for index, (path, shape) in enumerate(
+            zip(paths_of(self.treedef), self.shapes, strict=True)
+        ):
             if shape is not None:
                 names.setdefault(path, {}).setdefault((shape, self.specs[index]), index)
         return names
@@ -331,3 +249,73 @@ def _owners(path: str, names: Mapping[str, Mapping[Any, int]]) -> list[_Owner]:
         if not ending:
             return owners
         ending = ending.partition("/")[2]
+
+
+# ------------------------------------------------------------------ dims
+
+
+@lru_cache(4096)
+def kept_dims(shape: Shape, full: Shape, field: str) -> Dims | None:
+    """Matches the dims of an array to those of the array that it was computed from.
+
+    Dims may be dropped, as in factored moments; added in front, as in histories; replaced,
+    as in projections and reductions that keep a dim of 1; or reordered.
+
+    Args:
+        shape: The shape of the computed array.
+        full: The shape of the array that it was computed from.
+        field: The optimizer's name for it, which distinguishes the factors of arrays with
+            dims of equal length.
+
+    Returns:
+        For each dim of `shape` the dim of `full`, or `None` for a new one; `None` if no dim
+        matches.
+    """
+    new = len(shape) - len(full)
+    if new > 0:
+        return (*[None] * new, *range(len(full))) if shape[new:] == full else None
+    if new == 0:
+        return all_dims(shape, full) or _dims_by_length(shape, full)
+    choices = [
+        dims
+        for dims in combinations(range(len(full)), len(shape))
+        if all(full[dim] == length for dim, length in zip(dims, shape, strict=True))
+    ]
+    named = _factor_dims(full, field)
+    if named in choices:
+        return named
+    # A dim that could be one of several gets no axes.
+    return tuple(d[0] if len(set(d)) == 1 else None for d in zip(*choices, strict=True)) or None
+
+
+def _factor_dims(full: Shape, field: str) -> Dims | None:
+    """The dims that a factor of this name keeps: a row factor drops the longest, a column
+    factor the second longest. This is Adafactor's rule, which sorts equal lengths as numpy."""
+    if len(full) < 2 or not ("row" in field or "col" in field):
+        return None
+    by_length = np.argsort(full).tolist()
+    dropped = by_length[-1] if "row" in field else by_length[-2]
+    return tuple(dim for dim in range(len(full)) if dim != dropped)
+
+
+def _dims_by_length(shape: Shape, full: Shape) -> Dims | None:
+    """Dims of the same position and length; of the others, those whose length is unique."""
+    dims = [dim if length == full[dim] else None for dim, length in enumerate(shape)]
+    moved = [dim for dim, kept in enumerate(dims) if kept is None]
+    for dim in moved:
+        alike = [other for other in moved if full[other] == shape[dim]]
+        if len(alike) == 1 and sum(shape[other] == shape[dim] for other in moved) == 1:
+            dims[dim] = alike[0]
+    return None if all(dim is None for dim in dims) else tuple(dims)
+
+
+def part_dims(position: int, shape: Shape, full: Shape) -> Dims | None:
+    """The dims of one of several arrays in the place of one: its moment along the dim of this
+    position, or a half of the same shape, such as the real part."""
+    if 0 <= position < len(full) and shape == (full[position],):
+        return (position,)
+    return all_dims(shape, full)
+
+
+def all_dims(shape: Shape, full: Shape) -> Dims | None:
+    return tuple(range(len(full))) if shape == full else None

@@ -15,7 +15,7 @@ from treeshard._core.mesh import (
     current_or_given,
     describe_mesh,
 )
-from treeshard._core.paths import leaf_paths
+from treeshard._core.paths import paths_of
 from treeshard._core.spec_trees import SpecCarrier, specs_of_leaves
 from treeshard._core.specs import MISFITS, axes_of, entries, project
 from treeshard._planning.mirrors import Original, follow
@@ -84,7 +84,6 @@ def optimizer_state_specs(
         treedef,
         [tuple(leaf.shape) if has_shape(leaf) else None for leaf in leaves],
         specs_of_leaves(param_specs, params, "param_specs"),
-        lambda: leaf_paths(params),
     )
     _check_fit(original, mesh)
     specs = [followed.spec for followed in follow(opt_state, original)]
@@ -104,7 +103,7 @@ def _check_fit(original: Original, mesh: AnyMesh | None) -> None:
             continue
         if bad := [note for note in project(spec, mesh, shape)[1] if note.kind in MISFITS]:
             why = " ".join(note.why for note in bad)
-            facts.append(f"{original.paths[index]}: shape {shape}, {spec}: {why}")
+            facts.append(f"{paths_of(original.treedef)[index]}: shape {shape}, {spec}: {why}")
             kinds.update(note.kind for note in bad)
         else:
             fits.add((id(spec), shape))

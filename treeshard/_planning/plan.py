@@ -13,7 +13,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import abstract_mesh
 from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh
-from treeshard._core.paths import is_box, leaf_paths, same_path_keys
+from treeshard._core.paths import is_box, leaf_paths, paths_of, shared_names
 from treeshard._core.spec_trees import SpecCarrier
 from treeshard._core.specs import axes_of, entries, with_entries
 from treeshard._core.text import human_bytes
@@ -21,29 +21,51 @@ from treeshard._planning.decision import Decision, PlannedLeaf
 from treeshard._planning.lint import Finding, collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
 from treeshard._planning.matching import decide
-from treeshard._planning.mirrors import Followed, Original, follow
-from treeshard._planning.plan_json import PlanText, check_told, from_text, laid_out, to_text
+from treeshard._planning.mirrors import Original, follow
+from treeshard._planning.plan_json import (
+    StoredPlan,
+    arrange,
+    check_no_opaque_actions,
+    from_json,
+    to_json,
+)
 from treeshard._planning.plan_report import PlanDiff, describe, describe_html, diff, rich_table
 from treeshard._planning.rules import Rules, read_rules, rules_error, warn_of_moves
 from treeshard._planning.tactics import Tactic, min_size_in_force
 from treeshard._planning.tree_walk import TreeDef
 from treeshard.errors import FormatError, ShardingRuleError, listed
 
-# ------------------------------------------------------------------
-# The tree of a plan, as specs, shardings and structs.
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PlannedTree(SpecCarrier):
-    """A tree of planned leaves on a mesh. `Plan` documents the attributes."""
+class Plan(SpecCarrier):
+    """How every leaf of a tree is to be sharded over a mesh, and why: see `plan`.
+
+    Every function that takes specs takes a `Plan`. Two plans are equal if their meshes have
+    the same axes and sizes, and their leaves the same paths, shapes, dtypes and specs; their
+    rules may differ.
+
+    Attributes:
+        mesh: The mesh that the plan is for.
+        rules: The rules that decided.
+        min_size: Leaves with fewer elements were not sharded.
+        leaves: A `PlannedLeaf` for every array, in the order in which JAX flattens the tree.
+    """
 
     mesh: AnyMesh
     rules: tuple[tuple[Any, Any], ...]
     min_size: int
     leaves: tuple[PlannedLeaf, ...]
-    treedef: TreeDef = field(default=None)
+    treedef: TreeDef
     # The non-array leaves, by their index among all leaves.
     _others: Mapping[int, Any] = field(default_factory=dict)
+    # The rules for logical names that were in force when the plan was made.
+    _logical: ReadLogicalRules | None = None
+    # `_mirrors`: the plan was made by `follow`. `_source`: by `follow` of this plan; a plan
+    # that was read from JSON does not know it.
+    _source: "Plan | None" = None
+    _mirrors: bool = False
+
+    # -------------------------------------------------------------- the tree
 
     @property
     def specs(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -76,17 +98,17 @@ class PlannedTree(SpecCarrier):
         return self.treedef.unflatten(
             [
                 of_other(self._others[index]) if leaf is None else of_array(leaf)
-                for index, leaf in enumerate(self.leaf_at_each_place())
+                for index, leaf in enumerate(self.leaf_at_each_index())
             ]
         )
 
-    def leaf_at_each_place(self) -> list[PlannedLeaf | None]:
+    def leaf_at_each_index(self) -> list[PlannedLeaf | None]:
         """A `PlannedLeaf` for every leaf of the tree, in JAX's order; `None` for non-arrays."""
         arrays = iter(self.leaves)
         indices = range(self.treedef.num_leaves)
         return [None if index in self._others else next(arrays) for index in indices]
 
-    def bare(self) -> Any:
+    def _bare(self) -> Any:
         """The tree with a `ShapeDtypeStruct` without a sharding at every array."""
         return self._tree(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lambda other: other
@@ -118,78 +140,7 @@ class PlannedTree(SpecCarrier):
                 axes.update(action.fsdp_axes.intersection(used))
         return frozenset(axes)
 
-    def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, PlannedTree) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[Any, ...]:
-        # P("data", None) and P("data") mean the same.
-        short = {spec: with_entries(spec, entries(spec)) for spec in {x.given for x in self.leaves}}
-        leaves = tuple(sorted(self.leaves, key=lambda leaf: leaf.path))
-        return tuple(axis_sizes(self.mesh).items()), tuple(
-            (x.path, x.shape, x.dtype, short[x.given]) for x in leaves
-        )
-
-
-# ------------------------------------------------------------------
-# The leaves of a plan for a tree that holds copies of a planned one.
-
-
-def followed_leaves(plan: PlannedTree, tree: Any) -> tuple[tuple[PlannedLeaf, ...], dict[int, Any]]:
-    """A `PlannedLeaf` for every array of `tree`, and its non-array leaves by index."""
-    planned = plan.leaf_at_each_place()
-    original = Original(
-        plan.treedef,
-        [None if leaf is None else leaf.shape for leaf in planned],
-        [None if leaf is None else leaf.given for leaf in planned],
-        lambda: leaf_paths(plan.specs),
-    )
-    leaves: list[PlannedLeaf] = []
-    others: dict[int, Any] = {}
-    shared: dict[Decision, Decision] = {}
-    rows = zip(leaf_paths(tree), tree_leaves(tree), follow(tree, original), strict=True)
-    for index, (path, leaf, followed) in enumerate(rows):
-        if not has_shape(leaf):
-            others[index] = leaf
-            continue
-        shape = tuple(leaf.shape)
-        like = None if followed.like is None else planned[followed.like]
-        decision = _decision(shape, followed, like)
-        leaves.append(PlannedLeaf(path, shape, leaf.dtype, shared.setdefault(decision, decision)))
-    return tuple(leaves), others
-
-
-def _decision(shape: tuple[int, ...], followed: Followed, like: PlannedLeaf | None) -> Decision:
-    if like is None:
-        return Decision(PartitionSpec(), PartitionSpec())
-    if shape == like.shape:
-        return like.decision
-    return Decision(followed.spec, followed.spec, like.rule, like.pattern)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Plan(PlannedTree):
-    """How every leaf of a tree is to be sharded over a mesh, and why: see `plan`.
-
-    Every function that takes specs takes a `Plan`. Two plans are equal if their meshes have
-    the same axes and sizes, and their leaves the same paths, shapes, dtypes and specs; their
-    rules may differ.
-
-    Attributes:
-        mesh: The mesh that the plan is for.
-        rules: The rules that decided.
-        min_size: Leaves with fewer elements were not sharded.
-        leaves: A `PlannedLeaf` for every array, in the order in which JAX flattens the tree.
-    """
-
-    # The rules for logical names that were in force when the plan was made.
-    _logical: ReadLogicalRules | None = None
-    # `_mirrors`: the plan was made by `follow`. `_source`: by `follow` of this plan; a plan
-    # that was read from JSON does not know it.
-    _source: "Plan | None" = None
-    _mirrors: bool = False
+    # -------------------------------------------------------------- errors and warnings
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
@@ -216,15 +167,20 @@ class Plan(PlannedTree):
         boxes: dict[str, Any] = {}
         if any(isinstance(action, Tactic) and action.reads_boxes for _, action in self.rules):
             nodes, treedef = tree_flatten(self.structs, is_leaf=is_box)
-            paths = leaf_paths(treedef.unflatten(range(len(nodes))))
-            boxes = {path: x for path, x in zip(paths, nodes, strict=True) if is_box(x)}
+            boxes = {p: x for p, x in zip(paths_of(treedef), nodes, strict=True) if is_box(x)}
         rules = () if self._mirrors else self.rules  # the rules did not decide a mirror
-        return find(
-            self.leaves, rules, self.mesh, self.min_size, self._logical, self._key_paths, boxes
-        )
+        shared = self._shared_paths()
+        return find(self.leaves, rules, self.mesh, self.min_size, self._logical, shared, boxes)
 
-    def _key_paths(self, path: str) -> list[str]:
-        return same_path_keys(self.specs, path)
+    def _shared_paths(self) -> dict[str, list[str]]:
+        paths = [None if leaf is None else leaf.path for leaf in self.leaf_at_each_index()]
+        return shared_names(paths, self.specs)
+
+    def _check_paths(self) -> None:
+        """Raises `ShardingRuleError` if leaves share a path."""
+        if shared := list(map(str, collisions(self._shared_paths()))):
+            message = listed(f"{len(shared)} paths belong to several leaves:", shared)
+            raise ShardingRuleError(message)
 
     def check(self) -> None:
         """Raises if there are errors among `findings`.
@@ -236,12 +192,14 @@ class Plan(PlannedTree):
         """
         rows = ((leaf.path, leaf.shape, leaf.decision) for leaf in self.leaves)
         error = rules_error(rows, self.mesh)
-        shared = list(map(str, collisions(self.leaves, self._key_paths)))
-        if shared:
-            message = listed(f"{len(shared)} paths belong to several leaves:", shared)
-            raise type(error)(f"{error}\n{message}") if error else ShardingRuleError(message)
+        try:
+            self._check_paths()
+        except ShardingRuleError as shared:
+            raise (type(error)(f"{error}\n{shared}") if error else shared) from None
         if error:
             raise error
+
+    # -------------------------------------------------------------- other plans
 
     def on(self, mesh: AnyMesh | str) -> "Plan":
         """Plans the same tree by the same rules for another mesh.
@@ -263,15 +221,15 @@ class Plan(PlannedTree):
             <Plan: 1 leaves on fsdp=1024, 4.0 KiB per device>
         """
         if self._source is not None:
-            return self._source.on(mesh).follow(self.bare())
+            return self._source.on(mesh).follow(self._bare())
         if self._mirrors:
             raise FormatError(
                 "The plan was made by `follow`, and its JSON does not store the plan that it"
                 " follows. Call `plan.on(mesh).follow(tree)` on that plan."
             )
-        check_told(self.rules)
+        check_no_opaque_actions(self.rules)
         with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
-            return plan(self.bare(), self.rules, mesh, min_size=self.min_size)
+            return plan(self._bare(), self.rules, mesh, min_size=self.min_size)
 
     def follow(self, tree: Any) -> "Plan":
         """Plans a tree that holds copies of this plan's tree: optimizer state, an average,
@@ -293,10 +251,34 @@ class Plan(PlannedTree):
             >>> decided.follow(optax.sgd(0.1, momentum=0.9).init(params)).specs
             (TraceState(trace={'w': P('fsdp',)}), EmptyState())
         """
-        leaves, others = followed_leaves(self, tree)
+        planned = self.leaf_at_each_index()
+        original = Original(
+            self.treedef,
+            [None if leaf is None else leaf.shape for leaf in planned],
+            [None if leaf is None else leaf.given for leaf in planned],
+        )
+        alone = Decision(PartitionSpec(), PartitionSpec())
+        decisions: dict[Decision, Decision] = {}  # equal decisions are shared, as in `plan`
+        leaves: list[PlannedLeaf] = []
+        others: dict[int, Any] = {}
+        rows = zip(leaf_paths(tree), tree_leaves(tree), follow(tree, original), strict=True)
+        for index, (path, leaf, followed) in enumerate(rows):
+            if not has_shape(leaf):
+                others[index] = leaf
+                continue
+            shape = tuple(leaf.shape)
+            like = None if followed.like is None else planned[followed.like]
+            if like is None:
+                decision = alone
+            elif shape == like.shape:
+                decision = like.decision
+            else:
+                decision = Decision(followed.spec, followed.spec, like.rule, like.pattern)
+            decision = decisions.setdefault(decision, decision)
+            leaves.append(PlannedLeaf(path, shape, leaf.dtype, decision))
         return replace(
             self,
-            leaves=leaves,
+            leaves=tuple(leaves),
             treedef=tree_structure(tree),
             _others=others,
             _source=self,
@@ -327,6 +309,22 @@ class Plan(PlannedTree):
         """
         return diff(self.leaves, other.leaves, (self.mesh, other.mesh))
 
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Plan) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        # P("data", None) and P("data") mean the same.
+        short = {spec: with_entries(spec, entries(spec)) for spec in {x.given for x in self.leaves}}
+        leaves = tuple(sorted(self.leaves, key=lambda leaf: leaf.path))
+        return tuple(axis_sizes(self.mesh).items()), tuple(
+            (x.path, x.shape, x.dtype, short[x.given]) for x in leaves
+        )
+
+    # -------------------------------------------------------------- text
+
     def to_json(self) -> str:
         """Returns the plan as JSON, one line per leaf, for `from_json` and for other programs.
 
@@ -335,11 +333,12 @@ class Plan(PlannedTree):
         Raises:
             ShardingRuleError: If leaves share a path.
         """
-        if shared := list(map(str, collisions(self.leaves, self._key_paths))):
-            message = listed(f"{len(shared)} paths belong to several leaves:", shared)
-            raise ShardingRuleError(message)
-        written = (self.mesh, self.rules, self.min_size, self.leaves, self._mirrors, self._logical)
-        return to_text(PlanText(*written))
+        self._check_paths()
+        return to_json(
+            StoredPlan(
+                self.mesh, self.rules, self.min_size, self.leaves, self._mirrors, self._logical
+            )
+        )
 
     @staticmethod
     def from_json(text: str, *, like: Any = None) -> "Plan":
@@ -363,22 +362,22 @@ class Plan(PlannedTree):
             >>> Plan.from_json(text).specs, Plan.from_json(text, like=tree).specs
             ({'mlp/w': P('fsdp',)}, {'mlp': {'w': P('fsdp',)}})
         """
-        read = from_text(text)
+        stored = from_json(text)
         if like is None:
-            leaves, others = tuple(sorted(read.leaves, key=lambda leaf: leaf.path)), {}
+            leaves, others = tuple(sorted(stored.leaves, key=lambda leaf: leaf.path)), {}
             treedef = tree_structure({leaf.path: 0 for leaf in leaves})
         else:
-            leaves, others = laid_out(read.leaves, like)
+            leaves, others = arrange(stored.leaves, like)
             treedef = tree_structure(like)
         return Plan(
-            read.mesh,
-            read.rules,
-            read.min_size,
+            stored.mesh,
+            stored.rules,
+            stored.min_size,
             leaves,
             treedef,
             others,
-            _logical=read.logical,
-            _mirrors=read.mirrors,
+            _logical=stored.logical,
+            _mirrors=stored.mirrors,
         )
 
     def describe(self) -> str:

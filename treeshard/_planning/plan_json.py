@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -11,152 +11,24 @@ from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.paths import leaf_paths
+from treeshard._core.paths import leaf_paths, pair
 from treeshard._core.specs import Adjustment, entries, is_logical, project
-from treeshard._core.text import check_keys, parse_dtype, parse_names, parse_spec, typed
+from treeshard._core.text import parse_dtype, parse_names, parse_spec
 from treeshard._planning.decision import Decision, PlannedLeaf
 from treeshard._planning.logical import PartitionAxis, ReadLogicalRules, read_logical_rules
 from treeshard._planning.strategies import parse_strategy
 from treeshard._planning.tactics import Tactic
-from treeshard.errors import FormatError, ShardingRuleError, listed
-
-# ------------------------------------------------------------------
-# Writes rules as JSON, and reads them back. Only the names of functions are stored.
-
-_RULE = ("pattern", "flags", "kind", "action")
-_LOGICAL = ("kind", "axes")
-
-
-class Untold:
-    """An action that JSON cannot store: a function, or a tactic defined by the user."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-    def __call__(self, path: str, leaf: Any) -> NoReturn:
-        raise FormatError(
-            f"{path}: JSON stores only the name of {self.text}. Give the rules again."
-        )
-
-
-def check_told(rules: Iterable[tuple[Any, Any]]) -> None:
-    """Raises if the action of a rule was not stored in JSON."""
-    facts = [
-        f"rule {index} {pattern!r} was {action!r}, which JSON cannot store."
-        for index, (pattern, action) in enumerate(rules)
-        if isinstance(action, Untold)
-    ]
-    if facts:
-        message = listed(f"The actions of {len(facts)} rules were not stored:", facts)
-        raise FormatError(f"{message} Make the plan again, with `plan(tree, rules, mesh)`.")
-
-
-# ------------------------------------------------------------------ rules
-
-
-def rule_to_text(pattern: Any, action: Any) -> dict[str, Any]:
-    """A rule as a JSON object."""
-    compiled = re.compile(pattern)
-    flags = int(compiled.flags & ~re.UNICODE)
-    kind = next((kind for kind, test in _KINDS.items() if test(action)), "function")
-    text = action.text if isinstance(action, Tactic) else repr(action)
-    if kind == "function" and not isinstance(action, Untold):
-        text = getattr(action, "__qualname__", type(action).__qualname__)
-    return dict(zip(_RULE, (compiled.pattern, flags, kind, text), strict=True))
-
-
-# The kind of an action is the first whose test it passes, else "function".
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "replicate": lambda action: action is None,
-    "spec": lambda action: isinstance(action, PartitionSpec),
-    "names": is_logical,
-    "tactic": lambda action: isinstance(action, Tactic),
-}
-
-
-def rule_from_text(raw: Any, where: str) -> tuple[Any, Any]:
-    """The rule that `rule_to_text` wrote. Raises `FormatError` that starts with `where`."""
-    check_keys(raw, _RULE, where)
-    pattern, flags = typed(raw["pattern"], str, where), typed(raw["flags"], int, where)
-    text = typed(raw["action"], str, f"{where}.action")
-    try:
-        compiled = re.compile(pattern, flags & ~re.DEBUG)  # re.DEBUG prints
-    except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise FormatError(f"{where}.pattern {pattern!r} does not compile: {error}.") from None
-    try:
-        action = _action(raw["kind"], text)
-    except FormatError as error:
-        raise FormatError(f"{where}.action: {error}") from None
-    return (compiled if flags and compiled.flags != re.compile(pattern).flags else pattern), action
-
-
-def _action(kind: Any, text: str) -> Any:
-    match kind:
-        case "replicate":
-            return None
-        case "spec":
-            return parse_spec(text)
-        case "names":
-            return parse_names(text)
-        case "tactic":
-            try:
-                return parse_strategy(text)
-            except ShardingRuleError:  # a user's tactic, unknown here or not made of literals
-                return Untold(text)
-        case "function":
-            return Untold(text)
-    raise FormatError(f"the kind is {kind!r}, not one of {[*_KINDS, 'function']}.")
-
-
-# ------------------------------------------------------------------ rules for logical names
-
-
-def logical_to_text(rules: ReadLogicalRules | None) -> dict[str, Any] | None:
-    """Rules for logical names as a JSON object, which writes their axes as specs of one dim."""
-    if rules is None:
-        return None
-    fields = dataclasses.asdict(rules).items() if isinstance(rules, PartitionAxis) else rules
-    kind = "PartitionAxis" if isinstance(rules, PartitionAxis) else "rules"
-    return {"kind": kind, "axes": [[name, repr(PartitionSpec(axes))] for name, axes in fields]}
-
-
-def logical_from_text(raw: Any) -> ReadLogicalRules | None:
-    """The rules that `logical_to_text` wrote. Raises `FormatError`."""
-    if raw is None:
-        return None
-    check_keys(raw, _LOGICAL, "logical")
-    pairs: list[tuple[str, Any]] = []
-    for row in typed(raw["axes"], list, "logical.axes"):
-        if not isinstance(row, list) or [type(x) for x in row] != [str, str]:
-            raise FormatError(f"logical.axes: {row!r} is not a pair of a name and a spec.")
-        pairs.append((row[0], entries(parse_spec(row[1]))[0]))
-    try:
-        if raw["kind"] == "rules":
-            return read_logical_rules(pairs)
-        names = [field.name for field in dataclasses.fields(PartitionAxis)]
-        check_keys(dict(pairs), names, "logical.axes")
-        return PartitionAxis(**dict(pairs))
-    except ShardingRuleError as error:
-        raise FormatError(f"logical: {error}") from None
-
+from treeshard.errors import FormatError, ShardingRuleError, TreeShardError, listed
 
 VERSION = 1
 
-_PLAN = ("treeshard_plan", "mesh", "min_size", "mirrors", "logical", "rules", "leaves")
-_AXIS = ("axis", "size", "type")
-_LEAF = ("path", "shape", "dtype", "asked", "given", "rule", "adjustments")
-_NOTE = ("kind", "why", "axes", "dim")
 
-
-class PlanText(NamedTuple):
+class StoredPlan(NamedTuple):
     """The parts of a plan that JSON can store.
 
     Attributes:
         mesh: The mesh; abstract if it was read from JSON.
-        rules: The rules. Functions are read as `Untold`.
+        rules: The rules. Functions are read as `OpaqueAction`s.
         min_size: Leaves with fewer elements were not sharded.
         leaves: The leaves.
         mirrors: Whether the plan was made by `Plan.follow`, so that rules did not decide it.
@@ -174,37 +46,99 @@ class PlanText(NamedTuple):
 # ------------------------------------------------------------------ writing
 
 
-def to_text(plan: PlanText) -> str:
+def to_json(plan: StoredPlan) -> str:
     """Writes a plan as JSON, one line per leaf."""
-    types = {kind: kind.name.lower() for kind in AxisType}
-    axes = zip(axis_sizes(plan.mesh).items(), plan.mesh.axis_types, strict=True)
+    mesh = zip(axis_sizes(plan.mesh).items(), plan.mesh.axis_types, strict=True)
     head = {
         "treeshard_plan": VERSION,
-        "mesh": [dict(zip(_AXIS, (*axis, types[kind]), strict=True)) for axis, kind in axes],
+        "mesh": [{"axis": a, "size": n, "type": kind.name.lower()} for (a, n), kind in mesh],
         "min_size": plan.min_size,
         "mirrors": plan.mirrors,
-        "logical": logical_to_text(plan.logical),
+        "logical": _logical_to_json(plan.logical),
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    rules = [json.dumps(rule_to_text(*rule)) for rule in plan.rules]
-    leaves = [json.dumps(_leaf_out(leaf)) for leaf in plan.leaves]
+    rules = [json.dumps(_rule_to_json(*rule)) for rule in plan.rules]
+    leaves = [json.dumps(_leaf_to_json(leaf)) for leaf in plan.leaves]
     for name, rows in (("rules", rules), ("leaves", leaves)):
         lines.append(f'"{name}": [\n  ' + ",\n  ".join(rows) + "\n]" if rows else f'"{name}": []')
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _leaf_out(leaf: PlannedLeaf) -> dict[str, Any]:
-    asked = None if leaf.asked is None else repr(leaf.asked)
-    notes = [note._asdict() for note in leaf.adjustments]
-    row = (leaf.path, leaf.shape, str(leaf.dtype), asked, repr(leaf.given), leaf.rule, notes)
-    return dict(zip(_LEAF, row, strict=True))
+def _leaf_to_json(leaf: PlannedLeaf) -> dict[str, Any]:
+    return {
+        "path": leaf.path,
+        "shape": leaf.shape,
+        "dtype": str(leaf.dtype),
+        "asked": None if leaf.asked is None else repr(leaf.asked),
+        "given": repr(leaf.given),
+        "rule": leaf.rule,
+        "adjustments": [note._asdict() for note in leaf.adjustments],
+    }
+
+
+def _rule_to_json(pattern: Any, action: Any) -> dict[str, Any]:
+    compiled = re.compile(pattern)
+    kind = next((kind for kind, test in _KINDS.items() if test(action)), "function")
+    text = action.text if isinstance(action, Tactic) else repr(action)
+    if kind == "function" and not isinstance(action, OpaqueAction):
+        text = getattr(action, "__qualname__", type(action).__qualname__)
+    flags = int(compiled.flags & ~re.UNICODE)
+    return {"pattern": compiled.pattern, "flags": flags, "kind": kind, "action": text}
+
+
+# The kind of an action is the first whose test it passes, else "function".
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "replicate": lambda action: action is None,
+    "spec": lambda action: isinstance(action, PartitionSpec),
+    "names": is_logical,
+    "tactic": lambda action: isinstance(action, Tactic),
+}
+
+
+def _logical_to_json(rules: ReadLogicalRules | None) -> dict[str, Any] | None:
+    """Rules for logical names; their axes are written as specs of one dim."""
+    if rules is None:
+        return None
+    fields = dataclasses.asdict(rules).items() if isinstance(rules, PartitionAxis) else rules
+    kind = "PartitionAxis" if isinstance(rules, PartitionAxis) else "rules"
+    return {"kind": kind, "axes": [[name, repr(PartitionSpec(axes))] for name, axes in fields]}
+
+
+# ------------------------------------------------------------------ actions that are not stored
+
+
+class OpaqueAction:
+    """An action that JSON cannot store: a function, or a tactic defined by the user."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __call__(self, path: str, leaf: Any) -> NoReturn:
+        raise FormatError(
+            f"{path}: JSON stores only the name of {self.text}. Give the rules again."
+        )
+
+
+def check_no_opaque_actions(rules: Iterable[tuple[Any, Any]]) -> None:
+    """Raises `FormatError` if the action of a rule was not stored in JSON."""
+    facts = [
+        f"rule {index} {pattern!r} was {action!r}, which JSON cannot store."
+        for index, (pattern, action) in enumerate(rules)
+        if isinstance(action, OpaqueAction)
+    ]
+    if facts:
+        message = listed(f"The actions of {len(facts)} rules were not stored:", facts)
+        raise FormatError(f"{message} Make the plan again, with `plan(tree, rules, mesh)`.")
 
 
 # ------------------------------------------------------------------ reading
 
 
-def from_text(text: str) -> PlanText:
-    """Reads what `to_text` wrote. Raises `FormatError`, which says where the text is wrong."""
+def from_json(text: str) -> StoredPlan:
+    """Reads what `to_json` wrote. Raises `FormatError`, which says where the text is wrong."""
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -218,36 +152,58 @@ def from_text(text: str) -> PlanText:
             f"The plan has version {raw['treeshard_plan']!r}, and this treeshard reads version"
             f" {VERSION}. Make the plan again, or read it with the treeshard that wrote it."
         )
-    check_keys(raw, _PLAN, "the plan")
-    mesh = _mesh(raw["mesh"])
-    rules = tuple(rule_from_text(rule, f"rules[{i}]") for i, rule in enumerate(_rows(raw, "rules")))
-    reader = _LeafReader(mesh, rules)
-    leaves = tuple(reader.leaf(x, f"leaves[{i}]") for i, x in enumerate(_rows(raw, "leaves")))
+    match raw:
+        case {
+            "mesh": list(axes),
+            "min_size": int(min_size),
+            "mirrors": bool(mirrors),
+            "logical": logical,
+            "rules": list(rules),
+            "leaves": list(leaves),
+        } if len(raw) == 7:
+            mesh = _read("mesh", _read_mesh, axes)
+            rules = tuple(_read(f"rules[{i}]", _read_rule, rule) for i, rule in enumerate(rules))
+            read_leaf = _LeafReader(mesh, rules).leaf
+            leaves = tuple(_read(f"leaves[{i}]", read_leaf, x) for i, x in enumerate(leaves))
+        case _:
+            raise FormatError(
+                f"The plan has the keys {', '.join(raw)}. It must have treeshard_plan, mesh (a"
+                " list), min_size (a number), mirrors (true or false), logical, rules and leaves"
+                " (lists)."
+            )
     if len({leaf.path for leaf in leaves}) < len(leaves):
         raise FormatError("leaves: two have the same path. Paths must be unique.")
-    min_size = typed(raw["min_size"], int, "min_size")
-    mirrors, logical = typed(raw["mirrors"], bool, "mirrors"), logical_from_text(raw["logical"])
-    return PlanText(mesh, rules, min_size, leaves, mirrors, logical)
+    logical = _read("logical", _read_logical, logical)
+    return StoredPlan(mesh, rules, min_size, leaves, mirrors, logical)
 
 
-def _rows(raw: Mapping[str, Any], key: str) -> list[Any]:
-    return typed(raw[key], list, key)
+def _read(where: str, read: Callable[[Any], Any], raw: Any) -> Any:
+    """`read(raw)`, with one error for everything that may be wrong in `raw`."""
+    try:
+        return read(raw)
+    except (TreeShardError, ValueError, TypeError, LookupError, OverflowError, re.error) as error:
+        text = json.dumps(raw)
+        shown = text if len(text) <= 200 else f"{text[:200]}..."
+        why = str(error).rstrip(".")
+        raise FormatError(f"{where} cannot be read: {why}. It is {shown}") from None
 
 
-def _mesh(raw: Any) -> AbstractMesh:
+def _read_mesh(raw: list[Any]) -> AbstractMesh:
     types = {kind.name.lower(): kind for kind in AxisType}
-    for i, axis in enumerate(typed(raw, list, "mesh")):
-        check_keys(axis, _AXIS, f"mesh[{i}]")
-        typed(axis["axis"], str, f"mesh[{i}].axis")
-        if typed(axis["size"], int, f"mesh[{i}].size") < 1:
-            raise FormatError(f"mesh[{i}].size is {axis['size']}. It must be positive.")
-        if axis["type"] not in types:
-            raise FormatError(f"mesh[{i}].type is {axis['type']!r}, not one of {list(types)}.")
-    names = tuple(axis["axis"] for axis in raw)
-    if len(set(names)) < len(names):
-        raise FormatError(f"mesh: an axis appears twice: {', '.join(names)}.")
-    kinds = tuple(types[axis["type"]] for axis in raw)
-    return AbstractMesh(tuple(axis["size"] for axis in raw), names, axis_types=kinds)
+    axes: dict[str, tuple[int, AxisType]] = {}
+    for axis in raw:
+        match axis:
+            case {"axis": str(name), "size": int(size), "type": str(kind)} if (
+                size > 0 and kind in types and name not in axes
+            ):
+                axes[name] = size, types[kind]
+            case _:
+                raise FormatError(
+                    "every axis has a unique name ('axis'), a positive 'size', and a 'type' that"
+                    f" is one of {', '.join(types)}."
+                )
+    sizes, kinds = zip(*axes.values(), strict=True) if axes else ((), ())
+    return AbstractMesh(sizes, tuple(axes), axis_types=kinds)
 
 
 class _LeafReader:
@@ -258,45 +214,95 @@ class _LeafReader:
         self.decisions: dict[str, Decision] = {}
         self.dtypes: dict[str, Any] = {}
 
-    def leaf(self, raw: Any, where: str) -> PlannedLeaf:
-        check_keys(raw, _LEAF, where)
-        path = typed(raw["path"], str, f"{where}.path")
-        shape = tuple(typed(raw["shape"], list, f"{where}.shape"))
-        if any(type(length) is not int or length < 0 for length in shape):
-            raise FormatError(f"{where} ({path}): {shape} is not a shape.")
-        key = repr([raw[name] for name in ("shape", *_LEAF[3:])])
-        try:
-            if raw["dtype"] not in self.dtypes:
-                self.dtypes[raw["dtype"]] = parse_dtype(typed(raw["dtype"], str, "dtype"))
-            if key not in self.decisions:
-                self.decisions[key] = self._decision(raw, shape)
-        except FormatError as error:
-            raise FormatError(f"{where} ({path}): {error}") from None
-        return PlannedLeaf(path, shape, self.dtypes[raw["dtype"]], self.decisions[key])
-
-    def _decision(self, raw: Mapping[str, Any], shape: tuple[int, ...]) -> Decision:
-        asked = None if raw["asked"] is None else parse_spec(typed(raw["asked"], str, "asked"))
-        given = parse_spec(typed(raw["given"], str, "given"))
-        if adjustments := project(given, self.mesh, shape)[1]:
-            raise FormatError(f"given is {given}: {adjustments[0].why}")
-        rule, pattern = raw["rule"], None
-        if rule is not None:
-            if typed(rule, int, "rule") not in range(len(self.rules)):
-                raise FormatError(f"rule is {rule}, but there are {len(self.rules)} rules.")
-            pattern = re.compile(self.rules[int(rule)][0]).pattern
-        notes = tuple(map(_note, typed(raw["adjustments"], list, "adjustments")))
-        return Decision(asked, given, rule, pattern, notes)
-
-
-def _note(raw: Any) -> Adjustment:
-    check_keys(raw, _NOTE, "an adjustment")
-    kind, why = typed(raw["kind"], str, "kind"), typed(raw["why"], str, "why")
-    axes = tuple(typed(axis, str, "axes") for axis in typed(raw["axes"], list, "axes"))
-    dim = None if raw["dim"] is None else typed(raw["dim"], int, "dim")
-    return Adjustment(kind, why, axes, dim)
+    def leaf(self, raw: Any) -> PlannedLeaf:
+        match raw:
+            case {
+                "path": str(path),
+                "shape": list(lengths),
+                "dtype": str(dtype),
+                "asked": str() | None as asked,
+                "given": str(given),
+                "rule": int() | None as rule,
+                "adjustments": list(notes),
+            } if len(raw) == 7 and all(type(length) is int and length >= 0 for length in lengths):
+                shape = tuple(lengths)
+            case _:
+                raise FormatError(
+                    "a leaf has a path, a shape, a dtype, the specs 'asked' and 'given', a rule,"
+                    " and adjustments."
+                )
+        if dtype not in self.dtypes:
+            self.dtypes[dtype] = parse_dtype(dtype)
+        key = repr((shape, asked, given, rule, notes))
+        if key not in self.decisions:
+            spec = parse_spec(given)
+            if adjustments := project(spec, self.mesh, shape)[1]:
+                raise FormatError(f"{spec} does not fit: {adjustments[0].why}")
+            if rule is not None and rule not in range(len(self.rules)):
+                raise FormatError(f"rule {rule} does not exist: there are {len(self.rules)} rules.")
+            self.decisions[key] = Decision(
+                None if asked is None else parse_spec(asked),
+                spec,
+                rule,
+                None if rule is None else re.compile(self.rules[rule][0]).pattern,
+                tuple(map(_read_adjustment, notes)),
+            )
+        return PlannedLeaf(path, shape, self.dtypes[dtype], self.decisions[key])
 
 
-def laid_out(
+def _read_adjustment(raw: Any) -> Adjustment:
+    match raw:
+        case {
+            "kind": str(kind),
+            "why": str(why),
+            "axes": list(axes),
+            "dim": int() | None as dim,
+        }:
+            return Adjustment(kind, why, tuple(map(str, axes)), dim)
+    raise FormatError("an adjustment has a kind, a 'why', axes, and a dim or null.")
+
+
+def _read_rule(raw: Any) -> tuple[Any, Any]:
+    match raw:
+        case {"pattern": str(pattern), "flags": int(flags), "kind": kind, "action": str(text)}:
+            compiled = re.compile(pattern, flags & ~re.DEBUG)  # re.DEBUG prints
+        case _:
+            raise FormatError("a rule has a pattern, flags, a kind, and an action.")
+    match kind:
+        case "replicate":
+            action = None
+        case "spec":
+            action = parse_spec(text)
+        case "names":
+            action = parse_names(text)
+        case "tactic":
+            try:
+                action = parse_strategy(text)
+            except ShardingRuleError:  # a user's tactic, unknown here or not made of literals
+                action = OpaqueAction(text)
+        case "function":
+            action = OpaqueAction(text)
+        case _:
+            raise FormatError(f"the kind is not one of {', '.join([*_KINDS, 'function'])}.")
+    return (compiled if flags and compiled.flags != re.compile(pattern).flags else pattern), action
+
+
+def _read_logical(raw: Any) -> ReadLogicalRules | None:
+    match raw:
+        case None:
+            return None
+        case {"kind": "rules" | "PartitionAxis" as kind, "axes": list(rows)} if all(
+            isinstance(row, list) and len(row) == 2 for row in rows
+        ):
+            pairs = [(name, entries(parse_spec(spec))[0]) for name, spec in rows]
+            return read_logical_rules(pairs) if kind == "rules" else PartitionAxis(**dict(pairs))
+    raise FormatError(
+        "logical rules have a kind, 'rules' or 'PartitionAxis', and 'axes', a list of pairs of a"
+        " name and a spec."
+    )
+
+
+def arrange(
     leaves: Iterable[PlannedLeaf], like: Any
 ) -> tuple[tuple[PlannedLeaf, ...], dict[int, Any]]:
     """The planned leaves in the order of the arrays of `like`, and its other leaves by index.
@@ -304,21 +310,17 @@ def laid_out(
     Raises `FormatError` unless the arrays of `like` are those of the plan.
     """
     like_leaves = tree_leaves(like)
-    paths = leaf_paths(like)
-    arrays = {path: x for path, x in zip(paths, like_leaves, strict=True) if has_shape(x)}
-    planned = {leaf.path: leaf for leaf in leaves}
-    facts: list[str] = []
-    if len(arrays) < sum(map(has_shape, like_leaves)):
+    arrays = [(p, x) for p, x in zip(leaf_paths(like), like_leaves, strict=True) if has_shape(x)]
+    if len(dict(arrays)) < len(arrays):
         raise FormatError("`like` has arrays that share a path. Rename a key.")
-    for path in dict.fromkeys((*planned, *arrays)):
-        in_plan, in_like = _array(planned.get(path)), _array(arrays.get(path))
-        if in_plan != in_like:
-            facts.append(f"{path}: {in_plan} in the plan, {in_like} in `like`.")
+    planned = {leaf.path: leaf for leaf in leaves}
+    facts = [
+        f"{path}: {in_plan} in the plan, {in_like} in `like`."
+        for path, *both in pair(planned.items(), arrays)
+        for in_plan, in_like in [["missing" if x is None else array_text(x) for x in both]]
+        if in_plan != in_like
+    ]
     if facts:
         raise FormatError(listed(f"{len(facts)} leaves of `like` differ from the plan:", facts))
     others = {index: x for index, x in enumerate(like_leaves) if not has_shape(x)}
-    return tuple(planned[path] for path in arrays), others
-
-
-def _array(x: Any) -> str:
-    return "missing" if x is None else array_text(x)
+    return tuple(planned[path] for path, _ in arrays), others

@@ -1,30 +1,29 @@
-"""The difference between two plans, and the bytes that each device would receive."""
+"""Shows a plan as text, HTML and a rich table, and the difference between two plans."""
 
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from treeshard._core.arrays import array_text
 from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh, same_axes
+from treeshard._core.paths import pair
 from treeshard._core.specs import Adjustment, axes_of, entries
-from treeshard._core.text import _NUMBERS, columns, fold, human_bytes
+from treeshard._core.text import columns, fold, human_bytes
 from treeshard._planning.decision import PlannedLeaf
 from treeshard._planning.tactics import Tactic
-
-# ------------------------------------------------------------------
-# A plan as text, HTML and a rich table: one line per leaf, repeated layers folded.
-
 
 Rules = Sequence[tuple[Any, Any]]
 
 
 _HEADS = ("path", "array", "spec", "per device", "why")
+_BYTES = 3  # the right-aligned column
 
 
 def describe(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
     """A plan as aligned columns, followed by its totals."""
-    return f"{columns([_HEADS, *_rows(leaves, rules, mesh)])}\n{_totals(leaves, mesh)}"
+    table = columns([_HEADS, *_rows(leaves, rules, mesh)], right=_BYTES)
+    return f"{table}\n{_totals(leaves, mesh)}"
 
 
 def describe_html(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
@@ -40,7 +39,7 @@ def describe_html(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) ->
 
 
 _LEFT, _RIGHT = ' style="text-align: left"', ' style="text-align: right"'
-_STYLES = [_RIGHT if column == _NUMBERS else _LEFT for column in range(len(_HEADS))]
+_STYLES = [_RIGHT if column == _BYTES else _LEFT for column in range(len(_HEADS))]
 
 
 def rich_table(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> Any:
@@ -49,7 +48,7 @@ def rich_table(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> An
 
     table = Table(caption=_totals(leaves, mesh), caption_justify="left")
     for column, head in enumerate(_HEADS):
-        table.add_column(head, justify="right" if column == _NUMBERS else "left", overflow="fold")
+        table.add_column(head, justify="right" if column == _BYTES else "left", overflow="fold")
     for row in _rows(leaves, rules, mesh):
         table.add_row(*map(_plain, row))
     return table
@@ -104,6 +103,9 @@ def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
         f"{human_bytes(per_device)} on the fullest of {devices:,} devices ({describe_mesh(mesh)})"
         f"{ratio}."
     )
+
+
+# ------------------------------------------------------------------ differences
 
 
 class LeafChange(NamedTuple):
@@ -173,36 +175,22 @@ def diff(
     meshes: tuple[AnyMesh, AnyMesh],
 ) -> PlanDiff:
     """Compares the leaves of two plans, matched by path."""
-    olds, news = _numbered(before), _numbered(after)
     changes: list[LeafChange] = []
-    received = 0
-    for key in dict.fromkeys((*olds, *news)):
-        old, new = olds.get(key), news.get(key)
+    pairs = pair(((leaf.path, leaf) for leaf in before), ((leaf.path, leaf) for leaf in after))
+    for path, old, new in pairs:
         cost = 0 if new is None else _received(old, new, meshes)
-        received += cost
-        if cost or not _same(old, new):
-            changes.append(LeafChange(key[0], old, new, cost))
+        if cost or old is None or new is None or _placement(old) != _placement(new):
+            changes.append(LeafChange(path, old, new, cost))
     sizes = [
         sum(leaf.bytes_per_device(mesh) for leaf in leaves)
         for leaves, mesh in zip((before, after), meshes, strict=True)
     ]
+    received = sum(change.bytes for change in changes)
     return PlanDiff(tuple(changes), received, meshes, (sizes[0], sizes[1]))
 
 
-def _numbered(leaves: Iterable[PlannedLeaf]) -> dict[tuple[str, int], PlannedLeaf]:
-    """Leaves by path. Those that share a path are numbered in their order."""
-    counts: dict[str, int] = {}
-    numbered: dict[tuple[str, int], PlannedLeaf] = {}
-    for leaf in leaves:
-        count = counts[leaf.path] = counts.get(leaf.path, -1) + 1
-        numbered[leaf.path, count] = leaf
-    return numbered
-
-
-def _same(old: PlannedLeaf | None, new: PlannedLeaf | None) -> bool:
-    if old is None or new is None:
-        return False
-    return (old.shape, old.dtype, _axes(old)) == (new.shape, new.dtype, _axes(new))
+def _placement(leaf: PlannedLeaf) -> tuple[Any, ...]:
+    return leaf.shape, leaf.dtype, _axes(leaf)
 
 
 def _axes(leaf: PlannedLeaf) -> list[tuple[str, ...]]:

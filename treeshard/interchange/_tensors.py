@@ -1,15 +1,16 @@
 """The arrays of a tree as named tensors: their names, what to write of them, what to read."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import jax
 import numpy as np
-from jax.tree_util import tree_flatten
+from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path
 
 from treeshard._core.arrays import box_of, has_shape, is_key, lengths, own_shards
-from treeshard._core.paths import leaf_paths, shared_names
+from treeshard._core.paths import leaf_paths
 from treeshard._core.processes import exchange, facts_of, is_spread, with_bar
 from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
@@ -35,33 +36,36 @@ Names = Callable[[str], str] | Mapping[str, str]
 
 
 def tensor_names(
-    paths: Sequence[str | None], tree: Any, rename: Names | None, where: str
-) -> dict[int, str]:
-    """The names of tensors, by the positions of their leaves.
+    paths: Sequence[str], rename: Names | None, where: str, keys: Sequence[str] | None = None
+) -> list[str]:
+    """The names of tensors by the paths of their leaves.
 
     Args:
-        paths: The path of each leaf; `None` for leaves that are not tensors.
-        tree: The tree, whose keys messages use.
+        paths: The paths.
         rename: As in `save_safetensors`.
         where: The name of the function or command, for messages.
+        keys: What messages call each leaf, since leaves may share a path; by default its path.
 
     Raises:
         CheckpointError: If leaves would share a name; if the format does not allow a name; if a
             mapping has other paths.
     """
-    named = {i: path for i, path in enumerate(paths) if path is not None}
     facts: list[str] = []
     if isinstance(rename, Mapping):
-        for path in rename.keys() - set(named.values()):
-            near = did_you_mean(str(path), named.values())
+        for path in rename.keys() - set(paths):
+            near = did_you_mean(str(path), paths)
             facts.append(f"{path}: `rename` has it, but the tree has no such array.{near}")
-    names = {i: _renamed(path, rename) for i, path in named.items()}
-    invalid = {i: why for i, name in names.items() if (why := _why_invalid(name))}
-    facts += [f"{named[i]}: its name would be {names[i]!a}, {why}" for i, why in invalid.items()]
-    valid = [None if i in invalid else names.get(i) for i in range(len(paths))]
+    names = [_renamed(path, rename) for path in paths]
+    sharing: defaultdict[str, list[str]] = defaultdict(list)
+    for path, key, name in zip(paths, keys or paths, names, strict=True):
+        if why := _why_invalid(name):
+            facts.append(f"{path}: its name would be {name!a}, {why}")
+        else:
+            sharing[name].append(key)
     facts += [
         f"{name}: the name of {' and '.join(keys)}. Give them different names with `rename`."
-        for name, keys in shared_names(valid, tree).items()
+        for name, keys in sharing.items()
+        if len(keys) > 1
     ]
     if facts:
         raise CheckpointError(f"{where}: {listed(f'{len(facts)} names are invalid:', facts)}")
@@ -69,9 +73,15 @@ def tensor_names(
 
 
 def _names_of_arrays(tree: Any, rename: Names | None, where: str) -> dict[int, str]:
-    pairs = zip(leaf_paths(tree), tree_flatten(tree)[0], strict=True)
-    paths = [path if has_shape(leaf) else None for path, leaf in pairs]
-    return tensor_names(paths, tree, rename, where)
+    """The names of the tensors of a tree's arrays, by their positions among the leaves."""
+    keyed = tree_flatten_with_path(tree)[0]
+    rows = [
+        (i, path, keystr(key))
+        for i, (path, (key, leaf)) in enumerate(zip(leaf_paths(tree), keyed, strict=True))
+        if has_shape(leaf)
+    ]
+    positions, paths, keys = zip(*rows, strict=True) if rows else ((), (), ())
+    return dict(zip(positions, tensor_names(paths, rename, where, keys), strict=True))
 
 
 def _renamed(path: str, rename: Names | None) -> Any:
