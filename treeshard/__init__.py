@@ -9,10 +9,6 @@ if _TYPE_CHECKING:
     from treeshard._core.make_mesh import simulate_devices as simulate_devices
     from treeshard._core.mesh import get_axes_size_in_mesh as get_axes_size_in_mesh
     from treeshard._core.mesh import get_incontext_mesh as get_incontext_mesh
-    from treeshard._core.mesh import get_mesh_axis_names as get_mesh_axis_names
-    from treeshard._core.mesh import get_mesh_axis_size as get_mesh_axis_size
-    from treeshard._core.mesh import get_submesh_device_index as get_submesh_device_index
-    from treeshard._core.mesh import names_in_current_mesh as names_in_current_mesh
     from treeshard._core.paths import leaf_paths as leaf_paths
     from treeshard._core.paths import named_tree_map as named_tree_map
     from treeshard._core.spec_trees import (
@@ -62,9 +58,13 @@ if _TYPE_CHECKING:
     )
     from treeshard.compat import extract_sharding_structure as extract_sharding_structure
     from treeshard.compat import extract_shardings as extract_shardings
+    from treeshard.compat import get_mesh_axis_names as get_mesh_axis_names
+    from treeshard.compat import get_mesh_axis_size as get_mesh_axis_size
     from treeshard.compat import get_partition_spec as get_partition_spec
     from treeshard.compat import get_shardings_with_structure as get_shardings_with_structure
+    from treeshard.compat import get_submesh_device_index as get_submesh_device_index
     from treeshard.compat import infer_sharding as infer_sharding
+    from treeshard.compat import names_in_current_mesh as names_in_current_mesh
     from treeshard.errors import CheckpointError as CheckpointError
     from treeshard.errors import CommunicationError as CommunicationError
     from treeshard.errors import DamagedError as DamagedError
@@ -135,10 +135,6 @@ _FIRST_PAGE = {
 _ELSEWHERE = {
     "get_axes_size_in_mesh": "_core.mesh",
     "get_incontext_mesh": "_core.mesh",
-    "get_mesh_axis_names": "_core.mesh",
-    "get_mesh_axis_size": "_core.mesh",
-    "get_submesh_device_index": "_core.mesh",
-    "names_in_current_mesh": "_core.mesh",
     "get_names_from_partition_spec": "_core.spec_trees",
     "Adjustment": "_core.specs",
     "assert_stable_step": "_inspection.stability",
@@ -158,6 +154,10 @@ _ELSEWHERE = {
     "collectives": "communication",
     "compare_communication": "communication",
     "predict_communication": "communication",
+    "get_mesh_axis_names": "compat._meshes",
+    "get_mesh_axis_size": "compat._meshes",
+    "get_submesh_device_index": "compat._meshes",
+    "names_in_current_mesh": "compat._meshes",
     "analyze_sharding_strategy": "compat",
     "create_pattern_based_partition_spec": "compat",
     "extract_sharding_structure": "compat",

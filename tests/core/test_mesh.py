@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -171,16 +170,11 @@ def test_contexts_are_per_thread(mesh) -> None:
     assert seen == [None]
 
 
-# ------------------------------------------------------------------ names and sizes
+# ------------------------------------------------------------------ sizes
 
 
-def test_names_and_sizes_of_the_mesh_in_force(mesh) -> None:
-    assert not ts.names_in_current_mesh("data")
+def test_sizes_of_axes(mesh) -> None:
     with jax.set_mesh(mesh):
-        assert ts.names_in_current_mesh("data", "fsdp")
-        assert not ts.names_in_current_mesh("data", "tensor")
-        assert ts.names_in_current_mesh()
-        assert ts.get_mesh_axis_names() == ["data", "fsdp"]
         assert ts.get_axes_size_in_mesh("fsdp") == 4
         assert ts.get_axes_size_in_mesh(("data", "fsdp")) == 8
         assert ts.get_axes_size_in_mesh([]) == 1
@@ -196,39 +190,4 @@ def test_axis_names_of_a_wrong_type_are_rejected(mesh) -> None:
     with pytest.raises(ts.UnknownAxisError, match="no axis 'dat'. It has data=2, fsdp=4. Did you"):
         ts.get_axes_size_in_mesh("dat", mesh)
     with pytest.raises(ts.NoMeshError):
-        ts.get_mesh_axis_names()
-
-
-# ------------------------------------------------------------------ inside shard_map
-
-
-@pytest.mark.parametrize("axes", ["data", "fsdp", ("data", "fsdp"), ("fsdp", "data"), []], ids=str)
-def test_index_and_size_follow_the_layout_of_a_spec(mesh, axes) -> None:
-    names = (axes,) if isinstance(axes, str) else tuple(axes)
-    size = ts.get_axes_size_in_mesh(axes, mesh)
-
-    def f(x):
-        assert ts.get_mesh_axis_size(axes) == size
-        return x * 0 + ts.get_submesh_device_index(axes)
-
-    spec = P(names) if names else P()
-    f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec))
-    np.testing.assert_array_equal(f(jnp.zeros(size, jnp.int32)), np.arange(size))
-
-
-@pytest.mark.parametrize("ask", [ts.get_mesh_axis_size, ts.get_submesh_device_index])
-@pytest.mark.usefixtures("unchecked")
-def test_axes_that_are_not_bound_are_rejected(ask, mesh) -> None:
-    with pytest.raises(
-        ts.UnknownAxisError, match="'data' is not bound here. No axis is.*shard_map"
-    ):
-        ask("data")
-    partial = jax.shard_map(
-        lambda x: x + ask("dat"), mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}
-    )
-    with pytest.raises(
-        ts.UnknownAxisError, match=r"bound axes are \['data'\]. Did you mean 'data'"
-    ):
-        jax.jit(partial).trace(jnp.zeros((), jnp.int32))
-    with pytest.raises(TypeError, match="axis names are"):
-        ask(3)
+        ts.get_axes_size_in_mesh("data")

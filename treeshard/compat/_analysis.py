@@ -1,20 +1,19 @@
 """Memory, balance and communication of a tree of specs, by EasyDeL's name."""
 
-from typing import Any
+from typing import Any, cast
 
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_structure
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.mesh import AnyMesh, current_or_given
+from treeshard._core.mesh import AnyMesh
 from treeshard._core.paths import leaf_paths
-from treeshard._core.spec_trees import SpecCarrier, specs_of_leaves
-from treeshard._core.specs import UNCONSTRAINED, Adjustment, entries, project
+from treeshard._core.spec_trees import lay, raise_misfits
+from treeshard._core.specs import MISFITS
 from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, live_sharding
 from treeshard._planning.decision import Decision, PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard.communication.forecast import predict_communication
-from treeshard.errors import SpecError, UnknownAxisInSpecError, listed
 
 
 def analyze_sharding_strategy(
@@ -126,43 +125,19 @@ def _communication(
     return totals
 
 
-# ------------------------------------------------------------------ shardings of leaves
-
-
 def _placed_leaves(tree: Any, specs: Any, mesh: AnyMesh | None) -> list[PlacedLeaf]:
     """Every array with its sharding. Raises for all leaves whose spec does not fit."""
-    if mesh is None and isinstance(specs, SpecCarrier):
-        mesh = specs.mesh
-    leaf_specs = specs_of_leaves(specs, tree)
+    laid = lay(tree, specs, mesh)
+    kinds = MISFITS - {"indivisible"} | {"unconstrained"}
+    misfits = {i: misfit for i, spec in enumerate(laid) if spec and (misfit := spec.misfit(kinds))}
+    raise_misfits(tree, misfits, "analyze_sharding_strategy")
     placed: list[PlacedLeaf] = []
-    facts: list[str] = []
-    error = SpecError
-    for path, leaf, spec in zip(leaf_paths(tree), tree_leaves(tree), leaf_specs, strict=True):
+    for path, leaf, spec in zip(leaf_paths(tree), tree_leaves(tree), laid, strict=True):
         if not has_shape(leaf):
             continue
-        shape = tuple(leaf.shape)
-        if spec is None:
-            placed.append(PlacedLeaf(path, shape, leaf.dtype, live_sharding(leaf)))
-            continue
-        own_mesh, memory_kind = None, None
-        if isinstance(spec, NamedSharding):
-            own_mesh, memory_kind, spec = spec.mesh, spec.memory_kind, spec.spec
-        leaf_mesh = current_or_given(own_mesh if mesh is None else mesh)
-        if misfits := _misfits(spec, leaf_mesh, shape):
-            facts.append(f"{path or 'the array'}: {misfits[0].why}")
-            if any(misfit.kind == "axis-not-in-mesh" for misfit in misfits):
-                error = UnknownAxisInSpecError
-        else:
-            sharding = NamedSharding(leaf_mesh, spec, memory_kind=memory_kind)
-            placed.append(PlacedLeaf(path, shape, leaf.dtype, sharding))
-    if facts:
-        raise error(listed(f"{len(facts)} leaves do not fit their specs:", facts))
+        sharding = live_sharding(leaf)
+        if spec is not None:  # as requested: the compiler can split uneven dims
+            mesh_of_spec = cast(AnyMesh, spec.mesh)
+            sharding = NamedSharding(mesh_of_spec, spec.requested, memory_kind=spec.memory_kind)
+        placed.append(PlacedLeaf(path, tuple(leaf.shape), leaf.dtype, sharding))
     return placed
-
-
-def _misfits(spec: PartitionSpec, mesh: AnyMesh, shape: tuple[int, ...]) -> list[Adjustment]:
-    if UNCONSTRAINED in entries(spec):
-        dim = entries(spec).index(UNCONSTRAINED)
-        why = f"{spec} leaves dim {dim} to the compiler, so its cost is unknown. Give its axes."
-        return [Adjustment("unconstrained", why, dim=dim)]
-    return [each for each in project(spec, mesh, shape)[1] if each.kind != "indivisible"]

@@ -8,10 +8,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import is_array
-from treeshard._core.mesh import AnyMesh, describe_mesh
+from treeshard._core.mesh import AnyMesh
 from treeshard._core.paths import leaf_paths
-from treeshard._core.specs import project
-from treeshard.errors import SpecError, UnknownAxisInSpecError, listed
+from treeshard._core.spec_trees import lay, raise_misfits
+from treeshard.errors import SpecError, listed
 
 
 def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
@@ -40,10 +40,13 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
         EasyDeL's function of this name.
     """
     leaves, treedef = tree_flatten(tree)
-    shardings = [_named_sharding(leaf) for leaf in leaves]
-    if mesh is not None:
-        shardings = _on(mesh, tree, leaves, shardings)
-    return treedef.unflatten(shardings)
+    shardings = treedef.unflatten([_named_sharding(leaf) for leaf in leaves])
+    if mesh is None:
+        return shardings
+    laid = lay(tree, shardings, mesh)
+    misfits = {i: misfit for i, spec in enumerate(laid) if spec and (misfit := spec.misfit())}
+    raise_misfits(tree, misfits, "extract_shardings")
+    return treedef.unflatten([spec and spec.sharding for spec in laid])
 
 
 def extract_sharding_structure(tree: Any) -> Any:
@@ -106,29 +109,6 @@ def _named_sharding(leaf: Any) -> NamedSharding | None:
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return None
     return leaf.sharding if isinstance(leaf.sharding, NamedSharding) else None
-
-
-def _on(
-    mesh: AnyMesh, tree: Any, leaves: list[Any], shardings: list[NamedSharding | None]
-) -> list[NamedSharding | None]:
-    """The same specs on another mesh. Raises for all that do not fit."""
-    on_mesh: list[NamedSharding | None] = []
-    facts: list[str] = []
-    error = SpecError
-    for i, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        if sharding is None:
-            on_mesh.append(None)
-            continue
-        spec, adjustments = project(sharding.spec, mesh, tuple(leaf.shape))
-        if adjustments:
-            facts.append(f"{leaf_paths(tree)[i] or 'the tree'}: {adjustments[0].why}")
-            if any(adjustment.kind == "axis-not-in-mesh" for adjustment in adjustments):
-                error = UnknownAxisInSpecError
-        on_mesh.append(NamedSharding(mesh, spec, memory_kind=sharding.memory_kind))
-    if facts:
-        headline = f"The specs of {len(facts)} leaves do not fit the mesh ({describe_mesh(mesh)}):"
-        raise error(listed(headline, facts))
-    return on_mesh
 
 
 def _spec(leaf: Any) -> PartitionSpec | None:

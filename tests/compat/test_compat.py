@@ -1,0 +1,29 @@
+"""The names of other projects: all of them are listed with what new code uses instead."""
+
+import ast
+import re
+from pathlib import Path
+
+import treeshard as ts
+
+TABLE = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (.+) \|$", ts.compat.__doc__ or "", re.MULTILINE))
+
+
+def test_every_name_says_what_to_use_in_new_code() -> None:
+    assert sorted(TABLE) == sorted(ts.compat.__all__) == dir(ts.compat)
+    assert all(TABLE.values())
+
+
+def test_every_name_is_also_a_name_of_the_package() -> None:
+    for name in ts.compat.__all__:
+        assert getattr(ts, name) is getattr(ts.compat, name)
+
+
+def test_nothing_in_the_library_uses_it() -> None:
+    package = Path(ts.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.parent.name == "compat" or path == package / "__init__.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("treeshard.compat"), path
