@@ -14,7 +14,7 @@ test: .venv/installed
 # What takes many minutes: every way of training on every mesh, planned against compiled; ten times
 # as many killed processes and damaged checkpoints.
 soak: .venv/installed
-	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/communication/test_communication.py -k planned_is_compiled
+	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/communication/test_comparison.py -k moves_what_is_planned
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_killed_saves.py tests/checkpoint/test_damages.py
 
 # The tests on the oldest versions that pyproject.toml allows.

@@ -3,14 +3,13 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from treeshard._core.mesh import axis_sizes, check_axes
+from treeshard._core.mesh import AnyMesh, axis_sizes, check_axes
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.specs import axes_of, entries, shard_size
 from treeshard._planning.decision import PlannedLeaf
@@ -99,16 +98,18 @@ def predict_communication(
         ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
     """
     sizes = axis_sizes(plan.mesh)
-    split = get_names_from_partition_spec(batch)
-    check_axes(split, sizes, "predict_communication: batch")
-    along = [axis for axis in sizes if axis in split and sizes[axis] > 1]
+    batch_axes = get_names_from_partition_spec(batch)
+    check_axes(batch_axes, sizes, "predict_communication: batch")
+    along = tuple(axis for axis in sizes if axis in batch_axes and sizes[axis] > 1)
     transfers: list[PlannedTransfer] = []
     state = state_of_parameters(plan, params)
     for leaf in parameters(plan, params):
-        forecast = _Forecast(plan, leaf, along, dtype, _chosen(scan, leaf), _chosen(remat, leaf))
-        transfers += forecast.transfers(state.get(leaf.path))
+        layers = leaf.shape[0] if leaf.shape and _chosen(scan, leaf) else 1
+        transfers += _transfers(
+            leaf, state.get(leaf.path), plan.mesh, along, dtype, layers, _chosen(remat, leaf)
+        )
     if along:
-        transfers.append(PlannedTransfer("all-reduce", tuple(along), 4, 1, "float32", None, "loss"))
+        transfers.append(PlannedTransfer("all-reduce", along, 4, 1, "float32", None, "loss"))
     return transfers
 
 
@@ -116,74 +117,51 @@ def _chosen(which: Leaves, leaf: PlannedLeaf) -> bool:
     return which if isinstance(which, bool) else re.search(which, leaf.path) is not None
 
 
-class _Forecast:
-    """The transfers of one parameter."""
+def _transfers(
+    leaf: PlannedLeaf,
+    state: PlannedLeaf | None,
+    mesh: AnyMesh,
+    along: tuple[str, ...],
+    dtype: Any,
+    layers: int,
+    again: bool,
+) -> Iterator[PlannedTransfer]:
+    """The gathers of a parameter, then the reductions of its gradient, then its update."""
+    sizes = axis_sizes(mesh)
+    weight_dtype = jnp.dtype(leaf.dtype if dtype is None else dtype)
 
-    def __init__(
-        self,
-        plan: Plan,
-        leaf: PlannedLeaf,
-        along: Sequence[str],
-        dtype: Any,
-        scanned: bool,
-        again: bool,
-    ) -> None:
-        self.plan, self.leaf, self.along, self.again = plan, leaf, along, again
-        self.sizes = axis_sizes(plan.mesh)
-        self.times = leaf.shape[0] if scanned and leaf.shape else 1
-        self.wire = np.dtype(leaf.dtype) if dtype is None else jnp.dtype(dtype)
-        spec = [axes_of(entry) for entry in entries(leaf.given)]
-        gathered = [tuple(axis for axis in axes if axis in along) for axes in spec]
-        self.steps = [self._in_order(axes) for axes in gathered if axes]
-        self.held = shard_size(leaf.shape, leaf.given, plan.mesh)
+    def in_order(axes: Iterable[str]) -> tuple[str, ...]:
+        return tuple(axis for axis in sizes if axis in set(axes) & set(along))
 
-    def transfers(self, state: PlannedLeaf | None) -> Iterator[PlannedTransfer]:
-        """The gathers of the weight, then the reductions of its gradient, then its update."""
-        size = self.held
-        for axes in self.steps:
-            size *= math.prod(self.sizes[axis] for axis in axes)
-            yield self._weight(axes, size, "weight")
-            if self.again:
-                yield self._weight(axes, size, "weight, again for its gradient")
-        for axes in self.steps:
-            yield self._transfer("reduce-scatter", axes, size, "gradient", self.wire, self.times)
-            size //= math.prod(self.sizes[axis] for axis in axes)
-        rest = [axis for axis in self.along if not any(axis in axes for axes in self.steps)]
-        further = self._further(state, rest)
-        if further:
-            full = size
-            yield self._transfer("reduce-scatter", further, size, "gradient")
-            size //= math.prod(self.sizes[axis] for axis in further)
-            if rest := [axis for axis in rest if axis not in further]:
-                yield self._transfer("all-reduce", tuple(rest), size, "gradient")
-            yield self._transfer("all-gather", further, full, "update")
-        elif rest:
-            yield self._transfer("all-reduce", tuple(rest), size, "gradient")
-
-    def _weight(self, axes: tuple[str, ...], size: int, why: str) -> PlannedTransfer:
-        return self._transfer("all-gather", axes, size, why, self.wire, self.times)
-
-    def _transfer(
-        self,
-        kind: str,
-        axes: tuple[str, ...],
-        size: int,
-        why: str,
-        dtype: np.dtype[Any] | None = None,
-        times: int = 1,
+    def transfer(
+        kind: str, axes: tuple[str, ...], size: int, why: str, dtype: Any, count: int
     ) -> PlannedTransfer:
-        dtype = np.dtype(self.leaf.dtype) if dtype is None else dtype
-        payload = size * dtype.itemsize // times
-        return PlannedTransfer(kind, axes, payload, times, str(dtype), self.leaf.path, why)
+        payload = size * dtype.itemsize // count
+        return PlannedTransfer(kind, axes, payload, count, str(dtype), leaf.path, why)
 
-    def _further(self, state: PlannedLeaf | None, rest: Sequence[str]) -> tuple[str, ...]:
-        """The axes that shard the parameter's optimizer state, but not the parameter."""
-        if state is None or state.shape != self.leaf.shape:
-            return ()
-        return self._in_order(get_names_from_partition_spec(state.given), rest)
+    whys = ["weight", "weight, again for its gradient"] if again else ["weight"]
+    gathered = [axes for entry in entries(leaf.given) if (axes := in_order(axes_of(entry)))]
+    size = shard_size(leaf.shape, leaf.given, mesh)
+    for axes in gathered:
+        size *= math.prod(sizes[axis] for axis in axes)
+        for why in whys:
+            yield transfer("all-gather", axes, size, why, weight_dtype, layers)
+    for axes in gathered:
+        yield transfer("reduce-scatter", axes, size, "gradient", weight_dtype, layers)
+        size //= math.prod(sizes[axis] for axis in axes)
 
-    def _in_order(self, axes: Sequence[str], among: Sequence[str] | None = None) -> tuple[str, ...]:
-        return tuple(a for a in self.sizes if a in axes and (among is None or a in among))
+    reduced = {axis for axes in gathered for axis in axes}
+    further: tuple[str, ...] = ()  # the axes that shard the optimizer state, but not the leaf
+    if state is not None and state.shape == leaf.shape:
+        further = in_order(set(get_names_from_partition_spec(state.given)) - reduced)
+    own_dtype, full = jnp.dtype(leaf.dtype), size
+    if further:
+        yield transfer("reduce-scatter", further, size, "gradient", own_dtype, 1)
+        size //= math.prod(sizes[axis] for axis in further)
+    if rest := in_order(set(along) - reduced - set(further)):
+        yield transfer("all-reduce", rest, size, "gradient", own_dtype, 1)
+    if further:
+        yield transfer("all-gather", further, full, "update", own_dtype, 1)
 
 
 # ------------------------------------------------------------------ which are parameters
@@ -194,7 +172,7 @@ def parameters(plan: Plan, pattern: str | None = None) -> list[PlannedLeaf]:
     floats = [leaf for leaf in plan.leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if pattern is not None:
         return [leaf for leaf in floats if re.search(pattern, leaf.path)]
-    mirrors = {mirror for mirror, _ in _mirrored(floats)}
+    mirrors = _mirrors(floats)
     return [leaf for leaf in floats if _branch(leaf) not in mirrors]
 
 
@@ -213,17 +191,22 @@ def state_of_parameters(plan: Plan, pattern: str | None = None) -> dict[str, Pla
     return state
 
 
-def _mirrored(floats: Sequence[PlannedLeaf]) -> Iterator[tuple[str, str]]:
-    """Pairs of top-level branches where the first mirrors the second."""
+def _mirrors(floats: Sequence[PlannedLeaf]) -> set[str]:
+    """The top-level branches whose leaves all mirror those of another branch."""
     branches: dict[str, list[str]] = defaultdict(list)
     for leaf in floats:
         if leaf.shape:
             branches[_branch(leaf)].append(leaf.path)
-    for mirror, paths in branches.items():
-        for source, sources in branches.items():
-            tails = {path.partition("/")[2] for path in sources} - {""}
-            if mirror != source and all(tails.intersection(_tails(path)) for path in paths):
-                yield mirror, source
+    tails_of = {
+        branch: {path.partition("/")[2] for path in paths} - {""}
+        for branch, paths in branches.items()
+    }
+    return {
+        branch
+        for branch, paths in branches.items()
+        for source, tails in tails_of.items()
+        if source != branch and all(tails.intersection(_tails(path)) for path in paths)
+    }
 
 
 def _branch(leaf: PlannedLeaf) -> str:

@@ -1,4 +1,4 @@
-"""Predicted communication, compiled communication, and the differences between them."""
+"""Programs are compared with their plans, and each difference is explained."""
 
 import os
 from typing import Any
@@ -14,163 +14,10 @@ from small_models import LAYERS, MODELS, array, compiled, plan_of
 import treeshard as ts
 from treeshard._core.make_mesh import abstract_mesh
 from treeshard.communication import comparison
-from treeshard.communication.forecast import parameters
 from treeshard.manual import value_and_grad
 from treeshard.training import jit_step, shard_map_step
 
-# ------------------------------------------------------------------ predicted
-
 KIB = 1024
-
-
-def predicted(tree: Any, rules: Any, axes: str, batch: Any, **options: Any) -> list[Any]:
-    plan = ts.plan(tree, rules, abstract_mesh(axes), min_size=0)
-    moved = ts.predict_communication(plan, batch=batch, **options)
-    return [(x.kind, x.axes, x.bytes, x.count) for x in moved if x.path is not None]
-
-
-W = {"w": array(64, 128)}  # 32 KiB
-STACKED = {"layers": array(4, 64, 32)}
-
-
-@pytest.mark.parametrize(
-    ("tree", "spec", "axes", "batch", "options", "moved"),
-    [
-        pytest.param(
-            W, None, "data=8", P("data"), {}, [("all-reduce", ("data",), 32 * KIB, 1)], id="DP"
-        ),
-        pytest.param(
-            W,
-            P("fsdp"),
-            "fsdp=4096",
-            P("fsdp"),
-            {},
-            [("all-reduce", ("fsdp",), 32 * KIB, 1)],
-            id="indivisible, so it is replicated",
-        ),
-        pytest.param(
-            W,
-            P("fsdp"),
-            "fsdp=64",
-            P("fsdp"),
-            {},
-            [("all-gather", ("fsdp",), 32 * KIB, 1), ("reduce-scatter", ("fsdp",), 32 * KIB, 1)],
-            id="FSDP",
-        ),
-        pytest.param(
-            W,
-            P("fsdp"),
-            "data=2,fsdp=4",
-            P(("data", "fsdp")),
-            {"remat": True, "dtype": "bfloat16"},
-            [
-                ("all-gather", ("fsdp",), 16 * KIB, 1),
-                ("all-gather", ("fsdp",), 16 * KIB, 1),
-                ("reduce-scatter", ("fsdp",), 16 * KIB, 1),
-                ("all-reduce", ("data",), 8 * KIB, 1),
-            ],
-            id="HSDP, remat, bf16 on the wire",
-        ),
-        pytest.param(
-            W,
-            P("tensor", "fsdp"),
-            "fsdp=4,tensor=2",
-            P("fsdp"),
-            {},
-            [("all-gather", ("fsdp",), 16 * KIB, 1), ("reduce-scatter", ("fsdp",), 16 * KIB, 1)],
-            id="FSDP x TP",
-        ),
-        pytest.param(
-            W,
-            P("data", "fsdp"),
-            "data=2,fsdp=4",
-            P(("data", "fsdp")),
-            {},
-            [
-                ("all-gather", ("data",), 8 * KIB, 1),
-                ("all-gather", ("fsdp",), 32 * KIB, 1),
-                ("reduce-scatter", ("data",), 32 * KIB, 1),
-                ("reduce-scatter", ("fsdp",), 16 * KIB, 1),
-            ],
-            id="two dims",
-        ),
-        pytest.param(
-            W,
-            P(("data", "fsdp")),
-            "data=2,fsdp=4",
-            P(("data", "fsdp")),
-            {},
-            [
-                ("all-gather", ("data", "fsdp"), 32 * KIB, 1),
-                ("reduce-scatter", ("data", "fsdp"), 32 * KIB, 1),
-            ],
-            id="two axes on one dim",
-        ),
-        pytest.param(
-            STACKED,
-            P(None, "fsdp"),
-            "fsdp=8",
-            P("fsdp"),
-            {"scan": "layers"},
-            [("all-gather", ("fsdp",), 8 * KIB, 4), ("reduce-scatter", ("fsdp",), 8 * KIB, 4)],
-            id="scan",
-        ),
-        pytest.param(
-            {"w": array(64, 128), "step": jax.ShapeDtypeStruct((), "int32")},
-            P(),
-            "data=1",
-            P("data"),
-            {},
-            [],
-            id="one device",
-        ),
-    ],
-)
-def test_the_prediction_from_a_plan(
-    tree: Any, spec: Any, axes: str, batch: Any, options: Any, moved: list[Any]
-) -> None:
-    assert predicted(tree, [(".*", spec)], axes, batch, **options) == moved
-
-
-def test_optimizer_state_is_not_taken_for_parameters() -> None:
-    params = {"layers": [{"w": array(64, 64)}], "head": array(64, 8)}
-    state = {"model": params, "opt": jax.eval_shape(optax.adamw(1e-3).init, params)}
-    rules = [("opt.*w|opt.*head", P("data")), (".*", None)]
-    plan = ts.plan(state, rules, abstract_mesh("data=8"), min_size=0)
-    assert [x.path for x in parameters(plan)] == ["model/head", "model/layers/0/w"]
-    assert len(parameters(plan, "model|mu")) == 4
-    # ZeRO-1: the state is sharded further than its parameter.
-    moved = ts.predict_communication(plan, batch=P("data"))
-    assert [(x.kind, x.bytes, x.path, x.why) for x in moved] == [
-        ("reduce-scatter", 2 * KIB, "model/head", "gradient"),
-        ("all-gather", 2 * KIB, "model/head", "update"),
-        ("reduce-scatter", 16 * KIB, "model/layers/0/w", "gradient"),
-        ("all-gather", 16 * KIB, "model/layers/0/w", "update"),
-        ("all-reduce", 4, None, "loss"),
-    ]
-
-
-def test_zero_1_on_one_of_two_axes() -> None:
-    state = {"model": {"w": array(16, 16)}, "opt": {"mu": {"w": array(16, 16)}}}
-    rules = [("opt", P("data")), (".*", None)]
-    assert predicted(state, rules, "data=2,fsdp=4", P(("data", "fsdp"))) == [
-        ("reduce-scatter", ("data",), KIB, 1),
-        ("all-reduce", ("fsdp",), KIB // 2, 1),
-        ("all-gather", ("data",), KIB, 1),
-    ]
-
-
-def test_branches_of_the_same_structure_are_all_parameters() -> None:
-    tree = {"encoder": {"w": array(8, 8)}, "decoder": {"w": array(8, 8)}}
-    plan = ts.plan(tree, [(".*", None)], abstract_mesh("data=8"))
-    assert len(parameters(plan)) == 2
-
-
-def test_a_batch_over_an_unknown_axis_raises() -> None:
-    plan = ts.plan(W, [(".*", None)], abstract_mesh("data=8"))
-    with pytest.raises(ts.UnknownAxisError, match="batch: the mesh has no axis 'dta'.*'data'?"):
-        ts.predict_communication(plan, batch=P("dta"))
-
 
 # ------------------------------------------------------------------ against compiled
 
@@ -348,9 +195,7 @@ def _accumulated(minibatches: Any) -> ts.Comparison:
 def test_a_batch_reshaped_across_devices_for_accumulation() -> None:
     found = {x.code: x for x in _accumulated(lambda x: x.reshape(4, 8, 16)).unplanned}
     assert "To split a batch for accumulation, reshape it" in found["across-axes"].hint
-    assert all(
-        "test_communication.py:" in (x.source or "") for x in found["across-axes"].collectives
-    )
+    assert all("test_comparison.py:" in (x.source or "") for x in found["across-axes"].collectives)
 
     def fixed(x: jax.Array) -> jax.Array:
         x = x.reshape(8, 4, 16).swapaxes(0, 1)
@@ -377,7 +222,7 @@ def test_a_forgotten_activation_constraint() -> None:
     # Without constraints, the partitioner keeps the weights sharded and moves activations.
     forgotten = codes(lambda h: h)
     assert "of computed values" in forgotten["activation"].fact
-    assert "test_communication.py:" in str(forgotten["activation"])
+    assert "test_comparison.py:" in str(forgotten["activation"])
     fixed = codes(lambda h: ts.with_sharding_constraint(h, P("fsdp")))
     assert set(fixed) <= {"all-reduce"}  # the CPU compiler's replacement of a reduce-scatter
 
@@ -444,6 +289,19 @@ def doubled(fsdp_mesh: jax.sharding.Mesh) -> jax.stages.Compiled:
     whole = NamedSharding(fsdp_mesh, P())
     w = jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(fsdp_mesh, P("fsdp")))
     return jax.jit(lambda state: state["w"] * 2, out_shardings=whole).lower({"w": w}).compile()
+
+
+def test_an_op_that_cannot_be_read_is_reported() -> None:
+    program = (
+        "HloModule m, num_partitions=8\n\nENTRY %main (w: f32[1,8]) -> f32[8,8] {\n"
+        "  %w = f32[1,8]{1,0} parameter(0), metadata={op_name=\"state[\\'w\\']\"}\n"
+        '  ROOT %y = f32[8,8]{1,0} custom-call(%w), custom_call_target="AllGatherOfTheFuture"\n}\n'
+    )
+    plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], abstract_mesh("fsdp=8"), min_size=0)
+    found = ts.compare_communication(plan, program, batch=P("fsdp")).unplanned
+    assert [x.code for x in found] == ["unreadable", "not-moved", "not-moved"]
+    assert "op that looks like a collective, with unknown axes" in found[0].fact
+    assert "AllGatherOfTheFuture" in str(found[0])
 
 
 def test_a_plan_of_another_tree_raises(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
