@@ -25,6 +25,7 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
+	$(BIN)/python tools/large_binaries.py
 
 # Measures, and writes benchmarks/results, docs/numbers.md and the README's table.
 # `make bench ARGS="--only bench_rules"` measures a part.

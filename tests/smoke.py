@@ -66,6 +66,8 @@ assert "P('fsdp',)" in done.stdout, done.stdout
 
 # what needs more says so ------------------------------------------------------------------
 
+ts.interchange.save_safetensors("params.safetensors", placed)
+
 NEEDS = {
     "show": [
         lambda: ts.gather(placed, progress=True),
@@ -76,6 +78,7 @@ NEEDS = {
         lambda: ts.checkpoint.save("here", placed),
         lambda: ts.checkpoint.restore("here"),
         lambda: ts.checkpoint.inspect("here"),
+        lambda: ts.interchange.load_safetensors("params.safetensors"),
     ],
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import floor
 import pytest
+from large_binaries import large_binaries
 
 import treeshard as ts
 
@@ -59,18 +60,31 @@ def test_the_wheel_works_with_its_declared_dependencies_only(built: Path, tmp_pa
 
 def test_the_wheel_has_the_library_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    library = {f"treeshard/{path.name}" for path in (ROOT / "treeshard").glob("*.py")}
+    library = {str(path.relative_to(ROOT)) for path in (ROOT / "treeshard").rglob("*.py")}
     assert files == library | {"treeshard/py.typed"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
 
-def test_the_sdist_has_what_its_tests_need_and_nothing_built(built: Path) -> None:
+def test_the_sdist_has_the_repository_and_nothing_built(built: Path) -> None:
     (file,) = built.glob("*.tar.gz")
     with tarfile.open(file) as sdist:
-        names = {name.partition("/")[2] for name in sdist.getnames()}
-    assert {"README.md", "LICENSE", "CHANGELOG.md", "Makefile", "tests/conftest.py"} <= names
-    built_here = re.compile(r"(site|out|dist|\.venv|\.venv-floor|\.hypothesis)/|.*\.pyc$")
-    assert [name for name in names if built_here.match(name)] == []
+        members = {x.name.partition("/")[2]: x for x in sdist.getmembers() if x.isfile()}
+        binaries = [
+            name
+            for name, member in members.items()
+            if (content := sdist.extractfile(member)) and b"\0" in content.read()
+        ]
+    tops = {name.partition("/")[0] for name in members}
+    assert tops == {
+        *("benchmarks", "docs", "examples", "tests", "tools", "treeshard"),
+        *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "PKG-INFO"),
+        *(".gitignore", "Makefile", "mkdocs.yml", "pyproject.toml"),
+    }
+    assert "tests/conftest.py" in members
+    assert binaries == []
+    assert [
+        name for name in members if re.search(r"\.(pyc|whl)$|(^|/)(site|out|dist)/", name)
+    ] == []
     assert file.stat().st_size < 2**21
 
 
@@ -125,6 +139,25 @@ def test_pages_state_the_floor(page: str) -> None:
 
 
 def test_messages_name_existing_extras() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "treeshard").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "treeshard").rglob("*.py"))
     named = {*re.findall(r"treeshard\[(\w+)\]", sources)}
     assert named <= set(EXTRAS)
+
+
+# ------------------------------------------------------------------ what git tracks
+
+
+def test_git_tracks_no_large_binary() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    assert large_binaries(ROOT) == []
+
+
+def test_large_binaries_are_found(tmp_path: Path) -> None:
+    files = {"large.png": b"\0" * 100_001, "small.png": b"\0" * 100_000, "text.svg": b"x" * 10**6}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    run("git", "init", "--quiet", cwd=tmp_path)
+    run("git", "add", ".", cwd=tmp_path)
+    (tmp_path / "untracked.whl").write_bytes(b"\0" * 10**6)
+    assert large_binaries(tmp_path) == ["large.png: 100,001 bytes"]
