@@ -964,6 +964,49 @@ REASONS = {
     "loss": "the loss is averaged",
 }
 
+# ------------------------------------------------------------------ tests
+
+TESTS = Group(
+    "A test of sharding fails",
+    "See [test your sharding](how-to/test-your-sharding.md).",
+    """
+    from treeshard import testing
+    """,
+    [
+        Entry(
+            "UnexpectedShardingError",
+            "A plan differs from the one that is stored in a file. The message lists what changes;"
+            " run the test with `TREESHARD_UPDATE_PLANS=1` in the environment to accept it. It is"
+            " also an `AssertionError`.",
+            """
+            before = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
+            testing.assert_same_plan(before, "plans/model.json", update=True)
+
+            plan = ts.plan({"w": w}, [("w", P("data"))], mesh)
+            testing.assert_same_plan(plan, "plans/model.json")
+            """,
+            """
+            plan = ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], mesh)
+            testing.assert_same_plan(plan, "plans/model.json")
+            """,
+            about="a plan",
+        ),
+        Entry(
+            "UnexpectedShardingError",
+            "Arrays are not sharded as a test expects. The message lists all of them.",
+            """
+            params = ts.shard({"w": w, "bias": w[0]}, P("fsdp"), mesh)
+            testing.assert_trees_sharded_as(params, {"w": P("fsdp"), "bias": P()})
+            """,
+            """
+            params = ts.shard({"w": w, "bias": w[0]}, {"w": P("fsdp"), "bias": P()}, mesh)
+            testing.assert_trees_sharded_as(params, {"w": P("fsdp"), "bias": P()})
+            """,
+            about="a tree",
+        ),
+    ],
+)
+
 # ------------------------------------------------------------------ text, disk, processes
 
 FILES = Group(
@@ -1135,4 +1178,4 @@ BASE = Group(
     ],
 )
 
-GROUPS = [MESHES, RULES, WHOLE, LEAVES, STEPS, AGAIN, MOVES, FILES, PROCESSES, BASE]
+GROUPS = [MESHES, RULES, WHOLE, LEAVES, STEPS, AGAIN, MOVES, TESTS, FILES, PROCESSES, BASE]
