@@ -5,7 +5,7 @@ import re
 import jax
 import pytest
 
-from treeshard._planning.tree_walk import name_leaves, tells_indices_apart
+from treeshard._planning.tree_walk import name_leaves, needed_text, tells_indices_apart
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,30 @@ def test_keys_have_zeros_for_indices() -> None:
     assert keys["layer_12/1w"] == "layer_00/0w"
     assert keys["layer_12/w_3/4"] == "layer_00/w_0/0"
     assert (keys["a/7"], keys["norm"]) == ("a/0", "norm")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("attn/q/weight", "attn/q/weight"),
+        ("^attn$", "attn"),
+        ("attn/(q|k|v)_proj/w", "_proj/w"),
+        ("(alpha|beta)x", "x"),
+        ("(?:attn)(/)q", "q"),
+        ("w(eight)?", "w"),
+        ("weights?/b", "weight"),
+        ("a(?=long)b", "a"),
+        ("x(?i:norm)", ""),
+        (r"layers/\d+/attention", "/attention"),
+        ("[abc]/mlp", "/mlp"),
+        ("ab{2}c", "a"),
+        ("(a|b(c))/d", "/d"),
+        ("(?P<layer>[0-9])/w", "/w"),
+        ("norm|bias", ""),
+        ("(?i)norm", ""),
+        (".*", ""),
+    ],
+)
+def test_a_text_that_every_match_contains(pattern, text) -> None:
+    assert needed_text(re.compile(pattern)) == text
+    assert needed_text(re.compile(pattern, re.IGNORECASE)) == ""

@@ -14,7 +14,13 @@ from treeshard._core.specs import Adjustment, entries, is_logical, project, with
 from treeshard._planning.decision import Decision, Shape
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.tactics import Tactic, min_size_in_force, too_small
-from treeshard._planning.tree_walk import TreeDef, name_leaves, shape_of_each, tells_indices_apart
+from treeshard._planning.tree_walk import (
+    TreeDef,
+    name_leaves,
+    needed_text,
+    shape_of_each,
+    tells_indices_apart,
+)
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
 ReadRules = list[tuple[re.Pattern[str], Any]]  # compiled patterns and their actions
@@ -72,7 +78,7 @@ def decide(
             rules_of_key[key] = _rules_of_key(rules, key, unmatched)
         by_path, rule = rules_of_key[key]
         for earlier in by_path:
-            if earlier.matches(path):
+            if earlier.needs in path and earlier.matches(path):
                 rule = earlier
                 break
         decision = rule.decisions.get(shape)
@@ -92,7 +98,7 @@ def _rules_of_key(
     for rule in rules:
         if rule.by_path:
             by_path.append(rule)
-        elif rule.matches(key):
+        elif rule.needs in key and rule.matches(key):
             return by_path, rule
     return by_path, unmatched
 
@@ -143,12 +149,14 @@ class _Rule:
     Attributes:
         matches: Whether its pattern matches a path.
         by_path: Whether it may match one path and not another with the same key.
+        needs: A text that occurs in every path that it matches.
         decisions: By shape; empty if leaves of one shape may be decided differently.
         adjusted: Whether any of its decisions has adjustments.
     """
 
     matches: Callable[[str], Any]
     by_path: bool
+    needs: str
 
     def __init__(
         self, index: int | None, pattern: re.Pattern[str] | None, action: Any, call: _Call
@@ -158,6 +166,7 @@ class _Rule:
         if pattern is not None:
             self.matches = pattern.fullmatch if call.whole_paths else pattern.search
             self.by_path = tells_indices_apart(pattern)
+            self.needs = needed_text(pattern)
         self.looks_at = "leaf" if callable(action) else "shape"
         if isinstance(action, Tactic):
             self.looks_at = action.looks_at
