@@ -19,6 +19,10 @@ class MeshError(TreeShardError, ValueError):
     """A mesh cannot be built, or cannot be used here."""
 
 
+class NoDevicesError(MeshError, NoMeshError):
+    """Arrays must be placed, and the mesh is abstract: it has no devices."""
+
+
 class UnknownAxisError(TreeShardError, ValueError, KeyError):
     """A name is not an axis of the mesh."""
 
@@ -98,7 +102,7 @@ def _say_where_to_import(kinds: Iterable[type]) -> None:
 
 
 _say_where_to_import((ShardingWarning, TreeShardError, *TreeShardError.__subclasses__()))
-_say_where_to_import(CheckpointError.__subclasses__())
+_say_where_to_import([*CheckpointError.__subclasses__(), NoDevicesError])
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from small_models import LAYERS, MODELS, array, compiled, plan_of
 
 import treeshard as ts
-from treeshard._core.make_mesh import abstract_mesh
+from treeshard._core.mesh import abstract_mesh
 from treeshard.communication import comparison
 from treeshard.manual import value_and_grad
 from treeshard.training import jit_step, shard_map_step

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -191,3 +192,51 @@ def test_axis_names_of_a_wrong_type_are_rejected(mesh) -> None:
         ts.get_axes_size_in_mesh("dat", mesh)
     with pytest.raises(ts.NoMeshError):
         ts.get_axes_size_in_mesh("data")
+
+
+# ------------------------------------------------------------------ meshes as text
+
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+TAKE_TEXT = {
+    "names": ts.get_mesh_axis_names,
+    "sizes": lambda mesh: ts.get_axes_size_in_mesh(("data", "fsdp"), mesh),
+    "rules": lambda mesh: ts.match_partition_rules([("", ts.fsdp("fsdp", min_size=1))], X, mesh),
+    "logical names": lambda mesh: ts.logical_to_mesh_spec(
+        ("a", "b"), {"a": "x", "b": "fsdp"}, mesh
+    ),
+    "fields of axes": lambda mesh: ts.PartitionAxis().resolve("batch", mesh=mesh),
+    "optimizer state": lambda mesh: ts.optimizer_state_specs(
+        X, X, P("fsdp"), extra_axis="data", mesh=mesh
+    ),
+    "a tactic": lambda mesh: ts.fsdp("fsdp")(P(), mesh, "w", X),
+    "pattern strings": lambda mesh: ts.create_pattern_based_partition_spec("a->fsdp", mesh)("a", X),
+    "analysis": lambda mesh: ts.analyze_sharding_strategy({"w": X}, P("fsdp"), mesh),
+    "inferred": lambda mesh: ts.infer_sharding({"w": X}, [(".*", "fsdp('fsdp')")], mesh),
+    "shard": lambda mesh: ts.shard(X, P("fsdp"), mesh).sharding,
+    "reshard": lambda mesh: ts.reshard(jnp.asarray(X), P("fsdp"), mesh).sharding,
+    "functions": lambda mesh: ts.make_shard_and_gather_fns(P("fsdp"), mesh)[0](X).sharding,
+    "a batch": lambda mesh: ts.from_process_local(X, P("data"), mesh).sharding,
+    "constraint": lambda mesh: ts.with_sharding_constraint(X, P("fsdp"), mesh).sharding,
+    "extracted": lambda mesh: ts.extract_shardings(ts.shard(X, P("fsdp"), mesh), mesh),
+    "initialised": lambda mesh: (
+        ts.init_sharded(lambda: jnp.ones((8, 8)), rules=[("", P("fsdp"))], mesh=mesh, min_size=0)[
+            0
+        ].sharding
+    ),
+}
+
+
+@pytest.mark.parametrize("use", TAKE_TEXT.values(), ids=TAKE_TEXT.keys())
+def test_text_means_the_mesh_that_it_describes(use, mesh) -> None:
+    assert use("data=2,fsdp=4") == use(mesh)
+
+
+def test_devices_are_needed_where_arrays_are_placed(mesh) -> None:
+    with pytest.raises(
+        ts.MeshError, match=r"shard: the mesh \(data=2, fsdp=4\) is an AbstractMesh"
+    ):
+        ts.shard(X, P("fsdp"), mesh.abstract_mesh)
+    with pytest.raises(
+        ts.MeshError, match="fsdp=4 multiplies to 4, which is not the number of dev"
+    ):
+        ts.shard(X, P("fsdp"), "fsdp=4")

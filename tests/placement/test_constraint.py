@@ -21,7 +21,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, use_abstra
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._core.mesh import context_mesh, vmapped_axes
+from treeshard._core.jax_private import vmapped_axes
+from treeshard._core.mesh import context_mesh
 from treeshard._core.spec_trees import SpecCarrier
 from treeshard._placement.constraint import unshard, with_sharding_constraint
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._core.make_mesh import abstract_mesh
+from treeshard._core.mesh import abstract_mesh
 from treeshard._planning.plan import Plan
 
 MESH = abstract_mesh("data=2,fsdp=4,tensor=2")

@@ -7,10 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 
-from treeshard._core.mesh import check_axes, describe_sizes
-from treeshard.errors import MeshError
+from treeshard._core.jax_private import backends_started
+from treeshard._core.mesh import (
+    MeshLike,
+    check_axes,
+    current_or_given,
+    describe_mesh,
+    describe_sizes,
+    parse_axes,
+)
+from treeshard.errors import MeshError, NoDevicesError
 
 AxisTypeName = Literal["auto", "explicit"]
 
@@ -52,8 +60,8 @@ def make_mesh(
         `jax.make_mesh` and `jax.experimental.mesh_utils`; the notation of EasyLM's
         mesh strings.
     """
-    sizes = _parse_axes(axes)
-    slow = {} if dcn_axes is None else _parse_axes(dcn_axes)
+    sizes = parse_axes(axes)
+    slow = {} if dcn_axes is None else parse_axes(dcn_axes)
     types = {name: axis_types for name in sizes} if isinstance(axis_types, str) else axis_types
     check_axes([*slow, *types], sizes, "make_mesh")
     bad = [kind for kind in types.values() if kind not in ("auto", "explicit")]
@@ -85,16 +93,25 @@ def make_mesh(
     return Mesh(grid, tuple(sizes), axis_types=kinds)
 
 
-def abstract_mesh(axes: Mapping[str, int] | str) -> AbstractMesh:
-    """A mesh of Auto axes without devices, of any size. Starts no backend."""
-    sizes = _parse_axes(axes)
-    if left := [name for name, size in sizes.items() if size == -1]:
-        raise MeshError(
-            f"{describe_sizes(sizes)}: the size of {left[0]!r} cannot be -1 without devices. Give"
-            " it a number."
-        )
-    return AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+def with_devices(mesh: MeshLike | None, where: str) -> Mesh:
+    """Returns a mesh that arrays can be placed on.
+
+    Args:
+        mesh: A mesh, or its axes as text, for a mesh of all devices; by default the mesh in
+            force.
+        where: The public function, for messages.
+
+    Raises:
+        NoMeshError: If no mesh is given and none is in force.
+        MeshError: If the mesh is abstract, or text does not fit the devices.
+    """
+    mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh)
+    if isinstance(mesh, Mesh):
+        return mesh
+    raise NoDevicesError(
+        f"{where}: the mesh ({describe_mesh(mesh)}) is an AbstractMesh: it has sizes, but no"
+        " devices to hold arrays. Pass a mesh with devices, as `treeshard.make_mesh` returns; a"
+        " plan is made again for it by `plan.on(mesh)`."
     )
 
 
@@ -118,7 +135,7 @@ def simulate_devices(n: int) -> None:
     """
     if isinstance(n, bool) or n < 1:
         raise MeshError(f"simulate_devices({n!r}): the number of devices must be at least 1.")
-    if _backends_started():
+    if backends_started():
         if len(jax.devices("cpu")) == n:
             return
         raise MeshError(
@@ -130,37 +147,6 @@ def simulate_devices(n: int) -> None:
     if _SIMULATED in flags:
         os.environ["XLA_FLAGS"] = re.sub(rf"{_SIMULATED}=\S*\s*", "", flags).strip()
     jax.config.update("jax_num_cpu_devices", n)
-
-
-def _backends_started() -> bool:
-    # Every public function that would tell starts one.
-    from jax._src import xla_bridge
-
-    return xla_bridge.backends_are_initialized()
-
-
-def _parse_axes(axes: Mapping[str, int] | str) -> dict[str, int]:
-    if isinstance(axes, str):
-        sizes: dict[str, int] = {}
-        for part in axes.split(","):
-            match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*", part)
-            if match is None:
-                raise MeshError(
-                    f"{axes!r}: cannot read {part.strip()!r}. Write name=size pairs separated"
-                    ' by commas, as in "data=2,fsdp=-1".'
-                )
-            if match[1] in sizes:
-                raise MeshError(f"{axes!r}: the axis {match[1]!r} is repeated.")
-            sizes[match[1]] = int(match[2])
-    else:
-        sizes = dict(axes)
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-            raise MeshError(
-                f"{describe_sizes(sizes)}: the size of {name!r} must be a positive number, or"
-                " -1 for the remaining devices."
-            )
-    return sizes
 
 
 def _fill(

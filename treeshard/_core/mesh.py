@@ -5,24 +5,28 @@ The only module that knows where a current mesh comes from: `jax.set_mesh`, the 
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from treeshard.errors import NoMeshError, UnknownAxisError, did_you_mean
+from treeshard._core.jax_private import is_tracing, mesh_of_set_mesh, mesh_of_with_statement
+from treeshard.errors import MeshError, NoMeshError, UnknownAxisError, did_you_mean
 
 AnyMesh = Mesh | AbstractMesh
-AxisTypeName = Literal["auto", "explicit"]
+# What public functions take: a mesh, or its axes as text, `"data=2,fsdp=4"`.
+MeshLike = Mesh | AbstractMesh | str
+M = TypeVar("M", bound=Mesh | AbstractMesh | None)
 
 
 # ------------------------------------------------------------------ axes of a mesh
 
 
-def axis_sizes(mesh: AnyMesh) -> Mapping[str, int]:
+def axis_sizes(mesh: MeshLike) -> Mapping[str, int]:
     """Axis names to sizes, in the mesh's order."""
-    return mesh.shape
+    return as_mesh(mesh).shape
 
 
 def same_axes(a: AnyMesh, b: AnyMesh) -> bool:
@@ -35,7 +39,7 @@ def axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
     return tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == kind)
 
 
-def describe_mesh(mesh: AnyMesh | None) -> str:
+def describe_mesh(mesh: MeshLike | None) -> str:
     """`data=2, fsdp=4`, as messages show a mesh."""
     return "no mesh" if mesh is None else describe_sizes(axis_sizes(mesh))
 
@@ -79,7 +83,7 @@ def get_incontext_mesh(*, raise_error: bool = True) -> AnyMesh | None:
         ...     get_incontext_mesh().shape["fsdp"]
         8
     """
-    mesh = _set_mesh() or _with_mesh()
+    mesh = _set_mesh() or mesh_of_with_statement()
     if mesh is None and raise_error:
         raise NoMeshError(
             "No mesh is in force. Pass one (`mesh=...`), run inside `with jax.set_mesh(mesh):`,"
@@ -89,10 +93,13 @@ def get_incontext_mesh(*, raise_error: bool = True) -> AnyMesh | None:
     return mesh
 
 
-def current_or_given(mesh: AnyMesh | None) -> AnyMesh:
-    """Returns `mesh`, else the mesh in force. Raises `NoMeshError` if there is neither."""
+def current_or_given(mesh: MeshLike | None) -> AnyMesh:
+    """Returns `mesh`, without devices if it is text; else the mesh in force.
+
+    Raises `NoMeshError` if there is neither.
+    """
     if mesh is not None:
-        return mesh
+        return as_mesh(mesh)
     current = get_incontext_mesh()
     assert current is not None  # for the type checker: `get_incontext_mesh` raises
     return current
@@ -102,21 +109,7 @@ def _set_mesh() -> AnyMesh | None:
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
         return None
-    if is_tracing():
-        return abstract
-    concrete = jax.sharding.get_mesh()
-    # Under `use_abstract_mesh` the concrete mesh is empty or belongs to an outer context.
-    return concrete if concrete.abstract_mesh == abstract else abstract
-
-
-def _with_mesh() -> Mesh | None:
-    # The public alias is deprecated. When JAX removes both, `with mesh:` is gone too.
-    try:
-        from jax._src.mesh import thread_resources
-    except ImportError:
-        return None
-    mesh = thread_resources.env.physical_mesh
-    return None if mesh.empty else mesh
+    return abstract if is_tracing() else mesh_of_set_mesh(abstract)
 
 
 def context_mesh() -> AnyMesh | None:
@@ -126,33 +119,15 @@ def context_mesh() -> AnyMesh | None:
     do not depend on, and it keeps the devices of `jax.set_mesh` inside traces.
     """
     abstract = jax.sharding.get_abstract_mesh()
-    if abstract.empty:
-        return None
-    # JAX has no public function for this inside a trace.
-    try:
-        from jax._src.mesh import get_concrete_mesh
-    except ImportError:
-        return abstract
-    concrete = get_concrete_mesh()
-    # Under `use_abstract_mesh` and `shard_map` it is empty or belongs to an outer context.
-    return concrete if concrete.abstract_mesh == abstract else abstract
+    return None if abstract.empty else mesh_of_set_mesh(abstract)
 
 
-def is_tracing() -> bool:
-    """Whether this thread is inside a JAX trace."""
-    try:
-        jax.sharding.get_mesh()
-    except ValueError:  # raised inside any trace
-        return True
-    return False
-
-
-def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None = None) -> int:
+def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: MeshLike | None = None) -> int:
     """Returns the product of the sizes of some axes: the number of parts they split a dim into.
 
     Args:
         axis_names: One axis or several. The product of no axes is 1.
-        mesh: The mesh; the one in force by default.
+        mesh: The mesh, or its axes as text; the mesh in force by default.
 
     Raises:
         TypeError: If `axis_names` is neither a string nor a sequence of strings.
@@ -167,6 +142,57 @@ def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None 
     sizes = axis_sizes(current_or_given(mesh))
     check_axes(names, sizes, "get_axes_size_in_mesh")
     return math.prod(sizes[name] for name in names)
+
+
+# ------------------------------------------------------------------ meshes as text
+
+
+def parse_axes(axes: Mapping[str, int] | str) -> dict[str, int]:
+    """The sizes of `"data=2,fsdp=-1"`, or of a mapping. One may be -1."""
+    if isinstance(axes, str):
+        sizes: dict[str, int] = {}
+        for part in axes.split(","):
+            match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(-?\d+)\s*", part)
+            if match is None:
+                raise MeshError(
+                    f"{axes!r}: cannot read {part.strip()!r}. Write name=size pairs separated"
+                    ' by commas, as in "data=2,fsdp=-1".'
+                )
+            if match[1] in sizes:
+                raise MeshError(f"{axes!r}: the axis {match[1]!r} is repeated.")
+            sizes[match[1]] = int(match[2])
+    else:
+        sizes = dict(axes)
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise MeshError(
+                f"{describe_sizes(sizes)}: the size of {name!r} must be a positive number, or"
+                " -1 for the remaining devices."
+            )
+    return sizes
+
+
+def abstract_mesh(axes: Mapping[str, int] | str) -> AbstractMesh:
+    """A mesh of Auto axes without devices, of any size. Starts no backend."""
+    sizes = parse_axes(axes)
+    if unknown := [name for name, size in sizes.items() if size == -1]:
+        raise MeshError(
+            f"{describe_sizes(sizes)}: the size of {unknown[0]!r} cannot be -1 without devices."
+            " Give it a number."
+        )
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+
+
+def as_mesh(mesh: M | str, make: Callable[[str], AnyMesh] = abstract_mesh) -> M | AnyMesh:
+    """Turns text into a mesh; any other argument is returned unchanged.
+
+    Args:
+        mesh: A mesh, text, or `None`.
+        make: `abstract_mesh` where sizes suffice, `make_mesh` where arrays are placed.
+    """
+    return make(mesh) if isinstance(mesh, str) else mesh
 
 
 # ------------------------------------------------------------------ inside shard_map
@@ -205,20 +231,3 @@ def check_bound(
 def manual_axes() -> frozenset[str]:
     """The axes over which the code that is being traced runs once per device."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def vmapped_axes() -> frozenset[str]:
-    """The axes that the mapped dim of an enclosing `vmap` is sharded over.
-
-    These are the axes of its `spmd_axis_name`, and the Explicit axes that the mapped dim is
-    sharded over. Specs inside the `vmap` must not name them.
-    """
-    # JAX has no public function for this. Without it, JAX rejects such specs itself.
-    try:
-        from jax._src.core import get_axis_env
-    except ImportError:
-        return frozenset()
-    axes = get_axis_env()
-    return frozenset(getattr(axes, "spmd_axis_names", ())) | frozenset(
-        getattr(axes, "explicit_mesh_axis_names", ())
-    )

@@ -15,11 +15,11 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from treeshard._core.arrays import array_text
+from treeshard._core.jax_private import coordination_client
 from treeshard._core.mesh import AnyMesh, describe_mesh
 from treeshard._core.specs import entries, with_entries
 from treeshard.errors import ProcessError, listed
@@ -170,7 +170,7 @@ def _absent(
 
 
 def _client() -> Any:
-    client = distributed.global_state.client
+    client = coordination_client()
     if client is None:
         raise ProcessError(
             f"There are {jax.process_count()} processes, and this one is not connected to the"

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
 from treeshard._core.arrays import array_text, has_shape
-from treeshard._core.mesh import AnyMesh, current_or_given, describe_mesh
+from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, current_or_given, describe_mesh
 from treeshard._core.paths import children_with_keys, leaf_paths, path_under
 from treeshard._core.specs import (
     MISFITS,
@@ -317,7 +317,7 @@ class LaidSpec:
 def lay(
     tree: Any,
     specs: Any,
-    mesh: AnyMesh | None = None,
+    mesh: MeshLike | None = None,
     *,
     choose_mesh: Callable[[AnyMesh | None, Any], AnyMesh | None] | None = None,
     manual: frozenset[str] = frozenset(),
@@ -348,6 +348,7 @@ def lay(
     """
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
+    mesh = as_mesh(mesh)
     cache: dict[Any, LaidSpec] = {}
     laid: list[LaidSpec | None] = []
     per_leaf = specs_of_leaves(specs, tree, name, resolve)

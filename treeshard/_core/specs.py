@@ -4,20 +4,16 @@ The only module that looks inside a spec.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from treeshard._core.mesh import AnyMesh, axis_sizes, unknown_axis
+from treeshard._core.jax_private import spec_entries
+from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes, unknown_axis
 
 Entry = Any  # the entry of a spec for one dim: None, a name, a tuple of names, UNCONSTRAINED
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
-# JAX 0.10.0 has no `partitions`; in that version every spec can be iterated.
-_partitions: Callable[[PartitionSpec], tuple[Entry, ...]] = (
-    attrgetter("partitions") if hasattr(PartitionSpec, "partitions") else tuple
-)
 
 
 class Adjustment(NamedTuple):
@@ -67,7 +63,7 @@ def is_logical(x: Any) -> bool:
 
 def entries(spec: PartitionSpec | NamedSharding) -> tuple[Entry, ...]:
     """The entries of a spec, one per dim. (JAX cannot iterate over an `unreduced` spec.)"""
-    return _partitions(spec.spec if isinstance(spec, NamedSharding) else spec)
+    return spec_entries(spec.spec if isinstance(spec, NamedSharding) else spec)
 
 
 def axes_of(entry: Entry) -> tuple[str, ...]:
@@ -123,7 +119,7 @@ def settled(spec: PartitionSpec, now: PartitionSpec) -> PartitionSpec:
 
 def project(
     spec: PartitionSpec,
-    mesh: AnyMesh | None,
+    mesh: MeshLike | None,
     shape: tuple[int, ...],
     *,
     manual: frozenset[str] = frozenset(),

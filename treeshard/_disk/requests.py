@@ -5,14 +5,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import array_text, has_shape
-from treeshard._core.mesh import AnyMesh
+from treeshard._core.make_mesh import with_devices
+from treeshard._core.mesh import MeshLike
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import SavedLeaf, Shape, kind_of
-from treeshard._placement.targets import mesh_for
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.rules import Rules
 from treeshard.errors import FormatError, MismatchError, did_you_mean, listed, warn
@@ -179,7 +179,7 @@ class Placing(NamedTuple):
     """How to shard arrays: by rules, as in `plan`; without rules, as the like-tree's own arrays."""
 
     rules: Rules | None = None
-    mesh: AnyMesh | None = None
+    mesh: MeshLike | None = None
     min_size: int | None = None
 
 
@@ -205,7 +205,8 @@ def arrays_asked_for(
 
     Raises:
         ShardingRuleError: If the rules leave a leaf undecided, or decide a spec that does not fit.
-        NoMeshError: If there is no mesh for the rules, or only one without devices.
+        NoMeshError: If there is no mesh for the rules.
+        MeshError: If the mesh is abstract: it has no devices.
         ValueError: If a mesh is given without rules.
     """
     rules, mesh, min_size = placing
@@ -220,7 +221,7 @@ def arrays_asked_for(
     types = {i: asked for i, leaf in enumerate(leaves) if (asked := _array_type(leaf)) is not None}
     if rules is None:
         return leaves, treedef, {i: Asked(x, _own(leaves[i], where)) for i, x in types.items()}
-    decided = plan(tree, rules, mesh_for(PartitionSpec(), mesh, where), min_size=min_size)
+    decided = plan(tree, rules, with_devices(mesh, where), min_size=min_size)
     decided.check()
     places = tree_flatten(decided.shardings)[0]
     placed = {i: Asked(x._replace(on_devices=True), places[i]) for i, x in types.items()}
@@ -235,5 +236,5 @@ def _own(leaf: Any, where: str) -> Sharding | None:
     if isinstance(leaf, np.ndarray | np.generic) or not getattr(leaf, "committed", True):
         return None
     if isinstance(leaf.sharding, NamedSharding):
-        mesh_for(leaf.sharding, None, where)  # raises unless the mesh has devices
+        with_devices(leaf.sharding.mesh, where)  # raises unless the mesh has devices
     return leaf.sharding

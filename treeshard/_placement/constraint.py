@@ -8,18 +8,20 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import has_shape
+from treeshard._core.jax_private import is_tracing, vmapped_axes
+from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
     AnyMesh,
+    MeshLike,
+    as_mesh,
     axes_of_type,
     axis_sizes,
     axis_tuple,
     context_mesh,
     describe_mesh,
     get_incontext_mesh,
-    is_tracing,
     manual_axes,
     same_axes,
-    vmapped_axes,
 )
 from treeshard._core.paths import leaf_paths
 from treeshard._core.spec_trees import SpecCarrier, get_names_from_partition_spec, specs_of_leaves
@@ -35,7 +37,7 @@ _NEAR_MISS = 0.75
 
 
 def with_sharding_constraint(
-    tree: Any, shardings: Any, mesh: AnyMesh | None = None, *, uneven: Uneven = "warn"
+    tree: Any, shardings: Any, mesh: MeshLike | None = None, *, uneven: Uneven = "warn"
 ) -> Any:
     """Like `jax.lax.with_sharding_constraint`, but safe without a mesh, outside `jit`, and for
     specs that do not fit.
@@ -66,7 +68,8 @@ def with_sharding_constraint(
         shardings: A tree of `PartitionSpec`s or `NamedSharding`s with the structure of
             `tree`, a prefix of one, or a `Plan`. `UNCONSTRAINED` leaves a dim as it is. Tuples
             of logical names are resolved by the rules of `logical_axis_rules`.
-        mesh: The mesh; by default the sharding's or the plan's, else the current mesh.
+        mesh: The mesh, or its axes as text; by default the sharding's or the plan's, else the
+            current mesh.
         uneven: What to do where axes do not divide a dim: `"warn"` drops them and warns once
             per call site, `"drop"` drops them silently, `"error"` raises, `"keep"` lets the
             partitioner pad the intermediate (in a trace, on Auto axes; else it raises).
@@ -90,6 +93,7 @@ def with_sharding_constraint(
     if uneven not in get_args(Uneven):
         known, hint = get_args(Uneven), did_you_mean(str(uneven), get_args(Uneven))
         raise SpecError(f"uneven={uneven!r} is none of {', '.join(map(repr, known))}.{hint}")
+    mesh = as_mesh(mesh, make_mesh)
     specs = specs_of_leaves(shardings, tree, "shardings", resolve_names)
     if mesh is None and isinstance(shardings, SpecCarrier):
         mesh = shardings.mesh

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import box_of, numbers
-from treeshard._core.mesh import AnyMesh
+from treeshard._core.make_mesh import make_mesh
+from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import leaf_paths
 from treeshard._core.processes import TIMEOUT, agreeing, company, facts_of, is_spread
 from treeshard._core.spec_trees import LaidSpec, Misfit
@@ -31,7 +32,7 @@ _agreed: set[Any] = set()
 
 
 def from_process_local(
-    tree: Any, specs: Any, mesh: AnyMesh | None = None, *, timeout: float = TIMEOUT
+    tree: Any, specs: Any, mesh: MeshLike | None = None, *, timeout: float = TIMEOUT
 ) -> Any:
     """Builds arrays over all processes from the part that each process has: usually a batch.
 
@@ -49,8 +50,8 @@ def from_process_local(
         specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
             Leaves whose spec is `None` are not changed. Tuples of logical names are resolved by
             the rules of `logical_axis_rules`.
-        mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the current
-            mesh.
+        mesh: The mesh, or its axes as text; by default that of the `NamedSharding`, of the
+            `Plan`, or the current mesh.
         timeout: Seconds to wait for other processes, the first time.
 
     Returns:
@@ -58,7 +59,7 @@ def from_process_local(
         With a single process, whose part is the full array, what `shard` returns.
 
     Raises:
-        UnknownAxisError, SpecError, DeletedLeafError, NoMeshError: As `shard`.
+        UnknownAxisError, SpecError, DeletedLeafError, NoMeshError, MeshError: As `shard`.
         SpecError: Also if processes hold overlapping parts of a dim, so that it is undefined
             which part each of them passes.
         LeafError: As `shard`; and if a leaf is already on devices of several processes.
@@ -75,6 +76,7 @@ def from_process_local(
     Source:
         `jax.make_array_from_process_local_data`.
     """
+    mesh = as_mesh(mesh, make_mesh)
     if jax.process_count() == 1:
         return place(tree, specs, mesh, WHERE, through_host)
     leaves, treedef = tree_flatten(tree)

@@ -8,7 +8,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
-from treeshard._core.mesh import AnyMesh
+from treeshard._core.make_mesh import make_mesh, with_devices
+from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import leaf_paths, path_under
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
@@ -31,13 +32,13 @@ from treeshard._placement.moves import (
     through_host,
     unchanged,
 )
-from treeshard._placement.targets import mesh_for, meshes_of, resolver, targets
+from treeshard._placement.targets import meshes_of, resolver, targets
 
 
 def shard(
     tree: Any,
     specs: Any,
-    mesh: AnyMesh | None = None,
+    mesh: MeshLike | None = None,
     *,
     read: Read | None = None,
     progress: bool = False,
@@ -61,8 +62,8 @@ def shard(
         specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
             Leaves whose spec is `None` are not moved. Tuples of logical names are resolved by
             the rules of `logical_axis_rules`.
-        mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the current
-            mesh.
+        mesh: The mesh, or its axes as text; by default that of the `NamedSharding`, of the
+            `Plan`, or the current mesh.
         read: Fills leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the index
             of a shard (a slice for each dim, with its start and stop), and returns that part
             in the leaf's dtype. Called once for each shard that this process holds, leaf by
@@ -86,7 +87,8 @@ def shard(
         DeletedLeafError: If a leaf was deleted or donated.
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct` (without `read`), masked, or of a
             dtype that JAX does not support.
-        NoMeshError: If there is no mesh, or only an `AbstractMesh`, which has no devices.
+        NoMeshError: If there is no mesh.
+        MeshError: If the mesh is an `AbstractMesh`, which has no devices.
         MismatchError: If `read` returns another shape or dtype than requested.
         ProcessError: If processes do not make the same call with the same leaves, specs and
             mesh, or one of them does not make it within `timeout`, or fails. No leaf is placed.
@@ -109,7 +111,9 @@ def shard(
     )
 
 
-def reshard(tree: Any, specs: Any, mesh: AnyMesh | None = None, *, timeout: float = TIMEOUT) -> Any:
+def reshard(
+    tree: Any, specs: Any, mesh: MeshLike | None = None, *, timeout: float = TIMEOUT
+) -> Any:
     """Moves a tree to other specs or another mesh, from device to device.
 
     Leaves that are already sharded this way are not moved. Leaves that move between the same
@@ -126,8 +130,8 @@ def reshard(tree: Any, specs: Any, mesh: AnyMesh | None = None, *, timeout: floa
         tree: Any pytree. Numpy leaves are placed as by `shard`.
         specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
             Leaves whose spec is `None` are not moved.
-        mesh: The mesh; by default that of the `NamedSharding`, of the `Plan`, or the current
-            mesh.
+        mesh: The mesh, or its axes as text; by default that of the `NamedSharding`, of the
+            `Plan`, or the current mesh.
         timeout: Seconds to wait for other processes.
 
     Returns:
@@ -136,8 +140,8 @@ def reshard(tree: Any, specs: Any, mesh: AnyMesh | None = None, *, timeout: floa
         how to move: shards that exist on both sides go directly, others through the host.
 
     Raises:
-        UnknownAxisError, SpecError, DeletedLeafError, LeafError, NoMeshError, ProcessError: As
-            `shard`.
+        UnknownAxisError, SpecError, DeletedLeafError, LeafError, NoMeshError, MeshError,
+            ProcessError: As `shard`.
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
@@ -151,7 +155,7 @@ def reshard(tree: Any, specs: Any, mesh: AnyMesh | None = None, *, timeout: floa
 def place(
     tree: Any,
     specs: Any,
-    mesh: AnyMesh | None,
+    mesh: MeshLike | None,
     where: str,
     from_single_device: Move,
     *,
@@ -164,6 +168,7 @@ def place(
 
     `from_single_device` moves arrays that are on a single device.
     """
+    mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
     among = company(leaves, meshes_of(specs, mesh)) if jax.process_count() > 1 else []
     paths = leaf_paths(tree) if among or read else []
@@ -216,7 +221,7 @@ def shardings_to_compare(leaf: Any, target: NamedSharding) -> list[Sharding]:
 # ------------------------------------------------------------------ leaf by leaf
 
 
-def make_shard_and_gather_fns(specs: Any, mesh: AnyMesh | None = None) -> tuple[Any, Any]:
+def make_shard_and_gather_fns(specs: Any, mesh: MeshLike | None = None) -> tuple[Any, Any]:
     """Makes two functions for each spec: one places a leaf, one copies it back to the host.
 
     `jax.tree.map(lambda f, x: f(x), shard_fns, tree)` does what `shard(tree, specs, mesh)`
@@ -224,8 +229,8 @@ def make_shard_and_gather_fns(specs: Any, mesh: AnyMesh | None = None) -> tuple[
 
     Args:
         specs: A tree of `PartitionSpec`s or `NamedSharding`s, or a `Plan`.
-        mesh: The mesh; by default that of each `NamedSharding`, of the `Plan`, or the mesh that
-            is current now.
+        mesh: The mesh, or its axes as text; by default that of each `NamedSharding`, of the
+            `Plan`, or the mesh that is current now.
 
     Returns:
         Two trees of functions with the structure of `specs`. A spec that stands for a subtree
@@ -236,7 +241,8 @@ def make_shard_and_gather_fns(specs: Any, mesh: AnyMesh | None = None) -> tuple[
 
     Raises:
         SpecError: If a leaf of `specs` is not a spec.
-        NoMeshError: If a spec needs a mesh and there is none, or only an `AbstractMesh`.
+        NoMeshError: If a spec needs a mesh and there is none.
+        MeshError: If the mesh is an `AbstractMesh`, which has no devices.
 
     Examples:
         >>> shard_fns, gather_fns = make_shard_and_gather_fns({"w": P("fsdp")}, make_mesh("fsdp=8"))
@@ -247,6 +253,7 @@ def make_shard_and_gather_fns(specs: Any, mesh: AnyMesh | None = None) -> tuple[
     Source:
         EasyLM and EasyDeL's function of this name.
     """
+    mesh = as_mesh(mesh, make_mesh)
     if isinstance(specs, SpecCarrier):
         specs, mesh = specs.specs, mesh or specs.mesh
 
@@ -258,7 +265,8 @@ def make_shard_and_gather_fns(specs: Any, mesh: AnyMesh | None = None) -> tuple[
             shard_fns.append(unchanged)
             gather_fns.append(unchanged)
         else:
-            spec_mesh = mesh_for(spec, mesh, "make_shard_and_gather_fns")
+            own = spec.mesh if isinstance(spec, NamedSharding) else None
+            spec_mesh = with_devices(own if mesh is None else mesh, "make_shard_and_gather_fns")
             shard_fns.append(partial(_shard_at, path, spec, spec_mesh))
             gather_fns.append(partial(gather_at, path))
     return treedef.unflatten(shard_fns), treedef.unflatten(gather_fns)

@@ -10,11 +10,12 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map
 
-from treeshard._core.mesh import AnyMesh, current_or_given, describe_mesh, get_incontext_mesh
+from treeshard._core.make_mesh import with_devices
+from treeshard._core.mesh import AnyMesh, get_incontext_mesh
 from treeshard._core.spec_trees import LaidSpec, Misfit, SpecCarrier, lay, raise_misfits
 from treeshard._core.specs import MISFITS, is_logical, is_spec
 from treeshard._planning.logical import resolve_names
-from treeshard.errors import DeletedLeafError, LeafError, NoMeshError
+from treeshard.errors import DeletedLeafError, LeafError
 
 # Kinds of adjustments because of which arrays cannot be placed.
 UNPLACEABLE = MISFITS | {"unconstrained"}
@@ -66,7 +67,7 @@ def lay_on_devices(
         mesh = specs.mesh
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:
-        return mesh_for(PartitionSpec(), mesh, where)
+        return with_devices(mesh, where)
 
     return lay(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
 
@@ -100,23 +101,6 @@ def without_names(specs: Any, mesh: AnyMesh | None) -> Any:
     """Replaces the tuples of logical names in a tree of specs by the specs they resolve to."""
     resolve = resolver(mesh)
     return tree_map(lambda x: resolve(x) if is_logical(x) else x, specs, is_leaf=is_logical)
-
-
-def mesh_for(spec: PartitionSpec | NamedSharding, mesh: AnyMesh | None, where: str) -> Mesh:
-    """Returns the given mesh, else the sharding's own, else the current one.
-
-    Raises `NoMeshError` if there is none, or if it has no devices.
-    """
-    if mesh is None and isinstance(spec, NamedSharding):
-        mesh = spec.mesh
-    mesh = current_or_given(mesh)
-    if isinstance(mesh, Mesh):
-        return mesh
-    raise NoMeshError(
-        f"{where}: the mesh ({describe_mesh(mesh)}) is an AbstractMesh, which has sizes but no"
-        " devices to hold arrays. Pass a mesh with devices (`mesh=...`), as `treeshard.make_mesh`"
-        " returns."
-    )
 
 
 def unmovable(leaf: Any) -> Misfit | None:

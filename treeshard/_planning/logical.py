@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
-from treeshard._core.mesh import AnyMesh
+from treeshard._core.mesh import MeshLike
 from treeshard._core.specs import (
     UNCONSTRAINED,
     Entry,
@@ -103,7 +103,7 @@ class PartitionAxis:
             raise ShardingRuleError(listed(f"{len(bad)} fields are not mesh axes:", bad))
 
     def resolve(
-        self, *names: Entry, mode: Mode = "train", mesh: AnyMesh | None = None
+        self, *names: Entry, mode: Mode = "train", mesh: MeshLike | None = None
     ) -> PartitionSpec:
         """Resolves the logical names of an array's dims to mesh axes.
 
@@ -178,7 +178,7 @@ ReadLogicalRules = PartitionAxis | tuple[tuple[str, Entry], ...]
 def logical_to_mesh_spec(
     names: Sequence[Entry],
     rules: LogicalRules,
-    mesh: AnyMesh | None = None,
+    mesh: MeshLike | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> PartitionSpec:
     """Resolves the logical names of an array's dims to mesh axes.
@@ -258,7 +258,7 @@ def current_logical_rules() -> ReadLogicalRules | None:
 
 
 def resolve_names(
-    names: Sequence[Entry], mesh: AnyMesh | None = None, shape: tuple[int, ...] | None = None
+    names: Sequence[Entry], mesh: MeshLike | None = None, shape: tuple[int, ...] | None = None
 ) -> PartitionSpec:
     """Resolves names by the rules in force. Raises `SpecError` if there are none."""
     rules = current_logical_rules()
@@ -274,7 +274,7 @@ def resolve_names(
 def resolve_by(
     rules: ReadLogicalRules,
     names: Sequence[Entry],
-    mesh: AnyMesh | None = None,
+    mesh: MeshLike | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> PartitionSpec:
     """Resolves names by rules, and projects the spec on the mesh and the shape, if given."""
@@ -394,7 +394,7 @@ def _check_names(names: Any) -> None:
 
 
 def _on_mesh(
-    spec: PartitionSpec, mesh: AnyMesh | None, shape: tuple[int, ...] | None = None
+    spec: PartitionSpec, mesh: MeshLike | None, shape: tuple[int, ...] | None = None
 ) -> PartitionSpec:
     """Projects a spec on a mesh and a shape, and keeps its number of entries."""
     count = len(entries(spec))

@@ -9,6 +9,8 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import (
     AnyMesh,
+    MeshLike,
+    as_mesh,
     axis_sizes,
     axis_tuple,
     check_axes,
@@ -29,7 +31,7 @@ def optimizer_state_specs(
     param_specs: Any,
     *,
     extra_axis: str | Sequence[str] | None = None,
-    mesh: AnyMesh | None = None,
+    mesh: MeshLike | None = None,
 ) -> Any:
     """Derives the specs of an optimizer's state from the specs of the parameters.
 
@@ -79,6 +81,7 @@ def optimizer_state_specs(
         `optax.tree_map_params`, for states that hold copies of the parameters; `extra_axis`
         is ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054.
     """
+    mesh = as_mesh(mesh)
     leaves, treedef = tree_flatten(params)
     original = Original(
         treedef,

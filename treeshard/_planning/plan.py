@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.make_mesh import abstract_mesh
-from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh
+from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, axis_sizes, describe_mesh
 from treeshard._core.paths import is_box, leaf_paths, paths_of, shared_names
 from treeshard._core.spec_trees import SpecCarrier
 from treeshard._core.specs import axes_of, entries, with_entries
@@ -201,7 +200,7 @@ class Plan(SpecCarrier):
 
     # -------------------------------------------------------------- other plans
 
-    def on(self, mesh: AnyMesh | str) -> "Plan":
+    def on(self, mesh: MeshLike) -> "Plan":
         """Plans the same tree by the same rules for another mesh.
 
         Functions among the rules are called again, with `ShapeDtypeStruct`s. Use `diff` to
@@ -405,7 +404,7 @@ class Plan(SpecCarrier):
         return f"<Plan: {len(self.leaves)} leaves on {mesh}, {size} per device>"
 
 
-def plan(tree: Any, rules: Rules, mesh: AnyMesh | str, *, min_size: int | None = None) -> Plan:
+def plan(tree: Any, rules: Rules, mesh: MeshLike, *, min_size: int | None = None) -> Plan:
     """Decides how every leaf of a tree is sharded, by the first rule that matches its path.
 
     Nothing is moved and no values are read. A spec that does not fit its leaf raises no
@@ -436,8 +435,7 @@ def plan(tree: Any, rules: Rules, mesh: AnyMesh | str, *, min_size: int | None =
         >>> decided.specs
         {'norm': P(), 'weight': P('fsdp',)}
     """
-    if isinstance(mesh, str):
-        mesh = abstract_mesh(mesh)
+    mesh = as_mesh(mesh)
     parsed = read_rules(rules)
     decided = decide(parsed, tree, mesh, min_size)
     warn_of_moves(zip(decided.paths, decided.shapes, decided.decisions, strict=True), frozenset())

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from treeshard._core.mesh import AnyMesh, describe_mesh
+from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.specs import MISFITS, Adjustment, is_logical
 from treeshard._planning.decision import Decision
 from treeshard._planning.matching import Decided, ReadRules, decide
@@ -25,7 +25,7 @@ _ACTIONS = (
 def match_partition_rules(
     rules: Rules,
     tree: Any,
-    mesh: AnyMesh | None = None,
+    mesh: MeshLike | None = None,
     *,
     min_size: int | None = None,
     strict: bool = True,
@@ -71,6 +71,7 @@ def match_partition_rules(
     Source:
         The function of this name in EasyLM and EasyDeL.
     """
+    mesh = as_mesh(mesh)
     decided = decide(read_rules(rules), tree, mesh, min_size)
     if decided.adjusted:
         if strict and (error := rules_error(rows_of(decided), mesh)):

@@ -11,7 +11,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from treeshard._core.mesh import AnyMesh, axis_sizes, axis_tuple, current_or_given, unknown_axis
+from treeshard._core.mesh import (
+    AnyMesh,
+    MeshLike,
+    axis_sizes,
+    axis_tuple,
+    current_or_given,
+    unknown_axis,
+)
 from treeshard._core.paths import is_box
 from treeshard._core.specs import (
     MISFITS,
@@ -93,7 +100,7 @@ class Tactic:
         return " | ".join(map(repr, self.steps))
 
     def __call__(
-        self, spec: PartitionSpec, mesh: AnyMesh | None, path: str, leaf: Any
+        self, spec: PartitionSpec, mesh: MeshLike | None, path: str, leaf: Any
     ) -> PartitionSpec:
         mesh = current_or_given(mesh)
         refined, adjustments = self.refine(spec, mesh, path, leaf, min_size_in_force(None))

@@ -12,7 +12,7 @@ from etils import epath
 from jax.sharding import Sharding
 
 from treeshard._core.arrays import to_read
-from treeshard._core.mesh import AnyMesh
+from treeshard._core.mesh import AnyMesh, MeshLike
 from treeshard._core.paths import same_path_keys
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, facts_of, together
 from treeshard._core.text import parse_dtype
@@ -305,7 +305,7 @@ def restore(
     like: Any = None,
     *,
     rules: Rules | None = None,
-    mesh: AnyMesh | None = None,
+    mesh: MeshLike | None = None,
     min_size: int | None = None,
     cast: Any = None,
     partial: bool = False,
@@ -346,7 +346,8 @@ def restore(
             floating-point dtype.
         ShardingRuleError: If the rules do not decide every leaf, or decide a spec that does not
             fit.
-        NoMeshError: If there is no mesh for the rules, or only one without devices.
+        NoMeshError: If there is no mesh for the rules.
+        MeshError: If the mesh is abstract: it has no devices.
         ProcessError: If the processes request different things, or one of them fails or does not
             arrive.
         ValueError: If `mesh` or `min_size` is given without `rules`.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treeshard._core.mesh import AnyMesh
+from treeshard._core.mesh import MeshLike
 from treeshard._core.text import columns, human_bytes
 from treeshard.communication.dataflow import Context, Dataflow, value
 from treeshard.communication.device_groups import (
@@ -75,7 +75,7 @@ class Collective:
         return None if self.bytes is None or self.count is None else self.bytes * self.count
 
 
-def collectives(program: Any, mesh: AnyMesh | str | None = None) -> list[Collective]:
+def collectives(program: Any, mesh: MeshLike | None = None) -> list[Collective]:
     """Lists what a program moves between devices, with the tree paths of the arrays it moves.
 
     An op on several buffers gives one entry per buffer; only an all-to-all gives one for all,
@@ -116,7 +116,7 @@ def collectives(program: Any, mesh: AnyMesh | str | None = None) -> list[Collect
 
 def assert_collectives(
     program: Any,
-    mesh: AnyMesh | str | None = None,
+    mesh: MeshLike | None = None,
     *,
     all_gather: Budget = None,
     reduce_scatter: Budget = None,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves
 
-from treeshard._core.mesh import AnyMesh
+from treeshard._core.mesh import MeshLike
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.text import columns, fold_paths, human_bytes
 from treeshard._planning.plan import Plan
@@ -138,7 +138,7 @@ def compare_communication(
     program: Any,
     *,
     batch: Any = None,
-    mesh: AnyMesh | str | None = None,
+    mesh: MeshLike | None = None,
     remat: Leaves = False,
     scan: Leaves = False,
     params: str | None = None,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from treeshard._core.arrays import array_text
-from treeshard._core.mesh import AnyMesh, get_incontext_mesh
+from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, get_incontext_mesh
 from treeshard.communication.device_groups import spec_of_sharding
 from treeshard.errors import TreeShardError, warn
 
@@ -68,7 +68,9 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager
-def capture_partitioner_warnings(mesh: AnyMesh | None = None) -> Iterator[list[PartitionerWarning]]:
+def capture_partitioner_warnings(
+    mesh: MeshLike | None = None,
+) -> Iterator[list[PartitionerWarning]]:
     """Captures the "Involuntary full rematerialization" warnings of programs compiled inside.
 
     It redirects file descriptor 2, the standard error of the *whole process*, so that output of
@@ -101,7 +103,7 @@ def capture_partitioner_warnings(mesh: AnyMesh | None = None) -> Iterator[list[P
     Source:
         `spmd_partitioner.cc` of OpenXLA logs them.
     """
-    mesh = get_incontext_mesh(raise_error=False) if mesh is None else mesh
+    mesh = get_incontext_mesh(raise_error=False) if mesh is None else as_mesh(mesh)
     if (level := os.environ.get("TF_CPP_MIN_LOG_LEVEL", "")) in ("2", "3"):
         warn(
             f"capture_partitioner_warnings: TF_CPP_MIN_LOG_LEVEL={level} suppresses the compiler's"

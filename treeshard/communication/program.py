@@ -9,8 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves
 
-from treeshard._core.make_mesh import abstract_mesh
-from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh
+from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes, describe_mesh
 from treeshard.communication.hlo import HloProgram, Op
 from treeshard.errors import FormatError, MeshError
 
@@ -22,7 +21,7 @@ _KEY = re.compile(r"""\['([^']*)'\]|\["([^"]*)"\]|\[(\d+)\]|\.(\w+)|\[<flat inde
 
 
 def read_program(
-    program: Any, mesh: AnyMesh | str | None = None
+    program: Any, mesh: MeshLike | None = None
 ) -> tuple[HloProgram, Mapping[str, int] | None]:
     """The graph of a program, and the axes of its mesh if they are known.
 
@@ -43,7 +42,6 @@ def read_program(
     graph = _parse(text)
     if mesh is None:
         return graph, graph.axes
-    mesh = abstract_mesh(mesh) if isinstance(mesh, str) else mesh
     count = math.prod(axis_sizes(mesh).values())
     if graph.devices not in (None, count):
         raise MeshError(

@@ -6,7 +6,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_structure
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.mesh import AnyMesh
+from treeshard._core.mesh import AnyMesh, MeshLike
 from treeshard._core.paths import leaf_paths
 from treeshard._core.spec_trees import lay, raise_misfits
 from treeshard._core.specs import MISFITS
@@ -17,7 +17,7 @@ from treeshard.communication.forecast import predict_communication
 
 
 def analyze_sharding_strategy(
-    tree: Any, specs: Any, mesh: AnyMesh | None = None, *, batch: Any = None
+    tree: Any, specs: Any, mesh: MeshLike | None = None, *, batch: Any = None
 ) -> dict[str, Any]:
     """Computes the memory per device, the balance and the communication of a sharding.
 
@@ -125,7 +125,7 @@ def _communication(
     return totals
 
 
-def _placed_leaves(tree: Any, specs: Any, mesh: AnyMesh | None) -> list[PlacedLeaf]:
+def _placed_leaves(tree: Any, specs: Any, mesh: MeshLike | None) -> list[PlacedLeaf]:
     """Every array with its sharding. Raises for all leaves whose spec does not fit."""
     laid = lay(tree, specs, mesh)
     kinds = MISFITS - {"indivisible"} | {"unconstrained"}

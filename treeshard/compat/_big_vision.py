@@ -6,7 +6,8 @@ from typing import Any
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten, tree_structure
 
-from treeshard._core.mesh import AnyMesh
+from treeshard._core.make_mesh import make_mesh
+from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import is_box
 from treeshard._planning.matching import Decided, decide
 from treeshard._planning.rules import read_rules, rows_of, rules_error
@@ -16,7 +17,7 @@ from treeshard.errors import ShardingRuleError, listed, warn
 Strategy = Sequence[Any]  # of (pattern, strategy string or tactic) pairs
 
 
-def infer_sharding(tree: Any, strategy: Strategy, mesh: AnyMesh) -> Any:
+def infer_sharding(tree: Any, strategy: Strategy, mesh: MeshLike) -> Any:
     """Chooses the sharding of every leaf of a tree by a strategy in big_vision's form.
 
     The first pattern that matches a leaf's full path (`re.fullmatch`) decides. Scalars and
@@ -51,6 +52,7 @@ def infer_sharding(tree: Any, strategy: Strategy, mesh: AnyMesh) -> Any:
     Source:
         The function of this name in big_vision.
     """
+    mesh = as_mesh(mesh, make_mesh)
     decided = decide(_read(strategy), tree, mesh, 0, whole_paths=True)
     if decided.adjusted:
         matched = [row for row in rows_of(decided) if row[2].rule is not None]

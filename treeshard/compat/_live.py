@@ -8,13 +8,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import is_array
-from treeshard._core.mesh import AnyMesh
+from treeshard._core.make_mesh import make_mesh
+from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import leaf_paths
 from treeshard._core.spec_trees import lay, raise_misfits
 from treeshard.errors import SpecError, listed
 
 
-def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
+def extract_shardings(tree: Any, mesh: MeshLike | None = None) -> Any:
     """Reads the sharding of every leaf of a live tree.
 
     Args:
@@ -43,7 +44,7 @@ def extract_shardings(tree: Any, mesh: AnyMesh | None = None) -> Any:
     shardings = treedef.unflatten([_named_sharding(leaf) for leaf in leaves])
     if mesh is None:
         return shardings
-    laid = lay(tree, shardings, mesh)
+    laid = lay(tree, shardings, as_mesh(mesh, make_mesh))
     misfits = {i: misfit for i, spec in enumerate(laid) if spec and (misfit := spec.misfit())}
     raise_misfits(tree, misfits, "extract_shardings")
     return treedef.unflatten([spec and spec.sharding for spec in laid])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from treeshard._core.mesh import (
-    AnyMesh,
+    MeshLike,
     axis_sizes,
     axis_tuple,
     check_bound,
@@ -30,7 +30,7 @@ def names_in_current_mesh(*names: str) -> bool:
     return mesh is not None and set(names) <= set(axis_sizes(mesh))
 
 
-def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
+def get_mesh_axis_names(mesh: MeshLike | None = None) -> list[str]:
     """Returns the axis names of `mesh`, or of the mesh in force, outermost first.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.mesh import AnyMesh, axis_sizes, unknown_axis
+from treeshard._core.mesh import MeshLike, axis_sizes, unknown_axis
 from treeshard._core.specs import Entry, axes_of, entries, entry_of, with_entries
 from treeshard.errors import ShardingRuleError, UnknownAxisInRuleError, listed
 
@@ -15,7 +15,7 @@ _NOT_SHARDED = ("None", "_")
 
 
 def create_pattern_based_partition_spec(
-    text: str, mesh: AnyMesh | None = None, default_spec: PartitionSpec | None = None
+    text: str, mesh: MeshLike | None = None, default_spec: PartitionSpec | None = None
 ) -> Callable[[str, Any], PartitionSpec]:
     """Parses rules written as one string into a function `(path, leaf) -> PartitionSpec`.
 
@@ -108,7 +108,7 @@ def _dim(text: str) -> Entry:
     return entry_of(axes)
 
 
-def _check(rules: list[_Rule], mesh: AnyMesh) -> None:
+def _check(rules: list[_Rule], mesh: MeshLike) -> None:
     sizes = axis_sizes(mesh)
     bad = [
         f"{rule.pattern.pattern!r}: {unknown_axis(axis, sizes)}"

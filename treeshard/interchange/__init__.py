@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from treeshard._core.mesh import AnyMesh
+from treeshard._core.mesh import MeshLike
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
 from treeshard._disk.requests import Placing
@@ -110,7 +110,7 @@ def load_safetensors(
     like: Any = None,
     *,
     rules: Rules | None = None,
-    mesh: AnyMesh | None = None,
+    mesh: MeshLike | None = None,
     min_size: int | None = None,
     rename: Names | None = None,
     cast: Any = None,
@@ -155,7 +155,8 @@ def load_safetensors(
         CheckpointError: If a file is missing or cannot be read; if a directory has several;
             if `rename` gives two leaves the same name.
         ShardingRuleError: If the rules do not decide every leaf, or a spec does not fit its leaf.
-        NoMeshError: If there is no mesh for the rules, or only one without devices.
+        NoMeshError: If there is no mesh for the rules.
+        MeshError: If the mesh is abstract: it has no devices.
         ProcessError: If the processes request different trees, or one of them failed or did not
             arrive.
         ValueError: If `mesh` or `min_size` is given without `rules`, or `rename` without `like`.

@@ -11,6 +11,7 @@ from jax.tree_util import tree_flatten
 from jax.typing import DTypeLike
 
 from treeshard._core.arrays import is_array
+from treeshard._core.jax_private import varying_axes
 from treeshard._core.mesh import axis_tuple, check_bound, manual_axes
 from treeshard._core.specs import axes_of, entries, project, without_axes
 from treeshard._planning.tactics import fsdp
@@ -23,7 +24,6 @@ from treeshard.manual._mean_gather import (
     still_differs,
     vary,
     vary_array,
-    varying,
 )
 
 # ------------------------------------------------------------------
@@ -173,7 +173,7 @@ def _requested_spec(
     """The spec of a leaf that `axes` are to shard; `None` if it stays as it is."""
     if leaf.spec is None or not is_array(leaf.value) or not set(axes) & set(leaf.axes):
         return None
-    if varying(leaf.value) & set(axes) & set(leaf.axes):
+    if varying_axes(leaf.value) & set(axes) & set(leaf.axes):
         kept.add(leaf, f"it varies over the axes of {leaf.spec}, so it is sharded already.")
         return None
     if fact := _not_innermost(leaf.spec, axes):
@@ -453,8 +453,8 @@ def value_and_grad(
 
 
 def _check_axes_named(value: Any, leaves: Sequence[Any], axes: Sequence[str]) -> None:
-    expected = {*axes, *(axis for x in leaves if is_array(x) for axis in varying(x))}
-    if is_array(value) and (more := varying(value) - expected):
+    expected = {*axes, *(axis for x in leaves if is_array(x) for axis in varying_axes(x))}
+    if is_array(value) and (more := varying_axes(value) - expected):
         raise SpecError(
             f"value_and_grad: the loss also varies over {sorted(more)}, but axis_names is {axes}."
             " Its gradients would be summed over those axes: name them, or reduce the loss."

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeshard._core.arrays import is_array
+from treeshard._core.jax_private import varying_axes
 from treeshard._core.mesh import axis_tuple, check_bound
 from treeshard.errors import SpecError
 
@@ -25,24 +26,14 @@ INSTEAD_OF_GATHER = (
 )
 
 
-def varying(x: Any) -> frozenset[str]:
-    """The axes along which the devices may have different values, as far as JAX tracks it."""
-    aval = jax.typeof(x)
-    # Deliberately without a default: if the set were wrongly empty, gradients would be too large
-    # by a factor of the number of devices.
-    return frozenset(
-        aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
-    )
-
-
 def still_differs(x: Any, axis: str) -> bool:
     """Whether the devices along `axis` may have different values of `x`."""
-    return axis in varying(x) or not _is_checked(axis)
+    return axis in varying_axes(x) or not _is_checked(axis)
 
 
 def _is_checked(axis: str) -> bool:
     # The index of a device varies along its axis for certain.
-    return axis in varying(lax.axis_index(axis))
+    return axis in varying_axes(lax.axis_index(axis))
 
 
 def vary_array(x: Any, axes: Sequence[str]) -> Any:

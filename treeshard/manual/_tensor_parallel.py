@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeshard._core.arrays import is_array
+from treeshard._core.jax_private import varying_axes
 from treeshard._core.mesh import axis_tuple, check_bound
 from treeshard._core.paths import leaf_paths
 from treeshard.errors import SpecError, listed
-from treeshard.manual._mean_gather import still_differs, vary_array, varying
+from treeshard.manual._mean_gather import still_differs, vary_array
 
 # ------------------------------------------------------------------
 # Enters and leaves the regions of a model that run tensor parallel.
@@ -194,7 +195,7 @@ def check_leaves(tree: Any, where: str, fact_of: Callable[[Any], str | None]) ->
 
 
 def _varies(x: Any, axes: tuple[str, ...]) -> str | None:
-    if more := varying(x) & set(axes):
+    if more := varying_axes(x) & set(axes):
         return (
             f"shape {x.shape} differs between devices along {named(tuple(sorted(more)))}."
             " If these are shards of one array, pass the sharded dim as `dim`. If they are"

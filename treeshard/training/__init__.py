@@ -11,11 +11,12 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from treeshard._core.arrays import is_array
-from treeshard._core.mesh import axis_sizes, check_axes
+from treeshard._core.make_mesh import with_devices
+from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
 from treeshard._core.processes import agreeing, company, facts_of
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._placement.targets import without_names
@@ -24,7 +25,7 @@ from treeshard.errors import StateError, warn
 from treeshard.training._accumulate import accumulate_gradients as accumulate_gradients
 from treeshard.training._metrics import Metrics as Metrics
 from treeshard.training._metrics import print_metrics as print_metrics
-from treeshard.training._step import Step, StepFn, concrete_mesh
+from treeshard.training._step import Step, StepFn
 
 __all__ = [
     "Metrics",
@@ -47,7 +48,7 @@ def init_sharded(
     fn: Callable[..., Any],
     *args: Any,
     rules: Any,
-    mesh: Mesh,
+    mesh: MeshLike,
     min_size: int | None = None,
     strict: bool = True,
 ) -> tuple[Any, Plan]:
@@ -62,7 +63,8 @@ def init_sharded(
             functions and other static leaves.
         args: The arguments of `fn`. Arrays and keys are traced; anything else is static.
         rules: As in `treeshard.match_partition_rules`.
-        mesh: The devices. Constraints inside `fn` see it as the mesh in force.
+        mesh: A mesh with devices, or its axes as text, `"fsdp=8"`. Constraints inside `fn` see
+            it as the mesh in force.
         min_size: Leaves with fewer elements are replicated.
         strict: Whether an unmatched leaf, or a spec that does not fit its leaf, is an error.
             Otherwise the plan records it.
@@ -91,7 +93,7 @@ def init_sharded(
         Shapes first, then a jitted init with `out_shardings`, as in EasyLM and in Flax's
         own guide.
     """
-    concrete_mesh(mesh, "init_sharded")
+    mesh = with_devices(mesh, "init_sharded")
     traced, static = eqx.partition(args, is_array)
     treedef, constants = None, None  # of the result: the structure of its arrays, and the rest
 

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from treeshard._core.jax_private import varying_axes
 from treeshard._core.mesh import axis_tuple, get_axes_size_in_mesh, manual_axes
 from treeshard._core.paths import leaf_paths
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard.errors import SpecError, listed
-from treeshard.manual._mean_gather import vary_array, varying
+from treeshard.manual._mean_gather import vary_array
 
 GradFn = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -138,4 +139,4 @@ def _for_each_part(grad_fn: GradFn, parts: int, names: tuple[str, ...]) -> GradF
 
 
 def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    return vary_array(jnp.zeros_like(struct), sorted(varying(struct)))
+    return vary_array(jnp.zeros_like(struct), sorted(varying_axes(struct)))

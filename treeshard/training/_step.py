@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree_leaves
 
 from treeshard._core.arrays import array_text, has_shape, is_array
-from treeshard._core.mesh import AnyMesh, describe_mesh, is_tracing
+from treeshard._core.jax_private import is_tracing, varying_axes
+from treeshard._core.make_mesh import with_devices
 from treeshard._core.paths import leaf_paths, path_under
 from treeshard._core.processes import TIMEOUT, agreeing, company, facts_of, is_spread
 from treeshard._core.spec_trees import get_names_from_partition_spec, specs_of_leaves
@@ -22,13 +23,11 @@ from treeshard._placement.targets import raise_unmovable, targets, unmovable
 from treeshard._planning.plan import Plan
 from treeshard.errors import (
     DeletedLeafError,
-    MeshError,
     SpecError,
     StateError,
     TreeShardError,
     listed,
 )
-from treeshard.manual._mean_gather import varying
 
 # ------------------------------------------------------------------
 # Splits a tree into arrays, which a compiled step takes, and static leaves, which it contains.
@@ -139,16 +138,6 @@ if TYPE_CHECKING:
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def concrete_mesh(mesh: AnyMesh, where: str) -> Mesh:
-    """Returns `mesh` if it has devices; raises `MeshError` if it is abstract."""
-    if isinstance(mesh, Mesh):
-        return mesh
-    raise MeshError(
-        f"{where}: an abstract mesh ({describe_mesh(mesh)}) has no devices. Make a mesh with"
-        " `treeshard.make_mesh`, and plan again for that."
-    )
-
-
 class Step:
     """A step `(state, batch) -> (state, aux)`, compiled once per structure of its arguments.
 
@@ -163,7 +152,7 @@ class Step:
         update_wrapper(self, fn)
         self.plan, self.batch_specs = plan, batch
         self._name = "shard_map_step" if per_device else "jit_step"
-        self._mesh = concrete_mesh(plan.mesh, self._name)
+        self._mesh = with_devices(plan.mesh, self._name)
         self._fn, self._donate, self._per_device = fn, donate, per_device
         self._programs: list[_Program] = []
         # By the form of a batch: the target sharding of each leaf that has one, by index.
@@ -357,13 +346,13 @@ class _Program:
             f" {leaf.given}. Average its gradients: `manual.sync_gradients`, or"
             " `manual.value_and_grad`."
             for x, leaf in zip(new, self.plan.leaves, strict=True)
-            if (more := varying(x) - set(get_names_from_partition_spec(leaf.given)))
+            if (more := varying_axes(x) - set(get_names_from_partition_spec(leaf.given)))
         ]
         facts += [
-            f"aux{'/' + path if path else ''}: it differs along {_quoted(varying(x))}. Reduce it:"
-            " `Metrics.reduce`, or `jax.lax.pmean`."
+            f"aux{'/' + path if path else ''}: it differs along {_quoted(varying_axes(x))}. Reduce"
+            " it: `Metrics.reduce`, or `jax.lax.pmean`."
             for path, x in zip(leaf_paths(aux), tree_flatten(aux)[0], strict=True)
-            if is_array(x) and varying(x)
+            if is_array(x) and varying_axes(x)
         ]
         if facts:
             raise StateError(listed(f"{len(facts)} results differ between devices:", facts))

@@ -1,0 +1,134 @@
+"""The parts of JAX that are private, or that differ between the versions that treeshard supports.
+
+Each function says why it is needed, what happens without it, and which JAX versions it is for.
+No other module imports from `jax._src` or asks which attributes JAX has.
+"""
+
+import importlib
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+
+def _private(module: str, name: str) -> Any:
+    """`jax._src.<module>.<name>`; `None` if this version of JAX does not have it."""
+    try:
+        return getattr(importlib.import_module(f"jax._src.{module}"), name)
+    except (ImportError, AttributeError):
+        return None
+
+
+# ------------------------------------------------------------------ contexts
+
+
+def mesh_of_with_statement() -> Mesh | None:
+    """The mesh of `with mesh:`.
+
+    Why: the public name, `jax.interpreters.pxla.thread_resources`, warns that it is deprecated.
+    Without it: `None`. When JAX removes both, `with mesh:` is gone too.
+    Versions: 0.10 to 0.12.
+    """
+    resources = _private("mesh", "thread_resources")
+    mesh = None if resources is None else resources.env.physical_mesh
+    return None if mesh is None or mesh.empty else mesh
+
+
+def mesh_of_set_mesh(abstract: AbstractMesh) -> Mesh | AbstractMesh:
+    """The mesh with devices that `jax.set_mesh` set, if its abstract mesh is `abstract`.
+
+    Why: `jax.sharding.get_mesh` raises inside traces.
+    Without it: `abstract`. Under `use_abstract_mesh` and `shard_map` it is `abstract` too, since
+    the mesh with devices belongs to an outer context or is empty.
+    Versions: 0.10 to 0.12.
+    """
+    get_concrete_mesh = _private("mesh", "get_concrete_mesh")
+    concrete = None if get_concrete_mesh is None else get_concrete_mesh()
+    return concrete if concrete is not None and concrete.abstract_mesh == abstract else abstract
+
+
+def is_tracing() -> bool:
+    """Whether this thread is inside a JAX trace.
+
+    Why: there is no function for it, but `jax.sharding.get_mesh` raises inside any trace.
+    Without it: `False`, if JAX stops raising; the tests of contexts would then fail.
+    Versions: 0.10 to 0.12.
+    """
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:
+        return True
+    return False
+
+
+def vmapped_axes() -> frozenset[str]:
+    """The axes that the mapped dim of an enclosing `vmap` is sharded over.
+
+    These are the axes of its `spmd_axis_name`, and the Explicit axes that the mapped dim is
+    sharded over. Specs inside the `vmap` must not name them.
+
+    Why: there is no public function for it.
+    Without it: no axes; JAX then rejects such specs itself.
+    Versions: 0.10 to 0.12.
+    """
+    get_axis_env = _private("core", "get_axis_env")
+    axes = None if get_axis_env is None else get_axis_env()
+    return frozenset(getattr(axes, "spmd_axis_names", ())) | frozenset(
+        getattr(axes, "explicit_mesh_axis_names", ())
+    )
+
+
+# ------------------------------------------------------------------ the runtime
+
+
+def backends_started() -> bool:
+    """Whether JAX has started a backend, and so knows its devices.
+
+    Why: every public function that would tell starts one.
+    Without it: `False`; `jax.config` then says itself that a setting comes too late.
+    Versions: 0.10 to 0.12.
+    """
+    started = _private("xla_bridge", "backends_are_initialized")
+    return started is not None and started()
+
+
+def coordination_client() -> Any:
+    """The client of the coordination service of `jax.distributed`; `None` if not connected.
+
+    Why: `jax.experimental.multihost_utils` runs programs on devices, without a timeout.
+    Without it: `None`, as without `jax.distributed.initialize`.
+    Versions: 0.10 to 0.12.
+    """
+    state = _private("distributed", "global_state")
+    return None if state is None else state.client
+
+
+# ------------------------------------------------------------------ attributes by version
+
+
+def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The entries of a spec, one per dim.
+
+    Why: from JAX 0.11 on, specs with `unreduced` axes cannot be iterated over, but have
+    `partitions`.
+    Without it: the spec is iterated over.
+    Versions: 0.10.0 has no `partitions`.
+    """
+    return spec.partitions if _HAS_PARTITIONS else tuple(spec)
+
+
+_HAS_PARTITIONS = hasattr(PartitionSpec, "partitions")
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The Manual axes along which devices may have different values of `x`, by its type.
+
+    Why: the attribute of the type has two names.
+    Without it: it raises. If the set were wrongly empty, gradients would be too large by a
+    factor of the number of devices.
+    Versions: `manual_axis_type` where it exists, else `vma`.
+    """
+    aval = jax.typeof(x)
+    return frozenset(
+        aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
+    )
