@@ -91,6 +91,8 @@ def test_keys_have_zeros_for_indices() -> None:
         ("ab{2}c", "a"),
         ("(a|b(c))/d", "/d"),
         ("(?P<layer>[0-9])/w", "/w"),
+        (r"\x31", ""),
+        (r"(.)w\1", ""),
         ("norm|bias", ""),
         ("(?i)norm", ""),
         (".*", ""),

@@ -184,6 +184,8 @@ def needed_text(pattern: re.Pattern[str]) -> str:
     for kind, text, repeated in _tokens(pattern):
         if kind == "literal" and (text == "(" or (text == "|" and not depth)):
             return ""
+        if kind == "escape" and not _ALIKE_ESCAPE.fullmatch(text):
+            return ""  # the text after it may be part of it
         if kind == "literal" and not depth and not repeated and text not in ".^$":
             run += text
             longest = max(longest, run, key=len)
