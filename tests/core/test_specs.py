@@ -93,6 +93,18 @@ def test_without_a_mesh_only_the_rank_counts() -> None:
     assert project(P("x", "y"), None, (3,))[0] == P("x")
 
 
+def test_without_a_shape_only_the_mesh_counts() -> None:
+    assert project(P("data", "x", "fsdp"), MESH, None)[0] == P("data", None, "fsdp")
+    assert project(P("data"), MESH, None) == (P("data"), ())
+
+
+def test_an_uneven_spec_is_kept_if_dims_need_not_be_divisible() -> None:
+    spec = P(("data", "fsdp"), "x")
+    assert project(spec, MESH, (6, 4), divisible=False)[0] == P(("data", "fsdp"))
+    assert project(P("fsdp"), MESH, (6,), divisible=False) == (P("fsdp"), ())
+    assert project(P("fsdp", "data"), MESH, (6,), divisible=False)[1][0].kind == "rank"
+
+
 def test_project_keeps_unreduced_axes() -> None:
     spec = P("data", "nope", unreduced={"fsdp"})
     assert project(spec, MESH, (4, 4))[0] == P("data", unreduced={"fsdp"})

@@ -120,9 +120,10 @@ def settled(spec: PartitionSpec, now: PartitionSpec) -> PartitionSpec:
 def project(
     spec: PartitionSpec,
     mesh: MeshLike | None,
-    shape: tuple[int, ...],
+    shape: tuple[int, ...] | None,
     *,
     manual: frozenset[str] = frozenset(),
+    divisible: bool = True,
 ) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
     """Projects a spec on a mesh and a shape: the part of it that is possible there.
 
@@ -133,31 +134,36 @@ def project(
     Args:
         spec: The requested spec.
         mesh: The mesh; without one only the rank is checked.
-        shape: The shape of the array.
+        shape: The shape of the array; without one, neither the rank nor divisibility is checked.
         manual: Axes that specs must not name here, because the code already runs once per
             device along them.
+        divisible: Whether axes must divide their dim. If not, the spec may be uneven.
 
     Returns:
         The spec that is possible (`spec` itself if nothing had to change), and the
         adjustments in the order of dims.
     """
     requested = entries(spec)
+    rank = len(requested) if shape is None else len(shape)
     sizes = None if mesh is None else axis_sizes(mesh)
     given: list[Entry] = []
     adjustments: list[Adjustment] = []
     used: set[str] = set()
-    for dim, entry in enumerate(requested[: len(shape)]):
+    for dim, entry in enumerate(requested[:rank]):
         axes = axes_of(entry)
         if sizes is None or not axes:
             given.append(entry)
             continue
         free = _available(spec, dim, axes, sizes, used, manual, adjustments)
-        dividing = _divisible_prefix(spec, dim, free, sizes, shape, adjustments)
+        dividing = free
+        if divisible and shape is not None:
+            dividing = _divisible_prefix(spec, dim, free, sizes, shape, adjustments)
         used.update(free)
         given.append(entry if dividing == list(axes) else entry_of(dividing))
-    if extra := [axis for entry in requested[len(shape) :] for axis in axes_of(entry)]:
+    extra = [axis for entry in requested[rank:] for axis in axes_of(entry)]
+    if extra and shape is not None:
         adjustments.append(_beyond_rank(spec, shape, extra))
-    if not adjustments and len(requested) <= len(shape):
+    if not adjustments and len(requested) <= rank:
         return spec, ()
     return with_entries(spec, given), tuple(adjustments)
 

@@ -187,8 +187,7 @@ def _target(leaf: Any, requested: Any, mesh: AnyMesh | None, keep: bool) -> _Tar
     uneven = {axis for note in adjustments if note.kind == "indivisible" for axis in note.axes}
     if not (keep and traced and uneven) or uneven - {*axes_of_type(mesh, AxisType.Auto)}:
         return _Target(mesh, spec, memory_kind, adjustments)
-    # Every axis divides 0, so no axis is dropped for being uneven.
-    spec, _ = project(requested, mesh, (0,) * len(leaf.shape), manual=taken)
+    spec, _ = project(requested, mesh, leaf.shape, manual=taken, divisible=False)
     adjustments = tuple(note for note in adjustments if note.kind != "indivisible")
     return _Target(mesh, spec, memory_kind, adjustments, padded=True)
 

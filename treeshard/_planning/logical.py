@@ -398,6 +398,5 @@ def _on_mesh(
 ) -> PartitionSpec:
     """Projects a spec on a mesh and a shape, and keeps its number of entries."""
     count = len(entries(spec))
-    # Every axis divides 0: without a shape no axis is dropped as uneven.
-    projected, _ = project(spec, mesh, (0,) * count if shape is None else shape)
+    projected, _ = project(spec, mesh, shape)
     return PartitionSpec(*entries(projected), *[None] * (count - len(entries(projected))))
