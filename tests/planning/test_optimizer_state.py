@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from benchmarks._optimizers import CASES, SPECS, Case, nested, structs
 from treeshard._planning.mirrors import Followed, Original, follow, kept_dims
-from treeshard._planning.optimizer_state import optimizer_state_specs
 
 PARAMS = structs()
 PARAM_SPECS = nested(SPECS)
@@ -31,7 +30,7 @@ def by_path(state: Any, specs: Any) -> dict[str, P]:
 
 def specs_of(optimizer: Any, params: Any, specs: Any, **more: Any) -> dict[str, P]:
     state = jax.eval_shape(optimizer.init, params)
-    return by_path(state, optimizer_state_specs(state, params, specs, **more))
+    return by_path(state, ts.optimizer_state_specs(state, params, specs, **more))
 
 
 # ------------------------------------------------------------------ optax
@@ -46,7 +45,7 @@ def test_every_optimizer_of_optax_gets_the_expected_specs(case: Case, mesh) -> N
     params, specs = PARAMS, PARAM_SPECS
     if isinstance(case.params, optax.LookaheadParams):
         params, specs = case.params, optax.LookaheadParams(specs, specs)
-    state_specs = optimizer_state_specs(state, params, specs, mesh=mesh)
+    state_specs = ts.optimizer_state_specs(state, params, specs, mesh=mesh)
     assert by_path(state, state_specs) == case.expected()
     for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(state_specs), strict=True):
         NamedSharding(mesh, spec).shard_shape(leaf.shape)
@@ -82,7 +81,7 @@ def test_a_state_on_devices_is_sharded_as_its_specs(mesh, factored) -> None:
     optimizer = optax.adafactor(0.1, min_dim_size_to_factor=4, factored=factored)
     params = {"w": np.ones((8, 8), "float32"), "b": np.ones(8, "float32")}
     state = jax.tree.map(np.asarray, optimizer.init(params))
-    specs = optimizer_state_specs(state, params, {"w": P("data", "fsdp"), "b": P("fsdp")})
+    specs = ts.optimizer_state_specs(state, params, {"w": P("data", "fsdp"), "b": P("fsdp")})
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     placed = jax.device_put(state, shardings)
     shard_shapes = {
@@ -122,7 +121,7 @@ def test_equinox_modules_with_functions_among_their_leaves() -> None:
     )
     state = jax.eval_shape(optax.adam(0.1).init, eqx.filter(model, eqx.is_array_like))
     state = eqx.tree_at(lambda s: (s[0].mu, s[0].nu), state, (model, model))
-    state_specs = by_path(state, optimizer_state_specs(state, model, specs))
+    state_specs = by_path(state, ts.optimizer_state_specs(state, model, specs))
     assert state_specs["0/mu/q/weight"] == P("data", "fsdp")
     assert state_specs["0/nu/q/bias"] == P("data")
     assert state_specs["0/mu/act"] == state_specs["0/mu/scale"] == state_specs["0/count"] == P()
@@ -136,7 +135,7 @@ def test_equinox_modules_of_which_only_arrays_are_optimized(by, optimizer) -> No
     state = jax.eval_shape(getattr(optax, optimizer)(0.1).init, arrays)
     params = arrays if by == "the arrays" else model
     specs = jax.tree.map(lambda x: P(*["data", "fsdp"][: getattr(x, "ndim", 0)]), params)
-    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    state_specs = by_path(state, ts.optimizer_state_specs(state, params, specs))
     assert state_specs["0/nu/q/weight"] == P("data", "fsdp")
     if optimizer == "sm3":
         assert state_specs["0/mu/q/weight/0"] == P("data")
@@ -154,7 +153,7 @@ def test_static_fields_whose_comparison_raises() -> None:
 
     params = odd(8, 16)
     state = {"mu": odd(8, 16), "v_row": odd(8)}
-    state_specs = optimizer_state_specs(state, params, P("data", "fsdp"))
+    state_specs = ts.optimizer_state_specs(state, params, P("data", "fsdp"))
     assert jax.tree.leaves(state_specs) == [P("data", "fsdp"), P("data")]
 
 
@@ -173,7 +172,7 @@ def test_nnx_states_and_optimizers() -> None:
     assert state_specs["0/nu/q/bias"] == P("fsdp")
     own = nnx.eval_shape(lambda: nnx.Optimizer(Model(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param))
     state = nnx.state(own)
-    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    state_specs = by_path(state, ts.optimizer_state_specs(state, params, specs))
     kernels = {path: spec for path, spec in state_specs.items() if path.endswith("kernel")}
     assert len(kernels) == 2
     assert set(kernels.values()) == {P("data", "fsdp")}
@@ -254,7 +253,7 @@ def test_plain_trees(optimizer, params, specs, right) -> None:
 def test_a_state_with_none_where_the_parameters_have_functions() -> None:
     params = [array(8), jax.nn.gelu, array(8, 6)]
     state = jax.eval_shape(optax.scale_by_sm3().init, [params[0], None, params[2]])
-    state_specs = optimizer_state_specs(state, params, [P("data"), None, P("fsdp", "data")])
+    state_specs = ts.optimizer_state_specs(state, params, [P("data"), None, P("fsdp", "data")])
     assert by_path(state, state_specs) == {
         "mu/0/0": P("data"),
         "mu/2/0": P("fsdp"),
@@ -267,7 +266,7 @@ def test_a_state_with_none_where_the_parameters_have_functions() -> None:
 def test_a_tree_with_other_keys_is_not_a_copy() -> None:
     params = {"a": array(8), "b": array(8)}
     state = {"x": {"c": array(8), "d": array(8)}, "y": (array(8), array(8))}
-    state_specs = optimizer_state_specs(state, params, P("data"))
+    state_specs = ts.optimizer_state_specs(state, params, P("data"))
     assert set(jax.tree.leaves(state_specs)) == {P()}
 
 
@@ -275,7 +274,7 @@ def test_the_state_of_a_part_of_the_parameters() -> None:
     params = {"params": {"dense": {"w": array(8, 4)}, "x": {"dense": {"w": array(8, 4)}}}}
     specs = {"params": {"dense": {"w": P("data")}, "x": {"dense": {"w": P("fsdp")}}}}
     state = jax.eval_shape(optax.trace(0.9).init, params["params"])
-    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    state_specs = by_path(state, ts.optimizer_state_specs(state, params, specs))
     assert state_specs == {"trace/dense/w": P("data"), "trace/x/dense/w": P("fsdp")}
 
 
@@ -283,14 +282,14 @@ def test_equal_endings_with_different_specs_are_replicated() -> None:
     params = {"a": {"w": array(8, 4)}, "b": {"w": array(8, 4)}}
     for b, right in ((P("fsdp"), P()), (P("data"), P("data"))):
         specs = {"a": {"w": P("data")}, "b": {"w": b}}
-        assert optimizer_state_specs({"w": array(8, 4)}, params, specs) == {"w": right}
+        assert ts.optimizer_state_specs({"w": array(8, 4)}, params, specs) == {"w": right}
 
 
 def test_a_state_whose_containers_became_dicts_in_a_checkpoint() -> None:
     state = {"0": {"count": array(), "mu": PARAMS, "v_row": {"attn": {"q": array(8)}}}, "1": {}}
     params = optax.LookaheadParams(PARAMS, array(3))  # other containers around them
     specs = optax.LookaheadParams(PARAM_SPECS, P())
-    state_specs = by_path(state, optimizer_state_specs(state, params, specs))
+    state_specs = by_path(state, ts.optimizer_state_specs(state, params, specs))
     assert state_specs["0/v_row/attn/q"] == P("fsdp")
     assert state_specs["0/count"] == P()
     assert {path[5:]: spec for path, spec in state_specs.items() if "mu" in path} == SPECS
@@ -298,7 +297,7 @@ def test_a_state_whose_containers_became_dicts_in_a_checkpoint() -> None:
 
 def test_non_array_leaves_and_leaves_without_a_parameter() -> None:
     state = {"w": array(8, 8), "name": "adam", "f": jax.nn.gelu, "n": 3, "none": None, "x": [()]}
-    state_specs = optimizer_state_specs(state, {"w": array(8, 8)}, P("data"))
+    state_specs = ts.optimizer_state_specs(state, {"w": array(8, 8)}, P("data"))
     assert state_specs == {"w": P("data"), "name": P(), "f": P(), "n": P(), "none": None, "x": [()]}
 
 
@@ -403,7 +402,7 @@ def test_leaves_without_a_parameter_get_the_extra_axis_too(mesh) -> None:
     )
     assert state_specs == {"trace": P()}  # 649 elements
     state = {"row": array(648), "name": "x"}
-    state_specs = optimizer_state_specs(state, PARAMS, PARAM_SPECS, extra_axis="fsdp", mesh=mesh)
+    state_specs = ts.optimizer_state_specs(state, PARAMS, PARAM_SPECS, extra_axis="fsdp", mesh=mesh)
     assert state_specs == {"row": P("fsdp"), "name": P()}
 
 
@@ -429,7 +428,7 @@ def fails(
     kind: type[Exception], params: Any = PARAMS, specs: Any = PARAM_SPECS, **more: Any
 ) -> str:
     with pytest.raises(kind) as caught:
-        optimizer_state_specs({}, params, specs, **more)
+        ts.optimizer_state_specs({}, params, specs, **more)
     return str(caught.value)
 
 

@@ -14,11 +14,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._planning.decision import PlannedLeaf
-from treeshard._planning.optimizer_state import optimizer_state_specs
-from treeshard._planning.plan import Plan, plan
-from treeshard._planning.rules import match_partition_rules
-from treeshard._planning.tactics import fsdp
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
@@ -44,15 +39,15 @@ def model(layers: int = 3) -> dict[str, Any]:
     }
 
 
-RULES = [("bias", P("fsdp", "data")), ("head", P("data", "fsdp")), ("weight", fsdp("fsdp"))]
+RULES = [("bias", P("fsdp", "data")), ("head", P("data", "fsdp")), ("weight", ts.fsdp("fsdp"))]
 
 
-def planned(tree: Any = None, rules: Any = None, mesh: Any = MESH, min_size: int = 0) -> Plan:
-    return plan(model() if tree is None else tree, RULES if rules is None else rules, mesh,
+def planned(tree: Any = None, rules: Any = None, mesh: Any = MESH, min_size: int = 0) -> ts.Plan:
+    return ts.plan(model() if tree is None else tree, RULES if rules is None else rules, mesh,
                 min_size=min_size)  # fmt: skip
 
 
-def by_path(decided: Plan) -> dict[str, PlannedLeaf]:
+def by_path(decided: ts.Plan) -> dict[str, ts.PlannedLeaf]:
     return {leaf.path: leaf for leaf in decided.leaves}
 
 
@@ -87,8 +82,8 @@ def test_a_leaf_records_what_was_decided_and_why() -> None:
         ([("w", P(("data", "fsdp")))], (6,), P(("data", "fsdp")), P("data"), "indivisible"),
         ([("w", P(None, "data"))], (8,), P(None, "data"), P(), "rank"),
         ([("w", P("data"))], (2,), P("data"), P(), "too-small"),
-        ([("w", fsdp("fsdp"))], (7,), P(), P(), "no-dim"),
-        ([("w", fsdp("fdsp"))], (8,), P(), P(), "axis-not-in-mesh"),
+        ([("w", ts.fsdp("fsdp"))], (7,), P(), P(), "no-dim"),
+        ([("w", ts.fsdp("fdsp"))], (8,), P(), P(), "axis-not-in-mesh"),
         ([("w", lambda path, leaf: P("x"))], (8,), P("x"), P(), "axis-not-in-mesh"),
     ],
 )
@@ -110,26 +105,26 @@ def test_rules_and_min_size_are_kept(monkeypatch) -> None:
     assert decided.rules == tuple(RULES)
     assert decided.min_size == 5
     monkeypatch.setenv("MIN_SHARDING_SIZE", "7")
-    assert plan({}, [], MESH).min_size == 7
+    assert ts.plan({}, [], MESH).min_size == 7
 
 
 def test_check_raises_as_match_partition_rules_does() -> None:
     with pytest.raises(ts.ShardingRuleError) as by_check:
         planned().check()
     with pytest.raises(ts.ShardingRuleError) as by_match:
-        match_partition_rules(RULES, model(), MESH, min_size=0)
+        ts.match_partition_rules(RULES, model(), MESH, min_size=0)
     assert str(by_check.value) == str(by_match.value)
     assert str(by_check.value).startswith("4 leaves do not follow the rules. The mesh has data=2")
     with pytest.raises(ts.UnknownAxisError, match="Did you mean 'fsdp'"):
-        planned({"w": struct(8)}, [("w", fsdp("fdsp"))]).check()
-    planned({"w": struct(8)}, [("w", fsdp("fsdp"))]).check()
+        planned({"w": struct(8)}, [("w", ts.fsdp("fdsp"))]).check()
+    planned({"w": struct(8)}, [("w", ts.fsdp("fsdp"))]).check()
 
 
 def test_fsdp_axes() -> None:
     assert planned().fsdp_axes() == {"fsdp"}
     assert planned({"w": struct(8)}, [("w", P("fsdp"))]).fsdp_axes() == frozenset()
-    assert planned({"w": struct(7)}, [("w", fsdp("fsdp"))]).fsdp_axes() == frozenset()
-    tactic = fsdp("fsdp") | fsdp("data", skip=(0,))
+    assert planned({"w": struct(7)}, [("w", ts.fsdp("fsdp"))]).fsdp_axes() == frozenset()
+    tactic = ts.fsdp("fsdp") | ts.fsdp("data", skip=(0,))
     assert planned({"w": struct(8, 2)}, [("w", tactic)]).fsdp_axes() == {"fsdp", "data"}
 
 
@@ -168,7 +163,7 @@ def test_changing_the_specs_tree_does_not_change_the_plan() -> None:
 
 def test_devices_hold_the_planned_bytes(mesh) -> None:
     tree = {"w": np.arange(128.0, dtype="float32").reshape(16, 8), "b": np.ones(8, "float32")}
-    decided = planned(tree, [("w", fsdp(("data", "fsdp"))), ("b", P("data"))], mesh)
+    decided = planned(tree, [("w", ts.fsdp(("data", "fsdp"))), ("b", P("data"))], mesh)
     placed = jax.device_put(tree, decided.shardings)
     bytes_on = dict.fromkeys(mesh.devices.flat, 0)
     for x in jax.tree.leaves(placed):
@@ -188,7 +183,7 @@ def test_bytes_per_device() -> None:
 def test_a_mesh_of_65536_devices() -> None:
     mesh = AbstractMesh((256, 256), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     tree = {"w": [struct(2**16, 2**12) for _ in range(4)]}
-    decided = planned(tree, [("w", fsdp(("data", "fsdp")))], mesh)
+    decided = planned(tree, [("w", ts.fsdp(("data", "fsdp")))], mesh)
     assert decided.specs == {"w": [P(("data", "fsdp"))] * 4}
     assert decided.bytes_per_device() == 4 * 2**28 * 4 // 2**16
     assert "of 65,536 devices (data=256, fsdp=256), 1.00x an even split" in str(decided)
@@ -204,11 +199,11 @@ def test_functions_that_take_specs_take_a_plan() -> None:
 def test_plans_are_equal_when_mesh_shapes_and_decisions_are(mesh) -> None:
     tree = {"w": struct(8, 8), "b": struct(8)}
     one = planned(tree, [("w", P("fsdp", None)), ("b", None)])
+    by_tactic = [("w", ts.fsdp("fsdp", skip=[1])), ("b", None)]
     same = [
         planned(tree, [("b", P()), (".*", P("fsdp"))], mesh),
-        planned({"w": np.zeros((8, 8), "float32"), "b": struct(8)}, [("w", fsdp("fsdp", skip=[1])),
-                                                                     ("b", None)]),
-    ]  # fmt: skip
+        planned({"w": np.zeros((8, 8), "float32"), "b": struct(8)}, by_tactic),
+    ]
     for other in same:
         assert one == other
         assert hash(one) == hash(other)
@@ -256,12 +251,12 @@ def test_describe() -> None:
         ({"w": struct(8)}, [], "w     float32[8]  P()         32 B  unmatched"),
         (
             {"w": struct(2)},
-            [("w", fsdp("fsdp", min_size=4))],
+            [("w", ts.fsdp("fsdp", min_size=4))],
             "w     float32[2]  P()          8 B  rule 0 'w' fsdp('fsdp', min_size=4): too-small",
         ),
         (
             {"w": struct(7)},
-            [("w", fsdp("fsdp"))],
+            [("w", ts.fsdp("fsdp"))],
             "w     float32[7]  P()         28 B  rule 0 'w' fsdp('fsdp'): no-dim fsdp",
         ),
     ],
@@ -336,7 +331,7 @@ def test_follow() -> None:
     for optimizer in (optax.adam(0.1), optax.adafactor(0.1, min_dim_size_to_factor=2)):
         state = jax.eval_shape(optimizer.init, params)
         moments = decided.follow(state)
-        assert moments.specs == optimizer_state_specs(state, params, decided.specs)
+        assert moments.specs == ts.optimizer_state_specs(state, params, decided.specs)
         assert moments.mesh == decided.mesh
         assert jax.tree.structure(moments.structs) == jax.tree.structure(state)
         # One rule is anchored: applied to the state, it would match nothing.

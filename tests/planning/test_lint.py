@@ -9,8 +9,6 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._planning.logical import logical_axis_rules
-from treeshard._planning.tactics import logical_partitioning, shard_dim
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 ERRORS = {
@@ -180,7 +178,7 @@ LAYERS = {"layers": [{"q": struct(8, 6), "norm": struct(8)} for _ in range(80)]}
         ),
         (
             STACK,
-            [("blocks", ts.fsdp("fsdp") | shard_dim("data", 0)), ("out", P("fsdp"))],
+            [("blocks", ts.fsdp("fsdp") | ts.shard_dim("data", 0)), ("out", P("fsdp"))],
             "warning scan-dim: blocks/mlp/up: P('data', None, 'fsdp') shards dim 0, by rule 0"
             " 'blocks', on which 4 layers seem to be stacked. A scan over them would gather every"
             " layer on every device. Shard another dim: P(None, ...), or `skip=(0,)` of `fsdp`.",
@@ -311,7 +309,7 @@ LOGICAL = [("embed", "fsdp"), ("batch", "data")]
 
 
 def test_names_without_a_rule_in_rules() -> None:
-    with logical_axis_rules(LOGICAL):
+    with ts.logical_axis_rules(LOGICAL):
         bad = ts.plan(W, [("w", ("embed", "emed"))], MESH, min_size=0)
         good = ts.plan(W, [("w", ("embed", None))], MESH, min_size=0)
     (finding,) = bad.findings  # outside the context, which the plan stores
@@ -327,11 +325,13 @@ def test_names_without_a_rule_in_boxes() -> None:
     def boxed(*names: str) -> Any:
         return {"w": nn.LogicallyPartitioned(struct(8, 16), names), "v": struct(8)}
 
-    rules = [("w", logical_partitioning(LOGICAL)), ("v", P("fsdp"))]
+    rules = [("w", ts.logical_partitioning(LOGICAL)), ("v", P("fsdp"))]
     (finding,) = findings(boxed("embed", "mlp"), rules)
     assert (finding.code, finding.paths) == ("name-without-rule", ("w",))
     assert "logical name 'mlp'" in finding.fact
     assert findings(boxed("embed", "batch"), rules) == ()
-    with logical_axis_rules(LOGICAL):
-        decided = ts.plan(boxed("embed", "mlp"), [("", logical_partitioning())], MESH, min_size=99)
+    with ts.logical_axis_rules(LOGICAL):
+        decided = ts.plan(
+            boxed("embed", "mlp"), [("", ts.logical_partitioning())], MESH, min_size=99
+        )
     assert [x.code for x in decided.findings] == ["name-without-rule"]

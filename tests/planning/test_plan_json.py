@@ -11,11 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._core.text import parse_dtype, parse_names, parse_spec
-from treeshard._planning.logical import logical_axis_rules
-from treeshard._planning.plan import Plan, plan
-from treeshard._planning.tactics import fsdp, replicate, shard_dim, tactic
-from treeshard.errors import FormatError
+from treeshard._core.text import parse_dtype
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
@@ -39,11 +35,11 @@ def model() -> dict[str, Any]:
     }
 
 
-RULES = [("bias", P("fsdp", "data")), ("zeta", P("data", "fsdp")), ("weight", fsdp("fsdp"))]
+RULES = [("bias", P("fsdp", "data")), ("zeta", P("data", "fsdp")), ("weight", ts.fsdp("fsdp"))]
 
 
-def planned(rules: Any = None, tree: Any = None, mesh: Any = MESH) -> Plan:
-    return plan(model() if tree is None else tree, RULES if rules is None else rules, mesh,
+def planned(rules: Any = None, tree: Any = None, mesh: Any = MESH) -> ts.Plan:
+    return ts.plan(model() if tree is None else tree, RULES if rules is None else rules, mesh,
                 min_size=0)  # fmt: skip
 
 
@@ -52,7 +48,7 @@ def planned(rules: Any = None, tree: Any = None, mesh: Any = MESH) -> Plan:
 
 def test_a_plan_survives_a_round_trip() -> None:
     decided = planned()
-    back = Plan.from_json(decided.to_json())
+    back = ts.Plan.from_json(decided.to_json())
     assert back == decided
     assert hash(back) == hash(decided)
     assert sorted(back.leaves) == sorted(back.leaves, key=lambda leaf: leaf.path)
@@ -65,13 +61,13 @@ def test_a_plan_survives_a_round_trip() -> None:
 
 
 def test_leaves_with_equal_decisions_share_one_after_reading() -> None:
-    back = Plan.from_json(planned().to_json())
+    back = ts.Plan.from_json(planned().to_json())
     assert len({id(leaf.decision) for leaf in back.leaves if "weight" in leaf.path}) == 1
 
 
 def test_like_gives_the_plan_a_structure() -> None:
     decided = planned()
-    back = Plan.from_json(decided.to_json(), like=model())
+    back = ts.Plan.from_json(decided.to_json(), like=model())
     assert back.to_json() == decided.to_json()
     assert jax.tree.structure(back.specs) == jax.tree.structure(decided.specs)
     assert jax.tree.leaves(back.specs) == jax.tree.leaves(decided.specs)
@@ -111,10 +107,10 @@ def test_json_names_no_devices_and_keeps_its_format(mesh) -> None:
         "kind": "tactic",
         "action": "fsdp('fsdp', min_size=None)",
     }
-    assert Plan.from_json(text).on(mesh).mesh is mesh
+    assert ts.Plan.from_json(text).on(mesh).mesh is mesh
 
 
-@tactic
+@ts.tactic
 def last_dim(axis: str) -> Any:
     return lambda spec, mesh, path, leaf: spec[:-1] + (axis,)  # noqa: RUF005  (as in the docs)
 
@@ -125,9 +121,9 @@ def last_dim(axis: str) -> Any:
         [(".*", None)],
         [(".*", P(("data", "fsdp")))],
         [(".*", P(None, P.UNCONSTRAINED))],
-        [(".*", fsdp(("data", "fsdp"), min_size=3, skip=(0,)))],
-        [(".*", fsdp("fsdp", min_size=100) | shard_dim("data", -1, ignore_ndim_error=True))],
-        [("bias", replicate()), (".*", last_dim("data"))],
+        [(".*", ts.fsdp(("data", "fsdp"), min_size=3, skip=(0,)))],
+        [(".*", ts.fsdp("fsdp", min_size=100) | ts.shard_dim("data", -1, ignore_ndim_error=True))],
+        [("bias", ts.replicate()), (".*", last_dim("data"))],
         [(".*", "fsdp('fsdp', min_size=0)")],
         [(re.compile("WEIGHT", re.IGNORECASE), P("fsdp")), (re.compile("bias|zeta"), None)],
         [(".*", ("rows", "columns"))],
@@ -137,9 +133,9 @@ def last_dim(axis: str) -> Any:
          "no-rules"],
 )  # fmt: skip
 def test_rules_survive_a_round_trip(rules) -> None:
-    with logical_axis_rules([("rows", "fsdp"), ("columns", None)]):
+    with ts.logical_axis_rules([("rows", "fsdp"), ("columns", None)]):
         decided = planned(rules)
-    back = Plan.from_json(decided.to_json())
+    back = ts.Plan.from_json(decided.to_json())
     assert back == decided
     other = AbstractMesh((8, 1), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     assert back.on(other) == decided.on(other)
@@ -155,9 +151,9 @@ def test_rules_survive_a_round_trip(rules) -> None:
 )
 def test_rules_for_logical_names_survive_a_round_trip(logical) -> None:
     names = ("rows",) if isinstance(logical, list) else ("head",)
-    with logical_axis_rules(logical):
+    with ts.logical_axis_rules(logical):
         decided = planned([(".*", names)], {"w": struct(16, 16)})
-    back = Plan.from_json(decided.to_json())
+    back = ts.Plan.from_json(decided.to_json())
     assert back._logical == decided._logical
     assert back.on(MESH) == decided
     assert back.specs["w"] != P()
@@ -169,11 +165,11 @@ def rows(path: str, leaf: Any) -> P:
 
 def test_functions_are_stored_by_name_only() -> None:
     decided = planned([("weight", rows), ("bias", lambda path, leaf: None), (".*", None)])
-    back = Plan.from_json(decided.to_json())
+    back = ts.Plan.from_json(decided.to_json())
     assert back == decided
     assert "rule 0 'weight'" in str(back)
-    assert back.to_json() == Plan.from_json(back.to_json()).to_json()
-    with pytest.raises(FormatError) as raised:
+    assert back.to_json() == ts.Plan.from_json(back.to_json()).to_json()
+    with pytest.raises(ts.FormatError) as raised:
         back.on(MESH)
     assert str(raised.value) == (
         "The actions of 2 rules were not stored:\n"
@@ -185,27 +181,27 @@ def test_functions_are_stored_by_name_only() -> None:
 
 
 def test_tactics_with_other_arguments_than_literals_are_stored_by_name_only() -> None:
-    @tactic
+    @ts.tactic
     def as_it_is(measure: Any) -> Any:
         return lambda spec, mesh, path, leaf: spec
 
     decided = planned([(".*", as_it_is(len))], {"w": struct(8, 8)})
-    back = Plan.from_json(decided.to_json())
+    back = ts.Plan.from_json(decided.to_json())
     assert back == decided
-    with pytest.raises(FormatError, match=r"rule 0 '.\*' was as_it_is\(<built-in function len>\)"):
+    with pytest.raises(ts.FormatError, match=r"rule 0 '.\*' was as_it_is\(<built-in"):
         back.on(MESH)
 
 
 def test_a_followed_plan_read_from_json_cannot_plan_for_another_mesh() -> None:
     moments = planned().follow({"mu": model()})
-    back = Plan.from_json(moments.to_json())
+    back = ts.Plan.from_json(moments.to_json())
     assert back == moments
-    with pytest.raises(FormatError, match="was made by `follow`, and its JSON does not store"):
+    with pytest.raises(ts.FormatError, match="was made by `follow`, and its JSON does not store"):
         back.on(MESH)
 
 
 def test_shared_paths_are_an_error() -> None:
-    decided = plan({"a/b": struct(8), "a": {"b": struct(8)}}, [("", None)], MESH)
+    decided = ts.plan({"a/b": struct(8), "a": {"b": struct(8)}}, [("", None)], MESH)
     with pytest.raises(ts.ShardingRuleError, match=r"\['a'\]\['b'\] and \['a/b'\] share this path"):
         decided.to_json()
 
@@ -214,42 +210,9 @@ def test_shared_paths_are_an_error() -> None:
     "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int4", "bool", "key<fry>", "key<rbg>"]
 )
 def test_dtypes(dtype) -> None:
-    decided = plan({"w": struct(8, dtype=parse_dtype(dtype))}, [("", None)], MESH)
-    (leaf,) = Plan.from_json(decided.to_json()).leaves
+    decided = ts.plan({"w": struct(8, dtype=parse_dtype(dtype))}, [("", None)], MESH)
+    (leaf,) = ts.Plan.from_json(decided.to_json()).leaves
     assert (str(leaf.dtype), leaf.dtype) == (dtype, decided.leaves[0].dtype)
-
-
-# ------------------------------------------------------------------ literals
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [P(), P(None), P("a", None, ("b", "c")), P(P.UNCONSTRAINED, "a"), P("a", unreduced={"b"})],
-)
-def test_specs_are_read_from_their_repr(spec) -> None:
-    assert parse_spec(repr(spec)) == spec
-    assert parse_spec("P(['a', 'b'])") == P(("a", "b"))
-
-
-@pytest.mark.parametrize(
-    ("parse", "text", "message"),
-    [
-        (parse_spec, "P(", "'P(' cannot be parsed: '(' was never closed"),
-        (parse_spec, "Q('a')", "\"Q('a')\" is not a spec. Write it as P('data', None,"),
-        (parse_spec, "P(__import__('os'))", "\"__import__('os')\" is not a literal."),
-        (parse_spec, "P(3)", "'P(3)' is not a spec"),
-        (parse_spec, "P('a', x=3)", "is not a spec"),
-        (parse_spec, "P(*['a'])", "is not a literal"),
-        (parse_names, "('a', 3)", "\"('a', 3)\" is not a tuple of names. Write it as ('batch', "),
-        (parse_names, "(open('x'),)", "is not a literal"),
-        (parse_dtype, "flaot32", "'flaot32' is not a dtype."),
-        (parse_dtype, "key<x>", "'key<x>' is not a dtype."),
-    ],
-)
-def test_literals_that_cannot_be_read(parse, text, message) -> None:
-    with pytest.raises(FormatError) as raised:
-        parse(text)
-    assert message in str(raised.value)
 
 
 # ------------------------------------------------------------------ bad text
@@ -333,23 +296,23 @@ def text_with(change: Any) -> str:
     ],
 )
 def test_bad_json(change, message) -> None:
-    with pytest.raises(FormatError) as raised:
-        Plan.from_json(text_with(change))
+    with pytest.raises(ts.FormatError) as raised:
+        ts.Plan.from_json(text_with(change))
     assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "3", "[]"])
 def test_text_that_is_not_json_or_not_a_plan(text) -> None:
-    with pytest.raises(FormatError, match="is not JSON|is not a plan"):
-        Plan.from_json(text)
+    with pytest.raises(ts.FormatError, match="is not JSON|is not a plan"):
+        ts.Plan.from_json(text)
 
 
 def test_like_with_other_arrays() -> None:
     text = planned().to_json()
     other = {**model(), "zeta": struct(8, 7), "new": struct(3)}
     del other["step"]
-    with pytest.raises(FormatError) as raised:
-        Plan.from_json(text, like=other)
+    with pytest.raises(ts.FormatError) as raised:
+        ts.Plan.from_json(text, like=other)
     assert str(raised.value).splitlines() == [
         "3 leaves of `like` differ from the plan:",
         "  step: int32[] in the plan, missing in `like`.",
@@ -360,5 +323,5 @@ def test_like_with_other_arrays() -> None:
 
 def test_like_with_arrays_that_share_a_path() -> None:
     text = planned([("", None)], {"a": {"b": struct(8)}}).to_json()
-    with pytest.raises(FormatError, match="`like` has arrays that share a path"):
-        Plan.from_json(text, like={"a/b": struct(8), "a": {"b": struct(8)}})
+    with pytest.raises(ts.FormatError, match="`like` has arrays that share a path"):
+        ts.Plan.from_json(text, like={"a/b": struct(8), "a": {"b": struct(8)}})

@@ -1,0 +1,37 @@
+"""Specs, names and dtypes from text: literals only."""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._core.text import parse_dtype, parse_names, parse_spec
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [P(), P(None), P("a", None, ("b", "c")), P(P.UNCONSTRAINED, "a"), P("a", unreduced={"b"})],
+)
+def test_specs_are_read_from_their_repr(spec) -> None:
+    assert parse_spec(repr(spec)) == spec
+    assert parse_spec("P(['a', 'b'])") == P(("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "message"),
+    [
+        (parse_spec, "P(", "'P(' cannot be parsed: '(' was never closed"),
+        (parse_spec, "Q('a')", "\"Q('a')\" is not a spec. Write it as P('data', None,"),
+        (parse_spec, "P(__import__('os'))", "\"__import__('os')\" is not a literal."),
+        (parse_spec, "P(3)", "'P(3)' is not a spec"),
+        (parse_spec, "P('a', x=3)", "is not a spec"),
+        (parse_spec, "P(*['a'])", "is not a literal"),
+        (parse_names, "('a', 3)", "\"('a', 3)\" is not a tuple of names. Write it as ('batch', "),
+        (parse_names, "(open('x'),)", "is not a literal"),
+        (parse_dtype, "flaot32", "'flaot32' is not a dtype."),
+        (parse_dtype, "key<x>", "'key<x>' is not a dtype."),
+    ],
+)
+def test_literals_that_cannot_be_read(parse, text, message) -> None:
+    with pytest.raises(ts.FormatError) as raised:
+        parse(text)
+    assert message in str(raised.value)
