@@ -464,12 +464,12 @@ def test_specs_that_do_not_fit_the_parameters(mesh) -> None:
     specs = {"a": P(None, "data"), "b": P("fsdp"), "c": P("data"), "f": P()}
     message = fails(ts.SpecError, params, specs, mesh=mesh)
     assert message == (
-        "2 parameters do not fit their param_specs:\n"
-        "  a: shape (8,), P(None, 'data'): P(None, 'data') has 2 entries, but shape (8,) has 1"
-        " dim. Drop the last entry.\n"
-        "  b: shape (6, 8), P('fsdp',): P('fsdp',) splits dim 0 of shape (6, 8) into 4 parts,"
-        " and 6 is not divisible by 4. Pad it to 8, or use another dim or axis.\n"
-        "The mesh has data=2, fsdp=4."
+        "optimizer_state_specs: 2 parameters do not fit their param_specs:\n"
+        "  a: float32[8] as P(None, 'data') on the mesh (data=2, fsdp=4): P(None, 'data') has 2"
+        " entries, but shape (8,) has 1 dim. Drop the last entry.\n"
+        "  b: float32[6,8] as P('fsdp',) on the mesh (data=2, fsdp=4): P('fsdp',) splits dim 0 of"
+        " shape (6, 8) into 4 parts, and 6 is not divisible by 4. Pad it to 8, or use another dim"
+        " or axis."
     )
 
 
@@ -481,5 +481,5 @@ def test_specs_too_long_without_a_mesh() -> None:
 
 def test_an_axis_that_is_not_in_the_mesh(mesh) -> None:
     message = fails(ts.UnknownAxisError, {"a": array(8)}, P("fdsp"), mesh=mesh)
-    assert message.startswith("a: shape (8,)")
+    assert message.startswith("a: float32[8] as P('fdsp',) on the mesh")
     assert "Did you mean 'fsdp'?" in message

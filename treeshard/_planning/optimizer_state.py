@@ -15,14 +15,12 @@ from treeshard._core.mesh import (
     axis_tuple,
     check_axes,
     current_or_given,
-    describe_mesh,
 )
-from treeshard._core.paths import paths_of
-from treeshard._core.spec_trees import SpecCarrier, specs_of_leaves
-from treeshard._core.specs import MISFITS, axes_of, entries, project
+from treeshard._core.spec_trees import SpecCarrier, lay, raise_misfits
+from treeshard._core.specs import axes_of, entries
 from treeshard._planning.mirrors import Original, follow
 from treeshard._planning.tactics import fsdp, min_size_in_force
-from treeshard.errors import SpecError, UnknownAxisInSpecError, listed
+from treeshard.errors import SpecError
 
 
 def optimizer_state_specs(
@@ -83,38 +81,21 @@ def optimizer_state_specs(
     """
     mesh = as_mesh(mesh)
     leaves, treedef = tree_flatten(params)
+    # Without the argument `mesh`, only ranks are checked.
+    laid = lay(params, param_specs, choose_mesh=lambda *_: mesh, name="param_specs")
+    misfits = {i: m for i, spec in enumerate(laid) if spec is not None and (m := spec.misfit())}
+    what = "parameters do not fit their param_specs:"
+    raise_misfits(params, misfits, "optimizer_state_specs", what)
     original = Original(
         treedef,
         [tuple(leaf.shape) if has_shape(leaf) else None for leaf in leaves],
-        specs_of_leaves(param_specs, params, "param_specs"),
+        [None if spec is None else spec.requested for spec in laid],
     )
-    _check_fit(original, mesh)
     specs = [followed.spec for followed in follow(opt_state, original)]
     if extra_axis is not None:
         mesh = param_specs.mesh if mesh is None and isinstance(param_specs, SpecCarrier) else mesh
         specs = _sharded_further(specs, tree_leaves(opt_state), extra_axis, current_or_given(mesh))
     return tree_structure(opt_state).unflatten(specs)
-
-
-def _check_fit(original: Original, mesh: AnyMesh | None) -> None:
-    """Raises for parameters whose specs do not fit: those of the state would not fit either."""
-    fits: set[Any] = set()
-    facts: list[str] = []
-    kinds: set[str] = set()
-    for index, (spec, shape) in enumerate(zip(original.specs, original.shapes, strict=True)):
-        if shape is None or (id(spec), shape) in fits:
-            continue
-        if bad := [note for note in project(spec, mesh, shape)[1] if note.kind in MISFITS]:
-            why = " ".join(note.why for note in bad)
-            facts.append(f"{paths_of(original.treedef)[index]}: shape {shape}, {spec}: {why}")
-            kinds.update(note.kind for note in bad)
-        else:
-            fits.add((id(spec), shape))
-    if facts:
-        where = "No mesh was given." if mesh is None else f"The mesh has {describe_mesh(mesh)}."
-        message = listed(f"{len(facts)} parameters do not fit their param_specs:", facts)
-        error = UnknownAxisInSpecError if "axis-not-in-mesh" in kinds else SpecError
-        raise error(f"{message}\n{where}")
 
 
 def _sharded_further(
