@@ -10,8 +10,8 @@ from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, describe_mesh, same_axes
-from treeshard._core.paths import leaf_paths
-from treeshard._core.spec_trees import SpecCarrier, specs_of_leaves
+from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.spec_trees import SpecCarrier, SpecTree, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
 from treeshard._inspection.stability import assert_stable_step as assert_stable_step
 from treeshard._inspection.stability import diff_shardings as diff_shardings
@@ -76,7 +76,7 @@ def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool =
         )
 
 
-def assert_trees_sharded_as(tree: Any, expected: Any) -> None:
+def assert_trees_sharded_as(tree: PyTree, expected: SpecTree) -> None:
     """Checks that every array of a tree is sharded as expected.
 
     Specs are compared by the shards that they make: `P("data", None)` is `P("data")`, and an

@@ -30,6 +30,9 @@ from treeshard.errors import (
     listed,
 )
 
+# A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `SpecCarrier`.
+SpecTree = Any
+
 
 class SpecCarrier:
     """Base of classes that are accepted wherever a tree of specs is. `Plan` is one."""

@@ -16,7 +16,8 @@ from treeshard._core.mesh import (
     check_axes,
     current_or_given,
 )
-from treeshard._core.spec_trees import SpecCarrier, lay, raise_misfits
+from treeshard._core.paths import PyTree
+from treeshard._core.spec_trees import SpecCarrier, SpecTree, lay, raise_misfits
 from treeshard._core.specs import axes_of, entries
 from treeshard._planning.mirrors import Original, follow
 from treeshard._planning.tactics import fsdp, min_size_in_force
@@ -24,13 +25,13 @@ from treeshard.errors import SpecError
 
 
 def optimizer_state_specs(
-    opt_state: Any,
-    params: Any,
-    param_specs: Any,
+    opt_state: PyTree,
+    params: PyTree,
+    param_specs: SpecTree,
     *,
     extra_axis: str | Sequence[str] | None = None,
     mesh: MeshLike | None = None,
-) -> Any:
+) -> SpecTree:
     """Derives the specs of an optimizer's state from the specs of the parameters.
 
     Each leaf of the state is matched to the parameter whose path is the end of its own:

@@ -12,8 +12,8 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, axis_sizes, describe_mesh
-from treeshard._core.paths import is_box, leaf_paths, paths_of, shared_names
-from treeshard._core.spec_trees import SpecCarrier
+from treeshard._core.paths import PyTree, is_box, leaf_paths, paths_of, shared_names
+from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import axes_of, entries, with_entries
 from treeshard._core.text import human_bytes
 from treeshard._planning.decision import Decision, PlannedLeaf
@@ -67,18 +67,18 @@ class Plan(SpecCarrier):
     # -------------------------------------------------------------- the tree
 
     @property
-    def specs(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def specs(self) -> SpecTree:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tree with a `PartitionSpec` at every leaf; `P()` at non-array leaves."""
         return self._tree(lambda leaf: leaf.given, lambda _: PartitionSpec())
 
     @property
-    def shardings(self) -> Any:
+    def shardings(self) -> SpecTree:
         """The tree with a `NamedSharding` at every array; `P()` at non-array leaves."""
         shardings = self._sharding_of_spec()
         return self._tree(lambda leaf: shardings[leaf.given], lambda _: PartitionSpec())
 
     @property
-    def structs(self) -> Any:
+    def structs(self) -> PyTree:
         """The tree with a `ShapeDtypeStruct` that has a sharding at every array; non-array
         leaves as they are."""
         shardings = self._sharding_of_spec()
@@ -107,7 +107,7 @@ class Plan(SpecCarrier):
         indices = range(self.treedef.num_leaves)
         return [None if index in self._others else next(arrays) for index in indices]
 
-    def _bare(self) -> Any:
+    def _bare(self) -> PyTree:
         """The tree with a `ShapeDtypeStruct` without a sharding at every array."""
         return self._tree(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lambda other: other
@@ -230,7 +230,7 @@ class Plan(SpecCarrier):
         with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
             return plan(self._bare(), self.rules, mesh, min_size=self.min_size)
 
-    def follow(self, tree: Any) -> "Plan":
+    def follow(self, tree: PyTree) -> "Plan":
         """Plans a tree that holds copies of this plan's tree: optimizer state, an average,
         gradients.
 
@@ -340,7 +340,7 @@ class Plan(SpecCarrier):
         )
 
     @staticmethod
-    def from_json(text: str, *, like: Any = None) -> "Plan":
+    def from_json(text: str, *, like: PyTree | None = None) -> "Plan":
         """Reads a plan that `to_json` wrote.
 
         Its mesh is abstract; `plan.on(mesh)` plans for a mesh with devices.
@@ -404,7 +404,7 @@ class Plan(SpecCarrier):
         return f"<Plan: {len(self.leaves)} leaves on {mesh}, {size} per device>"
 
 
-def plan(tree: Any, rules: Rules, mesh: MeshLike, *, min_size: int | None = None) -> Plan:
+def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = None) -> Plan:
     """Decides how every leaf of a tree is sharded, by the first rule that matches its path.
 
     Nothing is moved and no values are read. A spec that does not fit its leaf raises no
