@@ -260,6 +260,18 @@ def random_spec(random: np.random.Generator, rank: int) -> P:
     return P(*(tuple(str(axis) for axis, dim in axes if dim == d) for d in range(rank)))
 
 
+def check_a_constraint_on_own_devices_waits_for_nobody(context: Context) -> None:
+    if context.index == 0:  # the others never make this call
+        mesh = ts.make_mesh("fsdp=-1", devices=jax.local_devices())
+        placed = ts.with_sharding_constraint(arange(16, 8), P("fsdp"), mesh)
+        assert placed.sharding == NamedSharding(mesh, P("fsdp"))
+
+
+def check_a_constraint_across_processes_places_arrays(context: Context) -> None:
+    placed = ts.with_sharding_constraint(arange(16, 8), P("fsdp"), mesh_2d())
+    np.testing.assert_array_equal(ts.gather(placed), arange(16, 8))
+
+
 # ------------------------------------------------------------------ what it costs
 
 

@@ -257,6 +257,14 @@ def test_an_intermediate_is_constrained_too(mesh: Mesh):
     assert "sharding_constraint" in jax.jit(f).lower(SQUARE).as_text()
 
 
+def test_outside_a_trace_one_process_exchanges_nothing(mesh: Mesh, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was exchanged")
+
+    monkeypatch.setattr("treeshard._core.processes._client", refuse)
+    assert same_spec(with_sharding_constraint(SQUARE, BOTH, mesh), BOTH, mesh)
+
+
 def test_single_device_input_goes_to_the_mesh(mesh: Mesh):
     with jax.set_mesh(mesh):
         got = jax.jit(lambda x: with_sharding_constraint(x * 2, BOTH))(jnp.asarray(SQUARE))
@@ -657,13 +665,13 @@ def test_uneven_error_names_all_and_does_nothing(where: str, mesh: Mesh, compile
     with pytest.raises(ts.SpecError) as error:
         f(UNEVEN)
     assert str(error.value) == (
-        "2 constraints do not fit:\n"
-        "  v/0: P('fsdp', 'data') splits dim 1 of shape (8, 3) into 2 parts, and 3 is not divisible"
-        " by 2. Pad"
-        " it to 4, or use another dim or axis. The mesh: data=2, fsdp=4.\n"
-        "  w: P('fsdp', 'data') splits dim 0 of shape (6, 8) into 4 parts, and 6 is not divisible"
-        " by 4. Pad it"
-        " to 8, or use another dim or axis. The mesh: data=2, fsdp=4."
+        "with_sharding_constraint: 2 constraints do not fit:\n"
+        "  v/0: float32[8,3] as P('fsdp', 'data') on the mesh (data=2, fsdp=4): P('fsdp', 'data')"
+        " splits dim 1 of shape (8, 3) into 2 parts, and 3 is not divisible by 2. Pad it to 4, or"
+        " use another dim or axis.\n"
+        "  w: float32[6,8] as P('fsdp', 'data') on the mesh (data=2, fsdp=4): P('fsdp', 'data')"
+        " splits dim 0 of shape (6, 8) into 4 parts, and 6 is not divisible by 4. Pad it to 8, or"
+        " use another dim or axis."
     )
     assert compiles == []
 
@@ -704,10 +712,10 @@ def test_uneven_keep_elsewhere_is_an_error(kind: str, f: Any):
     with jax.set_mesh(mesh_of(kind)), pytest.raises(ts.SpecError) as error:
         f(np.ones((3, 2), np.float32))
     assert str(error.value) == (
-        "the array: P('data',) splits dim 0 of shape (3, 2) into 2 parts, and 3 is not divisible by"
-        " 2. Pad it"
-        ' to 4, or use another dim or axis. The mesh: data=2, fsdp=4. `uneven="keep"` works'
-        " inside jit, on Auto axes: arrays are stored in equal shards."
+        "the array: float32[3,2] as P('data',) on the mesh (data=2, fsdp=4): P('data',) splits dim"
+        " 0 of shape (3, 2) into 2 parts, and 3 is not divisible by 2. Pad it to 4, or use another"
+        ' dim or axis.\n`uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal'
+        " shards."
     )
 
 
@@ -717,11 +725,11 @@ MISTAKES = {
     "rank": (
         {"a": SQUARE, "b": {"c": SQUARE}},
         P("data", None, "fsdp"),
-        "2 constraints do not fit:\n"
-        "  a: P('data', None, 'fsdp') has 3 entries, but shape (8, 8) has 2 dims. Drop the last"
-        " entry. The mesh: data=2, fsdp=4.\n"
-        "  b/c: P('data', None, 'fsdp') has 3 entries, but shape (8, 8) has 2 dims. Drop the last"
-        " entry. The mesh: data=2, fsdp=4.",
+        "with_sharding_constraint: 2 constraints do not fit:\n"
+        "  a: float32[8,8] as P('data', None, 'fsdp') on the mesh (data=2, fsdp=4): P('data', None,"
+        " 'fsdp') has 3 entries, but shape (8, 8) has 2 dims. Drop the last entry.\n"
+        "  b/c: float32[8,8] as P('data', None, 'fsdp') on the mesh (data=2, fsdp=4): P('data',"
+        " None, 'fsdp') has 3 entries, but shape (8, 8) has 2 dims. Drop the last entry.",
     ),
     "logical names": (
         {"w": SQUARE},
@@ -792,6 +800,11 @@ def test_unshard_over_several_axes_and_by_named_shardings(mesh: Mesh):
     assert same_spec(unshard(x, BOTH, "fsdp"), P("data"), mesh) is False  # no mesh: as it is
     assert same_spec(unshard(x, x.sharding, "fsdp"), P("data"), mesh)
     assert same_spec(unshard(x, x.sharding, ["data", "fsdp"]), P(), mesh)
+
+
+def test_unshard_on_a_given_mesh(mesh: Mesh):
+    x = jax.device_put(SQUARE, NamedSharding(mesh, BOTH))
+    assert same_spec(unshard(x, BOTH, "fsdp", mesh), P("data"), mesh)
 
 
 def test_unshard_of_an_axis_that_no_spec_names(mesh: Mesh):

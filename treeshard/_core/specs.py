@@ -101,7 +101,7 @@ def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     )
 
 
-def settled(spec: PartitionSpec, now: PartitionSpec) -> PartitionSpec:
+def fill_unconstrained(spec: PartitionSpec, now: PartitionSpec) -> PartitionSpec:
     """`spec` with `UNCONSTRAINED` entries replaced by those of `now`, less axes used elsewhere."""
     requested = entries(spec)
     if UNCONSTRAINED not in requested:

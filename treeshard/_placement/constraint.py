@@ -5,9 +5,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import tree_flatten
+from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
-from treeshard._core.arrays import has_shape
 from treeshard._core.jax_private import is_tracing, vmapped_axes
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
@@ -24,8 +23,16 @@ from treeshard._core.mesh import (
     same_axes,
 )
 from treeshard._core.paths import leaf_paths
-from treeshard._core.spec_trees import SpecCarrier, get_names_from_partition_spec, specs_of_leaves
-from treeshard._core.specs import Adjustment, project, settled, without_axes
+from treeshard._core.spec_trees import (
+    LaidSpec,
+    Misfit,
+    SpecCarrier,
+    get_names_from_partition_spec,
+    lay,
+    raise_misfits,
+    specs_of_leaves,
+)
+from treeshard._core.specs import Adjustment, fill_unconstrained, project, without_axes
 from treeshard._placement.shard import shard
 from treeshard._planning.logical import resolve_names
 from treeshard.errors import SpecError, did_you_mean, listed, warn
@@ -57,6 +64,10 @@ def with_sharding_constraint(
       Explicit axes, where they differ, as by `jax.sharding.reshard`;
     - elsewhere, arrays (numpy's too) are placed as by `shard`;
     - a `jax.ShapeDtypeStruct` gets the sharding.
+
+    Outside a trace, a call that places arrays on a mesh of several processes is a collective
+    call, as of `shard`: all of these processes must make it, and they wait for each other. In a
+    trace, and on devices of this process alone, a call never waits for other processes.
 
     A leaf is returned unchanged if its spec is `None`, it is not an array, there is no mesh,
     every axis is Manual, or the context has Manual or Explicit axes of another mesh. An
@@ -94,13 +105,10 @@ def with_sharding_constraint(
         known, hint = get_args(Uneven), did_you_mean(str(uneven), get_args(Uneven))
         raise SpecError(f"uneven={uneven!r} is none of {', '.join(map(repr, known))}.{hint}")
     mesh = as_mesh(mesh, make_mesh)
-    specs = specs_of_leaves(shardings, tree, "shardings", resolve_names)
-    if mesh is None and isinstance(shardings, SpecCarrier):
-        mesh = shardings.mesh
-    return _constrain_tree(tree, specs, mesh, uneven)
+    return _constrain_tree("with_sharding_constraint", tree, shardings, mesh, uneven)
 
 
-def unshard(tree: Any, specs: Any, axis: str | Sequence[str]) -> Any:
+def unshard(tree: Any, specs: Any, axis: str | Sequence[str], mesh: MeshLike | None = None) -> Any:
     """Gathers a tree over an axis: constrains it to its specs without that axis.
 
     Call it on a layer's weights just before they are used, above all inside a scan over layers:
@@ -112,6 +120,8 @@ def unshard(tree: Any, specs: Any, axis: str | Sequence[str]) -> Any:
         specs: How `tree` is sharded now: a tree of specs, a prefix of one, or a `Plan`. For a
             slice of stacked layers use `layer_specs`.
         axis: The mesh axis to gather over, or several.
+        mesh: The mesh, or its axes as text; by default the sharding's or the plan's, else the
+            current mesh.
 
     Returns:
         A tree of the same structure. Leaves whose specs do not name `axis` are unchanged.
@@ -139,7 +149,10 @@ def unshard(tree: Any, specs: Any, axis: str | Sequence[str]) -> Any:
         if name not in named and (hint := did_you_mean(name, named, _NEAR_MISS)):
             warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
     gathered = [_gathered(spec, axes) for spec in leaf_specs]
-    return _constrain_tree(tree, gathered, specs.mesh if isinstance(specs, SpecCarrier) else None)
+    if mesh is None and isinstance(specs, SpecCarrier):
+        mesh = specs.mesh
+    mesh = as_mesh(mesh, make_mesh)
+    return _constrain_tree("unshard", tree, tree_structure(tree).unflatten(gathered), mesh)
 
 
 def _gathered(spec: Any, axes: tuple[str, ...]) -> Any:
@@ -157,39 +170,57 @@ def _gathered(spec: Any, axes: tuple[str, ...]) -> Any:
 class _Target(NamedTuple):
     """The sharding that one leaf gets, and the parts of the requested spec that were dropped."""
 
+    laid: LaidSpec
     mesh: AnyMesh
     spec: PartitionSpec
-    memory_kind: str | None
-    adjustments: tuple[Adjustment, ...]
-    padded: bool = False  # whether `spec` is uneven
+    is_padded: bool = False  # whether `spec` is uneven
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(self.mesh, spec, memory_kind=self.memory_kind)
+        return NamedSharding(self.mesh, spec, memory_kind=self.laid.memory_kind)
 
 
-def _target(leaf: Any, requested: Any, mesh: AnyMesh | None, keep: bool) -> _Target | None:
-    """Returns the target of a leaf; `None` if the leaf is returned unchanged."""
-    if requested is None or not has_shape(leaf):
-        return None
-    memory_kind = None
-    if isinstance(requested, NamedSharding):
-        mesh = requested.mesh if mesh is None else mesh
-        requested, memory_kind = requested.spec, requested.memory_kind
-    struct = isinstance(leaf, jax.ShapeDtypeStruct)
-    traced = is_tracing() and not struct
-    mesh = _mesh_for(mesh, leaf if traced else None)
-    if mesh is None or not (traced or struct or isinstance(mesh, Mesh)):
-        return None
-    taken = manual_axes() | vmapped_axes()
-    spec, adjustments = project(requested, mesh, leaf.shape, manual=taken)
-    if not traced:
-        spec = settled(spec, _current_spec(mesh, leaf))
-    uneven = {axis for note in adjustments if note.kind == "indivisible" for axis in note.axes}
-    if not (keep and traced and uneven) or uneven - {*axes_of_type(mesh, AxisType.Auto)}:
-        return _Target(mesh, spec, memory_kind, adjustments)
-    spec, _ = project(requested, mesh, leaf.shape, manual=taken, divisible=False)
-    adjustments = tuple(note for note in adjustments if note.kind != "indivisible")
-    return _Target(mesh, spec, memory_kind, adjustments, padded=True)
+def _targets(
+    tree: Any, shardings: Any, mesh: AnyMesh | None, keep_uneven: bool
+) -> list[_Target | None]:
+    """Returns the target of each leaf; `None` for leaves that are returned unchanged."""
+    tracing, manual = is_tracing(), manual_axes() | vmapped_axes()
+
+    def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> AnyMesh | None:
+        is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
+        chosen = _mesh_for(mesh, leaf if tracing and not is_struct else None)
+        # Arrays outside a trace need devices to be placed on.
+        return chosen if tracing or is_struct or isinstance(chosen, Mesh) else None
+
+    laid_specs = lay(
+        tree,
+        shardings,
+        mesh,
+        choose_mesh=choose_mesh,
+        manual=manual,
+        name="shardings",
+        resolve=resolve_names,
+    )
+    targets: list[_Target | None] = []
+    for leaf, laid in zip(tree_leaves(tree), laid_specs, strict=True):
+        if laid is None or laid.mesh is None:
+            targets.append(None)
+        elif not tracing or isinstance(leaf, jax.ShapeDtypeStruct):
+            spec = fill_unconstrained(laid.spec, _current_spec(laid.mesh, leaf))
+            targets.append(_Target(laid, laid.mesh, spec))
+        elif keep_uneven and _is_uneven_on_auto_axes(laid):
+            padded, _ = project(
+                laid.requested, laid.mesh, leaf.shape, manual=manual, divisible=False
+            )
+            targets.append(_Target(laid, laid.mesh, padded, is_padded=True))
+        else:
+            targets.append(_Target(laid, laid.mesh, laid.spec))
+    return targets
+
+
+def _is_uneven_on_auto_axes(laid: LaidSpec) -> bool:
+    uneven = {axis for note in laid.adjustments if note.kind == "indivisible" for axis in note.axes}
+    auto = axes_of_type(laid.mesh, AxisType.Auto) if laid.mesh is not None else ()
+    return bool(uneven) and uneven <= set(auto)
 
 
 def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
@@ -232,30 +263,30 @@ def _current_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec:
 # ------------------------------------------------------------------ errors and warnings
 
 
-def _report(tree: Any, targets: Sequence[_Target | None], uneven: Uneven) -> None:
+def _report(tree: Any, targets: Sequence[_Target | None], uneven: Uneven, where: str) -> None:
     """Raises one error for all misfits; else warns once about all dropped axes."""
-    notes = [(i, t, note) for i, t in enumerate(targets) if t is not None for note in t.adjustments]
-    paths = leaf_paths(tree) if notes else []
-    errors: list[str] = []
+    kinds = {"rank", "indivisible"} if uneven in ("error", "keep") else {"rank"}
+    misfits: dict[int, Misfit] = {}
     warnings: list[str] = []
-    for i, target, note in notes:
-        fact = f"{paths[i] or 'the array'}: {note.why}"
-        mesh = f"The mesh: {describe_mesh(target.mesh)}."
-        if note.kind == "rank":
-            errors.append(f"{fact} {mesh}")
-        elif note.kind == "indivisible" and uneven in ("error", "keep"):
-            errors.append(f"{fact} {mesh}{_KEEP if uneven == 'keep' else ''}")
-        elif note.kind == "indivisible" and uneven == "warn":
-            warnings.append(f"{fact} {mesh} It is constrained to {target.spec} instead.")
-        elif note.kind == "axis-already-used" or _is_misspelled(note, target):
-            warnings.append(fact)
-    if errors:
-        raise SpecError(listed(f"{len(errors)} constraints do not fit:", errors))
+    adjusted = [(i, t) for i, t in enumerate(targets) if t is not None and t.laid.adjustments]
+    paths = leaf_paths(tree) if adjusted else []
+    for i, target in adjusted:
+        if misfit := target.laid.misfit(kinds - {"indivisible"} if target.is_padded else kinds):
+            misfits[i] = misfit
+        for note in target.laid.adjustments:
+            fact = f"{paths[i] or 'the array'}: {note.why}"
+            if note.kind == "indivisible" and uneven == "warn":
+                mesh = f"The mesh: {describe_mesh(target.mesh)}."
+                warnings.append(f"{fact} {mesh} It is constrained to {target.spec} instead.")
+            elif note.kind == "axis-already-used" or _is_misspelled(note, target):
+                warnings.append(fact)
+    advice = _KEEP if uneven == "keep" else ""
+    raise_misfits(tree, misfits, where, "constraints do not fit:", advice=advice)
     if warnings:
         warn(listed(f"{len(warnings)} constraints were only applied in part:", warnings))
 
 
-_KEEP = ' `uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal shards.'
+_KEEP = '`uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal shards.'
 
 
 def _is_misspelled(note: Adjustment, target: _Target) -> bool:
@@ -270,26 +301,25 @@ def _is_misspelled(note: Adjustment, target: _Target) -> bool:
 
 
 def _constrain_tree(
-    tree: Any, specs: list[Any], mesh: AnyMesh | None, uneven: Uneven = "warn"
+    where: str, tree: Any, shardings: Any, mesh: AnyMesh | None, uneven: Uneven = "warn"
 ) -> Any:
+    targets = _targets(tree, shardings, mesh, uneven == "keep")
+    _report(tree, targets, uneven, where)
     leaves, treedef = tree_flatten(tree)
-    pairs = zip(leaves, specs, strict=True)
-    targets = [_target(leaf, spec, mesh, uneven == "keep") for leaf, spec in pairs]
-    _report(tree, targets, uneven)
-    tracing, to_place = is_tracing(), []
+    to_place: dict[int, NamedSharding] = {}
     for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         if target is None:
             continue
         if isinstance(leaf, jax.ShapeDtypeStruct):
             leaves[i] = leaf.update(sharding=target.sharding(target.spec))
-        elif tracing:
+        elif is_tracing():
             leaves[i] = _constrain(leaf, target)
         else:
-            to_place.append(i)
+            to_place[i] = target.sharding(target.spec)
     # In one call: `shard` checks every leaf before it moves one.
-    shardings = [targets[i].sharding(targets[i].spec) for i in to_place]
-    for i, placed in zip(to_place, shard([leaves[i] for i in to_place], shardings), strict=True):
-        leaves[i] = placed
+    placed = shard([leaves[i] for i in to_place], [*to_place.values()])
+    for i, array in zip(to_place, placed, strict=True):
+        leaves[i] = array
     return treedef.unflatten(leaves)
 
 
@@ -302,7 +332,7 @@ def _constrain(x: Any, target: _Target) -> Any:
     if not auto:
         return x
     sharding = target.sharding(without_axes(target.spec, explicit))
-    if explicit or target.padded:
+    if explicit or target.is_padded:
         # Un-jitted grad and vmap execute a constraint at once: it would then undo the
         # Explicit part, and refuse an uneven spec.
         return _jitted_constraint(x, sharding)
@@ -321,5 +351,5 @@ _jitted_constraint = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1)
 
 def _reshard(x: Any, mesh: AbstractMesh, spec: PartitionSpec) -> Any:
     current = without_axes(jax.typeof(x).sharding.spec, ())
-    spec = without_axes(settled(spec, current), ())
+    spec = without_axes(fill_unconstrained(spec, current), ())
     return x if spec == current else jax.sharding.reshard(x, NamedSharding(mesh, spec))
