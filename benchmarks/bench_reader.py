@@ -11,7 +11,7 @@ import argparse
 import time
 
 from benchmarks._harness import Figure, Row, options, report
-from treeshard._core.make_mesh import abstract_mesh
+from treeshard._core.mesh import abstract_mesh
 from treeshard.communication.collectives import collectives
 
 MESH = abstract_mesh("data=2,fsdp=4")

@@ -201,8 +201,8 @@ PARAMETER = '  %x = f32[8]{0} parameter(0), metadata={op_name="x"}\n'
     ],
 )
 def test_a_single_op(op: str, moved: list[object], mesh: jax.sharding.Mesh) -> None:
-    found = ts.collectives(f"{HEAD}{PARAMETER}  ROOT %y = {op}\n}}\n", mesh)
-    assert [(x.kind, x.bytes, x.wire_bytes, x.axes) for x in found] == moved
+    read = ts.collectives(f"{HEAD}{PARAMETER}  ROOT %y = {op}\n}}\n", mesh)
+    assert [(x.kind, x.bytes, x.wire_bytes, x.axes) for x in read] == moved
 
 
 GATHER = (

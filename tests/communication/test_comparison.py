@@ -54,35 +54,35 @@ def test_the_compiled_program_moves_what_is_planned(
     name: str, way: str, axes: str, scan: bool, remat: bool
 ) -> None:
     plan, program = compiled(name, way, ts.make_mesh(axes), scan=scan, remat=remat)
-    found = ts.compare_communication(
+    compared = ts.compare_communication(
         plan, program, scan="layers" if scan else False, remat="layers" if remat else False
     )
-    gathers = [x for x in found.compiled if x.kind == "all-gather"]
+    gathers = [x for x in compared.compiled if x.kind == "all-gather"]
     assert all(x.path is not None and x.path.startswith("state/") for x in gathers)
     # Their source is a line of the user, not of treeshard.
     assert all("small_models.py:" in (x.source or "") for x in gathers)
-    for row in found.rows:
+    for row in compared.rows:
         if row.kind == "all-gather" or way == "hand":
             assert (row.count, row.bytes) == (row.planned_count, row.planned_bytes), row
     if way == "hand":
-        assert found.unplanned == ()
+        assert compared.unplanned == ()
         return
     # On CPUs the partitioner all-reduces full gradients. Nothing else differs.
-    [difference] = found.unplanned
+    [difference] = compared.unplanned
     assert difference.code == "all-reduce"
-    scattered = sum(x.total_bytes for x in found.planned if x.kind == "reduce-scatter")
+    scattered = sum(x.total_bytes for x in compared.planned if x.kind == "reduce-scatter")
     assert sum(x.total_bytes or 0 for x in difference.collectives) == scattered
 
 
 @pytest.mark.parametrize("way", ["jit", "hand"])
 def test_data_parallel(way: str) -> None:
     plan, program = compiled("mlp", way, ts.make_mesh("data=8"), rule=P())
-    found = ts.compare_communication(plan, program)
-    assert found.unplanned == ()
-    [row] = found.rows
+    compared = ts.compare_communication(plan, program)
+    assert compared.unplanned == ()
+    [row] = compared.rows
     assert (row.kind, row.axes, row.count) == ("all-reduce", ("data",), 3 * LAYERS + 1)
     assert row.bytes == row.planned_bytes == sum(leaf.bytes for leaf in plan.leaves)
-    assert str(found).split("\n") == [
+    assert str(compared).split("\n") == [
         "kind        axes         planned  compiled",
         "all-reduce  data  10 x, 12.9 KiB  10 x, 12.9 KiB",
         "plus 1 scalar, such as the loss",
@@ -94,14 +94,14 @@ def test_data_parallel(way: str) -> None:
 
 def test_a_scan_without_unshard_moves_activations() -> None:
     plan, program = compiled("mlp", "no hints", ts.make_mesh("fsdp=8"), scan=True)
-    found = ts.compare_communication(plan, program, scan="layers")
-    moved = next(x for x in found.unplanned if x.code == "activation")
+    compared = ts.compare_communication(plan, program, scan="layers")
+    moved = next(x for x in compared.unplanned if x.code == "activation")
     assert "unplanned" in moved.fact
     assert "of computed values" in moved.fact
     assert "`unshard(layer, layer_specs(specs), axis)`" in moved.hint
     assert all("small_models.py:" in (x.source or "") for x in moved.collectives)
     assert "small_models.py:" in str(moved)
-    named = {x.path for x in found.compiled} - {None}
+    named = {x.path for x in compared.compiled} - {None}
     assert all(str(path).startswith(("state/", "batch")) for path in named)
     assert not any(x.path for x in moved.collectives)
 
@@ -125,14 +125,14 @@ def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
         h = ts.with_sharding_constraint(jnp.tanh(x @ p["up"]), P("fsdp", "tensor"))
         return jnp.mean(ts.with_sharding_constraint(h @ p["down"], P("fsdp")) ** 2)
 
-    found = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), array(8, 16)))
-    gathers = [(x.path, x.bytes) for x in found.compiled if x.kind == "all-gather"]
+    compared = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), array(8, 16)))
+    gathers = [(x.path, x.bytes) for x in compared.compiled if x.kind == "all-gather"]
     assert sorted(gathers, key=str) == [("state/down", KIB), ("state/up", KIB)]
-    assert {x.code for x in found.unplanned} <= {"all-reduce"}
-    assert found.tensor_parallel
-    assert {x.axes for x in found.tensor_parallel} == {("tensor",)}
-    assert not any(x.path for x in found.tensor_parallel)
-    assert "including 1 tensor-parallel activations" in str(found)
+    assert {x.code for x in compared.unplanned} <= {"all-reduce"}
+    assert compared.tensor_parallel
+    assert {x.axes for x in compared.tensor_parallel} == {("tensor",)}
+    assert not any(x.path for x in compared.tensor_parallel)
+    assert "including 1 tensor-parallel activations" in str(compared)
 
 
 def test_a_tied_weight_is_gathered_under_its_only_path() -> None:
@@ -144,11 +144,11 @@ def test_a_tied_weight_is_gathered_under_its_only_path() -> None:
         return jnp.mean((jnp.tanh(whole[x]) @ whole.T) ** 2)
 
     x = jax.ShapeDtypeStruct((8, 4), "int32")
-    found = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), x))
-    assert [x.path for x in found.compiled if x.kind == "all-gather"] == ["state/embed"]
+    compared = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), x))
+    assert [x.path for x in compared.compiled if x.kind == "all-gather"] == ["state/embed"]
     # The partitioner reduces the gradient of each use, and then adds them.
-    assert [x.code for x in found.unplanned] == ["all-reduce", "again"]
-    assert "The partitioner reduces the gradient of each use" in found.unplanned[1].hint
+    assert [x.code for x in compared.unplanned] == ["all-reduce", "again"]
+    assert "The partitioner reduces the gradient of each use" in compared.unplanned[1].hint
 
 
 def test_a_moment_sharded_unlike_its_parameter_is_gathered() -> None:
@@ -168,9 +168,9 @@ def test_a_moment_sharded_unlike_its_parameter_is_gathered() -> None:
 
     run = jit_step(step, plan, batch=P("fsdp"))
     program = run.lower(plan.structs, array(8, 16)).compile()
-    found = {x.code: x for x in ts.compare_communication(plan, program).unplanned}
-    assert found["sharded-further"].paths == ("opt/mu/w",)
-    assert "optimizer state with `Plan.follow`" in found["sharded-further"].hint
+    differences = {x.code: x for x in ts.compare_communication(plan, program).unplanned}
+    assert differences["sharded-further"].paths == ("opt/mu/w",)
+    assert "optimizer state with `Plan.follow`" in differences["sharded-further"].hint
 
 
 def _accumulated(minibatches: Any) -> ts.Comparison:
@@ -193,9 +193,11 @@ def _accumulated(minibatches: Any) -> ts.Comparison:
 
 
 def test_a_batch_reshaped_across_devices_for_accumulation() -> None:
-    found = {x.code: x for x in _accumulated(lambda x: x.reshape(4, 8, 16)).unplanned}
-    assert "To split a batch for accumulation, reshape it" in found["across-axes"].hint
-    assert all("test_comparison.py:" in (x.source or "") for x in found["across-axes"].collectives)
+    differences = {x.code: x for x in _accumulated(lambda x: x.reshape(4, 8, 16)).unplanned}
+    assert "To split a batch for accumulation, reshape it" in differences["across-axes"].hint
+    assert all(
+        "test_comparison.py:" in (x.source or "") for x in differences["across-axes"].collectives
+    )
 
     def fixed(x: jax.Array) -> jax.Array:
         x = x.reshape(8, 4, 16).swapaxes(0, 1)
@@ -216,8 +218,8 @@ def test_a_forgotten_activation_constraint() -> None:
             h = constrain(jnp.tanh(x @ p["up"]))
             return jnp.mean(constrain(h @ p["down"]) ** 2)
 
-        found = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), array(16, 16)))
-        return {one.code: one for one in found.unplanned}
+        compared = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), array(16, 16)))
+        return {one.code: one for one in compared.unplanned}
 
     # Without constraints, the partitioner keeps the weights sharded and moves activations.
     forgotten = codes(lambda h: h)
@@ -239,9 +241,9 @@ def test_a_backend_that_widens_a_dtype_is_reported() -> None:
     run = shard_map_step(step, plan, batch=P("fsdp"))
     program = run.lower(plan.structs, array(8, 16)).compile()
     assert ts.compare_communication(plan, program).unplanned == ()
-    found = ts.compare_communication(plan, program, dtype="bfloat16").unplanned
-    assert [(x.code, x.paths) for x in found] == [("wider", ("w",))] * 2
-    assert "all-gather in a wider dtype than the planned bfloat16." in str(found[0])
+    differences = ts.compare_communication(plan, program, dtype="bfloat16").unplanned
+    assert [(x.code, x.paths) for x in differences] == [("wider", ("w",))] * 2
+    assert "all-gather in a wider dtype than the planned bfloat16." in str(differences[0])
 
 
 def test_zero_1_on_a_cpu() -> None:
@@ -258,9 +260,9 @@ def test_zero_1_on_a_cpu() -> None:
 
     with jax.numpy_dtype_promotion("standard"):  # optax mixes them
         lowered = jit_step(step, plan, batch=P("data")).lower(plan.structs, array(8, 16))
-    found = ts.compare_communication(plan, lowered.compile())
-    assert [x.code for x in found.unplanned] == ["all-reduce"]
-    gathers = [row for row in found.rows if row.kind == "all-gather"]
+    compared = ts.compare_communication(plan, lowered.compile())
+    assert [x.code for x in compared.unplanned] == ["all-reduce"]
+    gathers = [row for row in compared.rows if row.kind == "all-gather"]
     assert [(row.count, row.bytes) for row in gathers] == [(1, 2 * KIB)]
 
 
@@ -268,14 +270,14 @@ def test_a_planned_transfer_that_the_program_lacks(fsdp_mesh: jax.sharding.Mesh)
     plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
     idle = jit_step(lambda s, x: ({"w": s["w"] * 2}, x.sum()), plan, batch=P("fsdp"))
     program = idle.lower(plan.structs, array(8)).compile()
-    found = ts.compare_communication(plan, program, batch=P("fsdp"))
-    assert [str(x) for x in found.unplanned] == [
+    compared = ts.compare_communication(plan, program, batch=P("fsdp"))
+    assert [str(x) for x in compared.unplanned] == [
         "not-moved: w: the planned all-gather (weight) is not in the program. Check that the step"
         " uses the leaf, and that the plan is of this step.",
         "not-moved: w: the planned reduce-scatter (gradient) is not in the program. Check that the"
         " step uses the leaf, and that the plan is of this step.",
     ]
-    assert [(row.kind, row.planned_count, row.count) for row in found.rows] == [
+    assert [(row.kind, row.planned_count, row.count) for row in compared.rows] == [
         ("all-gather", 1, 0),
         ("reduce-scatter", 1, 0),
     ]
@@ -298,10 +300,10 @@ def test_an_op_that_cannot_be_read_is_reported() -> None:
         '  ROOT %y = f32[8,8]{1,0} custom-call(%w), custom_call_target="AllGatherOfTheFuture"\n}\n'
     )
     plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], abstract_mesh("fsdp=8"), min_size=0)
-    found = ts.compare_communication(plan, program, batch=P("fsdp")).unplanned
-    assert [x.code for x in found] == ["unreadable", "not-moved", "not-moved"]
-    assert "op that looks like a collective, with unknown axes" in found[0].fact
-    assert "AllGatherOfTheFuture" in str(found[0])
+    differences = ts.compare_communication(plan, program, batch=P("fsdp")).unplanned
+    assert [x.code for x in differences] == ["unreadable", "not-moved", "not-moved"]
+    assert "op that looks like a collective, with unknown axes" in differences[0].fact
+    assert "AllGatherOfTheFuture" in str(differences[0])
 
 
 def test_a_plan_of_another_tree_raises(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
@@ -347,8 +349,8 @@ def test_the_batch_is_read_from_a_program_whose_text_does_not_have_it(
 
 def test_a_mesh_may_be_text(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
     plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
-    found = ts.compare_communication(plan, doubled, mesh="fsdp=8")
-    assert found == ts.compare_communication(plan, doubled)
+    compared = ts.compare_communication(plan, doubled, mesh="fsdp=8")
+    assert compared == ts.compare_communication(plan, doubled)
 
 
 def test_a_program_of_another_mesh_raises(doubled: Any) -> None:

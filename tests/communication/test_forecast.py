@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from small_models import array
 
 import treeshard as ts
-from treeshard._core.make_mesh import abstract_mesh
+from treeshard._core.mesh import abstract_mesh
 from treeshard.communication.forecast import parameters
 
 KIB = 1024

@@ -52,15 +52,15 @@ def three_dims_moved(mesh: Mesh, before: P, after: P) -> Any:
 
 def test_a_real_warning_is_captured_and_parsed(mesh: Mesh) -> None:
     bad = three_dims_moved(mesh, P("data", None, "fsdp"), P(None, ("fsdp", "data")))
-    with capture_partitioner_warnings(mesh) as found:
+    with capture_partitioner_warnings(mesh) as warnings:
         bad.compile()
-        assert found == []  # filled at the end of the block
-    assert len(found) == 1
-    assert found[0].op_name == "jit(move)/sharding_constraint"
-    assert (found[0].dtype, found[0].shape) == ("f32", (4, 8, 2))
-    assert found[0].from_spec == P("data", None, "fsdp")
-    assert found[0].to_spec == P(None, ("fsdp", "data"))
-    assert str(found[0]) == (
+        assert warnings == []  # filled at the end of the block
+    assert len(warnings) == 1
+    assert warnings[0].op_name == "jit(move)/sharding_constraint"
+    assert (warnings[0].dtype, warnings[0].shape) == ("f32", (4, 8, 2))
+    assert warnings[0].from_spec == P("data", None, "fsdp")
+    assert warnings[0].to_spec == P(None, ("fsdp", "data"))
+    assert str(warnings[0]) == (
         "jit(move)/sharding_constraint: copy f32[4,8,2] per device is resharded from"
         " P('data', None, 'fsdp') to P(None, ('fsdp', 'data')) through a full copy on every"
         " device."
@@ -69,19 +69,19 @@ def test_a_real_warning_is_captured_and_parsed(mesh: Mesh) -> None:
 
 def test_an_efficient_program_has_no_warnings(mesh: Mesh) -> None:
     good = three_dims_moved(mesh, P("data", None, "fsdp"), P(None, None, "fsdp"))
-    with jax.set_mesh(mesh), capture_partitioner_warnings() as found:
+    with jax.set_mesh(mesh), capture_partitioner_warnings() as warnings:
         good.compile()
-    assert found == []
+    assert warnings == []
 
 
 def test_the_current_format(mesh: Mesh) -> None:
-    found = read_warning(TODAY, mesh)
-    assert found.text == TODAY
-    assert found[1:6] == (
+    warning = read_warning(TODAY, mesh)
+    assert warning.text == TODAY
+    assert warning[1:6] == (
         *("copy", "f32", (4, 8, 2)),
         *("{devices=[2,1,4]<=[8]}", "{devices=[1,8,1]<=[2,4]T(1,0)}"),
     )
-    assert found[6:] == (
+    assert warning[6:] == (
         *(P("data", None, "fsdp"), P(None, ("fsdp", "data"))),
         *("jit(a)/sharding_constraint", None),
     )
@@ -89,18 +89,18 @@ def test_the_current_format(mesh: Mesh) -> None:
 
 
 def test_an_older_format_with_a_source(mesh: Mesh) -> None:
-    found = read_warning(WITH_SOURCE, mesh)
-    assert (found.op, found.dtype, found.shape) == ("get-tuple-element", "bf16", (96,))
-    assert (found.op_name, found.source) == ("jit(f)/get", "/home/me/model.py:95")
-    assert found.to_spec == P("data", "fsdp")
-    assert "jit(f)/get at /home/me/model.py:95: get-tuple-element bf16[96]" in str(found)
+    warning = read_warning(WITH_SOURCE, mesh)
+    assert (warning.op, warning.dtype, warning.shape) == ("get-tuple-element", "bf16", (96,))
+    assert (warning.op_name, warning.source) == ("jit(f)/get", "/home/me/model.py:95")
+    assert warning.to_spec == P("data", "fsdp")
+    assert "jit(f)/get at /home/me/model.py:95: get-tuple-element bf16[96]" in str(warning)
 
 
 def test_fields_that_a_warning_lacks_are_none(mesh: Mesh) -> None:
-    found = read_warning(WITHOUT_OPERATION, mesh)
-    assert (found.op, found.shape, found.op_name, found.source) == (None,) * 4
-    assert (found.from_spec, found.to_spec) == (P("data", "fsdp"), None)
-    assert str(found) == (
+    warning = read_warning(WITHOUT_OPERATION, mesh)
+    assert (warning.op, warning.shape, warning.op_name, warning.source) == (None,) * 4
+    assert (warning.from_spec, warning.to_spec) == (P("data", "fsdp"), None)
+    assert str(warning) == (
         "unknown location: an operation per device is resharded from P('data', 'fsdp') to {maximal"
         " device=0} through a full copy on every device."
     )
@@ -124,8 +124,8 @@ def test_an_error_inside_restores_standard_error(
     lists: list[Any] = []
 
     def fail() -> None:
-        with capture_partitioner_warnings() as found:
-            lists.append(found)
+        with capture_partitioner_warnings() as warnings:
+            lists.append(warnings)
             os.write(2, TODAY.encode() + b"\n")
             print("said before", file=sys.stderr)
             raise ZeroDivisionError
@@ -134,7 +134,7 @@ def test_an_error_inside_restores_standard_error(
         fail()
     os.write(2, b"said after\n")
     assert capfd.readouterr().err.splitlines()[-1] == "said after"
-    assert [len(found) for found in lists] == [1]
+    assert [len(warnings) for warnings in lists] == [1]
 
 
 def test_a_process_without_standard_error_raises() -> None:

@@ -102,8 +102,8 @@ def collectives(program: Any, mesh: MeshLike | None = None) -> list[Collective]:
     Examples:
         >>> mesh = make_mesh("fsdp=8")
         >>> w = jax.ShapeDtypeStruct((64, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
-        >>> whole = jax.jit(lambda w: w * 2, out_shardings=NamedSharding(mesh, P()))
-        >>> [moved] = collectives(whole.lower(w).compile())
+        >>> full = jax.jit(lambda w: w * 2, out_shardings=NamedSharding(mesh, P()))
+        >>> [moved] = collectives(full.lower(w).compile())
         >>> moved.kind, moved.axes, moved.bytes, moved.wire_bytes, moved.count
         ('all-gather', ('fsdp',), 2048, 1792, 1)
     """
@@ -148,8 +148,8 @@ def assert_collectives(
     Examples:
         >>> mesh = make_mesh("fsdp=8")
         >>> w = jax.ShapeDtypeStruct((64, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
-        >>> whole = jax.jit(lambda w: w * 2, out_shardings=NamedSharding(mesh, P()))
-        >>> assert_collectives(whole.lower(w).compile(), all_gather=(1, 2048), all_reduce=0)
+        >>> full = jax.jit(lambda w: w * 2, out_shardings=NamedSharding(mesh, P()))
+        >>> assert_collectives(full.lower(w).compile(), all_gather=(1, 2048), all_reduce=0)
 
     Source:
         PyTorch's `CommDebugMode` counts collectives in tests.

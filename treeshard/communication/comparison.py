@@ -173,7 +173,7 @@ def compare_communication(
         ...     grad = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
         ...     return {"w": state["w"] - grad}, 0
         >>> program = step.lower(decided.structs, np.ones((16, 8), "float32")).compile()
-        >>> [found.code for found in compare_communication(decided, program).unplanned]
+        >>> [one.code for one in compare_communication(decided, program).unplanned]
         ['all-reduce']
     """
     graph, axes = read_program(program, plan.mesh if mesh is None else mesh)
