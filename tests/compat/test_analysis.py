@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard._inspection.memory import elements_by_device
-from treeshard.compat._analysis import analyze_sharding_strategy
+from treeshard.compat import analyze_sharding_strategy
 
 SPECS = {
     "whole": P(),

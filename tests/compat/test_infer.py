@@ -9,20 +9,17 @@ import jax
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._core.paths import leaf_paths
+from treeshard import leaf_paths
 
 MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 RULES = [("embed", "data"), ("mlp", "model")]
-
-
-def struct(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def specs(tree: Any, strategy: Any) -> Any:

@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._placement.shard import shard
-from treeshard.compat._live import (
+from treeshard import shard
+from treeshard.compat import (
     extract_sharding_structure,
     extract_shardings,
     get_partition_spec,

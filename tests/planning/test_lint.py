@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import jax
 import pytest
 from flax import linen as nn
+from helpers import struct
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -20,10 +20,6 @@ ERRORS = {
     "indivisible",
     "path-collision",
 }
-
-
-def struct(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32")
 
 
 def findings(tree: Any, rules: Any, min_size: int = 0, mesh: Any = MESH) -> Any:

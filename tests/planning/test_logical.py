@@ -16,13 +16,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard import ShardingRuleError, SpecError
-from treeshard._core.specs import axes_of, entries, entry_of
-from treeshard._planning.logical import (
+from treeshard import (
     PartitionAxis,
-    current_logical_rules,
+    ShardingRuleError,
+    SpecError,
     logical_axis_rules,
     logical_to_mesh_spec,
+)
+from treeshard._core.specs import axes_of, entries, entry_of
+from treeshard._planning.logical import (
+    current_logical_rules,
     names_without_rule,
     read_logical_rules,
     resolve_names,

@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from treeshard import ShardingRuleError, SpecError
-from treeshard._planning.logical import PartitionAxis
+from treeshard import PartitionAxis, ShardingRuleError, SpecError
 
 U = P.UNCONSTRAINED
 MESH = AbstractMesh((2, 4), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)

@@ -10,16 +10,13 @@ import numpy as np
 import optax
 import pytest
 import rich.console
+from helpers import struct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-
-
-def struct(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 class Block(eqx.Module):

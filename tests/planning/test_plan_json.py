@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import pytest
+from helpers import struct
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -14,10 +15,6 @@ import treeshard as ts
 from treeshard._core.text import parse_dtype
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-
-
-def struct(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 class Block(eqx.Module):

@@ -15,23 +15,19 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from helpers import struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._core.paths import leaf_paths
+from treeshard import fsdp, leaf_paths, match_partition_rules, optimizer_state_specs, replicate
 from treeshard._planning.matching import decide
-from treeshard._planning.optimizer_state import optimizer_state_specs
-from treeshard._planning.rules import match_partition_rules, read_rules
-from treeshard._planning.tactics import fsdp, replicate
+from treeshard._planning.rules import read_rules
+from treeshard._planning.tree_walk import name_leaves, needed_text, tells_indices_apart
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-
-
-def struct(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32")
 
 
 def match(rules: Any, tree: Any, mesh: Any = None, **options: Any) -> Any:
@@ -491,6 +487,10 @@ KEYS = [
     "",
     "a/b",
     "0",
+    "1w",
+    "3x3",
+    "_1",
+    "w_1a",
     "é",
     "\uff12",
 ]
@@ -583,3 +583,17 @@ def test_the_engine_agrees_with_the_plain_loop(seed) -> None:
         for leaf, decision in zip(decided.leaves, decided.decisions, strict=True):
             unmatched = [note.kind for note in decision.adjustments] == ["unmatched"]
             assert unmatched == (decision.rule is None and bool(getattr(leaf, "shape", ())))
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_pattern_that_ignores_indices_matches_keys_as_it_matches_paths(seed) -> None:
+    rng = random.Random(seed)
+    tree = {"/".join(rng.choice(KEYS) for _ in range(rng.randint(1, 4))): struct(1)}
+    names = name_leaves(tree, jax.tree.structure(tree))
+    for pattern in [a_pattern(rng) for _ in range(10)]:
+        for path, key in zip(names.paths, names.keys, strict=True):
+            assert needed_text(pattern) in path or not pattern.search(path)
+            if not tells_indices_apart(pattern):
+                assert bool(pattern.search(path)) == bool(pattern.search(key)), pattern
+                assert bool(pattern.fullmatch(path)) == bool(pattern.fullmatch(key)), pattern

@@ -5,17 +5,9 @@ from typing import Any
 import pytest
 
 import treeshard as ts
+from treeshard import Tactic, fsdp, logical_partitioning, replicate, shard_dim, tactic
 from treeshard._planning.strategies import parse_strategy
-from treeshard._planning.tactics import (
-    Fsdp,
-    Tactic,
-    fsdp,
-    logical_partitioning,
-    registered_tactics,
-    replicate,
-    shard_dim,
-    tactic,
-)
+from treeshard._planning.tactics import Fsdp, registered_tactics
 
 
 def by_bytes(*axes: str, mb: float = 4, skip: tuple[int, ...] = ()) -> Tactic:

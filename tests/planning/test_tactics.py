@@ -6,28 +6,16 @@ import jax
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers import struct
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._planning.tactics import (
-    CustomStep,
-    Tactic,
-    fsdp,
-    logical_partitioning,
-    min_size_in_force,
-    registered_tactics,
-    replicate,
-    shard_dim,
-    tactic,
-)
+from treeshard import Tactic, fsdp, logical_partitioning, replicate, shard_dim, tactic
+from treeshard._planning.tactics import CustomStep, min_size_in_force, registered_tactics
 
 WHOLE = P()
 MESH = AbstractMesh((2, 4, 1), ("data", "fsdp", "one"), axis_types=(AxisType.Auto,) * 3)
-
-
-def struct(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32")
 
 
 def refined(tactic: Tactic, shape: tuple[int, ...], spec: P = WHOLE, floor: int = 0):
