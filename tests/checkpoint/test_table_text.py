@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from treeshard._disk.leaves import Contents
 from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._table import from_text, pack, to_text, unpack
 
@@ -74,80 +75,22 @@ EMPTY, KEY, NONE, QUARTER, STEP, TEXT, W = range(7)
     ("row", "change", "message"),
     [
         (None, {"treeshard_leaves": 2}, "The table of leaves is of version 2, and this treeshard"),
-        (None, {"leafs": []}, "the table of leaves has an unknown key 'leafs'. Did you mean 'le"),
-        (None, {"meshes": {}}, "meshes is {} (dict), not list."),
-        (None, {"meshes": [3]}, "meshes[0] is 3 (int), not list."),
-        (None, {"meshes": [[["a", 0]]]}, "meshes[0]: ['a', 0] is no pair of an axis and its size"),
-        (None, {"meshes": [[["a", 2], ["a", 2]]]}, "meshes[0]: an axis stands there twice."),
-        (None, {"meshes": []}, "leaves[3] (quarter): spec is P(None, 'fsdp'), and no mesh has an"),
-        (None, {"leaves": {}}, "leaves is {} (dict), not list."),
-        (None, {"leaves": [3]}, "leaves[0]: the kind is None, not one of array, key, none, bool,"),
-        (W, {"kind": "tensor"}, "leaves[6]: the kind is 'tensor', not one of array, key, none,"),
-        (W, {"kind": []}, "leaves[6]: the kind is [], not one of array"),
-        (W, {"kind": "key"}, "leaves[6] lacks 'impl'."),
-        (W, {"value": "3"}, "leaves[6] has an unknown key 'value'."),
-        (W, {"path": 3}, "leaves[6].path is 3 (int), not str."),
-        (W, {"path": "step"}, "leaves: two have the same path."),
-        (W, {"shape": 8}, "leaves[6] (w): shape is 8 (int), not list."),
-        (W, {"shape": [8, -4]}, "leaves[6] (w): (8, -4) is no shape."),
-        (W, {"shape": [8, 4.0]}, "leaves[6] (w): (8, 4.0) is no shape."),
-        (W, {"shape": [True, 4]}, "leaves[6] (w): (True, 4) is no shape."),
-        (W, {"shape": [2**40, 2**40]}, "leaves[6] (w): no array can have the shape (1099511627776"),
-        (W, {"shape": [1] * 65}, "leaves[6] (w): no array can have the shape (1, 1"),
-        (W, {"shape": [8]}, "leaves[6] (w): spec is P(None, 'fsdp'), and the shape is (8,)."),
-        (EMPTY, {"shape": [0, 2**62]}, "leaves[0] (empty): no array can have the shape"),
-        (EMPTY, {"stored": "float32"}, "leaves[0] (empty): stored is 'float32', not None."),
-        (EMPTY, {"stored": []}, "leaves[0] (empty): stored is [], not None."),
-        (EMPTY, {"crc": 3}, "leaves[0] (empty): crc is 3, which it cannot be."),
-        (W, {"dtype": "flaot32"}, "leaves[6] (w): 'flaot32' is not a dtype."),
-        (W, {"dtype": "f8"}, "leaves[6] (w): dtype is 'f8', which arrays cannot have."),
-        (W, {"dtype": "object"}, "leaves[6] (w): dtype is 'object', which arrays cannot have."),
-        (W, {"dtype": "datetime64[s]"}, "dtype is 'datetime64[s]', which arrays cannot have."),
-        (W, {"dtype": "|V999999999"}, "dtype is '|V999999999', which arrays cannot have."),
-        (W, {"dtype": "key<fry>"}, "dtype is 'key<fry>', which arrays cannot have."),
-        (W, {"dtype": 3}, "leaves[6] (w): dtype is 3 (int), not str."),
-        (W, {"dtype": ""}, "leaves[6] (w): dtype is '', which arrays cannot have."),
-        (W, {"dtype": "9" * 5000}, "leaves[6] (w): dtype is '999"),
-        (W, {"dtype": "V8"}, "leaves[6] (w): dtype is 'V8', which arrays cannot have."),
-        (W, {"dtype": "float128"}, "leaves[6] (w): dtype is 'float128', which arrays cannot have"),
-        (W, {"stored": None}, "leaves[6] (w): stored is None, not 'float32'."),
-        (W, {"stored": "uint8"}, "leaves[6] (w): stored is 'uint8', not 'float32'."),
-        (QUARTER, {"stored": "int8"}, "leaves[3] (quarter): stored is 'int8', not 'uint4'."),
-        (KEY, {"stored": "int32"}, "leaves[1] (key): stored is 'int32', not 'uint32'."),
-        (KEY, {"impl": "rbg"}, "dtype is 'key<fry>', and keys of 'rbg' have 'key<rbg>'."),
-        (KEY, {"impl": "mine"}, "leaves[1] (key): this JAX has no PRNG implementation 'mine'."),
-        (KEY, {"impl": None}, "leaves[1] (key): impl is None (NoneType), not str."),
-        (W, {"spec": "P('fsdp', x)"}, "leaves[6] (w): \"P('fsdp', x)\": 'x' is not a literal."),
-        (W, {"spec": "P('fdsp')"}, "leaves[6] (w): spec is P('fdsp'), and no mesh has an axis 'f"),
-        (W, {"spec": 3}, "leaves[6] (w): spec is 3 (int), not str."),
-        (W, {"spec": f"P({'-' * 9999}1)"}, "leaves[6] (w): "),
-        (W, {"spec": f"P({'1+' * 9999}1)"}, "leaves[6] (w): "),
-        (W, {"spec": f"P({'1+' * 600}1)"}, "1' is not a literal."),
-        (W, {"spec": f"P{'()' * 600}"}, "leaves[6] (w): "),
-        (W, {"crc": -1}, "leaves[6] (w): crc is -1, which it cannot be."),
-        (W, {"crc": 2**32}, "leaves[6] (w): crc is 4294967296, which it cannot be."),
-        (W, {"crc": True}, "leaves[6] (w): crc is True (bool), not int."),
-        (NONE, {"crc": 1}, "leaves[2] (none): crc is 1, and that of the value is 0."),
-        (NONE, {"crc": False}, "leaves[2] (none): crc is False, and that of the value is 0."),
-        (STEP, {"value": 3}, "leaves[4] (step): value is 3 (int), not str."),
-        (STEP, {"value": "4"}, "leaves[4] (step): crc is 1842515611, and that of the value is"),
-        (STEP, {"value": "x"}, "leaves[4] (step): value is 'x', which is not of kind int."),
-        (STEP, {"value": "03"}, "leaves[4] (step): value is '03', which is not of kind int."),
-        (STEP, {"value": "0x3"}, "leaves[4] (step): value is '0x3', which is not how a value"),
-        (STEP, {"value": "9" * 5000}, f"value is '{'9' * 40}...', which is not of kind int."),
-        (STEP, {"kind": "bool"}, "leaves[4] (step): value is '3', which is not of kind bool."),
-        (STEP, {"kind": "float"}, "leaves[4] (step): value is '3', which is not how a value"),
-        (
-            STEP,
-            {"kind": "complex"},
-            "leaves[4] (step): value is '3', which is not of kind complex.",
-        ),
-        (STEP, {"kind": "bytes"}, "leaves[4] (step): value is '3', which is not of kind bytes."),
-        (STEP, {"crc": None}, "leaves[4] (step): crc is None, and that of the value is 184251561"),
+        (None, {"meshes": [3]}, "The table of leaves is not one of treeshard's: "),
+        (None, {"leaves": [3]}, "The table of leaves is not one of treeshard's: leaves[0]: "),
+        (W, {"kind": "tensor"}, "leaves[6]: "),
+        (W, {"path": 3}, 'leaves[6]: {"path": 3, '),
+        (W, {"unknown": 3}, "leaves[6]: SavedLeaf.__new__() got an unexpected keyword argument"),
+        (W, {"shape": [8, -4]}, 'leaves[6]: {"path": "w", '),
+        (W, {"shape": [2**40, 2**40]}, 'leaves[6]: {"path": "w", '),
+        (W, {"dtype": "flaot32"}, "leaves[6]: 'flaot32' is not a dtype."),
+        (W, {"stored": "uint8"}, 'leaves[6]: {"path": "w", '),
+        (KEY, {"impl": "mine"}, "leaves[1]: this JAX has no PRNG implementation 'mine'."),
+        (STEP, {"value": "x"}, "leaves[4]: value is 'x', which is not of kind int."),
     ],
     ids=lambda x: str(x)[:40],
 )
-def test_what_no_table_says(row, change, message, mesh) -> None:
+def test_a_table_of_another_program_is_refused(row, change, message, mesh) -> None:
+    """Its checksum is right, and a row is not one that treeshard writes."""
     raw = json.loads(a_table(mesh))
     (raw if row is None else raw["leaves"][row]).update(change)
     with pytest.raises(ts.FormatError) as told:
@@ -224,8 +167,8 @@ def places(raw: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [at, *[place for key, x in inside for place in places(x, (*at, key))]]
 
 
-def test_tables_that_somebody_wrote_by_hand(mesh, unchecked) -> None:
-    """Thousands with their checksum right: a `FormatError`, or a table like any other."""
+def test_tables_of_other_programs_are_read_or_refused(mesh, unchecked) -> None:
+    """Thousands of odd values, with valid checksums: a `FormatError`, or a usable table."""
     text = a_table(mesh)
     everywhere = [place for place in places(json.loads(text)) if place and place != ("crc",)]
     rng = np.random.default_rng(0)
@@ -237,29 +180,32 @@ def test_tables_that_somebody_wrote_by_hand(mesh, unchecked) -> None:
         for key in way:
             inside = inside[key]
         inside[last] = ODD[rng.integers(len(ODD))]
-        kinds[what_becomes_of(with_checksum(raw))] += 1
-    assert kinds["refused"] > 3000
-    assert kinds["read"] > 50
+        kinds[outcome(with_checksum(raw))] += 1
+    assert min(kinds.values()) > 300, kinds
 
 
-def what_becomes_of(text: str) -> str:
+def outcome(text: str) -> str:
     try:
         table = from_text(text)
     except ts.FormatError:
         return "refused"
     assert from_text(to_text(table)) == table
-    unpack([row for row in table.leaves if row.stored is None], {})
+    str(Contents("", table.leaves, table.meshes))
+    for row in table.leaves:
+        assert row.key
+        if row.stored is None:
+            unpack(row, None)
     return "read"
 
 
 @pytest.mark.parametrize("shape", [[0, 2**60], [2**30, 0, 2**30], [2**31, 2**29], [2**70], [0]])
-def test_nothing_is_made_in_the_size_that_a_table_says(shape, mesh) -> None:
+def test_reading_a_table_allocates_nothing_of_the_sizes_in_it(shape, mesh) -> None:
     raw = json.loads(a_table(mesh))
     for row in (EMPTY, W, KEY):
         raw["leaves"][row]["shape"] = shape
     tracemalloc.start()
     try:
-        what_becomes_of(with_checksum(raw))
+        outcome(with_checksum(raw))
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()

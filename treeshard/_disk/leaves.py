@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, as its table of leaves lists them."""
+"""Stored leaves: what is known of each, Python values as text, and reports of them."""
 
 import base64
 import hashlib
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import quote
-from zlib import crc32
 
 import jax
 import numpy as np
@@ -17,9 +16,6 @@ import numpy as np
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.text import columns, fold, human_bytes, parse_dtype
 from treeshard.errors import DamagedError, FormatError, listed
-
-# ------------------------------------------------------------------
-# A saved leaf: its row in the table of leaves, and the form of its values in the array store.
 
 Shape = tuple[int, ...]
 
@@ -85,7 +81,9 @@ def kind_of(x: Any) -> str | None:
 
 
 def stored_dtype(dtype: str) -> str:
-    """The dtype of an array's values in the array store."""
+    """The dtype of the values of an array or of keys in the array store."""
+    if dtype.startswith("key<"):
+        return "uint32"
     return dtype if dtype in _STORED or parse_dtype(dtype).kind != "V" else "uint8"
 
 
@@ -104,22 +102,18 @@ def store_key(path: str) -> str:
 
 
 @lru_cache
-def key_dtype(impl: str) -> str:
-    """The name of the dtype of a PRNG implementation's keys."""
-    return str(_key(impl).dtype)
-
-
-@lru_cache
 def key_shape(impl: str) -> Shape:
     """The shape of the data of one key of a PRNG implementation."""
-    return jax.eval_shape(jax.random.key_data, _key(impl)).shape
-
-
-def _key(impl: str) -> Any:
     try:
-        return jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     except ValueError:
         raise FormatError(f"this JAX has no PRNG implementation {impl!r}.") from None
+    return jax.eval_shape(jax.random.key_data, key).shape
+
+
+def is_none(x: Any) -> bool:
+    """What counts as a leaf in addition, for requests and for tables of leaves."""
+    return x is None
 
 
 # ------------------------------------------------------------------ values as text
@@ -131,26 +125,17 @@ def value_text(x: Any) -> str:
 
 
 def value_of(kind: str, text: str) -> Any:
-    """The value that `value_text` wrote. Raises `FormatError` for any other text."""
-    _, write, read = _SCALARS[kind]
+    """The value that `value_text` wrote. Raises `FormatError` for text that it does not write."""
     try:
-        value = read(text)
+        return _SCALARS[kind][2](text)
     except (ValueError, KeyError, TypeError, OverflowError):
-        raise FormatError(f"value is {_short(text)}, which is not of kind {kind}.") from None
-    if write(value) != text:
-        raise FormatError(
-            f"value is {_short(text)}, which is not how a value of kind {kind} is written."
-        )
-    return value
+        short = text if len(text) <= 40 else f"{text[:40]}..."
+        raise FormatError(f"value is {short!r}, which is not of kind {kind}.") from None
 
 
-def text_crc(text: str) -> int:
-    """The CRC-32 of a value's text."""
-    return crc32(text.encode())
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+def empty_value(kind: str) -> Any:
+    """A value of a kind that is not an array: `None`, zero or empty."""
+    return None if kind == "none" else _SCALARS[kind][0]()
 
 
 def _int_text(x: int) -> str:
@@ -171,11 +156,9 @@ _SCALARS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bytes": (bytes, lambda x: base64.b64encode(x).decode(), base64.b64decode),
 }
 _SCALAR_KINDS = {row[0]: kind for kind, row in _SCALARS.items()}
-SCALARS = tuple(_SCALARS)
 
 
-# ------------------------------------------------------------------
-# A leaf that was read from disk, and how it is damaged.
+# ------------------------------------------------------------------ reports
 
 
 class ReadLeaf(NamedTuple):
@@ -224,15 +207,14 @@ class Contents:
         rows = [("path", "leaf", "spec", "bytes")]
         items = ((x.path, (x.kind, x.shape, x.dtype, x.spec, x.value), x) for x in self.leaves)
         for path, alike in fold(items):
-            held = human_bytes(sum(leaf.bytes for leaf in alike))
-            rows.append((path or "(the tree)", describe_leaf(alike[0]), alike[0].spec or "", held))
-        lay = " and ".join(
-            ", ".join(f"{axis}={size}" for axis, size in axes.items()) for axes in self.meshes
-        )
-        on = f" Saved on {lay}." if lay else ""
-        bare = sum(leaf.crc is None for leaf in self.leaves)
-        unknown = f" {bare:,} have no fingerprint." if bare else ""
-        total = f"{len(self.leaves):,} leaves, {human_bytes(self.bytes)}.{on}{unknown}"
+            size = human_bytes(sum(leaf.bytes for leaf in alike))
+            rows.append((path or "(the tree)", describe_leaf(alike[0]), alike[0].spec or "", size))
+        total = f"{len(self.leaves):,} leaves, {human_bytes(self.bytes)}."
+        meshes = [", ".join(f"{axis}={n}" for axis, n in axes.items()) for axes in self.meshes]
+        if any(meshes):
+            total += f" Saved on {' and '.join(meshes)}."
+        if without_crc := sum(leaf.crc is None for leaf in self.leaves):
+            total += f" {without_crc:,} have no fingerprint."
         return f"{columns(rows)}\n{total}"
 
 

@@ -1,24 +1,26 @@
-"""What a like-tree requests: the type and the sharding of each array."""
+"""Read requests: which leaves a like-tree requests, which are stored, and how they differ.
 
-from collections.abc import Iterable, Mapping
+Checkpoints and safetensors files compare them before any array is read.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
-from jax.tree_util import tree_flatten
+from jax.tree_util import tree_flatten, tree_leaves
 
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike
+from treeshard._core.paths import PyTree, pair
+from treeshard._core.processes import facts_of
 from treeshard._core.text import parse_dtype
-from treeshard._disk.leaves import SavedLeaf, Shape, kind_of
+from treeshard._disk.leaves import Shape, empty_value, is_none, kind_of
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.rules import Rules
 from treeshard.errors import FormatError, MismatchError, did_you_mean, listed, warn
-
-# ------------------------------------------------------------------
-# Compares the requested leaves with the stored ones, before anything is read.
 
 
 class LeafType(NamedTuple):
@@ -27,7 +29,7 @@ class LeafType(NamedTuple):
     Attributes:
         kind: As in `SavedLeaf`.
         shape: The shape of an array, or of an array of keys.
-        dtype: Its dtype by name; nothing for other kinds.
+        dtype: The name of its dtype; empty for other kinds.
         on_devices: Whether it will be a `jax.Array`, which has 64-bit dtypes only in JAX's x64
             mode.
     """
@@ -42,9 +44,25 @@ class LeafType(NamedTuple):
             return array_text(self)
         return "None" if self.kind == "none" else f"a Python {self.kind}"
 
-    def cast(self, to: str) -> "LeafType":
-        """The same in the dtype `to`, if it is an array of floating-point numbers."""
-        return self._replace(dtype=to) if _is_floating(self) else self
+    @property
+    def is_floating(self) -> bool:
+        """Whether it is an array of floating-point numbers."""
+        return self.kind == "array" and jax.numpy.issubdtype(parse_dtype(self.dtype), np.floating)
+
+    def cast(self, to: str | None) -> "LeafType":
+        """The type after a cast to the dtype `to`, which changes floating-point arrays only."""
+        return self._replace(dtype=to) if to is not None and self.is_floating else self
+
+
+def leaf_type(x: Any) -> LeafType | None:
+    """The type that a leaf has, or that it requests; `None` if it is static."""
+    kind = kind_of(x)
+    if kind is None or not has_shape(x):
+        return None if kind is None else LeafType(kind)
+    return LeafType(kind, tuple(x.shape), str(x.dtype), not isinstance(x, np.ndarray | np.generic))
+
+
+# ------------------------------------------------------------------ differences
 
 
 class Differences(NamedTuple):
@@ -74,12 +92,17 @@ class Differences(NamedTuple):
             facts.append(listed(f"{len(lines)} leaves have another type than requested:", lines))
         if self.missing and not partial:
             headline = f"{len(self.missing)} requested leaves are not in {source}:"
-            facts.append(listed(headline, self._missing_facts(source)))
+            known = [self.unexpected if i < 10 else () for i in range(len(self.missing))]  # listed
+            lines = [
+                f"{path}: not in {source}.{did_you_mean(path, near)}"
+                for path, near in zip(self.missing, known, strict=True)
+            ]
+            facts.append(listed(headline, lines))
         if self.unexpected and not partial:
             headline = f"{len(self.unexpected)} leaves of {source} are not requested:"
             lines = [f"{path}: in {source}, but not requested." for path in self.unexpected]
             facts.append(listed(headline, lines))
-        if facts and not partial and (self.missing or self.unexpected):
+        if (self.missing or self.unexpected) and not partial:
             facts.append(
                 "`partial=True` reads the leaves that both have, and keeps the others of `like`."
             )
@@ -89,57 +112,38 @@ class Differences(NamedTuple):
             lines = [f"{path}: not in {source}." for path in self.missing]
             warn(listed(f"{len(lines)} leaves keep their values from `like`:", lines))
 
-    def _missing_facts(self, source: str) -> list[str]:
-        known = [self.unexpected if i < 10 else () for i in range(len(self.missing))]  # shown: ten
-        return [
-            f"{path}: not in {source}.{did_you_mean(path, near)}"
-            for path, near in zip(self.missing, known, strict=True)
-        ]
-
-
-def leaf_type(x: Any) -> LeafType | None:
-    """What a leaf of a like-tree asks for; `None` if it is static.
-
-    numpy's arrays ask for numpy's.
-    """
-    kind = kind_of(x)
-    if kind is None:
-        return None
-    if not has_shape(x):
-        return LeafType(kind)
-    return LeafType(kind, tuple(x.shape), str(x.dtype), not isinstance(x, np.ndarray | np.generic))
-
-
-def saved_types(rows: Iterable[SavedLeaf]) -> dict[str, LeafType]:
-    """The types of the rows of a table, by path."""
-    return {row.path: LeafType(row.kind, row.shape, row.dtype) for row in rows}
-
 
 def compare(
-    there: Mapping[str, LeafType], asked: Mapping[str, LeafType], cast: str | None = None
+    stored: Mapping[str, LeafType], requested: Mapping[str, LeafType], cast: str | None = None
 ) -> Differences:
     """Compares the requested leaves with the stored ones, by path.
 
     Args:
-        there: The stored leaves.
-        asked: The requested leaves. The result has their dtypes.
+        stored: The stored leaves.
+        requested: The requested leaves. The result of a read has their dtypes.
         cast: The dtype that arrays of other floating-point dtypes may be converted to. Nothing
             else is converted; without it, nothing is.
     """
-    # A `None` holds no values, so it may be missing.
-    missing = tuple(p for p, x in asked.items() if p not in there and x.kind != "none")
-    unexpected = tuple(p for p, x in there.items() if p not in asked and x.kind != "none")
-    whys = {path: _misfit(there[path], asked[path], cast) for path in asked if path in there}
-    return Differences(missing, unexpected, {path: why for path, why in whys.items() if why})
+    missing, unexpected, misfits = [], [], {}
+    for path, wanted, found in pair(requested.items(), stored.items()):
+        if wanted is None or found is None:
+            # A `None` holds no values, so it may be missing.
+            if (wanted or found) != LeafType("none"):
+                (missing if found is None else unexpected).append(path)
+        elif why := _misfit(found, wanted, cast):
+            misfits[path] = why
+    return Differences(tuple(missing), tuple(unexpected), misfits)
 
 
-def cast_dtype(cast: Any) -> str:
+def cast_dtype(cast: Any) -> str | None:
     """The name of a dtype to cast to. Raises `FormatError` unless it is a floating-point dtype."""
+    if cast is None:
+        return None
     try:
         name = str(jax.numpy.dtype(cast))
     except TypeError:
         name = str(cast)
-    if not _is_floating(LeafType("array", (), name)):
+    if not LeafType("array", (), name).is_floating:
         raise FormatError(
             f"cast={name!r} is not a floating-point dtype. Only floating-point arrays are"
             " converted, to a dtype such as 'float32'."
@@ -147,32 +151,30 @@ def cast_dtype(cast: Any) -> str:
     return name
 
 
-def _misfit(there: LeafType, asked: LeafType, cast: str | None) -> str:
+def _misfit(stored: LeafType, requested: LeafType, cast: str | None) -> str:
     """Why a leaf cannot be read as requested; empty if it can."""
-    fact = f"saved as {there}, requested as {asked}."
-    if there[:2] != asked[:2]:
+    fact = f"saved as {stored}, requested as {requested}."
+    if stored[:2] != requested[:2]:
         return fact
-    if there.dtype != asked.dtype:
-        if not (_is_floating(there) and _is_floating(asked)):
-            return f"{fact} Only floating-point dtypes are converted; request {there.dtype}."
-        if asked.dtype != cast:
-            return f"{fact} `cast={asked.dtype!r}` converts it."
-    return _too_wide(asked)
-
-
-def _too_wide(asked: LeafType) -> str:
-    if asked.kind != "array" or not asked.on_devices:
+    if stored.dtype != requested.dtype:
+        if not (stored.is_floating and requested.is_floating):
+            return f"{fact} Only floating-point dtypes are converted; request {stored.dtype}."
+        if requested.dtype != cast:
+            return f"{fact} `cast={requested.dtype!r}` converts it."
+    if requested.kind != "array" or not requested.on_devices:
         return ""
-    had = asked._replace(dtype=str(jax.dtypes.canonicalize_dtype(parse_dtype(asked.dtype))))
-    if had == asked:
+    dtype = str(jax.dtypes.canonicalize_dtype(parse_dtype(requested.dtype)))
+    if dtype == requested.dtype:
         return ""
     ways = ["Turn on 64-bit numbers (`jax.config.update('jax_enable_x64', True)`)"]
-    ways += [f"convert it with `cast={had.dtype!r}`"] if _is_floating(asked) else []
-    return f"{asked} would be {had} on devices. {', '.join(ways)}, or request a numpy array."
+    ways += [f"convert it with `cast={dtype!r}`"] if requested.is_floating else []
+    return (
+        f"{requested} would be {requested._replace(dtype=dtype)} on devices. {', '.join(ways)}, or"
+        " request a numpy array."
+    )
 
 
-def _is_floating(x: LeafType) -> bool:
-    return x.kind == "array" and jax.numpy.issubdtype(parse_dtype(x.dtype), np.floating)
+# ------------------------------------------------------------------ requests
 
 
 class Placing(NamedTuple):
@@ -183,30 +185,86 @@ class Placing(NamedTuple):
     min_size: int | None = None
 
 
-class Asked(NamedTuple):
-    """A requested array.
+class RequestedLeaf(NamedTuple):
+    """A requested leaf.
 
     Attributes:
+        name: Its name in the checkpoint or file.
         type: Its type.
-        sharding: Its sharding; `None` for the default device, or for numpy.
+        sharding: The sharding of an array; `None` for the default device, or for numpy.
     """
 
+    name: str
     type: LeafType
     sharding: Sharding | None
 
 
-def arrays_asked_for(
-    like: Any, placing: Placing, where: str
-) -> tuple[list[Any], Any, dict[int, Asked]]:
-    """The leaves and structure of a like-tree, and the request at each of its arrays.
+class Request(NamedTuple):
+    """A read request: what is requested, what is stored, and how they differ.
+
+    Attributes:
+        leaves: The leaves of the like-tree, `None`s included.
+        treedef: Its structure.
+        requested: The requested leaves by leaf index; static leaves are not among them.
+        stored: The types of the stored leaves by name.
+        differences: How they differ from the stored leaves.
+    """
+
+    leaves: list[Any]
+    treedef: Any
+    requested: dict[int, RequestedLeaf]
+    stored: Mapping[str, LeafType]
+    differences: Differences
+
+    def to_read(self) -> dict[int, RequestedLeaf]:
+        """The requested leaves that are stored, by leaf index."""
+        return {i: leaf for i, leaf in self.requested.items() if leaf.name in self.stored}
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all processes."""
+        return facts_of(
+            (leaf.name, self.leaves[i], [] if leaf.sharding is None else [leaf.sharding])
+            for i, leaf in self.to_read().items()
+            if leaf.type.dtype
+        )
+
+    def tree(self, values: Iterable[tuple[int, Any]]) -> PyTree:
+        """The like-tree with the values that were read, given with their leaf indices."""
+        leaves = list(self.leaves)
+        for i, value in values:
+            leaves[i] = value[()] if isinstance(leaves[i], np.generic) else value
+        return self.treedef.unflatten(leaves)
+
+
+def read_request(
+    stored: Mapping[str, LeafType],
+    like: PyTree,
+    placing: Placing,
+    *,
+    cast: Any,
+    names: Callable[[PyTree], Mapping[int, str]],
+    where: str,
+) -> Request:
+    """Compares what a like-tree requests with what is stored.
 
     With rules, these decide the shardings; otherwise the like-tree's own arrays do. numpy arrays
     and `ShapeDtypeStruct`s without a sharding have none.
+
+    Args:
+        stored: The stored leaves by name.
+        like: A `Plan` or a tree, as in `restore`. `None` requests all stored leaves as a flat
+            dict by name, as numpy arrays unless there are rules.
+        placing: How to shard the arrays.
+        cast: As in `restore`.
+        names: Takes the like-tree, and returns the names of the leaves to read, by leaf index.
+            `None`s count as leaves (`is_leaf=is_none`).
+        where: The public function, for messages.
 
     Raises:
         ShardingRuleError: If the rules leave a leaf undecided, or decide a spec that does not fit.
         NoMeshError: If there is no mesh for the rules.
         MeshError: If the mesh is abstract: it has no devices.
+        FormatError: If `cast` is not a floating-point dtype.
         ValueError: If a mesh is given without rules.
     """
     rules, mesh, min_size = placing
@@ -216,24 +274,40 @@ def arrays_asked_for(
             f"{where}: {given} was given without rules. Pass `rules=` as well, such as"
             " `rules=[('.*', None)]`, which replicates."
         )
+    to = cast_dtype(cast)
     tree = like.structs if isinstance(like, Plan) else like
-    leaves, treedef = tree_flatten(tree)
-    types = {i: asked for i, leaf in enumerate(leaves) if (asked := _array_type(leaf)) is not None}
-    if rules is None:
-        return leaves, treedef, {i: Asked(x, _own(leaves[i], where)) for i, x in types.items()}
-    decided = plan(tree, rules, with_devices(mesh, where), min_size=min_size)
-    decided.check()
-    places = tree_flatten(decided.shardings)[0]
-    placed = {i: Asked(x._replace(on_devices=True), places[i]) for i, x in types.items()}
-    return leaves, treedef, placed
+    if like is None:
+        tree = {name: _like_leaf(x.cast(to)) for name, x in stored.items()}
+    leaves, treedef = tree_flatten(tree, is_leaf=is_none)
+    if rules is not None:
+        decided = plan(tree, rules, with_devices(mesh, where), min_size=min_size)
+        decided.check()
+        shardings = tree_leaves(decided.shardings, is_leaf=is_none)
+    elif like is not None:
+        shardings = [_own_sharding(leaf, where) for leaf in leaves]
+    else:
+        shardings = [None] * len(leaves)
+    requested: dict[int, RequestedLeaf] = {}
+    for i, name in names(tree).items():
+        if (kind := leaf_type(leaves[i])) is None:
+            continue
+        if kind.dtype and (rules is not None or like is None):
+            kind = kind._replace(on_devices=rules is not None)
+        requested[i] = RequestedLeaf(name, kind, shardings[i] if kind.dtype else None)
+    types = {leaf.name: leaf.type for leaf in requested.values()}
+    return Request(leaves, treedef, requested, stored, compare(stored, types, to))
 
 
-def _array_type(leaf: Any) -> LeafType | None:
-    return leaf_type(leaf) if has_shape(leaf) else None
+def _like_leaf(x: LeafType) -> Any:
+    """A leaf that requests a type."""
+    if x.dtype:
+        return jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype))
+    return empty_value(x.kind)
 
 
-def _own(leaf: Any, where: str) -> Sharding | None:
-    if isinstance(leaf, np.ndarray | np.generic) or not getattr(leaf, "committed", True):
+def _own_sharding(leaf: Any, where: str) -> Sharding | None:
+    is_numpy = isinstance(leaf, np.ndarray | np.generic)
+    if is_numpy or not has_shape(leaf) or not getattr(leaf, "committed", True):
         return None
     if isinstance(leaf.sharding, NamedSharding):
         with_devices(leaf.sharding.mesh, where)  # raises unless the mesh has devices

@@ -16,6 +16,13 @@ Examples:
 
 from typing import Any
 
+try:
+    from etils import epath as _epath  # noqa: F401  (comes with Orbax)
+except ModuleNotFoundError:
+    raise ImportError(
+        "treeshard.checkpoint needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
+    ) from None
+
 from treeshard._core.processes import TIMEOUT, with_bar
 from treeshard._disk.leaves import Contents as Contents
 from treeshard._disk.leaves import SavedLeaf as SavedLeaf

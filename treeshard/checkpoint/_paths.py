@@ -6,14 +6,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from treeshard.errors import CheckpointError, DamagedError, did_you_mean
+from etils import epath
 
-try:
-    from etils import epath  # which comes with Orbax
-except ModuleNotFoundError:
-    raise ImportError(
-        "treeshard.checkpoint needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
-    ) from None
+from treeshard.errors import CheckpointError, DamagedError, did_you_mean
 
 PathLike = str | os.PathLike[str]
 

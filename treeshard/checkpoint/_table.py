@@ -1,40 +1,24 @@
-"""Writes the table of leaves as JSON, and reads it."""
+"""The table of leaves of a checkpoint: made from a tree, written as JSON, and read."""
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
-from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
+from jax.sharding import NamedSharding
+from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import data_of, has_shape, is_key, second_handle, to_read
 from treeshard._core.mesh import axis_sizes
-from treeshard._core.paths import leaf_paths
+from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.spec_trees import Misfit
-from treeshard._core.specs import axes_of, entries
-from treeshard._core.text import check_keys, parse_dtype, parse_json, parse_spec, typed
-from treeshard._disk.leaves import (
-    SCALARS,
-    SavedLeaf,
-    key_dtype,
-    kind_of,
-    stored_dtype,
-    text_crc,
-    value_of,
-    value_text,
-)
+from treeshard._core.text import parse_dtype, parse_json
+from treeshard._disk.leaves import SavedLeaf, is_none, kind_of, stored_dtype, value_of, value_text
 from treeshard._placement.targets import raise_unmovable, unmovable
 from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed
-
-# ------------------------------------------------------------------
-# Converts a tree to a table of leaves and flat arrays for an array store, and back.
-# `_table_text` writes and reads the table; `_asked_for` compares it with a request.
 
 
 class LeafTable(NamedTuple):
@@ -69,13 +53,10 @@ class Packed(NamedTuple):
     arrays: dict[str, jax.Array | np.ndarray]
 
 
-def flatten_all(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """The paths and leaves of a tree, `None`s included, and its structure."""
-    leaves, treedef = tree_flatten(tree, is_leaf=_is_none)
-    return leaf_paths(tree, is_leaf=_is_none), leaves, treedef
+# ------------------------------------------------------------------ from a tree, and back
 
 
-def pack(tree: Any, where: str = "save") -> Packed:
+def pack(tree: PyTree, where: str = "save") -> Packed:
     """Converts a tree to a table and arrays, without copying arrays of dtypes that the store has.
 
     Leaves other than arrays, keys, numbers, strings, bytes and `None` are static, and left out.
@@ -91,40 +72,42 @@ def pack(tree: Any, where: str = "save") -> Packed:
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If several leaves have the same path.
     """
-    shaped = tree_leaves(tree)
-    misfits = {i: misfit for i, x in enumerate(shaped) if (misfit := _unstorable(x)) is not None}
+    shaped = enumerate(tree_leaves(tree))
+    misfits = {i: misfit for i, x in shaped if (misfit := _unstorable(x)) is not None}
     raise_unmovable(tree, misfits, where)
-    paths, leaves, _ = flatten_all(tree)
-    found = [(path, x, kind) for path, x in zip(paths, leaves, strict=True) if (kind := kind_of(x))]
-    _check_paths(tree, [path for path, _, _ in found], where)
-    _check_unicode(found, where)
-    rows = tuple(_row(path, x, kind) for path, x, kind in found)
-    pairs = [(row, x) for row, (_, x, _) in zip(rows, found, strict=True) if row.stored]
-    return Packed(LeafTable(_meshes(leaves), rows), {row.key: _as_stored(x) for row, x in pairs})
+    leaves = tree_leaves(tree, is_leaf=is_none)
+    named = list(zip(leaf_paths(tree, is_leaf=is_none), leaves, strict=True))
+    names = [path if kind_of(x) else None for path, x in named]
+    if shared := shared_names(names, tree, is_leaf=is_none):
+        facts = [f"{p}: shared by {', '.join(keys)}. Rename a key." for p, keys in shared.items()]
+        headline = f"{len(facts)} paths are shared by several leaves:"
+        raise CheckpointError(f"{where}: {listed(headline, facts)}")
+    _check_unicode(named, where)
+    rows: list[SavedLeaf] = []
+    arrays: dict[str, jax.Array | np.ndarray] = {}
+    for path, x in named:
+        if (row := _row(path, x)) is not None:
+            rows.append(row)
+            if row.stored:
+                arrays[row.key] = _as_stored(x)
+    return Packed(LeafTable(_meshes(leaves), tuple(rows)), arrays)
 
 
-def unpack(
-    rows: Iterable[SavedLeaf],
-    arrays: Mapping[str, jax.Array | np.ndarray],
-    shardings: Mapping[str, Sharding] | None = None,
-) -> dict[str, Any]:
-    """The leaves as they were saved, by path.
+def unpack(row: SavedLeaf, stored: jax.Array | np.ndarray | None) -> Any:
+    """The leaf of a row. Arrays without elements are numpy arrays; keys are on devices.
 
     Args:
-        rows: The leaves to make.
-        arrays: The arrays read from the store, by `SavedLeaf.key`.
-        shardings: The shardings of arrays without elements, by path, since the store does not hold
-            them. Others are numpy arrays; keys are always on devices.
+        row: The row.
+        stored: Its array as read from the store; `None` if it has none.
     """
-    places = shardings or {}
-    return {row.path: _leaf(row, arrays, places.get(row.path)) for row in rows}
-
-
-# ------------------------------------------------------------------ to a table
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
+    if row.kind == "none":
+        return None
+    if row.value is not None:
+        return value_of(row.kind, row.value)
+    dtype = np.dtype("uint32") if row.kind == "key" else parse_dtype(row.dtype)
+    data: Any = np.zeros(row.stored_shape, dtype) if stored is None else stored
+    data = data if data.dtype == dtype else _viewed_as(data, dtype)
+    return data if row.impl is None else jax.random.wrap_key_data(data, impl=row.impl)
 
 
 def _unstorable(x: Any) -> Misfit | None:
@@ -141,43 +124,31 @@ def _unstorable(x: Any) -> Misfit | None:
     return None
 
 
-def _check_paths(tree: Any, paths: Sequence[str], where: str) -> None:
-    shared = [path for path, count in Counter(paths).items() if count > 1]
-    if not shared:
-        return
-    pairs = tree_flatten_with_path(tree, is_leaf=_is_none)[0]
-    keys = dict.fromkeys(shared, "")
-    for path, (key, x) in zip(leaf_paths(tree, is_leaf=_is_none), pairs, strict=True):
-        if path in keys and kind_of(x):
-            keys[path] += f"{keys[path] and ', '}{keystr(key)}"
-    facts = [f"{path}: shared by {names}. Rename a key." for path, names in keys.items()]
-    raise CheckpointError(
-        f"{where}: {listed(f'{len(facts)} paths are shared by several leaves:', facts)}"
-    )
-
-
-def _check_unicode(found: Iterable[tuple[str, Any, str]], where: str) -> None:
+def _check_unicode(named: Iterable[tuple[str, Any]], where: str) -> None:
     facts = []
-    for path, x, kind in found:
+    for path, x in named:
+        kind = kind_of(x)
         try:
-            f"{path}{x if kind == 'str' else ''}".encode()
+            f"{path if kind else ''}{x if kind == 'str' else ''}".encode()
         except UnicodeEncodeError as error:
             facts.append(f"{path!a}: it is not valid Unicode ({error.reason}). Save it as bytes.")
     if facts:
         raise LeafError(f"{where}: {listed(f'{len(facts)} strings cannot be saved:', facts)}")
 
 
-def _row(path: str, x: Any, kind: str) -> SavedLeaf:
+def _row(path: str, x: Any) -> SavedLeaf | None:
+    kind = kind_of(x)
+    if kind is None:
+        return None
     if not has_shape(x):
         value = None if x is None else value_text(x)
-        return SavedLeaf(path, kind, value=value, crc=text_crc(value or ""))
+        return SavedLeaf(path, kind, value=value, crc=crc32((value or "").encode()))
     sharding = getattr(x, "sharding", None)
     spec = repr(sharding.spec) if isinstance(sharding, NamedSharding) else None
     dtype = str(x.dtype if kind == "key" else x.dtype.newbyteorder("="))
     impl = str(jax.random.key_impl(x)) if kind == "key" else None
-    stored = "uint32" if kind == "key" else stored_dtype(dtype)
-    crc = None if x.size else 0
-    return SavedLeaf(path, kind, x.shape, dtype, spec, stored if x.size else None, impl, None, crc)
+    stored = stored_dtype(dtype) if x.size else None
+    return SavedLeaf(path, kind, x.shape, dtype, spec, stored, impl, crc=None if x.size else 0)
 
 
 def _meshes(leaves: Iterable[Any]) -> tuple[dict[str, int], ...]:
@@ -201,50 +172,30 @@ def _as_stored(x: Any) -> jax.Array | np.ndarray:
     return x if stored == x.dtype else _viewed_as(x, np.dtype(stored))
 
 
-# ------------------------------------------------------------------ from a table
-
-
-def _leaf(row: SavedLeaf, arrays: Mapping[str, Any], sharding: Sharding | None) -> Any:
-    if row.kind == "none":
-        return None
-    if row.value is not None:
-        return value_of(row.kind, row.value)
-    data: Any
-    dtype = np.dtype("uint32") if row.kind == "key" else parse_dtype(row.dtype)
-    if row.stored is None:
-        data = np.zeros(row.stored_shape, dtype)
-        if sharding is not None:
-            data = jax.make_array_from_callback(data.shape, sharding, data.__getitem__)
-    else:
-        data = arrays[row.key]
-        data = data if data.dtype == dtype else _viewed_as(data, dtype)
-    return data if row.impl is None else jax.random.wrap_key_data(data, impl=row.impl)
-
-
 def _viewed_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
     """A copy of the bytes of `x`, viewed as another dtype of one byte."""
     if not isinstance(x, jax.Array):
         return np.array(x).view(dtype)
-    pieces = [
-        jax.device_put(np.array(piece.data).view(dtype), piece.data.sharding)
-        for piece in to_read(x).addressable_shards
+    shards = [
+        jax.device_put(np.array(shard.data).view(dtype), shard.data.sharding)
+        for shard in to_read(x).addressable_shards
     ]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, pieces, dtype=dtype)
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=dtype)
 
+
+# ------------------------------------------------------------------ as JSON
 
 VERSION = 1
 
-_TABLE = ("treeshard_leaves", "meshes", "leaves", "crc")
-# The fields of a row of each kind.
-_ROW = {
+# The fields of a row, by the kind of its leaf.
+_VALUE = ("path", "kind", "value", "crc")
+_FIELDS = {
     "array": ("path", "kind", "shape", "dtype", "spec", "stored", "crc"),
     "key": ("path", "kind", "shape", "dtype", "spec", "stored", "impl", "crc"),
     "none": ("path", "kind", "crc"),
-    **dict.fromkeys(SCALARS, ("path", "kind", "value", "crc")),
 }
-_TEXTS = ("dtype", "impl", "value")
-_MOST = 2**62  # bytes that an array may have, were its empty dims of length 1
-_RANK = 64  # numpy's limit
+_MOST = 2**62  # bytes of an array, if its empty dims had length 1
+_MOST_DIMS = 64  # numpy's limit
 
 
 def to_text(table: LeafTable) -> str:
@@ -253,9 +204,11 @@ def to_text(table: LeafTable) -> str:
     The last entry is the CRC-32 of the values of the others, not of their layout, so that other
     programs may reformat the JSON.
     """
-    rows = [{name: getattr(row, name) for name in _ROW[row.kind]} for row in table.leaves]
+    rows = [
+        {name: getattr(row, name) for name in _FIELDS.get(row.kind, _VALUE)} for row in table.leaves
+    ]
     meshes = [list(map(list, axes.items())) for axes in table.meshes]
-    crc = _crc(dict(zip(_TABLE, (VERSION, meshes, rows), strict=False)))
+    crc = _crc({"treeshard_leaves": VERSION, "meshes": meshes, "leaves": rows})
     lines = ",".join(f"\n  {json.dumps(row)}" for row in rows)
     head = f'"treeshard_leaves": {VERSION},\n"meshes": {json.dumps(meshes)}'
     return f'{{\n{head},\n"leaves": [{lines}\n],\n"crc": {crc}\n}}\n'
@@ -266,106 +219,61 @@ def from_text(text: str) -> LeafTable:
 
     Raises:
         DamagedError: If it is not what was written.
-        FormatError: If it is of another version; or if somebody wrote it who did not mean a
-            table: the place is named.
+        FormatError: If another version of treeshard wrote it; if another program wrote it, with
+            a valid checksum, and a row is not one of a leaf.
     """
     try:
         raw = parse_json(text.encode(errors="surrogatepass"))
-        found = _crc(raw) if isinstance(raw, dict) else None
+        crc = _crc(raw) if isinstance(raw, dict) else None
     except (FormatError, RecursionError) as error:
         raise DamagedError(f"The table of leaves is {error}") from None
-    if found is None or not {"treeshard_leaves", "crc"} <= raw.keys():
+    if crc is None or not {"treeshard_leaves", "crc"} <= raw.keys():
         raise DamagedError("The table of leaves has no version or no checksum.")
-    if found != raw["crc"]:
-        raise DamagedError(f"The table of leaves has the CRC-32 {found}, and not {raw['crc']!r}.")
+    if crc != raw["crc"]:
+        raise DamagedError(f"The table of leaves has the CRC-32 {crc}, and not {raw['crc']!r}.")
     if raw["treeshard_leaves"] != VERSION:
         raise FormatError(
             f"The table of leaves is of version {raw['treeshard_leaves']!r}, and this treeshard"
             f" reads version {VERSION}. Read it with the treeshard that wrote it."
         )
-    check_keys(raw, _TABLE, "the table of leaves")
-    meshes = tuple(
-        _axes(x, f"meshes[{i}]") for i, x in enumerate(typed(raw["meshes"], list, "meshes"))
-    )
-    axes = frozenset(axis for mesh in meshes for axis in mesh)
-    rows = enumerate(typed(raw["leaves"], list, "leaves"))
-    leaves = tuple(_row_from(x, f"leaves[{i}]", axes) for i, x in rows)
-    if len({leaf.path for leaf in leaves}) < len(leaves):
-        raise FormatError("leaves: two have the same path. Nothing could tell them apart.")
+    try:
+        meshes = tuple(dict(axes) for axes in raw["meshes"])
+        leaves = tuple(_row_of(row, f"leaves[{i}]") for i, row in enumerate(raw["leaves"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"The table of leaves is not one of treeshard's: {error}") from None
     return LeafTable(meshes, leaves)
+
+
+def _row_of(raw: Any, where: str) -> SavedLeaf:
+    """The row in JSON. Refuses what would fail later, where no error could name the leaf."""
+    try:
+        row = SavedLeaf(**{**raw, "shape": tuple(raw.get("shape", ()))})
+        texts = [x for x in (row.path, row.dtype, row.spec, row.value) if x is not None]
+        valid = row.path is not None and all(isinstance(x, str) for x in texts)
+        valid &= raw.keys() == set(_FIELDS.get(row.kind, _VALUE))
+        if row.kind in ("array", "key"):
+            valid &= (row.kind == "key") == (row.impl is not None) and _has_valid_array(row)
+        elif row.kind != "none":
+            valid &= row.value is not None and value_of(row.kind, row.value) is not None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{where}: {error}") from None
+    if not valid:
+        raise FormatError(f"{where}: {json.dumps(raw)[:200]}")
+    return row
+
+
+def _has_valid_array(row: SavedLeaf) -> bool:
+    itemsize = 4 if row.kind == "key" else parse_dtype(row.dtype).itemsize
+    if not all(type(n) is int and n >= 0 for n in row.shape) or len(row.shape) > _MOST_DIMS:
+        return False
+    if itemsize * math.prod(max(1, n) for n in row.stored_shape) > _MOST:
+        return False
+    if 0 in row.shape:
+        return row.stored is None
+    # Array stores of another version may lack other dtypes, and hold bytes instead.
+    return row.stored == stored_dtype(row.dtype) or (itemsize == 1 and row.stored == "uint8")
 
 
 def _crc(raw: Mapping[str, Any]) -> int:
     others = {key: value for key, value in raw.items() if key != "crc"}
     return crc32(json.dumps(others, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _axes(raw: Any, where: str) -> dict[str, int]:
-    for pair in typed(raw, list, where):
-        if not isinstance(pair, list) or [type(x) for x in pair] != [str, int] or pair[1] < 1:
-            raise FormatError(f"{where}: {pair!r} is no pair of an axis and its size.")
-    if len(dict(raw)) < len(raw):
-        raise FormatError(f"{where}: an axis stands there twice.")
-    return dict(raw)
-
-
-def _row_from(raw: Any, where: str, axes: frozenset[str]) -> SavedLeaf:
-    kind = raw.get("kind") if isinstance(raw, dict) else None
-    if not isinstance(kind, str) or kind not in _ROW:
-        raise FormatError(f"{where}: the kind is {kind!r}, not one of {', '.join(_ROW)}.")
-    check_keys(raw, _ROW[kind], where)
-    path = typed(raw["path"], str, f"{where}.path")
-    try:
-        for name in raw.keys() & _TEXTS:
-            typed(raw[name], str, name)
-        leaf = SavedLeaf(**{**raw, "shape": tuple(typed(raw.get("shape", []), list, "shape"))})
-        if kind in ("array", "key"):
-            _check_array(leaf, axes)
-        else:
-            _check_value(leaf)
-    except FormatError as error:
-        raise FormatError(f"{where} ({path}): {error}") from None
-    return leaf
-
-
-def _check_array(leaf: SavedLeaf, axes: frozenset[str]) -> None:
-    itemsize = _itemsize(leaf.dtype) if leaf.impl is None else 4
-    if leaf.impl is not None and leaf.dtype != (dtype := key_dtype(leaf.impl)):
-        raise FormatError(f"dtype is {leaf.dtype!r}, and keys of {leaf.impl!r} have {dtype!r}.")
-    if any(type(length) is not int or length < 0 for length in leaf.shape):
-        raise FormatError(f"{leaf.shape} is no shape.")
-    held = itemsize * math.prod(max(1, length) for length in leaf.stored_shape)
-    if held > _MOST or len(leaf.shape) > _RANK:
-        raise FormatError(f"no array can have the shape {leaf.shape}.")
-    if leaf.spec is not None and _rank(typed(leaf.spec, str, "spec"), axes) > len(leaf.shape):
-        raise FormatError(f"spec is {leaf.spec}, and the shape is {leaf.shape}.")
-    empty = 0 in leaf.shape
-    known = [None] if empty else ["uint32"] if leaf.impl else [leaf.dtype]
-    if leaf.stored not in known and not (itemsize == 1 and leaf.stored == "uint8"):
-        raise FormatError(f"stored is {leaf.stored!r}, not {known[0]!r}.")
-    if leaf.crc is not None and not 0 <= typed(leaf.crc, int, "crc") < (1 if empty else 2**32):
-        raise FormatError(f"crc is {leaf.crc}, which it cannot be.")
-
-
-def _check_value(leaf: SavedLeaf) -> None:
-    text = leaf.value or ""
-    if leaf.kind != "none":
-        value_of(leaf.kind, text)
-    if leaf.crc != (crc := text_crc(text)) or type(leaf.crc) is not int:
-        raise FormatError(f"crc is {leaf.crc!r}, and that of the value is {crc}.")
-
-
-@lru_cache
-def _itemsize(name: str) -> int:
-    dtype = parse_dtype(name) if name.isidentifier() else None
-    if not isinstance(dtype, np.dtype) or str(dtype) != name or unmovable(np.empty((), dtype)):
-        raise FormatError(f"dtype is {name!r}, which arrays cannot have.")
-    return dtype.itemsize
-
-
-@lru_cache
-def _rank(spec: str, axes: frozenset[str]) -> int:
-    read = entries(parse_spec(spec))
-    if unknown := {axis for entry in read for axis in axes_of(entry)} - axes:
-        raise FormatError(f"spec is {spec}, and no mesh has an axis {min(unknown)!r}.")
-    return len(read)

@@ -16,7 +16,15 @@ from treeshard._planning.rules import Rules
 from treeshard.errors import CheckpointError
 from treeshard.interchange._files import lay_out_files, open_tensors, write_files
 from treeshard.interchange._format import Tensor, code_of
-from treeshard.interchange._tensors import Names, pieces_of, tensors_of, wanted_of, writers
+from treeshard.interchange._tensors import (
+    Names,
+    pieces_of,
+    read_tensors,
+    tensor_facts,
+    tensor_request,
+    tensors_of,
+    writers,
+)
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -183,12 +191,12 @@ def load_safetensors(
         with ExitStack() as open_files:
             with agreeing(where, among=among, timeout=timeout) as facts:
                 stored = open_files.enter_context(open_tensors(source))
-                wanted = wanted_of(
-                    stored, like, Placing(rules, mesh, min_size), rename, cast, where
-                )
-                wanted.differences.check(str(source), partial=partial)
-                facts |= {"the path": str(source), **wanted.facts()}
+                placing = Placing(rules, mesh, min_size)
+                request = tensor_request(stored, like, placing, rename, cast, where)
+                request.differences.check(str(source), partial=partial)
+                facts |= {"the path": str(source), "the files": tensor_facts(stored)}
+                facts |= request.facts()
             with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
-                return wanted.read(progress)
+                return read_tensors(request, stored, progress=progress)
     except OSError as error:
         raise CheckpointError(f"{where}: {source} cannot be read: {error}.") from error

@@ -2,27 +2,20 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import jax
 import numpy as np
-from jax.tree_util import keystr, tree_flatten, tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
 
 from treeshard._core.arrays import box_of, has_shape, is_key, lengths, own_shards
-from treeshard._core.paths import leaf_paths
-from treeshard._core.processes import exchange, facts_of, is_spread, with_bar
+from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.processes import exchange, is_spread, with_bar
 from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
-from treeshard._disk.requests import (
-    Asked,
-    Differences,
-    LeafType,
-    Placing,
-    arrays_asked_for,
-    cast_dtype,
-    compare,
-)
+from treeshard._disk.leaves import is_none
+from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, read_request
 from treeshard._placement.targets import raise_unmovable, unmovable
 from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
 from treeshard.interchange._byte_ranges import Piece, full_piece, read
@@ -73,13 +66,10 @@ def tensor_names(
 
 
 def _names_of_arrays(tree: Any, rename: Names | None, where: str) -> dict[int, str]:
-    """The names of the tensors of a tree's arrays, by their positions among the leaves."""
-    keyed = tree_flatten_with_path(tree)[0]
-    rows = [
-        (i, path, keystr(key))
-        for i, (path, (key, leaf)) in enumerate(zip(leaf_paths(tree), keyed, strict=True))
-        if has_shape(leaf)
-    ]
+    """The names of the tensors of a tree's arrays, by leaf index; `None`s count as leaves."""
+    keyed = tree_flatten_with_path(tree, is_leaf=is_none)[0]
+    named = zip(leaf_paths(tree, is_leaf=is_none), keyed, strict=True)
+    rows = [(i, p, keystr(key)) for i, (p, (key, leaf)) in enumerate(named) if has_shape(leaf)]
     positions, paths, keys = zip(*rows, strict=True) if rows else ((), (), ())
     return dict(zip(positions, tensor_names(paths, rename, where, keys), strict=True))
 
@@ -112,12 +102,11 @@ def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
         LeafError, DeletedLeafError: If leaves cannot be written.
         CheckpointError: As `tensor_names`.
     """
-    leaves = tree_flatten(tree)[0]
-    shaped = [(i, leaf) for i, leaf in enumerate(leaves) if has_shape(leaf)]
+    shaped = [(i, leaf) for i, leaf in enumerate(tree_leaves(tree)) if has_shape(leaf)]
     misfits = {i: misfit for i, leaf in shaped if (misfit := _unwritable(leaf)) is not None}
     raise_unmovable(tree, misfits, where)
-    names = _names_of_arrays(tree, rename, where)
-    return {name: leaves[i] for i, name in names.items()}
+    leaves = tree_leaves(tree, is_leaf=is_none)
+    return {name: leaves[i] for i, name in _names_of_arrays(tree, rename, where).items()}
 
 
 def _unwritable(leaf: Any) -> Misfit | None:
@@ -160,86 +149,54 @@ def pieces_of(leaf: Any) -> list[Piece]:
 # ------------------------------------------------------------------ what is loaded
 
 
-class Wanted(NamedTuple):
-    """A tree to read.
-
-    Attributes:
-        leaves: The leaves of the like-tree.
-        treedef: Its structure.
-        names: The names of the requested tensors, by the positions of their leaves.
-        asked: The requested arrays, by the same positions.
-        stored: The tensors in the files, by name.
-        differences: How the requested tensors differ from the stored ones.
-    """
-
-    leaves: list[Any]
-    treedef: Any
-    names: dict[int, str]
-    asked: dict[int, Asked]
-    stored: dict[str, Stored]
-    differences: Differences
-
-    def facts(self) -> dict[str, str]:
-        """What all processes must agree on."""
-        files = repr([x.tensor for x in self.stored.values()])
-        rows = [
-            (name, self.leaves[i], [] if asked.sharding is None else [asked.sharding])
-            for i, name in self.names.items()
-            if (asked := self.asked[i]) and name in self.stored
-        ]
-        return {"the files": f"{crc32(files.encode()):08x}", **facts_of(rows)}
-
-    def read(self, progress: bool) -> Any:
-        """Reads the tree, ordered by file and offset."""
-        rows = [(self.stored[name], i) for i, name in self.names.items() if name in self.stored]
-        rows.sort(key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
-        leaves = list(self.leaves)
-        for stored, i in with_bar(rows, "load_safetensors", unit="tensor", show=progress):
-            leaf = _read(stored, self.asked[i])
-            leaves[i] = leaf[()] if isinstance(leaves[i], np.generic) else leaf
-        return self.treedef.unflatten(leaves)
-
-
-def wanted_of(
-    stored: dict[str, Stored],
-    like: Any,
+def tensor_request(
+    stored: Mapping[str, Stored],
+    like: PyTree,
     placing: Placing,
     rename: Names | None,
     cast: Any,
     where: str,
-) -> Wanted:
+) -> Request:
     """Compares the requested tensors with the stored ones. Without `like`, all are requested.
 
     Raises:
         As `load_safetensors`, except for the differences.
     """
-    to = None if cast is None else cast_dtype(cast)
+
+    def names(tree: PyTree) -> dict[int, str]:
+        return _names_of_arrays(tree, rename, where)
+
     types = {
         name: LeafType("array", x.tensor.shape, str(x.tensor.dtype)) for name, x in stored.items()
     }
-    tree = _all_of(types, to) if like is None else like
-    leaves, treedef, asked = arrays_asked_for(tree, placing, where)
-    if like is None and placing.rules is None:
-        asked = {i: Asked(x.type._replace(on_devices=False), None) for i, x in asked.items()}
-    names = _names_of_arrays(treedef.unflatten(leaves), rename, where)
-    differences = compare(types, {name: asked[i].type for i, name in names.items()}, to)
+    request = read_request(types, like, placing, cast=cast, names=names, where=where)
     packed = {
-        name: f"{stored[name].tensor.code} packs several numbers into a byte; no array can do that."
-        for name in names.values()
-        if name in stored and stored[name].tensor.code in PACKED
+        name: f"{code} packs several numbers into a byte; no array can do that."
+        for name in (leaf.name for leaf in request.to_read().values())
+        if (code := stored[name].tensor.code) in PACKED
     }
-    differences = differences._replace(misfits=differences.misfits | packed)
-    return Wanted(leaves, treedef, names, asked, stored, differences)
+    differences = request.differences
+    return request._replace(
+        differences=differences._replace(misfits=differences.misfits | packed)
+    )
 
 
-def _all_of(types: dict[str, LeafType], to: str | None) -> dict[str, jax.ShapeDtypeStruct]:
-    wanted = {name: x if to is None else x.cast(to) for name, x in types.items()}
-    return {name: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for name, x in wanted.items()}
+def tensor_facts(stored: Mapping[str, Stored]) -> str:
+    """The files' tensors in short, for processes to compare."""
+    return f"{crc32(repr([x.tensor for x in stored.values()]).encode()):08x}"
 
 
-def _read(stored: Stored, asked: Asked) -> Any:
+def read_tensors(request: Request, stored: Mapping[str, Stored], *, progress: bool) -> PyTree:
+    """Reads the tree of a request, ordered by file and offset."""
+    rows = [(stored[leaf.name], i, leaf) for i, leaf in request.to_read().items()]
+    rows.sort(key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
+    shown = with_bar(rows, "load_safetensors", unit="tensor", show=progress)
+    return request.tree((i, _read(tensor, leaf)) for tensor, i, leaf in shown)
+
+
+def _read(stored: Stored, requested: RequestedLeaf) -> Any:
     """Reads a tensor as requested; for one on devices, only the shards of this process."""
-    shape, sharding = stored.tensor.shape, asked.sharding
+    shape, sharding = stored.tensor.shape, requested.sharding
     indices = [(slice(None),) * len(shape)]
     if sharding is not None:
         indices = sharding.addressable_devices_indices_map(shape).values()
@@ -249,12 +206,12 @@ def _read(stored: Stored, asked: Asked) -> Any:
         read(stored.file.fileno(), stored.tensor.start, shape, pieces)
     except EOFError:
         raise DamagedError(f"{stored.file.name} was cut short while it was read.") from None
-    dtype = parse_dtype(asked.type.dtype)
+    dtype = parse_dtype(requested.type.dtype)
     with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
         parts = {piece.box: piece.items.astype(dtype, copy=False) for piece in pieces}
     if sharding is None:
         (full,) = parts.values()
-        return jax.device_put(full) if asked.type.on_devices else full
+        return jax.device_put(full) if requested.type.on_devices else full
     array = jax.make_array_from_callback(
         shape, sharding, lambda index: parts[box_of(index or (), shape)], dtype=dtype
     )
