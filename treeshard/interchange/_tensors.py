@@ -176,9 +176,7 @@ def tensor_request(
         if (code := stored[name].tensor.code) in PACKED
     }
     differences = request.differences
-    return request._replace(
-        differences=differences._replace(misfits=differences.misfits | packed)
-    )
+    return request._replace(differences=differences._replace(misfits=differences.misfits | packed))
 
 
 def tensor_facts(stored: Mapping[str, Stored]) -> str:
