@@ -411,7 +411,7 @@ def test_a_mesh_without_rules_or_rules_without_a_mesh_raise(file, mesh) -> None:
     with pytest.raises(ts.NoMeshError, match="jax.set_mesh"):
         load_safetensors(file, rules=[("w", None)])
     abstract = ts.plan({"w": np.ones(8)}, [("w", None)], mesh.abstract_mesh)
-    with pytest.raises(ts.NoMeshError, match="is an AbstractMesh, which has sizes but no devices"):
+    with pytest.raises(ts.NoMeshError, match="is an AbstractMesh: it has sizes, but no devices"):
         load_safetensors(file, abstract)
 
 
