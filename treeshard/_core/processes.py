@@ -1,7 +1,7 @@
-"""Exchanges messages between processes.
+"""What several processes do together: they exchange messages, fail together and agree.
 
-Uses the coordination service of JAX's own runtime: no device is involved and nothing is
-compiled. A process that does not arrive is named in an error after a timeout.
+Messages go through the coordination service of JAX's own runtime: no device is involved and
+nothing is compiled. A process that does not arrive is named in an error after a timeout.
 """
 
 import hashlib
@@ -57,87 +57,19 @@ def exchange(
     if participants == [jax.process_index()]:
         return [mine]
     client = _client()
+    milliseconds = max(1, round(1000 * timeout))
     call = f"{what}#{','.join(map(str, participants))}"
     meeting = f"treeshard/{call}/{next(_calls[call])}"
     client.key_value_set_bytes(f"{meeting}/{jax.process_index()}", mine)
     try:
-        client.wait_at_barrier(meeting, _milliseconds(timeout), participants)
+        client.wait_at_barrier(meeting, milliseconds, participants)
         messages = dict(client.key_value_dir_get_bytes(f"{meeting}/"))
         # A message may be deleted only after all processes have read it.
-        client.wait_at_barrier(f"{meeting}/read", _milliseconds(timeout), participants)
+        client.wait_at_barrier(f"{meeting}/read", milliseconds, participants)
     except jax.errors.JaxRuntimeError as error:
         raise ProcessError(_absent(client, what, meeting, participants, timeout, error)) from None
     client.key_value_delete(f"{meeting}/{jax.process_index()}")
     return [messages[f"{meeting}/{i}"] for i in participants]
-
-
-class Said:
-    """The messages that processes exchange at the end of a block of `together`.
-
-    Attributes:
-        mine: The message of this process, set inside the block.
-        every: After the block, the message of each process, in the order of their indices.
-    """
-
-    def __init__(self) -> None:
-        self.mine = b""
-        self.every: list[bytes] = []
-
-
-@contextmanager
-def together(
-    what: str, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
-) -> Iterator[Said]:
-    """Runs its block on every process; if it raises on one, all raise.
-
-    Args:
-        what: As in `exchange`.
-        among: As in `exchange`.
-        timeout: As in `exchange`.
-
-    Raises:
-        ProcessError: If a process did not arrive, or if the block raised on other processes but
-            not here; the message quotes their errors.
-        Exception: The error that the block raised on this process.
-    """
-    said = Said()
-    own_error: Exception | None = None
-    try:
-        yield said
-    except Exception as error:
-        own_error = error
-    failed = own_error is not None
-    outcome = f"-{type(own_error).__name__}: {own_error}".encode() if failed else b"+" + said.mine
-    try:
-        outcomes = exchange(what, outcome, among=among, timeout=timeout)
-    except ProcessError as absent:
-        raise (own_error or absent) from None
-    if own_error is not None:
-        raise own_error
-    pairs = zip(indices(among), outcomes, strict=True)
-    facts = [f"process {i} raised {text[1:].decode()}" for i, text in pairs if text[:1] == b"-"]
-    if len(facts) == 1:
-        raise ProcessError(f"{what}: nothing was done, since {facts[0]}")
-    if facts:
-        headline = f"{what}: nothing was done, since other processes failed:"
-        raise ProcessError(listed(headline, facts, 4, headed=True))
-    said.every = [text[1:] for text in outcomes]
-
-
-def processes_of(devices: Iterable[Any]) -> list[int]:
-    """The indices of the processes that own some devices, ascending."""
-    return sorted({device.process_index for device in devices})
-
-
-def indices(among: Sequence[int] | None) -> list[int]:
-    """The indices of the participating processes; `among` is that of `exchange`."""
-    if among is None:
-        return list(range(jax.process_count()))
-    return sorted(set(among)) or [jax.process_index()]
-
-
-def _milliseconds(timeout: float) -> int:
-    return max(1, round(1000 * timeout))
 
 
 def _absent(
@@ -179,8 +111,53 @@ def _client() -> Any:
     return client
 
 
-# ------------------------------------------------------------------
-# Checks that all processes are about to do the same thing.
+# ------------------------------------------------------------------ failing together, agreeing
+
+
+@contextmanager
+def together(
+    what: str, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
+) -> Iterator[list[bytes]]:
+    """Runs its block on every process; if it raises on one, all raise.
+
+    Args:
+        what: As in `exchange`.
+        among: As in `exchange`.
+        timeout: As in `exchange`.
+
+    Yields:
+        An empty list. The block may append the message of this process; after the block, the
+        list has the message of each process, in the order of their indices.
+
+    Raises:
+        ProcessError: If a process did not arrive, or if the block raised on other processes but
+            not here; the message quotes their errors.
+        Exception: The error that the block raised on this process.
+    """
+    messages: list[bytes] = []
+    own_error: Exception | None = None
+    try:
+        yield messages
+    except Exception as error:
+        own_error = error
+    if own_error is None:
+        outcome = b"+" + b"".join(messages)
+    else:
+        outcome = f"-{type(own_error).__name__}: {own_error}".encode()
+    try:
+        outcomes = exchange(what, outcome, among=among, timeout=timeout)
+    except ProcessError as absent:
+        raise (own_error or absent) from None
+    if own_error is not None:
+        raise own_error
+    pairs = zip(indices(among), outcomes, strict=True)
+    facts = [f"process {i} raised {text[1:].decode()}" for i, text in pairs if text[:1] == b"-"]
+    if len(facts) == 1:
+        raise ProcessError(f"{what}: nothing was done, since {facts[0]}")
+    if facts:
+        headline = f"{what}: nothing was done, since other processes failed:"
+        raise ProcessError(listed(headline, facts, 4, headed=True))
+    messages[:] = [text[1:] for text in outcomes]
 
 
 @contextmanager
@@ -207,14 +184,14 @@ def agreeing(
     """
     facts: dict[str, str] = {}
     encoded = b""
-    with together(what, among=among, timeout=timeout) as said:
+    with together(what, among=among, timeout=timeout) as hashes:
         yield facts
         encoded = json.dumps(list(facts.items())).encode()
-        said.mine = hashlib.sha256(encoded).digest()
-    if len(set(said.every)) == 1:
+        hashes.append(hashlib.sha256(encoded).digest())
+    if len(set(hashes)) == 1:
         return
-    every = exchange(what, zlib.compress(encoded), among=among, timeout=timeout)
-    decoded = [dict(json.loads(zlib.decompress(message))) for message in every]
+    messages = exchange(what, zlib.compress(encoded), among=among, timeout=timeout)
+    decoded = [dict(json.loads(zlib.decompress(message))) for message in messages]
     differences = _differences(dict(zip(indices(among), decoded, strict=True)))
     headline = (
         f"{what}: the processes do not agree, and nothing was done. All of them must make the"
@@ -253,8 +230,19 @@ def _named(processes: Sequence[int]) -> str:
     return "processes " + ", ".join(map(str, processes))
 
 
-# ------------------------------------------------------------------
-# Which processes participate in a call, and what they compare before it.
+# ------------------------------------------------------------------ participants and facts
+
+
+def processes_of(devices: Iterable[Any]) -> list[int]:
+    """The indices of the processes that own some devices, ascending."""
+    return sorted({device.process_index for device in devices})
+
+
+def indices(among: Sequence[int] | None) -> list[int]:
+    """The indices of the participating processes; `among` is that of `exchange`."""
+    if among is None:
+        return list(range(jax.process_count()))
+    return sorted(set(among)) or [jax.process_index()]
 
 
 def is_spread(x: Any) -> bool:
@@ -262,7 +250,7 @@ def is_spread(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_fully_addressable
 
 
-def company(
+def participating_processes(
     leaves: Iterable[Any], meshes: Iterable[AnyMesh] = (), more: Iterable[int] = ()
 ) -> list[int]:
     """The processes that own devices of spread leaves or of meshes, and `more`; ascending.
@@ -320,8 +308,7 @@ def _ids(mesh: Mesh) -> str:
     return ", ".join(runs)
 
 
-# ------------------------------------------------------------------
-# Progress bars.
+# ------------------------------------------------------------------ progress
 
 T = TypeVar("T")
 

@@ -151,14 +151,15 @@ def new_files(
     hidden = [path.with_name(f".{path.name}.part") for path in paths]
     with ExitStack() as held:
         files: list[int] = []
-        with together(what, timeout=timeout) as said:
+        with together(what, timeout=timeout) as marks:
             if first:
-                said.mine = mark = os.urandom(16)
+                mark = os.urandom(16)
+                marks.append(mark)
                 held.enter_context(locked(name.with_name(f".{name.name}.lock"), f"{what}: {name}"))
                 files = [held.enter_context(_made(path, mark)) for path in hidden]
         with together(what, timeout=timeout):
             if not first:
-                files = [held.enter_context(_found(path, said.every[0])) for path in hidden]
+                files = [held.enter_context(_found(path, marks[0])) for path in hidden]
         with together(what, timeout=AS_LONG_AS_IT_TAKES):
             yield files
             for file in files:

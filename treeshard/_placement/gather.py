@@ -23,10 +23,10 @@ from treeshard._core.paths import leaf_paths, path_under
 from treeshard._core.processes import (
     TIMEOUT,
     agreeing,
-    company,
     exchange,
     facts_of,
     is_spread,
+    participating_processes,
     with_bar,
 )
 from treeshard._placement.targets import raise_unmovable, unmovable
@@ -145,7 +145,7 @@ def _reader(
     With `meet`, the processes wait for each other at each leaf whose data travels.
     """
     spread = [leaf for leaf in leaves if is_spread(leaf)]
-    among = company(spread, more=[] if to == "all" else [to])
+    among = participating_processes(spread, more=[] if to == "all" else [to])
     paths: list[str] = []
     with agreeing(where, among=among, timeout=timeout) as facts:
         _check_readable(tree, leaves, where, prefix)

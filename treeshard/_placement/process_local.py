@@ -13,7 +13,13 @@ from treeshard._core.arrays import box_of, numbers
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import leaf_paths
-from treeshard._core.processes import TIMEOUT, agreeing, company, facts_of, is_spread
+from treeshard._core.processes import (
+    TIMEOUT,
+    agreeing,
+    facts_of,
+    is_spread,
+    participating_processes,
+)
 from treeshard._core.spec_trees import LaidSpec, Misfit
 from treeshard._core.specs import axes_of, entries, project
 from treeshard._placement.moves import as_keys, assemble, through_host
@@ -81,7 +87,7 @@ def from_process_local(
         return place(tree, specs, mesh, WHERE, through_host)
     leaves, treedef = tree_flatten(tree)
     shardings = _joint_targets(tree, leaves, specs, mesh)
-    among = company((), {target.mesh for target in shardings.values()})
+    among = participating_processes((), {target.mesh for target in shardings.values()})
     rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
     signature = (*among, treedef, *rows)
     # Processes that have made the same calls have agreed on the same signatures, so either all

@@ -15,9 +15,9 @@ from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     TIMEOUT,
     agreeing,
-    company,
     facts_of,
     is_spread,
+    participating_processes,
     together,
     with_bar,
 )
@@ -170,7 +170,9 @@ def place(
     """
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
-    among = company(leaves, meshes_of(specs, mesh)) if jax.process_count() > 1 else []
+    among = (
+        participating_processes(leaves, meshes_of(specs, mesh)) if jax.process_count() > 1 else []
+    )
     paths = leaf_paths(tree) if among or read else []
     with agreeing(where, among=among, timeout=timeout) as facts:
         remaining = targets(tree, specs, mesh, where, prefix, accept_structs=read is not None)

@@ -58,10 +58,10 @@ def checksums(
         ProcessError: If a process does not arrive or cannot read its arrays, or if the copies of
             an array differ between processes.
     """
-    with together(what, timeout=timeout) as said:
+    with together(what, timeout=timeout) as messages:
         arrays = list(map(data_of, arrays))
-        said.mine = registers(arrays)
-    return of_registers(said.every, arrays, what, names=names)
+        messages.append(registers(arrays))
+    return of_registers(messages, arrays, what, names=names)
 
 
 def registers(arrays: Sequence[jax.Array | np.ndarray]) -> bytes:

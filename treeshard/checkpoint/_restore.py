@@ -216,7 +216,7 @@ def _read_together(
     structs = {row.key: _stored_struct(row, leaf) for row, leaf in pairs if row.stored}
     stored = [row for row, _ in pairs if row.stored]
     verified = [row for row in stored if verify and row.crc is not None]
-    with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as said:
+    with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
         arrays, damages = _read(path, stored, structs)
         data = [] if damages else [arrays[row.key] for row in verified]
         said.mine = json.dumps(damages).encode() + b"\n" + registers(data)

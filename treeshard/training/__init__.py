@@ -17,7 +17,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 from treeshard._core.arrays import is_array
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
-from treeshard._core.processes import agreeing, company, facts_of
+from treeshard._core.processes import agreeing, facts_of, participating_processes
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan
@@ -107,7 +107,7 @@ def init_sharded(
     def whole_tree(arrays: list[Any]) -> Any:
         return eqx.combine(tree_unflatten(treedef, arrays), constants)
 
-    among = company((), [mesh])
+    among = participating_processes((), [mesh])
     with agreeing("init_sharded", among=among) as facts:
         structs = jax.eval_shape(make, traced)
         tree_plan = plan(whole_tree(structs), rules, mesh, min_size=min_size)

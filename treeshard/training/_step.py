@@ -14,7 +14,13 @@ from treeshard._core.arrays import array_text, has_shape, is_array
 from treeshard._core.jax_private import is_tracing, varying_axes
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.paths import leaf_paths, path_under
-from treeshard._core.processes import TIMEOUT, agreeing, company, facts_of, is_spread
+from treeshard._core.processes import (
+    TIMEOUT,
+    agreeing,
+    facts_of,
+    is_spread,
+    participating_processes,
+)
 from treeshard._core.spec_trees import get_names_from_partition_spec, specs_of_leaves
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._placement.moves import through_host
@@ -256,7 +262,7 @@ class Step:
 
     def _agree_on(self, batch: Any, data: list[Any], treedef: Any) -> dict[int, NamedSharding]:
         """The target shardings of a batch, after all processes came to the same."""
-        among = company((), [self._mesh]) if any(map(has_shape, data)) else []
+        among = participating_processes((), [self._mesh]) if any(map(has_shape, data)) else []
         with agreeing(self._name, among=among, timeout=TIMEOUT) as facts:
             specs = treedef.unflatten(self._specs_of(batch, data))
             placement = targets(batch, specs, self._mesh, self._name, "batch")
