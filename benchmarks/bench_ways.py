@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from benchmarks._harness import Row, report
+from examples.tensor_parallel import parallel_attention, parallel_mlp
 from treeshard import manual
 from treeshard.training import jit_step, shard_map_step
 
@@ -69,8 +70,10 @@ def parallel_layer(p: Tree, x: Any) -> Any:
     """The same on this device's part of the weights."""
     qkv = (p["q"], p["k"], p["v"])
     inner = normalized(x, p["norm"])
-    x = x + manual.parallel_attention(inner, qkv, p["o"], "tensor", head_width=HEAD_WIDTH)
-    return x + manual.parallel_mlp(normalized(x, p["norm"]), p["up"], p["down"], "tensor")
+    x = x + parallel_attention(
+        inner, qkv, p["o"], "tensor", head_width=HEAD_WIDTH, attend=jax.nn.dot_product_attention
+    )
+    return x + parallel_mlp(normalized(x, p["norm"]), p["up"], p["down"], "tensor")
 
 
 def loss(layer: Callable[[Tree, Any], Any], params: Tree, batch: Tree) -> Any:

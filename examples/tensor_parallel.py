@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.manual import parallel_attention, parallel_mlp, value_and_grad
+from treeshard.manual import column_parallel, row_parallel, value_and_grad
 
 # A weight that produces heads or hidden units is split by them; so is one that consumes them.
 EQUINOX_RULES = [  # Equinox stores weights as (out, in)
@@ -48,11 +48,39 @@ def normalize(x, scale):
 # ------------------------------------------------------------------ the layer, by hand
 
 
+def parallel_mlp(x, up, down, axis, *, activation=jax.nn.gelu, dim=None):
+    """A multilayer perceptron whose hidden units are split over the devices along `axis`.
+
+    `x` is `(..., width)`, equal on all devices along the axis, or split on `dim`; `up` is this
+    device's shard `(width, hidden / n)`, or a tuple of several for a gated activation, and `down`
+    `(hidden / n, width)`. It costs one all-reduce forwards and one backwards. With `dim`, each is
+    an all-gather and a reduce-scatter, and what is between the layers works on shards.
+    """
+    hidden = column_parallel(x, up, axis, dim=dim)
+    hidden = activation(*hidden) if isinstance(hidden, tuple | list) else activation(hidden)
+    return row_parallel(hidden, down, axis, dim=dim)
+
+
+def parallel_attention(x, qkv, out, axis, *, head_width, attend=attend, dim=None):
+    """Self-attention whose heads are split over the devices along `axis`.
+
+    `x` is `(..., time, width)`; `qkv` are this device's shards `(width, heads / n * head_width)`
+    of three weights, and `out` is `(heads / n * head_width, width)`. Keys and values may have
+    fewer heads than queries, but at least one per device. Costs and `dim` as in `parallel_mlp`.
+    """
+    if any(w.shape[-1] % head_width for w in qkv):
+        columns = ", ".join(str(w.shape[-1]) for w in qkv)
+        raise ValueError(f"q, k, v have {columns} columns per device: heads would be split")
+    q, k, v = column_parallel(x, qkv, axis, dim=dim)
+    heads = attend(*(y.reshape(*y.shape[:-1], -1, head_width) for y in (q, k, v)))
+    return row_parallel(heads.reshape(q.shape), out, axis, dim=dim)
+
+
 def layer_by_hand(w, x, head_width):
     """The layer of one device: `w` has its shards of the weights, each (in, out)."""
     qkv = (w["q"], w["k"], w["v"])
     inner = normalize(x, w["norm1"])
-    x = x + parallel_attention(inner, qkv, w["o"], "tensor", head_width=head_width, attend=attend)
+    x = x + parallel_attention(inner, qkv, w["o"], "tensor", head_width=head_width)
     return x + parallel_mlp(normalize(x, w["norm2"]), w["up"], w["down"], "tensor")
 
 

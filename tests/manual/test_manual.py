@@ -856,18 +856,21 @@ BAD: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "rank": (
         lambda t: manual.sync_gradients(t, "fsdp", P("fsdp", None, "data")),
         {"a": X, "b": X},
-        "sync_gradients: specs do not fit:\n  a: P('fsdp', None, 'data') has 3"
-        " entries, but shape (4, 8) has 2 dims. Drop the last entry.",
+        "sync_gradients: 2 specs do not fit:\n  a: float32[4,8] as P('fsdp', None, 'data') on the"
+        " mesh (data=2, fsdp=4): P('fsdp', None, 'data') has 3 entries, but shape (4, 8) has 2"
+        " dims. Drop the last entry.\n  b: ",
     ),
     "rank of a box": (
         lambda t: manual.gather_params(manual.Partitioned(t, ("data", None, "fsdp")), "fsdp"),
         X,
-        "For one layer of a stack, `treeshard.layer_specs` gives the specs.",
+        "Drop the last entry.\nFor one layer of a stack, use the specs that"
+        " `treeshard.layer_specs` returns.",
     ),
     "axis of a spec": (
         lambda t: manual.gather_params(t, "fsdp", P("fdsp")),
         X,
-        "gather_params: the mesh has no axis 'fdsp'. It has data=2, fsdp=4. Did you mean 'fsdp'?",
+        "the array: float32[4,8] as P('fdsp',) on the mesh (data=2, fsdp=4): the mesh has no axis"
+        " 'fdsp'. It has data=2, fsdp=4. Did you mean 'fsdp'?",
     ),
     "indivisible": (
         lambda t: manual.shard_params(t, "data", {"a": P(None, "data"), "b": P("data")}),

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from benchmarks import bench_ways
+from examples.tensor_parallel import parallel_attention, parallel_mlp
 from treeshard import manual
 
 # Most of the time goes to XLA, and code that runs once need not be fast.
@@ -92,10 +93,7 @@ def parallel_layer(p: Any, x: jax.Array, axis: Any, dim: int | None) -> jax.Arra
     # Each device applies the full scale to its own rows.
     scale = p["scale"] if dim is None else manual.enter_parallel(p["scale"], axis)
     qkv = (p["q"], p["k"], p["v"])
-    causal = partial(jax.nn.dot_product_attention, is_causal=True)
-    x = x + manual.parallel_attention(
-        normalized(x, scale), qkv, p["o"], axis, head_width=HEAD, attend=causal, dim=dim
-    )
+    x = x + parallel_attention(normalized(x, scale), qkv, p["o"], axis, head_width=HEAD, dim=dim)
     up = manual.column_parallel(normalized(x, scale), p["up"], axis, p["up_bias"], dim=dim)
     return x + manual.row_parallel(jax.nn.gelu(up), p["down"], axis, p["down_bias"], dim=dim)
 
@@ -177,13 +175,13 @@ def collectives(compiled: Any) -> Counter[str]:
     return found
 
 
-def parallel_attention(p: Any, x: jax.Array, **how: Any) -> jax.Array:
+def attention_block(p: Any, x: jax.Array, **how: Any) -> jax.Array:
     qkv = (p["q"], p["k"], p["v"])
-    return manual.parallel_attention(x, qkv, p["o"], "tensor", head_width=HEAD, **how)
+    return parallel_attention(x, qkv, p["o"], "tensor", head_width=HEAD, **how)
 
 
-def parallel_mlp(p: Any, x: jax.Array, **how: Any) -> jax.Array:
-    return manual.parallel_mlp(x, p["up"], p["down"], "tensor", **how)
+def mlp_block(p: Any, x: jax.Array, **how: Any) -> jax.Array:
+    return parallel_mlp(x, p["up"], p["down"], "tensor", **how)
 
 
 FULL = ROWS * TIME * WIDTH
@@ -191,7 +189,7 @@ PART = FULL // 8
 
 
 @checks
-@pytest.mark.parametrize("block", [parallel_attention, parallel_mlp], ids=["attention", "mlp"])
+@pytest.mark.parametrize("block", [attention_block, mlp_block], ids=["attention", "mlp"])
 @pytest.mark.parametrize(
     ("dim", "forward", "both"),
     [
@@ -255,9 +253,12 @@ def test_a_gated_mlp_and_heads_that_all_share(check_vma: bool) -> None:
 
     def parallel(w: Any, x: jax.Array) -> jax.Array:
         k, v = manual.enter_parallel((w["k"], w["v"]), "tensor")
-        out = manual.parallel_attention(x, (w["q"], k, v), w["o"], "tensor", head_width=HEAD)
+        everywhere = jax.nn.dot_product_attention  # without a mask
+        out = parallel_attention(
+            x, (w["q"], k, v), w["o"], "tensor", head_width=HEAD, attend=everywhere
+        )
         up = (w["up"], w["gate"])
-        return out + manual.parallel_mlp(out, up, w["down"], "tensor", activation=gated)
+        return out + parallel_mlp(out, up, w["down"], "tensor", activation=gated)
 
     def with_grads(f: Any) -> Any:
         return jax.value_and_grad(lambda w, x: jnp.mean(jnp.square(f(w, x) - x)), argnums=(0, 1))
@@ -286,7 +287,7 @@ def test_scanned_layers_under_remat(check_vma: bool) -> None:
         return jnp.mean(jnp.square(lax.scan(body, x, p)[0]))
 
     plain = partial(deep, lambda x, up, down: jax.nn.gelu(x @ up) @ down)
-    hand = partial(deep, partial(manual.parallel_mlp, axis_names="tensor"))
+    hand = partial(deep, partial(parallel_mlp, axis_names="tensor"))
     run = on(
         ts.make_mesh("tensor=8"), jax.value_and_grad(hand), (specs, P()), (P(), specs), check_vma
     )
@@ -303,9 +304,7 @@ def test_second_order(check_vma: bool) -> None:
         return jax.grad(lambda up: jnp.sum(jnp.sin(slope(up))))(up)
 
     plain = partial(curvature, lambda x, up, down: jnp.tanh(x @ up) @ down)
-    hand = partial(
-        curvature, partial(manual.parallel_mlp, axis_names="tensor", activation=jnp.tanh)
-    )
+    hand = partial(curvature, partial(parallel_mlp, axis_names="tensor", activation=jnp.tanh))
     run = on(
         ts.make_mesh("tensor=8"),
         hand,
@@ -414,13 +413,6 @@ BAD = {
         " `column_parallel` it is split like the columns of its weight, by P(axis); in"
         " `row_parallel` it is not split.",
     ),
-    "heads that are split": (
-        lambda x, w: manual.parallel_attention(x, (w, w, w), w, "tensor", head_width=4),
-        (WHOLE, SPLIT),
-        "parallel_attention: heads would be split:\n  q: 2 columns per device are not divisible by"
-        " the head width 4. The number of heads must be divisible by 8, the number of devices"
-        " along 'tensor'.\n  k: 2",
-    ),
     "nothing to sum": (
         lambda x, w: manual.leave_parallel({"loss": x}, "tensor"),
         (WHOLE, WHOLE),
@@ -439,7 +431,7 @@ BAD = {
         " 'tensor'.",
     ),
     "an axis that is not bound": (
-        lambda x, w: manual.parallel_mlp(x, w, w, "tensors"),
+        lambda x, w: manual.column_parallel(x, w, "tensors"),
         (WHOLE, SPLIT),
         "column_parallel: the axis 'tensors' is not bound here. The bound axes are ['tensor']. Did"
         " you mean"
@@ -466,6 +458,12 @@ def test_averaging_over_the_axis_that_splits_weights_raises() -> None:
     mesh = ts.make_mesh("fsdp=2,tensor=4")
     with pytest.raises(ts.SpecError, match="leave this axis out of the axis_names"):
         on(mesh, step, (SPECS, P("fsdp")), (P(), SPECS))(PARAMS, X)
+
+
+def test_heads_that_would_be_split() -> None:
+    x, w = jnp.ones((2, 4)), jnp.ones((4, 6))
+    with pytest.raises(ValueError, match="q, k, v have 6, 6, 6 columns per device"):
+        parallel_attention(x, (w, w, w), w, (), head_width=4)
 
 
 @pytest.mark.parametrize("name", ["enter_parallel", "leave_parallel"])

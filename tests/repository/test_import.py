@@ -108,3 +108,13 @@ def test_type_checkers_see_what_loads_on_first_touch() -> None:
     import treeshard as ts
 
     assert {*public_names(ts)} == {*ts._FIRST_PAGE, *ts._ELSEWHERE}
+
+
+def test_importing_training_loads_no_reader_of_programs_and_few_modules() -> None:
+    """What a training loop does not need, it does not load."""
+    out = run(
+        "import sys, treeshard.training;"
+        "print(*sorted(name for name in sys.modules if name.startswith('treeshard')))"
+    ).split()
+    assert not [name for name in out if name.startswith(("treeshard.communication", "treeshard.m"))]
+    assert len(out) <= 35, out

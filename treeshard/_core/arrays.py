@@ -1,7 +1,7 @@
 """Reads arrays on the host, without a second copy and without a copy cached on the array."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -142,6 +142,66 @@ def is_array(x: Any) -> bool:
 def has_shape(x: Any) -> bool:
     """Whether `x` is an array or a `ShapeDtypeStruct`."""
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+# ------------------------------------------------------------------ static leaves
+
+
+class StaticSplit:
+    """Splits the leaves of a tree into dynamic ones (arrays, as a rule) and static ones.
+
+    It then splits and joins the leaves of all trees with the same structure.
+
+    Attributes:
+        treedef: The structure of the tree.
+        indices: The indices of the dynamic leaves.
+        static: The other leaves, by index.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Any], treedef: Any, is_dynamic: Callable[[Any], bool] = is_array
+    ) -> None:
+        self.treedef = treedef
+        self.indices = [i for i, x in enumerate(leaves) if is_dynamic(x)]
+        self.static = dict(enumerate(leaves))
+        for i in self.indices:
+            del self.static[i]
+        self._template = [self.static.get(i) for i in range(len(leaves))]
+
+    def matches(self, leaves: Sequence[Any], treedef: Any) -> bool:
+        """Whether a tree has the same structure and equal static leaves."""
+        return treedef == self.treedef and not self.changed(leaves)
+
+    def changed(self, leaves: Sequence[Any]) -> list[int]:
+        """The indices of the static leaves that differ in another tree of this structure."""
+        return [
+            i
+            for i, x in self.static.items()
+            if leaves[i] is not x and not (type(leaves[i]) is type(x) and bool(leaves[i] == x))
+        ]
+
+    def dynamic(self, leaves: list[Any]) -> list[Any]:
+        """The dynamic ones of all leaves of a tree."""
+        return [leaves[i] for i in self.indices] if self.static else leaves
+
+    def combine(self, dynamic: Sequence[Any]) -> Any:
+        """The tree with these dynamic leaves and the static ones."""
+        return self._joined(dynamic, self._template)
+
+    def without_static(self, dynamic: Sequence[Any]) -> Any:
+        """The tree with these dynamic leaves, and `None` in place of the static ones."""
+        return self._joined(dynamic, [None] * len(self._template))
+
+    def _joined(self, dynamic: Sequence[Any], others: list[Any]) -> Any:
+        if not self.static:
+            return self.treedef.unflatten(dynamic)
+        leaves = others.copy()
+        for i, x in zip(self.indices, dynamic, strict=True):
+            leaves[i] = x
+        return self.treedef.unflatten(leaves)
+
+
+# ------------------------------------------------------------------ regions
 
 
 Box = tuple[tuple[int, int], ...]  # a region of an array: (start, stop) per dim

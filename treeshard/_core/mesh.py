@@ -7,12 +7,17 @@ The only module that knows where a current mesh comes from: `jax.set_mesh`, the 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from treeshard._core.jax_private import is_tracing, mesh_of_set_mesh, mesh_of_with_statement
+from treeshard._core.jax_private import (
+    is_tracing,
+    mesh_of_set_mesh,
+    mesh_of_with_statement,
+    varying_axes,
+)
 from treeshard.errors import MeshError, NoMeshError, UnknownAxisError, did_you_mean
 
 AnyMesh = Mesh | AbstractMesh
@@ -231,3 +236,15 @@ def check_bound(
 def manual_axes() -> frozenset[str]:
     """The axes over which the code that is being traced runs once per device."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def still_differs(x: Any, axis: str) -> bool:
+    """Whether the devices along `axis` may have different values of `x`."""
+    # The index of a device varies for certain, unless JAX does not track it.
+    return axis in varying_axes(x) or axis not in varying_axes(jax.lax.axis_index(axis))
+
+
+def vary_array(x: Any, axes: Sequence[str]) -> Any:
+    """Casts an array to a type that varies along `axes`."""
+    invariant = tuple(axis for axis in axes if not still_differs(x, axis))
+    return jax.lax.pcast(x, invariant, to="varying") if invariant else x

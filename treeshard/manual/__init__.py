@@ -20,6 +20,25 @@ from treeshard.manual._modules import shard_module_params as shard_module_params
 from treeshard.manual._tensor_parallel import column_parallel as column_parallel
 from treeshard.manual._tensor_parallel import enter_parallel as enter_parallel
 from treeshard.manual._tensor_parallel import leave_parallel as leave_parallel
-from treeshard.manual._tensor_parallel import parallel_attention as parallel_attention
-from treeshard.manual._tensor_parallel import parallel_mlp as parallel_mlp
 from treeshard.manual._tensor_parallel import row_parallel as row_parallel
+
+__all__ = [
+    "Partitioned",
+    "column_parallel",
+    "enter_parallel",
+    "fold_rng_over_axis",
+    "gather_array_with_mean_grads",
+    "gather_params",
+    "leave_parallel",
+    "partition_specs",
+    "row_parallel",
+    "shard_module_params",
+    "shard_params",
+    "sync_gradients",
+    "value_and_grad",
+    "vary",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

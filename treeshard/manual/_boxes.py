@@ -6,12 +6,10 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey, register_pytree_with_keys_class, tree_flatten
 
-from treeshard._core.arrays import has_shape
-from treeshard._core.mesh import context_mesh, unknown_axis
+from treeshard._core.mesh import context_mesh
 from treeshard._core.paths import is_box, leaf_paths
-from treeshard._core.spec_trees import get_names_from_partition_spec, specs_of_leaves
-from treeshard._core.specs import axes_of, entries, project
-from treeshard.errors import SpecError, UnknownAxisInSpecError, listed
+from treeshard._core.spec_trees import lay, raise_misfits, specs_of_leaves
+from treeshard._core.specs import axes_of, entries
 
 Names = tuple[str | tuple[str, ...] | None, ...]
 
@@ -191,6 +189,7 @@ def leaves_with_specs(tree: Any, specs: Any, where: str) -> tuple[list[Leaf], An
     is_leaf = is_box if specs is None else None
     values, treedef = tree_flatten(tree, is_leaf=is_leaf)
     paths = leaf_paths(tree, is_leaf=is_leaf)
+    mesh = None if specs is None else context_mesh()  # names in boxes may be logical
     if specs is None:
         leaves = [
             Leaf(path, value_in(x), spec_of(x), x) if is_box(x) else Leaf(path, x, PartitionSpec())
@@ -198,29 +197,25 @@ def leaves_with_specs(tree: Any, specs: Any, where: str) -> tuple[list[Leaf], An
         ]
     else:
         specs = specs_of_leaves(specs, tree)
-        _check_axes_of(specs, where)
         specs = [spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs]
         leaves = [Leaf(*row) for row in zip(paths, values, specs, strict=True)]
-    _check_ranks(leaves, where)
+    values = [leaf.value for leaf in leaves]
+    specs = [leaf.spec for leaf in leaves]
+    laid_specs = lay(values, specs, choose_mesh=lambda *_: mesh)
+    misfits = {
+        i: misfit
+        for i, laid in enumerate(laid_specs)
+        if laid is not None and (misfit := laid.misfit({"rank", "axis-not-in-mesh"}))
+    }
+    if misfits:
+        # Often these are the specs of stacked layers, for one layer inside a scan.
+        beyond_rank = any(laid is not None and laid.misfit({"rank"}) for laid in laid_specs)
+        advice = "For one layer of a stack, use the specs that `treeshard.layer_specs` returns."
+        raise_misfits(
+            treedef.unflatten(values),
+            misfits,
+            where,
+            "specs do not fit:",
+            advice=advice if beyond_rank else "",
+        )
     return leaves, treedef
-
-
-def _check_axes_of(specs: list[Any], where: str) -> None:
-    mesh = context_mesh()
-    if mesh is None:
-        return
-    for name in get_names_from_partition_spec(specs):
-        if name not in mesh.shape:
-            raise UnknownAxisInSpecError(f"{where}: {unknown_axis(name, mesh.shape)}")
-
-
-def _check_ranks(leaves: list[Leaf], where: str) -> None:
-    facts = [
-        f"{leaf.path or 'the array'}: {loss.why}"
-        for leaf in leaves
-        if leaf.spec is not None and has_shape(leaf.value)
-        for loss in project(leaf.spec, None, tuple(leaf.value.shape))[1]
-    ]
-    if facts:
-        hint = "For one layer of a stack, `treeshard.layer_specs` gives the specs."
-        raise SpecError(f"{where}: {listed('specs do not fit:', facts)} {hint}")

@@ -1,4 +1,4 @@
-"""Inside `shard_map`: averages gradients, alone or together with gathering and differentiating."""
+"""FSDP inside `shard_map`: keeps shards of parameters, gathers them, averages their gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,24 +10,20 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.tree_util import tree_flatten
 from jax.typing import DTypeLike
 
-from treeshard._core.arrays import is_array
+from treeshard._core.arrays import StaticSplit, is_array
 from treeshard._core.jax_private import varying_axes
-from treeshard._core.mesh import axis_tuple, check_bound, manual_axes
+from treeshard._core.mesh import (
+    axis_tuple,
+    check_bound,
+    manual_axes,
+    still_differs,
+    vary_array,
+)
 from treeshard._core.specs import axes_of, entries, project, without_axes
 from treeshard._planning.tactics import fsdp
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
 from treeshard.manual._boxes import Leaf, Partitioned, box_up, dims_over, leaves_with_specs
-from treeshard.manual._mean_gather import (
-    INSTEAD_OF_GATHER,
-    Gathering,
-    gather_by,
-    still_differs,
-    vary,
-    vary_array,
-)
-
-# ------------------------------------------------------------------
-# Inside `shard_map`: keeps this device's shards of a tree, and gathers the full tree.
+from treeshard.manual._mean_gather import INSTEAD_OF_GATHER, Gathering, gather_by, vary
 
 AxisNames = str | Sequence[str]
 
@@ -306,6 +302,9 @@ def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any
     return leaf.resharded(full, without_axes(leaf.spec, axes))
 
 
+# ------------------------------------------------------------------ average
+
+
 @jax.named_scope("sync_gradients")
 def sync_gradients(grads: Any, axis_names: AxisNames, specs: Any = None) -> Any:
     """Averages gradients over the axes that do not shard their leaves.
@@ -426,30 +425,26 @@ def value_and_grad(
     def value_and_grad_of_loss(params: Any, *args: Any) -> tuple[Any, Any]:
         check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")
         leaves, treedef = tree_flatten(params)
-        floating = [
-            i for i, x in enumerate(leaves) if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
+        split = StaticSplit(leaves, treedef, _has_gradient)
 
-        def filled(new: Sequence[Any], others: Sequence[Any]) -> Any:
-            every = list(others)
-            for i, x in zip(floating, new, strict=True):
-                every[i] = x
-            return treedef.unflatten(every)
-
-        def local(differentiated: Sequence[Any]) -> tuple[Any, Any]:
-            tree = filled(differentiated, leaves)
+        def local(differentiated: list[Any]) -> tuple[Any, Any]:
+            tree = split.combine(differentiated)
             out = loss(gather_params(tree, axes, specs, dtype=dtype) if gather else tree, *args)
             value, aux = out if has_aux else (out, None)
             _check_axes_named(value, leaves, axes)
             return vary(value, axes), aux
 
-        start = vary([leaves[i] for i in floating], axes)
+        start = vary(split.dynamic(leaves), axes)
         (value, aux), grads = jax.value_and_grad(local, has_aux=True)(start)
-        grads = sync_gradients(filled(grads, [None] * len(leaves)), axes, specs)
+        grads = sync_gradients(split.without_static(grads), axes, specs)
         value = lax.pmean(value, axes) if axes else value
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_loss
+
+
+def _has_gradient(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _check_axes_named(value: Any, leaves: Sequence[Any], axes: Sequence[str]) -> None:

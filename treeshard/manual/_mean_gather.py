@@ -16,30 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeshard._core.arrays import is_array
-from treeshard._core.jax_private import varying_axes
-from treeshard._core.mesh import axis_tuple, check_bound
+from treeshard._core.mesh import axis_tuple, check_bound, vary_array
 from treeshard.errors import SpecError
 
 # For messages: which function to call outside `shard_map` instead.
 INSTEAD_OF_GATHER = (
     "`treeshard.unshard` gathers under `jax.jit`, and `treeshard.gather` brings trees to the host"
 )
-
-
-def still_differs(x: Any, axis: str) -> bool:
-    """Whether the devices along `axis` may have different values of `x`."""
-    return axis in varying_axes(x) or not _is_checked(axis)
-
-
-def _is_checked(axis: str) -> bool:
-    # The index of a device varies along its axis for certain.
-    return axis in varying_axes(lax.axis_index(axis))
-
-
-def vary_array(x: Any, axes: Sequence[str]) -> Any:
-    """Casts an array to a type that varies along `axes`."""
-    invariant = tuple(axis for axis in axes if not still_differs(x, axis))
-    return lax.pcast(x, invariant, to="varying") if invariant else x
 
 
 class Gathering(NamedTuple):

@@ -16,7 +16,7 @@ from jax.tree_util import (
 )
 from jax.typing import DTypeLike
 
-from treeshard._core.arrays import is_array
+from treeshard._core.arrays import StaticSplit
 from treeshard._core.mesh import axis_tuple
 from treeshard._core.paths import is_box
 from treeshard._core.spec_trees import specs_of_leaves
@@ -117,16 +117,14 @@ def _function(
     @wraps(f)
     def gathered(params: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = tree_flatten(params)
-        indices = [i for i, x in enumerate(leaves) if is_array(x)]
+        split = StaticSplit(leaves, treedef)
 
         def call(arrays: list[Any]) -> Any:
-            for i, x in zip(indices, arrays, strict=True):
-                leaves[i] = x
-            full = gather_params(treedef.unflatten(leaves), axes, specs, dtype=dtype)
+            full = gather_params(split.combine(arrays), axes, specs, dtype=dtype)
             return f(full, *args, **kwargs)
 
         # `jax.checkpoint` takes arrays only.
-        return (jax.checkpoint(call) if remat else call)([leaves[i] for i in indices])
+        return (jax.checkpoint(call) if remat else call)(split.dynamic(leaves))
 
     return gathered
 

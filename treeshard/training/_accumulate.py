@@ -9,11 +9,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from treeshard._core.jax_private import varying_axes
-from treeshard._core.mesh import axis_tuple, get_axes_size_in_mesh, manual_axes
+from treeshard._core.mesh import (
+    axis_tuple,
+    get_axes_size_in_mesh,
+    manual_axes,
+    vary_array,
+)
 from treeshard._core.paths import leaf_paths
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard.errors import SpecError, listed
-from treeshard.manual._mean_gather import vary_array
 
 GradFn = Callable[[Any, Any], tuple[Any, Any]]
 

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree_leaves
 
-from treeshard._core.arrays import array_text, has_shape, is_array
+from treeshard._core.arrays import StaticSplit, array_text, has_shape, is_array
 from treeshard._core.jax_private import is_tracing, varying_axes
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.paths import leaf_paths, path_under
@@ -34,109 +34,6 @@ from treeshard.errors import (
     TreeShardError,
     listed,
 )
-
-# ------------------------------------------------------------------
-# Splits a tree into arrays, which a compiled step takes, and static leaves, which it contains.
-
-
-class Layout:
-    """Which leaves of a tree are traced; all others are static, a part of the program."""
-
-    def __init__(self, leaves: list[Any], treedef: Any, traced: Callable[[Any], bool]) -> None:
-        self.treedef = treedef
-        self.paths = leaf_paths(treedef.unflatten(leaves))
-        self.traced = [i for i, x in enumerate(leaves) if traced(x)]
-        self.static = {i: x for i, x in enumerate(leaves) if not traced(x)}
-        self._blank = [self.static.get(i) for i in range(len(leaves))]
-
-    def fits(self, leaves: list[Any], treedef: Any) -> bool:
-        return treedef == self.treedef and all(_same(leaves[i], x) for i, x in self.static.items())
-
-    def arrays(self, leaves: list[Any]) -> list[Any]:
-        return [leaves[i] for i in self.traced] if self.static else leaves
-
-    def tree(self, arrays: list[Any]) -> Any:
-        if not self.static:
-            return self.treedef.unflatten(arrays)
-        leaves = self._blank.copy()
-        for i, x in zip(self.traced, arrays, strict=True):
-            leaves[i] = x
-        return self.treedef.unflatten(leaves)
-
-    def check_kept(self, new: list[Any], treedef: Any) -> None:
-        """Raises `StateError` if a step changed the structure, or a static leaf."""
-        if treedef != self.treedef:
-            raise self._other_structure(new, treedef)
-        facts = [
-            f"{self.paths[i]}: the step turns {named(old)} into {named(new[i])}. A leaf that is"
-            f" not an array is a constant of the compiled program. {_fix(old)}"
-            for i, old in self.static.items()
-            if not _same(new[i], old)
-        ]
-        if facts:
-            raise StateError(listed(f"{len(facts)} leaves change that are not arrays:", facts))
-
-    def _other_structure(self, new: list[Any], treedef: Any) -> StateError:
-        paths = leaf_paths(treedef.unflatten(new))
-        facts = only_in(self.paths, paths, "the returned state lacks it.")
-        facts += only_in(paths, self.paths, "the step adds it to the state.")
-        facts = facts or ["the step changes a container of the state, or a static field in one."]
-        headline = "The step changes the structure of its state:"
-        return StateError(listed(headline, facts, headed=True))
-
-
-class Names:
-    """The names of the arrays in a `Named`. It compares by identity, which is fast."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self.keys = keys
-
-
-class Named:
-    """A list of arrays with names, which appear in the compiled program.
-
-    A dict has them too, but JAX sorts its keys at every call.
-    """
-
-    def __init__(self, arrays: Sequence[Any], names: Names) -> None:
-        self.arrays, self.names = arrays, names
-
-
-def _with_keys(x: Named) -> tuple[list[Any], Names]:
-    return [(DictKey(k), a) for k, a in zip(x.names.keys, x.arrays, strict=True)], x.names
-
-
-register_pytree_with_keys(
-    Named,
-    _with_keys,
-    lambda names, arrays: Named(list(arrays), names),
-    lambda x: (x.arrays, x.names),
-)
-
-
-def only_in(paths: list[str], others: list[str], fact: str) -> list[str]:
-    known = set(others)
-    return [f"{path}: {fact}" for path in paths if path not in known]
-
-
-def is_data(x: Any) -> bool:
-    return has_shape(x) or isinstance(x, bool | int | float | complex)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and bool(a == b))
-
-
-def named(x: Any) -> str:
-    return array_text(x) if has_shape(x) else f"the {type(x).__name__} {x!r}"
-
-
-def _fix(old: Any) -> str:
-    makers = {bool: "jnp.bool_", int: "jnp.int32", float: "jnp.float32"}
-    if maker := makers.get(type(old)):
-        return f"Start it as an array: `{maker}({old!r})`."
-    return "Keep it out of the state, or leave it unchanged."
-
 
 if TYPE_CHECKING:
     from treeshard.communication.comparison import Comparison
@@ -178,7 +75,7 @@ class Step:
                 if (problem := _misplaced(arrays, self.plan)) is None:
                     raise
                 raise problem from error
-        return program.state.tree(new.arrays), aux
+        return program.state.combine(new.arrays), aux
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Traces and lowers the step for these arguments, without donating them.
@@ -235,15 +132,16 @@ class Step:
         data, data_def = tree_flatten(batch)
         data = self._placed(batch, data, data_def)
         for program in self._programs:
-            if program.state.fits(leaves, treedef) and program.batch.fits(data, data_def):
+            if program.state.matches(leaves, treedef) and program.batch.matches(data, data_def):
                 break
         else:
-            layouts = Layout(leaves, treedef, has_shape), Layout(data, data_def, is_data)
-            program = _Program(self._fn, *layouts, self.plan)
-            specs = layouts[1].arrays(self._specs_of(batch, data)) if self._per_device else None
+            state_split = StaticSplit(leaves, treedef, has_shape)
+            batch_split = StaticSplit(data, data_def, _is_data)
+            program = _Program(self._fn, state_split, batch_split, self.plan, leaf_paths(state))
+            specs = batch_split.dynamic(self._specs_of(batch, data)) if self._per_device else None
             program.compile_lazily(self._mesh, self._donate, specs)
             self._programs.append(program)
-        return program, program.state.arrays(leaves), program.batch.arrays(data)
+        return program, program.state.dynamic(leaves), program.batch.dynamic(data)
 
     def _placed(self, batch: Any, data: list[Any], treedef: Any) -> list[Any]:
         """The leaves of a batch on the mesh. Processes compare the form of a batch only once."""
@@ -283,6 +181,10 @@ class Step:
         ]
 
 
+def _is_data(x: Any) -> bool:
+    return has_shape(x) or isinstance(x, bool | int | float | complex)
+
+
 def _form(x: Any) -> Any:
     """What must be the same of a leaf of the batch on all processes."""
     if not has_shape(x):
@@ -291,20 +193,26 @@ def _form(x: Any) -> Any:
 
 
 class _Program:
-    """The compiled step for one structure of state and batch."""
+    """The compiled step for one structure of state and batch.
+
+    Their arrays are arguments; all other leaves are constants of the program.
+    """
 
     run: Any
 
-    def __init__(self, fn: StepFn, state: Layout, batch: Layout, plan: Plan) -> None:
+    def __init__(
+        self, fn: StepFn, state: StaticSplit, batch: StaticSplit, plan: Plan, paths: list[str]
+    ) -> None:
         self.fn, self.state, self.batch, self.plan = fn, state, batch, plan
-        paths = [state.paths[i] for i in state.traced]
-        _check_fits_plan(paths, plan)
+        self.paths = paths
+        array_paths = state.dynamic(paths)
+        _check_fits_plan(array_paths, plan)
         # `collectives` reads these names of the arguments from the compiled program.
-        unique = len(set(paths)) == len(paths)
-        self.names = Names(paths if unique else [f"{i}" for i in range(len(paths))])
+        unique = len(set(array_paths)) == len(array_paths)
+        self.names = _Names(array_paths if unique else [f"{i}" for i in range(len(array_paths))])
 
-    def named(self, arrays: Sequence[Any]) -> Named:
-        return Named(arrays, self.names)
+    def named(self, arrays: Sequence[Any]) -> "_Named":
+        return _Named(arrays, self.names)
 
     def compile_lazily(self, mesh: Mesh, donate: bool, per_device: list[Any] | None) -> None:
         """Sets `run`. If it shall run in `shard_map`, `per_device` has the batch's specs."""
@@ -318,7 +226,7 @@ class _Program:
                 out_specs=(specs, PartitionSpec()),
             )
 
-        def run(state: Named, batch: list[Any]) -> tuple[Named, Any]:
+        def run(state: _Named, batch: list[Any]) -> tuple[_Named, Any]:
             arrays = list(state.arrays)
             self._check_arrays(arrays, self.plan.leaves, "enters the step as")
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -335,12 +243,12 @@ class _Program:
         )
 
     def _body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        out = self.fn(self.state.tree(arrays), self.batch.tree(data))
+        out = self.fn(self.state.combine(arrays), self.batch.combine(data))
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")
         new, treedef = tree_flatten(out[0])
-        self.state.check_kept(new, treedef)
-        new = self.state.arrays(new)
+        self._check_static(new, treedef)
+        new = self.state.dynamic(new)
         self._check_arrays(new, arrays, "leaves the step as")
         return new, out[1]
 
@@ -364,15 +272,45 @@ class _Program:
             raise StateError(listed(f"{len(facts)} results differ between devices:", facts))
         return new, aux
 
+    def _check_static(self, new: list[Any], treedef: Any) -> None:
+        """Raises `StateError` if the step changed the structure, or a static leaf."""
+        if treedef != self.state.treedef:
+            paths = leaf_paths(treedef.unflatten(new))
+            facts = _only_in(self.paths, paths, "the returned state lacks it.")
+            facts += _only_in(paths, self.paths, "the step adds it to the state.")
+            facts = facts or ["the step changes a container of the state, or a static field in it."]
+            headline = "The step changes the structure of its state:"
+            raise StateError(listed(headline, facts, headed=True))
+        facts = []
+        for i in self.state.changed(new):
+            old = self.state.static[i]
+            facts.append(
+                f"{self.paths[i]}: the step turns {_described(old)} into {_described(new[i])}. A"
+                f" leaf that is not an array is a constant of the compiled program. {_advice(old)}"
+            )
+        if facts:
+            raise StateError(listed(f"{len(facts)} leaves change that are not arrays:", facts))
+
     def _check_arrays(self, arrays: list[Any], like: Sequence[Any], how: str) -> None:
         facts = [
-            f"{leaf.path}: {how} {named(x)}, but the plan has {array_text(leaf)}. A state must"
+            f"{leaf.path}: {how} {_described(x)}, but the plan has {array_text(leaf)}. A state must"
             " keep its shapes and dtypes: convert this leaf, or plan again."
             for x, old, leaf in zip(arrays, like, self.plan.leaves, strict=True)
             if not is_array(x) or x.shape != old.shape or x.dtype != old.dtype
         ]
         if facts:
             raise StateError(listed(f"{len(facts)} leaves differ from the plan:", facts))
+
+
+def _described(x: Any) -> str:
+    return array_text(x) if has_shape(x) else f"the {type(x).__name__} {x!r}"
+
+
+def _advice(static: Any) -> str:
+    makers = {bool: "jnp.bool_", int: "jnp.int32", float: "jnp.float32"}
+    if maker := makers.get(type(static)):
+        return f"Start it as an array: `{maker}({static!r})`."
+    return "Keep it out of the state, or leave it unchanged."
 
 
 def _spec_of(spec: Any) -> PartitionSpec:
@@ -398,10 +336,49 @@ def _check_fits_plan(paths: list[str], plan: Plan) -> None:
     planned = [leaf.path for leaf in plan.leaves]
     if paths == planned:
         return
-    facts = only_in(paths, planned, "the plan has no such array.")
-    facts += only_in(planned, paths, "the state has no such array.")
+    facts = _only_in(paths, planned, "the plan has no such array.")
+    facts += _only_in(planned, paths, "the state has no such array.")
     facts = facts or ["it has the same arrays in a different order."]
     raise SpecError(listed("The state does not match the plan:", facts, headed=True))
+
+
+def _only_in(paths: list[str], others: list[str], fact: str) -> list[str]:
+    known = set(others)
+    return [f"{path}: {fact}" for path in paths if path not in known]
+
+
+# ------------------------------------------------------------------ names of arguments
+
+
+class _Names:
+    """The names of the arrays in a `_Named`. It compares by identity, which is fast."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.keys = keys
+
+
+class _Named:
+    """A list of arrays with names, which appear in the compiled program.
+
+    A dict has them too, but JAX sorts its keys at every call.
+    """
+
+    def __init__(self, arrays: Sequence[Any], names: _Names) -> None:
+        self.arrays, self.names = arrays, names
+
+
+def _with_keys(x: _Named) -> tuple[list[Any], _Names]:
+    return [(DictKey(k), a) for k, a in zip(x.names.keys, x.arrays, strict=True)], x.names
+
+
+register_pytree_with_keys(
+    _Named,
+    _with_keys,
+    lambda names, arrays: _Named(list(arrays), names),
+    lambda x: (x.arrays, x.names),
+)
+
+# ------------------------------------------------------------------ errors of a call
 
 
 def _any_deleted(arrays: list[Any]) -> bool:
