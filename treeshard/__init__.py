@@ -23,8 +23,8 @@ if _TYPE_CHECKING:
     from treeshard._placement.constraint import with_sharding_constraint as with_sharding_constraint
     from treeshard._placement.gather import gather as gather
     from treeshard._placement.gather import iter_gather as iter_gather
+    from treeshard._placement.gather import make_shard_and_gather_fns as make_shard_and_gather_fns
     from treeshard._placement.process_local import from_process_local as from_process_local
-    from treeshard._placement.shard import make_shard_and_gather_fns as make_shard_and_gather_fns
     from treeshard._placement.shard import reshard as reshard
     from treeshard._placement.shard import shard as shard
     from treeshard._planning.decision import PlannedLeaf as PlannedLeaf
@@ -119,7 +119,7 @@ _FIRST_PAGE = {
     "iter_gather": "_placement.gather",
     "reshard": "_placement.shard",
     "from_process_local": "_placement.process_local",
-    "make_shard_and_gather_fns": "_placement.shard",
+    "make_shard_and_gather_fns": "_placement.gather",
     # look
     "draw": "_inspection.draw",
     "leaf_paths": "_core.paths",

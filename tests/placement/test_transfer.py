@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._placement.gather import gather
-from treeshard._placement.shard import make_shard_and_gather_fns, reshard, shard
+from treeshard._placement.gather import gather, make_shard_and_gather_fns
+from treeshard._placement.shard import reshard, shard
 from treeshard._planning.plan import plan
 from treeshard.errors import LeafError
 

@@ -1,14 +1,13 @@
 """Places trees on the devices of a mesh, and moves them from one layout to another."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
-from treeshard._core.make_mesh import make_mesh, with_devices
+from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import leaf_paths, path_under
 from treeshard._core.processes import (
@@ -21,8 +20,6 @@ from treeshard._core.processes import (
     together,
     with_bar,
 )
-from treeshard._core.spec_trees import SpecCarrier, flatten_specs, is_spec_entry
-from treeshard._placement.gather import gather_at
 from treeshard._placement.moves import (
     Move,
     Read,
@@ -30,9 +27,8 @@ from treeshard._placement.moves import (
     read_shards,
     replicate_then_split,
     through_host,
-    unchanged,
 )
-from treeshard._placement.targets import meshes_of, resolver, targets
+from treeshard._placement.targets import meshes_of, targets
 
 
 def shard(
@@ -218,61 +214,3 @@ def move_leaves(
 def shardings_to_compare(leaf: Any, target: NamedSharding) -> list[Sharding]:
     """The target of a leaf, and its current sharding if that spans processes."""
     return [target, leaf.sharding] if is_spread(leaf) else [target]
-
-
-# ------------------------------------------------------------------ leaf by leaf
-
-
-def make_shard_and_gather_fns(specs: Any, mesh: MeshLike | None = None) -> tuple[Any, Any]:
-    """Makes two functions for each spec: one places a leaf, one copies it back to the host.
-
-    `jax.tree.map(lambda f, x: f(x), shard_fns, tree)` does what `shard(tree, specs, mesh)`
-    does. The functions are for loops that see one leaf at a time, such as when reading a file.
-
-    Args:
-        specs: A tree of `PartitionSpec`s or `NamedSharding`s, or a `Plan`.
-        mesh: The mesh, or its axes as text; by default that of each `NamedSharding`, of the
-            `Plan`, or the mesh that is current now.
-
-    Returns:
-        Two trees of functions with the structure of `specs`. A spec that stands for a subtree
-        becomes a function of that subtree. `None` in `specs` becomes a function that returns its
-        argument.
-
-        The functions raise as `shard` and `gather` do, and name the path of the spec in `specs`.
-
-    Raises:
-        SpecError: If a leaf of `specs` is not a spec.
-        NoMeshError: If a spec needs a mesh and there is none.
-        MeshError: If the mesh is an `AbstractMesh`, which has no devices.
-
-    Examples:
-        >>> shard_fns, gather_fns = make_shard_and_gather_fns({"w": P("fsdp")}, make_mesh("fsdp=8"))
-        >>> tree = jax.tree.map(lambda f, x: f(x), shard_fns, {"w": np.ones(8)})
-        >>> jax.tree.map(lambda f, x: f(x), gather_fns, tree)["w"].shape
-        (8,)
-
-    Source:
-        EasyLM and EasyDeL's function of this name.
-    """
-    mesh = as_mesh(mesh, make_mesh)
-    if isinstance(specs, SpecCarrier):
-        specs, mesh = specs.specs, mesh or specs.mesh
-
-    leaf_specs, treedef = flatten_specs(specs, resolve=resolver(mesh))
-    shard_fns: list[Callable[[Any], Any]] = []
-    gather_fns: list[Callable[[Any], Any]] = []
-    for path, spec in zip(leaf_paths(specs, is_leaf=is_spec_entry), leaf_specs, strict=True):
-        if spec is None:
-            shard_fns.append(unchanged)
-            gather_fns.append(unchanged)
-        else:
-            own = spec.mesh if isinstance(spec, NamedSharding) else None
-            spec_mesh = with_devices(own if mesh is None else mesh, "make_shard_and_gather_fns")
-            shard_fns.append(partial(_shard_at, path, spec, spec_mesh))
-            gather_fns.append(partial(gather_at, path))
-    return treedef.unflatten(shard_fns), treedef.unflatten(gather_fns)
-
-
-def _shard_at(path: str, spec: Any, mesh: Mesh, x: Any) -> Any:
-    return place(x, spec, mesh, "shard", through_host, prefix=path)
