@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from treeshard._core.mesh import MeshLike
 from treeshard._core.text import columns, human_bytes
@@ -18,7 +17,7 @@ from treeshard.communication.device_groups import (
     read_pairs,
 )
 from treeshard.communication.hlo import Buffer, Computation, HloProgram, Op
-from treeshard.communication.program import argument_path, read_program
+from treeshard.communication.program import CompiledProgram, argument_path, read_program
 from treeshard.errors import CommunicationError, FormatError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -75,7 +74,7 @@ class Collective:
         return None if self.bytes is None or self.count is None else self.bytes * self.count
 
 
-def collectives(program: Any, mesh: MeshLike | None = None) -> list[Collective]:
+def collectives(program: CompiledProgram, mesh: MeshLike | None = None) -> list[Collective]:
     """Lists what a program moves between devices, with the tree paths of the arrays it moves.
 
     An op on several buffers gives one entry per buffer; only an all-to-all gives one for all,
@@ -115,7 +114,7 @@ def collectives(program: Any, mesh: MeshLike | None = None) -> list[Collective]:
 
 
 def assert_collectives(
-    program: Any,
+    program: CompiledProgram,
     mesh: MeshLike | None = None,
     *,
     all_gather: Budget = None,

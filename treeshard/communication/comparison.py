@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves
+from jax.typing import DTypeLike
 
 from treeshard._core.mesh import MeshLike
-from treeshard._core.spec_trees import get_names_from_partition_spec
+from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.text import columns, fold_paths, human_bytes
+from treeshard._planning.decision import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard.communication.collectives import Collective, CollectiveReader, total
 from treeshard.communication.device_groups import axes_of_sharding
@@ -23,7 +25,7 @@ from treeshard.communication.forecast import (
     predict_communication,
 )
 from treeshard.communication.hlo import HloProgram
-from treeshard.communication.program import argument_path, read_program
+from treeshard.communication.program import CompiledProgram, argument_path, read_program
 from treeshard.errors import SpecError, listed
 
 
@@ -135,14 +137,14 @@ class Comparison:
 
 def compare_communication(
     plan: Plan,
-    program: Any,
+    program: CompiledProgram,
     *,
-    batch: Any = None,
+    batch: SpecTree = None,
     mesh: MeshLike | None = None,
     remat: Leaves = False,
     scan: Leaves = False,
     params: str | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Comparison:
     """Compares what a step's program moves with what its plan predicts, and explains differences.
 
@@ -191,7 +193,9 @@ def compare_communication(
     )
 
 
-def _leaf_names(plan: Plan, graph: HloProgram, params: Sequence[Any]) -> dict[str, str | None]:
+def _leaf_names(
+    plan: Plan, graph: HloProgram, params: Sequence[PlannedLeaf]
+) -> dict[str, str | None]:
     """The program's path of each argument -> the plan's path of that leaf, if it has it.
 
     The argument's path ends in the leaf's: `state/w` is the leaf `w`.
@@ -223,7 +227,10 @@ def _leaf_names(plan: Plan, graph: HloProgram, params: Sequence[Any]) -> dict[st
 
 
 def _batch_of(
-    program: Any, graph: HloProgram, names: Mapping[str, str | None], axes: Mapping[str, int]
+    program: CompiledProgram,
+    graph: HloProgram,
+    names: Mapping[str, str | None],
+    axes: Mapping[str, int],
 ) -> PartitionSpec:
     """The axes that shard the arguments that are not in the plan, as one spec."""
     is_compiled = isinstance(program, jax.stages.Compiled)

@@ -5,12 +5,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from treeshard._core.mesh import AnyMesh, axis_sizes, check_axes
-from treeshard._core.spec_trees import get_names_from_partition_spec
+from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import axes_of, entries, shard_size
 from treeshard._planning.decision import PlannedLeaf
 from treeshard._planning.plan import Plan
@@ -54,11 +55,11 @@ class PlannedTransfer:
 def predict_communication(
     plan: Plan,
     *,
-    batch: Any,
+    batch: SpecTree,
     remat: Leaves = False,
     scan: Leaves = False,
     params: str | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> list[PlannedTransfer]:
     """Lists what a step of data parallel, FSDP or ZeRO-1 training has to move, leaf by leaf.
 
@@ -122,7 +123,7 @@ def _transfers(
     state: PlannedLeaf | None,
     mesh: AnyMesh,
     along: tuple[str, ...],
-    dtype: Any,
+    dtype: DTypeLike | None,
     layers: int,
     again: bool,
 ) -> Iterator[PlannedTransfer]:
@@ -134,7 +135,7 @@ def _transfers(
         return tuple(axis for axis in sizes if axis in set(axes) & set(along))
 
     def transfer(
-        kind: str, axes: tuple[str, ...], size: int, why: str, dtype: Any, count: int
+        kind: str, axes: tuple[str, ...], size: int, why: str, dtype: np.dtype, count: int
     ) -> PlannedTransfer:
         payload = size * dtype.itemsize // count
         return PlannedTransfer(kind, axes, payload, count, str(dtype), leaf.path, why)

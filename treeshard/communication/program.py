@@ -13,6 +13,8 @@ from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes, describe_mesh
 from treeshard.communication.hlo import HloProgram, Op
 from treeshard.errors import FormatError, MeshError
 
+CompiledProgram = Any  # a `jax.stages.Compiled`, or its text; `read_program` checks it
+
 _LOWERED = (
     "a lowered program shows only the collectives that were written by hand; XLA's partitioner"
     " adds the others. Compile it: `step.lower(state, batch).compile()`."
@@ -21,7 +23,7 @@ _KEY = re.compile(r"""\['([^']*)'\]|\["([^"]*)"\]|\[(\d+)\]|\.(\w+)|\[<flat inde
 
 
 def read_program(
-    program: Any, mesh: MeshLike | None = None
+    program: CompiledProgram, mesh: MeshLike | None = None
 ) -> tuple[HloProgram, Mapping[str, int] | None]:
     """The graph of a program, and the axes of its mesh if they are known.
 
