@@ -219,8 +219,8 @@ def _read_together(
     with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
         arrays, damages = _read(path, stored, structs)
         data = [] if damages else [arrays[row.key] for row in verified]
-        said.mine = json.dumps(damages).encode() + b"\n" + registers(data)
-    outcomes = [message.partition(b"\n") for message in said.every]
+        messages.append(json.dumps(damages).encode() + b"\n" + registers(data))
+    outcomes = [message.partition(b"\n") for message in messages]
     raise_damages(path, {k: why for text, _, _ in outcomes for k, why in json.loads(text).items()})
     names = [row.path for row in verified]
     crcs = of_registers([part for _, _, part in outcomes], data, WHERE, names=names)
