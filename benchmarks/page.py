@@ -2,7 +2,7 @@
 
     python -m benchmarks.page
 
-Nobody writes a figure by hand: `make bench` measures, writes the results and calls this.
+No figure is written by hand: `make bench` measures, writes the results and calls this.
 """
 
 import ast
@@ -168,16 +168,16 @@ def row_of(found: Results, bench: str, case: str) -> Mapping[str, Any]:
 INTRO = """\
 # Numbers
 
-Each table is what the command above it prints. `make bench` runs them all, on eight simulated
-devices unless a table says otherwise, keeps what came out in `benchmarks/results/`, and writes this
-page from it.
+Each table is the output of the command above it. `make bench` runs them all, on eight simulated
+devices unless a table says otherwise, stores the output in `benchmarks/results/`, and writes this page
+from it.
 
-- Ways of doing the same are called in turn, round by round. What is measured is the median of the
-  rounds. A ratio is the median of the ratios of each round, so that a slow minute hits both sides.
-- The quartiles are those of the rounds. A row without them was counted, or measured once.
-- `reach` is what we set out to reach; a figure beside which it says `missed` did not.
-- Times hold for one machine, and no test asserts them. Counts and bytes (compiles, collectives,
-  memory) are asserted by `make test` too.
+- The alternatives of one table run in turn, round by round. The figure is the median of the rounds. A
+  ratio is the median of the ratios per round, so that a slow minute affects both sides.
+- Quartiles are over the rounds. A row without them was counted, or measured once.
+- `reach` is the target; `missed` marks a figure that is not there.
+- Times are from one machine, and no test asserts them. `make test` also asserts counts and bytes
+  (compiles, collectives, memory).
 
 """
 
