@@ -1,40 +1,33 @@
-"""The public surface, read off the sources."""
+"""The public surface: every public name once, at its home."""
 
-import ast
-import inspect
 from types import ModuleType
 from typing import Any
 
 import treeshard as ts
 
-MODULES = {
-    "treeshard": ts,
-    "treeshard.checkpoint": ts.checkpoint,
-    "treeshard.communication": ts.communication,
-    "treeshard.compat": ts.compat,
-    "treeshard.interchange": ts.interchange,
+# Where a name is documented if several modules have it: the first that does.
+SUBMODULES = {
     "treeshard.testing": ts.testing,
+    "treeshard.communication": ts.communication,
     "treeshard.training": ts.training,
     "treeshard.manual": ts.manual,
+    "treeshard.checkpoint": ts.checkpoint,
+    "treeshard.interchange": ts.interchange,
+    "treeshard.compat": ts.compat,
+    "treeshard.errors": ts.errors,
 }
+MODULES = {**SUBMODULES, "treeshard": ts}
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """What a module defines without an underscore, or imports as itself (`x as x`)."""
-    names: list[str] = []
-    tree = ast.parse(inspect.getsource(module))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node in tree.body:
-            names.append(node.name)
-        elif isinstance(node, ast.ImportFrom):
-            names += [alias.name for alias in node.names if alias.name == alias.asname]
-    return [name for name in names if not name.startswith("_")]
+    """The names that a module offers, without its submodules."""
+    return [*ts._FIRST_PAGE, *ts._ELSEWHERE] if module is ts else list(module.__all__)
 
 
 def surface() -> dict[str, Any]:
     """Qualified name -> object, for everything that is public."""
-    return {
-        f"{where}.{name}": getattr(module, name)
-        for where, module in MODULES.items()
-        for name in public_names(module)
-    }
+    homes: dict[str, str] = {}
+    for where, module in MODULES.items():
+        for name in public_names(module):
+            homes.setdefault(name, where)
+    return {f"{where}.{name}": getattr(MODULES[where], name) for name, where in homes.items()}

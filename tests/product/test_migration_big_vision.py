@@ -244,7 +244,7 @@ def test_restore(ours, mesh, tmp_path) -> None:
     assert found["params"]["kernel"].sharding.spec == P("data")
     np.testing.assert_array_equal(found["params"]["kernel"], state["params"]["kernel"])
     other = ts.plan({"params": {"kernel": struct(8, 4, dtype="bfloat16")}}, rules, mesh)
-    with pytest.raises(ts.MismatchError, match="float32.* was saved, and bfloat16"):
+    with pytest.raises(ts.MismatchError, match="saved as float32.*, requested as bfloat16"):
         ours(path=tmp_path / "state", plan=other)
 
 

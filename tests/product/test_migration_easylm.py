@@ -259,7 +259,7 @@ def test_restore(ours, mesh, tmp_path) -> None:
     np.testing.assert_array_equal(found["w"], x)
     asked = {"w": struct(8, 5), "v": struct(8)}
     plan = ts.plan(asked, [(".*", P("data"))], other, min_size=0)
-    with pytest.raises(ts.MismatchError, match=r"(?s)w: float32\[8,4\] was saved.*v: not in"):
+    with pytest.raises(ts.MismatchError, match=r"(?s)w: saved as float32\[8,4\].*v: not in"):
         ours(path=tmp_path / "state", plan=plan)
 
 

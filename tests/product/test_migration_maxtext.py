@@ -292,5 +292,5 @@ def test_restore(ours, mesh, tmp_path) -> None:
     assert found["w"].sharding == NamedSharding(mesh, P("fsdp", "tensor"))
     np.testing.assert_array_equal(found["w"], x)
     plan = ts.plan({"w": struct(8, 2, dtype="bfloat16")}, rules, mesh, min_size=0)
-    with pytest.raises(ts.MismatchError, match="float32.* was saved, and bfloat16"):
+    with pytest.raises(ts.MismatchError, match="saved as float32.*, requested as bfloat16"):
         ours(path=tmp_path / "state", plan=plan)
