@@ -169,11 +169,11 @@ INTRO = """\
 # Numbers
 
 Each table is the output of the command above it. `make bench` runs them all, on eight simulated
-devices unless a table says otherwise, stores the output in `benchmarks/results/`, and writes this page
-from it.
+devices unless a table says otherwise, stores the output in `benchmarks/results/`, and writes this
+page from it.
 
-- The alternatives of one table run in turn, round by round. The figure is the median of the rounds. A
-  ratio is the median of the ratios per round, so that a slow minute affects both sides.
+- The alternatives of one table run in turn, round by round. The figure is the median of the rounds.
+  A ratio is the median of the ratios per round, so that a slow minute affects both sides.
 - Quartiles are over the rounds. A row without them was counted, or measured once.
 - `reach` is the target; `missed` marks a figure that is not there.
 - Times are from one machine, and no test asserts them. `make test` also asserts counts and bytes

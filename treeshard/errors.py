@@ -6,6 +6,32 @@ import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+__all__ = [
+    "CheckpointError",
+    "CommunicationError",
+    "DamagedError",
+    "DeletedLeafError",
+    "FormatError",
+    "LeafError",
+    "MeshError",
+    "MismatchError",
+    "NoDevicesError",
+    "NoMeshError",
+    "ProcessError",
+    "ShardingRuleError",
+    "ShardingWarning",
+    "SpecError",
+    "StateError",
+    "TreeShardError",
+    "UnexpectedShardingError",
+    "UnknownAxisError",
+    "UnstableStepError",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class TreeShardError(Exception):
     """Base class of the errors that treeshard raises."""

@@ -13,10 +13,9 @@ from treeshard._core.mesh import AnyMesh, describe_mesh, same_axes
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
-from treeshard._inspection.stability import assert_stable_step as assert_stable_step
-from treeshard._inspection.stability import diff_shardings as diff_shardings
+from treeshard._inspection.stability import assert_stable_step, diff_shardings
 from treeshard._planning.plan import Plan
-from treeshard.communication import assert_collectives as assert_collectives
+from treeshard.communication import assert_collectives
 from treeshard.errors import SpecError, UnexpectedShardingError, listed
 
 __all__ = [
@@ -26,6 +25,11 @@ __all__ = [
     "assert_trees_sharded_as",
     "diff_shardings",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 _UPDATE = "TREESHARD_UPDATE_PLANS"
 

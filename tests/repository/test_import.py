@@ -1,10 +1,13 @@
 """What `import treeshard` costs: nothing heavy, no backend, no device."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
-from surface import public_names
+from surface import SUBMODULES
 
 HEAVY = ["chex", "equinox", "flax", "matplotlib", "optax", "orbax", "rich", "tqdm"]
 
@@ -107,7 +110,16 @@ def test_the_first_page_is_short() -> None:
 def test_type_checkers_see_what_loads_on_first_touch() -> None:
     import treeshard as ts
 
-    assert {*public_names(ts)} == {*ts._FIRST_PAGE, *ts._ELSEWHERE}
+    tree = ast.parse(Path(ts.__file__).read_text())
+    typed = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {alias.name for node in typed for alias in node.names if alias.name == alias.asname}
+    assert names == {*ts._FIRST_PAGE, *ts._ELSEWHERE}
+
+
+@pytest.mark.parametrize("module", SUBMODULES.values(), ids=SUBMODULES)
+def test_a_submodule_shows_public_names_only(module: ModuleType) -> None:
+    assert dir(module) == sorted(module.__all__)
+    assert all(getattr(module, name) is not None for name in module.__all__)
 
 
 def test_importing_training_loads_no_reader_of_programs_and_few_modules() -> None:

@@ -24,14 +24,25 @@ except ModuleNotFoundError:
     ) from None
 
 from treeshard._core.processes import TIMEOUT, with_bar
-from treeshard._disk.leaves import Contents as Contents
-from treeshard._disk.leaves import SavedLeaf as SavedLeaf
-from treeshard._disk.leaves import raise_damages
-from treeshard.checkpoint._checkpoints import Checkpoints as Checkpoints
+from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
+from treeshard.checkpoint._checkpoints import Checkpoints
 from treeshard.checkpoint._paths import PathLike, checkpoint_path
-from treeshard.checkpoint._restore import read_each, table_at
-from treeshard.checkpoint._restore import restore as restore
+from treeshard.checkpoint._restore import read_each, restore, table_at
 from treeshard.checkpoint._save import begin
+
+__all__ = [
+    "Checkpoints",
+    "Contents",
+    "SavedLeaf",
+    "inspect",
+    "restore",
+    "save",
+    "verify",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def save(

@@ -25,16 +25,10 @@ Examples:
     all-reduce: all-reduce of full gradients, 256 B, where a reduce-scatter was planned...
 """
 
-from treeshard.communication.collectives import Collective as Collective
-from treeshard.communication.collectives import assert_collectives as assert_collectives
-from treeshard.communication.collectives import collectives as collectives
-from treeshard.communication.comparison import Comparison as Comparison
-from treeshard.communication.comparison import compare_communication as compare_communication
-from treeshard.communication.forecast import PlannedTransfer as PlannedTransfer
-from treeshard.communication.forecast import predict_communication as predict_communication
-from treeshard.communication.partitioner_warnings import (
-    capture_partitioner_warnings as capture_partitioner_warnings,
-)
+from treeshard.communication.collectives import Collective, assert_collectives, collectives
+from treeshard.communication.comparison import Comparison, compare_communication
+from treeshard.communication.forecast import PlannedTransfer, predict_communication
+from treeshard.communication.partitioner_warnings import capture_partitioner_warnings
 
 __all__ = [
     "Collective",

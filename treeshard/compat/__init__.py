@@ -22,25 +22,24 @@ over the rest of treeshard, which does not use this package.
 | `get_submesh_device_index` | EasyDeL | `jax.lax.axis_index(axes)` |
 """
 
-from treeshard._core.mesh import get_axes_size_in_mesh as get_axes_size_in_mesh
-from treeshard._core.mesh import get_incontext_mesh as get_incontext_mesh
-from treeshard._core.spec_trees import (
-    get_names_from_partition_spec as get_names_from_partition_spec,
+from treeshard._core.mesh import get_axes_size_in_mesh, get_incontext_mesh
+from treeshard._core.spec_trees import get_names_from_partition_spec
+from treeshard._planning.logical import logical_to_mesh_spec
+from treeshard.compat._analysis import analyze_sharding_strategy
+from treeshard.compat._big_vision import infer_sharding
+from treeshard.compat._live import (
+    extract_sharding_structure,
+    extract_shardings,
+    get_partition_spec,
+    get_shardings_with_structure,
 )
-from treeshard._planning.logical import logical_to_mesh_spec as logical_to_mesh_spec
-from treeshard.compat._analysis import analyze_sharding_strategy as analyze_sharding_strategy
-from treeshard.compat._big_vision import infer_sharding as infer_sharding
-from treeshard.compat._live import extract_sharding_structure as extract_sharding_structure
-from treeshard.compat._live import extract_shardings as extract_shardings
-from treeshard.compat._live import get_partition_spec as get_partition_spec
-from treeshard.compat._live import get_shardings_with_structure as get_shardings_with_structure
-from treeshard.compat._meshes import get_mesh_axis_names as get_mesh_axis_names
-from treeshard.compat._meshes import get_mesh_axis_size as get_mesh_axis_size
-from treeshard.compat._meshes import get_submesh_device_index as get_submesh_device_index
-from treeshard.compat._meshes import names_in_current_mesh as names_in_current_mesh
-from treeshard.compat._pattern_strings import (
-    create_pattern_based_partition_spec as create_pattern_based_partition_spec,
+from treeshard.compat._meshes import (
+    get_mesh_axis_names,
+    get_mesh_axis_size,
+    get_submesh_device_index,
+    names_in_current_mesh,
 )
+from treeshard.compat._pattern_strings import create_pattern_based_partition_spec
 
 __all__ = [
     "analyze_sharding_strategy",

@@ -28,6 +28,11 @@ from treeshard.interchange._tensors import (
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 PathLike = str | os.PathLike[str]
 
 

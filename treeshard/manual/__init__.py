@@ -5,22 +5,22 @@ their gradients are averaged. How each leaf is sharded is given by a tree of spe
 around the leaves (`Partitioned`, Flax's).
 """
 
-from treeshard.manual._boxes import Partitioned as Partitioned
-from treeshard.manual._boxes import partition_specs as partition_specs
-from treeshard.manual._fsdp import fold_rng_over_axis as fold_rng_over_axis
-from treeshard.manual._fsdp import gather_params as gather_params
-from treeshard.manual._fsdp import shard_params as shard_params
-from treeshard.manual._fsdp import sync_gradients as sync_gradients
-from treeshard.manual._fsdp import value_and_grad as value_and_grad
-from treeshard.manual._mean_gather import (
-    gather_array_with_mean_grads as gather_array_with_mean_grads,
+from treeshard.manual._boxes import Partitioned, partition_specs
+from treeshard.manual._fsdp import (
+    fold_rng_over_axis,
+    gather_params,
+    shard_params,
+    sync_gradients,
+    value_and_grad,
 )
-from treeshard.manual._mean_gather import vary as vary
-from treeshard.manual._modules import shard_module_params as shard_module_params
-from treeshard.manual._tensor_parallel import column_parallel as column_parallel
-from treeshard.manual._tensor_parallel import enter_parallel as enter_parallel
-from treeshard.manual._tensor_parallel import leave_parallel as leave_parallel
-from treeshard.manual._tensor_parallel import row_parallel as row_parallel
+from treeshard.manual._mean_gather import gather_array_with_mean_grads, vary
+from treeshard.manual._modules import shard_module_params
+from treeshard.manual._tensor_parallel import (
+    column_parallel,
+    enter_parallel,
+    leave_parallel,
+    row_parallel,
+)
 
 __all__ = [
     "Partitioned",

@@ -22,13 +22,13 @@ from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan
 from treeshard.errors import StateError, warn
-from treeshard.training._accumulate import accumulate_gradients as accumulate_gradients
-from treeshard.training._metrics import Metrics as Metrics
-from treeshard.training._metrics import print_metrics as print_metrics
+from treeshard.training._accumulate import accumulate_gradients
+from treeshard.training._metrics import Metrics, print_metrics
 from treeshard.training._step import Step, StepFn
 
 __all__ = [
     "Metrics",
+    "Step",
     "accumulate_gradients",
     "init_sharded",
     "jit_step",
