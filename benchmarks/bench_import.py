@@ -16,7 +16,7 @@ JAX = "import jax"
 OURS = {
     "import treeshard": "import jax, treeshard",
     "... and plan, shard, gather": "from treeshard import fsdp, gather, make_mesh, plan, shard",
-    "... and training.init_sharded, jit_step": "from treeshard.training import init_sharded, jit_step",
+    "... and init_sharded, jit_step": "from treeshard.training import init_sharded, jit_step",
 }
 
 
