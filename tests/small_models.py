@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from helpers import struct
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -13,10 +14,6 @@ from treeshard.training import jit_step, shard_map_step
 
 LAYERS, WIDTH = 3, 16
 Params = Any
-
-
-def array(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32")
 
 
 class Model(NamedTuple):
@@ -53,7 +50,7 @@ MODELS = {
         lambda p, x: x,
         _mlp_block,
         lambda p, x: x @ p["head"],
-        array(16, WIDTH),
+        struct(16, WIDTH),
     ),
     "transformer": Model(
         {
@@ -74,18 +71,18 @@ MODELS = {
         lambda p, x: jnp.einsum("bhwc,cd->bhwd", x, p["stem"][0, 0]),
         _conv_block,
         lambda p, x: x.mean((1, 2)) @ p["head"],
-        array(8, 4, 4, 8),
+        struct(8, 4, 4, 8),
     ),
 }
 
 
 def plan_of(model: Model, mesh: Any, scan: bool, rule: Any = None) -> ts.Plan:
     """All matrices sharded over `fsdp`; layers stacked on dim 0 if they are scanned."""
-    one = {name: array(*shape) for name, shape in model.layer.items()}
-    stacked = {name: array(LAYERS, *shape) for name, shape in model.layer.items()}
+    one = {name: struct(*shape) for name, shape in model.layer.items()}
+    stacked = {name: struct(LAYERS, *shape) for name, shape in model.layer.items()}
     tree = {
         "layers": stacked if scan else [one] * LAYERS,
-        **{name: array(*shape) for name, shape in model.rest.items()},
+        **{name: struct(*shape) for name, shape in model.rest.items()},
     }
     rules = [
         ("bias|norm", None),

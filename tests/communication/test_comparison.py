@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from small_models import LAYERS, MODELS, array, compiled, plan_of
+from small_models import LAYERS, MODELS, compiled, plan_of
 
 import treeshard as ts
 from treeshard._core.mesh import abstract_mesh
@@ -116,7 +117,7 @@ def _step(plan: ts.Plan, loss: Any, batch: Any, x: Any) -> jax.stages.Compiled:
 
 def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
     mesh = ts.make_mesh("fsdp=4,tensor=2")
-    tree = {"up": array(16, 32), "down": array(32, 16)}
+    tree = {"up": struct(16, 32), "down": struct(32, 16)}
     rules = [("up", P("fsdp", "tensor")), ("down", P("tensor", "fsdp"))]
     plan = ts.plan(tree, rules, mesh, min_size=0)
 
@@ -125,7 +126,7 @@ def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
         h = ts.with_sharding_constraint(jnp.tanh(x @ p["up"]), P("fsdp", "tensor"))
         return jnp.mean(ts.with_sharding_constraint(h @ p["down"], P("fsdp")) ** 2)
 
-    compared = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), array(8, 16)))
+    compared = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), struct(8, 16)))
     gathers = [(x.path, x.bytes) for x in compared.compiled if x.kind == "all-gather"]
     assert sorted(gathers, key=str) == [("state/down", KIB), ("state/up", KIB)]
     assert {x.code for x in compared.unplanned} <= {"all-reduce"}
@@ -137,7 +138,7 @@ def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
 
 def test_a_tied_weight_is_gathered_under_its_only_path() -> None:
     mesh = ts.make_mesh("fsdp=8")
-    plan = ts.plan({"embed": array(64, 16)}, [(".*", P("fsdp"))], mesh, min_size=0)
+    plan = ts.plan({"embed": struct(64, 16)}, [(".*", P("fsdp"))], mesh, min_size=0)
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
         whole = ts.unshard(p, plan.specs, "fsdp")["embed"]
@@ -154,7 +155,7 @@ def test_a_tied_weight_is_gathered_under_its_only_path() -> None:
 def test_a_moment_sharded_unlike_its_parameter_is_gathered() -> None:
     mesh = ts.make_mesh("fsdp=8")
     # The moment is sharded on another dim than its parameter.
-    state = {"model": {"w": array(16, 16)}, "opt": {"mu": {"w": array(16, 16)}}}
+    state = {"model": {"w": struct(16, 16)}, "opt": {"mu": {"w": struct(16, 16)}}}
     rules = [("opt", P(None, "fsdp")), (".*", P("fsdp"))]
     plan = ts.plan(state, rules, mesh, min_size=0)
 
@@ -167,7 +168,7 @@ def test_a_moment_sharded_unlike_its_parameter_is_gathered() -> None:
         return {"model": {"w": state["model"]["w"] - mu}, "opt": {"mu": {"w": mu}}}, value
 
     run = jit_step(step, plan, batch=P("fsdp"))
-    program = run.lower(plan.structs, array(8, 16)).compile()
+    program = run.lower(plan.structs, struct(8, 16)).compile()
     differences = {x.code: x for x in ts.compare_communication(plan, program).unplanned}
     assert differences["sharded-further"].paths == ("opt/mu/w",)
     assert "optimizer state with `Plan.follow`" in differences["sharded-further"].hint
@@ -175,7 +176,7 @@ def test_a_moment_sharded_unlike_its_parameter_is_gathered() -> None:
 
 def _accumulated(minibatches: Any) -> ts.Comparison:
     mesh = ts.make_mesh("data=2,fsdp=4")
-    plan = ts.plan({"w": array(16, 32)}, [("w", P("fsdp"))], mesh, min_size=0)
+    plan = ts.plan({"w": struct(16, 32)}, [("w", P("fsdp"))], mesh, min_size=0)
 
     def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         def one(total: Any, x: jax.Array) -> tuple[Any, None]:
@@ -188,7 +189,7 @@ def _accumulated(minibatches: Any) -> ts.Comparison:
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), x.sum()
 
     run = jit_step(step, plan, batch=P(("data", "fsdp")))
-    program = run.lower(plan.structs, array(32, 16)).compile()
+    program = run.lower(plan.structs, struct(32, 16)).compile()
     return ts.compare_communication(plan, program)
 
 
@@ -210,7 +211,7 @@ def test_a_batch_reshaped_across_devices_for_accumulation() -> None:
 
 def test_a_forgotten_activation_constraint() -> None:
     mesh = ts.make_mesh("fsdp=8")
-    tree = {"up": array(16, 64), "down": array(64, 16)}
+    tree = {"up": struct(16, 64), "down": struct(64, 16)}
     plan = ts.plan(tree, [("up", P(None, "fsdp")), ("down", P("fsdp"))], mesh, min_size=0)
 
     def codes(constrain: Any) -> dict[str, Any]:
@@ -218,7 +219,7 @@ def test_a_forgotten_activation_constraint() -> None:
             h = constrain(jnp.tanh(x @ p["up"]))
             return jnp.mean(constrain(h @ p["down"]) ** 2)
 
-        compared = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), array(16, 16)))
+        compared = ts.compare_communication(plan, _step(plan, loss, P("fsdp"), struct(16, 16)))
         return {one.code: one for one in compared.unplanned}
 
     # Without constraints, the partitioner keeps the weights sharded and moves activations.
@@ -231,7 +232,7 @@ def test_a_forgotten_activation_constraint() -> None:
 
 def test_a_backend_that_widens_a_dtype_is_reported() -> None:
     mesh = ts.make_mesh("fsdp=8")
-    plan = ts.plan({"w": array(16, 16)}, [("w", P("fsdp"))], mesh, min_size=0)
+    plan = ts.plan({"w": struct(16, 16)}, [("w", P("fsdp"))], mesh, min_size=0)
     grad = value_and_grad(lambda p, x: jnp.sum(x @ p["w"]) ** 2, "fsdp", plan, dtype="bfloat16")
 
     def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
@@ -239,7 +240,7 @@ def test_a_backend_that_widens_a_dtype_is_reported() -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
 
     run = shard_map_step(step, plan, batch=P("fsdp"))
-    program = run.lower(plan.structs, array(8, 16)).compile()
+    program = run.lower(plan.structs, struct(8, 16)).compile()
     assert ts.compare_communication(plan, program).unplanned == ()
     differences = ts.compare_communication(plan, program, dtype="bfloat16").unplanned
     assert [(x.code, x.paths) for x in differences] == [("wider", ("w",))] * 2
@@ -247,7 +248,7 @@ def test_a_backend_that_widens_a_dtype_is_reported() -> None:
 
 
 def test_zero_1_on_a_cpu() -> None:
-    params = {"w": array(16, 32)}
+    params = {"w": struct(16, 32)}
     optimizer = optax.adam(1e-3)
     state = {"model": params, "opt": jax.eval_shape(optimizer.init, params)}
     rules = [("opt.*w", P("data")), (".*", None)]
@@ -259,7 +260,7 @@ def test_zero_1_on_a_cpu() -> None:
         return {"model": optax.apply_updates(state["model"], updates), "opt": opt}, loss
 
     with jax.numpy_dtype_promotion("standard"):  # optax mixes them
-        lowered = jit_step(step, plan, batch=P("data")).lower(plan.structs, array(8, 16))
+        lowered = jit_step(step, plan, batch=P("data")).lower(plan.structs, struct(8, 16))
     compared = ts.compare_communication(plan, lowered.compile())
     assert [x.code for x in compared.unplanned] == ["all-reduce"]
     gathers = [row for row in compared.rows if row.kind == "all-gather"]
@@ -267,9 +268,9 @@ def test_zero_1_on_a_cpu() -> None:
 
 
 def test_a_planned_transfer_that_the_program_lacks(fsdp_mesh: jax.sharding.Mesh) -> None:
-    plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    plan = ts.plan({"w": struct(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
     idle = jit_step(lambda s, x: ({"w": s["w"] * 2}, x.sum()), plan, batch=P("fsdp"))
-    program = idle.lower(plan.structs, array(8)).compile()
+    program = idle.lower(plan.structs, struct(8)).compile()
     compared = ts.compare_communication(plan, program, batch=P("fsdp"))
     assert [str(x) for x in compared.unplanned] == [
         "not-moved: w: the planned all-gather (weight) is not in the program. Check that the step"
@@ -299,7 +300,7 @@ def test_an_op_that_cannot_be_read_is_reported() -> None:
         "  %w = f32[1,8]{1,0} parameter(0), metadata={op_name=\"state[\\'w\\']\"}\n"
         '  ROOT %y = f32[8,8]{1,0} custom-call(%w), custom_call_target="AllGatherOfTheFuture"\n}\n'
     )
-    plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], abstract_mesh("fsdp=8"), min_size=0)
+    plan = ts.plan({"w": struct(8, 8)}, [("w", P("fsdp"))], abstract_mesh("fsdp=8"), min_size=0)
     differences = ts.compare_communication(plan, program, batch=P("fsdp")).unplanned
     assert [x.code for x in differences] == ["unreadable", "not-moved", "not-moved"]
     assert "op that looks like a collective, with unknown axes" in differences[0].fact
@@ -307,7 +308,7 @@ def test_an_op_that_cannot_be_read_is_reported() -> None:
 
 
 def test_a_plan_of_another_tree_raises(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
-    plan = ts.plan({"v": array(8, 8)}, [("v", P("fsdp"))], fsdp_mesh, min_size=0)
+    plan = ts.plan({"v": struct(8, 8)}, [("v", P("fsdp"))], fsdp_mesh, min_size=0)
     with pytest.raises(ts.SpecError) as error:
         ts.compare_communication(plan, doubled)
     assert str(error.value) == (
@@ -317,7 +318,7 @@ def test_a_plan_of_another_tree_raises(doubled: Any, fsdp_mesh: jax.sharding.Mes
 
 
 def test_a_plan_of_other_shapes_raises(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
-    plan = ts.plan({"w": array(16, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    plan = ts.plan({"w": struct(16, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
     with pytest.raises(ts.SpecError) as error:
         ts.compare_communication(plan, doubled)
     assert str(error.value) == (
@@ -331,7 +332,7 @@ def test_a_program_without_the_sharding_of_its_batch_raises() -> None:
         "  %w = f32[1,8]{1,0} parameter(0), metadata={op_name=\"state[\\'w\\']\"}\n"
         '  ROOT %x = f32[8]{0} parameter(1), metadata={op_name="x"}\n}\n'
     )
-    plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], abstract_mesh("fsdp=8"), min_size=0)
+    plan = ts.plan({"w": struct(8, 8)}, [("w", P("fsdp"))], abstract_mesh("fsdp=8"), min_size=0)
     with pytest.raises(ts.SpecError, match="does not say how its argument .x. is sharded. Pass"):
         ts.compare_communication(plan, text)
     assert len(ts.compare_communication(plan, text, batch=P("fsdp")).unplanned) == 2
@@ -348,7 +349,7 @@ def test_the_batch_is_read_from_a_program_whose_text_does_not_have_it(
 
 
 def test_a_mesh_may_be_text(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
-    plan = ts.plan({"w": array(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    plan = ts.plan({"w": struct(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
     compared = ts.compare_communication(plan, doubled, mesh="fsdp=8")
     assert compared == ts.compare_communication(plan, doubled)
 

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import optax
 import pytest
+from helpers import struct
 from jax.sharding import PartitionSpec as P
-from small_models import array
 
 import treeshard as ts
 from treeshard._core.mesh import abstract_mesh
@@ -21,8 +21,8 @@ def predicted(tree: Any, rules: Any, axes: str, batch: Any, **options: Any) -> l
     return [(x.kind, x.axes, x.bytes, x.count) for x in moved if x.path is not None]
 
 
-W = {"w": array(64, 128)}  # 32 KiB
-STACKED = {"layers": array(4, 64, 32)}
+W = {"w": struct(64, 128)}  # 32 KiB
+STACKED = {"layers": struct(4, 64, 32)}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ STACKED = {"layers": array(4, 64, 32)}
             id="scan",
         ),
         pytest.param(
-            {"w": array(64, 128), "step": jax.ShapeDtypeStruct((), "int32")},
+            {"w": struct(64, 128), "step": jax.ShapeDtypeStruct((), "int32")},
             P(),
             "data=1",
             P("data"),
@@ -125,7 +125,7 @@ def test_the_prediction_from_a_plan(
 
 
 def test_optimizer_state_is_not_taken_for_parameters() -> None:
-    params = {"layers": [{"w": array(64, 64)}], "head": array(64, 8)}
+    params = {"layers": [{"w": struct(64, 64)}], "head": struct(64, 8)}
     state = {"model": params, "opt": jax.eval_shape(optax.adamw(1e-3).init, params)}
     rules = [("opt.*w|opt.*head", P("data")), (".*", None)]
     plan = ts.plan(state, rules, abstract_mesh("data=8"), min_size=0)
@@ -143,7 +143,7 @@ def test_optimizer_state_is_not_taken_for_parameters() -> None:
 
 
 def test_zero_1_on_one_of_two_axes() -> None:
-    state = {"model": {"w": array(16, 16)}, "opt": {"mu": {"w": array(16, 16)}}}
+    state = {"model": {"w": struct(16, 16)}, "opt": {"mu": {"w": struct(16, 16)}}}
     rules = [("opt", P("data")), (".*", None)]
     assert predicted(state, rules, "data=2,fsdp=4", P(("data", "fsdp"))) == [
         ("reduce-scatter", ("data",), KIB, 1),
@@ -153,7 +153,7 @@ def test_zero_1_on_one_of_two_axes() -> None:
 
 
 def test_branches_of_the_same_structure_are_all_parameters() -> None:
-    tree = {"encoder": {"w": array(8, 8)}, "decoder": {"w": array(8, 8)}}
+    tree = {"encoder": {"w": struct(8, 8)}, "decoder": {"w": struct(8, 8)}}
     plan = ts.plan(tree, [(".*", None)], abstract_mesh("data=8"))
     assert len(parameters(plan)) == 2
 
