@@ -188,9 +188,9 @@ class StaticSplit:
         """The tree with these dynamic leaves and the static ones."""
         return self._joined(dynamic, self._template)
 
-    def without_static(self, dynamic: Sequence[Any]) -> Any:
-        """The tree with these dynamic leaves, and `None` in place of the static ones."""
-        return self._joined(dynamic, [None] * len(self._template))
+    def without_static(self, dynamic: Sequence[Any], fill: Any = None) -> Any:
+        """The tree with these dynamic leaves, and `fill` in place of the static ones."""
+        return self._joined(dynamic, [fill] * len(self._template))
 
     def _joined(self, dynamic: Sequence[Any], others: list[Any]) -> Any:
         if not self.static:

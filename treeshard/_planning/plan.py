@@ -1,16 +1,15 @@
 """Decides how every leaf of a tree is sharded, and records why. Needs no devices."""
 
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import tree_flatten, tree_leaves, tree_structure
+from jax.tree_util import tree_flatten
 
-from treeshard._core.arrays import has_shape
+from treeshard._core.arrays import StaticSplit, has_shape
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, axis_sizes, describe_mesh
 from treeshard._core.paths import PyTree, is_box, leaf_paths, paths_of, shared_names
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
@@ -31,7 +30,6 @@ from treeshard._planning.plan_json import (
 from treeshard._planning.plan_report import PlanDiff, describe, describe_html, diff, rich_table
 from treeshard._planning.rules import Rules, read_rules, rules_error, warn_of_moves
 from treeshard._planning.tactics import Tactic, min_size_in_force
-from treeshard._planning.tree_walk import TreeDef
 from treeshard.errors import FormatError, ShardingRuleError, listed
 
 
@@ -54,9 +52,8 @@ class Plan(SpecCarrier):
     rules: tuple[tuple[Any, Any], ...]
     min_size: int
     leaves: tuple[PlannedLeaf, ...]
-    treedef: TreeDef
-    # The non-array leaves, by their index among all leaves.
-    _others: Mapping[int, Any] = field(default_factory=dict)
+    # The tree's structure, and its non-array leaves.
+    _split: StaticSplit
     # The rules for logical names that were in force when the plan was made.
     _logical: ReadLogicalRules | None = None
     # `_mirrors`: the plan was made by `follow`. `_source`: by `follow` of this plan; a plan
@@ -69,49 +66,38 @@ class Plan(SpecCarrier):
     @property
     def specs(self) -> SpecTree:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The tree with a `PartitionSpec` at every leaf; `P()` at non-array leaves."""
-        return self._tree(lambda leaf: leaf.given, lambda _: PartitionSpec())
+        return self._split.without_static([leaf.given for leaf in self.leaves], PartitionSpec())
 
     @property
     def shardings(self) -> SpecTree:
         """The tree with a `NamedSharding` at every array; `P()` at non-array leaves."""
-        shardings = self._sharding_of_spec()
-        return self._tree(lambda leaf: shardings[leaf.given], lambda _: PartitionSpec())
+        return self._split.without_static(self._shardings(), PartitionSpec())
 
     @property
     def structs(self) -> PyTree:
         """The tree with a `ShapeDtypeStruct` that has a sharding at every array; non-array
         leaves as they are."""
-        shardings = self._sharding_of_spec()
+        pairs = zip(self.leaves, self._shardings(), strict=True)
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in pairs]
+        return self._split.combine(structs)
 
-        def struct(leaf: PlannedLeaf) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[leaf.given])
-
-        return self._tree(struct, lambda other: other)
-
-    def _sharding_of_spec(self) -> dict[PartitionSpec, NamedSharding]:
-        return {spec: NamedSharding(self.mesh, spec) for spec in {x.given for x in self.leaves}}
-
-    def _tree(self, of_array: Callable[[PlannedLeaf], Any], of_other: Callable[[Any], Any]) -> Any:
-        if not self._others:
-            return self.treedef.unflatten(list(map(of_array, self.leaves)))
-        return self.treedef.unflatten(
-            [
-                of_other(self._others[index]) if leaf is None else of_array(leaf)
-                for index, leaf in enumerate(self.leaf_at_each_index())
-            ]
-        )
-
-    def leaf_at_each_index(self) -> list[PlannedLeaf | None]:
-        """A `PlannedLeaf` for every leaf of the tree, in JAX's order; `None` for non-arrays."""
-        arrays = iter(self.leaves)
-        indices = range(self.treedef.num_leaves)
-        return [None if index in self._others else next(arrays) for index in indices]
+    def _shardings(self) -> list[NamedSharding]:
+        """The sharding of every array; equal specs share one."""
+        given = [leaf.given for leaf in self.leaves]
+        shardings = {spec: NamedSharding(self.mesh, spec) for spec in set(given)}
+        return [shardings[spec] for spec in given]
 
     def _bare(self) -> PyTree:
         """The tree with a `ShapeDtypeStruct` without a sharding at every array."""
-        return self._tree(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lambda other: other
-        )
+        structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        return self._split.combine(structs)
+
+    def leaf_at_each_index(self) -> list[PlannedLeaf | None]:
+        """A `PlannedLeaf` for every leaf of the tree, in JAX's order; `None` for non-arrays."""
+        planned: list[PlannedLeaf | None] = [None] * self._split.treedef.num_leaves
+        for index, leaf in zip(self._split.indices, self.leaves, strict=True):
+            planned[index] = leaf
+        return planned
 
     def bytes_per_device(self) -> int:
         """Returns the bytes that the tree takes on the device that holds the most.
@@ -252,37 +238,29 @@ class Plan(SpecCarrier):
         """
         planned = self.leaf_at_each_index()
         original = Original(
-            self.treedef,
+            self._split.treedef,
             [None if leaf is None else leaf.shape for leaf in planned],
             [None if leaf is None else leaf.given for leaf in planned],
         )
         alone = Decision(PartitionSpec(), PartitionSpec())
         decisions: dict[Decision, Decision] = {}  # equal decisions are shared, as in `plan`
+        tree_leaves, treedef = tree_flatten(tree)
+        split = StaticSplit(tree_leaves, treedef, has_shape)
+        paths, followed = leaf_paths(tree), follow(tree, original)
         leaves: list[PlannedLeaf] = []
-        others: dict[int, Any] = {}
-        rows = zip(leaf_paths(tree), tree_leaves(tree), follow(tree, original), strict=True)
-        for index, (path, leaf, followed) in enumerate(rows):
-            if not has_shape(leaf):
-                others[index] = leaf
-                continue
+        for index in split.indices:
+            leaf, (spec, like, _) = tree_leaves[index], followed[index]
             shape = tuple(leaf.shape)
-            like = None if followed.like is None else planned[followed.like]
-            if like is None:
+            counterpart = None if like is None else planned[like]
+            if counterpart is None:
                 decision = alone
-            elif shape == like.shape:
-                decision = like.decision
+            elif shape == counterpart.shape:
+                decision = counterpart.decision
             else:
-                decision = Decision(followed.spec, followed.spec, like.rule, like.pattern)
+                decision = Decision(spec, spec, counterpart.rule, counterpart.pattern)
             decision = decisions.setdefault(decision, decision)
-            leaves.append(PlannedLeaf(path, shape, leaf.dtype, decision))
-        return replace(
-            self,
-            leaves=tuple(leaves),
-            treedef=tree_structure(tree),
-            _others=others,
-            _source=self,
-            _mirrors=True,
-        )
+            leaves.append(PlannedLeaf(paths[index], shape, leaf.dtype, decision))
+        return replace(self, leaves=tuple(leaves), _split=split, _source=self, _mirrors=True)
 
     def diff(self, other: "Plan") -> PlanDiff:
         """Compares this plan with another one, leaf by leaf, and says how many bytes move.
@@ -362,19 +340,18 @@ class Plan(SpecCarrier):
             ({'mlp/w': P('fsdp',)}, {'mlp': {'w': P('fsdp',)}})
         """
         stored = from_json(text)
+        leaves = stored.leaves
         if like is None:
-            leaves, others = tuple(sorted(stored.leaves, key=lambda leaf: leaf.path)), {}
-            treedef = tree_structure({leaf.path: 0 for leaf in leaves})
+            leaves = tuple(sorted(leaves, key=lambda leaf: leaf.path))
+            like = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves}
         else:
-            leaves, others = arrange(stored.leaves, like)
-            treedef = tree_structure(like)
+            leaves = arrange(leaves, like)
         return Plan(
             stored.mesh,
             stored.rules,
             stored.min_size,
             leaves,
-            treedef,
-            others,
+            StaticSplit(*tree_flatten(like), has_shape),
             _logical=stored.logical,
             _mirrors=stored.mirrors,
         )
@@ -447,11 +424,8 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
             if shape is not None
         ]
     )
-    others = {}
-    if len(leaves) < len(decided.leaves):
-        pairs = enumerate(zip(decided.leaves, decided.shapes, strict=True))
-        others = {index: leaf for index, (leaf, shape) in pairs if shape is None}
+    split = StaticSplit(decided.leaves, decided.treedef, has_shape)
     # The patterns as given, with strategy strings replaced by the tactics that they mean.
     pairs = tuple((rule[0], action) for rule, (_, action) in zip(rules, parsed, strict=True))
     floor, logical = min_size_in_force(min_size), current_logical_rules()
-    return Plan(mesh, pairs, floor, leaves, decided.treedef, others, logical)
+    return Plan(mesh, pairs, floor, leaves, split, logical)

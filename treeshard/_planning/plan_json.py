@@ -11,7 +11,7 @@ from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.paths import leaf_paths, pair
+from treeshard._core.paths import PyTree, leaf_paths, pair
 from treeshard._core.specs import Adjustment, entries, is_logical, project
 from treeshard._core.text import parse_dtype, parse_names, parse_spec
 from treeshard._planning.decision import Decision, PlannedLeaf
@@ -302,15 +302,13 @@ def _read_logical(raw: Any) -> ReadLogicalRules | None:
     )
 
 
-def arrange(
-    leaves: Iterable[PlannedLeaf], like: Any
-) -> tuple[tuple[PlannedLeaf, ...], dict[int, Any]]:
-    """The planned leaves in the order of the arrays of `like`, and its other leaves by index.
+def arrange(leaves: Iterable[PlannedLeaf], like: PyTree) -> tuple[PlannedLeaf, ...]:
+    """The planned leaves in the order of the arrays of `like`.
 
     Raises `FormatError` unless the arrays of `like` are those of the plan.
     """
-    like_leaves = tree_leaves(like)
-    arrays = [(p, x) for p, x in zip(leaf_paths(like), like_leaves, strict=True) if has_shape(x)]
+    like_leaves = zip(leaf_paths(like), tree_leaves(like), strict=True)
+    arrays = [(path, x) for path, x in like_leaves if has_shape(x)]
     if len(dict(arrays)) < len(arrays):
         raise FormatError("`like` has arrays that share a path. Rename a key.")
     planned = {leaf.path: leaf for leaf in leaves}
@@ -322,5 +320,4 @@ def arrange(
     ]
     if facts:
         raise FormatError(listed(f"{len(facts)} leaves of `like` differ from the plan:", facts))
-    others = {index: x for index, x in enumerate(like_leaves) if not has_shape(x)}
-    return tuple(planned[path] for path, _ in arrays), others
+    return tuple(planned[path] for path, _ in arrays)

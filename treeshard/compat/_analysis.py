@@ -5,7 +5,7 @@ from typing import Any, cast
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_structure
 
-from treeshard._core.arrays import has_shape
+from treeshard._core.arrays import StaticSplit, has_shape
 from treeshard._core.mesh import AnyMesh, MeshLike
 from treeshard._core.paths import leaf_paths
 from treeshard._core.spec_trees import lay, raise_misfits
@@ -116,7 +116,8 @@ def _communication(
             PlannedLeaf(leaf.path, leaf.shape, leaf.dtype, Decision(sharding.spec, sharding.spec))
             for leaf, sharding in on_meshes
         )
-        plan = Plan(mesh, (), 0, planned, tree_structure([0] * len(planned)))
+        split = StaticSplit(planned, tree_structure([0] * len(planned)), lambda _: True)
+        plan = Plan(mesh, (), 0, planned, split)
         batch = PartitionSpec(mesh.axis_names) if batch is None else batch
         for transfer in predict_communication(plan, batch=batch):
             total = totals.setdefault((transfer.kind, transfer.axes), {"count": 0, "bytes": 0})
