@@ -287,7 +287,7 @@ def test_scanned_layers_under_remat(check_vma: bool) -> None:
         return jnp.mean(jnp.square(lax.scan(body, x, p)[0]))
 
     plain = partial(deep, lambda x, up, down: jax.nn.gelu(x @ up) @ down)
-    hand = partial(deep, partial(parallel_mlp, axis_names="tensor"))
+    hand = partial(deep, partial(parallel_mlp, axis="tensor"))
     run = on(
         ts.make_mesh("tensor=8"), jax.value_and_grad(hand), (specs, P()), (P(), specs), check_vma
     )
@@ -304,7 +304,7 @@ def test_second_order(check_vma: bool) -> None:
         return jax.grad(lambda up: jnp.sum(jnp.sin(slope(up))))(up)
 
     plain = partial(curvature, lambda x, up, down: jnp.tanh(x @ up) @ down)
-    hand = partial(curvature, partial(parallel_mlp, axis_names="tensor", activation=jnp.tanh))
+    hand = partial(curvature, partial(parallel_mlp, axis="tensor", activation=jnp.tanh))
     run = on(
         ts.make_mesh("tensor=8"),
         hand,

@@ -7,8 +7,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey, register_pytree_with_keys_class, tree_flatten
 
 from treeshard._core.mesh import context_mesh
-from treeshard._core.paths import is_box, leaf_paths
-from treeshard._core.spec_trees import lay, raise_misfits, specs_of_leaves
+from treeshard._core.paths import PyTree, is_box, leaf_paths
+from treeshard._core.spec_trees import SpecTree, lay, raise_misfits, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
 
 Names = tuple[str | tuple[str, ...] | None, ...]
@@ -61,7 +61,7 @@ class Partitioned:
         return cls(children[0], names)
 
 
-def partition_specs(tree: Any) -> Any:
+def partition_specs(tree: PyTree) -> SpecTree:
     """Returns the specs that the boxes of a tree carry, and `P()` for leaves without a box.
 
     Args:
@@ -176,7 +176,7 @@ class Leaf(NamedTuple):
         return self.value if self.box is None else self.box
 
 
-def leaves_with_specs(tree: Any, specs: Any, where: str) -> tuple[list[Leaf], Any]:
+def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[Leaf], Any]:
     """The leaves of a tree with their specs, and the structure of the tree.
 
     With `specs=None` the specs are read from boxes, and leaves without a box are replicated.

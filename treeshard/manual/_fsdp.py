@@ -19,6 +19,8 @@ from treeshard._core.mesh import (
     still_differs,
     vary_array,
 )
+from treeshard._core.paths import PyTree
+from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import axes_of, entries, project, without_axes
 from treeshard._planning.tactics import fsdp
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
@@ -61,8 +63,8 @@ def fold_rng_over_axis(rng: jax.Array, axis_names: AxisNames) -> jax.Array:
 
 
 def shard_params(
-    params: Any, axis_names: AxisNames, specs: Any = None, *, min_size: int = 2**18
-) -> Any:
+    params: PyTree, axis_names: AxisNames, specs: SpecTree = None, *, min_size: int = 2**18
+) -> PyTree:
     """Keeps this device's shards of parameters that every device has in full.
 
     Axes that shard a leaf already are kept, so a tree can be sharded over one axis after
@@ -105,7 +107,9 @@ def shard_params(
 
 
 @jax.named_scope("shard_params")
-def shard_tree(params: Any, axis_names: AxisNames, specs: Any, min_size: int, kind: Any) -> Any:
+def shard_tree(
+    params: PyTree, axis_names: AxisNames, specs: SpecTree, min_size: int, kind: Any
+) -> PyTree:
     """`shard_params`, with the class of the box for leaves that are sharded without specs."""
     axes = axis_tuple(axis_names, "shard_params")
     check_bound(axes, "shard_params", "`treeshard.shard` places whole trees")
@@ -203,12 +207,12 @@ def _own_shard(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any:
 
 
 def gather_params(
-    params: Any,
+    params: PyTree,
     axis_names: AxisNames | None = None,
-    specs: Any = None,
+    specs: SpecTree = None,
     *,
     dtype: DTypeLike | None = None,
-) -> Any:
+) -> PyTree:
     """Gathers parameters of which every device has a shard; their gradients are means.
 
     In the forward pass, each leaf is all-gathered over those of `axis_names` that shard it. In
@@ -306,7 +310,7 @@ def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any
 
 
 @jax.named_scope("sync_gradients")
-def sync_gradients(grads: Any, axis_names: AxisNames, specs: Any = None) -> Any:
+def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None) -> PyTree:
     """Averages gradients over the axes that do not shard their leaves.
 
     `gather_params` has averaged the gradients of a leaf over the axes that shard it. Only
@@ -374,7 +378,7 @@ def sync_gradients(grads: Any, axis_names: AxisNames, specs: Any = None) -> Any:
 def value_and_grad(
     loss: Callable[..., Any],
     axis_names: AxisNames,
-    specs: Any = None,
+    specs: SpecTree = None,
     *,
     has_aux: bool = False,
     dtype: DTypeLike | None = None,
@@ -422,7 +426,7 @@ def value_and_grad(
     where = "value_and_grad"
     axes = axis_tuple(axis_names, where)
 
-    def value_and_grad_of_loss(params: Any, *args: Any) -> tuple[Any, Any]:
+    def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
         check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")
         leaves, treedef = tree_flatten(params)
         split = StaticSplit(leaves, treedef, _has_gradient)

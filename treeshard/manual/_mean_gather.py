@@ -17,6 +17,7 @@ from jax import lax
 
 from treeshard._core.arrays import is_array
 from treeshard._core.mesh import axis_tuple, check_bound, vary_array
+from treeshard._core.paths import PyTree
 from treeshard.errors import SpecError
 
 # For messages: which function to call outside `shard_map` instead.
@@ -133,7 +134,7 @@ def gather_array_with_mean_grads(
     return gather_by(vary_array(x, axes), how)
 
 
-def vary(tree: Any, axis_names: str | Sequence[str]) -> Any:
+def vary(tree: PyTree, axis_names: str | Sequence[str]) -> PyTree:
     """Marks arrays that are equal on all devices as varying, so that gradients stay per device.
 
     Values do not change. Under `check_vma=True`, JAX itself sums the gradient of an array that

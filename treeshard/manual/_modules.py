@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from treeshard._core.arrays import StaticSplit
 from treeshard._core.mesh import axis_tuple
 from treeshard._core.paths import is_box
-from treeshard._core.spec_trees import specs_of_leaves
+from treeshard._core.spec_trees import SpecTree, specs_of_leaves
 from treeshard.errors import SpecError
 from treeshard.manual._boxes import value_in
 from treeshard.manual._fsdp import gather_params, shard_params, shard_tree
@@ -28,7 +28,7 @@ from treeshard.manual._fsdp import gather_params, shard_params, shard_tree
 def shard_module_params(
     target: Any,
     axis_names: str | Sequence[str],
-    specs: Any = None,
+    specs: SpecTree = None,
     *,
     min_size: int = 2**18,
     dtype: DTypeLike | None = None,

@@ -21,7 +21,7 @@ from jax import lax
 from treeshard._core.arrays import is_array
 from treeshard._core.jax_private import varying_axes
 from treeshard._core.mesh import axis_tuple, check_bound, still_differs, vary_array
-from treeshard._core.paths import leaf_paths
+from treeshard._core.paths import PyTree, leaf_paths
 from treeshard.errors import SpecError, listed
 
 AxisNames = str | Sequence[str]
@@ -33,7 +33,7 @@ _INSTEAD = "under `jax.jit`, specs on the weights are enough"
 # ------------------------------------------------------------------ regions
 
 
-def enter_parallel(x: Any, axis_names: AxisNames, *, dim: int | None = None) -> Any:
+def enter_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) -> PyTree:
     """Passes activations into a region where each device has its own part of the weights.
 
     In the forward pass nothing is communicated. In the backward pass, the gradients of all
@@ -77,7 +77,7 @@ def enter_parallel(x: Any, axis_names: AxisNames, *, dim: int | None = None) -> 
     return _enter(x, axes, dim, "enter_parallel")
 
 
-def leave_parallel(x: Any, axis_names: AxisNames, *, dim: int | None = None) -> Any:
+def leave_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) -> PyTree:
     """Sums the results that the devices computed with their parts of the weights.
 
     This is one all-reduce in the forward pass, and nothing in the backward pass. With `dim`,
@@ -181,8 +181,13 @@ _sum.defvjp(lambda x, axes: (_sum(x, axes), None), lambda axes, _, g: (_copy(g, 
 
 
 def column_parallel(
-    x: jax.Array, weights: Any, axis_names: AxisNames, biases: Any = None, *, dim: int | None = None
-) -> Any:
+    x: jax.Array,
+    weights: PyTree,
+    axis_names: AxisNames,
+    biases: PyTree = None,
+    *,
+    dim: int | None = None,
+) -> PyTree:
     """Multiplies by this device's columns of weights: the first half of a parallel layer.
 
     With `n` devices along the axes, `x` of shape `(..., k)` and a weight of shape `(k, m)`

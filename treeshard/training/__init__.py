@@ -17,8 +17,9 @@ from jax.tree_util import tree_flatten, tree_unflatten
 from treeshard._core.arrays import is_array
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
+from treeshard._core.paths import PyTree
 from treeshard._core.processes import agreeing, facts_of, participating_processes
-from treeshard._core.spec_trees import get_names_from_partition_spec
+from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan
 from treeshard.errors import StateError, warn
@@ -51,7 +52,7 @@ def init_sharded(
     mesh: MeshLike,
     min_size: int | None = None,
     strict: bool = True,
-) -> tuple[Any, Plan]:
+) -> tuple[PyTree, Plan]:
     """Calls `fn(*args)` and returns its result initialised sharded: no device holds all of it.
 
     `fn` is traced once for the shapes, to which the rules are applied. Then it is compiled
@@ -104,13 +105,13 @@ def init_sharded(
         leaves, treedef = tree_flatten(arrays)
         return [_strong(x) for x in leaves]
 
-    def whole_tree(arrays: list[Any]) -> Any:
+    def tree_of(arrays: list[Any]) -> PyTree:
         return eqx.combine(tree_unflatten(treedef, arrays), constants)
 
     among = participating_processes((), [mesh])
     with agreeing("init_sharded", among=among) as facts:
         structs = jax.eval_shape(make, traced)
-        tree_plan = plan(whole_tree(structs), rules, mesh, min_size=min_size)
+        tree_plan = plan(tree_of(structs), rules, mesh, min_size=min_size)
         if strict:
             tree_plan.check()
         shardings = [NamedSharding(mesh, leaf.given) for leaf in tree_plan.leaves]
@@ -118,7 +119,7 @@ def init_sharded(
             rows = zip(tree_plan.leaves, shardings, strict=True)
             facts |= facts_of((x.path, x, [s]) for x, s in rows)
     arrays = jax.jit(make, out_shardings=shardings)(traced)
-    return whole_tree(arrays), tree_plan
+    return tree_of(arrays), tree_plan
 
 
 def _strong(x: Any) -> Any:
@@ -135,7 +136,7 @@ def jit_step(
     fn: StepFn | None = None,
     plan: Plan | None = None,
     *,
-    batch: Any = None,
+    batch: SpecTree = None,
     donate: bool = True,
 ) -> Any:
     """Compiles a training step once, with the state sharded by the plan before and after it.
@@ -203,7 +204,7 @@ def shard_map_step(
     fn: StepFn | None = None,
     plan: Plan | None = None,
     *,
-    batch: Any = None,
+    batch: SpecTree = None,
     donate: bool = True,
 ) -> Any:
     """Compiles a training step whose code runs once per device, on its shards, as in `shard_map`.
@@ -256,7 +257,7 @@ def shard_map_step(
 
 
 def _make_step(
-    fn: StepFn, plan: Plan | None, batch: Any, *, donate: bool, per_device: bool
+    fn: StepFn, plan: Plan | None, batch: SpecTree, *, donate: bool, per_device: bool
 ) -> Step:
     where = "shard_map_step" if per_device else "jit_step"
     if plan is None:

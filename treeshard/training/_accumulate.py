@@ -15,21 +15,21 @@ from treeshard._core.mesh import (
     manual_axes,
     vary_array,
 )
-from treeshard._core.paths import leaf_paths
+from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard.errors import SpecError, listed
 
-GradFn = Callable[[Any, Any], tuple[Any, Any]]
+GradFn = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
 
 
 def accumulate_gradients(
     grad_fn: GradFn,
-    batch: Any,
+    batch: PyTree,
     num_minibatches: int,
     key: jax.Array | None = None,
     *,
     axis_names: str | Sequence[str] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Averages gradients over minibatches that run one after another, to save memory.
 
     The batch is never gathered: if it is sharded over its first dim, each minibatch takes
@@ -97,7 +97,7 @@ def accumulate_gradients(
     return grads, metrics
 
 
-def _check_divides(batch: Any, count: int, parts: int) -> None:
+def _check_divides(batch: PyTree, count: int, parts: int) -> None:
     facts = [
         f"{path or 'the batch'}: {len(x)} rows are not divisible by {count} minibatches"
         f"{f' on {parts} devices' if parts > 1 else ''}. Use {_nearest(len(x), count * parts)}."

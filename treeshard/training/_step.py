@@ -13,7 +13,7 @@ from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree
 from treeshard._core.arrays import StaticSplit, array_text, has_shape, is_array
 from treeshard._core.jax_private import is_tracing, varying_axes
 from treeshard._core.make_mesh import with_devices
-from treeshard._core.paths import leaf_paths, path_under
+from treeshard._core.paths import PyTree, leaf_paths, pair, path_under
 from treeshard._core.processes import (
     TIMEOUT,
     agreeing,
@@ -21,7 +21,7 @@ from treeshard._core.processes import (
     is_spread,
     participating_processes,
 )
-from treeshard._core.spec_trees import get_names_from_partition_spec, specs_of_leaves
+from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec, specs_of_leaves
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._placement.moves import through_host
 from treeshard._placement.shard import move_leaves, shardings_to_compare
@@ -50,7 +50,7 @@ class Step:
     """
 
     def __init__(
-        self, fn: StepFn, plan: Plan, batch: Any, *, donate: bool, per_device: bool = False
+        self, fn: StepFn, plan: Plan, batch: SpecTree, *, donate: bool, per_device: bool = False
     ) -> None:
         update_wrapper(self, fn)
         self.plan, self.batch_specs = plan, batch
@@ -61,7 +61,7 @@ class Step:
         # By the form of a batch: the target sharding of each leaf that has one, by index.
         self._placements: dict[Any, dict[int, NamedSharding]] = {}
 
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+    def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, Any]:
         program, arrays, data = self._prepare(state, batch)
         # JAX 0.10 aborts the process if it gets deleted arrays on several devices.
         if _any_deleted(arrays):
@@ -77,7 +77,7 @@ class Step:
                 raise problem from error
         return program.state.combine(new.arrays), aux
 
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+    def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Traces and lowers the step for these arguments, without donating them.
 
         Args:
@@ -90,8 +90,8 @@ class Step:
 
     def communication(
         self,
-        state: Any,
-        batch: Any,
+        state: PyTree,
+        batch: PyTree,
         *,
         remat: bool | str = False,
         scan: bool | str = False,
@@ -127,7 +127,7 @@ class Step:
             dtype=dtype,
         )
 
-    def _prepare(self, state: Any, batch: Any) -> tuple["_Program", list[Any], list[Any]]:
+    def _prepare(self, state: PyTree, batch: PyTree) -> tuple["_Program", list[Any], list[Any]]:
         leaves, treedef = tree_flatten(state)
         data, data_def = tree_flatten(batch)
         data = self._placed(batch, data, data_def)
@@ -143,7 +143,7 @@ class Step:
             self._programs.append(program)
         return program, program.state.dynamic(leaves), program.batch.dynamic(data)
 
-    def _placed(self, batch: Any, data: list[Any], treedef: Any) -> list[Any]:
+    def _placed(self, batch: PyTree, data: list[Any], treedef: Any) -> list[Any]:
         """The leaves of a batch on the mesh. Processes compare the form of a batch only once."""
         if is_tracing() or any(isinstance(x, jax.ShapeDtypeStruct) for x in data):
             specs = treedef.unflatten(self._specs_of(batch, data))
@@ -158,7 +158,7 @@ class Step:
         move_leaves(data, placement, self._name, through_host)
         return data
 
-    def _agree_on(self, batch: Any, data: list[Any], treedef: Any) -> dict[int, NamedSharding]:
+    def _agree_on(self, batch: PyTree, data: list[Any], treedef: Any) -> dict[int, NamedSharding]:
         """The target shardings of a batch, after all processes came to the same."""
         among = participating_processes((), [self._mesh]) if any(map(has_shape, data)) else []
         with agreeing(self._name, among=among, timeout=TIMEOUT) as facts:
@@ -172,7 +172,7 @@ class Step:
                 )
         return placement
 
-    def _specs_of(self, batch: Any, data: list[Any]) -> list[Any]:
+    def _specs_of(self, batch: PyTree, data: list[Any]) -> list[Any]:
         specs = specs_of_leaves(self.batch_specs, batch, "batch specs")
         # A scalar has no dim to split.
         return [
@@ -276,9 +276,9 @@ class _Program:
         """Raises `StateError` if the step changed the structure, or a static leaf."""
         if treedef != self.state.treedef:
             paths = leaf_paths(treedef.unflatten(new))
-            facts = _only_in(self.paths, paths, "the returned state lacks it.")
-            facts += _only_in(paths, self.paths, "the step adds it to the state.")
-            facts = facts or ["the step changes a container of the state, or a static field in it."]
+            facts = _unpaired(
+                self.paths, paths, "the returned state lacks it.", "the step adds it to the state."
+            ) or ["the step changes a container of the state, or a static field in it."]
             headline = "The step changes the structure of its state:"
             raise StateError(listed(headline, facts, headed=True))
         facts = []
@@ -336,15 +336,16 @@ def _check_fits_plan(paths: list[str], plan: Plan) -> None:
     planned = [leaf.path for leaf in plan.leaves]
     if paths == planned:
         return
-    facts = _only_in(paths, planned, "the plan has no such array.")
-    facts += _only_in(planned, paths, "the state has no such array.")
-    facts = facts or ["it has the same arrays in a different order."]
+    facts = _unpaired(
+        paths, planned, "the plan has no such array.", "the state has no such array."
+    ) or ["it has the same arrays in a different order."]
     raise SpecError(listed("The state does not match the plan:", facts, headed=True))
 
 
-def _only_in(paths: list[str], others: list[str], fact: str) -> list[str]:
-    known = set(others)
-    return [f"{path}: {fact}" for path in paths if path not in known]
+def _unpaired(a: list[str], b: list[str], only_a: str, only_b: str) -> list[str]:
+    """A fact about each path that only one of two trees has."""
+    pairs = pair(((path, True) for path in a), ((path, True) for path in b))
+    return [f"{path}: {only_a if x else only_b}" for path, x, y in pairs if not (x and y)]
 
 
 # ------------------------------------------------------------------ names of arguments
