@@ -8,6 +8,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
+from treeshard._core.paths import PyTree
+from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import MISFITS, Adjustment, is_logical
 from treeshard._planning.decision import Decision
 from treeshard._planning.matching import Decided, ReadRules, decide
@@ -24,12 +26,12 @@ _ACTIONS = (
 
 def match_partition_rules(
     rules: Rules,
-    tree: Any,
+    tree: PyTree,
     mesh: MeshLike | None = None,
     *,
     min_size: int | None = None,
     strict: bool = True,
-) -> Any:
+) -> SpecTree:
     """Chooses the spec of every leaf of a tree by the first rule that matches its path.
 
     Paths are those of `leaf_paths`. A pattern may match anywhere in a path (`re.search`), so

@@ -7,8 +7,8 @@ from jax.tree_util import tree_leaves, tree_structure
 
 from treeshard._core.arrays import StaticSplit, has_shape
 from treeshard._core.mesh import AnyMesh, MeshLike
-from treeshard._core.paths import leaf_paths
-from treeshard._core.spec_trees import lay, raise_misfits
+from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.spec_trees import SpecTree, lay, raise_misfits
 from treeshard._core.specs import MISFITS
 from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, live_sharding
 from treeshard._planning.decision import Decision, PlannedLeaf
@@ -17,7 +17,11 @@ from treeshard.communication.forecast import predict_communication
 
 
 def analyze_sharding_strategy(
-    tree: Any, specs: Any, mesh: MeshLike | None = None, *, batch: Any = None
+    tree: PyTree,
+    specs: SpecTree,
+    mesh: MeshLike | None = None,
+    *,
+    batch: SpecTree | None = None,
 ) -> dict[str, Any]:
     """Computes the memory per device, the balance and the communication of a sharding.
 

@@ -8,7 +8,8 @@ from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import MeshLike, as_mesh
-from treeshard._core.paths import is_box
+from treeshard._core.paths import PyTree, is_box
+from treeshard._core.spec_trees import SpecTree
 from treeshard._planning.matching import Decided, decide
 from treeshard._planning.rules import read_rules, rows_of, rules_error
 from treeshard._planning.tactics import Tactic
@@ -17,7 +18,7 @@ from treeshard.errors import ShardingRuleError, listed, warn
 Strategy = Sequence[Any]  # of (pattern, strategy string or tactic) pairs
 
 
-def infer_sharding(tree: Any, strategy: Strategy, mesh: MeshLike) -> Any:
+def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree:
     """Chooses the sharding of every leaf of a tree by a strategy in big_vision's form.
 
     The first pattern that matches a leaf's full path (`re.fullmatch`) decides. Scalars and
@@ -31,7 +32,7 @@ def infer_sharding(tree: Any, strategy: Strategy, mesh: MeshLike) -> Any:
             or a `Tactic`. In strings, `fsdp` is `fsdp(axis, min_size_to_shard_mb=4)`, and
             leaves of that many MiB or fewer are replicated; `min_size=`, in elements, may be
             given instead. Tactics of your own (`tactic`) are called by their names.
-        mesh: The mesh to shard over; it may be an `AbstractMesh`.
+        mesh: The mesh to shard over; it may be an `AbstractMesh`, or text.
 
     Returns:
         The tree with each leaf, and each box around a leaf, replaced by a `NamedSharding`,

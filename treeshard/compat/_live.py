@@ -10,12 +10,12 @@ from jax.tree_util import tree_flatten
 from treeshard._core.arrays import is_array
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import MeshLike, as_mesh
-from treeshard._core.paths import leaf_paths
-from treeshard._core.spec_trees import lay, raise_misfits
+from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.spec_trees import SpecTree, lay, raise_misfits
 from treeshard.errors import SpecError, listed
 
 
-def extract_shardings(tree: Any, mesh: MeshLike | None = None) -> Any:
+def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
     """Reads the sharding of every leaf of a live tree.
 
     Args:
@@ -50,7 +50,7 @@ def extract_shardings(tree: Any, mesh: MeshLike | None = None) -> Any:
     return treedef.unflatten([spec and spec.sharding for spec in laid])
 
 
-def extract_sharding_structure(tree: Any) -> Any:
+def extract_sharding_structure(tree: PyTree) -> SpecTree:
     """Reads the sharding of every leaf of a live tree: `extract_shardings` without a mesh.
 
     Args:
@@ -69,7 +69,7 @@ def extract_sharding_structure(tree: Any) -> Any:
 get_shardings_with_structure = extract_sharding_structure
 
 
-def get_partition_spec(tree: Any) -> Any:
+def get_partition_spec(tree: PyTree) -> SpecTree:
     """Reads the `PartitionSpec` of every leaf of a live tree.
 
     Args:
