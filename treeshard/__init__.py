@@ -27,11 +27,11 @@ if _TYPE_CHECKING:
     from treeshard._placement.process_local import from_process_local as from_process_local
     from treeshard._placement.shard import reshard as reshard
     from treeshard._placement.shard import shard as shard
-    from treeshard._planning.decision import PlannedLeaf as PlannedLeaf
     from treeshard._planning.lint import Finding as Finding
     from treeshard._planning.logical import PartitionAxis as PartitionAxis
     from treeshard._planning.logical import logical_axis_rules as logical_axis_rules
     from treeshard._planning.logical import logical_to_mesh_spec as logical_to_mesh_spec
+    from treeshard._planning.matching import PlannedLeaf as PlannedLeaf
     from treeshard._planning.optimizer_state import optimizer_state_specs as optimizer_state_specs
     from treeshard._planning.plan import Plan as Plan
     from treeshard._planning.plan import plan as plan
@@ -139,7 +139,7 @@ _ELSEWHERE = {
     "Adjustment": "_core.specs",
     "assert_stable_step": "_inspection.stability",
     "diff_shardings": "_inspection.stability",
-    "PlannedLeaf": "_planning.decision",
+    "PlannedLeaf": "_planning.matching",
     "Finding": "_planning.lint",
     "logical_axis_rules": "_planning.logical",
     "logical_to_mesh_spec": "_planning.logical",

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 from treeshard._core.mesh import AnyMesh, axis_sizes, get_axes_size_in_mesh
 from treeshard._core.specs import axes_of, entries, is_logical
 from treeshard._core.text import fold_paths, human_bytes
-from treeshard._planning.decision import PlannedLeaf
 from treeshard._planning.logical import ReadLogicalRules, names_without_rule, read_logical_rules
+from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.rules import errors_of
 from treeshard._planning.tactics import ByNames, Tactic
 from treeshard.errors import did_you_mean

@@ -10,11 +10,11 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.mesh import AnyMesh, current_or_given
 from treeshard._core.paths import is_box
-from treeshard._core.specs import Adjustment, entries, is_logical, project, with_entries
-from treeshard._planning.decision import Decision, Shape
+from treeshard._core.specs import Adjustment, entries, is_logical, project, shard_size, with_entries
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.tactics import Tactic, min_size_in_force, too_small
 from treeshard._planning.tree_walk import (
+    Shape,
     TreeDef,
     name_leaves,
     needed_text,
@@ -24,6 +24,82 @@ from treeshard._planning.tree_walk import (
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
 ReadRules = list[tuple[re.Pattern[str], Any]]  # compiled patterns and their actions
+
+# ------------------------------------------------------------------ records
+
+
+class Decision(NamedTuple):
+    """What the rules decided for a leaf. Leaves with equal results share one instance.
+
+    Attributes:
+        asked: The spec that the rule requests; `None` if no rule matched.
+        given: The spec that the leaf gets.
+        rule: The index of the rule that matched; `None` for scalars and unmatched leaves.
+        pattern: The pattern of that rule.
+        adjustments: How `given` differs from `asked`, and why.
+    """
+
+    asked: PartitionSpec | None
+    given: PartitionSpec
+    rule: int | None = None
+    pattern: str | None = None
+    adjustments: tuple[Adjustment, ...] = ()
+
+
+class PlannedLeaf(NamedTuple):
+    """The plan of one array.
+
+    Attributes:
+        path: Its path, as in `leaf_paths`.
+        shape: Its full shape.
+        dtype: Its dtype, which may be that of PRNG keys.
+        decision: What the rules decided; its fields are also properties of the leaf.
+    """
+
+    path: str
+    shape: Shape
+    dtype: Any
+    decision: Decision
+
+    @property
+    def asked(self) -> PartitionSpec | None:
+        """The spec that the rule requests; `None` if no rule matched."""
+        return self.decision.asked
+
+    @property
+    def given(self) -> PartitionSpec:
+        """The spec that the leaf gets."""
+        return self.decision.given
+
+    @property
+    def rule(self) -> int | None:
+        """The index of the rule that matched; `None` for scalars and unmatched leaves."""
+        return self.decision.rule
+
+    @property
+    def pattern(self) -> str | None:
+        """The pattern of that rule."""
+        return self.decision.pattern
+
+    @property
+    def adjustments(self) -> tuple[Adjustment, ...]:
+        """How `given` differs from `asked`, and why."""
+        return self.decision.adjustments
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the full array."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the full array."""
+        return self.size * self.dtype.itemsize
+
+    def bytes_per_device(self, mesh: AnyMesh) -> int:
+        """The bytes of its largest shard."""
+        return shard_size(self.shape, self.given, mesh) * self.dtype.itemsize
+
 
 _UNMATCHED = Adjustment("unmatched", "no rule matches.")
 _REPLICATED = Decision(PartitionSpec(), PartitionSpec())  # scalars, and leaves without a shape

@@ -17,7 +17,7 @@ from jax.tree_util import tree_flatten
 from treeshard._core.arrays import has_shape
 from treeshard._core.paths import children_with_keys, leaf_paths, path_under, paths_of
 from treeshard._core.specs import entries, with_entries
-from treeshard._planning.decision import Shape
+from treeshard._planning.matching import Shape
 from treeshard._planning.tree_walk import TreeDef
 
 Dims = tuple[int | None, ...]

@@ -15,10 +15,9 @@ from treeshard._core.paths import PyTree, is_box, leaf_paths, paths_of, shared_n
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import axes_of, entries, with_entries
 from treeshard._core.text import human_bytes
-from treeshard._planning.decision import Decision, PlannedLeaf
 from treeshard._planning.lint import Finding, collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
-from treeshard._planning.matching import decide
+from treeshard._planning.matching import Decision, PlannedLeaf, decide
 from treeshard._planning.mirrors import Original, follow
 from treeshard._planning.plan_json import (
     StoredPlan,

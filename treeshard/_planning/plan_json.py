@@ -14,8 +14,8 @@ from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, pair
 from treeshard._core.specs import Adjustment, entries, is_logical, project
 from treeshard._core.text import parse_dtype, parse_names, parse_spec
-from treeshard._planning.decision import Decision, PlannedLeaf
 from treeshard._planning.logical import PartitionAxis, ReadLogicalRules, read_logical_rules
+from treeshard._planning.matching import Decision, PlannedLeaf
 from treeshard._planning.strategies import parse_strategy
 from treeshard._planning.tactics import Tactic
 from treeshard.errors import FormatError, ShardingRuleError, TreeShardError, listed

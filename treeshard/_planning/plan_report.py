@@ -10,7 +10,7 @@ from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh, same_axes
 from treeshard._core.paths import pair
 from treeshard._core.specs import Adjustment, axes_of, entries
 from treeshard._core.text import columns, fold, human_bytes
-from treeshard._planning.decision import PlannedLeaf
+from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.tactics import Tactic
 
 Rules = Sequence[tuple[Any, Any]]

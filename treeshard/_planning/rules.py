@@ -11,8 +11,7 @@ from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import MISFITS, Adjustment, is_logical
-from treeshard._planning.decision import Decision
-from treeshard._planning.matching import Decided, ReadRules, decide
+from treeshard._planning.matching import Decided, Decision, ReadRules, decide
 from treeshard._planning.strategies import parse_strategy
 from treeshard.errors import ShardingRuleError, UnknownAxisInRuleError, listed, warn
 

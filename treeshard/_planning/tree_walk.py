@@ -15,8 +15,8 @@ import numpy as np
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.paths import children_with_keys, is_box
-from treeshard._planning.decision import Shape
 
+Shape = tuple[int, ...]
 TreeDef = Any  # jax.tree_util.PyTreeDef, which type checkers do not accept as a type
 
 # The digits at the start of a part of a path, where parts end at "/" and "_": `layers/12`,

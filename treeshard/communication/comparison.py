@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from treeshard._core.mesh import MeshLike
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.text import columns, fold_paths, human_bytes
-from treeshard._planning.decision import PlannedLeaf
+from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard.communication.collectives import Collective, CollectiveReader, total
 from treeshard.communication.device_groups import axes_of_sharding

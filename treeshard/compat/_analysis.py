@@ -11,7 +11,7 @@ from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import SpecTree, lay, raise_misfits
 from treeshard._core.specs import MISFITS
 from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, live_sharding
-from treeshard._planning.decision import Decision, PlannedLeaf
+from treeshard._planning.matching import Decision, PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard.communication.forecast import predict_communication
 
