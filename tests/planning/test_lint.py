@@ -150,8 +150,8 @@ LAYERS = {"layers": [{"q": struct(8, 6), "norm": struct(8)} for _ in range(80)]}
         (
             LAYERS,
             [("norm", P("fsdp")), ("q", P("fsdp")), ("layers/.*/q$", P("data")), ("x", None)],
-            "warning shadowed-rule: rule 2 'layers/.*/q$' decides no leaf: earlier rules take all"
-            " 80 leaves that it matches (rule 1 'q'). Move it above rule 1, or remove it.",
+            "warning shadowed-rule: rule 2 'layers/.*/q$' decides no leaf: rule 1 'q' takes all"
+            " 80 leaves that it matches. Move it above rule 1, or remove it.",
         ),
         (
             W,

@@ -161,10 +161,9 @@ def _shadowed(
     by = sorted(taker for taker in takers if taker is not None)
     names = " and ".join(_name(rules, taker) for taker in by[:3])
     names += f" and {len(by) - 3} more" * (len(by) > 3)
-    fact = (
-        f"{_name(rules, index)} decides no leaf: earlier rules take all"
-        f" {len(paths)} leaves that it matches ({names})."
-    )
+    leaves = "the only leaf" if len(paths) == 1 else f"all {len(paths)} leaves"
+    verb = "takes" if len(by) == 1 else "take"
+    fact = f"{_name(rules, index)} decides no leaf: {names} {verb} {leaves} that it matches."
     fix = f"Move it above rule {by[0]}, or remove it."
     return Finding("shadowed-rule", "warning", fact, fix, tuple(paths), index)
 
