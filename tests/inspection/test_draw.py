@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._inspection.draw import draw
 
 LAYER = {"w": np.ones((16, 64), np.float32), "norm": np.ones(16, np.float32)}
 RULES = [("norm", None), ("embed", P(("data", "fsdp"))), (".*", P("data", "fsdp"))]
@@ -48,11 +47,11 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_and_the_tree_that_follows_it(
     plan: ts.Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draw(plan)
+    ts.draw(plan)
     assert capsys.readouterr().out == PICTURE
-    draw(ts.shard(TREE, plan))
+    ts.draw(ts.shard(TREE, plan))
     assert capsys.readouterr().out == PICTURE
-    draw(plan.structs)
+    ts.draw(plan.structs)
     assert capsys.readouterr().out == PICTURE
 
 
@@ -62,7 +61,7 @@ def test_colour_by_axis(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLORTERM", "truecolor")
     monkeypatch.setenv("TERM", "xterm-256color")
-    draw(plan)
+    ts.draw(plan)
     line = next(line for line in capsys.readouterr().out.splitlines() if "16,64" in _plain(line))
     data, fsdp = "\x1b[38;2;217;95;2m", "\x1b[38;2;27;158;119m"
     assert f"{data}16\x1b[0m" in line  # the dim that it splits
@@ -89,7 +88,7 @@ def _plain(text: str) -> str:
 def test_one_array_of_any_rank(
     mesh: Mesh, shape: Any, spec: P, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    draw(jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec)))
+    ts.draw(jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec)))
     out = capsys.readouterr().out
     assert f"└── (the array)  float32[{','.join(map(str, shape))}]  {spec}" in out
     for part in parts:
@@ -98,42 +97,44 @@ def test_one_array_of_any_rank(
 
 def test_arrays_on_no_mesh(mesh: Mesh, capsys: pytest.CaptureFixture[str]) -> None:
     x = jax.device_put(np.ones(4, np.float32), jax.devices()[3])
-    draw({"alone": x, "host": np.ones(2), "split": ts.shard(np.ones(8, np.int8), P("fsdp"), mesh)})
+    ts.draw(
+        {"alone": x, "host": np.ones(2), "split": ts.shard(np.ones(8, np.int8), P("fsdp"), mesh)}
+    )
     out = capsys.readouterr().out
     assert "3 arrays, 18 B on the fullest of 8 devices" in out
     assert "alone  float32[4]  only on device 3  16 B" in out
     assert "host  float64[2]  on no device  0 B" in out
-    draw(x)
+    ts.draw(x)
     assert "all of it │ 3" in capsys.readouterr().out
     off = NamedSharding(mesh, P("fsdp"), memory_kind="pinned_host")
-    draw({"w": jax.device_put(np.ones(8, np.float32), off)})
+    ts.draw({"w": jax.device_put(np.ones(8, np.float32), off)})
     assert "w  float32[8]  P('fsdp',) in host memory  0 B" in capsys.readouterr().out
 
 
 def test_a_mesh_without_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     mesh = AbstractMesh((64, 1024), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     x = jax.ShapeDtypeStruct((4096, 8), "float32", sharding=NamedSharding(mesh, P("fsdp")))
-    draw(x)
+    ts.draw(x)
     out = capsys.readouterr().out
     assert "1 array, 128 B on the fullest of 65,536 devices" in out
     assert "part" not in out
-    draw(x, to=tmp_path / "x.svg")
+    ts.draw(x, to=tmp_path / "x.svg")
 
 
 def test_many_parts_are_counted(
     capsys: pytest.CaptureFixture[str], mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("treeshard._inspection.draw._PARTS", 5)
-    draw(ts.shard(np.ones((8, 8), np.float32), P("data", "fsdp"), mesh))
+    ts.draw(ts.shard(np.ones((8, 8), np.float32), P("data", "fsdp"), mesh))
     assert "... and 3 more parts" in capsys.readouterr().out
 
 
 def test_paths_are_not_read_as_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tree = {"[red]": {"$x_1$ <b>": np.ones(2)}, "plain": np.ones(2)}
-    draw(tree)
+    ts.draw(tree)
     assert "[red]" in capsys.readouterr().out
     for name in ("x.html", "x.svg"):
-        draw(tree, to=tmp_path / name)
+        ts.draw(tree, to=tmp_path / name)
     assert "&lt;b&gt;" in (tmp_path / "x.html").read_text()
     assert "$x_1$ <b>" in words(tmp_path / "x.svg")
 
@@ -148,7 +149,7 @@ def words(svg: Path) -> str:
 
 def test_files_show_the_same_tree_and_charts(plan: ts.Plan, tmp_path: Path) -> None:
     for name in ("plan.svg", "plan.html"):
-        draw(plan, to=tmp_path / name)
+        ts.draw(plan, to=tmp_path / name)
     page = (tmp_path / "plan.html").read_text()
     for text in (words(tmp_path / "plan.svg"), page):
         for word in ("fsdp", "norm", "1.5 KiB (3 of them)", "bytes per device", "0..7", "branch"):
@@ -156,13 +157,13 @@ def test_files_show_the_same_tree_and_charts(plan: ts.Plan, tmp_path: Path) -> N
     assert "'data'" in words(tmp_path / "plan.svg")
     assert page.endswith("</html>\n")
     assert "color: #d95f02" in page
-    draw(plan, to=str(tmp_path / "again.svg"))
+    ts.draw(plan, to=str(tmp_path / "again.svg"))
     assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "plan.svg").read_bytes()
 
 
 def test_a_picture_loads_nothing_from_the_network(plan: ts.Plan, tmp_path: Path) -> None:
-    draw(plan, to=tmp_path / "plan.svg")
-    draw(plan, to=tmp_path / "plan.html")
+    ts.draw(plan, to=tmp_path / "plan.svg")
+    ts.draw(plan, to=tmp_path / "plan.html")
     for path in tmp_path.iterdir():
         assert {*re.findall(r"https?://[^\s\"'<>]+", path.read_text())} <= {
             "http://www.w3.org/2000/svg"
@@ -174,7 +175,7 @@ def test_devices_with_equal_bytes_share_a_bar(mesh: Mesh, tmp_path: Path) -> Non
         "all": ts.shard(np.ones(8), P(), mesh),
         "one": jax.device_put(np.ones(8), jax.devices()[3]),
     }
-    draw(tree, to=tmp_path / "x.svg")
+    ts.draw(tree, to=tmp_path / "x.svg")
     shown = words(tmp_path / "x.svg")
     for device in ("0..2", " 3 ", "4..7", "32 B", "64 B"):
         assert device in shown
@@ -182,7 +183,7 @@ def test_devices_with_equal_bytes_share_a_bar(mesh: Mesh, tmp_path: Path) -> Non
 
 def test_bars_are_as_long_as_the_bytes_they_show(mesh: Mesh, tmp_path: Path) -> None:
     big, small = (jax.device_put(np.ones(n, "uint8"), jax.devices()[0]) for n in (40, 10))
-    draw({"big": big, "small": small}, to=tmp_path / "x.html")
+    ts.draw({"big": big, "small": small}, to=tmp_path / "x.html")
     page = (tmp_path / "x.html").read_text()
     lengths = [line.count("█") for line in page.splitlines() if "█" in line]
     assert lengths == [40, 40, 10]  # device 0; the two branches
@@ -190,13 +191,13 @@ def test_bars_are_as_long_as_the_bytes_they_show(mesh: Mesh, tmp_path: Path) -> 
 
 def test_only_the_largest_branches_have_bars(tmp_path: Path) -> None:
     tree = {f"branch_{chr(97 + i)}": np.ones(i + 1) for i in range(20)}
-    draw(jax.device_put(tree, jax.devices()[0]), to=tmp_path / "x.svg")
+    ts.draw(jax.device_put(tree, jax.devices()[0]), to=tmp_path / "x.svg")
     assert "8 others" in words(tmp_path / "x.svg")
 
 
 def test_another_kind_of_file(plan: ts.Plan, tmp_path: Path) -> None:
     with pytest.raises(ts.TreeShardError) as caught:
-        draw(plan, to=tmp_path / "plan.pdf")
+        ts.draw(plan, to=tmp_path / "plan.pdf")
     assert str(caught.value).startswith("draw: 'plan.pdf' does not end in .html or .svg.")
     assert list(tmp_path.iterdir()) == []
 
@@ -211,12 +212,12 @@ def test_no_arrays(x: Any) -> None:
     with pytest.raises(
         ts.LeafError, match=f"draw: there are no arrays in this {type(x).__name__}. Pass"
     ):
-        draw(x)
+        ts.draw(x)
 
 
 def test_traced_arrays() -> None:
     with pytest.raises(ts.SpecError, match="w: it is traced, and has no sharding yet."):
-        jax.eval_shape(lambda x: draw({"w": x}), np.ones(2))
+        jax.eval_shape(lambda x: ts.draw({"w": x}), np.ones(2))
 
 
 @pytest.mark.parametrize(("package", "to"), [("rich", None), ("rich", "x.svg")])
@@ -227,7 +228,7 @@ def test_a_package_that_is_not_installed(
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError) as caught:
-        draw(np.ones(2), to=None if to is None else tmp_path / to)
+        ts.draw(np.ones(2), to=None if to is None else tmp_path / to)
     assert str(caught.value) == (
         f"draw needs {package}. Install it with `pip install 'treeshard[show]'`."
     )

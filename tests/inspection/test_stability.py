@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._inspection.stability import assert_stable_step, diff_shardings
 from treeshard.training import jit_step
 
 
@@ -22,7 +21,7 @@ def put(mesh: Mesh, spec: P, memory_kind: str = "device", dtype: Any = np.float3
 
 
 def said(a: Any, b: Any) -> list[str]:
-    return [str(difference) for difference in diff_shardings({"w": a}, {"w": b})]
+    return [str(difference) for difference in ts.diff_shardings({"w": a}, {"w": b})]
 
 
 AUTO = "AxisType.Auto, AxisType.Auto"
@@ -131,7 +130,7 @@ def test_leaves_that_are_not_arrays() -> None:
 
 
 def test_leaves_in_one_tree_only() -> None:
-    found = diff_shardings({"a": 1, "b": 2}, {"b": 2, "c": 3})
+    found = ts.diff_shardings({"a": 1, "b": 2}, {"b": 2, "c": 3})
     assert list(map(str, found)) == ["a: leaf present -> gone", "c: leaf absent -> new"]
 
 
@@ -139,8 +138,8 @@ def test_plans_and_structs_are_compared_in_what_they_know(mesh: Mesh) -> None:
     plan = ts.plan({"w": np.ones((8, 8), np.float32)}, [("w", P("data"))], mesh, min_size=0)
     assert said(put(mesh, P("data")), plan.structs["w"]) == []
     assert said(put(mesh, P()), plan.structs["w"]) == ["w: sharding P() -> P('data',)"]
-    assert not diff_shardings({"w": put(mesh, P("data"))}, plan)
-    assert not diff_shardings(plan, plan.on(mesh.abstract_mesh))
+    assert not ts.diff_shardings({"w": put(mesh, P("data"))}, plan)
+    assert not ts.diff_shardings(plan, plan.on(mesh.abstract_mesh))
     bare = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     assert said(put(mesh, P("data")), bare) == []
     assert said(NamedSharding(mesh, P("data")), put(mesh, P())) == ["w: sharding P('data',) -> P()"]
@@ -148,14 +147,14 @@ def test_plans_and_structs_are_compared_in_what_they_know(mesh: Mesh) -> None:
 
 def test_repeated_layers_are_folded(mesh: Mesh) -> None:
     whole, split = ([{"w": put(mesh, spec)} for _ in range(3)] for spec in (P(), P("fsdp")))
-    found = diff_shardings(whole, split)
+    found = ts.diff_shardings(whole, split)
     assert (len(found), str(found)) == (3, "{0..2}/w: sharding P() -> P('fsdp',)")
-    assert str(diff_shardings(whole, whole)) == "No leaf differs."
+    assert str(ts.diff_shardings(whole, whole)) == "No leaf differs."
 
 
 def test_traced_leaves_are_an_error() -> None:
     with pytest.raises(ts.SpecError, match="w: it is traced, and has no sharding yet."):
-        jax.eval_shape(lambda x: bool(diff_shardings({"w": x}, {"w": x})), jnp.ones(2))
+        jax.eval_shape(lambda x: bool(ts.diff_shardings({"w": x}, {"w": x})), jnp.ones(2))
 
 
 # ------------------------------------------------------------------ steps
@@ -171,7 +170,7 @@ def test_the_error_for_a_drifting_step_has_the_fix(mesh: Mesh) -> None:
     x = put(mesh, P("data"))
     state = {"w": put(mesh, P("data")), "step": 0}
     with pytest.raises(ts.UnstableStepError) as caught:
-        assert_stable_step(plain_step, state, x)
+        ts.assert_stable_step(plain_step, state, x)
     assert isinstance(caught.value, AssertionError)
     lines = str(caught.value).splitlines()
     assert lines[0] == "step: sharding one device (uncommitted) -> P(); committed no -> yes"
@@ -185,18 +184,18 @@ def test_a_stable_step_returns_its_result(mesh: Mesh, compiles: list[str]) -> No
     start = ts.shard({"w": np.ones((8, 8), np.float32), "step": np.int32(0)}, P(), mesh)
     plan = ts.plan(start, [(".*", None)], mesh)
     step = jit_step(plain_step, plan, batch=P(("data", "fsdp")))
-    state, loss = assert_stable_step(step, start, x)
+    state, loss = ts.assert_stable_step(step, start, x)
     assert start["w"].is_deleted()  # donated, but still compared
     assert (int(state["step"]), loss.shape) == (1, ())
     count = len(compiles)
-    assert_stable_step(step, state, x)
+    ts.assert_stable_step(step, state, x)
     assert len(compiles) == count
 
 
 def test_dtypes_weak_types_and_structure() -> None:
     state = {"w": jnp.zeros(2, jnp.bfloat16), "rate": 0.1, "n": jnp.zeros(2)}
     with pytest.raises(ts.UnstableStepError) as caught:
-        assert_stable_step(lambda s: {"w": jnp.zeros(2), "rate": jnp.float32(0.1)}, state)
+        ts.assert_stable_step(lambda s: {"w": jnp.zeros(2), "rate": jnp.float32(0.1)}, state)
     text = str(caught.value)
     assert text.startswith("The step changed 3 leaves of its state:\n  n: leaf")
     assert "  rate: weak type yes -> no\n  w: dtype bfloat16 -> float32\n" in text
@@ -212,10 +211,10 @@ class Counter(eqx.Module):
 
 def test_static_fields_that_change() -> None:
     with pytest.raises(ts.UnstableStepError, match="or a static field, changed."):
-        assert_stable_step(lambda s: (Counter(s.w, "b"), 0), Counter(jnp.ones(1), "a"))
+        ts.assert_stable_step(lambda s: (Counter(s.w, "b"), 0), Counter(jnp.ones(1), "a"))
 
 
 def test_a_state_that_is_a_tuple_itself() -> None:
     state = (jnp.ones(2), jnp.ones(3))
-    assert assert_stable_step(lambda s: s, state) is state
-    assert assert_stable_step(lambda s: (s, "aux"), state)[1] == "aux"
+    assert ts.assert_stable_step(lambda s: s, state) is state
+    assert ts.assert_stable_step(lambda s: (s, "aux"), state)[1] == "aux"

@@ -24,7 +24,6 @@ import treeshard as ts
 from treeshard._core.jax_private import vmapped_axes
 from treeshard._core.mesh import context_mesh
 from treeshard._core.spec_trees import SpecCarrier
-from treeshard._placement.constraint import unshard, with_sharding_constraint
 
 BOTH = P("data", "fsdp")
 SQUARE = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -55,15 +54,15 @@ def legacy(mesh: Mesh) -> Iterator[None]:
 
 
 def by_argument(mesh: Mesh, y: Any, spec: P) -> Any:
-    return with_sharding_constraint(y, spec, mesh)
+    return ts.with_sharding_constraint(y, spec, mesh)
 
 
 def by_sharding(mesh: Mesh, y: Any, spec: P) -> Any:
-    return with_sharding_constraint(y, NamedSharding(mesh, spec))
+    return ts.with_sharding_constraint(y, NamedSharding(mesh, spec))
 
 
 def by_context(mesh: Mesh, y: Any, spec: P) -> Any:
-    return with_sharding_constraint(y, spec)
+    return ts.with_sharding_constraint(y, spec)
 
 
 # Sources of the mesh: the context to enter, and how to call the constraint in it.
@@ -252,7 +251,7 @@ def test_manual_explicit_and_auto_axes_at_once(named: str, check: bool):
 
 def test_an_intermediate_is_constrained_too(mesh: Mesh):
     def f(x: Any) -> Any:
-        return with_sharding_constraint(x * 2, BOTH, mesh).sum()
+        return ts.with_sharding_constraint(x * 2, BOTH, mesh).sum()
 
     assert "sharding_constraint" in jax.jit(f).lower(SQUARE).as_text()
 
@@ -262,19 +261,19 @@ def test_outside_a_trace_one_process_exchanges_nothing(mesh: Mesh, monkeypatch: 
         raise AssertionError("something was exchanged")
 
     monkeypatch.setattr("treeshard._core.processes._client", refuse)
-    assert same_spec(with_sharding_constraint(SQUARE, BOTH, mesh), BOTH, mesh)
+    assert same_spec(ts.with_sharding_constraint(SQUARE, BOTH, mesh), BOTH, mesh)
 
 
 def test_single_device_input_goes_to_the_mesh(mesh: Mesh):
     with jax.set_mesh(mesh):
-        got = jax.jit(lambda x: with_sharding_constraint(x * 2, BOTH))(jnp.asarray(SQUARE))
+        got = jax.jit(lambda x: ts.with_sharding_constraint(x * 2, BOTH))(jnp.asarray(SQUARE))
     assert same_spec(got, BOTH, mesh)
 
 
 def test_an_abstract_mesh_in_a_trace_uses_the_devices_of_the_inputs(mesh: Mesh):
     def f(x: Any) -> Any:
         with use_abstract_mesh(mesh.abstract_mesh):
-            return with_sharding_constraint(x * 2, BOTH)
+            return ts.with_sharding_constraint(x * 2, BOTH)
 
     whole = jax.device_put(SQUARE, NamedSharding(mesh, P()))
     assert same_spec(jax.jit(f)(whole), BOTH, mesh)
@@ -305,9 +304,9 @@ def bits(x: Any) -> np.ndarray:
 def test_kinds_of_arrays(leaf: str, kind: str):
     mesh, x = mesh_of(kind), LEAVES[leaf]()
     with jax.set_mesh(mesh):
-        placed = with_sharding_constraint(x, BOTH)
-        traced = jax.jit(lambda y: with_sharding_constraint(y, BOTH))(x)
-        constant = jax.jit(lambda: with_sharding_constraint(x, BOTH))()
+        placed = ts.with_sharding_constraint(x, BOTH)
+        traced = jax.jit(lambda y: ts.with_sharding_constraint(y, BOTH))(x)
+        constant = jax.jit(lambda: ts.with_sharding_constraint(x, BOTH))()
     for got in (placed, traced, constant):
         assert same_spec(got, BOTH, mesh)
         assert got.dtype == x.dtype
@@ -320,14 +319,14 @@ def test_typed_keys_inside_shard_map_and_vmap(kind: str):
     keys = jax.device_put(LEAVES["typed-keys"](), NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh):
         by_hand = jax.shard_map(
-            lambda part: with_sharding_constraint(part, BOTH),
+            lambda part: ts.with_sharding_constraint(part, BOTH),
             in_specs=P("data"),
             out_specs=P("data"),
             axis_names={"data"},
         )
         for got in (
             jax.jit(by_hand)(keys),
-            jax.jit(jax.vmap(lambda k: with_sharding_constraint(k, P("fsdp"))))(keys),
+            jax.jit(jax.vmap(lambda k: ts.with_sharding_constraint(k, P("fsdp"))))(keys),
         ):
             assert got.sharding.shard_shape(got.shape)[1] == 2
             np.testing.assert_array_equal(bits(got), bits(keys))
@@ -337,8 +336,10 @@ def test_typed_keys_inside_shard_map_and_vmap(kind: str):
 def test_arrays_without_elements(kind: str):
     empty = np.zeros((0, 8), np.float32)
     with jax.set_mesh(mesh_of(kind)):
-        assert with_sharding_constraint(empty, BOTH).sharding.spec == BOTH
-        assert jax.jit(lambda x: with_sharding_constraint(x, BOTH)).lower(empty).out_info.size == 0
+        assert ts.with_sharding_constraint(empty, BOTH).sharding.spec == BOTH
+        assert (
+            jax.jit(lambda x: ts.with_sharding_constraint(x, BOTH)).lower(empty).out_info.size == 0
+        )
 
 
 class Layer(eqx.Module):
@@ -354,10 +355,10 @@ def layer() -> Layer:
 
 
 def test_a_module_keeps_leaves_that_are_not_arrays(mesh: Mesh):
-    got = with_sharding_constraint(layer(), BOTH, mesh)
+    got = ts.with_sharding_constraint(layer(), BOTH, mesh)
     assert same_spec(got.weight, BOTH, mesh)
     assert (got.activation, got.name, got.depth) == (jax.nn.relu, "mlp", 3)
-    traced = eqx.filter_jit(lambda m: with_sharding_constraint(m, BOTH, mesh))(layer())
+    traced = eqx.filter_jit(lambda m: ts.with_sharding_constraint(m, BOTH, mesh))(layer())
     assert same_spec(traced.weight, BOTH, mesh)
     assert traced.activation is jax.nn.relu
 
@@ -365,16 +366,16 @@ def test_a_module_keeps_leaves_that_are_not_arrays(mesh: Mesh):
 def test_structs_get_the_sharding(mesh: Mesh):
     struct = jax.ShapeDtypeStruct((8, 6), jnp.bfloat16, weak_type=False)
     with pytest.warns(ts.ShardingWarning, match="6 is not divisible"):
-        got = with_sharding_constraint(struct, BOTH, mesh)
+        got = ts.with_sharding_constraint(struct, BOTH, mesh)
     assert got == struct.update(sharding=NamedSharding(mesh, P("data")))
 
 
 def test_structs_on_abstract_meshes_of_any_size():
     big = AbstractMesh((4096, 16), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    got = with_sharding_constraint(jax.ShapeDtypeStruct((8192, 32), "float32"), P("fsdp"), big)
+    got = ts.with_sharding_constraint(jax.ShapeDtypeStruct((8192, 32), "float32"), P("fsdp"), big)
     assert got.sharding == NamedSharding(big, P("fsdp"))
     with use_abstract_mesh(big):
-        again = with_sharding_constraint(got, P("fsdp", "tensor"))
+        again = ts.with_sharding_constraint(got, P("fsdp", "tensor"))
     assert again.sharding == NamedSharding(big, P("fsdp", "tensor"))
 
 
@@ -389,20 +390,20 @@ STRUCT = jax.ShapeDtypeStruct((8, 8), "float32")
     ids=lambda leaf: type(leaf).__name__,
 )
 def test_without_a_mesh_leaves_are_unchanged(leaf: Any):
-    assert with_sharding_constraint([leaf], [BOTH])[0] is leaf
-    assert unshard([leaf], [BOTH], "fsdp")[0] is leaf
+    assert ts.with_sharding_constraint([leaf], [BOTH])[0] is leaf
+    assert ts.unshard([leaf], [BOTH], "fsdp")[0] is leaf
 
 
 @pytest.mark.parametrize(
     "leaf", [jax.nn.relu, "name", 3, 2.5, np.array([None])], ids=lambda leaf: type(leaf).__name__
 )
 def test_leaves_that_are_not_arrays_are_unchanged(leaf: Any, mesh: Mesh):
-    assert with_sharding_constraint([leaf], BOTH, mesh)[0] is leaf
+    assert ts.with_sharding_constraint([leaf], BOTH, mesh)[0] is leaf
 
 
 def test_none_leaves_a_subtree_unchanged(mesh: Mesh):
     tree = {"a": {"w": SQUARE, "v": STRUCT}, "b": SQUARE}
-    got = with_sharding_constraint(tree, {"a": None, "b": P("data")}, mesh)
+    got = ts.with_sharding_constraint(tree, {"a": None, "b": P("data")}, mesh)
     assert got["a"] == tree["a"]
     assert got["a"]["w"] is SQUARE
     assert same_spec(got["b"], P("data"), mesh)
@@ -410,10 +411,10 @@ def test_none_leaves_a_subtree_unchanged(mesh: Mesh):
 
 def test_an_abstract_mesh_outside_a_trace_moves_no_arrays(mesh: Mesh):
     x = jax.device_put(SQUARE, NamedSharding(mesh, P()))
-    assert with_sharding_constraint(x, BOTH, mesh.abstract_mesh) is x
+    assert ts.with_sharding_constraint(x, BOTH, mesh.abstract_mesh) is x
     # unless the context knows the devices
     with jax.set_mesh(mesh):
-        assert same_spec(with_sharding_constraint(x, BOTH, mesh.abstract_mesh), BOTH, mesh)
+        assert same_spec(ts.with_sharding_constraint(x, BOTH, mesh.abstract_mesh), BOTH, mesh)
 
 
 def traced(f: Callable[[Any], Any], *args: Any) -> None:
@@ -423,8 +424,8 @@ def traced(f: Callable[[Any], Any], *args: Any) -> None:
 @pytest.mark.parametrize("kind", ["explicit", "mixed"])
 def test_a_mesh_foreign_to_explicit_axes_is_ignored(kind: str, fsdp_mesh: Mesh):
     def f(x: Any) -> Any:
-        assert with_sharding_constraint(x, P("fsdp"), fsdp_mesh) is x
-        assert with_sharding_constraint(x, NamedSharding(fsdp_mesh, P("fsdp"))) is x
+        assert ts.with_sharding_constraint(x, P("fsdp"), fsdp_mesh) is x
+        assert ts.with_sharding_constraint(x, NamedSharding(fsdp_mesh, P("fsdp"))) is x
         return x
 
     with jax.set_mesh(mesh_of(kind)):
@@ -437,7 +438,7 @@ def test_a_mesh_foreign_to_explicit_axes_is_ignored(kind: str, fsdp_mesh: Mesh):
 @pytest.mark.parametrize("axes", [{"data"}, EVERY], ids=["partial", "full"])
 def test_a_mesh_foreign_to_manual_axes_is_ignored(axes: set[str], mesh: Mesh, fsdp_mesh: Mesh):
     def f(x: Any) -> Any:
-        assert with_sharding_constraint(x, P("fsdp"), fsdp_mesh) is x
+        assert ts.with_sharding_constraint(x, P("fsdp"), fsdp_mesh) is x
         return x
 
     traced(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes), SQUARE)
@@ -445,16 +446,16 @@ def test_a_mesh_foreign_to_manual_axes_is_ignored(axes: set[str], mesh: Mesh, fs
 
 def test_a_mesh_foreign_to_auto_axes_is_used(mesh: Mesh, fsdp_mesh: Mesh):
     with jax.set_mesh(mesh):
-        got = jax.jit(lambda x: with_sharding_constraint(x * 2, P("fsdp"), fsdp_mesh))(SQUARE)
+        got = jax.jit(lambda x: ts.with_sharding_constraint(x * 2, P("fsdp"), fsdp_mesh))(SQUARE)
     assert same_spec(got, P("fsdp"), fsdp_mesh)
 
 
 @pytest.mark.parametrize("kind", AXIS_TYPES)
 def test_fully_manual_is_the_identity(kind: str):
     def f(x: Any) -> Any:
-        assert with_sharding_constraint(x, BOTH) is x
-        assert with_sharding_constraint(x, P(None, "tensor")) is x
-        assert with_sharding_constraint(x, NamedSharding(mesh_of(kind), BOTH)) is x
+        assert ts.with_sharding_constraint(x, BOTH) is x
+        assert ts.with_sharding_constraint(x, P(None, "tensor")) is x
+        assert ts.with_sharding_constraint(x, NamedSharding(mesh_of(kind), BOTH)) is x
         return x
 
     x = jax.device_put(SQUARE, NamedSharding(mesh_of(kind), BOTH))
@@ -463,9 +464,9 @@ def test_fully_manual_is_the_identity(kind: str):
 
 def test_explicit_axes_that_lie_right_are_left_alone():
     def f(x: Any) -> Any:
-        assert with_sharding_constraint(x, P("data", None)) is x
-        assert with_sharding_constraint(x, P(P.UNCONSTRAINED)) is x
-        assert with_sharding_constraint(x, P("fsdp")) is not x
+        assert ts.with_sharding_constraint(x, P("data", None)) is x
+        assert ts.with_sharding_constraint(x, P(P.UNCONSTRAINED)) is x
+        assert ts.with_sharding_constraint(x, P("fsdp")) is not x
         return x
 
     mesh = mesh_of("explicit")
@@ -486,26 +487,26 @@ class Carrier(SpecCarrier):
 def test_the_argument_goes_before_the_sharding_before_the_context(mesh: Mesh, fsdp_mesh: Mesh):
     own = NamedSharding(mesh, P("fsdp"))
     with jax.set_mesh(ts.make_mesh("data=4,fsdp=2")):
-        assert with_sharding_constraint(SQUARE, P("fsdp")).sharding.shard_shape((8, 8)) == (4, 8)
-        assert with_sharding_constraint(SQUARE, own).sharding == own
-        got = with_sharding_constraint(SQUARE, own, fsdp_mesh)
+        assert ts.with_sharding_constraint(SQUARE, P("fsdp")).sharding.shard_shape((8, 8)) == (4, 8)
+        assert ts.with_sharding_constraint(SQUARE, own).sharding == own
+        got = ts.with_sharding_constraint(SQUARE, own, fsdp_mesh)
         assert got.sharding == NamedSharding(fsdp_mesh, P("fsdp"))
 
 
 def test_a_sharding_keeps_its_memory_kind(mesh: Mesh):
     pinned = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
-    assert with_sharding_constraint(STRUCT, pinned).sharding == pinned
-    assert with_sharding_constraint(SQUARE, pinned).sharding == pinned
+    assert ts.with_sharding_constraint(STRUCT, pinned).sharding == pinned
+    assert ts.with_sharding_constraint(SQUARE, pinned).sharding == pinned
 
 
 def test_a_carrier_brings_its_mesh(mesh: Mesh, fsdp_mesh: Mesh):
     carrier = Carrier({"w": P("fsdp")}, mesh)
-    got = with_sharding_constraint({"w": SQUARE}, carrier)["w"]
+    got = ts.with_sharding_constraint({"w": SQUARE}, carrier)["w"]
     assert got.sharding == NamedSharding(mesh, P("fsdp"))
-    got = with_sharding_constraint({"w": SQUARE}, carrier, fsdp_mesh)["w"]
+    got = ts.with_sharding_constraint({"w": SQUARE}, carrier, fsdp_mesh)["w"]
     assert got.sharding == NamedSharding(fsdp_mesh, P("fsdp"))
-    assert unshard(got, carrier.specs["w"], "data") is got
-    assert unshard({"w": got}, carrier, "fsdp")["w"].sharding == NamedSharding(mesh, P())
+    assert ts.unshard(got, carrier.specs["w"], "data") is got
+    assert ts.unshard({"w": got}, carrier, "fsdp")["w"].sharding == NamedSharding(mesh, P())
 
 
 def test_an_explicit_mesh_given_to_an_auto_trace_speaks_of_auto_axes(mesh: Mesh):
@@ -529,10 +530,12 @@ def test_an_explicit_mesh_that_nothing_else_names_speaks_of_auto_axes(kind: str,
 def test_the_context_knows_the_types_of_a_mesh_better(kind: str, mesh: Mesh):
     typed = mesh_of(kind)
     with jax.set_mesh(typed):
-        assert with_sharding_constraint(SQUARE, BOTH, mesh).sharding == NamedSharding(typed, BOTH)
+        assert ts.with_sharding_constraint(SQUARE, BOTH, mesh).sharding == NamedSharding(
+            typed, BOTH
+        )
     x = jax.device_put(SQUARE, NamedSharding(typed, P()))
     with use_abstract_mesh(typed.abstract_mesh):
-        got = jax.jit(lambda y: with_sharding_constraint(y * 2, BOTH, mesh))(x)
+        got = jax.jit(lambda y: ts.with_sharding_constraint(y * 2, BOTH, mesh))(x)
     assert same_spec(got, BOTH, mesh)
 
 
@@ -540,20 +543,20 @@ def test_the_context_knows_the_devices_better_in_a_trace(mesh: Mesh):
     turned = Mesh(mesh.devices[::-1], mesh.axis_names, axis_types=mesh.axis_types)
 
     def f(x: Any) -> Any:
-        return with_sharding_constraint(x * 2, BOTH, turned)
+        return ts.with_sharding_constraint(x * 2, BOTH, turned)
 
     part = partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     assert same_spec(jax.jit(part(f, axis_names={"data"}))(SQUARE), BOTH, mesh)
     with jax.set_mesh(mesh):
         assert same_spec(jax.jit(f)(SQUARE), BOTH, mesh)
-        assert same_spec(with_sharding_constraint(SQUARE, BOTH, turned), BOTH, turned)
+        assert same_spec(ts.with_sharding_constraint(SQUARE, BOTH, turned), BOTH, turned)
 
 
 def test_the_context_is_the_threads_own(mesh: Mesh):
     seen: list[Any] = []
     with jax.set_mesh(mesh):
         thread = threading.Thread(
-            target=lambda: seen.append(with_sharding_constraint(SQUARE, BOTH) is SQUARE)
+            target=lambda: seen.append(ts.with_sharding_constraint(SQUARE, BOTH) is SQUARE)
         )
         thread.start()
         thread.join()
@@ -585,7 +588,7 @@ PROJECTED = {
 
 @pytest.mark.parametrize(("asked", "given"), PROJECTED.values(), ids=PROJECTED)
 def test_axes_dropped_silently(asked: P, given: P, mesh: Mesh):
-    assert same_spec(with_sharding_constraint(SQUARE, asked, mesh), given, mesh)
+    assert same_spec(ts.with_sharding_constraint(SQUARE, asked, mesh), given, mesh)
     with jax.set_mesh(mesh):
         assert same_spec(jax.jit(lambda x: by_context(mesh, x, asked))(SQUARE), given, mesh)
 
@@ -597,8 +600,8 @@ def test_unconstrained_keeps_the_current_axes(where: str, kind: str):
     x = jax.device_put(SQUARE, NamedSharding(mesh, P("data")))
     run = jax.jit if where == "jit" else lambda f: f
     with jax.set_mesh(mesh):
-        kept = run(lambda y: with_sharding_constraint(y, P(P.UNCONSTRAINED, "fsdp")))(x)
-        taken = run(lambda y: with_sharding_constraint(y, P(P.UNCONSTRAINED, "data")))(x)
+        kept = run(lambda y: ts.with_sharding_constraint(y, P(P.UNCONSTRAINED, "fsdp")))(x)
+        taken = run(lambda y: ts.with_sharding_constraint(y, P(P.UNCONSTRAINED, "data")))(x)
     assert same_spec(kept, BOTH, mesh)
     assert taken.sharding.shard_shape(taken.shape)[1] == 4
 
@@ -622,7 +625,7 @@ WARNED = {
 @pytest.mark.parametrize("uneven", ["warn", "drop", "error", "keep"])
 def test_axes_dropped_with_a_warning(asked: P, given: P, message: str, uneven: Any, mesh: Mesh):
     with pytest.warns(ts.ShardingWarning) as caught:
-        got = with_sharding_constraint({"w": SQUARE}, asked, mesh, uneven=uneven)
+        got = ts.with_sharding_constraint({"w": SQUARE}, asked, mesh, uneven=uneven)
     assert [str(w.message) for w in caught] == [message]
     assert same_spec(got["w"], given, mesh)
 
@@ -632,7 +635,7 @@ UNEVEN = {"w": np.ones((6, 8), np.float32), "v": [np.ones((8, 3), np.float32)]}
 
 def test_uneven_dims_are_reported(mesh: Mesh):
     with pytest.warns(ts.ShardingWarning) as caught:
-        got = with_sharding_constraint(UNEVEN, P(("data", "fsdp")), mesh)
+        got = ts.with_sharding_constraint(UNEVEN, P(("data", "fsdp")), mesh)
     assert [str(w.message) for w in caught] == [
         "w: P(('data', 'fsdp'),) splits dim 0 of shape (6, 8) into 8 parts, and 6 is not divisible"
         " by 8. Pad"
@@ -645,7 +648,7 @@ def test_uneven_dims_are_reported(mesh: Mesh):
 
 def test_several_uneven_dims_are_reported_at_once(mesh: Mesh):
     with pytest.warns(ts.ShardingWarning) as caught:
-        with_sharding_constraint(UNEVEN, P("fsdp", "data"), mesh)
+        ts.with_sharding_constraint(UNEVEN, P("fsdp", "data"), mesh)
     (warning,) = caught
     head, first, second = str(warning.message).split("\n")
     assert head == "2 constraints were only applied in part:"
@@ -654,14 +657,14 @@ def test_several_uneven_dims_are_reported_at_once(mesh: Mesh):
 
 
 def test_uneven_drop_is_silent(mesh: Mesh):
-    got = with_sharding_constraint(UNEVEN, P("fsdp", "data"), mesh, uneven="drop")
+    got = ts.with_sharding_constraint(UNEVEN, P("fsdp", "data"), mesh, uneven="drop")
     assert same_spec(got["w"], P(None, "data"), mesh)
 
 
 @pytest.mark.parametrize("where", ["eager", "jit"])
 def test_uneven_error_names_all_and_does_nothing(where: str, mesh: Mesh, compiles: list[str]):
     run = jax.jit if where == "jit" else lambda f: f
-    f = run(lambda t: with_sharding_constraint(t, P("fsdp", "data"), mesh, uneven="error"))
+    f = run(lambda t: ts.with_sharding_constraint(t, P("fsdp", "data"), mesh, uneven="error"))
     with pytest.raises(ts.SpecError) as error:
         f(UNEVEN)
     assert str(error.value) == (
@@ -680,7 +683,7 @@ def test_uneven_error_names_all_and_does_nothing(where: str, mesh: Mesh, compile
 @pytest.mark.parametrize("kind", ["auto", "mixed"])
 def test_uneven_keep_pads_intermediates(execute: Any, kind: str):
     def f(x: Any) -> Any:
-        kept = with_sharding_constraint(x * 2, P("data", "fsdp"), uneven="keep")
+        kept = ts.with_sharding_constraint(x * 2, P("data", "fsdp"), uneven="keep")
         return (kept**2).sum()
 
     x = np.arange(12, dtype=np.float32).reshape(2, 6)
@@ -692,18 +695,18 @@ def test_uneven_keep_pads_intermediates(execute: Any, kind: str):
 
 
 KEEP_FAILS = {
-    "eager": ("auto", lambda x: with_sharding_constraint(x, P("data"), uneven="keep")),
+    "eager": ("auto", lambda x: ts.with_sharding_constraint(x, P("data"), uneven="keep")),
     "struct": (
         "auto",
-        lambda x: with_sharding_constraint(
+        lambda x: ts.with_sharding_constraint(
             jax.ShapeDtypeStruct(x.shape, x.dtype), P("data"), uneven="keep"
         ),
     ),
     "explicit": (
         "explicit",
-        jax.jit(lambda x: with_sharding_constraint(x, P("data"), uneven="keep")),
+        jax.jit(lambda x: ts.with_sharding_constraint(x, P("data"), uneven="keep")),
     ),
-    "mixed": ("mixed", jax.jit(lambda x: with_sharding_constraint(x, P("data"), uneven="keep"))),
+    "mixed": ("mixed", jax.jit(lambda x: ts.with_sharding_constraint(x, P("data"), uneven="keep"))),
 }
 
 
@@ -751,7 +754,7 @@ MISTAKES = {
 @pytest.mark.parametrize("execute", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_mistakes(tree: Any, specs: Any, message: str, execute: Any, mesh: Mesh):
     with jax.set_mesh(mesh), pytest.raises(ts.SpecError) as error:
-        execute(lambda t: with_sharding_constraint(t, specs))(tree)
+        execute(lambda t: ts.with_sharding_constraint(t, specs))(tree)
     assert str(error.value) == message
 
 
@@ -759,22 +762,21 @@ def test_mistakes(tree: Any, specs: Any, message: str, execute: Any, mesh: Mesh)
 def test_an_unknown_value_of_uneven():
     message = "uneven='eror' is none of 'warn', 'error', 'drop', 'keep'. Did you mean 'error'?"
     with pytest.raises(ValueError, match=re.escape(message)):
-        with_sharding_constraint(SQUARE, P(), uneven="eror")  # pyright: ignore
+        ts.with_sharding_constraint(SQUARE, P(), uneven="eror")  # pyright: ignore
 
 
 def test_warns_once_per_place_at_the_users_line(tmp_path: Any):
     script = tmp_path / "model.py"
     script.write_text(
         "import jax, numpy as np, treeshard as ts\n"
-        "from treeshard._placement.constraint import with_sharding_constraint\n"
         "ts.simulate_devices(2)\n"
         "mesh = ts.make_mesh('data=2')\n"
         "for _ in range(3):\n"
-        "    with_sharding_constraint(np.ones(3), jax.P('data'), mesh)\n"
+        "    ts.with_sharding_constraint(np.ones(3), jax.P('data'), mesh)\n"
     )
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert run.stderr.count("ShardingWarning") == 1
-    assert f"{script}:6: ShardingWarning: the array: P('data',) splits dim 0" in run.stderr
+    assert f"{script}:5: ShardingWarning: the array: P('data',) splits dim 0" in run.stderr
 
 
 # ------------------------------------------------------------------ unshard
@@ -786,8 +788,8 @@ def test_unshard_gathers_over_one_axis(kind: str):
     tree = {name: jax.device_put(SQUARE, NamedSharding(mesh, s)) for name, s in specs.items()}
     want = {"w": P("data"), "b": P("data"), "m": P("data")}
     with jax.set_mesh(mesh):
-        eager = unshard(tree, specs, "fsdp")
-        traced = jax.jit(lambda t: unshard(t, specs, "fsdp"))(tree)
+        eager = ts.unshard(tree, specs, "fsdp")
+        traced = jax.jit(lambda t: ts.unshard(t, specs, "fsdp"))(tree)
     for name in tree:
         for got in (eager, traced):
             assert same_spec(got[name], want[name], mesh), name
@@ -797,21 +799,21 @@ def test_unshard_gathers_over_one_axis(kind: str):
 
 def test_unshard_over_several_axes_and_by_named_shardings(mesh: Mesh):
     x = jax.device_put(SQUARE, NamedSharding(mesh, BOTH))
-    assert same_spec(unshard(x, BOTH, "fsdp"), P("data"), mesh) is False  # no mesh: as it is
-    assert same_spec(unshard(x, x.sharding, "fsdp"), P("data"), mesh)
-    assert same_spec(unshard(x, x.sharding, ["data", "fsdp"]), P(), mesh)
+    assert same_spec(ts.unshard(x, BOTH, "fsdp"), P("data"), mesh) is False  # no mesh: as it is
+    assert same_spec(ts.unshard(x, x.sharding, "fsdp"), P("data"), mesh)
+    assert same_spec(ts.unshard(x, x.sharding, ["data", "fsdp"]), P(), mesh)
 
 
 def test_unshard_on_a_given_mesh(mesh: Mesh):
     x = jax.device_put(SQUARE, NamedSharding(mesh, BOTH))
-    assert same_spec(unshard(x, BOTH, "fsdp", mesh), P("data"), mesh)
+    assert same_spec(ts.unshard(x, BOTH, "fsdp", mesh), P("data"), mesh)
 
 
 def test_unshard_of_an_axis_that_no_spec_names(mesh: Mesh):
     with jax.set_mesh(mesh):
-        traced(lambda x: (unshard(x, BOTH, "tensor") is x) or 1 / 0, SQUARE)
+        traced(lambda x: (ts.unshard(x, BOTH, "tensor") is x) or 1 / 0, SQUARE)
         with pytest.warns(ts.ShardingWarning) as caught:
-            unshard(SQUARE, BOTH, "fdsp")
+            ts.unshard(SQUARE, BOTH, "fdsp")
     assert [str(w.message) for w in caught] == [
         "unshard: no spec names the axis 'fdsp', so nothing is gathered. Did you mean 'fsdp'?"
     ]
@@ -820,7 +822,7 @@ def test_unshard_of_an_axis_that_no_spec_names(mesh: Mesh):
 @pytest.mark.usefixtures("unchecked")
 def test_unshard_of_no_axis():
     with pytest.raises(TypeError, match="unshard: 3 is int; axis names are a string"):
-        unshard(SQUARE, BOTH, 3)  # pyright: ignore
+        ts.unshard(SQUARE, BOTH, 3)  # pyright: ignore
 
 
 def test_unshard_in_a_scan_gathers_each_layer_once_and_moves_no_activation(fsdp_mesh: Mesh):
@@ -832,7 +834,7 @@ def test_unshard_in_a_scan_gathers_each_layer_once_and_moves_no_activation(fsdp_
 
     def loss(weights: Any, x: Any) -> Any:
         def layer(y: Any, leaf: Any) -> Any:
-            leaf = unshard(leaf, specs, "fsdp")
+            leaf = ts.unshard(leaf, specs, "fsdp")
             return jnp.tanh(y @ leaf["w"] * leaf["skip"]), None
 
         return jax.lax.scan(layer, x, weights)[0].sum()
@@ -868,7 +870,7 @@ def unwarned(f: Callable[[], Any]) -> Any:
 @given(case=constraints(), uneven=st.sampled_from(["warn", "drop"]))
 def test_a_constraint_changes_no_value(case: tuple[np.ndarray, P], uneven: Any, kind: str):
     x, spec = case
-    constrain = partial(with_sharding_constraint, shardings=spec, uneven=uneven)
+    constrain = partial(ts.with_sharding_constraint, shardings=spec, uneven=uneven)
     with jax.set_mesh(mesh_of(kind)):
         got = unwarned(lambda: constrain([x]))[0]
         assert unwarned(lambda: jax.eval_shape(constrain, [x])[0]).shape == x.shape
@@ -883,17 +885,17 @@ def test_a_constraint_changes_no_value(case: tuple[np.ndarray, P], uneven: Any, 
 def test_a_traced_constraint_changes_no_value(case: tuple[np.ndarray, P], kind: str):
     x, spec = case
     with jax.set_mesh(mesh_of(kind)):
-        f = jax.jit(lambda y: with_sharding_constraint(y + 1, spec, uneven="drop"))
+        f = jax.jit(lambda y: ts.with_sharding_constraint(y + 1, spec, uneven="drop"))
         got = unwarned(lambda: f(x))
     if x.size:
         np.testing.assert_array_equal(np.asarray(got), x + 1)
 
 
 def test_a_second_call_compiles_nothing(mesh: Mesh, compiles: list[str]):
-    f = jax.jit(lambda x: with_sharding_constraint(x * 2, BOTH))
+    f = jax.jit(lambda x: ts.with_sharding_constraint(x * 2, BOTH))
     x = jax.device_put(SQUARE, NamedSharding(mesh, P()))
     with jax.set_mesh(mesh):
         for _ in range(3):
             f(x)
-            with_sharding_constraint(SQUARE, BOTH)
+            ts.with_sharding_constraint(SQUARE, BOTH)
     assert len(compiles) == 1

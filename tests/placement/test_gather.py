@@ -13,8 +13,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._placement.gather import gather, iter_gather
-from treeshard._placement.shard import shard
 from treeshard.errors import LeafError
 
 
@@ -25,9 +23,9 @@ def arange(*shape: int) -> np.ndarray:
 @pytest.fixture
 def tree(mesh: Mesh) -> dict[str, Any]:
     return {
-        "w": shard(arange(16, 8), P("data", "fsdp"), mesh),
-        "half": shard(arange(8).astype(ml_dtypes.bfloat16), P("data"), mesh),
-        "whole": shard(arange(3), P(), mesh),
+        "w": ts.shard(arange(16, 8), P("data", "fsdp"), mesh),
+        "half": ts.shard(arange(8).astype(ml_dtypes.bfloat16), P("data"), mesh),
+        "whole": ts.shard(arange(3), P(), mesh),
         "single": jax.device_put(arange(5), jax.devices()[2]),
         "numpy": arange(4),
         "name": "mlp",
@@ -36,7 +34,7 @@ def tree(mesh: Mesh) -> dict[str, Any]:
 
 
 def test_arrays_become_numpy_and_other_leaves_pass_through(tree: dict[str, Any]) -> None:
-    back = gather(tree)
+    back = ts.gather(tree)
     assert {key: type(x) for key, x in back.items()} == dict.fromkeys(
         ["w", "half", "whole", "single", "numpy"], np.ndarray
     ) | {"name": str, "step": int}
@@ -47,18 +45,18 @@ def test_arrays_become_numpy_and_other_leaves_pass_through(tree: dict[str, Any])
 
 
 def test_the_result_shares_no_memory(tree: dict[str, Any]) -> None:
-    back = gather(tree)
+    back = ts.gather(tree)
     for key in ("w", "whole", "single", "numpy"):
         back[key][:] = -1
-    np.testing.assert_array_equal(gather(tree)["w"], arange(16, 8))
-    np.testing.assert_array_equal(gather(tree)["whole"], arange(3))
-    np.testing.assert_array_equal(gather(tree)["single"], arange(5))
+    np.testing.assert_array_equal(ts.gather(tree)["w"], arange(16, 8))
+    np.testing.assert_array_equal(ts.gather(tree)["whole"], arange(3))
+    np.testing.assert_array_equal(ts.gather(tree)["single"], arange(5))
     np.testing.assert_array_equal(tree["numpy"], arange(4))
 
 
 def test_no_host_copy_stays_on_the_arrays(tree: dict[str, Any]) -> None:
-    gather(tree)
-    list(iter_gather(tree))
+    ts.gather(tree)
+    list(ts.iter_gather(tree))
     for key in ("w", "half", "whole", "single"):
         handles = [tree[key], *(piece.data for piece in tree[key].addressable_shards)]
         assert [x._npy_value for x in handles] == [None] * len(handles)
@@ -67,17 +65,17 @@ def test_no_host_copy_stays_on_the_arrays(tree: dict[str, Any]) -> None:
 
 
 def test_an_array_can_be_donated_in_place_afterwards(mesh: Mesh) -> None:
-    x = jax.jit(lambda x: x * 2)(shard(arange(16, 8), P("fsdp"), mesh))
+    x = jax.jit(lambda x: x * 2)(ts.shard(arange(16, 8), P("fsdp"), mesh))
     place = x.addressable_shards[0].data.unsafe_buffer_pointer()
-    gather(x)
+    ts.gather(x)
     y = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
     assert y.addressable_shards[0].data.unsafe_buffer_pointer() == place
 
 
 def test_gathered_keys_are_on_one_device(mesh: Mesh, compiles: list[str]) -> None:
     data = np.arange(16, dtype=np.uint32).reshape(8, 2)
-    keys = shard(jax.random.wrap_key_data(data), P("fsdp"), mesh)
-    back = gather({"key": keys})["key"]
+    keys = ts.shard(jax.random.wrap_key_data(data), P("fsdp"), mesh)
+    back = ts.gather({"key": keys})["key"]
     assert (back.dtype, back.shape, back.devices()) == (keys.dtype, (8,), {jax.local_devices()[0]})
     np.testing.assert_array_equal(jax.random.key_data(back), data)
     assert compiles == []
@@ -86,7 +84,7 @@ def test_gathered_keys_are_on_one_device(mesh: Mesh, compiles: list[str]) -> Non
 def test_iter_gather_yields_arrays_by_path_and_keeps_none(tree: dict[str, Any]) -> None:
     seen: list[str] = []
     last = None
-    for path, x in iter_gather({"a": tree, "b": [arange(2)]}):
+    for path, x in ts.iter_gather({"a": tree, "b": [arange(2)]}):
         assert last is None or last() is None, f"{seen[-1]} is still held"
         seen.append(path)
         last = weakref.ref(x)
@@ -95,10 +93,10 @@ def test_iter_gather_yields_arrays_by_path_and_keeps_none(tree: dict[str, Any]) 
 
 
 LONG = {
-    "gather": gather,
-    "iter_gather": lambda tree, **more: list(iter_gather(tree, **more)),
-    "shard": lambda tree, **more: shard(tree, P(), **more),
-    "shard with read": lambda tree, **more: shard(
+    "gather": ts.gather,
+    "iter_gather": lambda tree, **more: list(ts.iter_gather(tree, **more)),
+    "shard": lambda tree, **more: ts.shard(tree, P(), **more),
+    "shard with read": lambda tree, **more: ts.shard(
         jax.ShapeDtypeStruct((4,), "float32"), P(), read=lambda path, index: arange(4), **more
     ),
 }
@@ -128,12 +126,12 @@ def test_progress_without_tqdm(
 
 
 def test_to_names_a_process(tree: dict[str, Any]) -> None:
-    np.testing.assert_array_equal(gather(tree, to=0)["w"], gather(tree)["w"])
+    np.testing.assert_array_equal(ts.gather(tree, to=0)["w"], ts.gather(tree)["w"])
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("to", [1, -1, "one", True, None], ids=str)
-@pytest.mark.parametrize("read", [gather, iter_gather])
+@pytest.mark.parametrize("read", [ts.gather, ts.iter_gather])
 def test_to_must_be_a_process(tree: dict[str, Any], read: Any, to: Any) -> None:
     message = (
         f"{read.__name__}(to={to!r}): pass 'all', or the index of the receiving process, from 0 to"
@@ -143,10 +141,10 @@ def test_to_must_be_a_process(tree: dict[str, Any], read: Any, to: Any) -> None:
         read(tree, to=to)
 
 
-@pytest.mark.parametrize("read", [gather, iter_gather])
+@pytest.mark.parametrize("read", [ts.gather, ts.iter_gather])
 def test_one_error_names_all_deleted_leaves(mesh: Mesh, read: Any) -> None:
     tree = {"a": arange(8), "b": [arange(8), arange(4)], "c": arange(8)}
-    placed = shard(tree, P("fsdp"), mesh)
+    placed = ts.shard(tree, P("fsdp"), mesh)
     placed["a"].delete()
     jax.jit(lambda x: x, donate_argnums=0)(placed["b"][1])
     with pytest.raises(ts.DeletedLeafError) as caught:
@@ -157,7 +155,7 @@ def test_one_error_names_all_deleted_leaves(mesh: Mesh, read: Any) -> None:
     assert lines[2].startswith("  b/1: float32[4]: its memory is gone")
 
 
-@pytest.mark.parametrize("read", [gather, iter_gather])
+@pytest.mark.parametrize("read", [ts.gather, ts.iter_gather])
 def test_tracers_and_structs_are_errors(read: Any) -> None:
     with pytest.raises(LeafError, match=re.escape("w: float32[8]: it is being traced")):
         jax.jit(lambda x: read({"w": x}))(arange(8))

@@ -10,7 +10,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, current_or_given, describe_mesh
-from treeshard._core.paths import children_with_keys, leaf_paths, path_under
+from treeshard._core.paths import PyTree, children_with_keys, leaf_paths, path_under
 from treeshard._core.specs import (
     MISFITS,
     UNCONSTRAINED,
@@ -112,7 +112,7 @@ def layer_specs(specs: Any, dim: int = 0) -> Any:
 
 
 def specs_of_leaves(
-    specs: Any, tree: Any, name: str = "specs", resolve: Callable[[Any], Any] | None = None
+    specs: SpecTree, tree: PyTree, name: str = "specs", resolve: Callable[[Any], Any] | None = None
 ) -> list[Any]:
     """Matches a tree of specs with a tree: one spec for every leaf of `tree`, in its order.
 
@@ -147,7 +147,7 @@ def flatten_specs(
 ) -> tuple[list[Any], Any]:
     """Flattens a tree of specs, with `None`s as leaves and tuples of logical names resolved.
 
-    Returns the specs and the `PyTreeDef`.     Arguments and errors as in `specs_of_leaves`.
+    Returns the specs and the `PyTreeDef`. Arguments and errors as in `specs_of_leaves`.
     """
     flat, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
     return _resolved(specs, flat, name, resolve), treedef
@@ -192,7 +192,7 @@ def _one_spec(spec: Any, resolve: Callable[[Any], Any] | None) -> Any:
     return resolve(spec)
 
 
-def _first_difference(specs: Any, tree: Any, path: str, name: str) -> str | None:
+def _first_difference(specs: SpecTree, tree: PyTree, path: str, name: str) -> str | None:
     """Describes the first node at which `specs` is not a prefix of `tree`; else `None`."""
     if is_spec_entry(specs):
         return None
@@ -318,7 +318,7 @@ class LaidSpec:
 
 
 def lay(
-    tree: Any,
+    tree: PyTree,
     specs: Any,
     mesh: MeshLike | None = None,
     *,
@@ -377,7 +377,7 @@ def lay(
 
 
 def raise_misfits(
-    tree: Any,
+    tree: PyTree,
     misfits: Mapping[int, Misfit],
     where: str,
     what: str = "leaves do not fit their specs:",

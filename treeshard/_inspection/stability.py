@@ -10,7 +10,7 @@ from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import describe_mesh
-from treeshard._core.paths import leaf_paths, pair
+from treeshard._core.paths import PyTree, leaf_paths, pair
 from treeshard._core.specs import entries, with_entries
 from treeshard._core.text import fold
 from treeshard._planning.plan import Plan
@@ -51,7 +51,7 @@ class ShardingDiff(tuple[LeafDifference, ...]):
         return "\n".join(str(alike[0]._replace(path=path)) for path, alike in folded)
 
 
-def diff_shardings(a: Any, b: Any) -> ShardingDiff:
+def diff_shardings(a: PyTree, b: PyTree) -> ShardingDiff:
     """Compares two trees leaf by leaf, in everything that makes a jitted function compile again.
 
     Only facts that both sides have are compared: a `ShapeDtypeStruct` is neither committed nor
@@ -79,7 +79,7 @@ def diff_shardings(a: Any, b: Any) -> ShardingDiff:
     return _diff(_Tree(a), _Tree(b))
 
 
-def assert_stable_step(step: Callable[..., Any], state: Any, *args: Any) -> Any:
+def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> Any:
     """Runs a step once, and raises if the step changed the form of its state.
 
     Any such change makes the second step compile again: a leaf that starts on a single device, a
@@ -154,7 +154,7 @@ _Facts = dict[str, tuple[Any, str]]
 class _Tree:
     """The facts about the leaves of a tree, with their paths."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: PyTree) -> None:
         tree = tree.structs if isinstance(tree, Plan) else tree
         leaves, self.treedef = tree_flatten(tree)
         paths = leaf_paths(tree)

@@ -22,11 +22,12 @@ from treeshard._core.mesh import (
     manual_axes,
     same_axes,
 )
-from treeshard._core.paths import leaf_paths
+from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import (
     LaidSpec,
     Misfit,
     SpecCarrier,
+    SpecTree,
     get_names_from_partition_spec,
     lay,
     raise_misfits,
@@ -44,8 +45,8 @@ _NEAR_MISS = 0.75
 
 
 def with_sharding_constraint(
-    tree: Any, shardings: Any, mesh: MeshLike | None = None, *, uneven: Uneven = "warn"
-) -> Any:
+    tree: PyTree, shardings: SpecTree, mesh: MeshLike | None = None, *, uneven: Uneven = "warn"
+) -> PyTree:
     """Like `jax.lax.with_sharding_constraint`, but safe without a mesh, outside `jit`, and for
     specs that do not fit.
 
@@ -108,7 +109,9 @@ def with_sharding_constraint(
     return _constrain_tree("with_sharding_constraint", tree, shardings, mesh, uneven)
 
 
-def unshard(tree: Any, specs: Any, axis: str | Sequence[str], mesh: MeshLike | None = None) -> Any:
+def unshard(
+    tree: PyTree, specs: SpecTree, axis: str | Sequence[str], mesh: MeshLike | None = None
+) -> PyTree:
     """Gathers a tree over an axis: constrains it to its specs without that axis.
 
     Call it on a layer's weights just before they are used, above all inside a scan over layers:
@@ -180,7 +183,7 @@ class _Target(NamedTuple):
 
 
 def _targets(
-    tree: Any, shardings: Any, mesh: AnyMesh | None, keep_uneven: bool
+    tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, keep_uneven: bool
 ) -> list[_Target | None]:
     """Returns the target of each leaf; `None` for leaves that are returned unchanged."""
     tracing, manual = is_tracing(), manual_axes() | vmapped_axes()
@@ -263,7 +266,7 @@ def _current_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec:
 # ------------------------------------------------------------------ errors and warnings
 
 
-def _report(tree: Any, targets: Sequence[_Target | None], uneven: Uneven, where: str) -> None:
+def _report(tree: PyTree, targets: Sequence[_Target | None], uneven: Uneven, where: str) -> None:
     """Raises one error for all misfits; else warns once about all dropped axes."""
     kinds = {"rank", "indivisible"} if uneven in ("error", "keep") else {"rank"}
     misfits: dict[int, Misfit] = {}
@@ -301,7 +304,7 @@ def _is_misspelled(note: Adjustment, target: _Target) -> bool:
 
 
 def _constrain_tree(
-    where: str, tree: Any, shardings: Any, mesh: AnyMesh | None, uneven: Uneven = "warn"
+    where: str, tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, uneven: Uneven = "warn"
 ) -> Any:
     targets = _targets(tree, shardings, mesh, uneven == "keep")
     _report(tree, targets, uneven, where)

@@ -23,7 +23,7 @@ from treeshard._core.arrays import (
 )
 from treeshard._core.make_mesh import make_mesh, with_devices
 from treeshard._core.mesh import MeshLike, as_mesh
-from treeshard._core.paths import leaf_paths, path_under
+from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
     TIMEOUT,
     agreeing,
@@ -33,7 +33,7 @@ from treeshard._core.processes import (
     participating_processes,
     with_bar,
 )
-from treeshard._core.spec_trees import SpecCarrier, flatten_specs, is_spec_entry
+from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_spec_entry
 from treeshard._placement.moves import through_host, unchanged
 from treeshard._placement.shard import place
 from treeshard._placement.targets import raise_unmovable, resolver, unmovable
@@ -44,7 +44,9 @@ To = Literal["all"] | int
 _iterations: defaultdict[tuple[int, ...], "count[int]"] = defaultdict(count)
 
 
-def gather(tree: Any, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT) -> Any:
+def gather(
+    tree: PyTree, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
+) -> PyTree:
     """Copies a tree from its devices to host memory.
 
     Each shard is copied once, directly into the result: host memory peaks at the size of the
@@ -86,8 +88,8 @@ def gather(tree: Any, *, to: To = "all", progress: bool = False, timeout: float 
 
 
 def gather_at(
-    prefix: str, tree: Any, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
-) -> Any:
+    prefix: str, tree: PyTree, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
+) -> PyTree:
     """`gather` of a subtree; messages name its `prefix` in the larger tree."""
     leaves, treedef = tree_flatten(tree)
     read = _reader("gather", tree, leaves, to, timeout, prefix)
@@ -95,7 +97,7 @@ def gather_at(
 
 
 def iter_gather(
-    tree: Any, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
+    tree: PyTree, *, to: To = "all", progress: bool = False, timeout: float = TIMEOUT
 ) -> Iterator[tuple[str, Any]]:
     """Copies a tree to host memory leaf by leaf, so that only one leaf is in memory at a time.
 
@@ -140,7 +142,7 @@ def _arrays(named: Iterable[tuple[str, Any]], read: Iterator[Any]) -> Iterator[t
 
 def _reader(
     where: str,
-    tree: Any,
+    tree: PyTree,
     leaves: list[Any],
     to: To,
     timeout: float,
@@ -205,7 +207,7 @@ def _check_receiver(to: To, where: str) -> None:
         )
 
 
-def _check_readable(tree: Any, leaves: list[Any], where: str, prefix: str) -> None:
+def _check_readable(tree: PyTree, leaves: list[Any], where: str, prefix: str) -> None:
     misfits = {
         i: misfit
         for i, leaf in enumerate(leaves)
@@ -218,7 +220,9 @@ def _check_readable(tree: Any, leaves: list[Any], where: str, prefix: str) -> No
 # ------------------------------------------------------------------ leaf by leaf
 
 
-def make_shard_and_gather_fns(specs: Any, mesh: MeshLike | None = None) -> tuple[Any, Any]:
+def make_shard_and_gather_fns(
+    specs: SpecTree, mesh: MeshLike | None = None
+) -> tuple[PyTree, PyTree]:
     """Makes two functions for each spec: one places a leaf, one copies it back to the host.
 
     `jax.tree.map(lambda f, x: f(x), shard_fns, tree)` does what `shard(tree, specs, mesh)`

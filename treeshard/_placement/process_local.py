@@ -12,7 +12,7 @@ from jax.tree_util import tree_flatten
 from treeshard._core.arrays import box_of, numbers
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
-from treeshard._core.paths import leaf_paths
+from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
     TIMEOUT,
     agreeing,
@@ -20,7 +20,7 @@ from treeshard._core.processes import (
     is_spread,
     participating_processes,
 )
-from treeshard._core.spec_trees import LaidSpec, Misfit
+from treeshard._core.spec_trees import LaidSpec, Misfit, SpecTree
 from treeshard._core.specs import axes_of, entries, project
 from treeshard._placement.moves import as_keys, assemble, through_host
 from treeshard._placement.shard import place
@@ -38,8 +38,8 @@ _agreed: set[Any] = set()
 
 
 def from_process_local(
-    tree: Any, specs: Any, mesh: MeshLike | None = None, *, timeout: float = TIMEOUT
-) -> Any:
+    tree: PyTree, specs: SpecTree, mesh: MeshLike | None = None, *, timeout: float = TIMEOUT
+) -> PyTree:
     """Builds arrays over all processes from the part that each process has: usually a batch.
 
     Along a dim that is sharded over processes, their parts are concatenated in the order of the
@@ -123,7 +123,7 @@ def _join(leaf: Any, target: NamedSharding) -> jax.Array:
 
 
 def _joint_targets(
-    tree: Any, leaves: list[Any], specs: Any, mesh: AnyMesh | None
+    tree: PyTree, leaves: list[Any], specs: SpecTree, mesh: AnyMesh | None
 ) -> dict[int, NamedSharding]:
     """The shardings of the joint arrays that the processes would build from parts like these."""
     shardings: dict[int, NamedSharding] = {}

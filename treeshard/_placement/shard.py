@@ -9,7 +9,7 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import MeshLike, as_mesh
-from treeshard._core.paths import leaf_paths, path_under
+from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     TIMEOUT,
@@ -20,6 +20,7 @@ from treeshard._core.processes import (
     together,
     with_bar,
 )
+from treeshard._core.spec_trees import SpecTree
 from treeshard._placement.moves import (
     Move,
     Read,
@@ -32,14 +33,14 @@ from treeshard._placement.targets import meshes_of, targets
 
 
 def shard(
-    tree: Any,
-    specs: Any,
+    tree: PyTree,
+    specs: SpecTree,
     mesh: MeshLike | None = None,
     *,
     read: Read | None = None,
     progress: bool = False,
     timeout: float = TIMEOUT,
-) -> Any:
+) -> PyTree:
     """Places every array of a tree on the devices of a mesh, sharded by its spec.
 
     Each device receives only its own shard: of a leaf of shape `(d0, d1)` with `P("fsdp")`, a
@@ -108,8 +109,8 @@ def shard(
 
 
 def reshard(
-    tree: Any, specs: Any, mesh: MeshLike | None = None, *, timeout: float = TIMEOUT
-) -> Any:
+    tree: PyTree, specs: SpecTree, mesh: MeshLike | None = None, *, timeout: float = TIMEOUT
+) -> PyTree:
     """Moves a tree to other specs or another mesh, from device to device.
 
     Leaves that are already sharded this way are not moved. Leaves that move between the same
@@ -149,8 +150,8 @@ def reshard(
 
 
 def place(
-    tree: Any,
-    specs: Any,
+    tree: PyTree,
+    specs: SpecTree,
     mesh: MeshLike | None,
     where: str,
     from_single_device: Move,
@@ -159,7 +160,7 @@ def place(
     read: Read | None = None,
     progress: bool = False,
     timeout: float = TIMEOUT,
-) -> Any:
+) -> PyTree:
     """Checks every leaf, then moves them in groups.
 
     `from_single_device` moves arrays that are on a single device.

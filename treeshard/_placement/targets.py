@@ -12,7 +12,8 @@ from jax.tree_util import tree_leaves, tree_map
 
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import AnyMesh, get_incontext_mesh
-from treeshard._core.spec_trees import LaidSpec, Misfit, SpecCarrier, lay, raise_misfits
+from treeshard._core.paths import PyTree
+from treeshard._core.spec_trees import LaidSpec, Misfit, SpecCarrier, SpecTree, lay, raise_misfits
 from treeshard._core.specs import MISFITS, is_logical, is_spec
 from treeshard._planning.logical import resolve_names
 from treeshard.errors import DeletedLeafError, LeafError
@@ -22,8 +23,8 @@ UNPLACEABLE = MISFITS | {"unconstrained"}
 
 
 def targets(
-    tree: Any,
-    specs: Any,
+    tree: PyTree,
+    specs: SpecTree,
     mesh: AnyMesh | None,
     where: str,
     prefix: str = "",
@@ -60,7 +61,7 @@ def targets(
 
 
 def lay_on_devices(
-    tree: Any, specs: Any, mesh: AnyMesh | None, where: str
+    tree: PyTree, specs: SpecTree, mesh: AnyMesh | None, where: str
 ) -> list[LaidSpec | None]:
     """Lays specs (or tuples of logical names) beside a tree, on meshes that have devices."""
     if mesh is None and isinstance(specs, SpecCarrier):
@@ -72,12 +73,14 @@ def lay_on_devices(
     return lay(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
 
 
-def raise_unmovable(tree: Any, misfits: Mapping[int, Misfit], where: str, prefix: str = "") -> None:
+def raise_unmovable(
+    tree: PyTree, misfits: Mapping[int, Misfit], where: str, prefix: str = ""
+) -> None:
     """Raises one error for all leaves that cannot be moved; does nothing without any."""
     raise_misfits(tree, misfits, where, "leaves cannot be moved, and none was:", prefix=prefix)
 
 
-def meshes_of(specs: Any, mesh: AnyMesh | None) -> list[AnyMesh]:
+def meshes_of(specs: SpecTree, mesh: AnyMesh | None) -> list[AnyMesh]:
     """Returns every mesh on which `targets` may place leaves."""
     if isinstance(specs, SpecCarrier):
         specs, mesh = specs.specs, mesh or specs.mesh
@@ -97,7 +100,7 @@ def resolver(mesh: AnyMesh | None) -> Callable[[Any], PartitionSpec]:
     return lambda names: resolve_names(names, resolving_mesh)
 
 
-def without_names(specs: Any, mesh: AnyMesh | None) -> Any:
+def without_names(specs: SpecTree, mesh: AnyMesh | None) -> Any:
     """Replaces the tuples of logical names in a tree of specs by the specs they resolve to."""
     resolve = resolver(mesh)
     return tree_map(lambda x: resolve(x) if is_logical(x) else x, specs, is_leaf=is_logical)

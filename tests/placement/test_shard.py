@@ -14,9 +14,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._placement.gather import gather, make_shard_and_gather_fns
-from treeshard._placement.shard import reshard, shard
-from treeshard._planning.plan import plan
 from treeshard.errors import LeafError
 
 DTYPES = [
@@ -74,29 +71,31 @@ def test_each_device_gets_its_shard(mesh: Mesh, spec: P, piece: tuple, source: s
     start = {
         "numpy": lambda: x,
         "one device": lambda: jax.device_put(x, jax.devices()[3]),
-        "many devices": lambda: shard(x, P("data", "fsdp"), mesh),
+        "many devices": lambda: ts.shard(x, P("data", "fsdp"), mesh),
     }[source]()
-    placed = shard({"x": start}, {"x": spec}, mesh)["x"]
+    placed = ts.shard({"x": start}, {"x": spec}, mesh)["x"]
     assert set(pieces(placed)) == {piece}
     assert placed.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec[:2])), 2)
     assert placed.sharding.mesh == mesh
-    np.testing.assert_array_equal(gather(placed), x)
+    np.testing.assert_array_equal(ts.gather(placed), x)
 
 
 def test_where_the_mesh_comes_from(mesh: Mesh, fsdp_mesh: Mesh) -> None:
     x = {"w": arange(16, 8)}
-    by_rules = plan(x, [(".*", P("data"))], mesh, min_size=0)
+    by_rules = ts.plan(x, [(".*", P("data"))], mesh, min_size=0)
     cases = {
-        "argument": shard(x, P("data"), mesh),
-        "NamedSharding": shard(x, NamedSharding(mesh, P("data"))),
-        "Plan": shard(x, by_rules),
+        "argument": ts.shard(x, P("data"), mesh),
+        "NamedSharding": ts.shard(x, NamedSharding(mesh, P("data"))),
+        "Plan": ts.shard(x, by_rules),
     }
     with jax.set_mesh(mesh):
-        cases["current"] = shard(x, P("data"))
+        cases["current"] = ts.shard(x, P("data"))
     assert {name: pieces(y["w"])[0] for name, y in cases.items()} == dict.fromkeys(cases, (8, 8))
     with jax.set_mesh(mesh):  # the argument wins, then the sharding
-        assert shard(x, NamedSharding(mesh, P("fsdp")), fsdp_mesh)["w"].sharding.mesh == fsdp_mesh
-        assert shard(x, NamedSharding(fsdp_mesh, P("fsdp")))["w"].sharding.mesh == fsdp_mesh
+        assert (
+            ts.shard(x, NamedSharding(mesh, P("fsdp")), fsdp_mesh)["w"].sharding.mesh == fsdp_mesh
+        )
+        assert ts.shard(x, NamedSharding(fsdp_mesh, P("fsdp")))["w"].sharding.mesh == fsdp_mesh
 
 
 def test_leaves_that_are_not_arrays_pass_through(mesh: Mesh) -> None:
@@ -111,14 +110,14 @@ def test_leaves_that_are_not_arrays_pass_through(mesh: Mesh) -> None:
         "moved": arange(4),
     }
     specs = dict.fromkeys(tree, P()) | {"gone": None, "kept": None}
-    placed = shard(tree, specs, mesh)
+    placed = ts.shard(tree, specs, mesh)
     assert [key for key in tree if placed[key] is not tree[key]] == ["moved"]
     assert isinstance(placed["moved"], jax.Array)
 
 
 def test_an_equinox_module_keeps_its_functions(mesh: Mesh) -> None:
     mlp = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
-    placed = shard(mlp, P("fsdp"), mesh)
+    placed = ts.shard(mlp, P("fsdp"), mesh)
     assert jax.tree.structure(placed) == jax.tree.structure(mlp)
     assert placed.activation is mlp.activation
     assert pieces(placed.layers[0].weight)[0] == (2, 4)
@@ -133,7 +132,7 @@ def test_64_bits_become_32_as_in_jnp_asarray(mesh: Mesh, compiles: list[str]) ->
         "scalar": np.float64(3),
     }
     specs = dict.fromkeys(tree, P("fsdp")) | {"scalar": P()}
-    placed = gather(shard(tree, specs, mesh))
+    placed = ts.gather(ts.shard(tree, specs, mesh))
     assert {key: x.dtype.name for key, x in placed.items()} == {
         "float": "float32",
         "int": "int32",
@@ -152,10 +151,10 @@ def test_64_bits_become_32_as_in_jnp_asarray(mesh: Mesh, compiles: list[str]) ->
 def test_typed_keys_are_sharded(mesh: Mesh, compiles: list[str]) -> None:
     data = np.arange(64, dtype=np.uint32).reshape(16, 4)
     keys = jax.random.wrap_key_data(data, impl="rbg")
-    placed = shard(keys, P("fsdp"), mesh)
+    placed = ts.shard(keys, P("fsdp"), mesh)
     assert (placed.dtype, placed.shape) == (keys.dtype, (16,))
     assert set(pieces(placed)) == {(4,)}
-    assert bits(gather(placed)) == data.tobytes()
+    assert bits(ts.gather(placed)) == data.tobytes()
     assert compiles == []
 
 
@@ -203,8 +202,8 @@ def is_pair(x: Any) -> bool:
 def test_gather_undoes_shard_bit_for_bit(mesh: Mesh, pairs: Any) -> None:
     tree = jax.tree.map(lambda pair: pair[0], pairs, is_leaf=is_pair)
     specs = jax.tree.map(lambda pair: pair[1], pairs, is_leaf=is_pair)
-    placed = shard(tree, specs, mesh)
-    back = gather(placed)
+    placed = ts.shard(tree, specs, mesh)
+    back = ts.gather(placed)
     assert jax.tree.structure(placed) == jax.tree.structure(back) == jax.tree.structure(tree)
     for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(back), strict=True):
         if not hasattr(old, "dtype"):
@@ -223,26 +222,26 @@ def test_a_source_changed_after_shard_changes_nothing(mesh: Mesh, skew: int, dat
     source[:] = arange(16, 16)
     source = source.T if flip else source
     before = source.copy()
-    placed = shard({"x": source}, spec, mesh)
+    placed = ts.shard({"x": source}, spec, mesh)
     source[:] = -1
-    np.testing.assert_array_equal(gather(placed)["x"], before)
+    np.testing.assert_array_equal(ts.gather(placed)["x"], before)
 
 
 def test_deleting_the_source_does_not_change_the_result(mesh: Mesh) -> None:
     source = jax.device_put(arange(16, 16), jax.devices()[0])
-    placed = shard(source, P("fsdp"), mesh)
+    placed = ts.shard(source, P("fsdp"), mesh)
     source.delete()
-    np.testing.assert_array_equal(gather(placed), arange(16, 16))
+    np.testing.assert_array_equal(ts.gather(placed), arange(16, 16))
 
 
 @pytest.mark.parametrize("spec", [P("fsdp"), P()], ids=str)
 def test_the_result_can_be_donated(mesh: Mesh, spec: P) -> None:
     source = aligned((16, 16))
-    placed = shard(source, spec, mesh)
+    placed = ts.shard(source, spec, mesh)
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     for _ in range(3):
         placed = step(placed)
-    np.testing.assert_array_equal(gather(placed), np.full((16, 16), 3, np.float32))
+    np.testing.assert_array_equal(ts.gather(placed), np.full((16, 16), 3, np.float32))
     np.testing.assert_array_equal(source, np.zeros((16, 16), np.float32))
 
 
@@ -253,42 +252,42 @@ def test_a_hundred_shapes_from_host_or_one_device_compile_nothing(
     mesh: Mesh, compiles: list[str]
 ) -> None:
     host = [arange(8, n + 1) for n in range(100)]
-    shard(host, P("fsdp"), mesh)
-    shard(jax.device_put(host, jax.devices()[0]), P("fsdp"), mesh)
+    ts.shard(host, P("fsdp"), mesh)
+    ts.shard(jax.device_put(host, jax.devices()[0]), P("fsdp"), mesh)
     assert compiles == []
 
 
 def test_resharding_a_tree_compiles_once(mesh: Mesh, compiles: list[str]) -> None:
     host = [arange(8, 4 * n) for n in range(1, 6)]
-    placed = shard(host, P("data"), mesh)
+    placed = ts.shard(host, P("data"), mesh)
     assert compiles == []
-    moved = reshard(placed, P(None, "fsdp"), mesh)
+    moved = ts.reshard(placed, P(None, "fsdp"), mesh)
     assert len(compiles) == 1
-    reshard(placed, P(None, "fsdp"), mesh)
+    ts.reshard(placed, P(None, "fsdp"), mesh)
     assert len(compiles) == 1
     for x, y in zip(host, moved, strict=True):
-        np.testing.assert_array_equal(gather(y), x)
+        np.testing.assert_array_equal(ts.gather(y), x)
 
 
 def test_from_one_device_reshard_compiles_once(mesh: Mesh, compiles: list[str]) -> None:
     host = [arange(8, 4 * n) for n in range(1, 6)]
-    moved = reshard(jax.device_put(host, jax.devices()[1]), P("data", "fsdp"), mesh)
+    moved = ts.reshard(jax.device_put(host, jax.devices()[1]), P("data", "fsdp"), mesh)
     assert len(compiles) == 1
     for x, y in zip(host, moved, strict=True):
         assert pieces(y)[0] == (4, x.shape[1] // 4)
-        np.testing.assert_array_equal(gather(y), x)
+        np.testing.assert_array_equal(ts.gather(y), x)
 
 
 # ------------------------------------------------------------------ device to device
 
 
 def test_leaves_already_in_place_are_returned_unchanged(mesh: Mesh, fsdp_mesh: Mesh) -> None:
-    placed = shard(arange(16, 8), P("fsdp"), mesh)
-    for move in (shard, reshard):
+    placed = ts.shard(arange(16, 8), P("fsdp"), mesh)
+    for move in (ts.shard, ts.reshard):
         assert move(placed, P("fsdp"), mesh) is placed
         assert move(placed, P(("fsdp",), None), mesh) is placed
-    whole = shard(arange(16, 8), P(), mesh)
-    renamed = shard(whole, P(), fsdp_mesh)
+    whole = ts.shard(arange(16, 8), P(), mesh)
+    renamed = ts.shard(whole, P(), fsdp_mesh)
     assert renamed.sharding.mesh == fsdp_mesh
     first = [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in (whole, renamed)]
     assert first[0] == first[1]  # relabelled, not copied
@@ -312,11 +311,11 @@ def test_reshard_to(mesh: Mesh, axes: str, devices: slice, spec: P) -> None:
     host = {"x": arange(16, 8), "key": np.array([[0, 1], [2, 3]] * 8, np.uint32)}
     tree = {"x": host["x"], "key": jax.random.wrap_key_data(host["key"])}
     specs = {"x": spec, "key": P()}
-    source = shard(tree, {"x": P("data", "fsdp"), "key": P("fsdp")}, mesh)
-    moved = reshard(source, specs, target)
+    source = ts.shard(tree, {"x": P("data", "fsdp"), "key": P("fsdp")}, mesh)
+    moved = ts.reshard(source, specs, target)
     assert moved["x"].sharding == NamedSharding(target, spec)
-    np.testing.assert_array_equal(gather(moved)["x"], host["x"])
-    assert bits(gather(moved)["key"]) == host["key"].tobytes()
+    np.testing.assert_array_equal(ts.gather(moved)["x"], host["x"])
+    assert bits(ts.gather(moved)["key"]) == host["key"].tobytes()
     assert source["x"]._npy_value is None  # no host copy stays behind
 
 
@@ -324,14 +323,14 @@ def test_leaves_may_go_to_meshes_of_different_devices(mesh: Mesh) -> None:
     halves = [ts.make_mesh("fsdp=4", devices=jax.devices()[i : i + 4]) for i in (0, 4)]
     specs = [NamedSharding(half, P("fsdp")) for half in halves]
     tree = [jax.device_put(arange(8), jax.devices()[7]) for _ in specs]
-    moved = reshard(tree, specs)
+    moved = ts.reshard(tree, specs)
     assert [x.sharding for x in moved] == specs
-    for x in gather(moved):
+    for x in ts.gather(moved):
         np.testing.assert_array_equal(x, arange(8))
 
 
 def test_reshard_places_numpy_too(mesh: Mesh) -> None:
-    assert pieces(reshard(arange(8), P("fsdp"), mesh))[0] == (2,)
+    assert pieces(ts.reshard(arange(8), P("fsdp"), mesh))[0] == (2,)
 
 
 # ------------------------------------------------------------------ errors
@@ -429,7 +428,7 @@ SCALAR = pytest.param(np.ones(()), P("data"), ts.SpecError, "but shape () has 0 
         ),
     ],
 )
-@pytest.mark.parametrize("move", [shard, reshard])
+@pytest.mark.parametrize("move", [ts.shard, ts.reshard])
 def test_a_bad_leaf(
     mesh: Mesh, move: Any, leaf: Any, spec: P, error: type[Exception], fact: str
 ) -> None:
@@ -441,7 +440,7 @@ def test_one_error_names_all_bad_leaves(mesh: Mesh) -> None:
     tree = {"a": arange(6), "b": arange(8), "c": deleted(), "d": arange(8)}
     specs = {"a": P("fsdp"), "b": P("model"), "c": P(), "d": P()}
     with pytest.raises(ts.UnknownAxisError) as caught:
-        shard(tree, specs, mesh)
+        ts.shard(tree, specs, mesh)
     assert isinstance(caught.value, ts.SpecError)
     lines = str(caught.value).splitlines()
     assert lines[0] == "shard: 3 leaves cannot be moved, and none was:"
@@ -455,12 +454,12 @@ def test_no_leaf_moves_if_one_is_bad(mesh: Mesh, monkeypatch: Any) -> None:
     monkeypatch.setattr(jax, "make_array_from_callback", refuse)
     monkeypatch.setattr(jax, "device_put", refuse)
     with pytest.raises(ts.SpecError, match="is not divisible"):
-        shard([arange(8), arange(6)], P("fsdp"), mesh)
+        ts.shard([arange(8), arange(6)], P("fsdp"), mesh)
 
 
 def test_the_error_for_a_tracer_names_with_sharding_constraint(mesh: Mesh) -> None:
     def step(x: jax.Array) -> jax.Array:
-        return shard({"w": x}, P("fsdp"), mesh)["w"]
+        return ts.shard({"w": x}, P("fsdp"), mesh)["w"]
 
     fact = "w: float32[8]: it is being traced and has no values yet. Inside jit, use"
     with pytest.raises(LeafError, match=re.escape(fact)):
@@ -469,24 +468,25 @@ def test_the_error_for_a_tracer_names_with_sharding_constraint(mesh: Mesh) -> No
 
 def test_a_mesh_without_devices_is_an_error() -> None:
     with pytest.raises(ts.NoMeshError, match=re.escape("No mesh is in force. Pass one")):
-        shard(arange(8), P("fsdp"))
+        ts.shard(arange(8), P("fsdp"))
     abstract = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     for mesh, spec in [(abstract, P("fsdp")), (None, NamedSharding(abstract, P("fsdp")))]:
         with pytest.raises(ts.NoMeshError) as caught:
-            shard(arange(8), spec, mesh)
+            ts.shard(arange(8), spec, mesh)
         assert str(caught.value) == (
-            "shard: the mesh (fsdp=8) is an AbstractMesh, which has sizes but no devices to hold"
-            " arrays. Pass a mesh with devices (`mesh=...`), as `treeshard.make_mesh` returns."
+            "shard: the mesh (fsdp=8) is an AbstractMesh: it has sizes, but no devices to hold"
+            " arrays. Pass a mesh with devices, as `treeshard.make_mesh` returns; a plan is made"
+            " again for it by `plan.on(mesh)`."
         )
 
 
 def test_a_tree_without_arrays_needs_no_mesh() -> None:
-    assert shard({"f": len, "n": 1}, P()) == {"f": len, "n": 1}
+    assert ts.shard({"f": len, "n": 1}, P()) == {"f": len, "n": 1}
 
 
 def test_specs_that_do_not_fit_the_tree(mesh: Mesh) -> None:
     with pytest.raises(ts.SpecError, match=re.escape("at the root: the specs lack 'b'.")):
-        shard({"a": arange(8), "b": arange(8)}, {"a": P()}, mesh)
+        ts.shard({"a": arange(8), "b": arange(8)}, {"a": P()}, mesh)
 
 
 # ------------------------------------------------------------------ leaf by leaf
@@ -510,9 +510,9 @@ def test_functions_do_what_shard_and_gather_do(
         specs["w"] = NamedSharding(mesh, P("data"))
     if kind == "plan":
         rules = [("w", P("data")), ("b", P("fsdp")), (".*", None)]
-        specs = plan(tree, rules, mesh, min_size=0)
+        specs = ts.plan(tree, rules, mesh, min_size=0)
     with jax.set_mesh(mesh):  # plain specs need it, only when the functions are made
-        shard_fns, gather_fns = make_shard_and_gather_fns(specs)
+        shard_fns, gather_fns = ts.make_shard_and_gather_fns(specs)
     placed = apply(shard_fns, tree)
     assert pieces(placed["w"])[0] == (8, 8)
     assert pieces(placed["layers"][0]["b"])[0] == (2,)
@@ -527,7 +527,7 @@ def test_functions_do_what_shard_and_gather_do(
 def test_functions_of_none_and_of_a_prefix(mesh: Mesh) -> None:
     tree = {"block": {"a": arange(8), "b": arange(4)}, "kept": {"c": arange(3)}, "gone": None}
     specs = {"block": P("fsdp"), "kept": None, "gone": None}
-    shard_fns, gather_fns = make_shard_and_gather_fns(specs, mesh)
+    shard_fns, gather_fns = ts.make_shard_and_gather_fns(specs, mesh)
     placed = apply(shard_fns, tree)
     assert pieces(placed["block"]["b"])[0] == (1,)
     assert placed["kept"]["c"] is tree["kept"]["c"]
@@ -537,7 +537,7 @@ def test_functions_of_none_and_of_a_prefix(mesh: Mesh) -> None:
 
 def test_functions_name_the_path_of_their_leaf(mesh: Mesh) -> None:
     specs = {"layers": [{"b": P("fsdp")}], "block": P("data")}
-    shard_fns, gather_fns = make_shard_and_gather_fns(specs, mesh)
+    shard_fns, gather_fns = ts.make_shard_and_gather_fns(specs, mesh)
     with pytest.raises(ts.SpecError, match=re.escape("layers/0/b: float32[6] as P('fsdp',)")):
         shard_fns["layers"][0]["b"](arange(6))
     with pytest.raises(ts.SpecError, match="block/x: float32"):
@@ -548,8 +548,8 @@ def test_functions_name_the_path_of_their_leaf(mesh: Mesh) -> None:
 
 def test_functions_need_specs_and_a_mesh_with_devices(mesh: Mesh) -> None:
     with pytest.raises(ts.SpecError, match=re.escape("w: 3 (int) is not a spec.")):
-        make_shard_and_gather_fns({"w": 3}, mesh)
+        ts.make_shard_and_gather_fns({"w": 3}, mesh)
     with pytest.raises(ts.NoMeshError, match="No mesh is in force"):
-        make_shard_and_gather_fns({"w": P()})
+        ts.make_shard_and_gather_fns({"w": P()})
     with pytest.raises(ts.NoMeshError, match="make_shard_and_gather_fns: the mesh"):
-        make_shard_and_gather_fns({"w": P()}, mesh.abstract_mesh)
+        ts.make_shard_and_gather_fns({"w": P()}, mesh.abstract_mesh)
