@@ -60,3 +60,18 @@ def compiles():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield seen
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="module")
+def standard_promotion():
+    """Allows dtypes to be promoted: optax mixes counts and floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def quick_compiles():
+    """Compiles without optimizations, for functions that run a few times only."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

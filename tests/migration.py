@@ -98,10 +98,6 @@ def _rows(text: str) -> dict[str, str]:
     return found
 
 
-def struct(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def short(specs: Any) -> Any:
     """Specs (or shardings) without the `None`s at their ends, which say nothing."""
 

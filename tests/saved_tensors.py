@@ -40,17 +40,6 @@ def package_bytes(tree, directory: Path, metadata=None) -> bytes:
     return data
 
 
-def assert_same(tree, expected) -> None:
-    """Fails unless two trees have the same structure, types and bits."""
-    assert jax.tree.structure(tree) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
-        if hasattr(y, "dtype"):
-            assert (x.dtype, x.shape) == (y.dtype, y.shape)
-            assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-        else:
-            assert x is y
-
-
 def entry(dtype="U8", shape=(1,), offsets=(0, 1)) -> dict[str, object]:
     """The header's entry for a tensor."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
@@ -60,8 +49,3 @@ def write_raw(file: Path, header: object, data: bytes = b"") -> None:
     """Writes a file with the given header, valid or not."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
-def files_in(directory: Path) -> list[str]:
-    """The sorted names of the entries of a directory."""
-    return sorted(x.name for x in directory.iterdir())

@@ -11,6 +11,7 @@ from zlib import crc32
 
 import equinox as eqx
 import flax.linen as nn
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,48 +19,20 @@ import optax
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 from flax import nnx
+from helpers import files_in, flip_in
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.checkpoint import inspect, restore, save, verify
 
+assert_same = functools.partial(helpers.assert_same, kinds=True)
+
 DTYPES = [
     *("bool", "int8", "uint8", "int16", "int32", "uint32", "float16", "float32", "complex64"),
     *("bfloat16", "int4", "uint4", "int2", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"),
     *("float8_e3m4", "float4_e2m1fn"),
 ]
-
-
-def assert_same(a: Any, b: Any) -> None:
-    """Asserts equal structure, and leaves of equal types and bits."""
-    leaves, others = (jax.tree.leaves_with_path(x, is_leaf=lambda x: x is None) for x in (a, b))
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for (keys, x), (_, y) in zip(leaves, others, strict=True):
-        path = jax.tree_util.keystr(keys)
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            assert jax.random.key_impl(x) == jax.random.key_impl(y), path
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        if isinstance(x, jax.Array | np.ndarray | np.generic):
-            assert isinstance(y, jax.Array) == isinstance(x, jax.Array), path
-            assert (x.shape, x.dtype) == (y.shape, y.dtype), path
-            assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
-        elif isinstance(x, float | complex):
-            assert (type(x), repr(x)) == (type(y), repr(y)), path
-        else:
-            assert x is y or (type(x) is type(y) and x == y), path
-
-
-def flip_in(checkpoint: Path, data: bytes) -> None:
-    """Flips a bit of an array, in every file that holds its bytes."""
-    places = 0
-    for path in checkpoint.glob("state/**/*"):
-        if path.is_file() and (found := path.read_bytes().find(data)) >= 0:
-            with path.open("r+b") as file:
-                file.seek(found + len(data) // 2)
-                file.write(bytes([data[len(data) // 2] ^ 4]))
-            places += 1
-    assert places
 
 
 class Linen(nn.Module):
@@ -452,10 +425,6 @@ def test_two_leaves_of_like_with_one_path_are_an_error(small) -> None:
 # ------------------------------------------------------------------ what cannot be saved
 
 
-def left_in(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
 @pytest.mark.parametrize(
     ("tree", "error", "said"),
     [
@@ -471,7 +440,7 @@ def test_a_tree_that_cannot_be_saved_leaves_no_files(
     with pytest.raises(error) as told:
         save(tmp_path / "x", tree)
     assert said in str(told.value)
-    assert left_in(tmp_path) == []
+    assert files_in(tmp_path) == []
 
 
 def test_a_deleted_leaf_is_named(tmp_path: Path) -> None:
@@ -496,8 +465,8 @@ def test_existing_paths_are_not_overwritten(small, tmp_path: Path) -> None:
             " or save to another path."
         )
     assert (tmp_path / "file").read_text() == "mine"
-    assert left_in(tmp_path) == ["directory", "file"]
-    assert left_in(small[0].parent) == ["step_7"]
+    assert files_in(tmp_path) == ["directory", "file"]
+    assert files_in(small[0].parent) == ["step_7"]
 
 
 def test_a_path_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:

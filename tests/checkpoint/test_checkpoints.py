@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from etils import epath
 from full_disk import files_of_at_most
+from helpers import files_in
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
@@ -29,10 +30,6 @@ def state_at(step: int) -> dict[str, Any]:
     return {"w": jnp.full((8, 4), step, jnp.float32), "step": step}
 
 
-def left_in(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
 def test_a_run_saves_and_restores_its_latest_state(tmp_path: Path) -> None:
     with Checkpoints(tmp_path / "run", keep=2, every=2) as checkpoints:
         assert checkpoints.restore_latest(state_at(0)) is None
@@ -45,7 +42,7 @@ def test_a_run_saves_and_restores_its_latest_state(tmp_path: Path) -> None:
         assert checkpoints.restore(np.int64(4), state_at(0))["step"] == 4
         assert (checkpoints.latest, checkpoints.steps()) == (6, (4, 6))
         assert repr(checkpoints) == f"<Checkpoints: {tmp_path}/run, 2 steps>"
-    assert left_in(tmp_path / "run") == ["4", "6"]
+    assert files_in(tmp_path / "run") == ["4", "6"]
     assert restore(tmp_path / "run" / "4")["step"] == 4
 
 
@@ -140,9 +137,9 @@ def test_leftovers_of_killed_writers_are_removed_but_not_those_of_live_ones(
     for name in ("5.orbax-checkpoint-tmp", "4.orbax-checkpoint-tmp-removed", "x"):
         (tmp_path / name / "state").mkdir(parents=True)
     with ts.checkpoint.Checkpoints(tmp_path) as checkpoints:
-        assert left_in(tmp_path) == [".treeshard-lock", "x"]
+        assert files_in(tmp_path) == [".treeshard-lock", "x"]
         checkpoints.save(5, state_at(5))
-    assert left_in(tmp_path) == ["5", "x"]
+    assert files_in(tmp_path) == ["5", "x"]
     live = tmp_path / "7.orbax-checkpoint-tmp"
     live.mkdir()
     with locked(tmp_path / ".7.treeshard-lock", "7"), Checkpoints(tmp_path):
@@ -159,7 +156,7 @@ def test_a_second_writer_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
     left = tmp_path / "x.orbax-checkpoint-tmp"
     left.mkdir()
     save(tmp_path / "x", state_at(1))
-    assert left_in(tmp_path) == ["x", "y"]
+    assert files_in(tmp_path) == ["x", "y"]
 
 
 def test_two_runs_save_at_the_same_time(tmp_path: Path) -> None:
@@ -190,10 +187,10 @@ def test_a_full_disk_changes_no_earlier_checkpoint(tmp_path: Path) -> None:
         assert f"{tmp_path}/2 was not saved; what existed before is unchanged. " in str(told.value)
         assert "File too large" in str(told.value)
         assert checkpoints.steps() == (1,)
-        assert left_in(tmp_path) == [".treeshard-lock", "1"]
+        assert files_in(tmp_path) == [".treeshard-lock", "1"]
         checkpoints.save(2, BIG)
         assert (restore(tmp_path / "2")["w"] == BIG["w"]).all()
-    assert left_in(tmp_path) == ["1", "2"]
+    assert files_in(tmp_path) == ["1", "2"]
 
 
 def test_a_disk_too_full_for_the_table_changes_no_earlier_checkpoint(tmp_path: Path) -> None:
@@ -201,7 +198,7 @@ def test_a_disk_too_full_for_the_table_changes_no_earlier_checkpoint(tmp_path: P
     tree = {f"layers/{i}": i for i in range(2000)}
     with files_of_at_most(10_000), pytest.raises(ts.CheckpointError, match="File too large"):
         save(tmp_path / "x", tree)
-    assert left_in(tmp_path) == []
+    assert files_in(tmp_path) == []
 
 
 def test_a_background_failure_is_raised_once(tmp_path: Path) -> None:
@@ -218,7 +215,7 @@ def test_a_background_failure_is_raised_once(tmp_path: Path) -> None:
         with pytest.raises(ts.CheckpointError, match="3 was not saved"):
             checkpoints.close()
     checkpoints.close()
-    assert left_in(tmp_path) == ["2"]
+    assert files_in(tmp_path) == ["2"]
 
 
 INTERRUPTED = """
@@ -254,7 +251,7 @@ def test_ctrl_c_during_a_save_leaves_no_half_checkpoint(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=60)
     assert "interrupted" in out, err
     assert "KeyboardInterrupt" in err
-    left = left_in(tmp_path / "run")
+    left = files_in(tmp_path / "run")
     assert left[0] == "1"
     assert set(left) <= {"1", "2"}
     assert restore(tmp_path / "run" / "1")["step"] == 1
@@ -273,7 +270,7 @@ def test_a_failure_in_the_checksums_leaves_no_files(error, tmp_path: Path, monke
     for _ in range(5):
         with pytest.raises(error):
             save(tmp_path / "x", BIG)
-        assert left_in(tmp_path) == []
+        assert files_in(tmp_path) == []
     monkeypatch.undo()
     save(tmp_path / "x", BIG)
     assert_array_equal(restore(tmp_path / "x")["w"], BIG["w"])

@@ -16,9 +16,10 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import files_in, flip_in
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
-from saved_tensors import entry, files_in, write_raw
+from saved_tensors import entry, write_raw
 
 import treeshard as ts
 from treeshard._cli import main
@@ -86,18 +87,6 @@ def go(capsys, run, tmp_path):
         return code, *short
 
     return call
-
-
-def flip_in(checkpoint: Path, data: bytes) -> None:
-    """Flips a bit of an array in every file that has it."""
-    flipped = 0
-    for path in checkpoint.glob("state/**/*"):
-        if path.is_file() and (at := path.read_bytes().find(data)) >= 0:
-            with path.open("r+b") as file:
-                file.seek(at)
-                file.write(bytes([data[0] ^ 4]))
-            flipped += 1
-    assert flipped
 
 
 # ------------------------------------------------------------------ inspect

@@ -1,14 +1,13 @@
 """Making meshes from text, finding the one in force, reading names and sizes."""
 
 import threading
-import warnings
-from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from helpers import legacy
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -92,18 +91,6 @@ def test_simulate_devices_rejects_a_late_call() -> None:
 
 
 # ------------------------------------------------------------------ the one in force
-
-
-@contextmanager
-def legacy(mesh: Mesh):
-    with warnings.catch_warnings():
-        # JAX deprecates `with mesh:`; it stays readable for as long as JAX has it.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        mesh.__enter__()
-    try:
-        yield
-    finally:
-        mesh.__exit__(None, None, None)
 
 
 def shape_in_force() -> dict[str, int] | None:

@@ -15,20 +15,12 @@ import numpy as np
 import pytest
 import safetensors
 from full_disk import files_of_at_most
+from helpers import assert_same, files_in
 from hypothesis import HealthCheck, given, settings
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
-from saved_tensors import (
-    assert_same,
-    blocks,
-    entry,
-    files_in,
-    flat,
-    package_bytes,
-    random_array,
-    write_raw,
-)
+from saved_tensors import blocks, entry, flat, package_bytes, random_array, write_raw
 
 import treeshard as ts
 from treeshard._disk.files import locked

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import assert_same, files_in
 from safetensors.numpy import save_file
-from saved_tensors import assert_same, blocks, files_in, package_bytes
+from saved_tensors import blocks, package_bytes
 
 import treeshard as ts
 from treeshard.interchange import load_safetensors, save_safetensors

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import QUICK
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import manual
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 BOTH = ("data", "fsdp")
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)
 checks = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])

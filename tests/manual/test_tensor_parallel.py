@@ -3,7 +3,6 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_close, on
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -21,33 +20,13 @@ from examples.tensor_parallel import parallel_attention, parallel_mlp
 from treeshard import manual
 
 # Most of the time goes to XLA, and code that runs once need not be fast.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 checks = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 ROWS, TIME, WIDTH, HEAD, HIDDEN = 8, 8, 16, 2, 32
-
-
-def on(
-    mesh: Mesh, f: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True
-) -> Callable[..., Any]:
-    mapped = jax.shard_map(
-        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-    )
-    return jax.jit(mapped, compiler_options=QUICK)
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
     scale = 1 / math.sqrt(shape[0])
     return jnp.asarray(scale * np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def assert_same(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
-    """Compares each leaf alone, so that a wrong factor in one cannot hide behind the others."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
-    for path, (a, b) in zip(ts.leaf_paths(wanted), pairs, strict=True):
-        assert np.shape(a) == np.shape(b)
-        error = np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max()
-        assert error <= tolerance, f"{path}: {error}"
 
 
 # ------------------------------------------------------------------ a layer, twice
@@ -153,7 +132,7 @@ def test_gradients_are_those_of_one_device(name: str, check_vma: bool) -> None:
     run = on(
         ts.make_mesh(layout.mesh), step, (specs, batch, batch), (P(), (specs, batch)), check_vma
     )
-    assert_same(run(PARAMS, X, Y), REFERENCE)
+    assert_close(run(PARAMS, X, Y), REFERENCE)
 
 
 # ------------------------------------------------------------------ what is sent
@@ -270,7 +249,7 @@ def test_a_gated_mlp_and_heads_that_all_share(check_vma: bool) -> None:
         (P(), (specs, P())),
         check_vma,
     )
-    assert_same(run(weights, X), jax.jit(with_grads(plain))(weights, X))
+    assert_close(run(weights, X), jax.jit(with_grads(plain))(weights, X))
 
 
 @checks
@@ -291,7 +270,7 @@ def test_scanned_layers_under_remat(check_vma: bool) -> None:
     run = on(
         ts.make_mesh("tensor=8"), jax.value_and_grad(hand), (specs, P()), (P(), specs), check_vma
     )
-    assert_same(run(stacked, X), jax.jit(jax.value_and_grad(plain))(stacked, X))
+    assert_close(run(stacked, X), jax.jit(jax.value_and_grad(plain))(stacked, X))
 
 
 @checks
@@ -313,7 +292,7 @@ def test_second_order(check_vma: bool) -> None:
         check_vma,
     )
     both = PARAMS["up"], PARAMS["down"]
-    assert_same(run(*both), jax.jit(plain)(*both), 2e-5)
+    assert_close(run(*both), jax.jit(plain)(*both), 2e-5)
 
 
 def test_no_axes_are_one_device() -> None:
@@ -336,7 +315,7 @@ def test_leaves_that_are_not_arrays_pass_through(check_vma: bool) -> None:
 
     by_hand = on(ts.make_mesh("tensor=8"), jax.grad(run), (P(), P("tensor")), P(), check_vma)
     wanted = jax.grad(lambda s: 3 * jnp.sum(normalized(X[0], s)))(norm["scale"])
-    assert_same(by_hand(norm["scale"], X[0]), wanted)
+    assert_close(by_hand(norm["scale"], X[0]), wanted)
 
 
 def test_forward_mode_is_refused() -> None:
@@ -346,13 +325,6 @@ def test_forward_mode_is_refused() -> None:
 
 
 # ------------------------------------------------------------------ twenty steps
-
-
-@pytest.fixture
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("name", bench_ways.OPTIMIZERS)

@@ -3,7 +3,6 @@
 import shutil
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.full_disk import files_of_at_most
+from tests.helpers import files_in
 from tests.multiprocess.worker import Context
 from treeshard.checkpoint import Checkpoints, inspect, restore, save, verify
 
@@ -98,10 +98,6 @@ def assert_is_the_state(found: dict[str, Any]) -> None:
                 assert np.asarray(shard.data).tobytes() == whole[shard.index].tobytes(), path
 
 
-def left_in(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
 def check_a_saved_state_is_restored(context: Context) -> None:
     mesh = ts.make_mesh("fsdp=8")
     state = state_on(FSDP, mesh)
@@ -150,7 +146,7 @@ def check_a_run(context: Context) -> None:
         with pytest.raises(error, match="this process is already writing here"):
             Checkpoints(context.directory / "run")
     if context.index == 0:  # process 0 removes older ones
-        assert left_in(context.directory / "run") == ["2", "3"]
+        assert files_in(context.directory / "run") == ["2", "3"]
 
 
 def refused(context: Context, tree: Any, error: type[Exception], name: str = "no") -> str:
@@ -161,7 +157,7 @@ def refused(context: Context, tree: Any, error: type[Exception], name: str = "no
 
 def assert_nothing_is_left(context: Context) -> None:
     if context.index == 0:  # process 0 creates directories and locks
-        assert left_in(context.directory / "refused") == []
+        assert files_in(context.directory / "refused") == []
 
 
 def check_differing_trees_are_refused(context: Context) -> None:
@@ -214,7 +210,7 @@ def check_a_full_disk_on_one_process_is_an_error_on_all(context: Context) -> Non
         assert found is not None
         assert_is_the_state(found[1])
         if context.index == 0:
-            assert left_in(context.directory / "full") == [".treeshard-lock", "1", "2"]
+            assert files_in(context.directory / "full") == [".treeshard-lock", "1", "2"]
     assert time.monotonic() - began < 60  # no process waits for the failed one
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from tests.helpers import arange, assert_same, bits
 from tests.multiprocess.worker import Context
 from treeshard._core.arrays import box_of
 from treeshard._core.processes import exchange, processes_of
@@ -38,10 +39,6 @@ def mesh_across() -> Mesh:
     """HSDP: each process has parts of everything, `data` lies across processes too."""
     devices = np.array(jax.devices()).reshape(4, 2).T
     return Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-
-
-def arange(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
 
 
 def host_tree() -> dict[str, Any]:
@@ -85,23 +82,6 @@ SPECS = [
     P("data"),
     P(),
 ]
-
-
-def bits(x: Any) -> bytes:
-    if not isinstance(x, np.ndarray | jax.Array):
-        x = np.asarray(x)
-    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
-
-
-def assert_same(tree: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert tree.keys() == expected.keys()
-    for name, x in expected.items():
-        if hasattr(x, "dtype"):
-            assert (tree[name].dtype, tree[name].shape) == (x.dtype, x.shape), name
-            assert bits(tree[name]) == bits(x), name
-        else:
-            assert tree[name] is x, name
 
 
 def assert_structs(tree: dict[str, Any], expected: dict[str, Any]) -> None:

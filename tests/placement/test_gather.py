@@ -9,15 +9,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import arange
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.errors import LeafError
-
-
-def arange(*shape: int) -> np.ndarray:
-    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
 
 @pytest.fixture

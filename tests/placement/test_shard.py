@@ -8,6 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import arange, bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -30,10 +31,6 @@ DTYPES = [
 NAMES = [np.dtype(dtype).name for dtype in DTYPES]
 
 
-def arange(*shape: int) -> np.ndarray:
-    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-
-
 def pieces(x: jax.Array) -> list[tuple[int, ...]]:
     return [piece.data.shape for piece in x.addressable_shards]
 
@@ -44,11 +41,6 @@ def aligned(shape: tuple[int, ...]) -> np.ndarray:
     raw = np.zeros(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(np.float32).reshape(shape)
-
-
-def bits(x: Any) -> bytes:
-    is_key = isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
 
 
 # ------------------------------------------------------------------ placement

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers import mesh_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -32,12 +33,6 @@ from treeshard._planning.logical import (
 )
 
 U = P.UNCONSTRAINED
-
-
-def abstract(**sizes: int) -> AbstractMesh:
-    return AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
 
 
 # ------------------------------------------------------------------ a list by priority
@@ -106,7 +101,7 @@ def test_a_dict_of_rules() -> None:
 def test_a_partition_axis_assigns_axes_in_the_order_of_dims() -> None:
     names = ("vocab", "hidden_state", "batch")
     assert logical_to_mesh_spec(names, PartitionAxis()) == P("tp", None, ("fsdp", "dp"))
-    spec = logical_to_mesh_spec(names, PartitionAxis(), abstract(fsdp=4, tp=2), (7, 8, 8))
+    spec = logical_to_mesh_spec(names, PartitionAxis(), mesh_of(fsdp=4, tp=2), (7, 8, 8))
     assert spec == P(None, None, "fsdp")
 
 
@@ -140,7 +135,7 @@ MESHES = {
 @pytest.mark.parametrize("case", MESHES.values(), ids=MESHES.keys())
 def test_on_a_mesh_and_a_shape(case) -> None:
     names, sizes, shape, expected = case
-    mesh = None if sizes is None else abstract(**sizes)
+    mesh = None if sizes is None else mesh_of(**sizes)
     assert logical_to_mesh_spec(names, RULES, mesh, shape) == expected
 
 
@@ -173,7 +168,7 @@ def test_resolves_names_as_flax(names, rules) -> None:
 @settings(max_examples=300, deadline=None)
 def test_resolves_names_as_flax_on_a_mesh_and_a_shape(names, rules, sizes, data) -> None:
     flax = linen.logical_to_mesh_axes(names, rules)
-    mesh = abstract(**dict(zip(AXES, sizes, strict=True)))
+    mesh = mesh_of(**dict(zip(AXES, sizes, strict=True)))
     assert logical_to_mesh_spec(names, rules, mesh) == flax
     # MaxText drops axes of size 1 afterwards: a mesh without them gives the same.
     large = {axis: size for axis, size in mesh.shape.items() if size > 1}
@@ -181,7 +176,7 @@ def test_resolves_names_as_flax_on_a_mesh_and_a_shape(names, rules, sizes, data)
         entry if entry is U else entry_of([axis for axis in axes_of(entry) if axis in large])
         for entry in entries(flax)
     ]
-    assert logical_to_mesh_spec(names, rules, abstract(**large)) == P(*kept)
+    assert logical_to_mesh_spec(names, rules, mesh_of(**large)) == P(*kept)
     shape = tuple(data.draw(st.integers(0, 12)) for _ in names)
     for length, entry, before in zip(
         shape, entries(logical_to_mesh_spec(names, rules, mesh, shape)), entries(flax), strict=True
@@ -271,7 +266,7 @@ def test_contexts_nest_and_end() -> None:
             assert resolve_names(("a", "b")) == P(None, None)
         with pytest.raises(KeyError), logical_axis_rules({"a": "z"}):
             raise KeyError
-        assert resolve_names(("a", "b"), abstract(x=2, y=2), (4, 3)) == P("x", None)
+        assert resolve_names(("a", "b"), mesh_of(x=2, y=2), (4, 3)) == P("x", None)
     assert current_logical_rules() is None
 
 

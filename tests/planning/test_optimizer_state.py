@@ -8,6 +8,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
+from helpers import struct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,10 +18,6 @@ from treeshard._planning.mirrors import Followed, Original, follow, kept_dims
 
 PARAMS = structs()
 PARAM_SPECS = nested(SPECS)
-
-
-def array(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32")
 
 
 def by_path(state: Any, specs: Any) -> dict[str, P]:
@@ -149,7 +146,7 @@ def test_static_fields_whose_comparison_raises() -> None:
 
     def odd(*shape: int) -> Odd:
         with pytest.warns(UserWarning, match="set as static"):
-            return Odd(array(*shape), (np.arange(3),))
+            return Odd(struct(*shape), (np.arange(3),))
 
     params = odd(8, 16)
     state = {"mu": odd(8, 16), "v_row": odd(8)}
@@ -179,7 +176,7 @@ def test_nnx_states_and_optimizers() -> None:
 
 
 def test_haiku_dicts_with_slashes_in_keys() -> None:
-    params = {"net/~/linear": {"w": array(8, 16)}, "net/~/linear_1": {"w": array(16, 8)}}
+    params = {"net/~/linear": {"w": struct(8, 16)}, "net/~/linear_1": {"w": struct(16, 8)}}
     specs = {"net/~/linear": {"w": P("data")}, "net/~/linear_1": {"w": P("fsdp")}}
     some = {"net/~/linear": True, "net/~/linear_1": False}
     for optimizer in (optax.adam(0.1), optax.masked(optax.adam(0.1), some)):
@@ -188,21 +185,21 @@ def test_haiku_dicts_with_slashes_in_keys() -> None:
 
 
 PLAIN: dict[str, tuple[Any, Any, Any, dict[str, P]]] = {
-    "a bare array": (
+    "a bare struct": (
         optax.sm3(0.1),
-        array(8, 8),
+        struct(8, 8),
         P("data", "fsdp"),
         {"0/mu/0": P("data"), "0/mu/1": P("fsdp"), "0/nu": P("data", "fsdp")},
     ),
-    "a bare array, factored": (
+    "a bare struct, factored": (
         optax.scale_by_factored_rms(min_dim_size_to_factor=4),
-        array(8, 8),
+        struct(8, 8),
         P("data", "fsdp"),
         {"count": P(), "v_row": P("data"), "v_col": P("fsdp"), "v": P()},
     ),
     "a list, where indices are paths and dims": (
         optax.sm3(0.1),
-        [array(8), array(8, 6)],
+        [struct(8), struct(8, 6)],
         [P("data"), P("fsdp", "data")],
         {
             "0/mu/0/0": P("data"),
@@ -214,13 +211,13 @@ PLAIN: dict[str, tuple[Any, Any, Any, dict[str, P]]] = {
     ),
     "a tuple of the length of a chain": (
         optax.chain(optax.trace(0.9), optax.trace(0.9)),
-        (array(8), array(8)),
+        (struct(8), struct(8)),
         (P("data"), P("fsdp")),
         {f"{i}/trace/{j}": P(axis) for i in (0, 1) for j, axis in enumerate(("data", "fsdp"))},
     ),
     "a parameter called like a field": (
         optax.masked(optax.adam(0.1), {"mu": {"w": True}, "w": True, "z": False}),
-        {"mu": {"w": array(3)}, "w": array(8, 8), "z": {"a": array(2), "b": array(2)}},
+        {"mu": {"w": struct(3)}, "w": struct(8, 8), "z": {"a": struct(2), "b": struct(2)}},
         {"mu": {"w": P()}, "w": P("fsdp", "data"), "z": P()},
         {
             "inner_state/0/count": P(),
@@ -232,13 +229,13 @@ PLAIN: dict[str, tuple[Any, Any, Any, dict[str, P]]] = {
     ),
     "dims of length 1": (
         optax.scale_by_factored_rms(min_dim_size_to_factor=1),
-        {"w": array(1, 8)},
+        {"w": struct(1, 8)},
         P(None, "fsdp"),
         {"count": P(), "v_row/w": P(), "v_col/w": P("fsdp"), "v/w": P()},
     ),
     "one spec for a subtree, and None": (
         optax.trace(0.9),
-        {"a": {"w": array(8, 8), "v": array(8, 4)}, "b": array(8)},
+        {"a": {"w": struct(8, 8), "v": struct(8, 4)}, "b": struct(8)},
         {"a": P("data"), "b": None},
         {"trace/a/v": P("data"), "trace/a/w": P("data"), "trace/b": P()},
     ),
@@ -251,7 +248,7 @@ def test_plain_trees(optimizer, params, specs, right) -> None:
 
 
 def test_a_state_with_none_where_the_parameters_have_functions() -> None:
-    params = [array(8), jax.nn.gelu, array(8, 6)]
+    params = [struct(8), jax.nn.gelu, struct(8, 6)]
     state = jax.eval_shape(optax.scale_by_sm3().init, [params[0], None, params[2]])
     state_specs = ts.optimizer_state_specs(state, params, [P("data"), None, P("fsdp", "data")])
     assert by_path(state, state_specs) == {
@@ -264,14 +261,14 @@ def test_a_state_with_none_where_the_parameters_have_functions() -> None:
 
 
 def test_a_tree_with_other_keys_is_not_a_copy() -> None:
-    params = {"a": array(8), "b": array(8)}
-    state = {"x": {"c": array(8), "d": array(8)}, "y": (array(8), array(8))}
+    params = {"a": struct(8), "b": struct(8)}
+    state = {"x": {"c": struct(8), "d": struct(8)}, "y": (struct(8), struct(8))}
     state_specs = ts.optimizer_state_specs(state, params, P("data"))
     assert set(jax.tree.leaves(state_specs)) == {P()}
 
 
 def test_the_state_of_a_part_of_the_parameters() -> None:
-    params = {"params": {"dense": {"w": array(8, 4)}, "x": {"dense": {"w": array(8, 4)}}}}
+    params = {"params": {"dense": {"w": struct(8, 4)}, "x": {"dense": {"w": struct(8, 4)}}}}
     specs = {"params": {"dense": {"w": P("data")}, "x": {"dense": {"w": P("fsdp")}}}}
     state = jax.eval_shape(optax.trace(0.9).init, params["params"])
     state_specs = by_path(state, ts.optimizer_state_specs(state, params, specs))
@@ -279,15 +276,15 @@ def test_the_state_of_a_part_of_the_parameters() -> None:
 
 
 def test_equal_endings_with_different_specs_are_replicated() -> None:
-    params = {"a": {"w": array(8, 4)}, "b": {"w": array(8, 4)}}
+    params = {"a": {"w": struct(8, 4)}, "b": {"w": struct(8, 4)}}
     for b, right in ((P("fsdp"), P()), (P("data"), P("data"))):
         specs = {"a": {"w": P("data")}, "b": {"w": b}}
-        assert ts.optimizer_state_specs({"w": array(8, 4)}, params, specs) == {"w": right}
+        assert ts.optimizer_state_specs({"w": struct(8, 4)}, params, specs) == {"w": right}
 
 
 def test_a_state_whose_containers_became_dicts_in_a_checkpoint() -> None:
-    state = {"0": {"count": array(), "mu": PARAMS, "v_row": {"attn": {"q": array(8)}}}, "1": {}}
-    params = optax.LookaheadParams(PARAMS, array(3))  # other containers around them
+    state = {"0": {"count": struct(), "mu": PARAMS, "v_row": {"attn": {"q": struct(8)}}}, "1": {}}
+    params = optax.LookaheadParams(PARAMS, struct(3))  # other containers around them
     specs = optax.LookaheadParams(PARAM_SPECS, P())
     state_specs = by_path(state, ts.optimizer_state_specs(state, params, specs))
     assert state_specs["0/v_row/attn/q"] == P("fsdp")
@@ -296,13 +293,13 @@ def test_a_state_whose_containers_became_dicts_in_a_checkpoint() -> None:
 
 
 def test_non_array_leaves_and_leaves_without_a_parameter() -> None:
-    state = {"w": array(8, 8), "name": "adam", "f": jax.nn.gelu, "n": 3, "none": None, "x": [()]}
-    state_specs = ts.optimizer_state_specs(state, {"w": array(8, 8)}, P("data"))
+    state = {"w": struct(8, 8), "name": "adam", "f": jax.nn.gelu, "n": 3, "none": None, "x": [()]}
+    state_specs = ts.optimizer_state_specs(state, {"w": struct(8, 8)}, P("data"))
     assert state_specs == {"w": P("data"), "name": P(), "f": P(), "n": P(), "none": None, "x": [()]}
 
 
 def test_specs_from_a_plan_and_from_shardings(mesh) -> None:
-    params = {"w": array(128, 256)}
+    params = {"w": struct(128, 256)}
     plan = ts.plan(params, [("w", ts.fsdp("fsdp"))], mesh)
     for specs in (plan, plan.specs, plan.shardings):
         state_specs = specs_of(optax.trace(0.9), params, specs)
@@ -315,7 +312,7 @@ SHAPES = {
     "the same": ((4, 8), (4, 8), "", (0, 1)),
     "a row": ((8,), (8, 16), "v_row", (0,)),
     "a column": ((16,), (8, 16), "v_col", (1,)),
-    "the row of a tall array drops the longest dim": ((8,), (16, 8), "v_row", (1,)),
+    "the row of a tall struct drops the longest dim": ((8,), (16, 8), "v_row", (1,)),
     "the row of a square": ((8,), (8, 8), "v_row", (0,)),
     "the column of a square": ((8,), (8, 8), "v_col", (1,)),
     "a square without a name": ((8,), (8, 8), "mu", (None,)),
@@ -343,10 +340,10 @@ def test_kept_dims(shape, full, field, dims) -> None:
 
 
 def test_follow_matches_leaves_and_dims() -> None:
-    params = {"b": array(8), "w": array(8, 16)}
+    params = {"b": struct(8), "w": struct(8, 16)}
     leaves, treedef = jax.tree.flatten(params)
     original = Original(treedef, [x.shape for x in leaves], [P("data")] * 2)
-    state = {"count": array(), "ema": params, "v_col": {"w": array(16)}, "other": array(7)}
+    state = {"count": struct(), "ema": params, "v_col": {"w": struct(16)}, "other": struct(7)}
     assert follow(state, original) == [
         Followed(P()),
         Followed(P("data"), 0, (0,)),
@@ -381,12 +378,14 @@ EXTRA: dict[str, tuple[Any, P, tuple[int, ...], P]] = {
 @pytest.mark.usefixtures("all_sizes")
 @pytest.mark.parametrize(("axis", "spec", "shape", "right"), EXTRA.values(), ids=EXTRA)
 def test_the_dim_that_gets_the_extra_axis(axis, spec, shape, right, mesh) -> None:
-    state_specs = specs_of(optax.trace(0.9), {"w": array(*shape)}, spec, extra_axis=axis, mesh=mesh)
+    state_specs = specs_of(
+        optax.trace(0.9), {"w": struct(*shape)}, spec, extra_axis=axis, mesh=mesh
+    )
     assert state_specs == {"trace/w": right}
 
 
 def test_small_leaves_get_no_extra_axis(mesh, monkeypatch) -> None:
-    params = {"large": array(128, 128), "small": array(8, 8)}
+    params = {"large": struct(128, 128), "small": struct(8, 8)}
     state_specs = specs_of(optax.adam(0.1), params, P(), extra_axis="data", mesh=mesh)
     assert state_specs["0/mu/large"] == P(None, "data")
     assert state_specs["0/mu/small"] == state_specs["0/count"] == P()
@@ -401,14 +400,14 @@ def test_leaves_without_a_parameter_get_the_extra_axis_too(mesh) -> None:
         optax.flatten(optax.trace(0.9)), PARAMS, P(), extra_axis="fsdp", mesh=mesh
     )
     assert state_specs == {"trace": P()}  # 649 elements
-    state = {"row": array(648), "name": "x"}
+    state = {"row": struct(648), "name": "x"}
     state_specs = ts.optimizer_state_specs(state, PARAMS, PARAM_SPECS, extra_axis="fsdp", mesh=mesh)
     assert state_specs == {"row": P("fsdp"), "name": P()}
 
 
 @pytest.mark.usefixtures("all_sizes")
 def test_the_mesh_of_the_extra_axis(mesh) -> None:
-    params = {"w": array(8, 16)}
+    params = {"w": struct(8, 16)}
     plan = ts.plan(params, [("w", P("data"))], mesh, min_size=0)
     assert specs_of(optax.trace(0.9), params, plan, extra_axis="fsdp") == {
         "trace/w": P("data", "fsdp")
@@ -460,7 +459,7 @@ def test_specs_of_another_structure() -> None:
 
 
 def test_specs_that_do_not_fit_the_parameters(mesh) -> None:
-    params = {"a": array(8), "b": array(6, 8), "c": array(8), "f": jax.nn.gelu}
+    params = {"a": struct(8), "b": struct(6, 8), "c": struct(8), "f": jax.nn.gelu}
     specs = {"a": P(None, "data"), "b": P("fsdp"), "c": P("data"), "f": P()}
     message = fails(ts.SpecError, params, specs, mesh=mesh)
     assert message == (
@@ -474,12 +473,14 @@ def test_specs_that_do_not_fit_the_parameters(mesh) -> None:
 
 
 def test_specs_too_long_without_a_mesh() -> None:
-    message = fails(ts.SpecError, {"a": array(8), "b": array(6)}, {"a": P(None, "q"), "b": P("q")})
+    message = fails(
+        ts.SpecError, {"a": struct(8), "b": struct(6)}, {"a": P(None, "q"), "b": P("q")}
+    )
     assert "has 2 entries, but shape (8,) has 1 dim" in message
     assert "b:" not in message
 
 
 def test_an_axis_that_is_not_in_the_mesh(mesh) -> None:
-    message = fails(ts.UnknownAxisError, {"a": array(8)}, P("fdsp"), mesh=mesh)
+    message = fails(ts.UnknownAxisError, {"a": struct(8)}, P("fdsp"), mesh=mesh)
     assert message.startswith("a: float32[8] as P('fdsp',) on the mesh")
     assert "Did you mean 'fsdp'?" in message

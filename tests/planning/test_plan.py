@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import rich.console
-from helpers import struct
+from helpers import mesh_of, struct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -289,12 +289,6 @@ def test_repr() -> None:
 
 
 # ------------------------------------------------------------------ other meshes, other trees
-
-
-def mesh_of(**sizes: int) -> AbstractMesh:
-    return AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
 
 
 def test_on_another_mesh_the_same_rules_decide() -> None:

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 OPTIMIZER = optax.adam(1e-2)
 RULES = [("weight", P("fsdp")), (".*", None)]
 WEIGHTS = ("layers/0/weight", "layers/1/weight")
@@ -38,12 +40,6 @@ def train_step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax
     updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
     params = optax.apply_updates(state["params"], updates)
     return {"params": params, "opt": opt, "step": state["step"] + 1}, loss
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        yield
 
 
 @pytest.fixture(scope="module")

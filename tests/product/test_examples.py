@@ -11,13 +11,9 @@ import treeshard as ts
 from examples import train_fsdp
 from treeshard.training import init_sharded, jit_step
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 TINY = ["--layers=2", "--width=64", "--heads=2", "--batch=16", "--time=16", "--text-bytes=300000"]
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes counts and floats
-        yield
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=-1", "data=4,fsdp=2"])

@@ -11,15 +11,9 @@ import treeshard as ts
 from benchmarks import bench_collectives
 from examples import fsdp_by_hand, fsdp_flax, parallel_matmuls, tensor_parallel
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 TINY = ["--inputs=48", "--hidden=32", "--batch=64"]
-
-
-@pytest.fixture(autouse=True)
-def quick_compiles():
-    # Most of the time goes to XLA, and code that runs a few times need not be fast.
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(autouse=True)

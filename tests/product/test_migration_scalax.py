@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import struct
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from migration import short, struct, table
+from migration import short, table
 
 import treeshard as ts
 

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import struct
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from migration import struct, table
+from migration import table
 
 import treeshard as ts
 from treeshard import manual

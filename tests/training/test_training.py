@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import bits
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.manual import value_and_grad
 from treeshard.training import init_sharded, jit_step, shard_map_step
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 RULES = [("norm|bias", None), (".*", ts.fsdp("fsdp", min_size=64))]
 OPTIMIZER = optax.adamw(1e-2)
@@ -56,12 +59,6 @@ def make_batch(seed=0, size=32):
     }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes counts and floats
-        yield
-
-
 @pytest.fixture(scope="module")
 def initialised(fsdp_mesh):
     return init_sharded(init, jax.random.key(0), rules=RULES, mesh=fsdp_mesh)
@@ -74,11 +71,6 @@ def step(initialised):
 
 def arrays(tree):
     return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
-
-
-def bits(x):
-    data = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return np.asarray(data)
 
 
 # ------------------------------------------------------------------ initialise
@@ -106,7 +98,7 @@ def test_initialised_with_the_bits_of_one_device(initialised) -> None:
     alone = eqx.filter_jit(init)(jax.random.key(0))
     assert jax.tree.structure(alone) == jax.tree.structure(initialised[0])
     for x, y in zip(arrays(initialised[0]), arrays(alone), strict=True):
-        np.testing.assert_array_equal(bits(x), bits(y))
+        assert bits(x) == bits(y)
 
 
 def test_no_device_ever_holds_the_whole_tree(fsdp_mesh) -> None:
