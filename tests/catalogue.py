@@ -74,14 +74,26 @@ MESHES = Group(
         ),
         Entry(
             "MeshError",
-            "A mesh cannot be built or used: its sizes do not multiply to the number of devices,"
-            " its text cannot be read, or it is abstract where devices are needed. It is also a"
-            " `ValueError`.",
+            "A mesh cannot be built: its sizes do not multiply to the number of devices, or its text"
+            " cannot be read. It is also a `ValueError`.",
             """
             ts.make_mesh("data=3,fsdp=4")
             """,
             """
             ts.make_mesh("data=2,fsdp=-1")
+            """,
+        ),
+        Entry(
+            "NoDevicesError",
+            "Devices are needed, and the mesh is abstract: it has axes, but no devices. A plan for a"
+            " mesh as text has such a mesh; `plan.on(mesh)` plans for one with devices. It is a"
+            " `MeshError` and a `NoMeshError`.",
+            """
+            plan = ts.plan({"w": w}, [("w", P("fsdp"))], "data=2,fsdp=4")
+            step = jit_step(lambda state, x: (state, x.sum()), plan)
+            """,
+            """
+            step = jit_step(lambda state, x: (state, x.sum()), plan.on(mesh))
             """,
         ),
         Entry(
