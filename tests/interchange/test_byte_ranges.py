@@ -32,14 +32,14 @@ def every_second(x: np.ndarray) -> np.ndarray:
 
 @st.composite
 def split_arrays(draw):
-    """An array, and the boxes of any grid that splits it, in any order."""
+    """An array, and the regions of any grid that splits it, in any order."""
     shape = draw(st.lists(st.integers(0, 7), max_size=4).map(tuple))
     spans = []
     for length in shape:
         edges = sorted({0, length, *draw(st.lists(st.integers(0, length), max_size=3))})
         spans.append(list(itertools.pairwise(edges)) or [(0, 0)])
-    boxes = draw(st.permutations(list(itertools.product(*spans))))
-    return random_array(draw(st.sampled_from(DTYPES)), shape), boxes
+    regions = draw(st.permutations(list(itertools.product(*spans))))
+    return random_array(draw(st.sampled_from(DTYPES)), shape), regions
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -47,23 +47,23 @@ def split_arrays(draw):
 def test_what_was_written_is_read_back(file, monkeypatch, split, block, short, data) -> None:
     monkeypatch.setattr(_byte_ranges, "BLOCK", block)
     monkeypatch.setattr(_byte_ranges, "_SHORT", short)
-    x, boxes = split
+    x, regions = split
     pieces = []
-    for box in boxes:
-        part = x[tuple(slice(*span) for span in box)]
+    for region in regions:
+        part = x[tuple(slice(*span) for span in region)]
         ways = [np.asarray, np.array, np.asfortranarray, every_second]
         if x.dtype == np.float32:
             ways.append(lambda y: y.astype(">f4"))
-        pieces.append(Piece(box, np.asarray(data.draw(st.sampled_from(ways))(part))))
+        pieces.append(Piece(region, np.asarray(data.draw(st.sampled_from(ways))(part))))
     os.ftruncate(file, 0)
-    half = data.draw(st.integers(0, len(boxes)))
+    half = data.draw(st.integers(0, len(regions)))
     for mine in (pieces[:half], pieces[half:]):  # as two processes would
         write(file, 5, x.shape, mine)
     assert os.pread(file, 2 * x.nbytes + 5, 5) == x.tobytes()
-    back = [Piece(box, np.empty(lengths(box), x.dtype)) for box in boxes[:half]]
+    back = [Piece(region, np.empty(lengths(region), x.dtype)) for region in regions[:half]]
     read(file, 5, x.shape, back)
-    for box, items in back:
-        assert items.tobytes() == x[tuple(slice(*span) for span in box)].tobytes()
+    for region, items in back:
+        assert items.tobytes() == x[tuple(slice(*span) for span in region)].tobytes()
 
 
 def test_every_byte_is_written_once_and_neighbours_in_one_call(file, monkeypatch) -> None:

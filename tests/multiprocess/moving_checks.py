@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.helpers import arange, assert_same, bits
 from tests.multiprocess.worker import Context
-from treeshard._core.arrays import box_of
+from treeshard._core.arrays import region_of
 from treeshard._core.processes import exchange, processes_of
 from treeshard._placement.transport import CHUNK_BYTES
 
@@ -318,10 +318,10 @@ def check_structs_are_filled_shard_by_shard(context: Context) -> None:
     assert_same(ts.gather(placed), expected | {"n": arange(8)})
     assert len(set(asked)) == len(asked)  # once each
     for path in expected:
-        boxes = {box for name, box in asked if name == path}
+        regions = {region for name, region in asked if name == path}
         x = placed[path]
         shards = x.sharding.addressable_devices_indices_map(x.shape).values()
-        assert boxes == {box_of(index, x.shape) for index in shards}, path
+        assert regions == {region_of(index, x.shape) for index in shards}, path
 
 
 def check_what_read_returns_is_checked(context: Context) -> None:
@@ -377,8 +377,8 @@ def check_parts_along_other_dims(context: Context) -> None:
     whole = arange(8, 16)
     for mesh in (mesh_2d(), mesh_across()):
         for spec in SPECS:
-            boxes = NamedSharding(mesh, spec).addressable_devices_indices_map((8, 16)).values()
-            own = [sorted({i for box in boxes for i in range(*box[d].indices(n))})
+            regions = NamedSharding(mesh, spec).addressable_devices_indices_map((8, 16)).values()
+            own = [sorted({i for region in regions for i in range(*region[d].indices(n))})
                    for d, n in enumerate((8, 16))]  # fmt: skip
             batch = ts.from_process_local(whole[np.ix_(*own)], spec, mesh)
             assert batch.shape == (8, 16), spec

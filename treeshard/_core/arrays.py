@@ -1,126 +1,14 @@
-"""Reads arrays on the host, without a second copy and without a copy cached on the array."""
+"""Kinds of leaves, static leaves, regions of arrays, and reading arrays on the host."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import jax
 import numpy as np
 
-# By sharding, shape and item size: what leaves that agree in these share.
-Known = dict[Any, tuple[Any, ...]]
-
-
-def to_host(leaf: Any, known: Known | None = None) -> Any:
-    """A copy of a leaf in host memory. Keys come on one local device; other leaves unchanged.
-
-    All shards must be on devices of this process.
-    """
-    if not is_array(leaf):
-        return leaf
-    if not isinstance(leaf, jax.Array):
-        return np.array(leaf)
-    if is_key(leaf):
-        return keys_on_host(leaf, to_host(jax.random.key_data(leaf)))
-    return _assembled(leaf, {} if known is None else known)
-
-
-def keys_on_host(keys: jax.Array, data: np.ndarray) -> jax.Array:
-    """Keys like `keys` from their key data, on one local device (numpy has no keys)."""
-    on_device = jax.device_put(data, jax.local_devices()[0])
-    return jax.random.wrap_key_data(on_device, impl=jax.random.key_impl(keys))
-
-
-def _assembled(x: jax.Array, known: Known) -> np.ndarray:
-    """Assembles a full array from its shards."""
-    full = np.empty(x.shape, x.dtype)
-    key = (x.sharding, x.shape, full.itemsize)
-    if key not in known:
-        known[key] = (_on_host(x), *_copies(x, full))
-    on_host, copies, run, full_in_runs, shard_in_runs = known[key]
-    shards = (x if on_host else second_handle(x)).addressable_shards
-    if run is None:
-        for i, index in copies:
-            full[index] = np.asarray(shards[i].data)
-        return full
-    target = full.reshape(full_in_runs).view(run)
-    for i, index in copies:
-        target[index] = np.ndarray(shard_in_runs, run, np.asarray(shards[i].data).view(np.uint8))
-    return full
-
-
-def _copies(x: jax.Array, full: np.ndarray) -> tuple[Any, ...]:
-    """Which shards to read, by position, and the index in the full array of each.
-
-    From the last dim that is split on, a shard consists of contiguous runs. numpy copies them
-    faster if each run is one opaque item. If that is possible, also returns the dtype of such
-    an item, and the shapes of the full array and of a shard in items.
-    """
-    shard_shape = x.sharding.shard_shape(x.shape)
-    read = [(i, s.index) for i, s in enumerate(x.addressable_shards) if s.replica_id == 0]
-    split = [dim for dim, length in enumerate(shard_shape) if length < full.shape[dim]]
-    dim = split[-1] if split else 0
-    if dim == 0 or not full.size or any(full.shape[d] % shard_shape[d] for d in split):
-        return read, None, None, None
-    run = np.dtype((np.void, full.itemsize * math.prod(shard_shape[dim:])))
-    copies = [(i, (*index[:dim], index[dim].start // shard_shape[dim])) for i, index in read]
-    return copies, run, (*full.shape[:dim], -1), shard_shape[:dim]
-
-
-def _on_host(x: jax.Array) -> bool:
-    return next(iter(x.devices())).platform == "cpu"
-
-
-def numbers(x: Any) -> np.ndarray:
-    """The numbers of an array on the host or on devices of this process; of keys, the key data.
-
-    Makes no copy if one device or the host holds all of them.
-    """
-    if not isinstance(x, jax.Array):
-        return np.asarray(x)
-    data = data_of(x)
-    return np.asarray(to_read(data)) if len(data.sharding.device_set) == 1 else to_host(data)
-
-
-def to_read(x: jax.Array) -> jax.Array:
-    """`x`, or on accelerators a second handle, so that reading it caches no host copy on `x`.
-
-    On the CPU platform reading gives views instead of copies.
-    """
-    return x if _on_host(x) else second_handle(x)
-
-
-def second_handle(x: jax.Array) -> jax.Array:
-    """Another array on the same memory.
-
-    JAX caches the host copy of an array on the object that is read, so the copy is freed
-    with that object.
-    """
-    shards = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
-
-
-def own_shards(x: jax.Array) -> Iterator[Any]:
-    """The addressable shards that are first replicas, to be read."""
-    return (shard for shard in to_read(x).addressable_shards if shard.replica_id == 0)
-
-
-def data_of(x: Any) -> Any:
-    """The key data of typed keys; any other array unchanged."""
-    return jax.random.key_data(x) if is_key(x) else x
-
-
-def is_key(x: Any) -> bool:
-    """Whether `x` is, or describes, an array of typed PRNG keys."""
-    if isinstance(getattr(x, "dtype", None), np.dtype):  # fast for most leaves
-        return False
-    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        return False
-    return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-# ------------------------------------------------------------------ arrays
+# ------------------------------------------------------------------ kinds of leaves
 
 
 def array_text(x: Any) -> str:
@@ -142,6 +30,20 @@ def is_array(x: Any) -> bool:
 def has_shape(x: Any) -> bool:
     """Whether `x` is an array or a `ShapeDtypeStruct`."""
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` is, or describes, an array of typed PRNG keys."""
+    if isinstance(getattr(x, "dtype", None), np.dtype):  # fast for most leaves
+        return False
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return False
+    return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def data_of(x: Any) -> Any:
+    """The key data of typed keys; any other array unchanged."""
+    return jax.random.key_data(x) if is_key(x) else x
 
 
 # ------------------------------------------------------------------ static leaves
@@ -204,22 +106,149 @@ class StaticSplit:
 # ------------------------------------------------------------------ regions
 
 
-Box = tuple[tuple[int, int], ...]  # a region of an array: (start, stop) per dim
+Region = tuple[tuple[int, int], ...]  # a part of an array: (start, stop) per dim
 
 
-def box_of(index: Iterable[slice], shape: Sequence[int]) -> Box:
-    """The index of a shard, as a box."""
+def region_of(index: Iterable[slice], shape: Sequence[int]) -> Region:
+    """The index of a shard, as a region."""
     return tuple(i.indices(length)[:2] for i, length in zip(index, shape, strict=True))
 
 
-def lengths(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
-    return tuple(stop - start for start, stop in box)
+def lengths(region: Region) -> tuple[int, ...]:
+    """The shape of a region."""
+    return tuple(stop - start for start, stop in region)
 
 
-def within(part: Box, box: Box) -> tuple[slice, ...]:
-    """The index of `part` relative to `box`."""
-    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, box, strict=True))
+def within(part: Region, region: Region) -> tuple[slice, ...]:
+    """The index of `part` relative to `region`."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, region, strict=True))
+
+
+def run_dim(part: Sequence[int], shape: Sequence[int]) -> int:
+    """The dim from which a part of an array is contiguous in C order: the last one that is split.
+
+    0 if no dim is split, since the part is then the full array.
+    """
+    split = (dim for dim, length in enumerate(part) if length < shape[dim])
+    return max(split, default=0)
+
+
+def runs(region: Region, shape: Sequence[int]) -> tuple[np.ndarray, int]:
+    """The contiguous runs of a region in the C order of its array, in items.
+
+    Returns:
+        Where each run starts, in order, and the length of a run.
+
+    Examples:
+        >>> runs(((1, 3), (2, 4)), (4, 8))
+        (array([10, 18]), 2)
+    """
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    dim = run_dim(lengths(region), shape)
+    begins = [np.arange(*span) * stride for span, stride in zip(region, strides, strict=True)]
+    starts = reduce(np.add.outer, begins[:dim], np.zeros((), np.int64)).reshape(-1)
+    first = region[dim][0] * strides[dim] if region else 0
+    return starts + first, math.prod(lengths(region[dim:]))
+
+
+# ------------------------------------------------------------------ reading on the host
+
+
+# By sharding, shape and item size: what leaves that agree in these share.
+Known = dict[Any, tuple[Any, ...]]
+
+
+def to_host(leaf: Any, known: Known | None = None) -> Any:
+    """A copy of a leaf in host memory. Keys come on one local device; other leaves unchanged.
+
+    All shards must be on devices of this process.
+    """
+    if not is_array(leaf):
+        return leaf
+    if not isinstance(leaf, jax.Array):
+        return np.array(leaf)
+    if is_key(leaf):
+        return keys_on_host(leaf, to_host(jax.random.key_data(leaf)))
+    return _assembled(leaf, {} if known is None else known)
+
+
+def keys_on_host(keys: jax.Array, data: np.ndarray) -> jax.Array:
+    """Keys like `keys` from their key data, on one local device (numpy has no keys)."""
+    on_device = jax.device_put(data, jax.local_devices()[0])
+    return jax.random.wrap_key_data(on_device, impl=jax.random.key_impl(keys))
+
+
+def _assembled(x: jax.Array, known: Known) -> np.ndarray:
+    """Assembles a full array from its shards."""
+    full = np.empty(x.shape, x.dtype)
+    key = (x.sharding, x.shape, full.itemsize)
+    if key not in known:
+        known[key] = (_on_host(x), *_copies(x, full))
+    on_host, copies, run, full_in_runs, shard_in_runs = known[key]
+    shards = (x if on_host else second_handle(x)).addressable_shards
+    if run is None:
+        for i, index in copies:
+            full[index] = np.asarray(shards[i].data)
+        return full
+    target = full.reshape(full_in_runs).view(run)
+    for i, index in copies:
+        target[index] = np.ndarray(shard_in_runs, run, np.asarray(shards[i].data).view(np.uint8))
+    return full
+
+
+def _copies(x: jax.Array, full: np.ndarray) -> tuple[Any, ...]:
+    """Which shards to read, by position, and the index in the full array of each.
+
+    numpy copies the contiguous runs of a shard faster if each is one opaque item. If that is
+    possible, also returns the dtype of such an item, and the shapes of the full array and of a
+    shard in items.
+    """
+    shard_shape = x.sharding.shard_shape(x.shape)
+    read = [(i, s.index) for i, s in enumerate(x.addressable_shards) if s.replica_id == 0]
+    dim = run_dim(shard_shape, full.shape)
+    if dim == 0 or not full.size or np.remainder(full.shape, shard_shape).any():
+        return read, None, None, None
+    run = np.dtype((np.void, full.itemsize * math.prod(shard_shape[dim:])))
+    copies = [(i, (*index[:dim], index[dim].start // shard_shape[dim])) for i, index in read]
+    return copies, run, (*full.shape[:dim], -1), shard_shape[:dim]
+
+
+def _on_host(x: jax.Array) -> bool:
+    return next(iter(x.devices())).platform == "cpu"
+
+
+def numbers(x: Any) -> np.ndarray:
+    """The numbers of an array on the host or on devices of this process; of keys, the key data.
+
+    Makes no copy if one device or the host holds all of them.
+    """
+    if not isinstance(x, jax.Array):
+        return np.asarray(x)
+    data = data_of(x)
+    return np.asarray(to_read(data)) if len(data.sharding.device_set) == 1 else to_host(data)
+
+
+def to_read(x: jax.Array) -> jax.Array:
+    """`x`, or on accelerators a second handle, so that reading it caches no host copy on `x`.
+
+    On the CPU platform reading gives views instead of copies.
+    """
+    return x if _on_host(x) else second_handle(x)
+
+
+def second_handle(x: jax.Array) -> jax.Array:
+    """Another array on the same memory.
+
+    JAX caches the host copy of an array on the object that is read, so the copy is freed
+    with that object.
+    """
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+
+def own_shards(x: jax.Array) -> Iterator[Any]:
+    """The addressable shards that are first replicas, to be read."""
+    return (shard for shard in to_read(x).addressable_shards if shard.replica_id == 0)
 
 
 @lru_cache

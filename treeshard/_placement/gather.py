@@ -12,13 +12,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import (
-    Box,
     Known,
-    box_of,
+    Region,
     data_of,
     is_array,
     is_key,
     keys_on_host,
+    region_of,
     to_host,
 )
 from treeshard._core.make_mesh import make_mesh, with_devices
@@ -179,24 +179,24 @@ def _reader(
 
     receivers = among if to == "all" else [to]
     data = list(map(data_of, spread))
-    wanted = [[(r, box_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
+    wanted = [[(r, region_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
     return _received(leaves, deliver(data, wanted, among, wait), jax.process_index() in receivers)
 
 
 def _received(
-    leaves: list[Any], delivered: Iterator[dict[Box, np.ndarray]], receives: bool
+    leaves: list[Any], delivered: Iterator[dict[Region, np.ndarray]], receives: bool
 ) -> Iterator[Any]:
     known: Known = {}
     for leaf in leaves:
-        boxes = next(delivered) if is_spread(leaf) else {}
+        regions = next(delivered) if is_spread(leaf) else {}
         if not receives:
             yield jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
-        elif not boxes:
+        elif not regions:
             yield to_host(leaf, known)
         elif is_key(leaf):
-            yield keys_on_host(leaf, boxes.popitem()[1])
+            yield keys_on_host(leaf, regions.popitem()[1])
         else:
-            yield boxes.popitem()[1]
+            yield regions.popitem()[1]
 
 
 def _check_receiver(to: To, where: str) -> None:

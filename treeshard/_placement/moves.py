@@ -9,7 +9,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from treeshard._core.arrays import Box, array_text, box_of, data_of, is_key, numbers, second_handle
+from treeshard._core.arrays import (
+    Region,
+    array_text,
+    data_of,
+    is_key,
+    numbers,
+    region_of,
+    second_handle,
+)
 from treeshard._core.mesh import AnyMesh
 from treeshard._core.processes import processes_of
 from treeshard._placement.transport import deliver
@@ -136,14 +144,14 @@ def transfer_across_processes(
     return placed
 
 
-def _of_parts(x: jax.Array, target: NamedSharding, parts: Mapping[Box, np.ndarray]) -> jax.Array:
-    return assemble(x.shape, x.dtype, target, lambda index: parts[box_of(index, x.shape)])
+def _of_parts(x: jax.Array, target: NamedSharding, parts: Mapping[Region, np.ndarray]) -> jax.Array:
+    return assemble(x.shape, x.dtype, target, lambda index: parts[region_of(index, x.shape)])
 
 
-def _wanted(shape: tuple[int, ...], target: NamedSharding) -> list[tuple[int, Box]]:
+def _wanted(shape: tuple[int, ...], target: NamedSharding) -> list[tuple[int, Region]]:
     """Which process needs which shards."""
     indices = target.devices_indices_map(shape).items()
-    return list(dict.fromkeys((d.process_index, box_of(index, shape)) for d, index in indices))
+    return list(dict.fromkeys((d.process_index, region_of(index, shape)) for d, index in indices))
 
 
 def read_shards(
@@ -154,13 +162,15 @@ def read_shards(
     Raises `MismatchError` if `read` returns another shape or dtype.
     """
     full = jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
-    cache: dict[Box, np.ndarray] = {}
+    cache: dict[Region, np.ndarray] = {}
 
     def read_once(index: Any) -> np.ndarray:
-        box = box_of(index[: struct.ndim], struct.shape)
-        if box not in cache:
-            cache[box] = _read_checked(read, path, struct, tuple(slice(*ends) for ends in box))
-        return cache[box]
+        region = region_of(index[: struct.ndim], struct.shape)
+        if region not in cache:
+            cache[region] = _read_checked(
+                read, path, struct, tuple(slice(*ends) for ends in region)
+            )
+        return cache[region]
 
     array = assemble(full.shape, full.dtype, target, read_once)
     return as_keys(jax.block_until_ready(array), struct)  # then the host memory can be freed

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
-from treeshard._core.arrays import box_of, numbers
+from treeshard._core.arrays import numbers, region_of
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
@@ -108,13 +108,13 @@ def _join(leaf: Any, target: NamedSharding) -> jax.Array:
     counts = _part_counts(target.mesh, target.spec, part.ndim)
     shape = tuple(length * count for length, count in zip(part.shape, counts, strict=True))
     indices = target.addressable_devices_indices_map(shape).values()
-    boxes = [box_of(index, shape) for index in indices if index is not None]
+    regions = [region_of(index, shape) for index in indices if index is not None]
     # Along each dim, the shards of this process follow one another in its part without gaps.
-    starts = [sorted({start for start, _ in ends}) for ends in zip(*boxes, strict=True)]
+    starts = [sorted({start for start, _ in ends}) for ends in zip(*regions, strict=True)]
 
     def read_shard(index: Any) -> np.ndarray:
         slices = []
-        for (start, stop), known in zip(box_of(index, shape), starts, strict=True):
+        for (start, stop), known in zip(region_of(index, shape), starts, strict=True):
             position, length = known.index(start), stop - start
             slices.append(slice(position * length, (position + 1) * length))
         return part[tuple(slices)]

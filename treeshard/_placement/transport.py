@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from treeshard._core.arrays import Box, box_of, lengths, to_read, within
+from treeshard._core.arrays import Region, lengths, region_of, to_read, within
 
 CHUNK_BYTES = 2**21  # of one chunk or packet at most; several are in flight at a time
 Pair = tuple[int, int]  # (sender, receiver), by process index
@@ -24,34 +24,36 @@ Pair = tuple[int, int]  # (sender, receiver), by process index
 
 def deliver(
     arrays: Sequence[jax.Array],
-    wanted: Sequence[Iterable[tuple[int, Box]]],
+    wanted: Sequence[Iterable[tuple[int, Region]]],
     among: Sequence[int],
     before: Callable[[int], None] = lambda i: None,
-) -> Iterator[dict[Box, np.ndarray]]:
+) -> Iterator[dict[Region, np.ndarray]]:
     """Delivers parts of arrays to the processes that need them, array by array.
 
     All processes in `among` must make the same call, and exhaust the iterator.
 
     Args:
         arrays: Arrays on any devices; no typed keys, which have no bytes (send their data).
-        wanted: For each array, pairs of a process and a box of the array that it needs.
+        wanted: For each array, pairs of a process and a region of the array that it needs.
         among: The processes that hold or need parts of the arrays; ascending.
         before: Called with an array's index before any of its data travels, if any does.
 
     Yields:
-        For each array, the boxes that this process needs.
+        For each array, the regions that this process needs.
     """
-    routes = [_route(x, boxes) for x, boxes in zip(arrays, wanted, strict=True)]
+    routes = [_route(x, regions) for x, regions in zip(arrays, wanted, strict=True)]
     streams = _Streams(arrays, routes, among)
     for i, x in enumerate(arrays):
         if streams.begin(i):
             before(i)
-        boxes = {
-            box: np.empty(lengths(box), x.dtype) for r, box in wanted[i] if r == streams.process
+        regions = {
+            region: np.empty(lengths(region), x.dtype)
+            for r, region in wanted[i]
+            if r == streams.process
         }
         for chunk, data in streams.received(i):
-            boxes[chunk.wanted][within(chunk.part, chunk.wanted)] = data
-        yield boxes
+            regions[chunk.wanted][within(chunk.part, chunk.wanted)] = data
+        yield regions
 
 
 # ------------------------------------------------------------------ chunks
@@ -62,47 +64,52 @@ class Chunk(NamedTuple):
 
     Attributes:
         pair: The sending and the receiving process.
-        held: The box of the shard that contains it on the sender.
-        wanted: The box of the receiver that contains it.
-        part: The box of the chunk itself; at most `CHUNK_BYTES` if sender and receiver differ.
+        held: The region of the shard that contains it on the sender.
+        wanted: The region of the receiver that contains it.
+        part: The region of the chunk itself; at most `CHUNK_BYTES` if sender and receiver differ.
         nbytes: Its size in bytes.
     """
 
     pair: Pair
-    held: Box
-    wanted: Box
-    part: Box
+    held: Region
+    wanted: Region
+    part: Region
     nbytes: int
 
 
-def _route(x: jax.Array, wanted: Iterable[tuple[int, Box]]) -> tuple[Chunk, ...]:
-    """The chunks that bring each process in `wanted` its box; the same on every process."""
+def _route(x: jax.Array, wanted: Iterable[tuple[int, Region]]) -> tuple[Chunk, ...]:
+    """The chunks that bring each process in `wanted` its region; the same on every process."""
     return _chunks_of(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(wanted))
 
 
 @lru_cache(maxsize=4096)
 def _chunks_of(
-    sharding: Sharding, shape: tuple[int, ...], itemsize: int, wanted: tuple[tuple[int, Box], ...]
+    sharding: Sharding,
+    shape: tuple[int, ...],
+    itemsize: int,
+    wanted: tuple[tuple[int, Region], ...],
 ) -> tuple[Chunk, ...]:
-    holders: dict[Box, dict[int, None]] = defaultdict(dict)
+    holders: dict[Region, dict[int, None]] = defaultdict(dict)
     for device, index in sharding.devices_indices_map(shape).items():
-        holders[box_of(index, shape)][device.process_index] = None
+        holders[region_of(index, shape)][device.process_index] = None
     chunks = []
-    for receiver, box in wanted:
+    for receiver, region in wanted:
         for turn, (held, among) in enumerate(holders.items()):
-            part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, box, strict=True))
+            part = tuple(
+                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, region, strict=True)
+            )
             if any(start >= stop for start, stop in part):
                 continue
             here = receiver in among
             sender = receiver if here else [*among][(receiver + turn) % len(among)]
             for piece in [part] if here else _pieces(part, itemsize):
                 nbytes = itemsize * math.prod(lengths(piece))
-                chunks.append(Chunk((sender, receiver), held, box, piece, nbytes))
+                chunks.append(Chunk((sender, receiver), held, region, piece, nbytes))
     return tuple(chunks)
 
 
-def _pieces(part: Box, itemsize: int) -> list[Box]:
-    """Cuts a box into boxes of at most `CHUNK_BYTES`: as many rows as fit, or pieces of a row."""
+def _pieces(part: Region, itemsize: int) -> list[Region]:
+    """Cuts a region into regions of at most `CHUNK_BYTES`: as many rows as fit, or parts of one."""
     if not part:
         return [part]
     (start, stop), rest = part[0], part[1:]
@@ -251,9 +258,9 @@ def _add_bytes(chunks: Iterable[Chunk], total: Counter[Pair]) -> None:
             total[chunk.pair] += chunk.nbytes
 
 
-def _local_shards(x: jax.Array) -> dict[Box, jax.Array]:
+def _local_shards(x: jax.Array) -> dict[Region, jax.Array]:
     """The local shards of an array, one copy of each."""
-    return {box_of(piece.index, x.shape): piece.data for piece in to_read(x).addressable_shards}
+    return {region_of(piece.index, x.shape): piece.data for piece in to_read(x).addressable_shards}
 
 
 # ------------------------------------------------------------------ between devices

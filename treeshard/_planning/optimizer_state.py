@@ -80,10 +80,10 @@ def optimizer_state_specs(
         `optax.tree_map_params`, for states that hold copies of the parameters; `extra_axis`
         is ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054.
     """
-    mesh = as_mesh(mesh)
+    checked_on = mesh = as_mesh(mesh)
     leaves, treedef = tree_flatten(params)
     # Without the argument `mesh`, only ranks are checked.
-    laid = lay(params, param_specs, choose_mesh=lambda *_: mesh, name="param_specs")
+    laid = lay(params, param_specs, choose_mesh=lambda *_: checked_on, name="param_specs")
     misfits = {i: m for i, spec in enumerate(laid) if spec is not None and (m := spec.misfit())}
     what = "parameters do not fit their param_specs:"
     raise_misfits(params, misfits, "optimizer_state_specs", what)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from treeshard._core.arrays import data_of, own_shards, used_bits
+from treeshard._core.arrays import data_of, own_shards, run_dim, used_bits
 from treeshard._core.processes import TIMEOUT, is_spread, together
 from treeshard.errors import ProcessError, listed
 
@@ -121,8 +121,7 @@ class _Layout(NamedTuple):
 
     @property
     def split(self) -> int:
-        pairs = enumerate(zip(self.part, self.whole, strict=True))
-        return max((dim for dim, (part, whole) in pairs if part < whole), default=0)
+        return run_dim(self.part, self.whole)
 
     @property
     def strides(self) -> list[int]:

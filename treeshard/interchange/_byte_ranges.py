@@ -5,12 +5,11 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from treeshard._core.arrays import Box, lengths, within
+from treeshard._core.arrays import Region, lengths, run_dim, runs, within
 
 # Bytes that are joined, or split, at a time.
 BLOCK = 2**23
@@ -22,11 +21,11 @@ class Piece(NamedTuple):
     """A part of an array, in this process's memory.
 
     Attributes:
-        box: Which part: start and stop in each dim.
+        region: Which part: start and stop in each dim.
         items: Its values.
     """
 
-    box: Box
+    region: Region
     items: np.ndarray
 
 
@@ -78,12 +77,12 @@ def _transfer(
     file: int,
     at: int,
     shape: Sequence[int],
-    block: Box,
+    block: Region,
     data: np.ndarray,
 ) -> None:
     """Moves the bytes of a block, one contiguous run at a time."""
     rest = data.reshape(-1).view(np.uint8).data
-    starts, length = _runs(block, shape)
+    starts, length = runs(block, shape)
     for start in (at + starts * data.itemsize).tolist():
         run, rest = rest[: length * data.itemsize], rest[length * data.itemsize :]
         _whole(move, file, run, start)
@@ -100,37 +99,22 @@ def _whole(
         run, at = run[moved:], at + moved
 
 
-def _runs(box: Box, shape: Sequence[int]) -> tuple[np.ndarray, int]:
-    """The contiguous runs of a part in an array's C order: their starts and length, in items."""
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    split = _split_dims(box, shape)
-    dim = split[-1] if split else 0
-    begins = [np.arange(*span) * stride for span, stride in zip(box, strides, strict=True)]
-    starts = reduce(np.add.outer, begins[:dim], np.zeros((), np.int64)).reshape(-1)
-    first = box[dim][0] * strides[dim] if box else 0
-    return starts + first, math.prod(lengths(box[dim:]))
-
-
-def _split_dims(box: Box, shape: Sequence[int]) -> list[int]:
-    return [dim for dim, n in enumerate(lengths(box)) if n < shape[dim]]
-
-
 # ------------------------------------------------------------------ blocks
 
 
 def _blocks(
     shape: Sequence[int], pieces: Iterable[Piece]
-) -> Iterator[tuple[Box, list[tuple[Any, np.ndarray]]]]:
+) -> Iterator[tuple[Region, list[tuple[Any, np.ndarray]]]]:
     """Joins neighbouring pieces and splits them into blocks.
 
     With each block come its parts: the index of the part in the block, and its values.
     """
     for dim, row in _neighbours(shape, pieces):
         first, last = row[0], row[-1]
-        box = list(first.box)
+        region = list(first.region)
         if len(row) > 1:
-            box[dim] = first.box[dim][0], last.box[dim][1]
-        for block in _cut(tuple(box), BLOCK // first.items.itemsize):
+            region[dim] = first.region[dim][0], last.region[dim][1]
+        for block in _cut(tuple(region), BLOCK // first.items.itemsize):
             yield block, [part for piece in row if (part := _part(piece, block)) is not None]
 
 
@@ -143,51 +127,50 @@ def _neighbours(shape: Sequence[int], pieces: Iterable[Piece]) -> Iterator[tuple
     for piece in pieces:
         if not piece.items.size:
             continue
-        split = _split_dims(piece.box, shape)
-        dim = split[-1] if split else 0
-        run = math.prod(lengths(piece.box[dim:])) * piece.items.itemsize
-        if split and run < _SHORT:
-            rows[dim, piece.box[:dim]].append(piece)
+        dim = run_dim(lengths(piece.region), shape)
+        run = math.prod(lengths(piece.region[dim:])) * piece.items.itemsize
+        if run < _SHORT and lengths(piece.region) != tuple(shape):
+            rows[dim, piece.region[:dim]].append(piece)
         else:
             yield dim, [piece]
     for (dim, _), row in rows.items():
-        row.sort(key=lambda piece: piece.box[dim])
+        row.sort(key=lambda piece: piece.region[dim])
         group = row[:1]
         for piece in row[1:]:
-            if piece.box[dim][0] != group[-1].box[dim][1]:
+            if piece.region[dim][0] != group[-1].region[dim][1]:
                 yield dim, group
                 group = []
             group.append(piece)
         yield dim, group
 
 
-def _cut(box: Box, most: int) -> Iterator[Box]:
+def _cut(region: Region, most: int) -> Iterator[Region]:
     """Splits a part of an array into parts of at most `most` items, in C order."""
-    inner = [math.prod(lengths(box[dim + 1 :])) for dim in range(len(box))]
+    inner = [math.prod(lengths(region[dim + 1 :])) for dim in range(len(region))]
     dim = next((dim for dim, items in enumerate(inner) if items <= most), None)
     if dim is None:
-        yield box
+        yield region
         return
     step = max(1, most // max(1, inner[dim]))
-    start, stop = box[dim]
-    for lead in itertools.product(*(range(*span) for span in box[:dim])):
+    start, stop = region[dim]
+    for lead in itertools.product(*(range(*span) for span in region[:dim])):
         for i in range(start, stop, step):
-            yield (*((j, j + 1) for j in lead), (i, min(i + step, stop)), *box[dim + 1 :])
+            yield (*((j, j + 1) for j in lead), (i, min(i + step, stop)), *region[dim + 1 :])
 
 
-def _part(piece: Piece, block: Box) -> tuple[Any, np.ndarray] | None:
+def _part(piece: Piece, block: Region) -> tuple[Any, np.ndarray] | None:
     """The index in a block of its overlap with a piece, and the values; `None` if there is none."""
     both = tuple(
         (max(start, first), min(stop, last))
-        for (start, stop), (first, last) in zip(piece.box, block, strict=True)
+        for (start, stop), (first, last) in zip(piece.region, block, strict=True)
     )
     if any(start >= stop for start, stop in both):
         return None
     # The dots keep an array of one item an array.
-    return within(both, block), piece.items[(*within(both, piece.box), ...)]
+    return within(both, block), piece.items[(*within(both, piece.region), ...)]
 
 
-def _joined(block: Box, parts: list[tuple[Any, np.ndarray]]) -> np.ndarray:
+def _joined(block: Region, parts: list[tuple[Any, np.ndarray]]) -> np.ndarray:
     if len(parts) == 1:
         return parts[0][1]
     data = np.empty(lengths(block), parts[0][1].dtype)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
 
-from treeshard._core.arrays import box_of, has_shape, is_key, lengths, own_shards
+from treeshard._core.arrays import has_shape, is_key, lengths, own_shards, region_of
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import exchange, is_spread, with_bar
 from treeshard._core.spec_trees import Misfit
@@ -143,7 +143,7 @@ def pieces_of(leaf: Any) -> list[Piece]:
     if not isinstance(leaf, jax.Array):
         return [full_piece(np.asarray(leaf))]
     shards = own_shards(leaf)
-    return [Piece(box_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]
+    return [Piece(region_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]
 
 
 # ------------------------------------------------------------------ what is loaded
@@ -198,19 +198,19 @@ def _read(stored: Stored, requested: RequestedLeaf) -> Any:
     indices = [(slice(None),) * len(shape)]
     if sharding is not None:
         indices = sharding.addressable_devices_indices_map(shape).values()
-    boxes = dict.fromkeys(box_of(index or (), shape) for index in indices)
-    pieces = [Piece(box, np.empty(lengths(box), stored.tensor.dtype)) for box in boxes]
+    regions = dict.fromkeys(region_of(index or (), shape) for index in indices)
+    pieces = [Piece(region, np.empty(lengths(region), stored.tensor.dtype)) for region in regions]
     try:
         read(stored.file.fileno(), stored.tensor.start, shape, pieces)
     except EOFError:
         raise DamagedError(f"{stored.file.name} was cut short while it was read.") from None
     dtype = parse_dtype(requested.type.dtype)
     with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
-        parts = {piece.box: piece.items.astype(dtype, copy=False) for piece in pieces}
+        parts = {piece.region: piece.items.astype(dtype, copy=False) for piece in pieces}
     if sharding is None:
         (full,) = parts.values()
         return jax.device_put(full) if requested.type.on_devices else full
     array = jax.make_array_from_callback(
-        shape, sharding, lambda index: parts[box_of(index or (), shape)], dtype=dtype
+        shape, sharding, lambda index: parts[region_of(index or (), shape)], dtype=dtype
     )
     return jax.block_until_ready(array)  # so that its host memory can be freed
