@@ -1,4 +1,4 @@
-"""Files that all processes write parts of, and that are renamed into place when complete."""
+"""Files that several processes or runs write: locks, and new files that appear when complete."""
 
 import fcntl
 import os
@@ -14,8 +14,7 @@ import jax
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, together
 from treeshard.errors import CheckpointError, warn
 
-# ------------------------------------------------------------------
-# Locks for writers of a path. A lock ends with the process that holds it, however that ends.
+# ------------------------------------------------------------------ locks
 
 
 class Lock:
@@ -122,6 +121,9 @@ def _who() -> str:
 
 def _process() -> str:
     return f"process {os.getpid()} on {platform.node()}"
+
+
+# ------------------------------------------------------------------ new files
 
 
 @contextmanager
