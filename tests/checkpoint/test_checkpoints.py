@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
 import treeshard as ts
-from treeshard._disk.files import locked
+from treeshard._disk.files import Lock
 from treeshard.checkpoint import Checkpoints, restore, save
 from treeshard.checkpoint import _save as _saving
 from treeshard.checkpoint._checkpoints import _remove
@@ -142,12 +142,12 @@ def test_leftovers_of_killed_writers_are_removed_but_not_those_of_live_ones(
     assert files_in(tmp_path) == ["5", "x"]
     live = tmp_path / "7.orbax-checkpoint-tmp"
     live.mkdir()
-    with locked(tmp_path / ".7.treeshard-lock", "7"), Checkpoints(tmp_path):
+    with Lock(tmp_path / ".7.treeshard-lock", "7"), Checkpoints(tmp_path):
         assert live.exists()
 
 
 def test_a_second_writer_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
-    with locked(tmp_path / ".x.treeshard-lock", "x"):
+    with Lock(tmp_path / ".x.treeshard-lock", "x"):
         with pytest.raises(
             ts.CheckpointError, match=f"{tmp_path}/x: this process is already writing"
         ):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.multiprocess import faults_checks, launcher
 from tests.multiprocess.killed_saves_checks import host_state
-from treeshard._disk.files import locked
+from treeshard._disk.files import Lock
 from treeshard.checkpoint import Checkpoints, save
 
 
@@ -44,7 +44,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, disks: list[str]) -> launcher.
     with Checkpoints(where / "held") as held:
         held.save(1, host_state(1))
         held.wait()
-        with locked(where / "held" / ".2.treeshard-lock", "2"):  # as if it was being saved
+        with Lock(where / "held" / ".2.treeshard-lock", "2"):  # as if it was being saved
             args = [*disks, str(where / "held")]
             return launcher.launch(faults_checks, where / "two", devices=2, args=args)
 

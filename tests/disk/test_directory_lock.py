@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import treeshard as ts
-from treeshard._disk.files import Lock, locked
+from treeshard._disk.files import Lock
 
 HOLD = """
 import sys, time
@@ -47,12 +47,12 @@ def test_a_lock_ends_with_its_process(holder, tmp_path: Path) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert (tmp_path / "lock").exists()
-    with locked(tmp_path / "lock", "it"):
+    with Lock(tmp_path / "lock", "it"):
         assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
 
 
 def test_the_error_tells_this_process_from_others(tmp_path: Path) -> None:
-    with locked(tmp_path / "lock", "it"), pytest.raises(ts.CheckpointError, match="this process"):
+    with Lock(tmp_path / "lock", "it"), pytest.raises(ts.CheckpointError, match="this process"):
         Lock(tmp_path / "lock", "it")
 
 

@@ -17,6 +17,7 @@ import treeshard as ts
 from tests.full_disk import files_of_at_most
 from tests.helpers import files_in
 from tests.multiprocess.worker import Context
+from treeshard._core.processes import exchange
 from treeshard.checkpoint import Checkpoints, inspect, restore, save, verify
 
 FSDP = [("bias|whole", None), (".*", ts.fsdp("fsdp", min_size=0))]
@@ -228,7 +229,7 @@ def check_damage_is_an_error_on_all(context: Context) -> None:
                 file.write_bytes(raw)
                 flipped += 1
         assert flipped
-    ts._processes.exchange("damaged", b"")
+    exchange("damaged", b"")
     with pytest.raises(ts.DamagedError, match=f"{path}: wide: its bytes have the CRC-32"):
         restore(path, state)
 

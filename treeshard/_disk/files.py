@@ -34,8 +34,8 @@ class Lock:
 
     def __init__(self, file: Path, what: str) -> None:
         self._file = file
-        self._handle: int | None = _locked(file, what)
-        _held.add(self)
+        self._handle: int | None = _lock(file, what)
+        _locks.add(self)
 
     def release(self) -> None:
         """Releases the lock. A second call does nothing."""
@@ -45,6 +45,12 @@ class Lock:
                 self._file.unlink()  # while the lock is still held
             os.close(handle)
 
+    def __enter__(self) -> "Lock":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
     def close_copy(self) -> None:
         """Closes a forked process's copy of the handle, which would keep the lock held."""
         handle, self._handle = self._handle, None
@@ -52,28 +58,13 @@ class Lock:
             os.close(handle)
 
 
-@contextmanager
-def locked(file: Path, what: str) -> Iterator[None]:
-    """Holds a `Lock` during the block."""
-    lock = Lock(file, what)
-    try:
-        yield
-    finally:
-        lock.release()
+_locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [lock.close_copy() for lock in _locks])
 
 
-_held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
-
-
-def _close_copies() -> None:
-    for lock in _held:
-        lock.close_copy()
-
-
-os.register_at_fork(after_in_child=_close_copies)
-
-
-def _locked(file: Path, what: str) -> int | None:
+def _lock(file: Path, what: str) -> int | None:
+    """A handle of the locked file; `None` if the file system has no locks."""
+    me = f"process {os.getpid()} on {platform.node()}"
     while True:
         try:
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -84,7 +75,15 @@ def _locked(file: Path, what: str) -> int | None:
         except BlockingIOError:
             holder = os.read(handle, 200).decode(errors="replace")
             os.close(handle)
-            raise CheckpointError(f"{what}: {_held_by(holder)}") from None
+            if holder.startswith(f"{me},"):
+                why = "this process is already writing here. Close its other writer first."
+            else:
+                why = (
+                    f"another run is writing here: {holder or 'an unknown process'}. Two writers"
+                    " would destroy each other's files. Wait for it, end it, or write to"
+                    " another path."
+                )
+            raise CheckpointError(f"{what}: {why}") from None
         except OSError as error:
             os.close(handle)
             warn(
@@ -92,35 +91,18 @@ def _locked(file: Path, what: str) -> int | None:
                 " writer is not kept out."
             )
             return None
-        if _is_still(file, handle):
+        if _is_open_as(file, handle):
             os.ftruncate(handle, 0)
-            os.write(handle, _who().encode())
+            os.write(handle, f"{me}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode())
             return handle
         os.close(handle)  # its holder has just removed it
 
 
-def _is_still(file: Path, handle: int) -> bool:
+def _is_open_as(file: Path, handle: int) -> bool:
     try:
         return os.path.samestat(os.stat(file), os.fstat(handle))
     except FileNotFoundError:
         return False
-
-
-def _held_by(holder: str) -> str:
-    if holder.startswith(f"{_process()},"):
-        return "this process is already writing here. Close its other writer first."
-    return (
-        f"another run is writing here: {holder or 'an unknown process'}. Two writers would destroy"
-        " each other's checkpoints. Wait for it, end it, or write to another path."
-    )
-
-
-def _who() -> str:
-    return f"{_process()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
-
-
-def _process() -> str:
-    return f"process {os.getpid()} on {platform.node()}"
 
 
 # ------------------------------------------------------------------ new files
@@ -157,22 +139,22 @@ def new_files(
             if first:
                 mark = os.urandom(16)
                 marks.append(mark)
-                held.enter_context(locked(name.with_name(f".{name.name}.lock"), f"{what}: {name}"))
-                files = [held.enter_context(_made(path, mark)) for path in hidden]
+                held.enter_context(Lock(name.with_name(f".{name.name}.lock"), f"{what}: {name}"))
+                files = [held.enter_context(_created(path, mark)) for path in hidden]
         with together(what, timeout=timeout):
             if not first:
-                files = [held.enter_context(_found(path, marks[0])) for path in hidden]
+                files = [held.enter_context(_of_process_0(path, marks[0])) for path in hidden]
         with together(what, timeout=AS_LONG_AS_IT_TAKES):
             yield files
             for file in files:
                 os.fsync(file)
         with together(what, timeout=AS_LONG_AS_IT_TAKES):
             if first:
-                _name(hidden, paths, stale)
+                _rename(hidden, paths, stale)
 
 
 @contextmanager
-def _made(path: Path, mark: bytes) -> Iterator[int]:
+def _created(path: Path, mark: bytes) -> Iterator[int]:
     """Creates a file, or takes over the leftover of a killed run."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
@@ -185,7 +167,7 @@ def _made(path: Path, mark: bytes) -> Iterator[int]:
 
 
 @contextmanager
-def _found(path: Path, mark: bytes) -> Iterator[int]:
+def _of_process_0(path: Path, mark: bytes) -> Iterator[int]:
     """Opens the file of process 0, unless another machine has a different one of this name."""
     try:
         file = os.open(path, os.O_RDWR)
@@ -203,7 +185,7 @@ def _found(path: Path, mark: bytes) -> Iterator[int]:
             os.close(file)
 
 
-def _name(hidden: Sequence[Path], paths: Sequence[Path], stale: Sequence[Path]) -> None:
+def _rename(hidden: Sequence[Path], paths: Sequence[Path], stale: Sequence[Path]) -> None:
     if len(paths) > 1:
         paths[-1].unlink(missing_ok=True)
     for before, after in zip(hidden, paths, strict=True):

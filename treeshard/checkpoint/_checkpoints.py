@@ -11,7 +11,7 @@ import jax
 from etils import epath
 
 from treeshard._core.processes import TIMEOUT, exchange, together
-from treeshard._disk.files import Lock, locked
+from treeshard._disk.files import Lock
 from treeshard.checkpoint._paths import (
     PathLike,
     checkpoint_path,
@@ -234,7 +234,7 @@ class Checkpoints:
         self._held.callback(Lock(lock_in(self._directory), str(self._directory)).release)
         for left in self._directory.iterdir():
             if (path := written_by(left)) is not None:
-                with suppress(CheckpointError), locked(lock_of(path), str(path)):
+                with suppress(CheckpointError), Lock(lock_of(path), str(path)):
                     sweep(path)  # no process is writing it, since its lock was free
 
     @contextmanager

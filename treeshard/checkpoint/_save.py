@@ -57,9 +57,7 @@ def begin(
                 return to_text(packed.table)
             names = [row.path for row in packed.table.leaves if row.stored]
             crcs = checksums(list(packed.arrays.values()), WHERE, timeout, names=names)
-            return to_text(
-                packed.table.with_checksums(dict(zip(packed.arrays, crcs, strict=True)))
-            )
+            return to_text(packed.table.with_checksums(dict(zip(packed.arrays, crcs, strict=True))))
 
         return write(
             path,
