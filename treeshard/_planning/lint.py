@@ -11,7 +11,6 @@ from treeshard._core.specs import axes_of, entries, is_logical
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.logical import ReadLogicalRules, names_without_rule, read_logical_rules
 from treeshard._planning.matching import PlannedLeaf
-from treeshard._planning.rules import errors_of
 from treeshard._planning.tactics import ByNames, Tactic
 from treeshard.errors import did_you_mean
 
@@ -84,7 +83,7 @@ def _misfits(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
     alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
     for members in _kinds(leaves):
         leaf = members[0]
-        for note in errors_of(leaf.decision):
+        for note in leaf.decision.errors:
             shape = leaf.shape if note.kind == "unmatched" else None
             alike[note, leaf.rule, shape] += members
     for (note, rule, shape), members in alike.items():
@@ -232,7 +231,7 @@ def _left_whole(leaves: Iterable[PlannedLeaf], mesh: AnyMesh, min_size: int) -> 
     per_device = 0
     for members in _kinds(leaves):
         leaf = members[0]
-        if errors_of(leaf.decision):
+        if leaf.decision.errors:
             continue
         per_device += leaf.bytes_per_device(mesh) * len(members)
         if leaf.shape and leaf.size >= max(min_size, 1) and not _split_dims(leaf, mesh):

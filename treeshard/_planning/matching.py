@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -10,7 +10,15 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.mesh import AnyMesh, current_or_given
 from treeshard._core.paths import is_box
-from treeshard._core.specs import Adjustment, entries, is_logical, project, shard_size, with_entries
+from treeshard._core.specs import (
+    MISFITS,
+    Adjustment,
+    entries,
+    is_logical,
+    project,
+    shard_size,
+    with_entries,
+)
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.tactics import Tactic, min_size_in_force, too_small
 from treeshard._planning.tree_walk import (
@@ -44,6 +52,11 @@ class Decision(NamedTuple):
     rule: int | None = None
     pattern: str | None = None
     adjustments: tuple[Adjustment, ...] = ()
+
+    @property
+    def errors(self) -> list[Adjustment]:
+        """The adjustments that are errors if rules are strict."""
+        return [a for a in self.adjustments if a.kind in MISFITS or a.kind == "unmatched"]
 
 
 class PlannedLeaf(NamedTuple):
@@ -115,6 +128,10 @@ class Decided(NamedTuple):
     decisions: list[Decision]
     adjusted: bool  # whether any decision has adjustments
     boxed: bool  # whether there are boxes in the tree
+
+    def rows(self) -> Iterable[tuple[str, Shape | None, Decision]]:
+        """Every leaf as (path, shape, decision)."""
+        return zip(self.paths, self.shapes, self.decisions, strict=True)
 
 
 # ------------------------------------------------------------------ the rule of each leaf

@@ -414,7 +414,7 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
     mesh = as_mesh(mesh)
     parsed = read_rules(rules)
     decided = decide(parsed, tree, mesh, min_size)
-    warn_of_moves(zip(decided.paths, decided.shapes, decided.decisions, strict=True), frozenset())
+    warn_of_moves(decided.rows(), frozenset())
     columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
     leaves = tuple(
         [

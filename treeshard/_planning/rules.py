@@ -11,7 +11,7 @@ from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import MISFITS, Adjustment, is_logical
-from treeshard._planning.matching import Decided, Decision, ReadRules, decide
+from treeshard._planning.matching import Decision, ReadRules, decide
 from treeshard._planning.strategies import parse_strategy
 from treeshard.errors import ShardingRuleError, UnknownAxisInRuleError, listed, warn
 
@@ -75,15 +75,10 @@ def match_partition_rules(
     mesh = as_mesh(mesh)
     decided = decide(read_rules(rules), tree, mesh, min_size)
     if decided.adjusted:
-        if strict and (error := rules_error(rows_of(decided), mesh)):
+        if strict and (error := rules_error(decided.rows(), mesh)):
             raise error
-        warn_of_moves(rows_of(decided), frozenset() if strict else frozenset({"rank"}))
+        warn_of_moves(decided.rows(), frozenset() if strict else frozenset({"rank"}))
     return decided.treedef.unflatten([decision.given for decision in decided.decisions])
-
-
-def rows_of(decided: Decided) -> Iterable[tuple[str, Any, Decision]]:
-    """Every leaf as (path, shape, decision)."""
-    return zip(decided.paths, decided.shapes, decided.decisions, strict=True)
 
 
 # ------------------------------------------------------------------ strictness
@@ -101,10 +96,9 @@ def rules_error(
     facts: list[str] = []
     kinds: set[str] = set()
     for path, shape, decision in rows:
-        errors = errors_of(decision)
-        if errors:
-            facts.append(_fact(path, shape, decision, errors))
-            kinds.update(adjustment.kind for adjustment in errors)
+        if decision.errors:
+            facts.append(_fact(path, shape, decision, decision.errors))
+            kinds.update(adjustment.kind for adjustment in decision.errors)
     if not facts:
         return None
     where = f"The mesh has {describe_mesh(mesh)}." if mesh is not None else "No mesh was given."
@@ -115,11 +109,6 @@ def rules_error(
         message += '\nTo replicate leaves that no other rule matches, add a last rule (".*", None).'
     error = UnknownAxisInRuleError if "axis-not-in-mesh" in kinds else ShardingRuleError
     return error(message)
-
-
-def errors_of(decision: Decision) -> list[Adjustment]:
-    """The adjustments of a decision that are errors if rules are strict."""
-    return [a for a in decision.adjustments if a.kind in MISFITS or a.kind == "unmatched"]
 
 
 def _fact(path: str, shape: Any, decision: Decision, adjustments: Iterable[Adjustment]) -> str:
@@ -185,11 +174,7 @@ def read_rules(rules: Rules) -> ReadRules:
 def _read_action(action: Any) -> Any:
     if isinstance(action, str):
         return parse_strategy(action)
-    if (
-        isinstance(action, PartitionSpec)
-        or action is None
-        or is_logical(action)
-        or callable(action)
-    ):
+    is_spec = action is None or isinstance(action, PartitionSpec)
+    if is_spec or is_logical(action) or callable(action):
         return action
     raise ShardingRuleError(f"the action is {action!r} ({type(action).__name__}). {_ACTIONS}")

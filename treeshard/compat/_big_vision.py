@@ -11,7 +11,7 @@ from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, is_box
 from treeshard._core.spec_trees import SpecTree
 from treeshard._planning.matching import Decided, decide
-from treeshard._planning.rules import read_rules, rows_of, rules_error
+from treeshard._planning.rules import read_rules, rules_error
 from treeshard._planning.tactics import Tactic
 from treeshard.errors import ShardingRuleError, listed, warn
 
@@ -56,7 +56,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     mesh = as_mesh(mesh, make_mesh)
     decided = decide(_read(strategy), tree, mesh, 0, whole_paths=True)
     if decided.adjusted:
-        matched = [row for row in rows_of(decided) if row[2].rule is not None]
+        matched = [row for row in decided.rows() if row[2].rule is not None]
         if error := rules_error(matched, mesh):
             raise error
         _warn_of_unmatched(decided)
@@ -82,7 +82,7 @@ def _read(strategy: Strategy) -> Any:
 def _warn_of_unmatched(decided: Decided) -> None:
     unmatched = [
         f"{path}: shape {shape}"
-        for path, shape, decision in rows_of(decided)
+        for path, shape, decision in decided.rows()
         if any(note.kind == "unmatched" for note in decision.adjustments)
     ]
     if unmatched:
