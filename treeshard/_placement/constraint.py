@@ -271,9 +271,9 @@ def _report(tree: PyTree, targets: Sequence[_Target | None], uneven: Uneven, whe
     kinds = {"rank", "indivisible"} if uneven in ("error", "keep") else {"rank"}
     misfits: dict[int, Misfit] = {}
     warnings: list[str] = []
-    adjusted = [(i, t) for i, t in enumerate(targets) if t is not None and t.laid.adjustments]
+    adjusted = {i: t for i, t in enumerate(targets) if t is not None and t.laid.adjustments}
     paths = leaf_paths(tree) if adjusted else []
-    for i, target in adjusted:
+    for i, target in adjusted.items():
         if misfit := target.laid.misfit(kinds - {"indivisible"} if target.is_padded else kinds):
             misfits[i] = misfit
         for note in target.laid.adjustments:
@@ -283,7 +283,8 @@ def _report(tree: PyTree, targets: Sequence[_Target | None], uneven: Uneven, whe
                 warnings.append(f"{fact} {mesh} It is constrained to {target.spec} instead.")
             elif note.kind == "axis-already-used" or _is_misspelled(note, target):
                 warnings.append(fact)
-    advice = _KEEP if uneven == "keep" else ""
+    is_uneven = any(adjusted[i].laid.misfit({"indivisible"}) for i in misfits)
+    advice = _KEEP if uneven == "keep" and is_uneven else ""
     raise_misfits(tree, misfits, where, "constraints do not fit:", advice=advice)
     if warnings:
         warn(listed(f"{len(warnings)} constraints were only applied in part:", warnings))
