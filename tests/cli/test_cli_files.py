@@ -323,7 +323,7 @@ def test_export_writes_several_files_and_replaces_them(go, run, tmp_path) -> Non
             ["--only=model", "--rename=l=>\\2"],
             "'\\\\2' is not a replacement: invalid group reference 2",
         ),
-        (["--only=model", "--rename=[01]=>0"], "layers/0/b: the name of model/layers/0/b and"),
+        (["--only=model", "--rename=[01]=>0"], "layers/0/b: the name of ['model/layers/0/b'] and"),
         (["--max-file-size=much"], "'much' is not an amount of memory."),
         (["--metadata=pt"], "--metadata 'pt' has no '='. Write it as 'format=pt'."),
     ],

@@ -1,6 +1,6 @@
 """How two stored trees differ, and by how much."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import numpy as np
 
 from treeshard._cli.stored_trees import StoredTree
 from treeshard._core.arrays import used_bits
+from treeshard._core.paths import pair
 from treeshard._core.processes import with_bar
 from treeshard._disk.leaves import SavedLeaf, raise_damages
 
@@ -85,22 +86,26 @@ def difference(
     Raises:
         DamagedError: If leaves are damaged.
     """
-    in_b = {row.path: row for row in b.contents.leaves}
-    names_of_a = set(names.values())
-    both = [(x, y) for x in a.contents.leaves if (y := in_b.get(names[x.path])) is not None]
-    verdicts = {y.path: _same_unread(x, y) for x, y in both}
-    to_read = [pair for pair in both if verdicts[pair[1].path] is None]
-    changed = {y.path: Changed(x, y, None) for x, y in both if verdicts[y.path] is False}
-    for (x, y), numbers in _read(a, b, to_read, progress):
-        if numbers.differing:
-            changed[y.path] = Changed(x, y, numbers)
-    unread = sum(verdicts[y.path] is True and bool(x.dtype and x.crc) for x, y in both)
+    renamed = ((names[x.path], x) for x in a.contents.leaves)
+    pairs = pair(renamed, ((y.path, y) for y in b.contents.leaves))
+    both = {path: (x, y) for path, x, y in pairs if x is not None and y is not None}
+    verdicts = {path: _same_unread(x, y) for path, (x, y) in both.items()}
+    unknown = {path: both[path] for path, same in verdicts.items() if same is None}
+    numbers = _read(a, b, unknown, progress)
+    changed = {
+        path: Changed(x, y, numbers.get(path))
+        for path, (x, y) in both.items()
+        if verdicts[path] is False or (path in numbers and numbers[path].differing)
+    }
+    unread = sum(
+        verdicts[path] is True and bool(x.dtype and x.crc) for path, (x, _) in both.items()
+    )
     return Difference(
         len(both) - len(changed),
         unread,
-        {y.path: changed[y.path] for _, y in both if y.path in changed},
-        [x.path for x in a.contents.leaves if names[x.path] not in in_b],
-        [y.path for y in b.contents.leaves if y.path not in names_of_a],
+        changed,
+        [x.path for _, x, y in pairs if x is not None and y is None],
+        [path for path, x, _ in pairs if x is None],
     )
 
 
@@ -114,23 +119,22 @@ def _same_unread(x: SavedLeaf, y: SavedLeaf) -> bool | None:
 
 
 def _read(
-    a: StoredTree, b: StoredTree, pairs: Sequence[Pair], progress: bool
-) -> Iterator[tuple[Pair, Numbers]]:
+    a: StoredTree, b: StoredTree, pairs: Mapping[str, Pair], progress: bool
+) -> dict[str, Numbers]:
+    """How the numbers of pairs of arrays differ, by path."""
     damages: tuple[dict[str, str], dict[str, str]] = {}, {}
-    firsts = with_bar([x for x, _ in pairs], "diff", show=progress)
-    read = zip(a.read(firsts), b.read([y for _, y in pairs]), strict=True)
-    for pair, leaves in zip(pairs, read, strict=True):
+    firsts = with_bar([x for x, _ in pairs.values()], "diff", show=progress)
+    read = zip(a.read(firsts), b.read([y for _, y in pairs.values()]), strict=True)
+    numbers: dict[str, Numbers] = {}
+    for (path, (row, _)), leaves in zip(pairs.items(), read, strict=True):
         for leaf, damage in zip(leaves, damages, strict=True):
             damage |= {leaf.row.path: leaf.damage} if leaf.damage else {}
         x, y = (leaf.array for leaf in leaves)
         if x is not None and y is not None:
-            yield pair, compare_numbers(x, y, opaque=_is_opaque(pair[0], x))
+            numbers[path] = compare_numbers(x, y, opaque=row.kind == "key" or x.shape != row.shape)
     for tree, damage in zip((a, b), damages, strict=True):
         raise_damages(tree.contents.path, damage)
-
-
-def _is_opaque(row: SavedLeaf, x: np.ndarray) -> bool:
-    return row.kind == "key" or x.shape != row.shape
+    return numbers
 
 
 # ------------------------------------------------------------------ numbers

@@ -283,8 +283,9 @@ def _renamed(paths: Iterable[str], rules: Sequence[str], command: str) -> dict[s
                 raise FormatError(f"--rename: {new!r} is not a replacement: {error}.") from None
         return path
 
-    paths = sorted(paths)
-    return dict(zip(paths, tensor_names(paths, rename, command), strict=True))
+    flat = {path: path for path in sorted(paths)}
+    names = tensor_names(list(flat), flat, rename, command)
+    return dict(zip(flat, names.values(), strict=True))
 
 
 def _read_rule(rule: str) -> tuple[re.Pattern[str], str]:

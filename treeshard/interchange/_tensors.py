@@ -1,16 +1,15 @@
 """The arrays of a tree as named tensors: their names, what to write of them, what to read."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
 import jax
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
+from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import has_shape, is_key, lengths, own_shards, region_of
-from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import exchange, is_spread, with_bar
 from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
@@ -29,49 +28,43 @@ Names = Callable[[str], str] | Mapping[str, str]
 
 
 def tensor_names(
-    paths: Sequence[str], rename: Names | None, where: str, keys: Sequence[str] | None = None
-) -> list[str]:
-    """The names of tensors by the paths of their leaves.
+    paths: Sequence[str | None], tree: PyTree, rename: Names | None, where: str
+) -> dict[int, str]:
+    """The names of tensors, by leaf index.
 
     Args:
-        paths: The paths.
+        paths: The path of each leaf; `None` for leaves that are not tensors.
+        tree: The tree, for messages. Its `None`s count as leaves.
         rename: As in `save_safetensors`.
         where: The name of the function or command, for messages.
-        keys: What messages call each leaf, since leaves may share a path; by default its path.
 
     Raises:
         CheckpointError: If leaves would share a name; if the format does not allow a name; if a
             mapping has other paths.
     """
+    named = {i: path for i, path in enumerate(paths) if path is not None}
     facts: list[str] = []
     if isinstance(rename, Mapping):
-        for path in rename.keys() - set(paths):
-            near = did_you_mean(str(path), paths)
+        for path in rename.keys() - set(named.values()):
+            near = did_you_mean(str(path), named.values())
             facts.append(f"{path}: `rename` has it, but the tree has no such array.{near}")
-    names = [_renamed(path, rename) for path in paths]
-    sharing: defaultdict[str, list[str]] = defaultdict(list)
-    for path, key, name in zip(paths, keys or paths, names, strict=True):
-        if why := _why_invalid(name):
-            facts.append(f"{path}: its name would be {name!a}, {why}")
-        else:
-            sharing[name].append(key)
+    names = {i: _renamed(path, rename) for i, path in named.items()}
+    invalid = {i: why for i, name in names.items() if (why := _why_invalid(name))}
+    facts += [f"{named[i]}: its name would be {names[i]!a}, {why}" for i, why in invalid.items()]
+    valid = [None if i in invalid else names.get(i) for i in range(len(paths))]
     facts += [
         f"{name}: the name of {' and '.join(keys)}. Give them different names with `rename`."
-        for name, keys in sharing.items()
-        if len(keys) > 1
+        for name, keys in shared_names(valid, tree, is_leaf=is_none).items()
     ]
     if facts:
         raise CheckpointError(f"{where}: {listed(f'{len(facts)} names are invalid:', facts)}")
     return names
 
 
-def _names_of_arrays(tree: Any, rename: Names | None, where: str) -> dict[int, str]:
-    """The names of the tensors of a tree's arrays, by leaf index; `None`s count as leaves."""
-    keyed = tree_flatten_with_path(tree, is_leaf=is_none)[0]
-    named = zip(leaf_paths(tree, is_leaf=is_none), keyed, strict=True)
-    rows = [(i, p, keystr(key)) for i, (p, (key, leaf)) in enumerate(named) if has_shape(leaf)]
-    positions, paths, keys = zip(*rows, strict=True) if rows else ((), (), ())
-    return dict(zip(positions, tensor_names(paths, rename, where, keys), strict=True))
+def _names_of_arrays(tree: PyTree, rename: Names | None, where: str) -> dict[int, str]:
+    named = zip(leaf_paths(tree, is_leaf=is_none), tree_leaves(tree, is_leaf=is_none), strict=True)
+    paths = [path if has_shape(leaf) else None for path, leaf in named]
+    return tensor_names(paths, tree, rename, where)
 
 
 def _renamed(path: str, rename: Names | None) -> Any:
