@@ -1,4 +1,4 @@
-"""What differs between processes is said on all of them, before anything can hang."""
+"""Calls that differ between processes raise on all of them, before anything can hang."""
 
 import contextlib
 import io
@@ -67,7 +67,7 @@ def check_another_shape_or_dtype(context: Context) -> None:
     )
 
 
-def check_a_leaf_more(context: Context) -> None:
+def check_an_extra_leaf(context: Context) -> None:
     more = {"v": np.ones(6, np.float32)} if context.index == 0 else {}
     assert error_of(lambda: ts.shard({"w": np.ones(6, "f")} | more, P("data"), mesh())) == (
         f"shard{HEADLINE}v: float32[6] as P('data',) on process 0; nothing on processes 1, 2"
@@ -122,7 +122,7 @@ def check_a_receiver_that_differs(context: Context) -> None:
     assert_all_can_go_on()
 
 
-def check_an_array_that_only_one_knows_as_spread(context: Context) -> None:
+def check_an_array_that_spans_processes_only_on_one(context: Context) -> None:
     placed = ts.shard(tree()["layers"][0]["b"], P("fsdp"), mesh_of(0))
     told = error_of(lambda: ts.reshard(placed, P("data"), mesh()))
     assert "float32[6] as P('data',) on process 0; float32[6] as P('data',) from P('fsdp',)" in told
@@ -154,10 +154,10 @@ def check_a_deleted_leaf_on_one(context: Context) -> None:
     assert_all_can_go_on()
 
 
-# ------------------------------------------------------------------ who does not come
+# ------------------------------------------------------------------ processes that do not arrive
 
 
-def check_who_does_not_come_is_named(context: Context) -> None:
+def check_a_process_that_does_not_arrive_is_named(context: Context) -> None:
     placed = ts.shard(tree(), P("data"), mesh())
     for what, call in {
         "shard": lambda: ts.shard(tree(), P("data"), mesh(), timeout=1.0),
@@ -168,7 +168,7 @@ def check_who_does_not_come_is_named(context: Context) -> None:
     }.items():
         exchange("ready", b"")
         if context.index == 2:
-            time.sleep(2.0)  # and comes too late
+            time.sleep(2.0)  # and arrives too late
         told = error_of(call)
         if context.index < 2:
             assert told.startswith(f"{what}: process 2 of 3 did not arrive within 1 s. Nothing was")
@@ -181,7 +181,7 @@ def mesh_of_rows() -> Mesh:
     return ts.make_mesh("data=3", devices=[jax.local_devices(process_index=i)[0] for i in range(3)])
 
 
-def check_who_reads_long_is_waited_for(context: Context) -> None:
+def check_a_slow_read_is_waited_for(context: Context) -> None:
     def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
         time.sleep(2.0 if context.index == 2 else 0)
         return np.ones(2, np.float32)
@@ -192,7 +192,7 @@ def check_who_reads_long_is_waited_for(context: Context) -> None:
     np.testing.assert_array_equal(ts.gather(placed), np.ones(6))
 
 
-def check_who_stops_iterating_is_named(context: Context) -> None:
+def check_a_process_that_stops_iterating_is_named(context: Context) -> None:
     leaves = {f"{i}": np.ones((6, 2**20), np.float32) for i in range(3)}  # more than a chunk each
     placed = ts.shard(leaves, P("data"), mesh())
     read = ts.iter_gather(placed, to=0, timeout=1.0)
@@ -223,7 +223,7 @@ def check_parts_that_differ(context: Context) -> None:
 def check_parts_are_compared_once(context: Context) -> None:
     part = {"x": np.ones((2, 5), np.float32)}
     ts.from_process_local(part, P("data"), mesh())
-    if context.index == 1:  # which has nobody to wait for now
+    if context.index == 1:  # no other process calls it now
         ts.from_process_local(part, P("data"), mesh(), timeout=0.2)
 
 
@@ -259,7 +259,7 @@ def check_parts_that_overlap(context: Context) -> None:
     )
 
 
-# ------------------------------------------------------------------ who need not come
+# ------------------------------------------------------------------ bystanders
 
 
 def check_a_mesh_of_one_process_needs_no_other(context: Context) -> None:

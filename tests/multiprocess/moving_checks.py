@@ -1,4 +1,4 @@
-"""Trees go to meshes of several processes and come back; on one process too, as the measure."""
+"""Moves trees to meshes of several processes and back; on one process too, for comparison."""
 
 import weakref
 from typing import Any
@@ -36,13 +36,13 @@ def mesh_2d() -> Mesh:
 
 
 def mesh_across() -> Mesh:
-    """HSDP: each process has parts of everything, `data` lies across processes too."""
+    """HSDP: each process has parts of every array, and `data` spans processes too."""
     devices = np.array(jax.devices()).reshape(4, 2).T
     return Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
 def host_tree() -> dict[str, Any]:
-    """Every dtype and shape that is anything special, bits all over."""
+    """Leaves of all unusual dtypes and shapes, with random bits."""
     random = np.random.default_rng(0)
     bits = random.integers(0, 2**32, (16, 8), np.uint32)
     dtypes = {"bf16": ml_dtypes.bfloat16, "fp8": ml_dtypes.float8_e4m3fn, "int4": ml_dtypes.int4}
@@ -93,7 +93,7 @@ def assert_structs(tree: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def live_bytes() -> int:
-    """Of all arrays on the devices of this process."""
+    """The bytes of all arrays on the devices of this process."""
     arrays = [s.data for x in jax.live_arrays() for s in x.addressable_shards]
     return sum({x.unsafe_buffer_pointer(): x.nbytes for x in arrays}.values())
 
@@ -101,7 +101,7 @@ def live_bytes() -> int:
 # ------------------------------------------------------------------ there and back
 
 
-def check_what_is_sharded_comes_back_bit_for_bit(context: Context) -> None:
+def check_gather_undoes_shard_bit_for_bit(context: Context) -> None:
     tree = host_tree()
     for mesh, several in ((mesh_2d(), SPECS), (mesh_across(), SPECS[2:5])):
         for spec in several:
@@ -149,7 +149,7 @@ def check_the_result_shares_no_memory(context: Context) -> None:
         x[:] = 0
 
 
-def check_whatever_mesh_is_in_force(context: Context) -> None:
+def check_any_current_mesh(context: Context) -> None:
     tree, spec = {"x": arange(16, 8)}, P(("data", "fsdp"))
     placed = ts.shard(tree, spec, mesh_2d())
     with jax.set_mesh(mesh_2d()):
@@ -166,7 +166,7 @@ def check_whatever_mesh_is_in_force(context: Context) -> None:
         assert_same(ts.gather(placed), tree)
 
 
-def check_functions_per_leaf_work_unchanged(context: Context) -> None:
+def check_functions_per_leaf(context: Context) -> None:
     tree = {"w": arange(16, 8), "kept": arange(3), "b": arange(8)}
     specs = {"w": P("data", "fsdp"), "kept": None, "b": P()}
     shard_fns, gather_fns = ts.make_shard_and_gather_fns(specs, mesh_2d())
@@ -175,7 +175,7 @@ def check_functions_per_leaf_work_unchanged(context: Context) -> None:
     assert_same(jax.tree.map(lambda f, x: f(x), gather_fns, placed), tree)
 
 
-def check_global_arrays_of_jit_come_back(context: Context) -> None:
+def check_results_of_jit_are_gathered(context: Context) -> None:
     placed = ts.shard(arange(16, 8), P("data", "fsdp"), mesh_2d())
     doubled = jax.jit(lambda x: (x * 2, x.sum(axis=0)))(placed)
     np.testing.assert_array_equal(ts.gather(doubled)[0], arange(16, 8) * 2)
@@ -183,7 +183,7 @@ def check_global_arrays_of_jit_come_back(context: Context) -> None:
 
 
 def check_large_leaves_go_in_pieces(context: Context) -> None:
-    """Of several chunks each, in rows longer than a chunk, and small ones between."""
+    """Leaves of several chunks, with rows longer than a chunk, and small leaves between."""
     tree = {
         "long": arange(8, CHUNK_BYTES // 16),
         "small": arange(24),
@@ -215,7 +215,7 @@ def check_random_trees_meshes_and_receivers(context: Context) -> None:
         got = ts.gather(placed, to="all" if to < 0 else int(to))
         (assert_same if to in (-1, context.index) else assert_structs)(got, tree)
         if len(processes_of(other.devices.flat)) == 1 < context.count:
-            continue  # to its process, the arrays there would be nobody else's
+            continue  # the arrays would be local to one process
         moved = ts.reshard(placed, specs[1], other)
         for name, x in tree.items():
             for shard in moved[name].addressable_shards:
@@ -240,7 +240,7 @@ def random_spec(random: np.random.Generator, rank: int) -> P:
     return P(*(tuple(str(axis) for axis, dim in axes if dim == d) for d in range(rank)))
 
 
-def check_a_constraint_on_own_devices_waits_for_nobody(context: Context) -> None:
+def check_a_constraint_on_own_devices_does_not_wait(context: Context) -> None:
     if context.index == 0:  # the others never make this call
         mesh = ts.make_mesh("fsdp=-1", devices=jax.local_devices())
         placed = ts.with_sharding_constraint(arange(16, 8), P("fsdp"), mesh)
@@ -255,7 +255,7 @@ def check_a_constraint_across_processes_places_arrays(context: Context) -> None:
 # ------------------------------------------------------------------ what it costs
 
 
-def check_placing_compiles_nothing_and_gathering_a_program_a_distance(context: Context) -> None:
+def check_placing_compiles_nothing_and_gathering_one_program_per_distance(context: Context) -> None:
     tree = {f"{n:02}": arange(8, n + 1) for n in range(40)}
     tree |= {f"half/{n:02}": arange(16, n + 1, dtype=ml_dtypes.bfloat16) for n in range(10)}
     before = len(compiles)
@@ -274,13 +274,13 @@ def check_only_the_receiver_takes_memory(context: Context) -> None:
     placed = {"a": ts.shard(x, P(("data", "fsdp")), mesh_2d())}
     before = live_bytes()
     for _, leaf in ts.iter_gather(placed, to=0):
-        # What is on its way lies in a few chunks, here and on the devices.
+        # Data in flight takes a few chunks, on the host and on the devices.
         assert live_bytes() - before <= 3 * CHUNK_BYTES
         assert isinstance(leaf, np.ndarray) == (context.index == 0)
     assert placed["a"]._npy_value is None
 
 
-def check_iter_gather_keeps_nothing_it_gave(context: Context) -> None:
+def check_iter_gather_keeps_no_array_it_yielded(context: Context) -> None:
     tree = {f"{n}": arange(8, 1000) for n in range(5)}
     for _, x in ts.iter_gather(ts.shard(tree, P(("data", "fsdp")), mesh_2d())):
         given = weakref.ref(x)
@@ -289,7 +289,7 @@ def check_iter_gather_keeps_nothing_it_gave(context: Context) -> None:
 
 
 def check_replicas_are_not_sent(context: Context) -> None:
-    """Where each process holds everything, none waits for another."""
+    """Where each process holds all data, no process waits for another."""
     devices = np.array(jax.devices()).reshape(context.count, -1)
     mesh = Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     tree = {"w": arange(16, 8), "b": arange(8)}
@@ -324,7 +324,7 @@ def check_structs_are_filled_shard_by_shard(context: Context) -> None:
         assert regions == {region_of(index, x.shape) for index in shards}, path
 
 
-def check_what_read_returns_is_checked(context: Context) -> None:
+def check_the_result_of_read_is_checked(context: Context) -> None:
     struct = {"w": jax.ShapeDtypeStruct((16, 8), np.float32)}
     here = 16 // context.count * context.index
 
@@ -339,7 +339,7 @@ def check_what_read_returns_is_checked(context: Context) -> None:
     )
 
 
-def check_where_read_fails_on_one_process_it_fails_on_all(context: Context) -> None:
+def check_if_read_fails_on_one_process_all_raise(context: Context) -> None:
     def read(path: str, index: tuple[slice, ...]) -> Any:
         if context.index == context.count - 1:
             raise OSError("the disk is gone")
@@ -368,12 +368,12 @@ def check_parts_are_joined(context: Context) -> None:
     assert batch["x"].sharding == NamedSharding(mesh_2d(), P(("data", "fsdp")))
     for name, x in whole.items():
         np.testing.assert_array_equal(ts.gather(batch[name]), x)
-    mine["x"][:] = -1  # a loader that uses its buffer again
+    mine["x"][:] = -1  # a loader that reuses its buffer
     np.testing.assert_array_equal(ts.gather(batch["x"]), arange(16, 6))
 
 
 def check_parts_along_other_dims(context: Context) -> None:
-    """Each gives what its devices hold, along whichever dim, and all of what none splits."""
+    """Each process passes what its devices hold along each dim."""
     whole = arange(8, 16)
     for mesh in (mesh_2d(), mesh_across()):
         for spec in SPECS:
@@ -430,7 +430,7 @@ def check_resharding_between_specs_and_meshes(context: Context) -> None:
     assert placed["x"]._npy_value is None
 
 
-def check_what_lies_right_stays(context: Context) -> None:
+def check_leaves_already_in_place_are_returned_unchanged(context: Context) -> None:
     placed = ts.shard(arange(16, 8), P("fsdp"), mesh_2d())
     for move in (ts.shard, ts.reshard):
         assert move(placed, P("fsdp"), mesh_2d()) is placed
