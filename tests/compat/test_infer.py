@@ -9,16 +9,16 @@ import jax
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers import struct
+from helpers import mesh_of, struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import leaf_paths
 
-MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+MESH = mesh_of(data=2, model=4)
 RULES = [("embed", "data"), ("mlp", "model")]
 
 

@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from helpers import mesh_of
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 
-MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+MESH = mesh_of(data=2, model=4)
 LEAF = np.zeros((8, 8, 8))
 
 

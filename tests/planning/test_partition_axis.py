@@ -4,13 +4,13 @@ from dataclasses import fields, replace
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from helpers import mesh_of
 from jax.sharding import PartitionSpec as P
 
 from treeshard import PartitionAxis, ShardingRuleError, SpecError
 
 U = P.UNCONSTRAINED
-MESH = AbstractMesh((2, 4), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+MESH = mesh_of(fsdp=2, tp=4)
 
 DEFAULTS = {
     "data_parallel_axis": "dp",

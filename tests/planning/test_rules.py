@@ -15,10 +15,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import struct
+from helpers import mesh_of, struct
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -27,7 +27,7 @@ from treeshard._planning.matching import decide
 from treeshard._planning.rules import read_rules
 from treeshard._planning.tree_walk import name_leaves, needed_text, tells_indices_apart
 
-MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+MESH = mesh_of(data=2, fsdp=4)
 
 
 def match(rules: Any, tree: Any, mesh: Any = None, **options: Any) -> Any:

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import linen, nnx
-from helpers import struct
-from jax.sharding import AbstractMesh, AxisType
+from helpers import mesh_of, struct
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -15,7 +14,7 @@ from treeshard import Tactic, fsdp, logical_partitioning, replicate, shard_dim, 
 from treeshard._planning.tactics import CustomStep, min_size_in_force, registered_tactics
 
 WHOLE = P()
-MESH = AbstractMesh((2, 4, 1), ("data", "fsdp", "one"), axis_types=(AxisType.Auto,) * 3)
+MESH = mesh_of(data=2, fsdp=4, one=1)
 
 
 def refined(tactic: Tactic, shape: tuple[int, ...], spec: P = WHOLE, floor: int = 0):
