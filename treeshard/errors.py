@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import TypeVar
 
 __all__ = [
     "CheckpointError",
@@ -27,6 +28,9 @@ __all__ = [
     "UnknownAxisError",
     "UnstableStepError",
 ]
+
+
+E = TypeVar("E", bound="SpecError | ShardingRuleError")
 
 
 def __dir__() -> list[str]:
@@ -121,14 +125,15 @@ class ShardingWarning(UserWarning):
     `warnings.simplefilter("error", treeshard.ShardingWarning)`."""
 
 
-def _say_where_to_import(kinds: Iterable[type]) -> None:
-    """Makes tracebacks show the name by which users import a class."""
-    for kind in kinds:
-        kind.__module__ = "treeshard"
+def misfit_error(kinds: Iterable[str], error: type[E]) -> type[E]:
+    """The class to raise for misfits of these kinds, as `Adjustment.kind` names them.
 
-
-_say_where_to_import((ShardingWarning, TreeShardError, *TreeShardError.__subclasses__()))
-_say_where_to_import([*CheckpointError.__subclasses__(), NoDevicesError])
+    It is `error`, which is `SpecError` or `ShardingRuleError`; if the mesh lacks an axis, the
+    subclass of it that is an `UnknownAxisError` too.
+    """
+    if "axis-not-in-mesh" not in kinds:
+        return error
+    return next(kind for kind in error.__subclasses__() if issubclass(kind, UnknownAxisError))
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -7,7 +7,13 @@ import sys
 import pytest
 
 import treeshard as ts
-from treeshard.errors import UnknownAxisInRuleError, UnknownAxisInSpecError, did_you_mean, listed
+from treeshard.errors import (
+    UnknownAxisInRuleError,
+    UnknownAxisInSpecError,
+    did_you_mean,
+    listed,
+    misfit_error,
+)
 
 
 def test_did_you_mean_suggests_a_similar_name() -> None:
@@ -47,14 +53,27 @@ def test_errors_have_their_builtin_bases(error: type, bases: type | tuple[type, 
         assert issubclass(error, base)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "error", "raised"),
+    [
+        (["indivisible"], ts.SpecError, ts.SpecError),
+        (["indivisible", "axis-not-in-mesh"], ts.SpecError, UnknownAxisInSpecError),
+        (["rank"], ts.ShardingRuleError, ts.ShardingRuleError),
+        (["axis-not-in-mesh"], ts.ShardingRuleError, UnknownAxisInRuleError),
+    ],
+)
+def test_the_class_of_an_error_says_whether_an_axis_is_unknown(kinds, error, raised) -> None:
+    assert misfit_error(kinds, error) is raised
+
+
 def test_an_unknown_axis_error_prints_its_message_unescaped() -> None:
     for error in (ts.UnknownAxisError, UnknownAxisInRuleError, UnknownAxisInSpecError):
         assert str(error("two\nlines 'quoted'")) == "two\nlines 'quoted'"
 
 
 def test_tracebacks_say_where_to_import_an_error_from() -> None:
-    classes = [getattr(ts, name) for name in dir(ts) if name.endswith(("Error", "Warning"))]
-    assert {kind.__module__ for kind in classes} == {"treeshard"}
+    classes = [getattr(ts.errors, name) for name in dir(ts.errors)]
+    assert {kind.__module__ for kind in classes} == {"treeshard.errors"}
     assert all(type(pickle.loads(pickle.dumps(kind("why")))) is kind for kind in classes)
 
 

@@ -137,7 +137,8 @@ def runs(region: Region, shape: Sequence[int]) -> tuple[np.ndarray, int]:
     """The contiguous runs of a region in the C order of its array, in items.
 
     Returns:
-        Where each run starts, in order, and the length of a run.
+        The starts of the runs, an int64 array with the shape of the region before `run_dim`, and
+        the length of a run.
 
     Examples:
         >>> runs(((1, 3), (2, 4)), (4, 8))
@@ -146,9 +147,9 @@ def runs(region: Region, shape: Sequence[int]) -> tuple[np.ndarray, int]:
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     dim = run_dim(lengths(region), shape)
     begins = [np.arange(*span) * stride for span, stride in zip(region, strides, strict=True)]
-    starts = reduce(np.add.outer, begins[:dim], np.zeros((), np.int64)).reshape(-1)
+    starts = reduce(np.add.outer, begins[:dim], np.zeros((), np.int64))
     first = region[dim][0] * strides[dim] if region else 0
-    return starts + first, math.prod(lengths(region[dim:]))
+    return np.asarray(starts + first), math.prod(lengths(region[dim:]))
 
 
 # ------------------------------------------------------------------ reading on the host

@@ -26,8 +26,8 @@ from treeshard.errors import (
     SpecError,
     TreeShardError,
     UnknownAxisError,
-    UnknownAxisInSpecError,
     listed,
+    misfit_error,
 )
 
 # A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `SpecCarrier`.
@@ -307,8 +307,7 @@ class LaidSpec:
             )
         if not reasons:
             return None
-        unknown = any(note.kind == "axis-not-in-mesh" for note in notes)
-        error = UnknownAxisInSpecError if unknown else SpecError
+        error = misfit_error({note.kind for note in notes}, SpecError)
         return Misfit(error, " ".join(reasons), self.requested_text())
 
     def requested_text(self) -> str:

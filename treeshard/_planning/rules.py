@@ -13,7 +13,7 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import MISFITS, Adjustment, is_logical
 from treeshard._planning.matching import Decision, ReadRules, decide
 from treeshard._planning.strategies import parse_strategy
-from treeshard.errors import ShardingRuleError, UnknownAxisInRuleError, listed, warn
+from treeshard.errors import ShardingRuleError, listed, misfit_error, warn
 
 Rules = Sequence[Any]  # of (pattern, action) pairs, checked by `read_rules`
 
@@ -107,8 +107,7 @@ def rules_error(
         message = f"{message} {where}"
     if "unmatched" in kinds:
         message += '\nTo replicate leaves that no other rule matches, add a last rule (".*", None).'
-    error = UnknownAxisInRuleError if "axis-not-in-mesh" in kinds else ShardingRuleError
-    return error(message)
+    return misfit_error(kinds, ShardingRuleError)(message)
 
 
 def _fact(path: str, shape: Any, decision: Decision, adjustments: Iterable[Adjustment]) -> str:

@@ -42,7 +42,7 @@ from treeshard._planning.logical import (
     resolve_by,
     resolve_names,
 )
-from treeshard.errors import ShardingRuleError, SpecError, UnknownAxisInSpecError
+from treeshard.errors import ShardingRuleError, SpecError, misfit_error
 
 Refined = tuple[PartitionSpec, tuple[Adjustment, ...]]
 Update = Callable[[PartitionSpec, Any, str, Any], Any]  # (spec, mesh, path, leaf) -> spec
@@ -105,10 +105,9 @@ class Tactic:
         mesh = current_or_given(mesh)
         refined, adjustments = self.refine(spec, mesh, path, leaf, min_size_in_force(None))
         if misfits := [each for each in adjustments if each.kind in MISFITS]:
-            unknown = any(misfit.kind == "axis-not-in-mesh" for misfit in misfits)
             why = " ".join(misfit.why for misfit in misfits)
-            kind = UnknownAxisInSpecError if unknown else SpecError
-            raise kind(f"{path} {tuple(_value_in(leaf).shape)}, {self!r}: {why}")
+            error = misfit_error({misfit.kind for misfit in misfits}, SpecError)
+            raise error(f"{path} {tuple(_value_in(leaf).shape)}, {self!r}: {why}")
         return refined
 
     @property

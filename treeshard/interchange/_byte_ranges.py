@@ -83,7 +83,7 @@ def _transfer(
     """Moves the bytes of a block, one contiguous run at a time."""
     rest = data.reshape(-1).view(np.uint8).data
     starts, length = runs(block, shape)
-    for start in (at + starts * data.itemsize).tolist():
+    for start in (at + starts.reshape(-1) * data.itemsize).tolist():
         run, rest = rest[: length * data.itemsize], rest[length * data.itemsize :]
         _whole(move, file, run, start)
 
