@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -24,7 +25,6 @@ from saved_tensors import entry, write_raw
 import treeshard as ts
 from treeshard._cli import main
 from treeshard._cli.differences import compare_numbers
-from treeshard._core.text import parse_dtype
 from treeshard.checkpoint import Checkpoints, restore, save
 from treeshard.interchange import save_safetensors
 
@@ -478,7 +478,7 @@ WIDEST = np.finfo("float64").max
 )
 def test_diff_measures_differences(go, tmp_path, dtype, a, b, expected) -> None:
     for name, x in (("a", a), ("b", b)):
-        save(tmp_path / name, {"w": np.array(x, parse_dtype(dtype))})
+        save(tmp_path / name, {"w": np.array(x, jnp.dtype(dtype))})
     code, out, _ = go("diff", tmp_path / "a", tmp_path / "b", "--json")
     (found,) = json.loads(out)["changed"]
     names = ("differing", "max_abs", "max_relative", "not_finite")

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._core.text import parse_dtype, parse_names, parse_spec
+from treeshard._core.text import parse_bytes, parse_dtype, parse_names, parse_spec
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,11 @@ def test_literals_that_cannot_be_read(parse, text, message) -> None:
     with pytest.raises(ts.FormatError) as raised:
         parse(text)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("80GB", 80 * 10**9), ("1.5 GiB", 3 * 2**29), ("512", 512), ("2kB", 2000), ("1TiB", 2**40)],
+)
+def test_amounts_of_memory_are_read(text, count) -> None:
+    assert parse_bytes(text) == count

@@ -23,9 +23,8 @@ from safetensors.numpy import load_file, save_file
 from saved_tensors import blocks, entry, flat, package_bytes, random_array, write_raw
 
 import treeshard as ts
-from treeshard._disk.files import locked
-from treeshard.interchange import _byte_ranges, load_safetensors, save_safetensors
-from treeshard.interchange import _format as _safetensors
+from treeshard._disk.files import Lock
+from treeshard.interchange import _byte_ranges, _format, load_safetensors, save_safetensors
 from treeshard.interchange._format import DTYPES, PACKED
 
 NUMPY_DTYPES = [jnp.dtype(name) for code, name in DTYPES.items() if code not in PACKED]
@@ -254,8 +253,8 @@ def test_an_invalid_file_size_is_rejected(file) -> None:
 
 
 def test_a_header_over_the_limit_of_the_format_is_rejected(file, monkeypatch) -> None:
-    assert _safetensors.LONGEST_HEADER == 10**8
-    monkeypatch.setattr(_safetensors, "LONGEST_HEADER", 10**3)
+    assert _format.LONGEST_HEADER == 10**8
+    monkeypatch.setattr(_format, "LONGEST_HEADER", 10**3)
     with pytest.raises(ts.FormatError, match="would have 1056 bytes, and the format allows 1000."):
         save_safetensors(file, {"x" * 10**3: np.ones(1)})
     assert files_in(file.parent) == []
@@ -319,7 +318,7 @@ def test_leftovers_of_a_killed_save_are_overwritten(file, tmp_path) -> None:
 
 def test_two_saves_of_one_file_at_a_time_are_refused(file, tmp_path) -> None:
     with (
-        locked(tmp_path / ".model.safetensors.lock", "elsewhere"),
+        Lock(tmp_path / ".model.safetensors.lock", "elsewhere"),
         pytest.raises(ts.CheckpointError, match="is already writing here"),
     ):
         save_safetensors(file, blocks())
