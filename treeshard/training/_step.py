@@ -153,9 +153,11 @@ class Step:
         placement = self._placements.get(form)
         if placement is None:
             placement = self._placements[form] = self._agree_on(batch, data, treedef)
-        elif misfits := {i: why for i in placement if (why := unmovable(data[i]))}:
+        to_place = {i: goal for i, goal in placement.items() if not _is_placed(data[i], goal)}
+        if to_place:
+            misfits = {i: misfit for i in to_place if (misfit := unmovable(data[i]))}
             raise_unmovable(batch, misfits, self._name, "batch")
-        move_leaves(data, placement, self._name, through_host)
+            move_leaves(data, to_place, self._name, through_host)
         return data
 
     def _agree_on(self, batch: PyTree, data: list[Any], treedef: Any) -> dict[int, NamedSharding]:
@@ -190,6 +192,10 @@ def _form(x: Any) -> Any:
     if not has_shape(x):
         return type(x)
     return x.shape, x.dtype, x.sharding if is_spread(x) else None
+
+
+def _is_placed(x: Any, target: NamedSharding) -> bool:
+    return isinstance(x, jax.Array) and x.sharding == target and not x.is_deleted()
 
 
 class _Program:
