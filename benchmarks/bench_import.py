@@ -23,8 +23,7 @@ OURS = {
 def seconds(statement: str) -> float:
     """What one import costs in a fresh interpreter, by its own clock."""
     code = (
-        "import time; start = time.perf_counter();"
-        f"{statement}; print(time.perf_counter() - start)"
+        f"import time; start = time.perf_counter();{statement}; print(time.perf_counter() - start)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return float(done.stdout.splitlines()[-1])

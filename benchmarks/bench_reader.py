@@ -12,7 +12,7 @@ import time
 
 from benchmarks._harness import Figure, Row, options, report
 from treeshard._core.mesh import abstract_mesh
-from treeshard.communication.collectives import collectives
+from treeshard.communication._collectives import collectives
 
 MESH = abstract_mesh("data=2,fsdp=4")
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=8\n"

@@ -74,8 +74,8 @@ MESHES = Group(
         ),
         Entry(
             "MeshError",
-            "A mesh cannot be built: its sizes do not multiply to the number of devices, or its text"
-            " cannot be read. It is also a `ValueError`.",
+            "A mesh cannot be built: its sizes do not multiply to the number of devices, or its"
+            " text cannot be read. It is also a `ValueError`.",
             """
             ts.make_mesh("data=3,fsdp=4")
             """,
@@ -85,8 +85,8 @@ MESHES = Group(
         ),
         Entry(
             "NoDevicesError",
-            "Devices are needed, and the mesh is abstract: it has axes, but no devices. A plan for a"
-            " mesh as text has such a mesh; `plan.on(mesh)` plans for one with devices. It is a"
+            "Devices are needed, and the mesh is abstract: it has axes, but no devices. A plan"
+            " for a mesh as text has such a mesh; `plan.on(mesh)` plans for one with devices. It is a"
             " `MeshError` and a `NoMeshError`.",
             """
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], "data=2,fsdp=4")

@@ -14,7 +14,7 @@ from small_models import LAYERS, MODELS, compiled, plan_of
 
 import treeshard as ts
 from treeshard._core.mesh import abstract_mesh
-from treeshard.communication import comparison
+from treeshard.communication import _comparison as comparison
 from treeshard.manual import value_and_grad
 from treeshard.training import jit_step, shard_map_step
 

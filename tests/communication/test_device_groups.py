@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from treeshard.communication.device_groups import (
+from treeshard.communication._device_groups import (
     Groups,
     axes_of_sharding,
     groups_of,

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard._core.mesh import abstract_mesh
-from treeshard.communication.forecast import parameters
+from treeshard.communication._forecast import parameters
 
 KIB = 1024
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.communication.partitioner_warnings import (
+from treeshard.communication._partitioner_warnings import (
     capture_partitioner_warnings,
     read_warning,
 )

@@ -16,8 +16,8 @@ import treeshard as ts
 from treeshard import errors as _errors
 from treeshard._core import specs as _specs
 from treeshard._inspection import stability as _stability
-from treeshard.communication.collectives import KINDS, RARE_KINDS
-from treeshard.communication.comparison import Unplanned
+from treeshard.communication._collectives import KINDS, RARE_KINDS
+from treeshard.communication._comparison import Unplanned
 
 ENTRIES = [(group, entry) for group in GROUPS for entry in group.entries]
 WRITE = "docs/errors.md is out of date: run `python tools/errors_page.py`."

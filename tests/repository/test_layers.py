@@ -218,7 +218,7 @@ def test_a_wrong_import_is_seen(module: str, source: str, fact: str) -> None:
         ("_core.jax_private", "def f():\n    from jax._src.mesh import thread_resources"),
         ("checkpoint._store", "import orbax.checkpoint as ocp\nimport treeshard._disk.leaves"),
         ("_inspection.draw", "def f():\n    import matplotlib.pyplot as plt"),
-        ("training._step", "def f():\n    import treeshard.communication.comparison"),
+        ("training._step", "def f():\n    import treeshard.communication._comparison"),
         ("__init__", "def f(name):\n    return import_module(f'treeshard.{name}')"),
         ("_cli", "def f(name):\n    return import_module(f'treeshard.{name}')"),
     ],

@@ -25,10 +25,10 @@ Examples:
     all-reduce: all-reduce of full gradients, 256 B, where a reduce-scatter was planned...
 """
 
-from treeshard.communication.collectives import Collective, assert_collectives, collectives
-from treeshard.communication.comparison import Comparison, compare_communication
-from treeshard.communication.forecast import PlannedTransfer, predict_communication
-from treeshard.communication.partitioner_warnings import capture_partitioner_warnings
+from treeshard.communication._collectives import Collective, assert_collectives, collectives
+from treeshard.communication._comparison import Comparison, compare_communication
+from treeshard.communication._forecast import PlannedTransfer, predict_communication
+from treeshard.communication._partitioner_warnings import capture_partitioner_warnings
 
 __all__ = [
     "Collective",

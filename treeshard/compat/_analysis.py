@@ -13,7 +13,7 @@ from treeshard._core.specs import MISFITS
 from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, live_sharding
 from treeshard._planning.matching import Decision, PlannedLeaf
 from treeshard._planning.plan import Plan
-from treeshard.communication.forecast import predict_communication
+from treeshard.communication._forecast import predict_communication
 
 
 def analyze_sharding_strategy(

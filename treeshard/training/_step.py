@@ -36,7 +36,7 @@ from treeshard.errors import (
 )
 
 if TYPE_CHECKING:
-    from treeshard.communication.comparison import Comparison
+    from treeshard.communication._comparison import Comparison
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -115,7 +115,7 @@ class Step:
             A `Comparison`, as `treeshard.compare_communication` returns it.
         """
         # Readers of compiled programs are 10 modules, which a training loop does not need.
-        from treeshard.communication.comparison import compare_communication
+        from treeshard.communication._comparison import compare_communication
 
         return compare_communication(
             self.plan,

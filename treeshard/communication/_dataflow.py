@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from treeshard.communication.hlo import Computation, HloProgram, Op
+from treeshard.communication._hlo import Computation, HloProgram, Op
 
 # Ops that move the data of their first operand and compute nothing.
 _MOVES = frozenset(

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves
 
 from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes, describe_mesh
-from treeshard.communication.hlo import HloProgram, Op
+from treeshard.communication._hlo import HloProgram, Op
 from treeshard.errors import FormatError, MeshError
 
 CompiledProgram = Any  # a `jax.stages.Compiled`, or its text; `read_program` checks it

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from treeshard._core.mesh import MeshLike
 from treeshard._core.text import columns, human_bytes
-from treeshard.communication.dataflow import Context, Dataflow, value
-from treeshard.communication.device_groups import (
+from treeshard.communication._dataflow import Context, Dataflow, value
+from treeshard.communication._device_groups import (
     UNKNOWN,
     Groups,
     axes_of_pairs,
     groups_of,
     read_pairs,
 )
-from treeshard.communication.hlo import Buffer, Computation, HloProgram, Op
-from treeshard.communication.program import CompiledProgram, argument_path, read_program
+from treeshard.communication._hlo import Buffer, Computation, HloProgram, Op
+from treeshard.communication._program import CompiledProgram, argument_path, read_program
 from treeshard.errors import CommunicationError, FormatError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")

@@ -16,16 +16,16 @@ from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.text import columns, fold_paths, human_bytes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
-from treeshard.communication.collectives import Collective, CollectiveReader, total
-from treeshard.communication.device_groups import axes_of_sharding
-from treeshard.communication.forecast import (
+from treeshard.communication._collectives import Collective, CollectiveReader, total
+from treeshard.communication._device_groups import axes_of_sharding
+from treeshard.communication._forecast import (
     Leaves,
     PlannedTransfer,
     parameters,
     predict_communication,
 )
-from treeshard.communication.hlo import HloProgram
-from treeshard.communication.program import CompiledProgram, argument_path, read_program
+from treeshard.communication._hlo import HloProgram
+from treeshard.communication._program import CompiledProgram, argument_path, read_program
 from treeshard.errors import SpecError, listed
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from treeshard._core.arrays import array_text
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, get_incontext_mesh
-from treeshard.communication.device_groups import spec_of_sharding
+from treeshard.communication._device_groups import spec_of_sharding
 from treeshard.errors import TreeShardError, warn
 
 _MARK = "Involuntary full rematerialization"
