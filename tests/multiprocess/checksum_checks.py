@@ -86,8 +86,8 @@ def check_copies_that_differ_are_named(context: Context) -> None:
         "save /runs/7: 2 arrays differ between processes:\n"
         "  rank: its values differ between processes.\n"
         "  flag: its values differ between processes.\n"
-        "Each process holds its own copy. Make the copies equal, or make global arrays from their"
-        " parts."
+        "Each process holds its own copy. Make the copies equal, or make global arrays from"
+        " their parts."
     )
 
 

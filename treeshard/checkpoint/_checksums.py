@@ -31,7 +31,8 @@ SHORT = 128  # shorter runs are faster many at once in numpy than with one call 
 FOR_A_THREAD = 2**16  # bytes of a run from which on a thread pays off: zlib releases the GIL
 BLOCK = 2**20  # bytes copied at a time, where a copy is needed
 
-_TOLD = np.dtype([("whole", "?"), ("register", "<u4")])
+# What a process sends of each array: whether it holds a copy of its own, and the register.
+_CONTRIBUTION = np.dtype([("is_copy", "?"), ("register", "<u4")])
 
 
 def checksums(
@@ -66,30 +67,39 @@ def checksums(
 
 def registers(arrays: Sequence[jax.Array | np.ndarray]) -> bytes:
     """What this process contributes to the checksums; `of_registers` combines it."""
-    mine = np.zeros(len(arrays), _TOLD)
-    mine["whole"] = [not is_spread(x) for x in arrays]
-    mine["register"] = _registers(arrays)
-    return mine.tobytes()
+    own = np.zeros(len(arrays), _CONTRIBUTION)
+    own["is_copy"] = [not is_spread(x) for x in arrays]
+    own["register"] = _registers(arrays)
+    return own.tobytes()
 
 
 def of_registers(
-    said: Sequence[bytes],
+    messages: Sequence[bytes],
     arrays: Sequence[jax.Array | np.ndarray],
     what: str,
     *,
     names: Sequence[str] = (),
 ) -> list[int]:
     """As `checksums`, from the `registers` of every process."""
-    if len({len(one) for one in said}) > 1:
+    if len(set(map(len, messages))) > 1:
         raise ProcessError(f"{what}: the processes have different numbers of arrays.")
-    told = [np.frombuffer(one, _TOLD) for one in said]
-    whole, every = (np.stack([one[field] for one in told]) for field in _TOLD.names or ())
-    least, most = (np.where(whole, every, ONES).min(axis=0), np.where(whole, every, 0).max(axis=0))
-    local = whole.any(axis=0)
-    if differing := np.flatnonzero(local & (least != most)).tolist():
-        raise ProcessError(_message(what, [names[i] if names else f"array {i}" for i in differing]))
-    found = np.where(local, most, np.bitwise_xor.reduce(every, axis=0))
-    return (found ^ _of_zeros([x.size * x.dtype.itemsize for x in arrays])).tolist()
+    contributions = np.stack([np.frombuffer(message, _CONTRIBUTION) for message in messages])
+    is_copy, every = contributions["is_copy"], contributions["register"]
+    least = np.where(is_copy, every, ONES).min(axis=0)
+    most = np.where(is_copy, every, 0).max(axis=0)
+    has_copies = is_copy.any(axis=0)
+    if differing := np.flatnonzero(has_copies & (least != most)).tolist():
+        facts = [
+            f"{names[i] if names else f'array {i}'}: its values differ between processes."
+            for i in differing
+        ]
+        raise ProcessError(
+            f"{what}: {listed(f'{len(facts)} arrays differ between processes:', facts)}\n"
+            "Each process holds its own copy. Make the copies equal, or make global arrays from"
+            " their parts."
+        )
+    joint = np.where(has_copies, most, np.bitwise_xor.reduce(every, axis=0))
+    return (joint ^ _of_zeros([x.size * x.dtype.itemsize for x in arrays])).tolist()
 
 
 def checksum(x: np.ndarray) -> int:
@@ -97,46 +107,37 @@ def checksum(x: np.ndarray) -> int:
     return int((_of_runs(x, 1) ^ _of_zeros([x.nbytes]))[0])
 
 
-def _message(what: str, differing: Sequence[str]) -> str:
-    facts = [f"{name}: its values differ between processes." for name in differing]
-    return (
-        f"{what}: {listed(f'{len(facts)} arrays differ between processes:', facts)}\n"
-        "Each process holds its own copy. Make the copies equal, or make global arrays from their"
-        " parts."
-    )
-
-
 # ------------------------------------------------------------------ arrays and their parts
 
 
 class _Layout(NamedTuple):
-    """The layout of a part in its array.
+    """The layout of a part in its array, wherever it starts.
 
     From the last split dim on, a part consists of runs of the array's memory, all of one length.
     """
 
     part: tuple[int, ...]
-    whole: tuple[int, ...]
+    shape: tuple[int, ...]
     itemsize: int
 
     @property
     def split(self) -> int:
-        return run_dim(self.part, self.whole)
-
-    @property
-    def strides(self) -> list[int]:
-        """Bytes from one index to the next, for each dim of the array."""
-        return [self.itemsize * math.prod(self.whole[dim + 1 :]) for dim in range(len(self.whole))]
+        return run_dim(self.part, self.shape)
 
     @property
     def runs(self) -> int:
         return math.prod(self.part[: self.split])
 
-    def after(self, start: Sequence[int]) -> int:
+    @property
+    def strides(self) -> list[int]:
+        """Bytes from one index to the next, for each dim of the array."""
+        dims = range(len(self.shape))
+        return [self.itemsize * math.prod(self.shape[dim + 1 :]) for dim in dims]
+
+    def bytes_after(self, start: Sequence[int]) -> int:
         """How many bytes of the array follow a part that begins at `start`."""
-        ends = map(sum, zip(start, self.part, strict=True))
-        left = (whole - end for whole, end in zip(self.whole, ends, strict=True))
-        return sum(map(math.prod, zip(self.strides, left, strict=True)))
+        dims = zip(self.shape, start, self.part, self.strides, strict=True)
+        return sum((length - begin - part) * stride for length, begin, part, stride in dims)
 
     def joined(self, registers: np.ndarray) -> np.ndarray:
         """The registers of parts of this layout, from those of their runs, one row per part."""
@@ -145,62 +146,50 @@ class _Layout(NamedTuple):
         return registers.reshape(-1)
 
 
-class _Part(NamedTuple):
-    """A part of the array with index `owner`: its data, its start, and its layout."""
+def _parts(arrays: Sequence[jax.Array | np.ndarray]) -> Iterator[tuple[int, Any, _Layout, int]]:
+    """The parts that this process reads, one copy of each shard.
 
-    owner: int
-    data: Any
-    start: Sequence[int]
-    layout: _Layout
-
-
-def _parts(arrays: Sequence[jax.Array | np.ndarray]) -> Iterator[_Part]:
-    """The parts that this process reads: one copy of each shard."""
+    Yields the index of the array, the data, the layout, and how many bytes follow.
+    """
     for i, x in enumerate(arrays):
-        shape, itemsize = x.shape, x.dtype.itemsize
         if not isinstance(x, jax.Array):
-            yield _Part(i, x, (0,) * x.ndim, _Layout(shape, shape, itemsize))
+            yield i, x, _Layout(x.shape, x.shape, x.dtype.itemsize), 0
             continue
-        for piece in own_shards(x):
-            start = [at.start or 0 for at in piece.index]
-            yield _Part(i, piece.data, start, _Layout(piece.data.shape, shape, itemsize))
+        for shard in own_shards(x):
+            layout = _Layout(shard.data.shape, x.shape, x.dtype.itemsize)
+            start = [index.start or 0 for index in shard.index]
+            yield i, shard.data, layout, layout.bytes_after(start)
 
 
 def _registers(arrays: Sequence[jax.Array | np.ndarray]) -> np.ndarray:
     """Per array, the register after the parts that this process reads, starting from zero."""
-    found = np.zeros(len(arrays), np.uint32)
-    alike = defaultdict[_Layout, list[_Left]](list)  # joining many at once is faster
+    joint = np.zeros(len(arrays), np.uint32)
+    # Parts of one layout wait to be joined many at once, which is faster: the index of the array,
+    # how many bytes follow, and the registers of the runs.
+    waiting = defaultdict[_Layout, list[tuple[int, int, Any]]](list)
+
+    def join(layout: _Layout) -> None:
+        indices, after, runs = zip(*waiting.pop(layout), strict=True)
+        rows = [x.result() if isinstance(x, Future) else x for x in runs]
+        moved = _each_moved(layout.joined(np.stack(rows)), np.array(after))
+        np.bitwise_xor.at(joint, list(indices), moved)
+
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
-        for part in _parts(arrays):
-            if part.data.size:
-                layout = part.layout
-                long = part.data.nbytes // layout.runs >= FOR_A_THREAD
-                runs = readers.submit(_read, part) if long else _read(part)
-                alike[layout].append(_Left(part.owner, runs, layout.after(part.start)))
-                if len(alike[layout]) * layout.runs * found.itemsize >= BLOCK:
-                    _add(found, layout, alike.pop(layout))
-    for layout, left in alike.items():
-        _add(found, layout, left)
-    return found
+        for i, data, layout, after in _parts(arrays):
+            if not data.size:
+                continue
+            is_long = data.nbytes // layout.runs >= FOR_A_THREAD
+            read = readers.submit(_read, data, layout.runs) if is_long else _read(data, layout.runs)
+            waiting[layout].append((i, after, read))
+            if len(waiting[layout]) * layout.runs * joint.itemsize >= BLOCK:
+                join(layout)
+        for layout in list(waiting):
+            join(layout)
+    return joint
 
 
-class _Left(NamedTuple):
-    """The registers of a part's runs, the index of its array, and how many bytes follow it."""
-
-    owner: int
-    runs: Any
-    after: int
-
-
-def _add(found: np.ndarray, layout: _Layout, left: Sequence[_Left]) -> None:
-    runs = [one.runs.result() if isinstance(one.runs, Future) else one.runs for one in left]
-    after = np.array([one.after for one in left])
-    moved = _each_moved(layout.joined(np.stack(runs)), after)
-    np.bitwise_xor.at(found, [one.owner for one in left], moved)
-
-
-def _read(part: _Part) -> np.ndarray:
-    return _of_runs(np.asarray(part.data), part.layout.runs)
+def _read(data: Any, runs: int) -> np.ndarray:
+    return _of_runs(np.asarray(data), runs)
 
 
 def _of_runs(part: np.ndarray, count: int) -> np.ndarray:
