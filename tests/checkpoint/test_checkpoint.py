@@ -216,6 +216,16 @@ def test_rules_shard_the_restored_arrays(trained) -> None:
         assert_same(restore(path, structs(state), rules=RULES), state)
 
 
+def test_a_mesh_may_be_text(trained) -> None:
+    path, state = trained
+    again = restore(path, structs(state), rules=RULES, mesh="data=2,tensor=-1")
+    assert_same(again, state)
+    mesh = ts.make_mesh("data=2,tensor=4")
+    assert again["model"].layers[1].weight.sharding == NamedSharding(mesh, P("tensor", "data"))
+    with pytest.raises(ts.MeshError, match="3"):
+        restore(path, structs(state), rules=RULES, mesh="data=3")
+
+
 def test_a_plan_shards_the_restored_arrays(trained) -> None:
     path, state = trained
     plan = ts.plan(structs(state), RULES, ts.make_mesh("data=4,tensor=2"))

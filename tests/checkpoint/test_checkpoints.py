@@ -20,7 +20,7 @@ from numpy.testing import assert_array_equal
 import treeshard as ts
 from treeshard._disk.files import Lock
 from treeshard.checkpoint import Checkpoints, restore, save
-from treeshard.checkpoint import _save as _saving
+from treeshard.checkpoint import _save
 from treeshard.checkpoint._checkpoints import _remove
 
 BIG = {"w": np.random.default_rng(0).normal(size=(512, 512))}
@@ -266,7 +266,7 @@ def test_a_failure_in_the_checksums_leaves_no_files(error, tmp_path: Path, monke
     def stopped(*args: Any, **options: Any) -> list[int]:
         raise error
 
-    monkeypatch.setattr(_saving, "checksums", stopped)
+    monkeypatch.setattr(_save, "checksums", stopped)
     for _ in range(5):
         with pytest.raises(error):
             save(tmp_path / "x", BIG)

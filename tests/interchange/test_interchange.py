@@ -338,6 +338,13 @@ def test_rules_place_the_leaves_of_a_module(file, mesh) -> None:
     assert_same(eqx.filter(found, eqx.is_array), eqx.filter(mlp(), eqx.is_array))
 
 
+def test_a_mesh_may_be_text(file) -> None:
+    save_safetensors(file, {"w": np.ones((8, 4), np.float32)})
+    rules = [("w", P("fsdp"))]
+    loaded = load_safetensors(file, rules=rules, mesh="fsdp=8", min_size=0)
+    assert loaded["w"].sharding == NamedSharding(ts.make_mesh("fsdp=8"), P("fsdp"))
+
+
 def test_rules_use_the_current_mesh(file, mesh) -> None:
     save_safetensors(file, {"w": np.ones((8, 8), np.float32)})
     with jax.set_mesh(mesh):

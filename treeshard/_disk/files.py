@@ -17,6 +17,9 @@ from treeshard.errors import CheckpointError, warn
 # ------------------------------------------------------------------ locks
 
 
+PathLike = str | os.PathLike[str]
+
+
 class Lock:
     """An exclusive lock for writing at a path, held from construction to `release`.
 

@@ -14,19 +14,19 @@ Examples:
     ((8, 4), 7)
 """
 
-from typing import Any
-
 try:
-    from etils import epath as _epath  # noqa: F401  (comes with Orbax)
+    import etils.epath  # noqa: F401  (it comes with Orbax)
 except ModuleNotFoundError:
     raise ImportError(
         "treeshard.checkpoint needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
     ) from None
 
+from treeshard._core.paths import PyTree
 from treeshard._core.processes import TIMEOUT, with_bar
+from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
 from treeshard.checkpoint._checkpoints import Checkpoints
-from treeshard.checkpoint._paths import PathLike, checkpoint_path
+from treeshard.checkpoint._paths import checkpoint_path
 from treeshard.checkpoint._restore import read_each, restore, table_at
 from treeshard.checkpoint._save import begin
 
@@ -47,7 +47,7 @@ def __dir__() -> list[str]:
 
 def save(
     path: PathLike,
-    tree: Any,
+    tree: PyTree,
     *,
     fingerprints: bool = True,
     compress: bool = False,

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Any, SupportsIndex, Unpack
+from typing import SupportsIndex, Unpack
 
 import jax
 from etils import epath
 
+from treeshard._core.paths import PyTree
 from treeshard._core.processes import TIMEOUT, exchange, together
-from treeshard._disk.files import Lock
+from treeshard._disk.files import Lock, PathLike
 from treeshard.checkpoint._paths import (
-    PathLike,
     checkpoint_path,
     is_local,
     lock_in,
@@ -98,7 +98,7 @@ class Checkpoints:
                 if jax.process_index() == 0:
                     self._open()
 
-    def save(self, step: SupportsIndex, state: Any) -> bool:
+    def save(self, step: SupportsIndex, state: PyTree) -> bool:
         """Saves a state, if its step is a multiple of `every`.
 
         Args:
@@ -131,8 +131,8 @@ class Checkpoints:
         return True
 
     def restore_latest(
-        self, like: Any = None, **options: Unpack[RestoreOptions]
-    ) -> tuple[int, Any] | None:
+        self, like: PyTree = None, **options: Unpack[RestoreOptions]
+    ) -> tuple[int, PyTree] | None:
         """Reads the checkpoint of the latest step, after waiting for writes in progress.
 
         Args:
@@ -154,8 +154,8 @@ class Checkpoints:
         return None if step < 0 else (step, self.restore(step, like, **options))
 
     def restore(
-        self, step: SupportsIndex, like: Any = None, **options: Unpack[RestoreOptions]
-    ) -> Any:
+        self, step: SupportsIndex, like: PyTree = None, **options: Unpack[RestoreOptions]
+    ) -> PyTree:
         """Reads the checkpoint of a step, after waiting for writes in progress.
 
         Args:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from etils import epath
 
+from treeshard._disk.files import PathLike
 from treeshard.errors import CheckpointError, DamagedError, did_you_mean
-
-PathLike = str | os.PathLike[str]
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
 TABLE_FILE = "table.json"
@@ -37,7 +36,7 @@ def is_local(path: epath.Path) -> bool:
 # ------------------------------------------------------------------ reading
 
 
-def is_whole(path: epath.Path) -> bool:
+def is_complete(path: epath.Path) -> bool:
     """Whether a checkpoint at `path`, if there is one, is complete."""
     return TEMPORARY not in path.name and (is_local(path) or (path / COMMITTED).exists())
 
@@ -47,7 +46,7 @@ def steps_in(directory: epath.Path) -> tuple[int, ...]:
     if not directory.is_dir():
         return ()
     named = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
-    return tuple(sorted(int(path.name) for path in named if path.is_dir() and is_whole(path)))
+    return tuple(sorted(int(path.name) for path in named if path.is_dir() and is_complete(path)))
 
 
 def table_text(path: epath.Path) -> str:
@@ -57,7 +56,7 @@ def table_text(path: epath.Path) -> str:
         CheckpointError: If there is no checkpoint of treeshard: it says what is there instead.
         DamagedError: If its table is missing, or is not text.
     """
-    if path.exists() and not is_whole(path):
+    if path.exists() and not is_complete(path):
         steps = _steps(path.parent)
         raise CheckpointError(f"{path} is incomplete: its writer did not finish.{steps}")
     try:

@@ -15,11 +15,12 @@ from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together
 from treeshard._core.text import parse_dtype
+from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, is_none, kind_of, raise_damages
 from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, read_request
 from treeshard._planning.rules import Rules
 from treeshard.checkpoint._checksums import checksum, of_registers, registers
-from treeshard.checkpoint._paths import PathLike, checkpoint_path, seal, table_text
+from treeshard.checkpoint._paths import checkpoint_path, seal, table_text
 from treeshard.checkpoint._store import OnHost, read
 from treeshard.checkpoint._table import LeafTable, from_text, unpack
 from treeshard.errors import DamagedError, FormatError, MismatchError, listed

@@ -1,6 +1,5 @@
 """Saves trees to safetensors files, which other frameworks read and write, and loads them."""
 
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ import jax
 from treeshard._core.mesh import MeshLike
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
+from treeshard._disk.files import PathLike
 from treeshard._disk.requests import Placing
 from treeshard._planning.rules import Rules
 from treeshard.errors import CheckpointError
@@ -31,9 +31,6 @@ __all__ = ["load_safetensors", "save_safetensors"]
 
 def __dir__() -> list[str]:
     return __all__
-
-
-PathLike = str | os.PathLike[str]
 
 
 # ------------------------------------------------------------------ save
