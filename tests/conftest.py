@@ -75,3 +75,9 @@ def quick_compiles():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes rules shard small arrays too."""
+    monkeypatch.setenv("MIN_SHARDING_SIZE", "0")

@@ -4,7 +4,6 @@ import random
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import equinox as eqx
 import hypothesis.strategies as st
@@ -27,19 +26,10 @@ from treeshard._disk.files import Lock
 from treeshard.interchange import _byte_ranges, _format, load_safetensors, save_safetensors
 from treeshard.interchange._format import DTYPES, PACKED
 
+pytestmark = pytest.mark.usefixtures("all_sizes")
+
 NUMPY_DTYPES = [jnp.dtype(name) for code, name in DTYPES.items() if code not in PACKED]
 JAX_DTYPES = [x for x in NUMPY_DTYPES if x.name not in ("int64", "uint64", "float64")]
-
-
-@pytest.fixture
-def file(tmp_path) -> Path:
-    return tmp_path / "model.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def no_floor(monkeypatch) -> None:
-    """Makes rules shard small arrays too."""
-    monkeypatch.setenv("MIN_SHARDING_SIZE", "0")
 
 
 class Mlp(eqx.Module):

@@ -16,11 +16,6 @@ import treeshard as ts
 from treeshard.interchange import _format, load_safetensors, save_safetensors
 
 
-@pytest.fixture
-def file(tmp_path):
-    return tmp_path / "model.safetensors"
-
-
 @pytest.mark.parametrize(
     ("header", "message"),
     [

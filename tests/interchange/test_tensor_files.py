@@ -16,11 +16,6 @@ import treeshard as ts
 from treeshard.interchange import load_safetensors, save_safetensors
 
 
-@pytest.fixture
-def file(tmp_path) -> Path:
-    return tmp_path / "model.safetensors"
-
-
 def test_several_files_have_the_bytes_of_the_package_and_an_index(file, tmp_path) -> None:
     save_safetensors(file, blocks(), max_file_size=900, metadata={"format": "pt"})
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]

@@ -356,11 +356,6 @@ def test_follow_matches_leaves_and_dims() -> None:
 # ------------------------------------------------------------------ extra_axis
 
 
-@pytest.fixture
-def all_sizes(monkeypatch):
-    monkeypatch.setenv("MIN_SHARDING_SIZE", "0")
-
-
 EXTRA: dict[str, tuple[Any, P, tuple[int, ...], P]] = {
     "the largest dim": ("fsdp", P(), (8, 16), P(None, "fsdp")),
     "the largest free dim": ("fsdp", P(None, "data"), (8, 16), P("fsdp", "data")),
