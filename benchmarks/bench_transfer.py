@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from benchmarks._harness import Figure, Row, medians, options, report
-from treeshard._placement.gather import gather
-from treeshard._placement.shard import make_shard_and_gather_fns, shard
+from treeshard._placement.gather import gather, make_shard_and_gather_fns
+from treeshard._placement.shard import shard
 
 LEAVES, SHAPES, BYTES = 1000, 60, 2**30
 PEERS = ("eformer", "scalax")

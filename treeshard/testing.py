@@ -104,7 +104,7 @@ def assert_trees_sharded_as(tree: PyTree, expected: SpecTree) -> None:
         >>> assert_trees_sharded_as(params, P("data"))
         Traceback (most recent call last):
             ...
-        treeshard.UnexpectedShardingError: w: is P('fsdp',), expected P('data',).
+        treeshard.errors.UnexpectedShardingError: w: is P('fsdp',), expected P('data',).
     """
     spec_tree = expected.specs if isinstance(expected, SpecCarrier) else expected
     try:

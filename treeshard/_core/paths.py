@@ -24,7 +24,7 @@ def is_box(x: Any) -> bool:
     )
 
 
-def leaf_paths(tree: Any, *, is_leaf: IsLeaf = None) -> list[str]:
+def leaf_paths(tree: PyTree, *, is_leaf: IsLeaf = None) -> list[str]:
     """Returns the path of every leaf of a tree, in the order in which JAX flattens it.
 
     Dict keys, field names and indices are joined by `/`. A tree that is itself a leaf has
@@ -43,8 +43,8 @@ def leaf_paths(tree: Any, *, is_leaf: IsLeaf = None) -> list[str]:
 
 
 def named_tree_map(
-    f: Callable[..., Any], tree: Any, *rest: Any, sep: str = "/", is_leaf: IsLeaf = None
-) -> Any:
+    f: Callable[..., Any], tree: PyTree, *rest: PyTree, sep: str = "/", is_leaf: IsLeaf = None
+) -> PyTree:
     """Maps `f(path, leaf, *rest_leaves)` over a tree, keeping its structure.
 
     Args:
@@ -76,7 +76,7 @@ def children_with_keys(node: Any) -> list[tuple[str, Any]]:
     return [(keystr(keys, simple=True, separator="/"), child) for keys, child in pairs]
 
 
-def _named_leaves(tree: Any, sep: str, is_leaf: IsLeaf) -> tuple[list[str], list[Any]]:
+def _named_leaves(tree: PyTree, sep: str, is_leaf: IsLeaf) -> tuple[list[str], list[Any]]:
     def stop(x: Any) -> bool:
         return is_box(x) or (is_leaf is not None and is_leaf(x))
 
@@ -97,11 +97,6 @@ def _named_leaves(tree: Any, sep: str, is_leaf: IsLeaf) -> tuple[list[str], list
 def path_under(prefix: str, path: str) -> str:
     """Joins the path of a subtree and a path inside it; either may be empty."""
     return "/".join(part for part in (prefix, path) if part)
-
-
-def same_path_keys(tree: Any, path: str) -> list[str]:
-    """The key paths, as JAX writes them, of all leaves that have the path `path`."""
-    return shared_names(leaf_paths(tree), tree).get(path, [])
 
 
 def paths_of(treedef: Any) -> list[str]:

@@ -38,11 +38,11 @@ class SpecCarrier:
     """Base of classes that are accepted wherever a tree of specs is. `Plan` is one."""
 
     __slots__ = ()
-    specs: Any
+    specs: SpecTree
     mesh: AnyMesh
 
 
-def get_names_from_partition_spec(specs: Any) -> list[str]:
+def get_names_from_partition_spec(specs: SpecTree) -> list[str]:
     """Returns the mesh axes that specs name, each once, in order of first appearance.
 
     Args:
@@ -65,7 +65,7 @@ def get_names_from_partition_spec(specs: Any) -> list[str]:
     return list(names)
 
 
-def layer_specs(specs: Any, dim: int = 0) -> Any:
+def layer_specs(specs: SpecTree, dim: int = 0) -> SpecTree:
     """Returns the specs of one slice of a stacked tree, as the body of a `lax.scan` needs them.
 
     A leaf of shape `(layers, d0, d1)` with spec `P(None, "fsdp")` has slices of shape
@@ -143,7 +143,7 @@ def specs_of_leaves(
 
 
 def flatten_specs(
-    specs: Any, name: str = "specs", resolve: Callable[[Any], Any] | None = None
+    specs: SpecTree, name: str = "specs", resolve: Callable[[Any], Any] | None = None
 ) -> tuple[list[Any], Any]:
     """Flattens a tree of specs, with `None`s as leaves and tuples of logical names resolved.
 
@@ -159,7 +159,7 @@ def is_spec_entry(x: Any) -> bool:
 
 
 def _resolved(
-    specs: Any, prefixes: list[Any], name: str, resolve: Callable[[Any], Any] | None
+    specs: SpecTree, prefixes: list[Any], name: str, resolve: Callable[[Any], Any] | None
 ) -> list[Any]:
     """`prefixes` with tuples of logical names resolved to specs."""
     if all(spec is None or is_spec(spec) for spec in prefixes):
@@ -318,7 +318,7 @@ class LaidSpec:
 
 def lay(
     tree: PyTree,
-    specs: Any,
+    specs: SpecTree,
     mesh: MeshLike | None = None,
     *,
     choose_mesh: Callable[[AnyMesh | None, Any], AnyMesh | None] | None = None,

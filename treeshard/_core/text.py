@@ -1,4 +1,7 @@
-"""Parses specs, names, dtypes, amounts of memory and JSON. Evaluates nothing but literals."""
+"""Parses specs, names, dtypes, amounts of memory and JSON; writes sizes, tables and folded paths.
+
+Parsing evaluates nothing but literals.
+"""
 
 import ast
 import json
@@ -149,8 +152,7 @@ def typed(value: Any, kind: type, where: str, what: str = "") -> Any:
     return value
 
 
-_NUMBER = re.compile("([0-9]+)")
-_NUMBERS = 3  # the right-aligned column
+# ------------------------------------------------------------------ sizes and tables
 
 
 def human_bytes(count: int) -> str:
@@ -161,7 +163,7 @@ def human_bytes(count: int) -> str:
     return f"{count / 1024**power:.1f} {'KMGTP'[power - 1]}iB"
 
 
-def columns(rows: Sequence[tuple[str, ...]], right: int = _NUMBERS) -> str:
+def columns(rows: Sequence[tuple[str, ...]], right: int = 3) -> str:
     """Rows as lines of aligned cells; the column at index `right` is right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
@@ -173,6 +175,8 @@ def columns(rows: Sequence[tuple[str, ...]], right: int = _NUMBERS) -> str:
 
 
 # ------------------------------------------------------------------ folding
+
+_NUMBER = re.compile("([0-9]+)")
 
 
 def fold_paths(paths: Iterable[str]) -> list[str]:
@@ -202,10 +206,10 @@ def _grids(
 ) -> Iterable[tuple[list[str], list[Any]]]:
     """Splits numbered members into full grids: every number at one position of the path
     with every number at the others, so that `{0..3}/{0..7}` means exactly 32 leaves."""
-    columns = [list(dict.fromkeys(column)) for column in zip(*(n for n, _ in members), strict=True)]
+    numbers = [list(dict.fromkeys(column)) for column in zip(*(n for n, _ in members), strict=True)]
     # Members with the same numbers share a path, and stay together.
-    if math.prod(map(len, columns)) == len(members) or position == len(columns):
-        yield [_span(column) for column in columns], [member for _, member in members]
+    if math.prod(map(len, numbers)) == len(members) or position == len(numbers):
+        yield [_span(column) for column in numbers], [member for _, member in members]
         return
     members = sorted(members, key=lambda member: member[0][position])
     for _, part in groupby(members, key=lambda member: member[0][position]):
