@@ -86,8 +86,8 @@ MESHES = Group(
         Entry(
             "NoDevicesError",
             "Devices are needed, and the mesh is abstract: it has axes, but no devices. A plan"
-            " for a mesh as text has such a mesh; `plan.on(mesh)` plans for one with devices. It is a"
-            " `MeshError` and a `NoMeshError`.",
+            " for a mesh as text has such a mesh; `plan.on(mesh)` plans for one with devices."
+            " It is a `MeshError` and a `NoMeshError`.",
             """
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], "data=2,fsdp=4")
             step = jit_step(lambda state, x: (state, x.sum()), plan)

@@ -19,8 +19,7 @@ from numpy.testing import assert_array_equal
 
 import treeshard as ts
 from treeshard._disk.files import Lock
-from treeshard.checkpoint import Checkpoints, restore, save
-from treeshard.checkpoint import _save
+from treeshard.checkpoint import Checkpoints, _save, restore, save
 from treeshard.checkpoint._checkpoints import _remove
 
 BIG = {"w": np.random.default_rng(0).normal(size=(512, 512))}
