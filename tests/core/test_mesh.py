@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import legacy
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -216,6 +216,19 @@ TAKE_TEXT = {
 @pytest.mark.parametrize("use", TAKE_TEXT.values(), ids=TAKE_TEXT.keys())
 def test_text_means_the_mesh_that_it_describes(use, mesh) -> None:
     assert use("data=2,fsdp=4") == use(mesh)
+
+
+def test_reading_files_takes_a_mesh_as_text(tmp_path, mesh) -> None:
+    like, rules = {"w": jax.ShapeDtypeStruct((8, 8), "float32")}, [("w", P("fsdp"))]
+    ts.checkpoint.save(tmp_path / "step", {"w": X})
+    ts.interchange.save_safetensors(tmp_path / "x.safetensors", {"w": X})
+    sharding = NamedSharding(mesh, P("fsdp"))
+    read = ts.checkpoint.restore(tmp_path / "step", like, rules=rules, mesh="data=2,fsdp=4")
+    assert read["w"].sharding == sharding
+    read = ts.interchange.load_safetensors(
+        tmp_path / "x.safetensors", like, rules=rules, mesh="data=2,fsdp=4"
+    )
+    assert read["w"].sharding == sharding
 
 
 def test_devices_are_needed_where_arrays_are_placed(mesh) -> None:

@@ -27,7 +27,7 @@ def mesh_of_with_statement() -> Mesh | None:
 
     Why: the public name, `jax.interpreters.pxla.thread_resources`, warns that it is deprecated.
     Without it: `None`. When JAX removes both, `with mesh:` is gone too.
-    Versions: 0.10 to 0.12.
+    Versions: all that are supported.
     """
     resources = _private("mesh", "thread_resources")
     mesh = None if resources is None else resources.env.physical_mesh
@@ -40,7 +40,7 @@ def mesh_of_set_mesh(abstract: AbstractMesh) -> Mesh | AbstractMesh:
     Why: `jax.sharding.get_mesh` raises inside traces.
     Without it: `abstract`. Under `use_abstract_mesh` and `shard_map` it is `abstract` too, since
     the mesh with devices belongs to an outer context or is empty.
-    Versions: 0.10 to 0.12.
+    Versions: all that are supported.
     """
     get_concrete_mesh = _private("mesh", "get_concrete_mesh")
     concrete = None if get_concrete_mesh is None else get_concrete_mesh()
@@ -52,7 +52,7 @@ def is_tracing() -> bool:
 
     Why: there is no function for it, but `jax.sharding.get_mesh` raises inside any trace.
     Without it: `False`, if JAX stops raising; the tests of contexts would then fail.
-    Versions: 0.10 to 0.12.
+    Versions: all that are supported.
     """
     try:
         jax.sharding.get_mesh()
@@ -69,7 +69,7 @@ def vmapped_axes() -> frozenset[str]:
 
     Why: there is no public function for it.
     Without it: no axes; JAX then rejects such specs itself.
-    Versions: 0.10 to 0.12.
+    Versions: all that are supported.
     """
     get_axis_env = _private("core", "get_axis_env")
     axes = None if get_axis_env is None else get_axis_env()
@@ -86,7 +86,7 @@ def backends_started() -> bool:
 
     Why: every public function that would tell starts one.
     Without it: `False`; `jax.config` then says itself that a setting comes too late.
-    Versions: 0.10 to 0.12.
+    Versions: all that are supported.
     """
     started = _private("xla_bridge", "backends_are_initialized")
     return started is not None and started()
@@ -97,7 +97,7 @@ def coordination_client() -> Any:
 
     Why: `jax.experimental.multihost_utils` runs programs on devices, without a timeout.
     Without it: `None`, as without `jax.distributed.initialize`.
-    Versions: 0.10 to 0.12.
+    Versions: all that are supported.
     """
     state = _private("distributed", "global_state")
     return None if state is None else state.client
@@ -109,8 +109,7 @@ def coordination_client() -> Any:
 def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
     """The entries of a spec, one per dim.
 
-    Why: from JAX 0.11 on, specs with `unreduced` axes cannot be iterated over, but have
-    `partitions`.
+    Why: JAX versions that have `partitions` cannot iterate over specs with `unreduced` axes.
     Without it: the spec is iterated over.
     Versions: 0.10.0 has no `partitions`.
     """
