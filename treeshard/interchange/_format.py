@@ -35,6 +35,7 @@ METADATA = "__metadata__"
 
 _RANKS = {code: rank for rank, code in enumerate(DTYPES)}
 _CODES = {name: code for code, name in DTYPES.items() if code not in PACKED}
+_BITS = {code: PACKED.get(code) or 8 * parse_dtype(x).itemsize for code, x in DTYPES.items()}
 # The limits of numpy: dims of an array, and bytes.
 _MOST_DIMS, _MOST_BYTES = 64, 2**63 - 1
 
@@ -62,7 +63,7 @@ class Tensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The number of bytes of its data."""
-        return math.prod(self.shape) * (PACKED.get(self.code) or 8 * self.dtype.itemsize) // 8
+        return math.prod(self.shape) * _BITS[self.code] // 8
 
 
 def code_of(dtype: Any) -> str | None:
