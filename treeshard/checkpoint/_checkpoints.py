@@ -1,9 +1,8 @@
 """The checkpoints of a training run: a directory with a checkpoint per saved step."""
 
 import operator
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import SupportsIndex, Unpack
 
@@ -94,9 +93,13 @@ class Checkpoints:
         self._held = ExitStack()
         self._closed = False
         if not read_only:
-            with self._releasing_on_failure(), together("Checkpoints", timeout=timeout):
-                if jax.process_index() == 0:
-                    self._open()
+            try:
+                with together("Checkpoints", timeout=timeout):
+                    if jax.process_index() == 0:
+                        self._open()
+            except BaseException:
+                self._held.close()
+                raise
 
     def save(self, step: SupportsIndex, state: PyTree) -> bool:
         """Saves a state, if its step is a multiple of `every`.
@@ -236,14 +239,6 @@ class Checkpoints:
             if (path := written_by(left)) is not None:
                 with suppress(CheckpointError), Lock(lock_of(path), str(path)):
                     sweep(path)  # no process is writing it, since its lock was free
-
-    @contextmanager
-    def _releasing_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._held.close()
-            raise
 
     def _remove_all_but(self, keep: int) -> None:
         for step in self.steps()[:-keep]:
