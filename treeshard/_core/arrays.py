@@ -72,7 +72,7 @@ class StaticSplit:
 
     def matches(self, leaves: Sequence[Any], treedef: Any) -> bool:
         """Whether a tree has the same structure and equal static leaves."""
-        return treedef == self.treedef and not self.changed(leaves)
+        return treedef == self.treedef and not (self.static and self.changed(leaves))
 
     def changed(self, leaves: Sequence[Any]) -> list[int]:
         """The indices of the static leaves that differ in another tree of this structure."""
