@@ -33,7 +33,7 @@ bench: .venv-bench/installed
 	.venv-bench/bin/python -m benchmarks --save $(ARGS)
 
 docs: .venv/installed-docs
-	$(BIN)/python -m examples.draw_pictures
+	$(BIN)/python -m tools.draw_pictures
 	$(BIN)/python tools/errors_page.py
 	$(BIN)/mkdocs build --strict
 

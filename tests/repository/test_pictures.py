@@ -8,7 +8,7 @@ import jax
 import pytest
 from pages import ROOT
 
-from examples import draw_pictures
+from tools import draw_pictures
 
 PICTURES = ROOT / "docs" / "pictures"
 TINY = (

@@ -236,7 +236,7 @@ def _slices(index: Iterable[slice], shape: tuple[int, ...]) -> str:
 # ------------------------------------------------------------------ files
 
 # A page for rich's lines, without a window frame and without fonts from the network.
-_SVG = """\
+SVG_PAGE = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font: {char_height}px "DejaVu Sans Mono", Menlo, monospace }}
@@ -269,7 +269,7 @@ def _write(path: Path, picture: Any, leaves: list[PlacedLeaf]) -> None:
         text = console.export_html(inline_styles=True)
     else:
         text = console.export_svg(
-            theme=DEFAULT_TERMINAL_THEME, code_format=_SVG, font_aspect_ratio=0.602
+            theme=DEFAULT_TERMINAL_THEME, code_format=SVG_PAGE, font_aspect_ratio=0.602
         )
         text = re.sub(r"\n\s+", "\n", text)
     path.write_text(text, encoding="utf-8")

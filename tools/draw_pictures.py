@@ -1,6 +1,6 @@
 """Draws the pictures of the README and of the docs from a short run of the demo.
 
-    python -m examples.draw_pictures
+    python -m tools.draw_pictures
 
 Writes to docs/pictures: the plan as rich prints it, the sharding of the state with the bytes of
 each device (`ts.draw`), the communication of a step as planned and as compiled
@@ -24,28 +24,10 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
 import treeshard as ts
 from examples import train_fsdp
+from treeshard._inspection.draw import SVG_PAGE
 from treeshard.training import init_sharded, jit_step
 
 PLANNED, COMPILED = "#7570b3", "#1b9e77"
-
-# The template for rich: without a frame, and with local fonts only.
-SVG = """\
-<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<style>
-.{unique_id}-matrix {{ font: {char_height}px "DejaVu Sans Mono", Menlo, monospace }}
-{styles}
-</style>
-<defs>
-<clipPath id="{unique_id}-clip-terminal"><rect width="{width}" height="{height}"/></clipPath>
-{lines}
-</defs>
-<rect width="100%" height="100%" fill="white"/>
-{backgrounds}
-<g class="{unique_id}-matrix">
-{matrix}
-</g>
-</svg>
-"""
 
 
 def main(argv=None):
@@ -94,7 +76,10 @@ def draw_plan(plan, path):
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(plan)
     svg = console.export_svg(
-        theme=DEFAULT_TERMINAL_THEME, code_format=SVG, font_aspect_ratio=0.602, unique_id="plan"
+        theme=DEFAULT_TERMINAL_THEME,
+        code_format=SVG_PAGE,
+        font_aspect_ratio=0.602,
+        unique_id="plan",
     )
     path.write_text(re.sub(r"\n\s+", "\n", svg), encoding="utf-8")
 
