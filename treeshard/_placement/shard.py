@@ -137,8 +137,8 @@ def reshard(
         how to move: shards that exist on both sides go directly, others through the host.
 
     Raises:
-        UnknownAxisError, SpecError, DeletedLeafError, LeafError, NoMeshError, MeshError,
-            ProcessError: As `shard`.
+        UnknownAxisError, SpecError, NoMeshError, MeshError: As `shard`, for specs and meshes.
+        DeletedLeafError, LeafError, ProcessError: As `shard`, for leaves and processes.
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
