@@ -403,6 +403,14 @@ def test_a_float64_array_is_cast_on_the_host(tmp_path: Path) -> None:
     assert again["none"].dtype == np.float32
 
 
+def test_empty_arrays_of_keys_get_the_requested_sharding(tmp_path: Path) -> None:
+    keys = jax.random.split(jax.random.key(0), 4)[:0]
+    save(tmp_path / "x", {"keys": keys})
+    restored = restore(tmp_path / "x", rules=[("keys", P("data"))], mesh="data=8", min_size=0)
+    assert_same(restored["keys"], keys)
+    assert restored["keys"].sharding == NamedSharding(ts.make_mesh("data=8"), P("data"))
+
+
 def test_incomplete_shardings_are_errors(small) -> None:
     path, tree = small
     with pytest.raises(ts.ShardingRuleError, match="no rule matches"):

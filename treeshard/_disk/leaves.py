@@ -1,4 +1,4 @@
-"""Stored leaves: what is known of each, Python values as text, and reports of them."""
+"""Stored leaves: their description, Python values as text, and reports about them."""
 
 import base64
 import hashlib

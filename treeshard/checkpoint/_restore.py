@@ -155,7 +155,13 @@ def _leaves(
     """The requested leaves with their indices. Takes each array out of `arrays`."""
     for i, requested in request.to_read().items():
         row = rows[requested.name]
-        leaf = unpack(row, arrays.pop(row.key) if row.stored else None)
+        stored = arrays.pop(row.key) if row.stored else None
+        if row.kind == "key" and stored is None and requested.sharding is not None:
+            empty = np.zeros(row.stored_shape, np.uint32)
+            stored = jax.make_array_from_callback(
+                empty.shape, requested.sharding, empty.__getitem__, dtype=empty.dtype
+            )
+        leaf = unpack(row, stored)
         yield i, _as_requested(leaf, requested) if row.kind == "array" else leaf
 
 
