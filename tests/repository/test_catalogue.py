@@ -138,7 +138,7 @@ def test_no_adjustment_is_missing() -> None:
 
 
 def test_no_code_of_a_comparison_is_missing() -> None:
-    module = ["communication/comparison.py"]
+    module = ["communication/_comparison.py"]
     codes = first_arguments("_add", module) | first_arguments("Unplanned", module)
     assert codes - NAMES == set()
     assert in_docstring(Unplanned, "code") == codes

@@ -13,8 +13,10 @@ from jax.typing import DTypeLike
 from treeshard._core.arrays import StaticSplit, is_array
 from treeshard._core.jax_private import varying_axes
 from treeshard._core.mesh import (
+    axis_sizes,
     axis_tuple,
     check_bound,
+    context_mesh,
     manual_axes,
     still_differs,
     vary_array,
@@ -142,7 +144,9 @@ class Facts(list[str]):
 
 
 def _current_mesh(axes: Sequence[str]) -> AbstractMesh:
-    sizes = {**jax.sharding.get_abstract_mesh().shape, **{a: lax.axis_size(a) for a in axes}}
+    mesh = context_mesh()
+    sizes = dict(axis_sizes(mesh)) if mesh is not None else {}
+    sizes |= {axis: lax.axis_size(axis) for axis in axes}
     kinds = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
 
@@ -285,13 +289,13 @@ def gather_params(
 def _axes_or_all(axis_names: AxisNames | None, where: str) -> tuple[str, ...]:
     if axis_names is not None:
         return axis_tuple(axis_names, where)
-    bound = manual_axes()
-    if not bound:
+    mesh, bound = context_mesh(), manual_axes()
+    if mesh is None or not bound:
         raise UnknownAxisError(
             f"{where}: no axis is bound here. Axes are bound inside `jax.shard_map`; outside,"
             f" {INSTEAD_OF_GATHER}."
         )
-    return tuple(axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in bound)
+    return tuple(axis for axis in mesh.axis_names if axis in bound)
 
 
 def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any:
