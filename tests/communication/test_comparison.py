@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from helpers import struct
@@ -358,3 +359,15 @@ def test_a_program_of_another_mesh_raises(doubled: Any) -> None:
     plan = plan_of(MODELS["mlp"], abstract_mesh("fsdp=16"), False)
     with pytest.raises(ts.MeshError, match="runs on 8 device.s., but the mesh .fsdp=16. has 16"):
         ts.compare_communication(plan, doubled)
+
+
+def test_a_mesh_as_text_is_enough_to_name_axes() -> None:
+    mesh = ts.make_mesh("fsdp=8")
+    x = ts.shard(np.ones((8, 8), np.float32), P("fsdp"), mesh)
+    program = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, P())).lower(x).compile()
+    assert ts.collectives(program, "fsdp=8") == ts.collectives(program, mesh)
+    assert [moved.axes for moved in ts.collectives(program, "fsdp=8")] == [("fsdp",)]
+    ts.assert_collectives(program, "fsdp=8", all_gather=1)
+    with jax.set_mesh(mesh):
+        whole = jax.jit(lambda x: ts.unshard(x, P("fsdp"), "fsdp", "fsdp=8"))(x)
+    assert whole.sharding.is_fully_replicated
