@@ -2,6 +2,10 @@
 
 Messages go through the coordination service of JAX's own runtime: no device is involved and
 nothing is compiled. A process that does not arrive is named in an error after a timeout.
+
+Callers use `together` and `agreeing`: if one process raises, all raise. `exchange` is what both
+are made of. Only the barriers of a save call it themselves, since they also tell the other
+processes of a Ctrl-C, and raise a `CheckpointError` that lists the errors of all processes.
 """
 
 import hashlib

@@ -27,10 +27,10 @@ from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
     TIMEOUT,
     agreeing,
-    exchange,
     facts_of,
     is_spread,
     participating_processes,
+    together,
     with_bar,
 )
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_spec_entry
@@ -175,7 +175,8 @@ def _reader(
 
     def wait(i: int) -> None:
         if meet:
-            exchange(f"{where}, at {named[i]} (call {call})", b"", among=among, timeout=timeout)
+            with together(f"{where}, at {named[i]} (call {call})", among=among, timeout=timeout):
+                pass
 
     receivers = among if to == "all" else [to]
     data = list(map(data_of, spread))

@@ -10,7 +10,7 @@ import jax
 from etils import epath
 
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import TIMEOUT, exchange, together
+from treeshard._core.processes import TIMEOUT, together
 from treeshard._disk.files import Lock, PathLike
 from treeshard.checkpoint._paths import (
     checkpoint_path,
@@ -151,8 +151,8 @@ class Checkpoints:
                 `treeshard.checkpoint.restore`.
         """
         self.wait()
-        latest = str(-1 if self.latest is None else self.latest).encode()
-        of_process = exchange("restore_latest", latest, timeout=self._timeout)
+        with together("restore_latest", timeout=self._timeout) as of_process:
+            of_process.append(str(-1 if self.latest is None else self.latest).encode())
         step = int(of_process[0])  # other processes may see changes to a shared directory later
         return None if step < 0 else (step, self.restore(step, like, **options))
 

@@ -10,7 +10,7 @@ from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import has_shape, is_key, lengths, own_shards, region_of
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
-from treeshard._core.processes import exchange, is_spread, with_bar
+from treeshard._core.processes import is_spread, together, with_bar
 from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import is_none
@@ -125,8 +125,8 @@ def writers(leaves: Sequence[Any], what: str, timeout: float) -> list[int | None
 
     The first process that holds a full leaf writes it. All processes hold numpy arrays in full.
     """
-    is_full = [not is_spread(leaf) for leaf in leaves]
-    answers = exchange(what, bytes(is_full), timeout=timeout)
+    with together(what, timeout=timeout) as answers:
+        answers.append(bytes(not is_spread(leaf) for leaf in leaves))
     holders = zip(*answers, strict=True)
     return [next((i for i, full in enumerate(row) if full), None) for row in holders]
 

@@ -146,10 +146,14 @@ def jit_step(
     On several processes, all must call the step with batches of one form: the same structure,
     shapes, dtypes and shardings. Each passes the full batch in numpy arrays, or a batch that
     `from_process_local` made of their parts. The processes compare the form once, before the
-    first step of that form; later steps exchange nothing outside of the compiled program. If a
-    process passes a new form while others pass one that was compared before, it raises
-    `ProcessError` after 60 seconds, and names the processes that did not arrive. The others
-    wait for it in the step until it calls the step as they do, or ends.
+    first step of that form; later steps exchange nothing outside of the compiled program. Of a
+    batch of global arrays that are sharded by `batch` already, the processes compare nothing,
+    since all of them took part when it was made. If a process passes a form that has to be
+    compared while others pass one that does not, it raises `ProcessError` after 60 seconds, and
+    names the processes that did not arrive. The others wait for it in the step until it calls the
+    step as they do, or ends. If all forms need no comparison and differ, such as the training
+    batch on one process and the test batch on another, the processes run different programs:
+    what JAX does then depends on the platform, and it may wait without end.
 
     Args:
         fn: Takes `(state, batch)` and returns `(state, aux)`, where the new state has the

@@ -60,7 +60,7 @@ class Step:
         self._programs: list[_Program] = []
         # By the form of a batch: the target sharding of each leaf that has one, by index.
         self._placements: dict[Any, dict[int, NamedSharding]] = {}
-        # What `_in_place` returned for a batch of which no leaf had to move.
+        # What `_form_in_place` returned for a batch of which no leaf had to move.
         self._last_in_place: Any = None
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, Any]:
@@ -147,7 +147,7 @@ class Step:
 
     def _placed(self, batch: PyTree, data: list[Any], treedef: Any) -> list[Any]:
         """The leaves of a batch on the mesh. Processes compare the form of a batch only once."""
-        if self._last_in_place is not None and _in_place(data, treedef) == self._last_in_place:
+        if self._last_in_place is not None and _form_in_place(data, treedef) == self._last_in_place:
             return data
         if is_tracing() or any(isinstance(x, jax.ShapeDtypeStruct) for x in data):
             specs = treedef.unflatten(self._specs_of(batch, data))
@@ -163,15 +163,16 @@ class Step:
             raise_unmovable(batch, misfits, self._name, "batch")
             move_leaves(data, to_place, self._name, through_host)
         else:
-            self._last_in_place = _in_place(data, treedef)
+            self._last_in_place = _form_in_place(data, treedef)
         return data
 
     def _agree_on(self, batch: PyTree, data: list[Any], treedef: Any) -> dict[int, NamedSharding]:
         """The target shardings of a batch, after all processes came to the same."""
+        if all(map(is_spread, data)) and (placement := self._in_place(batch, data, treedef)):
+            return placement
         among = participating_processes((), [self._mesh]) if any(map(has_shape, data)) else []
         with agreeing(self._name, among=among, timeout=TIMEOUT) as facts:
-            specs = treedef.unflatten(self._specs_of(batch, data))
-            placement = targets(batch, specs, self._mesh, self._name, "batch")
+            placement = self._targets(batch, data, treedef)
             if among:
                 paths = leaf_paths(batch)
                 facts |= facts_of(
@@ -179,6 +180,24 @@ class Step:
                     for i, target in placement.items()
                 )
         return placement
+
+    def _in_place(
+        self, batch: PyTree, data: list[Any], treedef: Any
+    ) -> dict[int, NamedSharding] | None:
+        """The target shardings of a batch of global arrays, if they have them already.
+
+        All processes made such arrays together, so there is nothing to agree on.
+        """
+        try:
+            placement = self._targets(batch, data, treedef)
+        except TreeShardError:  # which the other processes must hear of
+            return None
+        placed = all(_is_placed(data[i], target) for i, target in placement.items())
+        return placement if placed else None
+
+    def _targets(self, batch: PyTree, data: list[Any], treedef: Any) -> dict[int, NamedSharding]:
+        specs = treedef.unflatten(self._specs_of(batch, data))
+        return targets(batch, specs, self._mesh, self._name, "batch")
 
     def _specs_of(self, batch: PyTree, data: list[Any]) -> list[Any]:
         specs = specs_of_leaves(self.batch_specs, batch, "batch specs")
@@ -200,7 +219,7 @@ def _form(x: Any) -> Any:
     return x.shape, x.dtype, x.sharding if is_spread(x) else None
 
 
-def _in_place(data: list[Any], treedef: Any) -> Any:
+def _form_in_place(data: list[Any], treedef: Any) -> Any:
     """The form of a batch on devices, as it is quickest to get; `None` for any other batch."""
     try:
         leaves = [(x.sharding, x.shape, x.dtype, x.is_deleted()) for x in data]
