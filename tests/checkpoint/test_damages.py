@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_table_text import with_checksum
+from test_table import with_checksum
 
 import treeshard as ts
 from treeshard.checkpoint import restore, save, verify

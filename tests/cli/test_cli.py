@@ -136,6 +136,12 @@ def test_shapes_from_a_safetensors_header(run) -> None:
     assert (code, err) == (0, "")
     assert "model.q     bfloat16[64,32]" in out
     assert "float8_e4m3fn[64]" in out
+    for cut in (4160, 1):  # a header alone is enough, and so is a download that was cut short
+        cut_short = run(data[:-cut], RULES, "fsdp=4", name="model.safetensors")
+        assert cut_short == (code, out, err)
+    code, _, err = run(data[:-4161], RULES, "fsdp=4", name="model.safetensors")
+    assert code == 2
+    assert "model.safetensors is not a safetensors file:" in err
 
 
 # ------------------------------------------------------------------ bad input

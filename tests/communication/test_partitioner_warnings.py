@@ -67,6 +67,13 @@ def test_a_real_warning_is_captured_and_parsed(mesh: Mesh) -> None:
     )
 
 
+def test_the_mesh_may_be_text(mesh: Mesh) -> None:
+    bad = three_dims_moved(mesh, P("data", None, "fsdp"), P(None, ("fsdp", "data")))
+    with capture_partitioner_warnings("data=2,fsdp=4") as warnings:
+        bad.compile()
+    assert [warning.to_spec for warning in warnings] == [P(None, ("fsdp", "data"))]
+
+
 def test_an_efficient_program_has_no_warnings(mesh: Mesh) -> None:
     good = three_dims_moved(mesh, P("data", None, "fsdp"), P(None, None, "fsdp"))
     with jax.set_mesh(mesh), capture_partitioner_warnings() as warnings:

@@ -7,15 +7,7 @@ import treeshard as ts
 from tests.multiprocess import exchange_checks, launcher
 from treeshard._core.processes import _client, exchange, processes_of
 
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launcher.launch(exchange_checks, tmp_path_factory.mktemp("exchange"), devices=1)
-
-
-@pytest.mark.parametrize("check", launcher.checks_of(exchange_checks))
-def test_two_processes(check, two) -> None:
-    two.assert_passed(check)
+two, test_two_processes = launcher.tests_of(exchange_checks, devices=1)
 
 
 def test_a_single_process_gets_its_own_message() -> None:

@@ -252,7 +252,8 @@ def check_parts_that_overlap(context: Context) -> None:
     mixed = Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     told = error_of(lambda: ts.from_process_local(np.ones(6, "f"), P("data"), mixed), ts.SpecError)
     assert told == (
-        "the array: float32[6] as P('data',) on the mesh (data=3, fsdp=2): the processes hold"
+        "from_process_local: the array: float32[6] as P('data',) on the mesh (data=3, fsdp=2): the"
+        " processes hold"
         " overlapping parts of dim 0, so it is undefined which part each of them passes. Order the"
         " devices of the mesh so that each process has parts of its own, or pass the full array on"
         " each, to `shard`."

@@ -14,7 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 GRACE = 5.0  # seconds that the others have to end once one process has failed
@@ -74,6 +76,21 @@ def launch(
         if last or not any("address already in use" in log.lower() for log in verdicts.logs):
             return verdicts
     raise AssertionError("not reached")
+
+
+def tests_of(module: ModuleType, **options: Any) -> tuple[Any, Any]:
+    """A fixture that launches a worker module with `options`, and a test of each of its checks."""
+    name = f"{module.__name__}{sorted(options.items())}"
+
+    @pytest.fixture(scope="module", name=name)
+    def launched(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
+        return launch(module, tmp_path_factory.mktemp("launched"), **options)
+
+    @pytest.mark.parametrize("check", checks_of(module))
+    def test(check: str, request: pytest.FixtureRequest) -> None:
+        request.getfixturevalue(name).assert_passed(check)
+
+    return launched, test
 
 
 def _launch_once(

@@ -701,7 +701,8 @@ def test_uneven_keep_elsewhere_is_an_error(kind: str, f: Any):
     with jax.set_mesh(mesh_of(kind)), pytest.raises(ts.SpecError) as error:
         f(np.ones((3, 2), np.float32))
     assert str(error.value) == (
-        "the array: float32[3,2] as P('data',) on the mesh (data=2, fsdp=4): P('data',) splits dim"
+        "with_sharding_constraint: the array: float32[3,2] as P('data',) on the mesh (data=2,"
+        " fsdp=4): P('data',) splits dim"
         " 0 of shape (3, 2) into 2 parts, and 3 is not divisible by 2. Pad it to 4, or use another"
         ' dim or axis.\n`uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal'
         " shards."

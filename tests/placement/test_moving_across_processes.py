@@ -18,35 +18,11 @@ def test_one_process(check, tmp_path) -> None:
     getattr(moving_checks, check)(Context(0, 1, tmp_path, []))
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launcher.launch(moving_checks, tmp_path_factory.mktemp("two"))
-
-
-@pytest.mark.parametrize("check", MOVING)
-def test_two_processes(check, two) -> None:
-    two.assert_passed(check)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return launcher.launch(moving_checks, tmp_path_factory.mktemp("four"), processes=4, devices=2)
-
-
-@pytest.mark.parametrize("check", MOVING)
-def test_four_processes(check, four) -> None:
-    four.assert_passed(check)
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    where = tmp_path_factory.mktemp("three")
-    return launcher.launch(disagreeing_checks, where, processes=3, devices=2)
-
-
-@pytest.mark.parametrize("check", launcher.checks_of(disagreeing_checks))
-def test_three_processes_that_disagree(check, three) -> None:
-    three.assert_passed(check)
+two, test_two_processes = launcher.tests_of(moving_checks)
+four, test_four_processes = launcher.tests_of(moving_checks, processes=4, devices=2)
+three, test_three_processes_that_disagree = launcher.tests_of(
+    disagreeing_checks, processes=3, devices=2
+)
 
 
 # ------------------------------------------------------------------ what needs no processes

@@ -477,5 +477,5 @@ def test_specs_too_long_without_a_mesh() -> None:
 
 def test_an_axis_that_is_not_in_the_mesh(mesh) -> None:
     message = fails(ts.UnknownAxisError, {"a": struct(8)}, P("fdsp"), mesh=mesh)
-    assert message.startswith("a: float32[8] as P('fdsp',) on the mesh")
+    assert message.startswith("optimizer_state_specs: a: float32[8] as P('fdsp',) on the mesh")
     assert "Did you mean 'fsdp'?" in message

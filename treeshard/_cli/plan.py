@@ -70,7 +70,8 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Reads the shapes of a tree from one of these:
 
     - JSON: path -> `{"shape": [8, 4], "dtype": "float32"}` or `[[8, 4], "float32"]`
-    - a file whose name ends in `.safetensors`, or the index of several (only headers are read)
+    - a file whose name ends in `.safetensors`, or the index of several. Their headers are enough:
+      a download that was cut short has them
     - a checkpoint, or a directory of checkpoints
 
     Raises:
@@ -79,7 +80,7 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
         OSError: If it cannot be read.
     """
     if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
-        with open_stored(str(path)) as tree:
+        with open_stored(str(path), shapes_only=True) as tree:
             arrays = [leaf for leaf in tree.contents.leaves if leaf.dtype]
         return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
     try:

@@ -32,12 +32,15 @@ class StoredTree:
     steps: tuple[int, ...] = ()
 
 
-def open_stored(path: str, step: int | None = None) -> AbstractContextManager[StoredTree]:
+def open_stored(
+    path: str, step: int | None = None, shapes_only: bool = False
+) -> AbstractContextManager[StoredTree]:
     """Opens a checkpoint, the latest of a directory of checkpoints, or safetensors files.
 
     Args:
         path: The file or directory.
         step: The step to open in a directory of checkpoints.
+        shapes_only: Whether the data of safetensors files may be missing.
 
     Raises:
         CheckpointError: If `path` is none of these.
@@ -49,7 +52,7 @@ def open_stored(path: str, step: int | None = None) -> AbstractContextManager[St
         return nullcontext(_checkpoint(path, step))
     if step is not None:
         raise CheckpointError(f"{path} is not a directory of checkpoints: it has no step {step}.")
-    return _open_tensors(Path(path))
+    return _open_tensors(Path(path), shapes_only)
 
 
 def _has_tensors(path: str) -> bool:
@@ -78,8 +81,8 @@ def _checkpoint(path: str, step: int | None) -> StoredTree:
 
 
 @contextmanager
-def _open_tensors(path: Path) -> Iterator[StoredTree]:
-    with open_tensors(path) as stored:
+def _open_tensors(path: Path, shapes_only: bool) -> Iterator[StoredTree]:
+    with open_tensors(path, shapes_only) as stored:
         rows = tuple(_row(name, x) for name, x in stored.items())
 
         def read_each(wanted: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:

@@ -404,5 +404,6 @@ def raise_misfits(
     errors = [misfit.error for misfit in misfits.values()]
     # One class has to stand for all: callers most likely catch an unknown axis.
     error = next((kind for kind in errors if issubclass(kind, UnknownAxisError)), errors[0])
-    message = listed(f"{where}: {len(facts)} {what}", facts)
+    headline = f"{where}: {len(facts)} {what}"
+    message = listed(headline, facts) if len(facts) > 1 else f"{where}: {facts[0]}"
     raise error(f"{message}\n{advice}" if advice else message)

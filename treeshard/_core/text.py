@@ -102,15 +102,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parses strict JSON: UTF-8, no repeated keys, no NaN."""
+    """Parses UTF-8 JSON. A repeated key is an error: one of its values would be lost silently."""
     try:
-        value = json.loads(
-            text.decode(),
-            object_pairs_hook=_each_key_once,
-            parse_constant=_no_number,
-            parse_int=_integer,
-        )
-        if b"\\u" in text:  # Python accepts half of a surrogate pair
+        value = json.loads(text.decode(), object_pairs_hook=_each_key_once)
+        if b"\\u" in text:  # half of a surrogate pair is neither a file name nor can be printed
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise FormatError(f"not valid JSON: {error}.") from None
@@ -123,14 +118,6 @@ def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {repeated!r} is repeated")
     return mapping
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is not a number")
-
-
-def _integer(text: str) -> int:
-    return _no_number(text) if text == "-0" else int(text)
 
 
 def check_keys(raw: Any, known: Sequence[str], where: str) -> None:

@@ -159,8 +159,12 @@ class Stored(NamedTuple):
 
 
 @contextmanager
-def open_tensors(path: Path) -> Iterator[dict[str, Stored]]:
+def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, Stored]]:
     """Opens a safetensors file, an index with all its files, or a directory with one of these.
+
+    Args:
+        path: The file or directory.
+        shapes_only: As in `read_header`.
 
     Returns:
         The tensors by name, ordered by file and then by offset.
@@ -178,7 +182,7 @@ def open_tensors(path: Path) -> Iterator[dict[str, Stored]]:
         by_file: dict[str, dict[str, Stored]] = {}
         for name in dict.fromkeys(index.values()) if index is not None else [path.name]:
             file = open_files.enter_context(path.with_name(name).open("rb"))
-            by_file[name] = {x.name: Stored(x, file) for x in read_header(file)}
+            by_file[name] = {x.name: Stored(x, file) for x in read_header(file, shapes_only)}
         if index is not None:
             _check_index(path, index, by_file)
         everything = (item for tensors in by_file.values() for item in tensors.items())

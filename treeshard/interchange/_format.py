@@ -8,6 +8,7 @@ import json
 import math
 import os
 import struct
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, BinaryIO, NamedTuple
@@ -98,8 +99,12 @@ def lay_out(
     return head, _one_after_another(ordered, len(head))
 
 
-def read_header(file: BinaryIO) -> list[Tensor]:
+def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
     """The tensors of an open file, in the order of their data.
+
+    Args:
+        file: The file.
+        shapes_only: Whether the data may be missing, as in a download that was cut short.
 
     Raises:
         FormatError: If it is not a safetensors file, or its header is invalid.
@@ -115,18 +120,28 @@ def read_header(file: BinaryIO) -> list[Tensor]:
             "Reading safetensors files needs the package safetensors. Install it with"
             " `pip install 'treeshard[checkpoint]'`."
         ) from None
+
+    def tensors_in(path: str) -> list[Tensor]:
+        with safe_open(path, "np") as opened:
+            slices = ((name, opened.get_slice(name)) for name in opened.offset_keys())
+            return [Tensor(name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices]
+
     size = os.fstat(file.fileno()).st_size
     try:
-        with safe_open(file.name, "np") as opened:
-            slices = ((name, opened.get_slice(name)) for name in opened.offset_keys())
-            tensors = [Tensor(name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices]
+        tensors = tensors_in(file.name)
     except SafetensorError as error:
-        if "not fully covered" in str(error):
+        if "not fully covered" not in str(error):
+            raise FormatError(f"{file.name} is not a safetensors file: {error}.") from None
+        full = _full_size(file)
+        if not shapes_only or size > full:
             raise DamagedError(
-                f"{file.name} is cut short or too long: its header does not list tensors of"
-                f" {size} bytes in all. Copy it again."
+                f"{file.name} is cut short or too long: it has {size} bytes, and by its header"
+                f" {full}. Copy it again."
             ) from None
-        raise FormatError(f"{file.name} is not a safetensors file: {error}.") from None
+        with tempfile.NamedTemporaryFile() as padded:  # sparse: the package wants a file in full
+            padded.write(file.read(full))
+            padded.truncate(full)
+            tensors, size = tensors_in(padded.name), full
     if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
         raise CheckpointError(f"{file.name} was replaced while it was opened. Load it again.")
     if bad := [f"{x.name}: {why}" for x in tensors if (why := _why_unreadable(x))]:
@@ -134,6 +149,15 @@ def read_header(file: BinaryIO) -> list[Tensor]:
     # The package does not say where the data begins, but it has checked that the data is without
     # gaps and ends the file.
     return _one_after_another(tensors, size - sum(x.nbytes for x in tensors))
+
+
+def _full_size(file: BinaryIO) -> int:
+    """The size of a file by its header, which the package has read before."""
+    (length,) = struct.unpack("<Q", file.read(8))
+    raw = json.loads(file.read(length))
+    ends = [x["data_offsets"][1] for name, x in raw.items() if name != METADATA]
+    file.seek(0)
+    return 8 + length + max(ends, default=0)
 
 
 def _one_after_another(tensors: Sequence[Tensor], first: int) -> list[Tensor]:
