@@ -1045,6 +1045,23 @@ FILES = Group(
             """,
         ),
         Entry(
+            "CheckpointError",
+            "Replicas of an array, which should be equal, differ on some device: the processes use"
+            " other keys or other data, or a `shard_map` returned a varying value as replicated.",
+            """
+            def noisy(v):
+                return v + jax.lax.axis_index("fsdp")
+
+
+            vary = jax.shard_map(noisy, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+            save("runs/700", {"w": jax.jit(vary)(jnp.arange(3))})
+            """,
+            """
+            save("runs/700", {"w": jnp.arange(3)})
+            """,
+            about="replicas that differ",
+        ),
+        Entry(
             "DamagedError",
             "The bytes on disk are not those that were saved: some differ, or a file is truncated."
             " Nothing is returned; use another copy or an earlier step. It is also a"

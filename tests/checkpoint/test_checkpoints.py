@@ -104,6 +104,75 @@ def test_invalid_arguments_are_errors(wrong: dict[str, int], tmp_path: Path) -> 
         checkpoints.save(-1, {})
 
 
+# ------------------------------------------------------------------ what is kept
+
+
+def test_what_treeshard_did_not_write_is_no_step_and_is_never_removed(tmp_path: Path) -> None:
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024" / "precious.csv").write_text("mine")
+    (tmp_path / "99999").mkdir()
+    (tmp_path / "7").write_text("a file")
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state_at(step))
+        checkpoints.wait()
+        assert (checkpoints.latest, checkpoints.steps()) == (3, (3,))
+        with pytest.raises(ts.CheckpointError, match="already a directory at .*2024, and `save`"):
+            checkpoints.save(2024, state_at(0))
+    assert files_in(tmp_path) == ["2024", "3", "7", "99999"]
+    assert (tmp_path / "2024" / "precious.csv").read_text() == "mine"
+
+
+def test_a_step_without_its_table_still_counts(tmp_path: Path) -> None:
+    save(tmp_path / "1", state_at(1))
+    save(tmp_path / "2", state_at(2))
+    (tmp_path / "2" / "leaves" / "table.json").unlink()
+    reader = Checkpoints(tmp_path, read_only=True)
+    assert reader.steps() == (1, 2)
+    with pytest.raises(ts.DamagedError, match="2: its table of leaves is missing"):
+        reader.restore_latest(state_at(0))
+
+
+def test_a_lower_step_than_the_latest_is_told_and_kept(tmp_path: Path) -> None:
+    for step in (200, 300, 400):
+        save(tmp_path / str(step), state_at(step))
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        told = (
+            rf"save\(10\): {tmp_path} has later steps, up to 400, which `restore_latest` restores"
+        )
+        with pytest.warns(ts.ShardingWarning, match=told):
+            assert checkpoints.save(10, state_at(10))
+        checkpoints.wait()
+        assert checkpoints.steps() == (10, 300, 400)
+        checkpoints.save(401, state_at(401))
+        checkpoints.wait()
+        assert checkpoints.steps() == (400, 401)
+
+
+def test_a_backslash_in_the_path_is_an_error(tmp_path: Path, monkeypatch) -> None:
+    odd = tmp_path / "a\\b"
+    odd.mkdir()
+    for use in (
+        lambda: save(odd / "x", {}),
+        lambda: save(tmp_path / "x\\y", {}),
+        lambda: Checkpoints(odd / "run"),
+        lambda: restore(odd / "x"),
+    ):
+        with pytest.raises(ts.CheckpointError, match="reads a backslash in a path as `/`"):
+            use()
+    monkeypatch.chdir(odd)
+    with pytest.raises(ts.CheckpointError, match=r"a\\b/x: the array store reads a backslash"):
+        save("x", {})
+    assert files_in(tmp_path) == ["a\\b"]
+
+
+@pytest.mark.parametrize("name", ["q#?q", "a b", "{0}%20", "é\n", "..x", "~", "x:y", "'\""])
+def test_other_characters_in_the_path_are_fine(name: str, tmp_path: Path) -> None:
+    save(tmp_path / name / name, BIG)
+    (tmp_path / name).rename(tmp_path / "moved")
+    assert (restore(tmp_path / "moved" / name)["w"] == BIG["w"]).all()
+
+
 # ------------------------------------------------------------------ writers and readers
 
 
@@ -135,6 +204,7 @@ def test_leftovers_of_killed_writers_are_removed_but_not_those_of_live_ones(
 ) -> None:
     for name in ("5.orbax-checkpoint-tmp", "4.orbax-checkpoint-tmp-removed", "x"):
         (tmp_path / name / "state").mkdir(parents=True)
+    (tmp_path / ".5.treeshard-lock").write_text("process 9")
     with ts.checkpoint.Checkpoints(tmp_path) as checkpoints:
         assert files_in(tmp_path) == [".treeshard-lock", "x"]
         checkpoints.save(5, state_at(5))
@@ -143,6 +213,20 @@ def test_leftovers_of_killed_writers_are_removed_but_not_those_of_live_ones(
     live.mkdir()
     with Lock(tmp_path / ".7.treeshard-lock", "7"), Checkpoints(tmp_path):
         assert live.exists()
+
+
+def test_names_like_those_of_leftovers_are_left_alone(tmp_path: Path) -> None:
+    """They begin with the suffix, name no step, or are files; other leftovers are removed."""
+    mine = [".orbax-checkpoint-tmp-x", "model.orbax-checkpoint-tmp", "..treeshard-lock"]
+    mine += [".treeshard-lock.treeshard-lock", "...orbax-checkpoint-tmp", ".x.treeshard-lock"]
+    for name in mine:
+        (tmp_path / name).mkdir()
+    (tmp_path / "5.orbax-checkpoint-tmp-0").write_text("mine")
+    for i in range(1, 9):
+        (tmp_path / f"5.orbax-checkpoint-tmp-{i}" / "state").mkdir(parents=True)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, state_at(5))
+    assert files_in(tmp_path) == sorted([*mine, "5", "5.orbax-checkpoint-tmp-0"])
 
 
 def test_a_second_writer_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -204,7 +288,7 @@ def test_a_background_failure_is_raised_once(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     with files_of_at_most(100_000):
         checkpoints.save(1, BIG)
-        checkpoints._writing._end.exception()  # wait until it has failed
+        checkpoints._writing[1]._end.exception()  # wait until it has failed
     with pytest.raises(ts.CheckpointError, match="1 was not saved"):
         checkpoints.save(2, state_at(2))
     checkpoints.save(2, state_at(2))

@@ -168,7 +168,7 @@ def check_differing_trees_are_refused(context: Context) -> None:
     assert "on process 0" in said
     said = refused(context, state, ts.ProcessError, f"no{context.index}")
     assert f"the path: {context.directory}/refused/no0 on process 0" in said
-    said = refused(context, {**state, "own": np.full(3, context.index)}, ts.ProcessError)
+    said = refused(context, {**state, "own": np.full(3, context.index)}, ts.CheckpointError)
     assert "own: its values differ between processes" in said
     assert_nothing_is_left(context)
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.multiprocess.worker import Context
 from treeshard import ProcessError
+from treeshard.checkpoint import _checksums
 from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._table import pack, unpack
 
@@ -49,7 +50,7 @@ def layouts(count: int) -> Iterator[tuple[np.ndarray, jax.Array]]:
 def check_checksums_do_not_depend_on_the_sharding(context: Context) -> None:
     hosts, arrays = zip(*layouts(200), strict=True)
     assert any(not x.is_fully_addressable for x in arrays)
-    found = checksums(arrays, "reading", 20)
+    found = checksums(arrays, "reading", 20).crcs
     assert found == [zlib.crc32(host.tobytes()) for host in hosts]
 
 
@@ -57,14 +58,14 @@ def check_keys_count_as_their_data(context: Context) -> None:
     keys = jax.random.key_data(jax.random.split(jax.random.key(3), 16))
     mesh = mesh_of(jax.devices(), 8)
     split = jax.random.wrap_key_data(placed(np.asarray(keys), mesh, P("a")))
-    assert checksums([split], "reading", 20) == [zlib.crc32(np.asarray(keys).tobytes())]
+    assert checksums([split], "reading", 20).crcs == [zlib.crc32(np.asarray(keys).tobytes())]
 
 
 def check_a_wrong_value_on_one_process_changes_the_checksum_on_all(context: Context) -> None:
     host = np.arange(64.0, dtype=np.float32).reshape(8, 8)
     mine = host + (context.index == 1)
     bad = placed(mine, mesh_of(jax.devices(), 8), P("a"))
-    (found,) = checksums([bad], "reading", 20)
+    (found,) = checksums([bad], "reading", 20).crcs
     there = host.copy()
     local = 8 // context.count
     there[local : 2 * local] += 1
@@ -75,20 +76,32 @@ def check_copies_of_each_process_count_once(context: Context) -> None:
     host = np.arange(10)
     single = jax.device_put(np.float32(3), jax.local_devices()[0])
     want = [zlib.crc32(host.tobytes()), zlib.crc32(np.float32(3).tobytes())]
-    assert checksums([host, single], "reading", 20) == want
+    assert checksums([host, single], "reading", 20).crcs == want
 
 
-def check_copies_that_differ_are_named(context: Context) -> None:
-    mine = [np.arange(3), np.full(3, context.index), np.full(2, context.index == 0)]
-    with pytest.raises(ProcessError) as told:
-        checksums(mine, "save /runs/7", 20, names=["same", "rank", "flag"])
-    assert str(told.value) == (
-        "save /runs/7: 2 arrays differ between processes:\n"
-        "  rank: its values differ between processes.\n"
-        "  flag: its values differ between processes.\n"
-        "Each process holds its own copy. Make the copies equal, or make global arrays from"
-        " their parts."
-    )
+def check_copies_and_replicas_that_differ_are_found(context: Context) -> None:
+    """Within a process, between processes, in one of several regions, by one bit."""
+    devices = np.array(jax.devices())
+    by_process = mesh_of(list(devices), 2, 4)
+    within = mesh_of(list(devices.reshape(2, 4).T.flat), 4, 2)
+    host = np.arange(64, dtype=np.float32).reshape(8, 8)
+    mine = host + (context.index == 1) * np.float32(2**-18)
+    arrays = [
+        placed(host, by_process, P(None, "b")),
+        placed(mine, by_process, P(None, "b")),
+        placed(mine, by_process, P("a")),  # of two processes, none has a replica of the other's
+        placed(mine, within, P("a")),
+        placed(mine, mesh_of(list(devices), 8), P()),
+        np.arange(3),
+        np.full(3, context.index),
+    ]
+    joint = checksums(arrays, "save", 20, replicas=True)
+    copies = _checksums.COPIES_DIFFER
+    differing = (1, 3, 4) if context.count == 2 else (1, 2, 3, 4)
+    assert joint.differing == dict.fromkeys(differing, _checksums.REPLICAS_DIFFER) | {6: copies}
+    assert joint.crcs[4] == joint.crcs[0] == zlib.crc32(host.tobytes())
+    assert joint.crcs[6] == zlib.crc32(np.zeros(3, int).tobytes())
+    assert checksums(arrays, "restore", 20).differing == {6: copies}
 
 
 def check_different_numbers_of_arrays_are_an_error(context: Context) -> None:
@@ -136,7 +149,7 @@ def check_trees_are_packed_and_unpacked(context: Context) -> None:
     stored = {key: x for key, x in packed.arrays.items() if isinstance(x, jax.Array)}
     assert sorted(stored) == ["keys", "uint4", "whole"]
     assert {str(x.dtype) for x in stored.values()} == {"uint8", "uint32"}
-    found = checksums(list(packed.arrays.values()), "save", 20)
+    found = checksums(list(packed.arrays.values()), "save", 20).crcs
     keys = host.astype(np.uint32)
     want = [host, keys, np.float32(3), *(host.astype(tree[x].dtype) for x in ("uint4", "whole"))]
     assert found == [zlib.crc32(x.tobytes()) for x in want]
@@ -146,7 +159,7 @@ def check_trees_are_packed_and_unpacked(context: Context) -> None:
     for name in ("uint4", "whole", "keys"):
         assert back[name].sharding == tree[name].sharding
         assert (back[name].dtype, back[name].shape) == (tree[name].dtype, tree[name].shape)
-    again = checksums([back["uint4"], back["whole"], back["keys"]], "read", 20)
+    again = checksums([back["uint4"], back["whole"], back["keys"]], "read", 20).crcs
     assert again == [found[3], found[4], found[1]]
 
 

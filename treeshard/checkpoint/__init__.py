@@ -52,6 +52,7 @@ def save(
     fingerprints: bool = True,
     compress: bool = False,
     ocdbt: bool = True,
+    on_divergence: str = "error",
     timeout: float = TIMEOUT,
 ) -> None:
     """Saves a tree as a checkpoint. Each process writes its own shards; nothing is gathered.
@@ -67,9 +68,13 @@ def save(
             bytes and `None` are saved. Other leaves, such as functions, are static: they are not
             saved, and `restore` takes them from its like-tree. An array that is not global, such
             as a numpy array, must be equal on all processes; process 0 saves its copy.
-        fingerprints: Whether to save a checksum of every array, so that damage is detected.
+        fingerprints: Whether to save a checksum of every array, so that damage is detected, and
+            to compare all replicas of each shard.
         compress: Whether to compress with zstd. Weights hardly shrink, and it is slow.
         ocdbt: Whether to store all arrays in a few files, instead of each in its own.
+        on_divergence: What to do if replicas of an array, or the processes' copies of one, differ
+            in a bit: `"error"` raises a `CheckpointError` that names the leaves; `"warn"` saves
+            the first replica of each shard, and the copy of process 0.
         timeout: Seconds to wait for other processes; waits for their writes have no limit.
 
     Raises:
@@ -78,9 +83,10 @@ def save(
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If `path` exists, if another run is writing there (not detected on object
             stores, which have no locks), or if it cannot be written; if several leaves have the
-            same path.
+            same path; if replicas differ.
         ProcessError: If the processes save different trees; if one of them fails before anything
             is written, or does not arrive.
+        ValueError: If `on_divergence` is another word.
 
     Examples:
         >>> w = shard(np.ones((256, 64), np.float32), P("fsdp"), make_mesh("fsdp=8"))
@@ -97,6 +103,7 @@ def save(
         fingerprints=fingerprints,
         compress=compress,
         ocdbt=ocdbt,
+        on_divergence=on_divergence,
         timeout=timeout,
     ).wait()
 

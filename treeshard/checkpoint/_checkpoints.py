@@ -4,7 +4,7 @@ import operator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import SupportsIndex, Unpack
+from typing import Any, SupportsIndex, Unpack
 
 import jax
 from etils import epath
@@ -39,8 +39,9 @@ class Checkpoints:
 
     Args:
         directory: The directory, created if it does not exist. All processes share it.
-        keep: How many of the latest checkpoints to keep; `None` keeps all. An older one is removed
-            once a newer one is complete.
+        keep: How many of the latest checkpoints to keep; `None` keeps all. Older ones are removed
+            once another one is complete. What treeshard did not write is never removed, and
+            neither is the checkpoint that was just saved.
         every: Only steps that are a multiple of it are saved.
         background: Whether to write in the background. The next `save`, `wait` or `close` raises
             what went wrong.
@@ -48,6 +49,7 @@ class Checkpoints:
         fingerprints: As in `save`.
         compress: As in `save`.
         ocdbt: As in `save`.
+        on_divergence: As in `save`.
         timeout: Seconds to wait for other processes; waits for their reads and writes have no
             limit.
 
@@ -80,6 +82,7 @@ class Checkpoints:
         fingerprints: bool = True,
         compress: bool = False,
         ocdbt: bool = True,
+        on_divergence: str = "error",
         timeout: float = TIMEOUT,
     ) -> None:
         if every < 1 or (keep is not None and keep < 1):
@@ -87,8 +90,9 @@ class Checkpoints:
         self._directory = checkpoint_path(directory)
         self._keep, self._every, self._background = keep, every, background
         self._timeout, self._read_only = timeout, read_only
-        self._options = {"fingerprints": fingerprints, "compress": compress, "ocdbt": ocdbt}
-        self._writing: Writing | None = None
+        self._options: dict[str, Any] = {"fingerprints": fingerprints, "compress": compress}
+        self._options |= {"ocdbt": ocdbt, "on_divergence": on_divergence}
+        self._writing: tuple[int, Writing] | None = None
         self._removing = ThreadPoolExecutor(1, "treeshard-remove")
         self._held = ExitStack()
         self._closed = False
@@ -109,7 +113,8 @@ class Checkpoints:
             state: Any pytree, as in `treeshard.checkpoint.save`.
 
         Returns:
-            Whether it is saved or being saved; `False` if its step is skipped.
+            Whether it is saved or being saved; `False` if its step is skipped. A `ShardingWarning`
+            says if the directory has later steps.
 
         Raises:
             CheckpointError: If the step exists already; if this object is closed or read-only; if
@@ -128,7 +133,12 @@ class Checkpoints:
             return False
         self.wait()
         path = self._directory / str(number)
-        self._writing = begin(path, state, timeout=self._timeout, **self._options)
+        self._writing = number, begin(path, state, timeout=self._timeout, **self._options)
+        if jax.process_index() == 0 and (latest := self.latest) is not None and latest > number:
+            warn(
+                f"save({number}): {self._directory} has later steps, up to {latest}, which"
+                " `restore_latest` restores. Remove them, or save to another directory."
+            )
         if not self._background:
             self.wait()
         return True
@@ -195,9 +205,10 @@ class Checkpoints:
         """
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.wait()
+            step, end = writing
+            end.wait()
             if self._keep is not None and jax.process_index() == 0:
-                self._remove_all_but(self._keep)
+                self._remove_all_but(self._keep, step)
 
     def close(self) -> None:
         """Waits as `wait` does, and releases the directory for other writers."""
@@ -240,8 +251,8 @@ class Checkpoints:
                 with suppress(CheckpointError), Lock(lock_of(path), str(path)):
                     sweep(path)  # no process is writing it, since its lock was free
 
-    def _remove_all_but(self, keep: int) -> None:
-        for step in self.steps()[:-keep]:
+    def _remove_all_but(self, keep: int, saved: int) -> None:
+        for step in {*self.steps()[:-keep]} - {saved}:
             try:
                 self._removing.submit(_remove, set_aside(self._directory / str(step)))
             except OSError as error:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from treeshard._core.arrays import data_of, own_shards, run_dim, used_bits
+from treeshard._core.arrays import data_of, own_shards, run_dim, to_read, used_bits
 from treeshard._core.processes import TIMEOUT, is_spread, together
-from treeshard.errors import ProcessError, listed
+from treeshard.errors import ProcessError
 
 try:  # the same numbers, faster
     from isal.isal_zlib import crc32
@@ -30,9 +30,24 @@ ONES = 0xFFFFFFFF
 SHORT = 128  # shorter runs are faster many at once in numpy than with one call each
 FOR_A_THREAD = 2**16  # bytes of a run from which on a thread pays off: zlib releases the GIL
 BLOCK = 2**20  # bytes copied at a time, where a copy is needed
+REPLICAS_DIFFER = "its replicas on different devices are not equal."
+COPIES_DIFFER = "its values differ between processes, each of which holds its own copy."
 
-# What a process sends of each array: whether it holds a copy of its own, and the register.
-_CONTRIBUTION = np.dtype([("is_copy", "?"), ("register", "<u4")])
+# What a process sends of each array: whether it holds a copy of its own, the register, and the
+# balance of its replicas: over all processes the balances add up to zero if all replicas are equal.
+_CONTRIBUTION = np.dtype([("is_copy", "?"), ("register", "<u4"), ("balance", "<u8")])
+
+
+class Joint(NamedTuple):
+    """What the processes found together.
+
+    Attributes:
+        crcs: The CRC-32 of each full array: of its first replicas, or of the copy of process 0.
+        differing: By index, how the copies of an array differ.
+    """
+
+    crcs: list[int]
+    differing: dict[int, str]
 
 
 def checksums(
@@ -40,46 +55,40 @@ def checksums(
     what: str,
     timeout: float = TIMEOUT,
     *,
-    names: Sequence[str] = (),
-) -> list[int]:
+    replicas: bool = False,
+) -> Joint:
     """The CRC-32 of each full array, on every process.
 
-    It does not depend on the sharding: `zlib.crc32(np.asarray(x).tobytes())`. One copy of each
-    shard is read. In dtypes smaller than a byte the unused bits count as zero; typed keys count
-    as their `key_data`.
+    It does not depend on the sharding: `zlib.crc32(np.asarray(x).tobytes())`. In dtypes smaller
+    than a byte the unused bits count as zero; typed keys count as their `key_data`.
 
     Args:
         arrays: Global arrays, or arrays of which each process holds its own copy, such as numpy
             arrays.
         what: The operation, for messages. Every process must make this call.
         timeout: Seconds to wait for other processes.
-        names: The names of the arrays in messages.
+        replicas: Whether to read and compare all replicas of each shard, not only the first.
 
     Raises:
-        ProcessError: If a process does not arrive or cannot read its arrays, or if the copies of
-            an array differ between processes.
+        ProcessError: If a process does not arrive or cannot read its arrays.
     """
     with together(what, timeout=timeout) as messages:
         arrays = list(map(data_of, arrays))
-        messages.append(registers(arrays))
-    return of_registers(messages, arrays, what, names=names)
+        messages.append(registers(arrays, replicas=replicas))
+    return of_registers(messages, arrays, what)
 
 
-def registers(arrays: Sequence[jax.Array | np.ndarray]) -> bytes:
+def registers(arrays: Sequence[jax.Array | np.ndarray], *, replicas: bool = False) -> bytes:
     """What this process contributes to the checksums; `of_registers` combines it."""
     own = np.zeros(len(arrays), _CONTRIBUTION)
     own["is_copy"] = [not is_spread(x) for x in arrays]
-    own["register"] = _registers(arrays)
+    own["register"], own["balance"] = _registers(arrays, replicas=replicas)
     return own.tobytes()
 
 
 def of_registers(
-    messages: Sequence[bytes],
-    arrays: Sequence[jax.Array | np.ndarray],
-    what: str,
-    *,
-    names: Sequence[str] = (),
-) -> list[int]:
+    messages: Sequence[bytes], arrays: Sequence[jax.Array | np.ndarray], what: str
+) -> Joint:
     """As `checksums`, from the `registers` of every process."""
     if len(set(map(len, messages))) > 1:
         raise ProcessError(f"{what}: the processes have different numbers of arrays.")
@@ -88,18 +97,14 @@ def of_registers(
     least = np.where(is_copy, every, ONES).min(axis=0)
     most = np.where(is_copy, every, 0).max(axis=0)
     has_copies = is_copy.any(axis=0)
-    if differing := np.flatnonzero(has_copies & (least != most)).tolist():
-        facts = [
-            f"{names[i] if names else f'array {i}'}: its values differ between processes."
-            for i in differing
-        ]
-        raise ProcessError(
-            f"{what}: {listed(f'{len(facts)} arrays differ between processes:', facts)}\n"
-            "Each process holds its own copy. Make the copies equal, or make global arrays from"
-            " their parts."
-        )
-    joint = np.where(has_copies, most, np.bitwise_xor.reduce(every, axis=0))
-    return (joint ^ _of_zeros([x.size * x.dtype.itemsize for x in arrays])).tolist()
+    unbalanced = contributions["balance"].sum(axis=0, dtype=np.uint64) != 0
+    differing = dict.fromkeys(np.flatnonzero(unbalanced).tolist(), REPLICAS_DIFFER)
+    copies = np.flatnonzero(has_copies & (least != most)).tolist()
+    differing |= dict.fromkeys(copies, COPIES_DIFFER)
+    first_copy = every[is_copy.argmax(axis=0), np.arange(len(arrays))]
+    joint = np.where(has_copies, first_copy, np.bitwise_xor.reduce(every, axis=0))
+    crcs = joint ^ _of_zeros([x.size * x.dtype.itemsize for x in arrays])
+    return Joint(crcs.tolist(), differing)
 
 
 def checksum(x: np.ndarray) -> int:
@@ -146,46 +151,90 @@ class _Layout(NamedTuple):
         return registers.reshape(-1)
 
 
-def _parts(arrays: Sequence[jax.Array | np.ndarray]) -> Iterator[tuple[int, Any, _Layout, int]]:
-    """The parts that this process reads, one copy of each shard.
+class _Part(NamedTuple):
+    """A part of an array that this process reads.
 
-    Yields the index of the array, the data, the layout, and how many bytes follow.
+    Attributes:
+        array: The index of the array.
+        data: The data of the part.
+        layout: Its layout.
+        after: How many bytes of the array follow it.
+        is_first: Whether it is the first replica of its shard.
+        weight: Its weight in the balance of replicas.
     """
+
+    array: int
+    data: Any
+    layout: _Layout
+    after: int
+    is_first: bool = True
+    weight: int = 0
+
+
+def _parts(arrays: Sequence[jax.Array | np.ndarray], replicas: bool) -> Iterator[_Part]:
+    """The parts that this process reads: the first replica of each shard, or all replicas."""
     for i, x in enumerate(arrays):
         if not isinstance(x, jax.Array):
-            yield i, x, _Layout(x.shape, x.shape, x.dtype.itemsize), 0
+            yield _Part(i, x, _Layout(x.shape, x.shape, x.dtype.itemsize), 0)
             continue
-        for shard in own_shards(x):
+        for shard in to_read(x).addressable_shards if replicas else own_shards(x):
             layout = _Layout(shard.data.shape, x.shape, x.dtype.itemsize)
-            start = [index.start or 0 for index in shard.index]
-            yield i, shard.data, layout, layout.bytes_after(start)
+            after = layout.bytes_after([index.start or 0 for index in shard.index])
+            weight = 0
+            if replicas and x.size:
+                count = x.sharding.num_devices * shard.data.size // x.size
+                weight = _weight(shard.replica_id, count, after)
+            yield _Part(i, shard.data, layout, after, shard.replica_id == 0, weight)
 
 
-def _registers(arrays: Sequence[jax.Array | np.ndarray]) -> np.ndarray:
-    """Per array, the register after the parts that this process reads, starting from zero."""
+@lru_cache(1024)
+def _weight(replica: int, count: int, after: int) -> int:
+    """A pseudo-random weight, odd but for the first replica's; those of all replicas add up to 0.
+
+    So sums of registers times weights, modulo 2**64, are 0 if the replicas are equal, and if one
+    differs they are not. Those of several that differ cancel with a probability of 2**-63.
+    """
+    if replica:
+        return (hash((after, replica)) | 1) % 2**64
+    return -sum(_weight(i, count, after) for i in range(1, count)) % 2**64
+
+
+def _registers(
+    arrays: Sequence[jax.Array | np.ndarray], *, replicas: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Per array, the register after the parts that this process reads, starting from zero; and
+    the balance of its replicas."""
     joint = np.zeros(len(arrays), np.uint32)
-    # Parts of one layout wait to be joined many at once, which is faster: the index of the array,
-    # how many bytes follow, and the registers of the runs.
-    waiting = defaultdict[_Layout, list[tuple[int, int, Any]]](list)
+    balance = np.zeros(len(arrays), np.uint64)
+    # Parts of one layout wait to be joined many at once, which is faster, with the registers of
+    # their runs.
+    waiting = defaultdict[_Layout, list[tuple[_Part, Any]]](list)
 
     def join(layout: _Layout) -> None:
-        indices, after, runs = zip(*waiting.pop(layout), strict=True)
+        parts, runs = zip(*waiting.pop(layout), strict=True)
         rows = [x.result() if isinstance(x, Future) else x for x in runs]
-        moved = _each_moved(layout.joined(np.stack(rows)), np.array(after))
-        np.bitwise_xor.at(joint, list(indices), moved)
+        indices, after, is_first = (
+            np.array([getattr(part, name) for part in parts])
+            for name in ("array", "after", "is_first")
+        )
+        weights = np.array([part.weight for part in parts], np.uint64)
+        moved = _each_moved(layout.joined(np.stack(rows)), after)
+        np.bitwise_xor.at(joint, indices[is_first], moved[is_first])
+        np.add.at(balance, indices, moved * weights)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
-        for i, data, layout, after in _parts(arrays):
+        for part in _parts(arrays, replicas):
+            data, layout = part.data, part.layout
             if not data.size:
                 continue
             is_long = data.nbytes // layout.runs >= FOR_A_THREAD
             read = readers.submit(_read, data, layout.runs) if is_long else _read(data, layout.runs)
-            waiting[layout].append((i, after, read))
+            waiting[layout].append((part._replace(data=None), read))
             if len(waiting[layout]) * layout.runs * joint.itemsize >= BLOCK:
                 join(layout)
         for layout in list(waiting):
             join(layout)
-    return joint
+    return joint, balance
 
 
 def _read(data: Any, runs: int) -> np.ndarray:

@@ -20,12 +20,25 @@ COMMITTED = "commit_success.txt"  # marks a complete checkpoint where directorie
 _LOCK = "treeshard-lock"
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
+_LEFT = re.compile(rf"(?P<tmp>[0-9]+){re.escape(TEMPORARY)}|\.(?P<lock>[0-9]+)\.{_LOCK}$")
 
 
 def checkpoint_path(path: PathLike) -> epath.Path:
-    """The path, made absolute if it is in a file system."""
+    """The path, made absolute if it is in a file system.
+
+    Raises:
+        CheckpointError: If it contains a backslash.
+    """
     given = epath.Path(path)
-    return epath.Path(os.path.abspath(given)) if is_local(given) else given
+    if not is_local(given):
+        return given
+    absolute = os.path.abspath(given)
+    if "\\" in absolute:  # arrays would be written elsewhere, or not be found
+        raise CheckpointError(
+            f"{absolute}: the array store reads a backslash in a path as `/`. Rename the directory,"
+            " or use another."
+        )
+    return epath.Path(absolute)
 
 
 def is_local(path: epath.Path) -> bool:
@@ -42,11 +55,19 @@ def is_complete(path: epath.Path) -> bool:
 
 
 def steps_in(directory: epath.Path) -> tuple[int, ...]:
-    """The steps of which a directory holds complete checkpoints, ascending."""
+    """The steps of which a directory holds complete checkpoints, ascending.
+
+    Directories that treeshard did not write do not count, whatever their name.
+    """
     if not directory.is_dir():
         return ()
     named = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
-    return tuple(sorted(int(path.name) for path in named if path.is_dir() and is_complete(path)))
+    return tuple(sorted(int(path.name) for path in named if _is_ours(path) and is_complete(path)))
+
+
+def _is_ours(path: epath.Path) -> bool:
+    """Whether there is a checkpoint at `path`, perhaps one whose table of leaves is lost."""
+    return (path / TABLE / TABLE_FILE).exists() or (path / ARRAYS / SEAL).exists()
 
 
 def table_text(path: epath.Path) -> str:
@@ -120,13 +141,9 @@ def lock_in(directory: epath.Path) -> Path:
 
 
 def written_by(left: epath.Path) -> epath.Path | None:
-    """The checkpoint that a leftover lock or temporary directory belongs to, if `left` is one."""
-    name = left.name.removeprefix(".").removesuffix(f".{_LOCK}")
-    if TEMPORARY in left.name:
-        name = left.name.partition(TEMPORARY)[0]
-    elif left.name != f".{name}.{_LOCK}":
-        return None
-    return left.with_name(name)
+    """The step that a leftover lock or temporary directory belongs to, if `left` is one."""
+    match = _LEFT.match(left.name)
+    return match and left.with_name(match["tmp"] or match["lock"])
 
 
 def check_vacant(path: epath.Path) -> None:
@@ -148,9 +165,9 @@ def sweep(path: epath.Path) -> None:
     """Removes what failed saves of a checkpoint left behind. No save may be running."""
     if not is_local(path):
         return
-    with suppress(OSError):
-        for left in path.parent.iterdir():
-            if left.name.startswith(f"{path.name}{TEMPORARY}"):
+    for left in path.parent.iterdir():
+        if left.name.startswith(f"{path.name}{TEMPORARY}") and left.is_dir():
+            with suppress(OSError):
                 shutil.rmtree(left)
 
 

@@ -229,9 +229,9 @@ def _read_together(
         messages.append(json.dumps(damages).encode() + b"\n" + registers(data))
     outcomes = [message.partition(b"\n") for message in messages]
     raise_damages(path, {k: why for text, _, _ in outcomes for k, why in json.loads(text).items()})
-    names = [row.path for row in verified]
-    crcs = of_registers([part for _, _, part in outcomes], data, WHERE, names=names)
+    crcs, differing = of_registers([part for _, _, part in outcomes], data, WHERE)
     differences = {row.path: _difference(row, crc) for row, crc in zip(verified, crcs, strict=True)}
+    differences |= {verified[i].path: why for i, why in differing.items()}
     raise_damages(path, {leaf: why for leaf, why in differences.items() if why})
     return arrays
 

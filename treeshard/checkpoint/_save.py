@@ -1,5 +1,7 @@
 """Saves a tree as a checkpoint: what all processes check before any of them writes."""
 
+from collections.abc import Mapping
+
 import jax
 from etils import epath
 
@@ -12,7 +14,7 @@ from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._paths import check_vacant, is_local, lock_of
 from treeshard.checkpoint._store import Writing, has_shards_here, write
 from treeshard.checkpoint._table import Packed, pack, to_text
-from treeshard.errors import CheckpointError, listed
+from treeshard.errors import CheckpointError, listed, warn
 
 WHERE = "save"
 
@@ -24,6 +26,7 @@ def begin(
     fingerprints: bool,
     compress: bool,
     ocdbt: bool,
+    on_divergence: str,
     timeout: float,
 ) -> Writing:
     """Begins to save a tree. Once this returns, its leaves may change or be donated.
@@ -37,6 +40,8 @@ def begin(
         if lock is not None:
             lock.release()
 
+    if on_divergence not in ("error", "warn"):
+        raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
     try:
         with agreeing(WHERE, timeout=timeout) as facts:
             packed = pack(tree, WHERE)
@@ -55,8 +60,11 @@ def begin(
         def table() -> str:
             if not fingerprints:
                 return to_text(packed.table)
+            arrays = list(packed.arrays.values())
+            crcs, differing = checksums(arrays, WHERE, timeout, replicas=True)
             names = [row.path for row in packed.table.leaves if row.stored]
-            crcs = checksums(list(packed.arrays.values()), WHERE, timeout, names=names)
+            if differing:
+                _tell({names[i]: why for i, why in differing.items()}, on_divergence)
             return to_text(packed.table.with_checksums(dict(zip(packed.arrays, crcs, strict=True))))
 
         return write(
@@ -82,6 +90,20 @@ def _check_shards_here(packed: Packed) -> None:
     ]
     if facts:
         raise CheckpointError(f"{WHERE}: {listed(f'{len(facts)} leaves cannot be saved:', facts)}")
+
+
+def _tell(differing: Mapping[str, str], on_divergence: str) -> None:
+    """Raises or warns that copies of leaves differ."""
+    facts = [f"{path}: {why}" for path, why in differing.items()]
+    text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
+    if on_divergence == "warn":
+        warn(f"{text}The first replicas are saved, and of separate copies that of process 0.")
+        return
+    raise CheckpointError(
+        f"{text}A checkpoint holds one copy. Find out why they differ, such as other PRNG keys or"
+        " other data on a process, or a `shard_map` that returns varying values as replicated; or"
+        " save the first with on_divergence='warn'."
+    )
 
 
 def _locked(path: epath.Path) -> Lock | None:

@@ -95,6 +95,7 @@ def write(
     context = _context()
     context.asynchronous.create_directories_asynchronously = False
     context.array.saving.use_compression = compress
+    context.array.saving.use_replica_parallel = False  # the checksums are of the first replicas
     context.array.saving.use_ocdbt = ocdbt
     barriers = SaveBarriers(str(path), timeout)
     parts = _Parts(arrays, context, barriers)

@@ -1,0 +1,129 @@
+"""Replicas that differ are told when they are saved, and what was saved can be restored."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.multiprocess import launcher, replicas_checks
+from treeshard.checkpoint import Checkpoints, restore, save
+
+HOST = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+
+def placed(spec: P, value: Callable[[int], np.ndarray], mesh: jax.sharding.Mesh) -> jax.Array:
+    """An array with `value(i)` on device `i`."""
+    sharding = NamedSharding(mesh, spec)
+    shape = value(0).shape
+    indices = sharding.devices_indices_map(shape)
+    pieces = [jax.device_put(value(d.id)[indices[d]], d) for d in mesh.devices.flat]
+    return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+
+def of_shard_map(mesh: jax.sharding.Mesh) -> jax.Array:
+    def body(v: jax.Array) -> jax.Array:
+        return v + jax.lax.axis_index("data").astype(v.dtype) * 2.0**-18
+
+    part = jax.shard_map(body, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False)
+    return jax.jit(part)(HOST)
+
+
+def bit_of(x: np.ndarray, device: int, changed: int = 5) -> np.ndarray:
+    """A copy of `x`, with one bit flipped on one device."""
+    raw = bytearray(np.ascontiguousarray(x).tobytes())
+    raw[-1] ^= device == changed
+    return np.frombuffer(bytes(raw), x.dtype).reshape(x.shape)
+
+
+def with_keys(mesh: jax.sharding.Mesh) -> Any:
+    data = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), 4)))
+    return jax.random.wrap_key_data(placed(P(), lambda i: bit_of(data, i), mesh))
+
+
+WAYS: dict[str, Callable[[jax.sharding.Mesh], Any]] = {
+    "a shard_map that varies": of_shard_map,
+    "one bit of one replica": lambda mesh: placed(P(), lambda i: bit_of(HOST, i), mesh),
+    "one bit, sharded over one axis": lambda mesh: placed(
+        P(None, "fsdp"), lambda i: bit_of(HOST, i, 7), mesh
+    ),
+    "every replica": lambda mesh: placed(P(), lambda i: HOST + i, mesh),
+    "replicas that swap rows": lambda mesh: placed(
+        P(), lambda i: HOST[::-1] if i % 2 else HOST, mesh
+    ),
+    "bfloat16": lambda mesh: placed(
+        P(), lambda i: bit_of(HOST.astype(ml_dtypes.bfloat16), i), mesh
+    ),
+    "int4": lambda mesh: placed(
+        P("data"), lambda i: bit_of(HOST.astype(ml_dtypes.int4), i, 7), mesh
+    ),
+    "keys": with_keys,
+    "a scalar": lambda mesh: placed(P(), lambda i: bit_of(np.float32(3), i), mesh),
+    "the sign of zero": lambda mesh: placed(
+        P(), lambda i: np.full(3, -0.0 if i else 0.0, np.float32), mesh
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_that_differ_are_told_and_the_first_is_saved(way, mesh, tmp_path: Path) -> None:
+    x = WAYS[way](mesh)
+    tree = {"layers": [jnp.ones(3), x], "equal": jax.device_put(HOST, NamedSharding(mesh, P()))}
+    with pytest.raises(ts.CheckpointError) as told:
+        save(tmp_path / "x", tree)
+    assert str(told.value).splitlines()[0] == (
+        "save: layers/1: its replicas on different devices are not equal."
+    )
+    assert "on_divergence='warn'" in str(told.value)
+    assert not list(tmp_path.iterdir())
+    with pytest.warns(ts.ShardingWarning, match="layers/1: its replicas on different devices"):
+        save(tmp_path / "x", tree, on_divergence="warn")
+    (again,) = [restore(tmp_path / "x")["layers/1"]]
+    first = {str(s.index): s.data for s in reversed(ts_data(x).addressable_shards)}
+    for shard in ts_data(x).addressable_shards:
+        if shard.replica_id == 0:
+            first[str(shard.index)] = shard.data
+    for shard in ts_data(x).addressable_shards:
+        read = np.asarray(ts_data(again))[shard.index]
+        assert read.tobytes() == np.asarray(first[str(shard.index)]).tobytes()
+
+
+def ts_data(x: Any) -> Any:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
+def test_without_fingerprints_the_first_replica_is_saved(mesh, tmp_path: Path) -> None:
+    save(tmp_path / "x", {"w": WAYS["every replica"](mesh)}, fingerprints=False)
+    assert (restore(tmp_path / "x")["w"] == HOST).all()
+
+
+def test_a_run_goes_on_after_the_error(mesh, tmp_path: Path) -> None:
+    with Checkpoints(tmp_path / "run") as run:
+        run.save(1, {"w": jnp.asarray(HOST)})
+        with pytest.raises(ts.CheckpointError, match="save: w: its replicas"):
+            run.save(2, {"w": WAYS["every replica"](mesh)})
+        run.save(3, {"w": jnp.asarray(HOST)})
+        run.wait()
+        assert run.steps() == (1, 3)
+    with (
+        Checkpoints(tmp_path / "run", on_divergence="warn") as run,
+        pytest.warns(ts.ShardingWarning, match="w: its replicas"),
+    ):
+        run.save(4, {"w": WAYS["every replica"](mesh)})
+    assert (restore(tmp_path / "run" / "4")["w"] == HOST).all()
+
+
+def test_an_unknown_choice_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"on_divergence='ignore'\): it is 'error' or 'warn'"):
+        save(tmp_path / "x", {}, on_divergence="ignore")
+
+
+launched, test_two_processes = launcher.tests_of(replicas_checks, devices=4)
