@@ -405,6 +405,24 @@ WHOLE = Group(
         ),
         Entry(
             "ShardingWarning",
+            "Arrays of a state share memory, and the step donates that memory, which JAX can do"
+            " once. So the step copies them before it runs. It warns the first time only, since the"
+            " state that it returns has separate arrays.",
+            """
+            p = ts.shard(w, P("fsdp"), mesh)
+            state = {"params": p, "ema": p}
+            plan = ts.plan(state, [(".*", P("fsdp"))], mesh)
+            step = jit_step(lambda state, batch: (state, batch.sum()), plan, batch=P("fsdp"))
+            state, total = step(state, w)
+            """,
+            """
+            p = ts.shard(w, P("fsdp"), mesh)
+            state, total = step({"params": p, "ema": jnp.copy(p)}, w)
+            """,
+            about="a donated state",
+        ),
+        Entry(
+            "ShardingWarning",
             "`infer_sharding` replicates leaves that no pattern matches in full, as big_vision"
             " does, and lists them.",
             """

@@ -230,7 +230,7 @@ def random_mesh(random: np.random.Generator, count: int) -> Mesh:
 
 def random_leaf(random: np.random.Generator) -> np.ndarray:
     shape = [8 * int(random.choice([1, 2, 5, 30])) for _ in range(random.integers(0, 4))]
-    dtype = random.choice(["float32", "bfloat16", "int4", "bool", "complex64"])
+    dtype = random.choice(["float32", "bfloat16", "int4", "uint2", "bool", "complex64"])
     return random.integers(0, 2, shape).astype(dtype)
 
 

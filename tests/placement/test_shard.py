@@ -311,6 +311,17 @@ def test_reshard_to(mesh: Mesh, axes: str, devices: slice, spec: P) -> None:
     assert source["x"]._npy_value is None  # no host copy stays behind
 
 
+@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "float4_e2m1fn"])
+@pytest.mark.parametrize("move", [ts.reshard, ts.shard, ts.with_sharding_constraint])
+def test_dtypes_smaller_than_a_byte_move_as_they_are(mesh: Mesh, dtype: str, move: Any) -> None:
+    full = (np.arange(64).reshape(8, 8) % 2).astype(dtype)
+    placed = ts.shard(full, P("fsdp"), mesh)
+    for spec in (P(None, "data"), P("data", "fsdp"), P()):
+        placed = move(placed, spec, mesh)
+        assert placed.sharding.spec == spec
+        np.testing.assert_array_equal(ts.gather(placed), full)
+
+
 def test_leaves_may_go_to_meshes_of_different_devices(mesh: Mesh) -> None:
     halves = [ts.make_mesh("fsdp=4", devices=jax.devices()[i : i + 4]) for i in (0, 4)]
     specs = [NamedSharding(half, P("fsdp")) for half in halves]

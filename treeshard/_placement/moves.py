@@ -45,6 +45,9 @@ def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> M
         if isinstance(current, NamedSharding) and current.mesh == target.mesh:
             return None
         return _by_jax if target.is_fully_addressable else _compiled
+    if leaf.dtype.name in ("int2", "uint2"):
+        # Compiled programs that move these end the process or return wrong values (JAX 0.10 to 0.12).
+        return through_host if leaf.is_fully_addressable else transfer_across_processes
     if len(current.device_set) == 1 and leaf.is_fully_addressable:
         return _by_jax if target.is_fully_replicated else from_single_device
     if isinstance(current, NamedSharding) and _devices(current.mesh) == _devices(target.mesh):

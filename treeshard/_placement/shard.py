@@ -116,7 +116,8 @@ def reshard(
     Leaves that are already sharded this way are not moved. Leaves that move between the same
     devices do so in one compiled program for the whole tree. Leaves on a single device are first
     copied to all devices, so for a moment each device holds a full copy of these (`shard` copies
-    them through the host instead).
+    them through the host instead). Leaves of dtype int2 and uint2 always move through the host:
+    programs that XLA compiles to move them return wrong values.
 
     Across processes, all that hold devices of the old or the new mesh must make the call. Between
     meshes of the same devices in the same order, the move is again one program; otherwise each

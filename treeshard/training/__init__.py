@@ -163,7 +163,8 @@ def jit_step(
             dim 0 of each leaf is split over the axes that the plan's `fsdp` tactics use and
             the axes `data` and `replica`, as far as the mesh has them: `P(("data", "fsdp"))`
             on a mesh of both. Scalars are replicated.
-        donate: Whether the new state reuses the memory of the old state, which is deleted.
+        donate: Whether the new state reuses the memory of the old state, which is deleted. Arrays
+            of the state that share memory, as in `{"params": p, "ema": p}`, are copied then.
 
     Returns:
         A callable `step(state, batch) -> (state, aux)`. It places numpy batches on the
@@ -186,7 +187,8 @@ def jit_step(
 
     Warns:
         ShardingWarning: If parameters are sharded by `fsdp` over an axis that the batch is
-            not split over: all devices along it then do the same work.
+            not split over: all devices along it then do the same work. When called, if arrays of
+            the state are copied because they share memory; names the paths of both.
 
     Examples:
         >>> mesh = ts.make_mesh("fsdp=8")

@@ -34,6 +34,7 @@ from treeshard.errors import (
     TreeShardError,
     listed,
 )
+from treeshard.training._shared_memory import mark_as_separate, separated
 
 if TYPE_CHECKING:
     from treeshard.communication._comparison import Comparison
@@ -68,6 +69,8 @@ class Step:
         # JAX 0.10 aborts the process if it gets deleted arrays on several devices.
         if _any_deleted(arrays):
             raise _deleted(arrays, self.plan)
+        if self._donate and not is_tracing():
+            arrays = separated(arrays, data, lambda i: self.plan.leaves[i].path, self._name)
         with _fixed_context(self._mesh):
             try:
                 new, aux = program.run(_Named(arrays, program.names), data)
@@ -77,6 +80,8 @@ class Step:
                 if (problem := _misplaced(arrays, self.plan)) is None:
                     raise
                 raise problem from error
+        if self._donate:
+            mark_as_separate(new.arrays)
         return program.state.combine(new.arrays), aux
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:

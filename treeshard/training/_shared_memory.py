@@ -1,0 +1,83 @@
+"""Copies arrays of a state that share memory with others, since a donated buffer is used once.
+
+JAX donates an array's buffers, and ends the process if a call on several devices gets one of them
+twice.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from treeshard._core.arrays import data_of
+from treeshard.errors import listed, warn
+
+# Set on the arrays that a step returned: each has memory of its own, so only the same object may
+# be in a tree twice. Asking for the buffers of 1000 arrays takes longer than calling a step.
+_MARK = "_treeshard_has_own_memory"
+
+
+def mark_as_separate(arrays: Sequence[Any]) -> None:
+    """Says of arrays that a compiled step has just returned that no two of them share memory."""
+    for x in arrays:
+        if not isinstance(x, Tracer):
+            setattr(x, _MARK, True)
+
+
+def separated(
+    arrays: list[Any], batch: Sequence[Any], path_of: Callable[[int], str], where: str
+) -> list[Any]:
+    """The arrays of a state, with copies of those that share memory with others or with the batch.
+
+    Warns:
+        ShardingWarning: If there are any; it names the paths of both arrays.
+    """
+    if (
+        all([getattr(x, _MARK, False) for x in arrays])
+        and len(set(map(id, arrays))) == len(arrays)
+        and not any([hasattr(x, _MARK) for x in batch])
+    ):
+        return arrays
+    owners: dict[Any, str] = {}
+    for x in batch:
+        owners.update(dict.fromkeys(_buffers(x), "the batch"))
+    shared = {}
+    for i, x in enumerate(arrays):
+        buffers = _buffers(x)
+        if owner := next((owners[key] for key in buffers if key in owners), None):
+            shared[i] = owner
+        else:
+            owners.update(dict.fromkeys(buffers, path_of(i)))
+    if not shared:
+        return arrays
+    facts = [
+        f"{path_of(i)}: it shares its memory with {other}, and a step that donates its state can"
+        " use that memory once, so it was copied. Make it an array of its own with `jnp.copy`,"
+        " or make the step with `donate=False`."
+        for i, other in shared.items()
+    ]
+    warn(f"{where}: {listed(f'{len(facts)} arrays of the state share memory:', facts)}")
+    old = [arrays[i] for i in shared]
+    copies = jax.jit(_copied, out_shardings=[x.sharding for x in old])(old)
+    new = dict(zip(shared, copies, strict=True))
+    return [new.get(i, x) for i, x in enumerate(arrays)]
+
+
+def _copied(arrays: list[Any]) -> list[Any]:
+    return [jnp.copy(x) for x in arrays]
+
+
+def _buffers(x: Any) -> list[Any]:
+    """What identifies the memory of an array: device and address of each shard on this process."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+        return []
+    try:
+        return [
+            (shard.device, shard.data.unsafe_buffer_pointer())
+            for shard in data_of(x).addressable_shards
+            if shard.data.size
+        ] or [id(x)]
+    except jax.errors.JaxRuntimeError:  # a platform that does not tell addresses
+        return [id(x)]
