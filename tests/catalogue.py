@@ -308,13 +308,27 @@ WHOLE = Group(
             " environment, else 16384.",
             """
             bias = np.ones(512, "float32")
-            plan = ts.plan({"bias": bias}, [("bias", P("fsdp"))], mesh)
+            plan = ts.plan({"bias": bias}, [("bias", ts.fsdp("fsdp"))], mesh)
             for note in plan.leaves[0].adjustments:
                 print(f"{note.kind}: {note.why}")
             """,
             """
-            plan = ts.plan({"bias": bias}, [("bias", P("fsdp"))], mesh, min_size=0)
+            plan = ts.plan({"bias": bias}, [("bias", ts.fsdp("fsdp"))], mesh, min_size=0)
             assert not plan.leaves[0].adjustments
+            """,
+        ),
+        Entry(
+            "explicit-spec-too-small",
+            "A rule has a spec for a leaf, and the leaf has fewer elements than `min_size`, so it"
+            " is replicated. `Plan.check`, `init_sharded` and `match_partition_rules` warn of all"
+            " such leaves. Tactics are silent: `too-small`.",
+            """
+            bias = np.ones(512, "float32")
+            print(*ts.plan({"bias": bias}, [("bias", P("fsdp"))], mesh).findings)
+            """,
+            """
+            assert not ts.plan({"bias": bias}, [("bias", P("fsdp"))], mesh, min_size=0).findings
+            assert not ts.plan({"bias": bias}, [("bias", None)], mesh).findings
             """,
         ),
         Entry(

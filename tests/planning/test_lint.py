@@ -230,7 +230,19 @@ def test_patterns_that_distinguish_digits_are_searched_on_every_path() -> None:
 
 
 def test_a_rule_for_a_small_leaf_is_used() -> None:
-    assert findings({"w": struct(2)}, [("w", P("fsdp"))], min_size=100) == ()
+    assert findings({"w": struct(2)}, [("w", ts.fsdp("fsdp"))], min_size=100) == ()
+
+
+def test_a_spec_that_min_size_leaves_unused() -> None:
+    tree = {"layers": [{"b": struct(8), "w": struct(8, 16)}] * 2}
+    rules = [("b", P("fsdp")), (".*", P("fsdp"))]
+    (finding,) = findings(tree, rules, min_size=9)
+    assert str(finding) == (
+        "warning explicit-spec-too-small: layers/{0..1}/b: rule 0 'b': P('fsdp',) is not used for"
+        " leaves of fewer than 9 elements (`min_size`). To shard small leaves by such a spec, pass"
+        " `min_size=0`. To replicate them, give them a rule with None."
+    )
+    assert findings(tree, rules, min_size=8) == ()
 
 
 def test_ten_thousand_leaves_and_a_hundred_unused_rules() -> None:

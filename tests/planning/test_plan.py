@@ -78,7 +78,7 @@ def test_a_leaf_records_what_was_decided_and_why() -> None:
         ([("w", P("data", "data"))], (8, 8), P("data", "data"), P("data"), "axis-already-used"),
         ([("w", P(("data", "fsdp")))], (6,), P(("data", "fsdp")), P("data"), "indivisible"),
         ([("w", P(None, "data"))], (8,), P(None, "data"), P(), "rank"),
-        ([("w", P("data"))], (2,), P("data"), P(), "too-small"),
+        ([("w", P("data"))], (2,), P("data"), P(), "explicit-spec-too-small"),
         ([("w", ts.fsdp("fsdp"))], (7,), P(), P(), "no-dim"),
         ([("w", ts.fsdp("fdsp"))], (8,), P(), P(), "axis-not-in-mesh"),
         ([("w", lambda path, leaf: P("x"))], (8,), P("x"), P(), "axis-not-in-mesh"),

@@ -169,7 +169,7 @@ def test_leaves_below_min_size_are_replicated_but_must_match() -> None:
     found = decisions(rules, tree, MESH, min_size=16)
     assert found["big"].given == P("data")
     assert found["small"][:4] == (P("data"), P(), 2, ".*")
-    assert [note.kind for note in found["small"].adjustments] == ["too-small"]
+    assert [note.kind for note in found["small"].adjustments] == ["explicit-spec-too-small"]
     assert found["norm"] == (P(), P(), 0, "norm", ())
     assert [note.kind for note in found["f"].adjustments] == ["too-small"]
     assert "small: shape (15,), no rule" in message_of([("big", None)], {"small": struct(15)})
@@ -178,12 +178,14 @@ def test_leaves_below_min_size_are_replicated_but_must_match() -> None:
 def test_a_small_leaf_is_matched_like_any_other(monkeypatch) -> None:
     monkeypatch.setenv("MIN_SHARDING_SIZE", "9")
     tree = {"w": struct(9), "b": struct(8)}
-    specs = match_partition_rules([(".*", P("data"))], tree, strict=True)
+    with pytest.warns(ts.ShardingWarning, match="b: shape .8,., P..data.,. by rule 0"):
+        specs = match_partition_rules([(".*", P("data"))], tree, strict=True)
     assert specs == {"w": P("data"), "b": P()}
     with pytest.raises(ts.ShardingRuleError, match="b: shape"):
         match_partition_rules([("w", P("data"))], tree)
     monkeypatch.delenv("MIN_SHARDING_SIZE")
-    assert match_partition_rules([(".*", P("data"))], tree)["w"] == P()
+    with pytest.warns(ts.ShardingWarning, match="min_size=16384"):
+        assert match_partition_rules([(".*", P("data"))], tree)["w"] == P()
 
 
 def test_min_size_of_a_tactic_overrides_the_calls() -> None:
@@ -449,7 +451,7 @@ def test_functions_that_do_not_return_a_spec() -> None:
 
 
 def test_log_sharding_move_warns_of_trimmed_specs_and_small_leaves(monkeypatch, recwarn) -> None:
-    rules = [("q", P("data", "fsdp")), ("", P("data"))]
+    rules = [("q", P("data", "fsdp")), ("", ts.fsdp("data"))]
     monkeypatch.setenv("LOG_SHARDING_MOVE", "0")
     match(rules, TREE, MESH, min_size=7, strict=False)
     assert not recwarn
@@ -458,10 +460,66 @@ def test_log_sharding_move_warns_of_trimmed_specs_and_small_leaves(monkeypatch, 
         match(rules, TREE, MESH, min_size=7, strict=False)
     text = str(warned[0].message)
     assert text.startswith("2 leaves are not sharded as their rules say:")
-    assert "attn/bias: shape (6,), P('data',) by rule 1, '': 6 elements are fewer than" in text
+    assert "attn/bias: shape (6,), P() by rule 1, '': 6 elements are fewer than" in text
     assert (
         "attn/q: shape (8, 6), P('data', 'fsdp') by rule 0, 'q': P('data', 'fsdp') splits" in text
     )
+
+
+# ------------------------------------------------------------------ specs of small leaves
+
+SMALL = {"layers": [{"b": struct(8), "w": struct(8, 16)}] * 2}
+
+
+def ways_to_check(rules: Any) -> Any:
+    init = lambda: jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), SMALL)  # noqa: E731
+    mesh = ts.make_mesh("data=2,fsdp=4")
+    yield lambda: match(rules, SMALL, MESH, min_size=9)
+    yield lambda: match(rules, SMALL, MESH, min_size=9, strict=False)
+    yield ts.plan(SMALL, rules, MESH, min_size=9).check
+    yield lambda: ts.init_sharded(init, rules=rules, mesh=mesh, min_size=9)
+    yield lambda: ts.init_sharded(init, rules=rules, mesh=mesh, min_size=9, strict=False)
+
+
+@pytest.mark.parametrize("way", range(5))
+def test_a_spec_that_min_size_leaves_unused_warns_once(way: int) -> None:
+    with pytest.warns(ts.ShardingWarning) as warned:
+        list(ways_to_check([(".*", P("fsdp"))]))[way]()
+    assert [str(one.message).splitlines() for one in warned] == [
+        [
+            "2 leaves are not sharded as their rules say:",
+            "  layers/0/b: shape (8,), P('fsdp',) by rule 0, '.*': 8 elements are fewer than"
+            " min_size=9.",
+            "  layers/1/b: shape (8,), P('fsdp',) by rule 0, '.*': 8 elements are fewer than"
+            " min_size=9.",
+            "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give them"
+            " a rule with None.",
+        ]
+    ]
+
+
+@pytest.mark.parametrize("action", [None, P(), ts.fsdp("fsdp"), lambda path, leaf: P("fsdp")])
+def test_actions_that_leave_small_leaves_replicated_silently(action: Any) -> None:
+    for check in ways_to_check([("b", action), (".*", P("fsdp"))]):
+        check()
+
+
+def test_specs_of_small_leaves_on_a_mesh_that_they_do_not_split(recwarn: Any) -> None:
+    mesh = mesh_of(data=8, fsdp=1)
+    tree = {"b": struct(8)}
+    assert match([("b", P("fsdp"))], tree, mesh, min_size=9) == {"b": P()}
+    assert not recwarn
+    with pytest.warns(ts.ShardingWarning, match="fewer than min_size=9. the mesh has no axis 'x'"):
+        match([("b", P("x"))], tree, mesh, min_size=9)
+    message = "b: shape .8,., P..data.,. by rule 0"
+    with pytest.warns(ts.ShardingWarning, match=message), ts.logical_axis_rules([("mlp", "data")]):
+        match([("b", ("mlp",))], tree, mesh, min_size=9)
+
+
+def test_the_totals_of_a_plan_count_specs_that_are_not_used() -> None:
+    text = str(ts.plan(SMALL, [(".*", P("fsdp"))], MESH, min_size=9))
+    assert "2 leaves are replicated.\n2 of them have a spec that `min_size` leaves unused." in text
+    assert "unused" not in str(ts.plan(SMALL, [(".*", P("fsdp"))], MESH, min_size=8))
 
 
 # ------------------------------------------------------------------ the plain loop

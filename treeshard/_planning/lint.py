@@ -10,7 +10,7 @@ from treeshard._core.mesh import AnyMesh, axis_sizes, get_axes_size_in_mesh
 from treeshard._core.specs import axes_of, entries, is_logical
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.logical import ReadLogicalRules, names_without_rule, read_logical_rules
-from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.matching import SMALL, SMALL_FIX, PlannedLeaf
 from treeshard._planning.tactics import ByNames, Tactic
 from treeshard.errors import did_you_mean
 
@@ -26,7 +26,8 @@ class Finding(NamedTuple):
     Attributes:
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
-            `"shadowed-rule"`, `"left-whole"`, `"scan-dim"`, `"name-without-rule"`.
+            `"shadowed-rule"`, `"explicit-spec-too-small"`, `"left-whole"`, `"scan-dim"`,
+            `"name-without-rule"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.
         fix: What to do about it.
@@ -69,6 +70,7 @@ def find(
         *_misfits(leaves),
         *collisions(shared),
         *_unused_rules(leaves, rules),
+        *_unused_specs(leaves, min_size),
         *_left_whole(leaves, mesh, min_size),
         *_scan_dims(leaves, mesh),
         *(_names_without_rule(leaves, rules, logical_rules, boxes) if rules else ()),
@@ -169,6 +171,20 @@ def _shadowed(
 
 def _name(rules: Sequence[tuple[Any, Any]], index: int) -> str:
     return f"rule {index} {re.compile(rules[index][0]).pattern!r}"
+
+
+def _unused_specs(leaves: Iterable[PlannedLeaf], min_size: int) -> Iterator[Finding]:
+    """Specs that are not used because their leaves have fewer elements than `min_size`."""
+    alike: dict[Any, list[str]] = defaultdict(list)
+    for leaf in leaves:
+        if any(note.kind in SMALL for note in leaf.adjustments):
+            alike[leaf.rule, leaf.pattern, leaf.asked].append(leaf.path)
+    for (rule, pattern, asked), paths in alike.items():
+        fact = (
+            f"rule {rule} {pattern!r}: {asked} is not used for leaves of fewer than"
+            f" {min_size} elements (`min_size`)."
+        )
+        yield Finding("explicit-spec-too-small", "warning", fact, SMALL_FIX, tuple(paths), rule)
 
 
 # ------------------------------------------------------------------ logical names

@@ -114,6 +114,12 @@ class PlannedLeaf(NamedTuple):
         return shard_size(self.shape, self.given, mesh) * self.dtype.itemsize
 
 
+# The kind of adjustment that `Plan.check` warns of, and its fix.
+SMALL = frozenset({"explicit-spec-too-small"})
+SMALL_FIX = (
+    "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give them a rule"
+    " with None."
+)
 _UNMATCHED = Adjustment("unmatched", "no rule matches.")
 _REPLICATED = Decision(PartitionSpec(), PartitionSpec())  # scalars, and leaves without a shape
 
@@ -296,12 +302,7 @@ class _Rule:
             except SpecError as error:
                 call.not_specs.append(f"{path}: rule {self.index}, {self.pattern!r}: {error}")
         elif math.prod(shape) < call.min_size:
-            is_function = callable(self.action)
-            asked = PartitionSpec() if is_function or self.action is None else self.action
-            # A function is not called for small leaves, so it counts as sharding them.
-            if is_function or entries(with_entries(asked, entries(asked))):
-                adjustments = (too_small(math.prod(shape), call.min_size),)
-            return Decision(asked, PartitionSpec(), self.index, self.pattern, adjustments)
+            return self._replicated_for_its_size(shape)
         else:
             asked = self.action(path, leaf) if callable(self.action) else self.action
             if asked is not None and not isinstance(asked, PartitionSpec):
@@ -314,3 +315,20 @@ class _Rule:
             asked = PartitionSpec() if asked is None else asked
         given, dropped = project(asked, call.mesh, shape)
         return Decision(asked, given, self.index, self.pattern, adjustments + dropped)
+
+    def _replicated_for_its_size(self, shape: Shape) -> Decision:
+        mesh, size = self.call.mesh, math.prod(shape)
+        note = too_small(size, self.call.min_size)
+        if callable(self.action):
+            # A function is not called for small leaves, so it counts as sharding them.
+            return Decision(PartitionSpec(), PartitionSpec(), self.index, self.pattern, (note,))
+        asked = PartitionSpec() if self.action is None else self.action
+        possible, misfits = project(asked, mesh, shape)
+        is_split = bool(entries(possible))
+        if is_split and mesh is not None:
+            is_split = shard_size(shape, possible, mesh) < size
+        if is_split or misfits:
+            why = " ".join([note.why, *(misfit.why for misfit in misfits)])
+            note = Adjustment("explicit-spec-too-small", why)
+        notes = (note,) if entries(with_entries(asked, entries(asked))) else ()
+        return Decision(asked, PartitionSpec(), self.index, self.pattern, notes)

@@ -17,7 +17,7 @@ from treeshard._core.specs import axes_of, entries, with_entries
 from treeshard._core.text import human_bytes
 from treeshard._planning.lint import Finding, collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
-from treeshard._planning.matching import Decision, PlannedLeaf, decide
+from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, decide
 from treeshard._planning.mirrors import Original, follow
 from treeshard._planning.plan_json import (
     StoredPlan,
@@ -144,7 +144,8 @@ class Plan(SpecCarrier):
         - leaves of at least `min_size` elements that are replicated, if sharding them would
           save at least 1% of the memory that a device needs; largest saving first;
         - leaves that seem to be layers stacked on dim 0 and are sharded on that dim;
-        - logical names without a rule.
+        - logical names without a rule;
+        - specs that are not used because their leaves have fewer elements than `min_size`.
 
         A pattern with exponential backtracking can make this hang, as it can `plan`.
         """
@@ -173,6 +174,10 @@ class Plan(SpecCarrier):
             ShardingRuleError: If leaves are unmatched, their specs do not fit, or they
                 share a path. The message lists all of them. The error is also an
                 `UnknownAxisError` if a rule names an axis that the mesh does not have.
+
+        Warns:
+            ShardingWarning: If leaves are replicated for `min_size` although their action is
+                a spec, as in `match_partition_rules`.
         """
         rows = ((leaf.path, leaf.shape, leaf.decision) for leaf in self.leaves)
         error = rules_error(rows, self.mesh)
@@ -182,6 +187,12 @@ class Plan(SpecCarrier):
             raise (type(error)(f"{error}\n{shared}") if error else shared) from None
         if error:
             raise error
+        self.warn_of_small_leaves()
+
+    def warn_of_small_leaves(self) -> None:
+        """Warns once of all leaves that are replicated for `min_size` although a rule has a spec
+        for them."""
+        warn_of_moves(((leaf.path, leaf.shape, leaf.decision) for leaf in self.leaves), SMALL)
 
     # -------------------------------------------------------------- other plans
 

@@ -10,7 +10,7 @@ from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh, same_axes
 from treeshard._core.paths import pair
 from treeshard._core.specs import Adjustment, axes_of, entries
 from treeshard._core.text import columns, fold, human_bytes
-from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.matching import SMALL, PlannedLeaf
 from treeshard._planning.tactics import Tactic
 
 Rules = Sequence[tuple[Any, Any]]
@@ -96,10 +96,12 @@ def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
     total = sum(leaf.bytes for leaf in leaves)
     per_device = sum(leaf.bytes_per_device(mesh) for leaf in leaves)
     replicated = sum(not any(map(axes_of, entries(leaf.given))) for leaf in leaves)
+    small = sum(any(note.kind in SMALL for note in leaf.adjustments) for leaf in leaves)
+    unused = f"\n{small:,} of them have a spec that `min_size` leaves unused." if small else ""
     ratio = f", {per_device * devices / total:.2f}x an even split" if total else ""
     return (
         f"{len(leaves):,} leaves, {sum(leaf.size for leaf in leaves):,} elements,"
-        f" {human_bytes(total)} in all; {replicated:,} leaves are replicated.\n"
+        f" {human_bytes(total)} in all; {replicated:,} leaves are replicated.{unused}\n"
         f"{human_bytes(per_device)} on the fullest of {devices:,} devices ({describe_mesh(mesh)})"
         f"{ratio}."
     )

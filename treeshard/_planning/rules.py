@@ -11,7 +11,7 @@ from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import MISFITS, Adjustment, is_logical
-from treeshard._planning.matching import Decision, ReadRules, decide
+from treeshard._planning.matching import SMALL, SMALL_FIX, Decision, ReadRules, decide
 from treeshard._planning.strategies import parse_strategy
 from treeshard.errors import ShardingRuleError, listed, misfit_error, warn
 
@@ -64,6 +64,10 @@ def match_partition_rules(
             too if rules use an axis that the mesh lacks.
         NoMeshError: If the rules contain tactics, and there is no mesh.
 
+    Warns:
+        ShardingWarning: If leaves are replicated for `min_size` although their action is a spec.
+            All are listed. Tactics and functions may leave small leaves replicated silently.
+
     Examples:
         >>> params = {"mlp": {"weight": jax.numpy.zeros((256, 64)), "bias": jax.numpy.zeros(64)}}
         >>> match_partition_rules([("bias", None), (".*", P("fsdp"))], params)
@@ -77,7 +81,7 @@ def match_partition_rules(
     if decided.adjusted:
         if strict and (error := rules_error(decided.rows(), mesh)):
             raise error
-        warn_of_moves(decided.rows(), frozenset() if strict else frozenset({"rank"}))
+        warn_of_moves(decided.rows(), SMALL if strict else SMALL | {"rank"})
     return decided.treedef.unflatten([decision.given for decision in decided.decisions])
 
 
@@ -125,13 +129,16 @@ def warn_of_moves(rows: Iterable[tuple[str, Any, Decision]], kinds: frozenset[st
     replicated for their size.
     """
     if os.environ.get("LOG_SHARDING_MOVE", "") not in ("", "0"):
-        kinds = kinds | MISFITS | {"too-small"}
+        kinds = kinds | MISFITS | SMALL | {"too-small"}
     facts: list[str] = []
+    some_small = False
     for path, shape, decision in rows if kinds else ():
         if adjustments := [each for each in decision.adjustments if each.kind in kinds]:
             facts.append(_fact(path, shape, decision, adjustments))
+            some_small = some_small or any(each.kind in SMALL for each in adjustments)
     if facts:
-        warn(listed(f"{len(facts)} leaves are not sharded as their rules say:", facts))
+        message = listed(f"{len(facts)} leaves are not sharded as their rules say:", facts)
+        warn(f"{message}\n{SMALL_FIX}" if some_small else message)
 
 
 # ------------------------------------------------------------------ reading rules

@@ -80,6 +80,10 @@ def init_sharded(
         ProcessError: If the processes of the mesh do not make the same tree by the same rules,
             or one of them fails or does not arrive. Nothing has been allocated then.
 
+    Warns:
+        ShardingWarning: If leaves are replicated for `min_size` although their action is a
+            spec, as in `treeshard.match_partition_rules`.
+
     Examples:
         >>> def init(key):
         ...     return {"w": jax.random.normal(key, (1024, 64)), "step": jnp.int32(0)}
@@ -114,6 +118,8 @@ def init_sharded(
         tree_plan = plan(tree_of(structs), rules, mesh, min_size=min_size)
         if strict:
             tree_plan.check()
+        else:
+            tree_plan.warn_of_small_leaves()
         shardings = [NamedSharding(mesh, leaf.given) for leaf in tree_plan.leaves]
         if among:  # all processes must compile the same program
             rows = zip(tree_plan.leaves, shardings, strict=True)
