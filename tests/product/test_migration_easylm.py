@@ -3,6 +3,7 @@
 What eformer does was observed on 0.0.101; what EasyLM does, read in its `jax_utils`.
 """
 
+import dataclasses
 import re
 import warnings
 from typing import Any
@@ -223,6 +224,25 @@ def test_partition_axis(ours, mesh) -> None:
     assert axes.resolve("query_sequence", "head", mode="generation") == P(None, "tp")
     with pytest.raises(ts.SpecError, match="'kv_head' is not a logical name"):
         axes.resolve("kv_head")
+
+
+@row('paxis.resolve_axis([BATCH, "_", (LENGTH, HEAD)], MODE_TRAIN)')
+def test_dims_that_are_not_sharded(ours) -> None:
+    assert ours() == P(("fsdp", "dp"), None, ("sp", "tp"))
+    axes = ts.PartitionAxis()
+    with pytest.raises(ts.SpecError, match="'_' is not a logical name of PartitionAxis"):
+        axes.resolve("batch", "_")
+    with pytest.raises(ts.SpecError, match="'tp' is not a logical name of PartitionAxis"):
+        axes.resolve(("sequence", "tp"))
+
+
+@row('PartitionAxis.register("cache", "sp")')
+def test_names_of_your_own(ours) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Axes(ts.PartitionAxis):
+        cache_axis: str = "sp"
+
+    assert ours() == Axes().resolve("batch", "cache") == P(("fsdp", "dp"), "sp")
 
 
 @row('create_pattern_based_partition_spec("attn->fsdp.tp", mesh)')

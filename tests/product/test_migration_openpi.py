@@ -44,10 +44,10 @@ def old_fsdp(leaf: Any, size: int = 4, floor: float = 4) -> P:
     """The longest dim that divides, of leaves of 2 dims and `floor` MiB or more."""
     if not hasattr(leaf, "shape") or size == 1 or len(leaf.shape) < 2:
         return P()
-    divisible = [i for i, dim in enumerate(leaf.shape) if dim % size == 0]
+    divisible = [i for i in np.argsort(leaf.shape)[::-1] if leaf.shape[i] % size == 0]
     if np.prod(leaf.shape) * leaf.dtype.itemsize < floor * 2**20 or not divisible:
         return P()
-    return P(*[None] * max(divisible, key=lambda i: (leaf.shape[i], i)), "fsdp")
+    return P(*[None] * int(divisible[0]), "fsdp")
 
 
 STATE = {
@@ -71,6 +71,10 @@ def test_fsdp(ours, mesh) -> None:
     found = ours(train_state_shape=halves, mesh=mesh).specs
     assert found == {"w": P(None, "fsdp"), "v": P("fsdp")}
     assert "no-dim fsdp" in str(plan)
+    # Of equal dims, any of them there.
+    equal = struct(512, 512, 2, 2)
+    assert ours(train_state_shape=equal, mesh=mesh).specs == P(None, "fsdp")
+    assert old_fsdp(equal) in (P("fsdp"), P(None, "fsdp"))
 
 
 @row("state_sharding = sharding.fsdp_sharding(train_state_shape, mesh)")

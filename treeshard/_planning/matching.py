@@ -327,7 +327,7 @@ class _Rule:
         is_split = bool(entries(possible))
         if is_split and mesh is not None:
             is_split = shard_size(shape, possible, mesh) < size
-        if is_split or misfits:
+        if size > 1 and (is_split or misfits):
             why = " ".join([note.why, *(misfit.why for misfit in misfits)])
             note = Adjustment("explicit-spec-too-small", why)
         notes = (note,) if entries(with_entries(asked, entries(asked))) else ()
