@@ -508,6 +508,7 @@ def test_specs_of_small_leaves_on_a_mesh_that_they_do_not_split(recwarn: Any) ->
     mesh = mesh_of(data=8, fsdp=1)
     tree = {"b": struct(8)}
     assert match([("b", P("fsdp"))], tree, mesh, min_size=9) == {"b": P()}
+    assert match([("b", P("data"))], {"b": struct(1)}, mesh, min_size=9) == {"b": P()}
     assert not recwarn
     with pytest.warns(ts.ShardingWarning, match="fewer than min_size=9. the mesh has no axis 'x'"):
         match([("b", P("x"))], tree, mesh, min_size=9)
