@@ -64,6 +64,29 @@ def test_asynchronous_ops_are_recognised(mesh: jax.sharding.Mesh) -> None:
     assert {x.is_async for x in ts.collectives(text("cpu_by_hand"), mesh)} == {False}
 
 
+@pytest.mark.parametrize(
+    "own", ['metadata={op_name="w"}', 'frontend_attributes={is_spmd_generated="true"}']
+)
+def test_a_gather_without_a_line_has_the_line_of_its_user(own: str) -> None:
+    program = """HloModule jit_f, num_partitions=8
+
+ENTRY %main (w: f32[2]) -> f32[16] {
+  %w = f32[2]{0} parameter(0), metadata={op_name="w"}
+  %all-gather = f32[16]{0} all-gather(%w), replica_groups=[1,8]<=[8], IDS, OWN
+  %copy = f32[16]{0} copy(%all-gather)
+  ROOT %product = f32[16]{0} multiply(%copy, %copy), metadata={op_name="jit(f)/mul" LINE}
+}
+"""
+    program = program.replace("IDS", "channel_id=1, dimensions={0}, use_global_device_ids=true")
+    program = program.replace("LINE", 'source_file="model.py" source_line=3')
+    [moved] = ts.collectives(program.replace("OWN", own), "fsdp=8")
+    assert (moved.path, moved.op_name, moved.source) == ("w", "jit(f)/mul", "model.py:3")
+    [moved] = ts.collectives(program.replace(", OWN", ""), "fsdp=8")
+    assert (moved.path, moved.op_name, moved.source) == ("w", None, None)  # not the partitioner's
+    unused = program.replace("%copy, %copy)", "%w, %w)").replace("OWN", own)
+    assert ts.collectives(unused, "fsdp=8")[0].source is None
+
+
 def test_dtypes_have_their_jax_names(mesh: jax.sharding.Mesh) -> None:
     dtypes = [x.dtype for x in ts.collectives(text("gpu_async"), mesh)]
     assert dtypes == ["float32", "bfloat16", *["float32"] * 4]

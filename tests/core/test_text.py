@@ -1,5 +1,6 @@
 """Specs, names and dtypes from text: literals only."""
 
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +17,14 @@ def test_specs_are_read_from_their_repr(spec) -> None:
     assert parse_spec("P(['a', 'b'])") == P(("a", "b"))
 
 
+def test_kinds_of_unreduced_axes_are_read() -> None:
+    # JAX 0.11 and newer print it; older ones know sums only.
+    assert parse_spec("P('a', unreduced={'b'}, unreduced_kind=sum)") == P("a", unreduced={"b"})
+    if hasattr(jax.sharding, "UnreducedKind"):
+        largest = P("a", unreduced={"b"}, unreduced_kind=jax.sharding.UnreducedKind.max)
+        assert parse_spec(repr(largest)) == largest != P("a", unreduced={"b"})
+
+
 @pytest.mark.parametrize(
     ("parse", "text", "message"),
     [
@@ -24,6 +33,7 @@ def test_specs_are_read_from_their_repr(spec) -> None:
         (parse_spec, "P(__import__('os'))", "\"__import__('os')\" is not a literal."),
         (parse_spec, "P(3)", "'P(3)' is not a spec"),
         (parse_spec, "P('a', x=3)", "is not a spec"),
+        (parse_spec, "P(unreduced={'a'}, unreduced_kind=avg)", "JAX has no unreduced_kind 'avg'."),
         (parse_spec, "P(*['a'])", "is not a literal"),
         (parse_names, "('a', 3)", "\"('a', 3)\" is not a tuple of names. Write it as ('batch', "),
         (parse_names, "(open('x'),)", "is not a literal"),

@@ -219,6 +219,47 @@ def test_executed_at_once(case: str, context: str, kind: str):
         assert same_spec(got, spec, mesh), got.sharding
 
 
+# A constraint under `vmap(spmd_axis_name="data")`, on a mesh of Explicit and Auto axes.
+MIXED = {
+    "one-of-each": ("data=2,fsdp=4", {"data": "explicit", "fsdp": "auto"}),
+    "two-explicit": (
+        "data=2,tensor=2,fsdp=2",
+        {"data": "explicit", "tensor": "explicit", "fsdp": "auto"},
+    ),
+}
+
+
+@pytest.mark.parametrize("execute", [jax.jit, lambda f: f], ids=["jit", "at-once"])
+@pytest.mark.parametrize("start", [P(), P("data")], ids=["full", "sharded"])
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("axes", MIXED)
+def test_under_vmap_on_a_mixed_mesh_as_in_plain_jax(
+    axes: str, context: str, start: P, execute: Any
+):
+    mesh = ts.make_mesh(MIXED[axes][0], axis_types=MIXED[axes][1])
+    enter, constrain = CONTEXTS[context]
+    tensor = "tensor" if "tensor" in mesh.axis_names else None
+
+    def plain(row: Any) -> Any:
+        row = row * 2
+        if tensor:
+            row = jax.sharding.reshard(row, NamedSharding(mesh.abstract_mesh, P(tensor)))
+        return jax.lax.with_sharding_constraint(row, NamedSharding(mesh, P(None, "fsdp")))
+
+    def ours(row: Any) -> Any:
+        return constrain(mesh, row * 2, P(tensor, "fsdp"))
+
+    cube = np.arange(512, dtype=np.float32).reshape(8, 8, 8)
+    x = jax.device_put(cube, NamedSharding(mesh, start))
+    with enter(mesh):
+        got, want = (execute(jax.vmap(f, spmd_axis_name="data"))(x) for f in (ours, plain))
+    assert got.sharding == NamedSharding(mesh, P("data", tensor, "fsdp"))
+    if execute is jax.jit:  # executed at once, plain JAX loses "tensor"
+        assert got.sharding == want.sharding
+    np.testing.assert_array_equal(np.asarray(got), cube * 2)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("named", ["set_mesh", "mesh-argument"])
 def test_manual_explicit_and_auto_axes_at_once(named: str, check: bool):

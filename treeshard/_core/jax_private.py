@@ -61,6 +61,19 @@ def is_tracing() -> bool:
     return False
 
 
+def is_in_jit() -> bool:
+    """Whether code is staged for a program, rather than executed operation by operation.
+
+    Why: there is no function for it without a deprecated or "do not use" name.
+    Without it: `False`; `with_sharding_constraint` then loses the axes of `spmd_axis_name` on a
+    mesh with Explicit and Auto axes, under jit.
+    Versions: 0.11 and 0.12, which lose them. It can go when JAX no longer does: the tests of
+    `vmap(spmd_axis_name=...)` compare with `jax.lax.with_sharding_constraint`.
+    """
+    under_a_jit = _private("core", "unsafe_am_i_under_a_jit")
+    return under_a_jit is not None and under_a_jit()
+
+
 def vmapped_axes() -> frozenset[str]:
     """The axes that the mapped dim of an enclosing `vmap` is sharded over.
 
@@ -114,6 +127,18 @@ def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
     Versions: 0.10.0 has no `partitions`.
     """
     return spec.partitions if _HAS_PARTITIONS else tuple(spec)
+
+
+def unreduced_kind(name: str) -> dict[str, Any]:
+    """The argument of `PartitionSpec` for `unreduced_kind=sum` in the repr of one.
+
+    Why: JAX versions without `UnreducedKind` know sums only, and have no such argument.
+    Without it: only sums can be read; another name raises `KeyError`.
+    Versions: 0.11 and newer have `UnreducedKind`. It can be inlined when 0.10 is dropped.
+    """
+    if name == "sum":  # the default
+        return {}
+    return {"unreduced_kind": getattr(jax.sharding, "UnreducedKind", {})[name]}
 
 
 _HAS_PARTITIONS = hasattr(PartitionSpec, "partitions")

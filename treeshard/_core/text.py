@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from treeshard._core.jax_private import unreduced_kind
 from treeshard._core.specs import UNCONSTRAINED, is_logical, is_mesh_axes
 from treeshard.errors import FormatError, did_you_mean
 
@@ -40,7 +41,12 @@ def parse_spec(text: str) -> PartitionSpec:
     entries = [
         UNCONSTRAINED if _name(arg) == "UNCONSTRAINED" else _literal(arg, text) for arg in node.args
     ]
-    more = {str(word.arg): _literal(word.value, text) for word in node.keywords}
+    more: dict[str, Any] = {}
+    for word in node.keywords:
+        if word.arg == "unreduced_kind":
+            more |= _unreduced_kind(word.value, text)
+        else:
+            more[str(word.arg)] = _literal(word.value, text)
     if bad := [entry for entry in entries if not (entry is UNCONSTRAINED or is_mesh_axes(entry))]:
         raise FormatError(
             f"{text!r} is not a spec: {bad[0]!r} is neither an axis name nor a tuple of them."
@@ -74,6 +80,15 @@ def _literal(node: ast.expr, text: str) -> Any:
     except (ValueError, TypeError, RecursionError):
         part = ast.get_source_segment(text, node)  # `ast.unparse` would recurse
         raise FormatError(f"{text!r}: {part!r} is not a literal.") from None
+
+
+def _unreduced_kind(node: ast.expr, text: str) -> dict[str, Any]:
+    try:
+        return unreduced_kind(_name(node) or "")
+    except KeyError:
+        raise FormatError(
+            f"{text!r} is not a spec: this version of JAX has no unreduced_kind {_name(node)!r}."
+        ) from None
 
 
 def _name(node: ast.expr) -> str | None:

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
-from treeshard._core.jax_private import is_tracing, vmapped_axes
+from treeshard._core.jax_private import is_in_jit, is_tracing, vmapped_axes
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
     AnyMesh,
@@ -84,7 +84,8 @@ def with_sharding_constraint(
             current mesh.
         uneven: What to do where axes do not divide a dim: `"warn"` drops them and warns once
             per call site, `"drop"` drops them silently, `"error"` raises, `"keep"` lets the
-            partitioner pad the intermediate (in a trace, on Auto axes; else it raises).
+            partitioner pad the intermediate (in a trace, on Auto axes; else it raises). In
+            `grad` and `vmap` without `jit` there is no partitioner: it drops the axes silently.
 
     Returns:
         A tree of the same structure.
@@ -335,19 +336,24 @@ def _constrain(x: Any, target: _Target) -> Any:
         x = _reshard(x, target.mesh.abstract_mesh, without_axes(target.spec, auto))
     if not auto:
         return x
-    sharding = target.sharding(without_axes(target.spec, explicit))
-    if explicit or target.is_padded:
-        # Un-jitted grad and vmap execute a constraint at once: it would then undo the
-        # Explicit part, and refuse an uneven spec.
-        return _jitted_constraint(x, sharding)
+    # A constraint that is executed at once, in un-jitted grad and vmap, would undo the Explicit
+    # part: it runs in a jit of its own. Inside `jit(vmap(..., spmd_axis_name=...))`, that jit
+    # would lose the axes of the mapped dim (JAX 0.11 and 0.12).
+    alone = explicit and not (vmapped_axes() and is_in_jit())
+    constrain = _jitted_constraint if alone else jax.lax.with_sharding_constraint
     try:
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return constrain(x, target.sharding(without_axes(target.spec, explicit)))
     except TypeError:
         # Executed at once with an AbstractMesh, on a value that is on no mesh: there are no
         # devices to move it to.
         if isinstance(target.mesh, Mesh):
             raise
         return x
+    except ValueError:
+        # Executed at once, an uneven constraint has no partitioner that would pad.
+        if not target.is_padded:
+            raise
+        return constrain(x, target.sharding(without_axes(target.laid.spec, explicit)))
 
 
 _jitted_constraint = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1)

@@ -46,8 +46,9 @@ class Collective:
         count: The number of executions, including trips of loops; `None` if it depends on data.
         path: The argument whose data it moves, such as `state/layers/0/w`; `None` for computed
             values, such as activations and gradients.
-        op_name: JAX's name of the operation.
-        source: The line of user code that it comes from, as `file:line`.
+        op_name: JAX's name of the operation. One that the partitioner inserted without a name has
+            the name of the first operation that uses its result.
+        source: The line of user code that this operation comes from, as `file:line`.
         is_async: Whether it can overlap with other work (`-start` and `-done`).
         rank: The number of dims of the buffer; 0 for a scalar such as a loss.
 
@@ -221,6 +222,7 @@ class CollectiveReader:
     def __init__(self, program: HloProgram, axes: Mapping[str, int] | None) -> None:
         self.program, self.axes = program, axes
         self.flow = Dataflow(program)
+        self._arguments = {parameter.op_name for parameter in program.parameters}
         self._devices = program.devices
         if self._devices is None and axes is not None:
             self._devices = math.prod(axes.values())
@@ -300,6 +302,11 @@ class CollectiveReader:
             kind = "reduce-scatter"  # as TPUs fuse it
         groups = self._groups(kind, op)
         op_name, source = op.op_name, self.program.source(op)
+        if source is None and (op_name in self._arguments or _is_inserted(op, op_name)):
+            # JAX 0.11 and newer: it has no name, or only that of the argument that it gathers.
+            user = self.flow.first_user(context.computation, op)
+            if user is not None:
+                op_name, source = user.op_name, self.program.source(user)
         if kind == "unknown" and op_name is None:
             op_name = _callee(op)
         is_async = op.opcode.endswith("-start") or (
@@ -395,6 +402,11 @@ def _kind(op: Op) -> str | None:
     if op.opcode.endswith(("-done", "-update")):
         return None
     return "unknown" if _NAMED_LIKE_ONE.search(_callee(op)) else None
+
+
+def _is_inserted(op: Op, op_name: str | None) -> bool:
+    """Whether the partitioner inserted an op for those that use it, and gave it no name."""
+    return op_name is None and "is_spmd_generated" in (op.attribute("frontend_attributes") or "")
 
 
 def _callee(op: Op) -> str:

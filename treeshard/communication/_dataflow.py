@@ -73,6 +73,7 @@ class Dataflow:
 
     def __init__(self, program: HloProgram) -> None:
         self.program = program
+        self._users: dict[str, dict[str, list[Op]]] = {}
 
     def enter(self, at: Context, op: Op, name: str, role: str, branch: int = 0) -> Context | None:
         """The context of a computation that `op` calls."""
@@ -80,6 +81,23 @@ class Dataflow:
         return None if computation is None else Context(computation, at, op, role, branch)
 
     # ---------------------------------------------------------------- data
+
+    def first_user(self, computation: Computation, op: Op) -> Op | None:
+        """The nearest op with a source line that uses a value, itself or through others."""
+        if computation.name not in self._users:
+            users = self._users[computation.name] = {}
+            for user in computation.ops.values():
+                for operand in user.operands:
+                    users.setdefault(operand, []).append(user)
+        users, seen, queue = self._users[computation.name], {op.name}, [op]
+        for one in queue:
+            for user in users.get(one.name, ()):
+                if self.program.source(user) is not None:
+                    return user
+                if user.name not in seen:
+                    seen.add(user.name)
+                    queue.append(user)
+        return None
 
     def origins(self, context: Context, name: str) -> Origins:
         """The parameters of the program whose data a value contains."""
