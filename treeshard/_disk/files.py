@@ -1,10 +1,11 @@
 """Files that several processes or runs write: locks, and new files that appear when complete."""
 
+import errno
 import fcntl
 import os
 import platform
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -14,10 +15,43 @@ import jax
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, together
 from treeshard.errors import CheckpointError, warn
 
-# ------------------------------------------------------------------ locks
-
-
 PathLike = str | os.PathLike[str]
+
+# ------------------------------------------------------------------ durability
+
+
+def flush(path: PathLike) -> None:
+    """Waits until the contents of a file, or the names in a directory, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some file systems cannot flush directories: there the system decides when.
+        if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
+    finally:
+        os.close(handle)
+
+
+def flush_tree(directory: PathLike) -> None:
+    """Flushes all files and directories in a directory, and itself."""
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            flush(os.path.join(folder, name))
+        flush(folder)
+
+
+def make_directory(path: os.PathLike[str]) -> None:
+    """Creates a directory and its parents, durably, unless it exists. Object stores have none."""
+    if "://" in str(path):
+        return
+    new = [one for one in (Path(path), *Path(path).parents) if not one.exists()]
+    Path(path).mkdir(parents=True, exist_ok=True)
+    for one in new:
+        flush(one.parent)
+
+
+# ------------------------------------------------------------------ locks
 
 
 class Lock:
@@ -110,10 +144,12 @@ def _is_open_as(file: Path, handle: int) -> bool:
 
 # ------------------------------------------------------------------ new files
 
+_PART = ".part"
+
 
 @contextmanager
 def new_files(
-    name: Path, paths: Sequence[Path], stale: Sequence[Path], what: str, timeout: float
+    name: Path, paths: Sequence[Path], earlier: Callable[[str], bool], what: str, timeout: float
 ) -> Iterator[list[int]]:
     """Opens files under hidden names beside `paths`, the same files on every process.
 
@@ -124,7 +160,8 @@ def new_files(
         name: The path that is locked: one run at a time writes files under it.
         paths: The files. Of several, the last is the index of the others: an existing index is
             removed before the others are replaced.
-        stale: Files to remove at the end.
+        earlier: Whether a file of this name beside `name` belongs to it. At the end, those of
+            earlier saves are removed; at the beginning, those that killed ones left unfinished.
         what: The operation, as in `together`.
         timeout: Seconds to wait for other processes; waits for their writes have no limit.
 
@@ -135,7 +172,8 @@ def new_files(
         OSError: If a file cannot be created or written.
     """
     first = jax.process_index() == 0
-    hidden = [path.with_name(f".{path.name}.part") for path in paths]
+    hidden = [path.with_name(f".{path.name}{_PART}") for path in paths]
+    stale: list[Path] = []
     with ExitStack() as held:
         files: list[int] = []
         with together(what, timeout=timeout) as marks:
@@ -143,6 +181,15 @@ def new_files(
                 mark = os.urandom(16)
                 marks.append(mark)
                 held.enter_context(Lock(name.with_name(f".{name.name}.lock"), f"{what}: {name}"))
+                beside = {path.name: path for path in name.parent.iterdir()}
+                stale = [x for one, x in beside.items() if earlier(one) and x not in paths]
+                for one, left in beside.items():
+                    if (
+                        left.is_file()
+                        and one.endswith(_PART)
+                        and earlier(one[1:].removesuffix(_PART))
+                    ):
+                        left.unlink()
                 files = [held.enter_context(_created(path, mark)) for path in hidden]
         with together(what, timeout=timeout):
             if not first:
@@ -189,15 +236,16 @@ def _of_process_0(path: Path, mark: bytes) -> Iterator[int]:
 
 
 def _rename(hidden: Sequence[Path], paths: Sequence[Path], stale: Sequence[Path]) -> None:
+    """Renames the files, in an order that power loss does not change."""
+    directory, index = paths[-1].parent, paths[-1]
     if len(paths) > 1:
-        paths[-1].unlink(missing_ok=True)
-    for before, after in zip(hidden, paths, strict=True):
-        before.replace(after)
+        index.unlink(missing_ok=True)
+        flush(directory)  # no index names files of two saves
+        for before, after in zip(hidden[:-1], paths[:-1], strict=True):
+            before.replace(after)
+        flush(directory)
+    hidden[-1].replace(index)
+    flush(directory)
     for path in stale:
         path.unlink(missing_ok=True)
-    for directory in {path.parent for path in paths}:
-        file = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+    flush(directory)

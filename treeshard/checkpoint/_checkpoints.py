@@ -11,7 +11,7 @@ from etils import epath
 
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import TIMEOUT, together
-from treeshard._disk.files import Lock, PathLike
+from treeshard._disk.files import Lock, PathLike, make_directory
 from treeshard.checkpoint._paths import (
     checkpoint_path,
     is_local,
@@ -238,7 +238,7 @@ class Checkpoints:
     def _open(self) -> None:
         """Locks the directory, and removes unfinished checkpoints of killed runs."""
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory)
         except OSError as error:
             raise CheckpointError(
                 f"{self._directory} cannot be created: {error.strerror}."

@@ -171,6 +171,11 @@ def sweep(path: epath.Path) -> None:
                 shutil.rmtree(left)
 
 
+def partial_path(path: epath.Path) -> epath.Path:
+    """Where a checkpoint is written until it is complete."""
+    return path.with_name(f"{path.name}{TEMPORARY}") if is_local(path) else path
+
+
 def set_aside(path: epath.Path) -> epath.Path:
     """Marks a checkpoint as incomplete, so that it can then be removed slowly."""
     if is_local(path):

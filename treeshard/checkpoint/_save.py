@@ -8,7 +8,7 @@ from etils import epath
 from treeshard._core.arrays import array_text
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import agreeing
-from treeshard._disk.files import Lock
+from treeshard._disk.files import Lock, make_directory
 from treeshard._disk.leaves import SavedLeaf
 from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._paths import check_vacant, is_local, lock_of
@@ -109,7 +109,7 @@ def _tell(differing: Mapping[str, str], on_divergence: str) -> None:
 def _locked(path: epath.Path) -> Lock | None:
     """Creates the parent directory, and locks the path against other writers."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path.parent} cannot be created: {error.strerror}.") from None
     return Lock(lock_of(path), str(path)) if is_local(path) else None

@@ -1,5 +1,5 @@
-"""Everything that uses Orbax: saves arrays and their table as one directory, atomically, and reads
-arrays directly into shards.
+"""Everything that uses Orbax: saves arrays and their table as one directory, atomically and
+durably, and reads arrays directly into shards.
 
 Orbax waits minutes for other processes, even for those that have failed. So each process tells
 Orbax that it is alone, and the processes wait for each other here instead.
@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +27,17 @@ import orbax.checkpoint.experimental.v1 as ocp
 from etils import epath
 
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, exchange
-from treeshard.checkpoint._paths import ARRAYS, SEAL, TABLE, TABLE_FILE, sweep
+from treeshard._disk.files import flush, flush_tree
+from treeshard.checkpoint._paths import (
+    ARRAYS,
+    COMMITTED,
+    SEAL,
+    TABLE,
+    TABLE_FILE,
+    is_local,
+    partial_path,
+    sweep,
+)
 from treeshard.errors import CheckpointError, listed
 
 Arrays = Mapping[str, jax.Array | np.ndarray]
@@ -47,12 +57,10 @@ class OnHost:
 
 
 class Writing:
-    """A save in the background."""
+    """A save in the background, whose end is a future."""
 
-    def __init__(self, finish: Callable[[], None]) -> None:
-        thread = ThreadPoolExecutor(1, "treeshard-save")
-        self._end = thread.submit(finish)
-        thread.shutdown(wait=False)
+    def __init__(self, end: Future[None]) -> None:
+        self._end = end
 
     def wait(self) -> None:
         """Returns once all processes have written everything; or raises what failed on any."""
@@ -93,12 +101,12 @@ def write(
         ProcessError: If a process does not arrive.
     """
     context = _context()
-    context.asynchronous.create_directories_asynchronously = False
     context.array.saving.use_compression = compress
-    context.array.saving.use_replica_parallel = False  # the checksums are of the first replicas
     context.array.saving.use_ocdbt = ocdbt
+    context.array.saving.use_replica_parallel = False  # the checksums are of the first replicas
     barriers = SaveBarriers(str(path), timeout)
-    parts = _Parts(arrays, context, barriers)
+    parts = _Parts(path, arrays, context)
+    thread = ThreadPoolExecutor(1, "treeshard-save")  # Orbax wants a thread without an event loop
     quiet = ExitStack()
     quiet.enter_context(_quiet())
 
@@ -111,79 +119,126 @@ def write(
             quiet.close()
             at_end()
 
-    def finish() -> None:
+    def finish(text: str) -> None:
         try:
-            response.result()
+            parts.finish(text)
+            barriers.wait()
+            if jax.process_index() == 0:
+                parts.commit()
         except BaseException as error:
             end(error)
             raise
         end()
 
-    response: Any = None
+    is_begun = False
     try:
         with _interrupts_deferred():
             if jax.process_index() == 0:
-                sweep(path)
-            with context:
-                response = ocp.save_checkpointables_async(path, {ARRAYS: parts})
-            # The checksums in the table are computed during the write. Before it, a save of
-            # 512 MiB by two processes took 1.14 x as long (median of 20 interleaved rounds).
-            parts.table.set_result(table())
+                parts.create()
+            barriers.wait()
+            thread.submit(parts.begin).result()
+            is_begun = True
+            text = table()
+        return Writing(thread.submit(finish, text))
     except BaseException as error:
-        if response is None:
+        parts.abandon()
+        try:
             end(error)
-        else:  # let the writes in progress end
-            if not parts.table.done():
-                # A KeyboardInterrupt would end the event loop that Orbax keeps.
-                known = error if isinstance(error, Exception) else CheckpointError("interrupted")
-                parts.table.set_exception(known)
-            with suppress(CheckpointError):
-                finish()
+        except CheckpointError:
+            if not is_begun:  # what `table` raises needs no explanation
+                raise
         raise
-    return Writing(finish)
+    finally:
+        thread.shutdown(wait=False)
 
 
 class _Parts:
-    """What Orbax saves as one checkpointable: this process's shards, and on process 0 the table.
+    """What a process writes of a checkpoint: its shards; process 0 also the table, and the name.
 
-    The step that merges the parts of all processes into one checkpoint begins once all have
-    written theirs.
-
-    Attributes:
-        table: The future text of the table.
+    Args:
+        path: The checkpoint.
+        arrays: As in `write`.
+        context: How Orbax writes them.
     """
 
-    def __init__(self, arrays: Arrays, context: ocp.Context, barriers: "SaveBarriers") -> None:
+    def __init__(self, path: epath.Path, arrays: Arrays, context: ocp.Context) -> None:
+        self._path, self._partial = path, partial_path(path)
         self._arrays = {key: x for key, x in arrays.items() if has_shards_here(x)}
-        self._context, self._barriers = context, barriers
-        self.table = Future[str]()
+        self._context = context
+        self._merge: Any = None
 
-    async def save(self, directory: ocp.path.PathAwaitingCreation) -> Coroutine[Any, Any, None]:
-        self._barriers.wait()  # process 0 has created the directory
-        if not self._arrays:
-            return self._finish(directory.path.parent, (), None)
-        handler = ocp.handlers.PyTreeHandler(context=self._context)
-        merge: Any = await handler.save(directory, self._arrays)
-        return self._finish(directory.path.parent, merge.commit_futures, merge)
+    def create(self) -> None:
+        """Creates the directory of the unfinished checkpoint."""
+        sweep(self._path)
+        self._partial.mkdir()
+        (self._partial / ARRAYS).mkdir()
 
-    async def _finish(self, path: epath.Path, writes: Sequence[Any], merge: Any) -> None:
-        waits = [asyncio.to_thread(future.result) for future in writes]
-        waits.append(asyncio.to_thread(self._write_table, path))
-        results = await asyncio.gather(*waits, return_exceptions=True)
-        errors = [error for error in results if isinstance(error, BaseException)]
-        await asyncio.to_thread(self._barriers.wait, errors[0] if errors else None)
-        if merge is not None:
-            await merge
+    def begin(self) -> None:
+        """Copies the arrays, and begins to write them."""
+        if self._arrays:
+            handler = ocp.handlers.PyTreeHandler(context=self._context)
+            directory = _Created(self._partial / ARRAYS)
+            with self._context:
+                self._merge = _run(handler.save(directory, self._arrays))
 
-    def _write_table(self, path: epath.Path) -> None:
-        text = self.table.result()
+    def abandon(self) -> None:
+        """Waits until nothing is being written any more."""
+        for write in self._merge.commit_futures if self._merge else ():
+            with suppress(Exception):
+                write.result()
+
+    def finish(self, table: str) -> None:
+        """Writes everything but the name, and flushes what this process wrote."""
+        try:
+            for write in self._merge.commit_futures if self._merge else ():
+                write.result()
+        finally:
+            self.abandon()
         if jax.process_index() == 0:
-            (path / TABLE).mkdir()
-            (path / TABLE / TABLE_FILE).write_text(text)
-            (path / ARRAYS / SEAL).write_text(str(crc32(text.encode())))
+            (self._partial / TABLE).mkdir()
+            (self._partial / TABLE / TABLE_FILE).write_text(table)
+            (self._partial / ARRAYS / SEAL).write_text(str(crc32(table.encode())))
+        elif is_local(self._path):
+            own = self._partial / ARRAYS / f"ocdbt.process_{jax.process_index()}"
+            flush_tree(own if own.exists() else self._partial / ARRAYS)
 
-    async def load(self, directory: Any) -> None:
-        raise NotImplementedError  # Orbax requires the method; `read` below replaces it
+    def commit(self) -> None:
+        """Merges the parts of all processes, and gives the checkpoint its name, durably."""
+        if self._merge:
+            with self._context:
+                _run(self._merge)
+        if not is_local(self._path):
+            (self._path / COMMITTED).write_text("")
+            return
+        flush_tree(self._partial)
+        self._partial.rename(self._path)
+        flush(self._path.parent)
+
+
+class _Created:
+    """A directory that exists, for Orbax, which awaits the creation of directories."""
+
+    def __init__(self, path: epath.Path) -> None:
+        self.path = path
+
+    def __truediv__(self, name: Any) -> "_Created":
+        return _Created(self.path / name)
+
+    async def await_creation(self) -> epath.Path:
+        return self.path
+
+
+def _run(steps: Awaitable[Any]) -> Any:
+    """Runs something of Orbax. Unlike `asyncio.run`, several threads may do so at a time."""
+
+    async def all_steps() -> Any:
+        return await steps
+
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(all_steps())
+    finally:
+        loop.close()
 
 
 class SaveBarriers:

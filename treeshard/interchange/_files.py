@@ -39,12 +39,16 @@ class NewFiles(NamedTuple):
     Attributes:
         path: The path that stands for all of them.
         files: The files. If there are several, the last is their index.
-        stale: Files of an earlier save that these do not replace.
     """
 
     path: Path
     files: list[NewFile]
-    stale: list[Path]
+
+    def has(self, name: str) -> bool:
+        """Whether a save at this path may have written a file of this name."""
+        stem, suffix = re.escape(self.path.stem), re.escape(self.path.suffix)
+        numbered = re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}{suffix}", name)
+        return bool(numbered) or name in (self.path.name, _index_of(self.path).name)
 
 
 def lay_out_files(
@@ -80,11 +84,8 @@ def lay_out_files(
     if taken := [file.path for file in files if file.path.is_dir()]:
         raise CheckpointError(f"{taken[0]} is a directory. Pass the path of a file.")
     with _as_checkpoint_error(where, path):
-        beside = [*path.parent.iterdir()]
-    numbered = re.compile(rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}")
-    earlier = [path, _index_of(path), *(x for x in beside if numbered.fullmatch(x.name))]
-    replaced = {file.path for file in files}
-    return NewFiles(path, files, [x for x in earlier if x not in replaced and x.exists()])
+        next(path.parent.iterdir(), None)
+    return NewFiles(path, files)
 
 
 def _grouped(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:
@@ -117,7 +118,7 @@ def write_files(
     paths = [file.path for file in new.files]
     with (
         _as_checkpoint_error(where, new.path),
-        new_files(new.path, paths, new.stale, where, timeout) as opened,
+        new_files(new.path, paths, new.has, where, timeout) as opened,
     ):
         pairs = [*zip(new.files, opened, strict=True)]
         positions = {x.name: (file, x) for part, file in pairs for x in part.tensors}

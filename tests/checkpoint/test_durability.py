@@ -1,0 +1,157 @@
+"""What is saved survives power loss: everything is flushed before it gets its name.
+
+Here the calls to the operating system are recorded, on any machine. `test_power_loss.py` cuts the
+power of a disk.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard.checkpoint import Checkpoints, restore, save
+from treeshard.interchange import load_safetensors, save_safetensors
+
+Call = tuple[str, str]
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """The flushes, renames and removals of this process, with real paths, in order."""
+    calls: list[Call] = []
+    kept = {name: getattr(os, name) for name in ("fsync", "rename", "replace", "unlink", "rmdir")}
+
+    def fsync(handle: int) -> None:
+        kept["fsync"](handle)
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{handle}")))
+
+    def noting(name: str) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **options: Any) -> Any:
+            folder = options.get("dir_fd")
+            where = "" if folder is None else os.readlink(f"/proc/self/fd/{folder}") + "/"
+            calls.append((name, where + os.fspath(path)))
+            return kept[name](path, *args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in kept:
+            patch.setattr(os, name, fsync if name == "fsync" else noting(name))
+        yield calls
+
+
+def flushed(calls: list[Call]) -> set[str]:
+    return {path for name, path in calls if name == "fsync"}
+
+
+def entries(path: Path) -> set[str]:
+    return {str(path), *map(str, path.rglob("*"))}
+
+
+@pytest.fixture(autouse=True)
+def a_system_with_proc() -> None:
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("the names of open files are read from /proc")
+
+
+@pytest.mark.parametrize("options", [{}, {"ocdbt": False}, {"fingerprints": False}], ids=str)
+def test_a_checkpoint_is_flushed_before_it_gets_its_name(options, mesh, tmp_path: Path) -> None:
+    tree = {"small": np.ones(3), "w": ts.shard(np.ones((512, 1024)), P("fsdp"), mesh), "n": 7}
+    path = tmp_path / "new" / "inner" / "x"
+    with recorded() as calls:
+        save(path, tree, **options)
+    temporary = str(path.with_name("x.orbax-checkpoint-tmp"))
+    renamed = calls.index(("rename", temporary))
+    before, after = calls[:renamed], calls[renamed:]
+    written = {name.replace(str(path), temporary) for name in entries(path)}
+    assert written <= flushed(before)
+    assert {str(tmp_path), str(tmp_path / "new")} <= flushed(before)
+    assert str(path.parent) in flushed(after)
+
+
+def test_old_steps_are_removed_once_the_new_one_is_durable(tmp_path: Path) -> None:
+    with recorded() as calls, Checkpoints(tmp_path / "run", keep=1) as run:
+        for step in (1, 2):
+            run.save(step, {"w": np.ones(3)})
+        run.wait()
+    names = [(name, path.removeprefix(f"{tmp_path}/")) for name, path in calls]
+    renamed = names.index(("rename", "run/2.orbax-checkpoint-tmp"))
+    durable = names.index(("fsync", "run"), renamed)
+    assert names.index(("rename", "run/1")) > durable
+    assert all(i > durable for i, (name, _) in enumerate(names) if name == "rmdir")
+
+
+def test_tensors_are_flushed_before_they_replace_others(tmp_path: Path) -> None:
+    path, tensors = tmp_path / "model.safetensors", {"a": np.ones(300), "b": np.ones(300)}
+    save_safetensors(path, tensors, max_file_size=2400)
+    with recorded() as calls:
+        save_safetensors(path, tensors)
+    names = [(name, Path(file).name) for name, file in calls]
+    renamed = names.index(("replace", ".model.safetensors.part"))
+    assert ("fsync", ".model.safetensors.part") in names[:renamed]
+    removals = [i for i, x in enumerate(names) if x[0] == "unlink" and "model-0000" in x[1]]
+    assert ("fsync", tmp_path.name) in names[renamed : min(removals)]
+    assert ("fsync", tmp_path.name) in names[max(removals) :]
+
+
+def test_no_index_names_tensors_of_two_saves(tmp_path: Path) -> None:
+    """The old index is durably gone before the first file is replaced; the new one comes last."""
+    path, tensors = tmp_path / "model.safetensors", {"a": np.ones(300), "b": np.ones(300)}
+    save_safetensors(path, tensors, max_file_size=2400)
+    with recorded() as calls:
+        save_safetensors(path, tensors, max_file_size=2400)
+    names = [(name, Path(file).name) for name, file in calls]
+    index = "model.safetensors.index.json"
+    gone = names.index(("unlink", index))
+    first, last = (
+        names.index(("replace", f".model-0000{i}-of-00002.safetensors.part")) for i in (1, 2)
+    )
+    new = names.index(("replace", f".{index}.part"))
+    flush = ("fsync", tmp_path.name)
+    assert gone < first < last < new
+    assert flush in names[gone:first]
+    assert flush in names[last:new]
+    assert flush in names[new:]
+    assert load_safetensors(path).keys() == tensors.keys()
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from treeshard.interchange import save_safetensors
+def kill(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+os.replace = kill
+import pathlib
+pathlib.os.replace = kill
+save_safetensors(sys.argv[1], {"a": np.ones(300), "b": np.ones(300)}, max_file_size=2400)
+"""
+
+
+def test_leftovers_of_a_killed_save_of_tensors_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    mine = tmp_path / ".other.safetensors.part"
+    mine.write_text("mine")
+    code = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False).returncode
+    assert code == -9
+    assert len(list(tmp_path.glob(".model*.part"))) == 3
+    save_safetensors(path, {"a": np.ones(3)})
+    assert sorted(x.name for x in tmp_path.iterdir()) == [mine.name, path.name]
+
+
+def test_a_file_in_the_place_of_the_temporary_directory_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.orbax-checkpoint-tmp").write_text("mine")
+    with pytest.raises(ts.CheckpointError, match=r"x was not saved.*x.orbax-checkpoint-tmp"):
+        save(tmp_path / "x", {"step": 1})
+    assert (tmp_path / "x.orbax-checkpoint-tmp").read_text() == "mine"
+    (tmp_path / "x.orbax-checkpoint-tmp").unlink()
+    save(tmp_path / "x", {"step": 1})
+    assert restore(tmp_path / "x") == {"step": 1}
