@@ -213,7 +213,7 @@ PARAMETER = '  %x = f32[8]{0} parameter(0), metadata={op_name="x"}\n'
             "(f32[8]{0}, u32[], token[]) send(%x, %x), channel_id=2, is_host_transfer=true,"
             ' frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
             '_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"}',
-            [("unknown", None, None, None)],
+            [("all-reduce", 32, None, None)],
             id="send to another slice",
         ),
         pytest.param(

@@ -18,7 +18,8 @@ from treeshard._core.mesh import (
     describe_sizes,
     parse_axes,
 )
-from treeshard.errors import MeshError, NoDevicesError
+from treeshard._core.topologies import is_attached, topology_devices
+from treeshard.errors import MeshError, NoDevicesError, warn
 
 AxisTypeName = Literal["auto", "explicit"]
 
@@ -29,6 +30,7 @@ def make_mesh(
     axes: Mapping[str, int] | str,
     *,
     devices: Sequence[Any] | None = None,
+    topology: str | None = None,
     dcn_axes: Mapping[str, int] | str | None = None,
     axis_types: AxisTypeName | Mapping[str, AxisTypeName] = "auto",
 ) -> Mesh:
@@ -38,9 +40,15 @@ def make_mesh(
         axes: Axis names and sizes, outermost first: `{"data": 2, "fsdp": -1}` or
             `"data=2,fsdp=-1"`. One size may be -1: it takes the remaining devices.
         devices: The devices to use; all of `jax.devices()` by default.
+        topology: Devices that are not attached, for planning and compiling: `"v5e:16x16"` or
+            `"v5e-256"`, `"v6e:16x16*2"` for two slices, `"h100:2x8"` for two nodes of eight
+            GPUs. It needs the compiler of these devices, `treeshard[tpu]` or `treeshard[cuda]`;
+            what needs the devices themselves raises `MeshError`.
         dcn_axes: The factor of each axis that runs over the slow network between
             slices (or processes), in the same notation. The size of an axis in the mesh
-            is then the product of its two factors.
+            is then the product of its two factors: `axes="data=1,fsdp=4"` with
+            `dcn_axes="data=2"` makes `data=2, fsdp=4` of 8 devices. Without it, devices of
+            several slices are split along the one axis whose size the number of slices divides.
         axis_types: `"auto"` (the compiler's partitioner decides what no spec says) or
             `"explicit"` (shardings are part of types), for all axes or per axis name.
 
@@ -49,7 +57,9 @@ def make_mesh(
 
     Raises:
         MeshError: If `axes` cannot be parsed, has two sizes of -1, or does not multiply
-            to the number of devices; if `dcn_axes` does not match the slices.
+            to the number of devices; if `dcn_axes` does not match the slices; if `topology`
+            names a slice that does not exist, or is given beside `devices`.
+        ImportError: If the compiler for `topology` is not installed.
         UnknownAxisError: If `dcn_axes` or `axis_types` names an axis not in `axes`.
 
     Examples:
@@ -67,12 +77,19 @@ def make_mesh(
     bad = [kind for kind in types.values() if kind not in ("auto", "explicit")]
     if bad:
         raise MeshError(f"axis_types: {bad[0]!r} is neither 'auto' nor 'explicit'.")
+    if topology is not None:
+        if devices is not None:
+            raise MeshError("make_mesh: give either `devices` or `topology`.")
+        devices = topology_devices(topology)
     devices = jax.devices() if devices is None else list(devices)
     sizes, slow = _fill(sizes, slow, len(devices))
     kinds = tuple(
         AxisType.Explicit if types.get(name) == "explicit" else AxisType.Auto for name in sizes
     )
-    if dcn_axes is None:
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if dcn_axes is None and slices > 1:
+        sizes, slow = _split_over_slices(sizes, slices)
+    if not slow:
         return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices)
     # Imported here because only hybrid meshes need it, and it is slow to import.
     from jax.experimental import mesh_utils
@@ -82,7 +99,7 @@ def make_mesh(
             [sizes[name] for name in sizes],
             [slow.get(name, 1) for name in sizes],
             devices,
-            process_is_granule=len({getattr(d, "slice_index", 0) for d in devices}) == 1,
+            process_is_granule=slices == 1,
         )
     except ValueError as error:
         raise MeshError(
@@ -93,21 +110,30 @@ def make_mesh(
     return Mesh(grid, tuple(sizes), axis_types=kinds)
 
 
-def with_devices(mesh: MeshLike | None, where: str) -> Mesh:
+def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = False) -> Mesh:
     """Returns a mesh that arrays can be placed on.
 
     Args:
         mesh: A mesh, or its axes as text, for a mesh of all devices; by default the mesh in
             force.
         where: The public function, for messages.
+        compile_only: Whether devices that are not attached suffice.
 
     Raises:
         NoMeshError: If no mesh is given and none is in force.
-        MeshError: If the mesh is abstract, or text does not fit the devices.
+        MeshError: If the mesh is abstract or its devices are not attached, or if text does not
+            fit the devices.
     """
     mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh)
     if isinstance(mesh, Mesh):
-        return mesh
+        device = mesh.devices.flat[0]
+        if compile_only or is_attached(device):
+            return mesh
+        raise NoDevicesError(
+            f"{where}: this mesh ({describe_mesh(mesh)}) is of devices that are not attached"
+            f" ({device.device_kind}): it can plan and compile. Pass a mesh of attached devices;"
+            " a plan is made again for it by `plan.on(mesh)`."
+        )
     raise NoDevicesError(
         f"{where}: the mesh ({describe_mesh(mesh)}) is an AbstractMesh: it has sizes, but no"
         " devices to hold arrays. Pass a mesh with devices, as `treeshard.make_mesh` returns; a"
@@ -147,6 +173,27 @@ def simulate_devices(n: int) -> None:
     if _SIMULATED in flags:
         os.environ["XLA_FLAGS"] = re.sub(rf"{_SIMULATED}=\S*\s*", "", flags).strip()
     jax.config.update("jax_num_cpu_devices", n)
+
+
+def _split_over_slices(sizes: dict[str, int], slices: int) -> tuple[dict[str, int], dict[str, int]]:
+    """The factors within a slice and between slices, if only one axis can take the slices."""
+    able = [name for name, size in sizes.items() if size % slices == 0]
+    if len(able) != 1:
+        name = (able or list(sizes))[0]
+        within = describe_sizes({**sizes, name: max(1, sizes[name] // slices)}).replace(" ", "")
+        raise MeshError(
+            f"{describe_sizes(sizes)}: the devices are in {slices} slices with a slow network"
+            f" between them, and {'several axes' if able else 'no axis'} can be split over them"
+            f"{': ' + ', '.join(able) if able else ''}. Say which axis runs over the slow network,"
+            f' and give sizes within a slice: make_mesh("{within}", dcn_axes="{name}={slices}").'
+        )
+    [name] = able
+    warn(
+        f"make_mesh: {name!r} runs over the slow network between {slices} slices, since only its"
+        f' size can be split over them. Pass dcn_axes="{name}={slices}", and its size within a'
+        " slice in `axes`, to say so yourself."
+    )
+    return {**sizes, name: sizes[name] // slices}, {name: slices}
 
 
 def _fill(

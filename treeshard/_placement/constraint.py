@@ -155,8 +155,13 @@ def unshard(
     gathered = [_gathered(spec, axes) for spec in leaf_specs]
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
-    mesh = as_mesh(mesh, make_mesh)
-    return _constrain_tree("unshard", tree, tree_structure(tree).unflatten(gathered), mesh)
+    mesh, treedef = as_mesh(mesh, make_mesh), tree_structure(tree)
+    if is_tracing():
+        # The gradient of a leaf that is constrained to its own specs is constrained to them too.
+        # Compilers may otherwise all-reduce full gradients, where a reduce-scatter is enough.
+        own = [None if to is None else spec for spec, to in zip(leaf_specs, gathered, strict=True)]
+        tree = _constrain_tree("unshard", tree, treedef.unflatten(own), mesh)
+    return _constrain_tree("unshard", tree, treedef.unflatten(gathered), mesh)
 
 
 def _gathered(spec: Any, axes: tuple[str, ...]) -> Any:

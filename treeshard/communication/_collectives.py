@@ -3,12 +3,12 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from treeshard._core.mesh import MeshLike
 from treeshard._core.text import columns, human_bytes
-from treeshard.communication._dataflow import Context, Dataflow, value
+from treeshard.communication._dataflow import Context, Dataflow, Executions, Value, value
 from treeshard.communication._device_groups import (
     UNKNOWN,
     Groups,
@@ -16,15 +16,24 @@ from treeshard.communication._device_groups import (
     groups_of,
     read_pairs,
 )
-from treeshard.communication._hlo import Buffer, Computation, HloProgram, Op
-from treeshard.communication._program import CompiledProgram, argument_path, read_program
-from treeshard.errors import CommunicationError, FormatError
+from treeshard.communication._hlo import Buffer, Computation, Op
+from treeshard.communication._program import (
+    MEGASCALE,
+    CompiledProgram,
+    ReadProgram,
+    argument_path,
+    read_program,
+)
+from treeshard.errors import CommunicationError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 RARE_KINDS = ("collective-broadcast", "ragged-all-to-all", "send")
 _NAMED_LIKE_ONE = re.compile(
     r"all.?gather|all.?reduce|reduce.?scatter|all.?to.?all|collective|psum|nccl", re.I
 )
+
+# Ops that pass on their operand in another shape, and what a computation gets and returns.
+_WRAPPERS = ("bitcast", "copy", "reshape", "fusion", "call", "parameter", "get-tuple-element")
 
 Budget = int | tuple[int | None, int | None] | None
 
@@ -51,6 +60,8 @@ class Collective:
         source: The line of user code that this operation comes from, as `file:line`.
         is_async: Whether it can overlap with other work (`-start` and `-done`).
         rank: The number of dims of the buffer; 0 for a scalar such as a loss.
+        completes: The kind of the collective that it belongs to, if it only shifts the rows of
+            a padded result into place; else `None`.
 
     Examples:
         >>> Collective("all-gather", "float32", 4096, 3584, ("fsdp",), count=12).total_bytes
@@ -68,6 +79,7 @@ class Collective:
     source: str | None = None
     is_async: bool = False
     rank: int = 0
+    completes: str | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -107,8 +119,7 @@ def collectives(program: CompiledProgram, mesh: MeshLike | None = None) -> list[
         >>> moved.kind, moved.axes, moved.bytes, moved.wire_bytes, moved.count
         ('all-gather', ('fsdp',), 2048, 1792, 1)
     """
-    graph, axes = read_program(program, mesh)
-    return list(CollectiveReader(graph, axes).all())
+    return list(CollectiveReader(read_program(program, mesh)).all())
 
 
 # ------------------------------------------------------------------ budgets
@@ -217,89 +228,34 @@ def _table(moved: Sequence[Collective]) -> str:
 
 
 class CollectiveReader:
-    """Walks a program in execution order, from the entry into loops and calls."""
+    """Finds the collectives of a program, in execution order."""
 
-    def __init__(self, program: HloProgram, axes: Mapping[str, int] | None) -> None:
-        self.program, self.axes = program, axes
-        self.flow = Dataflow(program)
-        self._arguments = {parameter.op_name for parameter in program.parameters}
-        self._devices = program.devices
-        if self._devices is None and axes is not None:
-            self._devices = math.prod(axes.values())
-        self._ops: dict[str, list[Op]] = {}  # the collectives of each computation
-        self._calls: dict[str, list[tuple[Op, str, int, str]]] = {}
-        for computation in program.computations.values():
-            self._scan(computation)
-        self._holding = self._with_collectives()
-        self._reached: set[str] = set()
+    def __init__(self, read: ReadProgram) -> None:
+        self.program, self.axes, self.between = read.graph, read.within, read.between
+        self.flow = Dataflow(self.program)
+        self._devices = self.program.devices
+        if self._devices is None and self.axes is not None:
+            self._devices = math.prod(self.axes.values())
+        self._arguments = {parameter.op_name for parameter in self.program.parameters}
+        # The ids of chains; see `_chains_started`.
+        computations = self.program.computations.values()
+        self._started = {chain for each in computations for chain in _chains_started(each)}
 
     def all(self) -> Iterator[Collective]:
         """The collectives that the entry reaches, and those of computations without a caller."""
-        yield from self._visit(Context(self.program.entry), 1)
-        for name in self._ops:
-            if name not in self._reached:
-                yield from self._visit(Context(self.program.computations[name]), None)
-
-    def _scan(self, computation: Computation) -> None:
-        for op in computation.ops.values():
-            if _kind(op) is not None:
-                self._ops.setdefault(computation.name, []).append(op)
-                continue
-            for role, callees in op.called.items():
-                for branch, callee in enumerate(callees):
-                    call = op, role, branch, callee
-                    self._calls.setdefault(computation.name, []).append(call)
-
-    def _with_collectives(self) -> set[str]:
-        """The computations that run a collective, themselves or in what they call."""
-        callers: dict[str, list[str]] = {}
-        for name, calls in self._calls.items():
-            for *_, callee in calls:
-                callers.setdefault(callee, []).append(name)
-        holding, queue = set(self._ops), list(self._ops)
-        while queue:
-            for name in callers.get(queue.pop(), ()):
-                if name not in holding:
-                    holding.add(name)
-                    queue.append(name)
-        return holding
-
-    def _visit(self, context: Context, count: int | None) -> Iterator[Collective]:
-        name = context.computation.name
-        self._reached.add(name)
-        steps = [(op.line, op, None) for op in self._ops.get(name, ())]
-        steps += [
-            (call[0].line, call[0], call)
-            for call in self._calls.get(name, ())
-            if call[3] in self._holding
-        ]
-        for _, op, call in sorted(steps, key=lambda step: step[0]):
-            if call is None:
-                yield from self._moved(context, op, count)
-                continue
-            _, role, branch, callee = call
-            if _runs(context, callee):
-                raise FormatError(
-                    f"collectives: the computation {callee!r} calls itself. The text is damaged."
-                )
-            inner = self.flow.enter(context, op, callee, role, branch)
-            if inner is not None:
-                yield from self._visit(inner, self._times(context, op, role, count))
-
-    def _times(self, context: Context, op: Op, role: str, count: int | None) -> int | None:
-        if role == "branches" or count is None:
-            return None  # the choice of the branch depends on data
-        if op.opcode != "while":
-            return count
-        trips = self.flow.trips(context, op)
-        return None if trips is None else count * (trips + (role == "condition"))
+        for context, op, count in Executions(self.flow, lambda op: _kind(op) is not None).all():
+            yield from self._moved(context, op, count)
 
     # ---------------------------------------------------------------- one op
 
     def _moved(self, context: Context, op: Op, count: int | None) -> Iterator[Collective]:
-        kind = _kind(op) or ""
-        if kind == "all-reduce" and context.computation.name.startswith("all-reduce-scatter"):
-            kind = "reduce-scatter"  # as TPUs fuse it
+        kind, chain = _kind(op) or "", op.frontend("chain_id")
+        if chain is not None and chain not in _chains_started(context.computation):
+            if chain in self._started:
+                return  # a further piece of a collective that is already counted
+            kind = "unknown"
+        if kind == "all-reduce" and _is_scatter(context.computation.name):
+            kind = "reduce-scatter"
         groups = self._groups(kind, op)
         op_name, source = op.op_name, self.program.source(op)
         if source is None and (op_name in self._arguments or _is_inserted(op, op_name)):
@@ -308,10 +264,7 @@ class CollectiveReader:
             if user is not None:
                 op_name, source = user.op_name, self.program.source(user)
         if kind == "unknown" and op_name is None:
-            op_name = _callee(op)
-        is_async = op.opcode.endswith("-start") or (
-            context.op is not None and context.op.opcode == "async-start"
-        )
+            op_name = op.target or op.opcode
         for buffer, operands in self._buffers(context, kind, op, groups):
             yield Collective(
                 kind=kind,
@@ -320,58 +273,96 @@ class CollectiveReader:
                 wire_bytes=_on_the_wire(kind, buffer.bytes, groups.size),
                 axes=groups.axes,
                 count=count,
-                path=self._path(context, operands),
+                path=self._path(operands),
                 op_name=op_name,
                 source=source,
-                is_async=is_async,
+                is_async=_is_async(context, op),
                 rank=buffer.rank,
+                completes=self._completes(kind, operands),
             )
 
     def _buffers(
         self, context: Context, kind: str, op: Op, groups: Groups
-    ) -> Iterator[tuple[Buffer, Sequence[str]]]:
+    ) -> Iterator[tuple[Buffer, Sequence[Value | None]]]:
         """Each buffer that an op moves, with its payload as `bytes`, and its operands."""
-        operands, types = list(op.operands), list(op.types)
-        inputs = [self._type(context, operand) for operand in operands]
+        operands, types = [value(context, name) for name in op.operands], list(op.types)
         number = len(operands)
         # A `-start` may return its operands before its results, and context values after them.
         results = types if len(types) == number else types[number : 2 * number]
         if kind in ("unknown", "ragged-all-to-all"):
             yield Buffer(types[0].dtype if types else "unknown", None, 0), operands
-        elif kind == "send":
-            yield from zip(inputs[:1], [operands[:1]], strict=False)
+        elif op.opcode == "send":
+            operand = operands[0] if operands else None
+            buffer = _type(operand)
+            if kind == "all-gather" and buffer.bytes is not None and groups.size is not None:
+                buffer = buffer._replace(bytes=buffer.bytes * groups.size)
+            yield from self._unjoined(kind, operand, buffer)
         elif not operands or len(results) != number:
             yield Buffer("unknown", None, 0), operands
         elif kind == "all-to-all" and op.attribute("dimensions") is None:
             yield results[0]._replace(bytes=total(part.bytes for part in results)), operands
         else:
-            for operand, before, after in zip(operands, inputs, results, strict=True):
-                size = after.bytes
+            for operand, after in zip(operands, results, strict=True):
                 if op.opcode.startswith("reduce-scatter"):
-                    size = before.bytes
+                    size = _type(operand).bytes
                     if size is None and after.bytes is not None and groups.size is not None:
                         size = after.bytes * groups.size
-                yield after._replace(bytes=size), [operand]
+                    after = after._replace(bytes=size)
+                elif kind == "reduce-scatter" and operand and operand.op.opcode == "pad":
+                    operand = value(operand.context, operand.op.operands[0])
+                    after = _type(operand)
+                yield from self._unjoined(kind, operand, after)
 
-    def _type(self, context: Context, name: str) -> Buffer:
-        operand = value(context, name)
-        types = [] if operand is None else operand.op.types
-        return types[0] if types else Buffer("unknown", None, 0)
+    def _unjoined(
+        self, kind: str, operand: Value | None, buffer: Buffer
+    ) -> Iterator[tuple[Buffer, Sequence[Value | None]]]:
+        """The arrays that a backend joined into one flat buffer, or that buffer alone."""
+        at = self._unwrapped(operand) if kind == "all-reduce" else None
+        if at is not None and at.op.opcode == "concatenate":
+            for name in at.op.operands:
+                part = value(at.context, name)
+                yield _type(self._unwrapped(part)), [part]
+        elif at is not None and _type(at).rank == 0:
+            yield _type(at), [operand]  # a scalar, padded to a tile
+        else:
+            yield buffer, [operand]
 
-    def _path(self, context: Context, operands: Sequence[str]) -> str | None:
+    def _unwrapped(self, at: Value | None) -> Value | None:
+        """Where a value was before it got another shape or became an argument."""
+        while at is not None and at.op.opcode in _WRAPPERS:
+            sources = self.flow.sources(at) or ()
+            if len(sources) != 1 or sources[0] is None:
+                break
+            at = sources[0]
+        return at
+
+    def _path(self, operands: Sequence[Value | None]) -> str | None:
         """The argument whose data the operands are, if it is one and they are nothing else."""
-        origins = [self.flow.origins(context, operand) for operand in operands]
+        origins = [self.flow.origins(operand) for operand in operands]
         parameters = {parameter for origin in origins for parameter in origin.parameters}
         if len(parameters) != 1 or any(origin.computed for origin in origins):
             return None
         return argument_path(parameters.pop())
 
+    def _completes(self, kind: str, operands: Sequence[Value | None]) -> str | None:
+        """The kind of the collective whose padded result this op shifts into place, if any."""
+        at = operands[0] if kind == "collective-permute" and operands else None
+        while at is not None and at.op.opcode != "fusion":
+            sources = self.flow.sources(at) or (None,)
+            at = sources[0] if len(sources) == 1 else None
+        callees = [] if at is None else [name for names in at.op.called.values() for name in names]
+        bodies = [self.program.computations[name] for name in callees if _is_scatter(name)]
+        is_padded = any(op.opcode == "pad" for body in bodies for op in body.ops.values())
+        return "reduce-scatter" if is_padded else None
+
     def _groups(self, kind: str, op: Op) -> Groups:
         if kind == "collective-permute":
             pairs = read_pairs(op.attribute("source_target_pairs"))
             return UNKNOWN if pairs is None else axes_of_pairs(pairs, self.axes)
-        if kind in ("unknown", "send"):
+        if kind in ("unknown", "send") or (op.opcode == "send" and not self.between):
             return UNKNOWN
+        if op.opcode == "send":  # between slices
+            return Groups(math.prod(self.between.values()), tuple(self.between))
         text = op.attribute("replica_groups")
         if op.attribute("use_global_device_ids") is None and self.program.partitions > 1:
             # The groups number replicas, except for these kinds: they number partitions.
@@ -384,24 +375,21 @@ class CollectiveReader:
         return groups_of(text, self._devices, self.axes)
 
 
-def _runs(context: Context | None, name: str) -> bool:
-    while context is not None and context.computation.name != name:
-        context = context.caller
-    return context is not None
-
-
 def _kind(op: Op) -> str | None:
     """The kind of a collective; `None` for other ops, and for the second half of an async one."""
     plain = op.opcode.removesuffix("-start")
     if plain == "send" and op.attribute("is_host_transfer") == "true":
         # Between slices of TPUs, data moves through the hosts.
-        between_slices = "_xla_megascale" in (op.attribute("frontend_attributes") or "")
-        return "unknown" if between_slices else None
+        transfer = op.frontend(f"{MEGASCALE}_transfer_type")
+        if transfer is None:
+            return "unknown" if MEGASCALE in (op.attribute("frontend_attributes") or "") else None
+        kind = transfer.lower().replace("_", "-")
+        return kind if kind in KINDS else "unknown"
     if plain in KINDS or plain in RARE_KINDS:
         return plain
-    if op.opcode.endswith(("-done", "-update")):
+    if op.opcode.endswith(("-done", "-update")) or op.target in (_CHAIN_START, _CHAIN_DONE):
         return None
-    return "unknown" if _NAMED_LIKE_ONE.search(_callee(op)) else None
+    return "unknown" if _NAMED_LIKE_ONE.search(op.target or op.opcode) else None
 
 
 def _is_inserted(op: Op, op_name: str | None) -> bool:
@@ -409,10 +397,38 @@ def _is_inserted(op: Op, op_name: str | None) -> bool:
     return op_name is None and "is_spmd_generated" in (op.attribute("frontend_attributes") or "")
 
 
-def _callee(op: Op) -> str:
-    """The opcode, or the function that a custom call runs."""
-    target = op.attribute("custom_call_target") if op.opcode == "custom-call" else None
-    return op.opcode if target is None else target.strip('"')
+# TPUs spread an async collective over a chain of fusions, so that each can overlap with it. Every
+# fusion has a copy of the op, with the same `chain_id`; only the first one feeds this custom call.
+_CHAIN_START, _CHAIN_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+
+
+def _chains_started(computation: Computation) -> set[str]:
+    """The ids of the chains whose first piece a computation has."""
+    first = [
+        computation.ops.get(name)
+        for op in computation.ops.values()
+        if op.target == _CHAIN_START
+        for name in op.operands
+    ]
+    return {chain for op in first if op is not None and (chain := op.frontend("chain_id"))}
+
+
+def _is_async(context: Context, op: Op) -> bool:
+    if op.frontend("chain_id") is not None or op.opcode == "send":
+        return True
+    start = op.opcode.endswith("-start")
+    in_async = context.op is not None and context.op.opcode == "async-start"
+    return (start or in_async) and '"is_sync":true' not in (op.attribute("backend_config") or "")
+
+
+def _is_scatter(computation: str) -> bool:
+    """Whether a computation is a reduce-scatter as TPUs fuse it: an all-reduce and a slice."""
+    return computation.startswith("all-reduce-scatter")
+
+
+def _type(operand: Value | None) -> Buffer:
+    types = [] if operand is None else operand.op.types
+    return types[0] if types else Buffer("unknown", None, 0)
 
 
 def _on_the_wire(kind: str, size: int | None, devices: int | None) -> int | None:

@@ -178,13 +178,14 @@ def compare_communication(
         >>> [one.code for one in compare_communication(decided, program).unplanned]
         ['all-reduce']
     """
-    graph, axes = read_program(program, plan.mesh if mesh is None else mesh)
+    read = read_program(program, plan.mesh if mesh is None else mesh)
+    graph, axes = read.graph, read.axes
     names = _leaf_names(plan, graph, parameters(plan, params))
     batch = _batch_of(program, graph, names, axes or {}) if batch is None else batch
     planned = predict_communication(
         plan, batch=batch, remat=remat, scan=scan, params=params, dtype=dtype
     )
-    compiled = list(CollectiveReader(graph, axes).all())
+    compiled = list(CollectiveReader(read).all())
     matcher = Matcher(plan, planned, names, get_names_from_partition_spec(batch))
     for collective in compiled:
         matcher.match(collective)
@@ -301,7 +302,7 @@ class Matcher:
 
     def match(self, collective: Collective) -> None:
         """Matches one collective, or files it under the code of the difference that it is."""
-        if collective.axes == () or is_scalar(collective):
+        if collective.axes == () or is_scalar(collective) or collective.completes is not None:
             return
         leaf = None if collective.path is None else self.names.get(collective.path)
         size = elements(collective.total_bytes, collective.dtype)

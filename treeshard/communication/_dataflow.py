@@ -1,10 +1,11 @@
 """Traces a program's values back to their origins, through loops and calls."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from treeshard.communication._hlo import Computation, HloProgram, Op
+from treeshard.errors import FormatError
 
 # Ops that move the data of their first operand and compute nothing.
 _MOVES = frozenset(
@@ -27,6 +28,8 @@ _MOVES = frozenset(
 # Custom calls that return their first operand.
 _MARKERS = frozenset(
     {
+        "AsyncCollectiveDone",
+        "AsyncCollectiveStart",
         "Sharding",
         "SPMDFullToShardShape",
         "SPMDShardToFullShape",
@@ -99,12 +102,12 @@ class Dataflow:
                     queue.append(user)
         return None
 
-    def origins(self, context: Context, name: str) -> Origins:
+    def origins(self, start: Value | None) -> Origins:
         """The parameters of the program whose data a value contains."""
         parameters: set[Op] = set()
         computed = False
         seen: set[tuple[str, ...]] = set()
-        queue = [value(context, name)]
+        queue = [start]
         while queue:
             at = queue.pop()
             if at is None or len(seen) > _MAX_STEPS:
@@ -118,14 +121,14 @@ class Dataflow:
                     return Origins(frozenset(), True)  # its callers are unknown
                 parameters.add(at.op)
                 continue
-            sources = self._sources(at)
+            sources = self.sources(at)
             if sources is None:
                 computed = True
             else:
                 queue += sources
         return Origins(frozenset(parameters), computed)
 
-    def _sources(self, at: Value) -> list[Value | None] | None:
+    def sources(self, at: Value) -> list[Value | None] | None:
         """The values that this one takes its data from, unchanged; `None` if it is computed."""
         op, context, element = at.op, at.context, at.element
         operands = op.operands
@@ -152,8 +155,9 @@ class Dataflow:
             case "dynamic-update-slice":
                 return [value(context, name) for name in operands[:2]]
             case "custom-call":
-                target = op.attribute("custom_call_target") or ""
-                is_marker = target.strip('"') in _MARKERS
+                if op.target == "ConcatBitcast":  # how TPUs join the pieces of a copy
+                    return [value(context, name) for name in operands]
+                is_marker = op.target in _MARKERS
                 return [value(context, operands[0])] if is_marker and operands else None
             case "copy-start":  # (destination, source, context)
                 return [value(context, operands[0])]
@@ -265,11 +269,93 @@ class Dataflow:
             if at.op.opcode == "parameter" and at.context.role in ("body", "condition"):
                 # Of an outer loop, which may change what it carries.
                 return at
-            sources = self._sources(at)
+            sources = self.sources(at)
             if sources is None or len(sources) != 1:
                 return at
             at = sources[0]
         return None
+
+
+class Executions:
+    """Finds some of a program's ops in execution order, from the entry into loops and calls."""
+
+    def __init__(self, flow: Dataflow, wanted: Callable[[Op], bool]) -> None:
+        self.flow, self.program = flow, flow.program
+        self._wanted: dict[str, list[Op]] = {}  # by computation
+        self._calls: dict[str, list[tuple[Op, str, int, str]]] = {}
+        for computation in self.program.computations.values():
+            for op in computation.ops.values():
+                if wanted(op):
+                    self._wanted.setdefault(computation.name, []).append(op)
+                    continue
+                for role, callees in op.called.items():
+                    for branch, callee in enumerate(callees):
+                        call = op, role, branch, callee
+                        self._calls.setdefault(computation.name, []).append(call)
+        self._holding = self._with_wanted()
+        self._reached: set[str] = set()
+
+    def all(self) -> Iterator[tuple[Context, Op, int | None]]:
+        """Each op in each context, and how often it runs; `None` if that depends on data.
+
+        The ops of computations without a caller come last, with an unknown number of executions.
+        """
+        yield from self._visit(Context(self.program.entry), 1)
+        for name in self._wanted:
+            if name not in self._reached:
+                yield from self._visit(Context(self.program.computations[name]), None)
+
+    def _with_wanted(self) -> set[str]:
+        """The computations that run a wanted op, themselves or in what they call."""
+        callers: dict[str, list[str]] = {}
+        for name, calls in self._calls.items():
+            for *_, callee in calls:
+                callers.setdefault(callee, []).append(name)
+        holding, queue = set(self._wanted), list(self._wanted)
+        while queue:
+            for name in callers.get(queue.pop(), ()):
+                if name not in holding:
+                    holding.add(name)
+                    queue.append(name)
+        return holding
+
+    def _visit(
+        self, context: Context, count: int | None
+    ) -> Iterator[tuple[Context, Op, int | None]]:
+        name = context.computation.name
+        self._reached.add(name)
+        steps = [(op.line, op, None) for op in self._wanted.get(name, ())]
+        steps += [
+            (call[0].line, call[0], call)
+            for call in self._calls.get(name, ())
+            if call[3] in self._holding
+        ]
+        for _, op, call in sorted(steps, key=lambda step: step[0]):
+            if call is None:
+                yield context, op, count
+                continue
+            _, role, branch, callee = call
+            if _runs(context, callee):
+                raise FormatError(
+                    f"collectives: the computation {callee!r} calls itself. The text is damaged."
+                )
+            inner = self.flow.enter(context, op, callee, role, branch)
+            if inner is not None:
+                yield from self._visit(inner, self._times(context, op, role, count))
+
+    def _times(self, context: Context, op: Op, role: str, count: int | None) -> int | None:
+        if role == "branches" or count is None:
+            return None  # the choice of the branch depends on data
+        if op.opcode != "while":
+            return count
+        trips = self.flow.trips(context, op)
+        return None if trips is None else count * (trips + (role == "condition"))
+
+
+def _runs(context: Context | None, name: str) -> bool:
+    while context is not None and context.computation.name != name:
+        context = context.caller
+    return context is not None
 
 
 def _callers(context: Context | None) -> Iterator[str]:

@@ -91,6 +91,11 @@ class Op:
         return [part.split()[-1] for part in bare.split(",") if part.strip()]
 
     @property
+    def type_text(self) -> str:
+        """The text of the type of its result, with layouts."""
+        return self._type
+
+    @property
     def types(self) -> Sequence[Buffer]:
         """The arrays that it produces, with tuples flattened."""
         return [
@@ -128,6 +133,17 @@ class Op:
         """The name that JAX gave it; for a parameter of the entry, `state['w']`."""
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attribute("metadata") or "")
         return None if match is None else match[1].replace("\\'", "'").replace('\\"', '"')
+
+    @property
+    def target(self) -> str:
+        """The function that a `custom-call` runs; empty for other ops."""
+        name = self.attribute("custom_call_target") if self.opcode == "custom-call" else None
+        return "" if name is None else name.strip('"')
+
+    def frontend(self, name: str) -> str | None:
+        """One of the `frontend_attributes`."""
+        match = re.search(rf'[{{,]{name}="([^"]*)"', self.attribute("frontend_attributes") or "")
+        return None if match is None else match[1]
 
     @property
     def index(self) -> int | None:

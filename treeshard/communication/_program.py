@@ -3,15 +3,19 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_leaves
 
 from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes, describe_mesh
 from treeshard.communication._hlo import HloProgram, Op
 from treeshard.errors import FormatError, MeshError
+
+# In the attributes of what TPUs send between slices.
+MEGASCALE = "_xla_megascale"
 
 CompiledProgram = Any  # a `jax.stages.Compiled`, or its text; `read_program` checks it
 
@@ -22,10 +26,24 @@ _LOWERED = (
 _KEY = re.compile(r"""\['([^']*)'\]|\["([^"]*)"\]|\[(\d+)\]|\.(\w+)|\[<flat index (\d+)>\]""")
 
 
-def read_program(
-    program: CompiledProgram, mesh: MeshLike | None = None
-) -> tuple[HloProgram, Mapping[str, int] | None]:
-    """The graph of a program, and the axes of its mesh if they are known.
+class ReadProgram(NamedTuple):
+    """A program's graph, and what is known of its mesh.
+
+    Attributes:
+        graph: The parsed text. For devices in several slices it is that of one slice.
+        axes: The axes of the mesh; `None` if they are unknown.
+        within: The sizes of the axes within one slice.
+        between: The sizes of the axes between slices, without those of size 1.
+    """
+
+    graph: HloProgram
+    axes: Mapping[str, int] | None
+    within: Mapping[str, int] | None
+    between: Mapping[str, int]
+
+
+def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> ReadProgram:
+    """Parses a program.
 
     Raises `FormatError`, `MeshError` and `TypeError` as `collectives` documents them.
     """
@@ -43,14 +61,35 @@ def read_program(
         )
     graph = _parse(text)
     if mesh is None:
-        return graph, graph.axes
-    count = math.prod(axis_sizes(mesh).values())
-    if graph.devices not in (None, count):
+        return ReadProgram(graph, graph.axes, graph.axes, {})
+    axes = axis_sizes(mesh)
+    count = math.prod(axes.values())
+    if graph.devices in (None, count):
+        return ReadProgram(graph, axes, axes, {})
+    slices, rest = divmod(count, graph.devices or count)
+    if rest or MEGASCALE not in text:
         raise MeshError(
             f"collectives: the program runs on {graph.devices} device(s), but the mesh"
             f" ({describe_mesh(mesh)}) has {count}. Pass the mesh that it was compiled for."
         )
-    return graph, axis_sizes(mesh)
+    between = _between_slices(mesh, slices)
+    within = {axis: size // between.get(axis, 1) for axis, size in axes.items()}
+    return ReadProgram(graph, axes, within, between)
+
+
+def _between_slices(mesh: MeshLike, slices: int) -> dict[str, int]:
+    """How many slices each axis runs over; if the devices do not tell, the outermost axes do."""
+    between: dict[str, int] = {}
+    if isinstance(mesh, Mesh) and hasattr(mesh.devices.flat[0], "slice_index"):
+        numbers = np.vectorize(lambda device: device.slice_index or 0)(mesh.devices)
+        for i, axis in enumerate(mesh.axis_names):
+            line = np.moveaxis(numbers, i, 0).reshape(numbers.shape[i], -1)[:, 0]
+            between[axis] = len(set(line.tolist()))
+    else:
+        for axis, size in axis_sizes(mesh).items():
+            between[axis] = math.gcd(size, slices)
+            slices //= between[axis]
+    return {axis: size for axis, size in between.items() if size > 1}
 
 
 def _parse(text: str) -> HloProgram:

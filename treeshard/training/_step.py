@@ -56,7 +56,7 @@ class Step:
         update_wrapper(self, fn)
         self.plan, self.batch_specs = plan, batch
         self._name = "shard_map_step" if per_device else "jit_step"
-        self._mesh = with_devices(plan.mesh, self._name)
+        self._mesh = with_devices(plan.mesh, self._name, compile_only=True)
         self._fn, self._donate, self._per_device = fn, donate, per_device
         self._programs: list[_Program] = []
         # By the form of a batch: the target sharding of each leaf that has one, by index.

@@ -1,0 +1,291 @@
+"""Accelerators that are not attached: which slices exist, and devices to compile for."""
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from glob import glob
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+
+from treeshard._core.jax_private import backends_started
+from treeshard.errors import MeshError, did_you_mean
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What is published of one device: a chip, or half of one where JAX shows two per chip.
+
+    Attributes:
+        name: As topologies name it, `"v5e"`.
+        kind: JAX's `device_kind`.
+        memory: Bytes that programs can use. For TPUs, what their compiler says when it refuses.
+        flops: Peak dense bf16 floating-point operations per second.
+        memory_bandwidth: Bytes per second, to and from HBM.
+        link_bandwidth: Bytes per second and direction: of one link of the torus between TPUs, or
+            of all NVLinks of a GPU together.
+        network_bandwidth: Bytes per second and direction of this device's share in the network
+            between slices, or between nodes of GPUs.
+        dims: The dims of the torus: 2 or 3; 0 where a node's devices are all connected.
+        devices: Devices per chip.
+        named_by: What the number in a name such as `v5p-1024` counts per chip.
+    """
+
+    name: str
+    kind: str
+    memory: int
+    flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    dims: int
+    devices: int = 1
+    named_by: int = 1
+
+    @property
+    def platform(self) -> str:
+        return "tpu" if self.dims else "cuda"
+
+
+# Sources: the pages "System architecture" of Cloud TPU (TPU v4, v5e, v5p, v6e, TPU7x), and the data
+# sheets of NVIDIA's H100 SXM and H200 SXM with DGX nodes of 8 GPUs and 8 x 400 Gb/s. Bandwidths
+# between chips are half of the published bidirectional figure per chip, divided by its links.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", "TPU v4", int(30.75 * GIB), 275e12, 1228e9, 45e9, 3.1e9, 3, 1, 2),
+        Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 197e12, 819e9, 45e9, 3.1e9, 2),
+        Chip("v5p", "TPU v5", int(95.74 * GIB), 459e12, 2765e9, 90e9, 6.2e9, 3, 1, 2),
+        Chip("v6e", "TPU v6 lite", int(31.25 * GIB), 918e12, 1638e9, 90e9, 12.5e9, 2),
+        Chip("tpu7x", "TPU7x", int(94.75 * GIB), 1153e12, 3690e9, 90e9, 6.2e9, 3, 2, 2),
+        Chip("h100", "NVIDIA H100 80GB HBM3", 84978434048, 989e12, 3352e9, 450e9, 50e9, 0),
+        Chip("h200", "NVIDIA H200", 150754820096, 989e12, 4800e9, 450e9, 50e9, 0),
+    )
+}
+_ALIASES = {"v5litepod": "v5e", "trillium": "v6e", "v7x": "tpu7x", "ironwood": "tpu7x"}
+_MOST_CHIPS = {"v4": 4096, "v5p": 6144, "tpu7x": 9216}  # of one slice
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_SMALL_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_GPUS_PER_NODE = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices of one kind and how they are connected.
+
+    Attributes:
+        chip: The kind of device.
+        shape: The dims of a slice in chips, or `(nodes, GPUs per node)`.
+        slices: The number of slices.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    def __str__(self) -> str:
+        more = f"*{self.slices}" if self.slices > 1 else ""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}{more}"
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.shape) * self.slices * self.chip.devices
+
+    @property
+    def wrap(self) -> tuple[bool, ...]:
+        """Which dims of the torus are closed into rings."""
+        if self.chip.dims == 2:
+            closed = tuple(size == 16 for size in self.shape)
+        else:
+            closed = (all(size % 4 == 0 for size in self.shape),) * self.chip.dims
+        return (*closed, False)[:3]
+
+    @property
+    def chips_per_host(self) -> tuple[int, ...]:
+        if self.chip.dims == 2 and math.prod(self.shape) <= 8:
+            return (*self.shape, 1)
+        return tuple(map(min, (2, 2, 1), (*self.shape, 1)[:3]))
+
+
+# ------------------------------------------------------------------ names
+
+
+def parse_topology(text: str) -> Topology:
+    """Reads `v5e:16x16`, `v5e-256`, `v6e:16x16*2`, `h100:2x8` or `h200:8`.
+
+    Raises:
+        MeshError: If the text cannot be read, or no such slice exists. The message names the
+            nearest ones.
+    """
+    match = re.fullmatch(r"\s*([A-Za-z]\w*?)([:-])(\d+(?:x\d+)*)(?:\*(\d+))?\s*", text)
+    if match is None:
+        raise MeshError(
+            f"topology {text!r}: cannot read it. Write a kind of chip and the shape of a slice,"
+            ' as in "v5e:16x16", "v5p-1024", "v6e:16x16*2" for two slices, or "h100:2x8" for'
+            " two nodes of eight GPUs."
+        )
+    name = _ALIASES.get(match[1].lower(), match[1].lower())
+    if name not in CHIPS:
+        raise MeshError(
+            f"topology {text!r}: the chip {match[1]!r} is not known.{did_you_mean(name, CHIPS)}"
+            f" Known are {', '.join(CHIPS)}."
+        )
+    chip, slices = CHIPS[name], int(match[4] or 1)
+    sizes: tuple[int, ...] = tuple(int(size) for size in match[3].split("x"))
+    number = sizes[0]
+    if slices < 1 or 0 in sizes:
+        raise MeshError(f"topology {text!r}: sizes must be at least 1.")
+    if match[2] == "-" and len(sizes) > 1:
+        raise MeshError(f"topology {text!r}: write {name}:{match[3]}, with a colon.")
+    if not chip.dims:
+        return _nodes(text, chip, sizes, slices)
+    if len(sizes) == 1:
+        per_chip = chip.named_by if match[2] == "-" else 1
+        shapes = [shape for shape in _shapes(chip) if math.prod(shape) * per_chip == number]
+        if not shapes:
+            raise _no_such_slice(text, chip, number // per_chip)
+        sizes = min(shapes, key=sum)  # the one nearest to a cube
+    elif sizes not in _shapes(chip):
+        raise _no_such_slice(text, chip, math.prod(sizes))
+    return Topology(chip, sizes, slices)
+
+
+def _nodes(text: str, chip: Chip, sizes: Sequence[int], slices: int) -> Topology:
+    nodes, gpus = (1, *sizes)[-2:]
+    if len(sizes) > 2 or slices > 1 or gpus not in _GPUS_PER_NODE:
+        raise MeshError(
+            f"topology {text!r}: write the number of nodes and of GPUs in each, 1, 2, 4 or 8:"
+            f' "{chip.name}:2x8", or "{chip.name}:8" for one node.'
+        )
+    return Topology(chip, (nodes, gpus))
+
+
+@lru_cache(maxsize=8)
+def _shapes(chip: Chip) -> Sequence[tuple[int, ...]]:
+    """The slices that exist, fewest chips first."""
+    if chip.dims == 2:
+        return _FLAT
+    most = _MOST_CHIPS[chip.name]
+    sides = range(4, most // 16 + 1, 4)
+    cubes = [
+        (a, b, c)
+        for a in sides
+        if a**3 <= most
+        for b in sides
+        if a <= b and a * b * b <= most
+        for c in range(b, most // (a * b) + 1, 4)
+    ]
+    return [*_SMALL_CUBES, *sorted(cubes, key=math.prod)]
+
+
+def _no_such_slice(text: str, chip: Chip, chips: int) -> MeshError:
+    by_chips: dict[int, tuple[int, ...]] = {}
+    for shape in sorted(_shapes(chip), key=sum):  # of as many chips, the one nearest to a cube
+        by_chips.setdefault(math.prod(shape), shape)
+    below, above = [n for n in by_chips if n <= chips], [n for n in by_chips if n >= chips]
+    counts = sorted({*sorted(below)[-1:], *sorted(above)[:1]})
+    nearest = [str(Topology(chip, by_chips[count])) for count in counts]
+    largest = max(by_chips)
+    several = (
+        f" The largest slice has {largest:,} chips: for more, take several slices, as in"
+        f' "{Topology(chip, by_chips[largest], 2)}".'
+        if chips > largest
+        else ""
+    )
+    return MeshError(
+        f"topology {text!r}: no slice of {chip.name} has this shape. The nearest"
+        f" {'is' if len(nearest) == 1 else 'are'} {' and '.join(nearest)}.{several}"
+    )
+
+
+# ------------------------------------------------------------------ devices
+
+
+def topology_devices(text: str) -> list[Any]:
+    """The devices of a topology, for compiling; they cannot hold arrays.
+
+    Raises:
+        MeshError: As `parse_topology`.
+        ImportError: If the compiler's package is not installed; the message names the extra.
+    """
+    return list(_devices_of(parse_topology(text)))
+
+
+@lru_cache(maxsize=32)
+def _devices_of(topology: Topology) -> tuple[Any, ...]:
+    from jax.experimental import topologies  # slow to import, and rarely needed
+
+    _prepare_environment()
+    chip = topology.chip
+    extra = "tpu" if chip.dims else "cuda"
+    if not any(find_spec(package) for package in _COMPILERS[extra]):
+        raise ImportError(
+            f"topology {topology}: the compiler for {chip.name} is not installed. Install it with"
+            f" `pip install 'treeshard[{extra}]'`; no such chip is needed."
+        )
+    if chip.dims:
+        described = topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=f"{chip.name}:{'x'.join(map(str, topology.shape))}",
+            chips_per_host_bounds=topology.chips_per_host,
+            wrap=topology.wrap,
+            **({"chip_config_name": "megacore"} if chip.name == "v4" else {}),
+            **({"num_slices": topology.slices} if topology.slices > 1 else {}),
+        )
+    else:
+        described = topologies.get_topology_desc(
+            platform="cuda",
+            topology="1x{}x{}".format(*topology.shape),
+            target_config=_gpu_config(chip),
+        )
+    return tuple(described.devices)
+
+
+def _prepare_environment() -> None:
+    """Sets what libtpu reads when it is loaded, and keeps JAX from starting absent chips."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # 3 s of waiting for a metadata server
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else one process at a time
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5e-4")  # these two silence warnings
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    attached = [path for name in _DEVICE_FILES for path in glob(name)]
+    if not attached and not backends_started() and not getattr(jax.config, "jax_platforms", None):
+        jax.config.update("jax_platforms", "cpu")
+
+
+# The package that holds a platform's compiler.
+_COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
+_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*")
+
+
+def _gpu_config(chip: Chip) -> str:
+    """The description of a GPU that XLA compiles for; those known are of one generation."""
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+          shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+          fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+          block_dim_limit_z: 65535 memory_bandwidth: {int(chip.memory_bandwidth)}
+          l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: {chip.memory}
+          shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: 9 }}
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }}
+        device_description_str: "{chip.kind}"
+    """
+
+
+def is_attached(device: Any) -> bool:
+    """Whether a device can hold arrays; those of a topology can only be compiled for."""
+    return getattr(device.client, "runtime_type", "") != "compile_only_runtime"
+
+
+def chip_of(device: Any) -> Chip | None:
+    """What is known of a device's kind."""
+    kinds = {chip.kind: chip for chip in CHIPS.values()}
+    return kinds.get(device.device_kind)

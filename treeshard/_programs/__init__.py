@@ -1,0 +1,1 @@
+"""Reads compiled programs: the memory that they need, and what they compute."""
