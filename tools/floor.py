@@ -24,7 +24,7 @@ def floor(pyproject: Path = PYPROJECT) -> list[str]:
 
 def pin(requirement: str) -> str:
     """`"jax>=0.10.0"` as `"jax==0.10.0"`."""
-    found = re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?\s*>=\s*([\w.]+)\s*(?:;.*)?", requirement)
+    found = re.fullmatch(r"([\w.-]+)(?:\[[\w,-]+\])?\s*>=\s*([\w.]+)\s*(?:;.*)?", requirement)
     if found is None:
         raise ValueError(f"{requirement!r} in pyproject.toml is not of the form 'name>=version'.")
     return f"{found[1]}=={found[2]}"

@@ -19,6 +19,7 @@ ROWS = (
     ("_core",),
     ("_planning",),
     ("_placement", "manual", "_inspection", "communication"),
+    ("_programs",),
     ("training", "_disk"),
     ("checkpoint", "interchange"),
     ("testing", "compat"),
