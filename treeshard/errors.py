@@ -1,10 +1,12 @@
 """The errors and warnings of treeshard, and the helpers that build their messages."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from itertools import islice
 from typing import TypeVar
 
 __all__ = [
@@ -33,12 +35,26 @@ __all__ = [
 E = TypeVar("E", bound="SpecError | ShardingRuleError")
 
 
+# Messages quote names from files, which may be longer than anybody can read.
+_LONGEST_LINE, _LONGEST_MESSAGE = 2_000, 50_000
+# Names that are compared with a misspelt one, and the longest of them.
+_MOST_NAMES, _LONGEST_NAME = 10_000, 200
+# Control characters are commands to terminals, and some others reverse the order of letters.
+_UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
 def __dir__() -> list[str]:
     return __all__
 
 
 class TreeShardError(Exception):
-    """Base class of the errors that treeshard raises."""
+    """Base class of the errors that treeshard raises.
+
+    Messages quote names from files: unprintable characters are escaped, long lines shortened.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(readable(x) if isinstance(x, str) else x for x in args))
 
 
 class NoMeshError(TreeShardError, RuntimeError):
@@ -138,8 +154,35 @@ def misfit_error(kinds: Iterable[str], error: type[E]) -> type[E]:
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """`" Did you mean 'fsdp'?"`, or `""` if no known name is similar. 1 as `cutoff` is equality."""
-    similar = get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    if len(name) > _LONGEST_NAME:
+        return ""
+    known = [x for x in islice(known, _MOST_NAMES) if len(x) <= _LONGEST_NAME]
+    similar = get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" Did you mean {similar[0]!r}?" if similar else ""
+
+
+def printable(text: str) -> str:
+    """Escapes control characters except newlines, as in `\\x1b`."""
+    return _UNPRINTABLE.sub(lambda c: c[0].encode("unicode_escape").decode(), text)
+
+
+def short(text: str, most: int = _LONGEST_NAME) -> str:
+    """A name on one line, escaped as in `printable`, without its middle if it is long."""
+    return printable(_without_middle(text, most).replace("\n", "\\n"))
+
+
+def readable(message: str) -> str:
+    """A message as in `printable`, without the middle of lines that are too long to read."""
+    message = _without_middle(message, _LONGEST_MESSAGE)
+    lines = message.split("\n") if len(message) > _LONGEST_LINE else [message]
+    return printable("\n".join(_without_middle(line, _LONGEST_LINE) for line in lines))
+
+
+def _without_middle(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    left_out = f" ... {len(text) - most:,} characters ... "
+    return text[: most - most // 2] + left_out + text[len(text) - most // 2 :]
 
 
 def listed(headline: str, facts: Sequence[str], shown: int = 10, headed: bool = False) -> str:
@@ -162,4 +205,4 @@ def warn(message: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, ShardingWarning, stacklevel=level)
+    warnings.warn(readable(message), ShardingWarning, stacklevel=level)

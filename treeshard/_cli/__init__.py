@@ -4,12 +4,11 @@ import argparse
 import importlib
 import os
 import sys
-import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from treeshard.errors import TreeShardError
+from treeshard.errors import TreeShardError, printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             reconfigure(errors="backslashreplace")  # the terminal may not have every letter
     try:
         text, code = _command(options.run)(options)
-        print(_printable(text))
+        print(printable(text))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader, such as `head`, stopped
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error)
     except ImportError as error:
         message = _missing(error)
-    print(f"treeshard: error: {_printable(message)}", file=sys.stderr)
+    print(f"treeshard: error: {printable(message)}", file=sys.stderr)
     return 2
 
 
@@ -47,13 +46,6 @@ def _missing(error: ImportError) -> str:
     if error.name.partition(".")[0] not in ("etils", "orbax"):
         raise error
     return "this needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
-
-
-def _printable(text: str) -> str:
-    """Escapes control characters: names in files may contain terminal commands."""
-    return "".join(
-        c if c == "\n" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text
-    )
 
 
 # ------------------------------------------------------------------ arguments

@@ -17,7 +17,7 @@ from treeshard._cli.stored_trees import StoredTree, open_stored
 from treeshard._core.processes import TIMEOUT, with_bar
 from treeshard._core.text import columns, fold_paths, human_bytes, parse_bytes, parse_dtype
 from treeshard._disk.leaves import SavedLeaf, describe_leaf, raise_damages
-from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed
+from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed, short
 from treeshard.interchange import load_safetensors
 from treeshard.interchange._byte_ranges import Piece, full_piece
 from treeshard.interchange._files import NewFiles, lay_out_files, write_files
@@ -85,8 +85,8 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
             " values cannot be verified.",
             0,
         )
-    read = tree.read(with_bar(leaves, "verify", show=_wants_bar()))
-    if damages := [f"  {leaf.row.path}: {leaf.damage}" for leaf in read if leaf.damage]:
+    read = tree.damages(with_bar(leaves, "verify", show=_wants_bar()))
+    if damages := [f"  {short(row.path)}: {why}" for row, why in read if why]:
         head = f"{path}: {len(damages):,} of {len(leaves):,} leaves are damaged:"
         return "\n".join([head, *damages]), 1
     bare = sum(leaf.crc is None for leaf in leaves)

@@ -15,11 +15,11 @@ from treeshard._core.text import (
     human_bytes,
     parse_bytes,
     parse_dtype,
-    parse_json,
     parse_names,
     parse_spec,
     typed,
 )
+from treeshard._disk.untrusted import parse, read_file
 from treeshard._planning.logical import logical_axis_rules
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.strategies import parse_strategy
@@ -84,7 +84,7 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
             arrays = [leaf for leaf in tree.contents.leaves if leaf.dtype]
         return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
     try:
-        raw = parse_json(path.read_bytes())
+        raw = parse(read_file(path))
     except FormatError as error:
         raise FormatError(f"{path} is {error}") from None
     if not isinstance(raw, dict):
@@ -126,6 +126,10 @@ def _struct(value: Any) -> jax.ShapeDtypeStruct:
 # ------------------------------------------------------------------ rules
 
 
+# Parsing TOML takes about a second a megabyte.
+_LONGEST_RULES = 2**20
+
+
 class RulesFile(NamedTuple):
     """The content of a rules file.
 
@@ -155,7 +159,7 @@ def read_rules_file(path: Path) -> RulesFile:
         OSError: If it cannot be read.
     """
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(read_file(path, _LONGEST_RULES).decode())
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise FormatError(f"{path}: {error}") from None
     try:

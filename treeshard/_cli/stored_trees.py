@@ -24,12 +24,14 @@ class StoredTree:
         contents: Its leaves. Tensors have neither specs nor checksums.
         read: Reads some of its leaves, a few at a time.
         steps: All steps, if the tree is in a directory of checkpoints.
+        damages: Reads some of its leaves, and says how each is damaged. Tensors have no checksums.
     """
 
     format: str
     contents: Contents
     read: Callable[[Iterable[SavedLeaf]], Iterator[ReadLeaf]]
     steps: tuple[int, ...] = ()
+    damages: Callable[[Iterable[SavedLeaf]], Iterable[tuple[SavedLeaf, str]]] = lambda rows: ()
 
 
 def open_stored(
@@ -67,7 +69,7 @@ def _has_tensors(path: str) -> bool:
 def _checkpoint(path: str, step: int | None) -> StoredTree:
     # These load Orbax, which takes long, and which safetensors do not need.
     from treeshard.checkpoint._paths import checkpoint_path, steps_in
-    from treeshard.checkpoint._restore import read_each, table_at
+    from treeshard.checkpoint._restore import damages_of, read_each, table_at
 
     directory = checkpoint_path(path)
     steps = steps_in(directory)
@@ -77,7 +79,8 @@ def _checkpoint(path: str, step: int | None) -> StoredTree:
         directory = directory / str(step)
     table = table_at(directory)
     contents = Contents(str(directory), table.leaves, table.meshes)
-    return StoredTree("checkpoint", contents, partial(read_each, directory), steps)
+    read, damages = partial(read_each, directory), partial(damages_of, directory)
+    return StoredTree("checkpoint", contents, read, steps, damages)
 
 
 @contextmanager

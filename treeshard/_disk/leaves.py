@@ -15,7 +15,7 @@ import numpy as np
 
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.text import columns, fold, human_bytes, parse_dtype
-from treeshard.errors import DamagedError, FormatError, listed
+from treeshard.errors import DamagedError, FormatError, listed, short
 
 Shape = tuple[int, ...]
 
@@ -208,7 +208,9 @@ class Contents:
         items = ((x.path, (x.kind, x.shape, x.dtype, x.spec, x.value), x) for x in self.leaves)
         for path, alike in fold(items):
             size = human_bytes(sum(leaf.bytes for leaf in alike))
-            rows.append((path or "(the tree)", describe_leaf(alike[0]), alike[0].spec or "", size))
+            rows.append(
+                (short(path) or "(the tree)", describe_leaf(alike[0]), alike[0].spec or "", size)
+            )
         total = f"{len(self.leaves):,} leaves, {human_bytes(self.bytes)}."
         meshes = [", ".join(f"{axis}={n}" for axis, n in axes.items()) for axes in self.meshes]
         if any(meshes):

@@ -27,7 +27,7 @@ from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
 from treeshard.checkpoint._checkpoints import Checkpoints
 from treeshard.checkpoint._paths import checkpoint_path
-from treeshard.checkpoint._restore import read_each, restore, table_at
+from treeshard.checkpoint._restore import damages_of, restore, table_at
 from treeshard.checkpoint._save import begin
 
 __all__ = [
@@ -154,5 +154,5 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
         ...     verify(f"{folder}/mlp")
     """
     checkpoint = checkpoint_path(path)
-    leaves = read_each(checkpoint, with_bar(table_at(checkpoint).leaves, "verify", show=progress))
-    raise_damages(checkpoint, {leaf.row.path: leaf.damage for leaf in leaves if leaf.damage})
+    rows = with_bar(table_at(checkpoint).leaves, "verify", show=progress)
+    raise_damages(checkpoint, {row.path: why for row, why in damages_of(checkpoint, rows) if why})

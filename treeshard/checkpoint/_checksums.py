@@ -8,7 +8,7 @@ order, by any process that holds them, and nothing is gathered or compiled.
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import repeat
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from treeshard._core.arrays import data_of, own_shards, run_dim, to_read, used_bits
+from treeshard._core.arrays import Region, data_of, own_shards, run_dim, to_read, used_bits
 from treeshard._core.processes import TIMEOUT, is_spread, together
 from treeshard.errors import ProcessError
 
@@ -110,6 +110,19 @@ def of_registers(
 def checksum(x: np.ndarray) -> int:
     """The CRC-32 of a numpy array, as in `checksums`; a transposed array is not copied."""
     return int((_of_runs(x, 1) ^ _of_zeros([x.nbytes]))[0])
+
+
+def checksum_of_blocks(
+    shape: tuple[int, ...], itemsize: int, blocks: Iterable[tuple[Region, np.ndarray]]
+) -> int:
+    """The CRC-32 of a numpy array, as in `checksum`, from the blocks that it consists of."""
+    register = _of_zeros([math.prod(shape) * itemsize])
+    for region, block in blocks:
+        layout = _Layout(block.shape, shape, itemsize)
+        after = layout.bytes_after([start for start, _ in region])
+        runs = layout.joined(_of_runs(block, layout.runs))
+        register = register ^ _each_moved(runs, np.array([after]))
+    return int(register[0])
 
 
 # ------------------------------------------------------------------ arrays and their parts

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from etils import epath
 
+from treeshard._core.text import human_bytes
 from treeshard._disk.files import PathLike
-from treeshard.errors import CheckpointError, DamagedError, did_you_mean
+from treeshard._disk.untrusted import MOST_BYTES, read_file
+from treeshard.errors import CheckpointError, DamagedError, FormatError, did_you_mean
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
 TABLE_FILE = "table.json"
@@ -81,13 +83,15 @@ def table_text(path: epath.Path) -> str:
         steps = _steps(path.parent)
         raise CheckpointError(f"{path} is incomplete: its writer did not finish.{steps}")
     try:
-        return (path / TABLE / TABLE_FILE).read_text()
+        return read_bytes(path / TABLE / TABLE_FILE).decode()
     except FileNotFoundError:
         raise _none_at(path) from None
     except NotADirectoryError:
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory.") from None
     except OSError as error:
         raise CheckpointError(f"{path}: the table of leaves cannot be read: {error}.") from None
+    except (CheckpointError, FormatError) as error:
+        raise DamagedError(f"{path}: the table of leaves cannot be read: {error}") from None
     except ValueError as error:
         raise DamagedError(f"{path}: the table of leaves is not text: {error}.") from None
 
@@ -95,9 +99,18 @@ def table_text(path: epath.Path) -> str:
 def seal(path: epath.Path) -> str:
     """The CRC-32 of the table that was saved with the arrays, as text; empty if it is lost."""
     try:
-        return (path / ARRAYS / SEAL).read_text()
-    except (OSError, ValueError):
+        return read_bytes(path / ARRAYS / SEAL, 100).decode()
+    except (OSError, ValueError, CheckpointError):
         return ""
+
+
+def read_bytes(file: epath.Path, most: int = MOST_BYTES) -> bytes:
+    """As `read_file`, in object stores too."""
+    if is_local(file):
+        return read_file(file, most)
+    if file.stat().length > most:
+        raise FormatError(f"it is larger than {human_bytes(most)}.")
+    return file.read_bytes()
 
 
 def _none_at(path: epath.Path) -> CheckpointError:

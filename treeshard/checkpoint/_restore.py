@@ -19,11 +19,19 @@ from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, is_none, kind_of, raise_damages
 from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, read_request
 from treeshard._planning.rules import Rules
-from treeshard.checkpoint._checksums import checksum, of_registers, registers
+from treeshard.checkpoint._checksums import checksum, checksum_of_blocks, of_registers, registers
 from treeshard.checkpoint._paths import checkpoint_path, seal, table_text
-from treeshard.checkpoint._store import OnHost, read
+from treeshard.checkpoint._reading import (
+    OnHost,
+    Wanted,
+    bytes_of_store,
+    check_declared,
+    check_memory,
+    read,
+    read_blocks,
+)
 from treeshard.checkpoint._table import LeafTable, from_text, unpack
-from treeshard.errors import DamagedError, FormatError, MismatchError, listed
+from treeshard.errors import DamagedError, FormatError, MismatchError, listed, short
 
 WHERE = "restore"
 
@@ -184,7 +192,7 @@ def _as_requested(x: Any, requested: RequestedLeaf) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=dtype)
 
 
-def _stored_struct(row: SavedLeaf, requested: RequestedLeaf) -> jax.ShapeDtypeStruct | OnHost:
+def _stored_struct(row: SavedLeaf, requested: RequestedLeaf) -> Wanted:
     """What to read from the array store for a leaf."""
     dtype = parse_dtype(row.stored or "")
     # A dtype that is too wide for devices is read to the host, and converted there.
@@ -224,6 +232,8 @@ def _read_together(
     stored = [row for row, _ in pairs if row.stored]
     verified = [row for row in stored if verify and row.crc is not None]
     with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
+        check_declared(path, sum(row.bytes for row in stored), bytes_of_store(path))
+        check_memory(path, structs)
         arrays, damages = _read(path, stored, structs)
         data = [] if damages else [arrays[row.key] for row in verified]
         messages.append(json.dumps(damages).encode() + b"\n" + registers(data))
@@ -238,16 +248,46 @@ def _read_together(
 
 def read_each(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
     """Reads leaves to host memory, a few at a time, and compares their checksums."""
+    size = bytes_of_store(path)
     for batch in _batches(rows):
-        stored = [row for row in batch if row.stored]
-        structs = {
-            row.key: OnHost(row.stored_shape, parse_dtype(row.stored or "")) for row in stored
-        }
-        arrays, damages = _read(path, stored, structs)
-        for row in batch:
-            x = arrays.pop(row.key, None)
-            damage = damages.get(row.path, "") if x is None else _difference(row, checksum(x))
-            yield ReadLeaf(row, None if damage else _in_its_dtype(row, x), damage)
+        yield from _read_batch(path, batch, size)
+
+
+def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[SavedLeaf, str]]:
+    """Reads leaves as `read_each` does, large ones block by block, and says how each is damaged."""
+    size = bytes_of_store(path)
+    for batch in _batches(rows):
+        if batch and batch[0].stored and batch[0].bytes > _BATCH:
+            yield batch[0], _damage_of_large(path, batch[0], size)
+        else:
+            yield from ((leaf.row, leaf.damage) for leaf in _read_batch(path, batch, size))
+
+
+def _read_batch(path: epath.Path, batch: Sequence[SavedLeaf], size: int) -> Iterator[ReadLeaf]:
+    stored = [row for row in batch if row.stored]
+    structs = {row.key: _host_struct(row) for row in stored}
+    check_declared(path, sum(row.bytes for row in stored), size)
+    check_memory(path, structs)
+    arrays, damages = _read(path, stored, structs)
+    for row in batch:
+        x = arrays.pop(row.key, None)
+        damage = damages.get(row.path, "") if x is None else _difference(row, checksum(x))
+        yield ReadLeaf(row, None if damage else _in_its_dtype(row, x), damage)
+
+
+def _damage_of_large(path: epath.Path, row: SavedLeaf, size: int) -> str:
+    check_declared(path, row.bytes, size)
+    struct = _host_struct(row)
+    try:
+        blocks = read_blocks(path, row.key, struct)
+        crc = checksum_of_blocks(struct.shape, struct.dtype.itemsize, blocks)
+    except ValueError as error:
+        return _cannot_be_read(str(error))
+    return _difference(row, crc)
+
+
+def _host_struct(row: SavedLeaf) -> OnHost:
+    return OnHost(row.stored_shape, parse_dtype(row.stored or ""))
 
 
 def _in_its_dtype(row: SavedLeaf, stored: np.ndarray | None) -> np.ndarray | None:
@@ -260,13 +300,15 @@ def _in_its_dtype(row: SavedLeaf, stored: np.ndarray | None) -> np.ndarray | Non
 def _read(
     path: epath.Path,
     rows: Sequence[SavedLeaf],
-    structs: Mapping[str, jax.ShapeDtypeStruct | OnHost],
+    structs: Mapping[str, Wanted],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The arrays by key, and by path why leaves cannot be read."""
     arrays, errors = read(path, structs)
-    texts = {row.path: errors[row.key] for row in rows if row.key in errors}
-    cut = {leaf: text if len(text) < 200 else f"{text[:200]}..." for leaf, text in texts.items()}
-    return arrays, {leaf: f"it cannot be read: {text}" for leaf, text in cut.items()}
+    return arrays, {row.path: _cannot_be_read(errors[row.key]) for row in rows if row.key in errors}
+
+
+def _cannot_be_read(why: str) -> str:
+    return f"it cannot be read: {short(why)}"
 
 
 def _difference(row: SavedLeaf, crc: int) -> str:

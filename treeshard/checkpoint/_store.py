@@ -1,23 +1,17 @@
 """Everything that uses Orbax: saves arrays and their table as one directory, atomically and
-durably, and reads arrays directly into shards.
+durably.
 
 Orbax waits minutes for other processes, even for those that have failed. So each process tells
 Orbax that it is alone, and the processes wait for each other here instead.
 """
 
 import asyncio
-import gc
 import logging
-import math
 import signal
-import sys
 import threading
-import traceback
-import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -41,17 +35,6 @@ from treeshard.checkpoint._paths import (
 from treeshard.errors import CheckpointError, listed
 
 Arrays = Mapping[str, jax.Array | np.ndarray]
-
-IN_FLIGHT = 2**28  # bytes being read at a time, before they are placed, if no single array has more
-
-
-@dataclass(frozen=True)
-class OnHost:
-    """The shape and dtype of an array to read as numpy."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
 
 # ------------------------------------------------------------------ writing
 
@@ -312,121 +295,27 @@ def _interrupts_deferred() -> Iterator[None]:
         handler(signal.SIGINT, interrupted_at[0])
 
 
-# ------------------------------------------------------------------ reading
-
-
 def has_shards_here(x: jax.Array | np.ndarray) -> bool:
     """Whether this process holds any shard of `x`."""
     return not isinstance(x, jax.Array) or bool(x.sharding.addressable_devices)
-
-
-def read(
-    path: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct | OnHost]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Reads arrays, each process its own shards.
-
-    Args:
-        path: The checkpoint.
-        wanted: By key: shape, stored dtype, and sharding.
-
-    Returns:
-        The arrays; and Orbax's error for each array that cannot be read.
-    """
-    # Orbax does not return arrays without a shard on this process.
-    elsewhere = {
-        key: jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype)
-        for key, x in wanted.items()
-        if not isinstance(x, OnHost) and not x.sharding.addressable_devices
-    }
-    here = {key: x for key, x in wanted.items() if key not in elsewhere}
-    if not here:
-        return elsewhere, {}
-    context = _context()
-    context.pytree.loading.partial_load = True  # the store may hold other arrays
-    largest = max(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in here.values())
-    context.memory.read_concurrent_bytes = max(IN_FLIGHT, 2 * largest + 1)
-    # In another thread, since in notebooks this one already runs an event loop.
-    with _quiet("asyncio"), _ignoring_closed_loops(), ThreadPoolExecutor(1) as thread:
-        arrays, errors = thread.submit(_read, path, here, context).result()
-    for key, x in here.items():
-        if why := _misfit(arrays.get(key), x):
-            errors.setdefault(key, why)
-            arrays.pop(key, None)
-    return arrays | elsewhere, errors
-
-
-def _misfit(array: Any, wanted: jax.ShapeDtypeStruct | OnHost) -> str:
-    """How an array differs from what was requested; empty if it does not."""
-    if not isinstance(array, jax.Array | np.ndarray):
-        return "it is not in the array store."  # Orbax does not report it
-    if (array.shape, array.dtype) == (wanted.shape, wanted.dtype):
-        return ""
-    expected = f"expected {wanted.dtype}{list(wanted.shape)}"
-    return f"stored as {array.dtype}{list(array.shape)}, {expected}."
-
-
-def _read(
-    path: epath.Path, wanted: Mapping[str, Any], context: ocp.Context
-) -> tuple[dict[str, Any], dict[str, str]]:
-    async def load(some: Mapping[str, Any]) -> Any:
-        # Not `ocp.load`, which expects all processes to make the same calls.
-        handler = ocp.handlers.PyTreeHandler(context=context)
-        return await (await handler.load(path / ARRAYS, dict(some)))
-
-    try:
-        return asyncio.run(load(wanted)), {}
-    except Exception as error:  # of any type, and rarely naming the array
-        traceback.clear_frames(error.__traceback__)
-    arrays: dict[str, Any] = {}
-    errors: dict[str, str] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for key, struct in wanted.items():
-            try:
-                arrays |= asyncio.run(load({key: struct}))
-            except Exception as error:
-                errors[key] = " ".join(str(error).split()) or type(error).__name__
-                traceback.clear_frames(error.__traceback__)
-        gc.collect()  # unfinished tasks of Orbax warn when they are collected
-    return arrays, errors
-
-
-@contextmanager
-def _ignoring_closed_loops() -> Iterator[None]:
-    """Silences the tasks that find Orbax's event loop closed after another read failed."""
-    hook = sys.unraisablehook
-
-    def hook_without_orbax(unraisable: Any) -> None:
-        code = getattr(unraisable.object, "cr_code", None)  # the code of a coroutine
-        unfinished = code is not None and "orbax" in code.co_filename
-        if not unfinished and str(unraisable.exc_value) != "Event loop is closed":
-            hook(unraisable)
-
-    sys.unraisablehook = hook_without_orbax
-    try:
-        yield
-    finally:
-        sys.unraisablehook = hook
 
 
 # ------------------------------------------------------------------ settings and logs
 
 
 @contextmanager
-def _quiet(*more: str) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Filters Orbax's messages out of the log. Whatever matters is raised."""
 
     def passes(record: logging.LogRecord) -> bool:
         return record.name == "absl" and "orbax" not in record.pathname
 
-    loggers = [logging.getLogger(name) for name in ("absl", *more)]
-    for logger in loggers:
-        logger.addFilter(passes)
+    logger = logging.getLogger("absl")
+    logger.addFilter(passes)
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(passes)
+        logger.removeFilter(passes)
 
 
 def _context() -> ocp.Context:

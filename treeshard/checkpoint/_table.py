@@ -15,8 +15,9 @@ from treeshard._core.arrays import data_of, has_shape, is_key, second_handle, to
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.spec_trees import Misfit
-from treeshard._core.text import parse_dtype, parse_json
+from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import SavedLeaf, is_none, kind_of, stored_dtype, value_of, value_text
+from treeshard._disk.untrusted import check_size, parse
 from treeshard._placement.targets import raise_unmovable, unmovable
 from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed
 
@@ -203,6 +204,9 @@ def to_text(table: LeafTable) -> str:
 
     The last entry is the CRC-32 of the values of the others, not of their layout, so that other
     programs may reformat the JSON.
+
+    Raises:
+        CheckpointError: If it is larger than what is read.
     """
     rows = [
         {name: getattr(row, name) for name in _FIELDS.get(row.kind, _VALUE)} for row in table.leaves
@@ -211,7 +215,14 @@ def to_text(table: LeafTable) -> str:
     crc = _crc({"treeshard_leaves": VERSION, "meshes": meshes, "leaves": rows})
     lines = ",".join(f"\n  {json.dumps(row)}" for row in rows)
     head = f'"treeshard_leaves": {VERSION},\n"meshes": {json.dumps(meshes)}'
-    return f'{{\n{head},\n"leaves": [{lines}\n],\n"crc": {crc}\n}}\n'
+    text = f'{{\n{head},\n"leaves": [{lines}\n],\n"crc": {crc}\n}}\n'
+    try:
+        check_size(text.encode())
+    except FormatError as error:
+        raise CheckpointError(
+            f"The table of leaves is too large: {error} Save long strings and bytes as arrays."
+        ) from None
+    return text
 
 
 def from_text(text: str) -> LeafTable:
@@ -223,7 +234,7 @@ def from_text(text: str) -> LeafTable:
             a valid checksum, and a row is not one of a leaf.
     """
     try:
-        raw = parse_json(text.encode(errors="surrogatepass"))
+        raw = parse(text.encode(errors="surrogatepass"))
         crc = _crc(raw) if isinstance(raw, dict) else None
     except (FormatError, RecursionError) as error:
         raise DamagedError(f"The table of leaves is {error}") from None

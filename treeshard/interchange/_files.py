@@ -10,8 +10,8 @@ from typing import BinaryIO, NamedTuple
 
 import jax
 
-from treeshard._core.text import parse_json
 from treeshard._disk.files import new_files
+from treeshard._disk.untrusted import open_file, parse, read_file
 from treeshard.errors import CheckpointError, FormatError, listed
 from treeshard.interchange._byte_ranges import Piece, write, write_bytes
 from treeshard.interchange._format import Tensor, lay_out, read_header
@@ -174,7 +174,7 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
         FormatError: If a header or the index is malformed, or they contradict each other.
         DamagedError: If a file is cut short, or goes on after its last tensor.
         CheckpointError: If a directory has no such file, or several; if a file of the index is
-            missing; if a file is replaced at this moment.
+            missing; if a file is not a regular file, or is replaced at this moment.
         ImportError: If the safetensors package is not installed.
         OSError: If a file cannot be read.
     """
@@ -182,7 +182,7 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
     with ExitStack() as open_files:
         by_file: dict[str, dict[str, Stored]] = {}
         for name in dict.fromkeys(index.values()) if index is not None else [path.name]:
-            file = open_files.enter_context(path.with_name(name).open("rb"))
+            file = open_files.enter_context(open_file(path.with_name(name)))
             by_file[name] = {x.name: Stored(x, file) for x in read_header(file, shapes_only)}
         if index is not None:
             _check_index(path, index, by_file)
@@ -214,7 +214,7 @@ def _in_directory(path: Path) -> Path:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        raw = parse_json(path.read_bytes())
+        raw = parse(read_file(path))
     except FormatError as error:
         raise FormatError(f"{path} is {error}") from None
     index = raw.get("weight_map") if isinstance(raw, dict) else None
@@ -226,7 +226,7 @@ def _read_index(path: Path) -> dict[str, str]:
             f"{path} names {bad[0]!r}, which is not the name of a file beside it. Files outside its"
             " directory are not read."
         )
-    if missing := [name for name in names if not path.with_name(name).is_file()]:
+    if missing := [name for name in names if not path.with_name(name).exists()]:
         facts = [f"{name} is missing." for name in missing]
         headline = f"it names {len(missing)} files that are missing:"
         raise CheckpointError(f"{path}: {listed(headline, facts)}")

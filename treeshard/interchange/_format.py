@@ -15,11 +15,12 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from treeshard._core.text import parse_dtype
+from treeshard._core.text import human_bytes, parse_dtype
+from treeshard._disk.untrusted import MOST_BYTES, check_size
 from treeshard.errors import CheckpointError, DamagedError, FormatError, listed
 
-# The format's own limit.
-LONGEST_HEADER = 100_000_000
+# The format allows 100 MB.
+LONGEST_HEADER = MOST_BYTES
 # In the order of the format, which also sorts the tensors of a file.
 DTYPES = {
     "BOOL": "bool", "F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn",
@@ -122,11 +123,17 @@ def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
         ) from None
 
     def tensors_in(path: str) -> list[Tensor]:
-        with safe_open(path, "np") as opened:
-            slices = ((name, opened.get_slice(name)) for name in opened.offset_keys())
-            return [Tensor(name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices]
+        try:
+            with safe_open(path, "np") as opened:
+                slices = ((name, opened.get_slice(name)) for name in opened.offset_keys())
+                return [Tensor(name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices]
+        except MemoryError:  # the package maps the file
+            raise CheckpointError(
+                f"{file.name} is larger than this process may map into memory (`ulimit -v`)."
+            ) from None
 
     size = os.fstat(file.fileno()).st_size
+    _check_header_size(file, size)
     try:
         tensors = tensors_in(file.name)
     except SafetensorError as error:
@@ -158,6 +165,21 @@ def _full_size(file: BinaryIO) -> int:
     ends = [x["data_offsets"][1] for name, x in raw.items() if name != METADATA]
     file.seek(0)
     return 8 + length + max(ends, default=0)
+
+
+def _check_header_size(file: BinaryIO, size: int) -> None:
+    """Refuses a header that would take long to parse, and much memory."""
+    length = int.from_bytes(file.read(8), "little")
+    if LONGEST_HEADER < length <= size:  # the package refuses longer ones
+        raise FormatError(
+            f"{file.name} has a header of {human_bytes(length)}. At most"
+            f" {human_bytes(LONGEST_HEADER)} are read."
+        )
+    try:
+        check_size(file.read(min(length, size)))
+    except FormatError as error:
+        raise FormatError(f"{file.name} has a header that is {error}") from None
+    file.seek(0)
 
 
 def _one_after_another(tensors: Sequence[Tensor], first: int) -> list[Tensor]:

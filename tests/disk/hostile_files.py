@@ -1,0 +1,351 @@
+"""Files that somebody made to harm their reader: each is refused, quickly and in little memory.
+
+Run as a program it makes the files and reads them under a limit of 8 GiB, and prints a line of JSON
+for each.
+"""
+
+import json
+import os
+import resource
+import shutil
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+LIMIT = 8 * 2**30
+TEN_MB = 10**7
+
+Make = Callable[[Path], None]
+
+
+# ------------------------------------------------------------------ special files
+
+
+def fifo(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def zeros(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def link_to_fifo(file: Path) -> None:
+    os.mkfifo(file.with_name("a-fifo"))
+    file.symlink_to("a-fifo")
+
+
+def loop(file: Path) -> None:
+    file.symlink_to(file.name)
+
+
+def listener(file: Path) -> None:
+    here = os.getcwd()
+    os.chdir(file.parent)  # the names of sockets are short
+    socket.socket(socket.AF_UNIX).bind(file.name)
+    os.chdir(here)
+
+
+def folder(file: Path) -> None:
+    file.mkdir()
+
+
+def holes(file: Path) -> None:
+    """A terabyte that takes no room on disk."""
+    with file.open("wb") as out:
+        out.truncate(2**40)
+
+
+SPECIAL: dict[str, Make] = {
+    "a FIFO": fifo,
+    "a link to /dev/zero": zeros,
+    "a link to a FIFO": link_to_fifo,
+    "a link to itself": loop,
+    "a socket": listener,
+    "a folder": folder,
+    "a terabyte of holes": holes,
+}
+
+
+def instead_of(name: str, make: Make) -> Make:
+    """Replaces a file of a checkpoint."""
+
+    def change(path: Path) -> None:
+        (file,) = path.glob(name)
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+        make(file)
+
+    return change
+
+
+def text(data: bytes) -> Make:
+    return lambda file: file.write_bytes(data) and None
+
+
+# ------------------------------------------------------------------ safetensors
+
+
+def header(data: bytes, values: bytes = b"", size: int | None = None) -> Make:
+    """A safetensors file."""
+
+    def make(file: Path) -> None:
+        with file.open("wb") as out:
+            out.write(struct.pack("<Q", len(data) if size is None else size) + data + values)
+
+    return make
+
+
+def tensor(shape: list[int], end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}
+
+
+def holes_as_a_tensor(file: Path) -> None:
+    """Four terabytes of zeros, as the header says."""
+    header(json.dumps({"w": tensor([2**40], 2**42)}).encode())(file)
+    os.truncate(file, file.stat().st_size + 2**42)
+
+
+def index_of(name: str) -> Make:
+    return text(json.dumps({"metadata": {}, "weight_map": {"w": name}}).encode())
+
+
+def index_of_special(make: Make) -> Make:
+    def both(file: Path) -> None:
+        index_of("part.safetensors")(file)
+        make(file.with_name("part.safetensors"))
+
+    return both
+
+
+MANY = ",".join(f'"{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(10**6))
+TENSORS: dict[str, Make] = {f"x.safetensors is {name}": make for name, make in SPECIAL.items()}
+TENSORS |= {
+    "a name of 96 MB": header(b'{"' + b"n" * 96_000_000 + b'":{"dtype":"F3"}}'),
+    "a valid name of 96 MB": header(
+        b'{"' + b"n" * 96_000_000 + b'":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"
+    ),
+    "metadata of 96 MB": header(b'{"__metadata__":{"a":"' + b"n" * 96_000_000 + b'"}}'),
+    "a million tensors": header(f"{{{MANY}}}".encode()[:99_000_000]),
+    "a header of 99 MB of spaces": header(b"{}" + b" " * 99_000_000),
+    "a header of 10 MB of brackets": header(b"[" * TEN_MB),
+    "ten million empty lists": header(b"[" + b"[]," * TEN_MB + b"[]]"),
+    "a header of 2**63 bytes": header(b"{}", size=2**63),
+    "a shape beyond any machine": header(json.dumps({"w": tensor([2**62], 4)}).encode(), b"abcd"),
+    "a tensor of 4 TiB of holes": holes_as_a_tensor,
+    "a number of a million digits": header(b'{"w":{"shape":[1' + b"0" * 10**6 + b"]}}"),
+}
+INDEX: dict[str, Make] = {f"the index is {name}": make for name, make in SPECIAL.items()}
+INDEX |= {
+    f"a file of the index is {name}": index_of_special(make) for name, make in SPECIAL.items()
+}
+INDEX |= {
+    "an index that names /dev/zero": index_of("/dev/zero"),
+    "an index that names ../x": index_of("../x.safetensors"),
+    "an index of 99 MB": text(b'{"weight_map":{"' + b"w" * 99_000_000 + b'":"x"}}'),
+    "an index of brackets": text(b"[" * TEN_MB),
+    "an index of ten million lists": text(b"[" + b"[]," * TEN_MB + b"[]]"),
+    "an index that names a file of 90 MB": index_of("x" * 90_000_000),
+}
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def sealed(path: Path, raw: Any) -> None:
+    """Writes a table whose checksums are right."""
+    values = {key: value for key, value in raw.items() if key != "crc"}
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+    written = json.dumps({**values, "crc": crc32(canonical)})
+    (path / "leaves/table.json").write_text(written)
+    (path / "state/table.crc32").write_text(str(crc32(written.encode())))
+
+
+def row(**changes: Any) -> Make:
+    """Changes the row of `w`."""
+
+    def change(path: Path) -> None:
+        raw = json.loads((path / "leaves/table.json").read_text())
+        (of_w,) = [row for row in raw["leaves"] if row["path"] == "w"]
+        of_w.update(changes)
+        sealed(path, raw)
+
+    return change
+
+
+def scalar(**values: Any) -> Make:
+    def change(path: Path) -> None:
+        raw = json.loads((path / "leaves/table.json").read_text())
+        raw["leaves"].append({"path": "s", "crc": 0, **values})
+        sealed(path, raw)
+
+    return change
+
+
+def array(shape: list[int], chunk: list[int], data: bytes | None = None, **more: Any) -> Make:
+    """Changes the array `w` in the store of a file per shard."""
+
+    def change(path: Path) -> None:
+        file = path / "state/w/zarr.json"
+        raw = json.loads(file.read_text())
+        raw["shape"] = shape
+        raw["chunk_grid"]["configuration"]["chunk_shape"] = chunk
+        file.write_text(json.dumps(raw | more))
+        if data is not None:
+            (path / "state/w/c/0/0").write_bytes(data)
+
+    return change
+
+
+def both(*changes: Make) -> Make:
+    return lambda path: [change(path) for change in changes] and None
+
+
+def expanding(path: Path) -> None:
+    """1 GiB of zeros in a few kilobytes, chunk by chunk, and as the table says."""
+    chunk = (path / "state/w/c/0/0").read_bytes()
+    row(shape=[2**18, 2**10])(path)
+    array([2**18, 2**10], [2**13, 2**10])(path)
+    for i in range(32):
+        (path / f"state/w/c/{i}").mkdir(exist_ok=True)
+        (path / f"state/w/c/{i}/0").write_bytes(chunk)
+
+
+def deep_link(path: Path) -> None:
+    (path / "state/again").symlink_to(".")
+
+
+def extra(name: str, make: Make) -> Make:
+    return lambda path: make(path / name)
+
+
+HUGE = [2**20, 2**20]  # 4 TiB
+FOLDERS: dict[str, Make] = {}
+for part in ("leaves/table.json", "state/table.crc32"):
+    FOLDERS |= {f"{part} is {kind}": instead_of(part, make) for kind, make in SPECIAL.items()}
+for part in ("state/_METADATA", "state/w/zarr.json", "state/w/c/0/0"):
+    for kind in ("a FIFO", "a link to /dev/zero", "a link to itself"):
+        FOLDERS[f"{part} is {kind}"] = instead_of(part, SPECIAL[kind])
+FOLDERS |= {
+    "state is a FIFO": instead_of("state", fifo),
+    "leaves is a FIFO": instead_of("leaves", fifo),
+    "a FIFO beside the arrays": extra("state/w/more", fifo),
+    "a link to its own folder": deep_link,
+    "4 TiB in the table": row(shape=HUGE),
+    "4 TiB in the store": array(HUGE, [1, 1]),
+    "4 TiB in the store, in one chunk": array(HUGE, HUGE),
+    "4 TiB in both": both(row(shape=HUGE), array(HUGE, [1, 1])),
+    "4 TiB in both, in one chunk": both(row(shape=HUGE), array(HUGE, HUGE)),
+    "a chunk of 4 TiB": array([8192, 1024], HUGE),
+    "chunks of 2 GiB": array([8192, 1024], [2**19, 2**10]),
+    "a few kilobytes that expand to 1 GiB": expanding,
+    "keys of 2**61 bytes": row(
+        kind="key", shape=[2**58], dtype="key<fry>", impl="threefry2x32", stored="uint32"
+    ),
+    "a shape of 10,000 dims": row(shape=[1] * 10_000),
+    "a spec of 4,300 digits": row(spec="P(0x" + "f" * 100_000 + ")"),
+    "a dtype of 10 MB": row(dtype="f" * TEN_MB),
+    "a PRNG of 10 MB": row(kind="key", dtype="key<fry>", impl="x" * TEN_MB, stored="uint32"),
+    "a path of 10 MB": row(path="p" * TEN_MB),
+    "a number of a million digits in the table": scalar(kind="int", value="9" * 10**6),
+    "bytes of a table that are not base64": scalar(kind="bytes", value="@" * TEN_MB),
+    "an unknown kind of 10 MB": scalar(kind="k" * TEN_MB),
+    "a table of brackets": instead_of("leaves/table.json", text(b"[" * TEN_MB)),
+    "a table of ten million lists": instead_of(
+        "leaves/table.json", text(b"[" + b"[]," * TEN_MB + b"[]]")
+    ),
+    "a table of 90 MB in one string": instead_of(
+        "leaves/table.json", text(b'{"crc":"' + b"x" * 90_000_000 + b'"}')
+    ),
+    "Orbax's metadata of brackets": instead_of("state/_METADATA", text(b"[" * TEN_MB)),
+    "a zarr.json of brackets": instead_of("state/w/zarr.json", text(b"[" * TEN_MB)),
+}
+
+# ------------------------------------------------------------------ read them
+
+
+def peak() -> int:
+    """The largest resident size since the last `reset`, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def reset() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def main(where: Path, only: str = "") -> None:
+    import jax
+    import numpy as np
+
+    import treeshard as ts
+    from treeshard._cli import main as command
+    from treeshard.checkpoint import Checkpoints, inspect, restore, save, verify
+    from treeshard.interchange import load_safetensors
+
+    ts.simulate_devices(2)
+    shape = jax.ShapeDtypeStruct
+    like = {"w": shape((8192, 1024), "float32"), "n": 3}
+    w = np.zeros((8192, 1024), np.float32)
+    save(where / "plain/5", {"w": w, "n": 3}, ocdbt=False)
+    save(where / "small/5", {"w": w, "n": 3}, ocdbt=False, compress=True)
+    mesh = ts.make_mesh("fsdp=2")
+    restore(where / "small/5", like, rules=[(".*", None)], mesh=mesh)
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
+
+    def read(name: str, what: str, function: Callable[[], Any]) -> None:
+        reset()
+        before, start = peak(), time.process_time()
+        print(json.dumps({"case": name, "call": what}), flush=True)
+        try:
+            function()
+            raised, message = "", ""
+        except BaseException as error:
+            raised, message = type(error).__name__, str(error)
+            typed = isinstance(error, ts.TreeShardError)
+        else:
+            typed = False
+        about = {"case": name, "call": what, "raised": raised, "typed": typed}
+        about |= {"seconds": round(time.process_time() - start, 3), "peak": peak() - before}
+        print(json.dumps(about | {"length": len(message), "text": message[:300]}), flush=True)
+
+    def quiet(*arguments: str) -> None:
+        if command(arguments) == 2:
+            raise ts.errors.CheckpointError("as the command line says")
+
+    def read_tensors(name: str, file: Path) -> None:
+        read(name, "load", lambda: load_safetensors(file))
+        read(name, "load like", lambda: load_safetensors(file, {"v": shape((8,), "float32")}))
+        read(name, "inspect", lambda: quiet("inspect", str(file)))
+
+    def read_checkpoint(name: str, path: Path) -> None:
+        read(name, "inspect", lambda: inspect(path))
+        read(name, "verify", lambda: verify(path))
+        if "expand" in name:
+            return  # such arrays may be real, and fit into memory
+        read(name, "restore", lambda: restore(path))
+        read(name, "restore like", lambda: restore(path, like))
+        run = Checkpoints(path.parent, read_only=True)
+        read(name, "latest", lambda: run.restore_latest(like, rules=[(".*", None)], mesh=mesh))
+
+    for name, make in (TENSORS | INDEX).items():
+        if only in name:
+            folder = where / "tensors"
+            folder.mkdir()
+            file = folder / ("x.safetensors" if name in TENSORS else "x.safetensors.index.json")
+            make(file)
+            read_tensors(name, file)
+            shutil.rmtree(folder)
+    for name, make in FOLDERS.items():
+        if only in name:
+            path = where / "run/5"
+            shutil.copytree(where / ("small" if "expand" in name else "plain") / "5", path)
+            make(path)
+            read_checkpoint(name, path)
+            shutil.rmtree(path.parent)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,48 @@
+"""Hostile files: each is a typed error in under 2 s and under 1 GiB, and none ends the process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import hostile_files
+import pytest
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What each call on each file did, under a memory limit of 8 GiB."""
+    program = Path(hostile_files.__file__)
+    ended = subprocess.run(
+        [sys.executable, program, tmp_path_factory.mktemp("hostile")],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert ended.returncode == 0, f"{lines[-1:]}\n{ended.stderr[-3000:]}"
+    return [line for line in lines if "raised" in line]
+
+
+def test_every_hostile_file_is_a_typed_error(calls, record_property) -> None:
+    cases = {call["case"] for call in calls}
+    # To list the leaves of a checkpoint, its arrays need not be read.
+    untyped = [x for x in calls if not x["typed"] and (x["raised"] or x["call"] != "inspect")]
+    assert not untyped
+    assert len(cases) >= 40
+    record_property("files", f"{len(cases)}, read in {len(calls)} calls")
+
+
+def test_none_takes_long_or_much_memory(calls, record_property) -> None:
+    slowest = max(calls, key=lambda call: call["seconds"])
+    largest = max(calls, key=lambda call: call["peak"])
+    record_property("seconds", f"at most {slowest['seconds']} ({slowest['case']})")
+    record_property("memory", f"at most {largest['peak'] >> 20} MiB ({largest['case']})")
+    assert slowest["seconds"] < 2, slowest
+    assert largest["peak"] < 2**30, largest
+
+
+def test_messages_are_short_and_printable(calls) -> None:
+    long = [call for call in calls if call["length"] > 5000]
+    assert not long
+    assert all(call["text"].replace("\n", "").isprintable() for call in calls)

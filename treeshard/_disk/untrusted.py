@@ -1,0 +1,144 @@
+"""Reads files of unknown origin: regular files only, and no more of them than makes sense.
+
+A FIFO would block its reader for ever, and `/dev/zero` has no end.
+"""
+
+import os
+import resource
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from treeshard._core.text import human_bytes, parse_json
+from treeshard.errors import CheckpointError, FormatError
+
+# Of a table of leaves, an index or the header of a file: 100,000 leaves take about 20 MB.
+MOST_BYTES = 2**26
+# Of JSON: brackets and commas, each of which becomes an object or an entry in memory.
+MOST_ITEMS = 2_000_000
+
+_KINDS = [
+    ("a directory", stat.S_ISDIR),
+    ("a FIFO", stat.S_ISFIFO),
+    ("a socket", stat.S_ISSOCK),
+    ("a device", lambda mode: True),
+]
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a regular file, or a link to one, for reading. Never blocks.
+
+    Raises:
+        CheckpointError: If it is something else, such as a directory, a FIFO or a device.
+        OSError: If it cannot be opened.
+    """
+    _check_regular(path, os.stat(path))  # opening a device may have an effect
+    file = open(  # noqa: SIM115  (the caller closes it)
+        path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+    )
+    try:
+        _check_regular(path, os.fstat(file.fileno()))
+    except CheckpointError:
+        file.close()
+        raise
+    return file
+
+
+def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = next(kind for kind, is_it in _KINDS if is_it(found.st_mode))
+        raise CheckpointError(f"{path} is {kind}, and only regular files are read.")
+
+
+def read_file(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        FormatError: If it has more than `most` bytes.
+        CheckpointError, OSError: As `open_file`.
+    """
+    with open_file(path) as file:
+        data = file.read(most + 1)
+        if len(data) > most:
+            size = max(len(data), os.fstat(file.fileno()).st_size)
+            raise FormatError(f"{path} has {human_bytes(size)}. {_at_most(most)}")
+    return data
+
+
+def parse(text: bytes) -> Any:
+    """As `parse_json`, for text of unknown origin.
+
+    Raises:
+        FormatError: If it is not valid JSON, or larger than `check_size` allows.
+    """
+    check_size(text)
+    return parse_json(text)
+
+
+def check_size(text: bytes) -> None:
+    """Raises `FormatError` if JSON is longer, or has more values, than treeshard reads."""
+    if len(text) > MOST_BYTES:
+        raise FormatError(f"JSON of {human_bytes(len(text))}. {_at_most(MOST_BYTES)}")
+    if (items := sum(map(text.count, (b",", b"[", b"{")))) > MOST_ITEMS:
+        raise FormatError(f"JSON of about {items:,} values. At most {MOST_ITEMS:,} are read.")
+
+
+def _at_most(most: int) -> str:
+    return f"At most {human_bytes(most)} are read."
+
+
+# ------------------------------------------------------------------ sizes
+
+
+def bytes_of_files(directory: str | os.PathLike[str]) -> int:
+    """The bytes of all files in a directory. Links to directories are not followed.
+
+    Raises:
+        CheckpointError: If an entry is not a regular file, a directory, or a link to a file; if a
+            file of metadata is larger than `MOST_BYTES`.
+        OSError: If a directory cannot be read.
+    """
+    total = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                total += bytes_of_files(entry.path)
+            elif _is_file(entry):
+                size = entry.stat().st_size
+                total += size
+                if size > MOST_BYTES and entry.name.startswith(("_", "process_", "manifest.")):
+                    raise CheckpointError(f"{entry.path} has {human_bytes(size)} of metadata.")
+            else:
+                raise CheckpointError(f"{entry.path} is neither a regular file nor a directory.")
+    return total
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:  # of a link to itself
+        return False
+
+
+def available_memory() -> int | None:
+    """The bytes that this process can still allocate on the host; `None` if that is unknown."""
+    try:
+        amounts = _amounts("/proc/meminfo")
+        free = [1024 * (amounts["MemAvailable"] + amounts["SwapFree"])]
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            free.append(limit - 1024 * _amounts("/proc/self/status")["VmSize"])
+    except (OSError, KeyError):
+        return None
+    with suppress(OSError, KeyError, ValueError):  # of a container
+        group = Path("/sys/fs/cgroup")
+        caches = _amounts(group / "memory.stat")
+        used = int((group / "memory.current").read_text()) - caches["file"]
+        free.append(int((group / "memory.max").read_text()) - used)
+    return min(free)
+
+
+def _amounts(file: str | os.PathLike[str]) -> dict[str, int]:
+    words = [line.replace(":", " ").split() for line in Path(file).read_text().splitlines()]
+    return {row[0]: int(row[1]) for row in words if len(row) > 1 and row[1].isdigit()}
