@@ -225,7 +225,7 @@ def test_no_damage_is_silent(
         ({"shape": [2**20, 2**16]}, "the table of leaves lists arrays of 256.0 GiB, which files"),
         ({"shape": [32, 96]}, "w: it cannot be read: "),
         ({"shape": [96, 64], "spec": None}, "w: it cannot be read: "),
-        ({"dtype": "int32", "stored": "int32"}, "w: it cannot be read: stored as float32[64, 96], "),
+        ({"dtype": "int32", "stored": "int32"}, "w: it cannot be read: stored as float32[64, 96]"),
         ({"path": "v"}, "v: it cannot be read: it is not in the array store."),
         ({"path": "../../w"}, "../../w: it cannot be read: it is not in the array store."),
         ({"path": "half/../w"}, "half/../w: it cannot be read: it is not in the array store."),

@@ -147,13 +147,17 @@ def _complex_of(text: str) -> complex:
     return complex(float.fromhex(real), float.fromhex(imag))
 
 
+def _bytes_of(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
 _SCALARS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bool": (bool, str, {"True": True, "False": False}.__getitem__),
     "int": (int, _int_text, lambda text: int(text, 0)),
     "float": (float, float.hex, float.fromhex),
     "complex": (complex, lambda x: f"{x.real.hex()} {x.imag.hex()}", _complex_of),
     "str": (str, str, str),
-    "bytes": (bytes, lambda x: base64.b64encode(x).decode(), base64.b64decode),
+    "bytes": (bytes, lambda x: base64.b64encode(x).decode(), _bytes_of),
 }
 _SCALAR_KINDS = {row[0]: kind for kind, row in _SCALARS.items()}
 

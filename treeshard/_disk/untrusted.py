@@ -3,12 +3,17 @@
 A FIFO would block its reader for ever, and `/dev/zero` has no end.
 """
 
+import math
 import os
 import resource
 import stat
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
+from jax.sharding import Sharding
 
 from treeshard._core.text import human_bytes, parse_json
 from treeshard.errors import CheckpointError, FormatError
@@ -17,6 +22,10 @@ from treeshard.errors import CheckpointError, FormatError
 MOST_BYTES = 2**26
 # Of JSON: brackets and commas, each of which becomes an object or an entry in memory.
 MOST_ITEMS = 2_000_000
+
+# Of the metadata of all arrays, or of one.
+_MOST_METADATA = {"_METADATA": MOST_BYTES, "_sharding": MOST_BYTES, "manifest.ocdbt": MOST_BYTES}
+_MOST_METADATA |= {"zarr.json": 2**20, ".zarray": 2**20}
 
 _KINDS = [
     ("a directory", stat.S_ISDIR),
@@ -96,7 +105,7 @@ def bytes_of_files(directory: str | os.PathLike[str]) -> int:
 
     Raises:
         CheckpointError: If an entry is not a regular file, a directory, or a link to a file; if a
-            file of metadata is larger than `MOST_BYTES`.
+            file of metadata is too large.
         OSError: If a directory cannot be read.
     """
     total = 0
@@ -107,7 +116,7 @@ def bytes_of_files(directory: str | os.PathLike[str]) -> int:
             elif _is_file(entry):
                 size = entry.stat().st_size
                 total += size
-                if size > MOST_BYTES and entry.name.startswith(("_", "process_", "manifest.")):
+                if size > _MOST_METADATA.get(entry.name, size):
                     raise CheckpointError(f"{entry.path} has {human_bytes(size)} of metadata.")
             else:
                 raise CheckpointError(f"{entry.path} is neither a regular file nor a directory.")
@@ -121,7 +130,35 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def available_memory() -> int | None:
+def check_memory(
+    path: str | os.PathLike[str], arrays: Iterable[tuple[Sequence[int], Any, Sharding | None]]
+) -> None:
+    """Checks that this process has the host memory for arrays, before any is read.
+
+    Args:
+        path: What they are read from.
+        arrays: The shape and the dtype of each, and its sharding, or `None` for host memory.
+
+    Raises:
+        CheckpointError: If it has not.
+    """
+    needed = 0
+    for shape, dtype, sharding in arrays:
+        copies, part = 1, shape
+        if sharding is not None:
+            copies = sum(device.platform == "cpu" for device in sharding.addressable_devices)
+            part = sharding.shard_shape(tuple(shape))
+        needed += copies * math.prod(part) * np.dtype(dtype).itemsize
+    free = _available_memory()
+    if free is not None and needed > free:
+        raise CheckpointError(
+            f"{path}: the arrays need {human_bytes(needed)} of host memory in this process, and"
+            f" {human_bytes(free)} are available. Read fewer leaves (`partial=True`), or shard them"
+            " over more processes."
+        )
+
+
+def _available_memory() -> int | None:
     """The bytes that this process can still allocate on the host; `None` if that is unknown."""
     try:
         amounts = _amounts("/proc/meminfo")

@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from treeshard._core.arrays import Region, lengths, region_of
 from treeshard._core.text import human_bytes
-from treeshard._disk.untrusted import available_memory, bytes_of_files, parse
+from treeshard._disk.untrusted import bytes_of_files, parse
 from treeshard.checkpoint._paths import ARRAYS, is_local, read_bytes
 from treeshard.errors import CheckpointError, DamagedError, FormatError
 
@@ -62,27 +62,6 @@ def check_declared(path: epath.Path, declared: int, stored: int) -> None:
             f"{path}: the table of leaves lists arrays of {human_bytes(declared)}, which files of"
             f" {human_bytes(stored)} cannot hold."
         )
-
-
-def check_memory(path: epath.Path, wanted: Mapping[str, Wanted]) -> None:
-    """Raises `CheckpointError` if this process has too little host memory for arrays."""
-    needed = sum(map(_bytes_on_host, wanted.values()))
-    free = available_memory()
-    if free is not None and needed > free:
-        raise CheckpointError(
-            f"{path}: the arrays need {human_bytes(needed)} of host memory in this process, and"
-            f" {human_bytes(free)} are available. Read fewer leaves (`partial=True`), or shard them"
-            " over more processes."
-        )
-
-
-def _bytes_on_host(x: Wanted) -> int:
-    """The bytes that an array takes in the host memory of this process once it is read."""
-    size = np.dtype(x.dtype).itemsize
-    if isinstance(x, OnHost):
-        return math.prod(x.shape) * size
-    devices = [d for d in x.sharding.addressable_devices if d.platform == "cpu"]
-    return len(devices) * math.prod(x.sharding.shard_shape(x.shape)) * size
 
 
 def read(path: epath.Path, wanted: Mapping[str, Wanted]) -> tuple[dict[str, Any], dict[str, str]]:

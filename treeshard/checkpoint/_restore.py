@@ -18,6 +18,7 @@ from treeshard._core.text import parse_dtype
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, is_none, kind_of, raise_damages
 from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, read_request
+from treeshard._disk.untrusted import check_memory
 from treeshard._planning.rules import Rules
 from treeshard.checkpoint._checksums import checksum, checksum_of_blocks, of_registers, registers
 from treeshard.checkpoint._paths import checkpoint_path, seal, table_text
@@ -26,7 +27,6 @@ from treeshard.checkpoint._reading import (
     Wanted,
     bytes_of_store,
     check_declared,
-    check_memory,
     read,
     read_blocks,
 )
@@ -233,7 +233,7 @@ def _read_together(
     verified = [row for row in stored if verify and row.crc is not None]
     with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
         check_declared(path, sum(row.bytes for row in stored), bytes_of_store(path))
-        check_memory(path, structs)
+        _check_memory(path, structs)
         arrays, damages = _read(path, stored, structs)
         data = [] if damages else [arrays[row.key] for row in verified]
         messages.append(json.dumps(damages).encode() + b"\n" + registers(data))
@@ -267,7 +267,7 @@ def _read_batch(path: epath.Path, batch: Sequence[SavedLeaf], size: int) -> Iter
     stored = [row for row in batch if row.stored]
     structs = {row.key: _host_struct(row) for row in stored}
     check_declared(path, sum(row.bytes for row in stored), size)
-    check_memory(path, structs)
+    _check_memory(path, structs)
     arrays, damages = _read(path, stored, structs)
     for row in batch:
         x = arrays.pop(row.key, None)
@@ -284,6 +284,11 @@ def _damage_of_large(path: epath.Path, row: SavedLeaf, size: int) -> str:
     except ValueError as error:
         return _cannot_be_read(str(error))
     return _difference(row, crc)
+
+
+def _check_memory(path: epath.Path, structs: Mapping[str, Wanted]) -> None:
+    arrays = structs.values()
+    check_memory(path, [(x.shape, x.dtype, getattr(x, "sharding", None)) for x in arrays])
 
 
 def _host_struct(row: SavedLeaf) -> OnHost:

@@ -75,8 +75,8 @@ def save_safetensors(
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If two leaves would have the same name, or the format does not allow a
             name; if the files cannot be written; if another run is writing them.
-        FormatError: If `max_file_size` is not an amount of bytes, or the header exceeds the
-            format's 100 MB.
+        FormatError: If `max_file_size` is not an amount of bytes, or the header exceeds
+            64 MiB.
         ProcessError: If the processes pass different trees, or one of them failed or did not
             arrive.
         ImportError: If `progress` is set and `tqdm` is not installed.
@@ -199,6 +199,6 @@ def load_safetensors(
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
                 facts |= request.facts()
             with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
-                return read_tensors(request, stored, progress=progress)
+                return read_tensors(source, request, stored, progress=progress)
     except OSError as error:
         raise CheckpointError(f"{where}: {source} cannot be read: {error}.") from error

@@ -19,8 +19,6 @@ from treeshard._core.text import human_bytes, parse_dtype
 from treeshard._disk.untrusted import MOST_BYTES, check_size
 from treeshard.errors import CheckpointError, DamagedError, FormatError, listed
 
-# The format allows 100 MB.
-LONGEST_HEADER = MOST_BYTES
 # In the order of the format, which also sorts the tensors of a file.
 DTYPES = {
     "BOOL": "bool", "F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn",
@@ -82,7 +80,7 @@ def lay_out(
     then by name.
 
     Raises:
-        FormatError: If the header would be longer than the format allows.
+        FormatError: If the header would be longer than treeshard reads. (The format allows 100 MB.)
     """
     ordered = sorted(tensors, key=lambda x: (-_RANKS[x.code], x.name.encode()))
     raw: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
@@ -91,11 +89,12 @@ def lay_out(
         raw[x.name] = {"dtype": x.code, "shape": x.shape, "data_offsets": offsets}
     text = json.dumps(raw, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > LONGEST_HEADER:
+    try:
+        check_size(text)
+    except FormatError as error:
         raise FormatError(
-            f"The header would have {len(text)} bytes, and the format allows {LONGEST_HEADER}."
-            " Split the file (`max_file_size=`), or shorten names."
-        )
+            f"The header would be {error} Split the file (`max_file_size=`), or shorten names."
+        ) from None
     head = struct.pack("<Q", len(text)) + text
     return head, _one_after_another(ordered, len(head))
 
@@ -170,10 +169,10 @@ def _full_size(file: BinaryIO) -> int:
 def _check_header_size(file: BinaryIO, size: int) -> None:
     """Refuses a header that would take long to parse, and much memory."""
     length = int.from_bytes(file.read(8), "little")
-    if LONGEST_HEADER < length <= size:  # the package refuses longer ones
+    if MOST_BYTES < length <= size:  # the package refuses longer ones
         raise FormatError(
             f"{file.name} has a header of {human_bytes(length)}. At most"
-            f" {human_bytes(LONGEST_HEADER)} are read."
+            f" {human_bytes(MOST_BYTES)} are read."
         )
     try:
         check_size(file.read(min(length, size)))

@@ -1,6 +1,7 @@
 """The arrays of a tree as named tensors: their names, what to write of them, what to read."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -15,6 +16,7 @@ from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import is_none
 from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, read_request
+from treeshard._disk.untrusted import check_memory
 from treeshard._placement.targets import raise_unmovable, unmovable
 from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
 from treeshard.interchange._byte_ranges import Piece, full_piece, read
@@ -177,8 +179,17 @@ def tensor_facts(stored: Mapping[str, Stored]) -> str:
     return f"{crc32(repr([x.tensor for x in stored.values()]).encode()):08x}"
 
 
-def read_tensors(request: Request, stored: Mapping[str, Stored], *, progress: bool) -> PyTree:
-    """Reads the tree of a request, ordered by file and offset."""
+def read_tensors(
+    path: Path, request: Request, stored: Mapping[str, Stored], *, progress: bool
+) -> PyTree:
+    """Reads the tree of a request from the files at `path`, ordered by file and offset.
+
+    Raises:
+        CheckpointError: If this process has too little host memory.
+        DamagedError: If a file is cut short.
+    """
+    leaves = request.to_read().values()
+    check_memory(path, [(x.type.shape, parse_dtype(x.type.dtype), x.sharding) for x in leaves])
     rows = [(stored[leaf.name], i, leaf) for i, leaf in request.to_read().items()]
     rows.sort(key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
     shown = with_bar(rows, "load_safetensors", unit="tensor", show=progress)
