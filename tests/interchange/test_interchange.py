@@ -245,9 +245,7 @@ def test_an_invalid_file_size_is_rejected(file) -> None:
 
 def test_a_header_longer_than_what_is_read_is_not_written(file, monkeypatch) -> None:
     monkeypatch.setattr(untrusted, "MOST_BYTES", 2**10)
-    with pytest.raises(
-        ts.FormatError, match="The header would be JSON of 1.0 KiB. At most 1.0 KiB"
-    ):
+    with pytest.raises(ts.FormatError, match="header would be JSON of 1.0 KiB. At most 1.0 KiB"):
         save_safetensors(file, {"x" * 10**3: np.ones(1)})
     assert files_in(file.parent) == []
 

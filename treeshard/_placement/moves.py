@@ -46,7 +46,7 @@ def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> M
             return None
         return _by_jax if target.is_fully_addressable else _compiled
     if leaf.dtype.name in ("int2", "uint2"):
-        # Compiled programs that move these end the process or return wrong values (JAX 0.10 to 0.12).
+        # Compiled programs that move these end the process or are wrong (JAX 0.10 to 0.12).
         return through_host if leaf.is_fully_addressable else transfer_across_processes
     if len(current.device_set) == 1 and leaf.is_fully_addressable:
         return _by_jax if target.is_fully_replicated else from_single_device
