@@ -5,6 +5,7 @@ that the machine's speed cancels.
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import operator
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax
 
 
 class Figure(float):
@@ -99,6 +102,35 @@ def ratios(
     """Each call over the call named `floor`: the median of the ratios round by round."""
     found = medians(calls, rounds)
     return {name: found[name] / found[floor] for name in calls}
+
+
+# ------------------------------------------------------------------ memory
+
+
+def trim() -> None:
+    """Gives freed memory back to the system, so that what is resident is in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def peak_of(call: Callable[[], Any]) -> tuple[float, float]:
+    """The seconds that a call takes, and the MiB of resident memory that it adds at most."""
+    trim()
+    before = resident_mib()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    begin = time.perf_counter()
+    result = call()
+    jax.block_until_ready(result)
+    return time.perf_counter() - begin, resident_mib("VmHWM") - before
+
+
+def resident_mib(field: str = "VmRSS") -> float:
+    """The MiB of this process that are resident, or that were at most (`VmHWM`)."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(rf"^{field}:\s+(\d+)", status, re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"/proc/self/status has no {field}")
+    return int(found[1]) / 1024
 
 
 # ------------------------------------------------------------------ what came out

@@ -1,12 +1,8 @@
-"""Runs a benchmark as two processes of four simulated devices each, and measures their memory."""
+"""Runs a benchmark as two processes of four simulated devices each."""
 
-import ctypes
-import gc
 import json
-import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,24 +39,3 @@ def as_one_of_two(port: str, index: int, measure: Callable[[], Any]) -> None:
     found = measure()
     jax.distributed.shutdown()
     print(json.dumps(found), flush=True)
-
-
-def peak_of(call: Callable[[], Any]) -> tuple[float, float]:
-    """The seconds that a call takes, and the MiB of resident memory that it adds at most."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = _mib("VmRSS")
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the high-water mark starts anew
-    begin = time.perf_counter()
-    result = call()
-    jax.block_until_ready(result)
-    return time.perf_counter() - begin, _mib("VmHWM") - before
-
-
-def _mib(field: str) -> float:
-    with open("/proc/self/status") as file:
-        found = re.search(rf"^{field}:\s+(\d+)", file.read(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"/proc/self/status has no {field}")
-    return int(found[1]) / 1024

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import treeshard as ts
-from benchmarks._harness import Figure, Row, options, report
-from benchmarks._processes import as_one_of_two, as_two, peak_of
+from benchmarks._harness import Figure, Row, options, peak_of, report
+from benchmarks._processes import as_one_of_two, as_two
 from treeshard._core.processes import exchange
 from treeshard.interchange import load_safetensors, save_safetensors
 

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from benchmarks._harness import Figure, Row, options, report
-from benchmarks._processes import as_one_of_two, as_two, peak_of
+from benchmarks._harness import Figure, Row, options, peak_of, report
+from benchmarks._processes import as_one_of_two, as_two
 
 LARGEST = 64  # MiB
 SHARD = LARGEST // 8

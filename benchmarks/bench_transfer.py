@@ -5,12 +5,9 @@ Cold figures are first calls, each in a fresh process.
 """
 
 import argparse
-import ctypes
-import gc
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -23,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from benchmarks._harness import Figure, Row, medians, options, report
+from benchmarks._harness import Figure, Row, medians, options, peak_of, report, resident_mib, trim
 from treeshard._placement.gather import gather, make_shard_and_gather_fns
 from treeshard._placement.shard import shard
 
@@ -50,12 +47,6 @@ def specs_of(tree: dict[str, Any]) -> dict[str, P]:
     return {
         key: P("fsdp") if x.shape[0] > x.shape[1] else P(None, "fsdp") for key, x in tree.items()
     }
-
-
-def trim() -> None:
-    """Gives freed memory back to the system, so that what is resident is in use."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -167,23 +158,11 @@ def _memory_of(mesh: jax.sharding.Mesh, read: Callable[[Any], Any]) -> Figures:
     del tree
     read(placed["0000"])
     trim()
-    before = _kilobytes("VmRSS")
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the high-water mark starts anew
-    result = read(placed)
-    peak = _kilobytes("VmHWM")
-    del result
+    before = resident_mib()
+    _, peak = peak_of(lambda: read(placed))
     trim()
-    held = _kilobytes("VmRSS")
-    return {"peak": (peak - before) * 1024 / size, "held": (held - before) * 1024 / size}
-
-
-def _kilobytes(field: str) -> int:
-    with open("/proc/self/status") as file:
-        found = re.search(rf"^{field}:\s+(\d+)", file.read(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"/proc/self/status has no {field}")
-    return int(found[1])
+    held = resident_mib() - before
+    return {"peak": peak * 2**20 / size, "held": held * 2**20 / size}
 
 
 # ------------------------------------------------------------------ the table

@@ -31,6 +31,7 @@ from treeshard.training import (
     shard_map_step,
 )
 
+COMPUTE = jnp.bfloat16  # parameters and gradients stay in float32
 DATA_PARALLEL = [(".*", None)]  # every leaf is replicated
 # Shards the largest divisible dim. (Equinox stores weights as (out, in), Flax as (in, out).)
 FULLY_SHARDED = [(".*", ts.fsdp("data", min_size=2**4))]
@@ -72,7 +73,7 @@ def loss_fn(model, batch, key):
     """The mean loss of this device's rows, and metrics as sums and counts."""
     images, labels = batch
     keys = jax.random.split(key, len(labels))
-    logits = jax.vmap(model)(images.astype(jnp.bfloat16), keys).astype(jnp.float32)
+    logits = jax.vmap(model)(images.astype(COMPUTE), keys).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     right = (logits.argmax(-1) == labels).sum()
     pairs = {"loss": (losses.sum(), len(labels)), "accuracy": (right, len(labels))}
@@ -81,9 +82,9 @@ def loss_fn(model, batch, key):
 
 def make_step(args, optimizer, plan):
     """A step that runs once per device, on its shards of the state and of the batch."""
-    # Gathers the parameters in bfloat16, differentiates, and reduce-scatters the gradients, which
+    # Gathers the parameters in `COMPUTE`, differentiates, and reduce-scatters the gradients, which
     # come back in float32. Replicated leaves are not gathered; their gradients are averaged.
-    grad = value_and_grad(loss_fn, "data", plan.specs.model, has_aux=True, dtype=jnp.bfloat16)
+    grad = value_and_grad(loss_fn, "data", plan.specs.model, has_aux=True, dtype=COMPUTE)
 
     @shard_map_step(plan=plan, batch=P("data"))
     def step(state, batch):

@@ -38,20 +38,15 @@ def main(argv=None):
     ts.simulate_devices(8)
     chosen.to.mkdir(parents=True, exist_ok=True)
 
+    mesh = ts.make_mesh(args.mesh)
     optimizer = train_fsdp.make_optimizer(args)
     init, key = train_fsdp.make_init(args, optimizer), jax.random.key(args.seed)
-    mesh = ts.make_mesh(args.mesh)
     state, plan = init_sharded(init, key, rules=train_fsdp.RULES, mesh=mesh)
     train_step = train_fsdp.make_train_step(optimizer, plan.specs.model)
     step = jit_step(train_step, plan, batch=P(mesh.axis_names))
     text, _ = train_fsdp.read_text(args.text_bytes)
     first = next(train_fsdp.batches(text, args))
-
-    # The optimizer's moments are sharded like the parameters, so drawing these is enough.
-    draw_plan(ts.plan(state.model, train_fsdp.RULES, mesh), chosen.to / "plan.svg")
-    ts.draw(state.model, to=chosen.to / "bytes.svg")
-    moved = step.communication(state, first, scan="blocks", remat="blocks")
-    draw_communication(moved, chosen.to / "communication.svg")
+    draw_sharding(state, step, first, mesh, chosen.to)
 
     alone = eqx.filter_jit(train_fsdp.make_train_step(optimizer), donate="all-except-first")
     losses = {
@@ -59,6 +54,14 @@ def main(argv=None):
         "one device": losses_of(alone, eqx.filter_jit(init)(key), text, args),
     }
     draw_losses(losses, chosen.to / "loss.svg")
+
+
+def draw_sharding(state, step, batch, mesh, folder):
+    # The optimizer's moments are sharded like the parameters, so drawing these is enough.
+    draw_plan(ts.plan(state.model, train_fsdp.RULES, mesh), folder / "plan.svg")
+    ts.draw(state.model, to=folder / "bytes.svg")
+    moved = step.communication(state, batch, scan="blocks", remat="blocks")
+    draw_communication(moved, folder / "communication.svg")
 
 
 def losses_of(step, state, text, args):

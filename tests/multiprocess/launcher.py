@@ -16,8 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
 GRACE = 5.0  # seconds that the others have to end once one process has failed
 
@@ -80,14 +78,16 @@ def launch(
 
 def tests_of(module: ModuleType, **options: Any) -> tuple[Any, Any]:
     """A fixture that launches a worker module with `options`, and a test of each of its checks."""
+    import pytest  # benchmarks launch processes too, where pytest is not installed
+
     name = f"{module.__name__}{sorted(options.items())}"
 
     @pytest.fixture(scope="module", name=name)
-    def launched(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
+    def launched(tmp_path_factory: Any) -> Verdicts:
         return launch(module, tmp_path_factory.mktemp("launched"), **options)
 
     @pytest.mark.parametrize("check", checks_of(module))
-    def test(check: str, request: pytest.FixtureRequest) -> None:
+    def test(check: str, request: Any) -> None:
         request.getfixturevalue(name).assert_passed(check)
 
     return launched, test

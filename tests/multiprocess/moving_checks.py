@@ -269,12 +269,11 @@ def check_placing_compiles_nothing_and_gathering_one_program_per_distance(contex
     assert len(compiles) == before
 
 
-def check_only_the_receiver_takes_memory(context: Context) -> None:
+def check_data_in_flight_takes_a_few_chunks_on_devices(context: Context) -> None:
     x = np.ones((64, 2**18), np.float32)  # 64 MiB
     placed = {"a": ts.shard(x, P(("data", "fsdp")), mesh_2d())}
     before = live_bytes()
     for _, leaf in ts.iter_gather(placed, to=0):
-        # Data in flight takes a few chunks, on the host and on the devices.
         assert live_bytes() - before <= 3 * CHUNK_BYTES
         assert isinstance(leaf, np.ndarray) == (context.index == 0)
     assert placed["a"]._npy_value is None

@@ -1,4 +1,5 @@
 import inspect
+import warnings
 from typing import Any
 
 import equinox as eqx
@@ -34,8 +35,11 @@ def specs_of(optimizer: Any, params: Any, specs: Any, **more: Any) -> dict[str, 
 
 
 # optax still exports its deprecated optimizers, so they must work.
+DEPRECATED = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+
+
+@DEPRECATED
 @pytest.mark.filterwarnings("ignore:Specifying a key:UserWarning")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_every_optimizer_of_optax_gets_the_expected_specs(case: Case, mesh) -> None:
     state = case.state()
@@ -55,13 +59,20 @@ def makes_an_optimizer(function: Any) -> bool:
     for args in ((), (0.1,), (0.1, 0.1)):
         try:
             jax.eval_shape(function(*args).init, PARAMS)
+        except Warning:
+            raise
         except Exception:
             continue
         return True
     return False
 
 
-@pytest.mark.filterwarnings("ignore")  # everything is called
+def test_a_warning_of_an_optimizer_is_not_swallowed() -> None:
+    with pytest.raises(UserWarning, match="look at me"):
+        makes_an_optimizer(lambda: warnings.warn("look at me"))  # noqa: B028
+
+
+@DEPRECATED
 def test_no_optimizer_of_optax_is_missing() -> None:
     exported = {
         name

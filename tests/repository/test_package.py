@@ -6,6 +6,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Mapping
 from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
@@ -68,12 +69,8 @@ def test_the_wheel_has_the_library_and_nothing_else(wheel: zipfile.ZipFile) -> N
 def test_the_sdist_has_the_repository_and_nothing_built(built: Path) -> None:
     (file,) = built.glob("*.tar.gz")
     with tarfile.open(file) as sdist:
-        members = {x.name.partition("/")[2]: x for x in sdist.getmembers() if x.isfile()}
-        binaries = [
-            name
-            for name, member in members.items()
-            if (content := sdist.extractfile(member)) and b"\0" in content.read()
-        ]
+        files = {x.name.partition("/")[2]: sdist.extractfile(x) for x in sdist.getmembers()}
+        members = {name: file.read() for name, file in files.items() if file is not None}
     tops = {name.partition("/")[0] for name in members}
     assert tops == {
         *("benchmarks", "docs", "examples", "tests", "tools", "treeshard"),
@@ -81,18 +78,34 @@ def test_the_sdist_has_the_repository_and_nothing_built(built: Path) -> None:
         *(".gitignore", "Makefile", "mkdocs.yml", "pyproject.toml"),
     }
     assert "tests/conftest.py" in members
-    assert binaries == []
-    assert [
-        name for name in members if re.search(r"\.(pyc|whl)$|(^|/)(site|out|dist)/", name)
-    ] == []
+    assert built_files(members) == []
     assert file.stat().st_size < 2**21
+
+
+def built_files(members: Mapping[str, bytes]) -> list[str]:
+    """The files that something built, by their names or contents."""
+    built = re.compile(r"\.(pyc|whl)$|(^|/)(site|out|dist|build|__pycache__|[^/]+\.egg-info)/")
+    return [name for name, data in members.items() if built.search(name) or b"\0" in data]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["treeshard-0.1.0-py3-none-any.whl", "tests/__pycache__/x.py", "site/index.html", "docs/x.png"],
+)
+def test_a_built_file_is_found(name: str) -> None:
+    data = b"\x89PNG\0" if name.endswith("png") else b"text"
+    assert built_files({"README.md": b"text", name: data}) == [name]
 
 
 def test_metadata(metadata: Message) -> None:
     assert metadata["Version"] == ts.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == PROJECT["requires-python"]
-    assert set(EXTRAS) == set(metadata.get_all("Provides-Extra"))
+    assert set(EXTRAS) == set(metadata.get_all("Provides-Extra")) >= {"checkpoint", "show"}
+    required = metadata.get_all("Requires-Dist")
+    for extra, packages in EXTRAS.items():
+        here = [line for line in required if f"extra == '{extra}'" in line]
+        assert len(here) >= len(packages) > 0, extra
     classifiers = metadata.get_all("Classifier")
     assert "Typing :: Typed" in classifiers
     here = f"Programming Language :: Python :: {sys.version_info[0]}.{sys.version_info[1]}"
@@ -140,8 +153,20 @@ def test_pages_state_the_floor(page: str) -> None:
 
 def test_messages_name_existing_extras() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "treeshard").rglob("*.py"))
-    named = {*re.findall(r"treeshard\[(\w+)\]", sources)}
+    named = extras_named(sources)
+    assert named
     assert named <= set(EXTRAS)
+
+
+def extras_named(text: str) -> set[str]:
+    return {*re.findall(r"treeshard\[([^\]'\"]+)\]", text)}
+
+
+def test_extras_in_a_message_are_found() -> None:
+    assert extras_named("`pip install 'treeshard[some-extra]'` or treeshard[show]") == {
+        "some-extra",
+        "show",
+    }
 
 
 # ------------------------------------------------------------------ what git tracks

@@ -4,10 +4,15 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import equinox as eqx
 import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from pages import ROOT
 
+import treeshard as ts
+from examples import train_fsdp
 from tools import draw_pictures
 
 PICTURES = ROOT / "docs" / "pictures"
@@ -51,8 +56,52 @@ def test_they_load_nothing_and_know_no_day(drawn: dict[str, str]) -> None:
 
 
 def test_those_that_are_kept_are_those_that_are_drawn(drawn: dict[str, str]) -> None:
-    kept = {path.name for path in PICTURES.iterdir()}
-    assert kept == set(drawn), "make docs"
+    assert {path.name for path in PICTURES.iterdir()} == set(drawn), "make docs"
+
+
+def test_the_kept_pictures_show_the_demo(tmp_path: Path) -> None:
+    """All but the loss, which takes a whole run; of that, all but the numbers."""
+    args = train_fsdp.parse([])
+    mesh = ts.make_mesh(args.mesh)
+    optimizer = train_fsdp.make_optimizer(args)
+    structs = eqx.filter_eval_shape(
+        train_fsdp.make_init(args, optimizer), jax.random.key(args.seed)
+    )
+    plan = ts.plan(structs, train_fsdp.RULES, mesh)
+    zeros = jax.tree.map(
+        lambda x: np.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,
+        structs.model,
+    )
+    model = ts.shard(zeros, plan.specs.model, mesh)
+    state = eqx.tree_at(lambda state: state.model, plan.structs, model)
+    step = ts.jit_step(
+        train_fsdp.make_train_step(optimizer, plan.specs.model), plan, batch=P(mesh.axis_names)
+    )
+    tokens = jax.ShapeDtypeStruct((args.batch, args.time + 1), "int32")
+    with jax.numpy_dtype_promotion("standard"):
+        draw_pictures.draw_sharding(state, step, tokens, mesh, tmp_path)
+    assert stale(tmp_path, PICTURES) == [], "make docs"
+    # The same check finds a picture of something else.
+    plan_svg = tmp_path / "plan.svg"
+    plan_svg.write_text(plan_svg.read_text().replace("fsdp", "fdsp"))
+    assert stale(tmp_path, PICTURES) == ["plan.svg"]
+
+
+def stale(drawn: Path, kept: Path) -> list[str]:
+    """The pictures whose kept version says something else than the one that was drawn."""
+    names = sorted(path.name for path in drawn.iterdir())
+    return [
+        name
+        for name in names
+        if text_in((drawn / name).read_text()) != text_in((kept / name).read_text())
+    ]
+
+
+def test_the_kept_loss_has_the_labels_that_are_drawn(drawn: dict[str, str]) -> None:
+    def words(svg: str) -> list[str]:
+        return re.findall("[a-z]{2,}", text_in(svg))
+
+    assert words((PICTURES / "loss.svg").read_text()) == words(drawn["loss.svg"]), "make docs"
 
 
 @pytest.mark.parametrize(

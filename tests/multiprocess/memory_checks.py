@@ -1,0 +1,94 @@
+"""What moving, restoring and exporting a tree takes of the memory of each process.
+
+On the simulated devices of a process arrays are in its own memory, so a result counts too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from benchmarks._harness import peak_of
+from tests.multiprocess.worker import Context
+from treeshard.checkpoint import restore, save
+from treeshard.interchange import load_safetensors, save_safetensors
+
+LEAF, TREE = 16, 256  # MiB
+# What is in flight (chunks, packets, buffers of files), and what the allocator keeps of it.
+IN_FLIGHT = 24
+SPECS = {f"{i:02}": P("fsdp") if i % 2 else P(None, "fsdp") for i in range(TREE // LEAF)}
+STRUCTS = {name: jax.ShapeDtypeStruct((2048, 2048), "float32") for name in SPECS}
+
+
+def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
+    return np.full([i.stop - i.start for i in index], int(path), np.float32)
+
+
+def placed() -> dict[str, jax.Array]:
+    return jax.block_until_ready(ts.shard(STRUCTS, SPECS, ts.make_mesh("fsdp=8"), read=read))
+
+
+def mib_of(call: Callable[[], Any]) -> float:
+    """The MiB that a call adds at most, after others that connected and compiled."""
+    for _ in range(2):
+        call()
+    return peak_of(call)[1]
+
+
+def go_through(tree: Any) -> None:
+    for _, x in ts.iter_gather(tree, to=0):
+        del x
+
+
+def check_gather_takes_the_receiver_one_tree(context: Context) -> None:
+    tree = placed()
+    peak = mib_of(lambda: ts.gather(tree, to=0))
+    assert peak <= (1.05 * TREE + LEAF if context.index == 0 else 0) + IN_FLIGHT, peak
+
+
+def check_iter_gather_takes_the_receiver_one_leaf(context: Context) -> None:
+    tree = placed()
+    peak = mib_of(lambda: go_through(tree))
+    assert peak <= (LEAF if context.index == 0 else 0) + IN_FLIGHT, peak
+
+
+def check_placing_takes_the_own_shards(context: Context) -> None:
+    mesh = ts.make_mesh("fsdp=8")
+    tree = {name: np.full((2048, 2048), int(name), np.float32) for name in SPECS}
+    peak = mib_of(lambda: ts.shard(tree, SPECS, mesh))
+    assert peak <= 1.05 * TREE / context.count + IN_FLIGHT, peak
+
+
+def check_reading_shards_takes_the_own_shards(context: Context) -> None:
+    peak = mib_of(placed)
+    assert peak <= 1.05 * TREE / context.count + IN_FLIGHT, peak
+
+
+def check_restoring_takes_twice_the_own_shards(context: Context) -> None:
+    tree, step = placed(), context.directory / "step"
+    save(step, tree)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    del tree
+    peak = mib_of(lambda: restore(step, like))
+    assert peak <= 2 * TREE / context.count + IN_FLIGHT, peak
+
+
+def check_exporting_and_importing_take_no_copy_of_the_tree(context: Context) -> None:
+    tree, file = placed(), context.directory / "x.safetensors"
+    peak = mib_of(lambda: save_safetensors(file, tree))
+    assert peak <= IN_FLIGHT, peak
+    peak = mib_of(lambda: load_safetensors(file, tree))
+    assert peak <= 1.05 * TREE / context.count + LEAF + IN_FLIGHT, peak
+
+
+def check_that_a_copy_too_many_is_seen(context: Context) -> None:
+    """Copies of the tree and of a leaf are as large in the measurement as they are."""
+    tree = placed()
+    full = ts.gather(tree)
+    for copied in (full, full["00"]):
+        peak = mib_of(lambda copied=copied: jax.tree.map(np.copy, copied))
+        assert peak > 0.9 * sum(x.nbytes for x in jax.tree.leaves(copied)) / 2**20, peak
+    assert mib_of(lambda: ts.gather(tree, to="all")) > 0.9 * TREE > IN_FLIGHT
