@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-floor soak lint bench docs pages clean
+.PHONY: demo test test-floor test-newest soak lint bench docs pages clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_fsdp.py $(ARGS)
@@ -20,6 +20,11 @@ soak: .venv/installed
 # The tests on the oldest versions that pyproject.toml allows.
 test-floor: .venv-floor/installed
 	.venv-floor/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+# The tests on Python 3.13 and the newest releases of everything: it shows first what JAX changes.
+# `make clean` before it installs them anew; PYTHON_NEWEST=/path/to/python chooses the Python.
+test-newest: .venv-newest/installed
+	.venv-newest/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -42,7 +47,7 @@ pages: .venv/installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-bench .venv-floor out site
+	rm -rf .venv .venv-bench .venv-floor .venv-newest .venv-python out site
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -53,6 +58,12 @@ clean:
 	$(PYTHON) -m venv .venv-floor
 	$(PYTHON) tools/floor.py > .venv-floor/floor.txt
 	.venv-floor/bin/pip install --quiet --constraint .venv-floor/floor.txt --editable ".[dev]"
+	touch $@
+
+.venv-newest/installed: pyproject.toml tools/newest_python.py
+	python=$$($(PYTHON) tools/newest_python.py) && $$python -m venv --clear .venv-newest
+	.venv-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[dev]"
+	.venv-newest/bin/pip list
 	touch $@
 
 .venv/installed-docs: .venv/installed

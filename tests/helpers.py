@@ -1,6 +1,5 @@
 """What several test files use: small arrays and meshes, comparisons to the bit, files on disk."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from deprecations import tolerated
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import treeshard as ts
@@ -35,8 +35,7 @@ def mesh_of(**sizes: int) -> AbstractMesh:
 @contextmanager
 def legacy(mesh: Mesh) -> Iterator[None]:
     """`with mesh:`, which JAX has deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with tolerated("with mesh"):
         mesh.__enter__()
     try:
         yield

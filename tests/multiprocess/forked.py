@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ import jax
 from jax._src import xla_bridge
 
 import treeshard as ts
+from tests.deprecations import tolerated
 from tests.multiprocess.launcher import free_port
 from tests.multiprocess.worker import join
 
@@ -51,8 +51,7 @@ class Forked:
         self.codes: list[int | None] = [None] * processes
         port = free_port()
         for i in range(processes):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
+            with tolerated("fork"):
                 pid = os.fork()
             if not pid:
                 os.close(self._reading)

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
+PYTHON = (sys.executable, "-W", "error::DeprecationWarning")
 GRACE = 5.0  # seconds that the others have to end once one process has failed
 
 
@@ -106,7 +107,7 @@ def _launch_once(
     try:
         for i in range(processes):
             where = [str(port), str(i), str(processes), str(devices), str(directory)]
-            command = [sys.executable, "-m", "tests.multiprocess.worker", module, *where, *args]
+            command = [*PYTHON, "-m", "tests.multiprocess.worker", module, *where, *args]
             started.append(start(command, logs[i]))
         wait_for_all(started, timeout)
     finally:

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from deprecations import tolerated
 from flax import nnx
 from helpers import struct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -35,12 +36,9 @@ def specs_of(optimizer: Any, params: Any, specs: Any, **more: Any) -> dict[str, 
 
 
 # optax still exports its deprecated optimizers, so they must work.
-DEPRECATED = pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
-
-
-@DEPRECATED
 @pytest.mark.filterwarnings("ignore:Specifying a key:UserWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@tolerated("optax")
 def test_every_optimizer_of_optax_gets_the_expected_specs(case: Case, mesh) -> None:
     state = case.state()
     params, specs = PARAMS, PARAM_SPECS
@@ -72,7 +70,7 @@ def test_a_warning_of_an_optimizer_is_not_swallowed() -> None:
         makes_an_optimizer(lambda: warnings.warn("look at me"))  # noqa: B028
 
 
-@DEPRECATED
+@tolerated("optax")
 def test_no_optimizer_of_optax_is_missing() -> None:
     exported = {
         name

@@ -5,7 +5,6 @@ What eformer does was observed on 0.0.101; what EasyLM does, read in its `jax_ut
 
 import dataclasses
 import re
-import warnings
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import struct
+from helpers import legacy, struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from migration import table
@@ -157,10 +156,8 @@ def test_constraint(ours, mesh) -> None:
     assert ours(x=x) is x  # no mesh
     with jax.set_mesh(mesh):
         assert ours(x=x).sharding.spec == P(("dp", "fsdp"), "mp")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of JAX, from 0.10.1 on
-        with mesh:
-            assert ours(x=x).sharding.spec == P(("dp", "fsdp"), "mp")
+    with legacy(mesh):
+        assert ours(x=x).sharding.spec == P(("dp", "fsdp"), "mp")
     # Both of these leave dim 0 whole there.
     with jax.set_mesh(ts.make_mesh("dp=4,mp=2")):
         assert ours(x=x).sharding.spec == P("dp", "mp")

@@ -177,7 +177,8 @@ def fsdp(
         SpecError: If `axis` is empty or contains a name twice.
 
     Examples:
-        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"))
+        >>> auto = (jax.sharding.AxisType.Auto,) * 2
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "fsdp"), axis_types=auto)
         >>> fsdp("fsdp")(P(), mesh, "mlp/weight", jax.ShapeDtypeStruct((1024, 4096), "float32"))
         P(None, 'fsdp')
 
@@ -206,7 +207,8 @@ def shard_dim(axis: str | Sequence[str], dim: int, ignore_ndim_error: bool = Fal
         SpecError: If `axis` is empty or contains a name twice.
 
     Examples:
-        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+        >>> auto = (jax.sharding.AxisType.Auto,) * 2
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=auto)
         >>> heads = shard_dim("model", -2)
         >>> heads(P(), mesh, "attn/kernel", jax.ShapeDtypeStruct((1024, 16, 64), "float32"))
         P(None, 'model')
