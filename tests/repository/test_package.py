@@ -12,6 +12,7 @@ from email.message import Message
 from pathlib import Path
 
 import floor
+import newest_python
 import pytest
 from large_binaries import large_binaries
 
@@ -130,6 +131,49 @@ def test_the_floor_is_what_pyproject_allows() -> None:
     assert len(names) == len(set(names)), f"two lower bounds for one package: {pins}"
     assert {"equinox", "numpy", "orbax-checkpoint", "flax", "rich"} <= set(names)
     assert "pytest" not in names
+
+
+def test_a_newest_python_is_the_first_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def python(path: str, code: int) -> str:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\nexit {code}\n")
+        file.chmod(0o755)
+        return str(file)
+
+    python("shims/python3.13", 127)  # as pyenv's, if no version is selected
+    own = python("versions/3.13.7/bin/python3", 0)
+    (tmp_path / "shims/pyenv").write_text(f"#!/bin/sh\necho {tmp_path}\n")
+    (tmp_path / "shims/pyenv").chmod(0o755)
+    monkeypatch.delenv("PYTHON_NEWEST", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:/bin")
+    assert newest_python.find() == own
+    on_path = python("bin/python3.14", 0)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:{tmp_path / 'bin'}:/bin")
+    assert newest_python.find() == on_path
+    monkeypatch.setenv("PYTHON_NEWEST", own)
+    assert newest_python.find() == own
+    monkeypatch.setenv("PYTHON_NEWEST", "python3.13")
+    with pytest.raises(SystemExit, match="PYTHON_NEWEST=python3.13 is not a Python 3.13 or newer"):
+        newest_python.find()
+
+
+def test_without_a_newest_python_the_ways_out_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHON_NEWEST", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get either
+    with pytest.raises(SystemExit) as raised:
+        newest_python.find(tmp_path / "unpacked")
+    assert str(raised.value) == (
+        "No Python 3.13 or newer was found. Tried: the packages of Debian 13 ([Errno 2] No such"
+        " file or directory: 'apt-get'). Use one of these:\n"
+        "- PYTHON_NEWEST=/path/to/python3.13 make test-newest\n"
+        "- a python3.13 on PATH, as python.org, your system or uv installs it\n"
+        "- pyenv install 3.13"
+    )
 
 
 def test_other_bounds_than_lower_bounds_are_rejected() -> None:
