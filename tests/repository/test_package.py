@@ -203,7 +203,7 @@ def test_messages_name_existing_extras() -> None:
 
 
 def extras_named(text: str) -> set[str]:
-    return {*re.findall(r"treeshard\[([^\]'\"]+)\]", text)}
+    return {*re.findall(r"treeshard\[([\w.-]+)\]", text)}
 
 
 def test_extras_in_a_message_are_found() -> None:
