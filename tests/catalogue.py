@@ -437,6 +437,20 @@ WHOLE = Group(
         ),
         Entry(
             "ShardingWarning",
+            "An array is in a tree at two paths, such as the weight of an embedding and of the last"
+            " layer. The call makes two arrays of it, which take twice the memory and are then"
+            " trained apart. `shard`, `reshard`, `gather`, `save`, `restore` and `save_safetensors`"
+            " warn.",
+            """
+            params = ts.shard({"embed": w, "head": w}, P("fsdp"), mesh)
+            """,
+            """
+            params = ts.shard({"embed": w}, P("fsdp"), mesh)
+            """,
+            about="one array at two paths",
+        ),
+        Entry(
+            "ShardingWarning",
             "`infer_sharding` replicates leaves that no pattern matches in full, as big_vision"
             " does, and lists them.",
             """

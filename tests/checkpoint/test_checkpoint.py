@@ -314,7 +314,7 @@ def train(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     tree = {
-        "layers": [{"weight": jnp.ones((4, 8), "bfloat16"), "bias": jnp.ones(8)}] * 2,
+        "layers": [{"weight": jnp.ones((4, 8), "bfloat16"), "bias": jnp.ones(8)} for _ in "01"],
         "ids": np.random.default_rng(0).integers(0, 2**60, 512),  # not compressible
         "step": 7,
     }
@@ -372,7 +372,9 @@ def test_a_cast_must_be_explicit(small) -> None:
     path, tree = small
     like = {
         **structs(tree),
-        "layers": [{"weight": jax.ShapeDtypeStruct((4, 8), "float32"), "bias": jnp.ones(8)}] * 2,
+        "layers": [
+            {"weight": jax.ShapeDtypeStruct((4, 8), "float32"), "bias": jnp.ones(8)} for _ in "01"
+        ],
         "ids": np.zeros(512, np.int64),
     }
     with pytest.raises(ts.MismatchError, match="`cast='float32'` converts it"):

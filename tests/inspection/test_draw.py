@@ -19,7 +19,7 @@ LAYER = {"w": np.ones((16, 64), np.float32), "norm": np.ones(16, np.float32)}
 RULES = [("norm", None), ("embed", P(("data", "fsdp"))), (".*", P("data", "fsdp"))]
 TREE = {
     "embed": np.ones((32, 16), np.float32),
-    "layers": [LAYER] * 3,
+    "layers": [{name: x.copy() for name, x in LAYER.items()} for _ in range(3)],
     "name": "mlp",
     "step": np.int32(0),
 }

@@ -1,10 +1,14 @@
 """The paths of leaves: `layers/0/attn/q/weight`."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import jax
+import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
+
+from treeshard.errors import listed, warn
 
 PyTree = Any  # any tree that `jax.tree` functions take
 IsLeaf = Callable[[Any], bool] | None
@@ -97,6 +101,44 @@ def _named_leaves(tree: PyTree, sep: str, is_leaf: IsLeaf) -> tuple[list[str], l
 def path_under(prefix: str, path: str) -> str:
     """Joins the path of a subtree and a path inside it; either may be empty."""
     return "/".join(part for part in (prefix, path) if part)
+
+
+def warn_untied(
+    where: str,
+    tree: PyTree,
+    before: Sequence[Any],
+    after: Sequence[Any] | None = None,
+    prefix: str = "",
+) -> None:
+    """Warns if a tree has one array at several paths, and a call makes several arrays of it.
+
+    Args:
+        where: The public function.
+        tree: The tree.
+        before: Its leaves. `ShapeDtypeStruct`s and arrays of one element are not considered.
+        after: What becomes of each leaf; by default an object of its own.
+        prefix: The path of `tree` in a larger tree.
+    """
+    identities = list(map(id, before))
+    if len(set(identities)) == len(identities):
+        return
+    first: dict[int, int] = {}
+    pairs = [
+        (first[identity], i)
+        for i, (identity, x) in enumerate(zip(identities, before, strict=True))
+        if first.setdefault(identity, i) != i
+        and isinstance(x, jax.Array | np.ndarray)
+        and x.size > 1
+        and (after is None or after[i] is not after[first[identity]])
+    ]
+    if pairs:
+        paths = [path_under(prefix, path) for path in leaf_paths(tree)]
+        facts = [
+            f"{paths[j]}: it is the same array as {paths[i]}, and becomes an array of its own. To"
+            f" keep them one, leave {paths[j]} out of the tree, or use `equinox.nn.Shared`."
+            for i, j in pairs
+        ]
+        warn(f"{where}: {listed(f'{len(facts)} arrays are no longer shared:', facts)}")
 
 
 def paths_of(treedef: Any) -> list[str]:

@@ -23,7 +23,7 @@ from treeshard._core.arrays import (
 )
 from treeshard._core.make_mesh import make_mesh, with_devices
 from treeshard._core.mesh import MeshLike, as_mesh
-from treeshard._core.paths import PyTree, leaf_paths, path_under
+from treeshard._core.paths import PyTree, leaf_paths, path_under, warn_untied
 from treeshard._core.processes import (
     TIMEOUT,
     agreeing,
@@ -78,6 +78,9 @@ def gather(
         ValueError: If `to` is neither `"all"` nor the index of a process.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
+    Warns:
+        ShardingWarning: If an array is in the tree at several paths and becomes several arrays.
+
     Examples:
         >>> mesh = make_mesh("fsdp=8")
         >>> gather(shard({"w": np.arange(8)}, P("fsdp"), mesh))
@@ -93,7 +96,9 @@ def gather_at(
     """`gather` of a subtree; messages name its `prefix` in the larger tree."""
     leaves, treedef = tree_flatten(tree)
     read = _reader("gather", tree, leaves, to, timeout, prefix)
-    return treedef.unflatten([next(read) for _ in with_bar(leaves, "gather", show=progress)])
+    gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
+    warn_untied("gather", tree, leaves, gathered, prefix)
+    return treedef.unflatten(gathered)
 
 
 def iter_gather(
@@ -128,6 +133,7 @@ def iter_gather(
     _check_receiver(to, "iter_gather")
     leaves = tree_flatten(tree)[0]
     read = _reader("iter_gather", tree, leaves, to, timeout, meet=True)
+    warn_untied("iter_gather", tree, leaves)
     named = list(zip(leaf_paths(tree), leaves, strict=True))
     return _arrays(with_bar(named, "iter_gather", show=progress), read)
 

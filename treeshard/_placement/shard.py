@@ -9,7 +9,7 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import MeshLike, as_mesh
-from treeshard._core.paths import PyTree, leaf_paths, path_under
+from treeshard._core.paths import PyTree, leaf_paths, path_under, warn_untied
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     TIMEOUT,
@@ -91,6 +91,9 @@ def shard(
             mesh, or one of them does not make it within `timeout`, or fails. No leaf is placed.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
+    Warns:
+        ShardingWarning: If an array is in the tree at several paths and becomes several arrays.
+
     Examples:
         >>> tree = shard({"w": np.ones((16, 4)), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
         >>> tree["w"].sharding.spec, tree["w"].addressable_shards[0].data.shape
@@ -141,6 +144,9 @@ def reshard(
         UnknownAxisError, SpecError, NoMeshError, MeshError: As `shard`, for specs and meshes.
         DeletedLeafError, LeafError, ProcessError: As `shard`, for leaves and processes.
 
+    Warns:
+        ShardingWarning: As `shard`.
+
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
         >>> tree = shard({"w": np.ones((8, 8))}, P("fsdp"), mesh)
@@ -168,6 +174,7 @@ def place(
     """
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
+    before = leaves.copy()
     among = (
         participating_processes(leaves, meshes_of(specs, mesh)) if jax.process_count() > 1 else []
     )
@@ -186,6 +193,7 @@ def place(
             for i in with_bar(structs, where, show=progress):
                 leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
     move_leaves(leaves, remaining, where, from_single_device, progress=progress)
+    warn_untied(where, tree, before, leaves, prefix)
     return treedef.unflatten(leaves)
 
 

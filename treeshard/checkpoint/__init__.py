@@ -88,6 +88,9 @@ def save(
             is written, or does not arrive.
         ValueError: If `on_divergence` is another word.
 
+    Warns:
+        ShardingWarning: If an array is in the tree at several paths: it is stored at each.
+
     Examples:
         >>> w = shard(np.ones((256, 64), np.float32), P("fsdp"), make_mesh("fsdp=8"))
         >>> state = {"w": w, "key": jax.random.key(0), "step": 7, "act": jax.nn.relu}

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from etils import epath
 from jax.sharding import Sharding
+from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import to_read
 from treeshard._core.mesh import MeshLike
-from treeshard._core.paths import PyTree, leaf_paths, shared_names
+from treeshard._core.paths import PyTree, leaf_paths, shared_names, warn_untied
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together
 from treeshard._core.text import parse_dtype
 from treeshard._disk.files import PathLike
@@ -120,6 +121,7 @@ def restore(
         placing = Placing(rules, mesh, min_size)
         request = read_request(types, like, placing, cast=cast, names=_paths_of, where=WHERE)
         request.differences.check(str(checkpoint), partial=partial)
+        warn_untied(WHERE, like, tree_leaves(like))
         facts["the path"] = str(checkpoint)
         facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
         facts |= request.facts()

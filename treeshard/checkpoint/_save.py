@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 import jax
 from etils import epath
+from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text
-from treeshard._core.paths import PyTree
+from treeshard._core.paths import PyTree, warn_untied
 from treeshard._core.processes import agreeing
 from treeshard._disk.files import Lock, make_directory
 from treeshard._disk.leaves import SavedLeaf
@@ -45,6 +46,7 @@ def begin(
     try:
         with agreeing(WHERE, timeout=timeout) as facts:
             packed = pack(tree, WHERE)
+            warn_untied(WHERE, tree, tree_leaves(tree))
             if jax.process_index() == 0:
                 _check_shards_here(packed)
                 lock = _locked(path)

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.tree_util import tree_leaves
 
 from treeshard._core.mesh import MeshLike
+from treeshard._core.paths import warn_untied
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
 from treeshard._disk.files import PathLike
@@ -97,6 +99,7 @@ def save_safetensors(
     with agreeing(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)
+        warn_untied(where, tree, tree_leaves(tree))
         rows = [Tensor(name, code_of(x.dtype) or "", x.shape) for name, x in tensors.items()]
         new = lay_out_files(to, rows, most, metadata, where)
         facts["the path"] = str(to)
