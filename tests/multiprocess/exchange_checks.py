@@ -1,5 +1,6 @@
 """Every process receives every message, or all processes raise."""
 
+import threading
 import time
 
 import jax
@@ -7,7 +8,8 @@ import pytest
 
 from tests.multiprocess.worker import Context
 from treeshard import ProcessError
-from treeshard._core.processes import exchange, together
+from treeshard._core.meetings import count_step, exchange
+from treeshard._core.processes import together
 
 
 def check_every_process_receives_every_message(context: Context) -> None:
@@ -60,9 +62,98 @@ def check_without_errors_no_process_raises(context: Context) -> None:
         pass
 
 
-def check_no_message_stays_in_the_service(context: Context) -> None:
+def check_one_message_at_most_stays_in_the_service(context: Context) -> None:
+    """The one of the last meeting, since the others may not have read it yet."""
     from jax._src import distributed
 
-    exchange("looking", b"", timeout=20)
-    left = distributed.global_state.client.key_value_dir_get_bytes("treeshard/looking")
-    assert [key for key, _ in left if key.endswith(f"/{jax.process_index()}")] == []
+    exchange("looking", b"x" * 100, timeout=20)
+    exchange("looking again", b"", timeout=20)
+    kept = distributed.global_state.client.key_value_dir_get_bytes("treeshard/")
+    mine = [value for key, value in kept if key.endswith(f"/{jax.process_index()}")]
+    assert len([value for value in mine if value.startswith(b"[")]) == 1
+    assert all(len(value) < 60 for value in mine)
+
+
+# ------------------------------------------------------------------ calls that differ
+
+
+def check_other_calls_are_named_and_the_next_one_works(context: Context) -> None:
+    for _ in range(3):
+        with pytest.raises(ProcessError) as told:
+            exchange("save" if context.index else "gather", b"", timeout=20)
+        what = "save" if context.index else "gather"
+        assert str(told.value) == (
+            f"{what}: the processes do not make the same call, and nothing was done: gather on"
+            " process 0; save on process 1. A process skipped a call, or made one more. All of"
+            " them must make the same calls in the same order."
+        )
+        assert exchange("going on", b"", timeout=20) == [b""] * context.count
+
+
+def given_up(context: Context, by: int, calls: int) -> None:
+    """One process makes some calls in vain; the others wait until it has given up."""
+    mark = context.directory / f"given-up-{by}-{calls}"
+    if context.index == by:
+        for _ in range(calls):
+            with pytest.raises(ProcessError, match=f"process {1 - by} of 2 did not arrive within"):
+                exchange("gather", b"", timeout=0.1)
+        mark.touch()
+    while not mark.exists():
+        time.sleep(0.01)
+
+
+def check_a_process_that_skipped_calls_goes_on_with_the_others(context: Context) -> None:
+    for calls in (1, 3):
+        given_up(context, 0, calls)
+        assert exchange("save", b"", timeout=20) == [b""] * context.count
+
+
+def check_a_call_that_was_given_up_raises_once(context: Context) -> None:
+    for calls in (1, 3):
+        given_up(context, 1, calls)
+        if context.index == 0:
+            with pytest.raises(ProcessError, match="a process arrived more than 20 s after"):
+                exchange("gather", b"", timeout=20)
+        assert exchange("gather", b"", timeout=20) == [b""] * context.count
+
+
+def check_two_threads_are_told_or_in_order(context: Context) -> None:
+    """Each thread's messages meet those of the thread of its name, or both are told."""
+    names = ["a", "b"] if context.index else ["b", "a"]
+    outcomes: dict[str, str] = {}
+
+    def talk(name: str) -> None:
+        for turn in range(5):
+            try:
+                got = exchange("talking", f"{name}{turn}".encode(), timeout=5)
+            except ProcessError as error:
+                outcomes[name] = str(error)
+            else:
+                assert len({message[:1] for message in got}) == 1, got
+
+    threads = [threading.Thread(target=talk, args=[name], name=name) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for text in outcomes.values():
+        assert "in the thread 'a'" in text or "did not arrive" in text or "arrived more" in text
+    with together("going on", timeout=20):
+        pass
+
+
+def check_steps_that_differ_are_named(context: Context) -> None:
+    everybody = list(range(context.count))
+    for i in range(3 + context.index):
+        assert count_step(everybody) == f"step {i + 1}"
+    for _ in range(2):
+        with pytest.raises(ProcessError) as told:
+            exchange("gather", b"", timeout=20)
+        assert (
+            "gather after 3 steps on process 0; gather after 4 steps on process 1. A process"
+            " skipped a step, or made one more." in str(told.value)
+        )
+    exchange("shard", b"", timeout=20, moves=False)  # no data follows
+    if context.index == 0:
+        count_step(everybody)
+    exchange("gather", b"", timeout=20)

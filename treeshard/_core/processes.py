@@ -1,7 +1,4 @@
-"""What several processes do together: they exchange messages, fail together and agree.
-
-Messages go through the coordination service of JAX's own runtime: no device is involved and
-nothing is compiled. A process that does not arrive is named in an error after a timeout.
+"""What several processes do together: they fail together and agree.
 
 Callers use `together` and `agreeing`: if one process raises, all raise. `exchange` is what both
 are made of. Only the barriers of a save call it themselves, since they also tell the other
@@ -9,10 +6,8 @@ processes of a Ctrl-C, and raise a `CheckpointError` that lists the errors of al
 """
 
 import hashlib
-import itertools
 import json
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -23,104 +18,22 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from treeshard._core.arrays import array_text
-from treeshard._core.jax_private import coordination_client
+from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
+from treeshard._core.meetings import TIMEOUT, exchange, in_groups, indices, origin
 from treeshard._core.mesh import AnyMesh, describe_mesh
 from treeshard._core.specs import entries, with_entries
 from treeshard.errors import ProcessError, listed
-
-# Seconds to wait for other processes, by default.
-TIMEOUT = 60.0
-# For waits while others do work of unknown length. If one of them dies, JAX itself ends the rest.
-AS_LONG_AS_IT_TAKES = 7 * 86400.0
-
-_calls: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
-
-
-def exchange(
-    what: str, mine: bytes, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
-) -> list[bytes]:
-    """Sends a message to every participating process and returns all messages.
-
-    Either all processes return or all raise: a process that arrives late gets the error too.
-
-    Args:
-        what: The operation, such as `"save /runs/7/step_100"`; the same on every process.
-            Messages name it. Calls with the same name are matched in order.
-        mine: The message of this process.
-        among: The indices of the participating processes; all by default. If it is empty, only
-            this one participates.
-        timeout: Seconds to wait for the other processes.
-
-    Returns:
-        The message of each process, in the order of their indices.
-
-    Raises:
-        ProcessError: If a process did not arrive in time. The message names it.
-    """
-    participants = indices(among)
-    if participants == [jax.process_index()]:
-        return [mine]
-    client = _client()
-    milliseconds = max(1, round(1000 * timeout))
-    call = f"{what}#{','.join(map(str, participants))}"
-    meeting = f"treeshard/{call}/{next(_calls[call])}"
-    client.key_value_set_bytes(f"{meeting}/{jax.process_index()}", mine)
-    try:
-        client.wait_at_barrier(meeting, milliseconds, participants)
-        messages = dict(client.key_value_dir_get_bytes(f"{meeting}/"))
-        # A message may be deleted only after all processes have read it.
-        client.wait_at_barrier(f"{meeting}/read", milliseconds, participants)
-    except jax.errors.JaxRuntimeError as error:
-        raise ProcessError(_absent(client, what, meeting, participants, timeout, error)) from None
-    client.key_value_delete(f"{meeting}/{jax.process_index()}")
-    return [messages[f"{meeting}/{i}"] for i in participants]
-
-
-def _absent(
-    client: Any,
-    what: str,
-    meeting: str,
-    participants: Sequence[int],
-    timeout: float,
-    error: Exception,
-) -> str:
-    absent = []
-    for i in participants:
-        try:
-            client.key_value_try_get_bytes(f"{meeting}/{i}")
-        except jax.errors.JaxRuntimeError:
-            absent.append(i)
-    if not absent:  # all arrived, one of them too late; or the service itself is gone
-        reason = str(error).splitlines()[0]
-        return (
-            f"{what}: a process arrived more than {timeout:g} s after another, or was lost"
-            f" ({reason}). Nothing was done. See the logs of the other processes."
-        )
-    names = ", ".join(map(str, absent))
-    return (
-        f"{what}: {'process' if len(absent) == 1 else 'processes'} {names} of"
-        f" {jax.process_count()} did not arrive within {timeout:g} s. Nothing was done. Every"
-        " process must make this call. See the log of the missing process, or wait longer with"
-        " `timeout=`."
-    )
-
-
-def _client() -> Any:
-    client = coordination_client()
-    if client is None:
-        raise ProcessError(
-            f"There are {jax.process_count()} processes, and this one is not connected to the"
-            " others. Call `jax.distributed.initialize()` first, on each of them."
-        )
-    return client
-
 
 # ------------------------------------------------------------------ failing together, agreeing
 
 
 @contextmanager
 def together(
-    what: str, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
+    what: str,
+    *,
+    among: Sequence[int] | None = None,
+    timeout: float = TIMEOUT,
+    moves: bool = True,
 ) -> Iterator[list[bytes]]:
     """Runs its block on every process; if it raises on one, all raise.
 
@@ -128,6 +41,7 @@ def together(
         what: As in `exchange`.
         among: As in `exchange`.
         timeout: As in `exchange`.
+        moves: As in `exchange`.
 
     Yields:
         An empty list. The block may append the message of this process; after the block, the
@@ -149,7 +63,7 @@ def together(
     else:
         outcome = f"-{type(own_error).__name__}: {own_error}".encode()
     try:
-        outcomes = exchange(what, outcome, among=among, timeout=timeout)
+        outcomes = exchange(what, outcome, among=among, timeout=timeout, moves=moves)
     except ProcessError as absent:
         raise (own_error or absent) from None
     if own_error is not None:
@@ -166,7 +80,11 @@ def together(
 
 @contextmanager
 def agreeing(
-    what: str, *, among: Sequence[int] | None = None, timeout: float = TIMEOUT
+    what: str,
+    *,
+    among: Sequence[int] | None = None,
+    timeout: float = TIMEOUT,
+    moves: bool = True,
 ) -> Iterator[dict[str, str]]:
     """Runs its block on every process; if the blocks record different facts, all raise.
 
@@ -176,6 +94,7 @@ def agreeing(
         what: The operation, as in `exchange`.
         among: As in `exchange`.
         timeout: Seconds to wait for the other processes.
+        moves: As in `exchange`.
 
     Yields:
         A dict for the block to fill, in order: what this process is about to do, by leaf path
@@ -188,13 +107,13 @@ def agreeing(
     """
     facts: dict[str, str] = {}
     encoded = b""
-    with together(what, among=among, timeout=timeout) as hashes:
+    with together(what, among=among, timeout=timeout, moves=moves) as hashes:
         yield facts
         encoded = json.dumps(list(facts.items())).encode()
         hashes.append(hashlib.sha256(encoded).digest())
     if len(set(hashes)) == 1:
         return
-    messages = exchange(what, zlib.compress(encoded), among=among, timeout=timeout)
+    messages = exchange(what, zlib.compress(encoded), among=among, timeout=timeout, moves=moves)
     decoded = [dict(json.loads(zlib.decompress(message))) for message in messages]
     differences = _differences(dict(zip(indices(among), decoded, strict=True)))
     headline = (
@@ -210,28 +129,12 @@ def _differences(by_process: Mapping[int, Mapping[str, str]]) -> list[str]:
     rows = {
         name: {i: facts.get(name, "nothing") for i, facts in by_process.items()} for name in names
     }
-    if lines := [_line(name, row) for name, row in rows.items() if len(set(row.values())) > 1]:
-        return lines
+    differing = {name: row for name, row in rows.items() if len(set(row.values())) > 1}
+    if differing:
+        return [f"{name}: {in_groups(row)}" for name, row in differing.items()]
     positions = enumerate(zip(*by_process.values(), strict=True))
     position, order = next((i, row) for i, row in positions if len(set(row)) > 1)
-    return [_line(f"leaf {position}", dict(zip(by_process, map(repr, order), strict=True)))]
-
-
-def _line(name: str, row: Mapping[int, str]) -> str:
-    """`w: P('fsdp',) on processes 0, 1; P() on process 2`."""
-    by_fact: dict[str, list[int]] = {}
-    for i, fact in row.items():
-        by_fact.setdefault(fact, []).append(i)
-    return f"{name}: " + "; ".join(f"{fact} on {_named(on)}" for fact, on in by_fact.items())
-
-
-def _named(processes: Sequence[int]) -> str:
-    if len(processes) == 1:
-        return f"process {processes[0]}"
-    first, last = processes[0], processes[-1]
-    if len(processes) > 2 and last - first + 1 == len(processes):
-        return f"processes {first} to {last}"
-    return "processes " + ", ".join(map(str, processes))
+    return [f"leaf {position}: {in_groups(dict(zip(by_process, map(repr, order), strict=True)))}"]
 
 
 # ------------------------------------------------------------------ participants and facts
@@ -240,13 +143,6 @@ def _named(processes: Sequence[int]) -> str:
 def processes_of(devices: Iterable[Any]) -> list[int]:
     """The indices of the processes that own some devices, ascending."""
     return sorted({device.process_index for device in devices})
-
-
-def indices(among: Sequence[int] | None) -> list[int]:
-    """The indices of the participating processes; `among` is that of `exchange`."""
-    if among is None:
-        return list(range(jax.process_count()))
-    return sorted(set(among)) or [jax.process_index()]
 
 
 def is_spread(x: Any) -> bool:
@@ -273,11 +169,14 @@ def participating_processes(
     return participants if participants != [me] and me in participants else []
 
 
-def facts_of(rows: Iterable[tuple[str, Any, Sequence[Sharding]]]) -> dict[str, str]:
+def facts_of(
+    rows: Iterable[tuple[str, Any, Sequence[Sharding]]], among: Sequence[int] = ()
+) -> dict[str, str]:
     """The facts about leaves that processes compare: path, array, target and source sharding.
 
     A row is a path, a leaf and its shardings. A leaf without shardings belongs to each process
-    alone, and only its presence is compared.
+    alone, and only its presence is compared. Of a spread leaf, the call of the processes `among`
+    that made it is compared too.
     """
     meshes: dict[Any, str] = {}
     facts: dict[str, str] = {}
@@ -287,6 +186,8 @@ def facts_of(rows: Iterable[tuple[str, Any, Sequence[Sharding]]]) -> dict[str, s
             name += " (again)"
         placements = " from ".join(_placement(sharding, meshes) for sharding in shardings)
         facts[name] = f"{array_text(x)} as {placements}" if placements else "its own"
+        if is_spread(x) and (made_in := origin(x, among)):
+            facts[name] += f", made in {made_in}"
     described = {
         name or "the mesh": f"{describe_mesh(mesh)} on the devices {_ids(mesh)}"
         for mesh, name in meshes.items()

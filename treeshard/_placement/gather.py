@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count, repeat
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from treeshard._core.arrays import (
     to_host,
 )
 from treeshard._core.make_mesh import make_mesh, with_devices
+from treeshard._core.meetings import in_turn
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under, warn_untied
 from treeshard._core.processes import (
@@ -95,8 +97,10 @@ def gather_at(
 ) -> PyTree:
     """`gather` of a subtree; messages name its `prefix` in the larger tree."""
     leaves, treedef = tree_flatten(tree)
-    read = _reader("gather", tree, leaves, to, timeout, prefix)
-    gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
+    among = _among(leaves, to)
+    with in_turn(among):
+        read = _reader("gather", tree, leaves, to, among, timeout, prefix)
+        gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
     warn_untied("gather", tree, leaves, gathered, prefix)
     return treedef.unflatten(gathered)
 
@@ -132,7 +136,7 @@ def iter_gather(
     """
     _check_receiver(to, "iter_gather")
     leaves = tree_flatten(tree)[0]
-    read = _reader("iter_gather", tree, leaves, to, timeout, meet=True)
+    read = _reader("iter_gather", tree, leaves, to, _among(leaves, to), timeout, meet=True)
     warn_untied("iter_gather", tree, leaves)
     named = list(zip(leaf_paths(tree), leaves, strict=True))
     return _arrays(with_bar(named, "iter_gather", show=progress), read)
@@ -151,6 +155,7 @@ def _reader(
     tree: PyTree,
     leaves: list[Any],
     to: To,
+    among: list[int],
     timeout: float,
     prefix: str = "",
     meet: bool = False,
@@ -160,7 +165,6 @@ def _reader(
     With `meet`, the processes wait for each other at each leaf whose data travels.
     """
     spread = [leaf for leaf in leaves if is_spread(leaf)]
-    among = participating_processes(spread, more=[] if to == "all" else [to])
     paths: list[str] = []
     with agreeing(where, among=among, timeout=timeout) as facts:
         _check_readable(tree, leaves, where, prefix)
@@ -171,7 +175,7 @@ def _reader(
                 for path, x in zip(paths, leaves, strict=True)
                 if is_array(x)
             )
-            facts |= {"the argument `to`": repr(to), **facts_of(rows)}
+            facts |= {"the argument `to`": repr(to), **facts_of(rows, among)}
     if not among:  # all parts of the leaves are local, or none is
         receives = to in ("all", jax.process_index()) and not spread
         return _received(leaves, repeat({}), receives)
@@ -179,15 +183,24 @@ def _reader(
     call = next(_iterations[tuple(among)])
     named = [path for path, leaf in zip(paths, leaves, strict=True) if is_spread(leaf)]
 
-    def wait(i: int) -> None:
-        if meet:
-            with together(f"{where}, at {named[i]} (call {call})", among=among, timeout=timeout):
-                pass
+    @contextmanager
+    def turn(i: int) -> Iterator[None]:
+        with in_turn(among):
+            if meet:
+                at = f"{where}, at {named[i]} (call {call})"
+                with together(at, among=among, timeout=timeout):
+                    pass
+            yield
 
     receivers = among if to == "all" else [to]
     data = list(map(data_of, spread))
     wanted = [[(r, region_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
-    return _received(leaves, deliver(data, wanted, among, wait), jax.process_index() in receivers)
+    return _received(leaves, deliver(data, wanted, among, turn), jax.process_index() in receivers)
+
+
+def _among(leaves: list[Any], to: To) -> list[int]:
+    """The processes that hold parts of the leaves, and the receiver."""
+    return participating_processes(filter(is_spread, leaves), more=[] if to == "all" else [to])
 
 
 def _received(

@@ -1,7 +1,9 @@
 """Builds arrays over all processes from the part that each process has, such as a batch."""
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import numbers, region_of
 from treeshard._core.make_mesh import make_mesh
+from treeshard._core.meetings import set_origin
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
@@ -27,6 +30,7 @@ from treeshard._placement.shard import place
 from treeshard._placement.targets import (
     UNPLACEABLE,
     lay_on_devices,
+    meshes_of,
     raise_unmovable,
     unmovable,
 )
@@ -35,6 +39,7 @@ from treeshard.errors import LeafError, SpecError
 WHERE = "from_process_local"
 
 _agreed: set[Any] = set()
+_calls: defaultdict[tuple[int, ...], "count[int]"] = defaultdict(count)
 
 
 def from_process_local(
@@ -86,6 +91,8 @@ def from_process_local(
     if jax.process_count() == 1:
         return place(tree, specs, mesh, WHERE, through_host)
     leaves, treedef = tree_flatten(tree)
+    group = tuple(participating_processes((), meshes_of(specs, mesh)))
+    call = next(_calls[group])  # counted before anything can fail on one process
     shardings = _joint_targets(tree, leaves, specs, mesh)
     among = participating_processes((), {target.mesh for target in shardings.values()})
     rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
@@ -94,11 +101,12 @@ def from_process_local(
     # skip the comparison or none does.
     if among and signature not in _agreed:
         paths = leaf_paths(tree)
-        with agreeing(WHERE, among=among, timeout=timeout) as facts:
+        with agreeing(WHERE, among=among, timeout=timeout, moves=False) as facts:
             facts |= facts_of((paths[i], leaves[i], [target]) for i, target in shardings.items())
         _agreed.add(signature)
     for i, target in shardings.items():
         leaves[i] = _join(leaves[i], target)
+    set_origin((leaves[i] for i in shardings), group, f"call {call} of {WHERE}")
     return treedef.unflatten(leaves)
 
 

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
 from treeshard._core.make_mesh import make_mesh
+from treeshard._core.meetings import in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under, warn_untied
 from treeshard._core.processes import (
@@ -179,20 +180,28 @@ def place(
         participating_processes(leaves, meshes_of(specs, mesh)) if jax.process_count() > 1 else []
     )
     paths = leaf_paths(tree) if among or read else []
-    with agreeing(where, among=among, timeout=timeout) as facts:
-        remaining = targets(tree, specs, mesh, where, prefix, accept_structs=read is not None)
+    moves = any(map(is_spread, leaves))
+    with in_turn(among if moves else ()):
+        with agreeing(where, among=among, timeout=timeout, moves=moves) as facts:
+            remaining = targets(tree, specs, mesh, where, prefix, accept_structs=read is not None)
+            if among:
+                rows = (
+                    (path_under(prefix, paths[i]), x, shardings_to_compare(x, target))
+                    for i, target in remaining.items()
+                    for x in [leaves[i]]
+                )
+                facts |= facts_of(rows, among)
+        placed = [*remaining]
+        if read is not None:
+            structs = [i for i in remaining if isinstance(leaves[i], jax.ShapeDtypeStruct)]
+            # Before anything else: if `read` fails on one process, all must stop.
+            slow = AS_LONG_AS_IT_TAKES
+            with together(where, among=among, timeout=slow, moves=moves):
+                for i in with_bar(structs, where, show=progress):
+                    leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
+        move_leaves(leaves, remaining, where, from_single_device, progress=progress)
         if among:
-            facts |= facts_of(
-                (path_under(prefix, paths[i]), leaves[i], shardings_to_compare(leaves[i], target))
-                for i, target in remaining.items()
-            )
-    if read is not None:
-        structs = [i for i in remaining if isinstance(leaves[i], jax.ShapeDtypeStruct)]
-        # Before anything else: if `read` fails on one process, all must stop.
-        with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
-            for i in with_bar(structs, where, show=progress):
-                leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
-    move_leaves(leaves, remaining, where, from_single_device, progress=progress)
+            set_origin((leaves[i] for i in placed), among, last_meeting())
     warn_untied(where, tree, before, leaves, prefix)
     return treedef.unflatten(leaves)
 

@@ -9,6 +9,7 @@ arrays are, and the transfer needs memory for a few packets besides the result.
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ def deliver(
     arrays: Sequence[jax.Array],
     wanted: Sequence[Iterable[tuple[int, Region]]],
     among: Sequence[int],
-    before: Callable[[int], None] = lambda i: None,
+    turn: Callable[[int], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[dict[Region, np.ndarray]]:
     """Delivers parts of arrays to the processes that need them, array by array.
 
@@ -36,7 +37,7 @@ def deliver(
         arrays: Arrays on any devices; no typed keys, which have no bytes (send their data).
         wanted: For each array, pairs of a process and a region of the array that it needs.
         among: The processes that hold or need parts of the arrays; ascending.
-        before: Called with an array's index before any of its data travels, if any does.
+        turn: Returns the context, by an array's index, in which its data travels, if any does.
 
     Yields:
         For each array, the regions that this process needs.
@@ -44,15 +45,14 @@ def deliver(
     routes = [_route(x, regions) for x, regions in zip(arrays, wanted, strict=True)]
     streams = _Streams(arrays, routes, among)
     for i, x in enumerate(arrays):
-        if streams.begin(i):
-            before(i)
-        regions = {
-            region: np.empty(lengths(region), x.dtype)
-            for r, region in wanted[i]
-            if r == streams.process
-        }
-        for chunk, data in streams.received(i):
-            regions[chunk.wanted][within(chunk.part, chunk.wanted)] = data
+        with turn(i) if streams.begin(i) else nullcontext():
+            regions = {
+                region: np.empty(lengths(region), x.dtype)
+                for r, region in wanted[i]
+                if r == streams.process
+            }
+            for chunk, data in streams.received(i):
+                regions[chunk.wanted][within(chunk.part, chunk.wanted)] = data
         yield regions
 
 

@@ -252,7 +252,9 @@ class SaveBarriers:
         stage, timeout = self._left.pop(0)
         own = b"" if error is None else f"{type(error).__name__}: {error}".encode()
         try:
-            errors = exchange(f"save {self._path}: {stage}", own, timeout=timeout)
+            errors = exchange(
+                f"save {self._path}: {stage}", own, timeout=timeout, lane=f"save {self._path}"
+            )
         except BaseException:
             self._left.clear()
             raise

@@ -16,6 +16,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 
 from treeshard._core.arrays import is_array
 from treeshard._core.make_mesh import with_devices
+from treeshard._core.meetings import in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import agreeing, facts_of, participating_processes
@@ -113,18 +114,21 @@ def init_sharded(
         return eqx.combine(tree_unflatten(treedef, arrays), constants)
 
     among = participating_processes((), [mesh])
-    with agreeing("init_sharded", among=among) as facts:
-        structs = jax.eval_shape(make, traced)
-        tree_plan = plan(tree_of(structs), rules, mesh, min_size=min_size)
-        if strict:
-            tree_plan.check()
-        else:
-            tree_plan.warn_of_small_leaves()
-        shardings = [NamedSharding(mesh, leaf.given) for leaf in tree_plan.leaves]
-        if among:  # all processes must compile the same program
-            rows = zip(tree_plan.leaves, shardings, strict=True)
-            facts |= facts_of((x.path, x, [s]) for x, s in rows)
-    arrays = jax.jit(make, out_shardings=shardings)(traced)
+    with in_turn(among):
+        with agreeing("init_sharded", among=among) as facts:
+            structs = jax.eval_shape(make, traced)
+            tree_plan = plan(tree_of(structs), rules, mesh, min_size=min_size)
+            if strict:
+                tree_plan.check()
+            else:
+                tree_plan.warn_of_small_leaves()
+            shardings = [NamedSharding(mesh, leaf.given) for leaf in tree_plan.leaves]
+            if among:  # all processes must compile the same program
+                rows = zip(tree_plan.leaves, shardings, strict=True)
+                facts |= facts_of((x.path, x, [s]) for x, s in rows)
+        arrays = jax.jit(make, out_shardings=shardings)(traced)
+        if among:
+            set_origin(arrays, among, last_meeting())
     return tree_of(arrays), tree_plan
 
 

@@ -13,6 +13,7 @@ from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree
 from treeshard._core.arrays import StaticSplit, array_text, has_shape, is_array
 from treeshard._core.jax_private import is_tracing, varying_axes
 from treeshard._core.make_mesh import with_devices
+from treeshard._core.meetings import count_step, in_turn, set_origin
 from treeshard._core.paths import PyTree, leaf_paths, pair, path_under
 from treeshard._core.processes import (
     TIMEOUT,
@@ -57,6 +58,7 @@ class Step:
         self.plan, self.batch_specs = plan, batch
         self._name = "shard_map_step" if per_device else "jit_step"
         self._mesh = with_devices(plan.mesh, self._name, compile_only=True)
+        self._among = participating_processes((), [self._mesh])
         self._fn, self._donate, self._per_device = fn, donate, per_device
         self._programs: list[_Program] = []
         # By the form of a batch: the target sharding of each leaf that has one, by index.
@@ -71,7 +73,7 @@ class Step:
             raise _deleted(arrays, self.plan)
         if self._donate and not is_tracing():
             arrays = separated(arrays, data, lambda i: self.plan.leaves[i].path, self._name)
-        with _fixed_context(self._mesh):
+        with in_turn(self._among), _fixed_context(self._mesh):
             try:
                 new, aux = program.run(_Named(arrays, program.names), data)
             except TreeShardError:
@@ -80,6 +82,8 @@ class Step:
                 if (problem := _misplaced(arrays, self.plan)) is None:
                     raise
                 raise problem from error
+            if self._among and not is_tracing():
+                set_origin((*new.arrays, *tree_leaves(aux)), self._among, count_step(self._among))
         if self._donate:
             mark_as_separate(new.arrays)
         return program.state.combine(new.arrays), aux
@@ -175,7 +179,7 @@ class Step:
         """The target shardings of a batch, after all processes came to the same."""
         if all(map(is_spread, data)) and (placement := self._in_place(batch, data, treedef)):
             return placement
-        among = participating_processes((), [self._mesh]) if any(map(has_shape, data)) else []
+        among = self._among if any(map(has_shape, data)) else []
         with agreeing(self._name, among=among, timeout=TIMEOUT) as facts:
             placement = self._targets(batch, data, treedef)
             if among:

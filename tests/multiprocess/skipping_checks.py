@@ -1,0 +1,213 @@
+"""A process that skips a call, or two threads that call at once: told, never a wrong value.
+
+Each check ends with calls of all processes, which work.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.multiprocess.worker import Context
+from treeshard.checkpoint import restore, save
+
+LARGE = (8, 2**15)  # too large for a comparison of values
+
+
+def mesh() -> Mesh:
+    return ts.make_mesh("data=-1")
+
+
+def full(step: int, shape: tuple[int, ...] = (8,)) -> np.ndarray:
+    return np.full(shape, step, np.float32)
+
+
+def global_of(context: Context, step: int) -> jax.Array:
+    part = full(step, (8 // context.count,))
+    return ts.from_process_local(part, P("data"), mesh())
+
+
+def assert_all_can_go_on(context: Context) -> None:
+    np.testing.assert_array_equal(ts.gather(global_of(context, 1), timeout=20), full(1))
+    placed = ts.reshard(ts.shard(full(2, LARGE), P("data"), mesh()), P(None, "data"), mesh())
+    np.testing.assert_array_equal(ts.gather(placed, timeout=20), full(2, LARGE))
+
+
+def told(call: Callable[[], Any]) -> str:
+    with pytest.raises(ts.ProcessError) as error:
+        call()
+    return str(error.value)
+
+
+def gathered(x: jax.Array) -> Callable[[], Any]:
+    return lambda: ts.gather(x, timeout=20)
+
+
+READS: dict[str, Callable[[jax.Array], Any]] = {
+    "gather": lambda x: ts.gather(x, timeout=20),
+    "gather to one": lambda x: ts.gather(x, to=1, timeout=20),
+    "iter_gather": lambda x: list(ts.iter_gather({"w": x}, timeout=20)),
+    "reshard": lambda x: ts.reshard(x, P(), mesh(), timeout=20),
+}
+
+
+def arrays(context: Context, made: str, x: int) -> jax.Array:
+    if made == "from_process_local":
+        return global_of(context, x)
+    if made == "reshard":
+        return ts.reshard(global_of(context, x), P(), mesh())
+    return ts.shard(full(x), P("data"), mesh())
+
+
+def check_a_read_of_another_step_is_told(context: Context) -> None:
+    """Process 1 skips the first of two reads, and so reads what is a step later: 12 ways."""
+    for made in ("from_process_local", "shard", "reshard"):
+        for name, read in READS.items():
+            first, second = (arrays(context, made, step) for step in (2, 3))
+            what = name.split()[0]
+            text = told(lambda read=read, x=(first, second)[context.index == 1]: read(x))
+            assert text.startswith(f"{what}: the processes do not agree"), (made, name, text)
+            assert "made in " in text, (made, name, text)
+            read(second)
+    assert_all_can_go_on(context)
+
+
+def check_a_step_that_one_process_skips_is_told(context: Context) -> None:
+    state = {"w": ts.shard(full(0), P("data"), mesh())}
+    plan = ts.plan(state, [("w", P("data"))], mesh(), min_size=0)
+    step = ts.jit_step(lambda s, b: ({"w": s["w"] + b}, 0), plan, batch=P("data"), donate=False)
+    batch = global_of(context, 1)
+    state, _ = step(state, batch)
+    later = step(state, batch)[0] if context.index else state  # process 0 skips it
+    for read in (
+        lambda: ts.gather(later, timeout=20),
+        lambda: save(context.directory / "never", later, timeout=20),
+    ):
+        text = told(read)
+        assert "after 1 steps on process 0;" in text, text
+        assert "A process skipped a step, or made one more." in text
+    if context.index == 0:  # makes it now
+        later, _ = step(state, batch)
+    np.testing.assert_array_equal(ts.gather(later)["w"], full(2))
+    # States that both have, of different steps.
+    assert "made in step 1 on process 0" in told(gathered((later if context.index else state)["w"]))
+    assert_all_can_go_on(context)
+
+
+def check_other_calls_are_both_named(context: Context) -> None:
+    x = global_of(context, 1)
+    path = context.directory / "saved"
+    save(path, {"w": x})
+    mine: dict[str, Callable[[], Any]] = {
+        "gather": lambda: ts.gather(x, timeout=20),
+        "shard": lambda: ts.shard(full(1), P("data"), mesh(), timeout=20),
+        "reshard": lambda: ts.reshard(x, P(), mesh(), timeout=20),
+        "save": lambda: save(context.directory / "other", {"w": x}, timeout=20),
+        "restore": lambda: restore(path, {"w": x}, timeout=20),
+        "init_sharded": lambda: ts.init_sharded(
+            lambda: jnp.ones(8), rules=[(".*", P("data"))], mesh=mesh()
+        ),
+    }
+    names = list(mine)
+    for here, there in zip(names, [*names[1:], names[0]], strict=True):
+        text = told(mine[there if context.index else here])
+        assert f"{here} on process 0; {there} on process" in text, text
+        assert "A process skipped a call, or made one more." in text
+    assert not (context.directory / "other").exists()
+    assert_all_can_go_on(context)
+
+
+def check_an_iteration_that_one_process_leaves_is_told(context: Context) -> None:
+    shape = (8, 2**20)  # more than a packet of each
+    tree = {f"{i}": ts.shard(full(i, shape), P("data"), mesh()) for i in range(2)}
+    read = ts.iter_gather(tree, to=0, timeout=20)
+    assert next(read)[0] == "0"
+    text = told(lambda: ts.gather(tree["1"], timeout=20) if context.index == 1 else list(read))
+    assert "gather on process 1" in text, text
+    assert "iter_gather, at 1" in text, text
+    assert_all_can_go_on(context)
+
+
+def check_an_error_before_the_call_on_one_process(context: Context) -> None:
+    """A loop that catches errors: what one process did not gather, the others are told of."""
+    wrong, errors = [], 0
+    for step in range(6):
+        x = global_of(context, step)
+        try:
+            if context.index == 1 and step == 2:
+                raise ZeroDivisionError
+            got = ts.gather(x, timeout=0.5)
+        except (ts.ProcessError, ZeroDivisionError):
+            errors += 1
+        else:
+            wrong += [step] if (got != step).any() else []
+    assert not wrong
+    assert errors >= 1
+    assert_in_step(context)
+    assert_all_can_go_on(context)
+
+
+def assert_in_step(context: Context) -> None:
+    """At the end of loops in which calls failed, a few calls bring the processes together."""
+    for attempt in range(10):
+        try:
+            ts.shard(full(0, (8, 2)), P("data"), mesh(), timeout=5)
+            return
+        except ts.ProcessError:
+            if attempt == 9:
+                raise
+
+
+def check_threads_that_gather_at_once(context: Context) -> None:
+    """In another order on each process: every value is right, or the call raises."""
+    arrays = {name: jax.jit(lambda v: v * 1)(global_of(context, i)) for i, name in enumerate("ab")}
+    wrong: list[str] = []
+    errors: list[str] = []
+
+    def run(name: str, value: int) -> None:
+        for _ in range(4):
+            try:
+                got = ts.gather(arrays[name], timeout=2)
+            except ts.ProcessError as error:
+                errors.append(str(error))
+            else:
+                wrong.extend([name] if (got != value).any() else [])
+
+    threads = [threading.Thread(target=run, args=(n, i), name=n) for i, n in enumerate("ab")]
+    for thread in threads[:: -1 if context.index else 1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert all("in the thread 'a'" in text or "arrive" in text for text in errors), errors
+    assert_in_step(context)
+    assert_all_can_go_on(context)
+
+
+def check_batches_made_in_the_background_disturb_nothing(context: Context) -> None:
+    """Two processes whose threads run at another pace, as loaders of data do."""
+    made: list[Any] = []
+
+    def load() -> None:
+        for i in range(8):
+            time.sleep(0.01 * context.index)
+            made.append(global_of(context, i))
+            made.append(ts.shard(full(i), P("data"), mesh()))
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    x = ts.shard(full(5, LARGE), P("data"), mesh())
+    for _ in range(8):
+        np.testing.assert_array_equal(ts.gather(x, timeout=20), full(5, LARGE))
+    thread.join()
+    for i, batch in enumerate(made):
+        np.testing.assert_array_equal(ts.gather(batch), full(i // 2))
+    assert_all_can_go_on(context)

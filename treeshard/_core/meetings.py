@@ -1,0 +1,279 @@
+"""Meetings: calls in which processes wait for each other and exchange a message.
+
+Messages go through the coordination service of JAX's own runtime: no device is involved and
+nothing is compiled.
+
+The meetings of the same processes are numbered, and each process says there which call it makes, in
+which thread, and how many steps it has started. If these differ, a process skipped a call, or two
+threads of one process call at once: then all processes raise, before any data moves, and the next
+meeting has the next number on all of them. A process that gives up waiting says which meeting it
+attends next. One that comes too late raises if it makes the call that was given up; with another
+call it goes on to that next meeting.
+
+What cannot be noticed here: a process that skips one of several calls that look the same, if its
+arrays come from `jax` functions. Arrays that treeshard made are known by the call that made them.
+"""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from treeshard._core.jax_private import coordination_client
+from treeshard.errors import ProcessError
+
+# Seconds to wait for other processes, by default.
+TIMEOUT = 60.0
+# For waits while others do work of unknown length. If one of them dies, JAX itself ends the rest.
+AS_LONG_AS_IT_TAKES = 7 * 86400.0
+
+
+def indices(among: Sequence[int] | None) -> list[int]:
+    """The indices of the participating processes; `among` is that of `exchange`."""
+    if among is None:
+        return list(range(jax.process_count()))
+    return sorted(set(among)) or [jax.process_index()]
+
+
+def exchange(
+    what: str,
+    mine: bytes,
+    *,
+    among: Sequence[int] | None = None,
+    timeout: float = TIMEOUT,
+    moves: bool = True,
+    lane: str = "",
+) -> list[bytes]:
+    """Sends a message to every participating process and returns all messages.
+
+    Either all processes return or all raise: a process that arrives late gets the error too.
+
+    Args:
+        what: The operation, such as `"save /runs/7/step_100"`; the same on every process.
+        mine: The message of this process.
+        among: The indices of the participating processes; all by default. If it is empty, only
+            this one participates.
+        timeout: Seconds to wait for the other processes.
+        moves: Whether data travels after this meeting. Then all threads and all started steps
+            must be in one order. Other calls of threads in the background meet on their own.
+        lane: Names a sequence of meetings of its own.
+
+    Returns:
+        The message of each process, in the order of their indices.
+
+    Raises:
+        ProcessError: If a process did not arrive in time, or makes another call. The message
+            names it.
+    """
+    participants = indices(among)
+    if participants == [jax.process_index()]:
+        return [mine]
+    if not (moves or threading.current_thread() is threading.main_thread()):
+        lane = lane or "background"
+    return _sequence(participants, lane).meet(what, mine, timeout, moves=moves)
+
+
+def in_turn(among: Sequence[int]) -> AbstractContextManager[Any]:
+    """For the whole of a call that moves data: the calls of other threads wait until it ends."""
+    return _sequence(among).lock if among else nullcontext()
+
+
+def count_step(among: Sequence[int]) -> str:
+    """Counts a program that these processes have started without a meeting, and names it."""
+    sequence = _sequence(among)
+    sequence.steps += 1
+    return f"step {sequence.steps}"
+
+
+def last_meeting() -> str:
+    """Names the last meeting of this thread."""
+    return _last.meeting
+
+
+# Set on global arrays: the participants, and the call that made them.
+_ORIGIN = "_treeshard_made_in"
+
+
+def set_origin(arrays: Iterable[Any], among: Sequence[int], call: str) -> None:
+    """Notes on arrays which call of these processes made them."""
+    if among:
+        origin = tuple(among), call
+        for x in arrays:
+            if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+                setattr(x, _ORIGIN, origin)
+
+
+def origin(x: Any, among: Sequence[int]) -> str:
+    """The call of these processes that made an array; empty if it is not known."""
+    participants, call = getattr(x, _ORIGIN, ((), ""))
+    return call if participants == tuple(among) else ""
+
+
+_last = threading.local()
+
+
+class _Sequence:
+    """The meetings of some processes, as this one knows them.
+
+    Attributes:
+        lock: Held by the thread whose call it is.
+        number: The number of the next meeting.
+        steps: How many programs this process has started without a meeting.
+    """
+
+    def __init__(self, participants: tuple[int, ...], lane: str) -> None:
+        self._participants, self._lane = participants, lane
+        named = "." + hashlib.sha256(lane.encode()).hexdigest()[:16] if lane else ""
+        self._name = f"treeshard/{'-'.join(map(str, participants))}{named}"
+        self._own_keys: list[str] = []  # to be deleted, once all have read them
+        self._me = jax.process_index()
+        self.lock = threading.RLock()
+        self.number, self.steps = 0, 0
+
+    def meet(self, what: str, mine: bytes, timeout: float, *, moves: bool) -> list[bytes]:
+        """As `exchange`."""
+        client = _client()
+        thread = "" if self._lane else threading.current_thread().name
+        with self.lock:
+            messages = None
+            while messages is None:
+                call = [what, thread, self.steps if moves else 0]
+                messages = self._attend(client, call, mine, timeout)
+        calls = {i: call for i, (call, _) in messages.items()}
+        if len(set(map(tuple, calls.values()))) > 1:
+            raise ProcessError(_different(what, calls))
+        return [messages[i][1] for i in self._participants]
+
+    def _attend(
+        self, client: Any, call: list[Any], mine: bytes, timeout: float
+    ) -> dict[int, tuple[list[Any], bytes]] | None:
+        """The calls and messages of a meeting; `None` if it was given up, and was another call."""
+        meeting = f"{self._name}/{self.number}"
+        key = f"{meeting}/{self._me}"
+        self.number += 1
+        client.key_value_set_bytes(key, json.dumps(call).encode() + b"\n" + mine)
+        began = time.monotonic()
+        try:
+            client.wait_at_barrier(meeting, max(1, round(1000 * timeout)), self._participants)
+            messages = self._messages(client, meeting)
+        except jax.errors.JaxRuntimeError as error:
+            waited = time.monotonic() - began
+            calls = {i: made for i, (made, _) in self._messages(client, meeting).items()}
+            self._own_keys.append(key)
+            self._go_on_with_the_others(client)
+            others = {i: other for i, (other, *_) in calls.items() if i != self._me}
+            lost = "DEADLINE_EXCEEDED" not in str(error)
+            if others and call[0] not in others.values() and waited < 0.9 * timeout and not lost:
+                return None
+            absent = [i for i in self._participants if i not in calls]
+            after = waited if lost else timeout
+            raise ProcessError(_absent(call[0], absent, after, error, lost=lost)) from None
+        _last.meeting = f"meeting {self.number - 1}{self._lane and f' ({self._lane})'}"
+        # All have come to this meeting, so they have read the messages of those before.
+        for old in self._own_keys:
+            client.key_value_delete(old)
+        self._own_keys = [key]
+        return messages
+
+    def _messages(self, client: Any, meeting: str) -> dict[int, tuple[list[Any], bytes]]:
+        found = {}
+        for key, value in client.key_value_dir_get_bytes(f"{meeting}/"):
+            call, _, message = value.partition(b"\n")
+            found[int(key.rpartition("/")[2])] = json.loads(call), message
+        return found
+
+    def _go_on_with_the_others(self, client: Any) -> None:
+        """After a failure: the next meeting is one that none of the others has given up."""
+        for key, value in client.key_value_dir_get_bytes(f"{self._name}/"):
+            *_, number, process = key.split("/")
+            if int(process) != self._me:
+                self.number = max(self.number, int(value) if number == "next" else int(number))
+        next_key = f"{self._name}/next/{self._me}"
+        client.key_value_set_bytes(next_key, b"%d" % self.number, allow_overwrite=True)
+
+
+_sequences: dict[Any, _Sequence] = {}
+
+
+def _sequence(among: Sequence[int], lane: str = "") -> _Sequence:
+    key = (*among, lane)
+    known = _sequences.get(key)  # of two threads that come first, both get the same
+    return known or _sequences.setdefault(key, _Sequence(key[:-1], lane))
+
+
+def _client() -> Any:
+    client = coordination_client()
+    if client is None:
+        raise ProcessError(
+            f"There are {jax.process_count()} processes, and this one is not connected to the"
+            " others. Call `jax.distributed.initialize()` first, on each of them."
+        )
+    return client
+
+
+# ------------------------------------------------------------------ messages
+
+
+def _absent(what: str, absent: Sequence[int], after: float, error: Exception, *, lost: bool) -> str:
+    reason = str(error).splitlines()[0]
+    if not absent:  # all arrived, one of them too late; or the service itself is gone
+        return (
+            f"{what}: a process arrived more than {after:g} s after another, or was lost"
+            f" ({reason}). Nothing was done. See the logs of the other processes."
+        )
+    names = ", ".join(map(str, absent))
+    who = f"{'process' if len(absent) == 1 else 'processes'} {names} of {jax.process_count()}"
+    if lost:
+        return (
+            f"{what}: {who} ended or cannot be reached, as was noticed after {after:.0f} s of"
+            f" waiting ({reason}). Nothing was done. See the log of the missing process."
+        )
+    return (
+        f"{what}: {who} did not arrive within {after:g} s. Nothing was done. Every process must"
+        " make this call. See the log of the missing process, or wait longer with `timeout=`."
+    )
+
+
+def _different(what: str, calls: dict[int, list[Any]]) -> str:
+    whats, threads, steps = (set(column) for column in zip(*calls.values(), strict=True))
+    rows = {
+        i: made
+        + (f" in the thread {thread!r}" if len(threads) > 1 else "")
+        + (f" after {count} steps" if len(whats) == 1 and len(steps) > 1 else "")
+        for i, (made, thread, count) in calls.items()
+    }
+    why = "A process skipped a call, or made one more."
+    if len(threads) > 1:
+        why = (
+            "Calls from several threads may come in another order on each process: make them from"
+            " one thread."
+        )
+    elif len(whats) == 1:
+        why = "A process skipped a step, or made one more."
+    return (
+        f"{what}: the processes do not make the same call, and nothing was done: {in_groups(rows)}."
+        f" {why} All of them must make the same calls in the same order."
+    )
+
+
+def in_groups(row: dict[int, str]) -> str:
+    """`P('fsdp',) on processes 0, 1; P() on process 2`"""
+    by_fact: dict[str, list[int]] = {}
+    for i, fact in row.items():
+        by_fact.setdefault(fact, []).append(i)
+    return "; ".join(f"{fact} on {_named(on)}" for fact, on in by_fact.items())
+
+
+def _named(processes: Sequence[int]) -> str:
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    first, last = processes[0], processes[-1]
+    if len(processes) > 2 and last - first + 1 == len(processes):
+        return f"processes {first} to {last}"
+    return "processes " + ", ".join(map(str, processes))
