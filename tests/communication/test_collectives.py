@@ -467,6 +467,18 @@ def test_an_op_that_cannot_be_read_breaks_every_budget() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["all-reduce-start", "all-gather-start", "collective-permute-start"]
+)
+def test_an_asynchronous_collective_of_jax_itself_is_unknown(name: str) -> None:
+    # JAX 0.12 lowers them as custom calls.
+    op = f'f32[8]{{0}} custom-call(%x), custom_call_target="{name}"'
+    program = (
+        f"HloModule m\n\nENTRY %main {{\n  %x = f32[8]{{0}} parameter(0)\n  ROOT %y = {op}\n}}\n"
+    )
+    assert [one.kind for one in ts.collectives(program)] == ["unknown"]
+
+
 def test_the_example_of_the_package_runs() -> None:
     package = ts.communication
     names = {"ts": ts, "jax": jax, "jnp": jnp, "np": np, "P": P}

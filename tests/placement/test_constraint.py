@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, use_abstra
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._core.jax_private import vmapped_axes
+from treeshard._core.jax_private import is_in_jit, mesh_of_with_statement, vmapped_axes
 from treeshard._core.mesh import context_mesh
 from treeshard._core.spec_trees import SpecCarrier
 
@@ -591,12 +591,18 @@ def test_the_context_is_the_threads_own(mesh: Mesh):
 
 
 def test_a_jax_without_the_private_lookups(monkeypatch: pytest.MonkeyPatch, mesh: Mesh):
+    assert jax.jit(lambda: is_in_jit())()
+    with monkeypatch.context() as patch:
+        patch.delattr("jax._src.core.unsafe_am_i_under_a_jit")
+        assert not jax.jit(lambda: is_in_jit())()
     with jax.set_mesh(mesh):
         assert context_mesh() == mesh
         monkeypatch.delattr("jax._src.mesh.get_concrete_mesh")
         assert context_mesh() == mesh.abstract_mesh
     monkeypatch.delattr("jax._src.core.get_axis_env")
     assert vmapped_axes() == frozenset()
+    monkeypatch.delattr("jax._src.mesh.thread_resources")
+    assert mesh_of_with_statement() is None
 
 
 # ------------------------------------------------------------------ projection

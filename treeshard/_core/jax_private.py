@@ -1,7 +1,8 @@
 """The parts of JAX that are private, or that differ between the versions that treeshard supports.
 
-Each function says why it is needed, what happens without it, and which JAX versions it is for.
-No other module imports from `jax._src` or asks which attributes JAX has.
+Each function says why it is needed, what happens without it, which JAX versions it is for, and
+when it can go. No other module imports from `jax._src` or asks which attributes JAX has. "All"
+are 0.10.0 to 0.12.0, where the tests ran.
 """
 
 import importlib
@@ -27,7 +28,7 @@ def mesh_of_with_statement() -> Mesh | None:
 
     Why: the public name, `jax.interpreters.pxla.thread_resources`, warns that it is deprecated.
     Without it: `None`. When JAX removes both, `with mesh:` is gone too.
-    Versions: all that are supported.
+    Versions: all. It can go with `with mesh:`, which JAX deprecated in 0.10.1.
     """
     resources = _private("mesh", "thread_resources")
     mesh = None if resources is None else resources.env.physical_mesh
@@ -40,7 +41,8 @@ def mesh_of_set_mesh(abstract: AbstractMesh) -> Mesh | AbstractMesh:
     Why: `jax.sharding.get_mesh` raises inside traces.
     Without it: `abstract`. Under `use_abstract_mesh` and `shard_map` it is `abstract` too, since
     the mesh with devices belongs to an outer context or is empty.
-    Versions: all that are supported.
+    Versions: all. It can go when a public function works inside traces: `jax.get_mesh` of JAX 0.11
+    and 0.12 raises too.
     """
     get_concrete_mesh = _private("mesh", "get_concrete_mesh")
     concrete = None if get_concrete_mesh is None else get_concrete_mesh()
@@ -52,7 +54,7 @@ def is_tracing() -> bool:
 
     Why: there is no function for it, but `jax.sharding.get_mesh` raises inside any trace.
     Without it: `False`, if JAX stops raising; the tests of contexts would then fail.
-    Versions: all that are supported.
+    Versions: all. It can go when JAX has a public function for it.
     """
     try:
         jax.sharding.get_mesh()
@@ -82,7 +84,7 @@ def vmapped_axes() -> frozenset[str]:
 
     Why: there is no public function for it.
     Without it: no axes; JAX then rejects such specs itself.
-    Versions: all that are supported.
+    Versions: all. It can go when types of traced values name these axes.
     """
     get_axis_env = _private("core", "get_axis_env")
     axes = None if get_axis_env is None else get_axis_env()
@@ -99,7 +101,7 @@ def backends_started() -> bool:
 
     Why: every public function that would tell starts one.
     Without it: `False`; `jax.config` then says itself that a setting comes too late.
-    Versions: all that are supported.
+    Versions: all. It can go when JAX has a public function for it.
     """
     started = _private("xla_bridge", "backends_are_initialized")
     return started is not None and started()
@@ -110,7 +112,7 @@ def coordination_client() -> Any:
 
     Why: `jax.experimental.multihost_utils` runs programs on devices, without a timeout.
     Without it: `None`, as without `jax.distributed.initialize`.
-    Versions: all that are supported.
+    Versions: all. It can go when JAX has public barriers with timeouts that name absent processes.
     """
     state = _private("distributed", "global_state")
     return None if state is None else state.client
@@ -124,9 +126,12 @@ def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
 
     Why: JAX versions that have `partitions` cannot iterate over specs with `unreduced` axes.
     Without it: the spec is iterated over.
-    Versions: 0.10.0 has no `partitions`.
+    Versions: 0.10.0 has no `partitions`. It can go when 0.10.0 is dropped.
     """
     return spec.partitions if _HAS_PARTITIONS else tuple(spec)
+
+
+_HAS_PARTITIONS = hasattr(PartitionSpec, "partitions")
 
 
 def unreduced_kind(name: str) -> dict[str, Any]:
@@ -134,25 +139,19 @@ def unreduced_kind(name: str) -> dict[str, Any]:
 
     Why: JAX versions without `UnreducedKind` know sums only, and have no such argument.
     Without it: only sums can be read; another name raises `KeyError`.
-    Versions: 0.11 and newer have `UnreducedKind`. It can be inlined when 0.10 is dropped.
+    Versions: 0.10 has no `UnreducedKind`. It can go when 0.10 is dropped.
     """
     if name == "sum":  # the default
         return {}
     return {"unreduced_kind": getattr(jax.sharding, "UnreducedKind", {})[name]}
 
 
-_HAS_PARTITIONS = hasattr(PartitionSpec, "partitions")
-
-
 def varying_axes(x: Any) -> frozenset[str]:
     """The Manual axes along which devices may have different values of `x`, by its type.
 
-    Why: the attribute of the type has two names.
+    Why: the attribute of the type was renamed before 0.10 and is not documented.
     Without it: it raises. If the set were wrongly empty, gradients would be too large by a
     factor of the number of devices.
-    Versions: `manual_axis_type` where it exists, else `vma`.
+    Versions: all. It can go when JAX documents the attribute.
     """
-    aval = jax.typeof(x)
-    return frozenset(
-        aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
-    )
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
