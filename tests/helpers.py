@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from deprecations import tolerated
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import treeshard as ts
+from tests.deprecations import tolerated
 
 # Compiler options of functions that run a few times only: most of the time of a test is XLA's.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -67,6 +67,44 @@ def check_another_shape_or_dtype(context: Context) -> None:
     )
 
 
+def check_other_values(context: Context) -> None:
+    small, large = tree()["layers"][0], {"large": np.ones((6, 2**14), np.float32)}
+    here = {**small, **large, "key": jax.random.split(jax.random.key(context.index == 1), 6)}
+    if context.index == 2:
+        here["w"] = np.ones((6, 4), np.float32)
+        here["w"][5, 3] += 2**-23
+        here["large"] = here["large"] * 2
+    for move in (ts.shard, ts.reshard):
+        told = error_of(lambda move=move: move(here, P("data"), mesh())).splitlines()
+        assert [line.split(":")[0] for line in told[1:]] == ["  key (values)", "  w (values)"], told
+        assert " on processes 0, 1; CRC-32 " in told[2]
+    told = error_of(lambda: ts.shard(here, P("data"), mesh(), check="values"))
+    assert "\n  large (values): CRC-32 " in told
+    ts.shard(here, P("data"), mesh(), check="form")
+    ts.shard({"large": here["large"]}, P("data"), mesh())  # too large for the default
+    assert error_of(lambda: ts.shard(small, P("data"), mesh(), check="all"), ValueError) == (
+        "shard(check='all'): one of 'form', 'small', 'values'."
+    )
+    assert_all_can_go_on()
+
+
+def check_other_inputs_of_an_initialiser(context: Context) -> None:
+    def init(key: jax.Array, scale: float, data: Any) -> Any:
+        return {"w": jax.random.normal(key, (6, 4)) * scale}
+
+    def call(key: int = 0, scale: float = 1.0, data: float = 1.0) -> Any:
+        args = jax.random.key(key), scale, {"x": np.full(3, data, np.float32)}
+        return ts.init_sharded(init, *args, rules=[(".*", P("data"))], mesh=mesh())
+
+    other = int(context.index == 2)
+    told = error_of(lambda: call(key=other))
+    assert "\n  argument 0 (values): CRC-32 " in told
+    told = error_of(lambda: call(scale=1.0 + other))
+    assert told.endswith("\n  argument 1: 1.0 on processes 0, 1; 2.0 on process 2")
+    assert "\n  argument 2/x (values): CRC-32 " in error_of(lambda: call(data=1.0 + other))
+    ts.gather(call()[0])
+
+
 def check_an_extra_leaf(context: Context) -> None:
     more = {"v": np.ones(6, np.float32)} if context.index == 0 else {}
     assert error_of(lambda: ts.shard({"w": np.ones(6, "f")} | more, P("data"), mesh())) == (

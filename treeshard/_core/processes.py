@@ -14,10 +14,11 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from treeshard._core.arrays import array_text
+from treeshard._core.arrays import array_text, is_array, numbers
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
 from treeshard._core.meetings import TIMEOUT, exchange, in_groups, indices, origin
 from treeshard._core.mesh import AnyMesh, describe_mesh
@@ -130,6 +131,9 @@ def _differences(by_process: Mapping[int, Mapping[str, str]]) -> list[str]:
         name: {i: facts.get(name, "nothing") for i, facts in by_process.items()} for name in names
     }
     differing = {name: row for name, row in rows.items() if len(set(row.values())) > 1}
+    for name in list(differing):  # arrays of other shapes have other values
+        if name.endswith(_VALUES) and name.removesuffix(_VALUES) in differing:
+            del differing[name]
     if differing:
         return [f"{name}: {in_groups(row)}" for name, row in differing.items()]
     positions = enumerate(zip(*by_process.values(), strict=True))
@@ -138,6 +142,11 @@ def _differences(by_process: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 # ------------------------------------------------------------------ participants and facts
+
+
+# Arrays of at most this size are compared between processes by default.
+SMALL_BYTES = 2**16
+_VALUES = " (values)"  # in the names of facts
 
 
 def processes_of(devices: Iterable[Any]) -> list[int]:
@@ -170,13 +179,15 @@ def participating_processes(
 
 
 def facts_of(
-    rows: Iterable[tuple[str, Any, Sequence[Sharding]]], among: Sequence[int] = ()
+    rows: Iterable[tuple[str, Any, Sequence[Sharding]]],
+    among: Sequence[int] = (),
+    compared_bytes: float = 0,
 ) -> dict[str, str]:
     """The facts about leaves that processes compare: path, array, target and source sharding.
 
     A row is a path, a leaf and its shardings. A leaf without shardings belongs to each process
     alone, and only its presence is compared. Of a spread leaf, the call of the processes `among`
-    that made it is compared too.
+    that made it is compared too; of other arrays of at most `compared_bytes`, a checksum.
     """
     meshes: dict[Any, str] = {}
     facts: dict[str, str] = {}
@@ -186,13 +197,26 @@ def facts_of(
             name += " (again)"
         placements = " from ".join(_placement(sharding, meshes) for sharding in shardings)
         facts[name] = f"{array_text(x)} as {placements}" if placements else "its own"
-        if is_spread(x) and (made_in := origin(x, among)):
-            facts[name] += f", made in {made_in}"
+        if placements:
+            facts |= fact_of_values(name, x, among, compared_bytes)
     described = {
         name or "the mesh": f"{describe_mesh(mesh)} on the devices {_ids(mesh)}"
         for mesh, name in meshes.items()
     }
     return described | facts
+
+
+def fact_of_values(
+    name: str, x: Any, among: Sequence[int], compared_bytes: float
+) -> dict[str, str]:
+    """What processes compare about the values of a leaf; may be empty."""
+    if is_spread(x):
+        made_in = origin(x, among)
+        return {name + _VALUES: f"made in {made_in}"} if made_in else {}
+    if not is_array(x) or not 0 < x.nbytes <= compared_bytes:
+        return {}
+    flat: Any = np.ascontiguousarray(numbers(x)).reshape(-1).view(np.uint8)
+    return {name + _VALUES: f"CRC-32 {zlib.crc32(flat)}"}
 
 
 def _placement(sharding: Sharding, meshes: dict[Any, str]) -> str:

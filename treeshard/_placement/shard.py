@@ -1,7 +1,8 @@
 """Places trees on the devices of a mesh, and moves them from one layout to another."""
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import NamedSharding, Sharding
@@ -13,6 +14,7 @@ from treeshard._core.mesh import MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under, warn_untied
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
+    SMALL_BYTES,
     TIMEOUT,
     agreeing,
     facts_of,
@@ -32,6 +34,9 @@ from treeshard._placement.moves import (
 )
 from treeshard._placement.targets import meshes_of, targets
 
+Check = Literal["form", "small", "values"]
+_COMPARED_BYTES = {"form": 0, "small": SMALL_BYTES, "values": math.inf}
+
 
 def shard(
     tree: PyTree,
@@ -39,6 +44,7 @@ def shard(
     mesh: MeshLike | None = None,
     *,
     read: Read | None = None,
+    check: Check = "small",
     progress: bool = False,
     timeout: float = TIMEOUT,
 ) -> PyTree:
@@ -50,9 +56,10 @@ def shard(
     Arrays on several devices move as by `reshard`.
 
     On a mesh of several processes, all of them must make the call with the full tree, and each
-    takes its own shards from it. Nothing goes over the network, so the values are not compared;
-    they must be the same on every process. The full tree does not have to exist: `read` fills
-    leaves that are `jax.ShapeDtypeStruct`s, shard by shard.
+    takes its own shards from it. The values must be the same on every process. None of them go
+    over the network, but the processes compare checksums of leaves of at most 64 KiB, or of all
+    with `check="values"`. The full tree does not have to exist: `read` fills leaves that are
+    `jax.ShapeDtypeStruct`s, shard by shard; what it returns is not compared.
 
     Args:
         tree: Any pytree of numpy and JAX arrays. Other leaves, including Python scalars, pass
@@ -66,6 +73,9 @@ def shard(
             of a shard (a slice for each dim, with its start and stop), and returns that part
             in the leaf's dtype. Called once for each shard that this process holds, leaf by
             leaf.
+        check: What several processes compare: `"form"` (paths, shapes, dtypes, specs and mesh);
+            `"small"`, the values of leaves of at most 64 KiB too; `"values"`, those of all leaves,
+            which are read once for it, at about 1 GB/s.
         progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`). Leaves
             are then placed one by one.
         timeout: Seconds to wait for other processes.
@@ -90,6 +100,7 @@ def shard(
         MismatchError: If `read` returns another shape or dtype than requested.
         ProcessError: If processes do not make the same call with the same leaves, specs and
             mesh, or one of them does not make it within `timeout`, or fails. No leaf is placed.
+        ValueError: If `check` is another word.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
     Warns:
@@ -108,7 +119,15 @@ def shard(
         Array([2, 3], dtype=int32)
     """
     return place(
-        tree, specs, mesh, "shard", through_host, read=read, progress=progress, timeout=timeout
+        tree,
+        specs,
+        mesh,
+        "shard",
+        through_host,
+        read=read,
+        check=check,
+        progress=progress,
+        timeout=timeout,
     )
 
 
@@ -126,7 +145,8 @@ def reshard(
     Across processes, all that hold devices of the old or the new mesh must make the call. Between
     meshes of the same devices in the same order, the move is again one program; otherwise each
     process sends the parts that others need, leaf by leaf through the host. Leaves on devices of
-    one process move to a mesh of several as by `shard`: they must be the same on each process.
+    one process move to a mesh of several as by `shard`: they must be the same on each process, and
+    those of at most 64 KiB are compared.
 
     Args:
         tree: Any pytree. Numpy leaves are placed as by `shard`.
@@ -166,6 +186,7 @@ def place(
     *,
     prefix: str = "",
     read: Read | None = None,
+    check: Check = "small",
     progress: bool = False,
     timeout: float = TIMEOUT,
 ) -> PyTree:
@@ -184,13 +205,15 @@ def place(
     with in_turn(among if moves else ()):
         with agreeing(where, among=among, timeout=timeout, moves=moves) as facts:
             remaining = targets(tree, specs, mesh, where, prefix, accept_structs=read is not None)
+            if check not in _COMPARED_BYTES:
+                raise ValueError(f"{where}(check={check!r}): one of 'form', 'small', 'values'.")
             if among:
                 rows = (
                     (path_under(prefix, paths[i]), x, shardings_to_compare(x, target))
                     for i, target in remaining.items()
                     for x in [leaves[i]]
                 )
-                facts |= facts_of(rows, among)
+                facts |= facts_of(rows, among, _COMPARED_BYTES[check])
         placed = [*remaining]
         if read is not None:
             structs = [i for i in remaining if isinstance(leaves[i], jax.ShapeDtypeStruct)]

@@ -5,21 +5,27 @@ traced; everything else in it (functions, strings, Python numbers, the static fi
 Equinox modules) is part of the program.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import tree_flatten, tree_unflatten
+from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
-from treeshard._core.arrays import is_array
+from treeshard._core.arrays import array_text, is_array
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.meetings import in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
-from treeshard._core.paths import PyTree
-from treeshard._core.processes import agreeing, facts_of, participating_processes
+from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.processes import (
+    SMALL_BYTES,
+    agreeing,
+    fact_of_values,
+    facts_of,
+    participating_processes,
+)
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan
@@ -63,7 +69,9 @@ def init_sharded(
     Args:
         fn: Makes the tree, such as a model with its optimizer state. The tree may have
             functions and other static leaves.
-        args: The arguments of `fn`. Arrays and keys are traced; anything else is static.
+        args: The arguments of `fn`. Arrays and keys are traced; anything else is static. Several
+            processes compare them: keys and arrays of at most 64 KiB by checksums, numbers and
+            text as they are.
         rules: As in `treeshard.match_partition_rules`.
         mesh: A mesh with devices, or its axes as text, `"fsdp=8"`. Constraints inside `fn` see
             it as the mesh in force.
@@ -78,8 +86,9 @@ def init_sharded(
         ShardingRuleError: If `strict` and a leaf is unmatched or a spec does not fit; or if
             the rules are malformed. Nothing has been allocated then.
         MeshError: If `mesh` is abstract: it has no devices for the tree.
-        ProcessError: If the processes of the mesh do not make the same tree by the same rules,
-            or one of them fails or does not arrive. Nothing has been allocated then.
+        ProcessError: If the processes of the mesh do not make the same tree by the same rules
+            from the same arguments, or one of them fails or does not arrive. Nothing has been
+            allocated then.
 
     Warns:
         ShardingWarning: If leaves are replicated for `min_size` although their action is a
@@ -126,10 +135,23 @@ def init_sharded(
             if among:  # all processes must compile the same program
                 rows = zip(tree_plan.leaves, shardings, strict=True)
                 facts |= facts_of((x.path, x, [s]) for x, s in rows)
+                facts |= _inputs(args, among)
         arrays = jax.jit(make, out_shardings=shardings)(traced)
         if among:
             set_origin(arrays, among, last_meeting())
     return tree_of(arrays), tree_plan
+
+
+def _inputs(args: Any, among: Sequence[int]) -> dict[str, str]:
+    """What must be the same on all processes of the arguments of an initialiser."""
+    facts = {}
+    for path, x in zip(leaf_paths(args), tree_leaves(args), strict=True):
+        if is_array(x):
+            facts[f"argument {path}"] = array_text(x)
+            facts |= fact_of_values(f"argument {path}", x, among, SMALL_BYTES)
+        elif isinstance(x, bool | int | float | complex | str | bytes):
+            facts[f"argument {path}"] = repr(x)
+    return facts
 
 
 def _strong(x: Any) -> Any:
