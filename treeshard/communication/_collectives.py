@@ -427,7 +427,7 @@ def _is_scatter(computation: str) -> bool:
 
 
 def _type(operand: Value | None) -> Buffer:
-    types = [] if operand is None else operand.op.types
+    types = [] if operand is None else operand.op.types[operand.element or 0 :]
     return types[0] if types else Buffer("unknown", None, 0)
 
 
