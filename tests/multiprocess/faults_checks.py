@@ -53,9 +53,9 @@ def assert_tensors_are(path: Path, step: int) -> None:
 
 def left_in(directory: Path) -> list[str]:
     """The files in a directory, while both processes wait."""
-    exchange(f"look into {directory}", b"")
+    exchange(f"look into {directory}", b"", lane="of the test")
     names = sorted(path.name for path in directory.iterdir())
-    exchange(f"looked into {directory}", b"")
+    exchange(f"looked into {directory}", b"", lane="of the test")
     return names
 
 
@@ -96,7 +96,7 @@ def check_a_full_disk_for_tensors(context: Context) -> None:
     path = Path(context.args[0]) / "tensors" / "model.safetensors"
     if context.index == 0:
         path.parent.mkdir()
-    exchange("made", b"")
+    exchange("made", b"", lane="of the test")
     save_safetensors(path, tensors_at(1))
     with pytest.raises((ts.CheckpointError, ts.ProcessError)) as told:
         save_safetensors(path, large())
@@ -124,7 +124,7 @@ def check_a_path_that_is_a_file_is_an_error(context: Context) -> None:
     file = context.directory / "a-file"
     if context.index == 0:
         file.write_text("mine")
-    exchange("written", b"")
+    exchange("written", b"", lane="of the test")
     refused(context, lambda: Checkpoints(file), "a-file cannot be created: File exists.")
     refused(context, lambda: save(file, state_at(1)), f"There is already a file at {file}")
     refused(

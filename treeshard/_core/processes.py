@@ -181,7 +181,7 @@ def participating_processes(
 def facts_of(
     rows: Iterable[tuple[str, Any, Sequence[Sharding]]],
     among: Sequence[int] = (),
-    compared_bytes: float = 0,
+    compared_bytes: int = 0,
 ) -> dict[str, str]:
     """The facts about leaves that processes compare: path, array, target and source sharding.
 
@@ -206,9 +206,7 @@ def facts_of(
     return described | facts
 
 
-def fact_of_values(
-    name: str, x: Any, among: Sequence[int], compared_bytes: float
-) -> dict[str, str]:
+def fact_of_values(name: str, x: Any, among: Sequence[int], compared_bytes: int) -> dict[str, str]:
     """What processes compare about the values of a leaf; may be empty."""
     if is_spread(x):
         made_in = origin(x, among)

@@ -1,6 +1,6 @@
 """Places trees on the devices of a mesh, and moves them from one layout to another."""
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from treeshard._placement.moves import (
 from treeshard._placement.targets import meshes_of, targets
 
 Check = Literal["form", "small", "values"]
-_COMPARED_BYTES = {"form": 0, "small": SMALL_BYTES, "values": math.inf}
+_COMPARED_BYTES = {"form": 0, "small": SMALL_BYTES, "values": sys.maxsize}
 
 
 def shard(
