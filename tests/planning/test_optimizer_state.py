@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from deprecations import tolerated
 from flax import nnx
 from helpers import struct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from benchmarks._optimizers import CASES, SPECS, Case, nested, structs
+from tests.deprecations import tolerated
 from treeshard._planning.mirrors import Followed, Original, follow, kept_dims
 
 PARAMS = structs()

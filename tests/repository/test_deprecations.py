@@ -5,7 +5,8 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from deprecations import TOLERATED, tolerated
+
+from tests.deprecations import TOLERATED, tolerated
 
 TESTS = Path(__file__).parents[1]
 
