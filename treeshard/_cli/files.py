@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from treeshard._cli.differences import Changed, Difference, difference
 from treeshard._cli.stored_trees import StoredTree, open_stored
 from treeshard._core.processes import TIMEOUT, with_bar
 from treeshard._core.text import columns, fold_paths, human_bytes, parse_bytes, parse_dtype
+from treeshard._disk.files import file_path
 from treeshard._disk.leaves import SavedLeaf, describe_leaf, raise_damages
 from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed, short
 from treeshard.interchange import load_safetensors
@@ -115,7 +115,7 @@ def run_export(options: argparse.Namespace) -> tuple[str, int]:
             Tensor(name, code_of(parse_dtype(leaf.dtype)) or "", leaf.shape)
             for name, leaf in selected.leaves.items()
         ]
-        new = lay_out_files(Path(options.out), rows, most, metadata, "export")
+        new = lay_out_files(file_path(options.out), rows, most, metadata, "export")
         write_files(new, _values(tree, selected.leaves), "export", TIMEOUT)
     return _report(selected, new), 0
 

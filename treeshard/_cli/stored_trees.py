@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from treeshard._disk.files import file_path
 from treeshard._disk.leaves import Contents, ReadLeaf, SavedLeaf
 from treeshard.errors import CheckpointError
 from treeshard.interchange._byte_ranges import full_piece, read
@@ -54,11 +55,13 @@ def open_stored(
         return nullcontext(_checkpoint(path, step))
     if step is not None:
         raise CheckpointError(f"{path} is not a directory of checkpoints: it has no step {step}.")
-    return _open_tensors(Path(path), shapes_only)
+    return _open_tensors(file_path(path), shapes_only)
 
 
 def _has_tensors(path: str) -> bool:
-    target = Path(path)
+    if path.startswith(("gs://", "s3://")):
+        return False
+    target = file_path(path)
     if not target.is_dir():
         return target.exists() or target.with_name(f"{target.name}.index.json").exists()
     folders = [x.name for x in target.iterdir() if x.is_dir()]

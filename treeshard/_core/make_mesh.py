@@ -72,6 +72,10 @@ def make_mesh(
     """
     sizes = parse_axes(axes)
     slow = {} if dcn_axes is None else parse_axes(dcn_axes)
+    if not isinstance(axis_types, str | Mapping):
+        raise MeshError(
+            f"axis_types is {axis_types!r}. Pass 'auto' or 'explicit', or a dict of these by axis."
+        )
     types = {name: axis_types for name in sizes} if isinstance(axis_types, str) else axis_types
     check_axes([*slow, *types], sizes, "make_mesh")
     bad = [kind for kind in types.values() if kind not in ("auto", "explicit")]

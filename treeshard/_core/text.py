@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from treeshard._core.jax_private import unreduced_kind
 from treeshard._core.specs import UNCONSTRAINED, is_logical, is_mesh_axes
-from treeshard.errors import FormatError, did_you_mean
+from treeshard.errors import FormatError, did_you_mean, short
 
 
 def parse_dtype(name: str) -> Any:
@@ -67,7 +67,13 @@ def parse_names(text: str) -> tuple[Any, ...]:
     return names
 
 
+# Python's parser and `repr` have limits of their own, and raise errors of many types beyond them.
+LONGEST_EXPRESSION = 3_500
+
+
 def _parsed(text: str) -> ast.expr:
+    if len(text) > LONGEST_EXPRESSION:
+        raise FormatError(f"{short(text)!r} is too long: it has {len(text):,} characters.")
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -17,6 +17,23 @@ from treeshard.errors import CheckpointError, warn
 
 PathLike = str | os.PathLike[str]
 
+
+def file_path(path: PathLike) -> Path:
+    """A path in a file system, with `~` expanded; `file:///runs` is `/runs`.
+
+    Raises:
+        CheckpointError: If it is the address of something else, or contains a NUL character.
+    """
+    text = os.fspath(path)
+    if text.startswith("file:///"):
+        text = text.removeprefix("file://")
+    if "://" in text:
+        raise CheckpointError(f"{text} is not in a file system. Pass a local path.")
+    if "\0" in text:
+        raise CheckpointError(f"{text}: a path cannot contain a NUL character.")
+    return Path(text).expanduser()
+
+
 # ------------------------------------------------------------------ durability
 
 

@@ -7,6 +7,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, NoReturn
 
+from treeshard._core.text import LONGEST_EXPRESSION
 from treeshard._planning.tactics import (
     Fsdp,
     Tactic,
@@ -17,7 +18,7 @@ from treeshard._planning.tactics import (
     replicate,
     shard_dim,
 )
-from treeshard.errors import ShardingRuleError, TreeShardError, did_you_mean
+from treeshard.errors import ShardingRuleError, TreeShardError, did_you_mean, short
 
 
 def _fsdp(axis: Any, min_size_to_shard_mb: Any = ..., *, min_size: Any = ..., skip: Any = ()):
@@ -59,13 +60,15 @@ def parse_strategy(text: str) -> Tactic:
             does not take the arguments. The message shows the column.
     """
     text = text.strip()
+    if len(text) > LONGEST_EXPRESSION:
+        raise ShardingRuleError(f"the strategy {short(text)!r} has {len(text):,} characters.")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         column = getattr(error, "offset", None)
         at = f" at column {column}" if column else ""
         raise ShardingRuleError(
-            f"the strategy {text!r} does not parse{at}: {error.args[0]}. {_HOW}"
+            f"the strategy {text!r} does not parse{at}: {getattr(error, 'msg', error)}. {_HOW}"
         ) from None
     return reduce(or_, [_step(node, text) for node in _steps(tree)])
 
@@ -86,7 +89,7 @@ def _step(node: ast.expr, text: str) -> Tactic:
     called = node.func if isinstance(node, ast.Call) else node
     if not isinstance(called, ast.Name | ast.Attribute):
         _refuse(node, text, f"is not a call of a tactic. {_HOW}")
-    name = ast.unparse(called)
+    name = ast.get_source_segment(text, called) or text
     known = _OURS | registered_tactics
     if name not in known:
         hint = did_you_mean(name, known) or f" The tactics are {', '.join(known)}."

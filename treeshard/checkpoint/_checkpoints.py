@@ -148,6 +148,8 @@ class Checkpoints:
     ) -> tuple[int, PyTree] | None:
         """Reads the checkpoint of the latest step, after waiting for writes in progress.
 
+        If another run removes it meanwhile, a read-only reader reads the later one.
+
         Args:
             like: The tree to restore, as in `treeshard.checkpoint.restore`.
             **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify` and `timeout`, as in
@@ -161,10 +163,24 @@ class Checkpoints:
                 `treeshard.checkpoint.restore`.
         """
         self.wait()
+        step = self._agreed_latest()
+        while step is not None:
+            try:
+                return step, self.restore(step, like, **options)
+            except CheckpointError:
+                # Its writer may have replaced it by a later one.
+                later = self._agreed_latest() if self._read_only else step
+                if later == step:
+                    raise
+                step = later
+        return None
+
+    def _agreed_latest(self) -> int | None:
+        """The latest step as process 0 sees it: others may see changes to the directory later."""
         with together("restore_latest", timeout=self._timeout) as of_process:
             of_process.append(str(-1 if self.latest is None else self.latest).encode())
-        step = int(of_process[0])  # other processes may see changes to a shared directory later
-        return None if step < 0 else (step, self.restore(step, like, **options))
+        step = int(of_process[0])
+        return None if step < 0 else step
 
     def restore(
         self, step: SupportsIndex, like: PyTree = None, **options: Unpack[RestoreOptions]

@@ -9,7 +9,7 @@ from pathlib import Path
 from etils import epath
 
 from treeshard._core.text import human_bytes
-from treeshard._disk.files import PathLike
+from treeshard._disk.files import PathLike, file_path
 from treeshard._disk.untrusted import MOST_BYTES, read_file
 from treeshard.errors import CheckpointError, DamagedError, FormatError, did_you_mean
 
@@ -29,12 +29,19 @@ def checkpoint_path(path: PathLike) -> epath.Path:
     """The path, made absolute if it is in a file system.
 
     Raises:
-        CheckpointError: If it contains a backslash.
+        CheckpointError: If it contains a backslash or a NUL character; if there is no access to the
+            object store that it names.
     """
-    given = epath.Path(path)
-    if not is_local(given):
-        return given
-    absolute = os.path.abspath(given)
+    text = os.fspath(path)
+    if "://" in text and not text.startswith("file:///"):
+        try:
+            return epath.Path(text)
+        except KeyError:
+            scheme = text.partition("://")[0]
+            raise CheckpointError(
+                f"{text}: there is no access to {scheme}://. Pass a local path, gs:// or s3://."
+            ) from None
+    absolute = os.path.abspath(file_path(path))
     if "\\" in absolute:  # arrays would be written elsewhere, or not be found
         raise CheckpointError(
             f"{absolute}: the array store reads a backslash in a path as `/`. Rename the directory,"
@@ -60,10 +67,16 @@ def steps_in(directory: epath.Path) -> tuple[int, ...]:
     """The steps of which a directory holds complete checkpoints, ascending.
 
     Directories that treeshard did not write do not count, whatever their name.
+
+    Raises:
+        CheckpointError: If the directory cannot be listed.
     """
     if not directory.is_dir():
         return ()
-    named = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
+    try:
+        named = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be listed: {error.strerror}.") from None
     return tuple(sorted(int(path.name) for path in named if _is_ours(path) and is_complete(path)))
 
 
@@ -111,6 +124,13 @@ def read_bytes(file: epath.Path, most: int = MOST_BYTES) -> bytes:
     if file.stat().length > most:
         raise FormatError(f"it is larger than {human_bytes(most)}.")
     return file.read_bytes()
+
+
+def gone(path: epath.Path) -> CheckpointError:
+    """The error for a checkpoint that was removed during a read."""
+    return CheckpointError(
+        f"{path} was removed while it was read, as `keep=` of its writer does.{_steps(path.parent)}"
+    )
 
 
 def _none_at(path: epath.Path) -> CheckpointError:

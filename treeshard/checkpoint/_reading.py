@@ -46,6 +46,7 @@ def bytes_of_store(path: epath.Path) -> int:
 
     Raises:
         DamagedError: If one of them is not a regular file, so that reading it might not end.
+        CheckpointError: If the directory may not be read.
     """
     if not is_local(path) or not (path / ARRAYS).is_dir():
         return 0
@@ -53,6 +54,8 @@ def bytes_of_store(path: epath.Path) -> int:
         return bytes_of_files(path / ARRAYS)
     except CheckpointError as error:
         raise DamagedError(f"{path}: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: the array store cannot be read: {error}.") from None
 
 
 def check_declared(path: epath.Path, declared: int, stored: int) -> None:
@@ -73,6 +76,9 @@ def read(path: epath.Path, wanted: Mapping[str, Wanted]) -> tuple[dict[str, Any]
 
     Returns:
         The arrays; and why the others cannot be read.
+
+    Raises:
+        CheckpointError: If this process may not read a file.
     """
     stores, errors = _open(path, wanted)
     parts = (
@@ -166,6 +172,8 @@ def _open(path: epath.Path, wanted: Mapping[str, Wanted]) -> tuple[dict[str, Any
     try:
         about = parse(read_bytes(path / ARRAYS / "_METADATA"))
         in_few_files, driver = about["use_ocdbt"], "zarr3" if about["use_zarr3"] else "zarr"
+    except PermissionError as error:
+        raise _unreadable(str(error)) from None
     except (OSError, FormatError, CheckpointError, KeyError, TypeError) as error:
         return {}, dict.fromkeys(here, f"Orbax's metadata of the array store is lost: {error}")
     context = tensorstore.Context({_NODES: {"total_bytes_limit": 10**8}})
@@ -218,5 +226,13 @@ def _chunk_shape(store: Any) -> tuple[int, ...]:
 
 
 def _text(error: Exception) -> str:
+    """Why an array cannot be read. Raises `CheckpointError` if it may not: that is no damage."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text.partition(" [")[0]  # TensorStore appends the whole spec
+    text = text.partition(" [")[0]  # TensorStore appends the whole spec
+    if "PERMISSION_DENIED" in text:
+        raise _unreadable(text) from None
+    return text
+
+
+def _unreadable(text: str) -> CheckpointError:
+    return CheckpointError(f"This process may not read files of the array store: {text}.")

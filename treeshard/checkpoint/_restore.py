@@ -22,7 +22,7 @@ from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, 
 from treeshard._disk.untrusted import check_memory
 from treeshard._planning.rules import Rules
 from treeshard.checkpoint._checksums import checksum, checksum_of_blocks, of_registers, registers
-from treeshard.checkpoint._paths import checkpoint_path, seal, table_text
+from treeshard.checkpoint._paths import checkpoint_path, gone, seal, table_text
 from treeshard.checkpoint._reading import (
     OnHost,
     Wanted,
@@ -32,7 +32,14 @@ from treeshard.checkpoint._reading import (
     read_blocks,
 )
 from treeshard.checkpoint._table import LeafTable, from_text, unpack
-from treeshard.errors import DamagedError, FormatError, MismatchError, listed, short
+from treeshard.errors import (
+    CheckpointError,
+    DamagedError,
+    FormatError,
+    MismatchError,
+    listed,
+    short,
+)
 
 WHERE = "restore"
 
@@ -125,7 +132,12 @@ def restore(
         facts["the path"] = str(checkpoint)
         facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
         facts |= request.facts()
-    arrays = _read_together(checkpoint, request, rows, verify=verify, among=among)
+    try:
+        arrays = _read_together(checkpoint, request, rows, verify=verify, among=among)
+    except CheckpointError:
+        if checkpoint.exists():
+            raise
+        raise gone(checkpoint) from None
     return request.tree(_leaves(request, rows, arrays))
 
 

@@ -110,6 +110,8 @@ def _tell(differing: Mapping[str, str], on_divergence: str) -> None:
 
 def _locked(path: epath.Path) -> Lock | None:
     """Creates the parent directory, and locks the path against other writers."""
+    if not path.name:
+        raise CheckpointError(f"{path} is the root of a file system. Save to a directory in it.")
     try:
         make_directory(path.parent)
     except OSError as error:

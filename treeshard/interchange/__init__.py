@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import warn_untied
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
-from treeshard._disk.files import PathLike
+from treeshard._disk.files import PathLike, file_path
 from treeshard._disk.requests import Placing
 from treeshard._planning.rules import Rules
 from treeshard.errors import CheckpointError
@@ -95,7 +94,7 @@ def save_safetensors(
         The format and its order of tensors: github.com/huggingface/safetensors. The names of
         several files, and their index: Hugging Face's `save_pretrained`.
     """
-    where, to = "save_safetensors", Path(path)
+    where, to = "save_safetensors", file_path(path)
     with agreeing(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)
@@ -184,7 +183,7 @@ def load_safetensors(
         >>> tree["w"].sharding.spec
         P('fsdp',)
     """
-    where, source = "load_safetensors", Path(path)
+    where, source = "load_safetensors", file_path(path)
     if like is None and rename is not None:
         raise ValueError(
             f"{where}: `rename` maps the paths of `like` to names in the file, and there is no"
