@@ -619,18 +619,18 @@ def test_safetensors_load_neither_orbax_nor_accelerators(run, weights, argv, sai
     assert (out.splitlines()[-1], err) == (said, "")
 
 
-INSPECT = """
+PLAN = """
 import signal, sys
 from treeshard._cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells disable it for background jobs
-sys.exit(main(["inspect", "slow.index.json"]))
+sys.exit(main(["plan", "--shapes", "slow.json", "--rules", "rules.toml", "--mesh", "fsdp=8"]))
 """
 
 
 def test_ctrl_c_prints_nothing(tmp_path) -> None:
-    os.mkfifo(tmp_path / "slow.index.json")
-    process = start(tmp_path, "-c", INSPECT)
-    with (tmp_path / "slow.index.json").open("wb"):  # returns when the process opens the other end
+    os.mkfifo(tmp_path / "slow.json")
+    process = start(tmp_path, "-c", PLAN)
+    with (tmp_path / "slow.json").open("wb"):  # returns when the process opens the other end
         process.send_signal(signal.SIGINT)
         assert ended(process) == (130, "", "")
 

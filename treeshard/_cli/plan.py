@@ -84,7 +84,7 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
             arrays = [leaf for leaf in tree.contents.leaves if leaf.dtype]
         return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
     try:
-        raw = parse(read_file(path))
+        raw = parse(read_file(path, pipes=True))
     except FormatError as error:
         raise FormatError(f"{path} is {error}") from None
     if not isinstance(raw, dict):
@@ -159,7 +159,7 @@ def read_rules_file(path: Path) -> RulesFile:
         OSError: If it cannot be read.
     """
     try:
-        raw = tomllib.loads(read_file(path, _LONGEST_RULES).decode())
+        raw = tomllib.loads(read_file(path, _LONGEST_RULES, pipes=True).decode())
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise FormatError(f"{path}: {error}") from None
     try:

@@ -71,18 +71,18 @@ def _has_tensors(path: str) -> bool:
 
 def _checkpoint(path: str, step: int | None) -> StoredTree:
     # These load Orbax, which takes long, and which safetensors do not need.
-    from treeshard.checkpoint._paths import checkpoint_path, steps_in
-    from treeshard.checkpoint._restore import damages_of, read_each, table_at
+    from treeshard.checkpoint import _paths, _restore
 
-    directory = checkpoint_path(path)
-    steps = steps_in(directory)
+    directory = _paths.checkpoint_path(path)
+    steps = _paths.steps_in(directory)
     if step is None and steps:
         step = steps[-1]
     if step is not None:
         directory = directory / str(step)
-    table = table_at(directory)
+    table = _restore.table_at(directory)
     contents = Contents(str(directory), table.leaves, table.meshes)
-    read, damages = partial(read_each, directory), partial(damages_of, directory)
+    read = partial(_restore.read_each, directory)
+    damages = partial(_restore.damages_of, directory)
     return StoredTree("checkpoint", contents, read, steps, damages)
 
 

@@ -60,14 +60,21 @@ def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
         raise CheckpointError(f"{path} is {kind}, and only regular files are read.")
 
 
-def read_file(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
+def read_file(
+    path: str | os.PathLike[str], most: int = MOST_BYTES, *, pipes: bool = False
+) -> bytes:
     """The bytes of a regular file.
+
+    Args:
+        path: The file.
+        most: The most bytes to read.
+        pipes: Whether it may be of any kind, such as the pipe of a shell's `<(...)`.
 
     Raises:
         FormatError: If it has more than `most` bytes.
         CheckpointError, OSError: As `open_file`.
     """
-    with open_file(path) as file:
+    with open(path, "rb") if pipes else open_file(path) as file:
         data = file.read(most + 1)
         if len(data) > most:
             size = max(len(data), os.fstat(file.fileno()).st_size)
