@@ -102,11 +102,11 @@ def test_a_reader_that_races_keep_reads_the_later_step(tmp_path: Path, monkeypat
     reader = Checkpoints(tmp_path, read_only=True)
     read = _restore.read
 
-    def save_first(*args):
+    def save_first(*args, **options):
         if run.steps() == (1,):
             run.save(2, {"w": 2 * TREE["w"]})
             run.wait()
-        return read(*args)
+        return read(*args, **options)
 
     monkeypatch.setattr(_restore, "read", save_first)
     with pytest.raises(ts.CheckpointError) as told:

@@ -93,6 +93,7 @@ LONG = {
     "gather": ts.gather,
     "iter_gather": lambda tree, **more: list(ts.iter_gather(tree, **more)),
     "shard": lambda tree, **more: ts.shard(tree, P(), **more),
+    "reshard": lambda tree, **more: ts.reshard(tree["w"], P("data"), **more),
     "shard with read": lambda tree, **more: ts.shard(
         jax.ShapeDtypeStruct((4,), "float32"), P(), read=lambda path, index: arange(4), **more
     ),

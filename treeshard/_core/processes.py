@@ -7,6 +7,7 @@ processes of a Ctrl-C, and raise a `CheckpointError` that lists the errors of al
 
 import hashlib
 import json
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -245,6 +246,8 @@ def with_bar(
 ) -> Iterator[T]:
     """Iterates over `items` with a progress bar on the terminal of process 0.
 
+    Where stderr is not a terminal, there is a line for each tenth instead.
+
     Args:
         items: The items. Without items there is no bar.
         what: The public function, which the bar and the error message name.
@@ -262,5 +265,17 @@ def with_bar(
         raise ImportError(
             f"{what}(progress=True) needs tqdm. Install it with `pip install 'treeshard[show]'`."
         ) from None
-    shown = items and jax.process_index() == 0
-    return iter(tqdm(items, desc=what, unit=unit) if shown else items)
+    if not items or jax.process_index() != 0:
+        return iter(items)
+    if not sys.stderr.isatty():
+        return _with_lines(items, what, unit)
+    return iter(tqdm(items, desc=what, unit=unit))
+
+
+def _with_lines(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
+    """Iterates with a line for each tenth, for logs."""
+    for i, item in enumerate(items):
+        yield item
+        tenths, before = 10 * (i + 1) // len(items), 10 * i // len(items)
+        if tenths > before:
+            print(f"{what}: {10 * tenths}%, {i + 1}/{len(items)} {unit}", file=sys.stderr)

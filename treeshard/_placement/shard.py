@@ -132,7 +132,12 @@ def shard(
 
 
 def reshard(
-    tree: PyTree, specs: SpecTree, mesh: MeshLike | None = None, *, timeout: float = TIMEOUT
+    tree: PyTree,
+    specs: SpecTree,
+    mesh: MeshLike | None = None,
+    *,
+    timeout: float = TIMEOUT,
+    progress: bool = False,
 ) -> PyTree:
     """Moves a tree to other specs or another mesh, from device to device.
 
@@ -155,6 +160,7 @@ def reshard(
         mesh: The mesh, or its axes as text; by default that of the `NamedSharding`, of the
             `Plan`, or the current mesh.
         timeout: Seconds to wait for other processes.
+        progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`).
 
     Returns:
         The tree with its new shardings. It may share memory with the old tree, so donating it
@@ -174,7 +180,9 @@ def reshard(
         >>> reshard(tree, P(None, ("fsdp", "data")), mesh)["w"].sharding.spec
         P(None, ('fsdp', 'data'))
     """
-    return place(tree, specs, mesh, "reshard", replicate_then_split, timeout=timeout)
+    return place(
+        tree, specs, mesh, "reshard", replicate_then_split, progress=progress, timeout=timeout
+    )
 
 
 def place(

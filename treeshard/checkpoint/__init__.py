@@ -28,7 +28,7 @@ from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
 from treeshard.checkpoint._checkpoints import Checkpoints
 from treeshard.checkpoint._paths import checkpoint_path
 from treeshard.checkpoint._restore import damages_of, restore, table_at
-from treeshard.checkpoint._save import begin
+from treeshard.checkpoint._save import begin, wait
 
 __all__ = [
     "Checkpoints",
@@ -54,6 +54,7 @@ def save(
     ocdbt: bool = True,
     on_divergence: str = "error",
     timeout: float = TIMEOUT,
+    progress: bool = False,
 ) -> None:
     """Saves a tree as a checkpoint. Each process writes its own shards; nothing is gathered.
 
@@ -76,6 +77,7 @@ def save(
             in a bit: `"error"` raises a `CheckpointError` that names the leaves; `"warn"` saves
             the first replica of each shard, and the copy of process 0.
         timeout: Seconds to wait for other processes; waits for their writes have no limit.
+        progress: Whether to show a progress bar of the bytes on disk (needs `tqdm`).
 
     Raises:
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, or of a dtype that JAX does not
@@ -87,6 +89,7 @@ def save(
         ProcessError: If the processes save different trees; if one of them fails before anything
             is written, or does not arrive.
         ValueError: If `on_divergence` is another word.
+        ImportError: If `progress` is set and `tqdm` is not installed.
 
     Warns:
         ShardingWarning: If an array is in the tree at several paths: it is stored at each.
@@ -100,15 +103,19 @@ def save(
         >>> again["w"].sharding.spec, again["step"], again["act"] is jax.nn.relu
         (P('data',), 7, True)
     """
-    begin(
-        checkpoint_path(path),
+    if progress:
+        with_bar((), "save")  # raises without tqdm, before anything is written
+    checkpoint = checkpoint_path(path)
+    writing = begin(
+        checkpoint,
         tree,
         fingerprints=fingerprints,
         compress=compress,
         ocdbt=ocdbt,
         on_divergence=on_divergence,
         timeout=timeout,
-    ).wait()
+    )
+    wait(writing, checkpoint, tree, progress=progress)
 
 
 def inspect(path: PathLike) -> Contents:

@@ -152,8 +152,8 @@ class Checkpoints:
 
         Args:
             like: The tree to restore, as in `treeshard.checkpoint.restore`.
-            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify` and `timeout`, as in
-                `treeshard.checkpoint.restore`.
+            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify`, `timeout` and
+                `progress`, as in `treeshard.checkpoint.restore`.
 
         Returns:
             The step and the state; or `None` if there is no checkpoint yet.
@@ -190,8 +190,8 @@ class Checkpoints:
         Args:
             step: The step.
             like: The tree to restore, as in `treeshard.checkpoint.restore`.
-            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify` and `timeout`, as in
-                `treeshard.checkpoint.restore`.
+            **options: `rules`, `mesh`, `min_size`, `cast`, `partial`, `verify`, `timeout` and
+                `progress`, as in `treeshard.checkpoint.restore`.
 
         Returns:
             The state.

@@ -18,6 +18,7 @@ from etils import epath
 from jax.sharding import SingleDeviceSharding
 
 from treeshard._core.arrays import Region, lengths, region_of
+from treeshard._core.processes import with_bar
 from treeshard._core.text import human_bytes
 from treeshard._disk.untrusted import bytes_of_files, parse
 from treeshard.checkpoint._paths import ARRAYS, is_local, read_bytes
@@ -67,12 +68,15 @@ def check_declared(path: epath.Path, declared: int, stored: int) -> None:
         )
 
 
-def read(path: epath.Path, wanted: Mapping[str, Wanted]) -> tuple[dict[str, Any], dict[str, str]]:
+def read(
+    path: epath.Path, wanted: Mapping[str, Wanted], *, progress: str = ""
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Reads arrays, each process its own shards.
 
     Args:
         path: The checkpoint.
         wanted: By key: shape, stored dtype, and sharding.
+        progress: The public function, which a progress bar names; empty for none.
 
     Returns:
         The arrays; and why the others cannot be read.
@@ -89,7 +93,9 @@ def read(path: epath.Path, wanted: Mapping[str, Wanted]) -> tuple[dict[str, Any]
         for key, x in wanted.items()
         if not isinstance(x, OnHost) and not x.sharding.addressable_devices
     }
-    for key, reads in groupby(_read_ahead(parts), lambda part: part[0]):
+    groups = groupby(_read_ahead(parts), lambda part: part[0])
+    for _ in with_bar([*stores], progress, show=bool(progress)):
+        key, reads = next(groups)
         try:
             arrays[key] = _placed(wanted[key], {region: x.result() for _, region, x in reads})
         except Exception as error:  # of any type

@@ -1,18 +1,22 @@
 """Saves a tree as a checkpoint: what all processes check before any of them writes."""
 
+import math
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 import jax
 from etils import epath
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import array_text
+from treeshard._core.arrays import array_text, has_shape, is_key
 from treeshard._core.paths import PyTree, warn_untied
-from treeshard._core.processes import agreeing
+from treeshard._core.processes import agreeing, with_bar
 from treeshard._disk.files import Lock, make_directory
 from treeshard._disk.leaves import SavedLeaf
+from treeshard._disk.untrusted import bytes_of_files
 from treeshard.checkpoint._checksums import checksums
-from treeshard.checkpoint._paths import check_vacant, is_local, lock_of
+from treeshard.checkpoint._paths import check_vacant, is_local, lock_of, partial_path
 from treeshard.checkpoint._store import Writing, has_shards_here, write
 from treeshard.checkpoint._table import Packed, pack, to_text
 from treeshard.errors import CheckpointError, listed, warn
@@ -81,6 +85,27 @@ def begin(
     except BaseException:
         release()
         raise
+
+
+def wait(writing: Writing, path: epath.Path, tree: PyTree, *, progress: bool) -> None:
+    """Waits for a save of `tree`, on process 0 with a bar of the bytes that are on disk.
+
+    Raises:
+        As `Writing.wait`.
+    """
+    if progress and jax.process_index() == 0:
+        arrays = [x for x in tree_leaves(tree) if has_shape(x) and not is_key(x)]
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+        for percent in with_bar(range(1, 101), WHERE, unit="%"):
+            while not writing.done() and 100 * _bytes_written(path) < percent * size:
+                time.sleep(0.05)
+    writing.wait()
+
+
+def _bytes_written(path: epath.Path) -> int:
+    with suppress(CheckpointError, OSError):  # files come and go
+        return bytes_of_files(partial_path(path)) if is_local(path) else 0
+    return 0
 
 
 def _check_shards_here(packed: Packed) -> None:

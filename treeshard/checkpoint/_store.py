@@ -45,6 +45,10 @@ class Writing:
     def __init__(self, end: Future[None]) -> None:
         self._end = end
 
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._end.done()
+
     def wait(self) -> None:
         """Returns once all processes have written everything; or raises what failed on any."""
         try:
