@@ -17,7 +17,7 @@ from treeshard import errors as _errors
 from treeshard._core import specs as _specs
 from treeshard._inspection import stability as _stability
 from treeshard.communication._collectives import KINDS, RARE_KINDS
-from treeshard.communication._comparison import Unplanned
+from treeshard.communication._differences import Unplanned
 
 ENTRIES = [(group, entry) for group in GROUPS for entry in group.entries]
 WRITE = "docs/errors.md is out of date: run `python tools/errors_page.py`."
@@ -138,8 +138,8 @@ def test_no_adjustment_is_missing() -> None:
 
 
 def test_no_code_of_a_comparison_is_missing() -> None:
-    module = ["communication/_comparison.py"]
-    codes = first_arguments("_add", module) | first_arguments("Unplanned", module)
+    modules = ["communication/_comparison.py", "communication/_matching.py"]
+    codes = first_arguments("_add", modules) | first_arguments("Unplanned", modules)
     assert codes - NAMES == set()
     assert in_docstring(Unplanned, "code") == codes
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 
 from treeshard._core.mesh import MeshLike
 from treeshard._core.text import columns, human_bytes
-from treeshard.communication._dataflow import Context, Dataflow, Executions, Value, value
+from treeshard.communication._dataflow import (
+    Context,
+    Dataflow,
+    Executions,
+    Origins,
+    Value,
+    value,
+)
 from treeshard.communication._device_groups import (
     UNKNOWN,
     Groups,
@@ -62,6 +69,8 @@ class Collective:
         rank: The number of dims of the buffer; 0 for a scalar such as a loss.
         completes: The kind of the collective that it belongs to, if it only shifts the rows of
             a padded result into place; else `None`.
+        is_widened: Whether the text shows that the backend widened the dtype: the data has a
+            narrower one before.
 
     Examples:
         >>> Collective("all-gather", "float32", 4096, 3584, ("fsdp",), count=12).total_bytes
@@ -80,6 +89,7 @@ class Collective:
     is_async: bool = False
     rank: int = 0
     completes: str | None = None
+    is_widened: bool = False
 
     @property
     def total_bytes(self) -> int | None:
@@ -190,6 +200,11 @@ def _over(what: str, moved: Sequence[Collective], most: int | None) -> list[str]
     return [f"{what}: {_or_unknown(size)} bytes, at most {most:,} allowed."]
 
 
+def is_scalar(one: Collective) -> bool:
+    """Whether it reduces a scalar, such as a loss, which no plan has."""
+    return one.kind == "all-reduce" and one.rank == 0 and one.bytes is not None
+
+
 def total(numbers: Iterable[int | None]) -> int | None:
     """The sum; `None` if a number is unknown."""
     known = list(numbers)
@@ -266,6 +281,7 @@ class CollectiveReader:
         if kind == "unknown" and op_name is None:
             op_name = op.target or op.opcode
         for buffer, operands in self._buffers(context, kind, op, groups):
+            origins = [self.flow.origins(operand) for operand in operands]
             yield Collective(
                 kind=kind,
                 dtype=buffer.dtype,
@@ -273,12 +289,13 @@ class CollectiveReader:
                 wire_bytes=_on_the_wire(kind, buffer.bytes, groups.size),
                 axes=groups.axes,
                 count=count,
-                path=self._path(operands),
+                path=_path(origins),
                 op_name=op_name,
                 source=source,
                 is_async=_is_async(context, op),
                 rank=buffer.rank,
                 completes=self._completes(kind, operands),
+                is_widened=_is_widened(op, buffer.dtype, origins),
             )
 
     def _buffers(
@@ -336,14 +353,6 @@ class CollectiveReader:
             at = sources[0]
         return at
 
-    def _path(self, operands: Sequence[Value | None]) -> str | None:
-        """The argument whose data the operands are, if it is one and they are nothing else."""
-        origins = [self.flow.origins(operand) for operand in operands]
-        parameters = {parameter for origin in origins for parameter in origin.parameters}
-        if len(parameters) != 1 or any(origin.computed for origin in origins):
-            return None
-        return argument_path(parameters.pop())
-
     def _completes(self, kind: str, operands: Sequence[Value | None]) -> str | None:
         """The kind of the collective whose padded result this op shifts into place, if any."""
         at = operands[0] if kind == "collective-permute" and operands else None
@@ -373,6 +382,23 @@ class CollectiveReader:
                 return Groups(1, ())
             text = text if of_partitions else "{}"
         return groups_of(text, self._devices, self.axes)
+
+
+def _path(origins: Sequence[Origins]) -> str | None:
+    """The argument whose data some values are, if it is one and they are nothing else."""
+    parameters = {parameter for origin in origins for parameter in origin.parameters}
+    if len(parameters) != 1 or any(origin.computed for origin in origins):
+        return None
+    return argument_path(parameters.pop())
+
+
+def _is_widened(op: Op, dtype: str, origins: Sequence[Origins]) -> bool:
+    """Whether a float that is moved had a narrower dtype before, or is reduced by a function that
+    the compiler promoted to a wider one."""
+    if (op.attribute("to_apply") or "").endswith("_promoted"):
+        return True
+    narrower = {"float32": ("bfloat16", "float16"), "float64": ("bfloat16", "float16", "float32")}
+    return any(origin.dtypes & set(narrower.get(dtype, ())) for origin in origins)
 
 
 def _kind(op: Op) -> str | None:

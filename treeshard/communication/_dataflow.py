@@ -59,10 +59,12 @@ class Value(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """The parameters of the program that data comes from; `computed` if not from them alone."""
+    """The parameters of the program that data comes from; `computed` if not from them alone;
+    and the dtypes that it was converted to on its way."""
 
     parameters: frozenset[Op]
     computed: bool
+    dtypes: frozenset[str] = frozenset()
 
 
 def value(context: Context, name: str, element: int | None = None) -> Value | None:
@@ -105,6 +107,7 @@ class Dataflow:
     def origins(self, start: Value | None) -> Origins:
         """The parameters of the program whose data a value contains."""
         parameters: set[Op] = set()
+        dtypes: set[str] = set()
         computed = False
         seen: set[tuple[str, ...]] = set()
         queue = [start]
@@ -116,6 +119,8 @@ class Dataflow:
             if key in seen:
                 continue
             seen.add(key)
+            if at.op.opcode == "convert":
+                dtypes.update(buffer.dtype for buffer in at.op.types)
             if at.op.opcode == "parameter" and at.context.caller is None:
                 if at.context.computation is not self.program.entry:
                     return Origins(frozenset(), True)  # its callers are unknown
@@ -126,7 +131,7 @@ class Dataflow:
                 computed = True
             else:
                 queue += sources
-        return Origins(frozenset(parameters), computed)
+        return Origins(frozenset(parameters), computed, frozenset(dtypes))
 
     def sources(self, at: Value) -> list[Value | None] | None:
         """The values that this one takes its data from, unchanged; `None` if it is computed."""

@@ -92,6 +92,16 @@ def _between_slices(mesh: MeshLike, slices: int) -> dict[str, int]:
     return {axis: size for axis, size in between.items() if size > 1}
 
 
+def platform_of(program: CompiledProgram) -> str | None:
+    """The platform that a program is compiled for, such as `"cpu"`; `None` for a text, which
+    does not say it."""
+    if not isinstance(program, jax.stages.Compiled):
+        return None
+    shardings = tree_leaves((program.input_shardings, program.output_shardings))
+    devices = (device for sharding in shardings for device in sharding.device_set)
+    return next((device.platform for device in devices), None)
+
+
 def _parse(text: str) -> HloProgram:
     if not text:
         raise FormatError("collectives: the text is empty. This backend may not provide one.")

@@ -27,6 +27,7 @@ from treeshard._core.processes import (
     participating_processes,
 )
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
+from treeshard._core.specs import entry_of
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan
 from treeshard.errors import StateError, warn
@@ -218,9 +219,12 @@ def jit_step(
         MeshError: If the plan was made for an abstract mesh.
 
     Warns:
-        ShardingWarning: If parameters are sharded by `fsdp` over an axis that the batch is
-            not split over: all devices along it then do the same work. When called, if arrays of
-            the state are copied because they share memory; names the paths of both.
+        ShardingWarning: If the batch is not split over an axis over which `fsdp` shards
+            parameters, or which shards no leaf of the state: all devices along it do the same
+            work; or if `batch` is not given and its default splits nothing. When called, if
+            arrays of the state are copied because they share memory (names the paths of both),
+            if leaves of the state are numpy arrays again, or if `fn` uses `device_put` to one
+            device, which has no effect.
 
     Examples:
         >>> mesh = ts.make_mesh("fsdp=8")
@@ -301,19 +305,42 @@ def _make_step(
     if plan is None:
         raise StateError(f"{where} needs the plan of the state: {where}(fn, plan).")
     sizes, fsdp_axes = axis_sizes(plan.mesh), plan.fsdp_axes()
-    if batch is None:
+    is_default = batch is None
+    if is_default:
         axes = tuple(axis for axis in sizes if axis in fsdp_axes or axis in ("data", "replica"))
-        batch = PartitionSpec(axes[0] if len(axes) == 1 else axes or None)
+        batch = PartitionSpec(entry_of(axes)) if axes else PartitionSpec()
     batch = without_names(batch, plan.mesh)
     split = get_names_from_partition_spec(batch)
     check_axes(split, sizes, f"{where}: batch")
-    idle = [a for a in sizes if a in fsdp_axes and a not in split and sizes[a] > 1]
-    if idle:
-        both = [*split, *idle]
-        advice = repr(tuple(both)) if len(both) > 1 else repr(both[0])
-        warn(
-            f"{where}: parameters are sharded by fsdp over {', '.join(map(repr, idle))}, but the"
-            f" batch is not (batch={batch}), so all devices along it do the same work."
-            f" Split the batch too: batch=P({advice})."
-        )
+    _warn_of_idle_axes(where, plan, batch, split, is_default=is_default)
     return Step(fn, plan, batch, donate=donate, per_device=per_device)
+
+
+def _warn_of_idle_axes(
+    where: str, plan: Plan, batch: SpecTree, split: Sequence[str], *, is_default: bool
+) -> None:
+    """Warns of axes along which all devices do the same work, because the batch is not split."""
+    whole = [axis for axis, size in axis_sizes(plan.mesh).items() if size > 1 and axis not in split]
+    fsdp_axes = plan.fsdp_axes()
+    by_fsdp = [axis for axis in whole if axis in fsdp_axes]
+    used = get_names_from_partition_spec(plan)
+    unused = [axis for axis in whole if axis not in used]
+    idle = [axis for axis in whole if axis in by_fsdp or axis in unused]
+    what, how = "all devices along it do the same work", "Split the batch too"
+    if by_fsdp:
+        why = f"parameters are sharded by fsdp over {_quoted(by_fsdp)}, but the batch is not"
+    elif is_default and whole and not split:
+        # A spec does not say whether it is for FSDP or for tensor parallelism.
+        idle = idle or whole
+        why, what = "no `batch=` is given, and the plan implies none", "every device gets all of it"
+        how = "For tensor parallelism alone, pass batch=P(). Else split the batch"
+    elif unused:
+        why = f"{_quoted(unused)} shards neither the state nor the batch"
+    else:
+        return
+    advice = entry_of([*split, *idle])
+    warn(f"{where}: {why} (batch={batch}), so {what}. {how}: batch=P({advice!r}).")
+
+
+def _quoted(axes: Sequence[str]) -> str:
+    return ", ".join(map(repr, axes))

@@ -6,6 +6,7 @@ from functools import update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree_leaves
@@ -23,6 +24,7 @@ from treeshard._core.processes import (
     participating_processes,
 )
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec, specs_of_leaves
+from treeshard._core.text import fold_paths
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._placement.moves import through_host
 from treeshard._placement.shard import move_leaves, shardings_to_compare
@@ -34,7 +36,9 @@ from treeshard.errors import (
     StateError,
     TreeShardError,
     listed,
+    warn,
 )
+from treeshard.training._one_device import warn_of_device_puts
 from treeshard.training._shared_memory import mark_as_separate, separated
 
 if TYPE_CHECKING:
@@ -69,13 +73,16 @@ class Step:
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, Any]:
         program, arrays, data = self._prepare(state, batch)
         # JAX 0.10 aborts the process if it gets deleted arrays on several devices.
-        if _any_deleted(arrays):
+        if self._any_deleted(program, arrays):
             raise _deleted(arrays, self.plan)
         if self._donate and not is_tracing():
             arrays = separated(arrays, data, lambda i: self.plan.leaves[i].path, self._name)
         with in_turn(self._among), _fixed_context(self._mesh):
             try:
-                new, aux = program.run(_Named(arrays, program.names), data)
+                named = _Named(arrays, program.names)
+                if not program.is_traced:
+                    self._trace(program, named, data)
+                new, aux = program.run(named, data)
             except TreeShardError:
                 raise
             except Exception as error:
@@ -97,7 +104,32 @@ class Step:
         """
         program, arrays, data = self._prepare(state, batch)
         with _fixed_context(self._mesh):
-            return program.run.lower(program.named(arrays), data)
+            return self._trace(program, program.named(arrays), data).lower()
+
+    def _trace(self, program: "_Program", state: "_Named", data: list[Any]) -> Any:
+        traced = program.run.trace(state, data)
+        if not program.is_traced:
+            program.is_traced = True
+            warn_of_device_puts(traced.jaxpr, self._name)
+        return traced
+
+    def _any_deleted(self, program: "_Program", arrays: list[Any]) -> bool:
+        try:
+            return any([x.is_deleted() for x in arrays])
+        except (AttributeError, jax.errors.ConcretizationTypeError):  # numpy arrays, tracers
+            self._warn_of_host_leaves(program, arrays)
+            return any(x.is_deleted() for x in arrays if _is_live(x))
+
+    def _warn_of_host_leaves(self, program: "_Program", arrays: list[Any]) -> None:
+        """Warns if leaves of the state were in host memory in an earlier step, and are again."""
+        on_host = {i for i, x in enumerate(arrays) if isinstance(x, np.ndarray)}
+        if again := sorted(on_host & program.on_host):
+            paths = ", ".join(fold_paths([self.plan.leaves[i].path for i in again]))
+            warn(
+                f"{self._name}: {paths}: in host memory in every step, so that each step copies"
+                " it to the devices. Pass the state that the step returned, and only read from it."
+            )
+        program.on_host |= on_host
 
     def communication(
         self,
@@ -159,7 +191,9 @@ class Step:
         if self._last_in_place is not None and _form_in_place(data, treedef) == self._last_in_place:
             return data
         if is_tracing() or any(isinstance(x, jax.ShapeDtypeStruct) for x in data):
+            shapes = treedef.unflatten([_struct(x) for x in data])
             specs = treedef.unflatten(self._specs_of(batch, data))
+            targets(shapes, specs, self._mesh, self._name, "batch", accept_structs=True)
             constrained = with_sharding_constraint(batch, specs, self._mesh, uneven="error")
             return tree_leaves(constrained)
         form = (treedef, *map(_form, data))
@@ -221,6 +255,10 @@ def _is_data(x: Any) -> bool:
     return has_shape(x) or isinstance(x, bool | int | float | complex)
 
 
+def _struct(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if has_shape(x) else x
+
+
 def _form(x: Any) -> Any:
     """What must be the same of a leaf of the batch on all processes."""
     if not has_shape(x):
@@ -248,12 +286,14 @@ class _Program:
     """
 
     run: Any
+    is_traced = False
 
     def __init__(
         self, fn: StepFn, state: StaticSplit, batch: StaticSplit, plan: Plan, paths: list[str]
     ) -> None:
         self.fn, self.state, self.batch, self.plan = fn, state, batch, plan
         self.paths = paths
+        self.on_host: set[int] = set()  # leaves of the state that a call had as numpy arrays
         array_paths = state.dynamic(paths)
         _check_fits_plan(array_paths, plan)
         # `collectives` reads these names of the arguments from the compiled program.
@@ -424,13 +464,6 @@ register_pytree_with_keys(
 )
 
 # ------------------------------------------------------------------ errors of a call
-
-
-def _any_deleted(arrays: list[Any]) -> bool:
-    try:
-        return any([x.is_deleted() for x in arrays])
-    except (AttributeError, jax.errors.ConcretizationTypeError):  # numpy arrays, tracers
-        return any(x.is_deleted() for x in arrays if _is_live(x))
 
 
 def _is_live(x: Any) -> bool:
