@@ -44,7 +44,7 @@ def assert_warned(told, path, other, where="jit_step"):
 def test_one_array_at_two_paths(other) -> None:
     p = placed()
     state = {"params": p, "ema": other(p)}
-    step = jit_step(keep, plan_of(state))
+    step = jit_step(keep, plan_of(state), batch=P("fsdp"))
     with pytest.warns(ts.ShardingWarning) as told:
         state, _ = step(state, np.ones((8, 2), "float32"))
     assert_warned(told, "params", "ema")  # leaves are in the order of their names
@@ -56,7 +56,7 @@ def test_one_array_at_two_paths(other) -> None:
 
 def test_the_same_array_again_after_some_steps() -> None:
     state = {"params": placed(), "ema": placed()}
-    step = jit_step(keep, plan_of(state))
+    step = jit_step(keep, plan_of(state), batch=P("fsdp"))
     batch = np.ones((8, 2), "float32")
     state, _ = step(state, batch)
     with pytest.warns(ts.ShardingWarning) as told:
@@ -100,7 +100,7 @@ def test_keys_and_moved_arrays() -> None:
     other = ts.reshard(p, P("data"), ts.make_mesh("data=8"))  # relabelled, without a copy
     state = {"a": p, "b": ts.reshard(other, P("fsdp"), mesh), "key": key, "key2": key}
     plan = ts.plan(state, [("key", None), (".*", P("fsdp"))], mesh, min_size=0)
-    step = jit_step(lambda s, b: ({**s, "a": s["a"] + 1}, b.sum()), plan)
+    step = jit_step(lambda s, b: ({**s, "a": s["a"] + 1}, b.sum()), plan, batch=P())
     with pytest.warns(ts.ShardingWarning) as told:
         state, _ = step(state, np.ones((8, 2), "float32"))
     assert "key2: it shares its memory with key," in str(told[0].message)
@@ -129,8 +129,8 @@ def test_nothing_is_copied_without_donation_or_inside_jit() -> None:
     batch = jnp.ones((8, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        new, _ = jit_step(add, plan_of(state), donate=False)(state, batch)
-        step = jit_step(add, plan_of(state))
+        new, _ = jit_step(add, plan_of(state), batch=P("fsdp"), donate=False)(state, batch)
+        step = jit_step(add, plan_of(state), batch=P("fsdp"))
         inside, _ = jax.jit(step)(state, batch)
         step.lower(state, batch)
     np.testing.assert_array_equal(new["ema"], inside["ema"])
@@ -142,6 +142,6 @@ def test_arrays_that_init_sharded_returns_are_separate() -> None:
         p = jnp.ones((16, 4))
         return {"params": p, "ema": p}
 
-    state, plan = ts.init_sharded(init, rules=[(".*", P("fsdp"))], mesh="fsdp=8")
-    state, _ = jit_step(keep, plan)(state, np.ones((8, 2), "float32"))
+    state, plan = ts.init_sharded(init, rules=[(".*", P("fsdp"))], mesh="fsdp=8", min_size=0)
+    state, _ = jit_step(keep, plan, batch=P("fsdp"))(state, np.ones((8, 2), "float32"))
     np.testing.assert_array_equal(state["ema"], np.ones((16, 4)))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits
+from helpers import bits, struct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -283,15 +283,73 @@ def test_a_batch_that_is_not_split_over_the_fsdp_axis_warns(mesh) -> None:
         ("data=2,shard=4", [(".*", ts.fsdp("shard", min_size=0))], P(("data", "shard"))),
         ("data=8", [(".*", None)], P("data")),
         ("data=2,tensor=4", [("layers/0/weight", P("tensor")), (".*", None)], P("data")),
-        ("tensor=8", [(".*", None)], P(None)),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_batch_is_split_over_the_data_and_fsdp_axes_by_default(shape, rules, spec) -> None:
     structs = eqx.filter_eval_shape(init, jax.random.key(0))
-    plan = ts.plan(structs, rules, ts.make_mesh(shape))
+    plan = ts.plan(structs, rules, ts.make_mesh(shape), min_size=0)
     for make in (jit_step, shard_map_step):
         assert make(train_step, plan).batch_specs == spec
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "batch", "message"),
+    [
+        ("fsdp=8", P("fsdp"), None, "no `batch=` is given, and the plan implies none"),
+        ("data=2,fsdp=4", P("fsdp"), P("fsdp"), "'data' shards neither the state nor the batch"),
+        ("fsdp=8", P("fsdp"), P(), None),
+        ("fsdp=8", P(), P(), None),
+        ("data=2,tensor=4", P("tensor"), None, None),
+        ("data=2,fsdp=4", P("fsdp"), P(("data", "fsdp")), None),
+        ("data=2,fsdp=1,sp=4", P("fsdp"), P("data", "sp"), None),
+    ],
+)
+def test_an_axis_that_does_not_split_the_batch(shape, spec, batch, message, recwarn) -> None:
+    plan = ts.plan({"w": struct(16, 16)}, [("w", spec)], ts.make_mesh(shape), min_size=0)
+    jit_step(lambda state, batch: (state, 0), plan, batch=batch)
+    assert [str(one.message).partition(" (batch=")[0] for one in recwarn] == (
+        [] if message is None else [f"jit_step: {message}"]
+    )
+
+
+def test_device_put_to_one_device_inside_the_step() -> None:
+    plan = ts.plan({"w": struct(16)}, [("w", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+
+    def step(state, batch):
+        def body(total, x):
+            return total + jax.device_put(x, jax.devices()[1]), None
+
+        total, _ = jax.lax.scan(body, jnp.zeros(16), batch)
+        return {"w": state["w"] + total}, total.sum()
+
+    state, batch = {"w": np.ones(16, "float32")}, np.ones((4, 16), "float32")
+    calls = (
+        lambda run: run.lower(plan.structs, batch),
+        lambda run: run(ts.shard(state, plan), batch),
+    )
+    for call in calls:
+        run = jit_step(step, plan, batch=P(None, "fsdp"))
+        with pytest.warns(ts.ShardingWarning) as told:
+            call(run)
+        [line] = [line for line in str(told[0].message).splitlines() if "`device_put` of" in line]
+        assert line.startswith("  `device_put` of float32[16] to cpu:1 at ")
+        assert "test_training.py:" in line
+        call(run)  # which says it once
+
+
+def test_a_state_that_comes_from_the_host_in_each_step(recwarn) -> None:
+    plan = ts.plan({"w": struct(16), "v": struct(8)}, [(".*", P())], ts.make_mesh("fsdp=8"))
+    run = jit_step(lambda state, batch: (state, batch.sum()), plan, batch=P("fsdp"))
+    batch = np.ones(8, "float32")
+    state, _ = run({"w": np.ones(16, "float32"), "v": np.ones(8, "float32")}, batch)
+    state, _ = run(state, batch)
+    assert not recwarn
+    run({**state, "w": np.asarray(state["w"])}, batch)
+    assert [str(one.message) for one in recwarn] == [
+        "jit_step: w: in host memory in every step, so that each step copies it to the devices."
+        " Pass the state that the step returned, and only read from it."
+    ]
 
 
 def test_as_a_decorator(initialised) -> None:

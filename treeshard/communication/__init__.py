@@ -22,7 +22,7 @@ Examples:
     reduce-scatter  fsdp  1 x, 256 B  0 x, 0 B
     all-reduce      fsdp    0 x, 0 B  1 x, 256 B
     plus 1 scalar, such as the loss
-    all-reduce: all-reduce of full gradients, 256 B, where a reduce-scatter was planned...
+    The CPU compiler all-reduces full gradients (256 B) where a reduce-scatter was planned...
 """
 
 from treeshard.communication._collectives import Collective, assert_collectives, collectives

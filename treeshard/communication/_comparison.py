@@ -200,7 +200,10 @@ def _idle_axes(
     idle = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
     if None in moved or not (idle := [a for a in idle if not any(a in (x or ()) for x in moved)]):
         return
-    names, every = ", ".join(map(repr, idle)), entry_of([*batch_axes, *idle])
+    names, every = (
+        ", ".join(map(repr, idle)),
+        entry_of([axis for axis in sizes if axis in (*batch_axes, *idle)]),
+    )
     yield Unplanned(
         "idle-axis",
         f"{names} shards neither the state nor the batch, and nothing is moved along it: devices"

@@ -140,7 +140,10 @@ class Matcher:
     def _add_computed(self, collective: Collective) -> None:
         """Files an unplanned collective of computed values."""
         path = self._gradient(collective)
-        if path in self.gathered_for_nothing:
+        if _is_in_loop(collective) and (weight := self._computed_weight(collective)) is not None:
+            self._match_all(weight, ("weight",))
+            self._add("again", collective, weight)
+        elif path in self.gathered_for_nothing:
             self._add("batch-not-split", collective, path)
         elif path is not None and (_is_in_loop(collective) or self._is_reduced(path)):
             self._match_all(path, ("gradient",))
@@ -203,6 +206,16 @@ class Matcher:
     def _is_reduced(self, path: str) -> bool:
         """Whether the planned reductions of a gradient have a match."""
         return all(x.left < x.total for x in self._gradients().get(path, ()))
+
+    def _computed_weight(self, collective: Collective) -> str | None:
+        """The parameter that it seems to gather, after the loop has changed it."""
+        size = elements(collective.bytes, collective.dtype)
+        for expected in self.expected:
+            planned = expected.planned
+            alike = (planned.kind, planned.axes) == (collective.kind, collective.axes)
+            if alike and planned.why == "weight" and expected.left == expected.total == size:
+                return planned.path
+        return None
 
     def _gradient(self, collective: Collective) -> str | None:
         """The parameter whose gradient it seems to reduce: in the backward pass or in a loop, with

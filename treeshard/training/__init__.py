@@ -220,8 +220,8 @@ def jit_step(
 
     Warns:
         ShardingWarning: If the batch is not split over an axis over which `fsdp` shards
-            parameters, or which shards no leaf of the state: all devices along it do the same
-            work; or if `batch` is not given and its default splits nothing. When called, if
+            parameters, or, while it is split over others, over one that shards no leaf of the
+            state: all devices along it do the same work; or if `batch` is not given and its default splits nothing. When called, if
             arrays of the state are copied because they share memory (names the paths of both),
             if leaves of the state are numpy arrays again, or if `fn` uses `device_put` to one
             device, which has no effect.
@@ -334,11 +334,11 @@ def _warn_of_idle_axes(
         idle = idle or whole
         why, what = "no `batch=` is given, and the plan implies none", "every device gets all of it"
         how = "For tensor parallelism alone, pass batch=P(). Else split the batch"
-    elif unused:
+    elif unused and split:  # who writes batch=P() means it
         why = f"{_quoted(unused)} shards neither the state nor the batch"
     else:
         return
-    advice = entry_of([*split, *idle])
+    advice = entry_of([axis for axis in axis_sizes(plan.mesh) if axis in (*split, *idle)])
     warn(f"{where}: {why} (batch={batch}), so {what}. {how}: batch=P({advice!r}).")
 
 
