@@ -221,10 +221,10 @@ def jit_step(
     Warns:
         ShardingWarning: If the batch is not split over an axis over which `fsdp` shards
             parameters, or, while it is split over others, over one that shards no leaf of the
-            state: all devices along it do the same work; or if `batch` is not given and its default splits nothing. When called, if
-            arrays of the state are copied because they share memory (names the paths of both),
-            if leaves of the state are numpy arrays again, or if `fn` uses `device_put` to one
-            device, which has no effect.
+            state: all devices along it do the same work. If `batch` is not given and its
+            default splits nothing. When called, if arrays of the state are copied because they
+            share memory (names the paths of both), if leaves of the state are numpy arrays
+            again, or if `fn` uses `device_put` to one device, which has no effect.
 
     Examples:
         >>> mesh = ts.make_mesh("fsdp=8")
