@@ -87,7 +87,7 @@ if _TYPE_CHECKING:
     from treeshard.training import jit_step as jit_step
     from treeshard.training import shard_map_step as shard_map_step
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Everything loads on first touch: name -> module. This is the first page of the reference, ...
 _FIRST_PAGE = {
