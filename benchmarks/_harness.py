@@ -1,7 +1,8 @@
 """Times callables side by side on a noisy machine, and prints what came out.
 
-Calls are interleaved, so that a slow minute hits all of them, and compared round by round, so
-that the machine's speed cancels.
+Calls are interleaved, so that a slow minute hits all of them, in another order each round, since
+what one call leaves behind weighs on the next. They are compared round by round, so that the
+machine's speed cancels.
 """
 
 import argparse
@@ -11,11 +12,14 @@ import json
 import operator
 import os
 import platform
+import random
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,18 +86,24 @@ class Row(NamedTuple):
 
 
 def medians(calls: Mapping[str, Callable[[], Any]], rounds: int = 15) -> dict[str, Figure]:
-    """The median seconds of each named call, over interleaved rounds after one warm-up."""
+    """The median seconds of each named call, over shuffled rounds after one warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for round_ in range(rounds + 1):
-        for name, call in calls.items():
+        for name in shuffled(calls, round_):
             gc.collect()
             start = time.perf_counter()
-            result = call()
+            result = calls[name]()
             elapsed = time.perf_counter() - start
             del result  # not on the clock, and not alive during the next call
             if round_:
                 seconds[name].append(elapsed)
     return {name: Figure(times) for name, times in seconds.items()}
+
+
+def shuffled(names: Iterable[str], round_: int) -> list[str]:
+    """The names in the order of one round, which is the same on every process."""
+    names = list(names)
+    return random.Random(round_).sample(names, len(names))
 
 
 def ratios(
@@ -147,6 +157,8 @@ def report(
     found = {
         "title": title,
         "command": _command(),
+        "commit": _commit(),
+        "date": date.today().isoformat(),
         "rows": [_as_json(row) for row in rows],
         "on": _setting(packages),
     }
@@ -180,7 +192,7 @@ def as_cells(row: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     vs = row["vs"]
     if not isinstance(vs, str):
         vs = ", ".join(f"{name} {_with_quartiles(one)}" for name, one in vs.items())
-    reach = row["reach"] + (", missed" if missed(row) else "")
+    reach = ", ".join(filter(None, [row["reach"], verdict(row)]))
     return row["case"], shown(row["measured"]), _quartiles(row), reach, vs
 
 
@@ -198,13 +210,22 @@ def shown(figure: float) -> str:
     return f"{figure:,.0f}" if abs(figure) >= 1000 else f"{figure:.3g}"
 
 
-def missed(row: Mapping[str, Any]) -> bool:
-    """Whether a row's figure is not the one to reach."""
+def verdict(row: Mapping[str, Any]) -> str:
+    """`missed`, or `unclear` if the quartiles are on both sides of the figure to reach.
+
+    Empty if the figure is reached, or there is none to reach.
+    """
+    if not row["reach"]:
+        return ""
     wanted = re.fullmatch(r"(<=|>=|<|>|)\s*([\d.e-]+)", row["reach"])
     if wanted is None:
-        return False
+        raise ValueError(f"{row['reach']!r} is not a figure to reach, such as '<= 1.05'.")
     compare = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-    return not compare.get(wanted[1], operator.eq)(row["measured"], float(wanted[2]))
+    reached = {
+        compare.get(wanted[1], operator.eq)(figure, float(wanted[2]))
+        for figure in (row["measured"], *(row["spread"] or ()))
+    }
+    return "unclear" if len(reached) == 2 else "" if reached == {True} else "missed"
 
 
 def _lines(found: Mapping[str, Any]) -> str:
@@ -242,6 +263,17 @@ def _command() -> str:
     chosen = " ".join(sys.argv[1:])
     chosen = re.sub(r"--json|--save[ =]\S+", "", chosen)
     return " ".join(["python -m", spec.name if spec else Path(sys.argv[0]).stem, *chosen.split()])
+
+
+def _commit() -> str:
+    """The commit that was measured; with a `+` if what it measures was changed since."""
+    here = Path(__file__).parent.parent
+
+    def git(*args: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(["git", *args], cwd=here, capture_output=True, text=True)
+
+    changed = git("diff", "--quiet", "HEAD", "--", "treeshard", "benchmarks/*.py").returncode
+    return git("rev-parse", "--short=10", "HEAD").stdout.strip() + "+" * bool(changed)
 
 
 def _setting(packages: tuple[str, ...]) -> dict[str, str]:

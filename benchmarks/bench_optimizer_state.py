@@ -34,8 +34,16 @@ def treeshard(optimizer: Any, state: Any, params: Any, specs: Any) -> Any:
 
 
 def tree_map_params(optimizer: Any, state: Any, params: Any, specs: Any) -> Any:
+    def is_masked(x: Any) -> bool:  # as its documentation says for masked states
+        return isinstance(x, optax.MaskedNode)
+
     return optax.tree_map_params(
-        optimizer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: P()
+        optimizer,
+        lambda x, spec: x if is_masked(x) else spec,
+        state,
+        specs,
+        transform_non_params=lambda _: P(),
+        is_leaf=is_masked,
     )
 
 
@@ -108,10 +116,13 @@ def main() -> None:
         name: {key: verdict(way, case) for key, way in WAYS.items()} for name, case in CASES.items()
     }
     rows = []
-    for way in WAYS:
-        right = [verdicts[way] == "right" for verdicts in table.values()]
-        reach = "1" if way == "treeshard" else ""
-        rows.append(Row(f"right, of {len(table)} states: {way}", float(np.mean(right)), reach))
+    split = {name for name, case in CASES.items() if any(map(tuple, case.expected().values()))}
+    for kind, names in ((f"{len(table)} states", set(table)),
+                        (f"{len(split)} states with a leaf to split", split)):  # fmt: skip
+        for way in WAYS:
+            right = [table[name][way] == "right" for name in names]
+            reach = "1" if way == "treeshard" else ""
+            rows.append(Row(f"right, of {kind}: {way}", float(np.mean(right)), reach))
     if not options().json:
         width = max(map(len, table))
         print(f"{'optimizer':{width}} | {' | '.join(WAYS)}")
@@ -120,7 +131,15 @@ def main() -> None:
             print(f"{name:{width}} | {' | '.join(cells)}".rstrip())
         print()
     clipped = optax.chain(optax.clip(1.0), optax.adamw(0.1), optax.ema(0.9))
-    for name, optimizer in (("adamw", optax.adamw(0.1)), ("clip, adamw, ema", clipped)):
+    timed = {
+        "adamw": optax.adamw(0.1),
+        "clip, adamw, ema": clipped,
+        "sgd with momentum": optax.sgd(0.1, momentum=0.9),
+        "trace": optax.trace(0.9),
+        "lion": optax.lion(0.1),
+        "adafactor": optax.adafactor(0.1),
+    }
+    for name, optimizer in timed.items():
         rows.append(cost(name, optimizer, options().rounds))
     report("Optimizer state", rows, ("jax", "optax", "numpy"))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks._harness import as_cells, shown
+from benchmarks._harness import as_cells, shown, verdict
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -103,6 +103,9 @@ CLAIMS = [
         "import treeshard, x import jax",
         "`import treeshard`, x `import jax`",
     ),
+    Claim(
+        "bench_import", "the README's first lines, x import jax", "the lines above, x `import jax`"
+    ),
 ]
 
 
@@ -145,7 +148,8 @@ def claims(found: Results) -> str:
         first = i == 0 or CLAIMS[i - 1].bench != claim.bench
         command = f"[`{claim.bench}`](docs/numbers.md#{claim.bench})" if first else ""
         vs = ", ".join(f"{name} {claim.show(x['measured'])}" for name, x in others.items())
-        lines.append(f"| {command} | {claim.what} | {claim.show(row['measured'])} | {vs} |\n")
+        figure = claim.show(row["measured"]) + (f" ({mark})" if (mark := verdict(row)) else "")
+        lines.append(f"| {command} | {claim.what} | {figure} | {vs} |\n")
     return HEAD + "".join(lines)
 
 
@@ -172,10 +176,12 @@ Each table is the output of the command above it. `make bench` runs them all, on
 devices unless a table says otherwise, stores the output in `benchmarks/results/`, and writes this
 page from it.
 
-- The alternatives of one table run in turn, round by round. The figure is the median of the rounds.
-  A ratio is the median of the ratios per round, so that a slow minute affects both sides.
+- The alternatives of one table run round by round, in another order each round. The figure is the
+  median of the rounds. A ratio is the median of the ratios per round, so that a slow minute affects
+  both sides.
 - Quartiles are over the rounds. A row without them was counted, or measured once.
-- `reach` is the target; `missed` marks a figure that is not there.
+- `reach` is the target. `missed` marks a figure that does not reach it, `unclear` one whose
+  quartiles are on both sides of it.
 - Times are from one machine, and no test asserts them. `make test` also asserts counts and bytes
   (compiles, collectives, memory).
 
@@ -190,10 +196,19 @@ def text(found: Results) -> str:
         parts.append(f"Measured with {_setting(common)}.\n")
     for name, result in found.items():
         parts.append(f"\n## {name}\n\n{_about(name)}\n\n    {result['command']}\n\n")
-        parts.append(f"{result['title']}:\n\n{_table(result['rows'])}")
+        parts.append(f"{result['title']}{_measured_at(result)}:\n\n{_table(result['rows'])}")
         if own := {key: value for key, value in result["on"].items() if key not in common}:
             parts.append(f"\nHere also {_setting(own)}.\n")
     return "".join(parts)
+
+
+def _measured_at(result: Mapping[str, Any]) -> str:
+    """The commit, the date and the rounds of a result, as far as it says them."""
+    if "commit" not in result:
+        return ""
+    rounds = max(row["rounds"] for row in result["rows"])
+    times = "1 round" if rounds == 1 else f"{rounds} rounds"
+    return f" (commit {result['commit']}, {result['date']}, {times})"
 
 
 def _table(rows: list[Mapping[str, Any]]) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 import benchmarks.__main__ as bench
 from benchmarks import _harness, bench_manual, bench_plan_scale, bench_transfer, page
-from benchmarks._harness import Figure, Row, missed, ratios, report, shown
+from benchmarks._harness import Figure, Row, ratios, report, shown, shuffled, verdict
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
@@ -40,7 +40,7 @@ def test_a_ratio_is_taken_round_by_round() -> None:
 def test_calls_are_interleaved_after_a_warm_up() -> None:
     seen: list[str] = []
     found = ratios({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, "a", rounds=2)
-    assert "".join(seen) == "ababab"
+    assert [*map(sorted, zip(seen[::2], seen[1::2], strict=True))] == [["a", "b"]] * 3
     assert found["a"] == 1.0
     assert [len(figure.samples) for figure in found.values()] == [2, 2]
 
@@ -53,22 +53,44 @@ def test_digits(figure: float, text: str) -> None:
     assert shown(figure) == text
 
 
+def test_every_round_has_its_own_order_alike_on_every_process() -> None:
+    orders = [tuple(shuffled("abcd", i)) for i in range(20)]
+    assert orders == [tuple(shuffled("abcd", i)) for i in range(20)]
+    assert {*map(frozenset, orders)} == {frozenset("abcd")}
+    assert {order[0] for order in orders} == {*"abcd"}
+
+
 @pytest.mark.parametrize(
-    ("measured", "reach", "wrong"),
+    ("measured", "spread", "reach", "word"),
     [
-        (1.0, "<= 1.05", False),
-        (1.06, "<= 1.05", True),
-        (1e-4, "<= 2e-05", True),
-        (14, ">= 15", True),
-        (1, "< 1", True),
-        (2, "1", True),
-        (1, "1", False),
-        (9, "2: linear", False),
-        (9, "", False),
+        (1.0, None, "<= 1.05", ""),
+        (1.06, None, "<= 1.05", "missed"),
+        (1e-4, None, "<= 2e-05", "missed"),
+        (14, None, ">= 15", "missed"),
+        (1, None, "< 1", "missed"),
+        (2, None, "1", "missed"),
+        (1, None, "1", ""),
+        (9, None, "", ""),
+        (1.0, (0.9, 1.05), "<= 1.05", ""),
+        (1.0, (0.9, 1.1), "<= 1.05", "unclear"),
+        (1.1, (1.0, 1.2), "<= 1.05", "unclear"),
+        (1.1, (1.06, 1.2), "<= 1.05", "missed"),
+        (16, (14, 17), ">= 15", "unclear"),
     ],
 )
-def test_a_figure_that_was_not_reached(measured: float, reach: str, wrong: bool) -> None:
-    assert missed({"measured": measured, "reach": reach}) == wrong
+def test_what_a_row_reached(measured: float, spread: Any, reach: str, word: str) -> None:
+    assert verdict({"measured": measured, "spread": spread, "reach": reach}) == word
+
+
+def test_a_reach_is_a_figure() -> None:
+    with pytest.raises(ValueError, match="'2: linear' is not a figure to reach"):
+        verdict({"measured": 9, "spread": None, "reach": "2: linear"})
+
+
+def test_the_commit_that_is_measured_is_named() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone")
+    assert re.fullmatch(r"[0-9a-f]{10}\+?", _harness._commit())
 
 
 ROWS = [
@@ -85,15 +107,17 @@ def test_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) 
     printed = capsys.readouterr().out
     assert printed.splitlines() == [
         "Two things",
-        "case    | measured | quartiles     | reach          | vs.",
-        "------- | -------- | ------------- | -------------- | ---------------------",
-        "a ratio | 0.5      | 0.375 to 0.75 | <= 0.4, missed | theirs 3 (2.5 to 3.5)",
-        "a count | 12,345   |               |                | in words",
+        "case    | measured | quartiles     | reach           | vs.",
+        "------- | -------- | ------------- | --------------- | ---------------------",
+        "a ratio | 0.5      | 0.375 to 0.75 | <= 0.4, unclear | theirs 3 (2.5 to 3.5)",
+        "a count | 12,345   |               |                 | in words",
         "python 3, jax 1",
     ]
     saved = file.read_text()
-    assert len(saved.splitlines()) == 9  # a line a row
+    assert len(saved.splitlines()) == 11  # a line a row
     found = json.loads(saved)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", found["date"])
+    assert "commit" in found
     assert found["command"].endswith("--rounds 3")
     assert found["rows"][0] == {
         "case": "a ratio",
@@ -165,7 +189,8 @@ def test_a_benchmark_says_what_it_measures(name: str) -> None:
 
 def result_of(*rows: Row, **on: str) -> dict[str, Any]:
     made = [_harness._as_json(row) for row in rows]
-    return {"title": "Title", "command": "python -m benchmarks.bench_x", "rows": made, "on": on}
+    head = {"title": "Title", "command": "python -m benchmarks.bench_x"}
+    return {**head, "commit": "0123456789", "date": "2026-01-31", "rows": made, "on": on}
 
 
 def test_a_page() -> None:
@@ -180,7 +205,7 @@ def test_a_page() -> None:
 
     python -m benchmarks.bench_x
 
-Title:
+Title (commit 0123456789, 2026-01-31, 1 round):
 
 | case | measured |
 | --- | --: |
@@ -194,7 +219,7 @@ Here also numpy 2.
         """
 | case | measured | quartiles | reach | others |
 | --- | --: | --: | --- | --- |
-| a ratio | 0.5 | 0.375 to 0.75 | \\<= 0.4, missed | theirs 3 (2.5 to 3.5) |
+| a ratio | 0.5 | 0.375 to 0.75 | \\<= 0.4, unclear | theirs 3 (2.5 to 3.5) |
 | a count | 12,345 |  |  | in words |
 """
         in text
@@ -228,6 +253,15 @@ def test_the_readmes_table_is_written() -> None:
     assert "| optax states placed rightly, of 135 | 43% | `optax.tree_map_params` 33%," in written
     assert len(lines) == 4 + len(page.CLAIMS) + 2
     assert lines[-1] == "more"
+    found = made_up()
+    found["bench_rules"]["rows"][1] |= {"reach": "<= 0.4"}
+    found["bench_rules"]["rows"][2] |= {"reach": "<= 0.48", "spread": [0.4, 0.6]}
+    lines = page.with_claims(readme, found).splitlines()
+    assert [line.split(" | ")[2] for line in lines[4:7]] == [
+        "0.5",
+        "0.49 (missed)",
+        "0.48 (unclear)",
+    ]
     assert page.with_claims(written, made_up()) == written
     assert page.with_claims(readme, {}) == readme  # what was not measured is not touched
 
@@ -278,4 +312,4 @@ def test_a_plan_of_405b_parameters_fits_anywhere() -> None:
 def test_layers_gathered_one_by_one_take_little_memory(fsdp_mesh: jax.sharding.Mesh) -> None:
     with jax.numpy_rank_promotion("allow"):
         rows = [_harness._as_json(row) for row in bench_manual.memory(fsdp_mesh)]
-    assert [missed(row) for row in rows] == [False, False], rows
+    assert [verdict(row) for row in rows] == ["", ""], rows
