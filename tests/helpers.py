@@ -104,7 +104,7 @@ def files_in(directory: Path) -> list[str]:
 def flip_in(checkpoint: Path, data: bytes) -> None:
     """Flips a bit in the middle of an array's bytes, in every file that has them."""
     flipped = 0
-    for path in checkpoint.glob("state/**/*"):
+    for path in checkpoint.rglob("*"):
         if path.is_file() and (at := path.read_bytes().find(data)) >= 0:
             with path.open("r+b") as file:
                 file.seek(at + len(data) // 2)

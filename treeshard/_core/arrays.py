@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 # ------------------------------------------------------------------ kinds of leaves
 
@@ -114,9 +115,22 @@ def region_of(index: Iterable[slice], shape: Sequence[int]) -> Region:
     return tuple(i.indices(length)[:2] for i, length in zip(index, shape, strict=True))
 
 
+@lru_cache(4096)
+def regions_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Region]:
+    """The region of an array that each device of this process holds."""
+    indices = sharding.addressable_devices_indices_map(shape)
+    return {device: region_of(index or (), shape) for device, index in indices.items()}
+
+
 def lengths(region: Region) -> tuple[int, ...]:
     """The shape of a region."""
     return tuple(stop - start for start, stop in region)
+
+
+def common(part: Region, other: Region) -> Region | None:
+    """The region that two regions share; `None` if they share none."""
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, other, strict=True))
+    return both if all(start < stop for start, stop in both) else None
 
 
 def within(part: Region, region: Region) -> tuple[slice, ...]:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from treeshard._core.arrays import Region, lengths, region_of, to_read, within
+from treeshard._core.arrays import Region, common, lengths, region_of, to_read, within
 
 CHUNK_BYTES = 2**21  # of one chunk or packet at most; several are in flight at a time
 Pair = tuple[int, int]  # (sender, receiver), by process index
@@ -95,10 +95,7 @@ def _chunks_of(
     chunks = []
     for receiver, region in wanted:
         for turn, (held, among) in enumerate(holders.items()):
-            part = tuple(
-                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, region, strict=True)
-            )
-            if any(start >= stop for start, stop in part):
+            if (part := common(held, region)) is None:
                 continue
             here = receiver in among
             sender = receiver if here else [*among][(receiver + turn) % len(among)]

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from treeshard._core.arrays import Region, data_of, own_shards, run_dim, to_read, used_bits
+from treeshard._core.arrays import (
+    Region,
+    data_of,
+    lengths,
+    own_shards,
+    regions_here,
+    run_dim,
+    to_read,
+    used_bits,
+)
 from treeshard._core.processes import TIMEOUT, is_spread, together
 from treeshard.errors import ProcessError
 
@@ -118,8 +127,8 @@ def checksum_of_blocks(
     """The CRC-32 of a numpy array, as in `checksum`, from the blocks that it consists of."""
     register = _of_zeros([math.prod(shape) * itemsize])
     for region, block in blocks:
-        layout = _Layout(block.shape, shape, itemsize)
-        after = layout.bytes_after([start for start, _ in region])
+        layout = _layout(block.shape, shape, itemsize)
+        after = layout.bytes_after(region, shape)
         runs = layout.joined(_of_runs(block, layout.runs))
         register = register ^ _each_moved(runs, np.array([after]))
     return int(register[0])
@@ -132,30 +141,23 @@ class _Layout(NamedTuple):
     """The layout of a part in its array, wherever it starts.
 
     From the last split dim on, a part consists of runs of the array's memory, all of one length.
+
+    Attributes:
+        part: The shape of the part.
+        strides: Bytes from one index to the next, for each dim of the array.
+        split: The last split dim.
+        runs: How many runs the part has.
     """
 
     part: tuple[int, ...]
-    shape: tuple[int, ...]
-    itemsize: int
+    strides: tuple[int, ...]
+    split: int
+    runs: int
 
-    @property
-    def split(self) -> int:
-        return run_dim(self.part, self.shape)
-
-    @property
-    def runs(self) -> int:
-        return math.prod(self.part[: self.split])
-
-    @property
-    def strides(self) -> list[int]:
-        """Bytes from one index to the next, for each dim of the array."""
-        dims = range(len(self.shape))
-        return [self.itemsize * math.prod(self.shape[dim + 1 :]) for dim in dims]
-
-    def bytes_after(self, start: Sequence[int]) -> int:
-        """How many bytes of the array follow a part that begins at `start`."""
-        dims = zip(self.shape, start, self.part, self.strides, strict=True)
-        return sum((length - begin - part) * stride for length, begin, part, stride in dims)
+    def bytes_after(self, region: Region, shape: Sequence[int]) -> int:
+        """How many bytes of an array of this shape follow a part of this layout."""
+        ends = zip(shape, region, self.strides, strict=True)
+        return sum((length - stop) * stride for length, (_, stop), stride in ends)
 
     def joined(self, registers: np.ndarray) -> np.ndarray:
         """The registers of parts of this layout, from those of their runs, one row per part."""
@@ -164,40 +166,54 @@ class _Layout(NamedTuple):
         return registers.reshape(-1)
 
 
+def _layout(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> _Layout:
+    strides = tuple(itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    split = run_dim(part, shape)
+    return _Layout(part, strides, split, math.prod(part[:split]))
+
+
 class _Part(NamedTuple):
-    """A part of an array that this process reads.
+    """A part of an array, whatever the array.
 
     Attributes:
-        array: The index of the array.
-        data: The data of the part.
         layout: Its layout.
         after: How many bytes of the array follow it.
         is_first: Whether it is the first replica of its shard.
         weight: Its weight in the balance of replicas.
     """
 
-    array: int
-    data: Any
     layout: _Layout
     after: int
     is_first: bool = True
     weight: int = 0
 
 
-def _parts(arrays: Sequence[jax.Array | np.ndarray], replicas: bool) -> Iterator[_Part]:
-    """The parts that this process reads: the first replica of each shard, or all replicas."""
+def _parts(
+    arrays: Sequence[jax.Array | np.ndarray], replicas: bool
+) -> Iterator[tuple[int, Any, _Part]]:
+    """The parts that this process reads: the first replica of each shard, or all replicas.
+
+    Yields the index of the array, the data and the part.
+    """
+    known: dict[Any, dict[Any, _Part]] = {}  # arrays that agree in the key have the same parts
     for i, x in enumerate(arrays):
         if not isinstance(x, jax.Array):
-            yield _Part(i, x, _Layout(x.shape, x.shape, x.dtype.itemsize), 0)
+            yield i, x, _Part(_layout(x.shape, x.shape, x.dtype.itemsize), 0)
             continue
-        for shard in to_read(x).addressable_shards if replicas else own_shards(x):
-            layout = _Layout(shard.data.shape, x.shape, x.dtype.itemsize)
-            after = layout.bytes_after([index.start or 0 for index in shard.index])
-            weight = 0
-            if replicas and x.size:
-                count = x.sharding.num_devices * shard.data.size // x.size
-                weight = _weight(shard.replica_id, count, after)
-            yield _Part(i, shard.data, layout, after, shard.replica_id == 0, weight)
+        shards = to_read(x).addressable_shards if replicas else [*own_shards(x)]
+        key = (x.sharding, x.shape, x.dtype.itemsize)
+        if key not in known:
+            known[key] = {shard.device: _part(x, shard) for shard in shards}
+        yield from ((i, shard.data, known[key][shard.device]) for shard in shards)
+
+
+def _part(x: jax.Array, shard: Any) -> _Part:
+    region = regions_here(x.sharding, x.shape)[shard.device]
+    layout = _layout(lengths(region), x.shape, x.dtype.itemsize)
+    after = layout.bytes_after(region, x.shape)
+    count = x.sharding.num_devices * math.prod(layout.part) // max(1, x.size)
+    weight = _weight(shard.replica_id, count, after)
+    return _Part(layout, after, shard.replica_id == 0, weight)
 
 
 @lru_cache(1024)
@@ -221,28 +237,25 @@ def _registers(
     balance = np.zeros(len(arrays), np.uint64)
     # Parts of one layout wait to be joined many at once, which is faster, with the registers of
     # their runs.
-    waiting = defaultdict[_Layout, list[tuple[_Part, Any]]](list)
+    waiting = defaultdict[_Layout, list[tuple[int, _Part, Any]]](list)
 
     def join(layout: _Layout) -> None:
-        parts, runs = zip(*waiting.pop(layout), strict=True)
+        indices, parts, runs = zip(*waiting.pop(layout), strict=True)
         rows = [x.result() if isinstance(x, Future) else x for x in runs]
-        indices, after, is_first = (
-            np.array([getattr(part, name) for part in parts])
-            for name in ("array", "after", "is_first")
-        )
-        weights = np.array([part.weight for part in parts], np.uint64)
-        moved = _each_moved(layout.joined(np.stack(rows)), after)
-        np.bitwise_xor.at(joint, indices[is_first], moved[is_first])
-        np.add.at(balance, indices, moved * weights)
+        _, after, is_first, weights = zip(*parts, strict=True)
+        moved = _each_moved(layout.joined(np.stack(rows)), np.array(after))
+        np.bitwise_xor.at(joint, list(indices), np.where(is_first, moved, 0).astype(np.uint32))
+        if replicas:
+            np.add.at(balance, list(indices), moved * np.array(weights, np.uint64))
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
-        for part in _parts(arrays, replicas):
-            data, layout = part.data, part.layout
+        for i, data, part in _parts(arrays, replicas):
+            layout = part.layout
             if not data.size:
                 continue
             is_long = data.nbytes // layout.runs >= FOR_A_THREAD
             read = readers.submit(_read, data, layout.runs) if is_long else _read(data, layout.runs)
-            waiting[layout].append((part._replace(data=None), read))
+            waiting[layout].append((i, part, read))
             if len(waiting[layout]) * layout.runs * joint.itemsize >= BLOCK:
                 join(layout)
         for layout in list(waiting):

@@ -21,6 +21,7 @@ from treeshard._core.arrays import Region, lengths, region_of
 from treeshard._core.processes import with_bar
 from treeshard._core.text import human_bytes
 from treeshard._disk.untrusted import bytes_of_files, parse
+from treeshard.checkpoint._packed import FOLDER
 from treeshard.checkpoint._paths import ARRAYS, is_local, read_bytes
 from treeshard.errors import CheckpointError, DamagedError, FormatError
 
@@ -49,10 +50,9 @@ def bytes_of_store(path: epath.Path) -> int:
         DamagedError: If one of them is not a regular file, so that reading it might not end.
         CheckpointError: If the directory may not be read.
     """
-    if not is_local(path) or not (path / ARRAYS).is_dir():
-        return 0
+    parts = [path / ARRAYS, path / FOLDER] if is_local(path) else []
     try:
-        return bytes_of_files(path / ARRAYS)
+        return sum(bytes_of_files(part) for part in parts if part.is_dir())
     except CheckpointError as error:
         raise DamagedError(f"{path}: {error}") from None
     except OSError as error:

@@ -22,6 +22,7 @@ from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, 
 from treeshard._disk.untrusted import check_memory
 from treeshard._planning.rules import Rules
 from treeshard.checkpoint._checksums import checksum, checksum_of_blocks, of_registers, registers
+from treeshard.checkpoint._packed import read_packed
 from treeshard.checkpoint._paths import checkpoint_path, gone, seal, table_text
 from treeshard.checkpoint._reading import (
     OnHost,
@@ -331,7 +332,12 @@ def _read(
     progress: str = "",
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The arrays by key, and by path why leaves cannot be read."""
-    arrays, errors = read(path, structs, progress=progress)
+    arrays, errors, lost = read_packed(path, structs, progress=progress)
+    others = {k: x for k, x in structs.items() if k not in arrays and k not in errors}
+    if others:
+        more, unread = read(path, others, progress=progress)
+        arrays |= more
+        errors |= {key: f"{why}{lost}" for key, why in unread.items()}
     return arrays, {row.path: _cannot_be_read(errors[row.key]) for row in rows if row.key in errors}
 
 

@@ -22,6 +22,7 @@ from etils import epath
 
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, exchange
 from treeshard._disk.files import flush, flush_tree
+from treeshard.checkpoint._packed import Small, copies, is_small, write_packed
 from treeshard.checkpoint._paths import (
     ARRAYS,
     COMMITTED,
@@ -150,7 +151,11 @@ class _Parts:
 
     def __init__(self, path: epath.Path, arrays: Arrays, context: ocp.Context) -> None:
         self._path, self._partial = path, partial_path(path)
-        self._arrays = {key: x for key, x in arrays.items() if has_shards_here(x)}
+        here = {key: x for key, x in arrays.items() if has_shards_here(x)}
+        in_few_files = context.array.saving.use_ocdbt
+        self._small = {key: x for key, x in here.items() if in_few_files and is_small(x)}
+        self._arrays = {key: x for key, x in here.items() if key not in self._small}
+        self._copies: dict[str, Small] = {}
         self._context = context
         self._merge: Any = None
 
@@ -167,6 +172,7 @@ class _Parts:
             directory = _Created(self._partial / ARRAYS)
             with self._context:
                 self._merge = _run(handler.save(directory, self._arrays))
+        self._copies = copies(self._small)
 
     def abandon(self) -> None:
         """Waits until nothing is being written any more."""
@@ -181,6 +187,7 @@ class _Parts:
                 write.result()
         finally:
             self.abandon()
+        file = write_packed(self._partial, self._copies)
         if jax.process_index() == 0:
             (self._partial / TABLE).mkdir()
             (self._partial / TABLE / TABLE_FILE).write_text(table)
@@ -188,6 +195,8 @@ class _Parts:
         elif is_local(self._path):
             own = self._partial / ARRAYS / f"ocdbt.process_{jax.process_index()}"
             flush_tree(own if own.exists() else self._partial / ARRAYS)
+            if file is not None:
+                flush(file)
 
     def commit(self) -> None:
         """Merges the parts of all processes, and gives the checkpoint its name, durably."""

@@ -186,7 +186,7 @@ def _viewed_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
 
 # ------------------------------------------------------------------ as JSON
 
-VERSION = 1
+VERSION = 2  # 1 had no packed arrays
 
 # The fields of a row, by the kind of its leaf.
 _VALUE = ("path", "kind", "value", "crc")
@@ -242,10 +242,10 @@ def from_text(text: str) -> LeafTable:
         raise DamagedError("The table of leaves has no version or no checksum.")
     if crc != raw["crc"]:
         raise DamagedError(f"The table of leaves has the CRC-32 {crc}, and not {raw['crc']!r}.")
-    if raw["treeshard_leaves"] != VERSION:
+    if raw["treeshard_leaves"] not in (1, VERSION):
         raise FormatError(
             f"The table of leaves is of version {raw['treeshard_leaves']!r}, and this treeshard"
-            f" reads version {VERSION}. Read it with the treeshard that wrote it."
+            f" reads versions 1 to {VERSION}. Read it with the treeshard that wrote it."
         )
     try:
         meshes = tuple(dict(axes) for axes in raw["meshes"])

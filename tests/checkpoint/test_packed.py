@@ -1,0 +1,176 @@
+"""Small arrays are packed into one file per process; earlier checkpoints, without it, are read."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard.checkpoint import inspect, restore, save, verify
+from treeshard.checkpoint._packed import HEAD
+
+LARGE = np.random.default_rng(0).normal(size=(512, 513)).astype(np.float32)
+SPECS = {"w": P("data", "fsdp"), "half": P("fsdp"), "whole": P(), "large": P("fsdp"), "one": P()}
+
+
+def state(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    tree = {
+        "w": np.arange(1024, dtype=np.float32).reshape(32, 32),
+        "half": np.arange(64).astype(ml_dtypes.bfloat16),
+        "whole": np.arange(33, dtype=np.int32),
+        "one": np.float32(7),
+        "large": LARGE,
+    }
+    return ts.shard(tree, SPECS, mesh) | {"own": np.arange(6).reshape(2, 3).T, "step": 7}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, mesh) -> Path:
+    path = tmp_path_factory.mktemp("packed") / "x"
+    save(path, state(mesh))
+    return path
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert np.asarray(found[name]).tobytes() == np.asarray(x).tobytes(), name
+        assert getattr(found[name], "sharding", None) == getattr(x, "sharding", None), name
+
+
+def index_of(path: Path) -> tuple[dict[str, Any], int]:
+    """The index of the packed arrays, and where the bytes of shards begin."""
+    raw = (path / "small" / "shards_0").read_bytes()
+    _, length, crc = HEAD.unpack(raw[: HEAD.size])
+    text = raw[HEAD.size : HEAD.size + length]
+    assert crc32(text) == crc
+    return json.loads(text), HEAD.size + length
+
+
+def test_arrays_below_a_mebibyte_are_packed(saved: Path, mesh) -> None:
+    assert index_of(saved)[0].keys() == {"w", "half", "whole", "one", "own"}
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        struct = jax.ShapeDtypeStruct(
+            LARGE.shape, LARGE.dtype, sharding=NamedSharding(mesh, P("fsdp"))
+        )
+        read = ocp.load(saved, {"large": struct}, checkpointable_name="state")
+    assert np.asarray(read["large"]).tobytes() == LARGE.tobytes()
+
+
+def test_they_are_restored_on_any_mesh_and_to_the_host(saved: Path, mesh) -> None:
+    assert_same(restore(saved, state(mesh)), state(mesh))
+    for axes in ("fsdp=4,data=2", "data=2,fsdp=2", "fsdp=1,data=1"):
+        count = 8 if "4" in axes else 4 if "2" in axes else 1
+        other = state(ts.make_mesh(axes, devices=jax.devices()[:count]))
+        assert_same(restore(saved, other), other)
+    host = restore(saved)
+    assert all(not isinstance(x, jax.Array) for x in host.values())
+    assert_same(host, {name: np.asarray(x) if name != "step" else x for name, x in host.items()})
+    verify(saved)
+
+
+def test_restored_arrays_may_be_donated(saved: Path, mesh) -> None:
+    again = restore(saved, state(mesh))
+    arrays = {name: again[name] for name in SPECS}
+    jax.jit(lambda tree: jax.tree.map(lambda x: -x, tree), donate_argnums=0)(arrays)
+    assert all(x.is_deleted() for x in arrays.values())
+
+
+def test_one_leaf_alone_is_restored_without_the_others(saved: Path, mesh, tmp_path: Path) -> None:
+    """The bytes of all other shards may be gone."""
+    shutil.copytree(saved, tmp_path / "x")
+    file = tmp_path / "x" / "small" / "shards_0"
+    index, begin = index_of(saved)
+    raw = bytearray(file.read_bytes())
+    places = index["half"][3]
+    (size,) = index["half"][2]
+    kept = {i for place in places for i in range(begin + place[0], begin + place[0] + 2 * size)}
+    raw = bytes(b if i < begin or i in kept else 255 for i, b in enumerate(raw))
+    file.write_bytes(raw)
+    shutil.rmtree(tmp_path / "x" / "state" / "d", ignore_errors=True)
+    found = restore(tmp_path / "x", {"half": state(mesh)["half"]}, partial=True)
+    assert_same(found, {"half": state(mesh)["half"]})
+    with pytest.raises(ts.DamagedError, match="w: its bytes have the CRC-32"):
+        restore(tmp_path / "x", {"w": state(mesh)["w"]}, partial=True)
+
+
+def damaged(saved: Path, where: Path, change: Any) -> str:
+    shutil.copytree(saved, where)
+    file = where / "small" / "shards_0"
+    file.write_bytes(change(bytearray(file.read_bytes())))
+    with pytest.raises(ts.DamagedError) as told:
+        verify(where)
+    return str(told.value)
+
+
+def test_damage_is_told_by_leaf(saved: Path, tmp_path: Path) -> None:
+    index, begin = index_of(saved)
+
+    def flipped(raw: bytearray) -> bytes:
+        raw[begin + index["w"][3][-1][0]] ^= 1
+        return raw
+
+    assert f"{tmp_path}/a: w: its bytes have the CRC-32" in damaged(saved, tmp_path / "a", flipped)
+    said = damaged(saved, tmp_path / "b", lambda raw: raw[:-1])
+    assert "it cannot be read: the file of its shards is cut short." in said
+    for i, change in enumerate(
+        [
+            lambda raw: raw[:20] + bytes([raw[20] ^ 1]) + raw[21:],
+            lambda raw: raw[:30],
+            lambda raw: raw[:5],
+            lambda raw: b"",
+            lambda raw: b"\xff" * len(raw),
+        ]
+    ):
+        said = damaged(saved, tmp_path / f"index-{i}", change)
+        assert "5 leaves are damaged" in said
+        assert "small/shards_0 is damaged: it" in said
+    shutil.rmtree(tmp_path / "a" / "small")
+    with pytest.raises(ts.DamagedError, match="5 leaves are damaged"):
+        verify(tmp_path / "a")
+
+
+def test_a_separate_file_for_each_array_packs_none(mesh, tmp_path: Path) -> None:
+    save(tmp_path / "x", state(mesh), ocdbt=False)
+    assert not (tmp_path / "x" / "small").exists()
+    assert_same(restore(tmp_path / "x", state(mesh)), state(mesh))
+
+
+def test_many_leaves_are_in_a_few_files(mesh, tmp_path: Path) -> None:
+    values = {f"layers/{i}": np.full((8, 2), i, np.float32) for i in range(1000)}
+    tree = ts.shard(values, P("fsdp"), mesh)
+    save(tmp_path / "x", tree)
+    assert len([x for x in (tmp_path / "x").rglob("*") if x.is_file()]) == 3
+    assert_same(restore(tmp_path / "x", tree), tree)
+
+
+def test_checkpoints_of_0_2_are_restored(tmp_path: Path, mesh) -> None:
+    """`saved_by_0_2.zip` has what treeshard 0.2.0 saved, with and without `ocdbt`."""
+    shutil.unpack_archive(Path(__file__).with_name("saved_by_0_2.zip"), tmp_path)
+    for way in ("few", "each"):
+        path = tmp_path / way
+        verify(path)
+        assert str(inspect(path)).endswith("Saved on fsdp=8.")
+        found = restore(
+            path, rules=[("^w$", P("data", "fsdp")), (".*", None)], mesh=mesh, min_size=0
+        )
+        assert (np.asarray(found["w"]) == np.arange(128).reshape(16, 8)).all()
+        assert found["w"].sharding.spec == P("data", "fsdp")
+        assert np.asarray(found["half"]).tolist() == list(range(16))
+        assert np.asarray(found["int2"]).astype(int).tolist() == [-2, -1, 0, 1] * 2
+        assert found["own"].tolist() == [0, 1 << 40, 2 << 40]
+        assert jax.random.key_data(found["key"]).tolist() == [0, 3]
+        rest = {"step": 7, "lr": 0.1, "name": "run", "none": None, "bytes": b"\x00\xff"}
+        assert {name: found[name] for name in rest} == rest
+        assert found["empty"].shape == (0, 4)

@@ -1,0 +1,161 @@
+"""Cuts the power of a disk during and right after saves: what is left is whole.
+
+The disk is an ext4 image on a loop device. Its file holds what the device was given; what only the
+system's memory holds is lost in a copy of it, as in a power cut. Only root can mount it, so this
+runs in `make soak`; `test_durability.py` reads the order of the calls on any machine.
+"""
+
+import os
+import random
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard.checkpoint import Checkpoints, verify
+from treeshard.interchange import load_safetensors, save_safetensors
+
+TRIES = 10  # for each of the cases, of which there are two
+MIB = 48
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("TREESHARD_SOAK"), reason="takes minutes and root: see `make soak`"
+)
+
+
+def run(*command: object) -> None:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{command[0]}: {done.stderr.strip()}")
+
+
+@contextmanager
+def mounted(image: Path, where: Path) -> Iterator[Path]:
+    """Mounts an image; without `fsync`, nothing reaches it by itself within minutes."""
+    where.mkdir(exist_ok=True)
+    run("mount", "-o", "loop,commit=900", image, where)
+    try:
+        yield where
+    finally:
+        run("umount", where)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    image = tmp_path / "disk.img"
+    with image.open("wb") as file:
+        file.truncate(MIB * 2**20)
+    try:
+        run("mkfs.ext4", "-q", "-F", image)
+        with mounted(image, tmp_path / "disk") as where:
+            yield where
+    except OSError as error:
+        pytest.skip(f"no disk can be made here: {error}")
+
+
+@contextmanager
+def after_power_loss(disk: Path) -> Iterator[Path]:
+    """The disk as it is found when the power comes back."""
+    image = disk.parent / "later.img"
+    shutil.copyfile(disk.parent / "disk.img", image)
+    with mounted(image, disk.parent / "later") as where:
+        yield where
+    image.unlink()
+
+
+@contextmanager
+def flushing_elsewhere(disk: Path, is_on: bool) -> Iterator[None]:
+    """Another program flushes its own file all the time, and with it names of ours."""
+    stop = threading.Event()
+
+    def flush() -> None:
+        with (disk / "other").open("wb") as file:
+            while not stop.is_set():
+                file.write(b"x")
+                file.flush()
+                os.fsync(file.fileno())
+
+    thread = threading.Thread(target=flush)
+    if is_on:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if is_on:
+            thread.join()
+
+
+def state_at(step: int, mesh: Any) -> dict[str, Any]:
+    large = np.random.default_rng(step).normal(size=(512, 512)).astype(np.float32)
+    placed = ts.shard({"w": large, "b": np.full(64, step, np.float32)}, P("fsdp"), mesh)
+    return placed | {"step": step}
+
+
+def delays(draw: random.Random, save: Callable[[int], None]) -> Iterator[tuple[int, float | None]]:
+    """Steps, and how long after the beginning of each the power is cut; `None`: after its end."""
+    began = time.monotonic()
+    save(1)
+    took = time.monotonic() - began
+    for step in range(2, TRIES + 2):
+        yield step, None if step % 2 else draw.uniform(0, took)
+
+
+def cut(disk: Path, save: Callable[[int], None], check: Callable[[Path, int, bool], None]) -> None:
+    for step, delay in delays(random.Random(disk.name), save):
+        if delay is None:
+            save(step)
+            with after_power_loss(disk) as later:
+                check(later, step, True)
+            continue
+        thread = threading.Thread(target=save, args=[step])
+        thread.start()
+        time.sleep(delay)
+        with after_power_loss(disk) as later:
+            thread.join()
+            check(later, step, False)
+
+
+@pytest.mark.parametrize("is_on", [False, True], ids=["alone", "with flushes elsewhere"])
+def test_checkpoints(is_on: bool, disk: Path, mesh) -> None:
+    with Checkpoints(disk / "run", keep=1) as checkpoints:
+
+        def save(step: int) -> None:
+            checkpoints.save(step, state_at(step, mesh))
+            checkpoints.wait()
+
+        def check(later: Path, step: int, has_returned: bool) -> None:
+            with Checkpoints(later / "run") as found:
+                assert found.latest in ([step] if has_returned else [step - 1, step])
+                number, state = found.restore_latest(state_at(0, mesh)) or (0, None)
+                assert state["step"] == number
+                assert (np.asarray(state["w"]) == np.asarray(state_at(number, mesh)["w"])).all()
+                verify(later / "run" / str(number))
+
+        with flushing_elsewhere(disk, is_on):
+            cut(disk, save, check)
+
+
+@pytest.mark.parametrize("is_on", [False, True], ids=["alone", "with flushes elsewhere"])
+def test_safetensors(is_on: bool, disk: Path, mesh) -> None:
+    def save(step: int) -> None:
+        state = state_at(step, mesh)
+        save_safetensors(disk / "model.safetensors", {"w": state["w"], "b": state["b"]})
+
+    def check(later: Path, step: int, has_returned: bool) -> None:
+        found = load_safetensors(later / "model.safetensors")
+        number = int(found["b"][0])
+        assert number in ([step] if has_returned else [step - 1, step])
+        assert (found["w"] == np.asarray(state_at(number, mesh)["w"])).all()
+
+    with flushing_elsewhere(disk, is_on):
+        cut(disk, save, check)
