@@ -12,10 +12,10 @@ test: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 # What takes many minutes: every way of training on every mesh, planned against compiled; ten times
-# as many killed processes and damaged checkpoints.
+# as many killed processes and damaged checkpoints; power cuts (as root, on Linux).
 soak: .venv/installed
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/communication/test_comparison.py -k moves_what_is_planned
-	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_killed_saves.py tests/checkpoint/test_damages.py
+	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_killed_saves.py tests/checkpoint/test_damages.py tests/checkpoint/test_power_loss.py
 
 # The tests on the oldest versions that pyproject.toml allows.
 test-floor: .venv-floor/installed

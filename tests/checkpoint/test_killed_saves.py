@@ -10,7 +10,7 @@ from tests.multiprocess import killed_saves_checks, launcher
 from tests.multiprocess.killed_saves_checks import KEPT, PATHS, WRITERS, differing
 from treeshard.checkpoint import restore, verify
 
-KILLS = 200 if os.environ.get("TREESHARD_SOAK") else 20  # `make soak`
+KILLS = 300 if os.environ.get("TREESHARD_SOAK") else 20  # `make soak`
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.multiprocess.worker import Context
 from treeshard.checkpoint import restore, save
-from treeshard.training import init_sharded
 
 
 def told(context: Context, tree: Any, name: str) -> str:
@@ -39,7 +38,8 @@ def check_keys_that_differ_by_process(context: Context) -> None:
     key = jax.random.wrap_key_data(
         jax.make_array_from_callback(data.shape, sharding, data.__getitem__)
     )
-    state = init_sharded(init, key, rules=[("w", P("fsdp")), ("key", None)], mesh=mesh)[0]
+    shardings = {"w": jax.sharding.NamedSharding(mesh, P("fsdp")), "key": sharding}
+    state = jax.jit(init, out_shardings=shardings)(key)
     said = told(context, state, "keys")
     assert "the copies of 2 leaves differ:" in said
     assert "w: its replicas on different devices are not equal." in said

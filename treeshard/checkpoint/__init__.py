@@ -1,8 +1,8 @@
 """Saves trees from any mesh, restores them to any other, and verifies that every byte is as saved.
 
-A checkpoint is a directory that Orbax writes: the arrays, and beside them a table of all leaves
-with a checksum of each. Saves are atomic. A checkpoint contains no code, and reading one runs
-nothing from it.
+A checkpoint is a directory: arrays of 1 MiB and more as Orbax writes them, smaller ones packed,
+and a table of all leaves with a checksum of each. Saves are atomic and durable. A checkpoint
+contains no code, and reading one runs nothing from it.
 
 Examples:
     >>> from treeshard import checkpoint
@@ -59,8 +59,9 @@ def save(
     """Saves a tree as a checkpoint. Each process writes its own shards; nothing is gathered.
 
     Before anything is written, `save` checks that every leaf can be saved, and that all processes
-    save the same leaves. Saves are atomic: the checkpoint gets its name once it is complete, and
-    an error on any process leaves no checkpoint and changes nothing else.
+    save the same leaves. Saves are atomic: the checkpoint gets its name once it is complete and
+    flushed to the disk, and an error on any process leaves no checkpoint and changes nothing else.
+    Once `save` returns, power loss does not lose the checkpoint.
 
     Args:
         path: The directory to create, the same on every process, on a file system or object store
@@ -71,7 +72,8 @@ def save(
             as a numpy array, must be equal on all processes; process 0 saves its copy.
         fingerprints: Whether to save a checksum of every array, so that damage is detected, and
             to compare all replicas of each shard.
-        compress: Whether to compress with zstd. Weights hardly shrink, and it is slow.
+        compress: Whether to compress arrays of 1 MiB and more with zstd. Weights hardly shrink,
+            and it is slow.
         ocdbt: Whether to store all arrays in a few files, instead of each in its own.
         on_divergence: What to do if replicas of an array, or the processes' copies of one, differ
             in a bit: `"error"` raises a `CheckpointError` that names the leaves; `"warn"` saves
