@@ -83,8 +83,9 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
         with open_stored(str(path), shapes_only=True) as tree:
             arrays = [leaf for leaf in tree.contents.leaves if leaf.dtype]
         return {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
+    data = read_file(path, pipes=True)
     try:
-        raw = parse(read_file(path, pipes=True))
+        raw = parse(data)
     except FormatError as error:
         raise FormatError(f"{path} is {error}") from None
     if not isinstance(raw, dict):

@@ -213,8 +213,9 @@ def _in_directory(path: Path) -> Path:
 
 
 def _read_index(path: Path) -> dict[str, str]:
+    data = read_file(path)
     try:
-        raw = parse(read_file(path))
+        raw = parse(data)
     except FormatError as error:
         raise FormatError(f"{path} is {error}") from None
     index = raw.get("weight_map") if isinstance(raw, dict) else None
