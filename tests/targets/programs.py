@@ -203,3 +203,14 @@ CASES: dict[str, tuple[str, Callable[[jax.sharding.Mesh], Case]]] = {
     "zero_1": ("fsdp=8", zero_1),
     "tensor": ("fsdp=2,tensor=4", tensor_parallel),
 }
+
+
+def case_of(name: str, topology: str | None = None) -> Case:
+    """A case on devices of a topology; by default on those of this machine.
+
+    With several slices, `data` runs over them, and `fsdp` over the devices of each.
+    """
+    axes, make = CASES[name]
+    if topology is not None and "*" in topology:
+        return make(ts.make_mesh("data=1,fsdp=8", dcn_axes="data=2", topology=topology))
+    return make(ts.make_mesh(axes, topology=topology))

@@ -39,8 +39,17 @@ _NAMED_LIKE_ONE = re.compile(
     r"all.?gather|all.?reduce|reduce.?scatter|all.?to.?all|collective|psum|nccl", re.I
 )
 
-# Ops that pass on their operand in another shape, and what a computation gets and returns.
-_WRAPPERS = ("bitcast", "copy", "reshape", "fusion", "call", "parameter", "get-tuple-element")
+# Ops whose result has the elements of their operand, perhaps in another shape.
+_WRAPPERS = (
+    "all-reduce",
+    "bitcast",
+    "call",
+    "copy",
+    "fusion",
+    "get-tuple-element",
+    "parameter",
+    "reshape",
+)
 
 Budget = int | tuple[int | None, int | None] | None
 
@@ -347,7 +356,10 @@ class CollectiveReader:
     def _unwrapped(self, at: Value | None) -> Value | None:
         """Where a value was before it got another shape or became an argument."""
         while at is not None and at.op.opcode in _WRAPPERS:
-            sources = self.flow.sources(at) or ()
+            if at.op.opcode == "all-reduce":
+                sources = [value(at.context, name) for name in at.op.operands]
+            else:
+                sources = self.flow.sources(at) or []
             if len(sources) != 1 or sources[0] is None:
                 break
             at = sources[0]

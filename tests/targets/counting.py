@@ -1,0 +1,70 @@
+"""A second way of counting what a program moves: line by line, knowing nothing of data flow.
+
+It shares no code with `treeshard.communication`, so that the two can be compared.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z\-]+)\(([^)]*)\)(.*)$")
+
+
+def _sizes(text: str) -> list[int]:
+    """The bytes of each array in the text of a type."""
+    found = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", text)
+    return [
+        BYTES.get(dtype, 0) * math.prod(int(dim) for dim in dims.split(",") if dim)
+        for dtype, dims in found
+    ]
+
+
+def count_bytes(text: str, *, slices: int = 1, trips: int) -> Mapping[str, int]:
+    """Kind of collective -> bytes of payload of one step; scalars are left out.
+
+    `trips` is for loops that do not state theirs.
+    """
+    bodies: dict[str, list[tuple[str, str, str, str, str]]] = defaultdict(list)
+    entry = current = ""
+    for line in text.split("\n"):
+        if (head := _HEAD.match(line)) is not None:
+            current = head[2]
+            entry = current if head[1] else entry
+        elif (op := _LINE.match(line)) is not None:
+            bodies[current].append((op[1], op[2], op[3], op[4], op[5]))
+    totals: Counter[str] = Counter()
+
+    def visit(name: str, times: int) -> None:
+        types = {op[0]: op[1] for op in bodies[name]}
+        has_start = any("AsyncCollectiveStart" in op[4] for op in bodies[name])
+        for _, result, code, operands, rest in bodies[name]:
+            names = re.findall(r"%([\w.\-]+)", operands)
+            kind = code.removesuffix("-start")
+            if code == "send" and "_xla_megascale_transfer_type" in rest:
+                kind = re.search(r'transfer_type="(\w+)"', rest)[1].lower().replace("_", "-")
+                size = _sizes(types[names[0]])[0]
+                if size > 512:  # a scalar in a tile
+                    totals[kind] += times * size * (slices if kind == "all-gather" else 1)
+            elif kind in KINDS:
+                if "chain_id=" in rest and not has_start:
+                    continue
+                given = [_sizes(types[n])[0] for n in names]
+                sizes = _sizes(result)[-len(names) :] if kind == "all-gather" else given
+                if kind == "all-gather" and code.endswith("-start"):
+                    sizes = _sizes(result)[len(names) : 2 * len(names)]
+                if name.startswith("all-reduce-scatter"):
+                    kind, sizes = "reduce-scatter", [_sizes(next(iter(types.values())))[0]]
+                # A scalar takes up to a tile of 512 bytes, or is joined to an array.
+                sizes = [size - 4 if size % 512 == 4 else size for size in sizes if size > 512]
+                totals[kind] += times * sum(sizes)
+            stated = re.search(r'known_trip_count":\{"n":"(\d+)"', rest)
+            for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", rest):
+                again = 1 if code != "while" else trips if stated is None else int(stated[1])
+                visit(called, times * again)
+
+    visit(entry, 1)
+    return {kind: size for kind, size in totals.items() if size}

@@ -1,0 +1,101 @@
+"""Texts of real programs for TPUs and GPUs are read as a second way of counting reads them."""
+
+import gzip
+from collections import Counter
+from pathlib import Path
+
+import jax
+import pytest
+from counting import count_bytes
+from programs import CASES, LAYERS, Case
+
+import treeshard as ts
+
+TEXTS = sorted((Path(__file__).parent / "texts").glob("*.txt.gz"))
+# What differs from the plan, and why. All other programs move what is planned.
+DIFFERENCES = {
+    "mlp_no_hints": {"activation", "batch", "not-moved"},  # nothing gathers the weights
+    "hsdp": {"all-reduce"},  # within one slice, compilers all-reduce over both axes at once
+}
+
+
+def read(path: Path) -> tuple[str, str, str]:
+    """The name of the program, the devices that it is for, and its text."""
+    name, target = path.name.removesuffix(".txt.gz").split(".")
+    return name, target, gzip.decompress(path.read_bytes()).decode()
+
+
+def mesh_of(name: str, target: str) -> jax.sharding.AbstractMesh:
+    axes = "data=2,fsdp=8" if "times" in target else CASES[name][0]
+    return ts.plan({}, [], axes).mesh
+
+
+def case_of(name: str, target: str) -> Case:
+    axes = "data=2,fsdp=4" if "times" in target else CASES[name][0]
+    return CASES[name][1](ts.make_mesh(axes))
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name.removesuffix(".txt.gz"))
+def test_bytes_per_kind_are_those_of_the_second_count(path: Path) -> None:
+    name, target, text = read(path)
+    moved: Counter[str] = Counter()
+    for one in ts.collectives(text, mesh_of(name, target)):
+        assert one.kind != "unknown"
+        assert one.axes
+        if one.rank:
+            assert one.total_bytes is not None
+            moved[one.kind] += one.total_bytes
+    assert moved == count_bytes(text, slices=2, trips=LAYERS)
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name.removesuffix(".txt.gz"))
+def test_programs_move_what_is_planned(path: Path) -> None:
+    name, target, text = read(path)
+    case = CASES[name][1](ts.make_mesh(CASES[name][0]))
+    compared = ts.compare_communication(
+        case.plan.on(mesh_of(name, target)),
+        text,
+        batch=case.step.batch_specs,
+        scan=case.scan,
+        remat=case.remat,
+    )
+    expected = set() if "times" in target else DIFFERENCES.get(name, set())
+    assert {difference.code for difference in compared.unplanned} == expected, str(compared)
+
+
+def test_traffic_between_slices_has_kind_bytes_and_axis() -> None:
+    [path] = [path for path in TEXTS if path.name.startswith("hsdp.v5e_2x4_times")]
+    name, target, text = read(path)
+    between = [x for x in ts.collectives(text, mesh_of(name, target)) if x.axes == ("data",)]
+    gradients = [x for x in between if x.rank]
+    assert {(x.kind, x.bytes, x.wire_bytes, x.is_async) for x in gradients} == {
+        ("all-reduce", 2 * 2**20, 2 * 2**20, True)
+    }
+    assert len(gradients) == 2 * LAYERS
+    assert [x.bytes for x in between if not x.rank] == [4]  # the loss, in a tile of 512 bytes
+
+
+def test_rows_after_a_padded_scatter_belong_to_it() -> None:
+    [path] = [path for path in TEXTS if path.name.startswith("hsdp_hand.v5e_2x4.")]
+    name, target, text = read(path)
+    moved = ts.collectives(text, mesh_of(name, target))
+    assert {x.completes for x in moved if x.kind == "collective-permute"} == {"reduce-scatter"}
+    scattered = {x.bytes for x in moved if x.kind == "reduce-scatter"}
+    assert scattered == {16 * 2**20}  # without the 32 rows of padding
+
+
+def test_a_chain_without_its_start_is_unreadable() -> None:
+    [path] = [path for path in TEXTS if path.name.startswith("mlp_bf16.v5e")]
+    name, target, text = read(path)
+    mesh = mesh_of(name, target)
+    ts.communication.assert_collectives(text, mesh, all_gather=8)
+    damaged = text.replace("AsyncCollectiveStart", "AsyncCollectiveDone")
+    with pytest.raises(ts.errors.CommunicationError, match="look like collectives, but cannot"):
+        ts.communication.assert_collectives(damaged, mesh)
+
+
+def test_synchronous_and_asynchronous_collectives_are_told_apart() -> None:
+    [path] = [path for path in TEXTS if path.name.startswith("mlp_bf16.v5e")]
+    name, target, text = read(path)
+    gathers = [x for x in ts.collectives(text, mesh_of(name, target)) if x.kind == "all-gather"]
+    assert Counter(x.is_async for x in gathers) == {True: 2, False: 6}
