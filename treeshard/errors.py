@@ -14,6 +14,7 @@ __all__ = [
     "CommunicationError",
     "DamagedError",
     "DeletedLeafError",
+    "DoesNotFitError",
     "FormatError",
     "LeafError",
     "MeshError",
@@ -98,6 +99,10 @@ class FormatError(TreeShardError, ValueError):
 
 class DeletedLeafError(TreeShardError, RuntimeError):
     """A leaf was deleted, or donated to a compiled function."""
+
+
+class DoesNotFitError(TreeShardError, MemoryError):
+    """A program needs more memory than a device has."""
 
 
 class LeafError(TreeShardError, TypeError):

@@ -1,0 +1,87 @@
+"""A step that is compiled and not yet run, and what its program tells."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from treeshard._core.spec_trees import SpecTree
+from treeshard._core.topologies import is_attached
+from treeshard._planning.plan import Plan
+from treeshard._programs.memory import Memory, memory_of
+from treeshard.communication._comparison import Comparison, compare_communication
+from treeshard.communication._program import read_program
+from treeshard.errors import DoesNotFitError
+
+_REFUSED = re.compile(r"\(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)")
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """The program of a step for one form of state and batch.
+
+    Attributes:
+        plan: The plan of the state.
+        batch_specs: The specs of the batch.
+        batch: Structs of the batch, with their shardings.
+        compiled: JAX's own object.
+    """
+
+    plan: Plan
+    batch_specs: SpecTree
+    batch: Sequence[Any]
+    compiled: jax.stages.Compiled
+
+    @cached_property
+    def text(self) -> str:
+        """The text of the program, which `collectives` reads."""
+        return self.compiled.as_text() or ""
+
+    def communication(self, **options: Any) -> Comparison:
+        """Compares what the program moves with the plan.
+
+        Args:
+            options: `remat`, `scan`, `params` and `dtype`, as in `compare_communication`.
+
+        Returns:
+            A `Comparison`.
+        """
+        return compare_communication(self.plan, self.compiled, batch=self.batch_specs, **options)
+
+    def memory(self) -> Memory:
+        """Tells what the program needs in the memory of one device, and what is live at the peak.
+
+        Returns:
+            A `Memory`.
+        """
+        program = read_program(self.compiled, self.plan.mesh).graph
+        return memory_of(self.compiled, program, self.plan, self.batch)
+
+
+def compile_step(
+    lowered: jax.stages.Lowered, plan: Plan, batch_specs: SpecTree, batch: Sequence[Any]
+) -> CompiledStep:
+    """Compiles a lowered step.
+
+    Raises:
+        DoesNotFitError: If the program needs more memory than the devices of the mesh have: as
+            the compiler says, or for GPUs that are not attached, as their data sheet says.
+    """
+    device = plan.mesh.devices.flat[0].device_kind
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if (sizes := _REFUSED.search(str(error))) is None:
+            raise
+        raise DoesNotFitError(
+            f"The step needs {sizes[1]} bytes per device, and {device} has {sizes[2]}. Shard more of"
+            " the state, split the batch further, or repeat the forward pass for the gradients"
+            " (`jax.checkpoint`)."
+        ) from error
+    step = CompiledStep(plan, batch_specs, batch, compiled)
+    if device.startswith("NVIDIA") and not is_attached(plan.mesh.devices.flat[0]):
+        step.memory().assert_fits()
+    return step

@@ -1,0 +1,173 @@
+"""What a compiled step needs in the memory of one device, against what the device has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.text import columns, human_bytes
+from treeshard._core.topologies import chip_of, is_attached
+from treeshard._planning.plan import Plan
+from treeshard._programs.buffers import Buffer, peak_of
+from treeshard.communication._dataflow import Context, Dataflow, value
+from treeshard.communication._forecast import parameters
+from treeshard.communication._hlo import HloProgram
+from treeshard.communication._program import argument_path
+from treeshard.errors import DoesNotFitError
+
+
+class LiveBuffer(NamedTuple):
+    """Temporary memory that is in use when a step needs most.
+
+    Attributes:
+        bytes: Its size on one device.
+        array: Its dtype and shape, in the compiler's notation.
+        path: The leaf whose data it has, such as a gathered weight; `None` if it is computed.
+        op_name: JAX's name of the operation that made it.
+        source: The line of user code that it comes from, as `file:line`.
+    """
+
+    bytes: int
+    array: str
+    path: str | None
+    op_name: str | None
+    source: str | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per device of a compiled step; `str()` of it is a table.
+
+    Attributes:
+        kinds: The bytes of its arguments: `"parameters"`, `"other state"` (optimizer state,
+            counters, keys) and `"batch"`.
+        arguments: The bytes of all arguments, as the compiler lays them out.
+        results: The bytes of results that do not reuse the memory of donated arguments.
+        temporaries: The bytes of intermediate values at most.
+        code: The bytes of the program itself, where it is in the device's memory.
+        capacity: The bytes that programs can use on such a device; `None` if that is unknown.
+        device: The kind of device.
+        at_peak: The temporaries that are live when most memory is in use, the largest first. On
+            TPUs, buffers in the chip's vector memory are not among them.
+    """
+
+    kinds: dict[str, int]
+    arguments: int
+    results: int
+    temporaries: int
+    code: int
+    capacity: int | None
+    device: str
+    at_peak: tuple[LiveBuffer, ...]
+
+    @property
+    def total(self) -> int:
+        """All of it together."""
+        return self.arguments + self.results + self.temporaries + self.code
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; `None` if the capacity is unknown."""
+        return None if self.capacity is None else self.total <= self.capacity
+
+    def assert_fits(self) -> None:
+        """Raises `DoesNotFitError` unless the step fits.
+
+        Raises:
+            DoesNotFitError: If it needs more than the device has, or if that is unknown.
+        """
+        if self.capacity is None:
+            raise DoesNotFitError(
+                f"The step needs {human_bytes(self.total)} per device, and the memory of"
+                f" {self.device} is not known: compare it yourself."
+            )
+        if not self.fits:
+            raise DoesNotFitError(
+                f"The step needs {human_bytes(self.total)} per device, and {self.device} has"
+                f" {human_bytes(self.capacity)}.\n{self}"
+            )
+
+    def __str__(self) -> str:
+        rows = [(kind, human_bytes(size)) for kind, size in self.kinds.items() if size]
+        rows += [
+            ("results", human_bytes(self.results)),
+            ("temporaries", human_bytes(self.temporaries)),
+            ("code", human_bytes(self.code)),
+            ("in all", human_bytes(self.total)),
+        ]
+        capacity = "unknown" if self.capacity is None else human_bytes(self.capacity)
+        lines = [columns(rows, right=2), f"of {capacity} on {self.device}"]
+        if self.device == "cpu":
+            lines.append("The temporaries are those of the CPU's program; accelerators need others.")
+        if self.at_peak:
+            lines.append("live when most memory is in use:")
+            lines += [f"    {_line(buffer)}" for buffer in self.at_peak[:10]]
+        return "\n".join(lines)
+
+
+def _line(buffer: LiveBuffer) -> str:
+    parts = [f"{human_bytes(buffer.bytes)} {buffer.array}"]
+    parts += [f"of {buffer.path}"] if buffer.path else []
+    parts += [f"in {buffer.op_name}"] if buffer.op_name and not buffer.path else []
+    parts += [f"at {buffer.source}"] if buffer.source else []
+    return ", ".join(parts)
+
+
+def memory_of(
+    compiled: jax.stages.Compiled, program: HloProgram, plan: Plan, batch: Sequence[Any]
+) -> Memory:
+    """Reads the memory of a compiled step.
+
+    Args:
+        compiled: The program.
+        program: Its text, parsed.
+        plan: The plan of its state.
+        batch: The arrays of its batch, or structs of them, with their shardings.
+    """
+    analysis: Any = compiled.memory_analysis()
+    device = plan.mesh.devices.flat[0]
+    params = {leaf.path for leaf in parameters(plan)}
+    kinds = {"parameters": 0, "other state": 0, "batch": 0}
+    for leaf in plan.leaves:
+        kind = "parameters" if leaf.path in params else "other state"
+        kinds[kind] += leaf.bytes_per_device(plan.mesh)
+    for x in batch:
+        if has_shape(x):
+            kinds["batch"] += _local_bytes(x)
+    peak = sorted(peak_of(program).buffers, key=lambda buffer: -buffer.array.bytes)
+    flow = Dataflow(program)
+    return Memory(
+        kinds,
+        arguments=analysis.argument_size_in_bytes,
+        results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
+        capacity=_capacity(device),
+        device=device.device_kind,
+        at_peak=tuple(_described(buffer, flow) for buffer in peak if buffer.array.bytes),
+    )
+
+
+def _local_bytes(x: Any) -> int:
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    return jax.numpy.dtype(x.dtype).itemsize * int(jax.numpy.prod(jax.numpy.array(shape)))
+
+
+def _capacity(device: Any) -> int | None:
+    if is_attached(device):
+        return (device.memory_stats() or {}).get("bytes_limit")
+    chip = chip_of(device)
+    return None if chip is None else chip.memory
+
+
+def _described(buffer: Buffer, flow: Dataflow) -> LiveBuffer:
+    op = buffer.op
+    path = None
+    if buffer.computation is flow.program.entry:
+        origins = flow.origins(value(Context(buffer.computation), op.name))
+        if len(origins.parameters) == 1 and not origins.computed:
+            path = argument_path(next(iter(origins.parameters)))
+    source = flow.program.source(op)
+    return LiveBuffer(buffer.array.bytes, buffer.array.text, path, op.op_name, source)
