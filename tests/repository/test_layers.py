@@ -45,7 +45,7 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard._cli": {"*"},  # each command
     "treeshard._cli.files": {"checkpoint"},  # needs Orbax
     "treeshard._cli.stored_trees": {"checkpoint"},
-    "treeshard.training._step": {"communication"},
+    "treeshard.training._step": {"_programs", "communication"},
 }
 
 

@@ -18,7 +18,6 @@ from treeshard._core.mesh import (
     describe_sizes,
     parse_axes,
 )
-from treeshard._core.topologies import is_attached, topology_devices
 from treeshard.errors import MeshError, NoDevicesError, warn
 
 AxisTypeName = Literal["auto", "explicit"]
@@ -84,6 +83,9 @@ def make_mesh(
     if topology is not None:
         if devices is not None:
             raise MeshError("make_mesh: give either `devices` or `topology`.")
+        # Its tables of chips and slices serve nothing else.
+        from treeshard._core.topologies import topology_devices
+
         devices = topology_devices(topology)
     devices = jax.devices() if devices is None else list(devices)
     sizes, slow = _fill(sizes, slow, len(devices))
@@ -143,6 +145,11 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
         " devices to hold arrays. Pass a mesh with devices, as `treeshard.make_mesh` returns; a"
         " plan is made again for it by `plan.on(mesh)`."
     )
+
+
+def is_attached(device: Any) -> bool:
+    """Whether a device can hold arrays; those of a topology can only be compiled for."""
+    return getattr(device.client, "runtime_type", "") != "compile_only_runtime"
 
 
 def simulate_devices(n: int) -> None:

@@ -280,11 +280,6 @@ def _gpu_config(chip: Chip) -> str:
     """
 
 
-def is_attached(device: Any) -> bool:
-    """Whether a device can hold arrays; those of a topology can only be compiled for."""
-    return getattr(device.client, "runtime_type", "") != "compile_only_runtime"
-
-
 def chip_of(device: Any) -> Chip | None:
     """What is known of a device's kind."""
     kinds = {chip.kind: chip for chip in CHIPS.values()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from treeshard._core.make_mesh import with_devices
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.topologies import is_attached
 from treeshard._planning.plan import Plan
@@ -70,18 +71,18 @@ def compile_step(
         DoesNotFitError: If the program needs more memory than the devices of the mesh have: as
             the compiler says, or for GPUs that are not attached, as their data sheet says.
     """
-    device = plan.mesh.devices.flat[0].device_kind
+    device = with_devices(plan.mesh, "compile", compile_only=True).devices.flat[0]
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if (sizes := _REFUSED.search(str(error))) is None:
             raise
         raise DoesNotFitError(
-            f"The step needs {sizes[1]} bytes per device, and {device} has {sizes[2]}. Shard more of"
-            " the state, split the batch further, or repeat the forward pass for the gradients"
-            " (`jax.checkpoint`)."
+            f"The step needs {sizes[1]} bytes per device, and {device.device_kind} has {sizes[2]}."
+            " Shard more of the state, split the batch further, or repeat the forward pass for the"
+            " gradients (`jax.checkpoint`)."
         ) from error
     step = CompiledStep(plan, batch_specs, batch, compiled)
-    if device.startswith("NVIDIA") and not is_attached(plan.mesh.devices.flat[0]):
+    if device.platform == "gpu" and not is_attached(device):
         step.memory().assert_fits()
     return step

@@ -1,5 +1,6 @@
 """What a compiled step needs in the memory of one device, against what the device has."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from treeshard._core.arrays import has_shape
+from treeshard._core.make_mesh import with_devices
 from treeshard._core.text import columns, human_bytes
 from treeshard._core.topologies import chip_of, is_attached
 from treeshard._planning.plan import Plan
@@ -98,9 +100,11 @@ class Memory:
             ("in all", human_bytes(self.total)),
         ]
         capacity = "unknown" if self.capacity is None else human_bytes(self.capacity)
-        lines = [columns(rows, right=2), f"of {capacity} on {self.device}"]
+        lines = [columns(rows, right=1), f"of {capacity} on {self.device}"]
         if self.device == "cpu":
-            lines.append("The temporaries are those of the CPU's program; accelerators need others.")
+            lines.append(
+                "The temporaries are those of the CPU's program; accelerators need others."
+            )
         if self.at_peak:
             lines.append("live when most memory is in use:")
             lines += [f"    {_line(buffer)}" for buffer in self.at_peak[:10]]
@@ -127,7 +131,7 @@ def memory_of(
         batch: The arrays of its batch, or structs of them, with their shardings.
     """
     analysis: Any = compiled.memory_analysis()
-    device = plan.mesh.devices.flat[0]
+    device = with_devices(plan.mesh, "memory", compile_only=True).devices.flat[0]
     params = {leaf.path for leaf in parameters(plan)}
     kinds = {"parameters": 0, "other state": 0, "batch": 0}
     for leaf in plan.leaves:
@@ -152,7 +156,7 @@ def memory_of(
 
 def _local_bytes(x: Any) -> int:
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-    return jax.numpy.dtype(x.dtype).itemsize * int(jax.numpy.prod(jax.numpy.array(shape)))
+    return jax.dtypes.canonicalize_dtype(x.dtype).itemsize * math.prod(shape)
 
 
 def _capacity(device: Any) -> int | None:

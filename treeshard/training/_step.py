@@ -9,11 +9,17 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten, tree_leaves
+from jax.tree_util import (
+    DictKey,
+    register_pytree_with_keys,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+)
 
 from treeshard._core.arrays import StaticSplit, array_text, has_shape, is_array
 from treeshard._core.jax_private import is_tracing, varying_axes
-from treeshard._core.make_mesh import with_devices
+from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.meetings import count_step, in_turn, set_origin
 from treeshard._core.paths import PyTree, leaf_paths, pair, path_under
 from treeshard._core.processes import (
@@ -42,6 +48,7 @@ from treeshard.training._one_device import warn_of_device_puts
 from treeshard.training._shared_memory import mark_as_separate, separated
 
 if TYPE_CHECKING:
+    from treeshard._programs.compiled_step import CompiledStep
     from treeshard.communication._comparison import Comparison
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
@@ -63,6 +70,7 @@ class Step:
         self._name = "shard_map_step" if per_device else "jit_step"
         self._mesh = with_devices(plan.mesh, self._name, compile_only=True)
         self._among = participating_processes((), [self._mesh])
+        self._is_attached = is_attached(self._mesh.devices.flat[0])
         self._fn, self._donate, self._per_device = fn, donate, per_device
         self._programs: list[_Program] = []
         # By the form of a batch: the target sharding of each leaf that has one, by index.
@@ -71,6 +79,8 @@ class Step:
         self._last_in_place: Any = None
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, Any]:
+        if not self._is_attached:
+            with_devices(self._mesh, self._name)  # raises
         program, arrays, data = self._prepare(state, batch)
         # JAX 0.10 aborts the process if it gets deleted arrays on several devices.
         if self._any_deleted(program, arrays):
@@ -79,10 +89,12 @@ class Step:
             arrays = separated(arrays, data, lambda i: self.plan.leaves[i].path, self._name)
         with in_turn(self._among), _fixed_context(self._mesh):
             try:
-                named = _Named(arrays, program.names)
-                if not program.is_traced:
-                    self._trace(program, named, data)
-                new, aux = program.run(named, data)
+                named, run = _Named(arrays, program.names), program.compiled
+                if run is None:
+                    run = program.run
+                    if not program.is_traced:
+                        self._trace(program, named, data)
+                new, aux = run(named, data)
             except TreeShardError:
                 raise
             except Exception as error:
@@ -102,9 +114,29 @@ class Step:
             state: The state, or `plan.structs`.
             batch: A batch, or `jax.ShapeDtypeStruct`s of one.
         """
-        program, arrays, data = self._prepare(state, batch)
-        with _fixed_context(self._mesh):
-            return self._trace(program, program.named(arrays), data).lower()
+        return self._lowered(state, batch)[1]
+
+    def compile(self, state: PyTree, batch: PyTree) -> "CompiledStep":
+        """Compiles the step for these arguments without running it; calls then use this program.
+
+        Args:
+            state: The state, or `plan.structs`.
+            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+
+        Returns:
+            A `CompiledStep`, which tells what the program moves and what memory it needs.
+
+        Raises:
+            DoesNotFitError: If the program needs more memory than the devices have, where the
+                compiler or the data sheet of absent devices tells.
+            SpecError, StateError: As when the step is called.
+        """
+        from treeshard._programs.compiled_step import compile_step
+
+        program, lowered, data = self._lowered(state, batch)
+        step = compile_step(lowered, self.plan, self.batch_specs, data)
+        program.compiled = step.compiled
+        return step
 
     def _trace(self, program: "_Program", state: "_Named", data: list[Any]) -> Any:
         traced = program.run.trace(state, data)
@@ -169,6 +201,15 @@ class Step:
             params=params,
             dtype=dtype,
         )
+
+    def _lowered(
+        self, state: PyTree, batch: PyTree
+    ) -> tuple["_Program", jax.stages.Lowered, list[Any]]:
+        structs = tree_map(_struct, (state, batch))
+        program, arrays, data = self._prepare(*structs)
+        with _fixed_context(self._mesh):
+            lowered = self._trace(program, program.named(arrays), data).lower()
+        return program, lowered, data
 
     def _prepare(self, state: PyTree, batch: PyTree) -> tuple["_Program", list[Any], list[Any]]:
         leaves, treedef = tree_flatten(state)
@@ -251,6 +292,13 @@ class Step:
         ]
 
 
+def _struct(x: Any) -> Any:
+    """The form of an array, which is all that compiling needs; other leaves as they are."""
+    if not isinstance(x, jax.Array | np.ndarray | np.generic) or isinstance(x, Tracer):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
 def _is_data(x: Any) -> bool:
     return has_shape(x) or isinstance(x, bool | int | float | complex)
 
@@ -287,6 +335,7 @@ class _Program:
 
     run: Any
     is_traced = False
+    compiled: Any = None  # what `Step.compile` made, if it was called
 
     def __init__(
         self, fn: StepFn, state: StaticSplit, batch: StaticSplit, plan: Plan, paths: list[str]
