@@ -9,6 +9,7 @@ import treeshard as ts
 SUBMODULES = {
     "treeshard.testing": ts.testing,
     "treeshard.communication": ts.communication,
+    "treeshard.programs": ts.programs,
     "treeshard.training": ts.training,
     "treeshard.manual": ts.manual,
     "treeshard.checkpoint": ts.checkpoint,

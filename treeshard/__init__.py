@@ -186,6 +186,7 @@ _SUBMODULES = (
     "errors",
     "interchange",
     "manual",
+    "programs",
     "testing",
     "training",
 )

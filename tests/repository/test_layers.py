@@ -19,7 +19,7 @@ ROWS = (
     ("_core",),
     ("_planning",),
     ("_placement", "manual", "_inspection", "communication"),
-    ("_programs",),
+    ("programs",),
     ("training", "_disk"),
     ("checkpoint", "interchange"),
     ("testing", "compat"),
@@ -45,7 +45,7 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard._cli": {"*"},  # each command
     "treeshard._cli.files": {"checkpoint"},  # needs Orbax
     "treeshard._cli.stored_trees": {"checkpoint"},
-    "treeshard.training._step": {"_programs", "communication"},
+    "treeshard.training._step": {"programs", "communication"},
 }
 
 

@@ -48,8 +48,8 @@ from treeshard.training._one_device import warn_of_device_puts
 from treeshard.training._shared_memory import mark_as_separate, separated
 
 if TYPE_CHECKING:
-    from treeshard._programs.compiled_step import CompiledStep
     from treeshard.communication._comparison import Comparison
+    from treeshard.programs._compiled_step import CompiledStep
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -131,7 +131,7 @@ class Step:
                 compiler or the data sheet of absent devices tells.
             SpecError, StateError: As when the step is called.
         """
-        from treeshard._programs.compiled_step import compile_step
+        from treeshard.programs._compiled_step import compile_step
 
         program, lowered, data = self._lowered(state, batch)
         step = compile_step(lowered, self.plan, self.batch_specs, data)

@@ -12,10 +12,10 @@ from treeshard._core.make_mesh import with_devices
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.topologies import is_attached
 from treeshard._planning.plan import Plan
-from treeshard._programs.memory import Memory, memory_of
 from treeshard.communication._comparison import Comparison, compare_communication
 from treeshard.communication._program import read_program
 from treeshard.errors import DoesNotFitError
+from treeshard.programs._memory import Memory, memory_of
 
 _REFUSED = re.compile(r"\(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)")
 
@@ -29,6 +29,19 @@ class CompiledStep:
         batch_specs: The specs of the batch.
         batch: Structs of the batch, with their shardings.
         compiled: JAX's own object.
+
+    Examples:
+        >>> mesh = ts.make_mesh("fsdp=8")
+        >>> plan = ts.plan({"w": jnp.ones((8, 8))}, [("w", P("fsdp"))], mesh, min_size=0)
+        >>> @ts.jit_step(plan=plan)
+        ... def step(state, batch):
+        ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
+        ...     return {"w": state["w"] - grad}, loss
+        >>> compiled = step.compile(plan.structs, np.ones((16, 8), "float32"))
+        >>> [row.kind for row in compiled.communication().rows if row.count]
+        ['all-gather', 'all-reduce']
+        >>> compiled.memory().kinds
+        {'parameters': 32, 'other state': 0, 'batch': 64}
     """
 
     plan: Plan

@@ -12,12 +12,12 @@ from treeshard._core.make_mesh import with_devices
 from treeshard._core.text import columns, human_bytes
 from treeshard._core.topologies import chip_of, is_attached
 from treeshard._planning.plan import Plan
-from treeshard._programs.buffers import Buffer, peak_of
 from treeshard.communication._dataflow import Context, Dataflow, value
 from treeshard.communication._forecast import parameters
 from treeshard.communication._hlo import HloProgram
 from treeshard.communication._program import argument_path
 from treeshard.errors import DoesNotFitError
+from treeshard.programs._buffers import Buffer, peak_of
 
 
 class LiveBuffer(NamedTuple):
@@ -29,6 +29,10 @@ class LiveBuffer(NamedTuple):
         path: The leaf whose data it has, such as a gathered weight; `None` if it is computed.
         op_name: JAX's name of the operation that made it.
         source: The line of user code that it comes from, as `file:line`.
+
+    Examples:
+        >>> LiveBuffer(2**24, "f32[1024,4096]", "state/w", None, "train.py:31").path
+        'state/w'
     """
 
     bytes: int
@@ -53,6 +57,12 @@ class Memory:
         device: The kind of device.
         at_peak: The temporaries that are live when most memory is in use, the largest first. On
             TPUs, buffers in the chip's vector memory are not among them.
+
+    Examples:
+        >>> kinds = {"parameters": 2**30, "other state": 2**31, "batch": 2**20}
+        >>> memory = Memory(kinds, 3 * 2**30, 0, 2**33, 0, 16 * 2**30, "TPU v5 lite", ())
+        >>> memory.total // 2**30, memory.fits
+        (11, True)
     """
 
     kinds: dict[str, int]

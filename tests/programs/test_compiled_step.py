@@ -1,0 +1,151 @@
+"""A compiled step tells its memory, and is the program that runs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard.programs import Memory
+from treeshard.programs._buffers import read_type
+
+
+def _mlp(mesh: jax.sharding.Mesh, *, donate: bool = True, make=ts.jit_step, **options):
+    params = {f"w{i}": jax.ShapeDtypeStruct((256, 256), "float32") for i in range(4)}
+    plan = ts.plan(params, [(".*", P("fsdp"))], mesh, min_size=0)
+
+    def loss(params, batch):
+        for w in params.values():
+            batch = jax.nn.relu(batch @ ts.unshard(w, P("fsdp"), "fsdp"))
+        return jnp.mean(batch)
+
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    return plan, make(step, plan, batch=P("fsdp"), donate=donate, **options)
+
+
+BATCH = np.ones((512, 256), "float32")
+
+
+def test_the_compiled_program_is_the_one_that_runs(fsdp_mesh) -> None:
+    plan, step = _mlp(fsdp_mesh)
+    compiled = step.compile(plan.structs, BATCH)
+    state = ts.shard(
+        {name: np.full((256, 256), 0.01, "float32") for name in ["w0", "w1", "w2", "w3"]}, plan
+    )
+    expected, _ = _mlp(fsdp_mesh, donate=False)[1](state, BATCH)
+    for _ in range(2):
+        new, _ = step(jax.tree.map(jnp.copy, state), BATCH)
+        jax.tree.map(np.testing.assert_array_equal, new, expected)
+    [program] = step._programs
+    assert program.compiled is compiled.compiled
+    assert program.run._cache_size() == 0  # jit compiled nothing of its own
+
+
+def test_compiling_places_no_batch(fsdp_mesh, monkeypatch) -> None:
+    monkeypatch.setattr("treeshard.training._step.move_leaves", lambda *args: pytest.fail("moved"))
+    plan, step = _mlp(fsdp_mesh)
+    step.compile(plan.structs, BATCH)
+    step.lower(plan.structs, BATCH)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_memory_is_that_of_the_compiler_by_kind(fsdp_mesh, donate) -> None:
+    plan, step = _mlp(fsdp_mesh, donate=donate)
+    compiled = step.compile(plan.structs, BATCH)
+    memory = compiled.memory()
+    analysis = compiled.compiled.memory_analysis()
+    assert memory.kinds == {"parameters": 4 * 32 * 256 * 4, "other state": 0, "batch": 64 * 256 * 4}
+    assert memory.arguments == sum(memory.kinds.values()) == analysis.argument_size_in_bytes
+    assert memory.temporaries == analysis.temp_size_in_bytes
+    scalar = memory.results - (0 if donate else memory.kinds["parameters"])
+    assert 0 < scalar < 256  # the loss, and the tuple of results
+    assert memory.total == (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.generated_code_size_in_bytes
+    )
+
+
+def test_what_is_live_at_the_peak_explains_the_temporaries(fsdp_mesh) -> None:
+    plan, step = _mlp(fsdp_mesh)
+    memory = step.compile(plan.structs, BATCH).memory()
+    live = sum(buffer.bytes for buffer in memory.at_peak)
+    assert 0.95 * memory.temporaries <= live <= 1.05 * memory.temporaries
+    assert [b.bytes for b in memory.at_peak] == sorted(
+        (b.bytes for b in memory.at_peak), reverse=True
+    )
+    assert "test_compiled_step.py:" in str(memory.at_peak[0].source)
+
+
+def test_a_gathered_weight_has_its_path(fsdp_mesh) -> None:
+    plan, step = _mlp(fsdp_mesh)
+    paths = {b.path for b in step.compile(plan.structs, BATCH).memory().at_peak}
+    assert paths & {f"state/w{i}" for i in range(4)}
+
+
+def test_the_table_says_whose_temporaries_they_are(fsdp_mesh) -> None:
+    plan, step = _mlp(fsdp_mesh)
+    text = str(step.compile(plan.structs, BATCH).memory())
+    assert "parameters    128.0 KiB" in text
+    assert "of unknown on cpu" in text
+    assert "The temporaries are those of the CPU's program" in text
+    assert "live when most memory is in use:" in text
+
+
+def test_what_does_not_fit_or_cannot_be_known_is_an_error() -> None:
+    memory = Memory({"parameters": 2**30}, 2**30, 0, 2**30, 0, None, "cpu", ())
+    with pytest.raises(ts.errors.DoesNotFitError, match=r"2.0 GiB .* memory of cpu is not known"):
+        memory.assert_fits()
+    small = dataclasses.replace(memory, capacity=2**30, device="TPU v5 lite")
+    assert small.fits is False
+    with pytest.raises(ts.errors.DoesNotFitError, match=r"needs 2.0 GiB .* has 1.0 GiB"):
+        small.assert_fits()
+    dataclasses.replace(memory, capacity=2**31).assert_fits()
+
+
+def test_a_program_by_hand_is_compiled_too(fsdp_mesh) -> None:
+    grad = ts.manual.value_and_grad(lambda w, x: jnp.mean(x @ w), "fsdp", P("fsdp"))
+    plan = ts.plan(jax.ShapeDtypeStruct((256, 256), "float32"), [("", P("fsdp"))], fsdp_mesh)
+
+    @ts.shard_map_step(plan=plan, batch=P("fsdp"))
+    def step(state, batch):
+        loss, grads = grad(state, batch)
+        return state - grads, loss
+
+    compiled = step.compile(plan.structs, BATCH)
+    assert compiled.communication().unplanned == ()
+    assert compiled.memory().kinds["parameters"] == 32 * 256 * 4
+    state, _ = step(ts.shard(np.ones((256, 256), "float32"), plan), BATCH)
+    assert state.sharding.spec == P("fsdp")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("f32[1024,8]{1,0:T(8,128)}", ("f32[1024,8]", 1024 * 128 * 4, 0)),
+        ("bf16[512,1024]{1,0:T(8,128)(2,1)S(1)}", ("bf16[512,1024]", 2**20, 1)),
+        ("f32[8,1024]{0,1:T(8,128)}", ("f32[8,1024]", 1024 * 128 * 4, 0)),
+        ("s4[9]{0}", ("s4[9]", 5, 0)),
+        ("f32[]", ("f32[]", 4, 0)),
+    ],
+)
+def test_types_have_the_bytes_of_their_layout(text, expected) -> None:
+    assert read_type(text) == expected
+
+
+def test_types_of_tuples_are_nested() -> None:
+    nested = "((f32[8]{0}), /*index=1*/u32[]{:S(2)}, (), token[])"
+    assert read_type(nested) == [
+        [("f32[8]", 32, 0)],
+        ("u32[]", 4, 2),
+        [],
+        ("token[]", 0, 0),
+    ]

@@ -1,1 +1,0 @@
-"""Reads compiled programs: the memory that they need, and what they compute."""
