@@ -545,6 +545,24 @@ LEAVES = Group(
             """,
         ),
         Entry(
+            "DoesNotFitError",
+            "A program needs more memory than a device has. It is also a `MemoryError`. Split the"
+            " batch further, shard more of the state, or repeat the forward pass for the gradients with"
+            " `jax.checkpoint`.",
+            """
+from treeshard.programs import Memory
+
+state = {"parameters": 2**33, "other state": 2**34, "batch": 0}
+memory = Memory(state, 3 * 2**33, 0, 2**30, 0, 16 * 2**30, "TPU v5 lite", ())
+memory.assert_fits()
+""",
+            """
+state = {"parameters": 2**31, "other state": 2**32, "batch": 0}
+memory = Memory(state, 3 * 2**31, 0, 2**30, 0, 16 * 2**30, "TPU v5 lite", ())
+memory.assert_fits()
+""",
+        ),
+        Entry(
             "DeletedLeafError",
             "An array was deleted, or donated to a step. Use the state that the step returned, or"
             " make the step with `donate=False`. It is also a `RuntimeError`.",

@@ -86,15 +86,21 @@ def test_what_is_live_at_the_peak_explains_the_temporaries(fsdp_mesh) -> None:
 
 
 def test_a_gathered_weight_has_its_path(fsdp_mesh) -> None:
-    plan, step = _mlp(fsdp_mesh)
-    paths = {b.path for b in step.compile(plan.structs, BATCH).memory().at_peak}
-    assert paths & {f"state/w{i}" for i in range(4)}
+    plan = ts.plan({"w": np.ones((512, 512), "float32")}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+
+    @ts.jit_step(plan=plan, batch=P("fsdp"))
+    def step(state, batch):
+        return state, jnp.sin(batch @ ts.unshard(state["w"], P("fsdp"), "fsdp")).sum()
+
+    memory = step.compile(plan.structs, np.ones((8, 512), "float32")).memory()
+    assert memory.at_peak[0][:3] == (512 * 512 * 4, "f32[512,512]", "state/w")
+    assert "1.0 MiB f32[512,512], of state/w" in str(memory)
 
 
 def test_the_table_says_whose_temporaries_they_are(fsdp_mesh) -> None:
     plan, step = _mlp(fsdp_mesh)
     text = str(step.compile(plan.structs, BATCH).memory())
-    assert "parameters    128.0 KiB" in text
+    assert "parameters   128.0 KiB" in text
     assert "of unknown on cpu" in text
     assert "The temporaries are those of the CPU's program" in text
     assert "live when most memory is in use:" in text

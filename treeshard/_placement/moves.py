@@ -20,7 +20,6 @@ from treeshard._core.arrays import (
 )
 from treeshard._core.mesh import AnyMesh
 from treeshard._core.processes import processes_of
-from treeshard._placement.transport import deliver
 from treeshard.errors import MismatchError
 
 # Moves each array to the sharding at the same index.
@@ -135,6 +134,8 @@ def transfer_across_processes(
 
     Each process receives one copy of each shard that it needs and does not have.
     """
+    from treeshard._placement.transport import deliver
+
     data = list(map(data_of, arrays))
     wanted = [_wanted(x.shape, target) for x, target in zip(data, targets, strict=True)]
     shardings = [*(x.sharding for x in data), *targets]

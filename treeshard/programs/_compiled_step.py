@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 
-from treeshard._core.make_mesh import with_devices
+from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.spec_trees import SpecTree
-from treeshard._core.topologies import is_attached
 from treeshard._planning.plan import Plan
 from treeshard.communication._comparison import Comparison, compare_communication
 from treeshard.communication._program import read_program
@@ -33,7 +32,7 @@ class CompiledStep:
     Examples:
         >>> mesh = ts.make_mesh("fsdp=8")
         >>> plan = ts.plan({"w": jnp.ones((8, 8))}, [("w", P("fsdp"))], mesh, min_size=0)
-        >>> @ts.jit_step(plan=plan)
+        >>> @ts.jit_step(plan=plan, batch=P("fsdp"))
         ... def step(state, batch):
         ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
         ...     return {"w": state["w"] - grad}, loss

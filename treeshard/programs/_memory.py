@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.make_mesh import with_devices
+from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.text import columns, human_bytes
-from treeshard._core.topologies import chip_of, is_attached
+from treeshard._core.topologies import chip_of
 from treeshard._planning.plan import Plan
 from treeshard.communication._dataflow import Context, Dataflow, value
 from treeshard.communication._forecast import parameters
@@ -31,7 +31,7 @@ class LiveBuffer(NamedTuple):
         source: The line of user code that it comes from, as `file:line`.
 
     Examples:
-        >>> LiveBuffer(2**24, "f32[1024,4096]", "state/w", None, "train.py:31").path
+        >>> ts.programs.LiveBuffer(2**24, "f32[1024,4096]", "state/w", None, "train.py:31").path
         'state/w'
     """
 
@@ -60,7 +60,7 @@ class Memory:
 
     Examples:
         >>> kinds = {"parameters": 2**30, "other state": 2**31, "batch": 2**20}
-        >>> memory = Memory(kinds, 3 * 2**30, 0, 2**33, 0, 16 * 2**30, "TPU v5 lite", ())
+        >>> memory = ts.programs.Memory(kinds, 3 * 2**30, 0, 2**33, 0, 2**34, "TPU v5 lite", ())
         >>> memory.total // 2**30, memory.fits
         (11, True)
     """
