@@ -547,8 +547,8 @@ LEAVES = Group(
         Entry(
             "DoesNotFitError",
             "A program needs more memory than a device has. It is also a `MemoryError`. Split the"
-            " batch further, shard more of the state, or repeat the forward pass for the gradients with"
-            " `jax.checkpoint`.",
+            " batch further, shard more of the state, or repeat the forward pass for the gradients"
+            " with `jax.checkpoint`.",
             """
 from treeshard.programs import Memory
 
