@@ -168,8 +168,11 @@ class Matcher:
             if collective.kind == "all-gather" and planned.why != "update":
                 fits = leaf is not None and leaf == planned.path
             else:
-                # Gradients and updates have no path, so that only the full size identifies them.
-                fits = expected.left == size and leaf in (None, planned.path)
+                # Gradients and updates have no path, so that only the full size identifies them;
+                # of a loop from which some trips were taken out, the size of one trip.
+                one_trip = elements(planned.bytes, planned.dtype) if planned.count > 1 else None
+                is_part = elements(collective.bytes, collective.dtype) == one_trip
+                fits = (expected.left == size or is_part) and leaf in (None, planned.path)
             if fits:
                 expected.left -= size
                 return planned

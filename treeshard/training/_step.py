@@ -44,8 +44,7 @@ from treeshard.errors import (
     listed,
     warn,
 )
-from treeshard.training._one_device import warn_of_device_puts
-from treeshard.training._shared_memory import mark_as_separate, separated
+from treeshard.training._pitfalls import mark_as_separate, separated, warn_of_device_puts
 
 if TYPE_CHECKING:
     from treeshard.communication._comparison import Comparison
@@ -301,10 +300,6 @@ def _struct(x: Any) -> Any:
 
 def _is_data(x: Any) -> bool:
     return has_shape(x) or isinstance(x, bool | int | float | complex)
-
-
-def _struct(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if has_shape(x) else x
 
 
 def _form(x: Any) -> Any:
