@@ -293,7 +293,7 @@ class Step:
 
 def _struct(x: Any) -> Any:
     """The form of an array, which is all that compiling needs; other leaves as they are."""
-    if not isinstance(x, jax.Array | np.ndarray | np.generic) or isinstance(x, Tracer):
+    if not has_shape(x):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
