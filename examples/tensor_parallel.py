@@ -104,7 +104,7 @@ class EquinoxLayer(eqx.Module):
         self.q, self.k, self.v, self.o = (linear(args.width, args.width, key=k) for k in keys[:4])
         self.up = linear(args.width, 4 * args.width, key=keys[4])
         self.down = linear(4 * args.width, args.width, key=keys[5])
-        self.norm1 = self.norm2 = jnp.ones(args.width)
+        self.norm1, self.norm2 = jnp.ones(args.width), jnp.ones(args.width)
         self.heads = args.heads
 
     def __call__(self, x):

@@ -100,7 +100,7 @@ def test_a_reader_that_races_keep_reads_the_later_step(tmp_path: Path, monkeypat
     run.save(1, {"w": TREE["w"]})
     run.wait()
     reader = Checkpoints(tmp_path, read_only=True)
-    read = _restore.read
+    read = _restore.read_packed
 
     def save_first(*args, **options):
         if run.steps() == (1,):
@@ -108,7 +108,7 @@ def test_a_reader_that_races_keep_reads_the_later_step(tmp_path: Path, monkeypat
             run.wait()
         return read(*args, **options)
 
-    monkeypatch.setattr(_restore, "read", save_first)
+    monkeypatch.setattr(_restore, "read_packed", save_first)
     with pytest.raises(ts.CheckpointError) as told:
         reader.restore(1)
     assert f"{tmp_path}/1 was removed while it was read" in str(told.value)

@@ -292,7 +292,7 @@ def test_outside_a_trace_one_process_exchanges_nothing(mesh: Mesh, monkeypatch: 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("something was exchanged")
 
-    monkeypatch.setattr("treeshard._core.processes._client", refuse)
+    monkeypatch.setattr("treeshard._core.meetings._client", refuse)
     assert same_spec(ts.with_sharding_constraint(SQUARE, BOTH, mesh), BOTH, mesh)
 
 

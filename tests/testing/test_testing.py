@@ -132,7 +132,7 @@ def test_every_array_that_is_sharded_differently_is_listed(mesh) -> None:
 
 
 def test_all_of_many_arrays_are_listed(mesh) -> None:
-    many = ts.shard([np.ones(8)] * 30, P("fsdp"), mesh)
+    many = ts.shard([np.ones(8) for _ in range(30)], P("fsdp"), mesh)
     with pytest.raises(AssertionError) as raised:
         testing.assert_trees_sharded_as(many, P("data"))
     assert len(str(raised.value).splitlines()) == 31
