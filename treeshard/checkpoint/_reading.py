@@ -25,7 +25,7 @@ from treeshard.checkpoint._packed import FOLDER
 from treeshard.checkpoint._paths import ARRAYS, is_local, read_bytes
 from treeshard.errors import CheckpointError, DamagedError, FormatError
 
-IN_FLIGHT = 2**28  # bytes that are being read at a time, if no single array has more
+IN_FLIGHT = 2**26  # bytes that are being read at a time, if no single array has more
 # Compression shrinks zeros to a thirty-thousandth, and the index of the store compresses again.
 _MOST_EXPANSION = 2**20
 _SMALL_CHUNK = 2**26  # bytes of a chunk that may be larger than its array
