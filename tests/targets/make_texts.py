@@ -27,8 +27,9 @@ def keep(name: str, topology: str, text: str) -> None:
 
 
 def trimmed(text: str) -> str:
-    """Of `backend_config` only the trips of loops and whether an op is synchronous stay."""
-    kept = r'"known_trip_count":\{"n":"\d+"\}|"is_sync":\w+'
+    """Of `backend_config` stay the trips of loops, whether an op is synchronous, and what a matrix
+    product contracts."""
+    kept = r'"known_trip_count":\{"n":"\d+"\}|"is_sync":\w+|"lhs_contracting_dimensions":\[[^\]]*\]'
     return re.sub(
         r"backend_config=\{.*\}",
         lambda match: f"backend_config={{{','.join(re.findall(kept, match[0]))}}}",

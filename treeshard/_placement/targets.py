@@ -39,14 +39,15 @@ def targets(
         mesh: Takes precedence over meshes that the specs carry, and over the current mesh.
         where: The public function, for messages.
         prefix: The path of `tree` in a larger tree, for messages.
-        accept_structs: Whether leaves may be `ShapeDtypeStruct`s, whose values are read later.
+        accept_structs: Whether leaves may be `ShapeDtypeStruct`s, whose values are read later, and
+            the devices may be absent.
 
     Raises:
         As `shard` does; one error names all leaves.
     """
     shardings: dict[int, NamedSharding] = {}
     misfits: dict[int, Misfit] = {}
-    laid_specs = lay_on_devices(tree, specs, mesh, where)
+    laid_specs = lay_on_devices(tree, specs, mesh, where, compile_only=accept_structs)
     for i, (leaf, laid) in enumerate(zip(tree_leaves(tree), laid_specs, strict=True)):
         if laid is None:
             continue
@@ -61,14 +62,20 @@ def targets(
 
 
 def lay_on_devices(
-    tree: PyTree, specs: SpecTree, mesh: AnyMesh | None, where: str
+    tree: PyTree,
+    specs: SpecTree,
+    mesh: AnyMesh | None,
+    where: str,
+    *,
+    compile_only: bool = False,
 ) -> list[LaidSpec | None]:
-    """Lays specs (or tuples of logical names) beside a tree, on meshes that have devices."""
+    """Lays specs (or tuples of logical names) beside a tree, on meshes that have devices; they may
+    be absent if `compile_only`."""
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:
-        return with_devices(mesh, where)
+        return with_devices(mesh, where, compile_only=compile_only)
 
     return lay(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
 

@@ -36,7 +36,7 @@ class Unplanned(NamedTuple):
         """The fact and the hint, then a line per op, at most ten."""
         shown = ", ".join(fold_paths(dict.fromkeys(self.paths)))
         head = f"{self.code}: {shown + ': ' if shown else ''}{self.fact} {self.hint}"
-        counts = Counter(map(_shown, self.collectives))
+        counts = Counter(map(collective_line, self.collectives))
         lines = [f"    {times} x {line}" for line, times in counts.items()]
         more = [f"    ... and {len(lines) - 10} more"] if len(lines) > 10 else []
         return "\n".join([head, *lines[:10], *more])
@@ -169,7 +169,7 @@ def by_compiler_line(own: Sequence[Unplanned], platform: str | None) -> str:
     return f"The {name} compiler {' and '.join(facts)}. Compilers for TPUs and GPUs need not."
 
 
-def _shown(one: Collective) -> str:
+def collective_line(one: Collective) -> str:
     """A collective as one line."""
     size = "unknown bytes" if one.bytes is None else human_bytes(one.bytes)
     times = "? times" if one.count is None else f"{one.count:,} times"

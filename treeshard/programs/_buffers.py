@@ -113,13 +113,24 @@ def peak_of(program: HloProgram) -> Peak:
     Results of the program are not temporary. What loops and calls need is counted where they
     run. An allocator may need a little more, since it cannot always reuse what is free.
     """
-    return _Schedule(program).peak(program.entry)
+    return Schedule(program).peak(program.entry)
 
 
-class _Schedule:
+class Schedule:
+    """The memory that the ops of a scheduled program read and fill."""
+
     def __init__(self, program: HloProgram) -> None:
         self.program = program
         self._peaks: dict[str, Peak] = {}
+        self._values: dict[str, dict[str, BufferTree]] = {}
+
+    def values(self, computation: Computation) -> Mapping[str, BufferTree]:
+        """The memory of the result of each op, by its name."""
+        values = self._values.setdefault(computation.name, {})
+        if not values:
+            for op in computation.ops.values():
+                values[op.name] = self._value(op, values, computation)
+        return values
 
     def peak(self, computation: Computation) -> Peak:
         if (known := self._peaks.get(computation.name)) is not None:
@@ -156,18 +167,17 @@ class _Schedule:
 
     def _lifetimes(self, computation: Computation) -> list[Buffer]:
         """The temporary buffers of a computation, with the steps between which each is needed."""
-        values: dict[str, BufferTree] = {}
+        values = self.values(computation)
         known: dict[int, Buffer] = {}
         for step, op in enumerate(computation.ops.values()):
-            values[op.name] = self._value(op, values, computation)
-            for buffer in _flat(values[op.name]):
+            for buffer in flat(values[op.name]):
                 buffer.first = step if buffer.first < 0 else buffer.first
                 buffer.last = step
                 known[id(buffer)] = buffer
             for name in op.operands:
-                for buffer in _flat(values.get(name, [])):
+                for buffer in flat(values.get(name, [])):
                     buffer.last = step
-        results = {id(buffer) for buffer in _flat(values.get(computation.root, []))}
+        results = {id(buffer) for buffer in flat(values.get(computation.root, []))}
         return [b for key, b in known.items() if b.is_temporary and key not in results]
 
     def _value(
@@ -233,9 +243,10 @@ class _Schedule:
         return target.index if target is not None and target.opcode == "parameter" else None
 
 
-def _flat(tree: BufferTree) -> Iterator[Buffer]:
+def flat(tree: BufferTree) -> Iterator[Buffer]:
+    """The buffers of a nested value."""
     if isinstance(tree, list):
         for member in tree:
-            yield from _flat(member)
+            yield from flat(member)
     else:
         yield tree

@@ -7,13 +7,15 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.spec_trees import SpecTree
 from treeshard._planning.plan import Plan
 from treeshard.communication._comparison import Comparison, compare_communication
-from treeshard.communication._program import read_program
+from treeshard.communication._program import ReadProgram, read_program
 from treeshard.errors import DoesNotFitError
+from treeshard.programs._cost import Cost, cost_of
 from treeshard.programs._memory import Memory, memory_of
 
 _REFUSED = re.compile(r"\(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)")
@@ -28,6 +30,7 @@ class CompiledStep:
         batch_specs: The specs of the batch.
         batch: Structs of the batch, with their shardings.
         compiled: JAX's own object.
+        jaxpr: The step as JAX traced it.
 
     Examples:
         >>> mesh = ts.make_mesh("fsdp=8")
@@ -47,6 +50,7 @@ class CompiledStep:
     batch_specs: SpecTree
     batch: Sequence[Any]
     compiled: jax.stages.Compiled
+    jaxpr: ClosedJaxpr
 
     @cached_property
     def text(self) -> str:
@@ -70,12 +74,27 @@ class CompiledStep:
         Returns:
             A `Memory`.
         """
-        program = read_program(self.compiled, self.plan.mesh).graph
-        return memory_of(self.compiled, program, self.plan, self.batch)
+        return memory_of(self.compiled, self._read.graph, self.plan, self.batch)
+
+    def cost(self) -> Cost:
+        """Estimates what the program computes and moves, and the least time that this takes.
+
+        Returns:
+            A `Cost`, from published peaks; no chip has confirmed it.
+        """
+        return cost_of(self._read, self.jaxpr, self.plan)
+
+    @cached_property
+    def _read(self) -> ReadProgram:
+        return read_program(self.compiled, self.plan.mesh)
 
 
 def compile_step(
-    lowered: jax.stages.Lowered, plan: Plan, batch_specs: SpecTree, batch: Sequence[Any]
+    lowered: jax.stages.Lowered,
+    jaxpr: ClosedJaxpr,
+    plan: Plan,
+    batch_specs: SpecTree,
+    batch: Sequence[Any],
 ) -> CompiledStep:
     """Compiles a lowered step.
 
@@ -94,7 +113,7 @@ def compile_step(
             " Shard more of the state, split the batch further, or repeat the forward pass for the"
             " gradients (`jax.checkpoint`)."
         ) from error
-    step = CompiledStep(plan, batch_specs, batch, compiled)
+    step = CompiledStep(plan, batch_specs, batch, compiled, jaxpr)
     if device.platform == "gpu" and not is_attached(device):
         step.memory().assert_fits()
     return step

@@ -113,7 +113,7 @@ class Step:
             state: The state, or `plan.structs`.
             batch: A batch, or `jax.ShapeDtypeStruct`s of one.
         """
-        return self._lowered(state, batch)[1]
+        return self._lowered(state, batch)[2]
 
     def compile(self, state: PyTree, batch: PyTree) -> "CompiledStep":
         """Compiles the step for these arguments without running it; calls then use this program.
@@ -123,7 +123,7 @@ class Step:
             batch: A batch, or `jax.ShapeDtypeStruct`s of one.
 
         Returns:
-            A `CompiledStep`, which tells what the program moves and what memory it needs.
+            A `CompiledStep`, which tells what the program moves, needs and costs.
 
         Raises:
             DoesNotFitError: If the program needs more memory than the devices have, where the
@@ -132,8 +132,8 @@ class Step:
         """
         from treeshard.programs._compiled_step import compile_step
 
-        program, lowered, data = self._lowered(state, batch)
-        step = compile_step(lowered, self.plan, self.batch_specs, data)
+        program, traced, lowered, data = self._lowered(state, batch)
+        step = compile_step(lowered, traced.jaxpr, self.plan, self.batch_specs, data)
         program.compiled = step.compiled
         return step
 
@@ -203,12 +203,12 @@ class Step:
 
     def _lowered(
         self, state: PyTree, batch: PyTree
-    ) -> tuple["_Program", jax.stages.Lowered, list[Any]]:
+    ) -> tuple["_Program", jax.stages.Traced, jax.stages.Lowered, list[Any]]:
         structs = tree_map(_struct, (state, batch))
         program, arrays, data = self._prepare(*structs)
         with _fixed_context(self._mesh):
-            lowered = self._trace(program, program.named(arrays), data).lower()
-        return program, lowered, data
+            traced = self._trace(program, program.named(arrays), data)
+            return program, traced, traced.lower(), data
 
     def _prepare(self, state: PyTree, batch: PyTree) -> tuple["_Program", list[Any], list[Any]]:
         leaves, treedef = tree_flatten(state)

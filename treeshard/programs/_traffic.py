@@ -1,0 +1,113 @@
+"""Counts the bytes that the ops of a scheduled program read and write in a device's memory."""
+
+from collections.abc import Iterable, Mapping
+
+from treeshard.communication._collectives import total
+from treeshard.communication._dataflow import Context, Dataflow, Executions
+from treeshard.communication._hlo import Computation, HloProgram, Op
+from treeshard.programs._buffers import Buffer, Schedule, flat, read_type
+
+_RUNS_OTHERS = ("call", "conditional", "while")
+# Ops that read and write nothing themselves.
+_FREE = frozenset(
+    {
+        *_RUNS_OTHERS,
+        "add-dependency",
+        "after-all",
+        "bitcast",
+        "constant",
+        "get-tuple-element",
+        "optimization-barrier",
+        "parameter",
+        "partition-id",
+        "replica-id",
+        "tuple",
+    }
+)
+# Ops that read only as much of their first operand as their result has.
+_SLICES = ("dynamic-slice", "gather", "slice", "slice-start")
+_UPDATE = "dynamic-update-slice"
+
+
+def memory_traffic(flow: Dataflow) -> int | None:
+    """The bytes that a step reads and writes in main memory.
+
+    Each op reads its operands once and writes its results once. What is inside a fusion does not
+    go through memory. `None` if something runs in a loop or a branch that depends on data.
+    """
+    traffic = _Traffic(flow.program)
+    counts: list[int | None] = []
+    for context, op, times in Executions(flow, _moves_bytes).all():
+        if _is_scheduled(flow.program, context):
+            size = traffic.bytes(context.computation, op)
+            counts.append(0 if not size else times and times * size)
+    return total(counts)
+
+
+def _moves_bytes(op: Op) -> bool:
+    return op.opcode not in _FREE and not op.opcode.endswith(("-done", "-update"))
+
+
+def _is_scheduled(program: HloProgram, context: Context) -> bool:
+    """Whether a computation runs op by op, unlike those of fusions and reductions."""
+    if context.op is None:
+        return context.computation is program.entry
+    return context.op.opcode in _RUNS_OTHERS
+
+
+class _Traffic:
+    def __init__(self, program: HloProgram) -> None:
+        self.program, self.schedule = program, Schedule(program)
+        self._touched: dict[str, Mapping[int, int | None]] = {}
+
+    def bytes(self, computation: Computation, op: Op) -> int:
+        """What one op reads and writes."""
+        values = self.schedule.values(computation)
+        size = _in_main_memory([x for x in flat(values[op.name]) if x.op is op])
+        for number, name in enumerate(op.operands):
+            whole = _in_main_memory(flat(values.get(name, [])))
+            part = self._part(computation, op, number)
+            size += whole if part is None else min(part, whole)
+        return size
+
+    def _part(self, computation: Computation, op: Op, number: int) -> int | None:
+        """The bytes that an op touches of an operand; `None` for all of it."""
+        if op.opcode == "fusion":
+            return self._in_fusion(op.called["calls"][0]).get(number)
+        if number:
+            return None
+        if op.opcode in _SLICES:
+            return _size(op)
+        return _size(computation.ops[op.operands[1]]) if op.opcode == _UPDATE else None
+
+    def _in_fusion(self, name: str) -> Mapping[int, int | None]:
+        """The bytes that a fusion touches of each parameter; `None` for all of it."""
+        if name not in self._touched:
+            body = self.program.computations[name]
+            numbers: dict[str, int] = {}  # by the names that a parameter has
+            touched: dict[int, int | None] = {}
+            for op in body.ops.values():
+                if op.opcode == "parameter" and op.index is not None:
+                    numbers[op.name], touched[op.index] = op.index, 0
+                for position, operand in enumerate(op.operands):
+                    if (number := numbers.get(operand)) is None:
+                        continue
+                    if op.opcode == "bitcast":
+                        numbers[op.name] = number
+                    else:
+                        parts = touched[number], self._part(body, op, position)
+                        touched[number] = total(parts)
+            self._touched[name] = touched
+        return self._touched[name]
+
+
+def _in_main_memory(buffers: Iterable[Buffer]) -> int:
+    return sum(buffer.array.bytes for buffer in buffers if buffer.array.space == 0)
+
+
+def _size(op: Op) -> int:
+    """The bytes of the first array of a result, as it is laid out."""
+    array = read_type(op.type_text)
+    while isinstance(array, list):
+        array = array[0]
+    return array.bytes
