@@ -82,7 +82,7 @@ def say(text):
 
 
 def drive(args):
-    shutil.rmtree(args.directory, ignore_errors=True)
+    start_empty(args.directory)
     victim = random.randrange(PROCESSES)
     print(f"== {PROCESSES} processes of {DEVICES} devices; process {victim} will be killed")
     before = run(args, kill=victim, at=args.kill_at)
@@ -93,6 +93,21 @@ def drive(args):
     if any(before[i] != after[i] for i in twice):
         sys.exit("their losses differ")
     print(f"their losses are the same; done after step {max(after)}")
+
+
+def start_empty(directory):
+    """Removes what an earlier run of this script left; exits if there is anything else."""
+    if "://" in directory:
+        sys.exit(f"{directory}: the driver runs here, on a local directory. Did you mean --worker?")
+    mark = Path(directory) / ".made-by-multiprocess-example"
+    if not mark.exists() and Path(directory).exists() and any(Path(directory).iterdir()):
+        sys.exit(
+            f"{directory}: this script did not make what is in it, and would remove it."
+            " Pass an empty directory; or --worker, to continue a run."
+        )
+    shutil.rmtree(directory, ignore_errors=True)
+    mark.parent.mkdir(parents=True)
+    mark.touch()
 
 
 def run(args, kill=None, at=None):
@@ -138,7 +153,8 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--directory", type=Path, default=Path("out/multiprocess"))
+    # Text, since a `Path` makes gs:/bucket of gs://bucket.
+    parser.add_argument("--directory", default="out/multiprocess")
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--kill-at", type=int, default=25, help="the step at which one is killed")
     add_sizes(parser, steps=40, layers=4)

@@ -3,8 +3,10 @@
     python examples/train_fsdp.py
     python examples/train_fsdp.py --mesh "data=4,fsdp=2" --steps 50
 
-It runs on the accelerators of this machine, or else on 8 simulated CPU devices. Everything about
-sharding is in `main`; the rest is a model and a loop as you would write them for one device.
+It runs on the accelerators of this machine, or else on 8 simulated CPU devices. Sharding is in two
+places: `main` makes the mesh, the state and the step, and `Transformer` says where its weights are
+gathered (`unshard`), by the specs that the loss and the step pass to it. The rest is a model and a
+loop as you would write them for one device.
 """
 
 import argparse
@@ -226,7 +228,7 @@ def main(argv=None):
     optimizer = make_optimizer(args)
     init, key = make_init(args, optimizer), jax.random.key(args.seed)
 
-    # This is all the code about sharding. The rest of the loop does not change.
+    # All that the loop says about sharding.
     mesh = ts.make_mesh(args.mesh)
     state, plan = init_sharded(init, key, rules=RULES, mesh=mesh)
     batch_specs = P(mesh.axis_names)

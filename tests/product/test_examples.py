@@ -1,5 +1,7 @@
 """The examples run with small sizes and print what they promise."""
 
+import ast
+import inspect
 import re
 
 import equinox as eqx
@@ -14,6 +16,21 @@ from treeshard.training import init_sharded, jit_step
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 TINY = ["--layers=2", "--width=64", "--heads=2", "--batch=16", "--time=16", "--text-bytes=300000"]
+
+
+def test_the_demo_says_where_its_sharding_is() -> None:
+    """Its first lines name every part that calls treeshard or passes specs, reports aside."""
+    source = inspect.getsource(train_fsdp).partition("# ---" + 63 * "-" + " reports")[0]
+    said = ast.get_docstring(ast.parse(source))
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            calls = {
+                x.value.id
+                for x in ast.walk(node)
+                if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name)
+            }
+            assert "ts" not in calls or f"`{node.name}`" in said, node.name
+    assert "the loss and the step pass" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=-1", "data=4,fsdp=2"])

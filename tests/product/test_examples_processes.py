@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from examples import multiprocess
 from tests.multiprocess.launcher import REPOSITORY, end, free_port, wait_for_all
 
 SCRIPT = REPOSITORY / "examples" / "multiprocess.py"
@@ -41,6 +42,21 @@ def test_it_resumes_from_the_last_checkpoint(run) -> None:
     assert f"== {5 - again} steps were trained twice, and their losses are the same" in printed
     assert "done after step 8" in printed
     assert sorted(path.name for path in directory.iterdir() if path.name.isdigit()) == ["6", "8"]
+
+
+def test_it_removes_only_what_it_made(tmp_path) -> None:
+    kept = tmp_path / "run" / "results.txt"
+    kept.parent.mkdir()
+    kept.write_text("of weeks")
+    with pytest.raises(SystemExit, match="this script did not make what is in it"):
+        multiprocess.drive(multiprocess.parse([f"--directory={kept.parent}"]))
+    assert kept.read_text() == "of weeks"
+    with pytest.raises(SystemExit, match="Did you mean --worker"):
+        multiprocess.drive(multiprocess.parse(["--directory=gs://bucket/run"]))
+    multiprocess.start_empty(str(tmp_path / "new"))
+    (tmp_path / "new" / "8").mkdir()
+    multiprocess.start_empty(str(tmp_path / "new"))  # its own, from an earlier run
+    assert not (tmp_path / "new" / "8").exists()
 
 
 def test_slurm_configures_it(run, env, tmp_path) -> None:

@@ -101,6 +101,18 @@ def test_initialised_with_the_bits_of_one_device(initialised) -> None:
         assert bits(x) == bits(y)
 
 
+def test_a_sum_over_a_sharded_dim_is_one_devices_to_rounding() -> None:
+    def unit_columns(key):
+        weight = jax.random.normal(key, (512, 256))
+        return weight / jnp.linalg.norm(weight, axis=0, keepdims=True)
+
+    key = jax.random.key(0)
+    tree, _ = init_sharded(unit_columns, key, rules=[(".*", ts.fsdp("fsdp"))], mesh="fsdp=8")
+    chex.assert_trees_all_close(tree, jax.jit(unit_columns)(key), rtol=1e-6)
+    # So `init_sharded` promises the bits of elementwise initialisers only.
+    assert "elementwise" in init_sharded.__doc__
+
+
 def test_no_device_ever_holds_the_whole_tree(fsdp_mesh) -> None:
     def big(key):
         return {"w": jax.random.normal(key, (512, 1024))}

@@ -65,7 +65,8 @@ def init_sharded(
 
     `fn` is traced once for the shapes, to which the rules are applied. Then it is compiled
     once, and each device computes its own shards. The values are those of
-    `jax.jit(fn)(*args)` on one device, bit for bit.
+    `jax.jit(fn)(*args)` on one device: bit for bit from elementwise initialisers, and to rounding
+    where `fn` sums over a sharded dim, as a normalisation does.
 
     Args:
         fn: Makes the tree, such as a model with its optimizer state. The tree may have

@@ -1,0 +1,103 @@
+"""What pages tell to type, and what runs on no laptop: clusters, slices, commands."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from jax._src.clusters import SlurmCluster
+from pages import ROOT
+
+import treeshard as ts
+from examples import multiprocess
+from treeshard._core.mesh import parse_axes
+
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+}
+HOSTS = PAGES["docs/how-to/several-hosts.md"]
+
+
+# ------------------------------------------------------------------ several hosts
+
+
+def _directories() -> list[str]:
+    """The values of `--directory`, in commands and in lists of arguments."""
+    return re.findall(r"--directory,? ([^\s\]\"]+)", HOSTS)
+
+
+@pytest.mark.parametrize("directory", _directories())
+def test_a_directory_of_the_page_reaches_the_checkpoint_as_it_is(directory: str) -> None:
+    args = multiprocess.parse(["--worker", "--directory", directory])
+    assert args.directory == directory
+
+
+def test_the_page_saves_to_a_bucket_and_to_a_shared_folder() -> None:
+    found = _directories()
+    assert any("://" in one for one in found)
+    assert any("://" not in one for one in found)
+
+
+def test_every_task_of_the_slurm_recipe_sees_the_gpu_that_jax_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = dict(re.findall(r"#SBATCH --([\w-]+)=(\d+)", HOSTS))
+    tasks = int(recipe["ntasks-per-node"])
+    seen = int(recipe.get("gpus-per-task") or recipe["gpus-per-node"])
+    assert tasks == int(recipe.get("gpus-per-node", tasks))
+    for task in range(tasks):
+        monkeypatch.setenv("SLURM_LOCALID", str(task))
+        assert SlurmCluster.get_local_process_id() < seen, f"task {task} sees {seen} GPUs"
+
+
+# ------------------------------------------------------------------ slices
+
+
+_SLICES = re.compile(
+    r'make_mesh\("([\w=,]+)",\s+dcn_axes="([\w=,]+)"\)`\s+makes\s+`([^`]+)`\s+of\s+(\d+)\s+devices\s+'
+    r"in\s+(\d+)\s+slices"
+)
+SENTENCES = [match.groups() for text in PAGES.values() for match in _SLICES.finditer(text)]
+
+
+def test_every_mesh_of_slices_says_what_it_makes() -> None:
+    calls = sum(len(re.findall(r"make_mesh\([^)]*dcn_axes=", text)) for text in PAGES.values())
+    assert len(SENTENCES) == calls >= 3
+
+
+@pytest.mark.parametrize(("axes", "slow", "made", "devices", "slices"), SENTENCES)
+def test_a_mesh_of_slices_is_the_one_that_the_page_says(
+    axes: str, slow: str, made: str, devices: str, slices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jax.experimental import mesh_utils
+
+    class AskedError(Exception):
+        pass
+
+    def create(shape, dcn_shape, devices, *, process_is_granule):
+        raise AskedError([a * b for a, b in zip(shape, dcn_shape, strict=True)])
+
+    monkeypatch.setattr(mesh_utils, "create_hybrid_device_mesh", create)
+    count, of_slices = int(devices), int(slices)
+    fakes = [SimpleNamespace(slice_index=i * of_slices // count) for i in range(count)]
+    with pytest.raises(AskedError) as asked:
+        ts.make_mesh(axes, dcn_axes=slow, devices=fakes)
+    assert asked.value.args[0] == list(parse_axes(made.replace(" ", "")).values())
+
+
+# ------------------------------------------------------------------ sentences
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_bits_are_promised_of_elementwise_initialisers_only(page: str) -> None:
+    for paragraph in re.split(r"\n\s*\n|\n\|", PAGES[page]):
+        if "bit for bit" in paragraph and "initialis" in paragraph:
+            assert "elementwise" in paragraph.lower()
+
+
+def test_the_floor_of_sizes_is_on_the_first_pages_and_where_rules_are_moved() -> None:
+    """`MIN_SHARDING_SIZE` replaces a spec that somebody wrote."""
+    for page in ("README.md", "docs/index.md", "docs/coming-from/easylm.md"):
+        text = " ".join(PAGES[page].split())
+        assert re.search(r"16,?384", text), page
+        assert "min_size=0" in text, page
