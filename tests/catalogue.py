@@ -1,8 +1,8 @@
-"""The table behind docs/errors.md: every error, warning, finding and code of treeshard.
+"""The table behind docs/errors: every error, warning, finding and code of treeshard.
 
 An entry has code that provokes it and code that avoids it. `tests/repository/test_catalogue.py`
 runs both, and finds names in the sources without an entry; `python tools/errors_page.py` writes
-the page.
+the pages.
 """
 
 from typing import NamedTuple
@@ -29,8 +29,9 @@ class Entry(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The entries of one symptom, with their common setup code."""
+    """The entries of one symptom, with their common setup code: a page of docs/errors/."""
 
+    page: str
     title: str
     about: str
     setup: str
@@ -55,6 +56,7 @@ w = np.ones((1024, 64), "float32")
 # ------------------------------------------------------------------ where
 
 MESHES = Group(
+    "meshes",
     "A mesh or an axis is missing",
     "",
     "",
@@ -153,9 +155,10 @@ MESHES = Group(
 # ------------------------------------------------------------------ decide
 
 RULES = Group(
+    "rules",
     "Rules are wrong",
     "`plan.findings` lists all of these at once, from shapes alone. [A broken list,"
-    " fixed](how-to/fix-rules.md) goes through an example.",
+    " fixed](../how-to/fix-rules.md) goes through an example.",
     "",
     [
         Entry(
@@ -258,10 +261,11 @@ RULES = Group(
 )
 
 WHOLE = Group(
+    "replicated-leaves",
     "A leaf is replicated, or not sharded as requested",
     "A plan records these for each leaf, in its text and in `leaf.adjustments`. Those that are"
     " certainly or probably wrong are also in `plan.findings`. See [why is this leaf"
-    " replicated](how-to/replicated.md).",
+    " replicated](../how-to/replicated.md).",
     "",
     [
         Entry(
@@ -507,6 +511,7 @@ WHOLE = Group(
 # ------------------------------------------------------------------ do
 
 LEAVES = Group(
+    "placing",
     "A tree cannot be placed or read",
     "The message lists all leaves with a problem, and nothing was moved.",
     "",
@@ -585,6 +590,7 @@ memory.assert_fits()
 # ------------------------------------------------------------------ the top
 
 STEPS = Group(
+    "step-state",
     "A step does not take its state",
     "",
     """
@@ -627,11 +633,12 @@ STEPS = Group(
 # ------------------------------------------------------------------ look
 
 AGAIN = Group(
+    "compiles-again",
     "A step compiles again",
     "`assert_stable_step` runs a step once, and raises if its state changes in a way that makes a"
     " jitted function compile again. `diff_shardings` finds the same differences between any two"
     " trees, or a tree and a plan. See [why did it compile"
-    " again](how-to/compiles-again.md).",
+    " again](../how-to/compiles-again.md).",
     """
     def placed(spec, mesh=mesh):
         return {"w": ts.shard(w, spec, mesh)}
@@ -793,10 +800,11 @@ AGAIN = Group(
 )
 
 MOVES = Group(
+    "communication",
     "A step moves more than was planned",
     "`step.communication(state, batch)` compares what the compiled step moves with its plan, and"
     " `compare_communication` does it for any program. The differences are listed below the table,"
-    " and as values in `unplanned`. See [why is there an all-gather](how-to/all-gather.md).",
+    " and as values in `unplanned`. See [why is there an all-gather](../how-to/all-gather.md).",
     """
     line = ts.make_mesh("fsdp=8")
     params = {"w": np.ones((16, 16), "float32")}
@@ -1163,8 +1171,9 @@ REASONS = {
 # ------------------------------------------------------------------ tests
 
 TESTS = Group(
+    "tests",
     "A test of sharding fails",
-    "See [test your sharding](how-to/test-your-sharding.md).",
+    "See [test your sharding](../how-to/test-your-sharding.md).",
     """
     from treeshard import testing
     """,
@@ -1206,6 +1215,7 @@ TESTS = Group(
 # ------------------------------------------------------------------ text, disk, processes
 
 FILES = Group(
+    "files",
     "A checkpoint, a file or a text cannot be read, or written",
     "",
     """
@@ -1312,6 +1322,7 @@ FILES = Group(
 )
 
 PROCESSES = Group(
+    "processes",
     "Processes fail together",
     "If one process fails, all of them raise, and say which one failed.",
     """
@@ -1368,6 +1379,7 @@ PROCESSES = Group(
 )
 
 BASE = Group(
+    "any",
     "Any error",
     "",
     "",

@@ -1,4 +1,4 @@
-"""Writes docs/errors.md from the catalogue: `python tools/errors_page.py`."""
+"""Writes docs/errors.md and docs/errors/ from the catalogue: `python tools/errors_page.py`."""
 
 import re
 import tempfile
@@ -9,12 +9,12 @@ from textwrap import dedent, fill
 from catalogue import GROUPS, OPS, REASONS, SETUP, Entry, Group
 from pages import ROOT, run
 
-PAGE = ROOT / "docs" / "errors.md"
+INDEX = ROOT / "docs" / "errors.md"
 
 HEAD = """# Errors and findings
 
-Every error, warning, finding and code of treeshard, grouped by symptom. Each has code that provokes
-it, what that code prints, and what to do instead.
+Every error, warning, finding and code of treeshard, a page for each symptom. Each name has code
+that provokes it, what that code prints, and what to do instead. The search finds names too.
 """
 
 
@@ -38,7 +38,7 @@ def _portable(text: str) -> str:
 
 def heading(entry: Entry) -> str:
     """The first line of a section."""
-    return f"### `{entry.name}`" + (f": {entry.about}" if entry.about else "")
+    return f"## `{entry.name}`" + (f": {entry.about}" if entry.about else "")
 
 
 def section(group: Group, entry: Entry) -> str:
@@ -48,26 +48,39 @@ def section(group: Group, entry: Entry) -> str:
     return "\n".join([*parts, *(["Instead:\n", _code(entry.right)] if entry.right else [])])
 
 
-def page(section: Callable[[Group, Entry], str] = section) -> str:
-    """The page."""
-    parts = [HEAD, _contents(), "All examples begin with\n", _code(SETUP)]
-    for group in GROUPS:
-        parts += [f"## {group.title}\n"]
-        parts += [_prose(group.about)] if group.about else []
-        parts += [_code(group.setup)] if group.setup else []
-        parts += [section(group, entry) for entry in group.entries]
-    parts += ["## The words of a comparison\n", _table("a `Collective` or a planned transfer", OPS)]
+def pages(section: Callable[[Group, Entry], str] = section) -> dict[Path, str]:
+    """Every page, by its file."""
+    return {INDEX: _index(), **{file(group): page(group, section) for group in GROUPS}}
+
+
+def file(group: Group) -> Path:
+    """The file of a group's page."""
+    return INDEX.with_suffix("") / f"{group.page}.md"
+
+
+def page(group: Group, section: Callable[[Group, Entry], str] = section) -> str:
+    """The page of a group."""
+    parts = [f"# {group.title}\n", *([_prose(group.about)] if group.about else [])]
+    parts += ["The examples begin with\n", _code(SETUP + dedent(group.setup))]
+    parts += [section(group, entry) for entry in group.entries]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _index() -> str:
+    parts = [HEAD, _contents(), "## The words of a comparison\n"]
+    parts += [_table("a `Collective` or a planned transfer", OPS)]
     parts += [_table("why a transfer is planned", REASONS)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
 def _contents() -> str:
-    """A table of symptoms, with links to their entries."""
+    """A table of symptoms, with links to their pages and entries."""
     rows = ["| symptom | names |", "|---|---|"]
     for group in GROUPS:
-        links = [f"[`{entry.name}`](#{anchor(entry)})" for entry in group.entries]
+        page = file(group).relative_to(INDEX.parent)
+        links = [f"[`{entry.name}`]({page}#{anchor(entry)})" for entry in group.entries]
         names = {entry.name: link for entry, link in zip(group.entries, links, strict=True)}
-        rows.append(f"| {group.title} | {', '.join(names.values())} |")
+        rows.append(f"| [{group.title}]({page}) | {', '.join(names.values())} |")
     return "\n".join(rows) + "\n"
 
 
@@ -95,4 +108,6 @@ def _table(what: str, rows: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, text in pages().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)

@@ -1,4 +1,4 @@
-"""docs/errors.md: every entry prints what its section shows, and no name is missing."""
+"""docs/errors: every entry prints what its section shows, and no name is missing."""
 
 import ast
 import inspect
@@ -20,7 +20,7 @@ from treeshard.communication._collectives import KINDS, RARE_KINDS
 from treeshard.communication._differences import Unplanned
 
 ENTRIES = [(group, entry) for group in GROUPS for entry in group.entries]
-WRITE = "docs/errors.md is out of date: run `python tools/errors_page.py`."
+WRITE = "docs/errors is out of date: run `python tools/errors_page.py`."
 
 
 def is_class(name: str) -> bool:
@@ -30,10 +30,10 @@ def is_class(name: str) -> bool:
 # ------------------------------------------------------------------ the page
 
 
-def sections() -> dict[str, str]:
-    """The sections of the page by their first line."""
-    parts = re.split(r"^(?=###? )", errors_page.PAGE.read_text(), flags=re.MULTILINE)
-    return {part.partition("\n")[0]: part.strip("\n") for part in parts if part.startswith("### ")}
+def sections(group: Group) -> dict[str, str]:
+    """The sections of a group's page by their first line."""
+    parts = re.split(r"^(?=## )", errors_page.file(group).read_text(), flags=re.MULTILINE)
+    return {part.partition("\n")[0]: part.strip("\n") for part in parts[1:]}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def sections() -> dict[str, str]:
 )
 def test_an_entry_prints_what_its_section_shows(group: Group, entry: Entry) -> None:
     text = errors_page.section(group, entry).strip("\n")
-    assert sections().get(text.partition("\n")[0]) == text, WRITE
+    assert sections(group).get(text.partition("\n")[0]) == text, WRITE
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,8 @@ def test_an_entry_prints_what_its_section_shows(group: Group, entry: Entry) -> N
 )
 def test_the_output_starts_with_the_name(name: str) -> None:
     """The name is where a class or a code is printed, not somewhere in the text."""
-    texts = [text for title, text in sections().items() if f"`{name}`" in title]
+    found = [section for group in GROUPS for section in sections(group).items()]
+    texts = [text for title, text in found if f"`{name}`" in title]
     start = "" if is_class(name) else r"((error|warning) |[\w/]+: )?"
     for text in texts:
         output = text.split("```text\n")[1].split("\n```")[0]
@@ -63,17 +64,18 @@ def test_codes_that_are_not_raised_are_asserted() -> None:
             assert "assert " in entry.right, entry.name
 
 
-def test_the_rest_of_the_page() -> None:
-    by_heading = sections()
-
+def test_the_rest_of_the_pages() -> None:
     def section(group: Group, entry: Entry) -> str:
-        return by_heading.get(errors_page.heading(entry), "missing") + "\n"
+        return sections(group).get(errors_page.heading(entry), "missing") + "\n"
 
-    assert errors_page.page(section) == errors_page.PAGE.read_text(), WRITE
+    written = errors_page.pages(section)
+    for path, text in written.items():
+        assert path.read_text() == text, WRITE
+    assert {*errors_page.INDEX.with_suffix("").iterdir(), errors_page.INDEX} == set(written)
 
 
 def test_anchors_are_unique() -> None:
-    anchors = [errors_page.anchor(entry) for _, entry in ENTRIES]
+    anchors = [(group.page, errors_page.anchor(entry)) for group, entry in ENTRIES]
     assert len(set(anchors)) == len(anchors)
 
 

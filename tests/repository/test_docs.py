@@ -8,7 +8,8 @@ import pytest
 from pages import ROOT, as_printed, blocks, pages, run
 from surface import surface
 
-PAGES = [page for page in pages() if page.name != "errors.md"]  # test_catalogue runs that one
+ERRORS = ROOT / "docs" / "errors"  # test_catalogue runs these
+PAGES = [page for page in pages() if page.parent != ERRORS]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -77,6 +78,18 @@ def test_an_error_that_a_page_does_not_show_is_raised(tmp_path: Path) -> None:
 def test_no_block_is_missed(page: Path) -> None:
     text = page.read_text()
     assert len(blocks(text)) == len(re.findall(r"```python", text))
+
+
+def test_the_navigation_lists_every_page_by_its_title() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"- (.+)$", nav, re.MULTILINE)
+    listed = [entry for entry in entries if not entry.endswith(":")]
+    assert sorted(listed) == sorted(
+        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
+    ), "a page is listed once, and without a label: its title is the label"
+    titles = [(ROOT / "docs" / page).read_text().partition("\n")[0] for page in listed]
+    assert all(title.startswith("# ") for title in titles)
+    assert len(set(titles)) == len(titles)
 
 
 def test_the_reference_lists_every_public_name() -> None:
