@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-floor test-newest soak lint bench docs pages clean
+.PHONY: demo test test-floor test-newest soak lint bench docs pages dist clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_fsdp.py $(ARGS)
@@ -45,6 +45,11 @@ docs: .venv/installed-docs
 # The same with the pictures that are there.
 pages: .venv/installed-docs
 	$(BIN)/mkdocs build --strict
+
+# The wheel and the source, into dist/.
+dist: .venv/installed
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
 
 clean:
 	rm -rf .venv .venv-bench .venv-floor .venv-newest .venv-python out site

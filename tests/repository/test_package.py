@@ -75,7 +75,8 @@ def test_the_sdist_has_the_repository_and_nothing_built(built: Path) -> None:
     tops = {name.partition("/")[0] for name in members}
     assert tops == {
         *("benchmarks", "docs", "examples", "tests", "tools", "treeshard"),
-        *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "PKG-INFO"),
+        *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "PKG-INFO"),
+        "SECURITY.md",
         *(".gitignore", "Makefile", "mkdocs.yml", "pyproject.toml"),
     }
     assert "tests/conftest.py" in members
@@ -127,6 +128,26 @@ def test_the_version_is_defined_once() -> None:
     top = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert top is not None
     assert top[1] == ts.__version__
+    citation = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert citation is not None
+    assert citation[1] == ts.__version__
+
+
+def test_the_repository_has_one_address() -> None:
+    """What pyproject.toml says, every other file says too."""
+    urls = PROJECT["urls"]
+    source, docs = urls["Source"], urls["Documentation"]
+    assert all(url.startswith((source, docs)) for url in urls.values())
+    assert f"repository-code: {source}\n" in (ROOT / "CITATION.cff").read_text()
+    pages = (ROOT / "mkdocs.yml").read_text()
+    assert f"repo_url: {source}\n" in pages
+    assert f"site_url: {docs}\n" in pages
+    texts = {
+        path: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    }
+    for path, text in texts.items():
+        for url in re.findall(r"https://[\w./-]*treeshard[\w./-]*", text):
+            assert url.startswith((source, docs.rstrip("/"))), f"{path}: {url}"
 
 
 def test_the_floor_is_what_pyproject_allows() -> None:
