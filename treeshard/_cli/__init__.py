@@ -70,6 +70,24 @@ rules, as TOML; the first pattern that matches decides:
 
 exit code: 0, or 1 if the plan has errors or exceeds --memory, or 2 if the input is invalid
 """
+_COMPILE = """\
+FUNCTION gets the mesh, whose devices may be absent, and returns (step, state, batch): a step of
+jit_step or shard_map_step, and the state and the batch that it takes, as arrays or as
+jax.ShapeDtypeStructs. In train.py:
+  def make_step(mesh):
+      plan = ts.plan(jax.eval_shape(init), rules, mesh)
+      step = ts.jit_step(train_step, plan, batch=P("fsdp"))
+      return step, plan.structs, jax.ShapeDtypeStruct((256, 4096), "int32")
+
+  treeshard compile train:make_step --topology v5e-256 --mesh data=4,fsdp=64
+  treeshard compile train:make_step --topology h100:2x8 --scan layers --remat layers
+  treeshard compile train:make_step            # for 8 simulated CPUs
+
+Prints the plan, what the program moves, the memory and the time that it needs at least. The last is
+an estimate that no chip has confirmed.
+
+exit code: 0, or 1 if it does not fit or moves what was not planned, or 2 if the input is invalid
+"""
 _PATH = """\
 PATH is a checkpoint, a directory of checkpoints by step (reads the latest, or --step), a
 safetensors file, the index of several, or a directory with one of these.
@@ -144,6 +162,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--min-size", type=int, metavar="N", help="in elements, instead of the one in the rules")
     add("--memory", metavar="BYTES", help="of a device, such as 80GB: say whether the plan fits")
     add("--json", action="store_true", help="print the plan and its findings as JSON")
+
+    what = "compile a step for devices that may be absent: does it fit, and what does it move"
+    add = command("compile", "compile:run_compile", what, _COMPILE)
+    add("function", metavar="MODULE:FUNCTION", help="returns (step, state, batch)")
+    add("--topology", metavar="NAME", help="such as v5e-256, v5p:8x8x8 or h100:2x8")
+    add("--mesh", metavar="AXES", help='such as "data=4,fsdp=64"; by default fsdp has all devices')
+    add("--scan", metavar="REGEX", help="leaves that are layers of a scan, stacked on dim 0")
+    add("--remat", metavar="REGEX", help="weights gathered again for the backward pass")
+    add("--dtype", metavar="DTYPE", help="in which weights are gathered, instead of their own")
+    add("--json", action="store_true", help="print the report as JSON")
 
     what = "list the leaves of a checkpoint or safetensors"
     add = command("inspect", "files:run_inspect", what, _INSPECT)

@@ -14,7 +14,14 @@ import jax
 from treeshard._cli.differences import Changed, Difference, difference
 from treeshard._cli.stored_trees import StoredTree, open_stored
 from treeshard._core.processes import TIMEOUT, with_bar
-from treeshard._core.text import columns, fold_paths, human_bytes, parse_bytes, parse_dtype
+from treeshard._core.text import (
+    columns,
+    fold_paths,
+    human_bytes,
+    parse_bytes,
+    parse_dtype,
+    parse_pattern,
+)
 from treeshard._disk.files import file_path
 from treeshard._disk.leaves import SavedLeaf, describe_leaf, raise_damages
 from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed, short
@@ -140,7 +147,7 @@ def _entry(text: str) -> tuple[str, str]:
 
 
 def _select(tree: StoredTree, options: argparse.Namespace) -> _Exported:
-    only = _pattern(options.only or "", "--only")
+    only = parse_pattern(options.only or "", "--only")
     path = tree.contents.path
     leaves = [leaf for leaf in tree.contents.leaves if only.search(leaf.path)]
     arrays = [leaf for leaf in leaves if _has_code(leaf)]
@@ -292,11 +299,4 @@ def _read_rule(rule: str) -> tuple[re.Pattern[str], str]:
     old, arrow, new = rule.partition("=>")
     if not arrow:
         raise FormatError(f"--rename {rule!r} has no '=>'. Write it as 'REGEX=>NEW', '/=>.'.")
-    return _pattern(old, "--rename"), new
-
-
-def _pattern(text: str, option: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise FormatError(f"{option} {text!r}: the pattern does not compile: {error}.") from None
+    return parse_pattern(old, "--rename"), new

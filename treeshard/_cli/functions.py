@@ -65,6 +65,9 @@ def call_function(text: str, function: Callable[..., Any], *arguments: Any) -> A
 
 
 def _failed(what: str, error: Exception) -> FormatError:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    raised = "".join(traceback.format_exception_only(error)).strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    # The innermost line of the user's code.
+    own = [x for x in frames if not re.search(r"site-packages|/treeshard/|^<", x.filename)]
+    frame = (own or frames)[-1]
+    raised = f"{type(error).__name__}: {error}"
     return FormatError(f"{what} failed at {frame.filename}:{frame.lineno}: {raised}")

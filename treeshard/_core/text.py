@@ -67,6 +67,14 @@ def parse_names(text: str) -> tuple[Any, ...]:
     return names
 
 
+def parse_pattern(text: str, option: str) -> re.Pattern[str]:
+    """Compiles the regular expression that an option has."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise FormatError(f"{option} {text!r}: the pattern does not compile: {error}.") from None
+
+
 # Python's parser and `repr` have limits of their own, and raise errors of many types beyond them.
 LONGEST_EXPRESSION = 3_500
 

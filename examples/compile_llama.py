@@ -1,0 +1,207 @@
+"""Compiles a training step of a Llama for accelerators that you do not have, and reads the program.
+
+    python examples/compile_llama.py --size 8b --topology v5e-256
+    python examples/compile_llama.py --size 70b --topology v5p-1024 --mesh "fsdp=128,tensor=4"
+    python examples/compile_llama.py --size 1b --topology h100:8 --rows 4
+
+It needs the compiler of these devices (`pip install 'treeshard[tpu]'` or `'treeshard[cuda]'`) and
+neither the devices nor memory for the model: there are only shapes. The same from the command line:
+
+    treeshard compile examples.compile_llama:llama_8b --topology v5e-256 \\
+        --scan layers --remat layers --dtype bfloat16
+"""
+
+import argparse
+import sys
+import time
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+
+
+class Size(NamedTuple):
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocabulary: int = 128256
+
+
+# Llama 3, https://arxiv.org/abs/2407.21783, table 3; 1b and 3b are those of Llama 3.2.
+SIZES = {
+    "1b": Size(16, 2048, 8192, 32, 8),
+    "3b": Size(28, 3072, 8192, 24, 8),
+    "8b": Size(32, 4096, 14336, 32, 8),
+    "70b": Size(80, 8192, 28672, 64, 8),
+    "405b": Size(126, 16384, 53248, 128, 8),
+}
+
+# ------------------------------------------------------------------ the model
+
+
+def parameters(size):
+    """Shapes of the parameters, in float32. Layers are stacked on dim 0, for a scan."""
+    head = size.width // size.heads
+
+    def weight(*shape):
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    def stacked(*shape):
+        return weight(size.layers, *shape)
+
+    layers = {
+        "attention_norm": stacked(size.width),
+        "q": stacked(size.width, size.heads * head),
+        "k": stacked(size.width, size.kv_heads * head),
+        "v": stacked(size.width, size.kv_heads * head),
+        "o": stacked(size.heads * head, size.width),
+        "mlp_norm": stacked(size.width),
+        "gate": stacked(size.width, size.hidden),
+        "up": stacked(size.width, size.hidden),
+        "down": stacked(size.hidden, size.width),
+    }
+    return {
+        "embed": weight(size.vocabulary, size.width),
+        "layers": layers,
+        "norm": weight(size.width),
+        "head": weight(size.width, size.vocabulary),
+    }
+
+
+def rms_norm(x, scale):
+    x32 = x.astype(jnp.float32)
+    x32 *= jax.lax.rsqrt(jnp.mean(x32**2, axis=-1, keepdims=True) + 1e-5)
+    return x32.astype(x.dtype) * scale
+
+
+def rotate(x):
+    """Rotary positions of `x`, (batch, tokens, heads, head width)."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] / 500_000 ** (jnp.arange(half) / half)
+    sin, cos = (f(angles)[:, None, :].astype(x.dtype) for f in (jnp.sin, jnp.cos))
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def layer(x, w, size):
+    batch, tokens, width = x.shape
+    h = rms_norm(x, w["attention_norm"])
+    q, k, v = ((h @ w[name]).reshape(batch, tokens, -1, width // size.heads) for name in "qkv")
+    attended = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+    x += attended.reshape(batch, tokens, width) @ w["o"]
+    h = rms_norm(x, w["mlp_norm"])
+    return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+
+
+# ------------------------------------------------------------------ how it is sharded
+
+
+def rules(mesh):
+    """FSDP, on any dim but that of the layers, which a scan runs over. With an axis `tensor`, also
+    tensor parallelism: weights that expand are split by column, those that reduce by row.
+    """
+    if "tensor" not in mesh.shape:
+        return [("norm", None), ("layers", ts.fsdp("fsdp", skip=(0,))), (".*", ts.fsdp("fsdp"))]
+    return [
+        ("norm", None),
+        ("layers/(q|k|v|gate|up)$", P(None, "fsdp", "tensor")),
+        ("layers/(o|down)$", P(None, "tensor", "fsdp")),
+        ("head", P("fsdp", "tensor")),
+        ("embed", P("tensor", "fsdp")),
+        (".*", None),
+    ]
+
+
+def make_llama(mesh, size, rows=1, tokens=4096):
+    """A training step on `mesh`, and shapes of its state and batch: what `treeshard compile` takes.
+
+    Args:
+        mesh: Axes `fsdp`, and perhaps `data` and `tensor`.
+        size: A key of `SIZES`, or a `Size`.
+        rows: Sequences per device; per group of devices along `tensor`.
+        tokens: The length of a sequence.
+    """
+    size = SIZES.get(size, size)
+    optimizer = optax.adamw(3e-4, weight_decay=0.1)
+    params = parameters(size)
+    plan = ts.plan(
+        {"params": params, "opt": jax.eval_shape(optimizer.init, params)}, rules(mesh), mesh
+    )
+    specs = plan.specs["params"]
+    batch_axes = tuple(axis for axis in mesh.axis_names if axis != "tensor")
+
+    def use(weights, specs):
+        """Casts weights, then gathers them along `fsdp`: in this order half the bytes move."""
+        return ts.unshard(jax.tree.map(lambda w: w.astype("bfloat16"), weights), specs, "fsdp")
+
+    def loss(params, tokens):
+        @jax.checkpoint  # keep only the input of each layer, and compute the rest again
+        def body(x, weights):
+            x = layer(x, use(weights, ts.layer_specs(specs["layers"])), size)
+            return ts.with_sharding_constraint(x, P(batch_axes)), None
+
+        x = use(params["embed"], specs["embed"])[tokens[:, :-1]]
+        x = ts.with_sharding_constraint(x, P(batch_axes))
+        x, _ = jax.lax.scan(body, x, params["layers"])
+        x = rms_norm(x, params["norm"].astype(x.dtype))
+        logits = (x @ use(params["head"], specs["head"])).astype("float32")
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    @ts.jit_step(plan=plan, batch=P(batch_axes))
+    def step(state, tokens):
+        value, grads = jax.value_and_grad(loss)(state["params"], tokens)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    groups = mesh.size // mesh.shape.get("tensor", 1)
+    return step, plan.structs, jax.ShapeDtypeStruct((rows * groups, tokens + 1), "int32")
+
+
+# For `treeshard compile examples.compile_llama:llama_8b`, which passes the mesh.
+llama_1b, llama_3b, llama_8b, llama_70b, llama_405b = (
+    partial(make_llama, size=size) for size in SIZES
+)
+
+# What a plan does not know of the model: layers are scanned, computed again for the gradients, and
+# their weights gathered in bfloat16.
+MODEL = {"scan": "layers", "remat": "layers", "dtype": "bfloat16"}
+
+# ------------------------------------------------------------------ the report
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--topology", help="such as v5e-256; without it, simulated CPUs")
+    parser.add_argument("--mesh", default="fsdp=-1", help='such as "fsdp=64,tensor=4"')
+    parser.add_argument("--rows", type=int, default=1, help="sequences per device")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a sequence")
+    return parser.parse_args(argv)
+
+
+def main(argv=None, size=None):
+    args = parse(argv)
+    if args.topology is None:
+        ts.simulate_devices(8)
+    mesh = ts.make_mesh(args.mesh, topology=args.topology)
+    step, state, batch = make_llama(mesh, size or args.size, args.rows, args.tokens)
+    print(f"{step.plan}\n")
+    print(f"compiling for {mesh.devices.flat[0].device_kind} x {mesh.size:,} ...", file=sys.stderr)
+    start = time.perf_counter()
+    compiled = step.compile(state, batch)
+    print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    compared, memory, cost = compiled.communication(**MODEL), compiled.memory(), compiled.cost()
+    for title, part in (("communication", compared), ("memory", memory), ("cost", cost)):
+        print(f"---- {title}\n{part}\n")
+    return compared, memory, cost
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`treeshard compile`: its report, exit codes and errors. Here the devices are simulated CPUs."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+
+from treeshard._cli import main
+
+MODULE = """
+import jax, jax.numpy as jnp
+import treeshard as ts
+from jax.sharding import PartitionSpec as P
+
+def make(mesh, remat=False, hint=True):
+    shapes = {"up": (2, 64, 128), "down": (2, 128, 64)}
+    params = {k: jax.ShapeDtypeStruct(s, "float32") for k, s in shapes.items()}
+    plan = ts.plan(params, [(".*", ts.fsdp("fsdp", min_size=0, skip=(0,)))], mesh)
+    specs = ts.layer_specs(plan.specs)
+
+    def body(x, w):
+        w = ts.unshard(w, specs, "fsdp") if hint else w
+        return jax.nn.relu(x @ w["up"]) @ w["down"], None
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params)
+        return jnp.mean(x ** 2)
+
+    @ts.jit_step(plan=plan, batch=P("fsdp"))
+    def step(state, x):
+        value, grads = jax.value_and_grad(loss)(state, x)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    return step, plan.structs, jax.ShapeDtypeStruct((64, 64), "float32")
+
+def again(mesh):
+    return make(mesh, remat=True)
+
+def activations(mesh):
+    return make(mesh, hint=False)
+
+def dictionary(mesh):
+    return {"step": 1}
+
+def swapped(mesh):
+    step, state, batch = make(mesh)
+    return state, step, batch
+
+def fails(mesh):
+    return mesh.shape["tensor"]
+
+def other_batch(mesh):
+    step, state, batch = make(mesh)
+    return step, state, jax.ShapeDtypeStruct((64, 32), "float32")
+"""
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """Runs the command where `steps.py` is; returns its exit code, output and errors."""
+    (tmp_path / "steps.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def go(function: str, *options: str):
+        code = main(["compile", f"steps:{function}", *options])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err.replace(f"{tmp_path}/", "")
+
+    yield go
+    sys.modules.pop("steps", None)
+
+
+def test_the_report_has_plan_communication_memory_and_cost(run) -> None:
+    code, out, err = run("make", "--scan", ".*")
+    assert code == 0, out
+    parts = out.split("\n\n")
+    assert [part.partition("\n")[0].partition(",")[0].split()[0] for part in parts] == [
+        "path",
+        "communication:",
+        "memory:",
+        "cost",
+        "It",
+    ]
+    assert "all-gather      fsdp" in parts[1]
+    assert "2 leaves, 32,768 elements" in parts[0]
+    assert "parameters" in parts[2]
+    assert "no chip has confirmed" in parts[3]
+    [size] = [line[6:].strip() for line in parts[2].split("\n") if line.startswith("in all")]
+    verdict = f"It needs {size} per device; whether that fits is unknown. It moves what is planned."
+    assert parts[4].strip() == verdict
+    start, end = err.strip().split("\n")
+    assert start == "compiling steps:make for 8 x cpu (fsdp=8) ..."
+    assert end.startswith("compiling steps:make for 8 x cpu (fsdp=8): ")
+
+
+def test_what_nobody_planned_is_exit_code_1(run) -> None:
+    code, out, _ = run("activations", "--scan", ".*")
+    assert code == 1
+    assert "It moves what was not planned: activation" in out
+
+
+def test_a_model_that_gathers_again_says_so_by_an_option(run) -> None:
+    assert run("again", "--scan", ".*")[0] == 1
+    assert run("again", "--scan", ".*", "--remat", ".*")[0] == 0
+
+
+@pytest.mark.filterwarnings("ignore:jit_step")  # of the axis that nothing uses
+def test_json_has_the_same_facts(run) -> None:
+    code, out, _ = run("make", "--scan", ".*", "--mesh", "data=2,fsdp=4", "--json")
+    report = json.loads(out)
+    assert code == 1  # the batch is not split over `data`
+    assert [one["code"] for one in report["communication"]["unplanned"]] == ["idle-axis"]
+    assert report["fits"] is None
+    assert report["memory"]["kinds"]["parameters"] == 4 * 2 * 2 * 64 * 128 // 4
+    assert report["memory"]["at_peak"][0].keys() >= {"bytes", "array", "source"}
+    assert report["cost"]["flops"] == 2 * report["cost"]["even_flops"]  # and so work is repeated
+    assert [axis["size"] for axis in report["plan"]["mesh"]] == [2, 4]
+    gathers = [x for x in report["communication"]["rows"] if x["kind"] == "all-gather"]
+    assert [x["planned_count"] for x in gathers] == [x["count"] for x in gathers]
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("dictionary", [], "steps:dictionary returned dict. It gets the mesh, and must return"),
+        ("swapped", [], "steps:swapped returned a tuple of dict, Step, ShapeDtypeStruct. It gets"),
+        ("fails", [], "steps:fails failed at steps.py:41: KeyError: 'tensor'"),
+        ("other_batch", [], "steps:other_batch failed at steps.py:14: TypeError: dot_general"),
+        ("absent", [], "steps has no function 'absent'."),
+        ("make", ["--mesh", "fsdp"], "fsdp"),
+        ("make", ["--topology", "v5e-3"], "no slice of v5e has this shape. The nearest are"),
+        ("make", ["--scan", "("], "--scan '(': the pattern does not compile:"),
+        ("make", ["--dtype", "bf17"], "'bf17' is not a dtype."),
+        ("make", ["--mesh", "tensor=8"], "fsdp"),
+    ],
+)
+def test_wrong_input_is_exit_code_2_and_says_the_way_out(run, function, options, message) -> None:
+    code, out, err = run(function, *options)
+    assert (code, out) == (2, "")
+    assert err.split("\n")[-2].startswith("treeshard: error: ")
+    assert message in err

@@ -1,0 +1,162 @@
+"""`treeshard compile`: compiles a step for devices that may be absent, and reads its program."""
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import jax
+
+from treeshard._cli.functions import call_function, load_function
+from treeshard._core.make_mesh import make_mesh, simulate_devices
+from treeshard._core.mesh import describe_mesh, parse_axes
+from treeshard._core.text import human_bytes, parse_dtype, parse_pattern
+from treeshard.errors import DoesNotFitError, FormatError
+from treeshard.programs import CompiledStep
+from treeshard.training._step import Step
+
+_ALL = "fsdp=-1"  # the mesh by default: all devices
+_SIMULATED = 8  # CPUs, if neither a topology nor the mesh says how many
+
+
+def run_compile(options: argparse.Namespace) -> tuple[str, int]:
+    """Prints what a compiled step moves, needs and costs. Returns 1 if it does not fit, or moves
+    what nobody planned."""
+    for option in ("scan", "remat"):
+        parse_pattern(getattr(options, option) or "", f"--{option}")
+    model = {
+        "scan": options.scan or False,
+        "remat": options.remat or False,
+        "dtype": options.dtype and parse_dtype(options.dtype),
+    }
+    mesh = mesh_for(options.mesh, options.topology)
+    step, state, batch = load_step(options.function, mesh)
+    devices = f"{mesh.size:,} x {mesh.devices.flat[0].device_kind} ({describe_mesh(mesh)})"
+    try:
+        with _progress(f"compiling {options.function} for {devices}"):
+            compiled = call_function(options.function, step.compile, state, batch)
+    except DoesNotFitError as error:
+        return _refusal(step, error, options.json), 1
+    to_text = _as_json if options.json else _as_text
+    return to_text(compiled, compiled.communication(**model))
+
+
+def mesh_for(axes: str | None, topology: str | None) -> jax.sharding.Mesh:
+    """A mesh of absent devices; without a topology, of as many simulated CPUs as the axes need."""
+    sizes = parse_axes(axes or _ALL)
+    if topology is None:
+        known = 1
+        for size in sizes.values():
+            known *= max(size, 1)
+        simulate_devices(known if -1 not in sizes.values() else max(known, _SIMULATED))
+        jax.config.update("jax_platforms", "cpu")
+    return make_mesh(sizes, topology=topology)
+
+
+def load_step(text: str, mesh: jax.sharding.Mesh) -> tuple[Step, Any, Any]:
+    """Calls `MODULE:FUNCTION` with a mesh, for a step and structs of its state and its batch.
+
+    Raises:
+        FormatError: As `load_function` and `call_function`, or if the function returns something
+            else.
+        TreeShardError: As the function raised it.
+    """
+    result = call_function(text, load_function(text), mesh)
+    if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], Step):
+        shown = (
+            f"a tuple of {', '.join(type(x).__name__ for x in result) or 'nothing'}"
+            if isinstance(result, tuple)
+            else type(result).__name__
+        )
+        raise FormatError(
+            f"{text} returned {shown}. It gets the mesh, and must return (step, state, batch): a"
+            " step of `jit_step` or `shard_map_step`, and the state and the batch that it takes, as"
+            " arrays or as `jax.ShapeDtypeStruct`s: `return step, plan.structs, batch`."
+        )
+    return result
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """Says on standard error what takes long, and for how long: in place on a terminal, else once
+    a minute."""
+    start, done = time.monotonic(), threading.Event()
+    is_terminal = sys.stderr.isatty()
+
+    def tell(end: str) -> None:
+        print(f"{what}: {time.monotonic() - start:.0f} s", end=end, file=sys.stderr, flush=True)
+
+    def repeat() -> None:
+        while not done.wait(1 if is_terminal else 60):
+            tell("\r" if is_terminal else "\n")
+
+    print(f"{what} ...", file=sys.stderr, flush=True)
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        tell("\n")
+
+
+# ------------------------------------------------------------------ the report
+
+
+def _as_text(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
+    memory = compiled.memory()
+    parts = [str(compiled.plan), f"communication:\n{moved}", f"memory:\n{memory}"]
+    parts.append(f"cost, {compiled.cost()}")
+    size = human_bytes(memory.total)
+    if memory.fits is None:
+        verdict = f"It needs {size} per device; whether that fits is unknown."
+    else:
+        verdict = f"It {'fits' if memory.fits else 'does NOT fit'}: {size} per device."
+    codes = ", ".join(dict.fromkeys(one.code for one in moved.unplanned))
+    verdict += (
+        f" It moves what was not planned: {codes}." if codes else " It moves what is planned."
+    )
+    return "\n\n".join([*parts, verdict]), _code(memory.fits, moved)
+
+
+def _as_json(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
+    memory, cost = compiled.memory(), compiled.cost()
+    report = {
+        "plan": json.loads(compiled.plan.to_json()),
+        "fits": memory.fits,
+        "communication": {
+            "rows": [asdict(row) for row in moved.rows],
+            **{name: [_unplanned(one) for one in getattr(moved, name)] for name in _DIFFERENCES},
+        },
+        "memory": {
+            "total": memory.total,
+            **asdict(memory),
+            "at_peak": [buffer._asdict() for buffer in memory.at_peak],
+        },
+        "cost": {"seconds": cost.seconds, "bound": cost.bound, **asdict(cost)},
+    }
+    return json.dumps(report), _code(memory.fits, moved)
+
+
+_DIFFERENCES = ("unplanned", "by_compiler")
+
+
+def _unplanned(one: Any) -> dict[str, Any]:
+    return {**one._asdict(), "collectives": [asdict(moved) for moved in one.collectives]}
+
+
+def _code(fits: bool | None, moved: Any) -> int:
+    return int(fits is False or bool(moved.unplanned))
+
+
+def _refusal(step: Step, error: DoesNotFitError, as_json: bool) -> str:
+    if as_json:
+        plan = json.loads(step.plan.to_json())
+        return json.dumps({"plan": plan, "fits": False, "error": str(error)})
+    return f"{step.plan}\n\nIt does NOT fit. {error}"
