@@ -377,6 +377,19 @@ WHOLE = Group(
             """,
         ),
         Entry(
+            "tied",
+            "An array is in the tree at two paths, and the rules decide two specs for it. The plan"
+            " takes that of the first path for both.",
+            """
+            params = {"embed": w, "head": w}
+            rules = [("embed", P("fsdp")), ("head", P(None, "fsdp"))]
+            print(*ts.plan(params, rules, mesh).findings)
+            """,
+            """
+            assert not ts.plan(params, [("embed|head", P("fsdp"))], mesh).findings
+            """,
+        ),
+        Entry(
             "axis-is-manual",
             "Inside `shard_map`, code already runs once per device along an axis, so"
             " `with_sharding_constraint` drops that axis. The same layer works inside and outside"
@@ -463,33 +476,59 @@ WHOLE = Group(
         ),
         Entry(
             "ShardingWarning",
-            "Arrays of a state share memory, and the step donates that memory, which JAX can do"
-            " once. So the step copies them before it runs. It warns the first time only, since the"
-            " state that it returns has separate arrays.",
+            "Arrays of the state and of the batch share memory, and the step donates that memory,"
+            " which JAX can do once. So the step copies them before it runs.",
+            """
+            p = ts.shard(w, P(("data", "fsdp")), mesh)
+            plan = ts.plan({"last": p}, [(".*", P(("data", "fsdp")))], mesh)
+            step = jit_step(lambda state, batch: (state, batch.sum()), plan)
+            state, total = step({"last": p}, p)
+            """,
+            """
+            p = ts.shard(w, P(("data", "fsdp")), mesh)
+            state, total = step({"last": jnp.copy(p)}, p)
+            """,
+            about="a donated state",
+        ),
+        Entry(
+            "ShardingWarning",
+            "An array is in the state at two paths, and the step returns two arrays for it. If it"
+            " is one by mistake, as a moving average that starts as the parameters, copy it. If it"
+            " is one weight, such as that of an embedding and of the last layer, return one array"
+            " at both paths; or use `equinox.nn.Shared`.",
             """
             p = ts.shard(w, P("fsdp"), mesh)
             state = {"params": p, "ema": p}
             plan = ts.plan(state, [(".*", P("fsdp"))], mesh)
-            step = jit_step(lambda state, batch: (state, batch.sum()), plan, batch=P("data"))
+
+
+            @jit_step(plan=plan, batch=P("data"))
+            def step(state, batch):
+                params = state["params"] + 1
+                return {"params": params, "ema": (params + state["ema"]) / 2}, batch.sum()
+
+
             state, total = step(state, w)
             """,
             """
             p = ts.shard(w, P("fsdp"), mesh)
             state, total = step({"params": p, "ema": jnp.copy(p)}, w)
             """,
-            about="a donated state",
+            about="a step that makes two arrays of one",
         ),
         Entry(
             "ShardingWarning",
             "An array is in a tree at two paths, such as the weight of an embedding and of the last"
-            " layer. The call makes two arrays of it, which take twice the memory and are then"
-            " trained apart. `shard`, `reshard`, `gather`, `save`, `restore` and `save_safetensors`"
-            " warn.",
+            " layer, and the call makes two arrays of it, which take twice the memory and are then"
+            " trained apart. `shard` and `reshard` warn if the specs of both differ,"
+            " `save_safetensors` and `iter_gather` always.",
             """
-            params = ts.shard({"embed": w, "head": w}, P("fsdp"), mesh)
+            specs = {"embed": P("fsdp"), "head": P(None, "fsdp")}
+            params = ts.shard({"embed": w, "head": w}, specs, mesh)
             """,
             """
-            params = ts.shard({"embed": w}, P("fsdp"), mesh)
+            params = ts.shard({"embed": w, "head": w}, P("fsdp"), mesh)
+            assert params["embed"] is params["head"]
             """,
             about="one array at two paths",
         ),

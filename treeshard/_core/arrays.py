@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Sharding
 
 # ------------------------------------------------------------------ kinds of leaves
@@ -45,6 +46,38 @@ def is_key(x: Any) -> bool:
 def data_of(x: Any) -> Any:
     """The key data of typed keys; any other array unchanged."""
     return jax.random.key_data(x) if is_key(x) else x
+
+
+def ties(leaves: Sequence[Any]) -> dict[int, int]:
+    """The leaves that are the same array as an earlier one: its index, by theirs.
+
+    Arrays are the same if they are one object, or if they have one form and the same memory. An
+    array of one element is not considered: programs share constants. Nor is a `ShapeDtypeStruct`,
+    which may describe many arrays.
+    """
+    first: dict[Any, int] = {}
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        if isinstance(x, jax.Array | np.ndarray) and x.size > 1:
+            alike.setdefault((x.shape, x.dtype), []).append(i)
+    tied: dict[int, int] = {}
+    for indices in alike.values():
+        for i in indices if len(indices) > 1 else ():
+            if (earlier := first.setdefault(_memory(leaves[i]), i)) != i:
+                tied[i] = earlier
+    return tied
+
+
+def _memory(x: jax.Array | np.ndarray) -> Any:
+    """What two arrays of one shape and dtype have in common if they are the same array."""
+    if isinstance(x, np.ndarray):
+        return x.__array_interface__["data"][0], x.strides
+    if isinstance(x, Tracer) or x.is_deleted() or not x.sharding.addressable_devices:
+        return id(x)
+    try:
+        return data_of(x).addressable_data(0).unsafe_buffer_pointer(), x.sharding
+    except jax.errors.JaxRuntimeError:  # a platform that does not tell addresses
+        return id(x)
 
 
 # ------------------------------------------------------------------ static leaves

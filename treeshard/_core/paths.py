@@ -4,10 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import jax
-import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
 
+from treeshard._core.arrays import ties
 from treeshard.errors import listed, warn
 
 PyTree = Any  # any tree that `jax.tree` functions take
@@ -109,33 +108,24 @@ def warn_untied(
     before: Sequence[Any],
     after: Sequence[Any] | None = None,
     prefix: str = "",
+    fix: str = "To keep them one, use `equinox.nn.Shared`.",
 ) -> None:
     """Warns if a tree has one array at several paths, and a call makes several arrays of it.
 
     Args:
         where: The public function.
         tree: The tree.
-        before: Its leaves. `ShapeDtypeStruct`s and arrays of one element are not considered.
+        before: Its leaves.
         after: What becomes of each leaf; by default an object of its own.
         prefix: The path of `tree` in a larger tree.
+        fix: What to do about it.
     """
-    identities = list(map(id, before))
-    if len(set(identities)) == len(identities):
-        return
-    first: dict[int, int] = {}
-    pairs = [
-        (first[identity], i)
-        for i, (identity, x) in enumerate(zip(identities, before, strict=True))
-        if first.setdefault(identity, i) != i
-        and isinstance(x, jax.Array | np.ndarray)
-        and x.size > 1
-        and (after is None or after[i] is not after[first[identity]])
-    ]
+    pairs = [(i, j) for i, j in ties(before).items() if after is None or after[i] is not after[j]]
     if pairs:
         paths = [path_under(prefix, path) for path in leaf_paths(tree)]
         facts = [
-            f"{paths[j]}: it is the same array as {paths[i]}, and becomes an array of its own. To"
-            f" keep them one, leave {paths[j]} out of the tree, or use `equinox.nn.Shared`."
+            f"{paths[i]}: it is the same array as {paths[j]}, and becomes an array of its own."
+            f" {fix}"
             for i, j in pairs
         ]
         warn(f"{where}: {listed(f'{len(facts)} arrays are no longer shared:', facts)}")

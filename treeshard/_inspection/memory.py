@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import has_shape
+from treeshard._core.arrays import has_shape, ties
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.paths import leaf_paths
 from treeshard._core.specs import axes_of, entries, shard_size, with_entries
@@ -67,21 +67,25 @@ class PlacedLeaf(NamedTuple):
 def placed_leaves(x: Any) -> list[PlacedLeaf]:
     """Returns the arrays of a plan with their planned shardings, or of a live tree with theirs.
 
+    An array at several paths is returned once.
+
     Raises `SpecError` that names all traced leaves: these have no sharding yet.
     """
     if isinstance(x, Plan):
         on = {spec: NamedSharding(x.mesh, spec) for spec in {leaf.given for leaf in x.leaves}}
-        return [PlacedLeaf(leaf.path, leaf.shape, leaf.dtype, on[leaf.given]) for leaf in x.leaves]
+        once = (leaf for leaf in x.leaves if leaf.same_as is None)
+        return [PlacedLeaf(leaf.path, leaf.shape, leaf.dtype, on[leaf.given]) for leaf in once]
     named = list(zip(leaf_paths(x), tree_leaves(x), strict=True))
     if traced := [path for path, leaf in named if isinstance(leaf, Tracer)]:
         facts = [
             f"{path or 'the array'}: it is traced, and has no sharding yet." for path in traced
         ]
         raise SpecError(listed(f"{len(facts)} leaves have no sharding:", facts))
+    tied = ties([leaf for _, leaf in named])
     return [
         PlacedLeaf(path, tuple(leaf.shape), leaf.dtype, live_sharding(leaf))
-        for path, leaf in named
-        if has_shape(leaf)
+        for i, (path, leaf) in enumerate(named)
+        if has_shape(leaf) and i not in tied
     ]
 
 

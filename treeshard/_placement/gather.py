@@ -20,6 +20,7 @@ from treeshard._core.arrays import (
     is_key,
     keys_on_host,
     region_of,
+    ties,
     to_host,
 )
 from treeshard._core.make_mesh import make_mesh, with_devices
@@ -69,7 +70,8 @@ def gather(
     Returns:
         The tree with numpy arrays, in the dtypes of `ml_dtypes` where numpy has none. Typed
         PRNG keys remain key arrays, on one local device. Numpy leaves are copied, so the result
-        never shares memory with the tree. On processes that receive nothing, each array is
+        never shares memory with the tree. An array that is in the tree at several paths is copied
+        once, and is one array in the result. On processes that receive nothing, each array is
         replaced by its `jax.ShapeDtypeStruct`.
 
     Raises:
@@ -79,9 +81,6 @@ def gather(
             does not make it within `timeout`, or fails. Nothing is copied.
         ValueError: If `to` is neither `"all"` nor the index of a process.
         ImportError: If `progress` is set and `tqdm` is not installed.
-
-    Warns:
-        ShardingWarning: If an array is in the tree at several paths and becomes several arrays.
 
     Examples:
         >>> mesh = make_mesh("fsdp=8")
@@ -98,10 +97,13 @@ def gather_at(
     """`gather` of a subtree; messages name its `prefix` in the larger tree."""
     leaves, treedef = tree_flatten(tree)
     among = _among(leaves, to)
+    tied = ties(leaves)
+    leaves = [None if i in tied else x for i, x in enumerate(leaves)]
     with in_turn(among):
         read = _reader("gather", tree, leaves, to, among, timeout, prefix)
         gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
-    warn_untied("gather", tree, leaves, gathered, prefix)
+    for i, j in tied.items():
+        gathered[i] = gathered[j]
     return treedef.unflatten(gathered)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from treeshard._core.arrays import (
     Region,
@@ -118,7 +118,7 @@ def unchanged(x: Any) -> Any:
 # ------------------------------------------------------------------ shard by shard
 
 
-def shard_from_full(arrays: Sequence[Any], targets: Sequence[NamedSharding]) -> list[jax.Array]:
+def shard_from_full(arrays: Sequence[Any], targets: Sequence[Sharding]) -> list[jax.Array]:
     """Shards arrays of which every process has a full copy, on the host or on its own devices."""
     placed = []
     for x, target in zip(arrays, targets, strict=True):
@@ -203,7 +203,7 @@ def _read_checked(
 
 
 def assemble(
-    shape: tuple[int, ...], dtype: Any, target: NamedSharding, read_shard: Callable[[Any], Any]
+    shape: tuple[int, ...], dtype: Any, target: Sharding, read_shard: Callable[[Any], Any]
 ) -> jax.Array:
     """Assembles an array from its local shards, which `read_shard` returns by index.
 

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
+from treeshard._core.arrays import ties
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, as_mesh
@@ -85,7 +86,8 @@ def shard(
         numpy arrays it came from. 64-bit values become 32-bit ones unless JAX's x64 mode is on,
         as with `jnp.asarray`. A `jax.Array` that is already sharded this way is returned as the
         same object, and others may share memory with the result: donating it may delete the
-        source.
+        source. An array that is in the tree at several paths is one array again, if all of them
+        have one spec.
 
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh does not have.
@@ -104,7 +106,8 @@ def shard(
         ImportError: If `progress` is set and `tqdm` is not installed.
 
     Warns:
-        ShardingWarning: If an array is in the tree at several paths and becomes several arrays.
+        ShardingWarning: If an array is in the tree at several paths whose specs differ, so that it
+            becomes several arrays.
 
     Examples:
         >>> tree = shard({"w": np.ones((16, 4)), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
@@ -223,6 +226,9 @@ def place(
                 )
                 facts |= facts_of(rows, among, _COMPARED_BYTES[check])
         placed = [*remaining]
+        tied = {i: j for i, j in ties(leaves).items() if remaining.get(i) == remaining.get(j)}
+        for i in tied:
+            remaining.pop(i, None)
         if read is not None:
             structs = [i for i in remaining if isinstance(leaves[i], jax.ShapeDtypeStruct)]
             # Before anything else: if `read` fails on one process, all must stop.
@@ -231,9 +237,11 @@ def place(
                 for i in with_bar(structs, where, show=progress):
                     leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
         move_leaves(leaves, remaining, where, from_single_device, progress=progress)
+        for i, j in tied.items():
+            leaves[i] = leaves[j]
         if among:
             set_origin((leaves[i] for i in placed), among, last_meeting())
-    warn_untied(where, tree, before, leaves, prefix)
+    warn_untied(where, tree, before, leaves, prefix, "To keep them one, give both one spec.")
     return treedef.unflatten(leaves)
 
 

@@ -26,8 +26,8 @@ class Finding(NamedTuple):
     Attributes:
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
-            `"shadowed-rule"`, `"explicit-spec-too-small"`, `"left-whole"`, `"scan-dim"`,
-            `"name-without-rule"`.
+            `"shadowed-rule"`, `"explicit-spec-too-small"`, `"tied"`, `"left-whole"`,
+            `"scan-dim"`, `"name-without-rule"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.
         fix: What to do about it.
@@ -71,6 +71,7 @@ def find(
         *collisions(shared),
         *_unused_rules(leaves, rules),
         *_unused_specs(leaves, min_size),
+        *_tied(leaves),
         *_left_whole(leaves, mesh, min_size),
         *_scan_dims(leaves, mesh),
         *(_names_without_rule(leaves, rules, logical_rules, boxes) if rules else ()),
@@ -185,6 +186,16 @@ def _unused_specs(leaves: Iterable[PlannedLeaf], min_size: int) -> Iterator[Find
             f" {min_size} elements (`min_size`)."
         )
         yield Finding("explicit-spec-too-small", "warning", fact, SMALL_FIX, tuple(paths), rule)
+
+
+def _tied(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
+    """Leaves for which the rules decide another spec than for an earlier leaf, their own array."""
+    for leaf in leaves:
+        for note in leaf.adjustments:
+            if note.kind == "tied":
+                fact = f"rule {leaf.rule} {leaf.pattern!r}: {note.why}"
+                fix = "Let one rule match both paths, or make a copy with `jnp.copy`."
+                yield Finding("tied", "warning", fact, fix, (leaf.path,), leaf.rule)
 
 
 # ------------------------------------------------------------------ logical names

@@ -67,12 +67,14 @@ class PlannedLeaf(NamedTuple):
         shape: Its full shape.
         dtype: Its dtype, which may be that of PRNG keys.
         decision: What the rules decided; its fields are also properties of the leaf.
+        same_as: The path of an earlier leaf that is the same array; `None` for most leaves.
     """
 
     path: str
     shape: Shape
     dtype: Any
     decision: Decision
+    same_as: str | None = None
 
     @property
     def asked(self) -> PartitionSpec | None:
@@ -106,11 +108,13 @@ class PlannedLeaf(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of the full array."""
-        return self.size * self.dtype.itemsize
+        """The bytes of the full array; 0 if an earlier leaf is the same array."""
+        return 0 if self.same_as is not None else self.size * self.dtype.itemsize
 
     def bytes_per_device(self, mesh: AnyMesh) -> int:
-        """The bytes of its largest shard."""
+        """The bytes of its largest shard; 0 if an earlier leaf is the same array."""
+        if self.same_as is not None:
+            return 0
         return shard_size(self.shape, self.given, mesh) * self.dtype.itemsize
 
 
@@ -122,6 +126,14 @@ SMALL_FIX = (
 )
 _UNMATCHED = Adjustment("unmatched", "no rule matches.")
 _REPLICATED = Decision(PartitionSpec(), PartitionSpec())  # scalars, and leaves without a shape
+
+
+def tied_decision(own: Decision, first: Decision, path: str) -> Decision:
+    """The decision of a leaf that is the same array as that at `path`, which decides its spec."""
+    if own.given == first.given or own.asked is None:
+        return first
+    why = f"it is the same array as {path}, whose spec it takes instead of {own.given}."
+    return own._replace(given=first.given, adjustments=(Adjustment("tied", why),))
 
 
 class Decided(NamedTuple):

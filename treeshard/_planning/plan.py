@@ -1,5 +1,6 @@
 """Decides how every leaf of a tree is sharded, and records why. Needs no devices."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
-from treeshard._core.arrays import StaticSplit, has_shape
+from treeshard._core.arrays import StaticSplit, has_shape, ties
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, axis_sizes, describe_mesh
 from treeshard._core.paths import PyTree, is_box, leaf_paths, paths_of, shared_names
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
@@ -17,7 +18,7 @@ from treeshard._core.specs import axes_of, entries, with_entries
 from treeshard._core.text import human_bytes
 from treeshard._planning.lint import Finding, collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
-from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, decide
+from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, decide, tied_decision
 from treeshard._planning.mirrors import Original, follow
 from treeshard._planning.plan_json import (
     StoredPlan,
@@ -91,6 +92,13 @@ class Plan(SpecCarrier):
         structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
         return self._split.combine(structs)
 
+    def ties(self) -> dict[int, int]:
+        """The arrays that are the same as an earlier one: its index in `leaves`, by theirs."""
+        if all(leaf.same_as is None for leaf in self.leaves):
+            return {}
+        first = {leaf.path: i for i, leaf in enumerate(self.leaves)}
+        return {i: first[x.same_as] for i, x in enumerate(self.leaves) if x.same_as is not None}
+
     def leaf_at_each_index(self) -> list[PlannedLeaf | None]:
         """A `PlannedLeaf` for every leaf of the tree, in JAX's order; `None` for non-arrays."""
         planned: list[PlannedLeaf | None] = [None] * self._split.treedef.num_leaves
@@ -145,7 +153,8 @@ class Plan(SpecCarrier):
           save at least 1% of the memory that a device needs; largest saving first;
         - leaves that seem to be layers stacked on dim 0 and are sharded on that dim;
         - logical names without a rule;
-        - specs that are not used because their leaves have fewer elements than `min_size`.
+        - specs that are not used because their leaves have fewer elements than `min_size`;
+        - arrays at several paths for which the rules decide several specs.
 
         A pattern with exponential backtracking can make this hang, as it can `plan`.
         """
@@ -224,7 +233,7 @@ class Plan(SpecCarrier):
             )
         check_no_opaque_actions(self.rules)
         with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
-            return plan(self._bare(), self.rules, mesh, min_size=self.min_size)
+            return plan_tied(self._bare(), self.rules, mesh, self.min_size, self.ties())
 
     def follow(self, tree: PyTree) -> "Plan":
         """Plans a tree that holds copies of this plan's tree: optimizer state, an average,
@@ -410,7 +419,8 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
     Returns:
         A `Plan`. Leaves that no rule matches are replicated. Parts of a spec that do not
         fit are dropped: unknown and repeated axes, axes that do not divide their dim,
-        entries beyond the rank.
+        entries beyond the rank. An array that is in the tree at several paths gets the spec of
+        the first, and its bytes count once.
 
     Raises:
         ShardingRuleError: If a rule is malformed, or a function does not return a spec.
@@ -422,20 +432,36 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
         >>> decided.specs
         {'norm': P(), 'weight': P('fsdp',)}
     """
+    return plan_tied(tree, rules, mesh, min_size)
+
+
+def plan_tied(
+    tree: PyTree,
+    rules: Rules,
+    mesh: MeshLike,
+    min_size: int | None,
+    tied: Mapping[int, int] | None = None,
+) -> Plan:
+    """`plan`, for a tree in which these arrays are the same as an earlier one; see `Plan.ties`.
+
+    By default, as the arrays of the tree are.
+    """
     mesh = as_mesh(mesh)
     parsed = read_rules(rules)
     decided = decide(parsed, tree, mesh, min_size)
     warn_of_moves(decided.rows(), frozenset())
     columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
-    leaves = tuple(
-        [
-            PlannedLeaf(path, shape, leaf.dtype, decision)
-            for path, leaf, shape, decision in columns
-            if shape is not None
-        ]
-    )
+    leaves = [
+        PlannedLeaf(path, shape, leaf.dtype, decision)
+        for path, leaf, shape, decision in columns
+        if shape is not None
+    ]
     split = StaticSplit(decided.leaves, decided.treedef, has_shape)
+    for i, j in (ties(split.dynamic(decided.leaves)) if tied is None else tied).items():
+        path, decision = leaves[j].path, leaves[j].decision
+        decision = tied_decision(leaves[i].decision, decision, path)
+        leaves[i] = leaves[i]._replace(decision=decision, same_as=path)
     # The patterns as given, with strategy strings replaced by the tactics that they mean.
     pairs = tuple((rule[0], action) for rule, (_, action) in zip(rules, parsed, strict=True))
     floor, logical = min_size_in_force(min_size), current_logical_rules()
-    return Plan(mesh, pairs, floor, leaves, split, logical)
+    return Plan(mesh, pairs, floor, tuple(leaves), split, logical)

@@ -73,6 +73,7 @@ def _leaf_to_json(leaf: PlannedLeaf) -> dict[str, Any]:
         "given": repr(leaf.given),
         "rule": leaf.rule,
         "adjustments": [note._asdict() for note in leaf.adjustments],
+        **({} if leaf.same_as is None else {"same_as": leaf.same_as}),
     }
 
 
@@ -213,6 +214,7 @@ class _LeafReader:
         self.mesh, self.rules = mesh, rules
         self.decisions: dict[str, Decision] = {}
         self.dtypes: dict[str, Any] = {}
+        self.leaves: dict[str, PlannedLeaf] = {}
 
     def leaf(self, raw: Any) -> PlannedLeaf:
         match raw:
@@ -224,7 +226,8 @@ class _LeafReader:
                 "given": str(given),
                 "rule": int() | None as rule,
                 "adjustments": list(notes),
-            } if len(raw) == 7 and all(type(length) is int and length >= 0 for length in lengths):
+                **more,
+            } if more.keys() <= {"same_as"} and all(type(n) is int and n >= 0 for n in lengths):
                 shape = tuple(lengths)
             case _:
                 raise FormatError(
@@ -247,7 +250,18 @@ class _LeafReader:
                 None if rule is None else re.compile(self.rules[rule][0]).pattern,
                 tuple(map(_read_adjustment, notes)),
             )
-        return PlannedLeaf(path, shape, self.dtypes[dtype], self.decisions[key])
+        leaf = PlannedLeaf(
+            path, shape, self.dtypes[dtype], self.decisions[key], more.get("same_as")
+        )
+        if leaf.same_as is not None:
+            first = self.leaves.get(leaf.same_as)
+            kind = (shape, leaf.dtype, leaf.given)
+            if first is None or (first.shape, first.dtype, first.given) != kind:
+                raise FormatError(
+                    "'same_as' is the path of an earlier leaf of the same shape, dtype and spec."
+                )
+        self.leaves[path] = leaf
+        return leaf
 
 
 def _read_adjustment(raw: Any) -> Adjustment:

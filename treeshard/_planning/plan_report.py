@@ -62,7 +62,7 @@ def _plain(cell: str) -> Any:
 
 def _rows(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    alike = fold((leaf.path, (leaf.shape, leaf.dtype, leaf.decision), leaf) for leaf in leaves)
+    alike = fold((x.path, (x.shape, x.dtype, x.decision, x.same_as), x) for x in leaves)
     for path, members in alike:
         leaf = members[0]
         size = human_bytes(leaf.bytes_per_device(mesh) * len(members))
@@ -72,7 +72,9 @@ def _rows(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> list[tu
 
 
 def _reason(leaf: PlannedLeaf, rules: Rules) -> str:
-    if leaf.rule is None:
+    if leaf.same_as is not None:
+        why = f"the same array as {leaf.same_as}"
+    elif leaf.rule is None:
         why = "" if leaf.shape else "scalar"
     else:
         action = rules[leaf.rule][1]
@@ -93,6 +95,7 @@ def _note(adjustment: Adjustment) -> str:
 
 def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
     devices = math.prod(axis_sizes(mesh).values())
+    leaves = [leaf for leaf in leaves if leaf.same_as is None]
     total = sum(leaf.bytes for leaf in leaves)
     per_device = sum(leaf.bytes_per_device(mesh) for leaf in leaves)
     replicated = sum(not any(map(axes_of, entries(leaf.given))) for leaf in leaves)
@@ -209,6 +212,8 @@ def _received(old: PlannedLeaf | None, new: PlannedLeaf, meshes: tuple[AnyMesh, 
     overlap for certain only if the axes of one spec begin with those of the other.
     """
     shard = new.bytes_per_device(meshes[1])
+    if new.same_as is not None:
+        return 0
     alike = old is not None and (old.shape, old.dtype) == (new.shape, new.dtype)
     if old is None or not alike or not same_axes(*meshes):
         return shard

@@ -10,7 +10,7 @@ from etils import epath
 from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text, has_shape, is_key
-from treeshard._core.paths import PyTree, warn_untied
+from treeshard._core.paths import PyTree
 from treeshard._core.processes import agreeing, with_bar
 from treeshard._disk.files import Lock, make_directory
 from treeshard._disk.leaves import SavedLeaf
@@ -50,7 +50,6 @@ def begin(
     try:
         with agreeing(WHERE, timeout=timeout) as facts:
             packed = pack(tree, WHERE)
-            warn_untied(WHERE, tree, tree_leaves(tree))
             if jax.process_index() == 0:
                 _check_shards_here(packed)
                 lock = _locked(path)
@@ -68,7 +67,7 @@ def begin(
                 return to_text(packed.table)
             arrays = list(packed.arrays.values())
             crcs, differing = checksums(arrays, WHERE, timeout, replicas=True)
-            names = [row.path for row in packed.table.leaves if row.stored]
+            names = [row.path for row in packed.table.leaves if row.stored and row.same_as is None]
             if differing:
                 _tell({names[i]: why for i, why in differing.items()}, on_divergence)
             return to_text(packed.table.with_checksums(dict(zip(packed.arrays, crcs, strict=True))))
@@ -148,4 +147,5 @@ def _fact(row: SavedLeaf) -> str:
     """What must be the same on all processes."""
     if not row.dtype:
         return f"{row.kind} {row.value}"
-    return f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
+    same = "" if row.same_as is None else f", the same array as {row.same_as}"
+    return f"{array_text(row)} as {row.spec}, {row.impl or row.stored}{same}"

@@ -169,8 +169,9 @@ def _transfers(
 
 
 def parameters(plan: Plan, pattern: str | None = None) -> list[PlannedLeaf]:
-    """The leaves of a plan that have gradients."""
-    floats = [leaf for leaf in plan.leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    """The leaves of a plan that have gradients; an array at several paths counts once."""
+    once = (leaf for leaf in plan.leaves if leaf.same_as is None)
+    floats = [leaf for leaf in once if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if pattern is not None:
         return [leaf for leaf in floats if re.search(pattern, leaf.path)]
     mirrors = _mirrors(floats)

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
-from treeshard._core.arrays import array_text, is_array
+from treeshard._core.arrays import array_text, is_array, ties
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.meetings import in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
@@ -29,7 +29,7 @@ from treeshard._core.processes import (
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
 from treeshard._placement.targets import without_names
-from treeshard._planning.plan import Plan, plan
+from treeshard._planning.plan import Plan, plan_tied
 from treeshard.errors import StateError, warn
 from treeshard.training._accumulate import accumulate_gradients
 from treeshard.training._metrics import Metrics, print_metrics
@@ -82,7 +82,8 @@ def init_sharded(
             Otherwise the plan records it.
 
     Returns:
-        The tree, and the `Plan` that it is sharded by.
+        The tree, and the `Plan` that it is sharded by. An array that `fn` returns at several paths
+        is made once.
 
     Raises:
         ShardingRuleError: If `strict` and a leaf is unmatched or a spec does not fit; or if
@@ -113,29 +114,35 @@ def init_sharded(
     mesh = with_devices(mesh, "init_sharded")
     traced, static = eqx.partition(args, is_array)
     treedef, constants = None, None  # of the result: the structure of its arrays, and the rest
+    first: dict[int, int] = {}  # the index of the first leaf that is the same array, for each
 
     def make(traced: Any) -> list[Any]:
-        nonlocal treedef, constants
+        nonlocal treedef, constants, first
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             arrays, constants = eqx.partition(fn(*eqx.combine(traced, static)), is_array)
         leaves, treedef = tree_flatten(arrays)
-        return [_strong(x) for x in leaves]
+        tied = ties(leaves)
+        first = {i: tied.get(i, i) for i in range(len(leaves))}
+        return [_strong(x) for i, x in enumerate(leaves) if i not in tied]
 
     def tree_of(arrays: list[Any]) -> PyTree:
-        return eqx.combine(tree_unflatten(treedef, arrays), constants)
+        once = dict(zip(dict.fromkeys(first.values()), arrays, strict=True))
+        return eqx.combine(tree_unflatten(treedef, [once[i] for i in first.values()]), constants)
 
     among = participating_processes((), [mesh])
     with in_turn(among):
         with agreeing("init_sharded", among=among) as facts:
             structs = jax.eval_shape(make, traced)
-            tree_plan = plan(tree_of(structs), rules, mesh, min_size=min_size)
+            tied = {i: j for i, j in first.items() if i != j}
+            tree_plan = plan_tied(tree_of(structs), rules, mesh, min_size, tied)
             if strict:
                 tree_plan.check()
             else:
                 tree_plan.warn_of_small_leaves()
-            shardings = [NamedSharding(mesh, leaf.given) for leaf in tree_plan.leaves]
+            once = [leaf for leaf in tree_plan.leaves if leaf.same_as is None]
+            shardings = [NamedSharding(mesh, leaf.given) for leaf in once]
             if among:  # all processes must compile the same program
-                rows = zip(tree_plan.leaves, shardings, strict=True)
+                rows = zip(once, shardings, strict=True)
                 facts |= facts_of((x.path, x, [s]) for x, s in rows)
                 facts |= _inputs(args, among)
         arrays = jax.jit(make, out_shardings=shardings)(traced)

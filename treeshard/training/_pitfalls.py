@@ -7,7 +7,7 @@ has no effect in a program for several: the step warns of it.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
 from treeshard._core.arrays import data_of
+from treeshard._planning.matching import PlannedLeaf
 from treeshard.errors import listed, warn
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -32,12 +33,13 @@ def mark_as_separate(arrays: Sequence[Any]) -> None:
 
 
 def separated(
-    arrays: list[Any], batch: Sequence[Any], path_of: Callable[[int], str], where: str
+    arrays: list[Any], batch: Sequence[Any], leaves: Sequence[PlannedLeaf], where: str
 ) -> list[Any]:
     """The arrays of a state, with copies of those that share memory with others or with the batch.
 
     Warns:
-        ShardingWarning: If there are any; it names the paths of both arrays.
+        ShardingWarning: If there are any; it names the paths of both arrays. Of one object at two
+            paths the step itself warns.
     """
     if (
         all([getattr(x, _MARK, False) for x in arrays])
@@ -54,16 +56,18 @@ def separated(
         if owner := next((owners[key] for key in buffers if key in owners), None):
             shared[i] = owner
         else:
-            owners.update(dict.fromkeys(buffers, path_of(i)))
+            owners.update(dict.fromkeys(buffers, leaves[i].path))
     if not shared:
         return arrays
     facts = [
-        f"{path_of(i)}: it shares its memory with {other}, and a step that donates its state can"
-        " use that memory once, so it was copied. Make it an array of its own with `jnp.copy`,"
-        " or make the step with `donate=False`."
+        f"{leaves[i].path}: it shares its memory with {other}, and a step that donates its state"
+        " can use that memory once, so it was copied. Make it an array of its own with"
+        " `jnp.copy`, or make the step with `donate=False`."
         for i, other in shared.items()
+        if other == "the batch" or all(arrays[i] is not x for x in arrays[:i])
     ]
-    warn(f"{where}: {listed(f'{len(facts)} arrays of the state share memory:', facts)}")
+    if facts:
+        warn(f"{where}: {listed(f'{len(facts)} arrays of the state share memory:', facts)}")
     old = [arrays[i] for i in shared]
     copies = jax.jit(_copied, out_shardings=[x.sharding for x in old])(old)
     new = dict(zip(shared, copies, strict=True))

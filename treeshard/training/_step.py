@@ -35,6 +35,7 @@ from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._placement.moves import through_host
 from treeshard._placement.shard import move_leaves, shardings_to_compare
 from treeshard._placement.targets import raise_unmovable, targets, unmovable
+from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard.errors import (
     DeletedLeafError,
@@ -72,6 +73,7 @@ class Step:
         self._is_attached = is_attached(self._mesh.devices.flat[0])
         self._fn, self._donate, self._per_device = fn, donate, per_device
         self._programs: list[_Program] = []
+        self._untied: set[str] = set()  # the paths of leaves that a step makes arrays of their own
         # By the form of a batch: the target sharding of each leaf that has one, by index.
         self._placements: dict[Any, dict[int, NamedSharding]] = {}
         # What `_form_in_place` returned for a batch of which no leaf had to move.
@@ -83,9 +85,9 @@ class Step:
         program, arrays, data = self._prepare(state, batch)
         # JAX 0.10 aborts the process if it gets deleted arrays on several devices.
         if self._any_deleted(program, arrays):
-            raise _deleted(arrays, self.plan)
+            raise _deleted(arrays, program.leaves)
         if self._donate and not is_tracing():
-            arrays = separated(arrays, data, lambda i: self.plan.leaves[i].path, self._name)
+            arrays = separated(arrays, data, program.leaves, self._name)
         with in_turn(self._among), _fixed_context(self._mesh):
             try:
                 named, run = _Named(arrays, program.names), program.compiled
@@ -97,14 +99,14 @@ class Step:
             except TreeShardError:
                 raise
             except Exception as error:
-                if (problem := _misplaced(arrays, self.plan)) is None:
+                if (problem := _misplaced(arrays, program.leaves, self._mesh)) is None:
                     raise
                 raise problem from error
             if self._among and not is_tracing():
                 set_origin((*new.arrays, *tree_leaves(aux)), self._among, count_step(self._among))
         if self._donate:
             mark_as_separate(new.arrays)
-        return program.state.combine(new.arrays), aux
+        return program.state_of(new.arrays), aux
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Traces and lowers the step for these arguments, without donating them.
@@ -155,7 +157,7 @@ class Step:
         """Warns if leaves of the state were in host memory in an earlier step, and are again."""
         on_host = {i for i, x in enumerate(arrays) if isinstance(x, np.ndarray)}
         if again := sorted(on_host & program.on_host):
-            paths = ", ".join(fold_paths([self.plan.leaves[i].path for i in again]))
+            paths = ", ".join(fold_paths([program.leaves[i].path for i in again]))
             warn(
                 f"{self._name}: {paths}: in host memory in every step, so that each step copies"
                 " it to the devices. Pass the state that the step returned, and only read from it."
@@ -205,26 +207,71 @@ class Step:
         self, state: PyTree, batch: PyTree
     ) -> tuple["_Program", jax.stages.Traced, jax.stages.Lowered, list[Any]]:
         structs = tree_map(_struct, (state, batch))
-        program, arrays, data = self._prepare(*structs)
+        tied = self._ties(list(filter(has_shape, tree_leaves(state))))
+        program, arrays, data = self._prepare(structs[0], structs[1], tied)
         with _fixed_context(self._mesh):
             traced = self._trace(program, program.named(arrays), data)
             return program, traced, traced.lower(), data
 
-    def _prepare(self, state: PyTree, batch: PyTree) -> tuple["_Program", list[Any], list[Any]]:
+    def _prepare(
+        self, state: PyTree, batch: PyTree, tied: dict[int, int] | None = None
+    ) -> tuple["_Program", list[Any], list[Any]]:
         leaves, treedef = tree_flatten(state)
         data, data_def = tree_flatten(batch)
         data = self._placed(batch, data, data_def)
         for program in self._programs:
             if program.state.matches(leaves, treedef) and program.batch.matches(data, data_def):
-                break
+                arrays = program.state.dynamic(leaves)
+                if program.tied == (self._ties(arrays) if tied is None else tied):
+                    break
         else:
             state_split = StaticSplit(leaves, treedef, has_shape)
             batch_split = StaticSplit(data, data_def, _is_data)
-            program = _Program(self._fn, state_split, batch_split, self.plan, leaf_paths(state))
+            arrays = state_split.dynamic(leaves)
+            tied = self._ties(arrays) if tied is None else tied
+            paths = leaf_paths(state)
+            program = _Program(self._fn, state_split, batch_split, self.plan, paths, tied)
             specs = batch_split.dynamic(self._specs_of(batch, data)) if self._per_device else None
             program.compile_lazily(self._mesh, self._donate, specs)
+            if tied and (untied := self._untied_by(program, arrays, data)):
+                return self._prepare(
+                    state, batch, {i: j for i, j in tied.items() if i not in untied}
+                )
             self._programs.append(program)
-        return program, program.state.dynamic(leaves), program.batch.dynamic(data)
+        return program, program.once(arrays), program.batch.dynamic(data)
+
+    def _ties(self, arrays: list[Any]) -> dict[int, int]:
+        """The arrays of a state that are the same object as an earlier one, and may stay so.
+
+        Of a state without values, those that are one array in the plan.
+        """
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+            same = self.plan.ties()
+        elif len(set(map(id, arrays))) == len(arrays):
+            return {}
+        else:
+            first: dict[int, int] = {}
+            same = {i: first.setdefault(id(x), i) for i, x in enumerate(arrays)}
+        leaves = self.plan.leaves
+        return {i: j for i, j in same.items() if i != j and leaves[i].path not in self._untied}
+
+    def _untied_by(self, program: "_Program", arrays: list[Any], data: list[Any]) -> list[int]:
+        """The arrays that the step does not return as one, which it warns of."""
+        with _fixed_context(self._mesh):
+            state = program.named(program.once(arrays))
+            jax.eval_shape(program.run, state, program.batch.dynamic(data))
+        leaves = self.plan.leaves
+        facts = [
+            f"{leaves[i].path}: it is the same array as {leaves[program.tied[i]].path}, and the"
+            " step returns another array for it, so they become two. To keep one, return one array"
+            " at both paths, such as the update by the sum of both gradients, or use"
+            " `equinox.nn.Shared`. If two are meant, make the second with `jnp.copy`."
+            for i in program.untied
+        ]
+        if facts:
+            self._untied |= {leaves[i].path for i in program.untied}
+            warn(f"{self._name}: {listed(f'{len(facts)} arrays do not stay one:', facts)}")
+        return program.untied
 
     def _placed(self, batch: PyTree, data: list[Any], treedef: Any) -> list[Any]:
         """The leaves of a batch on the mesh. Processes compare the form of a batch only once."""
@@ -333,13 +380,22 @@ class _Program:
     compiled: Any = None  # what `Step.compile` made, if it was called
 
     def __init__(
-        self, fn: StepFn, state: StaticSplit, batch: StaticSplit, plan: Plan, paths: list[str]
+        self,
+        fn: StepFn,
+        state: StaticSplit,
+        batch: StaticSplit,
+        plan: Plan,
+        paths: list[str],
+        tied: dict[int, int],
     ) -> None:
-        self.fn, self.state, self.batch, self.plan = fn, state, batch, plan
-        self.paths = paths
+        self.fn, self.state, self.batch = fn, state, batch
+        self.paths, self.tied = paths, tied
+        self.untied: list[int] = []  # of `tied`, those for which `fn` returned another array
         self.on_host: set[int] = set()  # leaves of the state that a call had as numpy arrays
         array_paths = state.dynamic(paths)
         _check_fits_plan(array_paths, plan)
+        self.leaves: list[PlannedLeaf] = self.once(plan.leaves)
+        array_paths = self.once(array_paths)
         # `collectives` reads these names of the arguments from the compiled program.
         unique = len(set(array_paths)) == len(array_paths)
         self.names = _Names(array_paths if unique else [f"{i}" for i in range(len(array_paths))])
@@ -347,9 +403,21 @@ class _Program:
     def named(self, arrays: Sequence[Any]) -> "_Named":
         return _Named(arrays, self.names)
 
+    def once(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays of a state, less those that are the same as an earlier one."""
+        return [x for i, x in enumerate(arrays) if i not in self.tied]
+
+    def state_of(self, once: Sequence[Any]) -> PyTree:
+        """The state with these arrays, as `once` returns them."""
+        if not self.tied:
+            return self.state.combine(once)
+        count = len(once) + len(self.tied)
+        of_each = dict(zip((i for i in range(count) if i not in self.tied), once, strict=True))
+        return self.state.combine([of_each[self.tied.get(i, i)] for i in range(count)])
+
     def compile_lazily(self, mesh: Mesh, donate: bool, per_device: list[Any] | None) -> None:
         """Sets `run`. If it shall run in `shard_map`, `per_device` has the batch's specs."""
-        specs = [leaf.given for leaf in self.plan.leaves]
+        specs = [leaf.given for leaf in self.leaves]
         body = self._body
         if per_device is not None:
             body = jax.shard_map(
@@ -361,7 +429,7 @@ class _Program:
 
         def run(state: _Named, batch: list[Any]) -> tuple[_Named, Any]:
             arrays = list(state.arrays)
-            self._check_arrays(arrays, self.plan.leaves, "enters the step as")
+            self._check_arrays(arrays, self.leaves, "enters the step as")
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 new, aux = body(arrays, batch)
             return self.named(new), aux
@@ -376,12 +444,14 @@ class _Program:
         )
 
     def _body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        out = self.fn(self.state.combine(arrays), self.batch.combine(data))
+        out = self.fn(self.state_of(arrays), self.batch.combine(data))
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")
         new, treedef = tree_flatten(out[0])
         self._check_static(new, treedef)
         new = self.state.dynamic(new)
+        self.untied = [i for i, j in self.tied.items() if new[i] is not new[j]]
+        new = self.once(new)
         self._check_arrays(new, arrays, "leaves the step as")
         return new, out[1]
 
@@ -392,7 +462,7 @@ class _Program:
             f"{leaf.path}: the result differs along {_quoted(more)}, but the plan shards it as"
             f" {leaf.given}. Average its gradients: `manual.sync_gradients`, or"
             " `manual.value_and_grad`."
-            for x, leaf in zip(new, self.plan.leaves, strict=True)
+            for x, leaf in zip(new, self.leaves, strict=True)
             if (more := varying_axes(x) - set(get_names_from_partition_spec(leaf.given)))
         ]
         facts += [
@@ -428,7 +498,7 @@ class _Program:
         facts = [
             f"{leaf.path}: {how} {_described(x)}, but the plan has {array_text(leaf)}. A state must"
             " keep its shapes and dtypes: convert this leaf, or plan again."
-            for x, old, leaf in zip(arrays, like, self.plan.leaves, strict=True)
+            for x, old, leaf in zip(arrays, like, self.leaves, strict=True)
             if not is_array(x) or x.shape != old.shape or x.dtype != old.dtype
         ]
         if facts:
@@ -514,24 +584,23 @@ def _is_live(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def _deleted(arrays: list[Any], plan: Plan) -> DeletedLeafError:
+def _deleted(arrays: list[Any], leaves: Sequence[PlannedLeaf]) -> DeletedLeafError:
     facts = [
         f"{leaf.path}: deleted, or donated to an earlier step. Continue with the state that the"
         " step returned, or make the step with `donate=False`."
-        for x, leaf in zip(arrays, plan.leaves, strict=True)
+        for x, leaf in zip(arrays, leaves, strict=True)
         if _is_live(x) and x.is_deleted()
     ]
     return DeletedLeafError(listed(f"{len(facts)} leaves of the state are deleted:", facts))
 
 
-def _misplaced(arrays: list[Any], plan: Plan) -> SpecError | None:
+def _misplaced(arrays: list[Any], leaves: Sequence[PlannedLeaf], mesh: Mesh) -> SpecError | None:
     """An error about leaves that are not sharded as planned, which may be why a call failed."""
     facts = [
         f"{leaf.path}: sharded as {x.sharding}, planned as {leaf.given}. Place the state with"
         " `treeshard.shard(state, plan)`."
-        for x, leaf in zip(arrays, plan.leaves, strict=True)
-        if _is_live(x)
-        and not x.sharding.is_equivalent_to(NamedSharding(plan.mesh, leaf.given), x.ndim)
+        for x, leaf in zip(arrays, leaves, strict=True)
+        if _is_live(x) and not x.sharding.is_equivalent_to(NamedSharding(mesh, leaf.given), x.ndim)
     ]
     if not facts:
         return None
