@@ -208,7 +208,7 @@ RULES = Group(
             "Earlier rules take every leaf that a rule matches. A last rule that matches every"
             " leaf is a fallback, and not reported.",
             """
-            tree = {"mlp": {"w": w}, "head": w}
+            tree = {"mlp": {"w": w}, "head": 2 * w}
             rules = [("w|head", P("data")), ("mlp", P("fsdp"))]
             print(*ts.plan(tree, rules, mesh).findings)
             """,
@@ -479,13 +479,13 @@ WHOLE = Group(
             "Arrays of the state and of the batch share memory, and the step donates that memory,"
             " which JAX can do once. So the step copies them before it runs.",
             """
-            p = ts.shard(w, P(("data", "fsdp")), mesh)
-            plan = ts.plan({"last": p}, [(".*", P(("data", "fsdp")))], mesh)
-            step = jit_step(lambda state, batch: (state, batch.sum()), plan)
+            p = ts.shard(w, P("data"), mesh)
+            plan = ts.plan({"last": p}, [(".*", P("data"))], mesh)
+            step = jit_step(lambda state, batch: (state, batch.sum()), plan, batch=P("data"))
             state, total = step({"last": p}, p)
             """,
             """
-            p = ts.shard(w, P(("data", "fsdp")), mesh)
+            p = ts.shard(w, P("data"), mesh)
             state, total = step({"last": jnp.copy(p)}, p)
             """,
             about="a donated state",
@@ -980,7 +980,7 @@ MOVES = Group(
                 return {"model": model, "mu": {"model": mu}}, value
 
 
-            state = {"model": params, "mu": {"model": params}}
+            state = {"model": params, "mu": {"model": jax.tree.map(np.copy, params)}}
             rules = [("mu", P(None, "fsdp")), ("model", P("fsdp"))]
             print(unplanned(momentum, ts.plan(state, rules, line, min_size=0))["sharded-further"])
             """,
@@ -1008,7 +1008,7 @@ MOVES = Group(
                 return {"model": model, "opt": {"mu": mu}}, value
 
 
-            state = {"model": params, "opt": {"mu": params}}
+            state = {"model": params, "opt": {"mu": jax.tree.map(np.copy, params)}}
             rules = [("mu", P(None, "fsdp")), ("model", P("fsdp"))]
             print(unplanned(adam, ts.plan(state, rules, line, min_size=0))["state-unlike-weight"])
             """,

@@ -239,7 +239,7 @@ def _leaf_names(
 
     The argument's path ends in the leaf's: `state/w` is the leaf `w`.
     """
-    leaves = {leaf.path: leaf for leaf in plan.leaves}
+    leaves = {leaf.path: leaf._replace(same_as=None) for leaf in plan.leaves}
     names: dict[str, str | None] = {}
     facts: list[str] = []
     for parameter in graph.parameters:
