@@ -1,9 +1,12 @@
 """The pages run, and print what they say they print."""
 
 import ast
+import json
 import re
+import tomllib
 from pathlib import Path
 
+import notebook
 import pytest
 from pages import ROOT, as_printed, blocks, pages, run
 from surface import surface
@@ -78,6 +81,59 @@ def test_an_error_that_a_page_does_not_show_is_raised(tmp_path: Path) -> None:
 def test_no_block_is_missed(page: Path) -> None:
     text = page.read_text()
     assert len(blocks(text)) == len(re.findall(r"```python", text))
+
+
+def test_the_notebook_is_the_quick_start() -> None:
+    page = notebook.PAGE.read_text()
+    assert notebook.NOTEBOOK.read_text() == notebook.notebook(page), "python tools/notebook.py"
+    cells = json.loads(notebook.NOTEBOOK.read_text())["cells"]
+    code = ["".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code"]
+    assert code[1:] == [block.code for block in blocks(page)]
+    assert code[0].startswith("# ")  # how to install; a reader removes the mark
+    prose = "".join(line for cell in cells for line in cell["source"])
+    assert ".md)" not in prose
+    assert len({cell["id"] for cell in cells}) == len(cells)
+
+
+def test_the_readme_hides_no_code() -> None:
+    """A reader can paste its first block and run it; what it prints follows."""
+    text = (ROOT / "README.md").read_text()
+    assert "```" not in "".join(re.findall(r"<!--.*?-->", text, re.DOTALL))
+    first = blocks(text)[0]
+    assert first.printed
+    assert len(first.code.splitlines()) <= 36
+    assert "ts.unshard(" in first.code
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_links_of_a_page_outside_the_site_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = target.partition("#")
+        if "://" not in target:
+            assert (ROOT / file).exists(), target
+            titles = re.findall(r"^#+ (.+)$", (ROOT / file).read_text(), re.MULTILINE)
+            assert not anchor or anchor in {slug(title) for title in titles}, target
+
+
+def slug(title: str) -> str:
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
+def test_the_install_page_lists_the_extras() -> None:
+    """What messages and pages tell to type is on the install page, letter for letter."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    listed = re.findall(r"`(pip install 'treeshard\[\w+\]')`", page)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"]) - {"bench", "dev", "docs"}
+    assert sorted(listed) == sorted(f"pip install 'treeshard[{extra}]'" for extra in extras)
+    sources = [*(ROOT / "treeshard").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    for path in (*sources, ROOT / "README.md"):
+        told = re.findall(r"pip install '?\"?treeshard\S*", path.read_text())
+        for command in told:
+            said = re.match(r"pip install 'treeshard\[(\w+|\{extra\})\]'", command)
+            assert said, f"{path}: {command}"
+            assert said[1] in {*extras, "{extra}"}, f"{path}: {command}"
 
 
 def test_the_navigation_lists_every_page_by_its_title() -> None:
