@@ -2,7 +2,8 @@
 
 A page's ```python blocks run in order, in one namespace. A ```text block is what the block before
 it prints, warnings and a last error included, as a reader would see them; `...` in it stands for
-anything. A block inside an HTML comment runs too, and readers do not see it.
+anything. A block inside an HTML comment runs too, and readers do not see it. In a ```console block,
+each line `$ treeshard ...` runs treeshard's command line.
 
     python tools/pages.py docs/index.md   # writes what the blocks print into the page
 """
@@ -11,6 +12,7 @@ import contextlib
 import doctest
 import io
 import re
+import shlex
 import sys
 import tempfile
 import textwrap
@@ -24,7 +26,9 @@ import jax
 import treeshard as ts
 
 ROOT = Path(__file__).parent.parent
-_BLOCK = re.compile(r"^( *)```(python|text)\b[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^( *)```(python|console|text)\b[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL
+)
 
 
 class Block(NamedTuple):
@@ -48,11 +52,18 @@ def blocks(text: str) -> list[Block]:
     for match in _BLOCK.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
         body = textwrap.dedent(match[3])
-        if match[2] == "python":
+        if match[2] == "console":
+            body = re.sub(r"^\$ treeshard (.*)$", _in_python, body, flags=re.MULTILINE)
+        if match[2] != "text":
             found.append(Block(line, body, None, (0, 0)))
         elif found and found[-1].printed is None:
             found[-1] = found[-1]._replace(printed=body, span=match.span(3))
     return found
+
+
+def _in_python(command: re.Match[str]) -> str:
+    """A command line as Python, on its own line."""
+    return f"__import__('treeshard._cli')._cli.main({shlex.split(command[1])})"
 
 
 def run(page: Path) -> Iterator[tuple[Block, str]]:

@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import command_line
 import notebook
 import pytest
 from pages import ROOT, as_printed, blocks, pages, run
@@ -80,7 +81,7 @@ def test_an_error_that_a_page_does_not_show_is_raised(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_block_is_missed(page: Path) -> None:
     text = page.read_text()
-    assert len(blocks(text)) == len(re.findall(r"```python", text))
+    assert len(blocks(text)) == len(re.findall(r"```(?:python|console)", text))
 
 
 def test_the_notebook_is_the_quick_start() -> None:
@@ -93,6 +94,21 @@ def test_the_notebook_is_the_quick_start() -> None:
     prose = "".join(line for cell in cells for line in cell["source"])
     assert ".md)" not in prose
     assert len({cell["id"] for cell in cells}) == len(cells)
+
+
+def test_the_command_line_page_is_what_the_parsers_say() -> None:
+    page = command_line.PAGE.read_text()
+    assert command_line.page(page) == page, "python tools/command_line.py"
+    commands = re.findall(r"^## `treeshard (\w+)`$", page, re.MULTILINE)
+    assert {"plan", "inspect", "verify", "export", "import", "diff"} <= {*commands}
+
+
+def test_a_command_on_a_page_runs(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ treeshard plan --shapes no.json --rules no --mesh x=1\n```\n")
+    [(block, printed)] = run(page)
+    assert "main(['plan', '--shapes', 'no.json'" in block.code
+    assert printed == ""  # the error goes to the other stream
 
 
 def test_the_readme_hides_no_code() -> None:
