@@ -5,8 +5,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import tree_flatten, tree_leaves, tree_structure
+from jax.tree_util import tree_flatten, tree_leaves, tree_map, tree_structure
 
+from treeshard._core.arrays import is_array
 from treeshard._core.jax_private import is_in_jit, is_tracing, vmapped_axes
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
@@ -36,6 +37,7 @@ from treeshard._core.spec_trees import (
 from treeshard._core.specs import Adjustment, fill_unconstrained, project, without_axes
 from treeshard._placement.shard import shard
 from treeshard._planning.logical import resolve_names
+from treeshard._planning.plan_in_force import PlanInForce, current_plan, plan_in_force
 from treeshard.errors import SpecError, did_you_mean, listed, warn
 
 Uneven = Literal["warn", "error", "drop", "keep"]
@@ -111,19 +113,31 @@ def with_sharding_constraint(
 
 
 def unshard(
-    tree: PyTree, specs: SpecTree, axis: str | Sequence[str], mesh: MeshLike | None = None
+    tree: PyTree,
+    specs: SpecTree = None,
+    axis: str | Sequence[str] | None = None,
+    mesh: MeshLike | None = None,
 ) -> PyTree:
-    """Gathers a tree over an axis: constrains it to its specs without that axis.
+    """Gathers weights for use: constrains a tree to its specs without the axes of FSDP.
 
     Call it on a layer's weights just before they are used, above all inside a scan over layers:
     the partitioner then gathers the weights instead of moving activations. Without
     `jax.checkpoint` around the layer, a scan keeps every gathered layer for its gradient.
 
+    In code that `jit_step`, `shard_map_step` or `training.value_and_grad` traces, `unshard(tree)`
+    is enough. It finds the specs in the plan of that step, by the structure and the shapes of
+    `tree`; for one layer inside a scan, by the shapes of the stacked layers without dim 0. Inside
+    `shard_map_step` it gathers as `manual.gather_params` does, and leaves full arrays unchanged.
+    On a mesh with Explicit axes, the types of the arrays have the specs. While `init_sharded`
+    makes a state, and without a mesh, it returns `tree` unchanged.
+
     Args:
         tree: Any pytree, such as the parameters of one layer.
         specs: How `tree` is sharded now: a tree of specs, a prefix of one, or a `Plan`. For a
-            slice of stacked layers use `layer_specs`.
-        axis: The mesh axis to gather over, or several.
+            slice of stacked layers use `layer_specs`. By default those of the plan in force.
+        axis: The mesh axis to gather over, or several. By default those over which the step
+            splits the rows of the batch or `fsdp` shards the parameters; the axes of tensor
+            parallelism stay.
         mesh: The mesh, or its axes as text; by default the sharding's or the plan's, else the
             current mesh.
 
@@ -131,11 +145,14 @@ def unshard(
         A tree of the same structure. Leaves whose specs do not name `axis` are unchanged.
 
     Raises:
-        SpecError: As `with_sharding_constraint`, whose warnings apply too.
+        SpecError: As `with_sharding_constraint`, whose warnings apply too. Without `specs`, if
+            the plan in force has no subtree of this structure and these shapes, or several with
+            different specs. Without `axis`, if no plan is in force.
         TypeError: If `axis` is neither a string nor a sequence of strings.
 
     Warns:
-        ShardingWarning: If `axis` looks like a misspelling of one that the specs name.
+        ShardingWarning: If `axis` looks like a misspelling of one that the specs name. Without
+            `specs`, if a mesh is in force and no plan: nothing is gathered.
 
     Examples:
         >>> split = NamedSharding(make_mesh("data=2,fsdp=4"), P("data", "fsdp"))
@@ -146,10 +163,22 @@ def unshard(
     Source:
         MaxText gathers a layer's weights this way; the name is PyTorch FSDP2's.
     """
-    axes = axis_tuple(axis, "unshard")
+    step = current_plan()
+    if specs is None:
+        specs = _specs_here(tree, step)
+        if specs is None:
+            return tree
+    if axis is not None:
+        axes = axis_tuple(axis, "unshard")
+    elif step is not None:
+        axes = step.gathered_axes
+    else:
+        raise SpecError(f"unshard: pass the axis to gather over, {_NO_PLAN}.")
+    if step is not None and step.gather is not None and (here := set(axes) & manual_axes()):
+        return step.gather(tree, [a for a in axes if a in here], specs)
     leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names)
     named = get_names_from_partition_spec(leaf_specs)
-    for name in axes:
+    for name in axes if axis is not None else ():
         if name not in named and (hint := did_you_mean(name, named, _NEAR_MISS)):
             warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
     gathered = [_gathered(spec, axes) for spec in leaf_specs]
@@ -162,6 +191,27 @@ def unshard(
         own = [None if to is None else spec for spec, to in zip(leaf_specs, gathered, strict=True)]
         tree = _constrain_tree("unshard", tree, treedef.unflatten(own), mesh)
     return _constrain_tree("unshard", tree, treedef.unflatten(gathered), mesh)
+
+
+_NO_PLAN = (
+    "as in `unshard(tree, specs, axis)`, or call it where a plan is in force: in the code of"
+    " `jit_step`, `shard_map_step` or `training.value_and_grad`"
+)
+
+
+def _specs_here(tree: PyTree, step: PlanInForce | None) -> SpecTree | None:
+    """The specs of a tree by its types or by the plan in force; `None` if nothing has them."""
+    mesh = context_mesh()
+    if mesh is not None and axes_of_type(mesh, AxisType.Explicit):
+        return tree_map(lambda x: jax.typeof(x).sharding.spec if is_array(x) else None, tree)
+    if step is None:
+        if mesh is not None and mesh.size > 1 and plan_in_force.value is None:
+            warn(f"unshard: no plan is in force, so nothing is gathered. Pass specs, {_NO_PLAN}.")
+        return None
+    try:
+        return step.specs_of(tree)
+    except SpecError as error:
+        raise SpecError(f"unshard: {error} Pass its specs: `unshard(tree, specs, axis)`.") from None
 
 
 def _gathered(spec: Any, axes: tuple[str, ...]) -> Any:

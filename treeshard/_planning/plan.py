@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import tree_flatten
+from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.arrays import StaticSplit, has_shape, ties
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, axis_sizes, describe_mesh
@@ -98,6 +98,11 @@ class Plan(SpecCarrier):
             return {}
         first = {leaf.path: i for i, leaf in enumerate(self.leaves)}
         return {i: first[x.same_as] for i, x in enumerate(self.leaves) if x.same_as is not None}
+
+    @cached_property
+    def structure_of_arrays(self) -> Any:
+        """The structure of the tree without its non-array leaves."""
+        return tree_structure(self._split.without_static([0] * len(self.leaves)))
 
     def leaf_at_each_index(self) -> list[PlannedLeaf | None]:
         """A `PlannedLeaf` for every leaf of the tree, in JAX's order; `None` for non-arrays."""

@@ -21,10 +21,11 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 @dataclass
 class _Expected:
-    """A planned transfer, and how many of its elements have no match yet."""
+    """A planned transfer, how many of its elements have no match yet, and over which axes."""
 
     planned: PlannedTransfer
     left: int
+    axes: frozenset[str]
 
     @property
     def total(self) -> int:
@@ -61,9 +62,9 @@ class Matcher:
 
     def __post_init__(self) -> None:
         self.expected = [
-            _Expected(x, elements(x.total_bytes, x.dtype) or 0)
+            _Expected(x, elements(x.total_bytes, x.dtype) or 0, frozenset(x.axes))
             for x in self.planned
-            if x.path is not None
+            if x.path is not None and self.params[x.path].shape
         ]
         self.differences: Members = {}
         self.of_compiler: Members = {}
@@ -91,6 +92,8 @@ class Matcher:
             if jnp.dtype(collective.dtype).itemsize > jnp.dtype(planned.dtype).itemsize:
                 is_own = self.platform == "cpu" and self._is_widened(collective, planned)
                 self._add("wider", collective, planned.path, planned.dtype, is_own=is_own)
+        elif collective.kind == "all-reduce" and self._match_by_axes(collective, size):
+            pass
         elif collective.kind == "all-reduce" and self._match_full_gradient(collective, size):
             self._add("all-reduce", collective, is_own=self.platform == "cpu")
         elif leaf is not None and collective.kind == "all-gather":
@@ -178,16 +181,31 @@ class Matcher:
                 return planned
         return None
 
-    def _match_full_gradient(self, collective: Collective, size: int | None) -> bool:
-        """Matches an all-reduce of a full gradient to all that is planned for that gradient: for
-        instance a reduce-scatter, and an all-reduce of each device's part."""
-        for gradient in self._gradients().values():
-            untouched = all(expected.left == expected.total for expected in gradient)
-            axes = {axis for expected in gradient for axis in expected.planned.axes}
-            if untouched and gradient[0].left == size and axes == set(collective.axes or ()):
-                for expected in gradient:
+    def _match_by_axes(self, collective: Collective, size: int) -> bool:
+        """Matches an all-reduce over some axes to one that is planned over more of them, as of a
+        replicated leaf that `training.value_and_grad` averages axis by axis."""
+        axes = frozenset(collective.axes or ())
+        for expected in self.expected:
+            if expected.planned.kind == "all-reduce" and expected.left == size:
+                if axes < expected.axes:
+                    expected.axes -= axes
+                    return True
+                if axes == expected.axes:
                     expected.left = 0
-                return True
+                    return True
+        return False
+
+    def _match_full_gradient(self, collective: Collective, size: int | None) -> bool:
+        """Matches an all-reduce of a full gradient to what is planned for that gradient: to a
+        reduce-scatter, or to it and an all-reduce of each device's part."""
+        for gradient in self._gradients().values():
+            for parts in (gradient, *([one] for one in gradient)):
+                untouched = all(expected.left == expected.total for expected in parts)
+                axes = {axis for expected in parts for axis in expected.planned.axes}
+                if untouched and parts[0].left == size and axes == set(collective.axes or ()):
+                    for expected in parts:
+                        expected.left = 0
+                    return True
         return False
 
     def _match_all(self, path: str, whys: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from treeshard._core.arrays import array_text, is_array, ties
@@ -30,8 +30,9 @@ from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan_tied
+from treeshard._planning.plan_in_force import INITIALISING, default_batch, plan_in_force
 from treeshard.errors import StateError, warn
-from treeshard.training._accumulate import accumulate_gradients
+from treeshard.training._gradients import accumulate_gradients, value_and_grad
 from treeshard.training._metrics import Metrics, print_metrics
 from treeshard.training._step import Step, StepFn
 
@@ -43,6 +44,7 @@ __all__ = [
     "jit_step",
     "print_metrics",
     "shard_map_step",
+    "value_and_grad",
 ]
 
 
@@ -118,7 +120,7 @@ def init_sharded(
 
     def make(traced: Any) -> list[Any]:
         nonlocal treedef, constants, first
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), plan_in_force(INITIALISING):
             arrays, constants = eqx.partition(fn(*eqx.combine(traced, static)), is_array)
         leaves, treedef = tree_flatten(arrays)
         tied = ties(leaves)
@@ -312,11 +314,10 @@ def _make_step(
     where = "shard_map_step" if per_device else "jit_step"
     if plan is None:
         raise StateError(f"{where} needs the plan of the state: {where}(fn, plan).")
-    sizes, fsdp_axes = axis_sizes(plan.mesh), plan.fsdp_axes()
+    sizes = axis_sizes(plan.mesh)
     is_default = batch is None
     if is_default:
-        axes = tuple(axis for axis in sizes if axis in fsdp_axes or axis in ("data", "replica"))
-        batch = PartitionSpec(entry_of(axes)) if axes else PartitionSpec()
+        batch = default_batch(plan)
     batch = without_names(batch, plan.mesh)
     split = get_names_from_partition_spec(batch)
     check_axes(split, sizes, f"{where}: batch")

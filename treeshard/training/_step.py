@@ -37,6 +37,7 @@ from treeshard._placement.shard import move_leaves, shardings_to_compare
 from treeshard._placement.targets import raise_unmovable, targets, unmovable
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import PlanInForce, row_axes
 from treeshard.errors import (
     DeletedLeafError,
     SpecError,
@@ -71,7 +72,11 @@ class Step:
         self._mesh = with_devices(plan.mesh, self._name, compile_only=True)
         self._among = participating_processes((), [self._mesh])
         self._is_attached = is_attached(self._mesh.devices.flat[0])
-        self._fn, self._donate, self._per_device = fn, donate, per_device
+        gather = None
+        if per_device:
+            from treeshard.manual import gather_params as gather
+        in_force = PlanInForce(plan, row_axes(batch), gather)
+        self._fn, self._donate, self._per_device = in_force.inside(fn), donate, per_device
         self._programs: list[_Program] = []
         self._untied: set[str] = set()  # the paths of leaves that a step makes arrays of their own
         # By the form of a batch: the target sharding of each leaf that has one, by index.

@@ -1,0 +1,258 @@
+"""`training.value_and_grad` returns the gradients of one device, and moves what the plan says."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.helpers import QUICK
+from treeshard.errors import LeafError
+from treeshard.training import Metrics, accumulate_gradients, value_and_grad
+
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "down": 0.1 * RNG.normal(size=(32, 16)).astype("float32"),
+    "norm": 1 + 0.1 * RNG.normal(size=32).astype("float32"),
+    "scale": np.float32(1.5),
+    "up": 0.1 * RNG.normal(size=(16, 32)).astype("float32"),
+}
+X = RNG.normal(size=(16, 16)).astype("float32")
+RULES = [("scale|norm", None), (".*", ts.fsdp("fsdp", min_size=0))]
+HSDP = "data=2,fsdp=4"
+
+
+def loss(p: Any, x: Any) -> Any:
+    p = ts.unshard(p)
+    return jnp.mean(((jnp.tanh(x @ p["up"]) * p["norm"][None]) @ p["down"] * p["scale"] - 1) ** 2)
+
+
+def plan_on(mesh: Any, tree: Any = PARAMS, rules: Any = RULES) -> ts.Plan:
+    return ts.plan(tree, rules, mesh)
+
+
+def raw_gradients(plan: ts.Plan, f: Any, params: Any = PARAMS, *args: Any) -> Any:
+    """What `f` returns as `aux` of a step, on the host."""
+    step = ts.jit_step(lambda state, x: (state, f(state, *x)), plan, donate=False)
+    return ts.gather(step(ts.shard(params, plan), args or (X,))[1])
+
+
+def close(tree: Any, expected: Any, rtol: float = 1e-5) -> None:
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [HSDP, "fsdp=8", "data=8,fsdp=1", "replica=2,data=2,fsdp=2"])
+def test_raw_gradients_are_those_of_one_device(mesh) -> None:
+    expected = jax.value_and_grad(loss)(PARAMS, X)
+    close(raw_gradients(plan_on(ts.make_mesh(mesh)), value_and_grad(loss)), expected)
+
+
+def test_gradients_are_those_of_one_device_beside_tensor_parallelism() -> None:
+    rules = [("up", P("fsdp", "tensor")), ("down", P("tensor", "fsdp")), (".*", None)]
+    tree = {**PARAMS, "wide": np.ones((16, 4), "float32")}
+    plan = ts.plan(tree, rules, ts.make_mesh("data=2,fsdp=2,tensor=2"), min_size=0)
+    close(raw_gradients(plan, value_and_grad(loss), tree), jax.value_and_grad(loss)(tree, X))
+
+
+def test_gradients_are_those_of_one_device_on_explicit_axes() -> None:
+    kinds = {"axis_types": {"data": "explicit", "fsdp": "explicit"}}
+    plan = plan_on(ts.make_mesh(HSDP, **kinds))
+    close(raw_gradients(plan, value_and_grad(loss)), jax.value_and_grad(loss)(PARAMS, X))
+
+
+def test_a_scan_with_remat_in_the_loss() -> None:
+    params = {"w": 0.1 * RNG.normal(size=(4, 16, 16)).astype("float32")}
+
+    def scanned(p: Any, x: Any) -> Any:
+        @jax.checkpoint
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ ts.unshard(w)["w"]), None
+
+        return jnp.mean(jax.lax.scan(layer, x, p)[0] ** 2)
+
+    plan = plan_on(ts.make_mesh(HSDP), params, [("w", ts.fsdp("fsdp", min_size=0, skip=(0,)))])
+    close(
+        raw_gradients(plan, value_and_grad(scanned), params),
+        jax.value_and_grad(scanned)(params, X),
+    )
+
+
+def test_static_leaves_and_integers_have_no_gradient() -> None:
+    model = eqx.nn.MLP(16, 16, 32, 1, key=jax.random.key(0))
+    tree = {"model": model, "count": jnp.int32(3)}
+
+    def of_model(tree: Any, x: Any) -> Any:
+        return jnp.mean(jax.vmap(ts.unshard(tree["model"]))(x) ** 2)
+
+    plan = plan_on(ts.make_mesh(HSDP), tree, [(".*", ts.fsdp("fsdp", min_size=0))])
+    _, grads = raw_gradients(plan, value_and_grad(of_model), tree)
+    expected = eqx.filter_grad(lambda m: of_model({"model": m}, X))(model)
+    close(grads["model"], expected)
+    assert grads["count"] is None
+
+
+def test_half_precision_compiles_and_is_close() -> None:
+    half = jax.tree.map(lambda x: x.astype("bfloat16"), PARAMS)
+
+    def of_half(p: Any, x: Any) -> Any:
+        return loss(p, x.astype("bfloat16")).astype("float32")
+
+    _, grads = raw_gradients(plan_on(ts.make_mesh(HSDP), half), value_and_grad(of_half), half)
+    assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"bfloat16"}
+    expected = jax.grad(loss)(PARAMS, X)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.float32(x), y, atol=0.05)
+
+
+def test_arrays_in_aux_are_joined_scalars_averaged_and_metrics_summed() -> None:
+    def with_aux(p: Any, x: Any) -> Any:
+        rows = jnp.sum(x, 1)
+        metrics = Metrics({"rows": (jnp.float32(len(x)), jnp.int32(len(x)))})
+        return loss(p, x), {"metrics": metrics, "rows": rows, "mean": rows.mean(), "none": None}
+
+    plan = plan_on(ts.make_mesh(HSDP))
+    (_, aux), _ = raw_gradients(plan, value_and_grad(with_aux, has_aux=True))
+    close(aux, with_aux(PARAMS, X)[1])
+
+
+def test_a_weighted_mean_is_right_with_its_weights_averaged_or_in_one_part() -> None:
+    weights = np.arange(16, dtype="float32")
+
+    def weighted(p: Any, x: Any, w: Any, mean: Any = lambda x: x) -> Any:
+        rows = jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2, 1)
+        return jnp.sum(rows * w) / len(w) / mean(w.mean())
+
+    def averaged(p: Any, x: Any, w: Any) -> Any:
+        return weighted(p, x, w, lambda y: jax.lax.pmean(y, "data"))
+
+    plan, expected = plan_on(ts.make_mesh(HSDP)), jax.value_and_grad(weighted)(PARAMS, X, weights)
+    close(raw_gradients(plan, value_and_grad(averaged), PARAMS, X, weights), expected)
+    in_one = value_and_grad(weighted, axis_names=())
+    close(raw_gradients(plan, in_one, PARAMS, X, weights), expected)
+    naive = raw_gradients(plan, value_and_grad(weighted), PARAMS, X, weights)
+    assert abs(naive[0] - expected[0]) > 1e-3  # what the docstring warns of
+
+
+def test_within_accumulated_minibatches() -> None:
+    def f(p: Any, x: Any) -> Any:
+        def grad_fn(minibatch: Any, _: Any) -> Any:
+            value, grads = value_and_grad(loss)(p, minibatch)
+            return grads, value
+
+        return accumulate_gradients(grad_fn, x, 2)[0]
+
+    close(raw_gradients(plan_on(ts.make_mesh(HSDP)), f), jax.grad(loss)(PARAMS, X))
+
+
+def test_outside_a_step_the_plan_is_given() -> None:
+    plan = plan_on(ts.make_mesh(HSDP))
+    params, x = ts.shard(PARAMS, plan), ts.shard(X, P(("data", "fsdp")), plan.mesh)
+    value, grads = jax.jit(value_and_grad(loss, plan), compiler_options=QUICK)(params, x)
+    close((value, grads), jax.value_and_grad(loss)(PARAMS, X))
+    assert grads["up"].sharding == params["up"].sharding
+
+
+def test_without_a_mesh_it_is_that_of_jax() -> None:
+    expected = jax.value_and_grad(loss)(PARAMS, X)
+    jax.tree.map(np.testing.assert_array_equal, value_and_grad(loss)(PARAMS, X), expected)
+
+
+# ------------------------------------------------------------------ communication
+
+
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+
+
+def compiled_step(gradient: Any, mesh: Any = HSDP) -> Any:
+    state = {"params": PARAMS, "opt": OPTIMIZER.init(PARAMS)}
+
+    def step(state: Any, x: Any) -> Any:
+        value, grads = gradient(loss)(state["params"], x)
+        updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    plan = plan_on(ts.make_mesh(mesh), state)
+    return ts.jit_step(step, plan).communication(plan.structs, X)
+
+
+def test_only_shards_of_gradients_are_reduced_over_data() -> None:
+    def over_data(compared: Any) -> int:
+        return sum(
+            x.total_bytes for x in compared.compiled if x.rank and x.axes and "data" in x.axes
+        )
+
+    full = PARAMS["up"].nbytes + PARAMS["down"].nbytes
+    compared = compiled_step(value_and_grad)
+    assert not compared.unplanned, str(compared)
+    assert [x.code for x in compared.by_compiler] == ["all-reduce"]
+    assert over_data(compared) == full // 4 + PARAMS["norm"].nbytes, str(compared)
+    assert over_data(compiled_step(jax.value_and_grad)) == full + PARAMS["norm"].nbytes
+
+
+# ------------------------------------------------------------------ messages
+
+
+def test_no_plan_is_in_force() -> None:
+    with (
+        jax.set_mesh(ts.make_mesh(HSDP)),
+        pytest.raises(ts.SpecError, match=r"no plan is in force here\. Pass the plan, `value_and"),
+    ):
+        value_and_grad(loss)(PARAMS, X)
+
+
+COUNT = lambda p, x: (loss(p, x), {"n": jnp.int32(1)})  # noqa: E731
+TWO = {"a": PARAMS, "b": jax.tree.map(np.copy, PARAMS)}
+
+
+@pytest.mark.parametrize(
+    ("f", "params", "args", "error", "message"),
+    [
+        (
+            lambda p, x: value_and_grad(loss)(p, x, jnp.ones(3)),
+            PARAMS,
+            (X,),
+            ts.SpecError,
+            r"args/1: the 3 rows of float32\[3\] are not divisible by 2, the size of 'data'",
+        ),
+        (
+            value_and_grad(COUNT, has_aux=True),
+            PARAMS,
+            (X,),
+            LeafError,
+            r"aux/n: int32\[\] has no mean. Return it as",
+        ),
+        (
+            value_and_grad(loss, axis_names="dta"),
+            PARAMS,
+            (X,),
+            ts.UnknownAxisError,
+            "Did you mean 'data'",
+        ),
+        (
+            lambda t, x: value_and_grad(loss)(t["a"], x),
+            TWO,
+            (X,),
+            ts.SpecError,
+            r"value_and_grad: .*several subtrees .*b/down.*Pass the specs of the parameters",
+        ),
+    ],
+    ids=["rows", "aux", "axis", "two subtrees"],
+)
+def test_messages(f, params, args, error, message) -> None:
+    plan = plan_on(ts.make_mesh(HSDP), params, [("b/up", None), *RULES])
+    with pytest.raises(error, match=message):
+        raw_gradients(plan, f, params, *args)
+
+
+def test_inside_shard_map_the_twin_is_named() -> None:
+    plan = plan_on(ts.make_mesh(HSDP))
+    step = ts.shard_map_step(lambda p, x: (p, value_and_grad(loss)(p, x)[0]), plan)
+    with pytest.raises(ts.SpecError, match="`treeshard.manual.value_and_grad` there"):
+        step(ts.shard(PARAMS, plan), X)

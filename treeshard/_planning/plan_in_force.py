@@ -1,0 +1,157 @@
+"""The plan of the step that is being traced: it tells functions inside how values are sharded."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import PartitionSpec
+from jax.tree_util import tree_leaves, tree_map, tree_structure
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.mesh import axis_sizes, manual_axes
+from treeshard._core.paths import PyTree
+from treeshard._core.spec_trees import SpecTree, layer_specs
+from treeshard._core.specs import axes_of, entries, entry_of, is_spec, without_axes
+from treeshard._core.text import fold_paths
+from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.plan import Plan
+from treeshard.errors import SpecError
+
+T = TypeVar("T")
+
+
+def default_batch(plan: Plan) -> PartitionSpec:
+    """The spec of a batch by default: dim 0 over the axes of `fsdp`, `data` and `replica`."""
+    of_fsdp = plan.fsdp_axes()
+    split = [axis for axis in axis_sizes(plan.mesh) if axis in (*of_fsdp, "data", "replica")]
+    return PartitionSpec(entry_of(split)) if split else PartitionSpec()
+
+
+def row_axes(batch: SpecTree) -> tuple[str, ...]:
+    """The axes over which specs of a batch split its rows, which are dim 0."""
+    specs = [x for x in tree_leaves(batch, is_leaf=is_spec) if is_spec(x)]
+    axes = (axis for spec in specs for entry in entries(spec)[:1] for axis in axes_of(entry))
+    return tuple(dict.fromkeys(axes))
+
+
+@dataclass(frozen=True, eq=False)  # part of the key of jit's caches: comparing plans takes long
+class PlanInForce:
+    """What code inside a step may ask.
+
+    Attributes:
+        plan: The plan of the state.
+        rows: The axes over which the rows of the batch are split.
+        gather: Inside `shard_map_step`, gathers a tree of shards: `gather(tree, axes, specs)`.
+    """
+
+    plan: Plan
+    rows: tuple[str, ...]
+    gather: Callable[[PyTree, Sequence[str], SpecTree], PyTree] | None = None
+
+    @property
+    def gathered_axes(self) -> tuple[str, ...]:
+        """The axes over which weights are gathered for use: those that split the batch."""
+        return tuple(dict.fromkeys([*self.rows, *sorted(self.plan.fsdp_axes())]))
+
+    def inside(self, fn: Callable[..., T]) -> Callable[..., T]:
+        """`fn`, with this in force while it runs."""
+
+        @wraps(fn)
+        def run(*args: Any) -> T:
+            with plan_in_force(self):
+                return fn(*args)
+
+        return run
+
+    def specs_of(self, tree: PyTree) -> SpecTree:
+        """The specs of the plan's subtree that has the structure and the shapes of `tree`.
+
+        If only its layers, stacked on dim 0, have these shapes, the specs are those of one layer.
+        Inside `shard_map`, the shapes are those of shards; arrays that have their full shapes
+        there have been gathered, and get `None`.
+
+        Raises:
+            SpecError: If the plan has no such subtree, or several with different specs.
+        """
+        arrays = tree_map(lambda x: x if has_shape(x) else None, tree)
+        shapes = [tuple(x.shape) for x in tree_leaves(arrays)]
+        found: dict[tuple[Any, ...], str] = {}
+        for leaves in self._subtrees(tree_structure(arrays)):
+            specs = self._fitting(leaves, shapes)
+            if specs is not None:
+                found.setdefault(specs, _name(leaves))
+        if len(found) == 1:
+            [specs] = found
+            return tree_structure(arrays).unflatten(specs)
+        shown = ", ".join(str(shape) for shape in shapes[:5]) + (", ..." if shapes[5:] else "")
+        if not found:
+            raise SpecError(
+                f"the plan has no subtree of this structure with leaves of shape {shown}."
+            )
+        several = "; ".join(f"{path} as {list(specs)}" for specs, path in found.items())
+        raise SpecError(
+            f"the plan has several subtrees of this structure with leaves of shape {shown}, and"
+            f" they are sharded differently: {several}."
+        )
+
+    def _subtrees(self, treedef: Any) -> Iterator[Sequence[PlannedLeaf]]:
+        """The leaves of each subtree that has this structure, non-arrays apart."""
+        count = treedef.num_leaves
+
+        def walk(node: Any, start: int) -> Iterator[Sequence[PlannedLeaf]]:
+            if node.num_leaves < count:
+                return
+            if node == treedef:
+                yield self.plan.leaves[start : start + count]
+            for child in node.children():
+                yield from walk(child, start)
+                start += child.num_leaves
+
+        return walk(self.plan.structure_of_arrays, 0) if count else iter(())
+
+    def _fitting(
+        self, leaves: Sequence[PlannedLeaf], shapes: Sequence[tuple[int, ...]]
+    ) -> tuple[Any, ...] | None:
+        """The specs of arrays of these shapes, if leaves or their slices have them."""
+        specs = [without_axes(leaf.given, ()) for leaf in leaves]  # one form of equal specs
+        rows = zip(leaves, specs, strict=True)
+        here = [self._shape_here(leaf.shape, spec) for leaf, spec in rows]
+        if here == list(shapes):
+            return tuple(specs)
+        if [leaf.shape for leaf in leaves] == list(shapes):
+            return (None,) * len(specs)
+        if [shape[1:] for shape in here] == list(shapes) and all(here):
+            paths = [leaf.path for leaf in leaves]
+            sliced = layer_specs(dict(zip(paths, specs, strict=True)))
+            return tuple(sliced[path] for path in paths)
+        if [leaf.shape[1:] for leaf in leaves] == list(shapes) and all(here):
+            return (None,) * len(specs)
+        return None
+
+    def _shape_here(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
+        """The shape of a leaf where this is traced: inside `shard_map`, that of a shard."""
+        sizes, manual = axis_sizes(self.plan.mesh), manual_axes()
+        local = without_axes(spec, [axis for axis in sizes if axis not in manual])
+        here = list(shape)
+        for dim, entry in enumerate(entries(local)):
+            for axis in axes_of(entry):
+                here[dim] //= sizes[axis]
+        return tuple(here)
+
+
+def _name(leaves: Sequence[PlannedLeaf]) -> str:
+    return ", ".join(fold_paths([leaf.path for leaf in leaves])[:3])
+
+
+# Part of the key of jit's caches, unlike a plain `ContextVar`. While a state is initialised, it is
+# `INITIALISING`: nothing is sharded yet.
+plan_in_force = jax.make_user_context(None)
+INITIALISING = "initialising"
+
+
+def current_plan() -> PlanInForce | None:
+    """The plan in force, if a step is being traced."""
+    value = plan_in_force.value
+    return value if isinstance(value, PlanInForce) else None

@@ -1,0 +1,393 @@
+"""Gradients that are sharded and reduced as the plan says, in one pass or in several."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.tree_util import tree_flatten, tree_leaves, tree_map
+
+from treeshard._core.arrays import StaticSplit, array_text, is_array
+from treeshard._core.jax_private import varying_axes, vmapped_axes
+from treeshard._core.mesh import (
+    AnyMesh,
+    axes_of_type,
+    axis_sizes,
+    axis_tuple,
+    check_axes,
+    context_mesh,
+    get_axes_size_in_mesh,
+    get_incontext_mesh,
+    manual_axes,
+    vary_array,
+)
+from treeshard._core.paths import PyTree, leaf_paths, path_under
+from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec, specs_of_leaves
+from treeshard._core.specs import entry_of
+from treeshard._placement.constraint import with_sharding_constraint
+from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import PlanInForce, current_plan, default_batch, row_axes
+from treeshard.errors import LeafError, SpecError, listed
+from treeshard.training._metrics import Metrics
+
+GradFn = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
+
+
+def value_and_grad(
+    loss: Callable[..., Any],
+    specs: SpecTree = None,
+    *,
+    axis_names: str | Sequence[str] | None = None,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """Makes a function that differentiates a loss under `jit`, with gradients sharded by the plan.
+
+    Like `jax.value_and_grad`, whose results it returns, with less communication and memory:
+
+    - Gradients are constrained to the specs of their parameters. A compiler then reduce-scatters
+      them, where it might otherwise all-reduce and keep full gradients, such as with AdamW.
+    - Where the batch is split over an axis that shards no parameter, such as `data` of a mesh
+      `data=2,fsdp=4` (HSDP), each part of the batch along it is differentiated separately, and
+      the shards of the gradients are averaged over the axis. Compilers otherwise all-reduce full
+      gradients over both axes at once.
+
+    In the second case, `loss` is called with the rows of one part, so it must be a mean over the
+    rows of `args`: the value and the gradients are means over the parts. For a mean with weights,
+    divide by `jax.lax.pmean(weights.sum(), axis)`, or pass `axis_names=()`. Arrays in `args` are
+    split on dim 0, and scalars and keys are the same for all parts: for other random numbers in
+    each row, pass an array of keys with one key per row. What `loss` closes over is not split.
+
+    Without a mesh, it is `jax.value_and_grad`.
+
+    Args:
+        loss: Called as `loss(params, *args)`; returns a scalar, or with `has_aux` a pair of a
+            scalar and anything.
+        specs: How `params` is sharded: a tree of specs, a prefix of one, or a `Plan` of `params`
+            or of a state that contains it. By default the plan of the step. A plan is in force
+            while `loss` is traced, so that `unshard(tree)` needs no specs.
+        axis_names: The axes along which each part of the batch is differentiated separately. By
+            default those over which the rows of the step's batch are split and that shard no
+            parameter.
+        has_aux: Whether `loss` returns more than the scalar. Over `axis_names`, arrays in `aux`
+            are joined on dim 0, floating-point scalars are averaged, and `Metrics` are summed.
+
+    Returns:
+        `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. The gradients are sharded
+        like `params`; those of leaves that are not floating are `None`.
+
+    Raises:
+        SpecError: When called on a mesh, if `specs` is not given and no plan is in force, or the
+            plan has no subtree like `params`, or several with different specs; if arrays in `args`
+            have rows that the axes do not divide; inside `shard_map_step`, where
+            `manual.value_and_grad` is needed.
+        LeafError: When called, if `aux` has scalars that have no mean. Lists all of them.
+        UnknownAxisError: When called, if the mesh lacks one of `axis_names`.
+
+    Examples:
+        >>> mesh = ts.make_mesh("data=2,fsdp=4")
+        >>> state = {"w": jnp.zeros(8)}
+        >>> plan = ts.plan(state, [("w", ts.fsdp("fsdp", min_size=0))], mesh)
+        >>> @jit_step(plan=plan)
+        ... def step(state, batch):
+        ...     loss = lambda p, x: jnp.mean((x @ ts.unshard(p)["w"] - 1) ** 2)
+        ...     value, grads = value_and_grad(loss)(state, batch)
+        ...     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+        >>> state, value = step(ts.shard(state, plan), np.ones((16, 8), "float32"))
+        >>> float(value)
+        1.0
+
+    Source:
+        The twin of `treeshard.manual.value_and_grad`, for code that the compiler partitions.
+    """
+    given = None
+    if isinstance(specs, Plan):
+        given = PlanInForce(specs, row_axes(default_batch(specs)))
+
+    def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
+        step = current_plan()
+        if given is not None and (step is None or step.plan is not given.plan):
+            return given.inside(value_and_grad_of_loss)(params, *args)
+        if step is not None and step.gather is not None:
+            raise SpecError(
+                "value_and_grad: this runs once per device, inside `shard_map_step`. Use"
+                " `treeshard.manual.value_and_grad` there."
+            )
+        mesh = get_incontext_mesh(raise_error=False) if step is None else step.plan.mesh
+        own = None if mesh is None else _specs_of(params, specs, step)
+        leaves, treedef = tree_flatten(params)
+        split = StaticSplit(leaves, treedef, _has_gradient)
+        grad_specs = split.dynamic(specs_of_leaves(own, params))
+        axes = () if mesh is None else _separate_axes(mesh, grad_specs, axis_names, step)
+
+        def local(arrays: list[Any], args: Any) -> tuple[Any, Any, list[Any]]:
+            def run(arrays: list[Any]) -> tuple[Any, Any]:
+                out = loss(split.combine(arrays), *args)
+                return out if has_aux else (out, None)
+
+            (value, aux), grads = jax.value_and_grad(run, has_aux=True)(arrays)
+            return value, aux, with_sharding_constraint(grads, grad_specs, mesh)
+
+        run = _over(axes, local, mesh) if mesh is not None and axes else local
+        value, aux, grads = run(split.dynamic(leaves), args)
+        return ((value, aux) if has_aux else value), split.without_static(grads)
+
+    return value_and_grad_of_loss
+
+
+def _specs_of(params: PyTree, specs: SpecTree, step: PlanInForce | None) -> SpecTree:
+    if specs is not None and not isinstance(specs, Plan):
+        return specs
+    if step is None:
+        raise SpecError(
+            "value_and_grad: no plan is in force here. Pass the plan, `value_and_grad(loss, plan)`,"
+            " or call it inside a `jit_step`."
+        )
+    try:
+        return step.specs_of(params)
+    except SpecError as error:
+        raise SpecError(
+            f"value_and_grad: {error} Pass the specs of the parameters:"
+            " `value_and_grad(loss, specs)`."
+        ) from None
+
+
+def _has_gradient(x: Any) -> bool:
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+# ------------------------------------------------------------------ parts of the batch
+
+
+def _separate_axes(
+    mesh: AnyMesh,
+    grad_specs: Sequence[Any],
+    axis_names: str | Sequence[str] | None,
+    step: PlanInForce | None,
+) -> tuple[str, ...]:
+    """The axes over whose parts of the batch gradients are averaged by hand."""
+    sizes = axis_sizes(mesh)
+    if axis_names is None:
+        sharded = get_names_from_partition_spec(list(grad_specs))
+        named = [axis for axis in (step.rows if step else ()) if axis not in sharded]
+    else:
+        named = axis_tuple(axis_names, "value_and_grad")
+        check_axes(named, sizes, "value_and_grad: axis_names")
+    # `accumulate_gradients` maps over parts itself. On Explicit axes, types say what is reduced.
+    done = {*manual_axes(), *vmapped_axes()}
+    auto = axes_of_type(context_mesh() or mesh, AxisType.Auto)
+    return tuple(a for a in sizes if a in named and sizes[a] > 1 and a in auto and a not in done)
+
+
+def _over(axes: tuple[str, ...], local: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
+    """Calls `local` for each part of the rows along `axes`, and averages what it returns."""
+    each = PartitionSpec(entry_of(axes))
+    on_cpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+
+    def mean(x: Any) -> Any:
+        # XLA for CPUs aborts if 16-bit floats are reduced over some axes by hand, others by itself.
+        wire_dtype = "float32" if on_cpus and x.dtype.itemsize < 4 else x.dtype
+        return jax.lax.pmean(x.astype(wire_dtype), axes).astype(x.dtype)
+
+    def run(arrays: list[Any], args: Any) -> tuple[Any, Any, list[Any]]:
+        _check_rows(args, axes, mesh)
+        leaves, treedef = tree_flatten(args)
+        split = StaticSplit(leaves, treedef)
+        aux_treedef: Any = None
+
+        def part(arrays: list[Any], data: list[Any]) -> tuple[Any, Any, list[Any]]:
+            nonlocal aux_treedef
+            value, aux, grads = local(arrays, split.combine(data))
+            value, grads = tree_map(mean, (value, grads))
+            aux, aux_treedef = tree_flatten(_reduced(aux, axes, mean))
+            scalars = {i: x for i, x in enumerate(aux) if not jnp.ndim(x)}
+            joined = {i: x for i, x in enumerate(aux) if jnp.ndim(x)}
+            return value, (scalars, joined), grads
+
+        data = split.dynamic(leaves)
+        value, (scalars, joined), grads = jax.shard_map(
+            part,
+            mesh=None if context_mesh() is not None else mesh,
+            in_specs=(PartitionSpec(), [each if x.ndim else PartitionSpec() for x in data]),
+            out_specs=(PartitionSpec(), (PartitionSpec(), each), PartitionSpec()),
+            axis_names=set(axes),
+            check_vma=False,
+        )(arrays, data)
+        both = scalars | joined
+        return value, aux_treedef.unflatten([both[i] for i in range(len(both))]), grads
+
+    return run
+
+
+def _check_rows(args: Any, axes: tuple[str, ...], mesh: AnyMesh) -> None:
+    parts = get_axes_size_in_mesh(axes, mesh)
+    facts = [
+        f"{path_under('args', path)}: the {len(x)} rows of {array_text(x)} are not divisible by"
+        f" {parts}, the size of {', '.join(map(repr, axes))}. What is not split by rows can be"
+        " closed over; or pass `axis_names=()`."
+        for path, x in zip(leaf_paths(args), tree_leaves(args), strict=True)
+        if is_array(x) and x.ndim and len(x) % parts
+    ]
+    if facts:
+        raise SpecError(f"value_and_grad: {listed('arrays cannot be split:', facts)}")
+
+
+def _reduced(aux: Any, axes: tuple[str, ...], mean: Callable[[Any], Any]) -> Any:
+    """`aux` of one part: `Metrics` and scalars reduced over all parts, arrays as they are."""
+    is_metrics = lambda x: isinstance(x, Metrics)  # noqa: E731
+    rest = tree_map(lambda x: None if is_metrics(x) else x, aux, is_leaf=is_metrics)
+    facts = [
+        f"{path_under('aux', path)}: {array_text(x)} has no mean."
+        for path, x in zip(leaf_paths(rest), tree_leaves(rest), strict=True)
+        if is_array(x) and not x.ndim and not _has_gradient(x)
+    ]
+    if facts:
+        raise LeafError(
+            f"value_and_grad: {listed('scalars cannot be averaged:', facts)} Return it as a"
+            " floating-point mean, or as a sum in `training.Metrics`."
+        )
+
+    def reduce(x: Any) -> Any:
+        if is_metrics(x):
+            return x.reduce(axes)
+        return x if jnp.ndim(x) else mean(jnp.asarray(x))
+
+    return tree_map(reduce, aux, is_leaf=is_metrics)
+
+
+# ------------------------------------------------------------------ several passes
+
+
+def accumulate_gradients(
+    grad_fn: GradFn,
+    batch: PyTree,
+    num_minibatches: int,
+    key: jax.Array | None = None,
+    *,
+    axis_names: str | Sequence[str] | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Averages gradients over minibatches that run one after another, to save memory.
+
+    The batch is never gathered: if it is sharded over its first dim, each minibatch takes
+    an equal number of rows from each device.
+
+    Without `axis_names`, `grad_fn` communicates once per minibatch. With `axis_names`, there is
+    one reduction after the loop, and each device needs memory for one full gradient:
+
+    - under `jit_step`, `grad_fn` is called separately for each device's rows of a minibatch,
+      and the result is the mean of these means;
+    - inside `shard_map`, where a minibatch has only this device's rows, `grad_fn` returns this
+      device's gradients of full parameters, not reduced, and they are averaged at the end.
+
+    Args:
+        grad_fn: Called as `grad_fn(minibatch, key)`; returns `(grads, metrics)`, two pytrees of
+            arrays. The gradients must be those of a mean over the minibatch.
+        batch: A pytree of arrays with a common first dim, of `num_minibatches * n` rows.
+        num_minibatches: The number of minibatches.
+        key: Split into one key for each call of `grad_fn`; without it `grad_fn` gets `None`.
+        axis_names: The axes that shard the batch.
+
+    Returns:
+        The mean of the gradients, and the sum of the metrics: over the minibatches, and with
+        `axis_names` over the devices along these axes too.
+
+    Raises:
+        SpecError: If the number of rows is not divisible by the number of minibatches, or
+            the rows of a minibatch not by the size of the axes; lists all such leaves, and the
+            nearest sizes that are. If `num_minibatches` is less than 1.
+        UnknownAxisError: If the mesh lacks one of `axis_names`.
+        NoMeshError: If `axis_names` is given and no mesh is in force.
+
+    Examples:
+        >>> def grad_fn(minibatch, key):
+        ...     return jax.grad(lambda w: (minibatch * w).mean())(2.0), {"rows": len(minibatch)}
+        >>> grads, metrics = accumulate_gradients(grad_fn, jnp.arange(8.0), 4)
+        >>> float(grads), int(metrics["rows"])
+        (3.5, 8)
+
+    Source:
+        The function of this name in the UvA deep-learning tutorials.
+    """
+    if num_minibatches < 1:
+        raise SpecError(f"accumulate_gradients: num_minibatches is {num_minibatches}, not >= 1.")
+    names = () if axis_names is None else axis_tuple(axis_names, "accumulate_gradients")
+    in_shard_map = set(names) <= manual_axes()
+    parts = 1 if in_shard_map else get_axes_size_in_mesh(names)
+    _check_divides(batch, num_minibatches, parts)
+    keys = None if key is None else jax.random.split(key, num_minibatches)
+    if parts > 1:
+        return _in_parts(grad_fn, batch, num_minibatches, keys, parts, names)
+    grads, metrics = _accumulated(grad_fn, batch, num_minibatches, keys)
+    if names:
+        grads = jax.tree.map(lambda x: jax.lax.pmean(x, names), grads)
+    return grads, metrics
+
+
+def _accumulated(grad_fn: GradFn, batch: PyTree, count: int, keys: Any) -> tuple[PyTree, PyTree]:
+    """The mean of the gradients and the sum of the metrics of minibatches."""
+    minibatches = jax.tree.map(partial(_split, count=count), batch)
+
+    def add(total: Any, minibatch_and_key: tuple[Any, Any]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, grad_fn(*minibatch_and_key)), None
+
+    structs = jax.eval_shape(grad_fn, *jax.tree.map(lambda x: x[0], (minibatches, keys)))
+    (grads, metrics), _ = jax.lax.scan(add, jax.tree.map(_zeros, structs), (minibatches, keys))
+    return jax.tree.map(lambda x: x / count, grads), metrics
+
+
+def _in_parts(
+    grad_fn: GradFn, batch: PyTree, count: int, keys: Any, parts: int, names: tuple[str, ...]
+) -> tuple[PyTree, PyTree]:
+    """Accumulates for each part of the batch along some axes, then reduces once over the parts.
+
+    Along other axes, the rows of a part stay split, and the compiler partitions `grad_fn`.
+    """
+    if keys is not None:
+        keys = jax.vmap(partial(jax.random.split, num=parts))(keys)
+
+    def part(batch: PyTree, keys: Any) -> Any:
+        own = None if keys is None else keys[:, 0]
+        return jax.tree.map(lambda x: x[None], _accumulated(grad_fn, batch, count, own))
+
+    by_rows = PartitionSpec(entry_of(names))
+    grads, metrics = jax.jit(
+        jax.shard_map(
+            part,
+            in_specs=(by_rows, PartitionSpec(None, *by_rows)),
+            out_specs=by_rows,
+            axis_names=set(names),
+            check_vma=False,
+        )
+    )(batch, keys)
+    # Sums outside of `shard_map` leave it to the compiler to scatter or to reduce.
+    return jax.tree.map(lambda x: x.mean(0), grads), jax.tree.map(lambda x: x.sum(0), metrics)
+
+
+def _check_divides(batch: PyTree, count: int, parts: int) -> None:
+    facts = [
+        f"{path or 'the batch'}: {len(x)} rows are not divisible by {count} minibatches"
+        f"{f' on {parts} devices' if parts > 1 else ''}. Use {_nearest(len(x), count * parts)}."
+        for path, x in zip(leaf_paths(batch), jax.tree.leaves(batch), strict=True)
+        if len(x) % (count * parts)
+    ]
+    if facts:
+        raise SpecError(listed("accumulate_gradients: the batch is not divisible:", facts))
+
+
+def _nearest(rows: int, unit: int) -> str:
+    below, above = rows // unit * unit, -(-rows // unit) * unit
+    return f"{below} or {above}" if below else str(above)
+
+
+def _split(x: Any, count: int) -> jax.Array:
+    """Reshapes `(rows, ...)` to `(count, rows / count, ...)`.
+
+    Minibatch `i` gets the rows `i`, `i + count`, ..., so no row has to move to another device.
+    """
+    x = jnp.asarray(x)
+    return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+
+
+def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    return vary_array(jnp.zeros_like(struct), sorted(varying_axes(struct)))
