@@ -17,6 +17,7 @@ from treeshard._planning.rules import Rules
 from treeshard.errors import CheckpointError
 from treeshard.interchange._files import lay_out_files, open_tensors, write_files
 from treeshard.interchange._format import Tensor, code_of
+from treeshard.interchange._names import map_tensors
 from treeshard.interchange._tensors import (
     Names,
     pieces_of,
@@ -27,7 +28,7 @@ from treeshard.interchange._tensors import (
     writers,
 )
 
-__all__ = ["load_safetensors", "save_safetensors"]
+__all__ = ["load_safetensors", "map_tensors", "save_safetensors", "tensor_shapes"]
 
 
 def __dir__() -> list[str]:
@@ -204,3 +205,30 @@ def load_safetensors(
                 return read_tensors(source, request, stored, progress=progress)
     except OSError as error:
         raise CheckpointError(f"{where}: {source} cannot be read: {error}.") from error
+
+
+def tensor_shapes(path: PathLike) -> dict[str, jax.ShapeDtypeStruct]:
+    """Lists the tensors of safetensors files, from their headers: no data is read.
+
+    Args:
+        path: As in `load_safetensors`.
+
+    Returns:
+        Shapes and dtypes by name, ordered by file and then by offset, as `plan` takes them.
+
+    Raises:
+        CheckpointError, FormatError, DamagedError: As `load_safetensors`.
+
+    Examples:
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save_safetensors(f"{directory}/w.safetensors", {"w": np.ones((8, 4), np.float32)})
+        ...     tensor_shapes(f"{directory}/w.safetensors")
+        {'w': ShapeDtypeStruct(shape=(8, 4), dtype=float32)}
+    """
+    source = file_path(path)
+    try:
+        with open_tensors(source) as stored:
+            tensors = [x.tensor for x in stored.values()]
+    except OSError as error:
+        raise CheckpointError(f"tensor_shapes: {source} cannot be read: {error}.") from error
+    return {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors}
