@@ -30,6 +30,7 @@ __all__ = [
     "UnexpectedShardingError",
     "UnknownAxisError",
     "UnstableStepError",
+    "WrongResultError",
 ]
 
 
@@ -139,6 +140,10 @@ class CommunicationError(TreeShardError, AssertionError):
 
 class UnexpectedShardingError(TreeShardError, AssertionError):
     """A plan or a tree of arrays is not sharded as a test expects."""
+
+
+class WrongResultError(TreeShardError, AssertionError):
+    """A computation gives other numbers in another layout, by more than rounding."""
 
 
 class ShardingWarning(UserWarning):

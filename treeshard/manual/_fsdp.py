@@ -433,7 +433,7 @@ def value_and_grad(
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
         check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")
         leaves, treedef = tree_flatten(params)
-        split = StaticSplit(leaves, treedef, _has_gradient)
+        split = StaticSplit(leaves, treedef, has_gradient)
 
         def local(differentiated: list[Any]) -> tuple[Any, Any]:
             tree = split.combine(differentiated)
@@ -451,7 +451,7 @@ def value_and_grad(
     return value_and_grad_of_loss
 
 
-def _has_gradient(x: Any) -> bool:
+def has_gradient(x: Any) -> bool:
     return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 

@@ -19,6 +19,7 @@ from treeshard._core.arrays import data_of
 from treeshard._planning.matching import PlannedLeaf
 from treeshard.errors import listed, warn
 
+_LIBRARY = re.compile(r"/(site|dist)-packages/|^<")
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # Set on the arrays that a step returned: each has memory of its own, so only the same object may
 # be in a tree twice. Asking for the buffers of 1000 arrays takes longer than calling a step.
@@ -113,26 +114,39 @@ def warn_of_device_puts(jaxpr: Any, where: str) -> None:
 
 def _device_puts(jaxpr: Any) -> Iterator[tuple[str, str, str]]:
     """The array, the device and the source line of each."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    for eqn in jaxpr.eqns:
+    for eqn in equations(jaxpr):
         if eqn.primitive.name == "device_put":
             for variable, target in zip(eqn.invars, eqn.params["devices"], strict=True):
                 if isinstance(target, SingleDeviceSharding):
                     [target] = target.device_set
                 if isinstance(target, jax.Device):
-                    yield variable.aval.str_short(), str(target), _source(eqn)
+                    yield variable.aval.str_short(), str(target), source_line(eqn)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a traced program, and of all programs in them."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(inner):
-                yield from _device_puts(inner)
+                yield from equations(inner)
 
 
-def _source(eqn: Any) -> str:
+def source_line(eqn: Any) -> str:
     """The innermost line that is neither treeshard's nor another package's, as `file:line`."""
+    own = [line for line in _lines(eqn) if not _LIBRARY.search(line)]
+    return user_line(eqn) or next(iter(own or _lines(eqn)), "an unknown line")
+
+
+def user_line(eqn: Any) -> str:
+    """The same, or `""` if all lines are treeshard's or another package's."""
+    lines = (x for x in _lines(eqn) if not _LIBRARY.search(x) and not x.startswith(_PACKAGE))
+    return next(lines, "")
+
+
+def _lines(eqn: Any) -> list[str]:
     traceback = eqn.source_info.traceback
-    lines = [] if traceback is None else [f"{x.file_name}:{x.line_num}" for x in traceback.frames]
-    own = [line for line in lines if not re.search(r"/(site|dist)-packages/|^<", line)]
-    outside = [line for line in own if not line.startswith(_PACKAGE)]
-    return next(iter(outside or own or lines), "an unknown line")
+    return [] if traceback is None else [f"{x.file_name}:{x.line_num}" for x in traceback.frames]
 
 
 def _is_jaxpr(x: Any) -> bool:

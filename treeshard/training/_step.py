@@ -61,6 +61,7 @@ class Step:
     Attributes:
         plan: The plan of the state.
         batch_specs: The specs of the batch.
+        is_by_hand: Whether it runs once per device, as `shard_map_step` makes it.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class Step:
         if per_device:
             from treeshard.manual import gather_params as gather
         in_force = PlanInForce(plan, row_axes(batch), gather)
-        self._fn, self._donate, self._per_device = in_force.inside(fn), donate, per_device
+        self._fn, self._donate, self.is_by_hand = in_force.inside(fn), donate, per_device
+        self._plain = fn
         self._programs: list[_Program] = []
         self._untied: set[str] = set()  # the paths of leaves that a step makes arrays of their own
         # By the form of a batch: the target sharding of each leaf that has one, by index.
@@ -112,6 +114,10 @@ class Step:
         if self._donate:
             mark_as_separate(new.arrays)
         return program.state_of(new.arrays), aux
+
+    def on(self, plan: Plan, batch: SpecTree) -> "Step":
+        """Returns the same step for another plan of its state, and other specs of its batch."""
+        return Step(self._plain, plan, batch, donate=self._donate, per_device=self.is_by_hand)
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Traces and lowers the step for these arguments, without donating them.
@@ -236,7 +242,7 @@ class Step:
             tied = self._ties(arrays) if tied is None else tied
             paths = leaf_paths(state)
             program = _Program(self._fn, state_split, batch_split, self.plan, paths, tied)
-            specs = batch_split.dynamic(self._specs_of(batch, data)) if self._per_device else None
+            specs = batch_split.dynamic(self._specs_of(batch, data)) if self.is_by_hand else None
             program.compile_lazily(self._mesh, self._donate, specs)
             if tied and (untied := self._untied_by(program, arrays, data)):
                 return self._prepare(

@@ -1,4 +1,4 @@
-"""Assertions about sharding for your own tests: plans, trees, training steps, compiled programs."""
+"""Assertions that plans and trees are sharded as expected."""
 
 import os
 from pathlib import Path
@@ -13,23 +13,8 @@ from treeshard._core.mesh import AnyMesh, describe_mesh, same_axes
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
-from treeshard._inspection.stability import assert_stable_step, diff_shardings
 from treeshard._planning.plan import Plan
-from treeshard.communication import assert_collectives
 from treeshard.errors import SpecError, UnexpectedShardingError, listed
-
-__all__ = [
-    "assert_collectives",
-    "assert_same_plan",
-    "assert_stable_step",
-    "assert_trees_sharded_as",
-    "diff_shardings",
-]
-
-
-def __dir__() -> list[str]:
-    return __all__
-
 
 _UPDATE = "TREESHARD_UPDATE_PLANS"
 

@@ -1,0 +1,386 @@
+"""Checks of gradients and steps: planted faults are found and named; right code passes."""
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard import manual, testing
+from treeshard.errors import WrongResultError
+
+SOAK = os.environ.get("TREESHARD_SOAK", "0") not in ("", "0")
+BOTH = ("data", "fsdp")
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+# ------------------------------------------------------------------ one wrong leaf
+
+
+def own(g: Any, axes: Any = "fsdp", dim: int = 0, at: Any = None) -> Any:
+    """This device's shard of a full gradient."""
+    length = g.shape[dim] // lax.axis_size(axes)
+    at = lax.axis_index(axes) if at is None else at
+    return lax.dynamic_slice_in_dim(g, at * length, length, dim)
+
+
+def mean(g: Any, axes: Any = BOTH) -> Any:
+    return lax.pmean(g, axes)
+
+
+def shifted(x: Any) -> Any:
+    n = lax.axis_size("fsdp")
+    return lax.ppermute(x, "fsdp", [(i, (i + 1) % n) for i in range(n)])
+
+
+def scattered(g: Any, axes: Any) -> Any:
+    return lax.psum_scatter(g, axes, tiled=True)
+
+
+WHOLE, ROWS, COLUMNS, SPREAD = P(), P("fsdp"), P(None, "fsdp"), P(BOTH)
+SUM, TWICE = "summed instead of averaged along", "averaged twice along"
+OWN = "each device keeps its own"
+
+
+class LeafFault(NamedTuple):
+    """What is done with one device's full gradient of a leaf, and the words that name the fault."""
+
+    spec: P
+    reduce: Callable[[Any], Any]
+    words: str
+
+
+LEAF_FAULTS = {
+    "psum": LeafFault(WHOLE, lambda g: lax.psum(g, BOTH), f"{SUM} `data` and `fsdp` (x 8.000"),
+    "psum along data": LeafFault(
+        WHOLE, lambda g: lax.psum(mean(g, "fsdp"), "data"), f"{SUM} `data` (x 2.000"
+    ),
+    "psum along fsdp": LeafFault(
+        WHOLE, lambda g: lax.psum(mean(g, "data"), "fsdp"), f"{SUM} `fsdp` (x 4.000"
+    ),
+    "psum_scatter": LeafFault(
+        ROWS, lambda g: scattered(mean(g, "data"), "fsdp"), f"{SUM} `fsdp` (x 4.000"
+    ),
+    "psum_scatter and psum": LeafFault(
+        ROWS, lambda g: scattered(lax.psum(g, "data"), "fsdp"), f"{SUM} `data` and `fsdp` (x 8.000"
+    ),
+    "psum of columns": LeafFault(
+        COLUMNS, lambda g: own(lax.psum(mean(g, "fsdp"), "data"), dim=1), f"{SUM} `data` (x 2.000"
+    ),
+    "divided by data": LeafFault(
+        WHOLE, lambda g: mean(g) / lax.axis_size("data"), f"{TWICE} `data` (x 0.500"
+    ),
+    "divided by fsdp": LeafFault(
+        ROWS, lambda g: own(mean(g)) / lax.axis_size("fsdp"), f"{TWICE} `fsdp` (x 0.250"
+    ),
+    "divided by all": LeafFault(
+        COLUMNS,
+        lambda g: own(mean(g), dim=1) / lax.axis_size(BOTH),
+        f"{TWICE} `data` and `fsdp` (x 0.125",
+    ),
+    "summed twice": LeafFault(
+        WHOLE,
+        lambda g: lax.psum(lax.psum(g, BOTH), BOTH),
+        "summed twice along `data` and `fsdp` (x 64.000",
+    ),
+    "times 3": LeafFault(WHOLE, lambda g: 3 * mean(g), "is no product of axis sizes (x 3.000"),
+    "negated": LeafFault(WHOLE, lambda g: -mean(g), "of the opposite sign"),
+    "unsynced": LeafFault(WHOLE, lambda g: g, f"not reduced along `data` and `fsdp`: {OWN}."),
+    "not along data": LeafFault(
+        WHOLE, lambda g: mean(g, "fsdp"), f"not reduced along `data`: {OWN}."
+    ),
+    "not along fsdp": LeafFault(
+        WHOLE, lambda g: mean(g, "data"), f"not reduced along `fsdp`: {OWN}."
+    ),
+    "scattered, not along data": LeafFault(
+        ROWS, lambda g: scattered(g, "fsdp") / 4, f"not reduced along `data`: {OWN}."
+    ),
+    "scattered, along the wrong axis": LeafFault(
+        ROWS, lambda g: own(mean(g, "data")), f"not reduced along `fsdp`: {OWN}."
+    ),
+    "not along data, summed along fsdp": LeafFault(
+        ROWS,
+        lambda g: scattered(g, "fsdp"),
+        f"not reduced along `data`: {OWN}, and {SUM} `fsdp` (x 4.000",
+    ),
+    "own slice": LeafFault(ROWS, own, f"not reduced along `data` and `fsdp`: {OWN}."),
+    "not scattered": LeafFault(ROWS, mean, "each device has a gradient of float32[16,4]"),
+    "axes in another order": LeafFault(
+        SPREAD,
+        lambda g: scattered(g, ("fsdp", "data")) / 8,
+        "the axes of dim 0 are in another order, ('fsdp', 'data') instead of ('data', 'fsdp')",
+    ),
+    "passed on": LeafFault(
+        ROWS, lambda g: shifted(own(mean(g))), "permuted: 4 of 4 shards are on the wrong devices"
+    ),
+    "columns passed on": LeafFault(
+        COLUMNS, lambda g: shifted(own(mean(g), dim=1)), "permuted: 4 of 4 shards"
+    ),
+    "shard of device 0": LeafFault(
+        ROWS,
+        lambda g: own(mean(g), at=0),
+        "rows 4 to 7 are those of another shard, rows 0 to 3, and 2 more shards likewise",
+    ),
+    "index over another axis": LeafFault(
+        SPREAD,
+        lambda g: own(mean(g), BOTH, at=lax.axis_index("fsdp")),
+        "are those of another shard",
+    ),
+    "reversed": LeafFault(
+        WHOLE, lambda g: mean(g)[::-1], "rows permuted: it has the rows of dim 0 in another order"
+    ),
+    "dropped": LeafFault(WHOLE, lambda g: None, "by_hand returns no gradient for it"),
+    "zero": LeafFault(ROWS, lambda g: own(0 * mean(g)), "zero: the leaf is not reached"),
+    "one shard lost": LeafFault(
+        ROWS,
+        lambda g: jnp.where(lax.axis_index("fsdp") == 2, 0, own(mean(g))),
+        "rows 8 to 11 are zero: 1 of 4 shards, and the others are right",
+    ),
+    "nan": LeafFault(
+        ROWS,
+        lambda g: jnp.where(lax.axis_index("fsdp") == 2, jnp.nan, own(mean(g))),
+        "not finite on 2 of 8 devices",
+    ),
+    "something else": LeafFault(WHOLE, lambda g: mean(g) ** 2, "no known cause explains it"),
+}
+RIGHT = {
+    "right": LeafFault(WHOLE, mean, ""),
+    "right rows": LeafFault(ROWS, lambda g: own(mean(g)), ""),
+    "right columns": LeafFault(COLUMNS, lambda g: own(mean(g), dim=1), ""),
+    "right spread": LeafFault(SPREAD, lambda g: scattered(g, BOTH) / 8, ""),
+}
+
+
+def many(p: Any, x: Any) -> jax.Array:
+    """A loss in which each leaf has a gradient of its own."""
+    return sum(jnp.mean(jnp.tanh(x @ w) ** 2) for w in p.values())
+
+
+def facts_of(error: Any) -> dict[str, str]:
+    """What the message says of each leaf."""
+    facts: dict[str, str] = {}
+    for line in str(error.value).splitlines():
+        leaves, _, fact = line.partition("): ")
+        if fact and not leaves.startswith("    "):
+            facts |= {leaf.partition(" P(")[0].strip(): fact for leaf in leaves.split("; ")}
+    return facts
+
+
+def test_faults_of_leaves_are_found_and_named() -> None:
+    cases = LEAF_FAULTS | RIGHT
+    params = {name: normal(16, 4, seed=i) / 4 for i, name in enumerate(cases)}
+    specs = {name: case.spec for name, case in cases.items()}
+    rules = [(f"^{name}$", spec) for name, spec in specs.items()]
+    plan = ts.plan(params, rules, ts.make_mesh("data=2,fsdp=4"), min_size=0)
+
+    def full(w: Any, spec: P) -> Any:
+        dim = len(spec) - 1
+        return w if dim < 0 else lax.all_gather(w, spec[dim], axis=dim, tiled=True)
+
+    def body(p: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(many)({n: full(w, specs[n]) for n, w in p.items()}, x)
+        return mean(value), {name: cases[name].reduce(g) for name, g in grads.items()}
+
+    batch = normal(16, 16, seed=99)
+    layouts = [chosen(plan, batch, "unchecked")]
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_gradients(many, params, batch, plan, layouts=layouts, by_hand=body)
+    facts = facts_of(raised)
+    missed = {n: facts.get(n) for n, x in LEAF_FAULTS.items() if x.words not in facts.get(n, "")}
+    assert missed == {}
+    assert not facts.keys() & RIGHT.keys()
+    assert "Made at tests/testing/test_checks.py:" in str(raised.value)
+
+
+def chosen(plan: ts.Plan, batch: Any, name: str, specs: Any = SPREAD) -> testing.Layout:
+    layouts = testing.layouts(plan, batch, specs, by_hand=True)
+    return next(layout for layout in layouts if layout.name == name)
+
+
+# ------------------------------------------------------------------ faults of losses
+
+PARAMS = {
+    "up": normal(8, 16) / 3,
+    "bias": normal(16, seed=1) / 9,
+    "down": normal(16, 8, seed=2) / 4,
+}
+BATCH = normal(16, 8, seed=3)
+RULES = [("up", COLUMNS), ("down", ROWS), ("bias", WHOLE)]
+SPECS = {"up": COLUMNS, "bias": WHOLE, "down": ROWS}
+
+
+def hidden(p: Any, x: Any) -> jax.Array:
+    return jnp.tanh(x @ p["up"] + p["bias"][None])
+
+
+def loss(p: Any, x: Any) -> jax.Array:
+    return jnp.mean((hidden(p, x) @ p["down"]) ** 2)
+
+
+def masked(p: Any, batch: Any) -> jax.Array:
+    x, mask = batch
+    rows = jnp.mean((hidden(p, x) @ p["down"]) ** 2, axis=1)
+    return jnp.sum(rows * mask) / jnp.sum(mask)
+
+
+def dropout(p: Any, batch: Any) -> jax.Array:
+    x, key = batch
+    h = hidden(p, x)
+    h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0)
+    return jnp.mean((h @ p["down"]) ** 2)
+
+
+def by_library(loss: Any) -> Any:
+    return manual.value_and_grad(loss, BOTH, SPECS)
+
+
+def folding(*axes: str, axis_names: Any = BOTH) -> Any:
+    """A body that folds the key by the index over some axes."""
+
+    def body(p: Any, batch: Any) -> Any:
+        x, key = batch
+        key = jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
+        return manual.value_and_grad(dropout, axis_names, SPECS)(p, (x, key))
+
+    return body
+
+
+def then(body: Any, change: Any) -> Any:
+    def changed(p: Any, x: Any) -> Any:
+        value, grads = body(p, x)
+        return value, change(grads)
+
+    return changed
+
+
+def local_loss(p: Any, x: Any) -> Any:
+    value = loss(manual.gather_params(p, "fsdp", SPECS), x)
+    return value, by_library(loss)(p, x)[1]
+
+
+class LossFault(NamedTuple):
+    """A body by hand, what it should compute, and what is said of a leaf."""
+
+    body: Any
+    loss: Any
+    batch: Any
+    leaf: str
+    words: str
+    specs: Any = P(BOTH)
+    axes: str = "data=2,fsdp=4"
+
+
+KEYED = (BATCH, np.array([0, 7], "uint32"))
+TYPED = (BATCH, jax.random.key(3)) if SOAK else KEYED
+SPLIT = (P(BOTH), P())
+LOSS_FAULTS = {
+    "masked mean of each device": LossFault(
+        by_library(masked),
+        masked,
+        (BATCH, (np.arange(16) % 2 < 1 + (np.arange(16) < 8)).astype("float32")),
+        "down",
+        "the devices' rows do not have the same weight",
+    ),
+    "key not folded": LossFault(
+        folding(), dropout, KEYED, "loss", "the key is not folded along `data` and `fsdp`", SPLIT
+    ),
+    "loss scaled by the device count": LossFault(
+        by_library(lambda p, x: loss(p, x) * lax.axis_size(BOTH)),
+        loss,
+        BATCH,
+        "bias",
+        f"{SUM} `data` and `fsdp` (x 8.000)",
+    ),
+}
+LONG = {
+    "a device without tokens": LossFault(
+        by_library(masked),
+        masked,
+        (BATCH, (np.arange(16) < 8).astype("float32")),
+        "up",
+        "not finite on 8 of 8 devices",
+    ),
+    "mean for sum": LossFault(
+        by_library(loss),
+        lambda p, x: loss(p, x) * len(x),
+        BATCH,
+        "up",
+        "a mean over 16 rows, where a sum is right (x 0.062",
+    ),
+    "mean for sum of as many rows as devices": LossFault(
+        by_library(loss),
+        lambda p, x: loss(p, x) * len(x),
+        BATCH[:8],
+        "up",
+        f"{TWICE} `data` and `fsdp` (x 0.125)",
+    ),
+    "stop_gradient": LossFault(
+        by_library(lambda p, x: loss(p | {"up": lax.stop_gradient(p["up"])}, x)),
+        loss,
+        BATCH,
+        "up",
+        "zero: the leaf is not reached",
+    ),
+    "loss of one device": LossFault(
+        local_loss, loss, BATCH, "loss", f"not reduced along `data` and `fsdp`: {OWN}."
+    ),
+    "key folded along data only": LossFault(
+        folding("data"), dropout, TYPED, "loss", "the key is not folded along `fsdp`", SPLIT
+    ),
+    "key folded where it must not be": LossFault(
+        folding(*BOTH),
+        dropout,
+        KEYED,
+        "loss",
+        "the key is folded along `fsdp`, where devices have the same rows",
+        (P("data"), P()),
+    ),
+    "key folded, and a sum": LossFault(
+        then(folding(*BOTH), lambda g: g | {"bias": g["bias"] * lax.axis_size("data")}),
+        dropout,
+        TYPED,
+        "bias",
+        f"{SUM} `data` (x 2.000)",
+        SPLIT,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*LOSS_FAULTS, *(LONG if SOAK else ())])
+def test_faults_of_losses_are_found_and_named(name: str) -> None:
+    case = (LOSS_FAULTS | LONG)[name]
+    plan = ts.plan(PARAMS, RULES, ts.make_mesh(case.axes), min_size=0)
+    layouts = [chosen(plan, case.batch, "unchecked", case.specs)]
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_gradients(
+            case.loss, PARAMS, case.batch, plan, layouts=layouts, by_hand=case.body
+        )
+    print(raised.value)
+    assert case.words in facts_of(raised)[case.leaf]
+
+
+def test_devices_may_draw_their_own_numbers() -> None:
+    plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
+    report = testing.check_gradients(
+        dropout,
+        PARAMS,
+        KEYED,
+        plan,
+        layouts=[chosen(plan, KEYED, "unchecked", SPLIT)],
+        by_hand=folding(*BOTH),
+    )
+    print(report)
+    assert report.notes[-1] == (
+        "unchecked: each device draws its own random numbers; compared with keys folded by"
+        " axis_index(('data', 'fsdp')) on one device"
+    )

@@ -1,0 +1,111 @@
+"""Right computations pass the checks: models, strategies and dtypes, by jit and by hand."""
+
+import itertools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from check_models import MODELS
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard import manual, testing
+from treeshard.training import init_sharded, jit_step, shard_map_step
+
+SOAK = os.environ.get("TREESHARD_SOAK", "0") not in ("", "0")
+pytestmark = pytest.mark.usefixtures("quick_compiles", "standard_promotion")
+
+FSDP = [(".*", ts.fsdp("fsdp", min_size=0))]
+TENSOR = [(".*", ts.shard_dim("tensor", -1, ignore_ndim_error=True))]
+BOTH = [(".*", ts.shard_dim("tensor", -1, ignore_ndim_error=True) | ts.fsdp("fsdp", min_size=0))]
+# Rules, mesh, and the axes of the batch.
+STRATEGIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "dp": ([(".*", None)], "data=8", ("data",)),
+    "fsdp": (FSDP, "fsdp=8", ("fsdp",)),
+    "hsdp": (FSDP, "data=2,fsdp=4", ("data", "fsdp")),
+    "tp": (TENSOR, "data=2,tensor=4", ("data",)),
+    "fsdp x tp": (BOTH, "fsdp=4,tensor=2", ("fsdp",)),
+}
+DTYPES = ("float32", "bfloat16")
+# Each model, strategy and dtype at least once, by jit, and by hand where that is the same code.
+COVERING = [
+    ("eqx_attention", "hsdp", "float32", ("plan", "unchecked")),
+    ("linen_conv", "tp", "bfloat16", ("plan",)),
+    ("nnx_mlp", "fsdp", "bfloat16", ("mesh", "by hand")),
+    ("scanned", "fsdp x tp", "float32", ("plan",)),
+    ("experts", "dp", "bfloat16", ("batch", "unchecked")),
+    ("recurrent", "hsdp", "float32", ("axes",)),
+    ("tied", "hsdp", "bfloat16", ("minibatches", "remat")),
+]
+ALL = [(*case, ()) for case in itertools.product(MODELS, STRATEGIES, DTYPES)]
+
+
+@pytest.mark.parametrize(("model", "strategy", "dtype", "names"), ALL if SOAK else COVERING)
+def test_right_gradients_pass(
+    model: str, strategy: str, dtype: str, names: Any, record_property: Any
+) -> None:
+    params, batch, loss = MODELS[model](dtype)
+    rules, axes, split = STRATEGIES[strategy]
+    plan = ts.plan(params, rules, ts.make_mesh(axes), min_size=0)
+    specs = P(None, split) if model == "recurrent" else P(split)
+    # By hand, a mean over unmasked tokens has to count those of all devices.
+    by_hand = "tensor" not in axes and model != "tied"
+    layouts = testing.layouts(plan, batch, specs, by_hand=by_hand)
+    layouts = [x for x in layouts if not names or x.name in names]
+    body = manual.value_and_grad(loss, split, plan) if by_hand else None
+    report = testing.check_gradients(
+        loss, params, batch, plan, layouts=layouts, by_hand=body, batch_specs=specs
+    )
+    cells = [cell for row in report.cells.values() for cell in row.values()]
+    assert cells
+    assert not [note for note in report.notes if "raised" in note]
+    noise = max([float(cell.split()[0]) for cell in cells if "noise" in cell], default=0.0)
+    record_property("largest multiple of the noise", noise)
+
+
+def adam(loss: Any, by_hand: Any = None) -> Any:
+    def step(state: Any, batch: Any) -> Any:
+        if by_hand is None:
+            value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        else:
+            value, grads = by_hand(state["params"], batch)
+        updates, opt = optax.adamw(1e-3).update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt, "step": state["step"] + 1}, {"loss": value}
+
+    return step
+
+
+STEPS = [
+    ("scanned", "hsdp", "float32", False),
+    ("nnx_mlp", "fsdp", "bfloat16", True),
+    ("experts", "fsdp x tp", "float32", False),
+    ("tied", "zero-1", "float32", False),
+    ("linen_conv", "dp", "bfloat16", False),
+]
+
+
+@pytest.mark.parametrize(("model", "strategy", "dtype", "by_hand"), STEPS if SOAK else STEPS[1:4:2])
+def test_right_steps_pass(
+    model: str, strategy: str, dtype: str, by_hand: bool, record_property: Any
+) -> None:
+    params, batch, loss = MODELS[model](dtype)
+    zero_1 = ([("opt", ts.fsdp("data", min_size=0)), (".*", None)], "data=8", ("data",))
+    rules, axes, split = STRATEGIES.get(strategy, zero_1)
+
+    def init() -> Any:
+        return {"params": params, "opt": optax.adamw(1e-3).init(params), "step": jnp.int32(0)}
+
+    state, plan = init_sharded(init, rules=rules, mesh=axes, min_size=0)
+    of_params = ts.plan(params, rules, plan.mesh, min_size=0)
+    body = manual.value_and_grad(loss, split, of_params) if by_hand else None
+    make = shard_map_step if by_hand else jit_step
+    report = testing.check_step(make(adam(loss, body), plan, batch=P(split)), state, batch)
+    assert not [note for note in report.notes if "raised" in note]
+    assert {path.split("/")[0] for path in report.cells} >= {"step 2: params", "step 1: opt"}
+    cells = [cell for row in report.cells.values() for cell in row.values()]
+    noise = max([float(cell.split()[0]) for cell in cells if "noise" in cell], default=0.0)
+    record_property("largest multiple of the noise", noise)
