@@ -1248,6 +1248,36 @@ TESTS = Group(
             """,
             about="a tree",
         ),
+        Entry(
+            "WrongResultError",
+            "Gradients, or the results of a step, are not the same in all layouts: summed, not"
+            " averaged; not reduced; permuted. The message is the report of `check_gradients` or"
+            " `check_step`: see [are my sharded gradients"
+            " right?](../guide/are-my-gradients-right.md) It is also an `AssertionError`.",
+            """
+            plan = ts.plan({"w": w[:8]}, [("w", None)], mesh)
+            batch = np.ones((16, 8), "float32")
+
+
+            def loss(params, batch):
+                return jnp.mean((batch @ params["w"]) ** 2)
+
+
+            def by_hand(params, batch):  # which sums what it should average
+                value, grads = jax.value_and_grad(loss)(params, batch)
+                return jax.lax.psum((value, grads), "data")
+
+
+            layouts = testing.layouts(plan, batch, P("data"), by_hand=True)
+            layouts = [layout for layout in layouts if layout.name == "unchecked"]
+            options = {"layouts": layouts, "batch_specs": P("data")}
+            testing.check_gradients(loss, {"w": w[:8]}, batch, plan, by_hand=by_hand, **options)
+            """,
+            """
+            right = value_and_grad(loss, "data", plan)
+            testing.check_gradients(loss, {"w": w[:8]}, batch, plan, by_hand=right, **options)
+            """,
+        ),
     ],
 )
 

@@ -80,7 +80,8 @@ def linen_conv(dtype: Any) -> Case:
     params = Net().init(jax.random.key(0), x)
 
     def loss(params: Any, x: Any) -> Any:
-        return jnp.mean(Net().apply(params, x).astype("float32") ** 2)
+        out: Any = Net().apply(params, x)
+        return jnp.mean(out.astype("float32") ** 2)
 
     return Case(cast(params, dtype), x, loss)
 

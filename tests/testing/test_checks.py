@@ -163,7 +163,7 @@ RIGHT = {
 
 def many(p: Any, x: Any) -> jax.Array:
     """A loss in which each leaf has a gradient of its own."""
-    return sum(jnp.mean(jnp.tanh(x @ w) ** 2) for w in p.values())
+    return jnp.stack([jnp.mean(jnp.tanh(x @ w) ** 2) for w in p.values()]).sum()
 
 
 def facts_of(error: Any) -> dict[str, str]:
@@ -171,7 +171,7 @@ def facts_of(error: Any) -> dict[str, str]:
     facts: dict[str, str] = {}
     for line in str(error.value).splitlines():
         leaves, _, fact = line.partition("): ")
-        if fact and not leaves.startswith("    "):
+        if fact and not leaves.startswith("  "):
             facts |= {leaf.partition(" P(")[0].strip(): fact for leaf in leaves.split("; ")}
     return facts
 

@@ -88,6 +88,21 @@ an estimate that no chip has confirmed.
 
 exit code: 0, or 1 if it does not fit or moves what was not planned, or 2 if the input is invalid
 """
+_CHECK = """\
+FUNCTION gets nothing and returns (loss, params, batch, rules): a function loss(params, batch), its
+arguments as arrays (a small model and batch are enough), and the rules. In train.py:
+  def to_check():
+      return loss, init(jax.random.key(0)), next(batches()), [(".*", ts.fsdp("fsdp"))]
+
+  treeshard check train:to_check
+  treeshard check train:to_check --mesh data=4,tensor=2
+
+Simulates CPUs, and compares the gradients on one device with those under the plan, on other mesh
+shapes, with the axes in another order, the batch split otherwise, in minibatches, and with
+jax.checkpoint. All leaves are sharded as the rules say, however small.
+
+exit code: 0, or 1 if something differs by more than rounding, or 2 if the input is invalid
+"""
 _PATH = """\
 PATH is a checkpoint, a directory of checkpoints by step (reads the latest, or --step), a
 safetensors file, the index of several, or a directory with one of these.
@@ -172,6 +187,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--remat", metavar="REGEX", help="weights gathered again for the backward pass")
     add("--dtype", metavar="DTYPE", help="in which weights are gathered, instead of their own")
     add("--json", action="store_true", help="print the report as JSON")
+
+    what = "compare the gradients of a model in many layouts, and name what is wrong"
+    add = command("check", "check:run_check", what, _CHECK)
+    add("function", metavar="MODULE:FUNCTION", help="returns (loss, params, batch, rules)")
+    add(
+        "--mesh",
+        default="data=2,fsdp=4",
+        metavar="AXES",
+        help="by default data=2,fsdp=4",
+    )
 
     what = "list the leaves of a checkpoint or safetensors"
     add = command("inspect", "files:run_inspect", what, _INSPECT)

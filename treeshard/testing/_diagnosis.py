@@ -117,11 +117,13 @@ class Diagnosis:
                 "Look for terms that only some layouts add to the loss.",
             )
         factor = self._factor(i, dict.fromkeys(shards, reference))
-        if factor is not None:
+        if factor is not None and self._meanings(factor):
             yield self._of_factor(factor, ())
         yield from self._moved(i, reference)
         yield from self._of_parts(i)
         yield from self._partly(i, reference)
+        if factor is not None and reference.size > 1:
+            yield self._of_factor(factor, ())
 
     def _of_factor(self, factor: float, unreduced: Subset) -> Cause:
         """A multiple of the right result, or of a mean over some devices only."""
@@ -251,10 +253,10 @@ class Diagnosis:
                 yield self._of_factor(factor, unreduced)
             elif abs(factor - 1) < 0.02:
                 yield Cause(
-                    "the mean of what each device gets from its own rows, which is not the result"
-                    " of all rows: the devices' rows do not have the same weight.",
+                    "each device's own result, averaged: the devices' rows do not have the same"
+                    " weight.",
                     "Divide by the count of all devices: `psum(total) / psum(count)`, as for a mean"
-                    " over tokens that a mask leaves, and for a loss that is not a mean of rows.",
+                    " over the tokens that a mask leaves.",
                     "own means",
                 )
             else:

@@ -30,11 +30,12 @@ from treeshard._core.specs import axes_of, entries
 from treeshard._placement.gather import gather
 from treeshard._placement.shard import shard
 from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import PlanInForce, default_batch, row_axes
 from treeshard.errors import SpecError, StateError
-from treeshard.manual._fsdp import has_gradient
-from treeshard.training._accumulate import accumulate_gradients
+from treeshard.manual._fsdp import gather_params, has_gradient
+from treeshard.training._gradients import accumulate_gradients
 from treeshard.training._pitfalls import user_line
-from treeshard.training._step import Step, default_batch_spec
+from treeshard.training._step import Step
 
 # The values of a leaf: of each device, the index of its shard, and the shard itself.
 Shards = dict[Any, tuple[tuple[slice, ...], np.ndarray]]
@@ -110,7 +111,7 @@ def layouts(
         mesh: data=4, fsdp=2; batch P('data',)
         axes: fsdp=4, data=2; batch P('data',)
     """
-    batch_specs = default_batch_spec(plan) if batch_specs is None else batch_specs
+    batch_specs = default_batch(plan) if batch_specs is None else batch_specs
     split = split_axes(batch, batch_specs)
     if by_hand and not split:
         raise SpecError(
@@ -301,7 +302,10 @@ class Gradients(Computation):
         key = _key(layout)
         if key not in self._compiled:
             by_jit = layout.check_vma is None
-            run = self._by_jit(layout) if by_jit else self._by_hand(layout)
+            in_force = PlanInForce(
+                layout.plan, row_axes(layout.batch_specs), None if by_jit else gather_params
+            )
+            run = in_force.inside(self._by_jit(layout) if by_jit else self._by_hand(layout))
             shardings = [NamedSharding(layout.mesh, spec) for spec in self.specs]
             self._compiled[key] = jax.jit(run, out_shardings=shardings if by_jit else None)
         return self._compiled[key]

@@ -82,9 +82,11 @@ class Report:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         ]
-        count = "Nothing is wrong." if self.ok else f"{len(self.problems)} results are wrong:"
-        parts = [*table, "", *self.layouts, *self.notes, "", f"{self.what}: {count}"]
-        return "\n".join([*parts, *(f"  {text}" for text in self._problems())])
+        count = len(self.problems)
+        verdict = f"{count} results are wrong." if count > 1 else "1 result is wrong."
+        verdict = "Nothing is wrong." if self.ok else verdict
+        parts = [f"{self.what}: {verdict}", *table, "", *self.layouts, *self.notes]
+        return "\n".join([*parts, *(f"\n{text}" for text in self._problems())])
 
     def _problems(self) -> list[str]:
         """A line for each cause, with the leaves that it has made wrong, repeated layers folded."""
@@ -96,7 +98,7 @@ class Report:
             folded = fold((p.path, p.spec, p) for p in members)
             leaves = "; ".join(f"{path} {inside[0].spec}" for path, inside in folded)
             where = f" Made at {line}." if line else ""
-            lines.append(f"{leaves}: {fact}\n    In: {', '.join(layouts)}.{where} {fix}")
+            lines.append(f"{leaves}: {fact}\n  In: {', '.join(layouts)}.{where} {fix}")
         return lines
 
 
