@@ -30,6 +30,7 @@ from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, current_plan, default_batch, row_axes
 from treeshard.errors import LeafError, SpecError, listed
+from treeshard.manual._fsdp import has_gradient
 from treeshard.training._metrics import Metrics
 
 GradFn = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
@@ -117,7 +118,7 @@ def value_and_grad(
         mesh = get_incontext_mesh(raise_error=False) if step is None else step.plan.mesh
         own = None if mesh is None else _specs_of(params, specs, step)
         leaves, treedef = tree_flatten(params)
-        split = StaticSplit(leaves, treedef, _has_gradient)
+        split = StaticSplit(leaves, treedef, has_gradient)
         grad_specs = split.dynamic(specs_of_leaves(own, params))
         axes = () if mesh is None else _separate_axes(mesh, grad_specs, axis_names, step)
 
@@ -151,10 +152,6 @@ def _specs_of(params: PyTree, specs: SpecTree, step: PlanInForce | None) -> Spec
             f"value_and_grad: {error} Pass the specs of the parameters:"
             " `value_and_grad(loss, specs)`."
         ) from None
-
-
-def _has_gradient(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 # ------------------------------------------------------------------ parts of the batch
@@ -240,7 +237,7 @@ def _reduced(aux: Any, axes: tuple[str, ...], mean: Callable[[Any], Any]) -> Any
     facts = [
         f"{path_under('aux', path)}: {array_text(x)} has no mean."
         for path, x in zip(leaf_paths(rest), tree_leaves(rest), strict=True)
-        if is_array(x) and not x.ndim and not _has_gradient(x)
+        if is_array(x) and not x.ndim and not has_gradient(x)
     ]
     if facts:
         raise LeafError(
