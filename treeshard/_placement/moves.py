@@ -179,10 +179,11 @@ def transfer_across_processes(
     shardings = [*(x.sharding for x in data), *targets]
     among = processes_of({device for sharding in shardings for device in sharding.device_set})
     participates = jax.process_index() in among
-    received = deliver(data, wanted, among) if participates else repeat({})
+    received = deliver(data, wanted, among) if participates else repeat(dict[Region, Any]())
     placed = []
     for x, keyless, target, parts in zip(arrays, data, targets, received, strict=participates):
         placed.append(as_keys(jax.block_until_ready(_of_parts(keyless, target, parts)), x))
+        parts.clear()  # before the next ones arrive
     return placed
 
 
