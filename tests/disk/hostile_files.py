@@ -258,7 +258,6 @@ FOLDERS |= {
     "a table of 90 MB in one string": instead_of(
         "leaves/table.json", text(b'{"crc":"' + b"x" * 90_000_000 + b'"}')
     ),
-    "Orbax's metadata of brackets": instead_of("state/_METADATA", text(b"[" * TEN_MB)),
     "a zarr.json of brackets": instead_of("state/w/zarr.json", text(b"[" * TEN_MB)),
 }
 

@@ -1,6 +1,6 @@
 """Saves trees from any mesh, restores them to any other, and verifies that every byte is as saved.
 
-A checkpoint is a directory: arrays of 1 MiB and more as Orbax writes them, smaller ones packed,
+A checkpoint is a directory: arrays as zarr, written by TensorStore in the layout that Orbax reads,
 and a table of all leaves with a checksum of each. Saves are atomic and durable. A checkpoint
 contains no code, and reading one runs nothing from it.
 
@@ -15,10 +15,12 @@ Examples:
 """
 
 try:
-    import etils.epath  # noqa: F401  (it comes with Orbax)
+    import etils.epath  # noqa: F401
+    import tensorstore  # noqa: F401
 except ModuleNotFoundError:
     raise ImportError(
-        "treeshard.checkpoint needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
+        "treeshard.checkpoint needs TensorStore and etils. Install them with"
+        " `pip install 'treeshard[checkpoint]'`."
     ) from None
 
 from treeshard._core.paths import PyTree
@@ -72,7 +74,7 @@ def save(
             as a numpy array, must be equal on all processes; process 0 saves its copy.
         fingerprints: Whether to save a checksum of every array, so that damage is detected, and
             to compare all replicas of each shard.
-        compress: Whether to compress arrays of 1 MiB and more with zstd. Weights hardly shrink,
+        compress: Whether to compress arrays with zstd. Weights hardly shrink,
             and it is slow.
         ocdbt: Whether to store all arrays in a few files, instead of each in its own.
         on_divergence: What to do if replicas of an array, or the processes' copies of one, differ

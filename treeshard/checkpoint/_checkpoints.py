@@ -23,8 +23,7 @@ from treeshard.checkpoint._paths import (
     written_by,
 )
 from treeshard.checkpoint._restore import RestoreOptions, restore
-from treeshard.checkpoint._save import begin
-from treeshard.checkpoint._store import Writing
+from treeshard.checkpoint._save import Writing, begin
 from treeshard.errors import CheckpointError, warn
 
 
