@@ -30,7 +30,7 @@ from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
 from treeshard.checkpoint._checkpoints import Checkpoints
 from treeshard.checkpoint._paths import checkpoint_path
 from treeshard.checkpoint._restore import damages_of, restore, table_at
-from treeshard.checkpoint._save import begin, wait
+from treeshard.checkpoint._save import begin
 
 __all__ = [
     "Checkpoints",
@@ -109,9 +109,8 @@ def save(
     """
     if progress:
         with_bar((), "save")  # raises without tqdm, before anything is written
-    checkpoint = checkpoint_path(path)
     writing = begin(
-        checkpoint,
+        checkpoint_path(path),
         tree,
         fingerprints=fingerprints,
         compress=compress,
@@ -119,7 +118,7 @@ def save(
         on_divergence=on_divergence,
         timeout=timeout,
     )
-    wait(writing, checkpoint, tree, progress=progress)
+    writing.wait(progress=progress)
 
 
 def inspect(path: PathLike) -> Contents:

@@ -30,6 +30,8 @@ Arrays = Mapping[str, jax.Array | np.ndarray]
 
 _SMALL = 2**20  # bytes
 _NODES = "cache_pool#nodes"  # caches the nodes of the index
+# Nodes are not compressed: the values in them are compressed, or would hardly shrink.
+_NEW = {"config": {"max_inline_value_bytes": 1024, "compression": None}}
 
 
 def _store(path: epath.Path, key: str, in_few_files: bool, process: int | None = None) -> Any:
@@ -122,10 +124,7 @@ def write_arrays(
             chunk = _compressed_chunk(chunk, x.dtype.itemsize)
         about = {"shape": x.shape, "data_type": str(x.dtype), "codecs": codecs}
         about["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": chunk}}
-        store = _store(path, key, in_few_files, me)
-        if in_few_files:
-            # Nodes are not compressed: their values are compressed, or would hardly shrink.
-            store["config"] = {"max_inline_value_bytes": 1024, "compression": None}
+        store = _store(path, key, in_few_files, me) | (_NEW if in_few_files else {})
         spec = {"driver": "zarr3", "kvstore": store, "metadata": about}
         spec["store_data_equal_to_fill_value"] = True
         how: dict[str, Any] = (
@@ -158,7 +157,8 @@ def merge(path: epath.Path, keys: Iterable[str], *, in_few_files: bool) -> None:
     """Merges what the processes have written, and describes it for Orbax."""
     if in_few_files:
         context, transaction = _context(), tensorstore.Transaction(atomic=True)
-        merged = tensorstore.KvStore.open(_store(path, "", True), context=context).result()
+        spec = _store(path, "", True) | _NEW
+        merged = tensorstore.KvStore.open(spec, context=context).result()
         for process in range(jax.process_count()):
             if written_by(path, process, in_few_files=True).exists():
                 spec = _store(path, "", True, process)
@@ -180,6 +180,7 @@ def merge(path: epath.Path, keys: Iterable[str], *, in_few_files: bool) -> None:
 Structs = Mapping[str, jax.ShapeDtypeStruct]
 
 _IN_FLIGHT = 2**26  # bytes that are being read at a time, if no single array has more
+_LEAST_PART = 2**16  # what a part counts at least
 _TO_PLACE = 2**24  # bytes that are placed at a time, if no single array has more
 # Compression shrinks zeros to a thirty-thousandth, and earlier versions compressed the index too.
 _MOST_EXPANSION = 2**20
@@ -257,7 +258,8 @@ class ArrayStore:
         if self._bytes is not None:
             most = min(most, self._bytes * _MOST_EXPANSION_OF_A_CHUNK)
         if chunk > max(_LARGE_CHUNK, most):
-            return f"it is stored in chunks of {human_bytes(chunk)}, and has {human_bytes(most)}."
+            text = human_bytes(chunk)
+            return f"it is stored in chunks of {text}, more than the array or its files have."
         return ""
 
     def read(self, wanted: Structs, *, progress: str = "") -> tuple[dict[str, Any], dict[str, str]]:
@@ -390,7 +392,7 @@ def _read_ahead(parts: Iterable[tuple[str, Any, Region]]) -> Iterator[tuple[str,
     waiting: deque[tuple[int, tuple[str, Region, Any]]] = deque()
     held = 0
     for key, store, region in parts:
-        size = math.prod(lengths(region)) * store.dtype.numpy_dtype.itemsize
+        size = max(_LEAST_PART, math.prod(lengths(region)) * store.dtype.numpy_dtype.itemsize)
         while waiting and held + size > _IN_FLIGHT:
             done, part = waiting.popleft()
             held -= done

@@ -1,6 +1,5 @@
 """Saves a tree as one directory, atomically and durably, on all processes together."""
 
-import math
 import signal
 import threading
 import time
@@ -14,7 +13,7 @@ import jax
 from etils import epath
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import array_text, has_shape, is_key
+from treeshard._core.arrays import array_text
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, agreeing, exchange, with_bar
 from treeshard._disk.files import Lock, flush, flush_tree, make_directory
@@ -41,22 +40,37 @@ WHERE = "save"
 
 
 class Writing:
-    """A save in the background, whose end is a future."""
+    """A save in the background.
 
-    def __init__(self, end: Future[None]) -> None:
-        self._end = end
+    Args:
+        path: The checkpoint.
+        size: The bytes of its arrays.
+        end: Its end.
+    """
 
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._end.done()
+    def __init__(self, path: epath.Path, size: int, end: Future[None]) -> None:
+        self._path, self._size, self._end = path, size, end
 
-    def wait(self) -> None:
-        """Returns once all processes have written everything; or raises what failed on any."""
+    def wait(self, *, progress: bool = False) -> None:
+        """Returns once all processes have written everything; or raises what failed on any.
+
+        Args:
+            progress: Whether process 0 shows a bar of the bytes that are on disk.
+        """
         try:
+            if progress and jax.process_index() == 0:
+                for percent in with_bar(range(1, 101), WHERE, unit="%"):
+                    while not self._end.done() and 100 * self._on_disk() < percent * self._size:
+                        time.sleep(0.05)
             self._end.result()
         except KeyboardInterrupt:
             self._end.exception()  # hold the locks until the last byte is written
             raise
+
+    def _on_disk(self) -> int:
+        with suppress(CheckpointError, OSError):  # files come and go
+            return bytes_of_files(partial_path(self._path)) if is_local(self._path) else 0
+        return 0
 
 
 def begin(
@@ -110,11 +124,13 @@ def begin(
                 written = thread.submit(
                     write_arrays, partial, copied, compress=compress, in_few_files=ocdbt
                 )
+                del copied
                 table = _table(packed, timeout, on_divergence) if fingerprints else packed.table
                 text = to_text(table)
-            return Writing(
-                thread.submit(_finish, path, written, text, list(copied), ocdbt, held.pop_all())
-            )
+            keys = list(packed.arrays)
+            size = sum(x.size * x.dtype.itemsize for x in packed.arrays.values())
+            end = thread.submit(_finish, path, written, text, keys, ocdbt, held.pop_all())
+            return Writing(path, size, end)
         except BaseException:
             thread.shutdown()  # until nothing is being written
             if begun:
@@ -217,27 +233,6 @@ def _interrupts_deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if interrupted_at:
         handler(signal.SIGINT, interrupted_at[0])
-
-
-def wait(writing: Writing, path: epath.Path, tree: PyTree, *, progress: bool) -> None:
-    """Waits for a save of `tree`, on process 0 with a bar of the bytes that are on disk.
-
-    Raises:
-        As `Writing.wait`.
-    """
-    if progress and jax.process_index() == 0:
-        arrays = [x for x in tree_leaves(tree) if has_shape(x) and not is_key(x)]
-        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-        for percent in with_bar(range(1, 101), WHERE, unit="%"):
-            while not writing.done() and 100 * _bytes_written(path) < percent * size:
-                time.sleep(0.05)
-    writing.wait()
-
-
-def _bytes_written(path: epath.Path) -> int:
-    with suppress(CheckpointError, OSError):  # files come and go
-        return bytes_of_files(partial_path(path)) if is_local(path) else 0
-    return 0
 
 
 def _tell(differing: Mapping[str, str], on_divergence: str) -> None:
