@@ -108,9 +108,6 @@ def restore(
         ValueError: If `mesh` or `min_size` is given without `rules`.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
-    Warns:
-        ShardingWarning: If an array is in `like` at several paths: each gets an array of its own.
-
     Examples:
         >>> like = {"w": jax.ShapeDtypeStruct((256, 64), "float32"), "act": jax.nn.relu}
         >>> with tempfile.TemporaryDirectory() as folder:

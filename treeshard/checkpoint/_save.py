@@ -11,7 +11,6 @@ from zlib import crc32
 
 import jax
 from etils import epath
-from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text
 from treeshard._core.paths import PyTree
