@@ -9,6 +9,11 @@ neither the devices nor memory for the model: there are only shapes. The same fr
 
     treeshard compile examples.compile_llama:llama_8b --topology v5e-256 \\
         --scan layers --remat layers --dtype bfloat16
+
+and which mesh and strategy to take (it compiles several):
+
+    treeshard suggest examples.compile_llama:llama_8b --topology v5e-256 --global-batch 256 \\
+        --scan layers --remat layers --dtype bfloat16
 """
 
 import argparse
@@ -23,6 +28,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from treeshard.programs import Strategy
 
 
 class Size(NamedTuple):
@@ -103,36 +109,46 @@ def layer(x, w, size):
 # ------------------------------------------------------------------ how it is sharded
 
 
-def rules(mesh):
+def default_rules(mesh):
     """FSDP, on any dim but that of the layers, which a scan runs over. With an axis `tensor`, also
     tensor parallelism: weights that expand are split by column, those that reduce by row.
     """
-    if "tensor" not in mesh.shape:
-        return [("norm", None), ("layers", ts.fsdp("fsdp", skip=(0,))), (".*", ts.fsdp("fsdp"))]
-    return [
-        ("norm", None),
-        ("layers/(q|k|v|gate|up)$", P(None, "fsdp", "tensor")),
-        ("layers/(o|down)$", P(None, "tensor", "fsdp")),
-        ("head", P("fsdp", "tensor")),
-        ("embed", P("tensor", "fsdp")),
-        (".*", None),
-    ]
+    return TENSOR_PARALLEL if "tensor" in mesh.shape else FSDP
 
 
-def make_llama(mesh, size, rows=1, tokens=4096):
-    """A training step on `mesh`, and shapes of its state and batch: what `treeshard compile` takes.
+FSDP = [("norm", None), ("layers", ts.fsdp("fsdp", skip=(0,))), (".*", ts.fsdp("fsdp"))]
+TENSOR_PARALLEL = [
+    ("norm", None),
+    ("layers/(q|k|v|gate|up)$", P(None, "fsdp", "tensor")),
+    ("layers/(o|down)$", P(None, "tensor", "fsdp")),
+    ("head", P("fsdp", "tensor")),
+    ("embed", P("tensor", "fsdp")),
+    (".*", None),
+]
+# For `treeshard suggest`: what it cannot know without the model.
+STRATEGIES = [Strategy("FSDP x TP", ("fsdp", "tensor"), TENSOR_PARALLEL)]
+
+
+def make_llama(mesh, rules=None, *, size, rows=1, tokens=4096, global_batch=None, remat=True):
+    """A training step on `mesh`, and shapes of its state and batch: what `treeshard compile` and
+    `treeshard suggest` take.
 
     Args:
         mesh: Axes `fsdp`, and perhaps `data` and `tensor`.
+        rules: By default those of `default_rules`.
         size: A key of `SIZES`, or a `Size`.
         rows: Sequences per device; per group of devices along `tensor`.
         tokens: The length of a sequence.
+        global_batch: Sequences in all, instead of `rows`.
+        remat: Whether to keep only the input of each layer, and to compute the rest again.
     """
     size = SIZES.get(size, size)
     optimizer = optax.adamw(3e-4, weight_decay=0.1)
     params = parameters(size)
     plan = ts.plan(
-        {"params": params, "opt": jax.eval_shape(optimizer.init, params)}, rules(mesh), mesh
+        {"params": params, "opt": jax.eval_shape(optimizer.init, params)},
+        rules or default_rules(mesh),
+        mesh,
     )
     specs = plan.specs["params"]
     batch_axes = tuple(axis for axis in mesh.axis_names if axis != "tensor")
@@ -142,14 +158,13 @@ def make_llama(mesh, size, rows=1, tokens=4096):
         return ts.unshard(jax.tree.map(lambda w: w.astype("bfloat16"), weights), specs, "fsdp")
 
     def loss(params, tokens):
-        @jax.checkpoint  # keep only the input of each layer, and compute the rest again
         def body(x, weights):
             x = layer(x, use(weights, ts.layer_specs(specs["layers"])), size)
             return ts.with_sharding_constraint(x, P(batch_axes)), None
 
         x = use(params["embed"], specs["embed"])[tokens[:, :-1]]
         x = ts.with_sharding_constraint(x, P(batch_axes))
-        x, _ = jax.lax.scan(body, x, params["layers"])
+        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params["layers"])
         x = rms_norm(x, params["norm"].astype(x.dtype))
         logits = (x @ use(params["head"], specs["head"])).astype("float32")
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -161,7 +176,8 @@ def make_llama(mesh, size, rows=1, tokens=4096):
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
     groups = mesh.size // mesh.shape.get("tensor", 1)
-    return step, plan.structs, jax.ShapeDtypeStruct((rows * groups, tokens + 1), "int32")
+    batch = jax.ShapeDtypeStruct((global_batch or rows * groups, tokens + 1), "int32")
+    return step, plan.structs, batch
 
 
 # For `treeshard compile examples.compile_llama:llama_8b`, which passes the mesh.
@@ -191,7 +207,9 @@ def main(argv=None, size=None):
     if args.topology is None:
         ts.simulate_devices(8)
     mesh = ts.make_mesh(args.mesh, topology=args.topology)
-    step, state, batch = make_llama(mesh, size or args.size, args.rows, args.tokens)
+    step, state, batch = make_llama(
+        mesh, size=size or args.size, rows=args.rows, tokens=args.tokens
+    )
     print(f"{step.plan}\n")
     print(f"compiling for {mesh.devices.flat[0].device_kind} x {mesh.size:,} ...", file=sys.stderr)
     start = time.perf_counter()

@@ -83,6 +83,7 @@ if _TYPE_CHECKING:
     from treeshard.errors import UnexpectedShardingError as UnexpectedShardingError
     from treeshard.errors import UnknownAxisError as UnknownAxisError
     from treeshard.errors import UnstableStepError as UnstableStepError
+    from treeshard.programs import suggest as suggest
     from treeshard.training import init_sharded as init_sharded
     from treeshard.training import jit_step as jit_step
     from treeshard.training import shard_map_step as shard_map_step
@@ -109,6 +110,7 @@ _FIRST_PAGE = {
     "init_sharded": "training",
     "jit_step": "training",
     "shard_map_step": "training",
+    "suggest": "programs",
     # inside a step
     "with_sharding_constraint": "_placement.constraint",
     "unshard": "_placement.constraint",

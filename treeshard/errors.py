@@ -103,7 +103,16 @@ class DeletedLeafError(TreeShardError, RuntimeError):
 
 
 class DoesNotFitError(TreeShardError, MemoryError):
-    """A program needs more memory than a device has."""
+    """A program needs more memory than a device has.
+
+    Attributes:
+        need: The bytes that it needs per device; `None` if that is unknown.
+        capacity: The bytes that the device has.
+    """
+
+    def __init__(self, message: str, need: int | None = None, capacity: int | None = None) -> None:
+        super().__init__(message)
+        self.need, self.capacity = need, capacity
 
 
 class LeafError(TreeShardError, TypeError):

@@ -41,9 +41,11 @@ def _command(name: str) -> Callable[[argparse.Namespace], tuple[str, int]]:
 
 
 def _missing(error: ImportError) -> str:
-    if error.name is not None:  # the message does not say what to install
+    if error.name is None:  # the message already says what to install
+        return str(error)
+    if error.name.partition(".")[0] not in ("etils", "orbax"):
         raise error
-    return str(error)
+    return "this needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
 
 
 # ------------------------------------------------------------------ arguments
@@ -100,6 +102,19 @@ shapes, with the axes in another order, the batch split otherwise, in minibatche
 jax.checkpoint. All leaves are sharded as the rules say, however small.
 
 exit code: 0, or 1 if something differs by more than rounding, or 2 if the input is invalid
+"""
+_SUGGEST = """\
+MODULE:FUNCTION(mesh, rules) returns (step, state, batch), as for `treeshard compile`. Its keyword
+arguments `remat` and `accumulate`, if it has them, are varied; `global_batch` is passed on. A list
+STRATEGIES in the module adds `treeshard.programs.Strategy`s, such as one of tensor parallelism.
+
+  treeshard suggest train:make_step --topology v5e-256 --global-batch 1024 --budget 30m
+  treeshard suggest train:make_step --topology h100:2x8 --strategies FSDP,HSDP
+
+Candidates are planned first, which takes seconds; the best are compiled. What the compiler said of
+a program is kept in ~/.cache/treeshard. Ctrl-C prints what is known by then.
+
+exit code: 0, or 1 if nothing is known to fit, or 2 if the input is invalid
 """
 _PATH = """\
 PATH is a checkpoint, a directory of checkpoints by step (reads the latest, or --step), a
@@ -178,13 +193,18 @@ def _parser() -> argparse.ArgumentParser:
 
     what = "compile a step for devices that may be absent: does it fit, and what does it move"
     add = command("compile", "compile:run_compile", what, _COMPILE)
-    add("function", metavar="MODULE:FUNCTION", help="returns (step, state, batch)")
-    add("--topology", metavar="NAME", help="such as v5e-256, v5p:8x8x8 or h100:2x8")
+    _add_step(add)
     add("--mesh", metavar="AXES", help='such as "data=4,fsdp=64"; by default fsdp has all devices')
-    add("--scan", metavar="REGEX", help="leaves that are layers of a scan, stacked on dim 0")
-    add("--remat", metavar="REGEX", help="weights gathered again for the backward pass")
-    add("--dtype", metavar="DTYPE", help="in which weights are gathered, instead of their own")
-    add("--json", action="store_true", help="print the report as JSON")
+
+    what = "find the mesh and the rules for a model on given devices, with reasons"
+    add = command("suggest", "suggest:run_suggest", what, _SUGGEST)
+    _add_step(add)
+    add("--devices", type=int, metavar="N", help="simulated CPUs, without --topology")
+    add("--global-batch", type=int, metavar="N", help="passed on to the function")
+    add("--memory", metavar="BYTES", help="of a device, such as 80GB, instead of the chip's")
+    add("--strategies", metavar="NAMES", help='such as "FSDP,HSDP"')
+    add("--top", type=int, default=5, metavar="N", help="compile until N fit (5)")
+    add("--budget", metavar="TIME", help="such as 10m: compile nothing more after it")
 
     what = "compare the gradients of a model in many layouts, and name what is wrong"
     add = command("check", "check:run_check", what, _CHECK)
@@ -241,3 +261,12 @@ def _parser() -> argparse.ArgumentParser:
 def _add_path(add: Callable[..., Any]) -> None:
     add("path", metavar="PATH")
     add("--step", type=int, metavar="N", help="a step of a directory of checkpoints")
+
+
+def _add_step(add: Callable[..., Any]) -> None:
+    add("function", metavar="MODULE:FUNCTION", help="returns (step, state, batch)")
+    add("--topology", metavar="NAME", help="such as v5e-256, v5p:8x8x8 or h100:2x8")
+    add("--scan", metavar="REGEX", help="leaves that are layers of a scan, stacked on dim 0")
+    add("--remat", metavar="REGEX", help="weights gathered again for the backward pass")
+    add("--dtype", metavar="DTYPE", help="in which weights are gathered, instead of their own")
+    add("--json", action="store_true", help="print the report as JSON")

@@ -1,14 +1,30 @@
 """Compiled steps before they run: what memory they need, what they move, what bounds them.
 
 `step.compile(state, batch)` returns a `CompiledStep`, for attached devices and for those of
-`make_mesh(topology=...)`; its `memory()` is a `Memory`, its `cost()` a `Cost`.
+`make_mesh(topology=...)`; its `memory()` is a `Memory`, its `cost()` a `Cost`. `suggest` compiles
+a step on several meshes, and ranks them.
 """
 
+from treeshard._core.topologies import CHIPS, Chip
+from treeshard.programs._candidates import Strategy
 from treeshard.programs._compiled_step import CompiledStep
 from treeshard.programs._cost import Cost
 from treeshard.programs._memory import LiveBuffer, Memory
+from treeshard.programs._suggest import suggest
+from treeshard.programs._suggestions import Suggestion, Suggestions
 
-__all__ = ["CompiledStep", "Cost", "LiveBuffer", "Memory"]
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "CompiledStep",
+    "Cost",
+    "LiveBuffer",
+    "Memory",
+    "Strategy",
+    "Suggestion",
+    "Suggestions",
+    "suggest",
+]
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,8 @@ from jax.extend.core import ClosedJaxpr
 
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.spec_trees import SpecTree
+from treeshard._core.text import parse_bytes
+from treeshard._core.topologies import Chip
 from treeshard._planning.plan import Plan
 from treeshard.communication._comparison import Comparison, compare_communication
 from treeshard.communication._program import ReadProgram, read_program
@@ -18,7 +20,7 @@ from treeshard.errors import DoesNotFitError
 from treeshard.programs._cost import Cost, cost_of
 from treeshard.programs._memory import Memory, memory_of
 
-_REFUSED = re.compile(r"\(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)")
+_REFUSED = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,16 @@ class CompiledStep:
         """
         return memory_of(self.compiled, self._read.graph, self.plan, self.batch)
 
-    def cost(self) -> Cost:
+    def cost(self, chip: Chip | None = None) -> Cost:
         """Estimates what the program computes and moves, and the least time that this takes.
+
+        Args:
+            chip: Peaks and links of the device, instead of the published ones.
 
         Returns:
             A `Cost`, from published peaks; no chip has confirmed it.
         """
-        return cost_of(self._read, self.jaxpr, self.plan)
+        return cost_of(self._read, self.jaxpr, self.plan, chip)
 
     @cached_property
     def _read(self) -> ReadProgram:
@@ -111,7 +116,8 @@ def compile_step(
         raise DoesNotFitError(
             f"The step needs {sizes[1]} bytes per device, and {device.device_kind} has {sizes[2]}."
             " Shard more of the state, split the batch further, or repeat the forward pass for the"
-            " gradients (`jax.checkpoint`)."
+            " gradients (`jax.checkpoint`).",
+            *(parse_bytes(f"{size}iB") for size in sizes.groups()),
         ) from error
     step = CompiledStep(plan, batch_specs, batch, compiled, jaxpr)
     if device.platform == "gpu" and not is_attached(device):

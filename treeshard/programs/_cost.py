@@ -1,7 +1,7 @@
 """What a compiled step computes and moves on one device, and the least time that this takes."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,17 +130,18 @@ def _time(seconds: float | None) -> str:
     return "unknown" if seconds is None else f"{1000 * seconds:,.2f} ms"
 
 
-def cost_of(read: ReadProgram, jaxpr: ClosedJaxpr, plan: Plan) -> Cost:
+def cost_of(read: ReadProgram, jaxpr: ClosedJaxpr, plan: Plan, chip: Chip | None = None) -> Cost:
     """Adds up the work of a program.
 
     Args:
         read: The parsed program.
         jaxpr: The step as it was traced.
         plan: The plan of its state, with the mesh that it was compiled for.
+        chip: Peaks and links, instead of those published of the device.
     """
     mesh = with_devices(plan.mesh, "cost", compile_only=True)
     device = mesh.devices.flat[0]
-    chip = chip_of(device)
+    chip = chip or chip_of(device)
     flow = Dataflow(read.graph)
     flops, traced, moved = compiled_flops(flow), traced_flops(jaxpr.jaxpr), memory_traffic(flow)
     unknown = [*sorted(flops.unknown | traced.unknown)]
@@ -149,7 +150,10 @@ def cost_of(read: ReadProgram, jaxpr: ClosedJaxpr, plan: Plan) -> Cost:
     if chip is None:
         unknown.append(f"the peaks of {device.device_kind}")
     between = _network_axes(mesh)
-    moves = [(one, _seconds(one, chip, between)) for one in CollectiveReader(read).all()]
+    moves = [
+        (one, link_seconds(_sent([one]), one.axes, chip, between))
+        for one in CollectiveReader(read).all()
+    ]
     if any(one.wire_bytes is None or one.count is None for one, _ in moves):
         unknown.append("bytes of collectives, see `communication()`")
     hidden = [(one, time) for one, time in moves if one.is_async]
@@ -183,16 +187,17 @@ def _added(times: Iterable[float | None]) -> float | None:
     return None if None in known else sum((time or 0.0 for time in known), 0.0)
 
 
-def _seconds(one: Collective, chip: Chip | None, between: set[str]) -> float | None:
-    """The time that a collective takes: two links of a torus, all links of a GPU, or a device's
-    share of the network."""
-    sent = _sent([one])
+def link_seconds(
+    sent: int | None, axes: Sequence[str] | None, chip: Chip | None, between: set[str]
+) -> float | None:
+    """The time to send bytes along mesh axes: over two links of a torus, over all links of a GPU,
+    or over a device's share of the network for the axes `between` slices or nodes."""
     if sent == 0:
         return 0.0
-    if chip is None or sent is None or one.axes is None:
+    if chip is None or sent is None or axes is None:
         return None
     links = (2 if chip.dims else 1) * chip.link_bandwidth
-    return sent / (chip.network_bandwidth if between & set(one.axes) else links)
+    return sent / (chip.network_bandwidth if between & set(axes) else links)
 
 
 def _network_axes(mesh: Mesh) -> set[str]:

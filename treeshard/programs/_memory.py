@@ -98,7 +98,9 @@ class Memory:
         if not self.fits:
             raise DoesNotFitError(
                 f"The step needs {human_bytes(self.total)} per device, and {self.device} has"
-                f" {human_bytes(self.capacity)}.\n{self}"
+                f" {human_bytes(self.capacity)}.\n{self}",
+                self.total,
+                self.capacity,
             )
 
     def __str__(self) -> str:

@@ -1,0 +1,221 @@
+"""`suggest` ranks meshes and strategies by what was compiled, and gives every loser a reason."""
+
+import itertools
+import json
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard.programs import Strategy, suggest
+from treeshard.programs._candidates import candidates
+
+S = jax.ShapeDtypeStruct
+WIDTH, ROWS = 256, 64
+TENSOR = Strategy(
+    "FSDP x TP",
+    ("fsdp", "tensor"),
+    [("up", P("fsdp", "tensor")), ("down", P("tensor", "fsdp")), (".*", ts.fsdp("fsdp"))],
+)
+
+
+def make(mesh: Any, rules: Any, remat: bool = False, *, split: bool = True) -> Any:
+    layer = {"up": S((WIDTH, 4 * WIDTH), "float32"), "down": S((4 * WIDTH, WIDTH), "float32")}
+    params = {f"layer{i}": layer for i in range(2)}
+    plan = ts.plan({"params": params, "opt_state": {"mu": params}}, rules, mesh)
+    specs = plan.specs["params"]
+
+    def block(x: jax.Array, layer: Any, name: str) -> jax.Array:
+        layer = ts.unshard(layer, specs[name], "fsdp")
+        return x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+
+    if remat:
+        block = jax.checkpoint(block, static_argnums=2)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for name, layer in params.items():
+            x = block(x, layer, name)
+        return jnp.mean(x**2)
+
+    def step(state: Any, batch: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["opt_state"]["mu"], grads)
+        new = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu)
+        return {"params": new, "opt_state": {"mu": mu}}, value
+
+    batch = P(tuple(axis for axis in mesh.axis_names if axis != "tensor")) if split else P()
+    return ts.jit_step(step, plan, batch=batch), plan.structs, S((ROWS, WIDTH), "float32")
+
+
+def test_repeated_work_loses() -> None:
+    def whole(mesh: Any, rules: Any) -> Any:
+        return make(mesh, rules, split=False)
+
+    with pytest.warns(ts.ShardingWarning, match="do the same work"):
+        found = suggest(whole, devices=8, strategies=["FSDP"], memory="1GB", cache=None)
+    assert found.best is None
+    [row] = found.losers
+    assert row.outcome == "devices repeat each other's work: each does 8.0 x an even share of it"
+
+
+def _keys(found: Any) -> list[tuple[str, str]]:
+    return [(row.candidate.strategy.name, row.candidate.described) for row in found.rows]
+
+
+def test_the_first_exposes_no_more_than_any_other_that_was_compiled(tmp_path) -> None:
+    found = suggest(make, devices=8, memory="1GB", strategies=["DP", "FSDP", "HSDP"], top=99,
+                    cache=tmp_path)  # fmt: skip
+    assert found.stopped is None
+    assert all(row.verdict is not None for row in found.rows)
+    exposed = [row.verdict.exposed for row in found.rows]
+    assert exposed[0] <= 1.05 * min(exposed)
+    assert {name for name, _ in _keys(found)} == {"DP", "FSDP", "HSDP"}
+    assert found.losers == ()
+    assert len(list(tmp_path.iterdir())) == len(found.rows)
+
+
+def test_what_is_in_the_cache_is_not_compiled_again(tmp_path, monkeypatch) -> None:
+    first = suggest(make, devices=8, memory="1GB", strategies=["FSDP"], top=1, cache=tmp_path)
+    monkeypatch.setattr("jax.stages.Lowered.compile", lambda self: pytest.fail("compiled"))
+    again = suggest(make, devices=8, memory="1GB", strategies=["FSDP"], top=1, cache=tmp_path)
+    assert again.best.verdict == first.best.verdict
+    assert again.best.fits is True
+
+
+def test_what_does_not_fit_is_never_suggested() -> None:
+    # All of the state is 4 MiB.
+    found = suggest(make, devices=8, memory="3MiB", strategies=["DP", "FSDP"], top=9, cache=None)
+    assert all(row.fits is True for row in found.rows)
+    reasons = {str(row.candidate): row.outcome for row in found.losers}
+    assert reasons["DP on data=8"].startswith("does not fit: the state alone needs 8.0 MiB of")
+    for row in found.rows:
+        assert row.verdict.need <= 3 * 2**20
+    compiled = [row for row in found.losers if row.verdict is not None]
+    for row in compiled:
+        assert row.verdict.need > 3 * 2**20
+        assert "does not fit: " in row.outcome
+        assert "are temporaries" in row.outcome
+
+
+def test_each_impossible_candidate_has_its_reason() -> None:
+    odd = Strategy("odd", ("fsdp", "tensor"), [("up", P(None, ("fsdp", "tensor")))])
+
+    def with_batch(mesh: Any, rules: Any) -> Any:
+        step, state, _ = make(mesh, rules)
+        return step, state, S((4, WIDTH), "float32")
+
+    found = suggest(with_batch, devices=8, strategies=["FSDP", "HSDP", TENSOR, odd], top=0,
+                    memory="1GB", cache=None)  # fmt: skip
+    reasons = {str(row.candidate): row.outcome for row in found.losers}
+    assert reasons["FSDP on fsdp=8"] == "a batch of 4 does not divide by 8 devices"
+    assert "a batch of 4" in reasons["HSDP on data=4,fsdp=2"]
+    assert reasons["odd on fsdp=4,tensor=2"].startswith("error unmatched: ")
+    assert ("FSDP x TP", "fsdp=4,tensor=2") in _keys(found)
+    assert ("FSDP x TP", "fsdp=2,tensor=4") in _keys(found)
+
+
+def test_accumulation_is_varied_where_it_is_offered() -> None:
+    def offered(mesh: Any, rules: Any, accumulate: int = 1, global_batch: int = 0) -> Any:
+        assert global_batch == 32
+        step, state, _ = make(mesh, rules)
+        return step, state, S((global_batch, WIDTH), "float32")
+
+    found = suggest(offered, devices=8, strategies=["FSDP"], top=0, memory="1GB",
+                    global_batch=32, cache=None)  # fmt: skip
+    assert _keys(found) == [("FSDP", "fsdp=8"), ("FSDP", "fsdp=8, accumulate=4")]
+    more = [row.estimate.sent_bytes for row in found.rows]
+    assert more[1] > 3 * more[0]
+    with pytest.raises(ts.errors.TreeShardError, match="does not take it"):
+        suggest(make, devices=8, global_batch=32, cache=None)
+
+
+def test_the_answer_is_code_that_runs(capsys) -> None:
+    found = suggest(make, devices=8, memory="1GB", strategies=["HSDP"], top=1, progress=True,
+                    cache=None)  # fmt: skip
+    names: dict[str, Any] = {"ts": ts, "P": P}
+    exec(found.code(), names)
+    assert dict(names["mesh"].shape) == dict(found.best.candidate.axes)
+    step, state, batch = make(names["mesh"], names["rules"])
+    step.compile(state, batch)
+    text = str(found)
+    assert "memory" in text.splitlines()[1]
+    assert found.code() in text
+    report = json.loads(found.to_json())
+    assert report["rows"][0]["fits"] is True
+    assert report["rows"][0]["mesh"] == dict(found.best.candidate.axes)
+    assert "<table>" in found._repr_html_()
+    assert ": compiled (" in capsys.readouterr().err
+
+
+def test_without_the_devices_memory_is_a_lower_bound() -> None:
+    found = suggest(make, devices=1024, strategies=["FSDP"], memory="1GB", cache=None)
+    assert found.best is None
+    assert {row.outcome for row in found.losers} == {
+        "a batch of 64 does not divide by 1024 devices"
+    }
+    assert "nothing is left" in str(found)
+    found = suggest(make, devices=16, strategies=["FSDP"], memory="1GB", cache=None)
+    assert found.best.fits is None
+    assert "only 8 devices are attached" in found.stopped
+    assert "a lower bound" in str(found)
+    assert "> 512.0 KiB" in str(found)
+
+
+def test_a_budget_stops_compiling(monkeypatch) -> None:
+    found = suggest(make, devices=8, memory="1GB", budget=0, cache=None)
+    assert all(row.verdict is None for row in found.rows)
+    assert "Not everything was compiled: the budget of time was over." in str(found)
+
+
+def test_ctrl_c_returns_what_is_done(monkeypatch) -> None:
+    monkeypatch.setattr("threading.Thread.join", _interrupt(3))
+    found = suggest(make, devices=8, memory="1GB", cache=None)
+    assert found.stopped == "interrupted"
+    assert found.rows
+
+
+def _interrupt(calls: int) -> Any:
+    count = itertools.count()
+
+    def join(self: Any, timeout: float | None = None) -> None:
+        time.sleep(0.05)
+        if next(count) == calls:
+            raise KeyboardInterrupt
+
+    return join
+
+
+def test_wrong_functions_and_strategies_are_told() -> None:
+    with pytest.raises(ts.errors.TreeShardError, match=r"not a tuple \(step, state, batch\)"):
+        suggest(lambda mesh, rules: None, devices=8, cache=None)
+    with pytest.raises(ts.errors.TreeShardError, match=r"no strategy 'FSDP2'. Did you mean 'FSDP'"):
+        suggest(make, devices=8, strategies=["FSDP2"], cache=None)
+
+    def failing(mesh: Any, rules: Any) -> Any:
+        if mesh.size > 1:
+            raise ValueError("no such model")
+        return make(mesh, rules)
+
+    with pytest.raises(ts.errors.TreeShardError, match="failed: no such model"):
+        suggest(failing, devices=8, memory="1GB", cache=None)
+
+
+def test_hundreds_of_candidates_need_no_compiling() -> None:
+    strategies = [TENSOR._replace(name=f"rules {i}") for i in range(8)]
+    every = list(candidates(strategies, 512, 1, {"remat": (False, True)}))
+    assert len(every) >= 200
+    assert all(math.prod(one.axes.values()) == 512 for one in every)
+    assert len(set(map(str, every))) == len(every)
+
+
+def test_the_outer_axis_runs_between_nodes() -> None:
+    found = suggest(make, topology="h100:2x4", strategies=["FSDP", "HSDP"], top=0, cache=None)
+    by_mesh = {row.mesh: row.estimate.seconds for row in found.rows}
+    # Only gradients, and not weights, go over the slow network.
+    assert by_mesh["data=2,fsdp=4"] < by_mesh["fsdp=8"]
+    assert by_mesh["data=2,fsdp=4"] < by_mesh["data=4,fsdp=2"]

@@ -1,0 +1,221 @@
+"""The ways to train a model on a number of devices, and what the plan alone says of each."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.tree_util import tree_leaves
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.mesh import describe_sizes
+from treeshard._core.specs import entry_of
+from treeshard._core.text import human_bytes
+from treeshard._core.topologies import Chip, Topology
+from treeshard._planning.plan import Plan, plan
+from treeshard._planning.tactics import fsdp
+from treeshard.communication._forecast import PlannedTransfer, parameters, predict_communication
+from treeshard.errors import TreeShardError
+from treeshard.programs._cost import link_seconds
+
+# The axes that split the batch; devices along all others compute parts of one example.
+BATCH_AXES = ("data", "fsdp")
+_WIRE = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+
+
+class Strategy(NamedTuple):
+    """A way to shard a state.
+
+    Attributes:
+        name: For reports.
+        axes: The mesh axes that its rules name. `data` and `fsdp` split the batch too.
+        rules: As in `treeshard.match_partition_rules`.
+
+    Examples:
+        >>> rules = [("attn/q", P("fsdp", "tensor")), (".*", ts.fsdp("fsdp"))]
+        >>> ts.programs.Strategy("FSDP x TP", ("fsdp", "tensor"), rules).axes
+        ('fsdp', 'tensor')
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    rules: Sequence[tuple[Any, Any]]
+
+
+def named_strategies(state: Any) -> dict[str, Strategy]:
+    """The strategies that need no rules for the model: data parallel, ZeRO-1, FSDP and HSDP."""
+    everything = [(".*", fsdp("fsdp"))]
+    leaves = parameters(plan(state, [(".*", None)], "data=1"))
+    branches = sorted({leaf.path.partition("/")[0] for leaf in leaves})
+    held = f"^({'|'.join(map(re.escape, branches))})(/|$)"
+    zero1 = [(held, None), (".*", fsdp("data"))]
+    return {
+        one.name: one
+        for one in (
+            Strategy("DP", ("data",), [(".*", None)]),
+            Strategy("ZeRO-1", ("data",), zero1),
+            Strategy("FSDP", ("fsdp",), everything),
+            Strategy("HSDP", ("data", "fsdp"), everything),
+        )
+    }
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One mesh, strategy and choice of what the user's function offers.
+
+    Attributes:
+        strategy: Its rules.
+        axes: The mesh, outermost axis first.
+        options: Keyword arguments for the user's function: `remat`, `accumulate`.
+        slices: The number of slices, or of nodes of GPUs, over which the outermost axis runs.
+    """
+
+    strategy: Strategy
+    axes: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    slices: int = 1
+
+    @property
+    def mesh(self) -> str:
+        return describe_sizes(self.axes).replace(" ", "")
+
+    @property
+    def batch_parts(self) -> int:
+        """Into how many parts the batch is split, passes of an accumulation included."""
+        across = math.prod(self.axes.get(axis, 1) for axis in BATCH_AXES)
+        return across * self.options.get("accumulate", 1)
+
+    def __str__(self) -> str:
+        return f"{self.strategy.name} on {self.described}"
+
+    @property
+    def described(self) -> str:
+        """The mesh, and the options that are not off."""
+        chosen = ["remat"] if self.options.get("remat") else []
+        passes = self.options.get("accumulate", 1)
+        return ", ".join([self.mesh, *chosen, *([f"accumulate={passes}"] if passes > 1 else [])])
+
+
+def candidates(
+    strategies: Sequence[Strategy],
+    devices: int,
+    slices: int,
+    offered: Mapping[str, Sequence[Any]],
+) -> Iterator[Candidate]:
+    """All factorings of the devices into the axes of each strategy, with each option.
+
+    Axes other than `data` may be inside a larger `data` axis. All of a strategy's own axes have
+    more than one device.
+    """
+    for strategy in strategies:
+        for extra in ((), ("data",)):
+            if set(extra) & set(strategy.axes) or (extra and strategy.axes == ("fsdp",)):
+                continue  # FSDP inside a data axis is HSDP
+            for axes in _factorings((*extra, *strategy.axes), devices):
+                for options in product(*offered.values()):
+                    chosen = dict(zip(offered, options, strict=True))
+                    yield Candidate(strategy, axes, chosen, slices)
+
+
+def _factorings(names: tuple[str, ...], devices: int) -> Iterator[dict[str, int]]:
+    if len(names) == 1:
+        yield {names[0]: devices}
+        return
+    for size in range(2, devices):
+        if devices % size == 0:
+            for rest in _factorings(names[1:], devices // size):
+                if min(rest.values()) > 1:
+                    yield {names[0]: size, **rest}
+
+
+# ------------------------------------------------------------------ what the plan says
+
+
+class Estimate(NamedTuple):
+    """What the plan alone says of a candidate.
+
+    Attributes:
+        state_bytes: Of the state on the fullest device: less than what a step needs.
+        sent_bytes: What a device has to send in a step, for its leaves.
+        seconds: The time that this takes at the published bandwidth of the links.
+    """
+
+    state_bytes: int
+    sent_bytes: int
+    seconds: float
+
+
+def estimate(
+    candidate: Candidate, state: Any, batch: Any, chip: Chip | None, capacity: int | None
+) -> Estimate | str:
+    """Plans a candidate. Returns why it cannot be, or what its plan says."""
+    outer = next(iter(candidate.axes.items()))
+    if outer[1] % candidate.slices:
+        return f"{outer[0]}={outer[1]} cannot be split over {candidate.slices} slices or nodes"
+    for x in filter(has_shape, tree_leaves(batch)):
+        if x.shape and x.shape[0] % candidate.batch_parts:
+            passes = candidate.options.get("accumulate", 1)
+            of = f" of {passes} passes" if passes > 1 else ""
+            parts = candidate.batch_parts // passes
+            return f"a batch of {x.shape[0]} does not divide by {parts} devices{of}"
+    try:
+        planned = plan(state, candidate.strategy.rules, candidate.mesh)
+    except TreeShardError as error:
+        return str(error)
+    for finding in planned.findings:
+        if finding.severity == "error":
+            return str(finding)
+    state_bytes = planned.bytes_per_device()
+    if capacity is not None and state_bytes > capacity:
+        return (
+            f"does not fit: the state alone needs {human_bytes(state_bytes)} of"
+            f" {human_bytes(capacity)}"
+        )
+    sent = _sent(planned, candidate)
+    seconds = sum(
+        link_seconds(size, axes, chip, network_axes(candidate)) or 0.0 for axes, size in sent
+    )
+    return Estimate(state_bytes, sum(size for _, size in sent), seconds)
+
+
+def _sent(planned: Plan, candidate: Candidate) -> list[tuple[tuple[str, ...], int]]:
+    along = tuple(axis for axis in candidate.axes if axis in BATCH_AXES)
+    passes = candidate.options.get("accumulate", 1)
+
+    def times(one: PlannedTransfer) -> int:
+        # Each pass gathers the weights and scatters the gradients again.
+        return passes if set(one.axes) & planned.fsdp_axes() and one.path else 1
+
+    moved = predict_communication(
+        planned,
+        batch=PartitionSpec(entry_of(along)),
+        remat=bool(candidate.options.get("remat")),
+    )
+    rows: list[tuple[tuple[str, ...], int]] = []
+    for one in moved:
+        group = math.prod(candidate.axes[axis] for axis in one.axes)
+        wire = _WIRE[one.kind] * one.total_bytes * (group - 1) // group
+        rows.append((one.axes, wire * times(one)))
+    return rows
+
+
+def network_axes(candidate: Candidate) -> set[str]:
+    """The axes that run over the slow network, where slices or nodes follow each other."""
+    sizes = tuple(candidate.axes.values())
+    places = np.arange(math.prod(sizes)) * candidate.slices // math.prod(sizes)
+    grid = places.reshape(sizes)
+    return {
+        axis for i, axis in enumerate(candidate.axes) if (grid != np.take(grid, [0], axis=i)).any()
+    }
+
+
+def slices_of(topology: Topology | None) -> int:
+    """The parts of a topology with a slow network between them."""
+    if topology is None:
+        return 1
+    return topology.slices if topology.chip.dims else topology.shape[0]

@@ -1,0 +1,363 @@
+"""Finds the mesh and the strategy for a model on given devices, and says why the others lost."""
+
+import hashlib
+import inspect
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from treeshard._core.make_mesh import make_mesh
+from treeshard._core.text import human_bytes, parse_bytes
+from treeshard._core.topologies import CHIPS, Chip, parse_topology
+from treeshard.errors import DoesNotFitError, MeshError, TreeShardError, did_you_mean, listed
+from treeshard.programs._candidates import (
+    Candidate,
+    Strategy,
+    candidates,
+    estimate,
+    named_strategies,
+    slices_of,
+)
+from treeshard.programs._suggestions import Suggestion, Suggestions, Verdict
+
+_OFFERED = {"remat": (False, True), "accumulate": (1, 4)}
+_CACHE = Path("~/.cache/treeshard/suggest")
+
+
+def suggest(
+    make: Callable[..., Any],
+    *,
+    topology: str | None = None,
+    devices: int | None = None,
+    memory: int | str | None = None,
+    global_batch: int | None = None,
+    strategies: Sequence[str | Strategy] | None = None,
+    top: int = 5,
+    budget: int | float | None = None,
+    chip: Chip | None = None,
+    cache: str | os.PathLike[str] | None = _CACHE,
+    progress: bool = False,
+    scan: bool | str = False,
+    remat: bool | str = True,
+    dtype: Any = None,
+) -> Suggestions:
+    """Finds the mesh and the rules with which a model trains on given devices, with reasons.
+
+    It plans every factoring of the devices into the axes of every strategy, drops what cannot be,
+    and orders the rest by what their plans send over which links. Then it compiles one after the
+    other for the devices, until `top` of them fit, and ranks these by what the compiler says.
+
+    Args:
+        make: `make(mesh, rules)` returns `(step, state, batch)`: a step of `jit_step` or
+            `shard_map_step`, and arrays or `jax.ShapeDtypeStruct`s of the state and of the batch.
+            What else it offers as keyword arguments is varied: `remat` (a bool) and `accumulate`
+            (the number of passes). It is also called with a mesh of one device, for the shapes.
+        topology: Devices that are not attached, as in `make_mesh`: `"v5e-256"`, `"h100:2x8"`.
+        devices: Without `topology`, the number of devices; by default all that are attached.
+        memory: The bytes that programs can use on a device, as a number or `"80GB"`; by default
+            what the kind of device has.
+        global_batch: Passed on to `make` as `global_batch=`.
+        strategies: Names, `"DP"`, `"ZeRO-1"`, `"FSDP"` or `"HSDP"`, and `Strategy`s of your own,
+            such as one with rules for a `tensor` axis. By default the four names.
+        top: How many that fit are compiled.
+        budget: Seconds, after which nothing more is compiled. What runs then is abandoned; its
+            thread ends when the compiler returns.
+        chip: Peaks and links of the device, instead of the published ones.
+        cache: A directory that keeps what the compiler said of each program, or `None`.
+        progress: Whether to write a line to stderr for each program that is compiled.
+        scan: As in `predict_communication`, for the comparison of a program with its plan.
+        remat: Likewise, for candidates with `remat`.
+        dtype: Likewise.
+
+    Returns:
+        `Suggestions`, the best first. Ctrl-C stops it and returns what is known by then.
+
+    Raises:
+        MeshError: If the topology does not exist, or is given beside `devices`.
+        TreeShardError: If `make` does not have this form or fails for every mesh, or a strategy
+            is not known.
+
+    Warns:
+        ShardingWarning: As the steps that `make` builds.
+
+    Examples:
+        >>> def make(mesh, rules):
+        ...     plan = ts.plan({"w": jax.ShapeDtypeStruct((512, 512), "float32")}, rules, mesh)
+        ...     def step(state, batch):
+        ...         loss, grads = jax.value_and_grad(lambda p: jnp.sum(batch @ p["w"]))(state)
+        ...         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+        ...     batch = jax.ShapeDtypeStruct((64, 512), "float32")
+        ...     return ts.jit_step(step, plan), plan.structs, batch
+        >>> found = ts.suggest(make, devices=8, strategies=["DP", "FSDP"], memory="1GB", cache=None)
+        >>> found.best.mesh, found.best.fits
+        ('fsdp=8', True)
+    """
+    target = _Target(topology, devices, memory, chip)
+    options = _offered(make, global_batch)
+    fixed = {} if global_batch is None else {"global_batch": global_batch}
+    names = tuple(
+        {axis for one in strategies or () if isinstance(one, Strategy) for axis in one.axes}
+    )
+    alone = make_mesh(dict.fromkeys(("data", "fsdp", *names), 1), devices=jax.devices()[:1])
+    _, state, batch, *_ = _made(make, alone, [(".*", None)], fixed)
+    chosen = _strategies(strategies, state)
+    rows: list[Suggestion] = []
+    for one in candidates(chosen, target.devices, target.slices, options):
+        known = estimate(one, state, batch, target.chip, target.capacity)
+        if isinstance(known, str):
+            rows.append(Suggestion(one, None, None, known))
+        else:
+            rows.append(Suggestion(one, known, None, None))
+    order = sorted((row for row in rows if row.reason is None), key=_by_estimate)
+    dropped = [row for row in rows if row.reason is not None]
+    model = {"scan": scan, "remat": remat, "dtype": dtype}
+    compiling = _Compiling(make, target, fixed, model, cache, budget, progress)
+    return compiling.run(order, dropped, top)
+
+
+def _by_estimate(row: Suggestion) -> tuple[float, bool, int, int]:
+    assert row.estimate is not None
+    options = row.candidate.options
+    again, passes = bool(options.get("remat")), options.get("accumulate", 1)
+    # Where the links are not known, the bytes decide.
+    links = row.estimate.seconds or float(row.estimate.sent_bytes)
+    return links, again, passes, row.estimate.state_bytes
+
+
+class _Target:
+    """The devices, and what is known of them."""
+
+    def __init__(
+        self, topology: str | None, devices: int | None, memory: Any, chip: Chip | None
+    ) -> None:
+        if topology is not None and devices is not None:
+            raise MeshError("suggest: give either `devices` or `topology`.")
+        self.topology = None if topology is None else parse_topology(topology)
+        if self.topology is not None:
+            self.devices, self.chip = self.topology.devices, chip or self.topology.chip
+        else:
+            attached = jax.devices()
+            kinds = {one.kind: one for one in CHIPS.values()}
+            self.devices = devices or len(attached)
+            self.chip = chip or kinds.get(attached[0].device_kind)
+        self.slices = slices_of(self.topology)
+        own = self.chip.memory if self.chip is not None else None
+        self.capacity = parse_bytes(memory) if isinstance(memory, str) else memory or own
+        self.missing = self._missing()
+
+    def mesh(self, candidate: Candidate) -> Any:
+        axes = dict(candidate.axes)
+        slow = None
+        if self.slices > 1:
+            outer = next(iter(axes))
+            axes[outer] //= self.slices
+            slow = {outer: self.slices}
+        if self.topology is None:
+            return make_mesh(axes, devices=jax.devices()[: self.devices])
+        return make_mesh(axes, topology=str(self.topology), dcn_axes=slow)
+
+    def _missing(self) -> str | None:
+        """Why nothing can be compiled for these devices."""
+        if self.topology is None:
+            attached = len(jax.devices())
+            return None if self.devices <= attached else f"only {attached} devices are attached"
+        try:
+            make_mesh(
+                "data=-1" if self.slices == 1 else {"data": self.devices // self.slices},
+                topology=str(self.topology),
+                dcn_axes=None if self.slices == 1 else {"data": self.slices},
+            )
+        except ImportError as error:
+            return str(error)
+        return None
+
+    def __str__(self) -> str:
+        if self.topology is not None:
+            return f"{self.topology} ({self.devices} devices)"
+        return f"{self.devices} x {jax.devices()[0].device_kind}"
+
+
+def _offered(make: Callable[..., Any], global_batch: int | None) -> dict[str, Sequence[Any]]:
+    names = inspect.signature(make).parameters
+    if global_batch is not None and "global_batch" not in names:
+        raise TreeShardError(
+            "suggest: global_batch is given, and the function does not take it. Add a parameter"
+            " `global_batch`, or leave it out."
+        )
+    return {name: values for name, values in _OFFERED.items() if name in names}
+
+
+def _made(make: Callable[..., Any], mesh: Any, rules: Any, options: Mapping[str, Any]) -> Any:
+    made = make(mesh, rules, **options)
+    if not isinstance(made, tuple) or len(made) != 3 or not hasattr(made[0], "compile"):
+        raise TreeShardError(
+            f"suggest: the function returned {type(made).__name__}, and not a tuple (step, state,"
+            " batch), where step is what `jit_step` or `shard_map_step` returned."
+        )
+    return made
+
+
+def _strategies(chosen: Sequence[str | Strategy] | None, state: Any) -> list[Strategy]:
+    known = named_strategies(state)
+    found: list[Strategy] = []
+    for one in known if chosen is None else chosen:
+        if isinstance(one, str) and one not in known:
+            raise TreeShardError(
+                f"suggest: there is no strategy {one!r}.{did_you_mean(one, known)} The names are"
+                f" {', '.join(known)}; pass your own as Strategy(name, axes, rules)."
+            )
+        found.append(known[one] if isinstance(one, str) else one)
+    return found
+
+
+# ------------------------------------------------------------------ compiling
+
+
+class _Compiling:
+    """Compiles one candidate after the other, until enough of them fit."""
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        target: _Target,
+        fixed: Mapping[str, Any],
+        model: Mapping[str, Any],
+        cache: str | os.PathLike[str] | None,
+        budget: int | float | None,
+        progress: bool,
+    ) -> None:
+        self._make, self._target, self._progress = make, target, progress
+        self._fixed, self._model = fixed, model
+        self._cache = None if cache is None else Path(cache).expanduser()
+        self._end = math.inf if budget is None else time.monotonic() + budget
+        self._refused: list[tuple[Suggestion, int]] = []  # with the bytes beside their state
+
+    def run(
+        self, order: Sequence[Suggestion], dropped: Sequence[Suggestion], top: int
+    ) -> Suggestions:
+        rows: list[Suggestion] = []
+        stopped, fitting = self._target.missing, 0
+        for row in order:
+            if stopped is None and fitting < top:
+                if (like := self._too_large(row)) is not None:
+                    row = replace(row, reason=like)
+                else:
+                    row, stopped = self._judged(row)
+            fitting += row.fits is True and not row.lost
+            rows.append(row)
+        failed = [row for row in rows if (row.reason or "").startswith("failed")]
+        if failed and not any(row.verdict or row.reason is None for row in rows):
+            reasons = [f"{row.candidate}: {row.outcome}" for row in failed]
+            raise TreeShardError(listed("suggest: the function failed for every mesh:", reasons))
+        return Suggestions.ranked([*rows, *dropped], str(self._target), stopped)
+
+    def _too_large(self, row: Suggestion) -> str | None:
+        """Why a candidate needs no compiling: what was refused differs only in its state."""
+        capacity, estimate = self._target.capacity, row.estimate
+        if capacity is None or estimate is None:
+            return None
+        for refused, beside in self._refused:
+            one, other = refused.candidate, row.candidate
+            alike = one.options == other.options
+            alike &= one.axes.get("tensor") == other.axes.get("tensor")
+            # Other parts of the step change with the state; a quarter is left for them.
+            if alike and estimate.state_bytes + 0.75 * beside > capacity:
+                return (
+                    f"not compiled: {one} needs {human_bytes(beside)} beside its state, and the"
+                    f" state alone takes {human_bytes(estimate.state_bytes)} here"
+                )
+        return None
+
+    def _judged(self, row: Suggestion) -> tuple[Suggestion, str | None]:
+        """Compiles a candidate. Returns why to stop, if there is a reason."""
+        done: list[Suggestion] = []
+        started = time.monotonic()
+        thread = threading.Thread(target=lambda: done.append(self._compile(row)), daemon=True)
+        stop = None
+        try:
+            thread.start()
+            while thread.is_alive() and time.monotonic() < self._end:
+                thread.join(0.1)
+        except KeyboardInterrupt:
+            stop = "interrupted"
+        if not done:
+            return row, stop or "the budget of time was over"
+        [judged] = done
+        if self._progress:
+            seconds = time.monotonic() - started
+            print(f"{row.candidate}: {judged.outcome} ({seconds:.0f} s)", file=sys.stderr)
+        if judged.fits is False and judged.verdict and judged.estimate:
+            beside = max(0, judged.verdict.need - judged.estimate.state_bytes)
+            self._refused.append((judged, beside))
+        over = time.monotonic() >= self._end
+        return judged, stop or ("the budget of time was over" if over else None)
+
+    def _compile(self, row: Suggestion) -> Suggestion:
+        try:
+            return replace(row, verdict=self._verdict(row.candidate))
+        except Exception as error:  # of the user's function, or of the compiler
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            return replace(row, reason=f"failed: {first}")
+
+    def _verdict(self, candidate: Candidate) -> Verdict:
+        mesh = self._target.mesh(candidate)
+        options = {**candidate.options, **self._fixed}
+        step, state, batch = _made(self._make, mesh, candidate.strategy.rules, options)
+        file = self._file(step.lower(state, batch).as_text())
+        if file is not None and file.exists():
+            kept = json.loads(file.read_text())
+            return Verdict(**{**kept, "findings": tuple(kept["findings"])})
+        try:
+            compiled = step.compile(state, batch)
+        except DoesNotFitError as error:
+            if error.need is None:
+                raise
+            verdict = Verdict(error.need, error.capacity)
+        else:
+            memory, cost = compiled.memory(), compiled.cost(self._target.chip)
+            again = self._model["remat"] if candidate.options.get("remat") else False
+            compared = compiled.communication(**{**self._model, "remat": again})
+            verdict = Verdict(
+                memory.total,
+                self._target.capacity or memory.capacity,
+                memory.temporaries,
+                sum(row.planned_bytes for row in compared.rows),
+                sum(row.bytes for row in compared.rows),
+                cost.exposed_bytes,
+                cost.exposed_seconds,
+                cost.seconds,
+                cost.flops / cost.even_flops if cost.flops and cost.even_flops else None,
+                tuple(str(finding).splitlines()[0] for finding in compared.unplanned),
+            )
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(asdict(verdict)))
+            part.replace(file)
+        return verdict
+
+    def _file(self, text: str) -> Path | None:
+        if self._cache is None:
+            return None
+        packages = map(_version, ("jax", "jaxlib", "libtpu", "treeshard"))
+        about = "\n".join(
+            [*packages, str(self._target), str(self._target.chip), str(self._target.capacity), text]
+        )
+        return self._cache / f"{hashlib.sha256(about.encode()).hexdigest()}.json"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
