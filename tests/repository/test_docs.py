@@ -164,6 +164,40 @@ def test_the_navigation_lists_every_page_by_its_title() -> None:
     assert len(set(titles)) == len(titles)
 
 
+WITHOUT_CODE = {
+    "architecture.md": "about the sources; test_layers checks it",
+    "concepts.md": "definitions",
+    "errors.md": "an index; the entries have code",
+    "glossary.md": "definitions",
+    "how-to/several-hosts.md": "clusters; test_recipes checks its commands",
+    "numbers.md": "written by the benchmarks",
+    "reference.md": "the docstrings' examples run",
+    "versions.md": "the versions are what `make test-floor` and `make test-newest` install",
+}
+
+
+def test_a_page_has_code_that_runs_or_a_reason() -> None:
+    without = {
+        str(page.relative_to(ROOT / "docs"))
+        for page in (ROOT / "docs").rglob("*.md")
+        if not blocks(page.read_text())
+    }
+    migrations = {page for page in without if page.startswith("coming-from/")}
+    assert without - migrations == set(WITHOUT_CODE)
+    for page in migrations - {"coming-from/index.md"}:  # test_migration_* run their tables
+        name = page.removeprefix("coming-from/").removesuffix(".md").replace("-", "_")
+        assert (ROOT / "tests" / "product" / f"test_migration_{name}.py").exists()
+
+
+def test_code_that_does_not_run_is_code() -> None:
+    """```py blocks need packages that the tests do without; the page says so."""
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text()
+        for code in re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            ast.parse(code)
+            assert "not run by" in " ".join(text.split()), page
+
+
 def test_the_reference_lists_every_public_name() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
     listed = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
