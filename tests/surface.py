@@ -27,8 +27,8 @@ def public_names(module: ModuleType) -> list[str]:
 
 def surface() -> dict[str, Any]:
     """Qualified name -> object, for everything that is public."""
-    homes: dict[str, str] = {}
+    homes: dict[tuple[str, int], str] = {}  # by name and identity: two modules may share a name
     for where, module in MODULES.items():
         for name in public_names(module):
-            homes.setdefault(name, where)
-    return {f"{where}.{name}": getattr(MODULES[where], name) for name, where in homes.items()}
+            homes.setdefault((name, id(getattr(module, name))), where)
+    return {f"{where}.{name}": getattr(MODULES[where], name) for (name, _), where in homes.items()}
