@@ -26,7 +26,7 @@ import treeshard as ts
 from benchmarks._harness import Figure, Row, options, peak_of, report, shuffled
 from benchmarks._processes import as_one_of_two, as_two
 from treeshard._core.processes import exchange
-from treeshard.checkpoint import _checksums, _store, restore, save
+from treeshard.checkpoint import _checksums, _save, restore, save
 
 LEAVES, MIB = 32, 512
 MANY = (4_000, 20_000)
@@ -113,12 +113,12 @@ def restorings(where: Path, like: Any, name: str) -> dict[str, Callable[[], Any]
 
 def unflushed(path: Path, tree: Any) -> None:
     """A save that power loss may damage."""
-    kept = _store.flush, _store.flush_tree
-    _store.flush = _store.flush_tree = lambda path: None
+    kept = _save.flush, _save.flush_tree
+    _save.flush = _save.flush_tree = lambda path: None
     try:
         save(path, tree, fingerprints=False)
     finally:
-        _store.flush, _store.flush_tree = kept
+        _save.flush, _save.flush_tree = kept
 
 
 def by_zlib(call: Callable[[], Any]) -> Any:

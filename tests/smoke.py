@@ -18,7 +18,7 @@ import treeshard as ts
 from treeshard.training import init_sharded, jit_step
 
 assert "site-packages" in ts.__file__, ts.__file__
-for extra in ("orbax", "safetensors", "rich", "tqdm", "matplotlib", "optax", "flax"):
+for extra in ("tensorstore", "safetensors", "rich", "tqdm", "matplotlib", "optax", "flax"):
     assert importlib.util.find_spec(extra) is None, f"{extra} is here, so nothing is shown"
 
 # plan, shard, gather, train ---------------------------------------------------------------

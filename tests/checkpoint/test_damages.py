@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from test_table import with_checksum
 
 import treeshard as ts
-from treeshard.checkpoint import _packed, restore, save, verify
+from treeshard.checkpoint import restore, save, verify
 
 DAMAGES = 2000 if os.environ.get("TREESHARD_SOAK") else 200  # `make soak`
 PAGE = 4096
@@ -70,9 +70,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, mesh) -> dict[str, tuple[Pat
         paths = where / way / "one", where / way / "other"
         for seed, path in enumerate(paths):
             tree = state(seed)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_packed, "SMALL", 1024)  # `w` and `half` are larger
-                save(path, ts.shard(tree, ts.plan(tree, RULES, mesh, min_size=0)), **options)
+            save(path, ts.shard(tree, ts.plan(tree, RULES, mesh, min_size=0)), **options)
         found[way] = paths
     return found
 

@@ -153,3 +153,29 @@ def test_a_file_in_the_place_of_the_temporary_directory_is_told(tmp_path: Path) 
     (tmp_path / "x.orbax-checkpoint-tmp").unlink()
     save(tmp_path / "x", {"step": 1})
     assert restore(tmp_path / "x") == {"step": 1}
+
+
+FAILING = """
+import sys
+import numpy as np
+import treeshard as ts
+from tests.full_disk import files_of_at_most
+from treeshard.checkpoint import Checkpoints
+large = {f"w{i}": np.ones((256, 1025), np.float32) for i in range(20)}
+with Checkpoints(sys.argv[1]) as run:
+    for step in range(10):
+        try:
+            with files_of_at_most(100_000):
+                run.save(step, large)
+                run.wait()
+        except ts.CheckpointError:
+            print("failed")
+"""
+
+
+def test_threads_of_failed_saves_print_nothing(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILING, str(tmp_path / "run")], capture_output=True, text=True
+    )
+    assert (ended.stdout.split(), ended.stderr) == (["failed"] * 10, "")
+    assert not list((tmp_path / "run").iterdir())

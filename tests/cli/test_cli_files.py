@@ -574,23 +574,24 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-NO_ORBAX = """
+NO_TENSORSTORE = """
 import sys
-sys.modules["orbax"] = sys.modules["orbax.checkpoint"] = None
+sys.modules["tensorstore"] = None
 from treeshard._cli import main
 codes = [main([*argv.split(" ")]) for argv in sys.argv[1:]]
 print(codes)
 """
 
 
-def test_only_checkpoints_need_orbax(run, weights) -> None:
+def test_only_checkpoints_need_tensorstore(run, weights) -> None:
     fine = ["inspect weights.safetensors", "verify weights.safetensors"]
     fine += ["diff weights.safetensors weights.safetensors"]
     needs = ["inspect run", "import weights.safetensors x", "diff weights.safetensors run"]
-    code, out, err = ended(start(run.parent, "-c", NO_ORBAX, *fine, *needs))
+    code, out, err = ended(start(run.parent, "-c", NO_TENSORSTORE, *fine, *needs))
     assert (code, out.splitlines()[-1]) == (0, "[0, 0, 0, 2, 2, 2]"), err
     line = (
-        "treeshard: error: this needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
+        "treeshard: error: treeshard.checkpoint needs TensorStore and etils. Install them with"
+        " `pip install 'treeshard[checkpoint]'`."
     )
     assert err.splitlines() == [line] * 3
 
@@ -601,7 +602,7 @@ from treeshard._cli import main
 if len(sys.argv) > 2:
     jax.config.update("jax_platforms", sys.argv[2])
 main(sys.argv[1].split(" "))
-loaded = [name for name in ("orbax", "treeshard.checkpoint._store") if name in sys.modules]
+loaded = [name for name in ("tensorstore", "treeshard.checkpoint") if name in sys.modules]
 print(loaded, jax.config.jax_platforms)
 """
 
@@ -613,7 +614,7 @@ print(loaded, jax.config.jax_platforms)
         (["inspect weights.safetensors", "tpu,cpu"], "[] tpu,cpu"),
     ],
 )
-def test_safetensors_load_neither_orbax_nor_accelerators(run, weights, argv, said) -> None:
+def test_safetensors_load_neither_tensorstore_nor_accelerators(run, weights, argv, said) -> None:
     env = {"JAX_PLATFORMS": ""}
     _, out, err = ended(start(run.parent, "-c", LOADED, *argv, env=env))
     assert (out.splitlines()[-1], err) == (said, "")

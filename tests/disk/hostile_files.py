@@ -213,6 +213,60 @@ def expanding(path: Path) -> None:
         (path / f"state/w/c/{i}/0").write_bytes(chunk)
 
 
+def expanding_at_once(path: Path) -> None:
+    """2 GiB of zeros in 67 kilobytes, in one chunk, and as the table says."""
+    row(shape=[2**19, 2**10])(path)
+    array([2**19, 2**10], [2**19, 2**10], zeros_by_zstd(2**31))(path)
+
+
+def zeros_by_zstd(size: int) -> bytes:
+    """A frame of blocks of one repeated byte, each of 128 KiB."""
+    block = 1 << 1 | 2**17 << 3
+    blocks = (block.to_bytes(3, "little") + b"\0") * (size // 2**17 - 1)
+    return b"\x28\xb5\x2f\xfd\x00\x38" + blocks + (block | 1).to_bytes(3, "little") + b"\0"
+
+
+# The index of arrays in few files: a manifest, and the nodes that it names.
+MANIFEST, NODE = bytes.fromhex("0cdb3a2a"), bytes.fromhex("0cdb20de")
+
+
+def index_file(magic: bytes, inner: bytes) -> bytes:
+    """A file or node of the index from what follows its length."""
+    data = magic + struct.pack("<Q", len(inner) + 16) + inner
+    register = 0xFFFFFFFF
+    for byte in data:  # CRC-32C
+        register ^= byte
+        for _ in range(8):
+            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
+    return data + struct.pack("<I", register ^ 0xFFFFFFFF)
+
+
+def varint(number: int) -> bytes:
+    low = number & 127
+    return bytes([low]) if number < 128 else bytes([low | 128]) + varint(number >> 7)
+
+
+def expanding_manifest(path: Path) -> None:
+    data = index_file(MANIFEST, b"\0\1" + zeros_by_zstd(2**31))
+    (path / "state/manifest.ocdbt").write_bytes(data)
+
+
+def expanding_node(path: Path) -> None:
+    """Appends a root node that expands to 2 GiB, and lets the manifest name it."""
+    manifest = path / "state/manifest.ocdbt"
+    (file,) = (path / "state/d").iterdir()
+    data, inner = file.read_bytes(), manifest.read_bytes()[12:-4]
+    node = index_file(NODE, b"\0\1" + zeros_by_zstd(2**31))
+    file.write_bytes(data + node)
+    start = data.index(NODE)
+    (length,) = struct.unpack("<Q", data[start + 4 : start + 12])
+    none = varint(2**64 - 1)  # of the first version, which is empty
+    named = none + varint(start) + none + varint(length)
+    assert inner.count(named) == 1
+    now = none + varint(len(data)) + none + varint(len(node))
+    manifest.write_bytes(index_file(MANIFEST, inner.replace(named, now)))
+
+
 def deep_link(path: Path) -> None:
     (path / "state/again").symlink_to(".")
 
@@ -241,6 +295,7 @@ FOLDERS |= {
     "a chunk of 4 TiB": array([8192, 1024], HUGE),
     "chunks of 2 GiB": array([8192, 1024], [2**19, 2**10]),
     "a few kilobytes that expand to 1 GiB": expanding,
+    "a few kilobytes that expand to 2 GiB in one chunk": expanding_at_once,
     "keys of 2**61 bytes": row(
         kind="key", shape=[2**58], dtype="key<fry>", impl="threefry2x32", stored="uint32"
     ),
@@ -258,8 +313,18 @@ FOLDERS |= {
     "a table of 90 MB in one string": instead_of(
         "leaves/table.json", text(b'{"crc":"' + b"x" * 90_000_000 + b'"}')
     ),
-    "Orbax's metadata of brackets": instead_of("state/_METADATA", text(b"[" * TEN_MB)),
     "a zarr.json of brackets": instead_of("state/w/zarr.json", text(b"[" * TEN_MB)),
+}
+
+FEW = {
+    f"the index of few files is {x}": instead_of("state/manifest.ocdbt", SPECIAL[x])
+    for x in SPECIAL
+}
+FEW |= {
+    "an index of few files of brackets": instead_of("state/manifest.ocdbt", text(b"[" * TEN_MB)),
+    "an index of few files of 90 MB": instead_of("state/manifest.ocdbt", text(bytes(90_000_000))),
+    "an index of few files that expands to 2 GiB": expanding_manifest,
+    "a node of few files that expands to 2 GiB": expanding_node,
 }
 
 # ------------------------------------------------------------------ read them
@@ -290,6 +355,7 @@ def main(where: Path, only: str = "") -> None:
     w = np.zeros((8192, 1024), np.float32)
     save(where / "plain/5", {"w": w, "n": 3}, ocdbt=False)
     save(where / "small/5", {"w": w, "n": 3}, ocdbt=False, compress=True)
+    save(where / "few/5", {"w": w, "n": 3})
     mesh = ts.make_mesh("fsdp=2")
     restore(where / "small/5", like, rules=[(".*", None)], mesh=mesh)
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
@@ -322,7 +388,7 @@ def main(where: Path, only: str = "") -> None:
     def read_checkpoint(name: str, path: Path) -> None:
         read(name, "inspect", lambda: inspect(path))
         read(name, "verify", lambda: verify(path))
-        if "expand" in name:
+        if "expand" in name and name not in FEW:
             return  # such arrays may be real, and fit into memory
         read(name, "restore", lambda: restore(path))
         read(name, "restore like", lambda: restore(path, like))
@@ -337,10 +403,11 @@ def main(where: Path, only: str = "") -> None:
             make(file)
             read_tensors(name, file)
             shutil.rmtree(folder)
-    for name, make in FOLDERS.items():
+    for name, make in (FOLDERS | FEW).items():
         if only in name:
             path = where / "run/5"
-            shutil.copytree(where / ("small" if "expand" in name else "plain") / "5", path)
+            base = "few" if name in FEW else "small" if "expand" in name else "plain"
+            shutil.copytree(where / base / "5", path)
             make(path)
             read_checkpoint(name, path)
             shutil.rmtree(path.parent)

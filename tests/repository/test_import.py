@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from surface import SUBMODULES
 
-HEAVY = ["chex", "equinox", "flax", "matplotlib", "optax", "orbax", "rich", "tqdm"]
+HEAVY = ["chex", "equinox", "flax", "matplotlib", "optax", "rich", "tensorstore", "tqdm"]
 
 
 def run(code: str) -> str:
@@ -47,14 +47,14 @@ def test_submodules_load_on_first_touch() -> None:
     assert out == "False True"
 
 
-def test_without_orbax_checkpoints_say_how_to_get_it() -> None:
+def test_without_tensorstore_checkpoints_say_how_to_get_it() -> None:
     said = run(
-        "import sys; sys.modules['etils'] = None\n"
+        "import sys; sys.modules['tensorstore'] = None\n"
         "try: import treeshard.checkpoint\n"
         "except ImportError as error: print(error)"
     )
-    install = "Install it with `pip install 'treeshard[checkpoint]'`."
-    assert said == f"treeshard.checkpoint needs Orbax. {install}"
+    install = "Install them with `pip install 'treeshard[checkpoint]'`."
+    assert said == f"treeshard.checkpoint needs TensorStore and etils. {install}"
 
 
 def test_an_unknown_name_says_what_is_near() -> None:

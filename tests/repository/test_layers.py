@@ -35,7 +35,6 @@ OWNERS: Mapping[str, str] = {
     "etils": "checkpoint",
     "isal": "checkpoint",
     "jax._src": "_core.jax_private",
-    "orbax": "checkpoint",
     "safetensors": "interchange",
     "tensorstore": "checkpoint",
 }
@@ -43,7 +42,7 @@ OWNERS: Mapping[str, str] = {
 LAZY: Mapping[str, set[str]] = {
     "treeshard.__init__": {"*"},  # the names of the surface
     "treeshard._cli": {"*"},  # each command
-    "treeshard._cli.files": {"checkpoint"},  # needs Orbax
+    "treeshard._cli.files": {"checkpoint"},  # needs TensorStore
     "treeshard._cli.functions": {"?"},  # the user's modules
     "treeshard._cli.stored_trees": {"checkpoint"},
     "treeshard._core.make_mesh": {"_core"},  # kinds of devices that are not attached
@@ -204,7 +203,7 @@ def test_every_package_is_in_a_row() -> None:
         ("_planning.plan", "import equinox as eqx", "only training may import equinox"),
         ("_planning.plan", "def f():\n    import equinox", "only training may import equinox"),
         ("_cli", "from chex import assert_trees_all_close", "only testing may import chex"),
-        ("interchange", "import orbax.checkpoint", "only checkpoint may import orbax"),
+        ("interchange", "import tensorstore", "only checkpoint may import tensorstore"),
         ("checkpoint", "from safetensors import safe_open", "only interchange may import safe"),
         ("_core.mesh", "from jax._src import mesh", "only _core.jax_private may import jax._src"),
         ("_inspection.draw", "import matplotlib.pyplot", "matplotlib is optional"),
@@ -222,7 +221,7 @@ def test_a_wrong_import_is_seen(module: str, source: str, fact: str) -> None:
         ("_core.specs", "import math, jax\nimport numpy as np\nfrom treeshard.errors import warn"),
         ("_core.specs", "from treeshard._core.mesh import axis_sizes"),
         ("_core.jax_private", "def f():\n    from jax._src.mesh import thread_resources"),
-        ("checkpoint._store", "import orbax.checkpoint as ocp\nimport treeshard._disk.leaves"),
+        ("checkpoint._save", "import tensorstore\nimport treeshard._disk.leaves"),
         ("_inspection.draw", "def f():\n    import matplotlib.pyplot as plt"),
         ("training._step", "def f():\n    import treeshard.communication._comparison"),
         ("__init__", "def f(name):\n    return import_module(f'treeshard.{name}')"),

@@ -155,7 +155,7 @@ def test_the_floor_is_what_pyproject_allows() -> None:
     assert "jax==0.10.0" in pins
     names = [pin.partition("==")[0] for pin in pins]
     assert len(names) == len(set(names)), f"two lower bounds for one package: {pins}"
-    assert {"equinox", "numpy", "orbax-checkpoint", "flax", "rich"} <= set(names)
+    assert {"equinox", "numpy", "tensorstore", "flax", "rich"} <= set(names)
     assert "pytest" not in names
 
 
@@ -217,7 +217,7 @@ def test_pages_state_the_floor(page: str) -> None:
     assert re.search(rf"JAX {re.escape(jax)}\b", text)
     python = PROJECT["requires-python"].removeprefix(">=")
     assert f"Python {python}" in text
-    for name, package in (("Equinox", "equinox"), ("Orbax", "orbax-checkpoint")):
+    for name, package in (("Equinox", "equinox"), ("TensorStore", "tensorstore")):
         assert {*re.findall(rf"{name} (\d[\d.]*\d)", text)} <= {bounds[package]}
 
 

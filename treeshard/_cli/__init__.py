@@ -41,11 +41,9 @@ def _command(name: str) -> Callable[[argparse.Namespace], tuple[str, int]]:
 
 
 def _missing(error: ImportError) -> str:
-    if error.name is None:  # the message already says what to install
-        return str(error)
-    if error.name.partition(".")[0] not in ("etils", "orbax"):
+    if error.name is not None:  # the message does not say what to install
         raise error
-    return "this needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
+    return str(error)
 
 
 # ------------------------------------------------------------------ arguments

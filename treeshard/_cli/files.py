@@ -186,7 +186,7 @@ def _report(selected: _Exported, new: NewFiles) -> str:
 
 def run_import(options: argparse.Namespace) -> tuple[str, int]:
     """Saves the tensors of safetensors files as a checkpoint."""
-    from treeshard.checkpoint import save  # needs Orbax
+    from treeshard.checkpoint import save  # needs TensorStore
     from treeshard.checkpoint._paths import check_vacant, checkpoint_path
 
     _off_accelerators()

@@ -70,7 +70,7 @@ def _has_tensors(path: str) -> bool:
 
 
 def _checkpoint(path: str, step: int | None) -> StoredTree:
-    # These load Orbax, which takes long, and which safetensors do not need.
+    # These load TensorStore, which safetensors do not need.
     from treeshard.checkpoint import _paths, _restore
 
     directory = _paths.checkpoint_path(path)

@@ -155,6 +155,14 @@ def regions_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Region
     return {device: region_of(index or (), shape) for device, index in indices.items()}
 
 
+def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Region, dict[int, None]]:
+    """The distinct shards of an array, each with the processes that hold it."""
+    held: dict[Region, dict[int, None]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        held.setdefault(region_of(index or (), shape), {})[device.process_index] = None
+    return held
+
+
 def lengths(region: Region) -> tuple[int, ...]:
     """The shape of a region."""
     return tuple(stop - start for start, stop in region)

@@ -7,16 +7,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from treeshard._core.arrays import (
     Region,
     array_text,
+    common,
     data_of,
     is_key,
+    lengths,
     numbers,
     region_of,
+    regions_here,
     second_handle,
+    to_read,
+    within,
 )
 from treeshard._core.mesh import AnyMesh
 from treeshard._core.processes import processes_of
@@ -51,7 +56,7 @@ def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> M
         return _by_jax if target.is_fully_replicated else from_single_device
     if isinstance(current, NamedSharding) and _devices(current.mesh) == _devices(target.mesh):
         return _compiled
-    return _by_jax if leaf.is_fully_addressable else transfer_across_processes
+    return _shard_by_shard if leaf.is_fully_addressable else transfer_across_processes
 
 
 def _devices(mesh: AnyMesh) -> list[Any]:
@@ -64,6 +69,39 @@ def _devices(mesh: AnyMesh) -> list[Any]:
 def _by_jax(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
     # Where shards differ, JAX copies through the host and caches that copy on its argument.
     return jax.device_put([x if is_key(x) else second_handle(x) for x in arrays], targets)
+
+
+def _shard_by_shard(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
+    """Moves arrays to other devices of this process, without a full copy of any.
+
+    A device keeps a shard that it has. A shard that another device has goes there directly; any
+    other one is assembled on the host, once for all devices that need it.
+    """
+    pairs = zip(arrays, targets, strict=True)
+    return [as_keys(_reassembled(data_of(x), target), x) for x, target in pairs]
+
+
+def _reassembled(x: jax.Array, target: NamedSharding) -> jax.Array:
+    before = {shard.device: shard.data for shard in to_read(x).addressable_shards}
+    regions = regions_here(x.sharding, x.shape)
+    device_of = {region: device for device, region in regions.items()}
+    held = {region: before[device] for region, device in device_of.items()}
+    shards: list[jax.Array] = []
+    for device, region in regions_here(target, x.shape).items():
+        if regions.get(device) == region:
+            source: Any = before[device]
+        elif region in held:
+            source = held[region]
+        else:
+            source = np.empty(lengths(region), x.dtype)
+            for other, device_with in device_of.items():
+                if (part := common(other, region)) is not None:
+                    there = np.asarray(before[device_with])[within(part, other)]
+                    source[within(part, region)] = there
+        place = SingleDeviceSharding(device, memory_kind=target.memory_kind)
+        shards.append(jax.block_until_ready(jax.device_put(source, place)))
+        held[region] = shards[-1]
+    return jax.make_array_from_single_device_arrays(x.shape, target, shards)
 
 
 def _compiled(arrays: list[Any], targets: list[NamedSharding]) -> list[jax.Array]:
@@ -141,10 +179,11 @@ def transfer_across_processes(
     shardings = [*(x.sharding for x in data), *targets]
     among = processes_of({device for sharding in shardings for device in sharding.device_set})
     participates = jax.process_index() in among
-    received = deliver(data, wanted, among) if participates else repeat({})
+    received = deliver(data, wanted, among) if participates else repeat(dict[Region, Any]())
     placed = []
     for x, keyless, target, parts in zip(arrays, data, targets, received, strict=participates):
         placed.append(as_keys(jax.block_until_ready(_of_parts(keyless, target, parts)), x))
+        parts.clear()  # before the next ones arrive
     return placed
 
 

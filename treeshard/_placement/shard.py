@@ -1,10 +1,11 @@
 """Places trees on the devices of a mesh, and moves them from one layout to another."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
@@ -21,6 +22,7 @@ from treeshard._core.processes import (
     facts_of,
     is_spread,
     participating_processes,
+    processes_of,
     together,
     with_bar,
 )
@@ -32,6 +34,7 @@ from treeshard._placement.moves import (
     read_shards,
     replicate_then_split,
     through_host,
+    transfer_across_processes,
 )
 from treeshard._placement.targets import meshes_of, targets
 
@@ -152,9 +155,9 @@ def reshard(
 
     Across processes, all that hold devices of the old or the new mesh must make the call. Between
     meshes of the same devices in the same order, the move is again one program; otherwise each
-    process sends the parts that others need, leaf by leaf through the host. Leaves on devices of
-    one process move to a mesh of several as by `shard`: they must be the same on each process, and
-    those of at most 64 KiB are compared.
+    process sends the parts that others need, leaf by leaf through the host. A leaf that each
+    process has on its own devices moves to a mesh of several as by `shard`: it must be the same on
+    each process, and if it has at most 64 KiB its values are compared.
 
     Args:
         tree: Any pytree. Numpy leaves are placed as by `shard`.
@@ -167,8 +170,8 @@ def reshard(
 
     Returns:
         The tree with its new shardings. It may share memory with the old tree, so donating it
-        may delete the source. Between meshes of different devices of one process, JAX chooses
-        how to move: shards that exist on both sides go directly, others through the host.
+        may delete the source. Between meshes of different devices of one process, shards that
+        exist on both sides go directly, others through the host, one at a time.
 
     Raises:
         UnknownAxisError, SpecError, NoMeshError, MeshError: As `shard`, for specs and meshes.
@@ -208,21 +211,28 @@ def place(
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
     before = leaves.copy()
-    among = (
-        participating_processes(leaves, meshes_of(specs, mesh)) if jax.process_count() > 1 else []
-    )
+    among: list[int] = []
+    at_one = False  # whether there are leaves on devices of one process
+    if jax.process_count() > 1:
+        local = list(filter(_is_at_one_process, leaves)) if where == "reshard" else []
+        at_one = bool(local)
+        sends = any(isinstance(x.sharding, NamedSharding) and not is_spread(x) for x in local)
+        more = [jax.process_index()] if sends else []
+        among = participating_processes(leaves, meshes_of(specs, mesh), more)
     paths = leaf_paths(tree) if among or read else []
-    moves = any(map(is_spread, leaves))
+    moves = at_one or any(map(is_spread, leaves))
     with in_turn(among if moves else ()):
+        sent = _sent_by_one(leaves, among, where, timeout) if among and at_one else set[int]()
         with agreeing(where, among=among, timeout=timeout, moves=moves) as facts:
             remaining = targets(tree, specs, mesh, where, prefix, accept_structs=read is not None)
             if check not in _COMPARED_BYTES:
                 raise ValueError(f"{where}(check={check!r}): one of 'form', 'small', 'values'.")
             if among:
                 rows = (
-                    (path_under(prefix, paths[i]), x, shardings_to_compare(x, target))
+                    (path, _struct(x) if i in sent else x, shardings)
                     for i, target in remaining.items()
-                    for x in [leaves[i]]
+                    for path, x in [(path_under(prefix, paths[i]), leaves[i])]
+                    for shardings in [shardings_to_compare(x, target, i in sent)]
                 )
                 facts |= facts_of(rows, among, _COMPARED_BYTES[check])
         placed = [*remaining]
@@ -236,7 +246,7 @@ def place(
             with together(where, among=among, timeout=slow, moves=moves):
                 for i in with_bar(structs, where, show=progress):
                     leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
-        move_leaves(leaves, remaining, where, from_single_device, progress=progress)
+        move_leaves(leaves, remaining, where, from_single_device, sent, progress=progress)
         for i, j in tied.items():
             leaves[i] = leaves[j]
         if among:
@@ -250,16 +260,21 @@ def move_leaves(
     targets: Mapping[int, NamedSharding],
     where: str,
     from_single_device: Move,
+    sent: Container[int] = (),
     *,
     progress: bool = False,
 ) -> None:
     """Moves leaves to their targets, by index, and replaces them in `leaves`.
 
+    One process has the leaves `sent`, and sends them to others.
+
     Checks nothing: `targets` and the agreement between processes come first.
     """
     groups: dict[tuple[Any, ...], list[tuple[int, NamedSharding]]] = {}
     for i, target in targets.items():
-        move = choose_move(leaves[i], target, from_single_device)
+        move = transfer_across_processes
+        if i not in sent:
+            move = choose_move(leaves[i], target, from_single_device)
         if move is not None:
             key = (move, target.mesh, i if progress else None)
             groups.setdefault(key, []).append((i, target))
@@ -269,6 +284,28 @@ def move_leaves(
             leaves[i] = array
 
 
-def shardings_to_compare(leaf: Any, target: NamedSharding) -> list[Sharding]:
-    """The target of a leaf, and its current sharding if that spans processes."""
-    return [target, leaf.sharding] if is_spread(leaf) else [target]
+def _is_at_one_process(x: Any) -> bool:
+    is_live = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    return is_live and len(processes_of(x.sharding.device_set)) == 1
+
+
+def _sent_by_one(
+    leaves: Sequence[Any], among: Sequence[int], where: str, timeout: float
+) -> set[int]:
+    """The leaves that are local to one process, and to the others an array on its devices.
+
+    A leaf that is local to all is each one's own.
+    """
+    with together(where, among=among, timeout=timeout) as messages:
+        messages.append(bytes(map(is_spread, leaves)))
+    return {i for i, told in enumerate(zip(*messages, strict=False)) if 0 < sum(told) < len(told)}
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    # What one process sends has no values on the others to compare.
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def shardings_to_compare(leaf: Any, target: NamedSharding, sent: bool = False) -> list[Sharding]:
+    """The target of a leaf, and its current sharding if other processes know the leaf too."""
+    return [target, leaf.sharding] if sent or is_spread(leaf) else [target]

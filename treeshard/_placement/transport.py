@@ -17,7 +17,15 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from treeshard._core.arrays import Region, common, lengths, region_of, to_read, within
+from treeshard._core.arrays import (
+    Region,
+    common,
+    holders,
+    lengths,
+    region_of,
+    to_read,
+    within,
+)
 
 CHUNK_BYTES = 2**21  # of one chunk or packet at most; several are in flight at a time
 Pair = tuple[int, int]  # (sender, receiver), by process index
@@ -89,12 +97,10 @@ def _chunks_of(
     itemsize: int,
     wanted: tuple[tuple[int, Region], ...],
 ) -> tuple[Chunk, ...]:
-    holders: dict[Region, dict[int, None]] = defaultdict(dict)
-    for device, index in sharding.devices_indices_map(shape).items():
-        holders[region_of(index, shape)][device.process_index] = None
+    shards = holders(sharding, shape)
     chunks = []
     for receiver, region in wanted:
-        for turn, (held, among) in enumerate(holders.items()):
+        for turn, (held, among) in enumerate(shards.items()):
             if (part := common(held, region)) is None:
                 continue
             here = receiver in among

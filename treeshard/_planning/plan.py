@@ -289,10 +289,11 @@ class Plan(SpecCarrier):
     def diff(self, other: "Plan") -> PlanDiff:
         """Compares this plan with another one, leaf by leaf, and says how many bytes move.
 
-        Leaves are matched by path. The bytes of a leaf are an upper bound on the part of its
-        new shard that a device does not hold yet. If both meshes have the same axes and
-        sizes, each device is assumed to keep its position in the mesh; otherwise every
-        shard counts in full.
+        Leaves are matched by path. The bytes of a leaf are the part of its new shard that a
+        device does not hold yet, and what processes send to others, as `reshard` moves them.
+        If a mesh is abstract, they are an upper bound: if both meshes have the same axes and
+        sizes, each device is assumed to keep its position in the mesh; otherwise every shard
+        counts in full.
 
         Args:
             other: The plan to change to.

@@ -3,9 +3,12 @@
 import html
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from treeshard._core.arrays import array_text
+from jax.sharding import Mesh, NamedSharding
+
+from treeshard._core.arrays import array_text, common, holders, lengths, region_of
 from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh, same_axes
 from treeshard._core.paths import pair
 from treeshard._core.specs import Adjustment, axes_of, entries
@@ -120,13 +123,15 @@ class LeafChange(NamedTuple):
         path: The leaf's path.
         before: The leaf in the first plan; `None` if only the second has it.
         after: The leaf in the second plan; `None` if only the first has it.
-        bytes: An upper bound on what a device receives of it.
+        bytes: The most bytes of it that a device receives; an upper bound if a mesh is abstract.
+        sent: The bytes of it that processes send to others; `None` if a mesh is abstract.
     """
 
     path: str
     before: PlannedLeaf | None
     after: PlannedLeaf | None
     bytes: int
+    sent: int | None = None
 
 
 class PlanDiff(NamedTuple):
@@ -134,7 +139,7 @@ class PlanDiff(NamedTuple):
 
     Attributes:
         changes: The leaves that are sharded differently, or that only one plan has.
-        bytes: An upper bound on what a device receives to change from one to the other.
+        bytes: The sum of the most bytes that a device receives of each leaf.
         meshes: The meshes of both plans.
         bytes_per_device: For both plans, the bytes on the device that holds the most.
     """
@@ -143,6 +148,12 @@ class PlanDiff(NamedTuple):
     bytes: int
     meshes: tuple[AnyMesh, AnyMesh]
     bytes_per_device: tuple[int, int]
+
+    @property
+    def sent(self) -> int | None:
+        """The bytes that processes send to others; `None` if a mesh is abstract."""
+        sent = [change.sent for change in self.changes]
+        return None if None in sent else sum(x or 0 for x in sent)
 
     def __bool__(self) -> bool:
         return bool(self.changes) or not same_axes(*self.meshes)
@@ -157,6 +168,8 @@ class PlanDiff(NamedTuple):
         before, after = map(describe_mesh, self.meshes)
         if before != after:
             lines.append(f"The mesh changes from {before} to {after}.")
+        if self.sent:
+            lines.append(f"Processes send {human_bytes(self.sent)} to others.")
         sizes = " to ".join(map(human_bytes, self.bytes_per_device))
         count = len(self.changes)
         lines.append(
@@ -183,9 +196,9 @@ def diff(
     changes: list[LeafChange] = []
     pairs = pair(((leaf.path, leaf) for leaf in before), ((leaf.path, leaf) for leaf in after))
     for path, old, new in pairs:
-        cost = 0 if new is None else _received(old, new, meshes)
+        cost, sent = (0, 0) if new is None else _received(old, new, meshes)
         if cost or old is None or new is None or _placement(old) != _placement(new):
-            changes.append(LeafChange(path, old, new, cost))
+            changes.append(LeafChange(path, old, new, cost, sent))
     sizes = [
         sum(leaf.bytes_per_device(mesh) for leaf in leaves)
         for leaves, mesh in zip((before, after), meshes, strict=True)
@@ -204,24 +217,54 @@ def _axes(leaf: PlannedLeaf) -> list[tuple[str, ...]]:
     return given + [()] * (len(leaf.shape) - len(given))
 
 
-def _received(old: PlannedLeaf | None, new: PlannedLeaf, meshes: tuple[AnyMesh, AnyMesh]) -> int:
-    """An upper bound on the bytes of the new shard that a device does not hold yet.
+def _received(
+    old: PlannedLeaf | None, new: PlannedLeaf, meshes: tuple[AnyMesh, AnyMesh]
+) -> tuple[int, int | None]:
+    """The most bytes of a leaf that a device receives, and what processes send of it.
 
-    If both meshes have the same axes, each device is assumed to keep its position;
-    otherwise all of the shard counts. Along one dim, the old and the new shard of a device
-    overlap for certain only if the axes of one spec begin with those of the other.
+    Without devices, an upper bound: if both meshes have the same axes, each device is assumed to
+    keep its position; otherwise all of the shard counts. Along one dim, the old and the new shard
+    of a device overlap for certain only if the axes of one spec begin with those of the other.
     """
-    shard = new.bytes_per_device(meshes[1])
     if new.same_as is not None:
-        return 0
-    alike = old is not None and (old.shape, old.dtype) == (new.shape, new.dtype)
-    if old is None or not alike or not same_axes(*meshes):
-        return shard
-    sizes = axis_sizes(meshes[1])
-    overlap = new.dtype.itemsize
+        return 0, 0
+    shard, itemsize = new.bytes_per_device(meshes[1]), new.dtype.itemsize
+    if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+        return shard, None
+    before, after = meshes
+    if isinstance(before, Mesh) and isinstance(after, Mesh):
+        shardings = NamedSharding(before, old.given), NamedSharding(after, new.given)
+        received, sent = _elements_moved(*shardings, new.shape)
+        return received * itemsize, sent * itemsize
+    if not same_axes(*meshes):
+        return shard, None
+    sizes = axis_sizes(after)
+    overlap = itemsize
     for length, *both in zip(new.shape, _axes(old), _axes(new), strict=True):
         splitting = [[axis for axis in axes if sizes[axis] > 1] for axes in both]
         short, long = sorted(splitting, key=len)
         parts = math.prod(sizes[axis] for axis in long)
         overlap *= -(-length // parts) if long[: len(short)] == short else 0
-    return shard - overlap
+    return shard - overlap, None
+
+
+@lru_cache(4096)
+def _elements_moved(
+    before: NamedSharding, after: NamedSharding, shape: tuple[int, ...]
+) -> tuple[int, int]:
+    """The most elements that a device receives, and all that processes send to others."""
+    held = {d: region_of(i, shape) for d, i in before.devices_indices_map(shape).items()}
+    received = 0
+    for device, index in after.devices_indices_map(shape).items():
+        region = region_of(index, shape)
+        kept = common(region, held[device]) if device in held else None
+        missing = math.prod(lengths(region)) - (math.prod(lengths(kept)) if kept is not None else 0)
+        received = max(received, missing)
+    shards = holders(before, shape)
+    sent = sum(
+        math.prod(lengths(part)) * len(receivers.keys() - among)
+        for region, receivers in holders(after, shape).items()
+        for shard, among in shards.items()
+        if (part := common(shard, region)) is not None
+    )
+    return received, sent

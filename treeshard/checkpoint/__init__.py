@@ -1,6 +1,6 @@
 """Saves trees from any mesh, restores them to any other, and verifies that every byte is as saved.
 
-A checkpoint is a directory: arrays of 1 MiB and more as Orbax writes them, smaller ones packed,
+A checkpoint is a directory: arrays as zarr, written by TensorStore in the layout that Orbax reads,
 and a table of all leaves with a checksum of each. Saves are atomic and durable. A checkpoint
 contains no code, and reading one runs nothing from it.
 
@@ -15,10 +15,12 @@ Examples:
 """
 
 try:
-    import etils.epath  # noqa: F401  (it comes with Orbax)
+    import etils.epath  # noqa: F401
+    import tensorstore  # noqa: F401
 except ModuleNotFoundError:
     raise ImportError(
-        "treeshard.checkpoint needs Orbax. Install it with `pip install 'treeshard[checkpoint]'`."
+        "treeshard.checkpoint needs TensorStore and etils. Install them with"
+        " `pip install 'treeshard[checkpoint]'`."
     ) from None
 
 from treeshard._core.paths import PyTree
@@ -28,7 +30,7 @@ from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
 from treeshard.checkpoint._checkpoints import Checkpoints
 from treeshard.checkpoint._paths import checkpoint_path
 from treeshard.checkpoint._restore import damages_of, restore, table_at
-from treeshard.checkpoint._save import begin, wait
+from treeshard.checkpoint._save import begin
 
 __all__ = [
     "Checkpoints",
@@ -72,7 +74,7 @@ def save(
             as a numpy array, must be equal on all processes; process 0 saves its copy.
         fingerprints: Whether to save a checksum of every array, so that damage is detected, and
             to compare all replicas of each shard.
-        compress: Whether to compress arrays of 1 MiB and more with zstd. Weights hardly shrink,
+        compress: Whether to compress arrays with zstd. Weights hardly shrink,
             and it is slow.
         ocdbt: Whether to store all arrays in a few files, instead of each in its own.
         on_divergence: What to do if replicas of an array, or the processes' copies of one, differ
@@ -107,9 +109,8 @@ def save(
     """
     if progress:
         with_bar((), "save")  # raises without tqdm, before anything is written
-    checkpoint = checkpoint_path(path)
     writing = begin(
-        checkpoint,
+        checkpoint_path(path),
         tree,
         fingerprints=fingerprints,
         compress=compress,
@@ -117,7 +118,7 @@ def save(
         on_divergence=on_divergence,
         timeout=timeout,
     )
-    wait(writing, checkpoint, tree, progress=progress)
+    writing.wait(progress=progress)
 
 
 def inspect(path: PathLike) -> Contents:

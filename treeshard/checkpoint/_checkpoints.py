@@ -10,7 +10,7 @@ import jax
 from etils import epath
 
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import TIMEOUT, together
+from treeshard._core.processes import TIMEOUT, together, with_bar
 from treeshard._disk.files import Lock, PathLike, make_directory
 from treeshard.checkpoint._paths import (
     checkpoint_path,
@@ -23,8 +23,7 @@ from treeshard.checkpoint._paths import (
     written_by,
 )
 from treeshard.checkpoint._restore import RestoreOptions, restore
-from treeshard.checkpoint._save import begin
-from treeshard.checkpoint._store import Writing
+from treeshard.checkpoint._save import Writing, begin
 from treeshard.errors import CheckpointError, warn
 
 
@@ -52,12 +51,15 @@ class Checkpoints:
         on_divergence: As in `save`.
         timeout: Seconds to wait for other processes; waits for their reads and writes have no
             limit.
+        progress: Whether to show progress bars, as `save` and `restore` do. Of a save in the
+            background, the bar is shown while something waits for it.
 
     Raises:
         CheckpointError: If another run is writing to the directory: it says which. If the directory
             cannot be written to.
         ProcessError: If other processes fail, or do not arrive.
         ValueError: If `keep` or `every` is not positive.
+        ImportError: If `progress` is set and `tqdm` is not installed.
 
     Examples:
         >>> state = {"w": np.zeros(8), "step": 0}
@@ -84,12 +86,14 @@ class Checkpoints:
         ocdbt: bool = True,
         on_divergence: str = "error",
         timeout: float = TIMEOUT,
+        progress: bool = False,
     ) -> None:
         if every < 1 or (keep is not None and keep < 1):
             raise ValueError(f"Checkpoints: keep={keep}, every={every}: both must be positive.")
         self._directory = checkpoint_path(directory)
         self._keep, self._every, self._background = keep, every, background
-        self._timeout, self._read_only = timeout, read_only
+        self._timeout, self._read_only, self._progress = timeout, read_only, progress
+        with_bar((), "Checkpoints", show=progress)  # raises without tqdm
         self._options: dict[str, Any] = {"fingerprints": fingerprints, "compress": compress}
         self._options |= {"ocdbt": ocdbt, "on_divergence": on_divergence}
         self._writing: tuple[int, Writing] | None = None
@@ -202,7 +206,8 @@ class Checkpoints:
         """
         self.wait()
         path = self._directory / str(operator.index(step))
-        return restore(path, like, **{"timeout": self._timeout, **options})
+        own: RestoreOptions = {"timeout": self._timeout, "progress": self._progress}
+        return restore(path, like, **{**own, **options})
 
     def steps(self) -> tuple[int, ...]:
         """The steps of the complete checkpoints, ascending."""
@@ -222,7 +227,7 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing is not None:
             step, end = writing
-            end.wait()
+            end.wait(progress=self._progress)
             if self._keep is not None and jax.process_index() == 0:
                 self._remove_all_but(self._keep, step)
 

@@ -19,29 +19,19 @@ from treeshard._core.text import parse_dtype
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, is_none, kind_of, raise_damages
 from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, read_request
-from treeshard._disk.untrusted import check_memory
 from treeshard._placement.gather import gather
 from treeshard._placement.moves import shard_from_full
 from treeshard._planning.rules import Rules
+from treeshard.checkpoint._array_store import ArrayStore
 from treeshard.checkpoint._checksums import checksum, checksum_of_blocks, of_registers, registers
-from treeshard.checkpoint._packed import read_packed
 from treeshard.checkpoint._paths import checkpoint_path, gone, seal, table_text
-from treeshard.checkpoint._reading import (
-    OnHost,
-    Wanted,
-    bytes_of_store,
-    check_declared,
-    read,
-    read_blocks,
-)
-from treeshard.checkpoint._table import LeafTable, from_text, unpack
+from treeshard.checkpoint._table import LeafTable, from_text, in_its_dtype, unpack
 from treeshard.errors import (
     CheckpointError,
     DamagedError,
     FormatError,
     MismatchError,
     listed,
-    short,
 )
 
 WHERE = "restore"
@@ -239,16 +229,6 @@ def _as_requested(x: Any, requested: RequestedLeaf) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=dtype)
 
 
-def _stored_struct(row: SavedLeaf, requested: RequestedLeaf) -> Wanted:
-    """What to read from the array store for a leaf."""
-    dtype = parse_dtype(row.stored or "")
-    # A dtype that is too wide for devices is read to the host, and converted there.
-    if not requested.type.on_devices or jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        return OnHost(row.stored_shape, dtype)
-    sharding = requested.sharding or _default_sharding()
-    return jax.ShapeDtypeStruct(row.stored_shape, dtype, sharding=sharding)
-
-
 def _default_sharding() -> Sharding:
     return jax.device_put(np.zeros((), bool)).sharding
 
@@ -280,22 +260,24 @@ def _read_together(
     pairs: dict[str, tuple[SavedLeaf, RequestedLeaf]] = {}
     for leaf in request.to_read().values():
         pairs.setdefault(rows[leaf.name].key, (rows[leaf.name], leaf))
-    structs = {key: _stored_struct(row, leaf) for key, (row, leaf) in pairs.items() if row.stored}
-    stored = [row for row, _ in pairs.values() if row.stored]
+    structs = {key: _struct(row, leaf) for key, (row, leaf) in pairs.items() if row.stored}
     compared = {rows[path].key for pair in tied.items() for path in pair}
-    verified = [row for row in stored if (verify and row.crc is not None) or row.key in compared]
+    verified = [
+        pairs[key][0]
+        for key in structs
+        if (verify and pairs[key][0].crc is not None) or key in compared
+    ]
     with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
-        check_declared(path, sum(row.bytes for row in stored), bytes_of_store(path))
-        _check_memory(path, structs)
-        arrays, damages = _read(path, stored, structs, WHERE if progress else "")
-        data = [] if damages else [arrays[row.key] for row in verified]
-        messages.append(json.dumps(damages).encode() + b"\n" + registers(data))
+        arrays, errors = ArrayStore(path).read(structs, progress=WHERE if progress else "")
+        data = [] if errors else [arrays[row.key] for row in verified]
+        messages.append(json.dumps(errors).encode() + b"\n" + registers(data))
     outcomes = [message.partition(b"\n") for message in messages]
-    raise_damages(path, {k: why for text, _, _ in outcomes for k, why in json.loads(text).items()})
+    unread = {key: why for text, _, _ in outcomes for key, why in json.loads(text).items()}
+    raise_damages(path, {pairs[key][0].path: why for key, why in unread.items()})
     crcs, differing = of_registers([part for _, _, part in outcomes], data, WHERE)
-    differences = {row.path: _difference(row, crc) for row, crc in zip(verified, crcs, strict=True)}
-    differences |= {verified[i].path: why for i, why in differing.items()}
-    raise_damages(path, {leaf: why for leaf, why in differences.items() if why})
+    damages = {row.path: _damage(row, crc) for row, crc in zip(verified, crcs, strict=True)}
+    damages |= {verified[i].path: why for i, why in differing.items()}
+    raise_damages(path, {leaf: why for leaf, why in damages.items() if why})
     crc_of = {row.key: crc for row, crc in zip(verified, crcs, strict=True)}
     facts = [
         f"{leaf}: `like` has one array for it and {first}, and {path} has two that differ. Restore"
@@ -310,81 +292,49 @@ def _read_together(
 
 def read_each(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
     """Reads leaves to host memory, a few at a time, and compares their checksums."""
-    size = bytes_of_store(path)
+    store = ArrayStore(path)
     for batch in _batches(rows):
-        yield from _read_batch(path, batch, size)
+        arrays, errors = store.read(_host_structs(batch))
+        for row in batch:
+            x = arrays.get(row.key)
+            damage = errors.get(row.key, "") if x is None else _damage(row, checksum(x))
+            yield ReadLeaf(row, in_its_dtype(row, x) if row.dtype and not damage else None, damage)
 
 
 def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[SavedLeaf, str]]:
-    """Reads leaves as `read_each` does, large ones block by block, and says how each is damaged."""
-    size = bytes_of_store(path)
+    """Reads leaves block by block, and says how each is damaged; empty if it is as saved."""
+    store = ArrayStore(path)
     for batch in _batches(rows):
-        if batch and batch[0].stored and batch[0].bytes > _BATCH:
-            yield batch[0], _damage_of_large(path, batch[0], size)
-        else:
-            yield from ((leaf.row, leaf.damage) for leaf in _read_batch(path, batch, size))
+        opened, damages = store.open(_host_structs(batch))
+        for row in batch:
+            if (x := opened.pop(row.key, None)) is not None:
+                blocks = store.blocks(x)
+                try:
+                    crc = checksum_of_blocks(x.shape, x.dtype.numpy_dtype.itemsize, blocks)
+                    damages[row.key] = _damage(row, crc)
+                except ValueError as error:
+                    damages[row.key] = str(error)
+            yield row, damages.get(row.key, "")
 
 
-def _read_batch(path: epath.Path, batch: Sequence[SavedLeaf], size: int) -> Iterator[ReadLeaf]:
-    stored = [row for row in batch if row.stored]
-    structs = {row.key: _host_struct(row) for row in stored}
-    check_declared(path, sum(row.bytes for row in stored), size)
-    _check_memory(path, structs)
-    arrays, damages = _read(path, stored, structs)
-    for row in batch:
-        x = arrays.get(row.key)
-        damage = damages.get(row.path, "") if x is None else _difference(row, checksum(x))
-        yield ReadLeaf(row, None if damage else _in_its_dtype(row, x), damage)
+def _struct(row: SavedLeaf, requested: RequestedLeaf) -> jax.ShapeDtypeStruct:
+    """What to read from the array store for a leaf."""
+    dtype = parse_dtype(row.stored or "")
+    # A dtype that is too wide for devices is read to the host, and converted there.
+    on_host = not requested.type.on_devices or jax.dtypes.canonicalize_dtype(dtype) != dtype
+    sharding = None if on_host else requested.sharding or _default_sharding()
+    return jax.ShapeDtypeStruct(row.stored_shape, dtype, sharding=sharding)
 
 
-def _damage_of_large(path: epath.Path, row: SavedLeaf, size: int) -> str:
-    check_declared(path, row.bytes, size)
-    struct = _host_struct(row)
-    try:
-        blocks = read_blocks(path, row.key, struct)
-        crc = checksum_of_blocks(struct.shape, struct.dtype.itemsize, blocks)
-    except ValueError as error:
-        return _cannot_be_read(str(error))
-    return _difference(row, crc)
+def _host_structs(rows: Iterable[SavedLeaf]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        row.key: jax.ShapeDtypeStruct(row.stored_shape, parse_dtype(row.stored))
+        for row in rows
+        if row.stored
+    }
 
 
-def _check_memory(path: epath.Path, structs: Mapping[str, Wanted]) -> None:
-    arrays = structs.values()
-    check_memory(path, [(x.shape, x.dtype, getattr(x, "sharding", None)) for x in arrays])
-
-
-def _host_struct(row: SavedLeaf) -> OnHost:
-    return OnHost(row.stored_shape, parse_dtype(row.stored or ""))
-
-
-def _in_its_dtype(row: SavedLeaf, stored: np.ndarray | None) -> np.ndarray | None:
-    if not row.dtype:
-        return None
-    dtype = parse_dtype("uint32" if row.kind == "key" else row.dtype)
-    return np.zeros(row.stored_shape, dtype) if stored is None else stored.view(dtype)
-
-
-def _read(
-    path: epath.Path,
-    rows: Sequence[SavedLeaf],
-    structs: Mapping[str, Wanted],
-    progress: str = "",
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """The arrays by key, and by path why leaves cannot be read."""
-    arrays, errors, lost = read_packed(path, structs, progress=progress)
-    others = {k: x for k, x in structs.items() if k not in arrays and k not in errors}
-    if others:
-        more, unread = read(path, others, progress=progress)
-        arrays |= more
-        errors |= {key: f"{why}{lost}" for key, why in unread.items()}
-    return arrays, {row.path: _cannot_be_read(errors[row.key]) for row in rows if row.key in errors}
-
-
-def _cannot_be_read(why: str) -> str:
-    return f"it cannot be read: {short(why)}"
-
-
-def _difference(row: SavedLeaf, crc: int) -> str:
+def _damage(row: SavedLeaf, crc: int) -> str:
     if row.crc is None or crc == row.crc:
         return ""
     return f"its bytes have the CRC-32 {crc}, but were saved with {row.crc}."

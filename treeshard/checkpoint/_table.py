@@ -108,10 +108,15 @@ def unpack(row: SavedLeaf, stored: jax.Array | np.ndarray | None) -> Any:
         return None
     if row.value is not None:
         return value_of(row.kind, row.value)
+    data = in_its_dtype(row, stored)
+    return data if row.impl is None else jax.random.wrap_key_data(data, impl=row.impl)
+
+
+def in_its_dtype(row: SavedLeaf, stored: jax.Array | np.ndarray | None) -> Any:
+    """The array of a row, or the data of its keys; `stored` as in `unpack`."""
     dtype = np.dtype("uint32") if row.kind == "key" else parse_dtype(row.dtype)
     data: Any = np.zeros(row.stored_shape, dtype) if stored is None else stored
-    data = data if data.dtype == dtype else _viewed_as(data, dtype)
-    return data if row.impl is None else jax.random.wrap_key_data(data, impl=row.impl)
+    return data if data.dtype == dtype else _viewed_as(data, dtype)
 
 
 def _unstorable(x: Any) -> Misfit | None:
@@ -189,7 +194,7 @@ def _viewed_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
 
 # ------------------------------------------------------------------ as JSON
 
-VERSION = 2  # 1 had no packed arrays
+VERSION = 2  # 1 had no ties
 
 # The fields of a row, by the kind of its leaf.
 _VALUE = ("path", "kind", "value", "crc")

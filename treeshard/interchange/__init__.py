@@ -175,6 +175,9 @@ def load_safetensors(
         ValueError: If `mesh` or `min_size` is given without `rules`, or `rename` without `like`.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
+    Warns:
+        ShardingWarning: If an array is in `like` at several paths: each gets an array of its own.
+
     Examples:
         >>> like = {"w": jax.ShapeDtypeStruct((512, 64), "float32"), "act": jax.nn.relu}
         >>> with tempfile.TemporaryDirectory() as directory:
@@ -199,6 +202,7 @@ def load_safetensors(
                 placing = Placing(rules, mesh, min_size)
                 request = tensor_request(stored, like, placing, rename, cast, where)
                 request.differences.check(str(source), partial=partial)
+                warn_untied(where, like, tree_leaves(like))
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
                 facts |= request.facts()
             with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):

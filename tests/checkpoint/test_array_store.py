@@ -1,10 +1,8 @@
-"""Small arrays are packed into one file per process; earlier checkpoints, without it, are read."""
+"""Arrays in a few files: Orbax reads them, each is read alone, and earlier checkpoints too."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import jax
 import ml_dtypes
@@ -16,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.checkpoint import inspect, restore, save, verify
-from treeshard.checkpoint._packed import HEAD
 
 LARGE = np.random.default_rng(0).normal(size=(512, 513)).astype(np.float32)
 SPECS = {"w": P("data", "fsdp"), "half": P("fsdp"), "whole": P(), "large": P("fsdp"), "one": P()}
@@ -47,25 +44,15 @@ def assert_same(found: Any, wanted: Any) -> None:
         assert getattr(found[name], "sharding", None) == getattr(x, "sharding", None), name
 
 
-def index_of(path: Path) -> tuple[dict[str, Any], int]:
-    """The index of the packed arrays, and where the bytes of shards begin."""
-    raw = (path / "small" / "shards_0").read_bytes()
-    _, length, crc = HEAD.unpack(raw[: HEAD.size])
-    text = raw[HEAD.size : HEAD.size + length]
-    assert crc32(text) == crc
-    return json.loads(text), HEAD.size + length
-
-
-def test_arrays_below_a_mebibyte_are_packed(saved: Path, mesh) -> None:
-    assert index_of(saved)[0].keys() == {"w", "half", "whole", "one", "own"}
+def test_orbax_reads_them(saved: Path, mesh) -> None:
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    with context:
-        struct = jax.ShapeDtypeStruct(
-            LARGE.shape, LARGE.dtype, sharding=NamedSharding(mesh, P("fsdp"))
-        )
-        read = ocp.load(saved, {"large": struct}, checkpointable_name="state")
-    assert np.asarray(read["large"]).tobytes() == LARGE.tobytes()
+    for name in ("large", "half"):
+        x = state(mesh)[name]
+        struct = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        with context:
+            read = ocp.load(saved, {name: struct}, checkpointable_name="state")
+        assert np.asarray(read[name]).tobytes() == np.asarray(x).tobytes()
 
 
 def test_they_are_restored_on_any_mesh_and_to_the_host(saved: Path, mesh) -> None:
@@ -88,62 +75,41 @@ def test_restored_arrays_may_be_donated(saved: Path, mesh) -> None:
 
 
 def test_one_leaf_alone_is_restored_without_the_others(saved: Path, mesh, tmp_path: Path) -> None:
-    """The bytes of all other shards may be gone."""
+    """The bytes of large arrays may be gone."""
     shutil.copytree(saved, tmp_path / "x")
-    file = tmp_path / "x" / "small" / "shards_0"
-    index, begin = index_of(saved)
-    raw = bytearray(file.read_bytes())
-    places = index["half"][3]
-    (size,) = index["half"][2]
-    kept = {i for place in places for i in range(begin + place[0], begin + place[0] + 2 * size)}
-    raw = bytes(b if i < begin or i in kept else 255 for i, b in enumerate(raw))
-    file.write_bytes(raw)
-    shutil.rmtree(tmp_path / "x" / "state" / "d", ignore_errors=True)
+    first = np.asarray(LARGE).tobytes()[:64]
+    for file in (tmp_path / "x" / "state").rglob("*"):
+        if file.is_file() and first in (raw := file.read_bytes()):
+            file.write_bytes(raw.replace(first, bytes(64)))
     found = restore(tmp_path / "x", {"half": state(mesh)["half"]}, partial=True)
     assert_same(found, {"half": state(mesh)["half"]})
-    with pytest.raises(ts.DamagedError, match="w: its bytes have the CRC-32"):
-        restore(tmp_path / "x", {"w": state(mesh)["w"]}, partial=True)
+    with pytest.raises(ts.DamagedError, match="large: its bytes have the CRC-32"):
+        restore(tmp_path / "x", {"large": state(mesh)["large"]}, partial=True)
 
 
-def damaged(saved: Path, where: Path, change: Any) -> str:
-    shutil.copytree(saved, where)
-    file = where / "small" / "shards_0"
-    file.write_bytes(change(bytearray(file.read_bytes())))
+def test_a_damaged_index_is_named_for_each_leaf(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "x")
+    file = tmp_path / "x" / "state" / "manifest.ocdbt"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
     with pytest.raises(ts.DamagedError) as told:
-        verify(where)
-    return str(told.value)
+        verify(tmp_path / "x")
+    headline, *rows = str(told.value).splitlines()
+    assert headline == f"{tmp_path}/x: 6 leaves are damaged:"
+    for name, row in zip(["half", "large", "one", "own", "w", "whole"], rows, strict=True):
+        where = 'Error decoding local file "state/manifest.ocdbt": Error decoding manifest: CRC-32C'
+        assert row.startswith(f"  {name}: it cannot be read: {where}")
+    file.unlink()
+    with pytest.raises(ts.DamagedError, match="w: it cannot be read: it is not in the array store"):
+        verify(tmp_path / "x")
 
 
-def test_damage_is_told_by_leaf(saved: Path, tmp_path: Path) -> None:
-    index, begin = index_of(saved)
-
-    def flipped(raw: bytearray) -> bytes:
-        raw[begin + index["w"][3][-1][0]] ^= 1
-        return raw
-
-    assert f"{tmp_path}/a: w: its bytes have the CRC-32" in damaged(saved, tmp_path / "a", flipped)
-    said = damaged(saved, tmp_path / "b", lambda raw: raw[:-1])
-    assert "it cannot be read: the file of its shards is cut short." in said
-    for i, change in enumerate(
-        [
-            lambda raw: raw[:20] + bytes([raw[20] ^ 1]) + raw[21:],
-            lambda raw: raw[:30],
-            lambda raw: raw[:5],
-            lambda raw: b"",
-            lambda raw: b"\xff" * len(raw),
-        ]
-    ):
-        said = damaged(saved, tmp_path / f"index-{i}", change)
-        assert "5 leaves are damaged" in said
-        assert "small/shards_0 is damaged: it" in said
-    shutil.rmtree(tmp_path / "a" / "small")
-    with pytest.raises(ts.DamagedError, match="5 leaves are damaged"):
-        verify(tmp_path / "a")
-
-
-def test_a_separate_file_for_each_array_packs_none(mesh, tmp_path: Path) -> None:
-    save(tmp_path / "x", state(mesh), ocdbt=False)
-    assert not (tmp_path / "x" / "small").exists()
+@pytest.mark.parametrize("compress", [False, True])
+def test_each_array_in_its_own_files(compress, mesh, tmp_path: Path) -> None:
+    save(tmp_path / "x", state(mesh), ocdbt=False, compress=compress)
+    names = {path.name for path in (tmp_path / "x" / "state").iterdir() if path.is_dir()}
+    assert names == {"w", "half", "whole", "one", "own", "large"}
     assert_same(restore(tmp_path / "x", state(mesh)), state(mesh))
 
 
@@ -151,7 +117,7 @@ def test_many_leaves_are_in_a_few_files(mesh, tmp_path: Path) -> None:
     values = {f"layers/{i}": np.full((8, 2), i, np.float32) for i in range(1000)}
     tree = ts.shard(values, P("fsdp"), mesh)
     save(tmp_path / "x", tree)
-    assert len([x for x in (tmp_path / "x").rglob("*") if x.is_file()]) == 3
+    assert len([x for x in (tmp_path / "x").rglob("*") if x.is_file()]) < 15
     assert_same(restore(tmp_path / "x", tree), tree)
 
 

@@ -1,0 +1,406 @@
+"""The array store of a checkpoint: zarr arrays, in a few files (OCDBT) or each in its own.
+
+TensorStore writes and reads them, as Orbax does, and Orbax can read them. The files may come from
+anybody: before memory is taken for an array, what the store declares is compared with what is
+expected of it.
+"""
+
+import json
+import math
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorstore
+from etils import epath
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from treeshard._core.arrays import Region, lengths, own_shards, regions_here, to_host, to_read
+from treeshard._core.processes import with_bar
+from treeshard._core.text import human_bytes
+from treeshard._disk.untrusted import bytes_of_files, check_memory
+from treeshard.checkpoint._paths import ARRAYS, is_local
+from treeshard.errors import CheckpointError, DamagedError, short
+
+Arrays = Mapping[str, jax.Array | np.ndarray]
+
+_SMALL = 2**20  # bytes
+_NODES = "cache_pool#nodes"  # caches the nodes of the index
+# Nodes are not compressed: the values in them are compressed, or would hardly shrink.
+_NEW = {"config": {"max_inline_value_bytes": 1024, "compression": None}}
+
+
+def _store(path: epath.Path, key: str, in_few_files: bool, process: int | None = None) -> Any:
+    """TensorStore's name of an array; of one that a process writes, until all are merged."""
+    if not in_few_files:
+        return _folder(path, key)
+    folder = _folder(path, "" if process is None else f"ocdbt.process_{process}")
+    return {"driver": "ocdbt", "base": folder, "path": key and f"{key}/", "cache_pool": _NODES}
+
+
+def _context() -> Any:
+    # Files are flushed later, by `flush_tree`.
+    return tensorstore.Context({_NODES: {"total_bytes_limit": 10**8}, "file_io_sync": False})
+
+
+def _in_one_piece(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether a process that holds all shards writes and reads them as one."""
+    if x.sharding is None:
+        return True
+    return x.sharding.is_fully_addressable and x.size * x.dtype.itemsize < _SMALL
+
+
+def _folder(path: epath.Path, name: str) -> Any:
+    folder = f"{path / ARRAYS}/{name and f'{name}/'}"
+    return {"driver": "file", "path": folder} if is_local(path) else folder
+
+
+def written_by(path: epath.Path, process: int, *, in_few_files: bool) -> epath.Path:
+    """The directory in which a process writes."""
+    return path / ARRAYS / f"ocdbt.process_{process}" if in_few_files else path / ARRAYS
+
+
+# ------------------------------------------------------------------ writing
+
+
+class Copy(NamedTuple):
+    """What this process stores of an array, in host memory.
+
+    Attributes:
+        shape: The shape of the array.
+        dtype: Its dtype.
+        chunk: The shape of the parts.
+        parts: The first replicas of shards; of numpy arrays, process 0 stores one part.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    parts: list[tuple[Region, np.ndarray]]
+
+
+def copies(arrays: Arrays) -> dict[str, Copy]:
+    """Copies of what this process stores, so that the arrays may change."""
+    large = {
+        key: list(own_shards(x))
+        for key, x in arrays.items()
+        if isinstance(x, jax.Array) and not _in_one_piece(x)
+    }
+    for shard in (shard for shards in large.values() for shard in shards):
+        shard.data.copy_to_host_async()
+    known: Any = {}
+    copied: dict[str, Copy] = {}
+    for key, x in arrays.items():
+        shape, chunk, full = x.shape, x.shape, tuple((0, length) for length in x.shape)
+        if not isinstance(x, jax.Array):
+            parts = [(full, np.array(x))] if jax.process_index() == 0 else []
+        elif key in large:
+            regions, chunk = regions_here(x.sharding, shape), x.sharding.shard_shape(shape)
+            as_numpy = np.array if to_read(x) is x else np.asarray  # `asarray` may give a view
+            parts = [(regions[shard.device], as_numpy(shard.data)) for shard in large.pop(key)]
+        else:
+            parts = [(full, to_host(x, known))]
+        copied[key] = Copy(shape, np.dtype(x.dtype), chunk, parts)
+    return copied
+
+
+def write_arrays(
+    path: epath.Path, copied: Mapping[str, Copy], *, compress: bool, in_few_files: bool
+) -> None:
+    """Writes what this process stores. Until `merge`, others do not see it if in few files."""
+    me = jax.process_index()
+    transaction = tensorstore.Transaction()
+    context = _context()
+
+    def begin(key: str, x: Copy) -> Any:
+        codecs: list[Any] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        chunk = x.chunk
+        if compress:
+            codecs.append({"name": "zstd", "configuration": {"level": 3}})
+            chunk = _compressed_chunk(chunk, x.dtype.itemsize)
+        about = {"shape": x.shape, "data_type": str(x.dtype), "codecs": codecs}
+        about["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": chunk}}
+        store = _store(path, key, in_few_files, me) | (_NEW if in_few_files else {})
+        spec = {"driver": "zarr3", "kvstore": store, "metadata": about}
+        spec["store_data_equal_to_fill_value"] = True
+        how: dict[str, Any] = (
+            {"create": True} if me == 0 else {"open": True, "assume_metadata": True}
+        )
+        return tensorstore.open(spec, context=context, transaction=transaction, **how)
+
+    here = {key: x for key, x in copied.items() if x.parts or me == 0}
+    begun = {key: begin(key, x) for key, x in here.items()}
+    writes = [  # without references to them, they would end
+        begun[key].result()[_index(region)].write(data, can_reference_source_data_indefinitely=True)
+        for key, x in here.items()
+        for region, data in x.parts
+    ]
+    for write in writes:
+        write.copy.result()
+    transaction.commit_async().result()
+
+
+def _compressed_chunk(chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """The shape of equal parts of a chunk that a reader accepts, however well they compress."""
+    for dim, length in enumerate(chunk):
+        count = -(-math.prod(chunk) * itemsize // _LARGE_CHUNK)
+        count = next(n for n in range(max(1, min(count, length)), length + 1) if length % n == 0)
+        chunk = (*chunk[:dim], length // count, *chunk[dim + 1 :])
+    return chunk
+
+
+def merge(path: epath.Path, keys: Iterable[str], *, in_few_files: bool) -> None:
+    """Merges what the processes have written, and describes it for Orbax."""
+    if in_few_files:
+        context, transaction = _context(), tensorstore.Transaction(atomic=True)
+        spec = _store(path, "", True) | _NEW
+        merged = tensorstore.KvStore.open(spec, context=context).result()
+        for process in range(jax.process_count()):
+            if written_by(path, process, in_few_files=True).exists():
+                spec = _store(path, "", True, process)
+                part = tensorstore.KvStore.open(spec, context=context).result()
+                part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
+        transaction.commit_async().result()
+    of_array = {"value_type": "jax.Array", "skip_deserialize": False}
+    rows = {
+        str((key,)): {"key_metadata": [{"key": key, "key_type": 2}], "value_metadata": of_array}
+        for key in keys
+    }
+    about = {"tree_metadata": rows, "use_ocdbt": in_few_files, "use_zarr3": True}
+    about |= {"store_array_data_equal_to_fill_value": True, "custom_metadata": None}
+    (path / ARRAYS / "_METADATA").write_text(json.dumps(about))
+
+
+# ------------------------------------------------------------------ reading
+
+Structs = Mapping[str, jax.ShapeDtypeStruct]
+
+_IN_FLIGHT = 2**26  # bytes that are being read at a time, if no single array has more
+_LEAST_PART = 2**16  # what a part counts at least
+_TO_PLACE = 2**24  # bytes that are placed at a time, if no single array has more
+# Compression shrinks zeros to a thirty-thousandth, and earlier versions compressed the index too.
+_MOST_EXPANSION = 2**20
+_MOST_EXPANSION_OF_A_CHUNK = 2**10  # of one that is larger than `_LARGE_CHUNK`
+_LARGE_CHUNK = 2**26  # bytes
+_UNREAD = "it cannot be read: "
+_DETAILS = re.compile(r" \[(tensorstore_spec|source locations)=.*")
+_OPENING = re.compile('^[A-Z_]+: (Error opening "zarr3" driver: )?')
+
+
+class ArrayStore:
+    """The array store of a checkpoint, open for reading.
+
+    Raises:
+        DamagedError: If one of its files is not a regular file, so that reading it might not end.
+        CheckpointError: If the directory may not be read.
+    """
+
+    def __init__(self, path: epath.Path) -> None:
+        self._path = path
+        self._bytes = _bytes_of(path / ARRAYS) if is_local(path) else None
+        self._in_few_files = (path / ARRAYS / "manifest.ocdbt").exists()
+        self._context = _context()
+
+    def open(self, wanted: Structs) -> tuple[dict[str, Any], dict[str, str]]:
+        """Opens arrays.
+
+        Args:
+            wanted: By key: shape and stored dtype.
+
+        Returns:
+            Those that are as expected; and why the others cannot be read.
+
+        Raises:
+            DamagedError: If the files cannot hold the arrays.
+            CheckpointError: If this process may not read a file.
+        """
+        declared = sum(x.size * x.dtype.itemsize for x in wanted.values())
+        if self._bytes is not None and declared > self._bytes * _MOST_EXPANSION:
+            raise DamagedError(
+                f"{self._path}: the table of leaves lists arrays of {human_bytes(declared)}, which"
+                f" files of {human_bytes(self._bytes)} cannot hold."
+            )
+        spec = {"driver": "zarr3", "fill_missing_data_reads": False}
+        spec |= {"recheck_cached_data": False, "recheck_cached_metadata": False}
+
+        def begin(key: str) -> Any:
+            store = spec | {"kvstore": _store(self._path, key, self._in_few_files)}
+            return tensorstore.open(store, read=True, open=True, context=self._context)
+
+        stores: dict[str, Any] = {}
+        errors: dict[str, str] = {}
+        for key, future in {key: begin(key) for key in wanted}.items():
+            try:
+                store = future.result()
+            except Exception as error:  # of any type
+                absent = "NOT_FOUND" in str(error)
+                why = "it is not in the array store." if absent else self._why(error)
+                errors[key] = f"{_UNREAD}{why}"
+                continue
+            if why := self._misfit(store, wanted[key]):
+                errors[key] = f"{_UNREAD}{why}"
+            else:
+                stores[key] = store
+        return stores, errors
+
+    def _misfit(self, store: Any, wanted: jax.ShapeDtypeStruct) -> str:
+        """How a stored array differs from what is expected; empty if it does not."""
+        shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
+        if (shape, dtype) != (wanted.shape, wanted.dtype):
+            expected = f"expected {wanted.dtype}{list(wanted.shape)}"
+            return f"stored as {dtype}{list(shape)}, {expected}."
+        chunk = math.prod(_chunk_shape(store)) * dtype.itemsize
+        most = math.prod(shape) * dtype.itemsize
+        if self._bytes is not None:
+            most = min(most, self._bytes * _MOST_EXPANSION_OF_A_CHUNK)
+        if chunk > max(_LARGE_CHUNK, most):
+            text = human_bytes(chunk)
+            return f"it is stored in chunks of {text}, more than the array or its files have."
+        return ""
+
+    def read(self, wanted: Structs, *, progress: str = "") -> tuple[dict[str, Any], dict[str, str]]:
+        """Reads arrays, each process its own shards.
+
+        Args:
+            wanted: By key: shape, stored dtype and sharding; without one, it is read as numpy.
+            progress: The public function, which a progress bar names; empty for none.
+
+        Returns:
+            The arrays; and why the others cannot be read.
+
+        Raises:
+            As `open`.
+        """
+        stores, errors = self.open({key: x for key, x in wanted.items() if _regions(x)})
+        check_memory(self._path, [(x.shape, x.dtype, x.sharding) for x in wanted.values()])
+        parts = ((key, x, part) for key, x in stores.items() for part in _regions(wanted[key]))
+        groups = groupby(_read_ahead(parts), lambda part: part[0])
+        arrays: dict[str, Any] = {}
+        ready: dict[str, dict[Region, np.ndarray]] = {}  # to be placed together
+        ready |= {key: {} for key, x in wanted.items() if not _regions(x)}
+        held = 0
+        for _ in with_bar([*stores], progress, show=bool(progress)):
+            key, reads = next(groups)
+            try:
+                ready[key] = {region: x.result() for _, region, x in reads}
+            except Exception as error:  # of any type
+                errors[key] = f"{_UNREAD}{self._why(error)}"
+                continue
+            held += sum(x.nbytes for x in ready[key].values())
+            if held >= _TO_PLACE:
+                arrays |= _placed(wanted, ready)
+                ready, held = {}, 0
+        return arrays | _placed(wanted, ready), errors
+
+    def _why(self, error: Exception) -> str:
+        """Why an array cannot be read. Raises `CheckpointError` if it may not: it is not damaged.
+
+        TensorStore's text is shortened to the part that names the damaged file.
+        """
+        text = " ".join(str(error).split()) or type(error).__name__
+        text = _DETAILS.sub("", text).replace(f"{self._path}/", "")
+        if "PERMISSION_DENIED" in text:
+            raise CheckpointError(
+                f"This process may not read files of the array store: {text}."
+            ) from None
+        _, _, inner = text.partition(f'in OCDBT database at local file "{ARRAYS}/": ')
+        return short(inner if " file " in inner else _OPENING.sub("", text))
+
+    def blocks(self, store: Any) -> Iterator[tuple[Region, np.ndarray]]:
+        """Reads an array that `open` has returned in blocks of its chunks, a few at a time.
+
+        Raises:
+            ValueError: If it cannot be read.
+            CheckpointError: If this process may not read a file, or has no memory for a chunk.
+        """
+        chunk, dtype = _chunk_shape(store), store.dtype.numpy_dtype
+        if math.prod(chunk) * dtype.itemsize > _LARGE_CHUNK:
+            check_memory(self._path, [(chunk, dtype, None)])
+        counts = [-(-length // step) for length, step in zip(store.shape, chunk, strict=True)]
+        starts = (np.multiply(index, chunk).tolist() for index in np.ndindex(*counts))
+        regions = (
+            tuple((a, min(a + n, end)) for a, n, end in zip(start, chunk, store.shape, strict=True))
+            for start in starts
+        )
+        for _, region, part in _read_ahead(("", store, region) for region in regions):
+            try:
+                yield region, part.result()
+            except Exception as error:  # of any type
+                raise ValueError(f"{_UNREAD}{self._why(error)}") from None
+
+
+def _bytes_of(folder: epath.Path) -> int:
+    try:
+        return bytes_of_files(folder) if folder.is_dir() else 0
+    except CheckpointError as error:
+        raise DamagedError(f"{folder.parent}: {error}") from None
+    except OSError as error:
+        text = f"{folder.parent}: the array store cannot be read: {error}."
+        raise CheckpointError(text) from None
+
+
+def _chunk_shape(store: Any) -> tuple[int, ...]:
+    return store.chunk_layout.read_chunk.shape or ()
+
+
+def _regions(x: jax.ShapeDtypeStruct) -> list[Region]:
+    """The distinct regions of an array that this process reads."""
+    if _in_one_piece(x):
+        return [tuple((0, length) for length in x.shape)]
+    return list(dict.fromkeys(regions_here(x.sharding, x.shape).values()))
+
+
+def _placed(wanted: Structs, read: Mapping[str, Mapping[Region, np.ndarray]]) -> dict[str, Any]:
+    """The arrays from the values of their regions: on the host, or placed all at once."""
+    arrays: dict[str, Any] = {}
+    pieces: list[tuple[str, np.ndarray, Sharding]] = []
+    for key, values in read.items():
+        x = wanted[key]
+        if x.sharding is None:
+            (arrays[key],) = values.values()
+        elif _in_one_piece(x):
+            pieces += ((key, full, x.sharding) for full in values.values())
+        else:
+            kind = x.sharding.memory_kind
+            for device, region in regions_here(x.sharding, x.shape).items():
+                one = SingleDeviceSharding(device, memory_kind=kind)
+                pieces.append((key, values[region], one))
+    # Arrays that share memory with numpy's could not be donated.
+    placed = jax.device_put([x for _, x, _ in pieces], [s for *_, s in pieces], may_alias=False)
+    jax.block_until_ready(placed)  # so that host memory can be freed
+    shards = defaultdict[str, list[jax.Array]](list)
+    for (key, *_), shard in zip(pieces, placed, strict=True):
+        shards[key].append(shard)
+    for key in read.keys() - arrays.keys():
+        x = wanted[key]
+        arrays[key] = (
+            shards[key][0]
+            if _in_one_piece(x)
+            else jax.make_array_from_single_device_arrays(
+                x.shape, x.sharding, shards[key], dtype=x.dtype
+            )
+        )
+    return arrays
+
+
+def _read_ahead(parts: Iterable[tuple[str, Any, Region]]) -> Iterator[tuple[str, Region, Any]]:
+    """Starts to read parts of arrays, and yields them in order, with futures of their values."""
+    waiting: deque[tuple[int, tuple[str, Region, Any]]] = deque()
+    held = 0
+    for key, store, region in parts:
+        size = max(_LEAST_PART, math.prod(lengths(region)) * store.dtype.numpy_dtype.itemsize)
+        while waiting and held + size > _IN_FLIGHT:
+            done, part = waiting.popleft()
+            held -= done
+            yield part
+        waiting.append((size, (key, region, store[_index(region)].read())))
+        held += size
+    yield from (part for _, part in waiting)
+
+
+def _index(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in region)
