@@ -1104,6 +1104,48 @@ MOVES = Group(
             """,
         ),
         Entry(
+            "narrower",
+            "No fault: something is moved in a narrower dtype than planned, which saves bytes. The"
+            " step casts its weights before it gathers them, or a TPU's compiler does, since its"
+            " matrix products round to bfloat16. `by_compiler` has it.",
+            """
+            step = jit_step(descend(loss), plan, batch=P("fsdp"))
+            compared = step.communication(plan.structs, batch, dtype="float64")
+            print(next(one for one in compared.by_compiler if one.code == "narrower"))
+            """,
+            """
+            compared = step.communication(plan.structs, batch)
+            assert "narrower" not in [one.code for one in compared.by_compiler]
+            """,
+        ),
+        Entry(
+            "by-all-reduce",
+            "The compiler gathers small shards by an all-reduce: each device adds its shard to an"
+            " array of zeros, and twice the bytes are sent. It happens on TPUs, when a leaf is split"
+            " over hundreds of devices. `by_compiler` has it. Split the leaf over fewer devices.",
+            """
+            text = '''HloModule step, num_partitions=8
+
+            ENTRY %main (w: f32[1,8]) -> f32[8,8] {
+              %w = f32[1,8]{1,0} parameter(0), metadata={op_name="params['w']"}
+              %zero = f32[] constant(0)
+              %zeros = f32[8,8]{1,0} broadcast(%zero), dimensions={}
+              %at = s32[] constant(0)
+              %placed = f32[8,8]{1,0} dynamic-update-slice(%zeros, %w, %at, %at)
+              ROOT %sum = f32[8,8]{1,0} all-reduce(%placed), replica_groups=[1,8]<=[8], MORE
+            }
+            '''.replace("MORE", "channel_id=1, use_global_device_ids=true, to_apply=%add")
+            leaf = {"w": np.ones((8, 8), "float32")}
+            small = ts.plan(leaf, [("w", P("fsdp"))], "fsdp=8", min_size=0)
+            print(ts.compare_communication(small, text, batch=P("fsdp")).by_compiler[0])
+            """,
+            """
+            gather = "all-gather(%w), dimensions={0}"
+            text = text.replace("all-reduce(%placed)", gather)
+            assert not ts.compare_communication(small, text, batch=P("fsdp")).by_compiler
+            """,
+        ),
+        Entry(
             "unreadable",
             "The axes, the bytes or the count of an op are unknown. Usually it is in a loop whose"
             " number of iterations depends on data.",

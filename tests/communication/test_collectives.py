@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from treeshard.communication._differences import collective_line
 
 TEXTS = Path(__file__).parent / "hlo"
 STEP = "/home/me/model.py"
@@ -85,6 +86,53 @@ ENTRY %main (w: f32[2]) -> f32[16] {
     assert (moved.path, moved.op_name, moved.source) == ("w", None, None)  # not the partitioner's
     unused = program.replace("%copy, %copy)", "%w, %w)").replace("OWN", own)
     assert ts.collectives(unused, "fsdp=8")[0].source is None
+
+
+@pytest.mark.parametrize(("filling", "kind"), [("0", "all-gather"), ("1", "all-reduce")])
+def test_a_sum_of_shards_in_zeros_is_a_gather_at_twice_the_bytes(filling: str, kind: str) -> None:
+    program = f"""HloModule jit_f, num_partitions=8
+
+%place (zeros: f32[16], w: f32[2], at: s32[]) -> f32[16] {{
+  %zeros = f32[16]{{0}} parameter(0)
+  %w = f32[2]{{0}} parameter(1)
+  %at = s32[] parameter(2)
+  ROOT %placed = f32[16]{{0}} dynamic-update-slice(%zeros, %w, %at)
+}}
+
+ENTRY %main (w: f32[2]) -> f32[16] {{
+  %w = f32[2]{{0}} parameter(0), metadata={{op_name="w"}}
+  %c = f32[] constant({filling})
+  %filled = f32[16]{{0}} broadcast(%c), dimensions={{}}
+  %at = s32[] constant(4)
+  %placed = f32[16]{{0}} fusion(%filled, %w, %at), kind=kLoop, calls=%place
+  ROOT %sum = f32[16]{{0}} all-reduce(%placed), replica_groups=[1,8]<=[8], IDS, to_apply=%add
+}}
+"""
+    program = program.replace("IDS", "channel_id=1, use_global_device_ids=true")
+    [moved] = ts.collectives(program, "fsdp=8")
+    assert (moved.kind, moved.path) == (kind, "w" if filling == "0" else None)
+    assert (moved.bytes, moved.wire_bytes) == (64, 2 * 64 * 7 // 8)
+    plan = ts.plan({"w": np.ones(16, "float32")}, [("w", P("fsdp"))], "fsdp=8", min_size=0)
+    compared = ts.compare_communication(plan, program, batch=P("fsdp"))
+    assert [one.code for one in compared.by_compiler] == ["by-all-reduce"] * (filling == "0")
+    line = "The compiler gathers 64 B by all-reduces, which send twice the bytes."
+    assert (line in str(compared)) == (filling == "0")
+
+
+def test_what_the_partitioner_inserted_is_said() -> None:
+    program = """HloModule jit_f, num_partitions=8
+
+ENTRY %main (w: f32[2]) -> f32[16] {
+  %w = f32[2]{0} parameter(0), metadata={op_name="w"}
+  ROOT %g = f32[16]{0} all-gather(%w), replica_groups=[1,8]<=[8], IDS, MARK
+}
+"""
+    program = program.replace("IDS", "channel_id=1, dimensions={0}, use_global_device_ids=true")
+    mark = 'frontend_attributes={is_spmd_generated="true"}'
+    [inserted] = ts.collectives(program.replace("MARK", mark), "fsdp=8")
+    [written] = ts.collectives(program.replace(", MARK", ""), "fsdp=8")
+    assert (inserted.is_inserted, written.is_inserted) == (True, False)
+    assert "inserted by the partitioner" in collective_line(inserted)
 
 
 def test_dtypes_have_their_jax_names(mesh: jax.sharding.Mesh) -> None:

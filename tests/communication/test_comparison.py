@@ -178,6 +178,30 @@ def test_a_moment_sharded_unlike_its_parameter_is_gathered() -> None:
     assert "optimizer state with `Plan.follow`" in differences["sharded-further"].hint
 
 
+def test_weights_gathered_along_an_axis_that_keeps_them_split_are_said() -> None:
+    mesh = ts.make_mesh("fsdp=2,tensor=4")
+    plan = ts.plan({"w": struct(64, 64)}, [("w", P("fsdp", "tensor"))], mesh, min_size=0)
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        def loss(p: Any) -> jax.Array:
+            return jnp.mean(jnp.tanh(x @ ts.unshard(p["w"], P("fsdp", "tensor"), axes)) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    axes: Any = ("fsdp", "tensor")
+    run = jit_step(step, plan, batch=P("fsdp"))
+    compared = ts.compare_communication(plan, run.lower(plan.structs, struct(64, 64)).compile())
+    further = next(x for x in compared.unplanned if x.code == "sharded-further")
+    assert further.paths == ("w",)
+    assert "weights are gathered along 'tensor' too, along which the plan keeps" in further.fact
+    assert "`with_sharding_constraint(x, P('fsdp', ..., 'tensor'))`" in further.hint
+    axes = "fsdp"
+    run = jit_step(step, plan, batch=P("fsdp"))
+    compared = ts.compare_communication(plan, run.lower(plan.structs, struct(64, 64)).compile())
+    assert "sharded-further" not in [x.code for x in compared.unplanned]
+
+
 def _accumulated(minibatches: Any) -> ts.Comparison:
     mesh = ts.make_mesh("data=2,fsdp=4")
     plan = ts.plan({"w": struct(16, 32)}, [("w", P("fsdp"))], mesh, min_size=0)

@@ -1,6 +1,7 @@
 """Training steps as people write them, to be compiled for devices that are not attached."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +10,13 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from examples.compile_llama import MODEL, Size, make_llama
 from treeshard.manual import gather_params, value_and_grad
-from treeshard.training import jit_step, shard_map_step
+from treeshard.training import accumulate_gradients, jit_step, shard_map_step
 
 LAYERS, WIDTH, HIDDEN, ROWS = 4, 1024, 4096, 512
+SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-3)
+MOMENTUM = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 
 
 class Case(NamedTuple):
@@ -72,22 +76,30 @@ def by_jit(
     mesh: jax.sharding.Mesh,
     *,
     dtype: str = "float32",
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: optax.GradientTransformation = SGD,
     hints: bool = True,
+    replicate: bool = False,
+    minibatches: int = 0,
 ) -> Case:
-    """FSDP with `jit_step`, layers unrolled."""
-    chosen = optax.sgd(0.1) if optimizer is None else optimizer
-    state = _state(_params(False, dtype), chosen)
-    plan = ts.plan(state, _rules(False), mesh)
+    """FSDP with `jit_step`, layers unrolled; or data parallelism, with all weights replicated."""
+    state = _state(_params(False, dtype), optimizer)
+    plan = ts.plan(state, [(".*", None)] if replicate else _rules(False), mesh)
     specs = plan.specs["params"]
 
-    @jit_step(plan=plan)
+    @jit_step(plan=plan, batch=P(tuple(mesh.axis_names)))
     def step(state: Any, batch: Any) -> Any:
         def use(layer: Any, name: str) -> Any:
             return ts.unshard(layer, specs[name], "fsdp") if hints else layer
 
-        loss, grads = jax.value_and_grad(_loss)(state["params"], batch, use)
-        return _update(chosen, state, grads), loss
+        def grad(rows: Any, key: Any) -> Any:
+            loss, grads = jax.value_and_grad(_loss)(state["params"], rows, use)
+            return grads, loss
+
+        if minibatches:
+            grads, loss = accumulate_gradients(grad, batch, minibatches)
+        else:
+            grads, loss = grad(batch, None)
+        return _update(optimizer, state, grads), loss
 
     return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype))
 
@@ -97,11 +109,10 @@ def scanned(
     *,
     dtype: str = "float32",
     remat: bool = False,
-    optimizer: optax.GradientTransformation | None = None,
+    optimizer: optax.GradientTransformation = SGD,
 ) -> Case:
     """FSDP with `jit_step`, a scan over stacked layers."""
-    chosen = optax.sgd(0.1) if optimizer is None else optimizer
-    state = _state(_params(True, dtype), chosen)
+    state = _state(_params(True, dtype), optimizer)
     plan = ts.plan(state, _rules(True), mesh)
     specs = ts.layer_specs(plan.specs["params"])
 
@@ -115,15 +126,20 @@ def scanned(
     @jit_step(plan=plan)
     def step(state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(state["params"], batch)
-        return _update(chosen, state, grads), value
+        return _update(optimizer, state, grads), value
 
     struct = jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
     return Case(plan, step, struct, scan="params", remat="params" if remat else False)
 
 
-def by_hand(mesh: jax.sharding.Mesh, *, dtype: str = "float32", scan: bool = False) -> Case:
+def by_hand(
+    mesh: jax.sharding.Mesh,
+    *,
+    dtype: str = "float32",
+    scan: bool = False,
+    optimizer: optax.GradientTransformation = SGD,
+) -> Case:
     """FSDP with `shard_map_step`."""
-    optimizer = optax.sgd(0.1)
     state = _state(_params(scan, dtype), optimizer)
     plan = ts.plan(state, _rules(scan), mesh)
     specs = plan.specs["params"]
@@ -152,56 +168,116 @@ def by_hand(mesh: jax.sharding.Mesh, *, dtype: str = "float32", scan: bool = Fal
     return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype), chosen, chosen)
 
 
-def zero_1(mesh: jax.sharding.Mesh) -> Case:
+def zero_1(mesh: jax.sharding.Mesh, *, scan: bool = False) -> Case:
     """Parameters replicated, optimizer state sharded."""
-    optimizer = optax.adamw(1e-3)
-    params = _params(False, "float32")
-    state = _state(params, optimizer)
-    rules = [("params", None), ("opt", ts.fsdp("fsdp"))]
-    plan = ts.plan(state, rules, mesh)
+    state = _state(_params(scan, "float32"), ADAMW)
+    plan = ts.plan(state, [("params", None), ("opt", _rules(scan)[0][1])], mesh)
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        if not scan:
+            return _loss(params, batch, lambda layer, _: layer)
+        x, _ = jax.lax.scan(lambda x, w: (_layer(x, w), None), batch, params)
+        return jnp.mean((x - batch) ** 2)
 
     @jit_step(plan=plan, batch=P("fsdp"))
     def step(state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(_loss)(state["params"], batch, lambda layer, _: layer)
-        return _update(optimizer, state, grads), loss
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        return _update(ADAMW, state, grads), value
 
     return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), "float32"))
 
 
-def tensor_parallel(mesh: jax.sharding.Mesh, *, dtype: str = "float32") -> Case:
+def tensor_parallel(mesh: jax.sharding.Mesh, *, dtype: str = "float32", scan: bool = False) -> Case:
     """FSDP beside tensor parallelism: `up` is split by columns, `down` by rows."""
-    optimizer = optax.sgd(0.1)
-    state = _state(_params(False, dtype), optimizer)
-    rules = [("up", P("fsdp", "tensor")), ("down", P("tensor", "fsdp")), (".*", None)]
-    plan = ts.plan(state, rules, mesh)
+    state = _state(_params(scan, dtype), SGD)
+    front = (None,) if scan else ()
+    rules = [("up", P(*front, "fsdp", "tensor")), ("down", P(*front, "tensor", "fsdp"))]
+    plan = ts.plan(state, [*rules, (".*", None)], mesh)
     specs = plan.specs["params"]
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        if not scan:
+            return _loss(params, batch, lambda layer, name: ts.unshard(layer, specs[name], "fsdp"))
+
+        def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            return _layer(x, ts.unshard(layer, ts.layer_specs(specs), "fsdp")), None
+
+        x, _ = jax.lax.scan(body, batch, params)
+        return jnp.mean((x - batch).astype(jnp.float32) ** 2)
 
     @jit_step(plan=plan, batch=P("fsdp"))
     def step(state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(_loss)(
-            state["params"], batch, lambda layer, name: ts.unshard(layer, specs[name], "fsdp")
-        )
-        return _update(optimizer, state, grads), loss
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        return _update(SGD, state, grads), value
 
-    return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype))
+    struct = jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
+    return Case(plan, step, struct, scan="params" if scan else False)
 
 
-ADAMW = optax.adamw(1e-3)
+def decoder(mesh: jax.sharding.Mesh) -> Case:
+    """The Llama of the example, made small."""
+    step, _, batch = make_llama(mesh, Size(LAYERS, 512, 2048, 8, 8, 8192), tokens=256)
+    return Case(step.plan, step, batch, **MODEL)
+
+
+def exchange(mesh: jax.sharding.Mesh, *, kind: str) -> Case:
+    """Devices pass rows to each other by hand, as in a pipeline or between experts."""
+    plan = ts.plan({"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")}, [("w", None)], mesh)
+    around = [(i, (i + 1) % 8) for i in range(8)]
+
+    @shard_map_step(plan=plan, batch=P("fsdp"))
+    def step(state: Any, x: Any) -> Any:
+        def pass_on(x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+            x = jnp.tanh(x @ state["w"])
+            if kind == "all_to_all":
+                return jax.lax.all_to_all(x, "fsdp", 0, 0, tiled=True), None
+            return jax.lax.ppermute(x, "fsdp", around), None
+
+        x, _ = jax.lax.scan(pass_on, x, None, length=LAYERS)
+        return state, jax.lax.pmean(jnp.mean(x), "fsdp")
+
+    return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), "float32"))
+
+
+def _bf16(make: Callable[..., Case], **options: Any) -> Callable[[jax.sharding.Mesh], Case]:
+    return partial(make, dtype="bfloat16", **options)
+
+
 # Name -> the axes of the mesh on 8 devices, and the case.
 CASES: dict[str, tuple[str, Callable[[jax.sharding.Mesh], Case]]] = {
-    "mlp_bf16": ("fsdp=8", lambda mesh: by_jit(mesh, dtype="bfloat16")),
+    "mlp_bf16": ("fsdp=8", _bf16(by_jit)),
     "mlp_f32": ("fsdp=8", by_jit),
-    "mlp_no_hints": ("fsdp=8", lambda mesh: by_jit(mesh, dtype="bfloat16", hints=False)),
-    "adamw": ("fsdp=8", lambda mesh: by_jit(mesh, optimizer=ADAMW)),
+    "mlp_no_hints": ("fsdp=8", _bf16(by_jit, hints=False)),
+    "mlp_minibatches": ("fsdp=8", partial(by_jit, minibatches=4)),
+    "momentum": ("fsdp=8", partial(by_jit, optimizer=MOMENTUM)),
+    "adamw": ("fsdp=8", partial(by_jit, optimizer=ADAMW)),
+    "adamw_bf16": ("fsdp=8", _bf16(by_jit, optimizer=ADAMW)),
+    "data": ("fsdp=8", _bf16(by_jit, replicate=True)),
     "hsdp": ("data=2,fsdp=4", by_jit),
+    "hsdp_adamw": ("data=2,fsdp=4", partial(by_jit, optimizer=ADAMW)),
+    "hsdp_scan": ("data=2,fsdp=4", _bf16(scanned, remat=True)),
     "hsdp_hand": ("data=2,fsdp=4", by_hand),
+    "hsdp_hand_scan": ("data=2,fsdp=4", _bf16(by_hand, scan=True)),
     "hand": ("fsdp=8", by_hand),
-    "hand_scan": ("fsdp=8", lambda mesh: by_hand(mesh, dtype="bfloat16", scan=True)),
+    "hand_bf16": ("fsdp=8", _bf16(by_hand)),
+    "hand_adamw": ("fsdp=8", partial(by_hand, optimizer=ADAMW)),
+    "hand_scan": ("fsdp=8", _bf16(by_hand, scan=True)),
+    "hand_scan_f32": ("fsdp=8", partial(by_hand, scan=True)),
     "scan": ("fsdp=8", scanned),
-    "scan_remat": ("fsdp=8", lambda mesh: scanned(mesh, dtype="bfloat16", remat=True)),
-    "scan_adamw": ("fsdp=8", lambda mesh: scanned(mesh, remat=True, optimizer=ADAMW)),
+    "scan_bf16": ("fsdp=8", _bf16(scanned)),
+    "scan_momentum": ("fsdp=8", partial(scanned, optimizer=MOMENTUM)),
+    "scan_remat": ("fsdp=8", _bf16(scanned, remat=True)),
+    "scan_remat_f32": ("fsdp=8", partial(scanned, remat=True)),
+    "scan_adamw": ("fsdp=8", partial(scanned, remat=True, optimizer=ADAMW)),
     "zero_1": ("fsdp=8", zero_1),
+    "zero_1_scan": ("fsdp=8", partial(zero_1, scan=True)),
     "tensor": ("fsdp=2,tensor=4", tensor_parallel),
+    "tensor_bf16": ("fsdp=4,tensor=2", _bf16(tensor_parallel)),
+    "tensor_scan": ("fsdp=2,tensor=4", _bf16(tensor_parallel, scan=True)),
+    "decoder": ("fsdp=8", decoder),
+    "decoder_tensor": ("fsdp=2,tensor=4", decoder),
+    "ring": ("fsdp=8", partial(exchange, kind="ring")),
+    "all_to_all": ("fsdp=8", partial(exchange, kind="all_to_all")),
 }
 
 

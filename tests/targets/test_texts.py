@@ -63,6 +63,16 @@ def test_programs_move_what_is_planned(path: Path) -> None:
     assert {difference.code for difference in compared.unplanned} == expected, str(compared)
 
 
+@pytest.mark.parametrize(("name", "codes"), [("mlp_f32", {"narrower"}), ("mlp_bf16", set())])
+def test_weights_that_are_cast_before_their_gather_are_no_finding(name: str, codes: set) -> None:
+    [path] = [path for path in TEXTS if path.name.startswith(f"{name}.v5e_2x4.")]
+    case = CASES[name][1](ts.make_mesh("fsdp=8"))
+    compared = case.compare(read(path)[2])
+    assert {one.code for one in compared.by_compiler} == codes
+    said = "64.0 MiB move as bfloat16, narrower than planned: the step casts it, or the compiler"
+    assert (said in str(compared)) == bool(codes)
+
+
 def test_traffic_between_slices_has_kind_bytes_and_axis() -> None:
     [path] = [path for path in TEXTS if path.name.startswith("hsdp.v5e_2x4_times")]
     name, target, text = read(path)

@@ -65,7 +65,9 @@ class Collective:
         dtype: The dtype that is moved. A backend may have widened it.
         bytes: The payload of one execution, measured on the full-size side: an all-gather's
             output, a reduce-scatter's input, and for other kinds one device's buffer.
-        wire_bytes: The bytes that a device sends in one execution, if devices form a ring.
+        wire_bytes: The bytes that a device sends in one execution, if devices form a ring. Twice as
+            many as needed for an all-gather that a backend makes an all-reduce, of shards in arrays
+            of zeros.
         axes: The mesh axes that its device groups span; `None` if they do not span whole axes,
             or the mesh is unknown.
         count: The number of executions, including trips of loops; `None` if it depends on data.
@@ -80,6 +82,7 @@ class Collective:
             a padded result into place; else `None`.
         is_widened: Whether the text shows that the backend widened the dtype: the data has a
             narrower one before.
+        is_inserted: Whether XLA marks it as inserted by its partitioner; only newer versions do.
 
     Examples:
         >>> Collective("all-gather", "float32", 4096, 3584, ("fsdp",), count=12).total_bytes
@@ -99,6 +102,7 @@ class Collective:
     rank: int = 0
     completes: str | None = None
     is_widened: bool = False
+    is_inserted: bool = False
 
     @property
     def total_bytes(self) -> int | None:
@@ -282,7 +286,8 @@ class CollectiveReader:
             kind = "reduce-scatter"
         groups = self._groups(kind, op)
         op_name, source = op.op_name, self.program.source(op)
-        if source is None and (op_name in self._arguments or _is_inserted(op, op_name)):
+        is_inserted = _is_inserted(op)
+        if source is None and (op_name in self._arguments or (is_inserted and op_name is None)):
             # JAX 0.11 and newer: it has no name, or only that of the argument that it gathers.
             user = self.flow.first_user(context.computation, op)
             if user is not None:
@@ -290,9 +295,10 @@ class CollectiveReader:
         if kind == "unknown" and op_name is None:
             op_name = op.target or op.opcode
         for buffer, operands in self._buffers(context, kind, op, groups):
-            origins = [self.flow.origins(operand) for operand in operands]
+            shard = self._shard_in_zeros(operands) if kind == "all-reduce" else None
+            origins = [self.flow.origins(operand) for operand in (shard or operands)]
             yield Collective(
-                kind=kind,
+                kind="all-gather" if shard else kind,
                 dtype=buffer.dtype,
                 bytes=buffer.bytes,
                 wire_bytes=_on_the_wire(kind, buffer.bytes, groups.size),
@@ -305,6 +311,7 @@ class CollectiveReader:
                 rank=buffer.rank,
                 completes=self._completes(kind, operands),
                 is_widened=_is_widened(op, buffer.dtype, origins),
+                is_inserted=is_inserted,
             )
 
     def _buffers(
@@ -364,6 +371,18 @@ class CollectiveReader:
                 break
             at = sources[0]
         return at
+
+    def _shard_in_zeros(self, operands: Sequence[Value | None]) -> list[Value | None] | None:
+        """The shard that each device writes into an array of zeros, if the sum over devices only
+        joins these shards."""
+        at = self._unwrapped(operands[0]) if len(operands) == 1 else None
+        if at is None or at.op.opcode != "dynamic-update-slice":
+            return None
+        target, shard = (self._unwrapped(value(at.context, name)) for name in at.op.operands[:2])
+        if target is None or target.op.opcode != "broadcast":
+            return None
+        filling = self._unwrapped(value(target.context, target.op.operands[0]))
+        return [shard] if filling is not None and filling.op.number == 0 else None
 
     def _completes(self, kind: str, operands: Sequence[Value | None]) -> str | None:
         """The kind of the collective whose padded result this op shifts into place, if any."""
@@ -430,9 +449,9 @@ def _kind(op: Op) -> str | None:
     return "unknown" if _NAMED_LIKE_ONE.search(op.target or op.opcode) else None
 
 
-def _is_inserted(op: Op, op_name: str | None) -> bool:
-    """Whether the partitioner inserted an op for those that use it, and gave it no name."""
-    return op_name is None and "is_spmd_generated" in (op.attribute("frontend_attributes") or "")
+def _is_inserted(op: Op) -> bool:
+    """Whether the partitioner inserted an op for those that use it."""
+    return "is_spmd_generated" in (op.attribute("frontend_attributes") or "")
 
 
 # TPUs spread an async collective over a chain of fusions, so that each can overlap with it. Every

@@ -62,7 +62,8 @@ class Comparison:
             batch. A plan cannot predict their number.
         by_compiler: What differs only because of the platform's compiler, in every program, as
             opposed to `unplanned`: on CPUs, full gradients that are all-reduced, and 16-bit
-            floats that are widened. The text has one line for all of it.
+            floats that are widened; elsewhere, what is moved in a narrower dtype than planned, and
+            all-gathers that became all-reduces. The text has a line for it.
         platform: The platform of the program, such as `"cpu"`; `None` for a text.
 
     Examples:

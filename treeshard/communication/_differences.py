@@ -16,8 +16,10 @@ class Unplanned(NamedTuple):
         code: `"activation"`, `"batch"`, `"batch-not-split"` (weights are gathered along an axis
             that does not split the batch), `"idle-axis"` (an axis that nothing uses), `"again"`
             (moved more often than planned), `"sharded-further"` (a leaf that a step should not
-            gather), `"state-unlike-weight"` (optimizer state on other dims), `"all-reduce"` (where
-            a reduce-scatter was planned), `"wider"` (in a larger dtype), `"across-axes"` (between
+            gather, or along an axis along which it should stay split), `"state-unlike-weight"`
+            (optimizer state on other dims), `"all-reduce"` (where a reduce-scatter was planned),
+            `"wider"` or `"narrower"` (in another dtype), `"by-all-reduce"` (an all-gather that the
+            compiler makes an all-reduce), `"across-axes"` (between
             devices that do not form axes of the mesh), `"to-host"` (a callback takes an array to
             the host), `"unreadable"`, or `"not-moved"` (planned, but not in the program).
         fact: What was found.
@@ -125,6 +127,25 @@ def explain(
                 f"{kind} in the update, {size}: the optimizer state is sharded unlike its weight.",
                 "Shard it like the weight: `Plan.follow(optimizer_state)`, or one rule for both.",
             )
+        case "sharded-further" if detail:
+            return (
+                f"weights are gathered along {detail} too, along which the plan keeps them split,"
+                f" {size}.",
+                "Constrain the values that they produce, so that this axis splits the computation:"
+                f" `with_sharding_constraint(x, P({entry_of(batch_axes)!r}, ..., {detail}))`.",
+            )
+        case "narrower":
+            return (
+                f"{kind} in a narrower dtype than the planned {detail}, {size}.",
+                "The step casts it, or the compiler does, since its matrix products round to that"
+                " dtype. `dtype=` plans for it.",
+            )
+        case "by-all-reduce":
+            return (
+                f"{kind} as an all-reduce of shards in arrays of zeros, {size}, which sends twice"
+                " the bytes.",
+                "Compilers do so for small shards: split the leaf over fewer devices.",
+            )
         case "sharded-further":
             return (
                 f"{kind} of a leaf that a step does not have to gather, {size}.",
@@ -158,15 +179,30 @@ def explain(
 
 
 def by_compiler_line(own: Sequence[Unplanned], platform: str | None) -> str:
-    """One line for what the compiler of a platform does by itself."""
+    """A line for what the compiler of a platform does by itself, and one for narrower dtypes."""
     facts: list[str] = []
-    if full := [x for one in own if one.code == "all-reduce" for x in one.collectives]:
-        size = human_bytes(total([x.total_bytes for x in full]) or 0)
+    if size := _moved(own, "all-reduce"):
         facts.append(f"all-reduces full gradients ({size}) where a reduce-scatter was planned")
-    if any(one.code == "wider" for one in own):
+    if _moved(own, "wider"):
         facts.append("moves 16-bit floats as float32")
-    name = (platform or "").upper()
-    return f"The {name} compiler {' and '.join(facts)}. Compilers for TPUs and GPUs need not."
+    if size := _moved(own, "by-all-reduce"):
+        facts.append(f"gathers {size} by all-reduces, which send twice the bytes")
+    name = f"{platform.upper()} compiler" if platform else "compiler"
+    others = " Compilers for TPUs and GPUs need not." if platform == "cpu" else ""
+    line = f"The {name} {' and '.join(facts)}.{others}" if facts else ""
+    if size := _moved(own, "narrower"):
+        dtypes = sorted({x.dtype for one in own if one.code == "narrower" for x in one.collectives})
+        line += (
+            f"\n{size} move as {' and '.join(dtypes)}, narrower than planned: the step casts it,"
+        )
+        line += " or the compiler does, since its matrix products round to it."
+    return line.strip()
+
+
+def _moved(differences: Sequence[Unplanned], code: str) -> str:
+    """What differences of one code move, as text; empty if there are none."""
+    moved = [x for one in differences if one.code == code for x in one.collectives]
+    return human_bytes(total([x.total_bytes for x in moved]) or 0) if moved else ""
 
 
 def collective_line(one: Collective) -> str:
@@ -175,6 +211,7 @@ def collective_line(one: Collective) -> str:
     times = "? times" if one.count is None else f"{one.count:,} times"
     axes = "unknown axes" if one.axes is None else " and ".join(map(repr, one.axes))
     parts = [f"{one.kind} of {size} ({one.dtype}) along {axes}, {times}"]
+    parts += ["inserted by the partitioner"] if one.is_inserted else []
     parts += [f"in {_short(one.op_name)}"] if one.op_name else []
     parts += [f"at {one.source}"] if one.source else []
     return ", ".join(parts)

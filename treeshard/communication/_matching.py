@@ -89,9 +89,14 @@ class Matcher:
                 self._match_all(path, ("gradient",))
             self._add("across-axes", collective, leaf)
         elif (planned := self._matched(collective, leaf, size)) is not None:
-            if jnp.dtype(collective.dtype).itemsize > jnp.dtype(planned.dtype).itemsize:
+            sizes = [jnp.dtype(x.dtype).itemsize for x in (collective, planned)]
+            if sizes[0] > sizes[1]:
                 is_own = self.platform == "cpu" and self._is_widened(collective, planned)
                 self._add("wider", collective, planned.path, planned.dtype, is_own=is_own)
+            elif sizes[0] < sizes[1]:
+                self._add("narrower", collective, planned.path, planned.dtype, is_own=True)
+            if collective.kind == "all-gather" and collective.wire_bytes >= (collective.bytes or 0):
+                self._add("by-all-reduce", collective, planned.path, is_own=True)
         elif collective.kind == "all-reduce" and self._match_by_axes(collective, size):
             pass
         elif collective.kind == "all-reduce" and self._match_full_gradient(collective, size):
@@ -125,20 +130,19 @@ class Matcher:
     def _add_gather(self, collective: Collective, leaf: str) -> None:
         """Files the gather of a leaf that is not planned, or not so often."""
         planned = [
-            x
-            for x in self.expected
-            if (x.planned.path, x.planned.kind) == (leaf, "all-gather") and x.left
+            x for x in self.expected if (x.planned.path, x.planned.kind) == (leaf, "all-gather")
         ]
+        axes = {axis for x in planned for axis in x.planned.axes}
+        kept = ", ".join(repr(axis) for axis in collective.axes or () if axis not in axes)
+        if axes and kept:
+            return self._add("sharded-further", collective, leaf, kept)
         if leaf in self.params and not set(collective.axes or ()) & set(self.batch_axes):
             self.gathered_for_nothing.add(leaf)
             self._match_all(leaf, ("gradient",))
             return self._add("batch-not-split", collective, leaf)
         for one in planned:  # it is gathered as planned too
             one.left = 0
-        has_plan = any(
-            (x.planned.path, x.planned.kind) == (leaf, "all-gather") for x in self.expected
-        )
-        self._add("again" if has_plan else "sharded-further", collective, leaf)
+        self._add("again" if planned else "sharded-further", collective, leaf)
 
     def _add_computed(self, collective: Collective) -> None:
         """Files an unplanned collective of computed values."""

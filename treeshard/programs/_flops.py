@@ -65,7 +65,7 @@ def traced_flops(jaxpr: Jaxpr) -> Flops:
         elif name == "scan" and count is not None:
             count *= params["length"]
         elif name == "shard_map" and count is not None:
-            count *= math.prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+            count *= math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         counts.append(count)
     return Flops(total(counts), frozenset(unknown))
 
