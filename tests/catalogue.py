@@ -1121,8 +1121,8 @@ MOVES = Group(
         Entry(
             "by-all-reduce",
             "The compiler gathers small shards by an all-reduce: each device adds its shard to an"
-            " array of zeros, and twice the bytes are sent. It happens on TPUs, when a leaf is split"
-            " over hundreds of devices. `by_compiler` has it. Split the leaf over fewer devices.",
+            " array of zeros, and twice the bytes are sent. TPUs do so when a leaf is split over"
+            " hundreds of devices. `by_compiler` has it. Split the leaf over fewer devices.",
             """
             text = '''HloModule step, num_partitions=8
 
