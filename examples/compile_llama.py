@@ -2,7 +2,7 @@
 
     python examples/compile_llama.py --size 8b --topology v5e-256
     python examples/compile_llama.py --size 70b --topology v5p-1024 --mesh "fsdp=128,tensor=4"
-    python examples/compile_llama.py --size 1b --topology h100:8 --rows 4
+    python examples/compile_llama.py --size 1b --topology h100:8 --batch 32
 
 It needs the compiler of these devices (`pip install 'treeshard[tpu]'` or `'treeshard[cuda]'`) and
 neither the devices nor memory for the model: there are only shapes. The same from the command line:
@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.programs import Strategy
+from treeshard.training import accumulate_gradients, jit_step, value_and_grad
 
 
 class Size(NamedTuple):
@@ -106,7 +107,7 @@ def layer(x, w, size):
     return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
 
 
-# ------------------------------------------------------------------ how it is sharded
+# ------------------------------------------------------------------ the step
 
 
 def default_rules(mesh):
@@ -129,55 +130,62 @@ TENSOR_PARALLEL = [
 STRATEGIES = [Strategy("FSDP x TP", ("fsdp", "tensor"), TENSOR_PARALLEL)]
 
 
-def make_llama(mesh, rules=None, *, size, rows=1, tokens=4096, global_batch=None, remat=True):
+def make_llama(
+    mesh, rules=None, *, size="8b", remat=True, accumulate=1, global_batch=None, tokens=4096
+):
     """A training step on `mesh`, and shapes of its state and batch: what `treeshard compile` and
     `treeshard suggest` take.
 
     Args:
         mesh: Axes `fsdp`, and perhaps `data` and `tensor`.
-        rules: By default those of `default_rules`.
+        rules: How the state is sharded; by default `default_rules`.
         size: A key of `SIZES`, or a `Size`.
-        rows: Sequences per device; per group of devices along `tensor`.
-        tokens: The length of a sequence.
-        global_batch: Sequences in all, instead of `rows`.
         remat: Whether to keep only the input of each layer, and to compute the rest again.
+        accumulate: The number of minibatches that a step runs one after another.
+        global_batch: Sequences per step; by default one per device and minibatch, where the
+            devices along `tensor` count as one.
+        tokens: The length of a sequence.
     """
     size = SIZES.get(size, size)
     optimizer = optax.adamw(3e-4, weight_decay=0.1)
     params = parameters(size)
-    plan = ts.plan(
-        {"params": params, "opt": jax.eval_shape(optimizer.init, params)},
-        rules or default_rules(mesh),
-        mesh,
-    )
-    specs = plan.specs["params"]
-    batch_axes = tuple(axis for axis in mesh.axis_names if axis != "tensor")
+    state = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
+    plan = ts.plan(state, default_rules(mesh) if rules is None else rules, mesh)
+    rows = P(tuple(axis for axis in mesh.axis_names if axis != "tensor"))
 
-    def use(weights, specs):
-        """Casts weights, then gathers them along `fsdp`: in this order half the bytes move."""
-        return ts.unshard(jax.tree.map(lambda w: w.astype("bfloat16"), weights), specs, "fsdp")
+    def use(weights):
+        """Casts weights, then gathers them for use: in this order half the bytes move."""
+        return ts.unshard(jax.tree.map(lambda w: w.astype("bfloat16"), weights))
 
-    def loss(params, tokens):
+    def loss(params, batch):
         def body(x, weights):
-            x = layer(x, use(weights, ts.layer_specs(specs["layers"])), size)
-            return ts.with_sharding_constraint(x, P(batch_axes)), None
+            x = layer(x, use(weights), size)
+            return ts.with_sharding_constraint(x, rows), None
 
-        x = use(params["embed"], specs["embed"])[tokens[:, :-1]]
-        x = ts.with_sharding_constraint(x, P(batch_axes))
+        x = use(params["embed"])[batch[:, :-1]]
+        x = ts.with_sharding_constraint(x, rows)
         x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params["layers"])
         x = rms_norm(x, params["norm"].astype(x.dtype))
-        logits = (x @ use(params["head"], specs["head"])).astype("float32")
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        logits = (x @ use(params["head"])).astype("float32")
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
-    @ts.jit_step(plan=plan, batch=P(batch_axes))
-    def step(state, tokens):
-        value, grads = jax.value_and_grad(loss)(state["params"], tokens)
+    @jit_step(plan=plan, batch=rows)
+    def step(state, batch):
+        def grad(minibatch, key):
+            value, grads = value_and_grad(loss)(state["params"], minibatch)
+            return grads, value
+
+        if accumulate > 1:
+            grads, value = accumulate_gradients(grad, batch, accumulate)
+            value /= accumulate
+        else:
+            grads, value = grad(batch, None)
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
-    groups = mesh.size // mesh.shape.get("tensor", 1)
-    batch = jax.ShapeDtypeStruct((global_batch or rows * groups, tokens + 1), "int32")
-    return step, plan.structs, batch
+    if global_batch is None:
+        global_batch = accumulate * mesh.size // mesh.shape.get("tensor", 1)
+    return step, plan.structs, jax.ShapeDtypeStruct((global_batch, tokens + 1), "int32")
 
 
 # For `treeshard compile examples.compile_llama:llama_8b`, which passes the mesh.
@@ -197,7 +205,7 @@ def parse(argv=None):
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--topology", help="such as v5e-256; without it, simulated CPUs")
     parser.add_argument("--mesh", default="fsdp=-1", help='such as "fsdp=64,tensor=4"')
-    parser.add_argument("--rows", type=int, default=1, help="sequences per device")
+    parser.add_argument("--batch", type=int, help="sequences per step; by default 1 per device")
     parser.add_argument("--tokens", type=int, default=4096, help="of a sequence")
     return parser.parse_args(argv)
 
@@ -208,7 +216,7 @@ def main(argv=None, size=None):
         ts.simulate_devices(8)
     mesh = ts.make_mesh(args.mesh, topology=args.topology)
     step, state, batch = make_llama(
-        mesh, size=size or args.size, rows=args.rows, tokens=args.tokens
+        mesh, size=size or args.size, global_batch=args.batch, tokens=args.tokens
     )
     print(f"{step.plan}\n")
     print(f"compiling for {mesh.devices.flat[0].device_kind} x {mesh.size:,} ...", file=sys.stderr)

@@ -216,7 +216,7 @@ def tensor_parallel(mesh: jax.sharding.Mesh, *, dtype: str = "float32", scan: bo
 
 def decoder(mesh: jax.sharding.Mesh) -> Case:
     """The Llama of the example, made small."""
-    step, _, batch = make_llama(mesh, Size(LAYERS, 512, 2048, 8, 8, 8192), tokens=256)
+    step, _, batch = make_llama(mesh, size=Size(LAYERS, 512, 2048, 8, 8, 8192), tokens=256)
     return Case(step.plan, step, batch, **MODEL)
 
 
