@@ -8,11 +8,10 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard._core.topologies import CHIPS
-from treeshard.communication import Collective
 from treeshard.communication._dataflow import Dataflow
 from treeshard.communication._program import read_program
 from treeshard.programs import Cost
-from treeshard.programs._cost import _seconds
+from treeshard.programs._cost import link_seconds
 from treeshard.programs._flops import compiled_flops, traced_flops
 from treeshard.programs._traffic import memory_traffic
 
@@ -228,17 +227,14 @@ def test_devices_that_repeat_work_are_said(fsdp_mesh) -> None:
 
 
 def test_collectives_take_the_links_that_they_use() -> None:
-    def moved(kind, axes, wire):
-        return Collective(kind, "float32", wire, wire, axes, 3)
-
-    v5e, h100 = CHIPS["v5e"], CHIPS["h100"]
-    gather = moved("all-gather", ("fsdp",), 9 * 10**9)
-    assert _seconds(gather, v5e, set()) == pytest.approx(0.3)  # 27 GB over 2 links of 45 GB/s
-    assert _seconds(gather, h100, set()) == pytest.approx(0.06)
-    assert _seconds(gather, h100, {"fsdp"}) == pytest.approx(0.54)  # between nodes
-    assert _seconds(gather, None, set()) is None
-    assert _seconds(moved("unknown", None, None), v5e, set()) is None
-    assert _seconds(moved("all-gather", (), 0), None, set()) == 0
+    v5e, h100, sent = CHIPS["v5e"], CHIPS["h100"], 27 * 10**9
+    assert link_seconds(sent, ("fsdp",), v5e, set()) == pytest.approx(0.3)  # 2 links of 45 GB/s
+    assert link_seconds(sent, ("fsdp",), h100, set()) == pytest.approx(0.06)
+    assert link_seconds(sent, ("fsdp",), h100, {"fsdp"}) == pytest.approx(0.54)  # between nodes
+    assert link_seconds(sent, ("fsdp",), None, set()) is None
+    assert link_seconds(None, ("fsdp",), v5e, set()) is None
+    assert link_seconds(sent, None, v5e, set()) is None
+    assert link_seconds(0, (), None, set()) == 0
 
 
 def test_the_least_time_and_its_bound() -> None:
