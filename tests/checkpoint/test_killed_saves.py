@@ -10,7 +10,8 @@ from tests.multiprocess import killed_saves_checks, launcher
 from tests.multiprocess.killed_saves_checks import KEPT, PATHS, WRITERS, differing
 from treeshard.checkpoint import restore, verify
 
-KILLS = 300 if os.environ.get("TREESHARD_SOAK") else 20  # `make soak`
+SOAK = bool(os.environ.get("TREESHARD_SOAK"))  # `make soak`
+KILLS, KILLS_OF_ONE = (300, 300) if SOAK else (20, 6)
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +21,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(directory: Path) -> launcher.Verdicts:
-    args = [str(KILLS)]
-    timeout = 120.0 + 30 * KILLS
+    args = [str(KILLS), str(KILLS_OF_ONE)]
+    timeout = 120.0 + 30 * (KILLS + KILLS_OF_ONE)
     return launcher.launch(killed_saves_checks, directory, processes=1, args=args, timeout=timeout)
 
 
@@ -33,7 +34,11 @@ def test_killed(check: str, killed: launcher.Verdicts) -> None:
 def test_processes_were_killed_during_saves(
     killed: launcher.Verdicts, directory: Path, record_property
 ) -> None:
-    counts = json.loads((directory / "counts.json").read_text())
+    one = json.loads((directory / "run-of-one.json").read_text())
+    record_property("killed alone", ", ".join(f"{n} {name}" for name, n in one.items()))
+    assert one["in all"] == one["process 0"] == KILLS_OF_ONE
+    assert one["while it wrote"] >= KILLS_OF_ONE / 4
+    counts = json.loads((directory / "run.json").read_text())
     record_property("processes killed", ", ".join(f"{n} {name}" for name, n in counts.items()))
     assert counts["in all"] == KILLS
     assert counts["ended by JAX"] == 2
@@ -50,9 +55,12 @@ def test_some_writers_met_another_one(
     assert counts["while another wrote"]
 
 
-def test_the_remaining_checkpoints_are_complete(killed: launcher.Verdicts, directory: Path) -> None:
-    steps = sorted(int(path.name) for path in (directory / "run").iterdir())
+@pytest.mark.parametrize("name", ["run", "run-of-one"])
+def test_the_remaining_checkpoints_are_complete(
+    name: str, killed: launcher.Verdicts, directory: Path
+) -> None:
+    steps = sorted(int(path.name) for path in (directory / name).iterdir())
     assert len(steps) == KEPT  # and there are no leftovers
     for step in steps:
-        verify(directory / "run" / str(step))
-        assert not differing(restore(directory / "run" / str(step)), step)
+        verify(directory / name / str(step))
+        assert not differing(restore(directory / name / str(step)), step)

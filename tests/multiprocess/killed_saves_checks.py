@@ -1,6 +1,6 @@
 """Kills runs that save continuously at any moment, and resumes them.
 
-args: how many are killed.
+args: how many of two processes are killed, and how many that run alone.
 """
 
 import json
@@ -97,17 +97,30 @@ def run_on(run: Path, axes: str, steps: int | None, index: int, say: Say) -> Non
 
 def check_a_run_that_is_killed_again_and_again(context: Context) -> None:
     kills = int(context.args[0])
-    draw = random.Random(kills)
-    run = context.directory / "run"
-    counts = Counter[str]({"in all": 0, "while it wrote": 0, "process 0": 0, "process 1": 0})
     # Twice the other process is not killed; JAX ends it.
-    alone = {kills // 3: 0, 2 * kills // 3: 1}
+    kill_again_and_again(context, "run", kills, 2, {kills // 3: 0, 2 * kills // 3: 1})
+
+
+def check_a_process_alone_that_is_killed_again_and_again(context: Context) -> None:
+    kill_again_and_again(context, "run-of-one", int(context.args[1]), 1, {})
+
+
+def kill_again_and_again(
+    context: Context, name: str, kills: int, processes: int, alone: dict[int, int]
+) -> None:
+    """Kills a run; where a round is in `alone`, only this process, and waits for the others."""
+    draw = random.Random(kills)
+    run = context.directory / name
+    counts = Counter[str]({"in all": 0, "while it wrote": 0})
+    counts.update({f"process {i}": 0 for i in range(processes)})
     latest = 0
+    how = {"processes": processes, "devices": 4 // processes}
     for i in range(kills):
-        victim = alone.get(i, draw.randrange(2))
+        victim = alone.get(i, draw.randrange(processes))
         heartbeat = 10 if i in alone else 60
         body = partial(run_on, run, MESHES[i % 2], None)
-        with Forked(body, context.directory / f"round-{i}.log", heartbeat=heartbeat) as pair:
+        log = context.directory / f"{name}-{i}.log"
+        with Forked(body, log, heartbeat=heartbeat, **how) as pair:
             assert int(pair.hear("0 restored")) == latest, f"of step {latest}:\n{pair.printed()}"
             pair.hear("0 saving")
             began = time.monotonic()
@@ -127,10 +140,10 @@ def check_a_run_that_is_killed_again_and_again(context: Context) -> None:
         counts[f"process {victim}"] += 1
         counts["while it wrote"] += any(TEMPORARY in name for name in there)
     body = partial(run_on, run, MESHES[kills % 2], 1)
-    with Forked(body, context.directory / "last.log") as pair:
+    with Forked(body, context.directory / f"{name}-last.log", **how) as pair:
         assert int(pair.hear("0 restored")) == latest
-        assert pair.wait() == [0, 0], pair.printed()
-    (context.directory / "counts.json").write_text(json.dumps(counts))
+        assert pair.wait() == [0] * processes, pair.printed()
+    (context.directory / f"{name}.json").write_text(json.dumps(counts))
 
 
 # ------------------------------------------------------------------ several writers
