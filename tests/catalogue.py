@@ -1386,6 +1386,23 @@ FILES = Group(
             """,
         ),
         Entry(
+            "FormatError",
+            "A header, an index or a table of leaves has more than 64 MiB: no file that somebody"
+            " uses has so many leaves, so it is not read. The checkpoints page lists all limits.",
+            """
+            with open("huge.safetensors", "wb") as file:
+                file.write((70 * 2**20).to_bytes(8, "little"))
+                file.truncate(80 * 2**20)
+
+            tree = load_safetensors("huge.safetensors")
+            """,
+            """
+            save_safetensors("small.safetensors", {"w": w})
+            tree = load_safetensors("small.safetensors")
+            """,
+            about="files that are too large",
+        ),
+        Entry(
             "MismatchError",
             "The stored leaves are not the requested ones: leaves are missing, unexpected, or of"
             " another shape or dtype. The message lists all of them. Nothing is converted by"
@@ -1485,6 +1502,25 @@ PROCESSES = Group(
             ts.shard({"w": w}, P("fsdp"), mesh)
             ''')
             """,
+        ),
+        Entry(
+            "ProcessError",
+            "The processes place other values: they use other keys or other data. Leaves of at"
+            ' most 64 KiB are compared; `check="values"` compares all.',
+            """
+            two_processes('''
+            try:
+                ts.shard({"w": w + me, "step": np.array(me)}, P(), mesh)
+            except ts.ProcessError as error:
+                print(f"ProcessError: {error}")
+            ''')
+            """,
+            """
+            two_processes('''
+            ts.shard({"w": w, "step": np.array(7)}, P(), mesh, check="values")
+            ''')
+            """,
+            about="values that differ",
         ),
     ],
 )
