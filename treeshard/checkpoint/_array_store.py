@@ -67,6 +67,9 @@ def written_by(path: epath.Path, process: int, *, in_few_files: bool) -> epath.P
 # ------------------------------------------------------------------ writing
 
 
+_BEING_WRITTEN = 2**27  # bytes of large arrays that are being written at a time
+
+
 class Copy(NamedTuple):
     """What this process stores of an array, in host memory.
 
@@ -111,12 +114,12 @@ def copies(arrays: Arrays) -> dict[str, Copy]:
 def write_arrays(
     path: epath.Path, copied: Mapping[str, Copy], *, compress: bool, in_few_files: bool
 ) -> None:
-    """Writes what this process stores. Until `merge`, others do not see it if in few files."""
+    """Writes what this process stores, and frees it. If in few files, `merge` makes it visible."""
     me = jax.process_index()
     transaction = tensorstore.Transaction()
     context = _context()
 
-    def begin(key: str, x: Copy) -> Any:
+    def begin(key: str, x: Copy, how: dict[str, Any]) -> Any:
         codecs: list[Any] = [{"name": "bytes", "configuration": {"endian": "little"}}]
         chunk = x.chunk
         if compress:
@@ -127,21 +130,39 @@ def write_arrays(
         store = _store(path, key, in_few_files, me) | (_NEW if in_few_files else {})
         spec = {"driver": "zarr3", "kvstore": store, "metadata": about}
         spec["store_data_equal_to_fill_value"] = True
-        how: dict[str, Any] = (
-            {"create": True} if me == 0 else {"open": True, "assume_metadata": True}
-        )
-        return tensorstore.open(spec, context=context, transaction=transaction, **how)
+        return tensorstore.open(spec, context=context, **how)
 
-    here = {key: x for key, x in copied.items() if x.parts or me == 0}
-    begun = {key: begin(key, x) for key, x in here.items()}
-    writes = [  # without references to them, they would end
-        begun[key].result()[_index(region)].write(data, can_reference_source_data_indefinitely=True)
-        for key, x in here.items()
-        for region, data in x.parts
-    ]
-    for write in writes:
-        write.copy.result()
-    transaction.commit_async().result()
+    # A transaction makes many small writes one, and holds them in memory until it is committed.
+    together = {"transaction": transaction} if in_few_files else {}
+    created = {k: begin(k, x, {"create": True} | together) for k, x in copied.items() if me == 0}
+    at_end: list[Any] = []  # without references to them, writes would end
+    waiting: deque[tuple[int, Any]] = deque()
+    held = 0
+    try:
+        for key, x in copied.items():
+            is_small = in_few_files and sum(data.nbytes for _, data in x.parts) < _SMALL
+            how = {"open": True, "assume_metadata": True} | (together if is_small else {})
+            store = created[key] if is_small and created else begin(key, x, how)
+            while x.parts:
+                region, data = x.parts.pop()
+                part = store.result()[_index(region)]
+                write = part.write(data, can_reference_source_data_indefinitely=True)
+                if is_small:
+                    at_end.append(write)
+                    continue
+                waiting.append((data.nbytes, write))
+                held += data.nbytes
+                while held > _BEING_WRITTEN:
+                    held -= waiting[0][0]
+                    waiting[0][1].result()
+                    waiting.popleft()
+        for write in [*created.values(), *(write.copy for write in at_end)]:
+            write.result()
+        transaction.commit_async().result()
+    finally:
+        failed = [error for _, write in waiting if (error := write.exception()) is not None]
+    if failed:
+        raise failed[0]
 
 
 def _compressed_chunk(chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
