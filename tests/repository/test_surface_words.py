@@ -57,7 +57,8 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     for qualified, thing in surface().items():
         name = qualified.removeprefix("treeshard.").removeprefix("compat.")
         if not isinstance(thing, type):
-            yield name, thing
+            if callable(thing):  # not a table, such as programs.CHIPS
+                yield name, thing
         elif not issubclass(thing, Exception):
             for method in vars(thing):
                 if method.startswith("_") and (method != "__init__" or is_record(thing)):
