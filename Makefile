@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-floor test-newest soak lint bench docs pages dist clean
+.PHONY: demo test test-floor test-newest test-targets soak lint bench docs pages dist clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_fsdp.py $(ARGS)
@@ -25,6 +25,11 @@ test-floor: .venv-floor/installed
 # `make clean` before it installs them anew; PYTHON_NEWEST=/path/to/python chooses the Python.
 test-newest: .venv-newest/installed
 	.venv-newest/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+# Programs compiled for TPUs and GPUs, with their compilers (1.2 GB) and without such devices.
+test-targets: .venv-targets/installed
+	JAX_PLATFORMS=cpu TREESHARD_TARGETS=1 .venv-targets/bin/python -m pytest --numprocesses 2 \
+		tests/targets $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -52,7 +57,7 @@ dist: .venv/installed
 	$(BIN)/python -m build --outdir dist
 
 clean:
-	rm -rf .venv .venv-bench .venv-floor .venv-newest .venv-python out site
+	rm -rf .venv .venv-bench .venv-floor .venv-newest .venv-python .venv-targets out site
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -69,6 +74,11 @@ clean:
 	python=$$($(PYTHON) tools/newest_python.py) && $$python -m venv --clear .venv-newest
 	.venv-newest/bin/pip install --quiet --upgrade --upgrade-strategy eager --editable ".[dev]"
 	.venv-newest/bin/pip list
+	touch $@
+
+.venv-targets/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-targets
+	.venv-targets/bin/pip install --quiet --editable ".[dev,tpu,cuda]"
 	touch $@
 
 .venv/installed-docs: .venv/installed

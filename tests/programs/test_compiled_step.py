@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.programs import Memory
+from treeshard.programs import LiveBuffer, Memory
+from treeshard.programs._advice import advise
 from treeshard.programs._buffers import read_type
 
 
@@ -155,3 +156,71 @@ def test_types_of_tuples_are_nested() -> None:
         [],
         ("token[]", 0, 0),
     ]
+
+
+# ------------------------------------------------------------------ what would help
+
+
+def _deep(mesh: jax.sharding.Mesh, *, replicate=False, repeat=False, rows=512):
+    shapes = {"w": jax.ShapeDtypeStruct((8, 128, 128), "float32")}
+    rule = None if replicate else P(None, "fsdp")
+    plan = ts.plan(shapes, [(".*", rule)], mesh, min_size=0)
+
+    def loss(state, x):
+        def body(x, w):
+            w = ts.unshard(w, P() if replicate else P("fsdp"), "fsdp")
+            return jnp.tanh(jnp.sin(x) @ w), None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(body) if repeat else body, x, state["w"])[0])
+
+    @ts.jit_step(plan=plan, batch=P("fsdp"))
+    def step(state, x):
+        value, grads = jax.value_and_grad(loss)(state, x)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    return step.compile(plan.structs, jax.ShapeDtypeStruct((rows, 128), "float32")).memory()
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"rows": 2**14}, "Put `jax.checkpoint` around the layers: "),
+        ({"rows": 2**14, "repeat": True}, "run it in minibatches (`accumulate_gradients`)"),
+        ({"replicate": True, "rows": 8}, "Shard the leaves that are replicated, 512.0 KiB on each"),
+    ],
+)
+def test_what_would_help_is_said(fsdp_mesh, options, advice) -> None:
+    memory = _deep(fsdp_mesh, **options)
+    assert advice in "\n".join(memory.advice)
+    assert f"what would help:\n    {memory.advice[0]}" in str(memory)
+
+
+def test_what_would_not_help_is_not_said(fsdp_mesh) -> None:
+    said = " ".join(_deep(fsdp_mesh, repeat=True, rows=2**14).advice)
+    assert "Donate" not in said
+    assert "Shard the leaves" not in said
+    assert "jax.checkpoint" not in said
+
+
+def test_a_state_that_is_not_donated_is_said(fsdp_mesh) -> None:
+    plan = ts.plan({"w": np.ones((512, 512), "float32")}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+
+    def double(state, batch):
+        return {"w": 2 * state["w"]}, batch.sum()
+
+    for donate in (True, False):
+        step = ts.jit_step(double, plan, batch=P("fsdp"), donate=donate)
+        advice = step.compile(plan.structs, np.ones((8, 8), "float32")).memory().advice
+        said = "Donate the state (`donate=True`): the new state takes 128.0 KiB beside the old one."
+        assert (said in advice) == (not donate)
+
+
+def test_gathered_weights_that_pile_up_are_said(fsdp_mesh) -> None:
+    plan, _ = _mlp(fsdp_mesh)
+    live = [LiveBuffer(2**18, "f32[256,256]", f"state/w{i}", None, None) for i in range(4)]
+    said = list(advise(2**21, 0, 2**20, live, plan))
+    assert said[0] == (
+        "Gather the weights of each layer just before their use, in a scan with `jax.checkpoint`"
+        " around the layer: 4 gathered ones are live at once, 1.0 MiB."
+    )
+    assert not [x for x in advise(2**21, 0, 2**18, live[:1], plan) if x.startswith("Gather")]

@@ -29,6 +29,28 @@ _RETURNS_OPERANDS = frozenset(
 )
 
 
+class LiveBuffer(NamedTuple):
+    """Temporary memory that is in use when a step needs most.
+
+    Attributes:
+        bytes: Its size on one device.
+        array: Its dtype and shape, in the compiler's notation.
+        path: The leaf whose data it has, such as a gathered weight; `None` if it is computed.
+        op_name: JAX's name of the operation that made it.
+        source: The line of user code that it comes from, as `file:line`.
+
+    Examples:
+        >>> ts.programs.LiveBuffer(2**24, "f32[1024,4096]", "state/w", None, "train.py:31").path
+        'state/w'
+    """
+
+    bytes: int
+    array: str
+    path: str | None
+    op_name: str | None
+    source: str | None
+
+
 class Array(NamedTuple):
     """One array of a program's types, as it is laid out in memory.
 

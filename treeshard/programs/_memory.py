@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -17,29 +17,8 @@ from treeshard.communication._forecast import parameters
 from treeshard.communication._hlo import HloProgram
 from treeshard.communication._program import argument_path
 from treeshard.errors import DoesNotFitError
-from treeshard.programs._buffers import Buffer, peak_of
-
-
-class LiveBuffer(NamedTuple):
-    """Temporary memory that is in use when a step needs most.
-
-    Attributes:
-        bytes: Its size on one device.
-        array: Its dtype and shape, in the compiler's notation.
-        path: The leaf whose data it has, such as a gathered weight; `None` if it is computed.
-        op_name: JAX's name of the operation that made it.
-        source: The line of user code that it comes from, as `file:line`.
-
-    Examples:
-        >>> ts.programs.LiveBuffer(2**24, "f32[1024,4096]", "state/w", None, "train.py:31").path
-        'state/w'
-    """
-
-    bytes: int
-    array: str
-    path: str | None
-    op_name: str | None
-    source: str | None
+from treeshard.programs._advice import advise
+from treeshard.programs._buffers import Buffer, LiveBuffer, peak_of
 
 
 @dataclass(frozen=True)
@@ -57,6 +36,7 @@ class Memory:
         device: The kind of device.
         at_peak: The temporaries that are live when most memory is in use, the largest first. On
             TPUs, buffers in the chip's vector memory are not among them.
+        advice: What would lower the total by a tenth or more, a sentence each.
 
     Examples:
         >>> kinds = {"parameters": 2**30, "other state": 2**31, "batch": 2**20}
@@ -73,6 +53,7 @@ class Memory:
     capacity: int | None
     device: str
     at_peak: tuple[LiveBuffer, ...]
+    advice: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -120,6 +101,7 @@ class Memory:
         if self.at_peak:
             lines.append("live when most memory is in use:")
             lines += [f"    {_line(buffer)}" for buffer in self.at_peak[:10]]
+        lines += ["what would help:", *(f"    {x}" for x in self.advice)] if self.advice else []
         return "\n".join(lines)
 
 
@@ -154,7 +136,7 @@ def memory_of(
             kinds["batch"] += _local_bytes(x)
     peak = sorted(peak_of(program).buffers, key=lambda buffer: -buffer.array.bytes)
     flow = Dataflow(program)
-    return Memory(
+    memory = Memory(
         kinds,
         arguments=analysis.argument_size_in_bytes,
         results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
@@ -164,6 +146,8 @@ def memory_of(
         device=device.device_kind,
         at_peak=tuple(_described(buffer, flow) for buffer in peak if buffer.array.bytes),
     )
+    advice = advise(memory.total, memory.results, memory.temporaries, memory.at_peak, plan)
+    return replace(memory, advice=tuple(advice))
 
 
 def _local_bytes(x: Any) -> int:
