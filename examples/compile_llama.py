@@ -127,7 +127,9 @@ TENSOR_PARALLEL = [
     (".*", None),
 ]
 # For `treeshard suggest`: what it cannot know without the model.
-STRATEGIES = [Strategy("FSDP x TP", ("fsdp", "tensor"), TENSOR_PARALLEL)]
+STRATEGIES = [
+    Strategy("FSDP x TP", ("fsdp", "tensor"), TENSOR_PARALLEL, divides={"tensor": 8}),  # kv_heads
+]
 
 
 def make_llama(

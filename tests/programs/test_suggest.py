@@ -105,16 +105,20 @@ def test_what_does_not_fit_is_never_suggested() -> None:
 def test_each_impossible_candidate_has_its_reason() -> None:
     odd = Strategy("odd", ("fsdp", "tensor"), [("up", P(None, ("fsdp", "tensor")))])
 
+    heads = TENSOR._replace(name="heads", divides={"tensor": 6})
+
     def with_batch(mesh: Any, rules: Any) -> Any:
         step, state, _ = make(mesh, rules)
         return step, state, S((4, WIDTH), "float32")
 
-    found = suggest(with_batch, devices=8, strategies=["FSDP", "HSDP", TENSOR, odd], top=0,
+    found = suggest(with_batch, devices=8, strategies=["FSDP", "HSDP", TENSOR, odd, heads], top=0,
                     memory="1GB", cache=None)  # fmt: skip
     reasons = {str(row.candidate): row.outcome for row in found.losers}
     assert reasons["FSDP on fsdp=8"] == "a batch of 4 does not divide by 8 devices"
     assert "a batch of 4" in reasons["HSDP on data=4,fsdp=2"]
     assert reasons["odd on fsdp=4,tensor=2"].startswith("error unmatched: ")
+    assert reasons["heads on fsdp=2,tensor=4"] == "tensor=4 does not divide 6"
+    assert ("heads", "fsdp=4,tensor=2") in _keys(found)
     assert ("FSDP x TP", "fsdp=4,tensor=2") in _keys(found)
     assert ("FSDP x TP", "fsdp=2,tensor=4") in _keys(found)
 
@@ -128,7 +132,7 @@ def test_accumulation_is_varied_where_it_is_offered() -> None:
     found = suggest(offered, devices=8, strategies=["FSDP"], top=0, memory="1GB",
                     global_batch=32, cache=None)  # fmt: skip
     assert _keys(found) == [("FSDP", "fsdp=8"), ("FSDP", "fsdp=8, accumulate=4")]
-    more = [row.estimate.sent_bytes for row in found.rows]
+    more = [row.estimate.moved_bytes for row in found.rows]
     assert more[1] > 3 * more[0]
     with pytest.raises(ts.errors.TreeShardError, match="does not take it"):
         suggest(make, devices=8, global_batch=32, cache=None)
@@ -219,3 +223,13 @@ def test_the_outer_axis_runs_between_nodes() -> None:
     # Only gradients, and not weights, go over the slow network.
     assert by_mesh["data=2,fsdp=4"] < by_mesh["fsdp=8"]
     assert by_mesh["data=2,fsdp=4"] < by_mesh["data=4,fsdp=2"]
+
+
+def test_activations_of_tensor_parallelism_count() -> None:
+    found = suggest(make, devices=8, strategies=[TENSOR], memory="1GB", top=0, cache=None)
+    rows = [row for row in found.rows if not row.candidate.options["remat"]]
+    moved = {row.mesh: row.estimate.moved_bytes for row in rows}
+    # All-reduces of 4 weights, each of WIDTH floats for a row; gathers, scatters and the loss.
+    local, weights = ROWS // 2, 4 * 4 * WIDTH**2 * 4 // 4
+    activations = 4 * local * WIDTH * 4
+    assert moved["fsdp=2,tensor=4"] == activations + 2 * weights + 4

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import describe_sizes
-from treeshard._core.specs import entry_of
+from treeshard._core.specs import axes_of, entry_of
 from treeshard._core.text import human_bytes
 from treeshard._core.topologies import Chip, Topology
 from treeshard._planning.plan import Plan, plan
@@ -34,6 +35,7 @@ class Strategy(NamedTuple):
         name: For reports.
         axes: The mesh axes that its rules name. `data` and `fsdp` split the batch too.
         rules: As in `treeshard.match_partition_rules`.
+        divides: What the size of an axis must divide, such as the number of attention heads.
 
     Examples:
         >>> rules = [("attn/q", P("fsdp", "tensor")), (".*", ts.fsdp("fsdp"))]
@@ -44,6 +46,7 @@ class Strategy(NamedTuple):
     name: str
     axes: tuple[str, ...]
     rules: Sequence[tuple[Any, Any]]
+    divides: Mapping[str, int] = MappingProxyType({})
 
 
 def named_strategies(state: Any) -> dict[str, Strategy]:
@@ -141,12 +144,13 @@ class Estimate(NamedTuple):
 
     Attributes:
         state_bytes: Of the state on the fullest device: less than what a step needs.
-        sent_bytes: What a device has to send in a step, for its leaves.
+        moved_bytes: The payload that a step has to move: for its leaves exactly, and for the
+            activations of tensor parallelism roughly.
         seconds: The time that this takes at the published bandwidth of the links.
     """
 
     state_bytes: int
-    sent_bytes: int
+    moved_bytes: int
     seconds: float
 
 
@@ -157,8 +161,12 @@ def estimate(
     outer = next(iter(candidate.axes.items()))
     if outer[1] % candidate.slices:
         return f"{outer[0]}={outer[1]} cannot be split over {candidate.slices} slices or nodes"
-    for x in filter(has_shape, tree_leaves(batch)):
-        if x.shape and x.shape[0] % candidate.batch_parts:
+    for axis, number in candidate.strategy.divides.items():
+        if number % candidate.axes.get(axis, 1):
+            return f"{axis}={candidate.axes[axis]} does not divide {number}"
+    arrays = [x for x in tree_leaves(batch) if has_shape(x) and x.shape]
+    for x in arrays:
+        if x.shape[0] % candidate.batch_parts:
             passes = candidate.options.get("accumulate", 1)
             of = f" of {passes} passes" if passes > 1 else ""
             parts = candidate.batch_parts // passes
@@ -176,14 +184,16 @@ def estimate(
             f"does not fit: the state alone needs {human_bytes(state_bytes)} of"
             f" {human_bytes(capacity)}"
         )
-    sent = _sent(planned, candidate)
+    sent = [*_sent(planned, candidate), *_activations(planned, candidate, arrays)]
+    between = network_axes(candidate)
     seconds = sum(
-        link_seconds(size, axes, chip, network_axes(candidate)) or 0.0 for axes, size in sent
+        link_seconds(_on_wire(kind, size, axes, candidate), axes, chip, between) or 0.0
+        for kind, axes, size in sent
     )
-    return Estimate(state_bytes, sum(size for _, size in sent), seconds)
+    return Estimate(state_bytes, sum(size for *_, size in sent), seconds)
 
 
-def _sent(planned: Plan, candidate: Candidate) -> list[tuple[tuple[str, ...], int]]:
+def _sent(planned: Plan, candidate: Candidate) -> Iterator[tuple[str, tuple[str, ...], int]]:
     along = tuple(axis for axis in candidate.axes if axis in BATCH_AXES)
     passes = candidate.options.get("accumulate", 1)
 
@@ -196,12 +206,35 @@ def _sent(planned: Plan, candidate: Candidate) -> list[tuple[tuple[str, ...], in
         batch=PartitionSpec(entry_of(along)),
         remat=bool(candidate.options.get("remat")),
     )
-    rows: list[tuple[tuple[str, ...], int]] = []
     for one in moved:
-        group = math.prod(candidate.axes[axis] for axis in one.axes)
-        wire = _WIRE[one.kind] * one.total_bytes * (group - 1) // group
-        rows.append((one.axes, wire * times(one)))
-    return rows
+        yield one.kind, one.axes, one.total_bytes * times(one)
+
+
+def _on_wire(kind: str, size: int, axes: tuple[str, ...], candidate: Candidate) -> int:
+    """What a device sends of a payload in a ring."""
+    group = math.prod(candidate.axes[axis] for axis in axes)
+    return _WIRE[kind] * size * (group - 1) // group
+
+
+def _activations(
+    planned: Plan, candidate: Candidate, batch: Sequence[Any]
+) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """What tensor parallelism sends, roughly: for each weight that is split along an axis that does
+    not split the batch, an all-reduce of its other dim, for each row of this device's batch."""
+    across = math.prod(candidate.axes.get(axis, 1) for axis in BATCH_AXES)
+    rows = max((_rows(x) for x in batch), default=0) // across
+    for leaf in parameters(planned):
+        own = {axis for entry in leaf.given for axis in axes_of(entry)} - set(BATCH_AXES)
+        if own and len(leaf.shape) > 1:
+            axes = tuple(axis for axis in candidate.axes if axis in own)
+            dim = next(i for i, entry in enumerate(leaf.given) if own & set(axes_of(entry)))
+            other = math.prod(leaf.shape) // leaf.shape[dim]  # with the layers of a scan
+            yield "all-reduce", axes, rows * other * leaf.dtype.itemsize
+
+
+def _rows(x: Any) -> int:
+    """The rows of a batch: tokens, or all dims but the last of floats."""
+    return math.prod(x.shape if x.dtype.kind in "iu" else x.shape[:-1])
 
 
 def network_axes(candidate: Candidate) -> set[str]:

@@ -130,7 +130,7 @@ def _by_estimate(row: Suggestion) -> tuple[float, bool, int, int]:
     options = row.candidate.options
     again, passes = bool(options.get("remat")), options.get("accumulate", 1)
     # Where the links are not known, the bytes decide.
-    links = row.estimate.seconds or float(row.estimate.sent_bytes)
+    links = row.estimate.seconds or float(row.estimate.moved_bytes)
     return links, again, passes, row.estimate.state_bytes
 
 

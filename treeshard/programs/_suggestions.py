@@ -9,7 +9,7 @@ from typing import Any
 from treeshard._core.text import columns, human_bytes
 from treeshard.programs._candidates import Candidate, Estimate
 
-_HEADS = ("", "strategy", "mesh", "memory", "sent", "exposed", "least time", "by")
+_HEADS = ("", "strategy", "mesh", "memory", "moved", "exposed", "least time", "by")
 _SHOWN = 10  # rows of the table
 _MOST_SHARE = 1.5  # norms and other small work may be repeated
 
@@ -117,7 +117,7 @@ class Suggestion:
         name, rest = self.candidate.strategy.name, self.candidate.described
         if known is None:
             need = f"> {human_bytes(plan.state_bytes)}"
-            sent, exposed, least, by = human_bytes(plan.sent_bytes), "?", "?", "estimate"
+            sent, exposed, least, by = human_bytes(plan.moved_bytes), "?", "?", "estimate"
         else:
             capacity = "" if known.capacity is None else f" of {human_bytes(known.capacity)}"
             need = f"{human_bytes(known.need)}{capacity}"
