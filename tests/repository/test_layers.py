@@ -47,6 +47,7 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard._cli.stored_trees": {"checkpoint"},
     "treeshard._core.make_mesh": {"_core"},  # kinds of devices that are not attached
     "treeshard._placement.moves": {"_placement"},  # what only several processes need
+    "treeshard.training._pitfalls": {"communication"},
     "treeshard.training._step": {"programs", "communication", "manual"},
 }
 

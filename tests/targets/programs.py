@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from examples.compile_llama import MODEL, Size, make_llama
+from treeshard import training
 from treeshard.manual import gather_params, value_and_grad
 from treeshard.training import accumulate_gradients, jit_step, shard_map_step
 
@@ -80,6 +81,8 @@ def by_jit(
     hints: bool = True,
     replicate: bool = False,
     minibatches: int = 0,
+    axis_names: str | None = None,
+    gradient: Callable[..., Any] = jax.value_and_grad,
 ) -> Case:
     """FSDP with `jit_step`, layers unrolled; or data parallelism, with all weights replicated."""
     state = _state(_params(False, dtype), optimizer)
@@ -92,11 +95,11 @@ def by_jit(
             return ts.unshard(layer, specs[name], "fsdp") if hints else layer
 
         def grad(rows: Any, key: Any) -> Any:
-            loss, grads = jax.value_and_grad(_loss)(state["params"], rows, use)
+            loss, grads = gradient(lambda p, x: _loss(p, x, use))(state["params"], rows)
             return grads, loss
 
         if minibatches:
-            grads, loss = accumulate_gradients(grad, batch, minibatches)
+            grads, loss = accumulate_gradients(grad, batch, minibatches, axis_names=axis_names)
         else:
             grads, loss = grad(batch, None)
         return _update(optimizer, state, grads), loss
@@ -214,6 +217,30 @@ def tensor_parallel(mesh: jax.sharding.Mesh, *, dtype: str = "float32", scan: bo
     return Case(plan, step, struct, scan="params" if scan else False)
 
 
+def sequences(mesh: jax.sharding.Mesh, *, hidden: Any = None) -> Case:
+    """FSDP beside tensor parallelism, with sequences whose tokens are split over `tensor` between
+    the layers. `hidden` is how values within a layer are split, if that is said."""
+    state = _state(_params(False, "float32"), SGD)
+    rules = [("up", P("fsdp", "tensor")), ("down", P("tensor", "fsdp"))]
+    plan = ts.plan(state, rules, mesh)
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        x = jnp.tanh(batch)
+        for weights in params.values():
+            w = ts.unshard(weights)
+            x = ts.with_sharding_constraint(x, P("fsdp", "tensor"))
+            h = jax.nn.relu(x @ w["up"])
+            x += (h if hidden is None else ts.with_sharding_constraint(h, hidden)) @ w["down"]
+        return jnp.mean((x - batch) ** 2)
+
+    @jit_step(plan=plan, batch=P("fsdp"))
+    def step(state: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        return _update(SGD, state, grads), value
+
+    return Case(plan, step, jax.ShapeDtypeStruct((64, 512, WIDTH), "float32"))
+
+
 def decoder(mesh: jax.sharding.Mesh) -> Case:
     """The Llama of the example, made small."""
     step, _, batch = make_llama(mesh, size=Size(LAYERS, 512, 2048, 8, 8, 8192), tokens=256)
@@ -276,6 +303,14 @@ CASES: dict[str, tuple[str, Callable[[jax.sharding.Mesh], Case]]] = {
     "tensor_scan": ("fsdp=2,tensor=4", _bf16(tensor_parallel, scan=True)),
     "decoder": ("fsdp=8", decoder),
     "decoder_tensor": ("fsdp=2,tensor=4", decoder),
+    "tensor_rows": ("fsdp=2,tensor=4", sequences),
+    "tensor_kept": ("fsdp=2,tensor=4", partial(sequences, hidden=P("fsdp", None, "tensor"))),
+    "hsdp_jit": ("data=2,fsdp=4", partial(by_jit, gradient=training.value_and_grad)),
+    "adamw_jit": ("fsdp=8", partial(by_jit, optimizer=ADAMW, gradient=training.value_and_grad)),
+    "accumulate": (
+        "data=2,fsdp=4",
+        partial(by_jit, minibatches=4, axis_names="data", gradient=training.value_and_grad),
+    ),
     "ring": ("fsdp=8", partial(exchange, kind="ring")),
     "all_to_all": ("fsdp=8", partial(exchange, kind="all_to_all")),
 }

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from tests.helpers import struct
 from treeshard.manual import gather_params, sync_gradients, vary
 from treeshard.training import Metrics, accumulate_gradients
 
@@ -149,6 +150,29 @@ def test_in_shard_map_full_parameters_are_averaged_once(fsdp_mesh, check_vma) ->
     moved = communication(compiled)
     assert moved["all-reduce"] <= sum(x.nbytes for x in PARAMS.values()) + 8
     assert set(moved) == {"all-reduce"}
+
+
+def test_over_one_of_two_axes_the_minibatches_stay_split_over_the_other(mesh) -> None:
+    """Every device does an even share of the work, and no row moves."""
+    plan = ts.plan(PARAMS, [("a", SPECS["a"]), ("b", SPECS["b"])], mesh, min_size=0)
+
+    @ts.jit_step(plan=plan, batch=P(("data", "fsdp")))
+    def step(params, batch):
+        def here(minibatch, _):
+            return grad_fn(ts.unshard(params), minibatch)
+
+        return params, accumulate_gradients(here, batch, 4, axis_names="data")
+
+    compiled = step.compile(plan.structs, jax.tree.map(lambda x: struct(*x.shape), BATCH))
+    cost, [path] = compiled.cost(), BATCH
+    assert cost.flops == cost.even_flops
+    gathered = [x for x in ts.collectives(compiled.compiled) if x.kind == "all-gather"]
+    assert gathered
+    assert not [x for x in gathered if path in (x.path or "")]
+    over_data = [x for x in ts.collectives(compiled.compiled) if x.rank and x.axes == ("data",)]
+    assert {x.count for x in over_data} == {1}  # once, after the loop
+    _, (grads, metrics) = step(ts.shard(PARAMS, plan), BATCH)
+    close(grads, metrics)
 
 
 def test_keys_differ_from_call_to_call(fsdp_mesh) -> None:

@@ -6,6 +6,7 @@ are 0.10.0 to 0.12.0, where the tests ran.
 """
 
 import importlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -132,6 +133,16 @@ def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
 
 
 _HAS_PARTITIONS = hasattr(PartitionSpec, "partitions")
+
+
+def shard_map_axes(params: Mapping[str, Any]) -> Iterable[str]:
+    """The axes over which a `shard_map` in a jaxpr runs its code once per device.
+
+    Why: its parameters are not documented, and this one was renamed.
+    Without it: it raises. The operations inside would be counted once, not once per device.
+    Versions: `manual_axes` in 0.10.0, `newly_manual_axes` later. It can go with that in 0.10.0.
+    """
+    return params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
 
 
 def unreduced_kind(name: str) -> dict[str, Any]:

@@ -153,7 +153,9 @@ class Matcher:
         elif path in self.gathered_for_nothing:
             self._add("batch-not-split", collective, path)
         elif path is not None and (_is_in_loop(collective) or self._is_reduced(path)):
-            self._match_all(path, ("gradient",))
+            for expected in self._gradients().get(path, ()):
+                if expected.axes <= set(collective.axes or ()):
+                    expected.left = 0
             self._add("again", collective)
         else:
             in_loop = _is_in_loop(collective)

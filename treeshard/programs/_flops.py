@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from treeshard._core.jax_private import shard_map_axes
 from treeshard.communication._collectives import total
 from treeshard.communication._dataflow import Context, Dataflow, Executions, value
 from treeshard.communication._hlo import Op
@@ -65,7 +66,7 @@ def traced_flops(jaxpr: Jaxpr) -> Flops:
         elif name == "scan" and count is not None:
             count *= params["length"]
         elif name == "shard_map" and count is not None:
-            count *= math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+            count *= math.prod(params["mesh"].shape[axis] for axis in shard_map_axes(params))
         counts.append(count)
     return Flops(total(counts), frozenset(unknown))
 

@@ -1,8 +1,9 @@
-"""Two pitfalls of a step: arrays that share memory, and arrays that its code puts on one device.
+"""Pitfalls of a step: shared memory, activations that are moved, arrays put on one device.
 
 JAX donates an array's buffers, and ends the process if a call on several devices gets one of them
-twice: arrays of the state that share memory with others are copied. A `device_put` to one device
-has no effect in a program for several: the step warns of it.
+twice: arrays of the state that share memory with others are copied. Without `unshard`, a compiler
+may move activations in place of weights, and a `device_put` to one device has no effect in a
+program for several: the step warns of both.
 """
 
 import os
@@ -16,8 +17,11 @@ from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
 from treeshard._core.arrays import data_of
+from treeshard._core.spec_trees import SpecTree
+from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.matching import PlannedLeaf
-from treeshard.errors import listed, warn
+from treeshard._planning.plan import Plan
+from treeshard.errors import TreeShardError, listed, warn
 
 _LIBRARY = re.compile(r"/(site|dist)-packages/|^<")
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -91,6 +95,39 @@ def _buffers(x: Any) -> list[Any]:
         ] or [id(x)]
     except jax.errors.JaxRuntimeError:  # a platform that does not tell addresses
         return [id(x)]
+
+
+# ------------------------------------------------------------------ activations
+
+
+def warn_of_activations(compiled: Any, plan: Plan, batch: SpecTree, where: str) -> None:
+    """Warns if a compiled step moves activations in place of weights, and more bytes of them.
+
+    Weights that the plan shards over the axes of the batch are then never gathered.
+    """
+    from treeshard.communication._comparison import compare_communication
+
+    try:
+        compared = compare_communication(plan, compiled, batch=batch)
+    except TreeShardError:  # a program that names its arguments otherwise
+        return
+    of_code: dict[str, list[Any]] = {}
+    for difference in compared.unplanned:
+        of_code.setdefault(difference.code, []).append(difference)
+    paths = {path for one in of_code.get("not-moved", ()) for path in one.paths}
+    kept = [x for x in compared.planned if x.path in paths]
+    weights = [x for x in kept if x.kind == "all-gather" and x.why == "weight"]
+    moved = [x for one in of_code.get("activation", ()) for x in one.collectives]
+    size = sum(x.total_bytes or 0 for x in moved)
+    if weights and size > sum(x.total_bytes for x in kept):
+        shown = ", ".join(fold_paths([x.path for x in weights if x.path])[:5])
+        warn(
+            f"{where}: the compiled step moves {human_bytes(size)} of activations in each step,"
+            f" because {shown} are not gathered for use. To gather these weights"
+            f" ({human_bytes(sum(x.total_bytes for x in weights))}), and to scatter their gradients"
+            " as much, begin the layers that use them with"
+            " `weights = treeshard.unshard(weights)`."
+        )
 
 
 # ------------------------------------------------------------------ arrays on one device

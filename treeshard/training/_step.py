@@ -46,7 +46,12 @@ from treeshard.errors import (
     listed,
     warn,
 )
-from treeshard.training._pitfalls import mark_as_separate, separated, warn_of_device_puts
+from treeshard.training._pitfalls import (
+    mark_as_separate,
+    separated,
+    warn_of_activations,
+    warn_of_device_puts,
+)
 
 if TYPE_CHECKING:
     from treeshard.communication._comparison import Comparison
@@ -101,7 +106,10 @@ class Step:
                 if run is None:
                     run = program.run
                     if not program.is_traced:
-                        self._trace(program, named, data)
+                        traced = self._trace(program, named, data)
+                        if not (is_tracing() or self._per_device):
+                            # JAX keeps this program for the call, so that it compiles once.
+                            self._warn_of_activations(traced.lower().compile())
                 new, aux = run(named, data)
             except TreeShardError:
                 raise
@@ -148,6 +156,8 @@ class Step:
         program, traced, lowered, data = self._lowered(state, batch)
         step = compile_step(lowered, traced.jaxpr, self.plan, self.batch_specs, data)
         program.compiled = step.compiled
+        if not self._per_device:
+            self._warn_of_activations(step.compiled)
         return step
 
     def _trace(self, program: "_Program", state: "_Named", data: list[Any]) -> Any:
@@ -156,6 +166,10 @@ class Step:
             program.is_traced = True
             warn_of_device_puts(traced.jaxpr, self._name)
         return traced
+
+    def _warn_of_activations(self, compiled: jax.stages.Compiled) -> None:
+        if set(get_names_from_partition_spec(self.plan)) & set(row_axes(self.batch_specs)):
+            warn_of_activations(compiled, self.plan, self.batch_specs, self._name)
 
     def _any_deleted(self, program: "_Program", arrays: list[Any]) -> bool:
         try:

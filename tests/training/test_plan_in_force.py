@@ -1,0 +1,212 @@
+"""`unshard(tree)` inside a step finds the specs of the tree in the step's plan."""
+
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.helpers import struct
+from treeshard.manual import value_and_grad
+
+HSDP = "data=2,fsdp=4"
+BOTH = P(("data", "fsdp"))
+BY_FSDP = [(".*", ts.fsdp("fsdp", min_size=0))]
+
+
+def ask(plan: Any, of: Any, batch: Any = None, f: Any = ts.unshard, step: Any = ts.jit_step) -> Any:
+    """What `f(of(state))` returns in a step: the jaxpr's constraints show the specs."""
+    seen = []
+
+    def run(state: Any, x: Any) -> Any:
+        seen.append(f(of(state)))
+        return state, 0
+
+    step(run, plan, batch=batch).lower(plan.structs, struct(16))
+    return seen[0]
+
+
+MLP = {"down": struct(64, 16), "up": struct(16, 64)}
+STACK = {"w": struct(4, 16, 32), "norm": struct(4, 16)}
+
+
+def specs_found(tree: Any, of: Any, rules: Any, mesh: str = HSDP, batch: Any = None) -> Any:
+    """The specs that the plan in force has for `of(state)`."""
+    from treeshard._planning.plan_in_force import current_plan
+
+    plan = ts.plan(tree, rules, ts.make_mesh(mesh), min_size=0)
+    return ask(plan, of, batch or BOTH, lambda x: current_plan().specs_of(x))
+
+
+def test_a_subtree_has_its_specs() -> None:
+    tree = {"params": {"a": MLP, "b": {"up": struct(16, 64)}}, "step": struct(dtype="int32")}
+    rules = [("a/up", P(None, "fsdp")), ("b/up", P("fsdp")), (".*", P("fsdp"))]
+    found = specs_found(tree, lambda s: s["params"]["a"], rules)
+    assert found == {"down": P("fsdp"), "up": P(None, "fsdp")}
+    assert specs_found(tree, lambda s: s["params"], rules)["b"] == {"up": P("fsdp")}
+
+
+def test_a_slice_of_stacked_layers_has_the_specs_of_one_layer() -> None:
+    rules = [("w", P(None, None, "fsdp")), ("norm", None)]
+    one = lambda s: jax.tree.map(lambda x: x[0], s)  # noqa: E731
+    assert specs_found(STACK, one, rules) == {"norm": P(), "w": P(None, "fsdp")}
+    rules = [("w", P("fsdp")), (".*", None)]
+    plan = ts.plan(STACK, rules, ts.make_mesh(HSDP), min_size=0)
+    with pytest.raises(ts.SpecError, match=r"unshard: w: P\('fsdp',\) shards dim 0, on which"):
+        ask(plan, one, BOTH)
+
+
+def test_modules_with_static_leaves_are_found_whole_and_as_arrays() -> None:
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 16, 16, 64, 1, key=jax.random.key(0))
+    state = {"model": model, "opt": eqx.filter(model, eqx.is_array_like)}
+    specs = specs_found(state, lambda s: s["model"].layers[0], BY_FSDP)
+    assert specs.weight == P("fsdp")
+    specs = specs_found(state, lambda s: eqx.filter(s["model"], eqx.is_array), BY_FSDP)
+    assert specs.layers[1].weight == P(None, "fsdp")
+
+
+def test_several_subtrees_with_equal_specs_are_one_answer_and_others_an_error() -> None:
+    tree = {"a": MLP, "b": MLP}
+    assert specs_found(tree, lambda s: s["b"], [(".*", P("fsdp"))])["up"] == P("fsdp")
+    plan = ts.plan(tree, [("a/up", None), (".*", P("fsdp"))], ts.make_mesh(HSDP), min_size=0)
+    message = r"several subtrees .* a/down, a/up as .*; b/down, b/up as .* Pass its specs: `unshard"
+    with pytest.raises(ts.SpecError, match=message):
+        ask(plan, lambda s: s["b"], BOTH)
+
+
+def test_a_tree_that_the_plan_lacks_is_an_error_with_the_way_out() -> None:
+    plan = ts.plan(MLP, [(".*", P("fsdp"))], ts.make_mesh(HSDP), min_size=0)
+    message = (
+        r"unshard: the plan has no subtree of this structure with leaves of shape \(16, 32\)\. "
+    )
+    with pytest.raises(ts.SpecError, match=message + "Pass its specs: `unshard"):
+        ask(plan, lambda s: s["up"][:, :32])
+
+
+def lowered(plan: ts.Plan, batch: Any = None, **options: Any) -> str:
+    step = ts.jit_step(lambda s, x: (s, ts.unshard(s["up"], **options)), plan, batch=batch)
+    return step.lower(plan.structs, struct(16)).as_text()
+
+
+def test_the_axes_of_the_batch_are_gathered_and_those_of_tensor_parallelism_stay() -> None:
+    tree = {"up": struct(16, 64)}
+    plan = ts.plan(tree, [("up", P("fsdp", "tensor"))], ts.make_mesh("fsdp=4,tensor=2"), min_size=0)
+    text = lowered(plan, P("fsdp"))
+    assert '[{"fsdp"}, {"tensor"}]' in text  # its own specs first
+    assert '[{}, {"tensor"}]' in text
+    assert "[{}, {}]" in lowered(plan, P("fsdp"), axis=("fsdp", "tensor"))
+
+
+def test_full_arrays_and_shards_inside_shard_map() -> None:
+    params = {"w": np.arange(128, dtype="float32").reshape(8, 16)}
+    plan = ts.plan(params, [("w", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((x @ ts.unshard(p)["w"].T) ** 2)
+
+    expected = jax.value_and_grad(lambda p, x: jnp.mean((x @ p["w"].T) ** 2))(params, X)
+    for gather in (True, False):  # by `value_and_grad`, and by `unshard`
+        grad = value_and_grad(loss, "fsdp", plan, gather=gather)
+        step = ts.shard_map_step(
+            lambda s, x, g=grad: (g(s, x)[1], g(s, x)[0]), plan, batch=P("fsdp"), donate=False
+        )
+        grads, value = step(ts.shard(params, plan), X)
+        np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+        np.testing.assert_allclose(ts.gather(grads)["w"], expected[1]["w"], rtol=1e-5)
+
+
+X = np.linspace(-1, 1, 256, dtype="float32").reshape(16, 16)
+
+
+def test_on_explicit_axes_the_types_have_the_specs() -> None:
+    mesh = ts.make_mesh("fsdp=8", axis_types={"fsdp": "explicit"})
+    plan = ts.plan({"w": struct(8, 16)}, [("w", P("fsdp"))], mesh, min_size=0)
+    full = ask(plan, lambda s: s["w"], P("fsdp"), lambda w: jax.typeof(ts.unshard(w)).sharding.spec)
+    assert full == P(None, None)
+
+
+def test_without_a_plan_or_a_mesh_nothing_is_gathered() -> None:
+    tree = {"w": jnp.ones((8, 16))}
+    assert ts.unshard(tree) is tree
+    init = lambda: ts.unshard({"w": jnp.ones((8, 16))})  # noqa: E731
+    ts.init_sharded(init, rules=BY_FSDP, mesh=ts.make_mesh(HSDP))  # no warning, which is an error
+    with (
+        jax.set_mesh(ts.make_mesh(HSDP)),
+        pytest.warns(ts.ShardingWarning, match="no plan is in force, so nothing is gathered. Pass"),
+    ):
+        jax.jit(ts.unshard)(tree)
+    with jax.set_mesh(ts.make_mesh(HSDP)), pytest.raises(ts.SpecError, match="pass the axis"):
+        ts.unshard(tree, P("fsdp"))
+
+
+def test_another_plan_compiles_a_jitted_layer_again() -> None:
+    @jax.jit
+    def layer(w: Any, x: Any) -> Any:
+        return x @ ts.unshard(w)
+
+    mesh = ts.make_mesh("a=2,b=4")
+    for axis in ("a", "b"):
+        plan = ts.plan({"w": struct(16, 16)}, [("w", P(axis))], mesh, min_size=0)
+        step = ts.jit_step(lambda s, x: (s, layer(s["w"], x)), plan, batch=P(("a", "b")))
+        assert f'[{{"{axis}"}}, {{}}]' in step.lower(plan.structs, struct(16, 16)).as_text()
+
+
+# ------------------------------------------------------------------ activations
+
+
+MODEL = {"embed": struct(64, 16), "layers": {"up": struct(4, 16, 64), "down": struct(4, 64, 16)}}
+
+
+def token_step(hint: bool) -> tuple[Any, ts.Plan]:
+    """After an embedding, compilers do not know that rows are split as the batch is."""
+    use = ts.unshard if hint else lambda x: x
+
+    def layer(x: Any, w: Any) -> Any:
+        w = use(w)
+        return x + jax.nn.relu(x @ w["up"]) @ w["down"], None
+
+    def loss(p: Any, tokens: Any) -> Any:
+        return jnp.mean(jax.lax.scan(layer, use(p["embed"])[tokens], p["layers"])[0] ** 2)
+
+    def step(state: Any, tokens: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(state, tokens)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    rules = [("layers", ts.fsdp("fsdp", skip=(0,), min_size=0)), (".*", P("fsdp"))]
+    plan = ts.plan(MODEL, rules, ts.make_mesh("fsdp=8"), min_size=0)
+    return ts.jit_step(step, plan), plan
+
+
+def state_of(plan: ts.Plan) -> Any:
+    return ts.shard(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), MODEL), plan)
+
+
+TOKENS = np.zeros((256, 16), "int32")
+
+
+def test_activations_that_are_moved_in_place_of_weights_are_reported_once(compiles) -> None:
+    step, plan = token_step(hint=False)
+    state, tokens = state_of(plan), ts.shard(TOKENS, P("fsdp"), plan.mesh)
+    compiles.clear()
+    with pytest.warns(ts.ShardingWarning, match="activations") as warned:
+        state, _ = step(state, tokens)
+    assert len(compiles) == 1
+    [message] = [str(one.message) for one in warned]
+    assert re.search(r"^jit_step: the compiled step moves [\d.]+ MiB of activations", message)
+    assert "because layers/down, layers/up are not gathered" in message
+    assert "gather these weights (32.0 KiB)" in message
+    assert "begin the layers that use them with `weights = treeshard.unshard(weights)`" in message
+    step(state, tokens)  # a second warning would be an error
+    with pytest.warns(ts.ShardingWarning, match="activations"):
+        token_step(hint=False)[0].compile(plan.structs, TOKENS)
+
+
+def test_weights_that_are_gathered_and_few_activations_are_not_reported() -> None:
+    for hint, rows in ((True, 256), (False, 8)):
+        step, plan = token_step(hint)
+        step(state_of(plan), TOKENS[:rows, : rows // 8])  # a warning would be an error
