@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 import treeshard as ts
 from treeshard import manual
+from treeshard.training import value_and_grad
 
 BACKENDS: dict[str, Callable[[str], Any]] = {"cpu": ts.make_mesh}
 
@@ -47,9 +48,9 @@ def good_loss(p: Any, x: Any, plan: ts.Plan) -> jax.Array:
     return jnp.mean((h @ p["down"]) ** 2)
 
 
-def sgd(loss: Any) -> Any:
+def sgd(loss: Any, gradient: Any = value_and_grad) -> Any:
     def step(state: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(state, x)
+        value, grads = gradient(loss)(state, x)
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
 
     return step
@@ -57,7 +58,7 @@ def sgd(loss: Any) -> Any:
 
 def momentum(loss: Any) -> Any:
     def step(state: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(state["model"], x)
+        value, grads = value_and_grad(loss)(state["model"], x)
         mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["opt"]["mu"], grads)
         model = jax.tree.map(lambda p, m: p - 0.1 * m, state["model"], mu)
         return {"model": model, "opt": {"mu": mu}}, value
@@ -183,7 +184,7 @@ def with_gradients(do: Any) -> Any:
 
     def train(loss: Any) -> Any:
         def step(state: Any, x: Any) -> Any:
-            value, grads = jax.value_and_grad(loss)(state, x)
+            value, grads = value_and_grad(loss)(state, x)
             return jax.tree.map(lambda p, g: p - 0.1 * g, state, do(grads)), value
 
         return step
@@ -225,7 +226,7 @@ def counting(loss: Any) -> Any:
 def in_bfloat16(dtype: Any) -> Any:
     def train(loss: Any) -> Any:
         def step(state: Any, x: Any) -> Any:
-            value, grads = jax.value_and_grad(loss)(state, x)
+            value, grads = value_and_grad(loss)(state, x)
             new = lambda p, g: (p.astype("float32") - 0.1 * g.astype("float32")).astype(dtype)  # noqa: E731
             return jax.tree.map(new, state, grads), value
 
@@ -238,7 +239,7 @@ def minibatches(reduce_once: bool) -> Any:
     def train(loss: Any) -> Any:
         def by_library(state: Any, x: Any) -> Any:
             def gradients(x: Any, _: Any) -> Any:
-                value, grads = jax.value_and_grad(free)(state, x)
+                value, grads = value_and_grad(free)(state, x)
                 return grads, value
 
             axes = ("data", "fsdp")
@@ -252,7 +253,7 @@ def minibatches(reduce_once: bool) -> Any:
 
         def by_loop(state: Any, x: Any) -> Any:
             def one(total: Any, x: Any) -> Any:
-                value, grads = jax.value_and_grad(loss)(state, x)
+                value, grads = value_and_grad(loss)(state, x)
                 return jax.tree.map(jnp.add, total, grads), value
 
             x = x.reshape(-1, 4, 16).swapaxes(0, 1)
@@ -359,6 +360,12 @@ CASES = {
             ),
         },
         "Average its gradients: `manual.sync_gradients`",
+    ),
+    "gradients by jax alone": Case(
+        HSDP,
+        {"train": lambda loss: sgd(loss, jax.value_and_grad)},
+        {},
+        "Use `training.value_and_grad`",
     ),
     "a leaf to the host in each step": Case(
         HSDP,

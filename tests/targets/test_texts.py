@@ -16,6 +16,8 @@ TEXTS = sorted((Path(__file__).parent / "texts").glob("*.txt.gz"))
 DIFFERENCES = {
     "mlp_no_hints": {"activation", "batch", "not-moved"},  # nothing gathers the weights
     "hsdp": {"all-reduce"},  # within one slice, compilers all-reduce over both axes at once
+    "accumulate": {"again"},  # weights are gathered, and gradients scattered, per minibatch
+    "tensor_rows": {"activation", "batch-not-split"},  # weights are gathered along `tensor` too
 }
 
 
@@ -109,3 +111,66 @@ def test_synchronous_and_asynchronous_collectives_are_told_apart() -> None:
     name, target, text = read(path)
     gathers = [x for x in ts.collectives(text, mesh_of(name, target)) if x.kind == "all-gather"]
     assert Counter(x.is_async for x in gathers) == {True: 2, False: 6}
+
+
+def moved(name: str, target: str) -> Counter[tuple[str, str]]:
+    """MiB of each kind along each axis, without the loss; `wire` is what devices send."""
+    text = gzip.decompress((TEXTS[0].parent / f"{name}.{target}.txt.gz").read_bytes()).decode()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for one in ts.collectives(text, mesh_of(name, target)):
+        if one.rank:
+            assert one.total_bytes is not None
+            assert one.wire_bytes is not None
+            assert one.count is not None
+            sizes[one.kind, ", ".join(one.axes or ())] += one.total_bytes
+            sizes["wire", ""] += one.wire_bytes * one.count
+    return Counter({key: size / 2**20 for key, size in sizes.items()})
+
+
+BOTH_TARGETS = pytest.mark.parametrize("target", ["v5e_2x4", "h100_8"])
+
+
+@BOTH_TARGETS
+def test_value_and_grad_moves_on_two_axes_what_code_by_hand_moves(target: str) -> None:
+    jax_s, ours, by_hand = (moved(name, target) for name in ("hsdp", "hsdp_jit", "hsdp_hand"))
+    assert jax_s["all-reduce", "data, fsdp"] == 128
+    assert ours["reduce-scatter", "fsdp"] == 128
+    assert ours["all-reduce", "data"] == 32
+    assert not ours["all-reduce", "data, fsdp"]
+    assert ours["wire", ""] <= 1.02 * by_hand["wire", ""]
+    assert jax_s["wire", ""] >= 1.4 * by_hand["wire", ""]
+
+
+@BOTH_TARGETS
+def test_gradients_of_adamw_are_scattered(target: str) -> None:
+    for name in ("adamw", "adamw_jit"):  # by `unshard`, and by `value_and_grad` too
+        sizes = moved(name, target)
+        assert sizes["reduce-scatter", "fsdp"] == 128
+        assert not sizes["all-reduce", "fsdp"]
+
+
+@BOTH_TARGETS
+def test_accumulating_over_data_moves_no_rows_and_reduces_over_data_once(target: str) -> None:
+    sizes = moved("accumulate", target)
+    width = 1 if target == "h100_8" else 2  # TPUs gather for bfloat16 products
+    assert sizes["all-gather", "fsdp"] == 4 * 128 / width  # the weights, for each minibatch
+    assert sizes["reduce-scatter", "fsdp"] == 4 * 128
+    assert sizes["all-reduce", "data"] == 32
+
+
+@BOTH_TARGETS
+def test_a_constraint_in_the_layer_keeps_weights_split_over_tensor(target: str) -> None:
+    """Compilers choose between weights and activations; a constraint in the layer decides."""
+    case = case_of("tensor_rows", target)
+    gathered = {}
+    for name in ("tensor_rows", "tensor_kept"):
+        text = gzip.decompress((TEXTS[0].parent / f"{name}.{target}.txt.gz").read_bytes()).decode()
+        compared = ts.compare_communication(
+            case.plan.on(mesh_of(name, target)), text, batch=case.step.batch_specs
+        )
+        split = [x for x in compared.unplanned if x.code == "batch-not-split"]
+        gathered[name] = sum(
+            x.total_bytes or 0 for one in split for x in one.collectives if x.kind == "all-gather"
+        )
+    width = 1 if target == "h100_8" else 2
+    assert gathered == {"tensor_rows": 128 * 2**20 / width, "tensor_kept": 0}

@@ -155,8 +155,8 @@ def explain(
         case "all-reduce":
             return (
                 f"all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
-                f"{on_cpus}Constrain the gradients to the plan's specs, or reduce-scatter them by"
-                " hand (`treeshard.manual`).",
+                f"{on_cpus}Use `training.value_and_grad`, which constrains gradients to the plan's"
+                " specs, or reduce-scatter them by hand (`treeshard.manual`).",
             )
         case "wider":
             return (

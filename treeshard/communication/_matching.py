@@ -152,10 +152,9 @@ class Matcher:
             self._add("again", collective, weight)
         elif path in self.gathered_for_nothing:
             self._add("batch-not-split", collective, path)
-        elif path is not None and (_is_in_loop(collective) or self._is_reduced(path)):
-            for expected in self._gradients().get(path, ()):
-                if expected.axes <= set(collective.axes or ()):
-                    expected.left = 0
+        elif path is not None and (_is_in_loop(collective) or self._is_reduced(path, collective)):
+            for expected in self._reductions(path, collective):
+                expected.left = 0
             self._add("again", collective)
         else:
             in_loop = _is_in_loop(collective)
@@ -230,9 +229,13 @@ class Matcher:
 
     # ---------------------------------------------------------------- computed values
 
-    def _is_reduced(self, path: str) -> bool:
-        """Whether the planned reductions of a gradient have a match."""
-        return all(x.left < x.total for x in self._gradients().get(path, ()))
+    def _is_reduced(self, path: str, collective: Collective) -> bool:
+        """Whether the reductions of a gradient that are planned over these axes have a match."""
+        return all(x.left < x.total for x in self._reductions(path, collective))
+
+    def _reductions(self, path: str, collective: Collective) -> list[_Expected]:
+        axes = set(collective.axes or self.batch_axes)
+        return [x for x in self._gradients().get(path, ()) if x.axes <= axes]
 
     def _computed_weight(self, collective: Collective) -> str | None:
         """The parameter that it seems to gather, after the loop has changed it."""
@@ -258,7 +261,7 @@ class Matcher:
             if size in self._sizes(leaf, counts.get(path, 1))
         ]
         # One that is not reduced yet, if there is one.
-        return min(fitting, key=self._is_reduced, default=None)
+        return min(fitting, key=lambda path: self._is_reduced(path, collective), default=None)
 
     def _sizes(self, leaf: PlannedLeaf, layers: int = 1) -> set[int]:
         """The elements of a leaf or of one of its layers, in full and split over some axes."""

@@ -1,5 +1,6 @@
 """Gradients that are sharded and reduced as the plan says, in one pass or in several."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -357,8 +358,29 @@ def _in_parts(
             check_vma=False,
         )
     )(batch, keys)
-    # Sums outside of `shard_map` leave it to the compiler to scatter or to reduce.
-    return jax.tree.map(lambda x: x.mean(0), grads), jax.tree.map(lambda x: x.sum(0), metrics)
+    step = current_plan()
+    try:
+        specs = None if step is None else step.specs_of(jax.tree.map(lambda x: x[0], grads))
+    except SpecError:  # of no part of the state, or of several
+        specs = None
+    specs = specs_of_leaves(PartitionSpec() if specs is None else specs, grads)
+    leaves, treedef = tree_flatten(grads)
+    means = [_mean_of_parts(x, names, spec) for x, spec in zip(leaves, specs, strict=True)]
+    return treedef.unflatten(means), jax.tree.map(lambda x: x.sum(0), metrics)
+
+
+def _mean_of_parts(x: Any, names: tuple[str, ...], spec: PartitionSpec) -> Any:
+    """The mean over dim 0, which `names` split: first over the axes that shard the result by
+    `spec`, so that a compiler can scatter it, then over the others."""
+    sizes = [get_axes_size_in_mesh(name) for name in names]
+    inner = [i for i, name in enumerate(names) if name in get_names_from_partition_spec(spec)]
+    outer = [name for i, name in enumerate(names) if i not in inner]
+    if not inner:
+        return x.mean(0)
+    parts = x.reshape(*sizes, *x.shape[1:]).sum(inner)
+    parts = with_sharding_constraint(parts, PartitionSpec(*outer, *spec))
+    total = parts.sum(tuple(range(len(outer))))
+    return with_sharding_constraint(total, spec) / math.prod(sizes)
 
 
 def _check_divides(batch: PyTree, count: int, parts: int) -> None:
