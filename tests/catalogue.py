@@ -852,7 +852,7 @@ MOVES = Group(
 
 
     def loss(params, x):
-        return jnp.mean((x @ ts.unshard(params, plan, "fsdp")["w"]) ** 2)
+        return jnp.mean((x @ ts.unshard(params)["w"]) ** 2)
 
 
     def descend(loss, grad=None):
@@ -892,7 +892,7 @@ MOVES = Group(
             """,
             """
             def mlp(params, x):
-                params = ts.unshard(params, mlp_plan, "fsdp")
+                params = ts.unshard(params)
                 return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
 
 
@@ -945,6 +945,71 @@ MOVES = Group(
 
             assert not unplanned(by_hand(local), make=shard_map_step)
             """,
+        ),
+        Entry(
+            "ShardingWarning",
+            "The first call of a step found that its program moves more bytes of activations than"
+            " gathering the weights would take, since nothing says where they are gathered. Here,"
+            " after the lookup in an embedding, the compiler does not know that rows are split.",
+            """
+            model = {
+                "embed": np.ones((64, 16), "float32"),
+                "layers": {
+                    "up": np.ones((4, 16, 64), "float32"),
+                    "down": np.ones((4, 64, 16), "float32"),
+                },
+            }
+            rules = [("layers", ts.fsdp("fsdp", skip=(0,), min_size=0)), (".*", P("fsdp"))]
+            of_model = ts.plan(model, rules, line, min_size=0)
+            tokens = np.zeros((256, 16), "int32")
+
+
+            def layer(x, weights):
+                return x + jax.nn.relu(x @ weights["up"]) @ weights["down"], None
+
+
+            def forward(model, tokens):
+                return jnp.mean(jax.lax.scan(layer, model["embed"][tokens], model["layers"])[0])
+
+
+            step = jit_step(descend(forward), of_model)
+            state, value = step(ts.shard(model, of_model), tokens)
+            """,
+            """
+            def gathering(x, weights):
+                return layer(x, ts.unshard(weights))
+
+
+            def forward(model, tokens):
+                x = ts.unshard(model["embed"])[tokens]
+                return jnp.mean(jax.lax.scan(gathering, x, model["layers"])[0])
+
+
+            step = jit_step(descend(forward), of_model)
+            state, value = step(ts.shard(model, of_model), tokens)
+            """,
+            about="activations in place of weights",
+        ),
+        Entry(
+            "SpecError",
+            "`unshard` and `training.value_and_grad` find the specs of a tree in the plan, by"
+            " its structure and its shapes, or by those of layers stacked on dim 0. Here the tree"
+            " has none of them. Pass the specs, or the tree as it is in the state.",
+            """
+            def halves(params, x):
+                return jnp.mean((x @ ts.unshard(params["w"][:, :8])) ** 2)
+
+
+            jit_step(descend(halves), plan, batch=P("fsdp")).lower(plan.structs, batch)
+            """,
+            """
+            def halves(params, x):
+                return jnp.mean((x @ ts.unshard(params["w"])[:, :8]) ** 2)
+
+
+            jit_step(descend(halves), plan, batch=P("fsdp")).lower(plan.structs, batch)
+            """,
+            about="a tree that the plan does not have",
         ),
         Entry(
             "again",

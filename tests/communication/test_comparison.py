@@ -343,8 +343,8 @@ def test_what_is_the_cpus_own_is_a_finding_elsewhere(
     [difference] = compared.unplanned
     assert difference.code == "all-reduce"
     assert difference.hint == (
-        "Constrain the gradients to the plan's specs, or reduce-scatter them by hand"
-        " (`treeshard.manual`)."
+        "Use `training.value_and_grad`, which constrains gradients to the plan's specs, or"
+        " reduce-scatter them by hand (`treeshard.manual`)."
     )
     assert "CPU" not in str(compared)
 

@@ -1,12 +1,18 @@
 """Mistakes planted in correct steps: each is reported with a hint that leads to it, and the correct
-step has nothing to report.
+step has nothing to report. On CPUs, and in the programs of TPUs and GPUs.
 
-A backend is a function from axes to a mesh. Programs are compiled for it and not run, so that the
-devices of the mesh need not be attached.
+Programs are compiled and not run. Those of TPUs and GPUs are stored in `tests/targets/mistakes`, as
+`tests/targets/make_mistakes.py` wrote them. With TREESHARD_TARGETS=1 they are compiled again, which
+needs `treeshard[tpu,cuda]`.
 """
 
+import json
+import lzma
+import os
 import warnings
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +28,16 @@ import treeshard as ts
 from treeshard import manual
 from treeshard.training import value_and_grad
 
-BACKENDS: dict[str, Callable[[str], Any]] = {"cpu": ts.make_mesh}
+STORED = Path(__file__).parents[1] / "targets" / "mistakes"
+TARGETS = ("v5e:2x4", "h100:8")
+BACKENDS = ["cpu", *TARGETS, *[f"live {x}" for x in TARGETS if os.environ.get("TREESHARD_TARGETS")]]
 
 HSDP, FSDP = "data=2,fsdp=4", "fsdp=8"
 BOTH = P(("data", "fsdp"))
-X = struct(16, 16)
-TREE = {"down": struct(64, 16), "up": struct(16, 64)}
+# Large enough that compilers for TPUs scatter gradients: they all-reduce those of a few KiB.
+ROWS, WIDTH, HIDDEN = 512, 512, 2048
+X = struct(ROWS, WIDTH)
+TREE = {"down": struct(HIDDEN, WIDTH), "up": struct(WIDTH, HIDDEN)}
 BY_SPEC = [("up|down", P("fsdp"))]
 BY_TACTIC = [(".*", ts.fsdp("fsdp"))]
 
@@ -75,6 +85,7 @@ def report(
     batch: Any = BOTH,
     x: Any = X,
     make: Any = ts.jit_step,
+    compile_: Callable[[Any], Any] = lambda lowered: lowered.compile(),
     **options: Any,
 ) -> Report:
     """Plans, compiles and compares a step, and collects all that is said about it."""
@@ -87,7 +98,9 @@ def report(
             plan.check()
             of_model = ts.plan(tree.get("model", tree), rules, mesh, min_size=0)
             step = make(train(lambda p, x: loss(p, x, of_model)), plan, batch=batch)
-            found += map(str, step.communication(plan.structs, x, **options).unplanned)
+            program = compile_(step.lower(plan.structs, x))
+            compared = ts.compare_communication(plan, program, batch=step.batch_specs, **options)
+            found += map(str, compared.unplanned)
         except (ts.TreeShardError, ValueError) as error:
             found.append(f"{type(error).__name__}: {error}")
     found += [str(one.message) for one in warned]
@@ -119,7 +132,7 @@ def constrained_as(spec: Any) -> Any:
     return loss
 
 
-LAYERS = {"norm": struct(8, 16), "w": struct(8, 16, 16)}
+LAYERS = {"norm": struct(8, WIDTH), "w": struct(8, WIDTH, WIDTH)}
 
 
 def scanned(p: Any, x: Any, plan: ts.Plan) -> jax.Array:
@@ -256,7 +269,7 @@ def minibatches(reduce_once: bool) -> Any:
                 value, grads = value_and_grad(loss)(state, x)
                 return jax.tree.map(jnp.add, total, grads), value
 
-            x = x.reshape(-1, 4, 16).swapaxes(0, 1)
+            x = x.reshape(-1, 4, WIDTH).swapaxes(0, 1)
             x = ts.with_sharding_constraint(x, P(None, ("data", "fsdp")))
             grads, values = lax.scan(one, jax.tree.map(jnp.zeros_like, state), x)
             return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), values.mean()
@@ -269,7 +282,7 @@ def minibatches(reduce_once: bool) -> Any:
 STATE = {"model": TREE, "opt": {"mu": TREE}}
 
 HALF = {name: struct(*leaf.shape, dtype="bfloat16") for name, leaf in TREE.items()}
-HALF_X = struct(16, 16, dtype="bfloat16")
+HALF_X = struct(ROWS, WIDTH, dtype="bfloat16")
 
 CASES = {
     "batch not split, fsdp tactic": Case(
@@ -371,7 +384,7 @@ CASES = {
         HSDP,
         {"train": with_gradients(to_host)},
         {"train": with_gradients(norm_to_host)},
-        "a callback takes 4.0 KiB to the host in each step",
+        "a callback takes 4.0 MiB to the host in each step",
     ),
     "device_put to a device": Case(
         HSDP,
@@ -399,8 +412,8 @@ CASES = {
     ),
     "gather in the minibatch loop": Case(
         HSDP,
-        {"train": minibatches(reduce_once=False), "x": struct(64, 16)},
-        {"train": minibatches(reduce_once=True), "x": struct(64, 16)},
+        {"train": minibatches(reduce_once=False), "x": struct(4 * ROWS, WIDTH)},
+        {"train": minibatches(reduce_once=True), "x": struct(4 * ROWS, WIDTH)},
         "accumulate_gradients",
     ),
     "wrong axis in rules": Case(HSDP, {"rules": [(".*", P("fdsp"))]}, {}, "Did you mean 'fsdp'"),
@@ -409,7 +422,7 @@ CASES = {
         HSDP, {"loss": constrained_as(P(("data", "fdsp")))}, {}, "Did you mean 'fsdp'"
     ),
     "batch that does not divide": Case(
-        HSDP, {"x": struct(12, 16)}, {}, "jit_step: batch: float32[12,16]"
+        HSDP, {"x": struct(12, WIDTH)}, {}, "jit_step: batch: float32[12,512]"
     ),
     "dead rule": Case(HSDP, {"rules": [("dwon", P("data")), *BY_SPEC]}, {}, "Did you mean 'down'"),
     "shadowed rule": Case(
@@ -421,20 +434,51 @@ CASES = {
 }
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Callable[[str], Any]:
-    return BACKENDS[request.param]
+# ------------------------------------------------------------------ backends
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_mistake_is_reported(name: str, backend: Any) -> None:
-    case = CASES[name]
-    found = report(backend(case.axes), **case.wrong)
+@cache
+def stored(target: str) -> dict[str, str]:
+    """The texts of the programs for a target, by the name of the case and its side."""
+    return json.loads(
+        lzma.decompress((STORED / f"{target.replace(':', '_')}.json.xz").read_bytes())
+    )
+
+
+def report_on(backend: str, name: str, side: str) -> Report:
+    case, options = CASES[name], CASES[name]._asdict()[side]
+    if backend == "cpu":
+        return report(ts.make_mesh(case.axes), **options)
+    if "live" in backend:
+        return report(ts.make_mesh(case.axes, topology=backend.split()[1]), **options)
+    text = stored(backend).get(f"{name}/{side}", "")  # none, if the step cannot be compiled
+    return report(ts.make_mesh(case.axes), compile_=lambda lowered: text, **options)
+
+
+# A case that is not for all backends, and those it is for.
+ONLY = {
+    "gradients by jax alone": TARGETS,  # CPUs all-reduce whatever one writes
+    # JAX lowers callbacks to GPUs only where there is one.
+    "a leaf to the host in each step": ("cpu", "v5e:2x4"),
+}
+EACH = pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        (backend, name)
+        for backend in BACKENDS
+        for name in CASES
+        if name not in ONLY or backend.removeprefix("live ") in ONLY[name]
+    ],
+)
+
+
+@EACH
+def test_a_mistake_is_reported(backend: str, name: str) -> None:
+    found = report_on(backend, name, "wrong")
     print(found)
-    assert case.leads in str(found), str(found)
+    assert CASES[name].leads in str(found), str(found)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_correct_step_has_nothing_to_report(name: str, backend: Any) -> None:
-    case = CASES[name]
-    assert str(report(backend(case.axes), **case.right)) == "nothing"
+@EACH
+def test_the_correct_step_has_nothing_to_report(backend: str, name: str) -> None:
+    assert str(report_on(backend, name, "right")) == "nothing"

@@ -93,7 +93,8 @@ class PlanInForce:
         several = "; ".join(f"{path} as {list(specs)}" for specs, path in found.items())
         raise SpecError(
             f"the plan has several subtrees of this structure with leaves of shape {shown}, and"
-            f" they are sharded differently: {several}."
+            f" they are sharded differently: {several}. If one of them is optimizer state, shard it"
+            " like its parameters (`Plan.follow`)."
         )
 
     def _subtrees(self, treedef: Any) -> Iterator[Sequence[PlannedLeaf]]:

@@ -107,7 +107,7 @@ class Step:
                     run = program.run
                     if not program.is_traced:
                         traced = self._trace(program, named, data)
-                        if not (is_tracing() or self._per_device):
+                        if not (is_tracing() or self.is_by_hand):
                             # JAX keeps this program for the call, so that it compiles once.
                             self._warn_of_activations(traced.lower().compile())
                 new, aux = run(named, data)
@@ -156,7 +156,7 @@ class Step:
         program, traced, lowered, data = self._lowered(state, batch)
         step = compile_step(lowered, traced.jaxpr, self.plan, self.batch_specs, data)
         program.compiled = step.compiled
-        if not self._per_device:
+        if not self.is_by_hand:
             self._warn_of_activations(step.compiled)
         return step
 
