@@ -35,7 +35,7 @@ BACKENDS = ["cpu", *TARGETS, *[f"live {x}" for x in TARGETS if os.environ.get("T
 HSDP, FSDP = "data=2,fsdp=4", "fsdp=8"
 BOTH = P(("data", "fsdp"))
 # Large enough that compilers for TPUs scatter gradients: they all-reduce those of a few KiB.
-ROWS, WIDTH, HIDDEN = 512, 512, 2048
+ROWS, WIDTH, HIDDEN = 1024, 1024, 4096
 X = struct(ROWS, WIDTH)
 TREE = {"down": struct(HIDDEN, WIDTH), "up": struct(WIDTH, HIDDEN)}
 BY_SPEC = [("up|down", P("fsdp"))]
@@ -333,7 +333,7 @@ CASES = {
         },
         {
             "tree": LAYERS,
-            "rules": [(".*", P(None, "fsdp"))],
+            "rules": [("norm", None), (".*", P(None, "fsdp"))],
             "loss": scanned,
             "batch": P("fsdp"),
             "scan": True,
@@ -384,7 +384,7 @@ CASES = {
         HSDP,
         {"train": with_gradients(to_host)},
         {"train": with_gradients(norm_to_host)},
-        "a callback takes 4.0 MiB to the host in each step",
+        "a callback takes 16.0 MiB to the host in each step",
     ),
     "device_put to a device": Case(
         HSDP,
@@ -422,7 +422,7 @@ CASES = {
         HSDP, {"loss": constrained_as(P(("data", "fdsp")))}, {}, "Did you mean 'fsdp'"
     ),
     "batch that does not divide": Case(
-        HSDP, {"x": struct(12, WIDTH)}, {}, "jit_step: batch: float32[12,512]"
+        HSDP, {"x": struct(12, WIDTH)}, {}, "jit_step: batch: float32[12,1024]"
     ),
     "dead rule": Case(HSDP, {"rules": [("dwon", P("data")), *BY_SPEC]}, {}, "Did you mean 'down'"),
     "shadowed rule": Case(

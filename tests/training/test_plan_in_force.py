@@ -198,7 +198,7 @@ def test_activations_that_are_moved_in_place_of_weights_are_reported_once(compil
     assert len(compiles) == 1
     [message] = [str(one.message) for one in warned]
     assert re.search(r"^jit_step: the compiled step moves [\d.]+ MiB of activations", message)
-    assert "because layers/down, layers/up are not gathered" in message
+    assert "because the compiler does not gather layers/down, layers/up for use" in message
     assert "gather these weights (32.0 KiB)" in message
     assert "begin the layers that use them with `weights = treeshard.unshard(weights)`" in message
     step(state, tokens)  # a second warning would be an error

@@ -1,7 +1,7 @@
 """Gradients that are sharded and reduced as the plan says, in one pass or in several."""
 
-import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from treeshard._core.mesh import (
 )
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec, specs_of_leaves
-from treeshard._core.specs import entry_of
+from treeshard._core.specs import axes_of, entries, entry_of, without_axes
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, current_plan, default_batch, row_axes
@@ -181,12 +181,9 @@ def _separate_axes(
 def _over(axes: tuple[str, ...], local: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
     """Calls `local` for each part of the rows along `axes`, and averages what it returns."""
     each = PartitionSpec(entry_of(axes))
-    on_cpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
     def mean(x: Any) -> Any:
-        # XLA for CPUs aborts if 16-bit floats are reduced over some axes by hand, others by itself.
-        wire_dtype = "float32" if on_cpus and x.dtype.itemsize < 4 else x.dtype
-        return jax.lax.pmean(x.astype(wire_dtype), axes).astype(x.dtype)
+        return jax.lax.pmean(x.astype(_wire_dtype(x, mesh)), axes).astype(x.dtype)
 
     def run(arrays: list[Any], args: Any) -> tuple[Any, Any, list[Any]]:
         _check_rows(args, axes, mesh)
@@ -344,43 +341,66 @@ def _in_parts(
     if keys is not None:
         keys = jax.vmap(partial(jax.random.split, num=parts))(keys)
 
-    def part(batch: PyTree, keys: Any) -> Any:
+    def part(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
         own = None if keys is None else keys[:, 0]
-        return jax.tree.map(lambda x: x[None], _accumulated(grad_fn, batch, count, own))
+        grads, metrics = _accumulated(grad_fn, batch, count, own)
+        return grads, jax.tree.map(lambda x: x[None], metrics)
 
-    by_rows = PartitionSpec(entry_of(names))
-    grads, metrics = jax.jit(
-        jax.shard_map(
-            part,
+    def stacked(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
+        grads, metrics = part(batch, keys)
+        return jax.tree.map(lambda x: x[None], grads), metrics
+
+    def on_each(f: Callable[..., Any], grad_specs: Any) -> Callable[..., Any]:
+        each = jax.shard_map(
+            f,
             in_specs=(by_rows, PartitionSpec(None, *by_rows)),
-            out_specs=by_rows,
+            out_specs=(grad_specs, by_rows),
             axis_names=set(names),
             check_vma=False,
         )
-    )(batch, keys)
-    step = current_plan()
-    try:
-        specs = None if step is None else step.specs_of(jax.tree.map(lambda x: x[0], grads))
-    except SpecError:  # of no part of the state, or of several
-        specs = None
-    specs = specs_of_leaves(PartitionSpec() if specs is None else specs, grads)
-    leaves, treedef = tree_flatten(grads)
-    means = [_mean_of_parts(x, names, spec) for x, spec in zip(leaves, specs, strict=True)]
-    return treedef.unflatten(means), jax.tree.map(lambda x: x.sum(0), metrics)
+        return jax.jit(each)
+
+    by_rows, step = PartitionSpec(entry_of(names)), current_plan()
+    specs = None
+    if step is not None:
+        structs, _ = jax.eval_shape(on_each(stacked, by_rows), batch, keys)
+        with suppress(SpecError):  # gradients of no part of the state, or of several
+            specs = step.specs_of(
+                jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), structs)
+            )
+    if step is None or specs is None:
+        grads, metrics = on_each(stacked, by_rows)(batch, keys)
+        grads = jax.tree.map(lambda x: x.mean(0), grads)
+    else:
+        others = [axis for axis in axis_sizes(step.plan.mesh) if axis not in names]
+        mean = partial(_scattered_mean, names=names, mesh=step.plan.mesh)
+
+        def reduced(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
+            grads, metrics = part(batch, keys)
+            return jax.tree.map(mean, grads, specs), metrics
+
+        own = jax.tree.map(lambda spec: without_axes(spec, others), specs)
+        grads, metrics = on_each(reduced, own)(batch, keys)
+    return grads, jax.tree.map(lambda x: x.sum(0), metrics)
 
 
-def _mean_of_parts(x: Any, names: tuple[str, ...], spec: PartitionSpec) -> Any:
-    """The mean over dim 0, which `names` split: first over the axes that shard the result by
-    `spec`, so that a compiler can scatter it, then over the others."""
-    sizes = [get_axes_size_in_mesh(name) for name in names]
-    inner = [i for i, name in enumerate(names) if name in get_names_from_partition_spec(spec)]
-    outer = [name for i, name in enumerate(names) if i not in inner]
-    if not inner:
-        return x.mean(0)
-    parts = x.reshape(*sizes, *x.shape[1:]).sum(inner)
-    parts = with_sharding_constraint(parts, PartitionSpec(*outer, *spec))
-    total = parts.sum(tuple(range(len(outer))))
-    return with_sharding_constraint(total, spec) / math.prod(sizes)
+def _scattered_mean(x: Any, spec: PartitionSpec, names: tuple[str, ...], mesh: AnyMesh) -> Any:
+    """The mean over `names`, of which this device keeps the shard that `spec` says."""
+    total = x.astype(_wire_dtype(x, mesh))
+    for dim, entry in enumerate(entries(spec)):
+        if over := tuple(axis for axis in axes_of(entry) if axis in names):
+            total = jax.lax.psum_scatter(total, over, scatter_dimension=dim, tiled=True)
+    used = get_names_from_partition_spec(spec)
+    if rest := tuple(axis for axis in names if axis not in used):
+        total = jax.lax.psum(total, rest)
+    return (total / get_axes_size_in_mesh(names, mesh)).astype(x.dtype)
+
+
+def _wire_dtype(x: Any, mesh: AnyMesh) -> Any:
+    """The dtype in which an array is reduced: XLA for CPUs aborts if 16-bit floats are reduced over
+    some axes by hand, and over others by the compiler."""
+    on_cpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return "float32" if on_cpus and x.dtype.itemsize < 4 else x.dtype
 
 
 def _check_divides(batch: PyTree, count: int, parts: int) -> None:

@@ -100,10 +100,14 @@ def _buffers(x: Any) -> list[Any]:
 # ------------------------------------------------------------------ activations
 
 
+_WORTH_A_WARNING = 2**20  # bytes
+
+
 def warn_of_activations(compiled: Any, plan: Plan, batch: SpecTree, where: str) -> None:
     """Warns if a compiled step moves activations in place of weights, and more bytes of them.
 
-    Weights that the plan shards over the axes of the batch are then never gathered.
+    Weights that the plan shards over the axes of the batch are then never gathered. Less than a
+    MiB is not worth a warning.
     """
     from treeshard.communication._comparison import compare_communication
 
@@ -119,11 +123,11 @@ def warn_of_activations(compiled: Any, plan: Plan, batch: SpecTree, where: str) 
     weights = [x for x in kept if x.kind == "all-gather" and x.why == "weight"]
     moved = [x for one in of_code.get("activation", ()) for x in one.collectives]
     size = sum(x.total_bytes or 0 for x in moved)
-    if weights and size > sum(x.total_bytes for x in kept):
+    if weights and size > max(_WORTH_A_WARNING, sum(x.total_bytes for x in kept)):
         shown = ", ".join(fold_paths([x.path for x in weights if x.path])[:5])
         warn(
             f"{where}: the compiled step moves {human_bytes(size)} of activations in each step,"
-            f" because {shown} are not gathered for use. To gather these weights"
+            f" because the compiler does not gather {shown} for use. To gather these weights"
             f" ({human_bytes(sum(x.total_bytes for x in weights))}), and to scatter their gradients"
             " as much, begin the layers that use them with"
             " `weights = treeshard.unshard(weights)`."
