@@ -86,6 +86,20 @@ MESHES = Group(
             """,
         ),
         Entry(
+            "MeshError",
+            "The devices of the mesh do not have the memory that a plan names. The message lists"
+            " the kinds that they have.",
+            """
+            plan = ts.plan({"w": w}, [("w", ts.fsdp("fsdp", memory="vault"))], mesh)
+            ts.shard({"w": w}, plan)
+            """,
+            """
+            plan = ts.plan({"w": w}, [("w", ts.fsdp("fsdp", memory="pinned_host"))], mesh)
+            ts.shard({"w": w}, plan)
+            """,
+            about="a memory that devices lack",
+        ),
+        Entry(
             "NoDevicesError",
             "Devices are needed, and the mesh is abstract: it has axes, but no devices. A plan"
             " for a mesh as text has such a mesh; `plan.on(mesh)` plans for one with devices."

@@ -41,6 +41,11 @@ class SpecCarrier:
     specs: SpecTree
     mesh: AnyMesh
 
+    @property
+    def placements(self) -> SpecTree:
+        """The specs; or where leaves are in other memory than the devices', shardings."""
+        return self.specs
+
 
 def get_names_from_partition_spec(specs: SpecTree) -> list[str]:
     """Returns the mesh axes that specs name, each once, in order of first appearance.

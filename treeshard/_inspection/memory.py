@@ -72,9 +72,8 @@ def placed_leaves(x: Any) -> list[PlacedLeaf]:
     Raises `SpecError` that names all traced leaves: these have no sharding yet.
     """
     if isinstance(x, Plan):
-        on = {spec: NamedSharding(x.mesh, spec) for spec in {leaf.given for leaf in x.leaves}}
-        once = (leaf for leaf in x.leaves if leaf.same_as is None)
-        return [PlacedLeaf(leaf.path, leaf.shape, leaf.dtype, on[leaf.given]) for leaf in once]
+        pairs = zip(x.leaves, x.sharding_of_each(), strict=True)
+        return [PlacedLeaf(y.path, y.shape, y.dtype, s) for y, s in pairs if y.same_as is None]
     named = list(zip(leaf_paths(x), tree_leaves(x), strict=True))
     if traced := [path for path, leaf in named if isinstance(leaf, Tracer)]:
         facts = [

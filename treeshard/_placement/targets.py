@@ -71,8 +71,8 @@ def lay_on_devices(
 ) -> list[LaidSpec | None]:
     """Lays specs (or tuples of logical names) beside a tree, on meshes that have devices; they may
     be absent if `compile_only`."""
-    if mesh is None and isinstance(specs, SpecCarrier):
-        mesh = specs.mesh
+    if isinstance(specs, SpecCarrier):
+        specs, mesh = specs.placements, mesh or specs.mesh
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:
         return with_devices(mesh, where, compile_only=compile_only)

@@ -45,6 +45,7 @@ class Decision(NamedTuple):
         rule: The index of the rule that matched; `None` for scalars and unmatched leaves.
         pattern: The pattern of that rule.
         adjustments: How `given` differs from `asked`, and why.
+        memory: The kind of memory; `None` for that of the devices.
     """
 
     asked: PartitionSpec | None
@@ -52,6 +53,7 @@ class Decision(NamedTuple):
     rule: int | None = None
     pattern: str | None = None
     adjustments: tuple[Adjustment, ...] = ()
+    memory: str | None = None
 
     @property
     def errors(self) -> list[Adjustment]:
@@ -102,6 +104,11 @@ class PlannedLeaf(NamedTuple):
         return self.decision.adjustments
 
     @property
+    def memory(self) -> str | None:
+        """The kind of memory, such as `"pinned_host"`; `None` for that of the devices."""
+        return self.decision.memory
+
+    @property
     def size(self) -> int:
         """The number of elements of the full array."""
         return math.prod(self.shape)
@@ -133,7 +140,8 @@ def tied_decision(own: Decision, first: Decision, path: str) -> Decision:
     if own.given == first.given or own.asked is None:
         return first
     why = f"it is the same array as {path}, whose spec it takes instead of {own.given}."
-    return own._replace(given=first.given, adjustments=(Adjustment("tied", why),))
+    note = Adjustment("tied", why)
+    return own._replace(given=first.given, adjustments=(note,), memory=first.memory)
 
 
 class Decided(NamedTuple):
@@ -326,7 +334,8 @@ class _Rule:
                 asked = None
             asked = PartitionSpec() if asked is None else asked
         given, dropped = project(asked, call.mesh, shape)
-        return Decision(asked, given, self.index, self.pattern, adjustments + dropped)
+        memory = self.action.memory if isinstance(self.action, Tactic) else None
+        return Decision(asked, given, self.index, self.pattern, adjustments + dropped, memory)
 
     def _replicated_for_its_size(self, shape: Shape) -> Decision:
         mesh, size = self.call.mesh, math.prod(shape)

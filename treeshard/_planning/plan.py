@@ -30,7 +30,7 @@ from treeshard._planning.plan_json import (
 from treeshard._planning.plan_report import PlanDiff, describe, describe_html, diff, rich_table
 from treeshard._planning.rules import Rules, read_rules, rules_error, warn_of_moves
 from treeshard._planning.tactics import Tactic, min_size_in_force
-from treeshard.errors import FormatError, ShardingRuleError, listed
+from treeshard.errors import FormatError, MeshError, ShardingRuleError, listed
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,8 +38,8 @@ class Plan(SpecCarrier):
     """How every leaf of a tree is to be sharded over a mesh, and why: see `plan`.
 
     Every function that takes specs takes a `Plan`. Two plans are equal if their meshes have
-    the same axes and sizes, and their leaves the same paths, shapes, dtypes and specs; their
-    rules may differ.
+    the same axes and sizes, and their leaves the same paths, shapes, dtypes, specs and memories;
+    their rules may differ.
 
     Attributes:
         mesh: The mesh that the plan is for.
@@ -71,21 +71,36 @@ class Plan(SpecCarrier):
     @property
     def shardings(self) -> SpecTree:
         """The tree with a `NamedSharding` at every array; `P()` at non-array leaves."""
-        return self._split.without_static(self._shardings(), PartitionSpec())
+        return self._split.without_static(self.sharding_of_each(), PartitionSpec())
 
     @property
     def structs(self) -> PyTree:
         """The tree with a `ShapeDtypeStruct` that has a sharding at every array; non-array
         leaves as they are."""
-        pairs = zip(self.leaves, self._shardings(), strict=True)
+        pairs = zip(self.leaves, self.sharding_of_each(), strict=True)
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in pairs]
         return self._split.combine(structs)
 
-    def _shardings(self) -> list[NamedSharding]:
-        """The sharding of every array; equal specs share one."""
-        given = [leaf.given for leaf in self.leaves]
-        shardings = {spec: NamedSharding(self.mesh, spec) for spec in set(given)}
-        return [shardings[spec] for spec in given]
+    @property
+    def placements(self) -> SpecTree:
+        """The specs, with a `NamedSharding` for a leaf that is in other memory."""
+        pairs = zip(self.leaves, self.sharding_of_each(), strict=True)
+        placements = [x.given if x.memory is None else sharding for x, sharding in pairs]
+        return self._split.without_static(placements, PartitionSpec())
+
+    def sharding_of_each(self) -> list[NamedSharding]:
+        """The sharding of every array; equal ones are one object.
+
+        Raises:
+            MeshError: If the devices lack the memory of a leaf.
+        """
+        kinds = [(leaf.given, leaf.memory) for leaf in self.leaves]
+        try:
+            of_kind = {x: NamedSharding(self.mesh, x[0], memory_kind=x[1]) for x in set(kinds)}
+        except ValueError as error:
+            wanted = sorted({memory for _, memory in kinds if memory is not None})
+            raise MeshError(f"The plan places leaves in {', '.join(wanted)}: {error}") from None
+        return [of_kind[kind] for kind in kinds]
 
     def _bare(self) -> PyTree:
         """The tree with a `ShapeDtypeStruct` without a sharding at every array."""
@@ -111,17 +126,21 @@ class Plan(SpecCarrier):
             planned[index] = leaf
         return planned
 
-    def bytes_per_device(self) -> int:
+    def bytes_per_device(self, memory: str | None = None) -> int:
         """Returns the bytes that the tree takes on the device that holds the most.
 
         A leaf that is sharded unevenly counts as its largest shard.
+
+        Args:
+            memory: The kind of memory, such as `"pinned_host"`; by default that of the devices.
 
         Examples:
             >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
             >>> plan(tree, [("w", P("fsdp"))], make_mesh("fsdp=8")).bytes_per_device()
             524288
         """
-        return sum(leaf.bytes_per_device(self.mesh) for leaf in self.leaves)
+        leaves = (leaf for leaf in self.leaves if leaf.memory == memory)
+        return sum(leaf.bytes_per_device(self.mesh) for leaf in leaves)
 
     def fsdp_axes(self) -> frozenset[str]:
         """The axes over which the `fsdp` tactic sharded parameters.
@@ -281,7 +300,8 @@ class Plan(SpecCarrier):
             elif shape == counterpart.shape:
                 decision = counterpart.decision
             else:
-                decision = Decision(spec, spec, counterpart.rule, counterpart.pattern)
+                rule, memory = counterpart.rule, counterpart.memory
+                decision = Decision(spec, spec, rule, counterpart.pattern, memory=memory)
             decision = decisions.setdefault(decision, decision)
             leaves.append(PlannedLeaf(paths[index], shape, leaf.dtype, decision))
         return replace(self, leaves=tuple(leaves), _split=split, _source=self, _mirrors=True)
@@ -322,7 +342,7 @@ class Plan(SpecCarrier):
         short = {spec: with_entries(spec, entries(spec)) for spec in {x.given for x in self.leaves}}
         leaves = tuple(sorted(self.leaves, key=lambda leaf: leaf.path))
         return tuple(axis_sizes(self.mesh).items()), tuple(
-            (x.path, x.shape, x.dtype, short[x.given]) for x in leaves
+            (x.path, x.shape, x.dtype, short[x.given], x.memory) for x in leaves
         )
 
     # -------------------------------------------------------------- text

@@ -21,6 +21,7 @@ from treeshard._planning.tactics import Tactic
 from treeshard.errors import FormatError, ShardingRuleError, TreeShardError, listed
 
 VERSION = 1
+_MORE = {"same_as", "memory"}  # what most leaves do not have
 
 
 class StoredPlan(NamedTuple):
@@ -73,7 +74,7 @@ def _leaf_to_json(leaf: PlannedLeaf) -> dict[str, Any]:
         "given": repr(leaf.given),
         "rule": leaf.rule,
         "adjustments": [note._asdict() for note in leaf.adjustments],
-        **({} if leaf.same_as is None else {"same_as": leaf.same_as}),
+        **{key: value for key in sorted(_MORE) if (value := getattr(leaf, key)) is not None},
     }
 
 
@@ -227,7 +228,7 @@ class _LeafReader:
                 "rule": int() | None as rule,
                 "adjustments": list(notes),
                 **more,
-            } if more.keys() <= {"same_as"} and all(type(n) is int and n >= 0 for n in lengths):
+            } if more.keys() <= _MORE and all(type(n) is int and n >= 0 for n in lengths):
                 shape = tuple(lengths)
             case _:
                 raise FormatError(
@@ -236,7 +237,7 @@ class _LeafReader:
                 )
         if dtype not in self.dtypes:
             self.dtypes[dtype] = parse_dtype(dtype)
-        key = repr((shape, asked, given, rule, notes))
+        key = repr((shape, asked, given, rule, notes, more.get("memory")))
         if key not in self.decisions:
             spec = parse_spec(given)
             if adjustments := project(spec, self.mesh, shape)[1]:
@@ -249,6 +250,7 @@ class _LeafReader:
                 rule,
                 None if rule is None else re.compile(self.rules[rule][0]).pattern,
                 tuple(map(_read_adjustment, notes)),
+                more.get("memory"),
             )
         leaf = PlannedLeaf(
             path, shape, self.dtypes[dtype], self.decisions[key], more.get("same_as")

@@ -69,9 +69,13 @@ def _rows(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> list[tu
     for path, members in alike:
         leaf = members[0]
         size = human_bytes(leaf.bytes_per_device(mesh) * len(members))
-        row = (path or "(the tree)", array_text(leaf), str(leaf.given), size, _reason(leaf, rules))
+        row = (path or "(the tree)", array_text(leaf), _where(leaf), size, _reason(leaf, rules))
         rows.append(row)
     return rows
+
+
+def _where(leaf: PlannedLeaf) -> str:
+    return str(leaf.given) if leaf.memory is None else f"{leaf.given} in {leaf.memory}"
 
 
 def _reason(leaf: PlannedLeaf, rules: Rules) -> str:
@@ -100,7 +104,11 @@ def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
     devices = math.prod(axis_sizes(mesh).values())
     leaves = [leaf for leaf in leaves if leaf.same_as is None]
     total = sum(leaf.bytes for leaf in leaves)
-    per_device = sum(leaf.bytes_per_device(mesh) for leaf in leaves)
+    of_memory = dict.fromkeys([None, *(leaf.memory for leaf in leaves)], 0)
+    for leaf in leaves:
+        of_memory[leaf.memory] += leaf.bytes_per_device(mesh)
+    per_device = sum(of_memory.values())
+    elsewhere = [f"{human_bytes(size)} in {kind}" for kind, size in of_memory.items() if kind]
     replicated = sum(not any(map(axes_of, entries(leaf.given))) for leaf in leaves)
     small = sum(any(note.kind in SMALL for note in leaf.adjustments) for leaf in leaves)
     unused = f"\n{small:,} of them have a spec that `min_size` leaves unused." if small else ""
@@ -108,8 +116,8 @@ def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
     return (
         f"{len(leaves):,} leaves, {sum(leaf.size for leaf in leaves):,} elements,"
         f" {human_bytes(total)} in all; {replicated:,} leaves are replicated.{unused}\n"
-        f"{human_bytes(per_device)} on the fullest of {devices:,} devices ({describe_mesh(mesh)})"
-        f"{ratio}."
+        f"{human_bytes(of_memory[None])}{''.join(f' and {x}' for x in elsewhere)} on the fullest of"
+        f" {devices:,} devices ({describe_mesh(mesh)}){ratio}."
     )
 
 
@@ -183,7 +191,7 @@ def _cells(change: LeafChange) -> tuple[str, str, str]:
     """The array, and its spec before and after."""
     both = (change.before, change.after)
     arrays = [array_text(x) for x in both if x is not None]
-    before, after = ("-" if x is None else str(x.given) for x in both)
+    before, after = ("-" if x is None else _where(x) for x in both)
     return " to ".join(dict.fromkeys(arrays)), before, after
 
 
@@ -208,7 +216,7 @@ def diff(
 
 
 def _placement(leaf: PlannedLeaf) -> tuple[Any, ...]:
-    return leaf.shape, leaf.dtype, _axes(leaf)
+    return leaf.shape, leaf.dtype, leaf.memory, _axes(leaf)
 
 
 def _axes(leaf: PlannedLeaf) -> list[tuple[str, ...]]:
@@ -231,6 +239,8 @@ def _received(
     shard, itemsize = new.bytes_per_device(meshes[1]), new.dtype.itemsize
     if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
         return shard, None
+    if old.memory != new.memory:
+        return shard, 0
     before, after = meshes
     if isinstance(before, Mesh) and isinstance(after, Mesh):
         shardings = NamedSharding(before, old.given), NamedSharding(after, new.given)

@@ -21,17 +21,24 @@ from treeshard._planning.tactics import (
 from treeshard.errors import ShardingRuleError, TreeShardError, did_you_mean, short
 
 
-def _fsdp(axis: Any, min_size_to_shard_mb: Any = ..., *, min_size: Any = ..., skip: Any = ()):
+def _fsdp(
+    axis: Any,
+    min_size_to_shard_mb: Any = ...,
+    *,
+    min_size: Any = ...,
+    skip: Any = (),
+    memory: Any = None,
+):
     """`fsdp` in strings: its threshold is in MiB, unless `min_size` gives it in elements."""
     if min_size is not ...:
         if min_size_to_shard_mb is not ...:
             raise TypeError("give min_size_to_shard_mb or min_size, not both")
         if min_size is not None:
             _check_number("min_size", min_size, int, "a number of elements, or None")
-        return fsdp(axis, min_size=min_size, skip=skip)
+        return fsdp(axis, min_size=min_size, skip=skip, memory=memory)
     mib = 4 if min_size_to_shard_mb is ... else min_size_to_shard_mb
     _check_number("min_size_to_shard_mb", mib, int | float, "a number of MiB")
-    return Tactic((Fsdp(axes_to_shard(axis, "fsdp"), 0, tuple(skip), mib),))
+    return Tactic((Fsdp(axes_to_shard(axis, "fsdp"), 0, tuple(skip), mib, memory),))
 
 
 def _check_number(name: str, value: Any, kind: Any, what: str) -> None:
@@ -126,7 +133,7 @@ def _literal(node: ast.expr, text: str) -> Any:
 
 def _signature(make: Callable[..., Tactic]) -> str:
     if make is _fsdp:
-        return "(axis, min_size_to_shard_mb=4, *, min_size=<elements>, skip=())"
+        return "(axis, min_size_to_shard_mb=4, *, min_size=<elements>, skip=(), memory=None)"
     parameters = inspect.signature(make).parameters.values()
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
     return str(inspect.Signature(bare))

@@ -58,8 +58,10 @@ class Step:
             the leaf itself. Results are shared between leaves for which these are equal.
         reads_boxes: Whether it needs the box around a leaf, if there is one.
         fsdp_axes: The axes over which it shards parameters that are gathered for use.
+        memory: The kind of memory that it puts the leaf in; `None` for that of the devices.
     """
 
+    memory: str | None = None
     min_size: int | None = None
     looks_at: LooksAt = "leaf"
     reads_boxes: bool = False
@@ -131,6 +133,11 @@ class Tactic:
         """The axes over which it shards parameters that are gathered for use."""
         return frozenset(axis for step in self.steps for axis in step.fsdp_axes)
 
+    @property
+    def memory(self) -> str | None:
+        """The kind of memory that its last step to name one puts the leaf in."""
+        return next((step.memory for step in reversed(self.steps) if step.memory), None)
+
     def refine(
         self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any, min_size: int
     ) -> Refined:
@@ -153,7 +160,11 @@ class Tactic:
 
 
 def fsdp(
-    axis: str | Sequence[str], *, min_size: int | None = None, skip: Sequence[int] = ()
+    axis: str | Sequence[str],
+    *,
+    min_size: int | None = None,
+    skip: Sequence[int] = (),
+    memory: str | None = None,
 ) -> Tactic:
     """Shards the largest dim that is not sharded yet and that `axis` divides evenly.
 
@@ -168,6 +179,8 @@ def fsdp(
             call that applies the rules (`match_partition_rules`, `plan`).
         skip: Dims that are never sharded; negative ones count from the end. `skip=(0,)`
             excludes the dim along which layers are stacked.
+        memory: The kind of memory for the leaf, such as `"pinned_host"`: the memory of the
+            devices' hosts. By default that of the devices. Scalars stay on the devices.
 
     Returns:
         A tactic, for use as the action of a rule.
@@ -186,10 +199,16 @@ def fsdp(
         ZeRO stage 3: Rajbhandari et al. 2020, arXiv:1910.02054; big_vision's tactic of
         this name.
     """
-    return Tactic((Fsdp(axes_to_shard(axis, "fsdp"), min_size, tuple(skip)),))
+    return Tactic((Fsdp(axes_to_shard(axis, "fsdp"), min_size, tuple(skip), memory=memory),))
 
 
-def shard_dim(axis: str | Sequence[str], dim: int, ignore_ndim_error: bool = False) -> Tactic:
+def shard_dim(
+    axis: str | Sequence[str],
+    dim: int,
+    ignore_ndim_error: bool = False,
+    *,
+    memory: str | None = None,
+) -> Tactic:
     """Shards one dim over `axis`.
 
     Args:
@@ -197,6 +216,7 @@ def shard_dim(axis: str | Sequence[str], dim: int, ignore_ndim_error: bool = Fal
         dim: The dim; a negative one counts from the end.
         ignore_ndim_error: Whether leaves without such a dim keep their spec. Otherwise they
             are errors, as are leaves whose dim is indivisible or already sharded.
+        memory: The kind of memory for the leaf, as in `fsdp`.
 
     Returns:
         A tactic, for use as the action of a rule.
@@ -216,7 +236,8 @@ def shard_dim(axis: str | Sequence[str], dim: int, ignore_ndim_error: bool = Fal
     Source:
         big_vision's tactic of this name.
     """
-    return Tactic((ShardDim(axes_to_shard(axis, "shard_dim"), index(dim), ignore_ndim_error),))
+    axes = axes_to_shard(axis, "shard_dim")
+    return Tactic((ShardDim(axes, index(dim), ignore_ndim_error, memory),))
 
 
 def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
@@ -250,14 +271,17 @@ def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
     return Tactic((ByNames(None if rules is None else read_logical_rules(rules)),))
 
 
-def replicate() -> Tactic:
+def replicate(*, memory: str | None = None) -> Tactic:
     """Replicates a leaf. It is an error if an earlier tactic sharded the leaf.
+
+    Args:
+        memory: The kind of memory for the leaf, as in `fsdp`.
 
     Examples:
         >>> replicate()(P(), make_mesh("data=8"), "bias", jax.numpy.zeros(8))
         P()
     """
-    return Tactic((Replicate(),))
+    return Tactic((Replicate(memory),))
 
 
 # ------------------------------------------------------------------ users' tactics
@@ -340,6 +364,10 @@ def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
     return axes
 
 
+def _memory_text(memory: str | None) -> str:
+    return "" if memory is None else f", memory={memory!r}"
+
+
 def _value_in(leaf: Any) -> Any:
     return jax.tree.leaves(leaf)[0] if is_box(leaf) else leaf
 
@@ -351,11 +379,12 @@ def _value_in(leaf: Any) -> Any:
 class Replicate(Step):
     """Replicates a leaf."""
 
+    memory: str | None = None
     min_size = 0  # applies to leaves of every size
     looks_at = "shape"
 
     def __repr__(self) -> str:
-        return "replicate()"
+        return f"replicate({_memory_text(self.memory)[2:]})"
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         if all(map(_is_free, entries(spec))):
@@ -376,6 +405,7 @@ class Fsdp(Step):
     min_size: int | None = None
     skip: tuple[int, ...] = ()
     min_size_to_shard_mb: int | float | None = None
+    memory: str | None = None
 
     def __repr__(self) -> str:
         if self.min_size is None and self.min_size_to_shard_mb is None:
@@ -391,7 +421,8 @@ class Fsdp(Step):
 
     def _call(self, *options: str) -> str:
         skip = [f"skip={self.skip}"] if self.skip else []
-        return f"fsdp({', '.join([repr(entry_of(self.axes)), *options, *skip])})"
+        rest = ", ".join([repr(entry_of(self.axes)), *options, *skip])
+        return f"fsdp({rest}{_memory_text(self.memory)})"
 
     @property
     def looks_at(self) -> LooksAt:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -432,11 +463,13 @@ class ShardDim(Step):
     axes: tuple[str, ...]
     dim: int
     ignore_ndim_error: bool = False
+    memory: str | None = None
     looks_at = "shape"
 
     def __repr__(self) -> str:
         ignore = ", ignore_ndim_error=True" if self.ignore_ndim_error else ""
-        return f"shard_dim({entry_of(self.axes)!r}, {self.dim}{ignore})"
+        memory = _memory_text(self.memory)
+        return f"shard_dim({entry_of(self.axes)!r}, {self.dim}{ignore}{memory})"
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         shape = tuple(leaf.shape)

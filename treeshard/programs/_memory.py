@@ -37,6 +37,8 @@ class Memory:
         at_peak: The temporaries that are live when most memory is in use, the largest first. On
             TPUs, buffers in the chip's vector memory are not among them.
         advice: What would lower the total by a tenth or more, a sentence each.
+        host: The bytes of the state that the plan places in the memory of the device's host. They
+            are not in `total`.
 
     Examples:
         >>> kinds = {"parameters": 2**30, "other state": 2**31, "batch": 2**20}
@@ -54,6 +56,7 @@ class Memory:
     device: str
     at_peak: tuple[LiveBuffer, ...]
     advice: tuple[str, ...] = ()
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -92,6 +95,7 @@ class Memory:
             ("code", human_bytes(self.code)),
             ("in all", human_bytes(self.total)),
         ]
+        rows += [("and on the host", human_bytes(self.host))] if self.host else []
         capacity = "unknown" if self.capacity is None else human_bytes(self.capacity)
         lines = [columns(rows, right=1), f"of {capacity} on {self.device}"]
         if self.device == "cpu":
@@ -128,9 +132,13 @@ def memory_of(
     device = with_devices(plan.mesh, "memory", compile_only=True).devices.flat[0]
     params = {leaf.path for leaf in parameters(plan)}
     kinds = {"parameters": 0, "other state": 0, "batch": 0}
+    host = 0
     for leaf in plan.leaves:
         kind = "parameters" if leaf.path in params else "other state"
-        kinds[kind] += leaf.bytes_per_device(plan.mesh)
+        if leaf.memory is None:
+            kinds[kind] += leaf.bytes_per_device(plan.mesh)
+        else:
+            host += leaf.bytes_per_device(plan.mesh)
     for x in batch:
         if has_shape(x):
             kinds["batch"] += _local_bytes(x)
@@ -145,6 +153,7 @@ def memory_of(
         capacity=_capacity(device),
         device=device.device_kind,
         at_peak=tuple(_described(buffer, flow) for buffer in peak if buffer.array.bytes),
+        host=host,
     )
     advice = advise(memory.total, memory.results, memory.temporaries, memory.at_peak, plan)
     return replace(memory, advice=tuple(advice))

@@ -11,7 +11,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from treeshard._core.arrays import array_text, is_array, ties
@@ -141,11 +140,11 @@ def init_sharded(
                 tree_plan.check()
             else:
                 tree_plan.warn_of_small_leaves()
-            once = [leaf for leaf in tree_plan.leaves if leaf.same_as is None]
-            shardings = [NamedSharding(mesh, leaf.given) for leaf in once]
+            placed = zip(tree_plan.leaves, tree_plan.sharding_of_each(), strict=True)
+            once = [(leaf, sharding) for leaf, sharding in placed if leaf.same_as is None]
+            shardings = [sharding for _, sharding in once]
             if among:  # all processes must compile the same program
-                rows = zip(once, shardings, strict=True)
-                facts |= facts_of((x.path, x, [s]) for x, s in rows)
+                facts |= facts_of((leaf.path, leaf, [sharding]) for leaf, sharding in once)
                 facts |= _inputs(args, among)
         arrays = jax.jit(make, out_shardings=shardings)(traced)
         if among:

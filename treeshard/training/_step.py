@@ -114,7 +114,7 @@ class Step:
             except TreeShardError:
                 raise
             except Exception as error:
-                if (problem := _misplaced(arrays, program.leaves, self._mesh)) is None:
+                if (problem := _misplaced(arrays, program)) is None:
                     raise
                 raise problem from error
             if self._among and not is_tracing():
@@ -420,6 +420,7 @@ class _Program:
         array_paths = state.dynamic(paths)
         _check_fits_plan(array_paths, plan)
         self.leaves: list[PlannedLeaf] = self.once(plan.leaves)
+        self.shardings: list[NamedSharding] = self.once(plan.sharding_of_each())
         array_paths = self.once(array_paths)
         # `collectives` reads these names of the arguments from the compiled program.
         unique = len(set(array_paths)) == len(array_paths)
@@ -453,14 +454,17 @@ class _Program:
             )
 
         def run(state: _Named, batch: list[Any]) -> tuple[_Named, Any]:
-            arrays = list(state.arrays)
+            arrays = [
+                x if leaf.memory is None else jax.device_put(x, NamedSharding(mesh, leaf.given))
+                for x, leaf in zip(state.arrays, self.leaves, strict=True)
+            ]
             self._check_arrays(arrays, self.leaves, "enters the step as")
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 new, aux = body(arrays, batch)
             return self.named(new), aux
 
         run.__name__ = getattr(self.fn, "__name__", "step")  # what profiles show
-        shardings = self.named([NamedSharding(mesh, spec) for spec in specs])
+        shardings = self.named(self.shardings)
         self.run = jax.jit(
             run,
             in_shardings=(shardings, None),
@@ -619,13 +623,14 @@ def _deleted(arrays: list[Any], leaves: Sequence[PlannedLeaf]) -> DeletedLeafErr
     return DeletedLeafError(listed(f"{len(facts)} leaves of the state are deleted:", facts))
 
 
-def _misplaced(arrays: list[Any], leaves: Sequence[PlannedLeaf], mesh: Mesh) -> SpecError | None:
+def _misplaced(arrays: list[Any], program: _Program) -> SpecError | None:
     """An error about leaves that are not sharded as planned, which may be why a call failed."""
     facts = [
-        f"{leaf.path}: sharded as {x.sharding}, planned as {leaf.given}. Place the state with"
+        f"{leaf.path}: sharded as {x.sharding}, planned as {planned}. Place the state with"
         " `treeshard.shard(state, plan)`."
-        for x, leaf in zip(arrays, leaves, strict=True)
-        if _is_live(x) and not x.sharding.is_equivalent_to(NamedSharding(mesh, leaf.given), x.ndim)
+        for x, leaf, sharding in zip(arrays, program.leaves, program.shardings, strict=True)
+        if _is_live(x) and not x.sharding.is_equivalent_to(sharding, x.ndim)
+        for planned in [leaf.given if leaf.memory is None else f"{leaf.given} in {leaf.memory}"]
     ]
     if not facts:
         return None
