@@ -91,7 +91,7 @@ def test_users_tactics_are_called_by_name(own) -> None:
         (
             "shard_dim('a')",
             "missing a required argument: 'dim'. The signature is shard_dim(axis, dim,"
-            " ignore_ndim_error=False).",
+            " ignore_ndim_error=False, *, memory=None).",
         ),
         ("shard_last()", "'axis'. The signature is shard_last(axis, times=1)."),
         (
