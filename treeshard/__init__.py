@@ -199,9 +199,12 @@ def __getattr__(name: str) -> _Any:
         return _importlib.import_module(f"treeshard.{name}")
     module = _FIRST_PAGE.get(name) or _ELSEWHERE.get(name)
     if module is not None:
-        value = getattr(_importlib.import_module(f"treeshard.{module}"), name)
-        globals()[name] = value  # the next touch costs nothing
-        return value
+        from treeshard._core.tracebacks import hide_frames
+
+        home = vars(_importlib.import_module(f"treeshard.{module}"))
+        if module.startswith("_"):  # the others do it themselves
+            hide_frames(home, [name])
+        return globals().setdefault(name, home[name])  # the next touch costs nothing
     from treeshard.errors import did_you_mean
 
     near = did_you_mean(name, [*__dir__(), *_ELSEWHERE])

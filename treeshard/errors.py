@@ -204,6 +204,12 @@ def _without_middle(text: str, most: int) -> str:
     return text[: most - most // 2] + left_out + text[len(text) - most // 2 :]
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 leaf`, `2,000 leaves`."""
+    many = {"leaf": "leaves", "entry": "entries"}.get(noun, f"{noun}s")
+    return f"{count:,} {noun if count == 1 else many}"
+
+
 def listed(headline: str, facts: Sequence[str], shown: int = 10, headed: bool = False) -> str:
     """One message for many facts: the first `shown` in full, then a count of the rest.
 

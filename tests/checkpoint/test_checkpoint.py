@@ -418,7 +418,7 @@ def test_incomplete_shardings_are_errors(small) -> None:
 def test_min_size_replicates_small_leaves_as_in_a_plan(tmp_path: Path) -> None:
     save(tmp_path / "x", {"w": np.ones((8, 4), np.float32)})
     rules, mesh = [("w", P("fsdp"))], ts.make_mesh("fsdp=8")
-    with pytest.warns(ts.ShardingWarning, match="32 elements are fewer than min_size=10000"):
+    with pytest.warns(ts.ShardingWarning, match="32 elements, fewer than min_size=10000"):
         small = restore(tmp_path / "x", rules=rules, mesh=mesh, min_size=10_000)
     assert small["w"].sharding.spec == P()
     again = restore(tmp_path / "x", rules=rules, mesh=mesh, min_size=0)

@@ -58,7 +58,7 @@ def test_plan_is_printed(run) -> None:
         "path             array            spec             per device  why",
         "layers/{0..1}/q  bfloat16[64,32]  P('fsdp', None)     2.0 KiB  rule 1 'q$'",
         "norm             float32[64]      P()                   256 B  rule 0 'norm'",
-        "3 leaves, 4,160 elements, 8.2 KiB in all; 1 leaves are replicated.",
+        "3 leaves, 4,160 elements, 8.2 KiB in all; 1 leaf is replicated.",
         "2.2 KiB on the fullest of 32 devices (data=8, fsdp=4), 8.73x an even split.",
         "",
         "warning left-whole: norm: shape (64,) is replicated, 248 B more per device than an even"

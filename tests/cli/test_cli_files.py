@@ -226,7 +226,7 @@ def test_verify_lists_all_damaged_leaves(go, tmp_path) -> None:
         flip_in(tmp_path / "x", x.tobytes()[100:120])
     code, out, err = go("verify", tmp_path / "x")
     assert (code, err) == (1, "")
-    assert out.splitlines()[0] == "x: 12 of 13 leaves are damaged:"
+    assert out.splitlines()[0] == "x: 12 of 13 leaves damaged:"
     assert [line.split(":")[0].strip() for line in out.splitlines()[1:]] == names
     assert "its bytes have the CRC-32" in out
 
@@ -288,7 +288,7 @@ def test_export_skips_and_lists_what_it_skipped(go, run, tmp_path) -> None:
     assert code == 0
     assert said.splitlines() == [
         "5 tensors, 272 B: m.safetensors",
-        "5 leaves were left out:",
+        "5 leaves left out:",
         "  int4: int4[4]",
         "  key: key<fry>[]",
         "  rate: float 0.1",
@@ -304,7 +304,7 @@ def test_export_writes_several_files_and_replaces_them(go, run, tmp_path) -> Non
     code, said, _ = go("export", run, out, "--only=model", "--max-file-size=150")
     assert (code, said) == (0, "4 tensors, 272 B: 2 files and m.safetensors.index.json\n")
     assert go("verify", tmp_path)[0] == 0
-    assert go("diff", run, tmp_path)[1].splitlines()[-1].startswith("4 leaves are the same, 0")
+    assert go("diff", run, tmp_path)[1].splitlines()[-1].startswith("4 leaves the same, 0")
     assert go("export", run, out, "--only=model")[0] == 0
     assert files_in(tmp_path) == ["m.safetensors"]
 
@@ -407,11 +407,11 @@ def test_diff_compares_steps(go, run) -> None:
         "key               key<fry>[]          1 of 2",
         "model/layers/1/w  float32[8,4]        1 of 32        1  0.333",
         "step              int 100 -> int 200",
-        "7 leaves are the same (3 by checksum alone), 4 differ.",
+        "7 leaves the same (3 by checksum alone), 4 differ.",
     ]
     assert go("diff", run / "100", run / "100")[:2] == (
         0,
-        "11 leaves are the same (6 by checksum alone), 0 differ.\n",
+        "11 leaves the same (6 by checksum alone), 0 differ.\n",
     )
 
 
@@ -423,7 +423,7 @@ def test_diff_compares_a_checkpoint_with_tensors(go, run, weights) -> None:
         "layers.1.w  float32[8,4]  1 of 32        1  0.333",
         "only in run/200:",
         *(f"  {x}" for x in ("empty", "int4", "key", "nothing", "rate", "run", "step")),
-        "3 leaves are the same, 1 differ, 7 only in run/200.",
+        "3 leaves the same, 1 differ, 7 only in run/200.",
     ]
     back = ["--rename", r"\.=>/", "--rename", "^=>model/"]
     code, out, _ = go("diff", weights, run / "200", *back, "--json")
@@ -450,7 +450,7 @@ def test_diff_lists_types_and_structure(go, tmp_path) -> None:
         "x     int 1 -> float 1.0",
         "only in a:",
         "  l/{0..1}",
-        "0 leaves are the same, 4 differ, 2 only in a.",
+        "0 leaves the same, 4 differ, 2 only in a.",
     ]
 
 

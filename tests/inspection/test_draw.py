@@ -164,6 +164,7 @@ def test_files_show_the_same_tree_and_charts(plan: ts.Plan, tmp_path: Path) -> N
 def test_a_picture_loads_nothing_from_the_network(plan: ts.Plan, tmp_path: Path) -> None:
     ts.draw(plan, to=tmp_path / "plan.svg")
     ts.draw(plan, to=tmp_path / "plan.html")
+    assert len(list(tmp_path.iterdir())) == 2
     for path in tmp_path.iterdir():
         assert {*re.findall(r"https?://[^\s\"'<>]+", path.read_text())} <= {
             "http://www.w3.org/2000/svg"

@@ -92,7 +92,7 @@ def check_a_step_that_one_process_skips_is_told(context: Context) -> None:
         lambda: save(context.directory / "never", later, timeout=20),
     ):
         text = told(read)
-        assert "after 1 steps on process 0;" in text, text
+        assert "after 1 step on process 0;" in text, text
         assert "A process skipped a step, or made one more." in text
     if context.index == 0:  # makes it now
         later, _ = step(state, batch)

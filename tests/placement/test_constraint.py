@@ -661,7 +661,7 @@ WARNED = {
 def test_axes_dropped_with_a_warning(asked: P, given: P, message: str, uneven: Any, mesh: Mesh):
     with pytest.warns(ts.ShardingWarning) as caught:
         got = ts.with_sharding_constraint({"w": SQUARE}, asked, mesh, uneven=uneven)
-    assert [str(w.message) for w in caught] == [message]
+    assert [str(w.message) for w in caught] == [f"with_sharding_constraint: {message}"]
     assert same_spec(got["w"], given, mesh)
 
 
@@ -672,10 +672,9 @@ def test_uneven_dims_are_reported(mesh: Mesh):
     with pytest.warns(ts.ShardingWarning) as caught:
         got = ts.with_sharding_constraint(UNEVEN, P(("data", "fsdp")), mesh)
     assert [str(w.message) for w in caught] == [
-        "w: P(('data', 'fsdp'),) splits dim 0 of shape (6, 8) into 8 parts, and 6 is not divisible"
-        " by 8. Pad"
-        " it to 8, or use another dim or axis. The mesh: data=2, fsdp=4. It is constrained to"
-        " P('data',) instead."
+        "with_sharding_constraint: w: P(('data', 'fsdp'),) splits dim 0 of shape (6, 8) into 8"
+        " parts, and 6 is not divisible by 8. Pad it to 8, or use another dim or axis. The mesh:"
+        " data=2, fsdp=4. It is constrained to P('data',) instead."
     ]
     assert same_spec(got["w"], P("data"), mesh)
     assert same_spec(got["v"][0], P(("data", "fsdp")), mesh)
@@ -686,7 +685,7 @@ def test_several_uneven_dims_are_reported_at_once(mesh: Mesh):
         ts.with_sharding_constraint(UNEVEN, P("fsdp", "data"), mesh)
     (warning,) = caught
     head, first, second = str(warning.message).split("\n")
-    assert head == "2 constraints were only applied in part:"
+    assert head == "with_sharding_constraint: 2 constraints were only applied in part:"
     assert first.startswith("  v/0: P('fsdp', 'data') splits dim 1 of shape (8, 3) into 2 parts")
     assert second.startswith("  w: P('fsdp', 'data') splits dim 0 of shape (6, 8) into 4 parts")
 
@@ -812,7 +811,7 @@ def test_warns_once_per_place_at_the_users_line(tmp_path: Any):
     )
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert run.stderr.count("ShardingWarning") == 1
-    assert f"{script}:5: ShardingWarning: the array: P('data',) splits dim 0" in run.stderr
+    assert f"{script}:5: ShardingWarning: with_sharding_constraint: the array: P('d" in run.stderr
 
 
 # ------------------------------------------------------------------ unshard

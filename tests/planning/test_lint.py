@@ -170,7 +170,7 @@ LAYERS = {"layers": [{"q": struct(8, 6), "norm": struct(8)} for _ in range(80)]}
             W,
             [("w", ts.fsdp("fsdp", min_size=999))],
             "warning left-whole: w: shape (8, 16) is replicated, 448 B more per device than an even"
-            " split: rule 0 'w', 128 elements are fewer than min_size=999. Lower `min_size`.",
+            " split: rule 0 'w', 128 elements, fewer than min_size=999. Lower `min_size`.",
         ),
         (
             STACK,

@@ -355,10 +355,10 @@ def test_follow_matches_leaves_and_dims() -> None:
     state = {"count": struct(), "ema": params, "v_col": {"w": struct(16)}, "other": struct(7)}
     assert follow(state, original) == [
         Followed(P()),
-        Followed(P("data"), 0, (0,)),
-        Followed(P("data"), 1, (0, 1)),
+        Followed(P("data"), 0),
+        Followed(P("data"), 1),
         Followed(P()),
-        Followed(P(), 1, (1,)),
+        Followed(P(), 1),
     ]
 
 

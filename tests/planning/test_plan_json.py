@@ -275,7 +275,7 @@ def text_with(change: Any) -> str:
         ),
         (
             lambda raw: raw["leaves"][0].update(rule=2),
-            "leaves[0] cannot be read: rule 2 does not exist: there are 2 rules.",
+            "leaves[0] cannot be read: rule 2 is none of 2 rules.",
         ),
         (
             lambda raw: raw["leaves"][0].update(given="P('dta')"),

@@ -460,7 +460,7 @@ def test_log_sharding_move_warns_of_trimmed_specs_and_small_leaves(monkeypatch, 
         match(rules, TREE, MESH, min_size=7, strict=False)
     text = str(warned[0].message)
     assert text.startswith("2 leaves are not sharded as their rules say:")
-    assert "attn/bias: shape (6,), P() by rule 1, '': 6 elements are fewer than" in text
+    assert "attn/bias: shape (6,), P() by rule 1, '': 6 elements, fewer than" in text
     assert (
         "attn/q: shape (8, 6), P('data', 'fsdp') by rule 0, 'q': P('data', 'fsdp') splits" in text
     )
@@ -488,9 +488,9 @@ def test_a_spec_that_min_size_leaves_unused_warns_once(way: int) -> None:
     assert [str(one.message).splitlines() for one in warned] == [
         [
             "2 leaves are not sharded as their rules say:",
-            "  layers/0/b: shape (8,), P('fsdp',) by rule 0, '.*': 8 elements are fewer than"
+            "  layers/0/b: shape (8,), P('fsdp',) by rule 0, '.*': 8 elements, fewer than"
             " min_size=9.",
-            "  layers/1/b: shape (8,), P('fsdp',) by rule 0, '.*': 8 elements are fewer than"
+            "  layers/1/b: shape (8,), P('fsdp',) by rule 0, '.*': 8 elements, fewer than"
             " min_size=9.",
             "To shard small leaves by such a spec, pass `min_size=0`. To replicate them, give them"
             " a rule with None.",
@@ -519,7 +519,7 @@ def test_specs_of_small_leaves_on_a_mesh_that_they_do_not_split(recwarn: Any) ->
 
 def test_the_totals_of_a_plan_count_specs_that_are_not_used() -> None:
     text = str(ts.plan(SMALL, [(".*", P("fsdp"))], MESH, min_size=9))
-    assert "2 leaves are replicated.\n2 of them have a spec that `min_size` leaves unused." in text
+    assert "2 replicated.\n2 of them have a spec that `min_size` leaves unused." in text
     assert "unused" not in str(ts.plan(SMALL, [(".*", P("fsdp"))], MESH, min_size=8))
 
 

@@ -85,7 +85,7 @@ def test_which_dim_is_sharded(tactic, shape, spec, given) -> None:
         (fsdp("fdsp"), (8,), P(), ["axis-not-in-mesh"], "no axis 'fdsp'. It has data=2, fsdp=4"),
         (fsdp(("x", "fsdp", "y")), (8,), P(), ["axis-not-in-mesh"] * 2, "no axis 'x'"),
         (fsdp("fsdp"), (8, 8), P("fsdp"), ["axis-already-used"], "P('fsdp',) uses 'fsdp' already"),
-        (fsdp("fsdp", min_size=9), (8,), P(), ["too-small"], "8 elements are fewer than min_size"),
+        (fsdp("fsdp", min_size=9), (8,), P(), ["too-small"], "8 elements, fewer than min_size"),
         (
             replicate(),
             (8,),
@@ -312,7 +312,7 @@ def test_an_update_gets_one_entry_per_dim_and_the_leaf_in_a_box() -> None:
         ),
         (
             ("data",),
-            "returned ('data',), which has 1 entries, for shape (8, 8). Return one entry per dim.",
+            "returned ('data',), which has 1 entry, for shape (8, 8). Return one entry per dim.",
         ),
         (P("data", None, "fsdp"), "has 3 entries, for shape (8, 8)"),
         (

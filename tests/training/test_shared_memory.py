@@ -62,6 +62,23 @@ def test_one_array_at_two_paths(other) -> None:
     np.testing.assert_array_equal(state["ema"], np.ones((16, 4)))
 
 
+def test_one_device() -> None:
+    mesh = ts.make_mesh("fsdp=1", devices=jax.devices()[:1])
+    state = {"params": placed(mesh=mesh), "ema": placed(mesh=mesh)}
+    step = jit_step(keep, ts.plan(state, [(".*", P())], mesh), batch=P())
+    batch = np.ones((8, 2), "float32")
+    state, _ = step(state, batch)
+    given = {**state, "ema": second_handle(state["params"])}
+    with pytest.warns(ts.ShardingWarning) as told:
+        after, _ = step(given, batch)
+    assert_warned(told, "params", "ema")
+    np.testing.assert_array_equal(after["params"], np.full((16, 4), 3.0))
+    np.testing.assert_array_equal(after["ema"], np.full((16, 4), 2.0))
+    with pytest.raises(ts.DeletedLeafError, match="ema: deleted, or donated to an earlier step"):
+        step(given, batch)
+    step(after, batch)  # nothing is broken
+
+
 def test_the_same_array_again_after_some_steps() -> None:
     state = {"params": placed(), "ema": placed()}
     step = jit_step(keep, plan_of(state), batch=P("fsdp"))

@@ -24,7 +24,15 @@ from treeshard._core.text import (
 )
 from treeshard._disk.files import file_path
 from treeshard._disk.leaves import SavedLeaf, describe_leaf, raise_damages
-from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed, short
+from treeshard.errors import (
+    CheckpointError,
+    DamagedError,
+    FormatError,
+    LeafError,
+    counted,
+    listed,
+    short,
+)
 from treeshard.interchange import load_safetensors
 from treeshard.interchange._byte_ranges import Piece, full_piece
 from treeshard.interchange._files import NewFiles, lay_out_files, write_files
@@ -85,7 +93,7 @@ def run_verify(options: argparse.Namespace) -> tuple[str, int]:
 
 def _verified(tree: StoredTree) -> tuple[str, int]:
     path, leaves = tree.contents.path, tree.contents.leaves
-    total = f"{len(leaves):,} leaves, {human_bytes(tree.contents.bytes)}"
+    total = f"{counted(len(leaves), 'leaf')}, {human_bytes(tree.contents.bytes)}"
     if tree.format == "safetensors":
         return (
             f"{path}: {total}. Headers and sizes are correct. The format has no checksums, so the"
@@ -94,7 +102,7 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
         )
     read = tree.damages(with_bar(leaves, "verify", show=_wants_bar()))
     if damages := [f"  {short(row.path)}: {why}" for row, why in read if why]:
-        head = f"{path}: {len(damages):,} of {len(leaves):,} leaves are damaged:"
+        head = f"{path}: {len(damages):,} of {counted(len(leaves), 'leaf')} damaged:"
         return "\n".join([head, *damages]), 1
     bare = sum(leaf.crc is None for leaf in leaves)
     but = f", except {bare:,} that have no checksum but can be read" if bare else ""
@@ -173,10 +181,10 @@ def _has_code(leaf: SavedLeaf) -> bool:
 def _report(selected: _Exported, new: NewFiles) -> str:
     total = human_bytes(sum(leaf.bytes for leaf in selected.leaves.values()))
     *parts, last = [file.path for file in new.files]
-    files = f"{len(parts)} files and {last}" if parts else str(last)
-    lines = [f"{len(selected.leaves):,} tensors, {total}: {files}"]
+    files = f"{counted(len(parts), 'file')} and {last}" if parts else str(last)
+    lines = [f"{counted(len(selected.leaves), 'tensor')}, {total}: {files}"]
     if selected.left_out:
-        lines.append(f"{len(selected.left_out):,} leaves were left out:")
+        lines.append(f"{counted(len(selected.left_out), 'leaf')} left out:")
         lines += [f"  {leaf.path}: {describe_leaf(leaf)}" for leaf in selected.left_out]
     return "\n".join(lines)
 
@@ -196,7 +204,7 @@ def run_import(options: argparse.Namespace) -> tuple[str, int]:
     names = _renamed(tensors, options.rename, "import")
     save(to, {names[name]: x for name, x in tensors.items()})
     total = human_bytes(sum(x.nbytes for x in tensors.values()))
-    return f"{len(tensors):,} leaves, {total}: {to}", 0
+    return f"{counted(len(tensors), 'leaf')}, {total}: {to}", 0
 
 
 # ------------------------------------------------------------------ diff
@@ -223,7 +231,7 @@ def _difference_text(result: Difference, a: str, b: str) -> str:
             lines = [f"  {path or '(the tree)'}" for path in fold_paths(paths)]
             parts.append("\n".join([f"only in {where}:", *lines]))
     by = f" ({result.unread:,} by checksum alone)" if result.unread else ""
-    counts = [f"{result.same:,} leaves are the same{by}", f"{len(result.changed):,} differ"]
+    counts = [f"{counted(result.same, 'leaf')} the same{by}", f"{len(result.changed):,} differ"]
     counts += [f"{len(result.only_in_a):,} only in {a}"] * bool(result.only_in_a)
     counts += [f"{len(result.only_in_b):,} only in {b}"] * bool(result.only_in_b)
     return "\n".join([*parts, ", ".join(counts) + "."])

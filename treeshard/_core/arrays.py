@@ -88,10 +88,7 @@ class StaticSplit:
 
     It then splits and joins the leaves of all trees with the same structure.
 
-    Attributes:
-        treedef: The structure of the tree.
-        indices: The indices of the dynamic leaves.
-        static: The other leaves, by index.
+    `indices` are those of the dynamic leaves, and `static` has the other leaves by index.
     """
 
     def __init__(

@@ -117,18 +117,10 @@ def make_mesh(
 
 
 def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = False) -> Mesh:
-    """Returns a mesh that arrays can be placed on.
+    """Returns a mesh that arrays can be placed on; by default the mesh in force.
 
-    Args:
-        mesh: A mesh, or its axes as text, for a mesh of all devices; by default the mesh in
-            force.
-        where: The public function, for messages.
-        compile_only: Whether devices that are not attached suffice.
-
-    Raises:
-        NoMeshError: If no mesh is given and none is in force.
-        MeshError: If the mesh is abstract or its devices are not attached, or if text does not
-            fit the devices.
+    Raises `NoMeshError` without one, and `NoDevicesError` in the name of `where` if the mesh is
+    abstract, or its devices are not attached and it is not to `compile_only`.
     """
     mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh)
     if isinstance(mesh, Mesh):

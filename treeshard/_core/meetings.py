@@ -26,7 +26,7 @@ import jax
 from jax.core import Tracer
 
 from treeshard._core.jax_private import coordination_client
-from treeshard.errors import ProcessError
+from treeshard.errors import ProcessError, counted
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
@@ -245,7 +245,7 @@ def _different(what: str, calls: dict[int, list[Any]]) -> str:
     rows = {
         i: made
         + (f" in the thread {thread!r}" if len(threads) > 1 else "")
-        + (f" after {count} steps" if len(whats) == 1 and len(steps) > 1 else "")
+        + (f" after {counted(count, 'step')}" if len(whats) == 1 and len(steps) > 1 else "")
         for i, (made, thread, count) in calls.items()
     }
     why = "A process skipped a call, or made one more."

@@ -191,12 +191,7 @@ def abstract_mesh(axes: Mapping[str, int] | str) -> AbstractMesh:
 
 
 def as_mesh(mesh: M | str, make: Callable[[str], AnyMesh] = abstract_mesh) -> M | AnyMesh:
-    """Turns text into a mesh; any other argument is returned unchanged.
-
-    Args:
-        mesh: A mesh, text, or `None`.
-        make: `abstract_mesh` where sizes suffice, `make_mesh` where arrays are placed.
-    """
+    """Turns text into a mesh, by `make_mesh` where arrays are placed; returns others unchanged."""
     return make(mesh) if isinstance(mesh, str) else mesh
 
 

@@ -112,13 +112,8 @@ def warn_untied(
 ) -> None:
     """Warns if a tree has one array at several paths, and a call makes several arrays of it.
 
-    Args:
-        where: The public function.
-        tree: The tree.
-        before: Its leaves.
-        after: What becomes of each leaf; by default an object of its own.
-        prefix: The path of `tree` in a larger tree.
-        fix: What to do about it.
+    `before` are the leaves of the tree, which is at the path `prefix` of a larger one, and `after`
+    is what becomes of each; by default an object of its own. `fix` says what to do about it.
     """
     pairs = [(i, j) for i, j in ties(before).items() if after is None or after[i] is not after[j]]
     if pairs:
@@ -141,11 +136,8 @@ def shared_names(
 ) -> dict[str, list[str]]:
     """The names that several leaves of a tree share, each with the key paths of these leaves.
 
-    Args:
-        names: A name per leaf, in order: its path, or the name that it gets in a file. `None`
-            for leaves that do not need one.
-        tree: The tree.
-        is_leaf: What counts as a leaf in addition.
+    `names` has one for each leaf, in order: its path, or its name in a file; `None` for leaves
+    that do not need one.
 
     Examples:
         >>> tree = {"a/b": 1, "a": {"b": 2}}
@@ -169,14 +161,8 @@ def pair(
 ) -> list[tuple[str, A | None, B | None]]:
     """Matches the leaves of two trees by path.
 
-    Args:
-        a: The paths and leaves of one tree. Leaves must not be `None`.
-        b: Those of the other tree.
-
-    Returns:
-        Each path with the leaf of either tree, `None` where a tree does not have it: in the
-        order of `a`, then what only `b` has. Leaves of one tree that share a path are matched
-        in their order.
+    Returns each path with the leaf of either tree, `None` where a tree does not have it: in the
+    order of `a`, then what only `b` has. Leaves that share a path are matched in their order.
 
     Examples:
         >>> pair([("w", 1), ("b", 2)], [("b", 3), ("c", 4)])

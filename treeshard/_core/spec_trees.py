@@ -338,8 +338,7 @@ def lay(
         specs: A tree of specs, a prefix of one, or a `Plan`; as in `specs_of_leaves`.
         mesh: The mesh. Without one, that of the `Plan` or of each `NamedSharding`.
         choose_mesh: Takes that mesh, or `None`, and the leaf; returns the mesh to project on.
-            Returning `None` checks only ranks. By default the mesh must exist: without one, the
-            current mesh is used.
+            Returning `None` checks only ranks. By default it is that mesh, or the one in force.
         manual: As in `project`.
         name: As in `specs_of_leaves`.
         resolve: As in `specs_of_leaves`.
@@ -349,9 +348,8 @@ def lay(
         spec is `None`. Equal leaves share one, and so its sharding.
 
     Raises:
-        SpecError: As `specs_of_leaves`. Specs that do not fit their leaf do not raise here: see
+        SpecError: As `specs_of_leaves`. For specs that do not fit their leaf see
             `LaidSpec.misfit` and `raise_misfits`.
-        NoMeshError: If there is no mesh (by default).
     """
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
@@ -389,15 +387,10 @@ def raise_misfits(
     prefix: str = "",
     advice: str = "",
 ) -> None:
-    """Raises one error that names every misfit with its leaf; does nothing without any.
+    """Raises one error that names every misfit, by leaf index, with its leaf; or does nothing.
 
-    Args:
-        tree: The tree.
-        misfits: The misfits, by leaf index.
-        where: The public function, for the headline.
-        what: The rest of the headline, after the number of misfits.
-        prefix: The path of `tree` in a larger tree.
-        advice: A last line, if any.
+    The headline is `where`, the number of misfits and `what`; `advice` is a last line. The tree is
+    at the path `prefix` of a larger one.
     """
     if not misfits:
         return

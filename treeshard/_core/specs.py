@@ -4,13 +4,14 @@ The only module that looks inside a spec.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from treeshard._core.jax_private import spec_entries
 from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes, unknown_axis
+from treeshard.errors import counted
 
 Entry = Any  # the entry of a spec for one dim: None, a name, a tuple of names, UNCONSTRAINED
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
@@ -154,77 +155,46 @@ def project(
         if sizes is None or not axes:
             given.append(entry)
             continue
-        free = _available(spec, dim, axes, sizes, used, manual, adjustments)
-        dividing = free
+        free: list[str] = []
+        for axis in axes:
+            if axis not in sizes:
+                kind, why = "axis-not-in-mesh", unknown_axis(axis, sizes)
+            elif axis in manual:
+                kind = "axis-is-manual"
+                why = f"{axis!r} is Manual here: the code already runs once per device along it."
+            elif axis in used:
+                kind = "axis-already-used"
+                why = f"{spec} names the axis {axis!r} twice. An axis can split one dim only."
+            else:
+                free.append(axis)
+                used.add(axis)
+                continue
+            adjustments.append(Adjustment(kind, why, (axis,), dim))
+        end = len(free)
         if divisible and shape is not None:
-            dividing = _divisible_prefix(spec, dim, free, sizes, shape, adjustments)
-        used.update(free)
-        given.append(entry if dividing == list(axes) else entry_of(dividing))
-    extra = [axis for entry in requested[rank:] for axis in axes_of(entry)]
-    if extra and shape is not None:
-        adjustments.append(_beyond_rank(spec, shape, extra))
+            while shape[dim] % math.prod(sizes[axis] for axis in free[:end]):
+                end -= 1
+            if end < len(free):
+                parts = math.prod(sizes[axis] for axis in free)
+                why = (
+                    f"{spec} splits dim {dim} of shape {shape} into {parts} parts, and"
+                    f" {shape[dim]} is not divisible by {parts}. Pad it to"
+                    f" {-(-shape[dim] // parts) * parts}, or use another dim or axis."
+                )
+                adjustments.append(Adjustment("indivisible", why, tuple(free[end:]), dim))
+        given.append(entry if end == len(axes) else entry_of(free[:end]))
+    extra = tuple(axis for entry in requested[rank:] for axis in axes_of(entry))
+    if extra:
+        count = len(requested)
+        drop = "the last entry" if count - rank == 1 else f"the last {count - rank} entries"
+        why = (
+            f"{spec} has {counted(count, 'entry')}, but shape {shape} has {counted(rank, 'dim')}."
+            f" Drop {drop}."
+        )
+        adjustments.append(Adjustment("rank", why, extra))
     if not adjustments and len(requested) <= rank:
         return spec, ()
     return with_entries(spec, given), tuple(adjustments)
-
-
-def _available(
-    spec: PartitionSpec,
-    dim: int,
-    axes: tuple[str, ...],
-    sizes: Mapping[str, int],
-    used: set[str],
-    manual: frozenset[str],
-    adjustments: list[Adjustment],
-) -> list[str]:
-    free: list[str] = []
-    for axis in axes:
-        if axis not in sizes:
-            adjustments.append(
-                Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,), dim)
-            )
-        elif axis in manual:
-            why = f"{axis!r} is Manual here: the code already runs once per device along it."
-            adjustments.append(Adjustment("axis-is-manual", why, (axis,), dim))
-        elif axis in used or axis in free:
-            why = f"{spec} names the axis {axis!r} twice. An axis can split one dim only."
-            adjustments.append(Adjustment("axis-already-used", why, (axis,), dim))
-        else:
-            free.append(axis)
-    return free
-
-
-def _divisible_prefix(
-    spec: PartitionSpec,
-    dim: int,
-    free: list[str],
-    sizes: Mapping[str, int],
-    shape: tuple[int, ...],
-    adjustments: list[Adjustment],
-) -> list[str]:
-    end = len(free)
-    while shape[dim] % math.prod(sizes[axis] for axis in free[:end]):
-        end -= 1
-    if end < len(free):
-        parts = math.prod(sizes[axis] for axis in free)
-        length = shape[dim]
-        why = (
-            f"{spec} splits dim {dim} of shape {shape} into {parts} parts, and {length} is not"
-            f" divisible by {parts}. Pad it to {-(-length // parts) * parts}, or use another dim"
-            " or axis."
-        )
-        adjustments.append(Adjustment("indivisible", why, tuple(free[end:]), dim))
-    return free[:end]
-
-
-def _beyond_rank(spec: PartitionSpec, shape: tuple[int, ...], extra: list[str]) -> Adjustment:
-    count, rank = len(entries(spec)), len(shape)
-    drop = "the last entry" if count - rank == 1 else f"the last {count - rank} entries"
-    why = (
-        f"{spec} has {count} {'entry' if count == 1 else 'entries'}, but shape {shape} has"
-        f" {rank} dim{'' if rank == 1 else 's'}. Drop {drop}."
-    )
-    return Adjustment("rank", why, tuple(extra))
 
 
 def shard_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> int:

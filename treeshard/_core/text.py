@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from treeshard._core.jax_private import unreduced_kind
 from treeshard._core.specs import UNCONSTRAINED, is_logical, is_mesh_axes
-from treeshard.errors import FormatError, did_you_mean, short
+from treeshard.errors import FormatError, short
 
 
 def parse_dtype(name: str) -> Any:
@@ -147,16 +147,6 @@ def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {repeated!r} is repeated")
     return mapping
-
-
-def check_keys(raw: Any, known: Sequence[str], where: str) -> None:
-    """Raises `FormatError` unless `raw` is an object with exactly these keys."""
-    if not isinstance(raw, dict):
-        raise FormatError(f"{where} is {type(raw).__name__}, not an object.")
-    facts = [f"has an unknown key {key!r}.{did_you_mean(key, known)}" for key in raw.keys() - known]
-    facts += [f"lacks {key!r}." for key in known if key not in raw]
-    if facts:
-        raise FormatError(f"{where} {' It '.join(sorted(facts))} Its keys are {', '.join(known)}.")
 
 
 def typed(value: Any, kind: type, where: str, what: str = "") -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.text import columns, fold, human_bytes, parse_dtype
-from treeshard.errors import DamagedError, FormatError, listed, short
+from treeshard.errors import DamagedError, FormatError, counted, listed, short
 
 Shape = tuple[int, ...]
 
@@ -221,7 +221,7 @@ class Contents:
             rows.append(
                 (short(path) or "(the tree)", describe_leaf(alike[0]), alike[0].spec or "", size)
             )
-        total = f"{len(self.leaves):,} leaves, {human_bytes(self.bytes)}."
+        total = f"{counted(len(self.leaves), 'leaf')}, {human_bytes(self.bytes)}."
         meshes = [", ".join(f"{axis}={n}" for axis, n in axes.items()) for axes in self.meshes]
         if any(meshes):
             total += f" Saved on {' and '.join(meshes)}."

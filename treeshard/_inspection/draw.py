@@ -18,7 +18,7 @@ from treeshard._core.specs import axes_of, entries
 from treeshard._core.text import fold, human_bytes
 from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, largest_part, placed_leaves
 from treeshard._planning.plan import Plan
-from treeshard.errors import FormatError, LeafError
+from treeshard.errors import FormatError, LeafError, counted
 
 # Readable on white and on black.
 _PALETTE = ("#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a6761d")
@@ -187,9 +187,10 @@ def _head(leaves: list[PlacedLeaf], colours: Mapping[str, str]) -> Any:
     for axis, colour in colours.items():
         head.highlight_words([f"{axis}="], colour)
     held = bytes_by_device(leaves).values()
-    count = f"{len(leaves):,} arrays" if len(leaves) > 1 else "1 array"
     most = human_bytes(max(held, default=0))
-    return head.append(f"{count}, {most} on the fullest of {len(held):,} devices")
+    return head.append(
+        f"{counted(len(leaves), 'array')}, {most} on the fullest of {counted(len(held), 'device')}"
+    )
 
 
 def _meshes(leaves: Iterable[PlacedLeaf]) -> list[AnyMesh]:

@@ -13,7 +13,7 @@ from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import has_shape, ties
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.paths import leaf_paths
+from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.specs import axes_of, entries, shard_size, with_entries
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError, listed
@@ -68,24 +68,27 @@ def placed_leaves(x: Any) -> list[PlacedLeaf]:
     """Returns the arrays of a plan with their planned shardings, or of a live tree with theirs.
 
     An array at several paths is returned once.
-
-    Raises `SpecError` that names all traced leaves: these have no sharding yet.
     """
     if isinstance(x, Plan):
         pairs = zip(x.leaves, x.sharding_of_each(), strict=True)
         return [PlacedLeaf(y.path, y.shape, y.dtype, s) for y, s in pairs if y.same_as is None]
-    named = list(zip(leaf_paths(x), tree_leaves(x), strict=True))
-    if traced := [path for path, leaf in named if isinstance(leaf, Tracer)]:
-        facts = [
-            f"{path or 'the array'}: it is traced, and has no sharding yet." for path in traced
-        ]
-        raise SpecError(listed(f"{len(facts)} leaves have no sharding:", facts))
+    named = named_leaves(x)
     tied = ties([leaf for _, leaf in named])
     return [
         PlacedLeaf(path, tuple(leaf.shape), leaf.dtype, live_sharding(leaf))
         for i, (path, leaf) in enumerate(named)
         if has_shape(leaf) and i not in tied
     ]
+
+
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """The leaves of a live tree with their paths. Raises `SpecError` that names all traced ones."""
+    named = list(zip(leaf_paths(tree), tree_leaves(tree), strict=True))
+    if traced := [path for path, leaf in named if isinstance(leaf, Tracer)]:
+        why = "it is traced, and has no sharding yet."
+        facts = [f"{path or 'the array'}: {why}" for path in traced]
+        raise SpecError(listed(f"{len(facts)} leaves have no sharding:", facts))
+    return named
 
 
 def live_sharding(leaf: Any) -> Sharding | None:

@@ -4,17 +4,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
-from jax.tree_util import tree_flatten, tree_structure
+from jax.tree_util import tree_structure
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import describe_mesh
-from treeshard._core.paths import PyTree, leaf_paths, pair
+from treeshard._core.paths import PyTree, pair
 from treeshard._core.specs import entries, with_entries
 from treeshard._core.text import fold
+from treeshard._inspection.memory import named_leaves
 from treeshard._planning.plan import Plan
-from treeshard.errors import SpecError, UnstableStepError, listed
+from treeshard.errors import UnstableStepError, counted, listed
 
 
 class LeafDifference(NamedTuple):
@@ -118,7 +118,7 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
     if not facts and before.treedef != after.treedef:
         facts = ["the tree: the type of a container, or a static field, changed."]
     if facts:
-        headline = f"The step changed {len(facts)} leaves of its state:"
+        headline = f"The step changed {counted(len(facts), 'leaf')} of its state:"
         fixes = dict.fromkeys(_FIXES[difference.what] for difference in differences)
         consequence = "Each such change can make the next step compile again."
         raise UnstableStepError("\n".join([listed(headline, facts), consequence, *fixes]))
@@ -156,13 +156,8 @@ class _Tree:
 
     def __init__(self, tree: PyTree) -> None:
         tree = tree.structs if isinstance(tree, Plan) else tree
-        leaves, self.treedef = tree_flatten(tree)
-        paths = leaf_paths(tree)
-        if traced := [p for p, x in zip(paths, leaves, strict=True) if isinstance(x, Tracer)]:
-            why = "it is traced, and has no sharding yet."
-            facts = [f"{path or 'the tree'}: {why}" for path in traced]
-            raise SpecError(listed(f"{len(facts)} leaves cannot be compared:", facts))
-        self.leaves = [(path, _facts(leaf)) for path, leaf in zip(paths, leaves, strict=True)]
+        self.treedef = tree_structure(tree)
+        self.leaves = [(path, _facts(leaf)) for path, leaf in named_leaves(tree)]
 
 
 def _diff(a: _Tree, b: _Tree) -> ShardingDiff:

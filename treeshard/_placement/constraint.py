@@ -343,7 +343,8 @@ def _report(tree: PyTree, targets: Sequence[_Target | None], uneven: Uneven, whe
     advice = _KEEP if uneven == "keep" and is_uneven else ""
     raise_misfits(tree, misfits, where, "constraints do not fit:", advice=advice)
     if warnings:
-        warn(listed(f"{len(warnings)} constraints were only applied in part:", warnings))
+        headline = f"{len(warnings)} constraints were only applied in part:"
+        warn(f"{where}: {listed(headline, warnings)}")
 
 
 _KEEP = '`uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal shards.'

@@ -114,8 +114,8 @@ def iter_gather(
 
     Args:
         tree: Any pytree. Leaves that are not arrays are skipped.
-        to: Which processes receive the leaves, as in `gather`.
-        progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`).
+        to: As in `gather`.
+        progress: As in `gather`.
         timeout: Seconds to wait for other processes, at the call and at each leaf.
 
     Returns:
@@ -124,12 +124,8 @@ def iter_gather(
         stops, the others get a `ProcessError` that names it, at the next leaf that needs it.
 
     Raises:
-        DeletedLeafError: If a leaf was deleted or donated; at the call, before the first leaf.
-        LeafError: If a leaf is a tracer or a `ShapeDtypeStruct`; at the call.
-        ProcessError: If processes do not make the same call with the same tree, or one of them
-            does not make it within `timeout`, or fails; at the call.
-        ValueError: If `to` is neither `"all"` nor the index of a process.
-        ImportError: If `progress` is set and `tqdm` is not installed.
+        DeletedLeafError, LeafError, ProcessError, ValueError, ImportError: As `gather`, at the
+            call, before the first leaf.
 
     Examples:
         >>> tree = shard({"w": np.arange(8), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
@@ -163,9 +159,7 @@ def _reader(
     meet: bool = False,
 ) -> Iterator[Any]:
     """Checks all leaves at the call; returns an iterator over them, as this process receives them.
-
-    With `meet`, the processes wait for each other at each leaf whose data travels.
-    """
+    With `meet`, the processes wait for each other at each leaf whose data travels."""
     spread = [leaf for leaf in leaves if is_spread(leaf)]
     paths: list[str] = []
     with agreeing(where, among=among, timeout=timeout) as facts:

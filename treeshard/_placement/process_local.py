@@ -58,11 +58,8 @@ def from_process_local(
     Args:
         tree: Any pytree of numpy arrays, or of JAX arrays on devices of this process. Other
             leaves pass through untouched.
-        specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
-            Leaves whose spec is `None` are not changed. Tuples of logical names are resolved by
-            the rules of `logical_axis_rules`.
-        mesh: The mesh, or its axes as text; by default that of the `NamedSharding`, of the
-            `Plan`, or the current mesh.
+        specs: As in `shard`.
+        mesh: As in `shard`.
         timeout: Seconds to wait for other processes, the first time.
 
     Returns:

@@ -161,12 +161,10 @@ def reshard(
 
     Args:
         tree: Any pytree. Numpy leaves are placed as by `shard`.
-        specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
-            Leaves whose spec is `None` are not moved.
-        mesh: The mesh, or its axes as text; by default that of the `NamedSharding`, of the
-            `Plan`, or the current mesh.
-        timeout: Seconds to wait for other processes.
-        progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`).
+        specs: As in `shard`.
+        mesh: As in `shard`.
+        timeout: As in `shard`.
+        progress: As in `shard`.
 
     Returns:
         The tree with its new shardings. It may share memory with the old tree, so donating it

@@ -33,17 +33,9 @@ def targets(
 ) -> dict[int, NamedSharding]:
     """Returns the target sharding of each leaf that is to be placed, by leaf index.
 
-    Args:
-        tree: Any pytree.
-        specs: A tree of specs (or tuples of logical names), a prefix of one, or a `Plan`.
-        mesh: Takes precedence over meshes that the specs carry, and over the current mesh.
-        where: The public function, for messages.
-        prefix: The path of `tree` in a larger tree, for messages.
-        accept_structs: Whether leaves may be `ShapeDtypeStruct`s, whose values are read later, and
-            the devices may be absent.
-
-    Raises:
-        As `shard` does; one error names all leaves.
+    Raises as `shard` does: one error names `where`, and all leaves by their paths under `prefix`.
+    With `accept_structs`, leaves may be `ShapeDtypeStruct`s, whose values are read later, and the
+    devices may be absent.
     """
     shardings: dict[int, NamedSharding] = {}
     misfits: dict[int, Misfit] = {}

@@ -70,18 +70,13 @@ def deliver(
 class Chunk(NamedTuple):
     """A region of an array that one process sends to another, or copies within itself.
 
-    Attributes:
-        pair: The sending and the receiving process.
-        held: The region of the shard that contains it on the sender.
-        wanted: The region of the receiver that contains it.
-        part: The region of the chunk itself; at most `CHUNK_BYTES` if sender and receiver differ.
-        nbytes: Its size in bytes.
+    It has at most `CHUNK_BYTES` if these differ.
     """
 
     pair: Pair
-    held: Region
-    wanted: Region
-    part: Region
+    held: Region  # of the shard that contains it on the sender
+    wanted: Region  # of the receiver that contains it
+    part: Region  # of the chunk itself
     nbytes: int
 
 

@@ -22,7 +22,7 @@ from treeshard._core.specs import (
     is_mesh_axes,
     project,
 )
-from treeshard.errors import ShardingRuleError, SpecError, did_you_mean, listed
+from treeshard.errors import ShardingRuleError, SpecError, counted, did_you_mean, listed
 
 Mode = Literal["train", "generation"]
 # What a field accepts. A finished `PartitionAxis` holds neither lists nor `...`.
@@ -286,8 +286,8 @@ def resolve_by(
         )
     if shape is not None and len(names) > len(shape):
         raise SpecError(
-            f"{tuple(names)} names {len(names)} dims, but shape {shape} has {len(shape)}. Give at"
-            " most one name per dim."
+            f"{tuple(names)} names {counted(len(names), 'dim')}, but shape {shape} has"
+            f" {len(shape)}. Give at most one name per dim."
         )
     if isinstance(rules, PartitionAxis):
         return _on_mesh(rules.resolve(*names), mesh, shape)

@@ -24,31 +24,18 @@ Dims = tuple[int | None, ...]
 
 
 class Followed(NamedTuple):
-    """The spec of a leaf in a tree that mirrors another.
-
-    Attributes:
-        spec: How it is sharded.
-        like: The index of its counterpart among the original's leaves; `None` without one.
-        dims: For each of its dims, the dim of the counterpart that it keeps; `None` for new
-            dims.
-    """
+    """The spec of a leaf in a tree that mirrors another."""
 
     spec: PartitionSpec
-    like: int | None = None
-    dims: Dims = ()
+    like: int | None = None  # the index of its counterpart among the original's leaves
 
 
 _ALONE = Followed(PartitionSpec())
 
 
 class Original:
-    """The tree that others mirror, with the spec of each leaf.
-
-    Args:
-        treedef: Its structure.
-        shapes: The shape of each leaf; `None` for non-array leaves.
-        specs: The spec (or `NamedSharding`) of each leaf; `None` counts as `P()`.
-    """
+    """The tree that others mirror: the shape of each leaf, `None` for non-array leaves, and its
+    spec or `NamedSharding`, where `None` counts as `P()`."""
 
     def __init__(self, treedef: TreeDef, shapes: Sequence[Shape | None], specs: Sequence[Any]):
         self.treedef, self.shapes = treedef, shapes
@@ -56,7 +43,7 @@ class Original:
         self._kept: dict[tuple[int, Dims], PartitionSpec] = {}
         # For each leaf, what a counterpart of the same shape gets.
         self.same = [
-            _ALONE if not shape else Followed(spec, index, tuple(range(len(shape))))
+            Followed(spec, index) if shape else _ALONE
             for index, (spec, shape) in enumerate(zip(self.specs, shapes, strict=True))
         ]
 
@@ -95,7 +82,7 @@ class Original:
             padded = entries(spec) + (None,) * len(self.shapes[index] or ())
             new = [None if dim is None else padded[dim] for dim in dims]
             self._kept[key] = with_entries(spec, new)
-        return Followed(self._kept[key], index, dims)
+        return Followed(self._kept[key], index)
 
 
 def _bare(spec: Any) -> PartitionSpec:
@@ -259,17 +246,11 @@ def kept_dims(shape: Shape, full: Shape, field: str) -> Dims | None:
     """Matches the dims of an array to those of the array that it was computed from.
 
     Dims may be dropped, as in factored moments; added in front, as in histories; replaced,
-    as in projections and reductions that keep a dim of 1; or reordered.
+    as in projections and reductions that keep a dim of 1; or reordered. `field`, the optimizer's
+    name for the computed array, distinguishes the factors of arrays with dims of equal length.
 
-    Args:
-        shape: The shape of the computed array.
-        full: The shape of the array that it was computed from.
-        field: The optimizer's name for it, which distinguishes the factors of arrays with
-            dims of equal length.
-
-    Returns:
-        For each dim of `shape` the dim of `full`, or `None` for a new one; `None` if no dim
-        matches.
+    Returns for each dim of `shape` the dim of `full`, or `None` for a new one; `None` if no dim
+    matches.
     """
     new = len(shape) - len(full)
     if new > 0:

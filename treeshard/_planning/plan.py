@@ -16,6 +16,7 @@ from treeshard._core.paths import PyTree, is_box, leaf_paths, paths_of, shared_n
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import axes_of, entries, with_entries
 from treeshard._core.text import human_bytes
+from treeshard._core.tracebacks import hide_frames
 from treeshard._planning.lint import Finding, collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
 from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, decide, tied_decision
@@ -30,7 +31,7 @@ from treeshard._planning.plan_json import (
 from treeshard._planning.plan_report import PlanDiff, describe, describe_html, diff, rich_table
 from treeshard._planning.rules import Rules, read_rules, rules_error, warn_of_moves
 from treeshard._planning.tactics import Tactic, min_size_in_force
-from treeshard.errors import FormatError, MeshError, ShardingRuleError, listed
+from treeshard.errors import FormatError, MeshError, ShardingRuleError, counted, listed
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -246,7 +247,7 @@ class Plan(SpecCarrier):
         Examples:
             >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
             >>> plan(tree, [("w", fsdp("fsdp"))], make_mesh("fsdp=8")).on("fsdp=1024")
-            <Plan: 1 leaves on fsdp=1024, 4.0 KiB per device>
+            <Plan: 1 leaf on fsdp=1024, 4.0 KiB per device>
         """
         if self._source is not None:
             return self._source.on(mesh).follow(self._bare())
@@ -292,7 +293,7 @@ class Plan(SpecCarrier):
         paths, followed = leaf_paths(tree), follow(tree, original)
         leaves: list[PlannedLeaf] = []
         for index in split.indices:
-            leaf, (spec, like, _) = tree_leaves[index], followed[index]
+            leaf, (spec, like) = tree_leaves[index], followed[index]
             shape = tuple(leaf.shape)
             counterpart = None if like is None else planned[like]
             if counterpart is None:
@@ -423,7 +424,7 @@ class Plan(SpecCarrier):
     def __repr__(self) -> str:
         size = human_bytes(self.bytes_per_device())
         mesh = describe_mesh(self.mesh)
-        return f"<Plan: {len(self.leaves)} leaves on {mesh}, {size} per device>"
+        return f"<Plan: {counted(len(self.leaves), 'leaf')} on {mesh}, {size} per device>"
 
 
 def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = None) -> Plan:
@@ -436,11 +437,10 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
     Args:
         tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree. Non-array leaves are
             kept as they are.
-        rules: Pairs `(pattern, action)`, as in `match_partition_rules`.
+        rules: As in `match_partition_rules`.
         mesh: The mesh to plan for. No devices are needed: give an `AbstractMesh` of any
             size, or its axes as text, such as `"data=16,fsdp=256"`.
-        min_size: Leaves with fewer elements are not sharded, unless a tactic has its own
-            `min_size`. Default: `MIN_SHARDING_SIZE` from the environment, else 16384.
+        min_size: As in `match_partition_rules`.
 
     Returns:
         A `Plan`. Leaves that no rule matches are replicated. Parts of a spec that do not
@@ -491,3 +491,6 @@ def plan_tied(
     pairs = tuple((rule[0], action) for rule, (_, action) in zip(rules, parsed, strict=True))
     floor, logical = min_size_in_force(min_size), current_logical_rules()
     return Plan(mesh, pairs, floor, tuple(leaves), split, logical)
+
+
+hide_frames(globals(), ["Plan"])  # also where `treeshard.Plan` is never touched

@@ -18,26 +18,17 @@ from treeshard._planning.logical import PartitionAxis, ReadLogicalRules, read_lo
 from treeshard._planning.matching import Decision, PlannedLeaf
 from treeshard._planning.strategies import parse_strategy
 from treeshard._planning.tactics import Tactic
-from treeshard.errors import FormatError, ShardingRuleError, TreeShardError, listed
+from treeshard.errors import FormatError, ShardingRuleError, TreeShardError, counted, listed
 
 VERSION = 1
 _MORE = {"same_as", "memory"}  # what most leaves do not have
 
 
 class StoredPlan(NamedTuple):
-    """The parts of a plan that JSON can store.
-
-    Attributes:
-        mesh: The mesh; abstract if it was read from JSON.
-        rules: The rules. Functions are read as `OpaqueAction`s.
-        min_size: Leaves with fewer elements were not sharded.
-        leaves: The leaves.
-        mirrors: Whether the plan was made by `Plan.follow`, so that rules did not decide it.
-        logical: The rules for logical names that were in force.
-    """
+    """The parts of a plan that JSON can store, as `Plan` has them."""
 
     mesh: AnyMesh
-    rules: tuple[tuple[Any, Any], ...]
+    rules: tuple[tuple[Any, Any], ...]  # functions are read as `OpaqueAction`s
     min_size: int
     leaves: tuple[PlannedLeaf, ...]
     mirrors: bool
@@ -243,7 +234,7 @@ class _LeafReader:
             if adjustments := project(spec, self.mesh, shape)[1]:
                 raise FormatError(f"{spec} does not fit: {adjustments[0].why}")
             if rule is not None and rule not in range(len(self.rules)):
-                raise FormatError(f"rule {rule} does not exist: there are {len(self.rules)} rules.")
+                raise FormatError(f"rule {rule} is none of {counted(len(self.rules), 'rule')}.")
             self.decisions[key] = Decision(
                 None if asked is None else parse_spec(asked),
                 spec,

@@ -15,6 +15,7 @@ from treeshard._core.specs import Adjustment, axes_of, entries
 from treeshard._core.text import columns, fold, human_bytes
 from treeshard._planning.matching import SMALL, PlannedLeaf
 from treeshard._planning.tactics import Tactic
+from treeshard.errors import counted
 
 Rules = Sequence[tuple[Any, Any]]
 
@@ -114,10 +115,11 @@ def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
     unused = f"\n{small:,} of them have a spec that `min_size` leaves unused." if small else ""
     ratio = f", {per_device * devices / total:.2f}x an even split" if total else ""
     return (
-        f"{len(leaves):,} leaves, {sum(leaf.size for leaf in leaves):,} elements,"
-        f" {human_bytes(total)} in all; {replicated:,} leaves are replicated.{unused}\n"
+        f"{counted(len(leaves), 'leaf')}, {counted(sum(leaf.size for leaf in leaves), 'element')},"
+        f" {human_bytes(total)} in all; {counted(replicated, 'leaf')}"
+        f" {'is' if replicated == 1 else 'are'} replicated.{unused}\n"
         f"{human_bytes(of_memory[None])}{''.join(f' and {x}' for x in elsewhere)} on the fullest of"
-        f" {devices:,} devices ({describe_mesh(mesh)}){ratio}."
+        f" {counted(devices, 'device')} ({describe_mesh(mesh)}){ratio}."
     )
 
 
@@ -181,8 +183,8 @@ class PlanDiff(NamedTuple):
         sizes = " to ".join(map(human_bytes, self.bytes_per_device))
         count = len(self.changes)
         lines.append(
-            f"{count:,} {'leaf changes' if count == 1 else 'leaves change'}; a device receives at"
-            f" most {human_bytes(self.bytes)}. The fullest device goes from {sizes}."
+            f"{counted(count, 'leaf')} {'changes' if count == 1 else 'change'}; a device receives"
+            f" at most {human_bytes(self.bytes)}. The fullest device goes from {sizes}."
         )
         return "\n".join(lines)
 

@@ -91,12 +91,7 @@ def match_partition_rules(
 def rules_error(
     rows: Iterable[tuple[str, Any, Decision]], mesh: AnyMesh | None
 ) -> ShardingRuleError | None:
-    """One error for all leaves that do not follow the rules, or `None`.
-
-    Args:
-        rows: Leaves as (path, shape, decision).
-        mesh: The mesh that the specs were checked against.
-    """
+    """One error for all rows (path, shape, decision) that do not follow the rules, or `None`."""
     facts: list[str] = []
     kinds: set[str] = set()
     for path, shape, decision in rows:

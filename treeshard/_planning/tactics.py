@@ -42,7 +42,7 @@ from treeshard._planning.logical import (
     resolve_by,
     resolve_names,
 )
-from treeshard.errors import ShardingRuleError, SpecError, misfit_error
+from treeshard.errors import ShardingRuleError, SpecError, counted, misfit_error
 
 Refined = tuple[PartitionSpec, tuple[Adjustment, ...]]
 Update = Callable[[PartitionSpec, Any, str, Any], Any]  # (spec, mesh, path, leaf) -> spec
@@ -353,7 +353,7 @@ def min_size_in_force(min_size: int | None) -> int:
 
 def too_small(size: int, min_size: int) -> Adjustment:
     """The adjustment of a leaf that is replicated for its size."""
-    return Adjustment("too-small", f"{size} elements are fewer than min_size={min_size}.")
+    return Adjustment("too-small", f"{counted(size, 'element')}, fewer than min_size={min_size}.")
 
 
 def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
@@ -437,7 +437,7 @@ class Fsdp(Step):
         if self.min_size_to_shard_mb is not None:
             size = math.prod(shape) * leaf.dtype.itemsize
             if size <= self.min_size_to_shard_mb * 2**20:
-                why = f"{size} bytes are at most min_size_to_shard_mb={self.min_size_to_shard_mb}."
+                why = f"{size:,} bytes, at most min_size_to_shard_mb={self.min_size_to_shard_mb}."
                 return spec, (Adjustment("too-small", why),)
         if conflicts := _axis_conflicts(spec, self.axes, mesh):
             return spec, conflicts
@@ -528,8 +528,8 @@ class CustomStep(Step):
         elif len(returned) == len(shape):
             return with_entries(spec, [tuple(e) if isinstance(e, list) else e for e in returned])
         raise SpecError(
-            f"the tactic {self.call} returned {returned!r}, which has {len(returned)} entries, for"
-            f" shape {shape}. Return one entry per dim."
+            f"the tactic {self.call} returned {returned!r}, which has"
+            f" {counted(len(returned), 'entry')}, for shape {shape}. Return one entry per dim."
         )
 
 
@@ -548,7 +548,7 @@ class ByNames(Step):
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         if not is_box(leaf):
             return spec, ()
-        box = _names_in(leaf)
+        box = names_in(leaf)
         if not any(box.names):
             return spec, ()
         if not all(map(_is_free, entries(spec))):
@@ -558,7 +558,7 @@ class ByNames(Step):
         projected, adjustments = project(self._spec(box, mesh), mesh, shape)
         return with_entries(projected, entries(projected)), adjustments
 
-    def _spec(self, box: "_NamesInBox", mesh: AnyMesh) -> PartitionSpec:
+    def _spec(self, box: "NamesInBox", mesh: AnyMesh) -> PartitionSpec:
         rules = self.rules
         if rules is None:
             own = box.rules is not None
@@ -578,20 +578,21 @@ class ByNames(Step):
         return resolve_by(rules, box.names, mesh)
 
 
-class _NamesInBox(NamedTuple):
+class NamesInBox(NamedTuple):
     names: tuple[Entry, ...]
     rules: Any = None  # the box's own
     logical: bool = False  # whether names are never mesh axes
 
 
-def _names_in(box: Any) -> _NamesInBox:
+def names_in(box: Any) -> NamesInBox:
+    """The names of dims in a box: Linen's `names`, or the `out_sharding` of nnx."""
     if hasattr(type(box), "replace_boxed"):
         rules = getattr(box, "rules", None)
-        return _NamesInBox(tuple(getattr(box, "names", ())), rules, hasattr(box, "rules"))
+        return NamesInBox(tuple(getattr(box, "names", ())), rules, hasattr(box, "rules"))
     metadata = box.get_metadata()
     names: Any = metadata.get("out_sharding") or ()
     names = entries(names) if is_spec(names) else tuple(names)
-    return _NamesInBox(names, metadata.get("sharding_rules"))
+    return NamesInBox(names, metadata.get("sharding_rules"))
 
 
 def _padded(spec: PartitionSpec, rank: int) -> list[Entry]:

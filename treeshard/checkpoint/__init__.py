@@ -25,6 +25,7 @@ except ModuleNotFoundError:
 
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import TIMEOUT, with_bar
+from treeshard._core.tracebacks import hide_frames
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
 from treeshard.checkpoint._checkpoints import Checkpoints
@@ -169,3 +170,6 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
     checkpoint = checkpoint_path(path)
     rows = with_bar(table_at(checkpoint).leaves, "verify", show=progress)
     raise_damages(checkpoint, {row.path: why for row, why in damages_of(checkpoint, rows) if why})
+
+
+hide_frames(globals(), __all__)

@@ -24,7 +24,7 @@ from treeshard.checkpoint._paths import (
 )
 from treeshard.checkpoint._restore import RestoreOptions, restore
 from treeshard.checkpoint._save import Writing, begin
-from treeshard.errors import CheckpointError, warn
+from treeshard.errors import CheckpointError, counted, warn
 
 
 class Checkpoints:
@@ -252,7 +252,7 @@ class Checkpoints:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Checkpoints: {self._directory}, {len(self.steps())} steps>"
+        return f"<Checkpoints: {self._directory}, {counted(len(self.steps()), 'step')}>"
 
     # ------------------------------------------------------------------ inside
 

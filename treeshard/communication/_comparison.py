@@ -35,7 +35,7 @@ from treeshard.communication._program import (
     platform_of,
     read_program,
 )
-from treeshard.errors import SpecError, listed
+from treeshard.errors import SpecError, counted, listed
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Comparison:
         text = columns(lines, right=2)
         scalars = sum(map(is_scalar, self.compiled))
         if scalars:
-            text += f"\nplus {scalars} scalar{'s' if scalars > 1 else ''}, such as the loss"
+            text += f"\nplus {counted(scalars, 'scalar')}, such as the loss"
         if self.tensor_parallel:
             text += f"\nincluding {len(self.tensor_parallel)} tensor-parallel activations"
         if self.by_compiler:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from treeshard._core.specs import entry_of
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard.communication._collectives import Collective, total
+from treeshard.errors import counted
 
 
 class Unplanned(NamedTuple):
@@ -208,7 +209,7 @@ def _moved(differences: Sequence[Unplanned], code: str) -> str:
 def collective_line(one: Collective) -> str:
     """A collective as one line."""
     size = "unknown bytes" if one.bytes is None else human_bytes(one.bytes)
-    times = "? times" if one.count is None else f"{one.count:,} times"
+    times = "? times" if one.count is None else counted(one.count, "time")
     axes = "unknown axes" if one.axes is None else " and ".join(map(repr, one.axes))
     parts = [f"{one.kind} of {size} ({one.dtype}) along {axes}, {times}"]
     parts += ["inserted by the partitioner"] if one.is_inserted else []

@@ -77,9 +77,7 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int
         An int32 array of shape `()` that differs per device, or the int 0 for no axes.
 
     Raises:
-        TypeError: If `axis_names` is neither a string nor a sequence of strings.
-        UnknownAxisError: If an axis is not bound here: outside `shard_map`, or if this
-            `shard_map` is not manual over it.
+        TypeError, UnknownAxisError: As `get_mesh_axis_size`.
 
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")

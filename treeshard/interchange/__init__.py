@@ -11,6 +11,7 @@ from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import warn_untied
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
+from treeshard._core.tracebacks import hide_frames
 from treeshard._disk.files import PathLike, file_path
 from treeshard._disk.requests import Placing
 from treeshard._planning.rules import Rules
@@ -236,3 +237,6 @@ def tensor_shapes(path: PathLike) -> dict[str, jax.ShapeDtypeStruct]:
     except OSError as error:
         raise CheckpointError(f"tensor_shapes: {source} cannot be read: {error}.") from error
     return {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors}
+
+
+hide_frames(globals(), __all__)

@@ -1,20 +1,24 @@
 """Leaves that carry their own spec: boxes, as in Flax."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import GetAttrKey, register_pytree_with_keys_class, tree_flatten
+from jax.tree_util import register_dataclass, tree_flatten
 
 from treeshard._core.mesh import context_mesh
 from treeshard._core.paths import PyTree, is_box, leaf_paths
 from treeshard._core.spec_trees import SpecTree, lay, raise_misfits, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
+from treeshard._planning.tactics import names_in
 
 Names = tuple[str | tuple[str, ...] | None, ...]
 
 
-@register_pytree_with_keys_class
+@partial(register_dataclass, data_fields=["value"], meta_fields=["names"])
+@dataclass(eq=False, repr=False)
 class Partitioned:
     """An array together with the mesh axes that each of its dims is sharded over.
 
@@ -31,9 +35,11 @@ class Partitioned:
         P('fsdp', None)
     """
 
-    def __init__(self, value: Any, names: Sequence[Any]) -> None:
-        self.value = value
-        self.names: Names = tuple(names)
+    value: Any
+    names: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        self.names = tuple(self.names)
 
     def replace_boxed(self, value: Any) -> "Partitioned":
         """Returns a box with the same names around another value."""
@@ -49,16 +55,6 @@ class Partitioned:
 
     def __repr__(self) -> str:
         return f"Partitioned({self.value!r}, names={self.names!r})"
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Names]:
-        return ((GetAttrKey("value"), self.value),), self.names
-
-    def tree_flatten(self) -> tuple[Any, Names]:
-        return (self.value,), self.names
-
-    @classmethod
-    def tree_unflatten(cls, names: Names, children: Any) -> "Partitioned":
-        return cls(children[0], names)
 
 
 def partition_specs(tree: PyTree) -> SpecTree:
@@ -84,14 +80,8 @@ def partition_specs(tree: PyTree) -> SpecTree:
 
 
 def spec_of(box: Any) -> PartitionSpec:
-    """The spec that a box has for its value: Linen's `names`, or the `out_sharding` of nnx."""
-    if hasattr(type(box), "replace_boxed"):
-        names = getattr(box, "names", ())
-    else:
-        names = box.get_metadata().get("out_sharding")
-    if isinstance(names, NamedSharding):
-        return names.spec
-    return names if isinstance(names, PartitionSpec) else PartitionSpec(*(names or ()))
+    """The spec that a box has for its value."""
+    return PartitionSpec(*names_in(box).names)
 
 
 def value_in(box: Any) -> Any:

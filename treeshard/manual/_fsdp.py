@@ -328,17 +328,14 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
         grads: The gradients, or any pytree to average. Leaves that are not arrays pass
             through, and so do the `float0`s that JAX returns for integers.
         axis_names: The axes to average over, the same as in `gather_params`.
-        specs: How the parameters are sharded, as in `gather_params`; by default the specs are
-            read from boxes. `None` in it leaves a subtree as it is.
+        specs: How the parameters are sharded, as in `gather_params`.
 
     Returns:
         A tree of the same structure.
 
     Raises:
         LeafError: If leaves are integers or keys, which have no mean.
-        SpecError: If `specs` does not fit the tree or a leaf.
-        UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
-            lacks.
+        SpecError, UnknownAxisError: As `gather_params`.
 
     Examples:
         >>> f = lambda g: sync_gradients(g, "fsdp")
@@ -399,10 +396,10 @@ def value_and_grad(
             `has_aux` a pair of a scalar and anything.
         axis_names: The axes to gather and average over: all that shard the batch, and all
             that shard parameters to save memory.
-        specs: How `params` is sharded, as in `gather_params`.
+        specs: As in `gather_params`.
         has_aux: Whether `loss` returns more than the scalar. `aux` is returned as it is, this
             device's own: reduce it yourself.
-        dtype: The dtype to which floating leaves are converted before they are sent.
+        dtype: As in `gather_params`.
         gather: Whether to gather before `loss` is called. Otherwise `loss` gets this device's
             shards, and calls `gather_params` itself with the same axes, such as on the weights
             of one layer inside a scan over layers.

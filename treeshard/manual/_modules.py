@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
 import jax
 from jax.tree_util import (
-    GetAttrKey,
     all_leaves,
-    register_pytree_with_keys_class,
+    register_dataclass,
     tree_flatten,
     tree_map,
     tree_structure,
@@ -50,11 +50,10 @@ def shard_module_params(
             - a Flax Linen class: it keeps this device's shards in `init`, in Flax's own boxes,
               and gathers in `apply`.
         axis_names: The axes to gather over, and to average gradients over.
-        specs: How the parameters are sharded, as in `gather_params`. By default the specs are
-            read from boxes. Linen classes have only boxes.
+        specs: As in `gather_params`. Linen classes have only boxes.
         min_size: Without specs, parameters with fewer elements are not sharded when they are
             made.
-        dtype: The dtype to which floating leaves are converted before they are sent.
+        dtype: As in `gather_params`.
         remat: Whether the backward pass gathers again, instead of keeping the gathered
             parameters (`jax.checkpoint`).
 
@@ -129,7 +128,8 @@ def _function(
     return gathered
 
 
-@register_pytree_with_keys_class
+@partial(register_dataclass, data_fields=["module"], meta_fields=["_how"])
+@dataclass(eq=False, repr=False)
 class GatheredModule:
     """A callable pytree that gathers itself when it is called: see `shard_module_params`.
 
@@ -137,9 +137,8 @@ class GatheredModule:
         module: The module, with this device's shards of its parameters.
     """
 
-    def __init__(self, module: Any, how: tuple[Any, ...]) -> None:
-        self.module = module
-        self._how = how
+    module: Any
+    _how: tuple[Any, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         axes, leaf_specs, dtype, remat = self._how
@@ -151,16 +150,6 @@ class GatheredModule:
 
     def __repr__(self) -> str:
         return f"shard_module_params({self.module!r}, {self._how[0]!r})"
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        return ((GetAttrKey("module"), self.module),), self._how
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        return (self.module,), self._how
-
-    @classmethod
-    def tree_unflatten(cls, how: Any, children: Any) -> "GatheredModule":
-        return cls(children[0], how)
 
 
 def _class(

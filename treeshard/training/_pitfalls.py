@@ -21,7 +21,7 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
-from treeshard.errors import TreeShardError, listed, warn
+from treeshard.errors import TreeShardError, counted, listed, warn
 
 _LIBRARY = re.compile(r"/(site|dist)-packages/|^<")
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -144,7 +144,7 @@ def warn_of_device_puts(jaxpr: Any, where: str) -> None:
         for array, device, source in dict.fromkeys(_device_puts(jaxpr))
     ]
     if facts:
-        headline = f"{where}: {len(facts)} calls in the step put arrays on one device:"
+        headline = f"{where}: the step puts {counted(len(facts), 'array')} on one device:"
         message = listed(headline, facts, headed=True)
         warn(
             f"{message}\nThe program runs on all devices of the mesh, so this has no effect. Put"

@@ -1,5 +1,6 @@
 """Compiles a training step into one program, also for states with leaves that are not arrays."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
@@ -95,37 +96,53 @@ class Step:
         if not self._is_attached:
             with_devices(self._mesh, self._name)  # raises
         program, arrays, data = self._prepare(state, batch)
-        # JAX 0.10 aborts the process if it gets deleted arrays on several devices.
-        if self._any_deleted(program, arrays):
-            raise _deleted(arrays, program.leaves)
-        if self._donate and not is_tracing():
-            arrays = separated(arrays, data, program.leaves, self._name)
+        if np.ndarray in set(map(type, arrays)):
+            self._warn_of_host_leaves(program, arrays)
+        # JAX 0.10 ends the process if several devices get deleted arrays, or one array twice to
+        # donate. One device raises and leaves the arrays as they are, so it need not be asked.
+        if self._mesh.size > 1 or not program.is_traced:
+            arrays = self._usable(program, arrays, data)
         with in_turn(self._among), _fixed_context(self._mesh):
-            try:
-                named, run = _Named(arrays, program.names), program.compiled
-                if run is None:
-                    run = program.run
-                    if not program.is_traced:
-                        traced = self._trace(program, named, data)
-                        if not (is_tracing() or self.is_by_hand):
-                            # JAX keeps this program for the call, so that it compiles once.
-                            self._warn_of_activations(traced.lower().compile())
-                new, aux = run(named, data)
-            except TreeShardError:
-                raise
-            except Exception as error:
-                if (problem := _misplaced(arrays, program)) is None:
-                    raise
-                raise problem from error
+            new, aux = self._run(program, arrays, data)
             if self._among and not is_tracing():
                 set_origin((*new.arrays, *tree_leaves(aux)), self._among, count_step(self._among))
-        if self._donate:
+        if self._donate and self._mesh.size > 1:
             mark_as_separate(new.arrays)
         return program.state_of(new.arrays), aux
 
     def on(self, plan: Plan, batch: SpecTree) -> "Step":
         """Returns the same step for another plan of its state, and other specs of its batch."""
         return Step(self._plain, plan, batch, donate=self._donate, per_device=self.is_by_hand)
+
+    def _run(self, program: "_Program", arrays: list[Any], data: list[Any]) -> tuple["_Named", Any]:
+        named, run = _Named(arrays, program.names), program.compiled
+        try:
+            if run is None:
+                run = program.run
+                if not program.is_traced:
+                    traced = self._trace(program, named, data)
+                    if not (is_tracing() or self.is_by_hand):
+                        # JAX keeps this program for the call, so that it compiles once.
+                        self._warn_of_activations(traced.lower().compile())
+            return run(named, data)
+        except TreeShardError:
+            raise
+        except Exception as error:
+            if re.search("deleted|donate", str(error)):
+                usable = self._usable(program, arrays, data)
+                if usable is not arrays:
+                    return self._run(program, usable, data)
+            if (problem := _misplaced(arrays, program)) is None:
+                raise
+            raise problem from error
+
+    def _usable(self, program: "_Program", arrays: list[Any], data: list[Any]) -> list[Any]:
+        """The arrays of a state, with copies of those that a call could not donate."""
+        if any([_is_live(x) and x.is_deleted() for x in arrays]):
+            raise _deleted(arrays, program.leaves)
+        if not self._donate or is_tracing():
+            return arrays
+        return separated(arrays, data, program.leaves, self._name)
 
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Traces and lowers the step for these arguments, without donating them.
@@ -170,13 +187,6 @@ class Step:
     def _warn_of_activations(self, compiled: jax.stages.Compiled) -> None:
         if set(get_names_from_partition_spec(self.plan)) & set(row_axes(self.batch_specs)):
             warn_of_activations(compiled, self.plan, self.batch_specs, self._name)
-
-    def _any_deleted(self, program: "_Program", arrays: list[Any]) -> bool:
-        try:
-            return any([x.is_deleted() for x in arrays])
-        except (AttributeError, jax.errors.ConcretizationTypeError):  # numpy arrays, tracers
-            self._warn_of_host_leaves(program, arrays)
-            return any(x.is_deleted() for x in arrays if _is_live(x))
 
     def _warn_of_host_leaves(self, program: "_Program", arrays: list[Any]) -> None:
         """Warns if leaves of the state were in host memory in an earlier step, and are again."""
