@@ -20,7 +20,7 @@ import treeshard as ts
 
 # What functions return, shown with these functions.
 NO_EXAMPLE = {"Adjustment", "Finding", "LeafChange", "Plan", "PlanDiff", "PlannedLeaf"}
-NO_EXAMPLE |= {"Contents", "Layout", "Problem", "Report", "SavedLeaf", "Step"}
+NO_EXAMPLE |= {"Chip", "Contents", "Layout", "Problem", "Report", "SavedLeaf", "Step"}
 
 
 PUBLIC = {

@@ -49,8 +49,8 @@ def draw(x: Any, to: str | Path | None = None) -> None:
         ImportError: If rich is not installed.
 
     Examples:
-        >>> x = shard(np.ones((8, 4), "float32"), P("fsdp"), make_mesh("fsdp=8"))
-        >>> draw({"mlp": [{"w": x}, {"w": x}]})
+        >>> w = np.ones((2, 8, 4), "float32")
+        >>> draw(shard({"mlp": [{"w": w[0]}, {"w": w[1]}]}, P("fsdp"), make_mesh("fsdp=8")))
         mesh fsdp=8; 2 arrays, 32 B on the fullest of 8 devices
         └── mlp  32 B
             └── {0..1}  32 B

@@ -94,7 +94,7 @@ def value_and_grad(
         >>> @jit_step(plan=plan)
         ... def step(state, batch):
         ...     loss = lambda p, x: jnp.mean((x @ ts.unshard(p)["w"] - 1) ** 2)
-        ...     value, grads = value_and_grad(loss)(state, batch)
+        ...     value, grads = ts.training.value_and_grad(loss)(state, batch)
         ...     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
         >>> state, value = step(ts.shard(state, plan), np.ones((16, 8), "float32"))
         >>> float(value)
