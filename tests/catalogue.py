@@ -391,6 +391,53 @@ WHOLE = Group(
             """,
         ),
         Entry(
+            "axis-order",
+            "A dim is sharded over several axes in another order than the mesh has them, or than"
+            " other leaves. The shards are then on other devices, and whatever combines such arrays"
+            " sends almost all of them, as collective-permutes.",
+            """
+            state = {"params": {"w": w}, "opt": {"mu": {"w": w.copy()}}}
+            rules = [("opt", P(("fsdp", "data"))), (".*", P(("data", "fsdp")))]
+            print(*ts.plan(state, rules, mesh).findings)
+            """,
+            """
+            rules = [(".*", P(("data", "fsdp")))]
+            assert not ts.plan(state, rules, mesh).findings
+            """,
+        ),
+        Entry(
+            "zero1-no-op",
+            "An axis is to shard the optimizer state further than the parameters (ZeRO-1), and"
+            " shards nothing of at least 5% of its bytes: leaves are small, or no dim is divisible.",
+            """
+            odd = np.ones((1021, 127), "float32")
+            state = {"params": {"w": w, "odd": odd}, "opt": {"mu": {"w": w + 1, "odd": odd + 1}}}
+            rules = [("opt", ts.fsdp("data")), (".*", P())]
+            found = ts.plan(state, rules, "data=8").findings
+            print(next(finding for finding in found if finding.code == "zero1-no-op"))
+            """,
+            """
+            state = {"params": {"w": w}, "opt": {"mu": {"w": w + 1}}}
+            found = ts.plan(state, rules, "data=8").findings
+            assert "zero1-no-op" not in [finding.code for finding in found]
+            """,
+            shows="zero1-no-op",
+        ),
+        Entry(
+            "matrix-optimizer",
+            "Muon, Shampoo or SOAP multiplies a weight's matrices by themselves, and they are"
+            " sharded in the dims that it contracts: it moves them several times in each step."
+            " Their state is recognised by its names.",
+            """
+            stack = np.ones((8, 128, 128), "float32")
+            state = {"params": {"w": stack}, "opt": {"muon": {"mu": {"w": stack + 1}}}}
+            print(*ts.plan(state, [(".*", P(None, "fsdp"))], mesh).findings)
+            """,
+            """
+            assert not ts.plan(state, [(".*", P("fsdp"))], mesh).findings
+            """,
+        ),
+        Entry(
             "tied",
             "An array is in the tree at two paths, and the rules decide two specs for it. The plan"
             " takes that of the first path for both.",
@@ -1044,6 +1091,37 @@ MOVES = Group(
 
 
             assert not unplanned(by_hand(tied), make=shard_map_step)
+            """,
+        ),
+        Entry(
+            "reduction-inside-loop",
+            "The gradient of a leaf is reduced in each trip of a loop, over minibatches or layers,"
+            " instead of once after it. `accumulate_gradients(..., axis_names=...)` adds up what"
+            " each device has, and reduces once.",
+            """
+            def looped(grad):
+                def step(params, x):
+                    def one(total, x):
+                        value, grads = grad(params, x)
+                        return jax.tree.map(jnp.add, total, grads), value
+
+                    x = ts.with_sharding_constraint(
+                        x.reshape(8, 4, 16).swapaxes(0, 1), P(None, "fsdp")
+                    )
+                    grads, values = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), x)
+                    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), values.mean()
+
+                return step
+
+
+            print(unplanned(looped(jax.value_and_grad(loss)))["reduction-inside-loop"])
+            """,
+            """
+            def local(params, x):
+                return jnp.mean((x @ params["w"]) ** 2)
+
+
+            assert not unplanned(by_hand(local), make=shard_map_step)
             """,
         ),
         Entry(

@@ -234,7 +234,9 @@ def test_a_batch_reshaped_across_devices_for_accumulation() -> None:
 
     # The partitioner still reduces once per minibatch; `accumulate_gradients` does not.
     [left] = _accumulated(fixed).unplanned
-    assert (left.code, {x.count for x in left.collectives}) == ("again", {4})
+    assert (left.code, {x.count for x in left.collectives}) == ("reduction-inside-loop", {4})
+    assert left.paths == ("w",)
+    assert "x 4 trips = " in left.fact
 
 
 @pytest.mark.parametrize("axes", ["fsdp=8", "data=2,fsdp=4"])
@@ -254,7 +256,7 @@ def test_a_loop_over_minibatches_by_hand(axes: str) -> None:
 
     run = shard_map_step(step, plan, batch=P(mesh.axis_names))
     compared = run.communication(plan.structs, struct(64, 16))
-    assert {one.code for one in compared.unplanned} == {"again"}
+    assert {one.code for one in compared.unplanned} == {"again", "reduction-inside-loop"}
     kinds = {one.kind for difference in compared.unplanned for one in difference.collectives}
     assert kinds >= {"all-gather", "reduce-scatter"}
     assert all("accumulate_gradients" in difference.hint for difference in compared.unplanned)
@@ -279,8 +281,8 @@ def test_a_repeated_gather_is_not_missing_too() -> None:
     program = jit_step(step, plan, batch=P("fsdp")).lower(plan.structs, struct(32, 16)).compile()
     compared = ts.compare_communication(plan, program)
     # The backward pass gathers anew in each iteration, and reduces.
-    assert [x.code for x in compared.unplanned] == ["again", "again"]
-    assert [x.paths for x in compared.unplanned] == [("w",), ()]
+    assert [x.code for x in compared.unplanned] == ["again", "reduction-inside-loop"]
+    assert [x.paths for x in compared.unplanned] == [("w",), ("w",)]
 
 
 def test_a_forgotten_activation_constraint() -> None:

@@ -416,6 +416,18 @@ CASES = {
         {"train": minibatches(reduce_once=True), "x": struct(4 * ROWS, WIDTH)},
         "accumulate_gradients",
     ),
+    "gradients reduced in the minibatch loop": Case(
+        HSDP,
+        {"train": minibatches(reduce_once=False), "x": struct(64, 16)},
+        {"train": minibatches(reduce_once=True), "x": struct(64, 16)},
+        "reduction-inside-loop: down, up: ",
+    ),
+    "axes of the moments in another order": Case(
+        HSDP,
+        {"tree": STATE, "train": momentum, "rules": [("opt", P(("fsdp", "data"))), (".*", BOTH)]},
+        {"tree": STATE, "train": momentum, "rules": [(".*", BOTH)]},
+        "axis-order: opt/mu/down, opt/mu/up: ",
+    ),
     "wrong axis in rules": Case(HSDP, {"rules": [(".*", P("fdsp"))]}, {}, "Did you mean 'fsdp'"),
     "wrong axis in the batch": Case(HSDP, {"batch": P("fdsp")}, {}, "Did you mean 'fsdp'"),
     "wrong axis in a constraint": Case(

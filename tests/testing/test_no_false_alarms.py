@@ -55,6 +55,8 @@ def test_right_gradients_pass(
     by_hand = "tensor" not in axes and model != "tied"
     layouts = testing.layouts(plan, batch, specs, by_hand=by_hand)
     layouts = [x for x in layouts if not names or x.name in names]
+    if model == "recurrent":  # JAX refuses its scan with `check_vma`
+        layouts = [x for x in layouts if not x.check_vma]
     body = manual.value_and_grad(loss, split, plan) if by_hand else None
     report = testing.check_gradients(
         loss, params, batch, plan, layouts=layouts, by_hand=body, batch_specs=specs

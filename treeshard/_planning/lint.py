@@ -4,11 +4,13 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from treeshard._core.mesh import AnyMesh, axis_sizes, get_axes_size_in_mesh
 from treeshard._core.specs import axes_of, entries, is_logical
-from treeshard._core.text import fold_paths, human_bytes
+from treeshard._core.text import human_bytes
+from treeshard._planning.findings import Finding
+from treeshard._planning.lint_state import axis_orders, matrix_optimizers, unsharded_state
 from treeshard._planning.logical import ReadLogicalRules, names_without_rule, read_logical_rules
 from treeshard._planning.matching import SMALL, SMALL_FIX, PlannedLeaf
 from treeshard._planning.tactics import ByNames, Tactic
@@ -18,38 +20,6 @@ from treeshard.errors import did_you_mean
 LARGE_PART = 0.01
 # The number of paths searched for one that a misspelt pattern may mean.
 MOST_NAMES = 1000
-
-
-class Finding(NamedTuple):
-    """One error or warning about a plan.
-
-    Attributes:
-        code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
-            `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
-            `"shadowed-rule"`, `"explicit-spec-too-small"`, `"tied"`, `"left-whole"`,
-            `"scan-dim"`, `"name-without-rule"`.
-        severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
-        fact: What is wrong.
-        fix: What to do about it.
-        paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
-        rule: The index of the rule concerned, or `None`.
-        wasted: For replicated leaves (`"left-whole"`), the bytes that each device could save.
-    """
-
-    code: str
-    severity: Literal["error", "warning"]
-    fact: str
-    fix: str
-    paths: tuple[str, ...] = ()
-    rule: int | None = None
-    wasted: int = 0
-
-    def __str__(self) -> str:
-        """One line, the paths of repeated layers folded: `layers/{0..79}/attn/q`."""
-        paths = fold_paths(self.paths)
-        shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" * (len(paths) > 5))
-        where = f"{shown}: " if shown and self.code != "shadowed-rule" else ""
-        return f"{self.severity} {self.code}: {where}{self.fact} {self.fix}"
 
 
 def find(
@@ -74,6 +44,9 @@ def find(
         *_tied(leaves),
         *_left_whole(leaves, mesh, min_size),
         *_scan_dims(leaves, mesh),
+        *axis_orders(leaves, mesh),
+        *unsharded_state(leaves, rules, mesh),
+        *matrix_optimizers(leaves, mesh),
         *(_names_without_rule(leaves, rules, logical_rules, boxes) if rules else ()),
     )
 

@@ -16,6 +16,7 @@ from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
 from treeshard._core.text import columns, human_bytes
 from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.parameters import parameters, state_of_parameters
 from treeshard._planning.plan import Plan
 from treeshard.communication._collectives import Collective, CollectiveReader, is_scalar, total
 from treeshard.communication._device_groups import axes_of_sharding
@@ -23,9 +24,7 @@ from treeshard.communication._differences import Unplanned, by_compiler_line
 from treeshard.communication._forecast import (
     Leaves,
     PlannedTransfer,
-    parameters,
     predict_communication,
-    state_of_parameters,
 )
 from treeshard.communication._hlo import HloProgram
 from treeshard.communication._matching import Matcher
@@ -168,7 +167,7 @@ def compare_communication(
     """
     read = read_program(program, plan.mesh if mesh is None else mesh)
     graph, axes = read.graph, read.axes
-    weights = parameters(plan, params)
+    weights = parameters(plan.leaves, params)
     names = _leaf_names(plan, graph, weights)
     batch = _batch_of(program, graph, names, axes or {}) if batch is None else batch
     planned = predict_communication(
@@ -177,7 +176,7 @@ def compare_communication(
     compiled = list(CollectiveReader(read).all())
     batch_axes, platform = get_names_from_partition_spec(batch), platform_of(program)
     by_path = {leaf.path: leaf for leaf in weights}
-    state = state_of_parameters(plan, params)
+    state = state_of_parameters(plan.leaves, params)
     matcher = Matcher(plan, planned, names, by_path, state, batch_axes, platform)
     for collective in compiled:
         matcher.match(collective)

@@ -16,11 +16,12 @@ class Unplanned(NamedTuple):
     Attributes:
         code: `"activation"`, `"batch"`, `"batch-not-split"` (weights are gathered along an axis
             that does not split the batch), `"idle-axis"` (an axis that nothing uses), `"again"`
-            (moved more often than planned), `"sharded-further"` (a leaf that a step should not
-            gather, or along an axis along which it should stay split), `"state-unlike-weight"`
-            (optimizer state on other dims), `"all-reduce"` (where a reduce-scatter was planned),
-            `"wider"` or `"narrower"` (in another dtype), `"by-all-reduce"` (an all-gather that the
-            compiler makes an all-reduce), `"across-axes"` (between
+            (moved more often than planned), `"reduction-inside-loop"` (a gradient reduced in each
+            trip of a loop), `"sharded-further"` (a leaf that a step should not gather, or along an
+            axis along which it should stay split), `"state-unlike-weight"` (optimizer state on
+            other dims), `"all-reduce"` (where a reduce-scatter was planned), `"wider"` or
+            `"narrower"` (in another dtype), `"by-all-reduce"` (an all-gather that the compiler
+            makes an all-reduce), `"across-axes"` (between
             devices that do not form axes of the mesh), `"to-host"` (a callback takes an array to
             the host), `"unreadable"`, or `"not-moved"` (planned, but not in the program).
         fact: What was found.
@@ -110,12 +111,22 @@ def explain(
                 f"Split the batch: `batch=P({both!r})`. If the axis is for tensor parallelism,"
                 " constrain the activations so that the weights stay sharded.",
             )
+        case "reduction-inside-loop":
+            trips = {one.count for one in moved}
+            once = total([one.bytes for one in moved])
+            if len(trips) == 1 and None not in trips and once is not None:
+                size = f"{human_bytes(once)} x {trips.pop()} trips = {size}"
+            return (
+                f"{kind} of gradients in each trip of a loop, {size}.",
+                "Add the gradients of each device in the loop, and reduce them once after it:"
+                " `accumulate_gradients(..., axis_names=...)`; by hand, `manual.vary` the weights"
+                " before the loop and `sync_gradients` after it.",
+            )
         case "again" if kind != "all-gather":
             return (
                 f"{kind} of gradients more often than planned, {size}.",
-                "The partitioner reduces the gradient of each use of a weight, and of each"
-                " minibatch in a loop, before it adds them. Use `accumulate_gradients` or"
-                " `treeshard.manual` to reduce once.",
+                "The partitioner reduces the gradient of each use of a weight before it adds them."
+                " Use `accumulate_gradients` or `treeshard.manual` to reduce once.",
             )
         case "again":
             return (

@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from treeshard._core.mesh import AnyMesh, axis_sizes, check_axes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import axes_of, entries, shard_size
 from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.parameters import parameters, state_of_parameters
 from treeshard._planning.plan import Plan
 
 Leaves = bool | str  # all leaves, none, or those whose path matches a pattern (`re.search`)
@@ -103,8 +103,8 @@ def predict_communication(
     check_axes(batch_axes, sizes, "predict_communication: batch")
     along = tuple(axis for axis in sizes if axis in batch_axes and sizes[axis] > 1)
     transfers: list[PlannedTransfer] = []
-    state = state_of_parameters(plan, params)
-    for leaf in parameters(plan, params):
+    state = state_of_parameters(plan.leaves, params)
+    for leaf in parameters(plan.leaves, params):
         layers = leaf.shape[0] if leaf.shape and _chosen(scan, leaf) else 1
         transfers += _transfers(
             leaf, state.get(leaf.path), plan.mesh, along, dtype, layers, _chosen(remat, leaf)
@@ -163,59 +163,3 @@ def _transfers(
         yield transfer("all-reduce", rest, size, "gradient", own_dtype, 1)
     if further:
         yield transfer("all-gather", further, full, "update", own_dtype, 1)
-
-
-# ------------------------------------------------------------------ which are parameters
-
-
-def parameters(plan: Plan, pattern: str | None = None) -> list[PlannedLeaf]:
-    """The leaves of a plan that have gradients; an array at several paths counts once."""
-    once = (leaf for leaf in plan.leaves if leaf.same_as is None)
-    floats = [leaf for leaf in once if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    if pattern is not None:
-        return [leaf for leaf in floats if re.search(pattern, leaf.path)]
-    mirrors = _mirrors(floats)
-    return [leaf for leaf in floats if _branch(leaf) not in mirrors]
-
-
-def state_of_parameters(plan: Plan, pattern: str | None = None) -> dict[str, PlannedLeaf]:
-    """Path of a parameter -> one leaf of its optimizer state, if it has any."""
-    chosen = parameters(plan, pattern)
-    paths = {leaf.path for leaf in chosen}
-    tails = {leaf.path.partition("/")[2]: leaf for leaf in chosen}
-    state: dict[str, PlannedLeaf] = {}
-    for leaf in plan.leaves:
-        if leaf.path in paths or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            continue
-        mirrored = next((tails[tail] for tail in _tails(leaf.path) if tail in tails), None)
-        if mirrored is not None and mirrored.shape == leaf.shape:
-            state.setdefault(mirrored.path, leaf)
-    return state
-
-
-def _mirrors(floats: Sequence[PlannedLeaf]) -> set[str]:
-    """The top-level branches whose leaves all mirror those of another branch."""
-    branches: dict[str, list[str]] = defaultdict(list)
-    for leaf in floats:
-        if leaf.shape:
-            branches[_branch(leaf)].append(leaf.path)
-    tails_of = {
-        branch: {path.partition("/")[2] for path in paths} - {""}
-        for branch, paths in branches.items()
-    }
-    return {
-        branch
-        for branch, paths in branches.items()
-        for source, tails in tails_of.items()
-        if source != branch and all(tails.intersection(_tails(path)) for path in paths)
-    }
-
-
-def _branch(leaf: PlannedLeaf) -> str:
-    return leaf.path.partition("/")[0]
-
-
-def _tails(path: str) -> list[str]:
-    """The tails of a path without its first two parts or more, longest first."""
-    parts = path.split("/")
-    return ["/".join(parts[start:]) for start in range(2, len(parts))]

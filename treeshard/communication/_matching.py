@@ -155,7 +155,10 @@ class Matcher:
         elif path is not None and (_is_in_loop(collective) or self._is_reduced(path, collective)):
             for expected in self._reductions(path, collective):
                 expected.left = 0
-            self._add("again", collective)
+            if _is_in_loop(collective):
+                self._add("reduction-inside-loop", collective, path)
+            else:
+                self._add("again", collective)
         else:
             in_loop = _is_in_loop(collective)
             detail = "" if not in_loop else "loop, gathered" if self.gathers_in_loop else "loop"

@@ -11,9 +11,9 @@ from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.text import columns, human_bytes
 from treeshard._core.topologies import chip_of
+from treeshard._planning.parameters import parameters
 from treeshard._planning.plan import Plan
 from treeshard.communication._dataflow import Context, Dataflow, value
-from treeshard.communication._forecast import parameters
 from treeshard.communication._hlo import HloProgram
 from treeshard.communication._program import argument_path
 from treeshard.errors import DoesNotFitError
@@ -130,7 +130,7 @@ def memory_of(
     """
     analysis: Any = compiled.memory_analysis()
     device = with_devices(plan.mesh, "memory", compile_only=True).devices.flat[0]
-    params = {leaf.path for leaf in parameters(plan)}
+    params = {leaf.path for leaf in parameters(plan.leaves)}
     kinds = {"parameters": 0, "other state": 0, "batch": 0}
     host = 0
     for leaf in plan.leaves:

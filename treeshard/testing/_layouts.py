@@ -328,16 +328,16 @@ class Gradients(Computation):
 
         if layout.minibatches == 1:
             return grads_of
-        rows = [i for i, dim in self.row_dims(layout).items() if dim == 0]
+        rows = self.row_dims(layout)
 
         def accumulated(arrays: list[Any], data: list[Any]) -> list[Any]:
             def of_part(part: list[Any], _: None) -> Any:
                 full = list(data)
-                for i, x in zip(rows, part, strict=True):
-                    full[i] = x
+                for (i, dim), x in zip(rows.items(), part, strict=True):
+                    full[i] = jnp.moveaxis(x, 0, dim)
                 return grads_of(arrays, full), ()
 
-            part = [data[i] for i in rows]
+            part = [jnp.moveaxis(data[i], dim, 0) for i, dim in rows.items()]
             return accumulate_gradients(of_part, part, layout.minibatches)[0]
 
         return accumulated

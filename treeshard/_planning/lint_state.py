@@ -1,0 +1,138 @@
+"""Findings about a training state: its order of axes, and the sharding of its optimizer state."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from treeshard._core.mesh import AnyMesh, axis_sizes
+from treeshard._core.specs import axes_of, entries, entry_of
+from treeshard._core.text import human_bytes
+from treeshard._planning.findings import Finding
+from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.parameters import state_with_parameters, tails
+from treeshard._planning.tactics import Tactic
+
+# A part of the optimizer state below this share is not worth a warning.
+_SMALL_SHARE = 0.05
+# How optimizers that multiply matrices name their state.
+_MATRIX = re.compile(
+    r"(^|/)(\w*(muon|shampoo|soap)\w*|ns_coeffs|GG|preconditioners?|statistics)(/|$)",
+    re.IGNORECASE,
+)
+
+Order = tuple[str, ...]
+
+
+def axis_orders(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
+    """Dims that are sharded over several axes in another order than elsewhere, or than the mesh.
+
+    Each order puts the shards on the devices in another way, so that arrays of two orders cannot
+    be combined without sending almost all of them.
+    """
+    sizes = axis_sizes(mesh)
+    by_axes: dict[frozenset[str], dict[Order, list[PlannedLeaf]]] = defaultdict(dict)
+    for leaf in leaves:
+        for entry in entries(leaf.given):
+            order = tuple(axis for axis in axes_of(entry) if sizes[axis] > 1)
+            if len(order) > 1:
+                by_axes[frozenset(order)].setdefault(order, []).append(leaf)
+    for axes, orders in by_axes.items():
+        of_mesh = tuple(axis for axis in sizes if axis in axes)
+        for order, members in orders.items():
+            if order == of_mesh:
+                continue
+            others = len(orders.get(of_mesh, ()))
+            have = f"the mesh and {others} other leaves have" if others else "the mesh has"
+            fact = (
+                f"a dim is sharded over {entry_of(order)!r}, and {have} the order"
+                f" {entry_of(of_mesh)!r}, which puts the shards on other devices."
+            )
+            fix = f"Write {entry_of(of_mesh)!r}; the other order costs collective-permutes."
+            paths = tuple(dict.fromkeys(leaf.path for leaf in members))
+            yield Finding("axis-order", "warning", fact, fix, paths, members[0].rule)
+
+
+def unsharded_state(
+    leaves: Sequence[PlannedLeaf], rules: Sequence[tuple[Any, Any]], mesh: AnyMesh
+) -> Iterator[Finding]:
+    """Optimizer state that ZeRO-1 does not reach, where it shards other state further.
+
+    ZeRO-1 is recognised by axes that shard state and not its parameter, or that are to do so.
+    """
+    sizes = axis_sizes(mesh)
+    pairs = state_with_parameters(leaves)
+    further: set[str] = set()
+    for leaf, parameter in pairs:
+        further |= _meant(leaf, rules) - _meant(parameter, rules)
+    further = {axis for axis in further if sizes.get(axis, 1) > 1}
+    missed = [leaf for leaf, _ in pairs if leaf.shape and not _axes(leaf) & further]
+    total = sum(leaf.bytes for leaf, _ in pairs)
+    wasted = sum(leaf.bytes for leaf in missed)
+    if not further or not total or wasted < _SMALL_SHARE * total:
+        return
+    names = " and ".join(f"{axis!r}" for axis in sizes if axis in further)
+    part = math.prod(sizes[axis] for axis in further)
+    fact = (
+        f"{names} shards optimizer state further than its parameters, but nothing of these leaves:"
+        f" {human_bytes(wasted)}, {100 * wasted / total:.0f}% of that state."
+    )
+    if wasted == total:
+        fact = f"{names} was to shard the optimizer state further, and shards nothing of it."
+    fix = f"Lower `min_size`, pad a dim to a multiple of {part}, or shard another dim."
+    paths = tuple(leaf.path for leaf in missed)
+    saved = wasted - wasted // part
+    yield Finding("zero1-no-op", "warning", fact, fix, paths, missed[0].rule, saved)
+
+
+def matrix_optimizers(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
+    """State of Muon, Shampoo or SOAP whose matrices are sharded in dims that they contract."""
+    sizes = axis_sizes(mesh)
+    roots: set[str] = set()
+    for leaf in leaves:
+        if match := _MATRIX.search(leaf.path):
+            is_name = match[3] is not None  # of the optimizer, or else of a field of its state
+            roots.add(leaf.path[: match.end() if is_name else match.start() + 1])
+    if not roots:
+        return
+    branches = {root.partition("/")[0] for root in roots}
+    weights = {
+        leaf.path.partition("/")[2]: leaf
+        for leaf in leaves
+        if leaf.path.partition("/")[0] not in branches and len(leaf.shape) > 1
+    }
+    split: list[PlannedLeaf] = []
+    for leaf in leaves:
+        if any(leaf.path.startswith(root) for root in roots):
+            weight = next((weights[tail] for tail in tails(leaf.path) if tail in weights), None)
+            if weight is not None and _contracted_axes(weight) & {a for a in sizes if sizes[a] > 1}:
+                split.append(weight)
+    if split:
+        fact = (
+            "a matrix optimizer (Muon, Shampoo, SOAP) multiplies these matrices by themselves, and"
+            " they are sharded in the dims that it contracts: it gathers or reduces them several"
+            " times in each step."
+        )
+        fix = (
+            "Stack the layers and shard the stacked dim, so that each device updates full matrices:"
+            " P('fsdp', None, None); or gather each matrix once, before the update."
+        )
+        paths = tuple(dict.fromkeys(leaf.path for leaf in split))
+        yield Finding("matrix-optimizer", "warning", fact, fix, paths, split[0].rule)
+
+
+def _axes(leaf: PlannedLeaf) -> set[str]:
+    return {axis for entry in entries(leaf.given) for axis in axes_of(entry)}
+
+
+def _meant(leaf: PlannedLeaf, rules: Sequence[tuple[Any, Any]]) -> set[str]:
+    """The axes that shard a leaf, or that its tactic would shard it over."""
+    action = rules[leaf.rule][1] if rules and leaf.rule is not None else None
+    return _axes(leaf) | (set(action.fsdp_axes) if isinstance(action, Tactic) else set())
+
+
+def _contracted_axes(leaf: PlannedLeaf) -> set[str]:
+    """The axes that shard the last two dims."""
+    before_matrix = len(leaf.shape) - 2
+    return {axis for entry in entries(leaf.given)[before_matrix:] for axis in axes_of(entry)}
