@@ -408,7 +408,7 @@ WHOLE = Group(
         Entry(
             "zero1-no-op",
             "An axis is to shard the optimizer state further than the parameters (ZeRO-1), and"
-            " shards nothing of at least 5% of its bytes: leaves are small, or no dim is divisible.",
+            " shards nothing of at least 5% of its bytes: leaves are small, or no dim divides.",
             """
             odd = np.ones((1021, 127), "float32")
             state = {"params": {"w": w, "odd": odd}, "opt": {"mu": {"w": w + 1, "odd": odd + 1}}}
