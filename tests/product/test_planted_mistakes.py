@@ -58,12 +58,6 @@ def good_loss(p: Any, x: Any, plan: ts.Plan) -> jax.Array:
     return jnp.mean((h @ p["down"]) ** 2)
 
 
-def gathered_over_both(p: Any, x: Any, plan: ts.Plan) -> jax.Array:
-    p = ts.unshard(p, plan.specs, ("data", "fsdp"))
-    h = ts.with_sharding_constraint(jnp.tanh(x @ p["up"]), BOTH)
-    return jnp.mean((h @ p["down"]) ** 2)
-
-
 def sgd(loss: Any, gradient: Any = value_and_grad) -> Any:
     def step(state: Any, x: Any) -> Any:
         value, grads = gradient(loss)(state, x)
@@ -421,23 +415,6 @@ CASES = {
         {"train": minibatches(reduce_once=False), "x": struct(4 * ROWS, WIDTH)},
         {"train": minibatches(reduce_once=True), "x": struct(4 * ROWS, WIDTH)},
         "accumulate_gradients",
-    ),
-    "gradients reduced in the minibatch loop": Case(
-        HSDP,
-        {"train": minibatches(reduce_once=False), "x": struct(64, 16)},
-        {"train": minibatches(reduce_once=True), "x": struct(64, 16)},
-        "reduction-inside-loop: down, up: ",
-    ),
-    "axes of the moments in another order": Case(
-        HSDP,
-        {
-            "tree": STATE,
-            "train": momentum,
-            "loss": gathered_over_both,
-            "rules": [("opt", P(("fsdp", "data"))), (".*", BOTH)],
-        },
-        {"tree": STATE, "train": momentum, "loss": gathered_over_both, "rules": [(".*", BOTH)]},
-        "axis-order: opt/mu/down, opt/mu/up: ",
     ),
     "wrong axis in rules": Case(HSDP, {"rules": [(".*", P("fdsp"))]}, {}, "Did you mean 'fsdp'"),
     "wrong axis in the batch": Case(HSDP, {"batch": P("fdsp")}, {}, "Did you mean 'fsdp'"),
