@@ -451,6 +451,35 @@ WHOLE = Group(
             """,
         ),
         Entry(
+            "no-base",
+            "A leaf shall `follow` a base leaf, and there is none at that path beside it or beside"
+            " one of its ancestors. It is replicated.",
+            """
+            tree = {"q": {"weight": w, "a": np.ones((8, 64), "float32")}}
+            rules = [("weight", P("fsdp")), ("a$", ts.follow("kernel"))]
+            print(*ts.plan(tree, rules, mesh).findings)
+            """,
+            """
+            rules = [("weight", P("fsdp")), ("a$", ts.follow("weight"))]
+            assert not ts.plan(tree, rules, mesh).findings
+            """,
+        ),
+        Entry(
+            "cuts-block",
+            "A leaf that follows a base has an entry for each block of the base, and the base has"
+            " more shards than blocks, so a shard would hold part of a block. That dim of the leaf"
+            " is replicated.",
+            """
+            tree = {"q": {"weight": w, "scale": np.ones((2, 64), "float32")}}
+            rules = [("weight", P("fsdp")), ("scale", ts.follow("weight", blocks=True))]
+            print(*ts.plan(tree, rules, mesh).findings)
+            """,
+            """
+            tree = {"q": {"weight": w, "scale": np.ones((4, 64), "float32")}}
+            assert not ts.plan(tree, rules, mesh).findings
+            """,
+        ),
+        Entry(
             "axis-is-manual",
             "Inside `shard_map`, code already runs once per device along an axis, so"
             " `with_sharding_constraint` drops that axis. The same layer works inside and outside"

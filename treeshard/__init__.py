@@ -27,6 +27,7 @@ if _TYPE_CHECKING:
     from treeshard._placement.process_local import from_process_local as from_process_local
     from treeshard._placement.shard import reshard as reshard
     from treeshard._placement.shard import shard as shard
+    from treeshard._planning.adapters import follow as follow
     from treeshard._planning.lint import Finding as Finding
     from treeshard._planning.logical import PartitionAxis as PartitionAxis
     from treeshard._planning.logical import logical_axis_rules as logical_axis_rules
@@ -102,6 +103,7 @@ _FIRST_PAGE = {
     "fsdp": "_planning.tactics",
     "shard_dim": "_planning.tactics",
     "replicate": "_planning.tactics",
+    "follow": "_planning.adapters",
     "logical_partitioning": "_planning.tactics",
     "tactic": "_planning.tactics",
     "PartitionAxis": "_planning.logical",

@@ -23,7 +23,8 @@ class Adjustment(NamedTuple):
     Attributes:
         kind: `"axis-not-in-mesh"`, `"axis-already-used"`, `"axis-is-manual"`,
             `"already-sharded"`, `"indivisible"`, `"rank"`, `"too-small"`,
-            `"explicit-spec-too-small"`, `"no-dim"`, `"tied"` or `"unmatched"`.
+            `"explicit-spec-too-small"`, `"no-dim"`, `"tied"`,
+            `"no-base"`, `"cuts-block"` or `"unmatched"`.
         why: The reason in words, and the fix.
         axes: The mesh axes that were dropped, if any.
         dim: The dim from which they were dropped, if it is one dim.

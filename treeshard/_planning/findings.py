@@ -11,8 +11,8 @@ class Finding(NamedTuple):
     Attributes:
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
-            `"shadowed-rule"`, `"explicit-spec-too-small"`, `"tied"`, `"left-whole"`,
-            `"scan-dim"`, `"axis-order"`, `"zero1-no-op"`, `"matrix-optimizer"`,
+            `"shadowed-rule"`, `"explicit-spec-too-small"`, `"tied"`, `"no-base"`,
+            `"cuts-block"`, `"left-whole"`, `"scan-dim"`, `"axis-order"`, `"zero1-no-op"`, `"matrix-optimizer"`,
             `"name-without-rule"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.

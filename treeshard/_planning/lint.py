@@ -41,7 +41,7 @@ def find(
         *collisions(shared),
         *_unused_rules(leaves, rules),
         *_unused_specs(leaves, min_size),
-        *_tied(leaves),
+        *_related(leaves),
         *_left_whole(leaves, mesh, min_size),
         *_scan_dims(leaves, mesh),
         *axis_orders(leaves, mesh),
@@ -161,14 +161,14 @@ def _unused_specs(leaves: Iterable[PlannedLeaf], min_size: int) -> Iterator[Find
         yield Finding("explicit-spec-too-small", "warning", fact, SMALL_FIX, tuple(paths), rule)
 
 
-def _tied(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
-    """Leaves for which the rules decide another spec than for an earlier leaf, their own array."""
+def _related(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
+    """Leaves that cannot have the spec of the leaf that they belong to, or have only that one."""
     for leaf in leaves:
         for note in leaf.adjustments:
-            if note.kind == "tied":
-                fact = f"rule {leaf.rule} {leaf.pattern!r}: {note.why}"
-                fix = "Let one rule match both paths, or make a copy with `jnp.copy`."
-                yield Finding("tied", "warning", fact, fix, (leaf.path,), leaf.rule)
+            if note.kind in ("tied", "no-base", "cuts-block"):
+                fact, _, fix = note.why.partition(". ")
+                fact = f"rule {leaf.rule} {leaf.pattern!r}: {fact.rstrip('.')}."
+                yield Finding(note.kind, "warning", fact, fix, (leaf.path,), leaf.rule)
 
 
 # ------------------------------------------------------------------ logical names

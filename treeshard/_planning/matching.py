@@ -139,7 +139,10 @@ def tied_decision(own: Decision, first: Decision, path: str) -> Decision:
     """The decision of a leaf that is the same array as that at `path`, which decides its spec."""
     if own.given == first.given or own.asked is None:
         return first
-    why = f"it is the same array as {path}, whose spec it takes instead of {own.given}."
+    why = (
+        f"it is the same array as {path}, whose spec it takes instead of {own.given}. Let one rule"
+        " match both paths, or make a copy with `jnp.copy`."
+    )
     note = Adjustment("tied", why)
     return own._replace(given=first.given, adjustments=(note,), memory=first.memory)
 

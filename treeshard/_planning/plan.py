@@ -17,6 +17,7 @@ from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import axes_of, entries, with_entries
 from treeshard._core.text import human_bytes
 from treeshard._core.tracebacks import hide_frames
+from treeshard._planning.adapters import following
 from treeshard._planning.lint import Finding, collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
 from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, decide, tied_decision
@@ -179,7 +180,8 @@ class Plan(SpecCarrier):
         - leaves that seem to be layers stacked on dim 0 and are sharded on that dim;
         - logical names without a rule;
         - specs that are not used because their leaves have fewer elements than `min_size`;
-        - arrays at several paths for which the rules decide several specs.
+        - arrays at several paths for which the rules decide several specs;
+        - leaves that cannot follow their base (`follow`).
 
         A pattern with exponential backtracking can make this hang, as it can `plan`.
         """
@@ -482,13 +484,15 @@ def plan_tied(
         for path, leaf, shape, decision in columns
         if shape is not None
     ]
+    # The patterns as given, with strategy strings replaced by the tactics that they mean.
+    pairs = tuple((rule[0], action) for rule, (_, action) in zip(rules, parsed, strict=True))
+    for i, decision in following(leaves, pairs, mesh).items():
+        leaves[i] = leaves[i]._replace(decision=decision)
     split = StaticSplit(decided.leaves, decided.treedef, has_shape)
     for i, j in (ties(split.dynamic(decided.leaves)) if tied is None else tied).items():
         path, decision = leaves[j].path, leaves[j].decision
         decision = tied_decision(leaves[i].decision, decision, path)
         leaves[i] = leaves[i]._replace(decision=decision, same_as=path)
-    # The patterns as given, with strategy strings replaced by the tactics that they mean.
-    pairs = tuple((rule[0], action) for rule, (_, action) in zip(rules, parsed, strict=True))
     floor, logical = min_size_in_force(min_size), current_logical_rules()
     return Plan(mesh, pairs, floor, tuple(leaves), split, logical)
 

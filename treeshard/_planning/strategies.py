@@ -8,6 +8,7 @@ from operator import or_
 from typing import Any, NoReturn
 
 from treeshard._core.text import LONGEST_EXPRESSION
+from treeshard._planning.adapters import follow
 from treeshard._planning.tactics import (
     Fsdp,
     Tactic,
@@ -47,6 +48,7 @@ def _check_number(name: str, value: Any, kind: Any, what: str) -> None:
 
 
 _OURS: dict[str, Callable[..., Tactic]] = {
+    "follow": follow,
     "fsdp": _fsdp,
     "logical_partitioning": logical_partitioning,
     "replicate": replicate,

@@ -288,7 +288,7 @@ def replicate(*, memory: str | None = None) -> Tactic:
 
 # The factories that `tactic` registered, by name.
 registered_tactics: dict[str, Callable[..., Tactic]] = {}
-_OURS = ("fsdp", "logical_partitioning", "replicate", "shard_dim")
+_OURS = ("follow", "fsdp", "logical_partitioning", "replicate", "shard_dim")
 
 
 def tactic(factory: Callable[..., Update]) -> Callable[..., Tactic]:

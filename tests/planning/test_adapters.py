@@ -1,0 +1,178 @@
+"""LoRA factors, scales and averages follow the base leaf, and using them moves no base weight."""
+
+import importlib.util
+import os
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import mesh_of, struct
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._planning.plan import Plan
+from treeshard.training import jit_step
+
+MESH = mesh_of(fsdp=4, tensor=2)
+BASE = ("weight", P("fsdp", "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "spec"),
+    [
+        ((8, 256), False, P(None, "tensor")),  # a LoRA factor on the inputs
+        ((512, 8), False, P("fsdp")),  # and on the outputs
+        ((512, 256), False, P("fsdp", "tensor")),  # a moving average, int8 values
+        ((512, 4), True, P("fsdp", "tensor")),  # scales of blocks of 64 inputs
+        ((16, 256), True, P("fsdp", "tensor")),  # of blocks of 32 outputs
+        ((512, 1), True, P("fsdp")),  # of whole rows
+        ((512,), False, P("fsdp")),
+        ((256,), False, P("tensor")),
+        ((7,), False, P()),
+    ],
+    ids=str,
+)
+def test_roles_of_dims(shape: Any, blocks: bool, spec: P) -> None:
+    tree = {"layer": {"weight": struct(512, 256), "own": struct(*shape)}}
+    plan = ts.plan(tree, [BASE, ("own", ts.follow("weight", blocks=blocks))], MESH, min_size=0)
+    if shape == (512, 1):  # one block cannot be split
+        assert [x.code for x in plan.findings if x.code == "cuts-block"] == ["cuts-block"]
+    else:
+        assert not [x for x in plan.findings if x.code != "left-whole"]
+    assert plan.specs["layer"]["own"] == spec
+    assert Plan.from_json(plan.to_json(), like=tree) == plan
+    assert plan.on(MESH) == plan
+
+
+def test_flat_numbers_follow_rows() -> None:
+    tree = {"weight": struct(512, 256), "packed": struct(512 * 128, dtype="uint8")}
+    rules = [("weight", P("fsdp")), ("packed", ts.follow("weight"))]
+    assert ts.plan(tree, rules, MESH).specs["packed"] == P("fsdp")
+    rules[0] = BASE
+    assert ts.plan(tree, rules, MESH).specs["packed"] == P()  # a shard is no run of the numbers
+
+
+def test_a_branch_and_its_memory() -> None:
+    params = {"mlp": {"w": struct(512, 256), "a": struct(8, 256)}}
+    rules = [
+        ("ema", ts.follow("params")),  # of which one follows itself
+        ("a$", ts.follow("w")),
+        ("^params", ts.fsdp("fsdp", memory="pinned_host")),
+    ]
+    plan = ts.plan({"params": params, "ema": params}, rules, MESH)
+    assert plan.specs["ema"] == plan.specs["params"]
+    assert [leaf.memory for leaf in plan.leaves] == ["pinned_host"] * 4
+
+
+def test_findings() -> None:
+    base = struct(512, 256)
+    tree = {"a": {"weight": base, "scale": struct(2, 256)}, "b": {"lora": struct(8, 256)}}
+    rules = [BASE, ("scale|lora", ts.follow("weight", blocks=True))]
+    plan = ts.plan(tree, rules, MESH, min_size=0)
+    assert [str(x) for x in plan.findings if x.code in ("cuts-block", "no-base")] == [
+        "warning cuts-block: a/scale: rule 1 'scale|lora': a/weight has dim 0 split over 'fsdp',"
+        " which would cut a block: dim 0 of shape (2, 256) is not divisible by it. Use larger"
+        " shards of the base, or smaller blocks.",
+        "warning no-base: b/lora: rule 1 'scale|lora': no leaf 'weight' is beside it or its"
+        " ancestors, so it is replicated. Give the path of the base relative to an ancestor of the"
+        " leaf.",
+    ]
+
+
+# ------------------------------------------------------------------ modules
+
+
+class LoRA(eqx.Module):
+    weight: jax.Array
+    a: jax.Array
+    b: jax.Array
+
+    def __init__(self, key: Any, rank: int = 8):
+        self.weight = jax.random.normal(key, (512, 256)) / 16
+        self.a, self.b = jnp.ones((rank, 256)), jnp.zeros((512, rank))
+
+    def merged(self) -> jax.Array:
+        return self.weight + self.b @ self.a
+
+
+def test_nnx_lora() -> None:
+    model = nnx.Sequential(nnx.LoRALinear(512, 256, lora_rank=8, rngs=nnx.Rngs(0)))
+    rules = [("kernel", P("fsdp", "tensor")), ("lora", ts.follow("kernel")), (".*", None)]
+    plan = ts.plan(nnx.state(model), rules, MESH, min_size=0)
+    given = {leaf.path.rpartition("/")[2]: leaf.given for leaf in plan.leaves}
+    assert given["lora_a"] == P("fsdp")
+    assert given["lora_b"] == P(None, "tensor")
+
+
+def merge_and_dequantise(state: Any, batch: Any) -> Any:
+    model, quantised = state["model"], state["quantised"]
+    scale = jnp.repeat(quantised["scale"], 64, axis=1)
+    values = (quantised["weight"] - quantised["zero"][:, None]) * scale
+    merged = model.merged() + values
+    return {**state, "model": eqx.tree_at(lambda m: m.weight, model, merged)}, None
+
+
+def state_and_rules() -> Any:
+    quantised = {"weight": struct(512, 256), "scale": struct(512, 4), "zero": struct(512)}
+    state = {"model": eqx.filter_eval_shape(LoRA, jax.random.key(0)), "quantised": quantised}
+    own = ("/a$|/b$|zero", ts.follow("weight"))
+    return state, [BASE, own, ("scale", ts.follow("weight", blocks=True))]
+
+
+def assert_nothing_moves(mesh: Any) -> None:
+    state, rules = state_and_rules()
+    plan = ts.plan(state, rules, mesh, min_size=0)
+    step = jit_step(merge_and_dequantise, plan, batch=P("fsdp"))
+    compiled = step.lower(plan.structs, struct(8, 2)).compile()
+    assert ts.collectives(compiled) == []
+
+
+def test_merging_and_dequantising_move_nothing() -> None:
+    assert_nothing_moves(ts.make_mesh("fsdp=4,tensor=2"))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs treeshard[tpu]")
+def test_merging_and_dequantising_move_nothing_on_a_tpu(monkeypatch: Any) -> None:
+    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")):
+        monkeypatch.setitem(os.environ, name, value)
+    assert_nothing_moves(ts.make_mesh("fsdp=4,tensor=2", topology="v5e:2x4"))
+
+
+def test_a_lora_step_gathers_no_base_weight_more() -> None:
+    """The base stays split over `tensor`; training the factors adds no transfer of its size."""
+    mesh = ts.make_mesh("data=4,tensor=2")
+    rules = [("weight", P("tensor")), ("/a$|/b$", ts.follow("weight")), (".*", None)]
+    optimizer = optax.sgd(1e-6)
+
+    def train(state: Any, batch: Any) -> Any:
+        def loss_fn(factors: Any) -> Any:
+            a, b = factors
+            y = batch @ state["model"].weight.T + (batch @ a.T) @ b.T
+            return jnp.mean(y**2)
+
+        factors = state["model"].a, state["model"].b
+        loss, grads = jax.value_and_grad(loss_fn)(factors)
+        updates, _ = optimizer.update(grads, optimizer.init(factors))
+        new = optax.apply_updates(factors, updates)
+        return {"model": eqx.tree_at(lambda m: (m.a, m.b), state["model"], new)}, loss
+
+    state = {"model": LoRA(jax.random.key(0))}
+    plan = ts.plan(state, rules, mesh, min_size=0)
+    assert plan.specs["model"].b == P("tensor")
+    assert plan.specs["model"].a == P()
+    step = jit_step(train, plan, batch=P("data"))
+    compiled = step.lower(plan.structs, struct(8, 256)).compile()
+    base = 512 * 256 * 4 // 2
+    assert max((x.bytes for x in ts.collectives(compiled)), default=0) < base
+    assert not [x for x in ts.collectives(compiled) if x.kind == "all-gather"]  # 0 B of the base
+    placed = ts.shard(state, plan)
+    losses = []
+    for _ in range(3):
+        placed, loss = step(placed, np.ones((8, 256), "float32"))
+        losses.append(float(loss))
+    assert losses[2] < losses[1] < losses[0]

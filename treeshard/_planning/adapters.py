@@ -1,0 +1,152 @@
+"""The specs of leaves that belong to another one: LoRA factors, scales of blocks, averages."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from treeshard._core.mesh import AnyMesh, axis_sizes
+from treeshard._core.specs import Adjustment, Entry, axes_of, entries, with_entries
+from treeshard._planning.matching import Decision, PlannedLeaf
+from treeshard._planning.tactics import Refined, Step, Tactic
+
+
+def follow(base: str, *, blocks: bool = False) -> Tactic:
+    """Shards a leaf as the base leaf that it belongs to, dim by dim.
+
+    The base leaf is at the path `base` beside the leaf or beside one of its ancestors, the nearest
+    first. If `base` is a branch, the base leaf is in it at the rest of the leaf's path: for
+    `ema/mlp/w` and `"params"` it is `params/mlp/w`.
+
+    A leaf of the base's rank takes the axes of the base in each dim of the same length. Other dims,
+    such as the rank of a LoRA factor, are not sharded. With `blocks`, a dim also takes the axes if
+    it has one entry for each block of the base's dim, as the scales of quantised weights have. A
+    leaf of lower rank takes the axes of the dim of equal length, if the base has one only. A flat
+    leaf, such as packed numbers of 4 bits, is split as dim 0 of a base that is sharded on no other.
+
+    `plan` and `init_sharded` know bases; `match_partition_rules` replicates such leaves.
+
+    Args:
+        base: The path of the base leaf, or of a branch, relative to an ancestor of the leaf.
+        blocks: Whether a shorter dim has an entry for each block of the base. A shape does not
+            tell a scale of blocks from a factor of low rank.
+
+    Returns:
+        A tactic, for use as the action of a rule.
+
+    Examples:
+        >>> tree = {"weight": np.ones((512, 256)), "a": np.ones((8, 256)), "b": np.ones((512, 8))}
+        >>> rules = [("weight", P("fsdp", "tensor")), ("a|b", follow("weight"))]
+        >>> plan(tree, rules, make_mesh("fsdp=4,tensor=2")).specs
+        {'a': P(None, 'tensor'), 'b': P('fsdp',), 'weight': P('fsdp', 'tensor')}
+    """
+    return Tactic((Follow(base, blocks),))
+
+
+@dataclass(frozen=True, repr=False)
+class Follow(Step):
+    """Shards a leaf as its base. `following` decides it, once the base is decided."""
+
+    base: str
+    blocks: bool = False
+    min_size = 0
+    looks_at = "shape"
+
+    def __repr__(self) -> str:
+        return f"follow({self.base!r}{', blocks=True' if self.blocks else ''})"
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        return spec, ()
+
+
+def following(
+    leaves: Sequence[PlannedLeaf], rules: Sequence[tuple[Any, Any]], mesh: AnyMesh
+) -> dict[int, Decision]:
+    """The decisions of leaves that follow a base, by index."""
+    steps = {
+        number: step
+        for number, (_, action) in enumerate(rules)
+        if isinstance(action, Tactic)
+        for step in action.steps
+        if isinstance(step, Follow)
+    }
+    followers = {i: steps[x.rule] for i, x in enumerate(leaves) if x.rule in steps} if steps else {}
+    index_of = {leaf.path: i for i, leaf in enumerate(leaves)} if followers else {}
+    decided: dict[int, Decision] = {}
+
+    def decide(i: int, above: frozenset[int]) -> Decision:
+        if i in followers and i not in decided:
+            base = next((j for j in candidates(i) if j not in above), None)
+            if base is not None:
+                decision = decide(base, above | {base})
+                decided[i] = _like(leaves[i], followers[i], leaves[base], decision, mesh)
+            else:
+                decided[i] = _without_base(leaves[i].decision, followers[i])
+        return decided.get(i, leaves[i].decision)
+
+    def candidates(i: int) -> Iterator[int]:
+        """The leaves that may be the base of a leaf, best first."""
+        parts, base = leaves[i].path.split("/"), followers[i].base
+        for k in reversed(range(len(parts))):
+            for path in ([*parts[:k], base], [*parts[:k], base, *parts[k + 1 :]]):
+                if (j := index_of.get("/".join(path))) is not None:
+                    yield j
+
+    for i in followers:
+        decide(i, frozenset([i]))
+    return decided
+
+
+def _like(
+    leaf: PlannedLeaf, step: Follow, base: PlannedLeaf, decision: Decision, mesh: AnyMesh
+) -> Decision:
+    base = base._replace(decision=decision)
+    spec, notes = _spec_like(base, leaf.shape, mesh, step.blocks)
+    own = leaf.decision._replace(asked=spec, given=spec, adjustments=notes)
+    return own._replace(memory=base.memory)
+
+
+def _without_base(own: Decision, step: Follow) -> Decision:
+    why = (
+        f"no leaf {step.base!r} is beside it or its ancestors, so it is replicated. Give the path"
+        " of the base relative to an ancestor of the leaf."
+    )
+    return own._replace(adjustments=(Adjustment("no-base", why),))
+
+
+def _spec_like(
+    base: PlannedLeaf, shape: tuple[int, ...], mesh: AnyMesh, blocks: bool
+) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
+    """The spec of a leaf of this shape, and what of the base's could not be followed."""
+    sizes = axis_sizes(mesh)
+    of_base = [*entries(base.given), *[None] * (len(base.shape) - len(entries(base.given)))]
+    new: list[Entry] = [None] * len(shape)
+    notes: list[Adjustment] = []
+    for dim, source in _dims(base, of_base, shape, blocks).items():
+        entry = of_base[source]
+        if shape[dim] % math.prod(sizes[axis] for axis in axes_of(entry)) == 0:
+            new[dim] = entry
+        else:
+            why = (
+                f"{base.path} has dim {source} split over {entry!r}, which would cut a block: dim"
+                f" {dim} of shape {shape} is not divisible by it. Use larger shards of the base, or"
+                " smaller blocks."
+            )
+            notes.append(Adjustment("cuts-block", why, axes_of(entry), dim))
+    return with_entries(base.given, new), tuple(notes)
+
+
+def _dims(
+    base: PlannedLeaf, of_base: list[Entry], shape: tuple[int, ...], blocks: bool
+) -> dict[int, int]:
+    """The dims of a leaf that have the role of a dim of its base."""
+    if len(shape) == len(base.shape):
+        pairs = enumerate(zip(shape, base.shape, strict=True))
+        return {d: d for d, (n, m) in pairs if n == m or (blocks and n and m % n == 0)}
+    is_flat = len(shape) == 1 and math.prod(base.shape) % shape[0] == 0 == shape[0] % base.shape[0]
+    if is_flat and not any(map(axes_of, of_base[1:])):
+        return {0: 0}
+    choices = [[i for i, m in enumerate(base.shape) if m == n] for n in shape]
+    return {dim: found[0] for dim, found in enumerate(choices) if len(found) == 1}
