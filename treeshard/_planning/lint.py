@@ -18,6 +18,8 @@ from treeshard.errors import did_you_mean
 
 # Replicated leaves are reported if they waste at least this part of a device's bytes.
 LARGE_PART = 0.01
+# The adjustments of leaves that belong to another leaf.
+RELATED = frozenset({"tied", "no-base", "cuts-block"})
 # The number of paths searched for one that a misspelt pattern may mean.
 MOST_NAMES = 1000
 
@@ -165,7 +167,7 @@ def _related(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
     """Leaves that cannot have the spec of the leaf that they belong to, or have only that one."""
     for leaf in leaves:
         for note in leaf.adjustments:
-            if note.kind in ("tied", "no-base", "cuts-block"):
+            if note.kind in RELATED:
                 fact, _, fix = note.why.partition(". ")
                 fact = f"rule {leaf.rule} {leaf.pattern!r}: {fact.rstrip('.')}."
                 yield Finding(note.kind, "warning", fact, fix, (leaf.path,), leaf.rule)
