@@ -12,8 +12,8 @@ class Finding(NamedTuple):
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
             `"shadowed-rule"`, `"explicit-spec-too-small"`, `"tied"`, `"no-base"`,
-            `"cuts-block"`, `"left-whole"`, `"scan-dim"`, `"axis-order"`, `"zero1-no-op"`, `"matrix-optimizer"`,
-            `"name-without-rule"`.
+            `"cuts-block"`, `"left-whole"`, `"scan-dim"`, `"axis-order"`, `"zero1-no-op"`,
+            `"matrix-optimizer"`, `"name-without-rule"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.
         fix: What to do about it.
