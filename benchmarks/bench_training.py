@@ -192,7 +192,7 @@ class Demo:
         """The state, and the step."""
         rules = train_fsdp.RULES
         state, plan = init_sharded(self.init, self.key, rules=rules, mesh=self.mesh)
-        train_step = train_fsdp.make_train_step(self.optimizer, plan.specs.model)
+        train_step = train_fsdp.make_train_step(self.optimizer)
         step = jit_step(train_step, plan, batch=P("fsdp"))
         return state, lambda state: step(state, self.batch)[0]
 
@@ -211,7 +211,8 @@ class Demo:
         )
         specs = jax.tree_util.tree_map_with_path(spec_of, structs)
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
-        train_step = train_fsdp.make_train_step(self.optimizer, specs.model)
+        plan = ts.plan(eqx.filter_eval_shape(self.init, self.key), rules, self.mesh)
+        train_step = train_fsdp.make_train_step(self.optimizer, plan)
         rows = NamedSharding(self.mesh, P("fsdp"))
 
         @partial(jax.jit, out_shardings=shardings)
@@ -307,7 +308,7 @@ def demo() -> list[Row]:
         rules=train_fsdp.RULES,
         mesh=ts.make_mesh(args.mesh),
     )
-    train_step = train_fsdp.make_train_step(optimizer, plan.specs.model)
+    train_step = train_fsdp.make_train_step(optimizer)
     step = jit_step(train_step, plan, batch=P("fsdp"))
     text, _ = train_fsdp.read_text(args.text_bytes)
     data = train_fsdp.batches(text, args)

@@ -40,7 +40,7 @@ def worker(args):
     state, plan = init_sharded(
         make_init(args, optimizer), jax.random.key(args.seed), rules=RULES, mesh=mesh
     )
-    step = jit_step(make_train_step(optimizer, plan.specs.model), plan, batch=batch_specs)
+    step = jit_step(make_train_step(optimizer), plan, batch=batch_specs)
     with Checkpoints(args.directory, every=args.every, keep=2) as checkpoints:
         done, state = checkpoints.restore_latest(plan) or (0, state)
         if done:

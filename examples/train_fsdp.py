@@ -3,10 +3,10 @@
     python examples/train_fsdp.py
     python examples/train_fsdp.py --mesh "data=4,fsdp=2" --steps 50
 
-It runs on the accelerators of this machine, or else on 8 simulated CPU devices. Sharding is in two
-places: `main` makes the mesh, the state and the step, and `Transformer` says where its weights are
-gathered (`unshard`), by the specs that the loss and the step pass to it. The rest is a model and a
-loop as you would write them for one device.
+It runs on the accelerators of this machine, or else on 8 simulated CPU devices. Sharding is in
+three places: `main` makes the mesh, the state and the step, `Transformer` says where its weights
+are gathered (`unshard`), and the step takes gradients that are sharded like them
+(`value_and_grad`). The rest is a model and a loop as you would write them for one device.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import treeshard as ts
 from treeshard.checkpoint import restore, save
-from treeshard.training import init_sharded, jit_step
+from treeshard.training import init_sharded, jit_step, value_and_grad
 
 VOCAB = 256  # bytes
 
@@ -111,20 +111,16 @@ class Transformer(eqx.Module):
         self.norm = eqx.nn.RMSNorm(width, use_bias=False)
         self.head = eqx.nn.Linear(width, VOCAB, use_bias=False, key=head)
 
-    def __call__(self, tokens, key=None, specs=None):
+    def __call__(self, tokens, key=None):
         """Logits `(time, VOCAB)` for tokens `(time,)`. Without a key there is no dropout."""
-        embed, head, block_specs = self.embed, self.head, None
-        if specs is not None:
-            # Without these constraints the compiler may move activations instead of weights.
-            embed = ts.unshard(embed, specs.embed, "fsdp")
-            head = ts.unshard(head, specs.head, "fsdp")
-            block_specs = ts.layer_specs(specs.blocks)
+        # Without `unshard` the compiler may move activations instead of weights.
+        embed, head = ts.unshard(self.embed), ts.unshard(self.head)
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
 
         @jax.checkpoint
         def layer(x, this):
             weights, key = this
-            weights = ts.unshard(weights, block_specs, "fsdp")  # only this layer's
+            weights = ts.unshard(weights)  # only this layer's
             return eqx.combine(weights, static)(x, key), None
 
         keys = None if key is None else jax.random.split(key, len(arrays.norm1.weight))
@@ -132,14 +128,16 @@ class Transformer(eqx.Module):
         return jax.vmap(head)(jax.vmap(self.norm)(x))
 
 
-def loss_fn(model, batch, key=None, specs=None):
-    """The mean cross-entropy in nats per byte of a batch `(size, time + 1)` of bytes."""
+def loss_fn(model, batch, keys=None):
+    """The mean cross-entropy in nats per byte of a batch `(size, time + 1)` of bytes.
+
+    For dropout there is a key per row, so that it is the same however the rows are split.
+    """
     tokens = batch.astype(jnp.int32)
-    if key is None:
-        logits = jax.vmap(lambda t: model(t, None, specs))(tokens[:, :-1])
+    if keys is None:
+        logits = jax.vmap(model)(tokens[:, :-1])
     else:
-        keys = jax.random.split(key, len(tokens))
-        logits = jax.vmap(lambda t, k: model(t, k, specs))(tokens[:, :-1], keys)
+        logits = jax.vmap(model)(tokens[:, :-1], keys)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
@@ -167,10 +165,13 @@ def make_init(args, optimizer):
     return init
 
 
-def make_train_step(optimizer, specs=None):
+def make_train_step(optimizer, plan=None):
+    """Without a plan, that of the step is used, or none outside of one."""
+
     def train_step(state, batch):
         key, next_key = jax.random.split(state.key)
-        loss, grads = eqx.filter_value_and_grad(loss_fn)(state.model, batch, key, specs)
+        keys = jax.random.split(key, len(batch))
+        loss, grads = value_and_grad(loss_fn, plan)(state.model, batch, keys)
         updates, opt_state = optimizer.update(
             grads, state.opt_state, eqx.filter(state.model, eqx.is_array)
         )
@@ -232,12 +233,12 @@ def main(argv=None):
     mesh = ts.make_mesh(args.mesh)
     state, plan = init_sharded(init, key, rules=RULES, mesh=mesh)
     batch_specs = P(mesh.axis_names)
-    step = jit_step(make_train_step(optimizer, plan.specs.model), plan, batch=batch_specs)
+    step = jit_step(make_train_step(optimizer), plan, batch=batch_specs)
 
     print(plan, "\n")
     first = next(batches(train_text, args))
     with jax.set_mesh(mesh):
-        grads = raw_gradients(state.model, ts.shard(first, batch_specs), plan.specs.model)
+        grads = raw_gradients(state.model, ts.shard(first, batch_specs), plan)
     print("Communication of the compiled step, compared with the plan:")
     print(step.communication(state, first, scan="blocks", remat="blocks"), "\n")
     before = bits_per_byte(state.model, held_out, args)
@@ -265,9 +266,8 @@ def main(argv=None):
 # ------------------------------------------------------------------ reports
 
 
-def raw_gradients(model, batch, specs=None):
-    grad = eqx.filter_jit(eqx.filter_grad(lambda m, b: loss_fn(m, b, specs=specs)))
-    return ts.gather(grad(model, batch))
+def raw_gradients(model, batch, plan):
+    return ts.gather(eqx.filter_jit(value_and_grad(loss_fn, plan))(model, batch)[1])
 
 
 def bits_per_byte(model, text, args):
@@ -307,7 +307,7 @@ def go_on_elsewhere(state, step, plan, text, args):
     other_plan = plan.on(ts.make_mesh(args.other_mesh))
     other = restore(path, other_plan)
     other_step = jit_step(
-        make_train_step(make_optimizer(args), other_plan.specs.model),
+        make_train_step(make_optimizer(args)),
         other_plan,
         batch=P(other_plan.mesh.axis_names),
     )

@@ -42,7 +42,7 @@ def main(argv=None):
     optimizer = train_fsdp.make_optimizer(args)
     init, key = train_fsdp.make_init(args, optimizer), jax.random.key(args.seed)
     state, plan = init_sharded(init, key, rules=train_fsdp.RULES, mesh=mesh)
-    train_step = train_fsdp.make_train_step(optimizer, plan.specs.model)
+    train_step = train_fsdp.make_train_step(optimizer)
     step = jit_step(train_step, plan, batch=P(mesh.axis_names))
     text, _ = train_fsdp.read_text(args.text_bytes)
     first = next(train_fsdp.batches(text, args))

@@ -19,7 +19,7 @@ TINY = ["--layers=2", "--width=64", "--heads=2", "--batch=16", "--time=16", "--t
 
 
 def test_the_demo_says_where_its_sharding_is() -> None:
-    """Its first lines name every part that calls treeshard or passes specs, reports aside."""
+    """Its first lines name every part that calls treeshard, reports aside."""
     source = inspect.getsource(train_fsdp).partition("# ---" + 63 * "-" + " reports")[0]
     said = ast.get_docstring(ast.parse(source))
     for node in ast.parse(source).body:
@@ -30,7 +30,7 @@ def test_the_demo_says_where_its_sharding_is() -> None:
                 if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name)
             }
             assert "ts" not in calls or f"`{node.name}`" in said, node.name
-    assert "the loss and the step pass" in " ".join(said.split())
+    assert "the step takes gradients that are sharded like them" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=-1", "data=4,fsdp=2"])
@@ -62,7 +62,7 @@ def test_the_demo_compiles_once_and_splits_evenly(fsdp_mesh, compiles) -> None:
     state, plan = init_sharded(
         train_fsdp.make_init(args, optimizer), key, rules=train_fsdp.RULES, mesh=fsdp_mesh
     )
-    step = jit_step(train_fsdp.make_train_step(optimizer, plan.specs.model), plan, batch=P("fsdp"))
+    step = jit_step(train_fsdp.make_train_step(optimizer), plan, batch=P("fsdp"))
     text, _ = train_fsdp.read_text(300_000)
     compiles.clear()
     for _, batch in zip(range(3), train_fsdp.batches(text, args), strict=False):
@@ -85,7 +85,7 @@ def test_weights_are_gathered_where_the_example_says(fsdp_mesh) -> None:
     init = train_fsdp.make_init(args, optimizer)
     structs = eqx.filter_eval_shape(init, jax.random.key(0))
     plan = ts.plan(structs, train_fsdp.RULES, fsdp_mesh, min_size=2**10)
-    step = jit_step(train_fsdp.make_train_step(optimizer, plan.specs.model), plan, batch=P("fsdp"))
+    step = jit_step(train_fsdp.make_train_step(optimizer), plan, batch=P("fsdp"))
     batch = jax.ShapeDtypeStruct((args.batch, args.time + 1), "uint8")
     text = step.lower(plan.structs, batch).compile().as_text()
     gathered = {

@@ -75,9 +75,7 @@ def test_the_kept_pictures_show_the_demo(tmp_path: Path) -> None:
     )
     model = ts.shard(zeros, plan.specs.model, mesh)
     state = eqx.tree_at(lambda state: state.model, plan.structs, model)
-    step = ts.jit_step(
-        train_fsdp.make_train_step(optimizer, plan.specs.model), plan, batch=P(mesh.axis_names)
-    )
+    step = ts.jit_step(train_fsdp.make_train_step(optimizer), plan, batch=P(mesh.axis_names))
     tokens = jax.ShapeDtypeStruct((args.batch, args.time + 1), "int32")
     with jax.numpy_dtype_promotion("standard"):
         draw_pictures.draw_sharding(state, step, tokens, mesh, tmp_path)

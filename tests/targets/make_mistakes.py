@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests:tests/product python tests/targets/make_mistakes.py v5e:2x4
 
-needs `treeshard[tpu,cuda]`, but no such device.
+needs `treeshard[tpu,cuda]`, but no such device. With names of cases, only these.
 """
 
 import json
@@ -16,9 +16,12 @@ from make_texts import trimmed
 import treeshard as ts
 
 
-def main(target: str) -> None:
-    texts: dict[str, str] = {}
+def main(target: str, *names: str) -> None:
+    path = planted.STORED / f"{target.replace(':', '_')}.json.xz"
+    texts = dict(planted.stored(target)) if names else {}
     for name, case in planted.CASES.items():
+        if names and name not in names:
+            continue
         if target not in planted.ONLY.get(name, (target,)):
             continue
         for side in ("wrong", "right"):
@@ -29,8 +32,7 @@ def main(target: str) -> None:
 
             mesh = ts.make_mesh(case.axes, topology=target)
             print(name, side, planted.report(mesh, compile_=compiled, **case._asdict()[side]))
-    planted.STORED.mkdir(exist_ok=True)
-    path = planted.STORED / f"{target.replace(':', '_')}.json.xz"
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(lzma.compress(json.dumps(texts, sort_keys=True).encode()))
 
 

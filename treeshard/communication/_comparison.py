@@ -29,6 +29,7 @@ from treeshard.communication._forecast import (
 from treeshard.communication._hlo import HloProgram
 from treeshard.communication._matching import Matcher
 from treeshard.communication._program import (
+    MEGASCALE,
     CompiledProgram,
     argument_path,
     platform_of,
@@ -216,9 +217,11 @@ def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
     """The arrays that callbacks take to the host. Scalars may go there."""
     for computation in graph.computations.values():
         for op in computation.ops.values():
-            if op.opcode != "custom-call" or "callback" not in (
-                op.attribute("custom_call_target") or ""
-            ):
+            called = "callback" in (op.attribute("custom_call_target") or "")
+            sent = op.attribute("is_host_transfer") == "true" and not op.frontend(
+                f"{MEGASCALE}_transfer_type"  # between slices
+            )
+            if not ((op.opcode == "custom-call" and called) or (op.opcode == "send" and sent)):
                 continue
             operands = [computation.ops[name] for name in op.operands if name in computation.ops]
             arrays = [x for operand in operands for x in operand.types if x.rank]
