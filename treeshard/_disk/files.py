@@ -59,13 +59,20 @@ def flush_tree(directory: PathLike) -> None:
 
 
 def make_directory(path: os.PathLike[str]) -> None:
-    """Creates a directory and its parents, durably, unless it exists. Object stores have none."""
+    """Creates a directory and its parents, durably, unless it exists. Object stores have none.
+
+    Raises:
+        CheckpointError: If it cannot be created.
+    """
     if "://" in str(path):
         return
-    new = [one for one in (Path(path), *Path(path).parents) if not one.exists()]
-    Path(path).mkdir(parents=True, exist_ok=True)
-    for one in new:
-        flush(one.parent)
+    try:
+        new = [one for one in (Path(path), *Path(path).parents) if not one.exists()]
+        Path(path).mkdir(parents=True, exist_ok=True)
+        for one in new:
+            flush(one.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be created: {error.strerror}.") from None
 
 
 # ------------------------------------------------------------------ locks

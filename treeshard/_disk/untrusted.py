@@ -24,8 +24,7 @@ MOST_BYTES = 2**26
 MOST_ITEMS = 2_000_000
 
 # Of the metadata of all arrays, or of one.
-_MOST_METADATA = {"_METADATA": MOST_BYTES, "_sharding": MOST_BYTES, "manifest.ocdbt": MOST_BYTES}
-_MOST_METADATA |= {"zarr.json": 2**20, ".zarray": 2**20}
+_MOST_METADATA = {"manifest.ocdbt": MOST_BYTES, "zarr.json": 2**20}
 
 _KINDS = [
     ("a directory", stat.S_ISDIR),

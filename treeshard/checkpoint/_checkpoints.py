@@ -258,12 +258,7 @@ class Checkpoints:
 
     def _open(self) -> None:
         """Locks the directory, and removes unfinished checkpoints of killed runs."""
-        try:
-            make_directory(self._directory)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._directory} cannot be created: {error.strerror}."
-            ) from None
+        make_directory(self._directory)
         if not is_local(self._directory):
             return
         self._held.callback(Lock(lock_in(self._directory), str(self._directory)).release)

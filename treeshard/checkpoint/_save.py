@@ -252,10 +252,7 @@ def _locked(path: epath.Path) -> AbstractContextManager[Any]:
     """Creates the parent directory, and locks the path against other writers."""
     if not path.name:
         raise CheckpointError(f"{path} is the root of a file system. Save to a directory in it.")
-    try:
-        make_directory(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path.parent} cannot be created: {error.strerror}.") from None
+    make_directory(path.parent)
     return Lock(lock_of(path), str(path)) if is_local(path) else nullcontext()
 
 

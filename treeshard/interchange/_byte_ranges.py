@@ -3,18 +3,15 @@
 import itertools
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from treeshard._core.arrays import Region, lengths, run_dim, runs, within
+from treeshard._core.arrays import Region, common, lengths, runs, within
 
 # Bytes that are joined, or split, at a time.
 BLOCK = 2**23
-# Pieces with runs of fewer bytes than this are joined with their neighbours.
-_SHORT = 2**18
 
 
 class Piece(NamedTuple):
@@ -41,7 +38,7 @@ def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> 
     with the same order in memory are written without a copy; others are copied, at most `BLOCK`
     bytes at a time.
     """
-    for block, parts in _blocks(shape, pieces):
+    for block, parts in _blocks(pieces):
         data = _joined(block, parts)
         little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
         _transfer(os.pwrite, file, at, shape, block, little)
@@ -58,7 +55,7 @@ def read(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> N
     Raises:
         EOFError: If the file ends too early.
     """
-    for block, parts in _blocks(shape, pieces):
+    for block, parts in _blocks(pieces):
         data = parts[0][1]
         if len(parts) > 1 or not data.flags.c_contiguous:
             data = np.empty(lengths(block), data.dtype)
@@ -102,46 +99,27 @@ def _whole(
 # ------------------------------------------------------------------ blocks
 
 
-def _blocks(
-    shape: Sequence[int], pieces: Iterable[Piece]
-) -> Iterator[tuple[Region, list[tuple[Any, np.ndarray]]]]:
-    """Joins neighbouring pieces and splits them into blocks.
+def _blocks(pieces: Iterable[Piece]) -> Iterator[tuple[Region, list[tuple[Any, np.ndarray]]]]:
+    """Splits the region around all pieces into blocks; one that has gaps, into its parts.
 
     With each block come its parts: the index of the part in the block, and its values.
     """
-    for dim, row in _neighbours(shape, pieces):
-        first, last = row[0], row[-1]
-        region = list(first.region)
-        if len(row) > 1:
-            region[dim] = first.region[dim][0], last.region[dim][1]
-        for block in _cut(tuple(region), BLOCK // first.items.itemsize):
-            yield block, [part for piece in row if (part := _part(piece, block)) is not None]
-
-
-def _neighbours(shape: Sequence[int], pieces: Iterable[Piece]) -> Iterator[tuple[int, list[Piece]]]:
-    """Groups pieces of short runs with the pieces that continue them, and says along which dim.
-
-    Every other piece is a group of its own.
-    """
-    rows: defaultdict[Any, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        if not piece.items.size:
-            continue
-        dim = run_dim(lengths(piece.region), shape)
-        run = math.prod(lengths(piece.region[dim:])) * piece.items.itemsize
-        if run < _SHORT and lengths(piece.region) != tuple(shape):
-            rows[dim, piece.region[:dim]].append(piece)
+    pieces = [piece for piece in pieces if piece.items.size]
+    if not pieces:
+        return
+    spans = zip(*(piece.region for piece in pieces), strict=True)
+    around = tuple((min(a for a, _ in dim), max(b for _, b in dim)) for dim in spans)
+    for block in _cut(around, BLOCK // pieces[0].items.itemsize):
+        overlaps = ((piece, common(piece.region, block)) for piece in pieces)
+        parts = [  # the dots keep an array of one item an array
+            (part, piece.items[(*within(part, piece.region), ...)])
+            for piece, part in overlaps
+            if part is not None
+        ]
+        if sum(items.size for _, items in parts) == math.prod(lengths(block)):
+            yield block, [(within(part, block), items) for part, items in parts]
         else:
-            yield dim, [piece]
-    for (dim, _), row in rows.items():
-        row.sort(key=lambda piece: piece.region[dim])
-        group = row[:1]
-        for piece in row[1:]:
-            if piece.region[dim][0] != group[-1].region[dim][1]:
-                yield dim, group
-                group = []
-            group.append(piece)
-        yield dim, group
+            yield from ((part, [(within(part, part), items)]) for part, items in parts)
 
 
 def _cut(region: Region, most: int) -> Iterator[Region]:
@@ -156,18 +134,6 @@ def _cut(region: Region, most: int) -> Iterator[Region]:
     for lead in itertools.product(*(range(*span) for span in region[:dim])):
         for i in range(start, stop, step):
             yield (*((j, j + 1) for j in lead), (i, min(i + step, stop)), *region[dim + 1 :])
-
-
-def _part(piece: Piece, block: Region) -> tuple[Any, np.ndarray] | None:
-    """The index in a block of its overlap with a piece, and the values; `None` if there is none."""
-    both = tuple(
-        (max(start, first), min(stop, last))
-        for (start, stop), (first, last) in zip(piece.region, block, strict=True)
-    )
-    if any(start >= stop for start, stop in both):
-        return None
-    # The dots keep an array of one item an array.
-    return within(both, block), piece.items[(*within(both, piece.region), ...)]
 
 
 def _joined(block: Region, parts: list[tuple[Any, np.ndarray]]) -> np.ndarray:
