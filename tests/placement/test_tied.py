@@ -295,6 +295,18 @@ def test_both_paths_are_named(mesh: Mesh, where: str, tmp_path: Any) -> None:
     )
 
 
+def test_arrays_that_share_one_replica_are_two(mesh: Mesh, tmp_path: Any) -> None:
+    sharding = jax.NamedSharding(mesh, P())
+    first, *others = [jax.device_put(HOST, device) for device in mesh.devices.flat]
+
+    def array(pieces: list[Any]) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(HOST.shape, sharding, [first, *pieces])
+
+    state = {"a": array(others), "b": array([x + 1 for x in others])}
+    with pytest.raises(ts.CheckpointError, match="b: its replicas on different devices are not"):
+        save(tmp_path / "x", state)
+
+
 def test_the_path_of_a_subtree_is_named(mesh: Mesh) -> None:
     shard_fns, _ = ts.make_shard_and_gather_fns({"model": P("fsdp")}, mesh)
     with warnings.catch_warnings():

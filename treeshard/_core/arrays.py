@@ -63,9 +63,20 @@ def ties(leaves: Sequence[Any]) -> dict[int, int]:
     tied: dict[int, int] = {}
     for indices in alike.values():
         for i in indices if len(indices) > 1 else ():
-            if (earlier := first.setdefault(_memory(leaves[i]), i)) != i:
+            earlier = first.setdefault(_memory(leaves[i]), i)
+            if earlier == i:
+                continue
+            x, y = leaves[i], leaves[earlier]
+            if x is y or _buffers(x) == _buffers(y):
                 tied[i] = earlier
     return tied
+
+
+def _buffers(x: jax.Array | np.ndarray) -> list[int]:
+    """The addresses of all shards here: arrays that differ may share that of one replica."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_deleted():
+        return []
+    return [shard.data.unsafe_buffer_pointer() for shard in data_of(x).addressable_shards]
 
 
 def _memory(x: jax.Array | np.ndarray) -> Any:
