@@ -159,18 +159,17 @@ def project(
         free: list[str] = []
         for axis in axes:
             if axis not in sizes:
-                kind, why = "axis-not-in-mesh", unknown_axis(axis, sizes)
+                why = unknown_axis(axis, sizes)
+                adjustments.append(Adjustment("axis-not-in-mesh", why, (axis,), dim))
             elif axis in manual:
-                kind = "axis-is-manual"
                 why = f"{axis!r} is Manual here: the code already runs once per device along it."
+                adjustments.append(Adjustment("axis-is-manual", why, (axis,), dim))
             elif axis in used:
-                kind = "axis-already-used"
                 why = f"{spec} names the axis {axis!r} twice. An axis can split one dim only."
+                adjustments.append(Adjustment("axis-already-used", why, (axis,), dim))
             else:
                 free.append(axis)
                 used.add(axis)
-                continue
-            adjustments.append(Adjustment(kind, why, (axis,), dim))
         end = len(free)
         if divisible and shape is not None:
             while shape[dim] % math.prod(sizes[axis] for axis in free[:end]):
