@@ -57,7 +57,9 @@ def count_bytes(text: str, *, slices: int = 1, trips: int) -> Mapping[str, int]:
                 if kind == "all-gather" and code.endswith("-start"):
                     sizes = _sizes(result)[len(names) : 2 * len(names)]
                 if name.startswith("all-reduce-scatter"):
-                    kind, sizes = "reduce-scatter", [_sizes(next(iter(types.values())))[0]]
+                    # What it reduces is what it gets, before any padding.
+                    given = list(types.values())[: len(names)]
+                    kind, sizes = "reduce-scatter", [_sizes(one)[0] for one in given]
                 # A scalar takes up to a tile of 512 bytes, or is joined to an array.
                 sizes = [size - 4 if size % 512 == 4 else size for size in sizes if size > 512]
                 totals[kind] += times * sum(sizes)
