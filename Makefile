@@ -16,6 +16,7 @@ test: .venv/installed
 soak: .venv/installed
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/communication/test_comparison.py -k moves_what_is_planned
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_killed_saves.py tests/checkpoint/test_damages.py tests/checkpoint/test_power_loss.py
+	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/testing/test_checks.py tests/testing/test_no_false_alarms.py
 
 # The tests on the oldest versions that pyproject.toml allows.
 test-floor: .venv-floor/installed

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -384,3 +385,30 @@ def test_devices_may_draw_their_own_numbers() -> None:
         "unchecked: each device draws its own random numbers; compared with keys folded by"
         " axis_index(('data', 'fsdp')) on one device"
     )
+
+
+# ------------------------------------------------------------------ faults of steps
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_moment_shows_the_factor_that_adam_hides() -> None:
+    adam = optax.adam(1e-3)
+    params = {"w": normal(8, 4)}
+    state = {"params": params, "opt": adam.init(params)}
+    plan = ts.plan(state, [(".*", None)], ts.make_mesh("data=8"), min_size=0)
+
+    def step(state: Any, x: Any) -> Any:
+        local = manual.vary(state["params"], "data")
+        value, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(local)
+        grads = lax.psum(grads, "data")
+        updates, opt = adam.update(grads, state["opt"])
+        new = optax.apply_updates(state["params"], updates)
+        return {"params": new, "opt": opt}, lax.pmean(value, "data")
+
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_step(
+            ts.shard_map_step(step, plan, batch=P("data")), state, normal(16, 8, seed=1)
+        )
+    facts = facts_of(raised)
+    assert facts["step 1: opt/0/mu/w"].startswith(f"{SUM} `data` (x 8.000")
+    assert "step 1: params/w" not in facts

@@ -30,7 +30,7 @@ STRATEGIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "fsdp x tp": (BOTH, "fsdp=4,tensor=2", ("fsdp",)),
 }
 DTYPES = ("float32", "bfloat16")
-# Each model, strategy and dtype at least once, by jit, and by hand where that is the same code.
+# Each strategy and dtype, by jit, and by hand where that is the same code.
 COVERING = [
     ("eqx_attention", "hsdp", "float32", ("plan", "unchecked")),
     ("linen_conv", "tp", "bfloat16", ("plan",)),
@@ -43,7 +43,7 @@ COVERING = [
 ALL = [(*case, ()) for case in itertools.product(MODELS, STRATEGIES, DTYPES)]
 
 
-@pytest.mark.parametrize(("model", "strategy", "dtype", "names"), ALL if SOAK else COVERING)
+@pytest.mark.parametrize(("model", "strategy", "dtype", "names"), ALL if SOAK else COVERING[::2])
 def test_right_gradients_pass(
     model: str, strategy: str, dtype: str, names: Any, record_property: Any
 ) -> None:
@@ -90,7 +90,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "strategy", "dtype", "by_hand"), STEPS if SOAK else STEPS[1:4:2])
+@pytest.mark.parametrize(("model", "strategy", "dtype", "by_hand"), STEPS if SOAK else STEPS[1:2])
 def test_right_steps_pass(
     model: str, strategy: str, dtype: str, by_hand: bool, record_property: Any
 ) -> None:
