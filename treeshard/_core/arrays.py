@@ -34,6 +34,11 @@ def has_shape(x: Any) -> bool:
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
+def has_gradient(x: Any) -> bool:
+    """Whether `x` is an array of floating-point numbers, which have gradients."""
+    return is_array(x) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+
+
 def is_key(x: Any) -> bool:
     """Whether `x` is, or describes, an array of typed PRNG keys."""
     if isinstance(getattr(x, "dtype", None), np.dtype):  # fast for most leaves

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.tree_util import tree_flatten
 from jax.typing import DTypeLike
 
-from treeshard._core.arrays import StaticSplit, is_array
+from treeshard._core.arrays import StaticSplit, has_gradient, is_array
 from treeshard._core.jax_private import varying_axes
 from treeshard._core.mesh import (
     axis_sizes,
@@ -446,10 +446,6 @@ def value_and_grad(
         return ((value, aux) if has_aux else value), grads
 
     return value_and_grad_of_loss
-
-
-def has_gradient(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _check_axes_named(value: Any, leaves: Sequence[Any], axes: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from treeshard._core.arrays import (
     StaticSplit,
     array_text,
     data_of,
+    has_gradient,
     has_shape,
     is_array,
     is_key,
@@ -32,7 +33,7 @@ from treeshard._placement.shard import shard
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, default_batch, row_axes
 from treeshard.errors import SpecError, StateError
-from treeshard.manual._fsdp import gather_params, has_gradient
+from treeshard.manual import gather_params
 from treeshard.training._gradients import accumulate_gradients
 from treeshard.training._pitfalls import user_line
 from treeshard.training._step import Step

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
-from treeshard._core.arrays import StaticSplit, array_text, is_array
+from treeshard._core.arrays import StaticSplit, array_text, has_gradient, is_array
 from treeshard._core.jax_private import varying_axes, vmapped_axes
 from treeshard._core.mesh import (
     AnyMesh,
@@ -31,7 +31,6 @@ from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, current_plan, default_batch, row_axes
 from treeshard.errors import LeafError, SpecError, listed
-from treeshard.manual._fsdp import has_gradient
 from treeshard.training._metrics import Metrics
 
 GradFn = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
