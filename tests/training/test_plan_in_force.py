@@ -79,6 +79,14 @@ def test_several_subtrees_with_equal_specs_are_one_answer_and_others_an_error() 
         ask(plan, lambda s: s["b"], BOTH)
 
 
+def test_parameters_come_before_optimizer_state_that_is_sharded_differently() -> None:
+    tree = {"model": MLP, "opt": {"mu": MLP}}
+    assert specs_found(tree, lambda s: s["model"], [("opt", P("fsdp")), (".*", None)]) == {
+        "down": P(),
+        "up": P(),
+    }
+
+
 def test_a_tree_that_the_plan_lacks_is_an_error_with_the_way_out() -> None:
     plan = ts.plan(MLP, [(".*", P("fsdp"))], ts.make_mesh(HSDP), min_size=0)
     message = (

@@ -37,7 +37,7 @@ def run_suggest(options: argparse.Namespace) -> tuple[str, int]:
             budget=budget,
             progress=True,
             scan=options.scan or False,
-            remat=options.remat or True,
+            remat=options.remat or False,
             dtype=options.dtype and parse_dtype(options.dtype),
         ),
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 import jax
@@ -16,6 +16,7 @@ from treeshard._core.spec_trees import SpecTree, layer_specs
 from treeshard._core.specs import axes_of, entries, entry_of, is_spec, without_axes
 from treeshard._core.text import fold_paths
 from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.parameters import parameters
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError
 
@@ -68,6 +69,7 @@ class PlanInForce:
     def specs_of(self, tree: PyTree) -> SpecTree:
         """The specs of the plan's subtree that has the structure and the shapes of `tree`.
 
+        Where optimizer state is sharded differently from its parameters, those of the parameters.
         If only its layers, stacked on dim 0, have these shapes, the specs are those of one layer.
         Inside `shard_map`, the shapes are those of shards; arrays that have their full shapes
         there have been gathered, and get `None`.
@@ -78,10 +80,15 @@ class PlanInForce:
         arrays = tree_map(lambda x: x if has_shape(x) else None, tree)
         shapes = [tuple(x.shape) for x in tree_leaves(arrays)]
         found: dict[tuple[Any, ...], str] = {}
+        held: dict[tuple[Any, ...], str] = {}  # likewise, of parameters alone
         for leaves in self._subtrees(tree_structure(arrays)):
             specs = self._fitting(leaves, shapes)
             if specs is not None:
                 found.setdefault(specs, _name(leaves))
+                if self._parameters.issuperset(leaf.path for leaf in leaves):
+                    held.setdefault(specs, _name(leaves))
+        if len(held) == 1:  # optimizer state has the structure of its parameters
+            found = held
         if len(found) == 1:
             [specs] = found
             return tree_structure(arrays).unflatten(specs)
@@ -96,6 +103,10 @@ class PlanInForce:
             f" they are sharded differently: {several}. If one of them is optimizer state, shard it"
             " like its parameters (`Plan.follow`)."
         )
+
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        return frozenset(leaf.path for leaf in parameters(self.plan.leaves))
 
     def _subtrees(self, treedef: Any) -> Iterator[Sequence[PlannedLeaf]]:
         """The leaves of each subtree that has this structure, non-arrays apart."""

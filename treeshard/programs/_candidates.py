@@ -17,9 +17,10 @@ from treeshard._core.mesh import describe_sizes
 from treeshard._core.specs import axes_of, entry_of
 from treeshard._core.text import human_bytes
 from treeshard._core.topologies import Chip, Topology
+from treeshard._planning.parameters import parameters
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.tactics import fsdp
-from treeshard.communication._forecast import PlannedTransfer, parameters, predict_communication
+from treeshard.communication._forecast import PlannedTransfer, predict_communication
 from treeshard.errors import TreeShardError
 from treeshard.programs._cost import link_seconds
 
@@ -52,7 +53,7 @@ class Strategy(NamedTuple):
 def named_strategies(state: Any) -> dict[str, Strategy]:
     """The strategies that need no rules for the model: data parallel, ZeRO-1, FSDP and HSDP."""
     everything = [(".*", fsdp("fsdp"))]
-    leaves = parameters(plan(state, [(".*", None)], "data=1"))
+    leaves = parameters(plan(state, [(".*", None)], "data=1").leaves)
     branches = sorted({leaf.path.partition("/")[0] for leaf in leaves})
     held = f"^({'|'.join(map(re.escape, branches))})(/|$)"
     zero1 = [(held, None), (".*", fsdp("data"))]
@@ -223,7 +224,7 @@ def _activations(
     not split the batch, an all-reduce of its other dim, for each row of this device's batch."""
     across = math.prod(candidate.axes.get(axis, 1) for axis in BATCH_AXES)
     rows = max((_rows(x) for x in batch), default=0) // across
-    for leaf in parameters(planned):
+    for leaf in parameters(planned.leaves):
         own = {axis for entry in leaf.given for axis in axes_of(entry)} - set(BATCH_AXES)
         if own and len(leaf.shape) > 1:
             axes = tuple(axis for axis in candidate.axes if axis in own)

@@ -28,7 +28,7 @@ from treeshard.programs._candidates import (
     named_strategies,
     slices_of,
 )
-from treeshard.programs._suggestions import Suggestion, Suggestions, Verdict
+from treeshard.programs._suggestions import Suggestion, Suggestions, Verdict, ranked
 
 _OFFERED = {"remat": (False, True), "accumulate": (1, 4)}
 _CACHE = Path("~/.cache/treeshard/suggest")
@@ -48,7 +48,7 @@ def suggest(
     cache: str | os.PathLike[str] | None = _CACHE,
     progress: bool = False,
     scan: bool | str = False,
-    remat: bool | str = True,
+    remat: bool | str = False,
     dtype: Any = None,
 ) -> Suggestions:
     """Finds the mesh and the rules with which a model trains on given devices, with reasons.
@@ -76,7 +76,7 @@ def suggest(
         cache: A directory that keeps what the compiler said of each program, or `None`.
         progress: Whether to write a line to stderr for each program that is compiled.
         scan: As in `predict_communication`, for the comparison of a program with its plan.
-        remat: Likewise, for candidates with `remat`.
+        remat: Likewise, which weights candidates with `remat` gather again; by default all.
         dtype: Likewise.
 
     Returns:
@@ -259,7 +259,7 @@ class _Compiling:
         if failed and not any(row.verdict or row.reason is None for row in rows):
             reasons = [f"{row.candidate}: {row.outcome}" for row in failed]
             raise TreeShardError(listed("suggest: the function failed for every mesh:", reasons))
-        return Suggestions.ranked([*rows, *dropped], str(self._target), stopped)
+        return ranked([*rows, *dropped], str(self._target), stopped)
 
     def _too_large(self, row: Suggestion) -> str | None:
         """Why a candidate needs no compiling: what was refused differs only in its state."""
@@ -325,7 +325,7 @@ class _Compiling:
             verdict = Verdict(error.need, error.capacity)
         else:
             memory, cost = compiled.memory(), compiled.cost(self._target.chip)
-            again = self._model["remat"] if candidate.options.get("remat") else False
+            again = (self._model["remat"] or True) if candidate.options.get("remat") else False
             compared = compiled.communication(**{**self._model, "remat": again})
             verdict = Verdict(
                 memory.total,

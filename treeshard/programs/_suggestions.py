@@ -151,27 +151,6 @@ class Suggestions:
     target: str
     stopped: str | None
 
-    @classmethod
-    def ranked(
-        cls, all_rows: Sequence[Suggestion], target: str, stopped: str | None
-    ) -> "Suggestions":
-        """Orders candidates: those that were compiled and fit by what they expose, then by time."""
-        left = [row for row in all_rows if not row.lost]
-        compiled = [row for row in left if row.verdict is not None]
-        waiting = [row for row in left if row.verdict is None]
-        least = min((_exposed(row) for row in compiled), default=(0.0, 0))
-
-        def key(row: Suggestion) -> tuple[Any, ...]:
-            seconds, size = _exposed(row)
-            close = size <= 1.05 * least[1] and seconds <= 1.05 * least[0]
-            assert row.verdict is not None
-            time = row.verdict.seconds
-            return (not close, 0 if close else seconds, 0 if close else size, time or float("inf"))
-
-        kept = [*sorted(compiled, key=key), *waiting]
-        losers = [row for row in all_rows if row not in kept]
-        return cls(tuple(kept), tuple(losers), target, stopped)
-
     @property
     def best(self) -> Suggestion | None:
         """The first that was compiled and fits; without a compiler, the first estimate."""
@@ -261,6 +240,25 @@ class Suggestions:
         body = "".join(f"<tr>{row}</tr>" for row in cells)
         notes = html.escape("\n".join([*self._notes(), "", self.code()]))
         return f"<p>on {html.escape(self.target)}</p><table>{body}</table><pre>{notes}</pre>"
+
+
+def ranked(all_rows: Sequence[Suggestion], target: str, stopped: str | None) -> Suggestions:
+    """Orders candidates: those that were compiled and fit by what they expose, then by time."""
+    left = [row for row in all_rows if not row.lost]
+    compiled = [row for row in left if row.verdict is not None]
+    waiting = [row for row in left if row.verdict is None]
+    least = min((_exposed(row) for row in compiled), default=(0.0, 0))
+
+    def key(row: Suggestion) -> tuple[Any, ...]:
+        seconds, size = _exposed(row)
+        close = size <= 1.05 * least[1] and seconds <= 1.05 * least[0]
+        assert row.verdict is not None
+        time = row.verdict.seconds
+        return (not close, 0 if close else seconds, 0 if close else size, time or float("inf"))
+
+    kept = [*sorted(compiled, key=key), *waiting]
+    losers = [row for row in all_rows if row not in kept]
+    return Suggestions(tuple(kept), tuple(losers), target, stopped)
 
 
 def _exposed(row: Suggestion) -> tuple[float, int]:
