@@ -7,7 +7,7 @@ import pytest
 from treeshard._cli import main
 
 MODULE = """
-from programs.test_suggest import TENSOR, make
+from tests.programs.test_suggest import TENSOR, make
 
 STRATEGIES = [TENSOR]
 

@@ -129,8 +129,8 @@ def test_optimizer_state_is_not_taken_for_parameters() -> None:
     state = {"model": params, "opt": jax.eval_shape(optax.adamw(1e-3).init, params)}
     rules = [("opt.*w|opt.*head", P("data")), (".*", None)]
     plan = ts.plan(state, rules, abstract_mesh("data=8"), min_size=0)
-    assert [x.path for x in parameters(plan)] == ["model/head", "model/layers/0/w"]
-    assert len(parameters(plan, "model|mu")) == 4
+    assert [x.path for x in parameters(plan.leaves)] == ["model/head", "model/layers/0/w"]
+    assert len(parameters(plan.leaves, "model|mu")) == 4
     # ZeRO-1: the state is sharded further than its parameter.
     moved = ts.predict_communication(plan, batch=P("data"))
     assert [(x.kind, x.bytes, x.path, x.why) for x in moved] == [
@@ -155,7 +155,7 @@ def test_zero_1_on_one_of_two_axes() -> None:
 def test_branches_of_the_same_structure_are_all_parameters() -> None:
     tree = {"encoder": {"w": struct(8, 8)}, "decoder": {"w": struct(8, 8)}}
     plan = ts.plan(tree, [(".*", None)], abstract_mesh("data=8"))
-    assert len(parameters(plan)) == 2
+    assert len(parameters(plan.leaves)) == 2
 
 
 def test_a_batch_over_an_unknown_axis_raises() -> None:

@@ -170,7 +170,7 @@ def test_leaves_below_min_size_are_replicated_but_must_match() -> None:
     assert found["big"].given == P("data")
     assert found["small"][:4] == (P("data"), P(), 2, ".*")
     assert [note.kind for note in found["small"].adjustments] == ["explicit-spec-too-small"]
-    assert found["norm"] == (P(), P(), 0, "norm", ())
+    assert found["norm"] == (P(), P(), 0, "norm", (), None)
     assert [note.kind for note in found["f"].adjustments] == ["too-small"]
     assert "small: shape (15,), no rule" in message_of([("big", None)], {"small": struct(15)})
 
@@ -519,7 +519,7 @@ def test_specs_of_small_leaves_on_a_mesh_that_they_do_not_split(recwarn: Any) ->
 
 def test_the_totals_of_a_plan_count_specs_that_are_not_used() -> None:
     text = str(ts.plan(SMALL, [(".*", P("fsdp"))], MESH, min_size=9))
-    assert "2 replicated.\n2 of them have a spec that `min_size` leaves unused." in text
+    assert "2 leaves are replicated.\n2 of them have a spec that `min_size` leaves unused." in text
     assert "unused" not in str(ts.plan(SMALL, [(".*", P("fsdp"))], MESH, min_size=8))
 
 

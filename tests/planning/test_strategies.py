@@ -65,7 +65,7 @@ def test_users_tactics_are_called_by_name(own) -> None:
         ("fdsp('data')", "at column 1: fdsp is not a tactic. Did you mean 'fsdp'?"),
         (
             "fsdp('a') | zzz()",
-            "at column 13: zzz is not a tactic. The tactics are fsdp,",
+            "at column 13: zzz is not a tactic. The tactics are follow, fsdp,",
         ),
         ("os.system('true')", "at column 1: os.system is not a tactic."),
         ("shard_lst('a')", "shard_lst is not a tactic. Did you mean 'shard_last'?"),

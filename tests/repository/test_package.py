@@ -87,7 +87,7 @@ def test_the_sdist_has_the_repository_and_nothing_built(built: Path) -> None:
 def built_files(members: Mapping[str, bytes]) -> list[str]:
     """The files that something built, by their names or contents; not what tests read."""
     built = re.compile(r"\.(pyc|whl)$|(^|/)(site|out|dist|build|__pycache__|[^/]+\.egg-info)/")
-    kept = re.compile(r"^tests/.*\.(zip|txt\.gz)$")
+    kept = re.compile(r"^tests/.*\.(zip|txt\.gz|json\.xz)$")
     return [
         name
         for name, data in members.items()
