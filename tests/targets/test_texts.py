@@ -16,7 +16,10 @@ TEXTS = sorted((Path(__file__).parent / "texts").glob("*.txt.gz"))
 DIFFERENCES = {
     "mlp_no_hints": {"activation", "batch", "not-moved"},  # nothing gathers the weights
     "hsdp": {"all-reduce"},  # within one slice, compilers all-reduce over both axes at once
-    "accumulate": {"again", "reduction-inside-loop"},  # weights are gathered, and gradients scattered, per minibatch
+    "accumulate": {
+        "again",
+        "reduction-inside-loop",
+    },  # weights are gathered, and gradients scattered, per minibatch
     "tensor_rows": {"sharded-further"},  # weights are gathered along `tensor` too
 }
 
