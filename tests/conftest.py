@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import threading
 
 import jax
 import pytest
@@ -26,6 +27,16 @@ def pytest_terminal_summary(terminalreporter) -> None:
     for report in terminalreporter.getreports("passed"):
         for what, counts in report.user_properties if report.when == "call" else ():
             terminalreporter.write_line(f"{report.nodeid.split('::')[-1]}: {what}: {counts}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compile_goes_on():
+    """Waits for what `suggest` left compiling: the import hook checks what that thread defines, and
+    records warnings while it does, those of other tests too."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "treeshard-suggest":
+            thread.join()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.programs import Strategy, suggest
-from treeshard.programs._candidates import candidates
+from treeshard.programs._candidates import Candidate, candidates
 
 S = jax.ShapeDtypeStruct
 WIDTH, ROWS = 256, 64
@@ -233,3 +233,9 @@ def test_activations_of_tensor_parallelism_count() -> None:
     local, weights = ROWS // 2, 4 * 4 * WIDTH**2 * 4 // 4
     activations = 4 * local * WIDTH * 4
     assert moved["fsdp=2,tensor=4"] == activations + 2 * weights + 4
+
+
+def test_slices_are_given_to_make_mesh_by_their_outer_axis() -> None:
+    one = Candidate(TENSOR, {"data": 4, "fsdp": 2}, slices=2)
+    assert one.mesh_arguments == ("data=2,fsdp=2", "data=2")
+    assert Candidate(TENSOR, {"data": 4, "fsdp": 2}).mesh_arguments == ("data=4,fsdp=2", None)

@@ -11,6 +11,7 @@ from treeshard._core.make_mesh import simulate_devices
 from treeshard._core.text import parse_dtype, parse_pattern
 from treeshard.errors import FormatError, did_you_mean
 from treeshard.programs import Strategy, suggest
+from treeshard.programs._candidates import NAMED
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
@@ -51,19 +52,16 @@ def _strategies(options: argparse.Namespace) -> list[str | Strategy] | None:
     module = sys.modules[options.function.partition(":")[0]]
     own = {one.name: one for one in getattr(module, "STRATEGIES", ())}
     if options.strategies is None:
-        return [*_NAMES, *own.values()] if own else None
+        return [*NAMED, *own.values()] if own else None
     chosen: list[str | Strategy] = []
     for name in options.strategies.split(","):
-        if name not in own and name not in _NAMES:
-            hint = did_you_mean(name, [*_NAMES, *own])
+        if name not in own and name not in NAMED:
+            hint = did_you_mean(name, [*NAMED, *own])
             raise FormatError(
-                f"--strategies: there is no {name!r}.{hint} Known are {', '.join([*_NAMES, *own])}."
+                f"--strategies: there is no {name!r}.{hint} Known are {', '.join([*NAMED, *own])}."
             )
         chosen.append(own.get(name, name))
     return chosen
-
-
-_NAMES = ("DP", "ZeRO-1", "FSDP", "HSDP")
 
 
 def _seconds(text: str) -> float:

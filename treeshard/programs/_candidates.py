@@ -50,22 +50,22 @@ class Strategy(NamedTuple):
     divides: Mapping[str, int] = MappingProxyType({})
 
 
+NAMED = ("DP", "ZeRO-1", "FSDP", "HSDP")
+
+
 def named_strategies(state: Any) -> dict[str, Strategy]:
     """The strategies that need no rules for the model: data parallel, ZeRO-1, FSDP and HSDP."""
     everything = [(".*", fsdp("fsdp"))]
     leaves = parameters(plan(state, [(".*", None)], "data=1").leaves)
     branches = sorted({leaf.path.partition("/")[0] for leaf in leaves})
     held = f"^({'|'.join(map(re.escape, branches))})(/|$)"
-    zero1 = [(held, None), (".*", fsdp("data"))]
-    return {
-        one.name: one
-        for one in (
-            Strategy("DP", ("data",), [(".*", None)]),
-            Strategy("ZeRO-1", ("data",), zero1),
-            Strategy("FSDP", ("fsdp",), everything),
-            Strategy("HSDP", ("data", "fsdp"), everything),
-        )
-    }
+    parts = [
+        (("data",), [(".*", None)]),
+        (("data",), [(held, None), (".*", fsdp("data"))]),
+        (("fsdp",), everything),
+        (("data", "fsdp"), everything),
+    ]
+    return {name: Strategy(name, *part) for name, part in zip(NAMED, parts, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,15 @@ class Candidate:
     @property
     def mesh(self) -> str:
         return describe_sizes(self.axes).replace(" ", "")
+
+    @property
+    def mesh_arguments(self) -> tuple[str, str | None]:
+        """What `make_mesh` takes: the axes within a slice, and `dcn_axes`."""
+        if self.slices == 1:
+            return self.mesh, None
+        outer = next(iter(self.axes))
+        within = describe_sizes({**self.axes, outer: self.axes[outer] // self.slices})
+        return within.replace(" ", ""), f"{outer}={self.slices}"
 
     @property
     def batch_parts(self) -> int:

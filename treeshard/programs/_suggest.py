@@ -18,9 +18,10 @@ import jax
 
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.text import human_bytes, parse_bytes
-from treeshard._core.topologies import CHIPS, Chip, parse_topology
+from treeshard._core.topologies import CHIPS, Chip, parse_topology, topology_devices
 from treeshard.errors import DoesNotFitError, MeshError, TreeShardError, did_you_mean, listed
 from treeshard.programs._candidates import (
+    BATCH_AXES,
     Candidate,
     Strategy,
     candidates,
@@ -105,10 +106,9 @@ def suggest(
     target = _Target(topology, devices, memory, chip)
     options = _offered(make, global_batch)
     fixed = {} if global_batch is None else {"global_batch": global_batch}
-    names = tuple(
-        {axis for one in strategies or () if isinstance(one, Strategy) for axis in one.axes}
-    )
-    alone = make_mesh(dict.fromkeys(("data", "fsdp", *names), 1), devices=jax.devices()[:1])
+    given = [one for one in strategies or () if isinstance(one, Strategy)]
+    names = [*BATCH_AXES, *(axis for one in given for axis in one.axes)]
+    alone = make_mesh(dict.fromkeys(names, 1), devices=jax.devices()[:1])
     _, state, batch, *_ = _made(make, alone, [(".*", None)], fixed)
     chosen = _strategies(strategies, state)
     rows: list[Suggestion] = []
@@ -156,12 +156,7 @@ class _Target:
         self.missing = self._missing()
 
     def mesh(self, candidate: Candidate) -> Any:
-        axes = dict(candidate.axes)
-        slow = None
-        if self.slices > 1:
-            outer = next(iter(axes))
-            axes[outer] //= self.slices
-            slow = {outer: self.slices}
+        axes, slow = candidate.mesh_arguments
         if self.topology is None:
             return make_mesh(axes, devices=jax.devices()[: self.devices])
         return make_mesh(axes, topology=str(self.topology), dcn_axes=slow)
@@ -172,11 +167,7 @@ class _Target:
             attached = len(jax.devices())
             return None if self.devices <= attached else f"only {attached} devices are attached"
         try:
-            make_mesh(
-                "data=-1" if self.slices == 1 else {"data": self.devices // self.slices},
-                topology=str(self.topology),
-                dcn_axes=None if self.slices == 1 else {"data": self.slices},
-            )
+            topology_devices(str(self.topology))
         except ImportError as error:
             return str(error)
         return None
@@ -282,7 +273,8 @@ class _Compiling:
         """Compiles a candidate. Returns why to stop, if there is a reason."""
         done: list[Suggestion] = []
         started = time.monotonic()
-        thread = threading.Thread(target=lambda: done.append(self._compile(row)), daemon=True)
+        compile_it = lambda: done.append(self._compile(row))  # noqa: E731
+        thread = threading.Thread(target=compile_it, name="treeshard-suggest", daemon=True)
         stop = None
         try:
             thread.start()

@@ -117,14 +117,14 @@ class Suggestion:
         name, rest = self.candidate.strategy.name, self.candidate.described
         if known is None:
             need = f"> {human_bytes(plan.state_bytes)}"
-            sent, exposed, least, by = human_bytes(plan.moved_bytes), "?", "?", "estimate"
+            moved, exposed, least, by = human_bytes(plan.moved_bytes), "?", "?", "estimate"
         else:
             capacity = "" if known.capacity is None else f" of {human_bytes(known.capacity)}"
             need = f"{human_bytes(known.need)}{capacity}"
-            sent = _or_unknown(known.moved, human_bytes)
+            moved = _or_unknown(known.moved, human_bytes)
             exposed = _or_unknown(known.exposed, human_bytes)
             least, by = _or_unknown(known.seconds, lambda x: f"{1000 * x:,.1f} ms"), "compiler"
-        return (str(number), name, rest, need, sent, exposed, least, by)
+        return (str(number), name, rest, need, moved, exposed, least, by)
 
 
 def _or_unknown(value: Any, text: Any) -> str:
@@ -162,13 +162,8 @@ class Suggestions:
             return "# nothing is left"
         one = self.best.candidate
         chosen = ", ".join(f"{name}={value!r}" for name, value in one.options.items())
-        slow = ""
-        axes = dict(one.axes)
-        if one.slices > 1:
-            outer = next(iter(axes))
-            axes[outer] //= one.slices
-            slow = f', dcn_axes="{outer}={one.slices}"'
-        mesh = ",".join(f"{name}={size}" for name, size in axes.items())
+        mesh, dcn_axes = one.mesh_arguments
+        slow = f', dcn_axes="{dcn_axes}"' if dcn_axes else ""
         rules = "\n".join(f"    ({p!r}, {_action(action)})," for p, action in one.strategy.rules)
         options = f"  # with {chosen}" if chosen else ""
         return f'mesh = ts.make_mesh("{mesh}"{slow})\nrules = [\n{rules}\n]{options}'
