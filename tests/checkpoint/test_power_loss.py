@@ -1,7 +1,8 @@
 """Cuts the power of a disk during and right after saves: what is left is whole.
 
 The disk is an ext4 image on a loop device. Its file holds what the device was given; what only the
-system's memory holds is lost in a copy of it, as in a power cut. Only root can mount it, so this
+system's memory holds is lost in a copy of it, as in a power cut. The file is on a disk of its own,
+which is frozen while it is copied: a power cut is one moment. Only root can mount disks, so this
 runs in `make soak`; `test_durability.py` reads the order of the calls on any machine.
 """
 
@@ -51,22 +52,32 @@ def mounted(image: Path, where: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    image = tmp_path / "disk.img"
-    with image.open("wb") as file:
-        file.truncate(MIB * 2**20)
     try:
-        run("mkfs.ext4", "-q", "-F", image)
-        with mounted(image, tmp_path / "disk") as where:
+        with (
+            mounted(new_image(tmp_path / "below.img", 2 * MIB), tmp_path / "below") as below,
+            mounted(new_image(below / "disk.img", MIB), tmp_path / "disk") as where,
+        ):
             yield where
     except OSError as error:
         pytest.skip(f"no disk can be made here: {error}")
 
 
+def new_image(file: Path, size: int) -> Path:
+    with file.open("wb") as image:
+        image.truncate(size * 2**20)
+    run("mkfs.ext4", "-q", "-F", file)
+    return file
+
+
 @contextmanager
 def after_power_loss(disk: Path) -> Iterator[Path]:
     """The disk as it is found when the power comes back."""
-    image = disk.parent / "later.img"
-    shutil.copyfile(disk.parent / "disk.img", image)
+    image, below = disk.parent / "later.img", disk.parent / "below"
+    run("fsfreeze", "--freeze", below)
+    try:
+        shutil.copyfile(below / "disk.img", image)
+    finally:
+        run("fsfreeze", "--unfreeze", below)
     with mounted(image, disk.parent / "later") as where:
         yield where
     image.unlink()
