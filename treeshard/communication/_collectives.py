@@ -301,7 +301,7 @@ class CollectiveReader:
                 kind="all-gather" if shard else kind,
                 dtype=buffer.dtype,
                 bytes=buffer.bytes,
-                wire_bytes=_on_the_wire(kind, buffer.bytes, groups.size),
+                wire_bytes=bytes_on_the_wire(kind, buffer.bytes, groups.size),
                 axes=groups.axes,
                 count=count,
                 path=_path(origins),
@@ -488,7 +488,8 @@ def _type(operand: Value | None) -> Buffer:
     return types[0] if types else Buffer("unknown", None, 0)
 
 
-def _on_the_wire(kind: str, size: int | None, devices: int | None) -> int | None:
+def bytes_on_the_wire(kind: str, size: int | None, devices: int | None) -> int | None:
+    """What each of some devices in a ring sends of a payload."""
     if size is None or devices is None or kind == "unknown":
         return None
     if kind in ("all-gather", "reduce-scatter", "all-to-all"):

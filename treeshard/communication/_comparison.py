@@ -238,10 +238,7 @@ def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
 def _leaf_names(
     plan: Plan, graph: HloProgram, params: Sequence[PlannedLeaf]
 ) -> dict[str, str | None]:
-    """The program's path of each argument -> the plan's path of that leaf, if it has it.
-
-    The argument's path ends in the leaf's: `state/w` is the leaf `w`.
-    """
+    """The plan's path of each argument, whose own path ends in it; `None` if the plan has none."""
     leaves = {leaf.path: leaf._replace(same_as=None) for leaf in plan.leaves}
     names: dict[str, str | None] = {}
     facts: list[str] = []

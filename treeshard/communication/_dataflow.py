@@ -59,8 +59,7 @@ class Value(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """The parameters of the program that data comes from; `computed` if not from them alone;
-    and the dtypes that it was converted to on its way."""
+    """The parameters that data comes from; whether it is more; and its earlier dtypes."""
 
     parameters: frozenset[Op]
     computed: bool

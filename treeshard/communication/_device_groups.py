@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import permutations
 from typing import NamedTuple
@@ -26,13 +26,7 @@ _ON_MESH = re.compile(r"\{" + _MESH + r",\s*\[(.*?)\](?:,\s*replicated=\{[^}]*\}
 
 
 class Groups(NamedTuple):
-    """The device groups of one collective.
-
-    Attributes:
-        size: The number of devices in a group; `None` if it is unknown.
-        axes: The mesh axes that a group spans, in the mesh's order; `None` if the groups do not
-            span whole axes, or the mesh is unknown.
-    """
+    """The size of each device group, and the mesh axes that it spans; `None` if unknown."""
 
     size: int | None
     axes: tuple[str, ...] | None
@@ -57,11 +51,9 @@ def _groups_of(
 
 
 def read_groups(text: str | None, devices: int | None) -> np.ndarray | None:
-    """A table with one row of device numbers per group.
+    """The devices of each group, one row per group; `None` if they are not all devices, each once.
 
-    Reads the three notations `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)` and
-    `mesh['a'=4,'b'=2] {'a'}`. Returns `None` for any other text, and if the groups do not
-    contain every device exactly once.
+    Reads `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)` and `mesh['a'=4,'b'=2] {'a'}`.
     """
     if text is None:
         return None
@@ -126,12 +118,9 @@ def _sorted(table: np.ndarray) -> np.ndarray:
 
 
 class Along(NamedTuple):
-    """Where each device is along some axes: the entries of arrays are numbered by device.
+    """How many positions there are along some axes, and that of each device, by device number.
 
-    Attributes:
-        parts: The number of positions.
-        position: The position of each device, shape `(devices,)`.
-        rest: A number that is the same for all devices that differ in `position` only.
+    `rest` is the same for all devices that differ in their position only.
     """
 
     parts: int
@@ -144,15 +133,13 @@ class Along(NamedTuple):
 
 
 def read_sharding(text: str | None, devices: int) -> list[Along] | None:
-    """How a sharding in the compiler's notation splits each dim over the devices.
+    """How a sharding in the compiler's notation splits each dim; `None` if it cannot be read.
 
     - `{replicated}`
     - `{devices=[2,1,4]<=[8]}` splits dim 0 into 2 parts and dim 2 into 4. Tiles are assigned to
       devices in the order of `<=[...]`, transposed by `T(...)`, or in the order of a list. With
       `last_tile_dim_replicate`, the last number counts copies.
     - `{mesh['data'=2,'fsdp'=4], [{'data'}, {}]}` splits dim 0 along `data`.
-
-    Returns `None` for any other text, and for another number of devices.
     """
     if text == "{replicated}":
         return []
@@ -178,11 +165,13 @@ def axes_of_sharding(text: str | None, axes: Mapping[str, int]) -> tuple[str, ..
     if dims is None:
         return None
     grids = [dim.position.reshape(tuple(axes.values())) for dim in dims]
-    return tuple(
-        name
-        for number, name in enumerate(axes)
-        if any((grid != grid.take([0], axis=number)).any() for grid in grids)
-    )
+    split = {axis for grid in grids for axis in axes_that_change(grid, axes)}
+    return tuple(axis for axis in axes if axis in split)
+
+
+def axes_that_change(grid: np.ndarray, axes: Iterable[str]) -> set[str]:
+    """The axes along which the entries of an array, with a dim for each axis, differ."""
+    return {a for i, a in enumerate(axes) if (grid != grid.take([0], axis=i)).any()}
 
 
 def spec_of_sharding(text: str, mesh: AnyMesh) -> PartitionSpec | None:

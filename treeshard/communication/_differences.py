@@ -40,10 +40,7 @@ class Unplanned(NamedTuple):
         """The fact and the hint, then a line per op, at most ten."""
         shown = ", ".join(fold_paths(dict.fromkeys(self.paths)))
         head = f"{self.code}: {shown + ': ' if shown else ''}{self.fact} {self.hint}"
-        counts = Counter(map(collective_line, self.collectives))
-        lines = [f"    {times} x {line}" for line, times in counts.items()]
-        more = [f"    ... and {len(lines) - 10} more"] if len(lines) > 10 else []
-        return "\n".join([head, *lines[:10], *more])
+        return "\n".join([head, *collective_lines(self.collectives, 10)])
 
 
 # ------------------------------------------------------------------ words
@@ -57,17 +54,7 @@ def explain(
     batch_axes: Sequence[str] = (),
     platform: str | None = None,
 ) -> tuple[str, str]:
-    """The fact and the hint of a difference.
-
-    Args:
-        code: As `Unplanned.code`.
-        kind: The kind of the collectives.
-        detail: What tells differences of one code apart: the planned dtype, the purpose of what
-            is missing, or where activations are moved.
-        moved: The collectives.
-        batch_axes: The mesh axes that shard the batch.
-        platform: The platform of the program; `None` if it is unknown.
-    """
+    """The fact and the hint of a difference. `detail` tells those of one code apart."""
     moves = total([one.total_bytes for one in moved])
     size = "an unknown number of bytes" if moves is None else human_bytes(moves)
     # What a CPU's compiler does by itself is reported only if the program may be for another.
@@ -215,6 +202,14 @@ def _moved(differences: Sequence[Unplanned], code: str) -> str:
     """What differences of one code move, as text; empty if there are none."""
     moved = [x for one in differences if one.code == code for x in one.collectives]
     return human_bytes(total([x.total_bytes for x in moved]) or 0) if moved else ""
+
+
+def collective_lines(moved: Sequence[Collective], most: int) -> list[str]:
+    """A line for each group of equal collectives, at most so many."""
+    counts = Counter(map(collective_line, moved))
+    lines = [f"    {times} x {line}" for line, times in counts.items()]
+    more = [f"    ... and {len(lines) - most} more"] if len(lines) > most else []
+    return [*lines[:most], *more]
 
 
 def collective_line(one: Collective) -> str:

@@ -58,25 +58,22 @@ _AXIS = re.compile(r'\\?"([^"\\]+)\\?"\s*=\s*(\d+)')
 
 
 class Buffer(NamedTuple):
-    """One array that an op consumes or produces.
-
-    `bytes` is `None` for a dtype that is not in `DTYPES`, and for a dynamic shape.
-    """
+    """An array of an op; `bytes` is `None` for an unknown dtype or a dynamic shape."""
 
     dtype: str
     bytes: int | None
     rank: int
 
 
+@dataclass(eq=False, slots=True)
 class Op:
     """One operation: a line of HLO."""
 
-    __slots__ = ("_text", "_type", "line", "name", "opcode")
-
-    def __init__(self, name: str, opcode: str, result: str, text: str, line: int) -> None:
-        # `result` is the text of its type; `text` is all that follows the opening parenthesis.
-        self.name, self.opcode, self.line = name, opcode, line
-        self._type, self._text = result, text
+    name: str
+    opcode: str
+    type_text: str  # of its result, with layouts
+    _text: str  # all that follows the opening parenthesis
+    line: int
 
     @property
     def operands(self) -> Sequence[str]:
@@ -91,16 +88,10 @@ class Op:
         return [part.split()[-1] for part in bare.split(",") if part.strip()]
 
     @property
-    def type_text(self) -> str:
-        """The text of the type of its result, with layouts."""
-        return self._type
-
-    @property
     def types(self) -> Sequence[Buffer]:
         """The arrays that it produces, with tuples flattened."""
-        return [
-            _buffer(dtype, shape) for dtype, shape in _ARRAY.findall(self._type) if dtype != "token"
-        ]
+        arrays = _ARRAY.findall(self.type_text)
+        return [_buffer(dtype, shape) for dtype, shape in arrays if dtype != "token"]
 
     @property
     def called(self) -> Mapping[str, Sequence[str]]:
@@ -191,19 +182,13 @@ class Computation:
 
 
 class HloProgram:
-    """A module of HLO text.
+    """A module of HLO text. Raises `FormatError` if the text is truncated or damaged.
 
-    Attributes:
-        computations: By name.
-        entry: The computation where execution starts.
-        axes: The mesh that the text names; `None` if it names none, or several that differ.
-        devices: The number of devices, if the text states it.
-        replicas: The number of replicas; more than one only under `pmap`.
-        partitions: The number of devices that each replica is partitioned over.
+    `axes` are those of the mesh that the text names, `None` if it names none or several. There is
+    more than one replica only under `pmap`.
     """
 
     def __init__(self, text: str) -> None:
-        """Raises `FormatError` if the text is truncated or damaged."""
         self.computations: dict[str, Computation] = {}
         self._tables: dict[str, list[str]] = {}
         self._frames: dict[str, dict[int, str]] | None = None

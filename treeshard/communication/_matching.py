@@ -39,16 +39,9 @@ Members = dict[tuple[str, str, str], list[tuple[Collective, str | None]]]
 class Matcher:
     """Matches collectives to planned transfers, one by one, and collects those without a match.
 
-    Attributes:
-        plan: The plan of the step's state.
-        planned: What the plan predicts.
-        names: Path of an argument -> path of that leaf in the plan; `None` if it is not in it.
-        params: The parameters by path.
-        state: Path of a parameter -> a leaf of its optimizer state.
-        batch_axes: The mesh axes that shard the batch.
-        platform: The platform of the program, such as `"cpu"`; `None` if it is unknown.
-        tensor_parallel: Filled with the collectives of computed values along axes that shard
-            parameters but not the batch.
+    `names` has the plan's path of each argument, or `None`; `state` a leaf of the optimizer state
+    of each parameter. `tensor_parallel` fills with collectives of computed values along axes that
+    shard parameters but not the batch.
     """
 
     plan: Plan

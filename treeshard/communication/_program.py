@@ -27,13 +27,9 @@ _KEY = re.compile(r"""\['([^']*)'\]|\["([^"]*)"\]|\[(\d+)\]|\.(\w+)|\[<flat inde
 
 
 class ReadProgram(NamedTuple):
-    """A program's graph, and what is known of its mesh.
+    """A program's graph, and its mesh axes: in all, within a slice, and between slices.
 
-    Attributes:
-        graph: The parsed text. For devices in several slices it is that of one slice.
-        axes: The axes of the mesh; `None` if they are unknown.
-        within: The sizes of the axes within one slice.
-        between: The sizes of the axes between slices, without those of size 1.
+    For devices in several slices, the text is that of one. Axes are `None` if they are unknown.
     """
 
     graph: HloProgram
@@ -43,10 +39,7 @@ class ReadProgram(NamedTuple):
 
 
 def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> ReadProgram:
-    """Parses a program.
-
-    Raises `FormatError`, `MeshError` and `TypeError` as `collectives` documents them.
-    """
+    """Parses a program. Raises as `collectives` documents it."""
     if isinstance(program, jax.stages.Compiled):
         text = program.as_text() or ""
         mesh = _mesh_of(program) if mesh is None else mesh
@@ -93,8 +86,7 @@ def _between_slices(mesh: MeshLike, slices: int) -> dict[str, int]:
 
 
 def platform_of(program: CompiledProgram) -> str | None:
-    """The platform that a program is compiled for, such as `"cpu"`; `None` for a text, which
-    does not say it."""
+    """The platform of a program, such as `"cpu"`; `None` for a text, which does not say it."""
     if not isinstance(program, jax.stages.Compiled):
         return None
     shardings = tree_leaves((program.input_shardings, program.output_shardings))
@@ -128,10 +120,7 @@ def _mesh_of(program: jax.stages.Compiled) -> AnyMesh | None:
 
 
 def argument_path(parameter: Op) -> str | None:
-    """The path of a parameter of the entry: `state['layers'][0].w` is `state/layers/0/w`.
-
-    JAX's own name if it has another form, and `None` if the text does not have it.
-    """
+    """`state/layers/0/w` for the parameter `state['layers'][0].w`; else JAX's own name."""
     name = parameter.op_name
     match = None if name is None else re.match(r"\w+", name)
     if name is None or match is None:

@@ -13,14 +13,9 @@ _WORTH = 0.1
 def advise(
     total: int, results: int, temporaries: int, at_peak: Sequence[LiveBuffer], plan: Plan
 ) -> Iterator[str]:
-    """Yields a sentence for each thing that would save a tenth of the memory or more.
+    """Yields a sentence for each thing that would save a tenth of the memory of a step or more.
 
-    Args:
-        total: All bytes of the step on a device.
-        results: Those of results that do not reuse the memory of donated arguments.
-        temporaries: Those of intermediate values.
-        at_peak: The temporaries that are live when most memory is in use.
-        plan: The plan of the state.
+    `results` are the bytes of those that do not reuse the memory of donated arguments.
     """
     least = _WORTH * total
     held = sum(leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves)

@@ -20,13 +20,14 @@ from treeshard._core.topologies import Chip, Topology
 from treeshard._planning.parameters import parameters
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.tactics import fsdp
+from treeshard.communication._collectives import bytes_on_the_wire
+from treeshard.communication._device_groups import axes_that_change
 from treeshard.communication._forecast import PlannedTransfer, predict_communication
 from treeshard.errors import TreeShardError
 from treeshard.programs._cost import link_seconds
 
 # The axes that split the batch; devices along all others compute parts of one example.
 BATCH_AXES = ("data", "fsdp")
-_WIRE = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 
 class Strategy(NamedTuple):
@@ -70,13 +71,9 @@ def named_strategies(state: Any) -> dict[str, Strategy]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mesh, strategy and choice of what the user's function offers.
+    """One mesh, strategy and choice of what the user's function offers: `remat`, `accumulate`.
 
-    Attributes:
-        strategy: Its rules.
-        axes: The mesh, outermost axis first.
-        options: Keyword arguments for the user's function: `remat`, `accumulate`.
-        slices: The number of slices, or of nodes of GPUs, over which the outermost axis runs.
+    The outermost axis comes first; it runs over all slices, or nodes of GPUs.
     """
 
     strategy: Strategy
@@ -120,11 +117,8 @@ def candidates(
     slices: int,
     offered: Mapping[str, Sequence[Any]],
 ) -> Iterator[Candidate]:
-    """All factorings of the devices into the axes of each strategy, with each option.
-
-    Axes other than `data` may be inside a larger `data` axis. All of a strategy's own axes have
-    more than one device.
-    """
+    """All factorings of the devices into the axes of each strategy, with each option, and with a
+    larger `data` axis around them."""
     for strategy in strategies:
         for extra in ((), ("data",)):
             if set(extra) & set(strategy.axes) or (extra and strategy.axes == ("fsdp",)):
@@ -152,11 +146,8 @@ def _factorings(names: tuple[str, ...], devices: int) -> Iterator[dict[str, int]
 class Estimate(NamedTuple):
     """What the plan alone says of a candidate.
 
-    Attributes:
-        state_bytes: Of the state on the fullest device: less than what a step needs.
-        moved_bytes: The payload that a step has to move: for its leaves exactly, and for the
-            activations of tensor parallelism roughly.
-        seconds: The time that this takes at the published bandwidth of the links.
+    `state_bytes` are those of the fullest device: less than what a step needs. `moved_bytes` are
+    exact for leaves, and rough for the activations of tensor parallelism.
     """
 
     state_bytes: int
@@ -196,10 +187,11 @@ def estimate(
         )
     sent = [*_sent(planned, candidate), *_activations(planned, candidate, arrays)]
     between = network_axes(candidate)
-    seconds = sum(
-        link_seconds(_on_wire(kind, size, axes, candidate), axes, chip, between) or 0.0
-        for kind, axes, size in sent
-    )
+    seconds = 0.0
+    for kind, axes, size in sent:
+        devices = math.prod(candidate.axes[axis] for axis in axes)
+        on_wire = bytes_on_the_wire(kind, size, devices)
+        seconds += link_seconds(on_wire, axes, chip, between) or 0.0
     return Estimate(state_bytes, sum(size for *_, size in sent), seconds)
 
 
@@ -218,12 +210,6 @@ def _sent(planned: Plan, candidate: Candidate) -> Iterator[tuple[str, tuple[str,
     )
     for one in moved:
         yield one.kind, one.axes, one.total_bytes * times(one)
-
-
-def _on_wire(kind: str, size: int, axes: tuple[str, ...], candidate: Candidate) -> int:
-    """What a device sends of a payload in a ring."""
-    group = math.prod(candidate.axes[axis] for axis in axes)
-    return _WIRE[kind] * size * (group - 1) // group
 
 
 def _activations(
@@ -251,10 +237,7 @@ def network_axes(candidate: Candidate) -> set[str]:
     """The axes that run over the slow network, where slices or nodes follow each other."""
     sizes = tuple(candidate.axes.values())
     places = np.arange(math.prod(sizes)) * candidate.slices // math.prod(sizes)
-    grid = places.reshape(sizes)
-    return {
-        axis for i, axis in enumerate(candidate.axes) if (grid != np.take(grid, [0], axis=i)).any()
-    }
+    return axes_that_change(places.reshape(sizes), candidate.axes)
 
 
 def slices_of(topology: Topology | None) -> int:

@@ -103,9 +103,8 @@ def compile_step(
 ) -> CompiledStep:
     """Compiles a lowered step.
 
-    Raises:
-        DoesNotFitError: If the program needs more memory than the devices of the mesh have: as
-            the compiler says, or for GPUs that are not attached, as their data sheet says.
+    Raises `DoesNotFitError` if the compiler says that it does not fit; or, for GPUs that are not
+    attached, if their data sheet does.
     """
     device = with_devices(plan.mesh, "compile", compile_only=True).devices.flat[0]
     try:

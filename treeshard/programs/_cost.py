@@ -1,6 +1,5 @@
 """What a compiled step computes and moves on one device, and the least time that this takes."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,8 @@ from treeshard._core.topologies import Chip, chip_of
 from treeshard._planning.plan import Plan
 from treeshard.communication._collectives import Collective, CollectiveReader, total
 from treeshard.communication._dataflow import Dataflow
-from treeshard.communication._differences import collective_line
+from treeshard.communication._device_groups import axes_that_change
+from treeshard.communication._differences import collective_lines
 from treeshard.communication._program import ReadProgram
 from treeshard.programs._flops import compiled_flops, traced_flops
 from treeshard.programs._traffic import memory_traffic
@@ -108,11 +108,8 @@ class Cost:
                     " not split the computation."
                 )
         lines += [f"unknown: {reason}" for reason in self.unknown]
-        alike = Counter(map(collective_line, self.exposed))
-        shown = [f"    {times} x {line}" for line, times in alike.items()]
-        lines += ["exposed, the slowest first:", *shown[:5]] if shown else []
-        lines += [f"    ... and {len(shown) - 5} more"] if len(shown) > 5 else []
-        return "\n".join(lines)
+        shown = collective_lines(self.exposed, 5)
+        return "\n".join([*lines, *(["exposed, the slowest first:", *shown] if shown else [])])
 
 
 def _operations(count: int | None) -> str:
@@ -131,14 +128,7 @@ def _time(seconds: float | None) -> str:
 
 
 def cost_of(read: ReadProgram, jaxpr: ClosedJaxpr, plan: Plan, chip: Chip | None = None) -> Cost:
-    """Adds up the work of a program.
-
-    Args:
-        read: The parsed program.
-        jaxpr: The step as it was traced.
-        plan: The plan of its state, with the mesh that it was compiled for.
-        chip: Peaks and links, instead of those published of the device.
-    """
+    """Adds up the work of a program, which is the step `jaxpr`, compiled for the plan's mesh."""
     mesh = with_devices(plan.mesh, "cost", compile_only=True)
     device = mesh.devices.flat[0]
     chip = chip or chip_of(device)
@@ -204,9 +194,4 @@ def _network_axes(mesh: Mesh) -> set[str]:
     """The axes that run over the network: between slices of TPUs, or nodes of GPUs."""
     is_gpu = mesh.devices.flat[0].platform == "gpu"
     number = np.vectorize(lambda x: x.process_index if is_gpu else getattr(x, "slice_index", 0))
-    places = number(mesh.devices)
-    return {
-        axis
-        for i, axis in enumerate(mesh.axis_names)
-        if (places != np.take(places, [0], axis=i)).any()
-    }
+    return axes_that_change(number(mesh.devices), mesh.axis_names)

@@ -120,14 +120,8 @@ def _line(buffer: LiveBuffer) -> str:
 def memory_of(
     compiled: jax.stages.Compiled, program: HloProgram, plan: Plan, batch: Sequence[Any]
 ) -> Memory:
-    """Reads the memory of a compiled step.
-
-    Args:
-        compiled: The program.
-        program: Its text, parsed.
-        plan: The plan of its state.
-        batch: The arrays of its batch, or structs of them, with their shardings.
-    """
+    """Reads the memory of a compiled step; `program` is its text, parsed, and `batch` has
+    shardings."""
     analysis: Any = compiled.memory_analysis()
     device = with_devices(plan.mesh, "memory", compile_only=True).devices.flat[0]
     params = {leaf.path for leaf in parameters(plan.leaves)}

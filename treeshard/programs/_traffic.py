@@ -30,10 +30,10 @@ _UPDATE = "dynamic-update-slice"
 
 
 def memory_traffic(flow: Dataflow) -> int | None:
-    """The bytes that a step reads and writes in main memory.
+    """The bytes that a step reads and writes in main memory; `None` if that depends on data.
 
-    Each op reads its operands once and writes its results once. What is inside a fusion does not
-    go through memory. `None` if something runs in a loop or a branch that depends on data.
+    Each op reads its operands once and writes its results once; the inside of a fusion does not go
+    through memory.
     """
     traffic = _Traffic(flow.program)
     counts: list[int | None] = []
