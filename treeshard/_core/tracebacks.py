@@ -20,6 +20,12 @@ _PACKAGES = tuple(
 )
 
 
+def open_to_callers(package: dict[str, Any]) -> None:
+    """Makes `dir` of a package show its `__all__`, whose functions then hide their frames."""
+    package["__dir__"] = lambda: package["__all__"]
+    hide_frames(package, package["__all__"])
+
+
 def hide_frames(namespace: dict[str, Any], names: Iterable[str]) -> None:
     """Replaces functions in a namespace, and the methods of classes, by those of `at_boundary`."""
     for name in names:

@@ -25,7 +25,7 @@ except ModuleNotFoundError:
 
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import TIMEOUT, with_bar
-from treeshard._core.tracebacks import hide_frames
+from treeshard._core.tracebacks import open_to_callers
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
 from treeshard.checkpoint._checkpoints import Checkpoints
@@ -42,10 +42,6 @@ __all__ = [
     "save",
     "verify",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
 
 
 def save(
@@ -172,4 +168,4 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
     raise_damages(checkpoint, {row.path: why for row, why in damages_of(checkpoint, rows) if why})
 
 
-hide_frames(globals(), __all__)
+open_to_callers(globals())

@@ -25,7 +25,7 @@ Examples:
     The CPU compiler all-reduces full gradients (256 B) where a reduce-scatter was planned...
 """
 
-from treeshard._core.tracebacks import hide_frames
+from treeshard._core.tracebacks import open_to_callers
 from treeshard.communication._collectives import Collective, assert_collectives, collectives
 from treeshard.communication._comparison import Comparison, compare_communication
 from treeshard.communication._forecast import PlannedTransfer, predict_communication
@@ -42,9 +42,4 @@ __all__ = [
     "predict_communication",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-hide_frames(globals(), __all__)
+open_to_callers(globals())

@@ -11,7 +11,7 @@ from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import warn_untied
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
-from treeshard._core.tracebacks import hide_frames
+from treeshard._core.tracebacks import open_to_callers
 from treeshard._disk.files import PathLike, file_path
 from treeshard._disk.requests import Placing
 from treeshard._planning.rules import Rules
@@ -30,10 +30,6 @@ from treeshard.interchange._tensors import (
 )
 
 __all__ = ["load_safetensors", "map_tensors", "save_safetensors", "tensor_shapes"]
-
-
-def __dir__() -> list[str]:
-    return __all__
 
 
 # ------------------------------------------------------------------ save
@@ -239,4 +235,4 @@ def tensor_shapes(path: PathLike) -> dict[str, jax.ShapeDtypeStruct]:
     return {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors}
 
 
-hide_frames(globals(), __all__)
+open_to_callers(globals())

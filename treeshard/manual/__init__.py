@@ -5,7 +5,7 @@ their gradients are averaged. How each leaf is sharded is given by a tree of spe
 around the leaves (`Partitioned`, Flax's).
 """
 
-from treeshard._core.tracebacks import hide_frames
+from treeshard._core.tracebacks import open_to_callers
 from treeshard.manual._boxes import Partitioned, partition_specs
 from treeshard.manual._fsdp import (
     fold_rng_over_axis,
@@ -40,9 +40,4 @@ __all__ = [
     "vary",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-hide_frames(globals(), __all__)
+open_to_callers(globals())

@@ -6,7 +6,7 @@ a step on several meshes, and ranks them.
 """
 
 from treeshard._core.topologies import CHIPS, Chip
-from treeshard._core.tracebacks import hide_frames
+from treeshard._core.tracebacks import open_to_callers
 from treeshard.programs._buffers import LiveBuffer
 from treeshard.programs._candidates import Strategy
 from treeshard.programs._compiled_step import CompiledStep
@@ -28,9 +28,4 @@ __all__ = [
     "suggest",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-hide_frames(globals(), __all__)
+open_to_callers(globals())

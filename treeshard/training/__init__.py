@@ -27,7 +27,7 @@ from treeshard._core.processes import (
 )
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
-from treeshard._core.tracebacks import hide_frames
+from treeshard._core.tracebacks import open_to_callers
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan_tied
 from treeshard._planning.plan_in_force import INITIALISING, default_batch, plan_in_force
@@ -46,10 +46,6 @@ __all__ = [
     "shard_map_step",
     "value_and_grad",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
 
 
 # ------------------------------------------------------------------ initialise
@@ -355,4 +351,4 @@ def _quoted(axes: Sequence[str]) -> str:
     return ", ".join(map(repr, axes))
 
 
-hide_frames(globals(), __all__)
+open_to_callers(globals())
