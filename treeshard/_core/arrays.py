@@ -31,7 +31,7 @@ def is_array(x: Any) -> bool:
 
 def has_shape(x: Any) -> bool:
     """Whether `x` is an array or a `ShapeDtypeStruct`."""
-    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    return isinstance(x, jax.ShapeDtypeStruct) or is_array(x)
 
 
 def has_gradient(x: Any) -> bool:

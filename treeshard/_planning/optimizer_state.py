@@ -21,6 +21,7 @@ from treeshard._core.spec_trees import SpecCarrier, SpecTree, lay, raise_misfits
 from treeshard._core.specs import axes_of, entries
 from treeshard._planning.mirrors import Original, follow
 from treeshard._planning.tactics import fsdp, min_size_in_force
+from treeshard._planning.tree_walk import shape_of_each
 from treeshard.errors import SpecError
 
 
@@ -84,12 +85,13 @@ def optimizer_state_specs(
     leaves, treedef = tree_flatten(params)
     # Without the argument `mesh`, only ranks are checked.
     laid = lay(params, param_specs, choose_mesh=lambda *_: checked_on, name="param_specs")
-    misfits = {i: m for i, spec in enumerate(laid) if spec is not None and (m := spec.misfit())}
+    adjusted = [(i, spec) for i, spec in enumerate(laid) if spec is not None and spec.adjustments]
+    misfits = {i: misfit for i, spec in adjusted if (misfit := spec.misfit())}
     what = "parameters do not fit their param_specs:"
     raise_misfits(params, misfits, "optimizer_state_specs", what)
     original = Original(
         treedef,
-        [tuple(leaf.shape) if has_shape(leaf) else None for leaf in leaves],
+        shape_of_each(leaves),
         [None if spec is None else spec.requested for spec in laid],
     )
     specs = [followed.spec for followed in follow(opt_state, original)]
