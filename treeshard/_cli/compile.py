@@ -59,13 +59,7 @@ def mesh_for(axes: str | None, topology: str | None) -> jax.sharding.Mesh:
 
 
 def load_step(text: str, mesh: jax.sharding.Mesh) -> tuple[Step, Any, Any]:
-    """Calls `MODULE:FUNCTION` with a mesh, for a step and structs of its state and its batch.
-
-    Raises:
-        FormatError: As `load_function` and `call_function`, or if the function returns something
-            else.
-        TreeShardError: As the function raised it.
-    """
+    """Calls `MODULE:FUNCTION` with a mesh, for a step and structs of its state and its batch."""
     result = call_function(text, load_function(text), mesh)
     if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], Step):
         shown = (
@@ -83,8 +77,7 @@ def load_step(text: str, mesh: jax.sharding.Mesh) -> tuple[Step, Any, Any]:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Says on standard error what takes long, and for how long: in place on a terminal, else once
-    a minute."""
+    """Says on standard error what takes long: in place on a terminal, else once a minute."""
     start, done = time.monotonic(), threading.Event()
     is_terminal = sys.stderr.isatty()
 

@@ -18,14 +18,10 @@ _BLOCK = 2**18  # numbers to compare at a time
 
 
 class Numbers(NamedTuple):
-    """How the numbers of two arrays differ.
+    """How many numbers of two arrays differ in their bits, and by how much at most.
 
-    Attributes:
-        differing: How many numbers differ in their bits.
-        size: How many numbers each array has.
-        max_abs: The largest difference of two finite numbers; `None` for keys and packed types.
-        max_relative: The largest difference relative to the larger of the two.
-        not_finite: How many of the differing pairs have a NaN or an infinity.
+    Differences are of finite numbers, and `None` for keys and packed types; the relative one is
+    relative to the larger number. `not_finite` pairs that differ have a NaN or an infinity.
     """
 
     differing: int
@@ -36,13 +32,7 @@ class Numbers(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """A leaf that both trees have and that differs.
-
-    Attributes:
-        a: The leaf in the first tree.
-        b: The leaf in the second tree.
-        numbers: How its numbers differ; `None` if the types differ, or it is not an array.
-    """
+    """A leaf that differs; `numbers` is `None` if the types differ, or if it is not an array."""
 
     a: SavedLeaf
     b: SavedLeaf
@@ -50,15 +40,7 @@ class Changed(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """How two trees differ.
-
-    Attributes:
-        same: How many leaves are the same.
-        unread: How many of those are arrays that were not read, since their checksums are the same.
-        changed: The leaves that differ, by path.
-        only_in_a: The paths that only the first tree has.
-        only_in_b: The paths that only the second tree has.
-    """
+    """How two trees differ; `unread` of the leaves that are the `same` have equal checksums."""
 
     same: int
     unread: int
@@ -75,16 +57,7 @@ def difference(
 ) -> Difference:
     """Compares two trees leaf by leaf, with a few leaves of each in memory at a time.
 
-    Arrays with the same checksums are not read.
-
-    Args:
-        a: The first tree.
-        b: The second tree.
-        names: The paths in `b` of the leaves of `a`.
-        progress: Whether to show a progress bar with one step a leaf (needs `tqdm`).
-
-    Raises:
-        DamagedError: If leaves are damaged.
+    Arrays with the same checksums are not read. `names` are the paths in `b` of the leaves of `a`.
     """
     renamed = ((names[x.path], x) for x in a.contents.leaves)
     pairs = pair(renamed, ((y.path, y) for y in b.contents.leaves))
@@ -141,13 +114,7 @@ def _read(
 
 
 def compare_numbers(a: np.ndarray, b: np.ndarray, *, opaque: bool = False) -> Numbers:
-    """How the numbers of two arrays of one shape and dtype differ.
-
-    Args:
-        a: The first array.
-        b: The second array.
-        opaque: Whether to compare bits only, as for PRNG keys.
-    """
+    """How the numbers of two arrays of one shape and dtype differ; only their bits if `opaque`."""
     a, b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
     blocks = [
         _of_block(a[i : i + _BLOCK], b[i : i + _BLOCK], opaque) for i in range(0, a.size, _BLOCK)

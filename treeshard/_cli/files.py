@@ -282,12 +282,7 @@ def _wants_bar() -> bool:
 
 
 def _renamed(paths: Iterable[str], rules: Sequence[str], command: str) -> dict[str, str]:
-    """The new names of leaves by their paths, from rules `REGEX=>NEW` applied in order.
-
-    Raises:
-        FormatError: If a rule is malformed.
-        CheckpointError: If leaves would share a name.
-    """
+    """The new names of leaves by their paths, from rules `REGEX=>NEW` applied in order."""
     pairs = [_read_rule(rule) for rule in rules]
 
     def rename(path: str) -> str:

@@ -12,12 +12,7 @@ from treeshard.errors import FormatError, TreeShardError, did_you_mean
 
 
 def load_function(text: str) -> Callable[..., Any]:
-    """Imports `package.module:function`, also from the current directory.
-
-    Raises:
-        FormatError: If the text has another form, if the module cannot be imported, or if it has
-            no such function. The message names what is there, and the way out.
-    """
+    """Imports `package.module:function`, also from the current directory."""
     match = re.fullmatch(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)", text)
     if match is None:
         file = re.fullmatch(r"(.*)\.py:(\w+)", text)
@@ -50,12 +45,7 @@ def load_function(text: str) -> Callable[..., Any]:
 
 
 def call_function(text: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function that `load_function` returned for `text`.
-
-    Raises:
-        TreeShardError: As the function raised it.
-        FormatError: If it raised another error. The message has that error and its line.
-    """
+    """Calls a function that `load_function` returned; what it raises becomes a `FormatError`."""
     try:
         return function(*arguments)
     except TreeShardError:

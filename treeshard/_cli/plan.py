@@ -73,11 +73,6 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     - a file whose name ends in `.safetensors`, or the index of several. Their headers are enough:
       a download that was cut short has them
     - a checkpoint, or a directory of checkpoints
-
-    Raises:
-        FormatError: If the file is none of these. The message names the bad entries.
-        CheckpointError: As `open_stored`.
-        OSError: If it cannot be read.
     """
     if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
         with open_stored(str(path), shapes_only=True) as tree:
@@ -132,13 +127,7 @@ _LONGEST_RULES = 2**20
 
 
 class RulesFile(NamedTuple):
-    """The content of a rules file.
-
-    Attributes:
-        rules: Pairs of a pattern and an action.
-        min_size: The smallest size to shard, in elements; `None` if not given.
-        logical: The mesh axes of logical names; `None` if not given.
-    """
+    """The content of a rules file; what it does not give is `None`."""
 
     rules: list[tuple[str, Any]]
     min_size: int | None
@@ -149,15 +138,8 @@ def read_rules_file(path: Path) -> RulesFile:
     """Reads rules from a TOML file.
 
     It has `[[rules]]` tables with a pattern and an action each, an optional `min_size`, and an
-    optional table `[logical]` of mesh axes by logical name.
-
-    Actions are written as in Python: `"None"`, `"P('fsdp', None)"`, a tuple of logical names,
-    or a strategy string.
-
-    Raises:
-        FormatError: If the file is not TOML (the message has line and column), or has other
-            content (the message has its key).
-        OSError: If it cannot be read.
+    optional table `[logical]` of mesh axes by logical name. Actions are written as in Python:
+    `"None"`, `"P('fsdp', None)"`, a tuple of logical names, or a strategy string.
     """
     try:
         raw = tomllib.loads(read_file(path, _LONGEST_RULES, pipes=True).decode())

@@ -18,14 +18,10 @@ from treeshard.interchange._format import PACKED
 
 @dataclass(frozen=True)
 class StoredTree:
-    """A tree on disk.
+    """A tree on disk. Tensors have neither specs nor checksums.
 
-    Attributes:
-        format: `"checkpoint"` or `"safetensors"`.
-        contents: Its leaves. Tensors have neither specs nor checksums.
-        read: Reads some of its leaves, a few at a time.
-        steps: All steps, if the tree is in a directory of checkpoints.
-        damages: Reads some of its leaves, and says how each is damaged. Tensors have no checksums.
+    `read` reads some of its leaves, a few at a time, and `damages` says how each is damaged.
+    `steps` are all steps of the directory of checkpoints that it is in.
     """
 
     format: str
@@ -38,18 +34,9 @@ class StoredTree:
 def open_stored(
     path: str, step: int | None = None, shapes_only: bool = False
 ) -> AbstractContextManager[StoredTree]:
-    """Opens a checkpoint, the latest of a directory of checkpoints, or safetensors files.
+    """Opens a checkpoint, one of a directory of them (by default the latest), or safetensors files.
 
-    Args:
-        path: The file or directory.
-        step: The step to open in a directory of checkpoints.
-        shapes_only: Whether the data of safetensors files may be missing.
-
-    Raises:
-        CheckpointError: If `path` is none of these.
-        DamagedError: If the checkpoint's table of leaves is damaged.
-        FormatError: If the checkpoint has another version, or the file is not safetensors.
-        OSError: If it cannot be read.
+    With `shapes_only`, the data of safetensors files may be missing.
     """
     if not _has_tensors(path):
         return nullcontext(_checkpoint(path, step))

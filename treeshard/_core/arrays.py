@@ -21,8 +21,7 @@ def array_text(x: Any) -> str:
 def is_array(x: Any) -> bool:
     """Whether `x` is an array of numbers or keys, which can be placed on devices.
 
-    Functions, strings, Python scalars and numpy's object arrays are not: every function
-    returns them unchanged.
+    Functions, strings, Python scalars and numpy's object arrays are not: they stay unchanged.
     """
     if isinstance(x, jax.Array):
         return True
@@ -100,9 +99,7 @@ def _memory(x: jax.Array | np.ndarray) -> Any:
 
 
 class StaticSplit:
-    """Splits the leaves of a tree into dynamic ones (arrays, as a rule) and static ones.
-
-    It then splits and joins the leaves of all trees with the same structure.
+    """Splits the leaves of trees of one structure into dynamic (arrays, as a rule) and static ones.
 
     `indices` are those of the dynamic leaves, and `static` has the other leaves by index.
     """
@@ -193,20 +190,16 @@ def within(part: Region, region: Region) -> tuple[slice, ...]:
 
 
 def run_dim(part: Sequence[int], shape: Sequence[int]) -> int:
-    """The dim from which a part of an array is contiguous in C order: the last one that is split.
-
-    0 if no dim is split, since the part is then the full array.
-    """
+    """The dim from which a part of an array is contiguous in C order: the last split one, else
+    0."""
     split = (dim for dim, length in enumerate(part) if length < shape[dim])
     return max(split, default=0)
 
 
 def runs(region: Region, shape: Sequence[int]) -> tuple[np.ndarray, int]:
-    """The contiguous runs of a region in the C order of its array, in items.
+    """The starts of the contiguous runs of a region in the C order of its array, and their length.
 
-    Returns:
-        The starts of the runs, an int64 array with the shape of the region before `run_dim`, and
-        the length of a run.
+    Both count items; the starts have the shape of the region before `run_dim`.
 
     Examples:
         >>> runs(((1, 3), (2, 4)), (4, 8))
@@ -271,8 +264,7 @@ def _copies(x: jax.Array, full: np.ndarray) -> tuple[Any, ...]:
     """Which shards to read, by position, and the index in the full array of each.
 
     numpy copies the contiguous runs of a shard faster if each is one opaque item. If that is
-    possible, also returns the dtype of such an item, and the shapes of the full array and of a
-    shard in items.
+    possible, also returns its dtype, and the shapes of the full array and of a shard in items.
     """
     shard_shape = x.sharding.shard_shape(x.shape)
     read = [(i, s.index) for i, s in enumerate(x.addressable_shards) if s.replica_id == 0]
@@ -289,10 +281,8 @@ def _on_host(x: jax.Array) -> bool:
 
 
 def numbers(x: Any) -> np.ndarray:
-    """The numbers of an array on the host or on devices of this process; of keys, the key data.
-
-    Makes no copy if one device or the host holds all of them.
-    """
+    """The numbers of a local array, or its key data: not copied if one device, or the host, has
+    all."""
     if not isinstance(x, jax.Array):
         return np.asarray(x)
     data = data_of(x)
@@ -300,19 +290,12 @@ def numbers(x: Any) -> np.ndarray:
 
 
 def to_read(x: jax.Array) -> jax.Array:
-    """`x`, or on accelerators a second handle, so that reading it caches no host copy on `x`.
-
-    On the CPU platform reading gives views instead of copies.
-    """
+    """`x`, or on accelerators a second handle, so that reading it caches no host copy on `x`."""
     return x if _on_host(x) else second_handle(x)
 
 
 def second_handle(x: jax.Array) -> jax.Array:
-    """Another array on the same memory.
-
-    JAX caches the host copy of an array on the object that is read, so the copy is freed
-    with that object.
-    """
+    """Another array on the same memory; the host copy that JAX caches on it is freed with it."""
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 

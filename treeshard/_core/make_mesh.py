@@ -119,8 +119,8 @@ def make_mesh(
 def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = False) -> Mesh:
     """Returns a mesh that arrays can be placed on; by default the mesh in force.
 
-    Raises `NoMeshError` without one, and `NoDevicesError` in the name of `where` if the mesh is
-    abstract, or its devices are not attached and it is not to `compile_only`.
+    Raises an error in the name of `where` if the mesh is abstract, or its devices are not attached
+    and it is not to `compile_only`.
     """
     mesh = make_mesh(mesh) if isinstance(mesh, str) else current_or_given(mesh)
     if isinstance(mesh, Mesh):

@@ -50,9 +50,11 @@ def exchange(
     moves: bool = True,
     lane: str = "",
 ) -> list[bytes]:
-    """Sends a message to every participating process and returns all messages.
+    """Sends a message to every participating process; returns those of all, in order of their
+    indices.
 
-    Either all processes return or all raise: a process that arrives late gets the error too.
+    Either all processes return or all raise a `ProcessError`, which says who is missing or makes
+    another call: a process that arrives late gets the error too.
 
     Args:
         what: The operation, such as `"save /runs/7/step_100"`; the same on every process.
@@ -63,13 +65,6 @@ def exchange(
         moves: Whether data travels after this meeting. Then all threads and all started steps
             must be in one order. Other calls of threads in the background meet on their own.
         lane: Names a sequence of meetings of its own.
-
-    Returns:
-        The message of each process, in the order of their indices.
-
-    Raises:
-        ProcessError: If a process did not arrive in time, or makes another call. The message
-            names it.
     """
     participants = indices(among)
     if participants == [jax.process_index()]:
@@ -119,13 +114,8 @@ _last = threading.local()
 
 
 class _Sequence:
-    """The meetings of some processes, as this one knows them.
-
-    Attributes:
-        lock: Held by the thread whose call it is.
-        number: The number of the next meeting.
-        steps: How many programs this process has started without a meeting.
-    """
+    """The meetings of some processes, and how many programs this one has started without a
+    meeting."""
 
     def __init__(self, participants: tuple[int, ...], lane: str) -> None:
         self._participants, self._lane = participants, lane

@@ -99,10 +99,8 @@ def get_incontext_mesh(*, raise_error: bool = True) -> AnyMesh | None:
 
 
 def current_or_given(mesh: MeshLike | None) -> AnyMesh:
-    """Returns `mesh`, without devices if it is text; else the mesh in force.
-
-    Raises `NoMeshError` if there is neither.
-    """
+    """Returns `mesh`, without devices if it is text; else the mesh in force, or raises
+    `NoMeshError`."""
     if mesh is not None:
         return as_mesh(mesh)
     current = get_incontext_mesh()

@@ -16,11 +16,7 @@ B = TypeVar("B")
 
 
 def is_box(x: Any) -> bool:
-    """Whether `x` is a Flax box around an array.
-
-    Recognised without importing Flax: a Linen box has `replace_boxed`, an nnx variable has
-    metadata.
-    """
+    """Whether `x` is a Flax box around an array: a Linen box, or an nnx variable."""
     kind = type(x)
     return hasattr(kind, "replace_boxed") or (
         hasattr(kind, "get_metadata") and hasattr(kind, "get_value")
@@ -112,8 +108,8 @@ def warn_untied(
 ) -> None:
     """Warns if a tree has one array at several paths, and a call makes several arrays of it.
 
-    `before` are the leaves of the tree, which is at the path `prefix` of a larger one, and `after`
-    is what becomes of each; by default an object of its own. `fix` says what to do about it.
+    `before` are its leaves, and `after` is what becomes of each: by default an object of its own.
+    The tree is at the path `prefix` of a larger one.
     """
     pairs = [(i, j) for i, j in ties(before).items() if after is None or after[i] is not after[j]]
     if pairs:
@@ -136,8 +132,7 @@ def shared_names(
 ) -> dict[str, list[str]]:
     """The names that several leaves of a tree share, each with the key paths of these leaves.
 
-    `names` has one for each leaf, in order: its path, or its name in a file; `None` for leaves
-    that do not need one.
+    `names` has one for each leaf, in order; `None` for leaves that do not need one.
 
     Examples:
         >>> tree = {"a/b": 1, "a": {"b": 2}}

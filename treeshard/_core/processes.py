@@ -37,22 +37,11 @@ def together(
     timeout: float = TIMEOUT,
     moves: bool = True,
 ) -> Iterator[list[bytes]]:
-    """Runs its block on every process; if it raises on one, all raise.
+    """Runs its block on every process; if it raises on one, all raise. Arguments as in `exchange`.
 
-    Args:
-        what: As in `exchange`.
-        among: As in `exchange`.
-        timeout: As in `exchange`.
-        moves: As in `exchange`.
-
-    Yields:
-        An empty list. The block may append the message of this process; after the block, the
-        list has the message of each process, in the order of their indices.
-
-    Raises:
-        ProcessError: If a process did not arrive, or if the block raised on other processes but
-            not here; the message quotes their errors.
-        Exception: The error that the block raised on this process.
+    Yields a list, to which the block may append the message of this process; after the block, it
+    has the message of each process. The error of the block is raised here; on the others, a
+    `ProcessError` quotes it.
     """
     messages: list[bytes] = []
     own_error: Exception | None = None
@@ -90,22 +79,9 @@ def agreeing(
 ) -> Iterator[dict[str, str]]:
     """Runs its block on every process; if the blocks record different facts, all raise.
 
-    The processes exchange a hash of the facts, and the facts themselves only if hashes differ.
-
-    Args:
-        what: The operation, as in `exchange`.
-        among: As in `exchange`.
-        timeout: Seconds to wait for the other processes.
-        moves: As in `exchange`.
-
-    Yields:
-        A dict for the block to fill, in order: what this process is about to do, by leaf path
-        or another name.
-
-    Raises:
-        ProcessError: If the facts differ; the message says which, how, and on which processes.
-            If a process did not arrive in time. If the block raised on other processes.
-        Exception: The error that the block raised on this process.
+    Yields a dict for the block to fill, in order: what this process is about to do, by leaf path or
+    another name. The processes exchange a hash of the facts, and the facts themselves only if
+    hashes differ. Otherwise as `together`.
     """
     facts: dict[str, str] = {}
     encoded = b""
@@ -246,16 +222,8 @@ def with_bar(
 ) -> Iterator[T]:
     """Iterates over `items` with a progress bar on the terminal of process 0.
 
-    Where stderr is not a terminal, there is a line for each tenth instead.
-
-    Args:
-        items: The items. Without items there is no bar.
-        what: The public function, which the bar and the error message name.
-        unit: What one item is.
-        show: Whether to show a bar: the `progress` argument of the public function.
-
-    Raises:
-        ImportError: If `show` is true and `tqdm` is not installed; on every process.
+    Where stderr is not a terminal, there is a line for each tenth instead. If `show` is true and
+    `tqdm` is not installed, it raises on every process, in the name of `what`.
     """
     if not show:
         return iter(items)

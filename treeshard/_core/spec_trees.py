@@ -121,18 +121,9 @@ def specs_of_leaves(
 ) -> list[Any]:
     """Matches a tree of specs with a tree: one spec for every leaf of `tree`, in its order.
 
-    Args:
-        specs: A tree of `PartitionSpec`s or `NamedSharding`s with the structure of
-            `tree`, a prefix of one (one spec for a whole subtree), or a `Plan`. `None`
-            means "leave this subtree as it is".
-        tree: Any pytree.
-        name: The name that messages use for `specs`.
-        resolve: Turns a tuple of logical names into a spec, or raises `SpecError`. Without
-            it such a tuple is an error.
-
-    Raises:
-        SpecError: If `specs` is not a prefix of `tree`; the message shows both sides at the
-            first path that differs. If an entry is not a spec, or names do not resolve.
+    `None` means "leave this subtree as it is". Messages use `name` for `specs`. `resolve` turns a
+    tuple of logical names into a spec; without it such a tuple is an error. Raises `SpecError` that
+    shows both sides at the first path that differs, or all entries that are not specs.
     """
     if isinstance(specs, SpecCarrier):
         specs = specs.specs
@@ -150,10 +141,7 @@ def specs_of_leaves(
 def flatten_specs(
     specs: SpecTree, name: str = "specs", resolve: Callable[[Any], Any] | None = None
 ) -> tuple[list[Any], Any]:
-    """Flattens a tree of specs, with `None`s as leaves and tuples of logical names resolved.
-
-    Returns the specs and the `PyTreeDef`. Arguments and errors as in `specs_of_leaves`.
-    """
+    """Flattens a tree of specs, with `None`s as leaves and tuples of logical names resolved."""
     flat, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
     return _resolved(specs, flat, name, resolve), treedef
 
@@ -259,13 +247,8 @@ def _describe(x: Any) -> str:
 
 
 class Misfit(NamedTuple):
-    """Why a leaf cannot have its spec, or cannot be placed at all.
-
-    Attributes:
-        error: The class to raise.
-        why: The fact and the fix, in words.
-        requested: The requested placement, in words; empty if only the leaf is at fault.
-    """
+    """Why a leaf cannot have the placement `requested`, or none at all; and which error to
+    raise."""
 
     error: type[TreeShardError]
     why: str
@@ -274,14 +257,9 @@ class Misfit(NamedTuple):
 
 @dataclass(frozen=True)
 class LaidSpec:
-    """The spec of one leaf, on a mesh and for the leaf's shape.
+    """The spec of one leaf as requested, and the part of it that fits a mesh and the leaf.
 
-    Attributes:
-        requested: The spec as it was given.
-        spec: The part of it that fits, as `project` returns it.
-        mesh: The mesh that it was projected on; `None` without one.
-        memory_kind: That of the `NamedSharding` that gave the spec, if one did.
-        adjustments: How `spec` differs from `requested`.
+    `memory_kind` is that of the `NamedSharding` that gave the spec, if one did.
     """
 
     requested: PartitionSpec
@@ -298,9 +276,7 @@ class LaidSpec:
     def misfit(self, kinds: Container[str] = MISFITS) -> Misfit | None:
         """Returns why the leaf cannot have what was requested; `None` if it can.
 
-        Args:
-            kinds: The kinds of adjustments that count as misfits. With `"unconstrained"` among
-                them, so does a dim that is `UNCONSTRAINED`.
+        These kinds of adjustments count; `"unconstrained"` is a dim that is `UNCONSTRAINED`.
         """
         notes = [note for note in self.adjustments if note.kind in kinds]
         reasons = [note.why for note in notes]
@@ -333,23 +309,19 @@ def lay(
 ) -> list[LaidSpec | None]:
     """Lays specs beside a tree: each leaf's spec, projected on its mesh and shape.
 
+    `None` for leaves without a shape, and where the spec is `None`. Equal leaves share one
+    `LaidSpec`, and so its sharding. A spec that does not fit is no error here: see
+    `LaidSpec.misfit`.
+
     Args:
         tree: Any pytree.
-        specs: A tree of specs, a prefix of one, or a `Plan`; as in `specs_of_leaves`.
+        specs: As in `specs_of_leaves`, with `name` and `resolve`.
         mesh: The mesh. Without one, that of the `Plan` or of each `NamedSharding`.
         choose_mesh: Takes that mesh, or `None`, and the leaf; returns the mesh to project on.
             Returning `None` checks only ranks. By default it is that mesh, or the one in force.
         manual: As in `project`.
-        name: As in `specs_of_leaves`.
-        resolve: As in `specs_of_leaves`.
-
-    Returns:
-        One `LaidSpec` for each leaf, in order; `None` for leaves without a shape, and where the
-        spec is `None`. Equal leaves share one, and so its sharding.
-
-    Raises:
-        SpecError: As `specs_of_leaves`. For specs that do not fit their leaf see
-            `LaidSpec.misfit` and `raise_misfits`.
+        name: See `specs`.
+        resolve: See `specs`.
     """
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
@@ -389,8 +361,7 @@ def raise_misfits(
 ) -> None:
     """Raises one error that names every misfit, by leaf index, with its leaf; or does nothing.
 
-    The headline is `where`, the number of misfits and `what`; `advice` is a last line. The tree is
-    at the path `prefix` of a larger one.
+    The headline has `where` and `what`; `advice` is a last line. The tree is at the path `prefix`.
     """
     if not misfits:
         return

@@ -81,10 +81,8 @@ def entry_of(axes: Sequence[str]) -> Entry:
 
 
 def with_entries(spec: PartitionSpec, new: Sequence[Entry]) -> PartitionSpec:
-    """`spec` with new entries and the same `unreduced` and `reduced` axes.
-
-    Trailing `None`s are dropped, so that equal placements have equal specs.
-    """
+    """`spec` with new entries and its `unreduced` and `reduced` axes; trailing `None`s are
+    dropped."""
     trimmed = list(new)
     while trimmed and trimmed[-1] is None:
         trimmed.pop()
@@ -127,23 +125,20 @@ def project(
     manual: frozenset[str] = frozenset(),
     divisible: bool = True,
 ) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
-    """Projects a spec on a mesh and a shape: the part of it that is possible there.
+    """Projects a spec on a mesh and a shape: returns the part that is possible there, and what is
+    not.
 
-    Drops axes that the mesh lacks, Manual axes and repeated axes (an axis goes to the first
-    dim that names it). Per dim, keeps the longest prefix of axes that divides it. Drops
-    entries beyond the rank. No axis moves to another dim.
+    Drops axes that the mesh lacks, Manual axes and repeated axes (an axis goes to the first dim
+    that names it). Per dim, keeps the longest prefix of axes that divides it. Drops entries beyond
+    the rank. No axis moves to another dim. If nothing has to change, returns `spec` itself.
 
     Args:
         spec: The requested spec.
         mesh: The mesh; without one only the rank is checked.
         shape: The shape of the array; without one, neither the rank nor divisibility is checked.
-        manual: Axes that specs must not name here, because the code already runs once per
-            device along them.
+        manual: Axes along which the code already runs once per device, so that specs must not
+            name them.
         divisible: Whether axes must divide their dim. If not, the spec may be uneven.
-
-    Returns:
-        The spec that is possible (`spec` itself if nothing had to change), and the
-        adjustments in the order of dims.
     """
     requested = entries(spec)
     rank = len(requested) if shape is None else len(shape)

@@ -77,13 +77,7 @@ _GPUS_PER_NODE = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices of one kind and how they are connected.
-
-    Attributes:
-        chip: The kind of device.
-        shape: The dims of a slice in chips, or `(nodes, GPUs per node)`.
-        slices: The number of slices.
-    """
+    """Devices of one kind: slices with these dims in chips, or `(nodes, GPUs per node)`."""
 
     chip: Chip
     shape: tuple[int, ...]
@@ -117,12 +111,7 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Reads `v5e:16x16`, `v5e-256`, `v6e:16x16*2`, `h100:2x8` or `h200:8`.
-
-    Raises:
-        MeshError: If the text cannot be read, or no such slice exists. The message names the
-            nearest ones.
-    """
+    """Reads `v5e:16x16`, `v5e-256`, `v6e:16x16*2`, `h100:2x8` or `h200:8`."""
     match = re.fullmatch(r"\s*([A-Za-z]\w*?)([:-])(\d+(?:x\d+)*)(?:\*(\d+))?\s*", text)
     if match is None:
         raise MeshError(
@@ -208,12 +197,7 @@ def _no_such_slice(text: str, chip: Chip, chips: int) -> MeshError:
 
 
 def topology_devices(text: str) -> list[Any]:
-    """The devices of a topology, for compiling; they cannot hold arrays.
-
-    Raises:
-        MeshError: As `parse_topology`.
-        ImportError: If the compiler's package is not installed; the message names the extra.
-    """
+    """The devices of a topology, for compiling; they cannot hold arrays."""
     return list(_devices_of(parse_topology(text)))
 
 

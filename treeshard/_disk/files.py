@@ -19,11 +19,7 @@ PathLike = str | os.PathLike[str]
 
 
 def file_path(path: PathLike) -> Path:
-    """A path in a file system, with `~` expanded; `file:///runs` is `/runs`.
-
-    Raises:
-        CheckpointError: If it is the address of something else, or contains a NUL character.
-    """
+    """A path in a file system, with `~` expanded; `file:///runs` is `/runs`."""
     text = os.fspath(path)
     if text.startswith("file:///"):
         text = text.removeprefix("file://")
@@ -59,11 +55,7 @@ def flush_tree(directory: PathLike) -> None:
 
 
 def make_directory(path: os.PathLike[str]) -> None:
-    """Creates a directory and its parents, durably, unless it exists. Object stores have none.
-
-    Raises:
-        CheckpointError: If it cannot be created.
-    """
+    """Creates a directory and its parents, durably, unless it exists. Object stores have none."""
     if "://" in str(path):
         return
     try:
@@ -82,15 +74,8 @@ class Lock:
     """An exclusive lock for writing at a path, held from construction to `release`.
 
     It is an `flock` on a file beside the path, or inside a directory of several checkpoints. The
-    system releases it when the process ends, even if the process is killed.
-
-    Args:
-        file: The file to lock. It names the holder, and is removed on release.
-        what: What is locked, for messages.
-
-    Raises:
-        CheckpointError: If another process, or this one, holds the lock: it says which. If the file
-            cannot be created.
+    system releases it when the process ends, even if the process is killed. The file names the
+    holder, for the `CheckpointError` of a second one.
     """
 
     def __init__(self, file: Path, what: str) -> None:
@@ -178,22 +163,16 @@ def new_files(
     """Opens files under hidden names beside `paths`, the same files on every process.
 
     Once all processes have left the block without an error, the files are renamed to `paths`, in
-    this order, and replace existing ones. After an error on any process they are removed.
+    this order, and replace existing ones. After an error on any process they are removed. The last
+    of several is their index; an existing one is removed before the others are replaced.
 
     Args:
         name: The path that is locked: one run at a time writes files under it.
-        paths: The files. Of several, the last is the index of the others: an existing index is
-            removed before the others are replaced.
+        paths: The files.
         earlier: Whether a file of this name beside `name` belongs to it. At the end, those of
             earlier saves are removed; at the beginning, those that killed ones left unfinished.
         what: The operation, as in `together`.
         timeout: Seconds to wait for other processes; waits for their writes have no limit.
-
-    Raises:
-        CheckpointError: If another run is writing the same files, or if a process does not see
-            the files that process 0 created.
-        ProcessError: If other processes fail, or do not arrive.
-        OSError: If a file cannot be created or written.
     """
     first = jax.process_index() == 0
     hidden = [path.with_name(f".{path.name}{_PART}") for path in paths]

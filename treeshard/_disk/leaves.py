@@ -94,9 +94,9 @@ def stored_dtype(dtype: str) -> str:
 
 
 def store_key(path: str) -> str:
-    """The key of a leaf in the array store: its path with `.` for `/`, safe as a file name.
+    """The key of a leaf in the array store: `layers/0/w` becomes `layers.0.w`, safe as a file name.
 
-    Different paths have different keys. `layers/0/w` becomes `layers.0.w`, as in a nested tree.
+    Different paths have different keys.
     """
     parts = [quote(part, safe="").replace(".", "%2E") for part in path.split("/")]
     key = ".".join(parts)
@@ -172,13 +172,9 @@ _SCALAR_KINDS = {row[0]: kind for kind, row in _SCALARS.items()}
 
 
 class ReadLeaf(NamedTuple):
-    """A leaf, read to host memory.
+    """A leaf, read to host memory; `damage` is empty if it is as saved.
 
-    Attributes:
-        row: Its row in the table.
-        array: Its values in their own dtype: the data of keys, the bytes of packed numbers; `None`
-            if it is not an array, or is damaged.
-        damage: How it is damaged; empty if it is as saved.
+    `array` has the data of keys, and the bytes of packed numbers; it is `None` without either.
     """
 
     row: SavedLeaf

@@ -24,14 +24,9 @@ from treeshard.errors import FormatError, MismatchError, did_you_mean, listed, w
 
 
 class LeafType(NamedTuple):
-    """The type of a leaf, whatever its values.
+    """The type of a leaf, whatever its values; `kind` and `dtype` are as in `SavedLeaf`.
 
-    Attributes:
-        kind: As in `SavedLeaf`.
-        shape: The shape of an array, or of an array of keys.
-        dtype: The name of its dtype; empty for other kinds.
-        on_devices: Whether it will be a `jax.Array`, which has 64-bit dtypes only in JAX's x64
-            mode.
+    On devices it will be a `jax.Array`, which has 64-bit dtypes only in JAX's x64 mode.
     """
 
     kind: str
@@ -66,25 +61,17 @@ def leaf_type(x: Any) -> LeafType | None:
 
 
 class Differences(NamedTuple):
-    """How the requested leaves differ from the stored ones.
-
-    Attributes:
-        missing: The paths that are requested but not stored.
-        unexpected: The paths that are stored but not requested.
-        misfits: Why stored leaves cannot be read as requested, by path.
-    """
+    """How the requested leaves differ from the stored ones, by path."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     misfits: dict[str, str]
 
     def check(self, source: str = "the checkpoint", *, partial: bool = False) -> None:
-        """Raises one `MismatchError` that lists all differences, if there are any.
+        """Raises one `MismatchError` that lists all differences.
 
-        Args:
-            source: The name of the checkpoint or file, for the message.
-            partial: Whether leaves may be missing or unexpected. A `ShardingWarning` then lists
-                the missing ones.
+        If `partial`, leaves may be missing or unexpected; a `ShardingWarning` lists the missing
+        ones.
         """
         facts: list[str] = []
         if self.misfits:
@@ -118,11 +105,7 @@ def compare(
 ) -> Differences:
     """Compares the requested leaves with the stored ones, by path.
 
-    Args:
-        stored: The stored leaves.
-        requested: The requested leaves. The result of a read has their dtypes.
-        cast: The dtype that arrays of other floating-point dtypes may be converted to. Nothing
-            else is converted; without it, nothing is.
+    Floating-point arrays may be converted to the dtype `cast`; nothing else is converted.
     """
     missing, unexpected, misfits = [], [], {}
     for path, wanted, found in pair(requested.items(), stored.items()):
@@ -186,13 +169,7 @@ class Placing(NamedTuple):
 
 
 class RequestedLeaf(NamedTuple):
-    """A requested leaf.
-
-    Attributes:
-        name: Its name in the checkpoint or file.
-        type: Its type.
-        sharding: The sharding of an array; `None` for the default device, or for numpy.
-    """
+    """A requested leaf; `sharding` is `None` for the default device, and for numpy."""
 
     name: str
     type: LeafType
@@ -200,14 +177,10 @@ class RequestedLeaf(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A read request: what is requested, what is stored, and how they differ.
+    """A read request: the leaves of a like-tree, those requested of them, by index, and those
+    stored.
 
-    Attributes:
-        leaves: The leaves of the like-tree, `None`s included.
-        treedef: Its structure.
-        requested: The requested leaves by leaf index; static leaves are not among them.
-        stored: The types of the stored leaves by name.
-        differences: How they differ from the stored leaves.
+    `leaves` includes `None`s; static leaves are not requested.
     """
 
     leaves: list[Any]
@@ -254,27 +227,11 @@ def read_request(
     names: Callable[[PyTree], Mapping[int, str]],
     where: str,
 ) -> Request:
-    """Compares what a like-tree requests with what is stored.
+    """Compares what a like-tree requests with what is stored; arguments and errors as of `restore`.
 
-    With rules, these decide the shardings; otherwise the like-tree's own arrays do. numpy arrays
-    and `ShapeDtypeStruct`s without a sharding have none.
-
-    Args:
-        stored: The stored leaves by name.
-        like: A `Plan` or a tree, as in `restore`. `None` requests all stored leaves as a flat
-            dict by name, as numpy arrays unless there are rules.
-        placing: How to shard the arrays.
-        cast: As in `restore`.
-        names: Takes the like-tree, and returns the names of the leaves to read, by leaf index.
-            `None`s count as leaves (`is_leaf=is_none`).
-        where: The public function, for messages.
-
-    Raises:
-        ShardingRuleError: If the rules leave a leaf undecided, or decide a spec that does not fit.
-        NoMeshError: If there is no mesh for the rules.
-        MeshError: If the mesh is abstract: it has no devices.
-        FormatError: If `cast` is not a floating-point dtype.
-        ValueError: If a mesh is given without rules.
+    With rules, these decide the shardings; otherwise the like-tree's own arrays do. Without `like`,
+    all stored leaves are requested, by name. `names` takes the like-tree, whose `None`s are leaves,
+    and returns the names of the leaves to read, by index. `where` is the public function.
     """
     rules, mesh, min_size = placing
     if rules is None and (mesh is not None or min_size is not None):

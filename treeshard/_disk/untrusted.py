@@ -35,12 +35,7 @@ _KINDS = [
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a regular file, or a link to one, for reading. Never blocks.
-
-    Raises:
-        CheckpointError: If it is something else, such as a directory, a FIFO or a device.
-        OSError: If it cannot be opened.
-    """
+    """Opens a regular file, or a link to one, for reading. Never blocks."""
     _check_regular(path, os.stat(path))  # opening a device may have an effect
     file = open(  # noqa: SIM115  (the caller closes it)
         path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
@@ -62,16 +57,9 @@ def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
 def read_file(
     path: str | os.PathLike[str], most: int = MOST_BYTES, *, pipes: bool = False
 ) -> bytes:
-    """The bytes of a regular file.
+    """The bytes of a regular file, or with `pipes` of any, such as that of a shell's `<(...)`.
 
-    Args:
-        path: The file.
-        most: The most bytes to read.
-        pipes: Whether it may be of any kind, such as the pipe of a shell's `<(...)`.
-
-    Raises:
-        FormatError: If it has more than `most` bytes.
-        CheckpointError, OSError: As `open_file`.
+    Raises `FormatError` if it has more than `most`.
     """
     with open(path, "rb") if pipes else open_file(path) as file:
         data = file.read(most + 1)
@@ -82,11 +70,7 @@ def read_file(
 
 
 def parse(text: bytes) -> Any:
-    """As `parse_json`, for text of unknown origin.
-
-    Raises:
-        FormatError: If it is not valid JSON, or larger than `check_size` allows.
-    """
+    """As `parse_json`, for text of unknown origin: `check_size` limits it."""
     check_size(text)
     return parse_json(text)
 
@@ -109,10 +93,8 @@ def _at_most(most: int) -> str:
 def bytes_of_files(directory: str | os.PathLike[str]) -> int:
     """The bytes of all files in a directory. Links to directories are not followed.
 
-    Raises:
-        CheckpointError: If an entry is not a regular file, a directory, or a link to a file; if a
-            file of metadata is too large.
-        OSError: If a directory cannot be read.
+    Raises `CheckpointError` for what is neither a regular file nor a directory, nor a link to a
+    file, and for metadata that is too large.
     """
     total = 0
     with os.scandir(directory) as entries:
@@ -139,14 +121,9 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
 def check_memory(
     path: str | os.PathLike[str], arrays: Iterable[tuple[Sequence[int], Any, Sharding | None]]
 ) -> None:
-    """Checks that this process has the host memory for arrays, before any is read.
+    """Raises `CheckpointError` unless this process has the host memory to read arrays from `path`.
 
-    Args:
-        path: What they are read from.
-        arrays: The shape and the dtype of each, and its sharding, or `None` for host memory.
-
-    Raises:
-        CheckpointError: If it has not.
+    An array is given by its shape, dtype and sharding, which is `None` for host memory.
     """
     needed = 0
     for shape, dtype, sharding in arrays:

@@ -22,14 +22,7 @@ Shape = tuple[int, ...]
 
 
 class PlacedLeaf(NamedTuple):
-    """One array and its sharding.
-
-    Attributes:
-        path: Its path.
-        shape: The shape of the full array.
-        dtype: Its dtype.
-        sharding: How it is sharded; `None` if it is on no device.
-    """
+    """One array and its sharding, which is `None` if it is on no device."""
 
     path: str
     shape: Shape
@@ -65,10 +58,7 @@ class PlacedLeaf(NamedTuple):
 
 
 def placed_leaves(x: Any) -> list[PlacedLeaf]:
-    """Returns the arrays of a plan with their planned shardings, or of a live tree with theirs.
-
-    An array at several paths is returned once.
-    """
+    """Returns the arrays of a plan or a live tree, each once, with their shardings."""
     if isinstance(x, Plan):
         pairs = zip(x.leaves, x.sharding_of_each(), strict=True)
         return [PlacedLeaf(y.path, y.shape, y.dtype, s) for y, s in pairs if y.same_as is None]
@@ -102,7 +92,7 @@ def live_sharding(leaf: Any) -> Sharding | None:
 def bytes_by_device(leaves: Iterable[PlacedLeaf]) -> dict[int, int]:
     """Returns the bytes by device id; on an abstract mesh, by position in it (row-major).
 
-    Devices of a mesh that hold nothing are included, with 0. Pinned host memory does not count.
+    Devices that hold nothing are included. Pinned host memory does not count.
     """
     held: Counter[int] = Counter()
     by_mesh: dict[AnyMesh, np.ndarray] = {}

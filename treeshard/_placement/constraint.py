@@ -283,10 +283,8 @@ def _is_uneven_on_auto_axes(laid: LaidSpec) -> bool:
 
 
 def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
-    """Returns the mesh that shardings must name here.
-
-    `None` if there is no mesh, or if the requested one conflicts with the context.
-    """
+    """Returns the mesh that shardings must name here; `None` if there is none, or several
+    conflict."""
     context = context_mesh() or _mesh_of_type(value)
     mesh = get_incontext_mesh(raise_error=False) if requested is None else requested
     if mesh is None:

@@ -34,10 +34,7 @@ Read = Callable[[str, tuple[slice, ...]], Any]
 
 
 def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> Move | None:
-    """Returns how to move a leaf to its target; `None` if it is already there.
-
-    `from_single_device` moves arrays that are on a single device.
-    """
+    """Returns how to move a leaf to its target; `None` if it is already there."""
     if not isinstance(leaf, jax.Array):
         return through_host if target.is_fully_addressable else shard_from_full
     current = leaf.sharding
@@ -168,10 +165,8 @@ def shard_from_full(arrays: Sequence[Any], targets: Sequence[Sharding]) -> list[
 def transfer_across_processes(
     arrays: Sequence[jax.Array], targets: Sequence[NamedSharding]
 ) -> list[jax.Array]:
-    """Moves arrays to devices of other processes, through the host.
-
-    Each process receives one copy of each shard that it needs and does not have.
-    """
+    """Moves arrays to other processes, through the host: to each, one copy of each shard it
+    needs."""
     from treeshard._placement.transport import deliver
 
     data = list(map(data_of, arrays))
@@ -200,10 +195,7 @@ def _wanted(shape: tuple[int, ...], target: NamedSharding) -> list[tuple[int, Re
 def read_shards(
     read: Read, path: str, struct: jax.ShapeDtypeStruct, target: NamedSharding
 ) -> jax.Array:
-    """Assembles an array from what `read` returns for each local shard, calling it once each.
-
-    Raises `MismatchError` if `read` returns another shape or dtype.
-    """
+    """Assembles an array from what `read` returns for each local shard, calling it once each."""
     full = jax.eval_shape(jax.random.key_data, struct) if is_key(struct) else struct
     cache: dict[Region, np.ndarray] = {}
 

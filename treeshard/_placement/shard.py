@@ -202,10 +202,7 @@ def place(
     progress: bool = False,
     timeout: float = TIMEOUT,
 ) -> PyTree:
-    """Checks every leaf, then moves them in groups.
-
-    `from_single_device` moves arrays that are on a single device.
-    """
+    """Checks every leaf, then moves them in groups."""
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
     before = leaves.copy()
@@ -262,11 +259,9 @@ def move_leaves(
     *,
     progress: bool = False,
 ) -> None:
-    """Moves leaves to their targets, by index, and replaces them in `leaves`.
+    """Moves leaves to their targets, by index, and replaces them in `leaves`. Checks nothing.
 
     One process has the leaves `sent`, and sends them to others.
-
-    Checks nothing: `targets` and the agreement between processes come first.
     """
     groups: dict[tuple[Any, ...], list[tuple[int, NamedSharding]]] = {}
     for i, target in targets.items():

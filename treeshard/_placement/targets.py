@@ -31,9 +31,8 @@ def targets(
     *,
     accept_structs: bool = False,
 ) -> dict[int, NamedSharding]:
-    """Returns the target sharding of each leaf that is to be placed, by leaf index.
+    """Returns the target sharding of each leaf that is to be placed, by index; raises as `shard`.
 
-    Raises as `shard` does: one error names `where`, and all leaves by their paths under `prefix`.
     With `accept_structs`, leaves may be `ShapeDtypeStruct`s, whose values are read later, and the
     devices may be absent.
     """
@@ -61,8 +60,7 @@ def lay_on_devices(
     *,
     compile_only: bool = False,
 ) -> list[LaidSpec | None]:
-    """Lays specs (or tuples of logical names) beside a tree, on meshes that have devices; they may
-    be absent if `compile_only`."""
+    """Lays specs beside a tree, on meshes with devices, which may be absent if `compile_only`."""
     if isinstance(specs, SpecCarrier):
         specs, mesh = specs.placements, mesh or specs.mesh
 

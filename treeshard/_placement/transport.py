@@ -37,18 +37,10 @@ def deliver(
     among: Sequence[int],
     turn: Callable[[int], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[dict[Region, np.ndarray]]:
-    """Delivers parts of arrays to the processes that need them, array by array.
+    """Delivers parts of arrays to the processes that need them; yields this one's, array by array.
 
-    All processes in `among` must make the same call, and exhaust the iterator.
-
-    Args:
-        arrays: Arrays on any devices; no typed keys, which have no bytes (send their data).
-        wanted: For each array, pairs of a process and a region of the array that it needs.
-        among: The processes that hold or need parts of the arrays; ascending.
-        turn: Returns the context, by an array's index, in which its data travels, if any does.
-
-    Yields:
-        For each array, the regions that this process needs.
+    All processes in `among`, ascending, must make the same call, and exhaust the iterator. Of typed
+    keys, send the data. `turn` is the context in which the data of an array travels, by its index.
     """
     routes = [_route(x, regions) for x, regions in zip(arrays, wanted, strict=True)]
     streams = _Streams(arrays, routes, among)
@@ -68,10 +60,8 @@ def deliver(
 
 
 class Chunk(NamedTuple):
-    """A region of an array that one process sends to another, or copies within itself.
-
-    It has at most `CHUNK_BYTES` if these differ.
-    """
+    """A region of an array that goes to another process, of at most `CHUNK_BYTES`, or stays
+    here."""
 
     pair: Pair
     held: Region  # of the shard that contains it on the sender

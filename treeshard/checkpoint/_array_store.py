@@ -71,13 +71,9 @@ _BEING_WRITTEN = 2**27  # bytes of large arrays that are being written at a time
 
 
 class Copy(NamedTuple):
-    """What this process stores of an array, in host memory.
+    """What this process stores of an array, in host memory: the first replicas of shards.
 
-    Attributes:
-        shape: The shape of the array.
-        dtype: Its dtype.
-        chunk: The shape of the parts.
-        parts: The first replicas of shards; of numpy arrays, process 0 stores one part.
+    Of numpy arrays, process 0 stores one part.
     """
 
     shape: tuple[int, ...]
@@ -215,9 +211,8 @@ _OPENING = re.compile('^[A-Z_]+: (Error opening "zarr3" driver: )?')
 class ArrayStore:
     """The array store of a checkpoint, open for reading.
 
-    Raises:
-        DamagedError: If one of its files is not a regular file, so that reading it might not end.
-        CheckpointError: If the directory may not be read.
+    Raises `DamagedError` if one of its files is not a regular file, so that reading it might not
+    end, and `CheckpointError` if the directory may not be read.
     """
 
     def __init__(self, path: epath.Path) -> None:
@@ -227,17 +222,10 @@ class ArrayStore:
         self._context = _context()
 
     def open(self, wanted: Structs) -> tuple[dict[str, Any], dict[str, str]]:
-        """Opens arrays.
+        """Opens arrays by key: returns those that are as expected, and why others are not.
 
-        Args:
-            wanted: By key: shape and stored dtype.
-
-        Returns:
-            Those that are as expected; and why the others cannot be read.
-
-        Raises:
-            DamagedError: If the files cannot hold the arrays.
-            CheckpointError: If this process may not read a file.
+        Raises `DamagedError` if the files cannot hold them all, and `CheckpointError` if this
+        process may not read one.
         """
         declared = sum(x.size * x.dtype.itemsize for x in wanted.values())
         if self._bytes is not None and declared > self._bytes * _MOST_EXPANSION:
@@ -284,17 +272,9 @@ class ArrayStore:
         return ""
 
     def read(self, wanted: Structs, *, progress: str = "") -> tuple[dict[str, Any], dict[str, str]]:
-        """Reads arrays, each process its own shards.
+        """Reads arrays, each process its own shards; without a sharding, as numpy. Else as `open`.
 
-        Args:
-            wanted: By key: shape, stored dtype and sharding; without one, it is read as numpy.
-            progress: The public function, which a progress bar names; empty for none.
-
-        Returns:
-            The arrays; and why the others cannot be read.
-
-        Raises:
-            As `open`.
+        `progress` is the public function, which a progress bar names; empty for none.
         """
         stores, errors = self.open({key: x for key, x in wanted.items() if _regions(x)})
         check_memory(self._path, [(x.shape, x.dtype, x.sharding) for x in wanted.values()])
@@ -334,9 +314,8 @@ class ArrayStore:
     def blocks(self, store: Any) -> Iterator[tuple[Region, np.ndarray]]:
         """Reads an array that `open` has returned in blocks of its chunks, a few at a time.
 
-        Raises:
-            ValueError: If it cannot be read.
-            CheckpointError: If this process may not read a file, or has no memory for a chunk.
+        Raises `ValueError` if it cannot be read, and `CheckpointError` if this process has no
+        memory for a chunk, or may not read a file.
         """
         chunk, dtype = _chunk_shape(store), store.dtype.numpy_dtype
         if math.prod(chunk) * dtype.itemsize > _LARGE_CHUNK:

@@ -48,12 +48,7 @@ _CONTRIBUTION = np.dtype([("is_copy", "?"), ("register", "<u4"), ("balance", "<u
 
 
 class Joint(NamedTuple):
-    """What the processes found together.
-
-    Attributes:
-        crcs: The CRC-32 of each full array: of its first replicas, or of the copy of process 0.
-        differing: By index, how the copies of an array differ.
-    """
+    """The CRC-32 of each full array, and how the copies of some differ, by index."""
 
     crcs: list[int]
     differing: dict[int, str]
@@ -66,20 +61,11 @@ def checksums(
     *,
     replicas: bool = False,
 ) -> Joint:
-    """The CRC-32 of each full array, on every process.
+    """The CRC-32 of each full array, on every process, which all must make this call.
 
     It does not depend on the sharding: `zlib.crc32(np.asarray(x).tobytes())`. In dtypes smaller
-    than a byte the unused bits count as zero; typed keys count as their `key_data`.
-
-    Args:
-        arrays: Global arrays, or arrays of which each process holds its own copy, such as numpy
-            arrays.
-        what: The operation, for messages. Every process must make this call.
-        timeout: Seconds to wait for other processes.
-        replicas: Whether to read and compare all replicas of each shard, not only the first.
-
-    Raises:
-        ProcessError: If a process does not arrive or cannot read its arrays.
+    than a byte the unused bits count as zero; typed keys count as their `key_data`. With
+    `replicas`, all replicas of each shard are read and compared, not only the first.
     """
     with together(what, timeout=timeout) as messages:
         arrays = list(map(data_of, arrays))
@@ -140,13 +126,8 @@ def checksum_of_blocks(
 class _Layout(NamedTuple):
     """The layout of a part in its array, wherever it starts.
 
-    From the last split dim on, a part consists of runs of the array's memory, all of one length.
-
-    Attributes:
-        part: The shape of the part.
-        strides: Bytes from one index to the next, for each dim of the array.
-        split: The last split dim.
-        runs: How many runs the part has.
+    From dim `split` on, the last that is split, a part consists of `runs` runs of the array's
+    memory, all of one length. `strides` are those of the array, in bytes.
     """
 
     part: tuple[int, ...]
@@ -173,14 +154,7 @@ def _layout(part: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> _La
 
 
 class _Part(NamedTuple):
-    """A part of an array, whatever the array.
-
-    Attributes:
-        layout: Its layout.
-        after: How many bytes of the array follow it.
-        is_first: Whether it is the first replica of its shard.
-        weight: Its weight in the balance of replicas.
-    """
+    """A part of an array, the bytes that follow it, and its weight in the balance of replicas."""
 
     layout: _Layout
     after: int
@@ -191,10 +165,7 @@ class _Part(NamedTuple):
 def _parts(
     arrays: Sequence[jax.Array | np.ndarray], replicas: bool
 ) -> Iterator[tuple[int, Any, _Part]]:
-    """The parts that this process reads: the first replica of each shard, or all replicas.
-
-    Yields the index of the array, the data and the part.
-    """
+    """The index, data and part of each first replica that this process has, or of all replicas."""
     known: dict[Any, dict[Any, _Part]] = {}  # arrays that agree in the key have the same parts
     for i, x in enumerate(arrays):
         if not isinstance(x, jax.Array):

@@ -26,12 +26,7 @@ _LEFT = re.compile(rf"(?P<tmp>[0-9]+){re.escape(TEMPORARY)}|\.(?P<lock>[0-9]+)\.
 
 
 def checkpoint_path(path: PathLike) -> epath.Path:
-    """The path, made absolute if it is in a file system.
-
-    Raises:
-        CheckpointError: If it contains a backslash or a NUL character; if there is no access to the
-            object store that it names.
-    """
+    """The path, made absolute if it is in a file system; or a `CheckpointError`."""
     text = os.fspath(path)
     if "://" in text and not text.startswith("file:///"):
         try:
@@ -67,9 +62,6 @@ def steps_in(directory: epath.Path) -> tuple[int, ...]:
     """The steps of which a directory holds complete checkpoints, ascending.
 
     Directories that treeshard did not write do not count, whatever their name.
-
-    Raises:
-        CheckpointError: If the directory cannot be listed.
     """
     if not directory.is_dir():
         return ()
@@ -86,12 +78,7 @@ def _is_ours(path: epath.Path) -> bool:
 
 
 def table_text(path: epath.Path) -> str:
-    """The table of leaves of the checkpoint at `path`.
-
-    Raises:
-        CheckpointError: If there is no checkpoint of treeshard: it says what is there instead.
-        DamagedError: If its table is missing, or is not text.
-    """
+    """The table of leaves of a checkpoint; the error for anything else says what is there."""
     if path.exists() and not is_complete(path):
         steps = _steps(path.parent)
         raise CheckpointError(f"{path} is incomplete: its writer did not finish.{steps}")

@@ -248,15 +248,7 @@ def _read_together(
     among: Sequence[int] | None,
     progress: bool,
 ) -> dict[str, Any]:
-    """Reads the stored arrays of a request by key, each process its own shards.
-
-    All processes return, or all raise.
-
-    Raises:
-        DamagedError: If leaves cannot be read, or are not as saved: all are listed.
-        MismatchError: If leaves of `tied`, by path, are not equal to those that they name.
-        ProcessError: If a process does not arrive.
-    """
+    """Reads the stored arrays of a request, by key; all processes do, or all raise."""
     pairs: dict[str, tuple[SavedLeaf, RequestedLeaf]] = {}
     for leaf in request.to_read().values():
         pairs.setdefault(rows[leaf.name].key, (rows[leaf.name], leaf))

@@ -39,23 +39,13 @@ WHERE = "save"
 
 
 class Writing:
-    """A save in the background.
-
-    Args:
-        path: The checkpoint.
-        size: The bytes of its arrays.
-        end: Its end.
-    """
+    """A save in the background, of arrays with `size` bytes."""
 
     def __init__(self, path: epath.Path, size: int, end: Future[None]) -> None:
         self._path, self._size, self._end = path, size, end
 
     def wait(self, *, progress: bool = False) -> None:
-        """Returns once all processes have written everything; or raises what failed on any.
-
-        Args:
-            progress: Whether process 0 shows a bar of the bytes that are on disk.
-        """
+        """Returns once all processes have written everything; or raises what failed on any."""
         try:
             if progress and jax.process_index() == 0:
                 for percent in with_bar(range(1, 101), WHERE, unit="%"):
@@ -82,13 +72,10 @@ def begin(
     on_divergence: str,
     timeout: float,
 ) -> Writing:
-    """Begins to save a tree. Once this returns, its leaves may change or be donated.
+    """Begins to save a tree, as `checkpoint.save` does. Its leaves may then change or be donated.
 
     Either all processes save it or all raise, here or in `Writing.wait`. If they raise, process 0
     removes the unfinished checkpoint.
-
-    Raises:
-        As `checkpoint.save` does.
     """
     if on_divergence not in ("error", "warn"):
         raise ValueError(f"{WHERE}(on_divergence={on_divergence!r}): it is 'error' or 'warn'.")
@@ -182,12 +169,7 @@ def _finish(
 
 @contextmanager
 def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[None]:
-    """A part of a save on all processes: if it raises on one, even for a Ctrl-C, all raise.
-
-    Raises:
-        CheckpointError: If it raised: the error of each process.
-        ProcessError: If a process does not arrive.
-    """
+    """A part of a save on all processes: if it raises on one, even for a Ctrl-C, all raise."""
     own: BaseException | None = None
     try:
         yield

@@ -23,11 +23,9 @@ from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafErr
 
 
 class LeafTable(NamedTuple):
-    """The table of leaves of a checkpoint.
+    """The table of leaves of a checkpoint: a row for each that is not static, in JAX's order.
 
-    Attributes:
-        meshes: The axes and sizes of the meshes that the arrays were on, usually one.
-        leaves: A row for each leaf that is not static, in the order in which JAX flattens.
+    `meshes` are the axes and sizes of the meshes that the arrays were on, usually one.
     """
 
     meshes: tuple[dict[str, int], ...]
@@ -42,13 +40,7 @@ class LeafTable(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A tree as a table and arrays.
-
-    Attributes:
-        table: Its leaves, without the checksums of stored arrays.
-        arrays: The stored arrays, in the form in which they are stored, by `SavedLeaf.key`. The
-            CRC-32 of such an array is that of its leaf.
-    """
+    """A tree as a table without checksums, and the arrays to store, by `SavedLeaf.key`."""
 
     table: LeafTable
     arrays: dict[str, jax.Array | np.ndarray]
@@ -61,17 +53,7 @@ def pack(tree: PyTree, where: str = "save") -> Packed:
     """Converts a tree to a table and arrays, without copying arrays of dtypes that the store has.
 
     Leaves other than arrays, keys, numbers, strings, bytes and `None` are static, and left out.
-    numpy scalars are arrays of shape `()`.
-
-    Args:
-        tree: Any pytree.
-        where: The operation, for messages.
-
-    Raises:
-        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, masked, of a dtype that JAX does
-            not support (such as `object`), or a string that is not valid Unicode.
-        DeletedLeafError: If a leaf was deleted or donated.
-        CheckpointError: If several leaves have the same path.
+    numpy scalars are arrays of shape `()`. Raises as `checkpoint.save` does for leaves and paths.
     """
     shaped = enumerate(tree_leaves(tree))
     misfits = {i: misfit for i, x in shaped if (misfit := _unstorable(x)) is not None}
@@ -98,11 +80,9 @@ def pack(tree: PyTree, where: str = "save") -> Packed:
 
 
 def unpack(row: SavedLeaf, stored: jax.Array | np.ndarray | None) -> Any:
-    """The leaf of a row. Arrays without elements are numpy arrays; keys are on devices.
+    """The leaf of a row, from its array as stored. Keys are on devices.
 
-    Args:
-        row: The row.
-        stored: Its array as read from the store; `None` if it has none.
+    An array without elements is not stored, and is a numpy array here.
     """
     if row.kind == "none":
         return None
@@ -212,9 +192,6 @@ def to_text(table: LeafTable) -> str:
 
     The last entry is the CRC-32 of the values of the others, not of their layout, so that other
     programs may reformat the JSON.
-
-    Raises:
-        CheckpointError: If it is larger than what is read.
     """
     rows = [
         {name: getattr(row, name) for name in _FIELDS.get(row.kind, _VALUE)}
@@ -238,10 +215,8 @@ def to_text(table: LeafTable) -> str:
 def from_text(text: str) -> LeafTable:
     """Reads what `to_text` wrote.
 
-    Raises:
-        DamagedError: If it is not what was written.
-        FormatError: If another version of treeshard wrote it; if another program wrote it, with
-            a valid checksum, and a row is not one of a leaf.
+    Raises `DamagedError` if it is not what was written, and `FormatError` if another version of
+    treeshard wrote it, or another program wrote a row that is not one of a leaf.
     """
     try:
         raw = parse(text.encode(errors="surrogatepass"))

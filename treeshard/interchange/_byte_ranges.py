@@ -15,12 +15,7 @@ BLOCK = 2**23
 
 
 class Piece(NamedTuple):
-    """A part of an array, in this process's memory.
-
-    Attributes:
-        region: Which part: start and stop in each dim.
-        items: Its values.
-    """
+    """A part of an array in this process's memory."""
 
     region: Region
     items: np.ndarray
@@ -32,11 +27,11 @@ def full_piece(x: np.ndarray) -> Piece:
 
 
 def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
-    """Writes pieces of an array of `shape` to their positions in an open file.
+    """Writes pieces of an array to their positions in an open file.
 
-    In the file the array begins at byte `at` and is stored in C order, little-endian. Pieces
-    with the same order in memory are written without a copy; others are copied, at most `BLOCK`
-    bytes at a time.
+    The array has `shape`, begins at byte `at`, and is in C order, little-endian. Pieces with the
+    same order in memory are written without a copy; others are copied, at most `BLOCK` bytes at a
+    time.
     """
     for block, parts in _blocks(pieces):
         data = _joined(block, parts)
@@ -50,11 +45,7 @@ def write_bytes(file: int, at: int, data: bytes) -> None:
 
 
 def read(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
-    """Fills pieces of an array from the positions in an open file where `write` puts them.
-
-    Raises:
-        EOFError: If the file ends too early.
-    """
+    """Fills pieces of an array from where `write` puts them; or raises `EOFError`."""
     for block, parts in _blocks(pieces):
         data = parts[0][1]
         if len(parts) > 1 or not data.flags.c_contiguous:
@@ -100,9 +91,9 @@ def _whole(
 
 
 def _blocks(pieces: Iterable[Piece]) -> Iterator[tuple[Region, list[tuple[Any, np.ndarray]]]]:
-    """Splits the region around all pieces into blocks; one that has gaps, into its parts.
+    """Splits the region around all pieces into blocks, or one that has gaps into its parts.
 
-    With each block come its parts: the index of the part in the block, and its values.
+    With each block come the indices of its parts, and their values.
     """
     pieces = [piece for piece in pieces if piece.items.size]
     if not pieces:

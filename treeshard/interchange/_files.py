@@ -20,13 +20,7 @@ _INDEX = ".index.json"
 
 
 class NewFile(NamedTuple):
-    """A file to write.
-
-    Attributes:
-        path: Its path.
-        head: Its first bytes; of an index, all of them.
-        tensors: The tensors that follow.
-    """
+    """A file to write: its first bytes (of an index, all of them) and the tensors that follow."""
 
     path: Path
     head: bytes
@@ -34,12 +28,7 @@ class NewFile(NamedTuple):
 
 
 class NewFiles(NamedTuple):
-    """The files of one save.
-
-    Attributes:
-        path: The path that stands for all of them.
-        files: The files. If there are several, the last is their index.
-    """
+    """The files of one save, the last of several their index; `path` stands for all of them."""
 
     path: Path
     files: list[NewFile]
@@ -60,12 +49,8 @@ def lay_out_files(
 ) -> NewFiles:
     """Assigns tensors to one file at `path`, or to several numbered files and an index.
 
-    There are several if the tensors together have more than `most` bytes. Each of them has at
-    most `most` bytes, unless a single tensor has more.
-
-    Raises:
-        FormatError: If a header would be longer than the format allows.
-        CheckpointError: If the path of a file is a directory, or is in none.
+    There are several if the tensors together have more than `most` bytes. Each of them has at most
+    `most` bytes, unless a single tensor has more.
     """
     groups = _grouped(tensors, most)
     count = len(groups)
@@ -105,15 +90,7 @@ def write_files(
 ) -> None:
     """Writes the files of one save; all of them get their names at the end, or none.
 
-    Args:
-        new: The files.
-        values: The names of tensors, and the pieces of each that this process writes.
-        where: The name of the function or command, for messages.
-        timeout: As in `new_files`.
-
-    Raises:
-        CheckpointError: If they cannot be written, or another run is writing them.
-        ProcessError: As `new_files`.
+    `values` are names of tensors, each with the pieces that this process writes.
     """
     paths = [file.path for file in new.files]
     with (
@@ -148,12 +125,7 @@ def _index_of(path: Path) -> Path:
 
 
 class Stored(NamedTuple):
-    """A tensor in an open file.
-
-    Attributes:
-        tensor: What it is, and where its data begins.
-        file: The file.
-    """
+    """A tensor, and the open file that has its data."""
 
     tensor: Tensor
     file: BinaryIO
@@ -163,20 +135,8 @@ class Stored(NamedTuple):
 def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, Stored]]:
     """Opens a safetensors file, an index with all its files, or a directory with one of these.
 
-    Args:
-        path: The file or directory.
-        shapes_only: As in `read_header`.
-
-    Returns:
-        The tensors by name, ordered by file and then by offset.
-
-    Raises:
-        FormatError: If a header or the index is malformed, or they contradict each other.
-        DamagedError: If a file is cut short, or goes on after its last tensor.
-        CheckpointError: If a directory has no such file, or several; if a file of the index is
-            missing; if a file is not a regular file, or is replaced at this moment.
-        ImportError: If the safetensors package is not installed.
-        OSError: If a file cannot be read.
+    Returns the tensors by name, ordered by file and then by offset. With `shapes_only`, data may be
+    missing. Raises as `load_safetensors`, and `OSError` if a file cannot be read.
     """
     path, index = _resolve(path)
     with ExitStack() as open_files:

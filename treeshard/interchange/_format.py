@@ -41,14 +41,8 @@ _MOST_DIMS, _MOST_BYTES = 64, 2**63 - 1
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file.
-
-    Attributes:
-        name: Its name.
-        code: The format's code for its dtype, such as `F32`.
-        shape: Its shape.
-        start: The byte of the file where its data begins; 0 until it is laid out.
-    """
+    """A tensor of a file: its dtype in the format, such as `F32`, and the byte where its data
+    begins."""
 
     name: str
     code: str
@@ -78,9 +72,6 @@ def lay_out(
 
     The order is the one of the safetensors package: large items first, so that all are aligned,
     then by name.
-
-    Raises:
-        FormatError: If the header would be longer than treeshard reads. (The format allows 100 MB.)
     """
     ordered = sorted(tensors, key=lambda x: (-_RANKS[x.code], x.name.encode()))
     raw: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
@@ -100,18 +91,9 @@ def lay_out(
 
 
 def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
-    """The tensors of an open file, in the order of their data.
+    """The tensors of an open file, in the order of their data. Raises as `load_safetensors` does.
 
-    Args:
-        file: The file.
-        shapes_only: Whether the data may be missing, as in a download that was cut short.
-
-    Raises:
-        FormatError: If it is not a safetensors file, or its header is invalid.
-        DamagedError: If the file is cut short, or goes on after its last tensor.
-        CheckpointError: If the file of this name is another one by now.
-        ImportError: If the safetensors package is not installed.
-        OSError: If it cannot be read.
+    With `shapes_only`, the data may be missing, as in a download that was cut short.
     """
     try:
         from safetensors import SafetensorError, safe_open

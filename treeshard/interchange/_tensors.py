@@ -32,17 +32,10 @@ Names = Callable[[str], str] | Mapping[str, str]
 def tensor_names(
     paths: Sequence[str | None], tree: PyTree, rename: Names | None, where: str
 ) -> dict[int, str]:
-    """The names of tensors, by leaf index.
+    """The names of tensors, by leaf index; `paths` has `None` for leaves that are not tensors.
 
-    Args:
-        paths: The path of each leaf; `None` for leaves that are not tensors.
-        tree: The tree, for messages. Its `None`s count as leaves.
-        rename: As in `save_safetensors`.
-        where: The name of the function or command, for messages.
-
-    Raises:
-        CheckpointError: If leaves would share a name; if the format does not allow a name; if a
-            mapping has other paths.
+    Raises `CheckpointError` if leaves would share a name, if the format does not allow a name, or
+    if a mapping has other paths.
     """
     named = {i: path for i, path in enumerate(paths) if path is not None}
     facts: list[str] = []
@@ -91,12 +84,7 @@ def _why_invalid(name: Any) -> str:
 
 
 def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
-    """The arrays of a tree by the names of their tensors. All of them can be written.
-
-    Raises:
-        LeafError, DeletedLeafError: If leaves cannot be written.
-        CheckpointError: As `tensor_names`.
-    """
+    """The arrays of a tree, all of which can be written, by the names of their tensors."""
     shaped = [(i, leaf) for i, leaf in enumerate(tree_leaves(tree)) if has_shape(leaf)]
     misfits = {i: misfit for i, leaf in shaped if (misfit := _unwritable(leaf)) is not None}
     raise_unmovable(tree, misfits, where)
@@ -123,10 +111,8 @@ def _unwritable(leaf: Any) -> Misfit | None:
 
 
 def writers(leaves: Sequence[Any], what: str, timeout: float) -> list[int | None]:
-    """The process that writes each leaf; `None` where every process writes its own shards.
-
-    The first process that holds a full leaf writes it. All processes hold numpy arrays in full.
-    """
+    """The process that writes each leaf: the first that has all of it; `None` if each writes
+    shards."""
     with together(what, timeout=timeout) as answers:
         answers.append(bytes(not is_spread(leaf) for leaf in leaves))
     holders = zip(*answers, strict=True)
@@ -152,11 +138,7 @@ def tensor_request(
     cast: Any,
     where: str,
 ) -> Request:
-    """Compares the requested tensors with the stored ones. Without `like`, all are requested.
-
-    Raises:
-        As `load_safetensors`, except for the differences.
-    """
+    """Compares the requested tensors with the stored ones. Without `like`, all are requested."""
 
     def names(tree: PyTree) -> dict[int, str]:
         return _names_of_arrays(tree, rename, where)
@@ -182,12 +164,7 @@ def tensor_facts(stored: Mapping[str, Stored]) -> str:
 def read_tensors(
     path: Path, request: Request, stored: Mapping[str, Stored], *, progress: bool
 ) -> PyTree:
-    """Reads the tree of a request from the files at `path`, ordered by file and offset.
-
-    Raises:
-        CheckpointError: If this process has too little host memory.
-        DamagedError: If a file is cut short.
-    """
+    """Reads the tree of a request from the files at `path`, ordered by file and offset."""
     leaves = request.to_read().values()
     check_memory(path, [(x.type.shape, parse_dtype(x.type.dtype), x.sharding) for x in leaves])
     rows = [(stored[leaf.name], i, leaf) for i, leaf in request.to_read().items()]
