@@ -9,6 +9,8 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import TypeVar
 
+import jax
+
 __all__ = [
     "CheckpointError",
     "CommunicationError",
@@ -223,11 +225,14 @@ def listed(headline: str, facts: Sequence[str], shown: int = 10, headed: bool = 
     return "\n".join(lines)
 
 
+# The directories of code whose lines are not the user's.
+HIDDEN = tuple(os.path.join(path, "") for path in (os.path.dirname(__file__), *jax.__path__))
+
+
 def warn(message: str) -> None:
-    """Warns at the nearest line outside treeshard, so that Python's own registry shows
+    """Warns at the nearest line outside treeshard and JAX, so that Python's own registry shows
     a message once per line of the user's code."""
-    package = os.path.join(os.path.dirname(__file__), "")
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(HIDDEN):
         frame, level = frame.f_back, level + 1
     warnings.warn(readable(message), ShardingWarning, stacklevel=level)

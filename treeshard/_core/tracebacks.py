@@ -4,7 +4,6 @@ JAX's own setting shows them: `JAX_TRACEBACK_FILTERING=off` in the environment, 
 `jax.config.update("jax_traceback_filtering", "off")`.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -13,11 +12,7 @@ from typing import Any
 
 import jax
 
-from treeshard.errors import ShardingWarning, TreeShardError
-
-_PACKAGES = tuple(
-    os.path.join(path, "") for path in (os.path.dirname(os.path.dirname(__file__)), *jax.__path__)
-)
+from treeshard.errors import HIDDEN, ShardingWarning, TreeShardError
 
 
 def open_to_callers(package: dict[str, Any]) -> None:
@@ -75,7 +70,7 @@ def _filter(error: BaseException | None) -> None:
             next_frame = next_frame.tb_next
         kept = None
         for each in reversed(frames):
-            if not each.tb_frame.f_code.co_filename.startswith(_PACKAGES):
+            if not each.tb_frame.f_code.co_filename.startswith(HIDDEN):
                 kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
         error.__traceback__ = kept
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
