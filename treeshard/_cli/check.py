@@ -7,7 +7,9 @@ from treeshard._cli.compile import mesh_for
 from treeshard._cli.functions import call_function, load_function
 from treeshard._planning.plan import plan
 from treeshard.errors import FormatError, WrongResultError
-from treeshard.testing._checks import gradients_report
+from treeshard.testing._checks import check
+from treeshard.testing._computations import Gradients
+from treeshard.testing._layouts import layouts
 
 
 def run_check(options: argparse.Namespace) -> tuple[str, int]:
@@ -24,9 +26,10 @@ def run_check(options: argparse.Namespace) -> tuple[str, int]:
     planned = plan(params, rules, mesh, min_size=0)
     planned.check()
     try:
+        computation = Gradients(loss, params, batch, planned)
         report = call_function(
             options.function,
-            lambda: gradients_report(loss, params, batch, planned, say=_say),
+            lambda: check("check_gradients", computation, layouts(planned, batch), _say),
         )
     except WrongResultError as error:
         return str(error), 1

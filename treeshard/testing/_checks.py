@@ -1,9 +1,10 @@
 """Checks that a computation gives the same numbers in all layouts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
+
+import numpy as np
 
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes, together
@@ -11,13 +12,14 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths
 from treeshard._planning.plan import Plan
 from treeshard.errors import MeshError, WrongResultError
-from treeshard.testing._diagnosis import Cause, Diagnosis, named
-from treeshard.testing._layouts import Computation, Gradients, Layout, Steps, layouts, line_of
-from treeshard.testing._noise import LIMIT, Tolerance, full, norm
-from treeshard.testing._report import Problem, Report, merged
+from treeshard.testing._computations import Computation, Gradients, Steps, line_of
+from treeshard.testing._diagnosis import Diagnosis, named
+from treeshard.testing._layouts import Layout
+from treeshard.testing._layouts import layouts as default_layouts
+from treeshard.testing._noise import LIMIT, Tolerance, norm
+from treeshard.testing._report import Cause, Problem, Report, merged
 from treeshard.training._step import Step
 
-Say = Callable[[str], None]
 # Random numbers are the same if results differ by less than this part of their size.
 _ALIKE = 0.02
 
@@ -76,23 +78,8 @@ def check_gradients(
         >>> check_gradients(loss, params, np.ones((16, 8), "float32"), planned).ok
         True
     """
-    return gradients_report(loss, params, batch, plan, layouts, by_hand, batch_specs)
-
-
-def gradients_report(
-    loss: Any,
-    params: PyTree,
-    batch: PyTree,
-    plan: Plan,
-    chosen: Sequence[Layout] | None = None,
-    by_hand: Any = None,
-    batch_specs: SpecTree = None,
-    say: Say = lambda text: None,
-) -> Report:
-    """`check_gradients`, which tells what it does through `say`."""
-    chosen = chosen or layouts(plan, batch, batch_specs, by_hand=by_hand is not None)
-    computation = Gradients(loss, params, batch, plan, by_hand)
-    return _check("check_gradients", computation, chosen, say)
+    chosen = layouts or default_layouts(plan, batch, batch_specs, by_hand=by_hand is not None)
+    return check("check_gradients", Gradients(loss, params, batch, plan, by_hand), chosen)
 
 
 def check_step(step: Step, state: PyTree, batch: PyTree) -> Report:
@@ -125,15 +112,19 @@ def check_step(step: Step, state: PyTree, batch: PyTree) -> Report:
         >>> check_step(step, {"w": jnp.zeros(8)}, np.ones((16, 8), "float32")).ok
         True
     """
-    chosen = [
-        x
-        for x in layouts(step.plan, batch, step.batch_specs)
-        if x.name in ("plan", "mesh", "axes") or (x.name == "batch" and not step.is_by_hand)
-    ]
-    return _check("check_step", Steps(step, state, batch), chosen, lambda text: None)
+    names = ["plan", "mesh", "axes", *["batch"] * (not step.is_by_hand)]
+    chosen = default_layouts(step.plan, batch, step.batch_specs)
+    chosen = [layout for layout in chosen if layout.name in names]
+    return check("check_step", Steps(step, state, batch), chosen)
 
 
-def _check(what: str, computation: Computation, chosen: Sequence[Layout], say: Say) -> Report:
+def check(
+    what: str,
+    computation: Computation,
+    chosen: Sequence[Layout],
+    say: Callable[[str], None] = lambda text: None,
+) -> Report:
+    """Compares a computation in layouts with one device; tells through `say` what it does."""
     mesh = chosen[0].mesh
     if mesh.devices.size == 1:
         raise MeshError(
@@ -141,76 +132,68 @@ def _check(what: str, computation: Computation, chosen: Sequence[Layout], say: S
             " `treeshard.simulate_devices(8)` first."
         )
     with together(what, among=participating_processes((), [mesh])):
-        report = _report(what, computation, chosen, say)
-        if not report.ok:
+        say("one device, and its noise")
+        tolerance = Tolerance(computation, chosen[0].alone())
+        notes = _doubts(computation, tolerance)
+        cells: dict[str, dict[str, str]] = {path: {} for path in computation.paths}
+        causes: dict[str, dict[int, Cause]] = {}
+        skipped: dict[str, Exception] = {}
+        for layout in chosen:
+            say(str(layout))
+            try:
+                expected = _expected(computation, layout, tolerance, notes)
+                if expected is None:
+                    continue
+                result = computation.run(layout)
+            except Exception as error:
+                skipped[layout.name] = error
+                continue
+            diagnosis = Diagnosis(computation, layout, expected, result)
+            causes[layout.name] = found = _own_randomness(diagnosis, notes)
+            for i, path in enumerate(computation.paths):
+                error = max(diagnosis.errors(i))
+                if (layout.name, i) in computation.notes or error > LIMIT:
+                    found.setdefault(i, diagnosis.cause(i))
+                near = "ok" if error < 3 else f"{error:.1f} noise"
+                cells[path][layout.name] = found[i].short if i in found else near
+        _raise_if_none_ran(chosen, skipped)
+        for name, error in skipped.items():
+            first = str(error).strip().partition("\n")[0][:200]
+            notes.append(f"{name}: not compared, since it raised {type(error).__name__}: {first}")
+        by_name = {layout.name: layout for layout in chosen}
+        trace = cache(lambda name: computation.trace(by_name[name]))
+        problems = [
+            Problem(
+                computation.paths[i],
+                computation.specs[i],
+                tuple(names),
+                fact,
+                fix,
+                line_of(trace(names[0]), i),
+            )
+            for i, names, fact, fix in merged(causes)
+        ]
+        report = Report(what, tuple(map(str, chosen)), cells, tuple(problems), tuple(notes))
+        if problems:
             raise WrongResultError(str(report))
     return report
 
 
-def _report(what: str, computation: Computation, chosen: Sequence[Layout], say: Say) -> Report:
-    one = chosen[0].device()
-    say("one device, and its noise")
-    tolerance = Tolerance(computation, one)
-    notes = list(tolerance.notes)
-    cells: dict[str, dict[str, str]] = {path: {} for path in computation.paths}
-    causes: dict[str, dict[int, Cause]] = {}
-    skipped: dict[str, Exception] = {}
-    for layout in chosen:
-        say(str(layout))
-        try:
-            expected = _expected(computation, layout, one, tolerance, notes)
-            result = None if expected is None else computation.run(layout)
-        except Exception as error:
-            skipped[layout.name] = error
-            continue
-        if result is None or expected is None:
-            continue
-        diagnosis = Diagnosis(computation, layout, expected, result)
-        causes[layout.name] = found = _own_randomness(diagnosis, notes)
-        expected = diagnosis.tolerance
-        for i, path in enumerate(computation.paths):
-            error = diagnosis.error(i)
-            if (layout.name, i) in computation.notes or error > LIMIT:
-                found.setdefault(i, diagnosis.cause(i))
-            near = "ok" if error < 3 else f"{error:.1f} noise"
-            cells[path][layout.name] = found[i].short if i in found else near
-        _blame_loss(found, len(computation.paths))
-    _raise_if_none_ran(chosen, skipped)
-    for name, error in skipped.items():
-        notes.append(f"{name}: not compared, since it raised {_first_line(error)}")
-    if hidden := fold_paths(p for i, p in enumerate(computation.paths) if tolerance.is_hidden(i)):
+def _doubts(computation: Computation, tolerance: Tolerance) -> list[str]:
+    """What comparing with one device cannot show, in words."""
+    notes, paths = list(tolerance.notes), list(enumerate(computation.paths))
+    if hidden := fold_paths(path for i, path in paths if tolerance.is_hidden(i)):
         notes.append(
             f"rounding moves {', '.join(hidden)} by as much as their size: a wrong factor would not"
             " be seen there"
         )
-    by_name = {layout.name: layout for layout in chosen}
-    traces = {name: cache(partial(computation.trace, by_name[name])) for name in causes}
-    problems = [
-        Problem(
-            computation.paths[i],
-            computation.specs[i],
-            tuple(names),
-            fact,
-            fix,
-            line_of(traces[names[0]](), i),
-        )
-        for i, names, fact, fix in merged(causes)
-    ]
-    return Report(what, tuple(map(str, chosen)), cells, tuple(problems), tuple(notes))
-
-
-def _blame_loss(found: dict[int, Cause], count: int) -> None:
-    """Says so, if all gradients have the same factor."""
-    factors = {i: cause.factor for i, cause in found.items() if i}
-    if count > 2 and len(factors) == count - 1 and len(set(factors.values())) == 1:
-        for i, cause in found.items():
-            if i and cause.factor:
-                fix = f"{cause.fix} All gradients have this factor: the loss may be scaled by it."
-                found[i] = cause._replace(fix=fix)
+    if bad := fold_paths(p for i, p in paths if not np.isfinite(tolerance.reference[i]).all()):
+        notes.append(f"not finite on one device either: {', '.join(bad)}")
+    return notes
 
 
 def _expected(
-    computation: Computation, layout: Layout, one: Layout, tolerance: Tolerance, notes: list[str]
+    computation: Computation, layout: Layout, tolerance: Tolerance, notes: list[str]
 ) -> Tolerance | None:
     """What a layout should give; `None` if that cannot be said."""
     if layout.minibatches == 1:
@@ -221,17 +204,14 @@ def _expected(
             " draw others"
         )
         return None
-    alone = [full(x) for x in computation.run(replace(one, minibatches=layout.minibatches))]
-    expected = tolerance.with_reference(alone)
-    if any(
-        norm(x - y) > 2 * LIMIT * tolerance.of(i, ...)
-        for i, (x, y) in enumerate(zip(alone, tolerance.reference, strict=True))
-    ):
+    alone = computation.alone(layout.alone(layout.minibatches))
+    pairs = enumerate(zip(alone, tolerance.reference, strict=True))
+    if any(norm(x - y) > 2 * LIMIT * tolerance.of(i) for i, (x, y) in pairs):
         notes.append(
             f"{layout.name}: minibatches change the result on one device too, since the loss is not"
             " a mean of rows of equal weight; compared with minibatches on one device"
         )
-    return expected
+    return tolerance.with_reference(alone)
 
 
 def _own_randomness(diagnosis: Diagnosis, notes: list[str]) -> dict[int, Cause]:
@@ -256,18 +236,16 @@ def _own_randomness(diagnosis: Diagnosis, notes: list[str]) -> dict[int, Cause]:
         return {}
     diagnosis.tolerance = tolerance.with_reference(nearest)
     folded, split = set(order or ()), set(diagnosis.batch_axes)
-    if missing := sorted(split - folded):
+    if missing := named(sorted(split - folded)):
+        fact = f"the key is not folded along {missing}: devices draw the same random numbers."
+        fix = f"Fold it: `jax.random.fold_in(key, jax.lax.axis_index({sorted(split - folded)!r}))`."
+        return {0: Cause(fact, fix, "same key")}
+    if extra := named(sorted(folded - split)):
         fact = (
-            f"the key is not folded along {named(missing)}: devices draw the same random numbers."
-        )
-        fix = f"Fold it: `jax.random.fold_in(key, jax.lax.axis_index({missing!r}))`."
-        return {0: Cause(fact, fix, short="same key")}
-    if extra := sorted(folded - split):
-        fact = (
-            f"the key is folded along {named(extra)}, where devices have the same rows: they draw"
+            f"the key is folded along {extra}, where devices have the same rows: they draw"
             " different random numbers for the same activations."
         )
-        return {0: Cause(fact, "Fold it over the axes of the batch only.", short="other key")}
+        return {0: Cause(fact, "Fold it over the axes of the batch only.", "other key")}
     notes.append(
         f"{name}: each device draws its own random numbers; compared with keys folded by"
         f" axis_index({order!r}) on one device"
@@ -281,7 +259,3 @@ def _raise_if_none_ran(chosen: Sequence[Layout], skipped: dict[str, Exception]) 
         names = [x.name for x in chosen if (x.check_vma is not None) == by_hand]
         if names and all(name in skipped for name in names):
             raise skipped[names[0]]
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
