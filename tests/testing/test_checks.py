@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from tests.multiprocess import launcher, right_results_checks
 from treeshard import manual, testing
 from treeshard.errors import WrongResultError
 
@@ -146,6 +147,11 @@ LEAF_FAULTS = {
         ROWS,
         lambda g: jnp.where(lax.axis_index("fsdp") == 2, 0, own(mean(g))),
         "rows 8 to 11 are zero: 1 of 4 shards, and the others are right",
+    ),
+    "one replica": LeafFault(
+        WHOLE,
+        lambda g: jnp.where(lax.axis_index(BOTH) == 5, -1.0, 1.0) * mean(g),
+        "wrong on 1 of 8 devices, right on the others",
     ),
     "nan": LeafFault(
         ROWS,
@@ -387,6 +393,39 @@ def test_devices_may_draw_their_own_numbers() -> None:
     )
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_complex_parameters() -> None:
+    params = {"w": normal(8, 4) + 1j * normal(8, 4, seed=1)}
+    plan = ts.plan(params, [("w", ROWS)], ts.make_mesh("data=2,fsdp=4"), min_size=0)
+    wave = lambda p, x: jnp.mean(jnp.abs(x @ p["w"]) ** 2)  # noqa: E731
+    layouts = [chosen(plan, BATCH, "axes")]
+    assert testing.check_gradients(wave, params, BATCH, plan, layouts=layouts).ok
+
+    @jax.custom_vjp
+    def wrong(p: Any, x: Any) -> Any:
+        return wave(p, x)
+
+    def backward(inputs: Any, g: Any) -> Any:
+        grads = jax.grad(wave)(*inputs)
+        return {"w": g * grads["w"] * ts.get_axes_size_in_mesh("fsdp")}, jnp.zeros_like(inputs[1])
+
+    wrong.defvjp(lambda p, x: (wave(p, x), (p, x)), backward)
+    with pytest.raises(WrongResultError, match=f"w P.*: {SUM} `fsdp` .x 4.000"):
+        testing.check_gradients(wrong, params, BATCH, plan, layouts=layouts)
+
+
+def test_what_is_not_finite_on_one_device_is_said() -> None:
+    plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
+    report = testing.check_gradients(
+        lambda p, x: jnp.mean(jnp.log(p["bias"])) + loss(p, x),
+        PARAMS,
+        BATCH,
+        plan,
+        layouts=[chosen(plan, BATCH, "axes")],
+    )
+    assert report.notes == ("not finite on one device either: loss",)
+
+
 # ------------------------------------------------------------------ faults of steps
 
 
@@ -412,3 +451,8 @@ def test_a_moment_shows_the_factor_that_adam_hides() -> None:
     facts = facts_of(raised)
     assert facts["step 1: opt/0/mu/w"].startswith(f"{SUM} `data` (x 8.000")
     assert "step 1: params/w" not in facts
+
+
+# ------------------------------------------------------------------ several processes
+
+launched, test_on_two_processes = launcher.tests_of(right_results_checks)

@@ -171,10 +171,12 @@ class Diagnosis:
             if None not in origin.values() and any(a != b for a, b in origin.items()):
                 yield self._of_origin(i, origin, indices)
         elif reference.ndim and len(reference) > 1:
-            rows = reference.reshape(len(reference), -1)
-            x = next(iter(self.result[i].values()))[1].astype("float64").reshape(rows.shape)
-            norms = [np.sort([norm(row) for row in a]) for a in (x, rows)]
-            if norm(norms[0] - norms[1]) <= LIMIT * self.tolerance.of(i):
+            rows, limit = reference.reshape(len(reference), -1), LIMIT * self.tolerance.of(i)
+            # Projections on one direction identify rows.
+            direction = np.random.default_rng(0).normal(size=rows.shape[1])
+            direction /= norm(direction)
+            here = [np.sort(x.reshape(rows.shape) @ direction) for _, x in self.result[i].values()]
+            if all(norm(x - np.sort(rows @ direction)) <= limit for x in here):
                 yield Cause(
                     "rows permuted: it has the rows of dim 0 in another order.",
                     "Look for a reshape that interleaves the shards of several devices.",
@@ -246,16 +248,20 @@ class Diagnosis:
                 )
 
     def _partly(self, i: int) -> Iterator[Cause]:
-        """Some shards are right."""
-        indices = self._indices(i)
-        shards = zip(self.result[i].values(), self.errors(i), strict=True)
-        wrong = {_starts(index): x for (index, x), error in shards if error > LIMIT}
-        if 0 < len(wrong) < len(indices):
-            what = "wrong" if any(np.any(x) for x in wrong.values()) else "zero"
+        """Some shards, or some devices, are right."""
+        indices, errors = self._indices(i), self.errors(i)
+        shards = zip(self.result[i].values(), errors, strict=True)
+        wrong = [(_starts(index), x) for (index, x), error in shards if error > LIMIT]
+        count = len({start for start, _ in wrong})
+        what = "wrong" if any(np.any(x) for _, x in wrong) else "zero"
+        fix = "Look for code that treats some devices differently."
+        if 0 < count < len(indices):
+            rows = _span(indices[min(wrong, key=lambda x: x[0])[0]], None)
+            of_all = f"{count} of {len(indices)} shards"
+            yield Cause(f"{rows} are {what}: {of_all}, and the others are right.", fix)
+        elif 0 < len(wrong) < len(errors):
             yield Cause(
-                f"{_span(indices[min(wrong)], None)} are {what}: {len(wrong)} of"
-                f" {len(indices)} shards, and the others are right.",
-                "Look for code that treats some devices differently.",
+                f"{what} on {len(wrong)} of {len(errors)} devices, right on the others.", fix
             )
 
     def _unexplained(self, i: int) -> Cause:
