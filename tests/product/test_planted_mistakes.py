@@ -279,6 +279,58 @@ def minibatches(reduce_once: bool) -> Any:
     return train
 
 
+def minibatches_by_hand(reduce_once: bool) -> Any:
+    """A step of `shard_map_step` that gathers its weights before the loop."""
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
+
+    def scattered(grads: Any) -> Any:
+        return jax.tree.map(lambda g: lax.psum_scatter(g, "fsdp", tiled=True) / 8, grads)
+
+    def train(_: Any) -> Any:
+        def step(state: Any, x: Any) -> Any:
+            full = manual.gather_params(state, "fsdp", {"up": P("fsdp"), "down": P("fsdp")})
+
+            def one(total: Any, x: Any) -> Any:
+                value, grads = jax.value_and_grad(loss)(full, x)
+                grads = grads if reduce_once else scattered(grads)
+                return jax.tree.map(jnp.add, total, grads), value
+
+            zeros = jax.tree.map(jnp.zeros_like, full if reduce_once else state)
+            zeros = manual.vary(zeros, "fsdp")
+            grads, values = lax.scan(one, zeros, x.reshape(4, -1, WIDTH))
+            grads = scattered(grads) if reduce_once else grads
+            new = jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+            return new, lax.pmean(values.mean(), "fsdp")
+
+        return step
+
+    return train
+
+
+SHARED = {"w": struct(WIDTH, WIDTH)}
+
+
+def shared(p: Any, x: Any, plan: ts.Plan) -> jax.Array:
+    """A loss whose layers have one weight."""
+    p = ts.unshard(p, plan.specs, "fsdp")
+    layer = lambda h, _: (jnp.tanh(h @ p["w"]), None)  # noqa: E731
+    return jnp.mean(lax.scan(layer, x, None, length=4)[0] ** 2)
+
+
+def shared_by_hand(_: Any) -> Any:
+    def step(state: Any, x: Any) -> Any:
+        def loss(p: Any, x: Any) -> jax.Array:
+            layer = lambda h, _: (jnp.tanh(h @ p["w"]), None)  # noqa: E731
+            return jnp.mean(lax.scan(layer, x, None, length=4)[0] ** 2)
+
+        value, grads = manual.value_and_grad(loss, "fsdp", {"w": P("fsdp")})(state, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    return step
+
+
 STATE = {"model": TREE, "opt": {"mu": TREE}}
 
 LARGE = {"down": struct(4 * HIDDEN, WIDTH), "up": struct(WIDTH, 4 * HIDDEN)}
@@ -417,6 +469,34 @@ CASES = {
         {"train": minibatches(reduce_once=True), "x": struct(4 * ROWS, WIDTH)},
         "accumulate_gradients",
     ),
+    "gradients reduced in the minibatch loop": Case(
+        FSDP,
+        {
+            "make": ts.shard_map_step,
+            "train": minibatches_by_hand(reduce_once=False),
+            "batch": P("fsdp"),
+            "x": struct(4 * ROWS, WIDTH),
+        },
+        {
+            "make": ts.shard_map_step,
+            "train": minibatches_by_hand(reduce_once=True),
+            "batch": P("fsdp"),
+            "x": struct(4 * ROWS, WIDTH),
+        },
+        "reduction-inside-loop: down, up: ",
+    ),
+    "gradient of a shared weight reduced in the layer loop": Case(
+        FSDP,
+        {"tree": SHARED, "rules": [("w", P("fsdp"))], "loss": shared, "batch": P("fsdp")},
+        {
+            "tree": SHARED,
+            "rules": [("w", P("fsdp"))],
+            "make": ts.shard_map_step,
+            "train": shared_by_hand,
+            "batch": P("fsdp"),
+        },
+        "Compilers for TPUs and GPUs may do that by themselves.",
+    ),
     "wrong axis in rules": Case(HSDP, {"rules": [(".*", P("fdsp"))]}, {}, "Did you mean 'fsdp'"),
     "wrong axis in the batch": Case(HSDP, {"batch": P("fdsp")}, {}, "Did you mean 'fsdp'"),
     "wrong axis in a constraint": Case(
@@ -459,6 +539,8 @@ def report_on(backend: str, name: str, side: str) -> Report:
 # A case that is not for all backends, and those it is for.
 ONLY = {
     "gradients by jax alone": TARGETS,  # CPUs all-reduce whatever one writes
+    # Compilers for TPUs and GPUs move this reduction behind the loop.
+    "gradient of a shared weight reduced in the layer loop": ("cpu",),
     # Compilers for TPUs gather float32 weights as bfloat16 for products in bfloat16.
     "f32 gathered, bf16 meant": ("cpu", "h100:8"),
     # JAX lowers callbacks to GPUs only where there is one.

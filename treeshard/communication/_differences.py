@@ -107,7 +107,9 @@ def explain(
                 f"{kind} of gradients in each trip of a loop, {size}.",
                 "Add the gradients of each device in the loop, and reduce them once after it:"
                 " `accumulate_gradients(..., axis_names=...)`; by hand, `manual.vary` the weights"
-                " before the loop and `sync_gradients` after it.",
+                " before the loop and `sync_gradients` after it."
+                + " Compilers for TPUs and GPUs may do that by themselves."
+                * (platform == "cpu"),
             )
         case "again" if kind != "all-gather":
             return (

@@ -312,7 +312,7 @@ def _by_device(x: jax.Array) -> jax.Array:
 def _change(old: Shards, new: Shards) -> Shards:
     """How much each number changed; of integers and keys, what they are now."""
     return {
-        device: (index, x.astype("float64") - old[device][1].astype("float64"))
+        device: (index, np.asarray(x.astype("float64") - old[device][1].astype("float64")))
         if jnp.issubdtype(x.dtype, jnp.floating)
         else (index, x)
         for device, (index, x) in new.items()
