@@ -91,98 +91,65 @@ if _TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-# Everything loads on first touch: name -> module. This is the first page of the reference, ...
-_FIRST_PAGE = {
-    # where
-    "make_mesh": "_core.make_mesh",
-    "simulate_devices": "_core.make_mesh",
-    # decide
-    "plan": "_planning.plan",
-    "Plan": "_planning.plan",
-    "match_partition_rules": "_planning.rules",
-    "fsdp": "_planning.tactics",
-    "shard_dim": "_planning.tactics",
-    "replicate": "_planning.tactics",
-    "follow": "_planning.adapters",
-    "logical_partitioning": "_planning.tactics",
-    "tactic": "_planning.tactics",
-    "PartitionAxis": "_planning.logical",
-    "optimizer_state_specs": "_planning.optimizer_state",
-    # train
-    "init_sharded": "training",
-    "jit_step": "training",
-    "shard_map_step": "training",
-    "suggest": "programs",
-    # inside a step
-    "with_sharding_constraint": "_placement.constraint",
-    "unshard": "_placement.constraint",
-    "layer_specs": "_core.spec_trees",
-    # move
-    "shard": "_placement.shard",
-    "gather": "_placement.gather",
-    "iter_gather": "_placement.gather",
-    "reshard": "_placement.shard",
-    "from_process_local": "_placement.process_local",
-    "make_shard_and_gather_fns": "_placement.gather",
-    # look
-    "draw": "_inspection.draw",
-    "leaf_paths": "_core.paths",
-    "named_tree_map": "_core.paths",
-    # catch
-    "TreeShardError": "errors",
-    "ShardingWarning": "errors",
-    "ShardingRuleError": "errors",
-    "SpecError": "errors",
-    "MeshError": "errors",
-}
+
+def _by_name(names_of: dict[str, str]) -> dict[str, str]:
+    return {name: module for module, names in names_of.items() for name in names.split()}
+
+
+# Everything loads on first touch: module -> names. This is the first page of the reference, ...
+_FIRST_PAGE = _by_name(
+    {
+        "_core.make_mesh": "make_mesh simulate_devices",
+        "_planning.plan": "plan Plan",
+        "_planning.rules": "match_partition_rules",
+        "_planning.tactics": "fsdp shard_dim replicate logical_partitioning tactic",
+        "_planning.adapters": "follow",
+        "_planning.logical": "PartitionAxis",
+        "_planning.optimizer_state": "optimizer_state_specs",
+        "training": "init_sharded jit_step shard_map_step",
+        "programs": "suggest",
+        "_placement.constraint": "with_sharding_constraint unshard",
+        "_core.spec_trees": "layer_specs",
+        "_placement.shard": "shard reshard",
+        "_placement.gather": "gather iter_gather make_shard_and_gather_fns",
+        "_placement.process_local": "from_process_local",
+        "_inspection.draw": "draw",
+        "_core.paths": "leaf_paths named_tree_map",
+        "errors": "TreeShardError ShardingWarning ShardingRuleError SpecError MeshError",
+    }
+)
 # ... and these are the names that have a home of their own, and keep working here.
-_ELSEWHERE = {
-    "get_axes_size_in_mesh": "_core.mesh",
-    "get_incontext_mesh": "_core.mesh",
-    "get_names_from_partition_spec": "_core.spec_trees",
-    "Adjustment": "_core.specs",
-    "assert_stable_step": "_inspection.stability",
-    "diff_shardings": "_inspection.stability",
-    "PlannedLeaf": "_planning.matching",
-    "Finding": "_planning.lint",
-    "logical_axis_rules": "_planning.logical",
-    "logical_to_mesh_spec": "_planning.logical",
-    "LeafChange": "_planning.plan_report",
-    "PlanDiff": "_planning.plan_report",
-    "Tactic": "_planning.tactics",
-    "Collective": "communication",
-    "Comparison": "communication",
-    "PlannedTransfer": "communication",
-    "assert_collectives": "communication",
-    "capture_partitioner_warnings": "communication",
-    "collectives": "communication",
-    "compare_communication": "communication",
-    "predict_communication": "communication",
-    "get_mesh_axis_names": "compat._meshes",
-    "get_mesh_axis_size": "compat._meshes",
-    "get_submesh_device_index": "compat._meshes",
-    "names_in_current_mesh": "compat._meshes",
-    "analyze_sharding_strategy": "compat",
-    "create_pattern_based_partition_spec": "compat",
-    "extract_sharding_structure": "compat",
-    "extract_shardings": "compat",
-    "get_partition_spec": "compat",
-    "get_shardings_with_structure": "compat",
-    "infer_sharding": "compat",
-    "CheckpointError": "errors",
-    "CommunicationError": "errors",
-    "DamagedError": "errors",
-    "DeletedLeafError": "errors",
-    "FormatError": "errors",
-    "LeafError": "errors",
-    "MismatchError": "errors",
-    "NoMeshError": "errors",
-    "ProcessError": "errors",
-    "StateError": "errors",
-    "UnexpectedShardingError": "errors",
-    "UnknownAxisError": "errors",
-    "UnstableStepError": "errors",
-}
+_ELSEWHERE = _by_name(
+    {
+        "_core.mesh": "get_axes_size_in_mesh get_incontext_mesh",
+        "_core.spec_trees": "get_names_from_partition_spec",
+        "_core.specs": "Adjustment",
+        "_inspection.stability": "assert_stable_step diff_shardings",
+        "_planning.matching": "PlannedLeaf",
+        "_planning.lint": "Finding",
+        "_planning.logical": "logical_axis_rules logical_to_mesh_spec",
+        "_planning.plan_report": "LeafChange PlanDiff",
+        "_planning.tactics": "Tactic",
+        "communication": (
+            "Collective Comparison PlannedTransfer assert_collectives "
+            "capture_partitioner_warnings collectives compare_communication "
+            "predict_communication"
+        ),
+        "compat._meshes": (
+            "get_mesh_axis_names get_mesh_axis_size get_submesh_device_index names_in_current_mesh"
+        ),
+        "compat": (
+            "analyze_sharding_strategy create_pattern_based_partition_spec "
+            "extract_sharding_structure extract_shardings get_partition_spec "
+            "get_shardings_with_structure infer_sharding"
+        ),
+        "errors": (
+            "CheckpointError CommunicationError DamagedError DeletedLeafError FormatError "
+            "LeafError MismatchError NoMeshError ProcessError StateError "
+            "UnexpectedShardingError UnknownAxisError UnstableStepError"
+        ),
+    }
+)
 _SUBMODULES = (
     "checkpoint",
     "communication",

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.programs import LiveBuffer, Memory
-from treeshard.programs._advice import advise
 from treeshard.programs._buffers import read_type
+from treeshard.programs._memory import advise
 
 
 def _mlp(mesh: jax.sharding.Mesh, *, donate: bool = True, make=ts.jit_step, **options):

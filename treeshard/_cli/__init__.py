@@ -18,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")  # the terminal may not have every letter
     try:
-        text, code = _command(options.run)(options)
+        module, _, function = options.run.partition(":")
+        command = getattr(importlib.import_module(f"treeshard._cli.{module}"), function)
+        text, code = command(options)
         print(printable(text))
         sys.stdout.flush()
         return code
@@ -30,20 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TreeShardError, OSError) as error:
         message = str(error)
     except ImportError as error:
-        message = _missing(error)
+        if error.name is not None:  # the message does not say what to install
+            raise
+        message = str(error)
     print(f"treeshard: error: {printable(message)}", file=sys.stderr)
     return 2
-
-
-def _command(name: str) -> Callable[[argparse.Namespace], tuple[str, int]]:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(f"treeshard._cli.{module}"), function)
-
-
-def _missing(error: ImportError) -> str:
-    if error.name is not None:  # the message does not say what to install
-        raise error
-    return str(error)
 
 
 # ------------------------------------------------------------------ arguments
@@ -207,12 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     what = "compare the gradients of a model in many layouts, and name what is wrong"
     add = command("check", "check:run_check", what, _CHECK)
     add("function", metavar="MODULE:FUNCTION", help="returns (loss, params, batch, rules)")
-    add(
-        "--mesh",
-        default="data=2,fsdp=4",
-        metavar="AXES",
-        help="by default data=2,fsdp=4",
-    )
+    add("--mesh", default="data=2,fsdp=4", metavar="AXES", help="by default data=2,fsdp=4")
 
     what = "list the leaves of a checkpoint or safetensors"
     add = command("inspect", "files:run_inspect", what, _INSPECT)
@@ -226,34 +214,28 @@ def _parser() -> argparse.ArgumentParser:
     _add_path(add)
     add("out", metavar="OUT", help="such as model.safetensors")
     add("--only", metavar="REGEX", help="export leaves whose path has a match")
-    add("--rename", action="append", default=[], metavar="REGEX=>NEW", help=_RENAME)
+    _add_several(add, "--rename", "REGEX=>NEW", _RENAME)
     add("--skip", action="store_true", help="leave out leaves that safetensors cannot hold")
-    add(
-        "--max-file-size",
-        metavar="BYTES",
-        help="such as 5GB: split what is larger into files",
-    )
-    add(
-        "--metadata",
-        action="append",
-        default=[],
-        metavar="KEY=TEXT",
-        help="for the header of the file",
-    )
+    add("--max-file-size", metavar="BYTES", help="such as 5GB: split what is larger into files")
+    _add_several(add, "--metadata", "KEY=TEXT", "for the header of the file")
 
     what = "turn safetensors into a checkpoint"
     add = command("import", "files:run_import", what, _IMPORT)
     add("source", metavar="IN", help="such as model.safetensors")
     add("out", metavar="CHECKPOINT", help="the directory to create")
-    add("--rename", action="append", default=[], metavar="REGEX=>NEW", help=_RENAME)
+    _add_several(add, "--rename", "REGEX=>NEW", _RENAME)
 
     what = "list how two checkpoints or safetensors differ, and by how much"
     add = command("diff", "files:run_diff", what, _DIFF)
     add("a", metavar="A")
     add("b", metavar="B")
-    add("--rename", action="append", default=[], metavar="REGEX=>NEW", help=f"of A: {_RENAME}")
+    _add_several(add, "--rename", "REGEX=>NEW", f"of A: {_RENAME}")
     add("--json", action="store_true", help="print every difference as JSON")
     return parser
+
+
+def _add_several(add: Callable[..., Any], option: str, metavar: str, what: str) -> None:
+    add(option, action="append", default=[], metavar=metavar, help=what)
 
 
 def _add_path(add: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 import threading
 import time
@@ -27,13 +28,7 @@ _SIMULATED = 8  # CPUs, if neither a topology nor the mesh says how many
 def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     """Prints what a compiled step moves, needs and costs. Returns 1 if it does not fit, or moves
     what nobody planned."""
-    for option in ("scan", "remat"):
-        parse_pattern(getattr(options, option) or "", f"--{option}")
-    model = {
-        "scan": options.scan or False,
-        "remat": options.remat or False,
-        "dtype": options.dtype and parse_dtype(options.dtype),
-    }
+    model = model_options(options)
     mesh = mesh_for(options.mesh, options.topology)
     step, state, batch = load_step(options.function, mesh)
     devices = f"{mesh.size:,} x {mesh.devices.flat[0].device_kind} ({describe_mesh(mesh)})"
@@ -46,13 +41,19 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     return to_text(compiled, compiled.communication(**model))
 
 
+def model_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What options say of the model, as `compare_communication` takes it."""
+    for option in ("scan", "remat"):
+        parse_pattern(getattr(options, option) or "", f"--{option}")
+    dtype = options.dtype and parse_dtype(options.dtype)
+    return {"scan": options.scan or False, "remat": options.remat or False, "dtype": dtype}
+
+
 def mesh_for(axes: str | None, topology: str | None) -> jax.sharding.Mesh:
     """A mesh of absent devices; without a topology, of as many simulated CPUs as the axes need."""
     sizes = parse_axes(axes or _ALL)
     if topology is None:
-        known = 1
-        for size in sizes.values():
-            known *= max(size, 1)
+        known = math.prod(max(size, 1) for size in sizes.values())
         simulate_devices(known if -1 not in sizes.values() else max(known, _SIMULATED))
         jax.config.update("jax_platforms", "cpu")
     return make_mesh(sizes, topology=topology)
@@ -125,7 +126,8 @@ def _as_json(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
         "fits": memory.fits,
         "communication": {
             "rows": [asdict(row) for row in moved.rows],
-            **{name: [_unplanned(one) for one in getattr(moved, name)] for name in _DIFFERENCES},
+            "unplanned": list(map(_unplanned, moved.unplanned)),
+            "by_compiler": list(map(_unplanned, moved.by_compiler)),
         },
         "memory": {
             "total": memory.total,
@@ -135,9 +137,6 @@ def _as_json(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
         "cost": {"seconds": cost.seconds, "bound": cost.bound, **asdict(cost)},
     }
     return json.dumps(report), _code(memory.fits, moved)
-
-
-_DIFFERENCES = ("unplanned", "by_compiler")
 
 
 def _unplanned(one: Any) -> dict[str, Any]:

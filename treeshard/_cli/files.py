@@ -50,23 +50,16 @@ def run_inspect(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _as_text(tree: StoredTree) -> str:
-    text = str(tree.contents)
-    if tree.steps:
-        steps = ", ".join(map(str, tree.steps))
-        text = f"{tree.contents.path}, of steps {steps}:\n{text}"
-    return text
+    steps = ", ".join(map(str, tree.steps))
+    head = f"{tree.contents.path}, of steps {steps}:\n" if steps else ""
+    return f"{head}{tree.contents}"
 
 
 def _as_json(tree: StoredTree) -> str:
-    about = {
-        "path": tree.contents.path,
-        "format": tree.format,
-        "steps": tree.steps,
-        "meshes": tree.contents.meshes,
-        "bytes": tree.contents.bytes,
-        "leaves": [_row(leaf) for leaf in tree.contents.leaves],
-    }
-    return json.dumps(about)
+    contents = tree.contents
+    about = {"path": contents.path, "format": tree.format, "steps": tree.steps}
+    about |= {"meshes": contents.meshes, "bytes": contents.bytes}
+    return json.dumps(about | {"leaves": [_row(leaf) for leaf in contents.leaves]})
 
 
 def _row(leaf: SavedLeaf) -> dict[str, Any]:
@@ -237,17 +230,14 @@ def _difference_text(result: Difference, a: str, b: str) -> str:
     return "\n".join([*parts, ", ".join(counts) + "."])
 
 
-def _cells(x: Changed) -> tuple[str, str, str, str]:
+def _cells(x: Changed) -> tuple[str, ...]:
     a, b, numbers = describe_leaf(x.a), describe_leaf(x.b), x.numbers
     if numbers is None:
         return f"{a} -> {b}", "", "", ""
     odd = f" ({numbers.not_finite:,} NaN or infinite)" if numbers.not_finite else ""
     differ = f"{numbers.differing:,} of {numbers.size:,}{odd}"
-    return a, differ, _short(numbers.max_abs), _short(numbers.max_relative)
-
-
-def _short(x: int | float | None) -> str:
-    return "" if x is None else f"{x:.3g}"
+    most = ("" if x is None else f"{x:.3g}" for x in (numbers.max_abs, numbers.max_relative))
+    return a, differ, *most
 
 
 def _difference_json(result: Difference, a: str, b: str) -> str:

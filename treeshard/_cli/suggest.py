@@ -6,9 +6,9 @@ import sys
 
 import jax
 
+from treeshard._cli.compile import model_options
 from treeshard._cli.functions import call_function, load_function
 from treeshard._core.make_mesh import simulate_devices
-from treeshard._core.text import parse_dtype, parse_pattern
 from treeshard.errors import FormatError, did_you_mean
 from treeshard.programs import Strategy, suggest
 from treeshard.programs._candidates import NAMED
@@ -18,8 +18,7 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 def run_suggest(options: argparse.Namespace) -> tuple[str, int]:
     """Prints meshes and strategies, the best first. Returns 1 if none is known to fit."""
-    for option in ("scan", "remat"):
-        parse_pattern(getattr(options, option) or "", f"--{option}")
+    model = model_options(options)
     budget = None if options.budget is None else _seconds(options.budget)
     if options.topology is None and options.devices is not None:
         simulate_devices(options.devices)
@@ -37,9 +36,7 @@ def run_suggest(options: argparse.Namespace) -> tuple[str, int]:
             top=options.top,
             budget=budget,
             progress=True,
-            scan=options.scan or False,
-            remat=options.remat or False,
-            dtype=options.dtype and parse_dtype(options.dtype),
+            **model,
         ),
     )
     text = found.to_json() if options.json else str(found)
@@ -48,7 +45,6 @@ def run_suggest(options: argparse.Namespace) -> tuple[str, int]:
 
 def _strategies(options: argparse.Namespace) -> list[str | Strategy] | None:
     """Names, and those that `STRATEGIES` of the user's module lists."""
-    load_function(options.function)
     module = sys.modules[options.function.partition(":")[0]]
     own = {one.name: one for one in getattr(module, "STRATEGIES", ())}
     if options.strategies is None:

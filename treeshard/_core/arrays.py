@@ -127,11 +127,9 @@ class StaticSplit:
         ]
 
     def dynamic(self, leaves: list[Any]) -> list[Any]:
-        """The dynamic ones of all leaves of a tree."""
         return [leaves[i] for i in self.indices] if self.static else leaves
 
     def combine(self, dynamic: Sequence[Any]) -> Any:
-        """The tree with these dynamic leaves and the static ones."""
         return self._joined(dynamic, self._template)
 
     def without_static(self, dynamic: Sequence[Any], fill: Any = None) -> Any:
@@ -241,7 +239,6 @@ def keys_on_host(keys: jax.Array, data: np.ndarray) -> jax.Array:
 
 
 def _assembled(x: jax.Array, known: Known) -> np.ndarray:
-    """Assembles a full array from its shards."""
     full = np.empty(x.shape, x.dtype)
     if not full.size:
         return full  # shards of empty arrays may have other shapes than their sharding says
@@ -298,6 +295,15 @@ def second_handle(x: jax.Array) -> jax.Array:
     """Another array on the same memory; the host copy that JAX caches on it is freed with it."""
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+
+def map_shards(x: jax.Array, f: Callable[[np.ndarray], np.ndarray], dtype: Any) -> jax.Array:
+    """The array of `f` of each local shard, which keeps its shape; all values are of `dtype`."""
+    shards = [
+        jax.device_put(f(np.asarray(shard.data)), shard.data.sharding)
+        for shard in to_read(x).addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=dtype)
 
 
 def own_shards(x: jax.Array) -> Iterator[Any]:

@@ -127,7 +127,6 @@ class _Sequence:
         self.number, self.steps = 0, 0
 
     def meet(self, what: str, mine: bytes, timeout: float, *, moves: bool) -> list[bytes]:
-        """As `exchange`."""
         client = _client()
         thread = "" if self._lane else threading.current_thread().name
         with self.lock:

@@ -241,7 +241,6 @@ def with_bar(
 
 
 def _with_lines(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
-    """Iterates with a line for each tenth, for logs."""
     for i, item in enumerate(items):
         yield item
         tenths, before = 10 * (i + 1) // len(items), 10 * i // len(items)

@@ -143,30 +143,23 @@ def flatten_specs(
 ) -> tuple[list[Any], Any]:
     """Flattens a tree of specs, with `None`s as leaves and tuples of logical names resolved."""
     flat, treedef = tree_flatten(specs, is_leaf=is_spec_entry)
-    return _resolved(specs, flat, name, resolve), treedef
-
-
-def is_spec_entry(x: Any) -> bool:
-    """Whether `x` is a leaf of a tree of specs: a spec, logical names, or `None`."""
-    return x is None or is_spec(x) or is_logical(x)
-
-
-def _resolved(
-    specs: SpecTree, prefixes: list[Any], name: str, resolve: Callable[[Any], Any] | None
-) -> list[Any]:
-    """`prefixes` with tuples of logical names resolved to specs."""
-    if all(spec is None or is_spec(spec) for spec in prefixes):
-        return prefixes
+    if all(spec is None or is_spec(spec) for spec in flat):
+        return flat, treedef
     resolved: list[Any] = []
     bad: list[str] = []
-    for path, spec in zip(leaf_paths(specs, is_leaf=is_spec_entry), prefixes, strict=True):
+    for path, spec in zip(leaf_paths(specs, is_leaf=is_spec_entry), flat, strict=True):
         try:
             resolved.append(_one_spec(spec, resolve))
         except SpecError as error:
             bad.append(f"{path or name}: {error}")
     if bad:
         raise SpecError(listed(f"{len(bad)} entries of the {name} are not specs:", bad))
-    return resolved
+    return resolved, treedef
+
+
+def is_spec_entry(x: Any) -> bool:
+    """Whether `x` is a leaf of a tree of specs: a spec, logical names, or `None`."""
+    return x is None or is_spec(x) or is_logical(x)
 
 
 def _one_spec(spec: Any, resolve: Callable[[Any], Any] | None) -> Any:

@@ -48,10 +48,6 @@ class Chip:
     devices: int = 1
     named_by: int = 1
 
-    @property
-    def platform(self) -> str:
-        return "tpu" if self.dims else "cuda"
-
 
 # Sources: the pages "System architecture" of Cloud TPU (TPU v4, v5e, v5p, v6e, TPU7x), and the data
 # sheets of NVIDIA's H100 SXM and H200 SXM with DGX nodes of 8 GPUs and 8 x 400 Gb/s. Bandwidths
@@ -266,5 +262,4 @@ def _gpu_config(chip: Chip) -> str:
 
 def chip_of(device: Any) -> Chip | None:
     """What is known of a device's kind."""
-    kinds = {chip.kind: chip for chip in CHIPS.values()}
-    return kinds.get(device.device_kind)
+    return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind), None)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -144,26 +144,24 @@ def empty_value(kind: str) -> Any:
     return None if kind == "none" else _SCALARS[kind][0]()
 
 
-def _int_text(x: int) -> str:
-    return str(x) if abs(x) < 2**64 else hex(x)  # Python limits the digits of decimal text
-
-
 def _complex_of(text: str) -> complex:
     real, imag = text.split(" ")
     return complex(float.fromhex(real), float.fromhex(imag))
 
 
-def _bytes_of(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
+_decoded = partial(base64.b64decode, validate=True)
 _SCALARS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bool": (bool, str, {"True": True, "False": False}.__getitem__),
-    "int": (int, _int_text, lambda text: int(text, 0)),
+    # Python limits the digits of decimal text.
+    "int": (int, lambda x: str(x) if abs(x) < 2**64 else hex(x), lambda text: int(text, 0)),
     "float": (float, float.hex, float.fromhex),
     "complex": (complex, lambda x: f"{x.real.hex()} {x.imag.hex()}", _complex_of),
     "str": (str, str, str),
-    "bytes": (bytes, lambda x: base64.b64encode(x).decode(), _bytes_of),
+    "bytes": (
+        bytes,
+        lambda x: base64.b64encode(x).decode(),
+        partial(base64.b64decode, validate=True),
+    ),
 }
 _SCALAR_KINDS = {row[0]: kind for kind, row in _SCALARS.items()}
 

@@ -265,7 +265,6 @@ def read_request(
 
 
 def _like_leaf(x: LeafType) -> Any:
-    """A leaf that requests a type."""
     if x.dtype:
         return jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype))
     return empty_value(x.kind)

@@ -282,7 +282,7 @@ def _device_chart(leaves: list[PlacedLeaf]) -> Any:
     for held, run in groupby(bytes_by_device(leaves).items(), key=lambda item: item[1]):
         ids = [device for device, _ in run]
         rows.append((f"{ids[0]}" if len(ids) == 1 else f"{ids[0]}..{ids[-1]}", held))
-    return _chart("device", "bytes per device", rows)
+    return _chart("device", rows)
 
 
 def _branch_chart(leaves: list[PlacedLeaf]) -> Any:
@@ -294,15 +294,15 @@ def _branch_chart(leaves: list[PlacedLeaf]) -> Any:
     if len(totals) > len(rows):
         rest = totals.total() - sum(held for _, held in rows)
         rows.append((f"{len(totals) - len(rows)} others", rest))
-    return _chart("branch", "bytes per device", rows)
+    return _chart("branch", rows)
 
 
-def _chart(head: str, title: str, rows: list[tuple[str, int]]) -> Any:
+def _chart(head: str, rows: list[tuple[str, int]]) -> Any:
     from rich.bar import Bar
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(head, title, "", box=None)
+    table = Table(head, "bytes per device", "", box=None)
     most = max((held for _, held in rows), default=0)
     for name, held in rows[:_BARS]:
         table.add_row(Text(name), Bar(most or 1, 0, held, width=40), human_bytes(held))

@@ -31,7 +31,6 @@ class PlacedLeaf(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements of the full array."""
         return math.prod(self.shape)
 
     @property

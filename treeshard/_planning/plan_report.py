@@ -12,7 +12,7 @@ from treeshard._core.arrays import array_text, common, holders, lengths, region_
 from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh, same_axes
 from treeshard._core.paths import pair
 from treeshard._core.specs import Adjustment, axes_of, entries
-from treeshard._core.text import columns, fold, human_bytes
+from treeshard._core.text import columns, fold, html_table, human_bytes
 from treeshard._planning.matching import SMALL, PlannedLeaf
 from treeshard._planning.tactics import Tactic
 from treeshard.errors import counted
@@ -32,18 +32,8 @@ def describe(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
 
 def describe_html(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
     """A plan as an HTML table, for notebooks."""
-
-    def line(tag: str, row: Sequence[str]) -> str:
-        cells = [f"<{tag}{_STYLES[i]}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(row)]
-        return f"<tr>{''.join(cells)}</tr>"
-
-    body = "".join(line("td", row) for row in _rows(leaves, rules, mesh))
     totals = html.escape(_totals(leaves, mesh)).replace("\n", "<br>")
-    return f"<table><thead>{line('th', _HEADS)}</thead><tbody>{body}</tbody></table><p>{totals}</p>"
-
-
-_LEFT, _RIGHT = ' style="text-align: left"', ' style="text-align: right"'
-_STYLES = [_RIGHT if column == _BYTES else _LEFT for column in range(len(_HEADS))]
+    return f"{html_table([_HEADS, *_rows(leaves, rules, mesh)], _BYTES)}<p>{totals}</p>"
 
 
 def rich_table(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> Any:

@@ -3,7 +3,6 @@
 import operator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import Any, SupportsIndex, Unpack
 
 import jax
@@ -243,12 +242,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

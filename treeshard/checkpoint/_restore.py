@@ -11,7 +11,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Sharding
 
-from treeshard._core.arrays import to_read
+from treeshard._core.arrays import map_shards
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together
@@ -222,11 +222,7 @@ def _as_requested(x: Any, requested: RequestedLeaf) -> Any:
             return jax.make_array_from_callback(x.shape, sharding, full.__getitem__)
         if x.dtype == dtype:
             return x
-        shards = [
-            jax.device_put(np.asarray(shard.data).astype(dtype), shard.data.sharding)
-            for shard in to_read(x).addressable_shards
-        ]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=dtype)
+        return map_shards(x, lambda values: values.astype(dtype), dtype)
 
 
 def _default_sharding() -> Sharding:

@@ -217,7 +217,6 @@ def _interrupts_deferred() -> Iterator[None]:
 
 
 def _tell(differing: Mapping[str, str], on_divergence: str) -> None:
-    """Raises or warns that copies of leaves differ."""
     facts = [f"{path}: {why}" for path, why in differing.items()]
     text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
     if on_divergence == "warn":

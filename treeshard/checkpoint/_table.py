@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import data_of, has_shape, is_key, second_handle, ties, to_read
+from treeshard._core.arrays import data_of, has_shape, is_key, map_shards, second_handle, ties
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.spec_trees import Misfit
@@ -163,13 +163,9 @@ def _as_stored(x: Any) -> jax.Array | np.ndarray:
 
 def _viewed_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
     """A copy of the bytes of `x`, viewed as another dtype of one byte."""
-    if not isinstance(x, jax.Array):
-        return np.array(x).view(dtype)
-    shards = [
-        jax.device_put(np.array(shard.data).view(dtype), shard.data.sharding)
-        for shard in to_read(x).addressable_shards
-    ]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=dtype)
+    if isinstance(x, jax.Array):
+        return map_shards(x, lambda values: np.array(values).view(dtype), dtype)
+    return np.array(x).view(dtype)
 
 
 # ------------------------------------------------------------------ as JSON

@@ -286,7 +286,7 @@ class CollectiveReader:
             kind = "reduce-scatter"
         groups = self._groups(kind, op)
         op_name, source = op.op_name, self.program.source(op)
-        is_inserted = _is_inserted(op)
+        is_inserted = "is_spmd_generated" in (op.attribute("frontend_attributes") or "")
         if source is None and (op_name in self._arguments or (is_inserted and op_name is None)):
             # JAX 0.11 and newer: it has no name, or only that of the argument that it gathers.
             user = self.flow.first_user(context.computation, op)
@@ -447,11 +447,6 @@ def _kind(op: Op) -> str | None:
     if op.opcode.endswith(("-done", "-update")) or op.target in (_CHAIN_START, _CHAIN_DONE):
         return None
     return "unknown" if _NAMED_LIKE_ONE.search(op.target or op.opcode) else None
-
-
-def _is_inserted(op: Op) -> bool:
-    """Whether the partitioner inserted an op for those that use it."""
-    return "is_spmd_generated" in (op.attribute("frontend_attributes") or "")
 
 
 # TPUs spread an async collective over a chain of fusions, so that each can overlap with it. Every

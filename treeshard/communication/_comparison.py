@@ -201,14 +201,11 @@ def _idle_axes(
     idle = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
     if None in moved or not (idle := [a for a in idle if not any(a in (x or ()) for x in moved)]):
         return
-    names, every = (
-        ", ".join(map(repr, idle)),
-        entry_of([axis for axis in sizes if axis in (*batch_axes, *idle)]),
-    )
+    every = entry_of([axis for axis in sizes if axis in (*batch_axes, *idle)])
     yield Unplanned(
         "idle-axis",
-        f"{names} shards neither the state nor the batch, and nothing is moved along it: devices"
-        " along it do the same work.",
+        f"{', '.join(map(repr, idle))} shards neither the state nor the batch, and nothing is moved"
+        " along it: devices along it do the same work.",
         f"Split the batch over it too: `batch=P({every!r})`.",
     )
 

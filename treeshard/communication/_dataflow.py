@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from treeshard.communication._hlo import Computation, HloProgram, Op
 from treeshard.errors import FormatError
@@ -67,7 +67,6 @@ class Origins(NamedTuple):
 
 
 def value(context: Context, name: str, element: int | None = None) -> Value | None:
-    """The value of a name in a context."""
     op = context.computation.ops.get(name)
     return None if op is None else Value(context, op, element)
 
@@ -108,13 +107,14 @@ class Dataflow:
         parameters: set[Op] = set()
         dtypes: set[str] = set()
         computed = False
-        seen: set[tuple[str, ...]] = set()
+        seen: set[tuple[Any, ...]] = set()
         queue = [start]
         while queue:
             at = queue.pop()
             if at is None or len(seen) > _MAX_STEPS:
                 return Origins(frozenset(parameters), True)
-            key = (*_callers(at.context), at.op.name, str(at.element))
+            calls = [(each.computation.name, each.op) for each in _with_callers(at.context)]
+            key = (*calls, at.op, at.element)
             if key in seen:
                 continue
             seen.add(key)
@@ -195,7 +195,6 @@ class Dataflow:
     def _results(
         self, context: Context, op: Op, role: str, element: int | None
     ) -> list[Value | None]:
-        """The results of the computations that an op calls."""
         results: list[Value | None] = []
         for branch, name in enumerate(op.called.get(role, ())):
             callee = self.enter(context, op, name, role, branch)
@@ -285,18 +284,28 @@ class Executions:
 
     def __init__(self, flow: Dataflow, wanted: Callable[[Op], bool]) -> None:
         self.flow, self.program = flow, flow.program
-        self._wanted: dict[str, list[Op]] = {}  # by computation
-        self._calls: dict[str, list[tuple[Op, str, int, str]]] = {}
-        for computation in self.program.computations.values():
+        # By computation, in order: the wanted ops, and the calls of others as (role, branch, name).
+        self._steps: dict[str, list[tuple[Op, tuple[str, int, str] | None]]] = {}
+        callers: dict[str, list[str]] = {}
+        for name, computation in self.program.computations.items():
+            steps = self._steps[name] = []
             for op in computation.ops.values():
                 if wanted(op):
-                    self._wanted.setdefault(computation.name, []).append(op)
+                    steps.append((op, None))
                     continue
                 for role, callees in op.called.items():
                     for branch, callee in enumerate(callees):
-                        call = op, role, branch, callee
-                        self._calls.setdefault(computation.name, []).append(call)
-        self._holding = self._with_wanted()
+                        steps.append((op, (role, branch, callee)))
+                        callers.setdefault(callee, []).append(name)
+        self._wanted = [
+            name for name, steps in self._steps.items() if any(call is None for _, call in steps)
+        ]
+        # The computations that run a wanted op, themselves or in what they call.
+        self._holding, queue = set(self._wanted), [*self._wanted]
+        while queue:
+            new = set(callers.get(queue.pop(), ())) - self._holding
+            self._holding |= new
+            queue += new
         self._reached: set[str] = set()
 
     def all(self) -> Iterator[tuple[Context, Op, int | None]]:
@@ -309,37 +318,19 @@ class Executions:
             if name not in self._reached:
                 yield from self._visit(Context(self.program.computations[name]), None)
 
-    def _with_wanted(self) -> set[str]:
-        """The computations that run a wanted op, themselves or in what they call."""
-        callers: dict[str, list[str]] = {}
-        for name, calls in self._calls.items():
-            for *_, callee in calls:
-                callers.setdefault(callee, []).append(name)
-        holding, queue = set(self._wanted), list(self._wanted)
-        while queue:
-            for name in callers.get(queue.pop(), ()):
-                if name not in holding:
-                    holding.add(name)
-                    queue.append(name)
-        return holding
-
     def _visit(
         self, context: Context, count: int | None
     ) -> Iterator[tuple[Context, Op, int | None]]:
         name = context.computation.name
         self._reached.add(name)
-        steps = [(op.line, op, None) for op in self._wanted.get(name, ())]
-        steps += [
-            (call[0].line, call[0], call)
-            for call in self._calls.get(name, ())
-            if call[3] in self._holding
-        ]
-        for _, op, call in sorted(steps, key=lambda step: step[0]):
+        for op, call in self._steps[name]:
             if call is None:
                 yield context, op, count
                 continue
-            _, role, branch, callee = call
-            if _runs(context, callee):
+            role, branch, callee = call
+            if callee not in self._holding:
+                continue
+            if any(each.computation.name == callee for each in _with_callers(context)):
                 raise FormatError(
                     f"collectives: the computation {callee!r} calls itself. The text is damaged."
                 )
@@ -356,17 +347,9 @@ class Executions:
         return None if trips is None else count * (trips + (role == "condition"))
 
 
-def _runs(context: Context | None, name: str) -> bool:
-    while context is not None and context.computation.name != name:
-        context = context.caller
-    return context is not None
-
-
-def _callers(context: Context | None) -> Iterator[str]:
-    """What tells contexts apart: the computation and the op of each call, innermost first."""
+def _with_callers(context: Context | None) -> Iterator[Context]:
     while context is not None:
-        yield context.computation.name
-        yield "" if context.op is None else context.op.name
+        yield context
         context = context.caller
 
 

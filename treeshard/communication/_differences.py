@@ -215,7 +215,6 @@ def collective_lines(moved: Sequence[Collective], most: int) -> list[str]:
 
 
 def collective_line(one: Collective) -> str:
-    """A collective as one line."""
     size = "unknown bytes" if one.bytes is None else human_bytes(one.bytes)
     times = "? times" if one.count is None else counted(one.count, "time")
     axes = "unknown axes" if one.axes is None else " and ".join(map(repr, one.axes))

@@ -73,7 +73,6 @@ class Op:
     opcode: str
     type_text: str  # of its result, with layouts
     _text: str  # all that follows the opening parenthesis
-    line: int
 
     @property
     def operands(self) -> Sequence[str]:
@@ -132,7 +131,6 @@ class Op:
         return "" if name is None else name.strip('"')
 
     def frontend(self, name: str) -> str | None:
-        """One of the `frontend_attributes`."""
         match = re.search(rf'[{{,]{name}="([^"]*)"', self.attribute("frontend_attributes") or "")
         return None if match is None else match[1]
 
@@ -194,12 +192,10 @@ class HloProgram:
         self._frames: dict[str, dict[int, str]] | None = None
         head, entry = self._read(text)
         self.entry = self.computations[entry]
-        meshes = [
-            {name: int(size) for name, size in _AXIS.findall(mesh)} for mesh in _MESH.findall(head)
-        ]
-        named = [mesh for mesh in meshes if mesh]
-        same = bool(named) and all(mesh == named[0] for mesh in named)
-        self.axes: Mapping[str, int] | None = named[0] if same else None
+        meshes = {tuple(_AXIS.findall(mesh)) for mesh in _MESH.findall(head)} - {()}
+        self.axes: Mapping[str, int] | None = None
+        if len(meshes) == 1:
+            self.axes = {name: int(size) for name, size in meshes.pop()}
         sizes = [re.search(rf"\b{key}=(\d+)", head) for key in ("replica_count", "num_partitions")]
         self.replicas, self.partitions = (1 if size is None else int(size[1]) for size in sizes)
         self.devices: int | None = self.replicas * self.partitions if any(sizes) else None
@@ -220,7 +216,7 @@ class HloProgram:
                         raise FormatError(
                             f"line {number} defines {name!r} a second time: the text is damaged."
                         )
-                    current.ops[name] = Op(name, opcode, result, line[match.end() :], number)
+                    current.ops[name] = Op(name, opcode, result, line[match.end() :])
                     if root:
                         current.root = name
                 elif line[:1] not in ("", " ", "\t"):

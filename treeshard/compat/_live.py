@@ -38,7 +38,8 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
         P('fsdp',)
 
     Source:
-        EasyDeL's function of this name.
+        EasyDeL's functions of this name, `extract_sharding_structure` and
+        `get_shardings_with_structure`.
     """
     leaves, treedef = tree_flatten(tree)
     shardings = treedef.unflatten([_named_sharding(leaf) for leaf in leaves])
@@ -50,23 +51,7 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
     return treedef.unflatten([spec and spec.sharding for spec in laid])
 
 
-def extract_sharding_structure(tree: PyTree) -> SpecTree:
-    """Reads the sharding of every leaf of a live tree: `extract_shardings` without a mesh.
-
-    Args:
-        tree: Any pytree.
-
-    Examples:
-        >>> extract_sharding_structure({"w": np.ones(8)})
-        {'w': None}
-
-    Source:
-        EasyDeL's function of this name.
-    """
-    return extract_shardings(tree)
-
-
-get_shardings_with_structure = extract_sharding_structure
+extract_sharding_structure = get_shardings_with_structure = extract_shardings
 
 
 def get_partition_spec(tree: PyTree) -> SpecTree:

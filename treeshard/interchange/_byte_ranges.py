@@ -22,7 +22,6 @@ class Piece(NamedTuple):
 
 
 def full_piece(x: np.ndarray) -> Piece:
-    """A full array as a piece."""
     return Piece(tuple((0, length) for length in x.shape), x)
 
 
@@ -40,7 +39,6 @@ def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> 
 
 
 def write_bytes(file: int, at: int, data: bytes) -> None:
-    """Writes bytes to an open file."""
     _whole(os.pwrite, file, memoryview(data), at)
 
 

@@ -56,7 +56,6 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of its data."""
         return math.prod(self.shape) * _BITS[self.code] // 8
 
 

@@ -52,7 +52,8 @@ def traced_flops(jaxpr: Jaxpr) -> Flops:
         count = total(one.number for one in inner)
         unknown.update(reason for one in inner for reason in one.unknown)
         if name == "dot_general":
-            count = _dot(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, _contracted(params))
+            (contracted, _), _ = params["dimension_numbers"]
+            count = _dot(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, contracted)
         elif name == "conv_general_dilated":
             count = _traced_convolution(eqn)
         elif _KERNEL.search(name):
@@ -79,10 +80,6 @@ def _inner(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
                 yield sub.jaxpr
             elif isinstance(sub, Jaxpr):
                 yield sub
-
-
-def _contracted(params: Mapping[str, Any]) -> tuple[int, ...]:
-    return params["dimension_numbers"][0][0]
 
 
 def _traced_convolution(eqn: Any) -> int:

@@ -1,7 +1,7 @@
 """What a compiled step needs in the memory of one device, against what the device has."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import is_attached, with_devices
-from treeshard._core.text import columns, human_bytes
+from treeshard._core.text import columns, fold_paths, human_bytes
 from treeshard._core.topologies import chip_of
 from treeshard._planning.parameters import parameters
 from treeshard._planning.plan import Plan
@@ -17,7 +17,6 @@ from treeshard.communication._dataflow import Context, Dataflow, value
 from treeshard.communication._hlo import HloProgram
 from treeshard.communication._program import argument_path
 from treeshard.errors import DoesNotFitError
-from treeshard.programs._advice import advise
 from treeshard.programs._buffers import Buffer, LiveBuffer, peak_of
 
 
@@ -125,7 +124,7 @@ def memory_of(
     analysis: Any = compiled.memory_analysis()
     device = with_devices(plan.mesh, "memory", compile_only=True).devices.flat[0]
     params = {leaf.path for leaf in parameters(plan.leaves)}
-    kinds = {"parameters": 0, "other state": 0, "batch": 0}
+    kinds = {"parameters": 0, "other state": 0}
     host = 0
     for leaf in plan.leaves:
         kind = "parameters" if leaf.path in params else "other state"
@@ -133,9 +132,7 @@ def memory_of(
             kinds[kind] += leaf.bytes_per_device(plan.mesh)
         else:
             host += leaf.bytes_per_device(plan.mesh)
-    for x in batch:
-        if has_shape(x):
-            kinds["batch"] += _local_bytes(x)
+    kinds["batch"] = sum(map(_local_bytes, filter(has_shape, batch)))
     peak = sorted(peak_of(program).buffers, key=lambda buffer: -buffer.array.bytes)
     flow = Dataflow(program)
     memory = Memory(
@@ -174,3 +171,52 @@ def _described(buffer: Buffer, flow: Dataflow) -> LiveBuffer:
             path = argument_path(next(iter(origins.parameters)))
     source = flow.program.source(op)
     return LiveBuffer(buffer.array.bytes, buffer.array.text, path, op.op_name, source)
+
+
+# ------------------------------------------------------------------ what would lower it
+
+_WORTH = 0.1  # parts of all memory that are worth a line
+
+
+def advise(
+    total: int, results: int, temporaries: int, at_peak: Sequence[LiveBuffer], plan: Plan
+) -> Iterator[str]:
+    """Yields a sentence for each thing that would save a tenth of the memory of a step or more.
+
+    `results` are the bytes of those that do not reuse the memory of donated arguments.
+    """
+    least = _WORTH * total
+    held = sum(leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves)
+    if results >= max(least, held / 2):
+        yield (
+            f"Donate the state (`donate=True`): the new state takes {human_bytes(results)} beside"
+            " the old one."
+        )
+    full = [
+        x for x in plan.leaves if plan.mesh.size > 1 and x.bytes_per_device(plan.mesh) == x.bytes
+    ]
+    if (size := sum(leaf.bytes for leaf in full)) >= least:
+        full.sort(key=lambda leaf: -leaf.bytes)
+        paths = ", ".join(fold_paths(leaf.path for leaf in full[:3]))
+        yield f"Shard the leaves that are replicated, {human_bytes(size)} on each device: {paths}."
+    weights = [x for x in at_peak if x.path in {f"state/{leaf.path}" for leaf in plan.leaves}]
+    if (size := sum(x.bytes for x in weights)) >= least and len(weights) > 2:
+        yield (
+            f"Gather the weights of each layer just before their use, in a scan with"
+            f" `jax.checkpoint` around the layer: {len(weights)} gathered ones are live at once,"
+            f" {human_bytes(size)}."
+        )
+    names = " ".join(x.op_name or "" for x in at_peak)
+    # What a scan keeps has no name.
+    kept = [x for x in at_peak if x.path is None and "transpose(" not in (x.op_name or "")]
+    size = sum(x.bytes for x in kept)
+    if size >= least and "transpose(" in names and "checkpoint" not in names:
+        yield (
+            f"Put `jax.checkpoint` around the layers: {human_bytes(size)} of values of the forward"
+            f" pass are kept for the gradients, of which the largest is {kept[0].array}."
+        )
+    elif temporaries >= total / 2:
+        yield (
+            "Split the batch over more devices, or run it in minibatches (`accumulate_gradients`):"
+            f" {human_bytes(temporaries)} are values that grow with its rows, or gathered weights."
+        )

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import jax
 
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.text import human_bytes, parse_bytes
-from treeshard._core.topologies import CHIPS, Chip, parse_topology, topology_devices
+from treeshard._core.topologies import Chip, chip_of, parse_topology, topology_devices
 from treeshard.errors import DoesNotFitError, MeshError, TreeShardError, did_you_mean, listed
 from treeshard.programs._candidates import (
     BATCH_AXES,
@@ -111,17 +111,19 @@ def suggest(
     alone = make_mesh(dict.fromkeys(names, 1), devices=jax.devices()[:1])
     _, state, batch, *_ = _made(make, alone, [(".*", None)], fixed)
     chosen = _strategies(strategies, state)
-    rows: list[Suggestion] = []
+    order: list[Suggestion] = []
+    dropped: list[Suggestion] = []
     for one in candidates(chosen, target.devices, target.slices, options):
         known = estimate(one, state, batch, target.chip, target.capacity)
         if isinstance(known, str):
-            rows.append(Suggestion(one, None, None, known))
+            dropped.append(Suggestion(one, None, None, known))
         else:
-            rows.append(Suggestion(one, known, None, None))
-    order = sorted((row for row in rows if row.reason is None), key=_by_estimate)
-    dropped = [row for row in rows if row.reason is not None]
+            order.append(Suggestion(one, known, None, None))
+    order.sort(key=_by_estimate)
     model = {"scan": scan, "remat": remat, "dtype": dtype}
-    compiling = _Compiling(make, target, fixed, model, cache, budget, progress)
+    folder = None if cache is None else Path(cache).expanduser()
+    end = math.inf if budget is None else time.monotonic() + budget
+    compiling = _Compiling(make, target, fixed, model, folder, end, progress)
     return compiling.run(order, dropped, top)
 
 
@@ -147,9 +149,8 @@ class _Target:
             self.devices, self.chip = self.topology.devices, chip or self.topology.chip
         else:
             attached = jax.devices()
-            kinds = {one.kind: one for one in CHIPS.values()}
             self.devices = devices or len(attached)
-            self.chip = chip or kinds.get(attached[0].device_kind)
+            self.chip = chip or chip_of(attached[0])
         self.slices = slices_of(self.topology)
         own = self.chip.memory if self.chip is not None else None
         self.capacity = parse_bytes(memory) if isinstance(memory, str) else memory or own
@@ -214,30 +215,25 @@ def _strategies(chosen: Sequence[str | Strategy] | None, state: Any) -> list[Str
 # ------------------------------------------------------------------ compiling
 
 
+@dataclass
 class _Compiling:
     """Compiles one candidate after the other, until enough of them fit."""
 
-    def __init__(
-        self,
-        make: Callable[..., Any],
-        target: _Target,
-        fixed: Mapping[str, Any],
-        model: Mapping[str, Any],
-        cache: str | os.PathLike[str] | None,
-        budget: int | float | None,
-        progress: bool,
-    ) -> None:
-        self._make, self._target, self._progress = make, target, progress
-        self._fixed, self._model = fixed, model
-        self._cache = None if cache is None else Path(cache).expanduser()
-        self._end = math.inf if budget is None else time.monotonic() + budget
-        self._refused: list[tuple[Suggestion, int]] = []  # with the bytes beside their state
+    make: Callable[..., Any]
+    target: _Target
+    fixed: Mapping[str, Any]
+    model: Mapping[str, Any]
+    cache: Path | None
+    end: float
+    progress: bool
+    # With the bytes beside their state.
+    refused: list[tuple[Suggestion, int]] = field(default_factory=list)
 
     def run(
         self, order: Sequence[Suggestion], dropped: Sequence[Suggestion], top: int
     ) -> Suggestions:
         rows: list[Suggestion] = []
-        stopped, fitting = self._target.missing, 0
+        stopped, fitting = self.target.missing, 0
         for row in order:
             if stopped is None and fitting < top:
                 if (like := self._too_large(row)) is not None:
@@ -250,14 +246,14 @@ class _Compiling:
         if failed and not any(row.verdict or row.reason is None for row in rows):
             reasons = [f"{row.candidate}: {row.outcome}" for row in failed]
             raise TreeShardError(listed("suggest: the function failed for every mesh:", reasons))
-        return ranked([*rows, *dropped], str(self._target), stopped)
+        return ranked([*rows, *dropped], str(self.target), stopped)
 
     def _too_large(self, row: Suggestion) -> str | None:
         """Why a candidate needs no compiling: what was refused differs only in its state."""
-        capacity, estimate = self._target.capacity, row.estimate
+        capacity, estimate = self.target.capacity, row.estimate
         if capacity is None or estimate is None:
             return None
-        for refused, beside in self._refused:
+        for refused, beside in self.refused:
             one, other = refused.candidate, row.candidate
             alike = one.options == other.options
             alike &= one.axes.get("tensor") == other.axes.get("tensor")
@@ -278,20 +274,20 @@ class _Compiling:
         stop = None
         try:
             thread.start()
-            while thread.is_alive() and time.monotonic() < self._end:
+            while thread.is_alive() and time.monotonic() < self.end:
                 thread.join(0.1)
         except KeyboardInterrupt:
             stop = "interrupted"
         if not done:
             return row, stop or "the budget of time was over"
         [judged] = done
-        if self._progress:
+        if self.progress:
             seconds = time.monotonic() - started
             print(f"{row.candidate}: {judged.outcome} ({seconds:.0f} s)", file=sys.stderr)
         if judged.fits is False and judged.verdict and judged.estimate:
             beside = max(0, judged.verdict.need - judged.estimate.state_bytes)
-            self._refused.append((judged, beside))
-        over = time.monotonic() >= self._end
+            self.refused.append((judged, beside))
+        over = time.monotonic() >= self.end
         return judged, stop or ("the budget of time was over" if over else None)
 
     def _compile(self, row: Suggestion) -> Suggestion:
@@ -302,9 +298,9 @@ class _Compiling:
             return replace(row, reason=f"failed: {first}")
 
     def _verdict(self, candidate: Candidate) -> Verdict:
-        mesh = self._target.mesh(candidate)
-        options = {**candidate.options, **self._fixed}
-        step, state, batch = _made(self._make, mesh, candidate.strategy.rules, options)
+        mesh = self.target.mesh(candidate)
+        options = {**candidate.options, **self.fixed}
+        step, state, batch = _made(self.make, mesh, candidate.strategy.rules, options)
         file = self._file(step.lower(state, batch).as_text())
         if file is not None and file.exists():
             kept = json.loads(file.read_text())
@@ -316,12 +312,12 @@ class _Compiling:
                 raise
             verdict = Verdict(error.need, error.capacity)
         else:
-            memory, cost = compiled.memory(), compiled.cost(self._target.chip)
-            again = (self._model["remat"] or True) if candidate.options.get("remat") else False
-            compared = compiled.communication(**{**self._model, "remat": again})
+            memory, cost = compiled.memory(), compiled.cost(self.target.chip)
+            again = (self.model["remat"] or True) if candidate.options.get("remat") else False
+            compared = compiled.communication(**{**self.model, "remat": again})
             verdict = Verdict(
                 memory.total,
-                self._target.capacity or memory.capacity,
+                self.target.capacity or memory.capacity,
                 memory.temporaries,
                 sum(row.planned_bytes for row in compared.rows),
                 sum(row.bytes for row in compared.rows),
@@ -339,13 +335,13 @@ class _Compiling:
         return verdict
 
     def _file(self, text: str) -> Path | None:
-        if self._cache is None:
+        if self.cache is None:
             return None
         packages = map(_version, ("jax", "jaxlib", "libtpu", "treeshard"))
         about = "\n".join(
-            [*packages, str(self._target), str(self._target.chip), str(self._target.capacity), text]
+            [*packages, str(self.target), str(self.target.chip), str(self.target.capacity), text]
         )
-        return self._cache / f"{hashlib.sha256(about.encode()).hexdigest()}.json"
+        return self.cache / f"{hashlib.sha256(about.encode()).hexdigest()}.json"
 
 
 def _version(package: str) -> str:

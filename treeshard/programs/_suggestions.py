@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from treeshard._core.text import columns, human_bytes
+from treeshard._core.text import columns, html_table, human_bytes
 from treeshard.programs._candidates import Candidate, Estimate
 
 _HEADS = ("", "strategy", "mesh", "memory", "moved", "exposed", "least time", "by")
@@ -230,11 +230,9 @@ class Suggestions:
         return lines
 
     def _repr_html_(self) -> str:
-        rows = [_HEADS, *self._cells()]
-        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-        body = "".join(f"<tr>{row}</tr>" for row in cells)
         notes = html.escape("\n".join([*self._notes(), "", self.code()]))
-        return f"<p>on {html.escape(self.target)}</p><table>{body}</table><pre>{notes}</pre>"
+        table = html_table([_HEADS, *self._cells()])
+        return f"<p>on {html.escape(self.target)}</p>{table}<pre>{notes}</pre>"
 
 
 def ranked(all_rows: Sequence[Suggestion], target: str, stopped: str | None) -> Suggestions:
