@@ -293,6 +293,10 @@ WHOLE = Group(
             """
             rules = [("w", P("data", "fsdp"))]
             assert not ts.plan({"w": odd}, rules, mesh).findings
+
+            # or with padding, from 1022 to 1024
+            plan = ts.plan({"w": odd}, [("w", P(("data", "fsdp")))], mesh).padded()
+            assert not plan.findings
             """,
         ),
         Entry(
@@ -435,6 +439,24 @@ WHOLE = Group(
             """,
             """
             assert not ts.plan(state, [(".*", P("fsdp"))], mesh).findings
+            """,
+        ),
+        Entry(
+            "not-elementwise",
+            "A leaf of optimizer state has padding, and its optimizer computes the update of an"
+            " element from others of the leaf: Adafactor, Muon, Shampoo or SOAP, recognised by the"
+            " names of their state. The padding then changes updates. See"
+            " [how to shard uneven leaves](../how-to/uneven-leaves.md).",
+            """
+            odd = np.ones((1021, 128), "float32")
+            state = {"params": {"w": odd}, "opt": {"muon": {"mu": {"w": odd + 1}}}}
+            plan = ts.plan(state, [(".*", ts.shard_dim("fsdp", 0))], mesh).padded()
+            print(*[finding for finding in plan.findings if finding.code == "not-elementwise"])
+            """,
+            """
+            state = {"params": {"w": odd}, "opt": {"adam": {"mu": {"w": odd + 1}}}}
+            plan = ts.plan(state, [(".*", ts.shard_dim("fsdp", 0))], mesh).padded()
+            assert not plan.findings
             """,
         ),
         Entry(

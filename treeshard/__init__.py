@@ -24,6 +24,8 @@ if _TYPE_CHECKING:
     from treeshard._placement.gather import gather as gather
     from treeshard._placement.gather import iter_gather as iter_gather
     from treeshard._placement.gather import make_shard_and_gather_fns as make_shard_and_gather_fns
+    from treeshard._placement.padding import pad_leaves as pad_leaves
+    from treeshard._placement.padding import unpad_leaves as unpad_leaves
     from treeshard._placement.process_local import from_process_local as from_process_local
     from treeshard._placement.shard import reshard as reshard
     from treeshard._placement.shard import shard as shard
@@ -112,6 +114,7 @@ _FIRST_PAGE = _by_name(
         "_core.spec_trees": "layer_specs",
         "_placement.shard": "shard reshard",
         "_placement.gather": "gather iter_gather make_shard_and_gather_fns",
+        "_placement.padding": "pad_leaves unpad_leaves",
         "_placement.process_local": "from_process_local",
         "_inspection.draw": "draw",
         "_core.paths": "leaf_paths named_tree_map",

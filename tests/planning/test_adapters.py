@@ -1,8 +1,9 @@
 """LoRA factors, scales and averages follow the base leaf, and using them moves no base weight."""
 
+import importlib
 import importlib.util
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -109,6 +110,44 @@ def test_nnx_lora() -> None:
     assert given["lora_b"] == P(None, "tensor")
 
 
+class _QArray(NamedTuple):
+    """The fields of qwix's `QArray`, of which the last is static there."""
+
+    qvalue: Any
+    scale: Any
+    zero_point: Any = None
+    qtype: Any = None
+
+
+QArray: Any = _QArray
+if importlib.util.find_spec("qwix"):
+    QArray = importlib.import_module("qwix").QArray
+
+
+@pytest.mark.parametrize("tiles", [(512, 1), (8, 4), (1, 256)], ids=str)
+def test_a_qarray_is_dequantised_without_communication(tiles: tuple[int, int]) -> None:
+    """Scales of rows, of tiles of 64 x 64, and of columns."""
+    zero = struct(*tiles, dtype="int8")
+    state = {"up": QArray(struct(512, 256, dtype="int8"), struct(*tiles), zero)}
+    rules = [("qvalue", P("fsdp")), ("", ts.follow("qvalue", blocks=True))]
+    plan = ts.plan(state, rules, ts.make_mesh("fsdp=8"), min_size=0)
+    split = P("fsdp") if tiles[0] > 1 else P()
+    assert [leaf.given for leaf in plan.leaves] == [P("fsdp"), split, split]
+
+    def dequantise(state: Any, batch: Any) -> Any:
+        up = state["up"]
+
+        def spread(x: Any) -> Any:
+            for dim, length in enumerate(up.qvalue.shape):
+                x = jnp.repeat(x, length // x.shape[dim], axis=dim)
+            return x.astype("float32")
+
+        return state, (up.qvalue.astype("float32") - spread(up.zero_point)) * spread(up.scale)
+
+    compiled = jit_step(dequantise, plan, batch=P("fsdp")).lower(plan.structs, struct(8, 2))
+    assert ts.collectives(compiled.compile()) == []
+
+
 def merge_and_dequantise(state: Any, batch: Any) -> Any:
     model, quantised = state["model"], state["quantised"]
     scale = jnp.repeat(quantised["scale"], 64, axis=1)
@@ -143,9 +182,7 @@ def test_merging_and_dequantising_move_nothing_on_a_tpu(monkeypatch: Any) -> Non
     assert_nothing_moves(ts.make_mesh("fsdp=4,tensor=2", topology="v5e:2x4"))
 
 
-def test_a_lora_step_gathers_no_base_weight_more() -> None:
-    """The base stays split over `tensor`; training the factors adds no transfer of its size."""
-    mesh = ts.make_mesh("data=4,tensor=2")
+def lora_step(mesh: Any) -> tuple[Any, Plan]:
     rules = [("weight", P("tensor")), ("/a$|/b$", ts.follow("weight")), (".*", None)]
     optimizer = optax.sgd(1e-6)
 
@@ -161,16 +198,33 @@ def test_a_lora_step_gathers_no_base_weight_more() -> None:
         new = optax.apply_updates(factors, updates)
         return {"model": eqx.tree_at(lambda m: (m.a, m.b), state["model"], new)}, loss
 
-    state = {"model": LoRA(jax.random.key(0))}
+    state = {"model": eqx.filter_eval_shape(LoRA, jax.random.key(0))}
     plan = ts.plan(state, rules, mesh, min_size=0)
     assert plan.specs["model"].b == P("tensor")
     assert plan.specs["model"].a == P()
-    step = jit_step(train, plan, batch=P("data"))
-    compiled = step.lower(plan.structs, struct(8, 256)).compile()
-    base = 512 * 256 * 4 // 2
-    assert max((x.bytes for x in ts.collectives(compiled)), default=0) < base
-    assert not [x for x in ts.collectives(compiled) if x.kind == "all-gather"]  # 0 B of the base
-    placed = ts.shard(state, plan)
+    return jit_step(train, plan, batch=P("data")), plan
+
+
+def assert_no_base_weight_moves(mesh: Any) -> None:
+    step, plan = lora_step(mesh)
+    found = ts.collectives(step.lower(plan.structs, struct(8, 256)).compile())
+    assert max((x.bytes or 0 for x in found), default=0) < 512 * 256 * 4 // 2
+    assert not [x for x in found if x.kind == "all-gather"]  # 0 B of the base
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs treeshard[tpu]")
+def test_a_lora_step_moves_no_base_weight_on_a_tpu(monkeypatch: Any) -> None:
+    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")):
+        monkeypatch.setitem(os.environ, name, value)
+    assert_no_base_weight_moves(ts.make_mesh("data=4,tensor=2", topology="v5e:2x4"))
+
+
+def test_a_lora_step_gathers_no_base_weight_more() -> None:
+    """The base stays split over `tensor`; training the factors adds no transfer of its size."""
+    mesh = ts.make_mesh("data=4,tensor=2")
+    assert_no_base_weight_moves(mesh)
+    step, plan = lora_step(mesh)
+    placed = ts.shard({"model": LoRA(jax.random.key(0))}, plan)
     losses = []
     for _ in range(3):
         placed, loss = step(placed, np.ones((8, 256), "float32"))

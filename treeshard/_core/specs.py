@@ -27,7 +27,8 @@ class Adjustment(NamedTuple):
             `"no-base"`, `"cuts-block"` or `"unmatched"`.
         why: The reason in words, and the fix.
         axes: The mesh axes that were dropped, if any.
-        dim: The dim from which they were dropped, if it is one dim.
+        dim: The dim from which they were dropped, if it is one dim; of `"no-dim"`, that which
+            needs the least padding.
     """
 
     kind: str

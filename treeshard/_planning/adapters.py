@@ -1,7 +1,7 @@
 """The specs of leaves that belong to another one: LoRA factors, scales of blocks, averages."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +62,12 @@ class Follow(Step):
 
 
 def following(
-    leaves: Sequence[PlannedLeaf], rules: Sequence[tuple[Any, Any]], mesh: AnyMesh
+    leaves: Sequence[PlannedLeaf],
+    rules: Sequence[tuple[Any, Any]],
+    mesh: AnyMesh,
+    pad: Callable[[PlannedLeaf], PlannedLeaf] = lambda leaf: leaf,
 ) -> dict[int, Decision]:
-    """The decisions of leaves that follow a base, by index."""
+    """The decisions of leaves that follow a base, by index. `pad` is called on each base."""
     steps = {
         number: step
         for number, (_, action) in enumerate(rules)
@@ -80,8 +83,8 @@ def following(
         if i in followers and i not in decided:
             base = next((j for j in candidates(i) if j not in above), None)
             if base is not None:
-                decision = decide(base, above | {base})
-                decided[i] = _like(leaves[i], followers[i], leaves[base], decision, mesh)
+                like = pad(leaves[base]._replace(decision=decide(base, above | {base})))
+                decided[i] = _like(leaves[i], followers[i], like, mesh)
             else:
                 decided[i] = _without_base(leaves[i].decision, followers[i])
         return decided.get(i, leaves[i].decision)
@@ -99,10 +102,7 @@ def following(
     return decided
 
 
-def _like(
-    leaf: PlannedLeaf, step: Follow, base: PlannedLeaf, decision: Decision, mesh: AnyMesh
-) -> Decision:
-    base = base._replace(decision=decision)
+def _like(leaf: PlannedLeaf, step: Follow, base: PlannedLeaf, mesh: AnyMesh) -> Decision:
     spec, notes = _spec_like(base, leaf.shape, mesh, step.blocks)
     own = leaf.decision._replace(asked=spec, given=spec, adjustments=notes)
     return own._replace(memory=base.memory)
@@ -128,6 +128,8 @@ def _spec_like(
         entry = of_base[source]
         if shape[dim] % math.prod(sizes[axis] for axis in axes_of(entry)) == 0:
             new[dim] = entry
+        elif shape[dim] == (base.unpadded or base.shape)[source]:
+            notes.append(Adjustment("indivisible", f"{base.path} is padded.", axes_of(entry), dim))
         else:
             why = (
                 f"{base.path} has dim {source} split over {entry!r}, which would cut a block: dim"
@@ -142,11 +144,12 @@ def _dims(
     base: PlannedLeaf, of_base: list[Entry], shape: tuple[int, ...], blocks: bool
 ) -> dict[int, int]:
     """The dims of a leaf that have the role of a dim of its base."""
-    if len(shape) == len(base.shape):
-        pairs = enumerate(zip(shape, base.shape, strict=True))
+    of_shape = base.unpadded or base.shape
+    if len(shape) == len(of_shape):
+        pairs = enumerate(zip(shape, of_shape, strict=True))
         return {d: d for d, (n, m) in pairs if n == m or (blocks and n and m % n == 0)}
     is_flat = len(shape) == 1 and math.prod(base.shape) % shape[0] == 0 == shape[0] % base.shape[0]
     if is_flat and not any(map(axes_of, of_base[1:])):
         return {0: 0}
-    choices = [[i for i, m in enumerate(base.shape) if m == n] for n in shape]
+    choices = [[i for i, m in enumerate(of_shape) if m == n] for n in shape]
     return {dim: found[0] for dim, found in enumerate(choices) if len(found) == 1}

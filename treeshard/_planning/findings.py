@@ -13,14 +13,14 @@ class Finding(NamedTuple):
             `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
             `"shadowed-rule"`, `"explicit-spec-too-small"`, `"tied"`, `"no-base"`,
             `"cuts-block"`, `"left-whole"`, `"scan-dim"`, `"axis-order"`, `"zero1-no-op"`,
-            `"matrix-optimizer"`, `"name-without-rule"`.
+            `"matrix-optimizer"`, `"not-elementwise"`, `"name-without-rule"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.
         fix: What to do about it.
         paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
         rule: The index of the rule concerned, or `None`.
-        wasted: For replicated leaves (`"left-whole"`, `"zero1-no-op"`), the bytes that each device
-            could save.
+        wasted: For replicated leaves (`"left-whole"`, `"zero1-no-op"`) and for `"indivisible"`,
+            the bytes that each device could save.
     """
 
     code: str

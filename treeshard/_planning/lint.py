@@ -6,13 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from treeshard._core.mesh import AnyMesh, axis_sizes, get_axes_size_in_mesh
+from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, entries, is_logical
 from treeshard._core.text import human_bytes
 from treeshard._planning.findings import Finding
-from treeshard._planning.lint_state import axis_orders, matrix_optimizers, unsharded_state
+from treeshard._planning.lint_state import (
+    axis_orders,
+    matrix_optimizers,
+    padded_state,
+    unsharded_state,
+)
 from treeshard._planning.logical import ReadLogicalRules, names_without_rule, read_logical_rules
 from treeshard._planning.matching import SMALL, SMALL_FIX, PlannedLeaf
+from treeshard._planning.padding import padded_leaf
 from treeshard._planning.tactics import ByNames, Tactic
 from treeshard.errors import did_you_mean
 
@@ -39,7 +45,7 @@ def find(
     share a path, and `boxes` the Flax boxes of leaves, by path.
     """
     return (
-        *_misfits(leaves),
+        *_misfits(leaves, mesh),
         *collisions(shared),
         *_unused_rules(leaves, rules),
         *_unused_specs(leaves, min_size),
@@ -49,6 +55,7 @@ def find(
         *axis_orders(leaves, mesh),
         *unsharded_state(leaves, rules, mesh),
         *matrix_optimizers(leaves, mesh),
+        *padded_state(leaves),
         *(_names_without_rule(leaves, rules, logical_rules, boxes) if rules else ()),
     )
 
@@ -56,7 +63,7 @@ def find(
 # ------------------------------------------------------------------ errors
 
 
-def _misfits(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
+def _misfits(leaves: Iterable[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
     """The errors that `match_partition_rules` raises for, one finding per kind of error."""
     alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
     for members in _kinds(leaves):
@@ -74,7 +81,12 @@ def _misfits(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
             # The text of an adjustment is a fact, followed by its fix.
             fact, _, fix = note.why.partition(". ")
             fact = f"rule {rule} {members[0].pattern!r}: {fact.rstrip('.')}."
-            yield Finding(note.kind, "error", fact, fix or "Change the rule.", paths, rule)
+            wasted = 0
+            if note.kind == "indivisible":
+                how, wasted = _padding(members, mesh)
+                fix = f"{fix} {how}"
+            fix = fix or "Change the rule."
+            yield Finding(note.kind, "error", fact, fix, paths, rule, wasted)
 
 
 def _kinds(leaves: Iterable[PlannedLeaf]) -> list[list[PlannedLeaf]]:
@@ -243,14 +255,16 @@ def _left_whole(leaves: Iterable[PlannedLeaf], mesh: AnyMesh, min_size: int) -> 
         leaf, paths = members[0], tuple(member.path for member in members)
         wasted = sum(member.bytes - -(-member.bytes // devices) for member in members)
         if wasted > 0 and wasted >= LARGE_PART * per_device:
-            why, fix = _why_replicated(leaf, mesh)
+            why, fix = _why_replicated(leaf, members, mesh)
             more = f"{human_bytes(wasted)} more per device than an even split"
             fact = f"shape {leaf.shape} is replicated, {more}: {why}"
             findings.append(Finding("left-whole", "warning", fact, fix, paths, leaf.rule, wasted))
     return sorted(findings, key=lambda finding: -finding.wasted)
 
 
-def _why_replicated(leaf: PlannedLeaf, mesh: AnyMesh) -> tuple[str, str]:
+def _why_replicated(
+    leaf: PlannedLeaf, members: Sequence[PlannedLeaf], mesh: AnyMesh
+) -> tuple[str, str]:
     """Why a leaf is replicated, and the fix."""
     if leaf.rule is None:
         why = "it has no counterpart in the plan that this one follows."
@@ -262,18 +276,26 @@ def _why_replicated(leaf: PlannedLeaf, mesh: AnyMesh) -> tuple[str, str]:
     if note.kind == "too-small":
         return f"{by}, {note.why}", "Lower `min_size`."
     if note.kind == "no-dim":
-        return f"{by}, {note.why}", _pad(leaf.shape, get_axes_size_in_mesh(note.axes, mesh))
+        if note.dim is None:
+            return f"{by}, {note.why}", "Free a dim, or use another axis."
+        length = padded_leaf(leaf, mesh).shape[note.dim]
+        fix = f"Pad dim {note.dim} to {length}, or use another axis. {_padding(members, mesh)[0]}"
+        return f"{by}, {note.why}", fix
     return f"{by}, {note.why}", "Change the rule, or the shape."
 
 
-def _pad(shape: tuple[int, ...], count: int) -> str:
-    """The least padding that makes a dim divisible. Dims that already are divisible were
-    not free, or skipped."""
-    missing = [(-length % count, dim) for dim, length in enumerate(shape) if length % count]
-    if not missing:
-        return "Free a dim, or use another axis."
-    least, dim = min(missing)
-    return f"Pad dim {dim} to {shape[dim] + least}, or use another axis."
+def _padding(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> tuple[str, int]:
+    """Both ways of padding leaves and what they cost, as a sentence; and the bytes that each
+    device saves by it."""
+    padded = [padded_leaf(leaf, mesh) for leaf in leaves]
+    before, after = (sum(x.bytes_per_device(mesh) for x in each) for each in (leaves, padded))
+    more = sum(x.bytes for x in padded) - sum(x.bytes for x in leaves)
+    text = (
+        f"`Plan.padded` does so under `jit`, `manual.shard_params(..., pad=True)` by hand:"
+        f" {human_bytes(after)} per device instead of {human_bytes(before)}, with"
+        f" {human_bytes(more)} of padding in all."
+    )
+    return text, before - after
 
 
 def _split_dims(leaf: PlannedLeaf, mesh: AnyMesh) -> list[int]:

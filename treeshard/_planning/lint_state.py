@@ -21,6 +21,10 @@ _MATRIX = re.compile(
     r"(^|/)(\w*(muon|shampoo|soap)\w*|ns_coeffs|GG|preconditioners?|statistics)(/|$)",
     re.IGNORECASE,
 )
+_NOT_ELEMENTWISE = re.compile(
+    _MATRIX.pattern.replace("muon|", "adafactor|muon|").replace("GG|", "GG|v_row|v_col|"),
+    re.IGNORECASE,
+)
 
 Order = tuple[str, ...]
 
@@ -86,14 +90,27 @@ def unsharded_state(
     yield Finding("zero1-no-op", "warning", fact, fix, paths, missed[0].rule, saved)
 
 
+def padded_state(leaves: Sequence[PlannedLeaf]) -> Iterator[Finding]:
+    """Padded leaves in the state of an optimizer that does not treat each element by itself."""
+    roots = _roots(leaves, _NOT_ELEMENTWISE)
+    padded = [leaf for leaf in leaves if leaf.unpadded and leaf.path.startswith(tuple(roots))]
+    if padded:
+        fact = (
+            "it has padding, and its optimizer (Adafactor, Muon, Shampoo, SOAP) is not elementwise:"
+            " it computes the update of an element from others, so the padding changes updates."
+        )
+        fix = (
+            "Give such leaves an elementwise optimizer, such as AdamW, with"
+            " `optax.multi_transform`; or shard a dim that is divisible."
+        )
+        paths = tuple(leaf.path for leaf in padded)
+        yield Finding("not-elementwise", "warning", fact, fix, paths, padded[0].rule)
+
+
 def matrix_optimizers(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
     """State of Muon, Shampoo or SOAP whose matrices are sharded in dims that they contract."""
     sizes = axis_sizes(mesh)
-    roots: set[str] = set()
-    for leaf in leaves:
-        if match := _MATRIX.search(leaf.path):
-            is_name = match[3] is not None  # of the optimizer, or else of a field of its state
-            roots.add(leaf.path[: match.end() if is_name else match.start() + 1])
+    roots = _roots(leaves, _MATRIX)
     if not roots:
         return
     branches = {root.partition("/")[0] for root in roots}
@@ -120,6 +137,16 @@ def matrix_optimizers(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[
         )
         paths = tuple(dict.fromkeys(leaf.path for leaf in split))
         yield Finding("matrix-optimizer", "warning", fact, fix, paths, split[0].rule)
+
+
+def _roots(leaves: Sequence[PlannedLeaf], pattern: re.Pattern[str]) -> set[str]:
+    """The paths at which state of these optimizers begins."""
+    roots: set[str] = set()
+    for leaf in leaves:
+        if match := pattern.search(leaf.path):
+            is_name = match[3] is not None  # of the optimizer, or else of a field of its state
+            roots.add(leaf.path[: match.end() if is_name else match.start() + 1])
+    return roots
 
 
 def _axes(leaf: PlannedLeaf) -> set[str]:

@@ -66,10 +66,11 @@ class PlannedLeaf(NamedTuple):
 
     Attributes:
         path: Its path, as in `leaf_paths`.
-        shape: Its full shape.
+        shape: Its full shape, with padding.
         dtype: Its dtype, which may be that of PRNG keys.
         decision: What the rules decided; its fields are also properties of the leaf.
         same_as: The path of an earlier leaf that is the same array; `None` for most leaves.
+        unpadded: The shape without padding, if dims are padded; see `Plan.padded`.
     """
 
     path: str
@@ -77,6 +78,7 @@ class PlannedLeaf(NamedTuple):
     dtype: Any
     decision: Decision
     same_as: str | None = None
+    unpadded: Shape | None = None
 
     @property
     def asked(self) -> PartitionSpec | None:

@@ -22,6 +22,7 @@ from treeshard._planning.lint import Finding, collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
 from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, decide, tied_decision
 from treeshard._planning.mirrors import Original, follow
+from treeshard._planning.padding import padded_leaves, true_shape, unpadded_leaf
 from treeshard._planning.plan_json import (
     StoredPlan,
     arrange,
@@ -181,7 +182,8 @@ class Plan(SpecCarrier):
         - logical names without a rule;
         - specs that are not used because their leaves have fewer elements than `min_size`;
         - arrays at several paths for which the rules decide several specs;
-        - leaves that cannot follow their base (`follow`).
+        - leaves that cannot follow their base (`follow`);
+        - padded leaves in the state of an optimizer that is not elementwise.
 
         A pattern with exponential backtracking can make this hang, as it can `plan`.
         """
@@ -251,6 +253,8 @@ class Plan(SpecCarrier):
             >>> plan(tree, [("w", fsdp("fsdp"))], make_mesh("fsdp=8")).on("fsdp=1024")
             <Plan: 1 leaf on fsdp=1024, 4.0 KiB per device>
         """
+        if any(leaf.unpadded for leaf in self.leaves):
+            return self.unpadded().on(mesh).padded()
         if self._source is not None:
             return self._source.on(mesh).follow(self._bare())
         if self._mirrors:
@@ -306,8 +310,48 @@ class Plan(SpecCarrier):
                 rule, memory = counterpart.rule, counterpart.memory
                 decision = Decision(spec, spec, rule, counterpart.pattern, memory=memory)
             decision = decisions.setdefault(decision, decision)
-            leaves.append(PlannedLeaf(paths[index], shape, leaf.dtype, decision))
+            true = None if counterpart is None else true_shape(shape, decision.given, counterpart)
+            leaves.append(PlannedLeaf(paths[index], shape, leaf.dtype, decision, unpadded=true))
         return replace(self, leaves=tuple(leaves), _split=split, _source=self, _mirrors=True)
+
+    def padded(self) -> "Plan":
+        """Plans the same tree with dims padded, so that the rules' axes divide them.
+
+        A dim that a spec is to split and cannot (`indivisible`) is padded to the next multiple of
+        its axes. So is the dim that needs the least padding in a leaf that `fsdp` cannot shard
+        (`no-dim`). All other leaves stay as they are. The plan's shapes, specs and bytes are
+        those with padding, and `leaf.unpadded` is the true shape, which JSON keeps.
+
+        `treeshard.pad_leaves` and `treeshard.unpad_leaves` convert trees between both, and
+        `init_sharded(..., pad=True)` initialises one with padding.
+
+        Examples:
+            >>> tree = {"embed": jax.ShapeDtypeStruct((50257, 64), "float32")}
+            >>> padded = plan(tree, [("embed", P("tensor"))], make_mesh("tensor=8")).padded()
+            >>> padded.leaves[0].shape, padded.leaves[0].unpadded, padded.specs
+            ((50264, 64), (50257, 64), {'embed': P('tensor',)})
+        """
+        if any(leaf.unpadded for leaf in self.leaves):
+            return self
+        rules = () if self._mirrors else self.rules
+        leaves = padded_leaves(self.leaves, rules, self.mesh, self.ties())
+        return replace(self, leaves=leaves)
+
+    def unpadded(self) -> "Plan":
+        """Plans the tree of a padded plan with its true shapes, as checkpoints store it.
+
+        The axes of a padded dim shard another dim that they divide; without one, they do not
+        shard the leaf.
+
+        Examples:
+            >>> tree = {"embed": jax.ShapeDtypeStruct((50257, 64), "float32")}
+            >>> padded = plan(tree, [("embed", P("tensor"))], make_mesh("tensor=8")).padded()
+            >>> padded.unpadded().leaves[0].shape, padded.unpadded().specs
+            ((50257, 64), {'embed': P(None, 'tensor')})
+        """
+        leaves = tuple(unpadded_leaf(leaf, self.mesh) for leaf in self.leaves)
+        source = self._source and self._source.unpadded()
+        return replace(self, leaves=leaves, _source=source)
 
     def diff(self, other: "Plan") -> PlanDiff:
         """Compares this plan with another one, leaf by leaf, and says how many bytes move.
@@ -345,7 +389,7 @@ class Plan(SpecCarrier):
         short = {spec: with_entries(spec, entries(spec)) for spec in {x.given for x in self.leaves}}
         leaves = tuple(sorted(self.leaves, key=lambda leaf: leaf.path))
         return tuple(axis_sizes(self.mesh).items()), tuple(
-            (x.path, x.shape, x.dtype, short[x.given], x.memory) for x in leaves
+            (x.path, x.shape, x.unpadded, x.dtype, short[x.given], x.memory) for x in leaves
         )
 
     # -------------------------------------------------------------- text
@@ -373,9 +417,9 @@ class Plan(SpecCarrier):
 
         Args:
             text: The JSON.
-            like: A tree with the plan's paths, shapes and dtypes. The plan takes its
-                structure and its non-array leaves from it. Without `like`, the plan's tree
-                is a flat dict by path.
+            like: A tree with the plan's paths, shapes (with or without padding) and dtypes. The
+                plan takes its structure and its non-array leaves from it. Without `like`, the
+                plan's tree is a flat dict by path.
 
         Raises:
             FormatError: If the text is not a plan of this version; the message says where.

@@ -81,7 +81,9 @@ class PlanInForce:
         shapes = [tuple(x.shape) for x in tree_leaves(arrays)]
         found: dict[tuple[Any, ...], str] = {}
         held: dict[tuple[Any, ...], str] = {}  # likewise, of parameters alone
-        for leaves in self._subtrees(tree_structure(arrays)):
+        structure = tree_structure(arrays)
+        for start in subtrees(self.plan, structure):
+            leaves = self.plan.leaves[start : start + structure.num_leaves]
             specs = self._fitting(leaves, shapes)
             if specs is not None:
                 found.setdefault(specs, _name(leaves))
@@ -107,21 +109,6 @@ class PlanInForce:
     @cached_property
     def _parameters(self) -> frozenset[str]:
         return frozenset(leaf.path for leaf in parameters(self.plan.leaves))
-
-    def _subtrees(self, treedef: Any) -> Iterator[Sequence[PlannedLeaf]]:
-        """The leaves of each subtree that has this structure, non-arrays apart."""
-        count = treedef.num_leaves
-
-        def walk(node: Any, start: int) -> Iterator[Sequence[PlannedLeaf]]:
-            if node.num_leaves < count:
-                return
-            if node == treedef:
-                yield self.plan.leaves[start : start + count]
-            for child in node.children():
-                yield from walk(child, start)
-                start += child.num_leaves
-
-        return walk(self.plan.structure_of_arrays, 0) if count else iter(())
 
     def _fitting(
         self, leaves: Sequence[PlannedLeaf], shapes: Sequence[tuple[int, ...]]
@@ -151,6 +138,22 @@ class PlanInForce:
             for axis in axes_of(entry):
                 here[dim] //= sizes[axis]
         return tuple(here)
+
+
+def subtrees(plan: Plan, treedef: Any) -> Iterator[int]:
+    """The index of the first leaf of each subtree that has this structure, non-arrays apart."""
+    count = treedef.num_leaves
+
+    def walk(node: Any, start: int) -> Iterator[int]:
+        if node.num_leaves < count:
+            return
+        if node == treedef:
+            yield start
+        for child in node.children():
+            yield from walk(child, start)
+            start += child.num_leaves
+
+    return walk(plan.structure_of_arrays, 0) if count else iter(())
 
 
 def _name(leaves: Sequence[PlannedLeaf]) -> str:

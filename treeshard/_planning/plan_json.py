@@ -21,7 +21,7 @@ from treeshard._planning.tactics import Tactic
 from treeshard.errors import FormatError, ShardingRuleError, TreeShardError, counted, listed
 
 VERSION = 1
-_MORE = {"same_as", "memory"}  # what most leaves do not have
+_MORE = {"same_as", "memory", "unpadded"}  # what most leaves do not have
 
 
 class StoredPlan(NamedTuple):
@@ -243,8 +243,14 @@ class _LeafReader:
                 tuple(map(_read_adjustment, notes)),
                 more.get("memory"),
             )
+        unpadded = None if more.get("unpadded") is None else tuple(more["unpadded"])
+        if unpadded is not None and not (
+            len(unpadded) == len(shape)
+            and all(type(n) is int and 0 < n <= m for n, m in zip(unpadded, shape, strict=True))
+        ):
+            raise FormatError("'unpadded' is not a shape within 'shape'.")
         leaf = PlannedLeaf(
-            path, shape, self.dtypes[dtype], self.decisions[key], more.get("same_as")
+            path, shape, self.dtypes[dtype], self.decisions[key], more.get("same_as"), unpadded
         )
         if leaf.same_as is not None:
             first = self.leaves.get(leaf.same_as)
@@ -319,9 +325,14 @@ def arrange(leaves: Iterable[PlannedLeaf], like: PyTree) -> tuple[PlannedLeaf, .
     if len(dict(arrays)) < len(arrays):
         raise FormatError("`like` has arrays that share a path. Rename a key.")
     planned = {leaf.path: leaf for leaf in leaves}
+    shapes = {path: tuple(x.shape) for path, x in arrays}
+    compared = [  # arrays of `like` may have their true shapes
+        (path, x._replace(shape=x.unpadded) if x.unpadded and x.unpadded == shapes.get(path) else x)
+        for path, x in planned.items()
+    ]
     facts = [
         f"{path}: {in_plan} in the plan, {in_like} in `like`."
-        for path, *both in pair(planned.items(), arrays)
+        for path, *both in pair(compared, arrays)
         for in_plan, in_like in [["missing" if x is None else array_text(x) for x in both]]
         if in_plan != in_like
     ]

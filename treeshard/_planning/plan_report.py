@@ -56,7 +56,7 @@ def _plain(cell: str) -> Any:
 
 def _rows(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    alike = fold((x.path, (x.shape, x.dtype, x.decision, x.same_as), x) for x in leaves)
+    alike = fold((x.path, (x.shape, x.unpadded, x.dtype, x.decision, x.same_as), x) for x in leaves)
     for path, members in alike:
         leaf = members[0]
         size = human_bytes(leaf.bytes_per_device(mesh) * len(members))
@@ -81,13 +81,14 @@ def _reason(leaf: PlannedLeaf, rules: Rules) -> str:
             why += f" {action!r}"
         elif leaf.asked != leaf.given and not callable(action):
             why += f" {leaf.asked}"
-    notes = "; ".join(map(_note, leaf.adjustments))
+    padded = [] if leaf.unpadded is None else [f"padded from {leaf.unpadded}"]
+    notes = "; ".join([*map(_note, leaf.adjustments), *padded])
     return ": ".join(part for part in (why, notes) if part)
 
 
 def _note(adjustment: Adjustment) -> str:
     kind, _, axes, dim = adjustment
-    where = "" if dim is None else f" on dim {dim}"
+    where = "" if dim is None or kind == "no-dim" else f" on dim {dim}"
     return f"{kind} {', '.join(axes)}{where}" if axes else kind
 
 

@@ -444,14 +444,17 @@ class Fsdp(Step):
         count = math.prod(axis_sizes(mesh)[axis] for axis in self.axes)
         new = _padded(spec, len(shape))
         skipped = {dim % len(shape) for dim in self.skip if -len(shape) <= dim < len(shape)}
-        candidates = [
+        free = [
             (length, dim)
             for dim, length in enumerate(shape)
-            if length and length % count == 0 and dim not in skipped and _is_free(new[dim])
+            if length and dim not in skipped and _is_free(new[dim])
         ]
+        candidates = [each for each in free if each[0] % count == 0]
         if not candidates:
             why = f"no free dim of shape {shape} is divisible by {count}."
-            return spec, (Adjustment("no-dim", why, self.axes),)
+            # To pad: the dim that needs the least padding, as a part of its length.
+            free.sort(key=lambda each: -each[0] % count / each[0])
+            return spec, (Adjustment("no-dim", why, self.axes, free[0][1] if free else None),)
         new[max(candidates)[1]] = entry_of(self.axes)
         return with_entries(spec, new), ()
 

@@ -80,6 +80,11 @@ def save_safetensors(
             arrive.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
+    Warns:
+        ShardingWarning: If an array is in the tree at several paths. The format cannot say that
+            tensors are one array, so it is written for each path. Hugging Face's libraries write
+            it once and tie it again when they load: for these, save a tree without the other path.
+
     Examples:
         >>> mlp = {"w": shard(np.ones((8, 4), np.float32), P("fsdp"), make_mesh("fsdp=8"))}
         >>> with tempfile.TemporaryDirectory() as directory:

@@ -12,12 +12,13 @@ from treeshard._core.mesh import context_mesh
 from treeshard._core.paths import PyTree, is_box, leaf_paths
 from treeshard._core.spec_trees import SpecTree, lay, raise_misfits, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
+from treeshard._planning.plan import Plan
 from treeshard._planning.tactics import names_in
 
 Names = tuple[str | tuple[str, ...] | None, ...]
 
 
-@partial(register_dataclass, data_fields=["value"], meta_fields=["names"])
+@partial(register_dataclass, data_fields=["value"], meta_fields=["names", "unpadded"])
 @dataclass(eq=False, repr=False)
 class Partitioned:
     """An array together with the mesh axes that each of its dims is sharded over.
@@ -29,6 +30,7 @@ class Partitioned:
     Attributes:
         value: The array; inside `shard_map`, this device's shard of it.
         names: One entry per dim: `None`, an axis, or a tuple of axes.
+        unpadded: The full shape without padding; `None` if no dim is padded.
 
     Examples:
         >>> Partitioned(jnp.ones((8, 4)), ("fsdp", None)).get_partition_spec()
@@ -37,13 +39,14 @@ class Partitioned:
 
     value: Any
     names: Sequence[Any]
+    unpadded: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         self.names = tuple(self.names)
 
     def replace_boxed(self, value: Any) -> "Partitioned":
-        """Returns a box with the same names around another value."""
-        return Partitioned(value, self.names)
+        """Returns a box with the same names and true shape around another value."""
+        return Partitioned(value, self.names, self.unpadded)
 
     def unbox(self) -> Any:
         """Returns the value."""
@@ -54,7 +57,8 @@ class Partitioned:
         return PartitionSpec(*self.names)
 
     def __repr__(self) -> str:
-        return f"Partitioned({self.value!r}, names={self.names!r})"
+        padded = "" if self.unpadded is None else f", unpadded={self.unpadded}"
+        return f"Partitioned({self.value!r}, names={self.names!r}{padded})"
 
 
 def partition_specs(tree: PyTree) -> SpecTree:
@@ -89,26 +93,40 @@ def value_in(box: Any) -> Any:
     return box.value if hasattr(type(box), "replace_boxed") else box.get_value()
 
 
-def rebox(box: Any, value: Any, spec: PartitionSpec) -> Any:
-    """The same kind of box around another value, sharded by `spec`.
+def unpadded_in(box: Any) -> tuple[int, ...] | None:
+    """The true shape that a box records, if its value is padded."""
+    if hasattr(type(box), "replace_boxed"):
+        return getattr(box, "unpadded", None)
+    return box.get_metadata().get("unpadded")
+
+
+def rebox(
+    box: Any, value: Any, spec: PartitionSpec, unpadded: tuple[int, ...] | None = None
+) -> Any:
+    """The same kind of box around another value, sharded by `spec`; our own if it is padded.
 
     A value that no axis shards gets no box, except that nnx needs its variables.
     """
     names = _names(spec, value)
     if not hasattr(type(box), "replace_boxed"):
+        unpadded = unpadded if any(names) else None
+        padding = {} if unpadded == unpadded_in(box) else {"unpadded": unpadded}
         if any(names) or any(entries(spec_of(box))):
-            return box.replace(value, out_sharding=names if any(names) else None)
+            return box.replace(value, out_sharding=names if any(names) else None, **padding)
         return box.replace(value)
     if not any(names):
         return value
-    if isinstance(box, Partitioned):
-        return Partitioned(value, names)
+    if isinstance(box, Partitioned) or unpadded is not None:
+        return Partitioned(value, names, unpadded)
     return box.replace(value=value, names=names)
 
 
-def box_up(kind: Any, value: Any, spec: PartitionSpec) -> Any:
-    """A new box, of Linen's class or our own, around a sharded value."""
-    return kind(value, _names(spec, value))
+def box_up(
+    kind: Any, value: Any, spec: PartitionSpec, unpadded: tuple[int, ...] | None = None
+) -> Any:
+    """A new box around a sharded value: of Linen's class, or of our own, which tells padding."""
+    names = _names(spec, value)
+    return kind(value, names) if unpadded is None else Partitioned(value, names, unpadded)
 
 
 def _names(spec: PartitionSpec, value: Any) -> Names:
@@ -138,12 +156,14 @@ class Leaf(NamedTuple):
         value: The leaf, or the value in its box.
         spec: How it is sharded; `None` leaves it unchanged.
         box: The box that the spec was read from, else `None`.
+        unpadded: The full shape without padding, from the box or the plan, if it is padded.
     """
 
     path: str
     value: Any
     spec: PartitionSpec | None
     box: Any = None
+    unpadded: tuple[int, ...] | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -157,9 +177,9 @@ class Leaf(NamedTuple):
         linen = hasattr(type(self.box), "replace_boxed")
         return self.box.replace_boxed(value) if linen else self.box.replace(value)
 
-    def resharded(self, value: Any, spec: PartitionSpec) -> Any:
+    def resharded(self, value: Any, spec: PartitionSpec, unpadded: tuple[int, ...] | None) -> Any:
         """The leaf of the resulting tree for another value, sharded by `spec`."""
-        return value if self.box is None else rebox(self.box, value, spec)
+        return value if self.box is None else rebox(self.box, value, spec, unpadded)
 
     def unchanged(self) -> Any:
         """The leaf of the tree as it is, with its box."""
@@ -182,13 +202,19 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
     mesh = None if specs is None else context_mesh()  # names in boxes may be logical
     if specs is None:
         leaves = [
-            Leaf(path, value_in(x), spec_of(x), x) if is_box(x) else Leaf(path, x, PartitionSpec())
+            Leaf(path, value_in(x), spec_of(x), x, unpadded_in(x))
+            if is_box(x)
+            else Leaf(path, x, PartitionSpec())
             for path, x in zip(paths, values, strict=True)
         ]
     else:
+        planned = specs.leaf_at_each_index() if isinstance(specs, Plan) else []
+        true = [None if leaf is None else leaf.unpadded for leaf in planned]
         specs = specs_of_leaves(specs, tree)
         specs = [spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs]
-        leaves = [Leaf(*row) for row in zip(paths, values, specs, strict=True)]
+        true = true if len(true) == len(specs) else [None] * len(specs)
+        rows = zip(paths, values, specs, true, strict=True)
+        leaves = [Leaf(path, x, spec, None, unpadded) for path, x, spec, unpadded in rows]
     values = [leaf.value for leaf in leaves]
     specs = [leaf.spec for leaf in leaves]
     laid_specs = lay(values, specs, choose_mesh=lambda *_: mesh)

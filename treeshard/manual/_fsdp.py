@@ -23,7 +23,14 @@ from treeshard._core.mesh import (
 )
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
-from treeshard._core.specs import axes_of, entries, project, without_axes
+from treeshard._core.specs import (
+    axes_of,
+    entries,
+    entry_of,
+    project,
+    with_entries,
+    without_axes,
+)
 from treeshard._planning.tactics import fsdp
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
 from treeshard.manual._boxes import Leaf, Partitioned, box_up, dims_over, leaves_with_specs
@@ -65,7 +72,12 @@ def fold_rng_over_axis(rng: jax.Array, axis_names: AxisNames) -> jax.Array:
 
 
 def shard_params(
-    params: PyTree, axis_names: AxisNames, specs: SpecTree = None, *, min_size: int = 2**18
+    params: PyTree,
+    axis_names: AxisNames,
+    specs: SpecTree = None,
+    *,
+    min_size: int = 2**18,
+    pad: bool = False,
 ) -> PyTree:
     """Keeps this device's shards of parameters that every device has in full.
 
@@ -80,19 +92,23 @@ def shard_params(
             largest dim that is free and divisible is sharded (among equals the last), and the
             leaf is put into a `Partitioned` box with its spec.
         min_size: Without specs, leaves with fewer elements are not sharded.
+        pad: Whether leaves that have no divisible dim are padded with zeros. Their boxes keep the
+            true shape, and `gather_params` removes the padding. With specs, a plan that
+            `Plan.padded` returned says what is padded.
 
     Returns:
         The same tree, with a box around each leaf that was sharded without specs.
 
     Raises:
-        SpecError: If `specs` does not fit the tree, or a spec does not fit its leaf.
+        SpecError: If `specs` does not fit the tree, or a spec does not fit its leaf; or if both
+            `specs` and `pad` are given.
         UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
             lacks.
 
     Warns:
         ShardingWarning: If leaves are sharded over the axis already, or have no dim that is
-            free and divisible. They stay as they are. With specs, the former is only known
-            under `check_vma=True`, where such leaves vary over the axis.
+            free and, without `pad`, divisible. They stay as they are. With specs, the former is
+            only known under `check_vma=True`, where such leaves vary over the axis.
 
     Examples:
         >>> def init(key):
@@ -105,34 +121,42 @@ def shard_params(
     Source:
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
-    return shard_tree(params, axis_names, specs, min_size, Partitioned)
+    return shard_tree(params, axis_names, specs, min_size, Partitioned, pad=pad)
 
 
 @jax.named_scope("shard_params")
 def shard_tree(
-    params: PyTree, axis_names: AxisNames, specs: SpecTree, min_size: int, kind: Any
+    params: PyTree, axis_names: AxisNames, specs: SpecTree, min_size: int, kind: Any, *, pad: bool
 ) -> PyTree:
     """`shard_params`, with the class of the box for leaves that are sharded without specs."""
     axes = axis_tuple(axis_names, "shard_params")
     check_bound(axes, "shard_params", "`treeshard.shard` places whole trees")
+    if pad and specs is not None:
+        raise SpecError(
+            "shard_params: `pad=True` records true shapes in boxes, and with specs there are none."
+            " Omit `pad`, and give a plan that `Plan.padded` returned as the specs."
+        )
     leaves, treedef = leaves_with_specs(params, specs, "shard_params")
     mesh, kept, misfits = _current_mesh(axes), Facts(), Facts()
     if specs is None:
-        targets = [_largest_dim_spec(leaf, axes, mesh, min_size, kept) for leaf in leaves]
+        targets = [_largest_dim_spec(leaf, axes, mesh, min_size, kept, pad) for leaf in leaves]
     else:
-        targets = [_requested_spec(leaf, axes, mesh, kept, misfits) for leaf in leaves]
+        targets = [
+            (_requested_spec(leaf, axes, mesh, kept, misfits), leaf.unpadded) for leaf in leaves
+        ]
     if misfits:
         raise SpecError(f"shard_params: {listed('these leaves cannot be sharded:', misfits)}")
     if kept:
         warn(f"shard_params: {listed('these leaves stay as they are:', kept)}")
     out: list[Any] = []
-    for leaf, spec in zip(leaves, targets, strict=True):
+    for leaf, (spec, unpadded) in zip(leaves, targets, strict=True):
         if spec is None:
             out.append(leaf.unchanged())
             continue
         shard = _own_shard(leaf.value, dims_over(spec, axes))
         is_new = specs is None and leaf.box is None
-        out.append(box_up(kind, shard, spec) if is_new else leaf.resharded(shard, spec))
+        boxed = box_up(kind, shard, spec, unpadded) if is_new else None
+        out.append(leaf.resharded(shard, spec, unpadded) if boxed is None else boxed)
     return treedef.unflatten(out)
 
 
@@ -152,23 +176,30 @@ def _current_mesh(axes: Sequence[str]) -> AbstractMesh:
 
 
 def _largest_dim_spec(
-    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, min_size: int, kept: Facts
-) -> PartitionSpec | None:
-    """The spec of a leaf with `axes` on its largest free dim; `None` if it stays as it is."""
+    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, min_size: int, kept: Facts, pad: bool
+) -> tuple[PartitionSpec | None, tuple[int, ...] | None]:
+    """The spec of a leaf with `axes` on its largest free dim, `None` if it stays as it is; and its
+    true shape, if it is padded."""
     if not axes or not is_array(leaf.value) or leaf.value.ndim == 0:
-        return None
+        return None, None
     if set(axes) & set(leaf.axes):
         kept.add(leaf, f"it is sharded as {leaf.spec} already.")
-        return None
+        return None, None
     now, shape = leaf.spec or PartitionSpec(), list(leaf.value.shape)
     for dim, others in dims_over(now, mesh.axis_names):
         shape[dim] *= lax.axis_size(others)
     full = jax.ShapeDtypeStruct(shape, leaf.value.dtype)
     spec, notes = fsdp(axes).refine(now, mesh, leaf.path, full, min_size)
-    for note in notes:
-        if note.kind == "no-dim":
-            kept.add(leaf, note.why)
-    return None if spec == now else spec
+    true = leaf.unpadded
+    if notes and notes[0].kind == "no-dim":
+        if not pad or notes[0].dim is None:
+            hint = "" if notes[0].dim is None else " `pad=True` would pad it."
+            kept.add(leaf, notes[0].why + hint)
+        else:
+            new = [*entries(now), *[None] * (len(shape) - len(entries(now)))]
+            new[notes[0].dim] = entry_of(axes)
+            spec, true = with_entries(now, new), true or tuple(shape)
+    return (None if spec == now else spec), true
 
 
 def _requested_spec(
@@ -183,7 +214,8 @@ def _requested_spec(
     if fact := _not_innermost(leaf.spec, axes):
         misfits.add(leaf, fact)
     others = [axis for axis in leaf.axes if axis not in axes]
-    for loss in project(without_axes(leaf.spec, others), mesh, leaf.value.shape)[1]:
+    spec, divisible = without_axes(leaf.spec, others), leaf.unpadded is None
+    for loss in project(spec, mesh, leaf.value.shape, divisible=divisible)[1]:
         misfits.add(leaf, loss.why)
     return leaf.spec
 
@@ -201,8 +233,13 @@ def _not_innermost(spec: PartitionSpec, axes: Sequence[str]) -> str | None:
 
 
 def _own_shard(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any:
+    """This device's shard of a full array, padded where dims are not divisible."""
     for dim, axes in dims:
-        length = x.shape[dim] // lax.axis_size(axes)
+        count = lax.axis_size(axes)
+        length = -(-x.shape[dim] // count)
+        if length * count > x.shape[dim]:
+            widths = [(0, length * count - n if d == dim else 0) for d, n in enumerate(x.shape)]
+            x = jnp.pad(x, widths)
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * length, length, dim)
     return x
 
@@ -251,8 +288,8 @@ def gather_params(
             converts its shard to the dtype of the parameter.
 
     Returns:
-        The same tree. Leaves that another axis still shards stay in their boxes, and nnx
-        variables stay variables; other boxes are removed.
+        The same tree, without padding. Leaves that another axis still shards stay in their boxes,
+        and nnx variables stay variables; other boxes are removed.
 
     Raises:
         SpecError: If `specs` does not fit the tree or a leaf, or a dim cannot be gathered
@@ -307,7 +344,12 @@ def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any
     wire_dtype = jnp.dtype(dtype) if convert else x.dtype
     how = Gathering(dims_over(leaf.spec, axes), replicated, wire_dtype, x.dtype)
     full = gather_by(vary_array(x, [a for a in leaf.axes if a in axes]), how)
-    return leaf.resharded(full, without_axes(leaf.spec, axes))
+    rest = without_axes(leaf.spec, axes)
+    if leaf.unpadded is not None:
+        still = [*entries(rest), *[None] * full.ndim]
+        true = zip(leaf.unpadded, still, strict=False)
+        full = full[tuple(slice(None if sharded else n) for n, sharded in true)]
+    return leaf.resharded(full, rest, leaf.unpadded)
 
 
 # ------------------------------------------------------------------ average

@@ -20,6 +20,7 @@ from treeshard._core.arrays import StaticSplit
 from treeshard._core.mesh import axis_tuple
 from treeshard._core.paths import is_box
 from treeshard._core.spec_trees import SpecTree, specs_of_leaves
+from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError
 from treeshard.manual._boxes import value_in
 from treeshard.manual._fsdp import gather_params, shard_params, shard_tree
@@ -33,6 +34,7 @@ def shard_module_params(
     min_size: int = 2**18,
     dtype: DTypeLike | None = None,
     remat: bool = False,
+    pad: bool = False,
 ) -> Any:
     """Wraps a module so that its parameters are gathered when it is called, and only then.
 
@@ -56,6 +58,7 @@ def shard_module_params(
         dtype: As in `gather_params`.
         remat: Whether the backward pass gathers again, instead of keeping the gathered
             parameters (`jax.checkpoint`).
+        pad: For classes, as in `shard_params`.
 
     Returns:
         The same kind of object as `target`: a function, a pytree that is called like the
@@ -90,7 +93,7 @@ def shard_module_params(
                 "shard_module_params: Linen modules carry their specs in boxes. Omit `specs`, and"
                 " declare them with `flax.linen.with_partitioning`."
             )
-        return _linen_class(linen, target, axes, min_size, dtype, remat)
+        return _linen_class(linen, target, axes, min_size, dtype, remat, pad)
     if linen is not None and isinstance(target, linen.Module):
         name = type(target).__name__
         raise TypeError(
@@ -98,7 +101,7 @@ def shard_module_params(
             f" make the module from the result: `shard_module_params({name}, ...)(...)`."
         )
     if is_class:
-        return _class(target, axes, specs, min_size, dtype, remat)
+        return _class(target, axes, specs, min_size, dtype, remat, pad)
     if not callable(target):
         raise TypeError(
             f"shard_module_params: {target!r} ({type(target).__name__}) is not callable. Pass a"
@@ -106,8 +109,9 @@ def shard_module_params(
         )
     if all_leaves([target]):
         return _function(target, axes, specs, dtype, remat)
-    leaf_specs = None if specs is None else tuple(specs_of_leaves(specs, target))
-    return GatheredModule(target, (axes, leaf_specs, dtype, remat))
+    if specs is not None and not isinstance(specs, Plan):
+        specs = tuple(specs_of_leaves(specs, target))
+    return GatheredModule(target, (axes, specs, dtype, remat))
 
 
 def _function(
@@ -141,10 +145,9 @@ class GatheredModule:
     _how: tuple[Any, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        axes, leaf_specs, dtype, remat = self._how
-        specs = None
-        if leaf_specs is not None:
-            specs = tree_structure(self.module).unflatten(leaf_specs)
+        axes, specs, dtype, remat = self._how
+        if isinstance(specs, tuple):  # of all leaves
+            specs = tree_structure(self.module).unflatten(specs)
         call = _function(lambda m, *a, **k: m(*a, **k), axes, specs, dtype, remat)
         return call(self.module, *args, **kwargs)
 
@@ -153,18 +156,18 @@ class GatheredModule:
 
 
 def _class(
-    kind: type, axes: tuple[str, ...], specs: Any, min_size: int, dtype: Any, remat: bool
+    kind: type, axes: tuple[str, ...], specs: Any, min_size: int, dtype: Any, remat: bool, pad: bool
 ) -> Callable[..., GatheredModule]:
     @wraps(kind, updated=())
     def make(*args: Any, **kwargs: Any) -> GatheredModule:
-        shards = shard_params(kind(*args, **kwargs), axes, specs, min_size=min_size)
+        shards = shard_params(kind(*args, **kwargs), axes, specs, min_size=min_size, pad=pad)
         return shard_module_params(shards, axes, specs, dtype=dtype, remat=remat)
 
     return make
 
 
 def _linen_class(
-    linen: Any, kind: type, axes: tuple[str, ...], min_size: int, dtype: Any, remat: bool
+    linen: Any, kind: type, axes: tuple[str, ...], min_size: int, dtype: Any, remat: bool, pad: bool
 ) -> type:
     def gather(params: Any) -> Any:
         gathered = gather_params(params, axes, dtype=dtype)
@@ -177,7 +180,12 @@ def _linen_class(
         "params",
         trans_in_fn=gather,
         trans_out_fn=partial(
-            shard_tree, axis_names=axes, specs=None, min_size=min_size, kind=linen.Partitioned
+            shard_tree,
+            axis_names=axes,
+            specs=None,
+            min_size=min_size,
+            kind=linen.Partitioned,
+            pad=pad,
         ),
         mutable=True,
     )

@@ -28,6 +28,7 @@ from treeshard._core.processes import (
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
 from treeshard._core.tracebacks import open_to_callers
+from treeshard._placement.padding import resize
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan_tied
 from treeshard._planning.plan_in_force import INITIALISING, default_batch, plan_in_force
@@ -58,6 +59,7 @@ def init_sharded(
     mesh: MeshLike,
     min_size: int | None = None,
     strict: bool = True,
+    pad: bool = False,
 ) -> tuple[PyTree, Plan]:
     """Calls `fn(*args)` and returns its result initialised sharded: no device holds all of it.
 
@@ -78,6 +80,8 @@ def init_sharded(
         min_size: Leaves with fewer elements are replicated.
         strict: Whether an unmatched leaf, or a spec that does not fit its leaf, is an error.
             Otherwise the plan records it.
+        pad: Whether to pad dims with zeros where the rules' axes do not divide them, as
+            `Plan.padded` says. In a step, `treeshard.unpad_leaves` removes the padding.
 
     Returns:
         The tree, and the `Plan` that it is sharded by. An array that `fn` returns at several paths
@@ -133,6 +137,7 @@ def init_sharded(
             structs = jax.eval_shape(make, traced)
             tied = {i: j for i, j in first.items() if i != j}
             tree_plan = plan_tied(tree_of(structs), rules, mesh, min_size, tied)
+            tree_plan = tree_plan.padded() if pad else tree_plan
             if strict:
                 tree_plan.check()
             else:
@@ -143,7 +148,12 @@ def init_sharded(
             if among:  # all processes must compile the same program
                 facts |= facts_of((leaf.path, leaf, [sharding]) for leaf, sharding in once)
                 facts |= _inputs(args, among)
-        arrays = jax.jit(make, out_shardings=shardings)(traced)
+
+        def padded(traced: Any) -> list[Any]:
+            rows = zip(make(traced), once, strict=True)
+            return [x if leaf.unpadded is None else resize(x, leaf.shape) for x, (leaf, _) in rows]
+
+        arrays = jax.jit(padded, out_shardings=shardings)(traced)
         if among:
             set_origin(arrays, among, last_meeting())
     return tree_of(arrays), tree_plan

@@ -1,0 +1,202 @@
+"""Padded plans: trees with padding and without, and what stays true of both."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, assert_same, struct
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard._planning.plan import Plan
+from treeshard.checkpoint import restore, save
+from treeshard.interchange import load_safetensors, save_safetensors, tensor_shapes
+from treeshard.training import jit_step
+
+pytestmark = pytest.mark.usefixtures("quick_compiles", "standard_promotion")
+VOCAB, WIDTH = 1257, 12
+OPTIMIZER = optax.adamw(1e-2)
+RULES = [("embed|head", P("tensor")), ("up", ts.shard_dim("tensor", 0)), (".*", None)]
+TOKENS = np.arange(48, dtype="int32").reshape(4, 12) * 25
+
+
+def init(key: jax.Array) -> Any:
+    one, two = jax.random.split(key)
+    params = {
+        "embed": jax.random.normal(one, (VOCAB, WIDTH)),
+        "head": jax.random.normal(two, (VOCAB, WIDTH)),
+        "up": jnp.ones((WIDTH - 1, 5)),
+    }
+    return {"params": params, "opt": OPTIMIZER.init(params)}
+
+
+def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+    x = params["embed"][tokens] + jnp.sum(params["up"])
+    logits = x @ params["head"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+def on_mesh(count: int) -> Any:
+    return ts.make_mesh({"tensor": count}, devices=jax.devices()[:count])
+
+
+def initialised(count: int) -> tuple[Any, Plan]:
+    key = jax.random.key(0)
+    return ts.init_sharded(init, key, rules=RULES, mesh=on_mesh(count), min_size=8, pad=True)
+
+
+def test_an_uneven_vocabulary_takes_an_even_split() -> None:
+    tree = {"embed": struct(50257, 768), "head": struct(50257, 768)}
+    plan = ts.plan(tree, [(".*", P("tensor"))], "tensor=8").padded()
+    plan.check()
+    assert plan.bytes_per_device() / (2 * 50257 * 768 * 4 / 8) <= 1.01
+    assert plan.unpadded().bytes_per_device() == 2 * 50257 * 768 * 4 // 8
+
+
+def test_steps_are_those_of_one_device_and_the_padding_stays_zero() -> None:
+    state, plan = initialised(8)
+    assert state["params"]["embed"].shape == (1264, WIDTH)
+
+    def step(state: Any, batch: Any, pad: bool = True) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            return loss_fn(ts.unpad_leaves(params, plan) if pad else params, batch)
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    expected = jax.jit(init)(jax.random.key(0))
+    assert_same(ts.gather(ts.unpad_leaves(state, plan)), jax.device_get(expected))
+    one_device = jax.jit(lambda state: step(state, TOKENS, pad=False))
+    compiled = jit_step(step, plan, batch=P())
+    for _ in range(2):
+        state, loss = compiled(state, TOKENS)
+        expected, wanted = one_device(expected)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    gathered = ts.gather(state)
+    assert_close(ts.unpad_leaves(gathered, plan), jax.device_get(expected), 1e-4)
+    assert_same(ts.pad_leaves(ts.unpad_leaves(gathered, plan), plan), gathered)
+    # The vocabulary is not gathered to cut off the padding.
+    program = compiled.lower(plan.structs, struct(4, 12, dtype="int32")).compile()
+    assert max(each.bytes or 0 for each in ts.collectives(program)) < VOCAB * WIDTH * 4 / 2
+
+
+def test_files_hold_true_shapes_and_restore_on_any_number_of_devices(tmp_path) -> None:
+    state, plan = initialised(8)
+    true = ts.unpad_leaves(state, plan)
+    assert true["params"]["embed"].sharding.spec == P()  # 12 is not divisible by 8
+    assert_same(ts.unpad_leaves(ts.gather(state), plan), ts.gather(true), kinds=True)
+    save(tmp_path / "checkpoint", true)
+    save_safetensors(tmp_path / "params.safetensors", true["params"])
+    assert tensor_shapes(tmp_path / "params.safetensors")["head"].shape == (VOCAB, WIDTH)
+    for count in (1, 3, 5):
+        other = plan.on(on_mesh(count))
+        back = ts.pad_leaves(restore(tmp_path / "checkpoint", other.unpadded()), other)
+        assert [x.shape for x in jax.tree.leaves(back)] == [x.shape for x in other.leaves]
+        assert [x.sharding for x in jax.tree.leaves(back)] == other.sharding_of_each()
+        assert_same(ts.gather(ts.unpad_leaves(back, other)), ts.gather(true))
+        params = load_safetensors(tmp_path / "params.safetensors")
+        assert_same(ts.gather(back)["params"], ts.pad_leaves(params, other))
+
+
+def test_a_padded_plan_survives_json_other_meshes_and_following() -> None:
+    state, plan = initialised(8)
+    true = jax.eval_shape(init, jax.random.key(0))
+    for like in (true, plan.structs):
+        assert Plan.from_json(plan.to_json(), like=like) == plan
+    assert Plan.from_json(plan.to_json(), like=true).on("tensor=8") == plan
+    assert plan.on("tensor=5") == ts.plan(true, RULES, "tensor=5", min_size=8).padded()
+    assert plan.on("tensor=1") == ts.plan(true, RULES, "tensor=1", min_size=8)
+    assert plan.padded() is plan
+    assert plan != plan.unpadded()
+    params = ts.plan(true["params"], RULES, on_mesh(8), min_size=8).padded()
+    copies = params.follow(state["opt"])
+    assert ts.unpad_leaves(state["opt"], copies)[0].mu["embed"].shape == (VOCAB, WIDTH)
+    assert copies.on("tensor=5").specs == plan.on("tensor=5").specs["opt"]
+    assert [x.unpadded for x in copies.on("tensor=5").leaves] == [
+        x.unpadded for x in plan.on("tensor=5").leaves if x.path.startswith("opt")
+    ]
+    assert plan.diff(plan.unpadded())
+    assert "padded from (1257, 12)" in str(plan)
+    text = plan.to_json().replace('"unpadded": [1257, 12]', '"unpadded": [1257, 13]', 1)
+    with pytest.raises(ts.FormatError, match="'unpadded' is not a shape within 'shape'"):
+        Plan.from_json(text)
+
+
+def test_leaves_that_follow_a_padded_one_are_padded_like_it() -> None:
+    tree = {"params": {"w": struct(10, 16), "a": struct(2, 16), "b": struct(10, 2)}}
+    tree |= {"ema": tree["params"]}
+    rules = [("ema", ts.follow("params")), ("w$", P("fsdp")), ("a$|b$", ts.follow("w"))]
+    plan = ts.plan(tree, rules, "fsdp=8", min_size=0).padded()
+    assert {x.path: (x.shape, x.unpadded) for x in plan.leaves} == {
+        f"{branch}/{name}": shapes
+        for branch in ("params", "ema")
+        for name, shapes in {
+            "w": ((16, 16), (10, 16)),
+            "a": ((2, 16), None),
+            "b": ((16, 2), (10, 2)),
+        }.items()
+    }
+    assert {finding.code for finding in plan.findings} == {"left-whole"}  # factor `a`
+
+
+def test_ties_stay_and_memories_too(tmp_path) -> None:
+    def make() -> Any:
+        embed = jnp.ones((10, 3))
+        return {"embed": embed, "head": embed, "tail": jnp.ones((10, 7))}
+
+    rules = [("tail", ts.fsdp("fsdp", memory="pinned_host")), ("embed", P("fsdp")), (".*", P())]
+    state, plan = ts.init_sharded(make, rules=rules, mesh="fsdp=8", min_size=0, pad=True)
+    assert {leaf.shape for leaf in plan.leaves} == {(16, 3), (10, 8)}
+    assert state["tail"].sharding.memory_kind == "pinned_host"
+    assert state["embed"] is state["head"]
+    true = ts.unpad_leaves(state, plan)
+    assert true["embed"] is true["head"]
+    assert true["tail"].shape == (10, 7)
+    assert true["tail"].sharding.memory_kind == "pinned_host"
+    assert_same(ts.gather(ts.pad_leaves(true, plan)), ts.gather(state))
+
+
+def test_shapes_are_converted_too_and_plans_without_padding_change_nothing() -> None:
+    plan = ts.plan({"w": struct(10, 4), "f": jax.nn.relu}, [("w", P("fsdp"))], "fsdp=8", min_size=0)
+    padded = plan.padded()
+    assert ts.pad_leaves(plan.unpadded().structs, padded)["w"] == padded.structs["w"]
+    assert ts.unpad_leaves(padded.structs, padded)["w"] == padded.unpadded().structs["w"]
+    tree = {"anything": struct(10, 4)}
+    assert ts.pad_leaves(tree, plan) is tree
+
+
+def test_a_tree_that_is_not_the_plans_is_an_error() -> None:
+    rules = [(".*", P("fsdp"))]
+    tree = {"a": struct(10, 4), "b": struct(6, 4)}
+    plan = ts.plan(tree, rules, "fsdp=8", min_size=0).padded()
+    with pytest.raises(ts.SpecError) as error:
+        ts.unpad_leaves(tree, plan)
+    assert str(error.value) == (
+        "unpad_leaves: the plan has no subtree of this structure with leaves of shape (10, 4),"
+        " (6, 4). It converts:\n  a: (16, 4) to (10, 4).\n  b: (8, 4) to (6, 4)."
+    )
+    tree = {"a": struct(10, 4), "b": struct(12, 4)}
+    twice = ts.plan(tree, rules, "fsdp=8", min_size=0).padded()
+    why = (
+        "more than one subtree of this structure with leaves of shape (16, 4), and they are padded"
+    )
+    with pytest.raises(ts.SpecError, match=re.escape(why)):
+        ts.unpad_leaves(struct(16, 4), twice)
+
+
+def test_optimizers_that_are_not_elementwise_are_a_finding() -> None:
+    params = {"embed": struct(50257, 128), "up": struct(128, 513)}
+
+    def paths(optimizer: Any) -> list[str]:
+        tree = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
+        found = ts.plan(tree, [(".*", ts.fsdp("fsdp"))], "fsdp=3").padded().findings
+        return [path for x in found if x.code == "not-elementwise" for path in x.paths]
+
+    assert paths(optax.adamw(1e-3)) == []
+    assert paths(optax.adafactor(1e-3)) == ["opt/0/v_col/embed"]
+    assert paths(optax.contrib.muon(1e-3)) == ["opt/inner_states/muon/inner_state/0/mu/embed"]

@@ -1,0 +1,147 @@
+"""Pads the arrays of a tree as a plan has them, and removes the padding."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.tree_util import tree_flatten, tree_map, tree_structure
+
+from treeshard._core.arrays import has_shape, ties
+from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._placement.moves import replicate_then_split
+from treeshard._placement.shard import place
+from treeshard._planning.matching import Shape
+from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import subtrees
+from treeshard.errors import SpecError, listed
+
+
+def pad_leaves(tree: PyTree, plan: Plan) -> PyTree:
+    """Pads the arrays of a tree with zeros to the shapes of a padded plan.
+
+    Args:
+        tree: The plan's tree, or a subtree of it, with true shapes: arrays, or their
+            `jax.ShapeDtypeStruct`s. Inside `jit` too.
+        plan: A plan that `Plan.padded` or `init_sharded(..., pad=True)` returned.
+
+    Returns:
+        The tree. Arrays that the plan pads have its shapes: those on devices are sharded by it,
+        numpy arrays stay on the host. All other leaves are as they were.
+
+    Raises:
+        SpecError: If the plan has no such subtree, or several that are padded differently.
+        MeshError, DeletedLeafError: As `treeshard.reshard`, for arrays on devices.
+
+    Examples:
+        >>> tree = {"embed": np.ones((50257, 64), "float32")}
+        >>> padded = plan(tree, [("embed", P("tensor"))], make_mesh("tensor=8")).padded()
+        >>> pad_leaves(tree, padded)["embed"].shape
+        (50264, 64)
+    """
+    return _resized(tree, plan, "pad_leaves")
+
+
+def unpad_leaves(tree: PyTree, plan: Plan) -> PyTree:
+    """Removes the padding of a padded plan from the arrays of a tree.
+
+    Inside `jit`, no data moves, and the gradient of the padding is zero. Outside, for a checkpoint
+    or another framework, arrays are resharded as `Plan.unpadded` says.
+
+    Args:
+        tree: The plan's tree, or a subtree of it, with the plan's shapes, as in `pad_leaves`.
+        plan: As in `pad_leaves`.
+
+    Returns:
+        The tree. Arrays that the plan pads have their true shapes, and all other leaves are as
+        they were.
+
+    Raises:
+        SpecError, MeshError, DeletedLeafError: As `pad_leaves`.
+
+    Examples:
+        >>> tree = {"embed": np.ones((50257, 64), "float32")}
+        >>> padded = plan(tree, [("embed", P("tensor"))], make_mesh("tensor=8")).padded()
+        >>> unpad_leaves(pad_leaves(tree, padded), padded)["embed"].shape
+        (50257, 64)
+    """
+    return _resized(tree, plan, "unpad_leaves")
+
+
+def resize(x: Any, shape: Shape) -> Any:
+    """Pads an array with zeros at the end of dims, or cuts them, on the host or inside `jit`."""
+    widths = [new - old for old, new in zip(x.shape, shape, strict=True)]
+    if isinstance(x, np.ndarray):
+        padded = np.pad(x, [(0, max(0, width)) for width in widths])
+        return padded[tuple(map(slice, shape))]
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, width, 0) for width in widths])
+
+
+def _resized(tree: PyTree, plan: Plan, where: str) -> PyTree:
+    if all(leaf.unpadded is None for leaf in plan.leaves):
+        return tree
+    leaves, treedef = tree_flatten(tree)
+    arrays = [i for i, x in enumerate(leaves) if has_shape(x)]
+    pair = plan.unpadded(), plan
+    before, after = pair if where == "pad_leaves" else pair[::-1]
+    start = _start(tree, [tuple(leaves[i].shape) for i in arrays], before, after, where)
+    index = {i: k for k, i in enumerate(arrays, start) if plan.leaves[k].unpadded is not None}
+    tied, on_devices = ties(leaves), list[int]()
+    for i, k in index.items():
+        x, leaf = leaves[i], after.leaves[k]
+        if isinstance(x, jax.ShapeDtypeStruct):
+            sharding = NamedSharding(plan.mesh, leaf.given, memory_kind=leaf.memory)
+            leaves[i] = jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=sharding)
+        elif i in tied:
+            continue
+        elif isinstance(x, jax.Array) and not isinstance(x, Tracer):
+            on_devices.append(i)
+        else:
+            leaves[i] = resize(x, leaf.shape)
+    if on_devices:
+        old, new = ([x.sharding_of_each()[index[i]] for i in on_devices] for x in (before, after))
+        paths = leaf_paths(tree)
+        sources = {paths[i]: leaves[i] for i in on_devices}
+        specs = dict(zip(sources, old, strict=True))
+        placed = place(sources, specs, None, where, replicate_then_split)
+        shapes = tuple(after.leaves[index[i]].shape for i in on_devices)
+        resized = _compiled(shapes, tuple(new))([placed[paths[i]] for i in on_devices])
+        for i, x in zip(on_devices, resized, strict=True):
+            leaves[i] = x
+    for i in index.keys() & tied:
+        leaves[i] = leaves[tied[i]]
+    return treedef.unflatten(leaves)
+
+
+@lru_cache(64)
+def _compiled(shapes: tuple[Shape, ...], shardings: tuple[NamedSharding, ...]) -> Any:
+    def run(arrays: Sequence[Any]) -> list[Any]:
+        return [resize(x, shape) for x, shape in zip(arrays, shapes, strict=True)]
+
+    return jax.jit(run, out_shardings=list(shardings))
+
+
+def _start(tree: PyTree, shapes: list[Shape], before: Plan, after: Plan, where: str) -> int:
+    """The index of the first leaf of the plan's subtree that has this structure and shapes."""
+    structure = tree_structure(tree_map(lambda x: 0 if has_shape(x) else None, tree))
+    found: dict[Any, int] = {}
+    for start in subtrees(before, structure):
+        part = slice(start, start + len(shapes))
+        if [leaf.shape for leaf in before.leaves[part]] == shapes:
+            found.setdefault(tuple((x.shape, x.given) for x in after.leaves[part]), start)
+    if len(found) == 1:
+        return next(iter(found.values()))
+    shown = ", ".join(map(str, shapes[:5])) + (", ..." if shapes[5:] else "")
+    of_tree = f"subtree of this structure with leaves of shape {shown}"
+    if found:
+        raise SpecError(
+            f"{where}: the plan has more than one {of_tree}, and they are padded or sharded"
+            " differently. Pass a larger part of the tree."
+        )
+    rows = zip(before.leaves, after.leaves, strict=True)
+    facts = [f"{x.path}: {x.shape} to {y.shape}." for x, y in rows if x.shape != y.shape]
+    raise SpecError(listed(f"{where}: the plan has no {of_tree}. It converts:", facts))

@@ -1,0 +1,82 @@
+"""Pads dims of planned leaves, so that the axes that are to shard them divide them."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from jax import ShapeDtypeStruct
+
+from treeshard._core.mesh import AnyMesh, axis_sizes
+from treeshard._core.specs import axes_of, entries, entry_of, project, with_entries
+from treeshard._planning.adapters import following
+from treeshard._planning.matching import PlannedLeaf, Shape
+from treeshard._planning.tactics import Fsdp
+
+# The adjustments that padding makes unnecessary.
+_BY_PADDING = ("indivisible", "no-dim")
+
+
+def padded_leaves(
+    leaves: Sequence[PlannedLeaf],
+    rules: Sequence[tuple[Any, Any]],
+    mesh: AnyMesh,
+    ties: dict[int, int],
+) -> tuple[PlannedLeaf, ...]:
+    """The leaves of `Plan.padded`."""
+    pad = partial(padded_leaf, mesh=mesh)
+    follow = following(leaves, rules, mesh, pad)
+    padded = [pad(x._replace(decision=follow.get(i, x.decision))) for i, x in enumerate(leaves)]
+    for i, j in ties.items():
+        own, first = leaves[i].decision, padded[j]
+        alike = own == leaves[j].decision
+        decision = first.decision if alike else own._replace(given=first.given)
+        padded[i] = first._replace(path=leaves[i].path, decision=decision, same_as=first.path)
+    return tuple(padded)
+
+
+def padded_leaf(leaf: PlannedLeaf, mesh: AnyMesh) -> PlannedLeaf:
+    """The leaf with dims padded, and sharded over the axes that did not divide them."""
+    sizes, shape = axis_sizes(mesh), list(leaf.shape)
+    new = [*entries(leaf.given), *[None] * (len(shape) - len(entries(leaf.given)))]
+    others = []
+    for note in leaf.adjustments:
+        used = {axis for entry in new for axis in axes_of(entry)}
+        if note.kind not in _BY_PADDING or note.dim is None or used.intersection(note.axes):
+            others.append(note)
+            continue
+        axes = (*axes_of(new[note.dim]), *note.axes)
+        parts = math.prod(sizes[axis] for axis in axes)
+        new[note.dim] = entry_of(axes)
+        shape[note.dim] = -(-shape[note.dim] // parts) * parts
+    if tuple(shape) == leaf.shape:
+        return leaf
+    given = with_entries(leaf.given, new)
+    decision = leaf.decision._replace(given=given, adjustments=tuple(others))
+    return leaf._replace(shape=tuple(shape), decision=decision, unpadded=leaf.shape)
+
+
+def unpadded_leaf(leaf: PlannedLeaf, mesh: AnyMesh) -> PlannedLeaf:
+    """The leaf with its true shape. The axes of a padded dim shard another one that they divide,
+    if there is one."""
+    if leaf.unpadded is None:
+        return leaf
+    given, notes = project(leaf.given, mesh, leaf.unpadded)
+    struct = ShapeDtypeStruct(leaf.unpadded, leaf.dtype)
+    for note in notes:
+        given, _ = Fsdp(note.axes).refine(given, mesh, leaf.path, struct)
+    decision = leaf.decision._replace(given=given)
+    return leaf._replace(shape=leaf.unpadded, decision=decision, unpadded=None)
+
+
+def true_shape(shape: Shape, given: Any, like: PlannedLeaf) -> Shape | None:
+    """The true shape of a leaf whose dims have the axes of a leaf that is padded.
+
+    An axis shards one dim only, so it tells which dim of `like` a dim belongs to.
+    """
+    if like.unpadded is None:
+        return None
+    of_axes = {axes_of(e): n for e, n in zip(entries(like.given), like.unpadded, strict=False)}
+    own = [*map(axes_of, entries(given)), *[()] * len(shape)]
+    true = tuple(of_axes[axes] if axes else n for axes, n in zip(own, shape, strict=False))
+    return None if true == shape else true
