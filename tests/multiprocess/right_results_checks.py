@@ -40,23 +40,15 @@ def loss(p: Any, x: Any) -> Any:
     return jnp.mean(jnp.tanh(x @ p["w"] + p["bias"]) ** 2)
 
 
-def by_hand(change: Any) -> Any:
-    def body(p: Any, x: Any) -> Any:
-        value, grads = manual.value_and_grad(loss, AXES, planned(PARAMS))(p, x)
-        return value, change(grads)
-
-    return body
-
-
 def check_right_gradients_pass(context: Context) -> None:
     plan = planned(PARAMS)
     params = ts.shard(PARAMS, plan)  # no process has all of it
     assert not params["w"].is_fully_addressable
     layouts = testing.layouts(plan, BATCH, SPLIT, by_hand=True)
-    some = [x for x in layouts if SOAK or x.name in ("axes", "minibatches", "by hand")]
-    body = by_hand(lambda grads: grads)
+    some = [x for x in layouts if SOAK or x.name in ("axes", "by hand")]
+    body = manual.value_and_grad(loss, AXES, plan)
     report = testing.check_gradients(loss, params, BATCH, plan, layouts=some, by_hand=body)
-    assert len(report.cells["w"]) == len(some) == (10 if SOAK else 3), report
+    assert len(report.cells["w"]) == len(some) == (10 if SOAK else 2), report
     assert_same_on_all(str(report))
 
 
@@ -66,46 +58,56 @@ def assert_same_on_all(text: str) -> None:
     assert all((first == other).all() for other in others), text
 
 
-def report_of(change: Any) -> str:
-    plan = planned(PARAMS)
-    layouts = testing.layouts(plan, BATCH, SPLIT, by_hand=True)
-    chosen = [layout for layout in layouts if layout.name == "unchecked"]
+def check_faults_are_found_on_all(context: Context) -> None:
+    """Of one process, of the replicas of one process, and of all."""
+    params = {name: RANDOM.normal(size=(16, 8)).astype("float32") for name in FAULTS}
+    rules = [("replicas|summed", None), (".*", P("fsdp"))]
+    plan = ts.plan(params, rules, ts.make_mesh("fsdp=4,data=2"), min_size=0)
+
+    def loss(p: Any, x: Any) -> Any:
+        return sum(jnp.mean(jnp.tanh(x @ w) ** 2) for w in p.values())
+
+    def body(p: Any, x: Any) -> Any:
+        value, grads = manual.value_and_grad(loss, AXES, plan)(p, x)
+        return value, {name: FAULTS[name][0](g) for name, g in grads.items()}
+
+    chosen = [x for x in testing.layouts(plan, BATCH, SPLIT, by_hand=True) if x.name == "unchecked"]
     with pytest.raises(WrongResultError) as raised:
-        testing.check_gradients(loss, PARAMS, BATCH, plan, layouts=chosen, by_hand=by_hand(change))
-    assert_same_on_all(str(raised.value))
-    return str(raised.value)
+        testing.check_gradients(loss, params, BATCH, plan, layouts=chosen, by_hand=body)
+    text = str(raised.value)
+    assert_same_on_all(text)
+    for name, (_, words) in FAULTS.items():
+        assert any(line.startswith(f"{name} P(") and words in line for line in text.splitlines()), (
+            text
+        )
 
 
-def check_a_fault_of_one_process_is_found_on_all(context: Context) -> None:
-    def lost(grads: Any) -> Any:
-        return grads | {"w": jnp.where(lax.axis_index("fsdp") == 3, 0, grads["w"])}
-
-    assert "rows 12 to 15 are zero: 1 of 4 shards, and the others are right" in report_of(lost)
+def passed_on(g: Any) -> Any:
+    n = lax.axis_size("fsdp")
+    return lax.ppermute(g, "fsdp", [(i, (i + 1) % n) for i in range(n)])
 
 
-def check_replicas_that_differ_between_processes_are_found_on_all(context: Context) -> None:
-    def own(grads: Any) -> Any:
-        sign = jnp.where(lax.axis_index("fsdp") < 2, 1.0, -1.0)
-        return grads | {"bias": grads["bias"] * sign}
-
-    text = report_of(own)
-    assert "bias P(): wrong on 4 of 8 devices, right on the others." in text, text
-
-
-def check_faults_are_named(context: Context) -> None:
-    def faults(grads: Any) -> Any:
-        n = lax.axis_size("fsdp")
-        moved = lax.ppermute(grads["w"], "fsdp", [(i, (i + 1) % n) for i in range(n)])
-        return {"w": moved, "bias": lax.psum(manual.vary(grads["bias"], "data"), "data")}
-
-    text = report_of(faults)
-    assert "summed instead of averaged along `data` (x 2.000)" in text, text
-    assert "permuted: 4 of 4 shards are on the wrong devices" in text, text
+FAULTS = {
+    "lost": (
+        lambda g: jnp.where(lax.axis_index("fsdp") == 3, 0, g),
+        "rows 12 to 15 are zero: 1 of 4 shards, and the others are right",
+    ),
+    "replicas": (
+        lambda g: g * jnp.where(lax.axis_index("fsdp") < 2, 1.0, -1.0),
+        "wrong on 4 of 8 devices, right on the others.",
+    ),
+    "moved": (passed_on, "permuted: 4 of 4 shards are on the wrong devices"),
+    "summed": (
+        lambda g: lax.psum(manual.vary(g, "data"), "data"),
+        "summed instead of averaged along `data` (x 2.000)",
+    ),
+}
 
 
 def check_steps(context: Context) -> None:
     optimizer = optax.sgd(0.1, momentum=0.9)
     state = {"params": PARAMS, "opt": optimizer.init(PARAMS)}
+    plan = planned(state)
 
     def sgd(scaled: bool) -> Any:
         def step(state: Any, x: Any) -> Any:
@@ -115,14 +117,17 @@ def check_steps(context: Context) -> None:
             updates, opt = optimizer.update(grads, state["opt"])
             return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
-        return ts.jit_step(step, planned(state), batch=SPLIT)
+        return ts.jit_step(step, plan, batch=SPLIT)
 
-    report = testing.check_step(sgd(False), state, BATCH)
-    assert report.ok
-    assert_same_on_all(str(report))
+    if SOAK:
+        assert_same_on_all(str(testing.check_step(sgd(False), state, BATCH)))
     with pytest.raises(WrongResultError) as raised:
-        testing.check_step(sgd(True), ts.shard(state, planned(state)), BATCH)
-    assert_same_on_all(str(raised.value))
-    assert "step 1: opt/0/trace/w P('fsdp',): summed instead of averaged along `data`" in str(
-        raised.value
-    )
+        testing.check_step(sgd(True), ts.shard(state, plan), BATCH)
+    text = str(raised.value)
+    assert_same_on_all(text)
+    of_w = "step 1: opt/0/trace/w P('fsdp',): summed instead of averaged along `data` (x 2.000"
+    assert of_w in text, text
+    assert "bias P():" not in text, text
+    assert "step 2 is not explained where step 1 is wrong already" in text, text
+    assert "\nstep 2: aux" in text, text
+    assert "step 2: aux P()" not in text, text

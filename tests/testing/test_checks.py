@@ -220,14 +220,15 @@ PARAMS = {
     "up": normal(8, 16) / 3,
     "bias": normal(16, seed=1) / 9,
     "down": normal(16, 8, seed=2) / 4,
+    "activation": jnp.tanh,
 }
 BATCH = normal(16, 8, seed=3)
 RULES = [("up", COLUMNS), ("down", ROWS), ("bias", WHOLE)]
-SPECS = {"up": COLUMNS, "bias": WHOLE, "down": ROWS}
+SPECS = {"up": COLUMNS, "bias": WHOLE, "down": ROWS, "activation": None}
 
 
 def hidden(p: Any, x: Any) -> jax.Array:
-    return jnp.tanh(x @ p["up"] + p["bias"][None])
+    return p["activation"](x @ p["up"] + p["bias"][None])
 
 
 def loss(p: Any, x: Any) -> jax.Array:
@@ -376,21 +377,64 @@ def test_faults_of_losses_are_found_and_named(name: str) -> None:
     assert case.words in facts_of(raised)[case.leaf]
 
 
-def test_devices_may_draw_their_own_numbers() -> None:
+def folding_otherwise(p: Any, batch: Any) -> Any:
+    x, key = batch
+    key = jax.random.fold_in(key, 100 + lax.axis_index(BOTH))
+    return by_library(dropout)(p, (x, key))
+
+
+OWN_NUMBERS = {
+    folding(*BOTH): "each device draws its own random numbers; compared with keys folded by"
+    " axis_index(('data', 'fsdp')) on one device",
+    folding_otherwise: "each device draws random numbers in a way that one device cannot repeat, so"
+    " only differences are seen that are larger than those between keys",
+}
+
+
+@pytest.mark.parametrize("body", OWN_NUMBERS if SOAK else [folding_otherwise])
+def test_devices_may_draw_their_own_numbers(body: Any) -> None:
     plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
-    report = testing.check_gradients(
-        dropout,
-        PARAMS,
-        KEYED,
-        plan,
-        layouts=[chosen(plan, KEYED, "unchecked", SPLIT)],
-        by_hand=folding(*BOTH),
-    )
-    print(report)
-    assert report.notes[-1] == (
-        "unchecked: each device draws its own random numbers; compared with keys folded by"
-        " axis_index(('data', 'fsdp')) on one device"
-    )
+    layouts = [chosen(plan, KEYED, "unchecked", SPLIT)]
+    report = testing.check_gradients(dropout, PARAMS, KEYED, plan, layouts=layouts, by_hand=body)
+    assert report.notes[-1] == f"unchecked: {OWN_NUMBERS[body]}"
+
+
+def by_order(p: Any, x: Any) -> jax.Array:
+    """A loss that depends on the order of its rows, and is not finite."""
+    return jnp.mean(jnp.log(p["bias"])) + loss(p, x * jnp.arange(len(x), dtype="float32")[:, None])
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "says"),
+    [
+        (
+            by_order,
+            BATCH,
+            [
+                "the result depends on the order of the rows, so other orders are not noise",
+                "not finite on one device either: loss",
+                "minibatches: minibatches change the result on one device too, since the loss is"
+                " not a mean of rows of equal weight; compared with minibatches on one device",
+            ],
+        ),
+        (
+            dropout,
+            KEYED,
+            [
+                "the result depends on the order of the rows, so other orders are not noise",
+                "minibatches: not compared, since the loss draws random numbers, and minibatches"
+                " draw others",
+            ],
+        ),
+    ],
+    ids=["order", "random"],
+)
+def test_what_cannot_be_compared_is_said(loss: Any, batch: Any, says: list[str]) -> None:
+    plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
+    specs = SPLIT if batch is KEYED else SPREAD
+    layouts = [chosen(plan, batch, "minibatches", specs)]
+    report = testing.check_gradients(loss, PARAMS, batch, plan, layouts=layouts)
+    assert report.notes == tuple(says)
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -412,18 +456,6 @@ def test_complex_parameters() -> None:
     wrong.defvjp(lambda p, x: (wave(p, x), (p, x)), backward)
     with pytest.raises(WrongResultError, match=f"w P.*: {SUM} `fsdp` .x 4.000"):
         testing.check_gradients(wrong, params, BATCH, plan, layouts=layouts)
-
-
-def test_what_is_not_finite_on_one_device_is_said() -> None:
-    plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
-    report = testing.check_gradients(
-        lambda p, x: jnp.mean(jnp.log(p["bias"])) + loss(p, x),
-        PARAMS,
-        BATCH,
-        plan,
-        layouts=[chosen(plan, BATCH, "axes")],
-    )
-    assert report.notes == ("not finite on one device either: loss",)
 
 
 # ------------------------------------------------------------------ faults of steps
@@ -451,6 +483,25 @@ def test_a_moment_shows_the_factor_that_adam_hides() -> None:
     facts = facts_of(raised)
     assert facts["step 1: opt/0/mu/w"].startswith(f"{SUM} `data` (x 8.000")
     assert "step 1: params/w" not in facts
+
+
+def test_a_fault_of_the_second_step_is_found() -> None:
+    plan = ts.plan(
+        {"w": normal(8, 4), "count": np.int32(0)}, [(".*", None)], ts.make_mesh("data=8")
+    )
+
+    def step(state: Any, x: Any) -> Any:
+        value, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        again = (state["count"] > 0).astype("float32")
+        grad = grad * (1 + again * (ts.get_axes_size_in_mesh("data") - 1))
+        return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, value
+
+    state = {"w": normal(8, 4), "count": np.int32(0)}
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_step(ts.jit_step(step, plan, batch=P("data")), state, normal(16, 8, seed=1))
+    facts = facts_of(raised)
+    assert facts.keys() == {"step 2: w"}
+    assert facts["step 2: w"].startswith(f"{SUM} `data` (x 8.000")
 
 
 # ------------------------------------------------------------------ several processes

@@ -153,9 +153,13 @@ def check(
             for i, path in enumerate(computation.paths):
                 error = max(diagnosis.errors(i))
                 if (layout.name, i) in computation.notes or error > LIMIT:
-                    found.setdefault(i, diagnosis.cause(i))
-                near = "ok" if error < 3 else f"{error:.1f} noise"
-                cells[path][layout.name] = found[i].short if i in found else near
+                    if i < computation.first or min(found, default=i) >= computation.first:
+                        found.setdefault(i, diagnosis.cause(i))
+                    cells[path][layout.name] = found[i].short if i in found else "wrong too"
+                else:
+                    cells[path][layout.name] = "ok" if error < 3 else f"{error:.1f} noise"
+        if any("wrong too" in row.values() for row in cells.values()):
+            notes.append("step 2 is not explained where step 1 is wrong already")
         _raise_if_none_ran(chosen, skipped)
         for name, error in skipped.items():
             first = str(error).strip().partition("\n")[0][:200]

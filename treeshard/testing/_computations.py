@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,12 +49,14 @@ class Computation:
         specs: Their specs.
         start: What its differentiated or updated leaves are before it runs.
         batch: The leaves of the batch, on the host.
+        first: How many of its results do not follow from other ones.
         bases: The leaf of `start` that each result is a change of, by index; `None` for a value.
         notes: What was seen while a result was traced, by layout name and index of the result.
     """
 
     def __init__(self, tree: PyTree, batch: PyTree, plan: Plan) -> None:
         leaves, treedef = tree_flatten(tree)
+        self.plan = plan
         self.split = StaticSplit(leaves, treedef, has_shape)
         self.start = [_host(x) for x in self.split.dynamic(leaves)]
         if [np.shape(data_of(x)) for x in self.start] != [leaf.shape for leaf in plan.leaves]:
@@ -69,20 +72,42 @@ class Computation:
         self.paths: list[str] = []
         self.specs: list[PartitionSpec] = []
         self.bases: list[int | None] = []
+        self.first = 0
         self._functions: dict[str, Any] = {}  # by layout
 
     def run(
         self, layout: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
     ) -> list[Shards]:
         """The results in a layout."""
-        raise NotImplementedError
+        given = [leaf.given for leaf in layout.plan.leaves]
+        start = self.start if start is None else start
+        batch = self.batch if batch is None else batch
+        pairs = [(start, given), (batch, self.batch_specs(layout))]
+        arrays, data = [shard(x, specs, layout.mesh, check="form") for x, specs in pairs]
+        return self._results(layout, arrays, data)
 
     def trace(self, layout: Layout) -> Any:
         """The jaxpr of the computation in a layout."""
+        with jax.set_mesh(layout.mesh):
+            return jax.make_jaxpr(partial(self._call, layout))(self.start, self.batch)
+
+    def _results(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Shards]:
+        return _shards(self._on_mesh(layout, arrays, data))
+
+    def _on_mesh(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
+        with jax.set_mesh(layout.mesh):
+            return self._call(layout, arrays, data)
+
+    def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
+        """The results as arrays; traced too."""
         raise NotImplementedError
 
-    def _make(self, layout: Layout) -> Any:
-        raise NotImplementedError
+    def _function(self, layout: Layout, make: Callable[[Layout], Any]) -> Any:
+        """What runs in a layout, made once."""
+        key = f"{layout} {layout.mesh.devices.tolist()}"
+        if key not in self._functions:
+            self._functions[key] = make(layout)
+        return self._functions[key]
 
     def alone(
         self, one: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
@@ -110,20 +135,6 @@ class Computation:
             for x, spec in zip(self.batch, self.batch_split.dynamic(specs), strict=True)
         ]
 
-    def _place(self, layout: Layout, start: Any, batch: Any) -> tuple[list[Any], list[Any]]:
-        given = [leaf.given for leaf in layout.plan.leaves]
-        start = self.start if start is None else start
-        batch = self.batch if batch is None else batch
-        pairs = [(start, given), (batch, self.batch_specs(layout))]
-        here, there = [shard(x, specs, layout.mesh, check="form") for x, specs in pairs]
-        return here, there
-
-    def _function(self, layout: Layout) -> Any:
-        key = f"{layout} {layout.mesh.devices.tolist()}"
-        if key not in self._functions:
-            self._functions[key] = self._make(layout)
-        return self._functions[key]
-
 
 class Gradients(Computation):
     """The value of a loss and its gradients."""
@@ -136,18 +147,11 @@ class Gradients(Computation):
         self.differentiated = [i for i, x in enumerate(self.start) if has_gradient(x)]
         self.paths = ["loss", *(plan.leaves[i].path for i in self.differentiated)]
         self.specs = [PartitionSpec(), *(plan.leaves[i].given for i in self.differentiated)]
-        self.bases = [None] * len(self.paths)
+        self.first = len(self.paths)
+        self.bases += [None] * self.first
 
-    def run(
-        self, layout: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
-    ) -> list[Shards]:
-        with jax.set_mesh(layout.mesh):
-            out = self._function(layout)(*self._place(layout, start, batch))
-        return _shards(out)
-
-    def trace(self, layout: Layout) -> Any:
-        with jax.set_mesh(layout.mesh):
-            return self._function(layout).trace(self.start, self.batch).jaxpr
+    def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
+        return self._function(layout, self._make)(arrays, data)
 
     def _make(self, layout: Layout) -> Any:
         by_jit = layout.check_vma is None
@@ -235,43 +239,31 @@ class Steps(Computation):
     def __init__(self, step: Step, state: PyTree, batch: PyTree) -> None:
         super().__init__(state, batch, step.plan)
         self.step = step
+        self._aux: list[str] = []
 
-    def run(
-        self, layout: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
-    ) -> list[Shards]:
-        arrays, data = self._place(layout, start, batch)
+    def _results(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Shards]:
+        leaves, count, out = self.plan.leaves, len(arrays), []
         before = _shards(arrays)
-        out: list[Shards] = []
-        state, paths, specs, bases = self.split.combine(arrays), [], [], []
-        for count in (1, 2):
-            state, aux = self._function(layout)(state, self.batch_split.combine(data))
-            # The next step may reuse the memory.
-            after = _shards(self.split.dynamic(tree_leaves(state)))
-            out += [_change(old, new) for old, new in zip(before, after, strict=True)]
-            before = after
-            paths += [f"step {count}: {leaf.path}" for leaf in layout.plan.leaves]
-            specs += [leaf.given for leaf in layout.plan.leaves]
-            bases += range(len(after))
-            leaves = zip(leaf_paths(aux), tree_leaves(aux), strict=True)
-            more = {path_under("aux", path): x for path, x in leaves if is_array(x)}
-            out += _shards(list(more.values()))
-            paths += [f"step {count}: {path}" for path in more]
-            specs += [PartitionSpec()] * len(more)
-            bases += [None] * len(more)
-        self.paths, self.specs, self.bases = paths, specs, bases
+        for _ in (1, 2):
+            results = self._on_mesh(layout, arrays, data)
+            arrays, after = results[:count], _shards(results)  # the next step may reuse the memory
+            changes = [_change(old, new) for old, new in zip(before, after, strict=False)]
+            out += [*changes, *after[count:]]
+            before = after[:count]
+        names = [*(leaf.path for leaf in leaves), *self._aux]
+        self.paths = [f"step {n}: {name}" for n in (1, 2) for name in names]
+        self.first, others = len(names), len(self._aux)
+        self.specs = [*(leaf.given for leaf in leaves), *[PartitionSpec()] * others] * 2
+        self.bases = [*range(count), *[None] * others] * 2
         return out
 
-    def trace(self, layout: Layout) -> Any:
-        def run(arrays: list[Any], data: list[Any]) -> Any:
-            tree, rows = self.split.combine(arrays), self.batch_split.combine(data)
-            state, aux = self._function(layout)(tree, rows)
-            aux = [x for x in tree_leaves(aux) if is_array(x)]
-            return self.split.dynamic(tree_leaves(state)), aux
-
-        return jax.make_jaxpr(run)(self.start, self.batch)
-
-    def _make(self, layout: Layout) -> Step:
-        return self.step.on(layout.plan, layout.batch_specs)
+    def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
+        step = self._function(layout, lambda x: self.step.on(x.plan, x.batch_specs))
+        state, aux = step(self.split.combine(arrays), self.batch_split.combine(data))
+        more = zip(leaf_paths(aux), tree_leaves(aux), strict=True)
+        arrays_of_aux = {path_under("aux", path): x for path, x in more if is_array(x)}
+        self._aux = list(arrays_of_aux)
+        return [*self.split.dynamic(tree_leaves(state)), *arrays_of_aux.values()]
 
 
 def _first(out: Any) -> Any:

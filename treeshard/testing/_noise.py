@@ -78,7 +78,7 @@ class Tolerance:
         part, rounding = noise[index], self._rounding[i]
         # No shard has less than its share of the leaf's noise.
         share = norm(noise) * (part.size / max(noise.size, 1)) ** 0.5
-        floor = self.eps * norm(np.nan_to_num(self.reference[i][index], posinf=0, neginf=0))
+        floor = self.eps * norm(_finite(self.reference[i][index]))
         floor += norm(rounding[index]) if rounding.shape else 0.0
         return max(norm(part), share) + floor / 2 + float(np.finfo("float32").tiny)
 
@@ -93,9 +93,8 @@ class Tolerance:
         Returns by how much they do, relative to their norm.
         """
         rows = zip(sample, self.reference, self.noise, strict=True)
-        moved = [(x.astype("float64") - y, y, z) for x, y, z in rows if z is not None]
-        moved = [(np.where(np.isfinite(d), d, 0.0), y, z) for d, y, z in moved]
-        total = norm([norm(y) for _, y, _ in moved])
+        moved = [(_finite(x.astype("float64") - y), y, z) for x, y, z in rows if z is not None]
+        total = norm([norm(_finite(y)) for _, y, _ in moved])
         distance = norm([norm(d) for d, _, _ in moved]) / total if total else 0.0
         if distance <= most:
             for d, _, z in moved:
@@ -131,6 +130,11 @@ class Tolerance:
 def norm(x: Any) -> float:
     """The Euclidean norm, without overflow for the largest floats of 32 bits."""
     return float(np.linalg.norm(np.asarray(x, "float64").ravel()))
+
+
+def _finite(x: Any) -> Any:
+    """The array with 0 where it is not finite."""
+    return np.where(np.isfinite(x), x, 0)
 
 
 def _is_float(x: Any) -> bool:
