@@ -474,7 +474,8 @@ def test_a_moment_shows_the_factor_that_adam_hides() -> None:
         grads = lax.psum(grads, "data")
         updates, opt = adam.update(grads, state["opt"])
         new = optax.apply_updates(state["params"], updates)
-        return {"params": new, "opt": opt}, lax.pmean(value, "data")
+        aux = {"loss": lax.pmean(value, "data"), "one per device": jnp.ones(lax.axis_size("data"))}
+        return {"params": new, "opt": opt}, aux
 
     with pytest.raises(WrongResultError) as raised:
         testing.check_step(
@@ -482,7 +483,10 @@ def test_a_moment_shows_the_factor_that_adam_hides() -> None:
         )
     facts = facts_of(raised)
     assert facts["step 1: opt/0/mu/w"].startswith(f"{SUM} `data` (x 8.000")
-    assert "step 1: params/w" not in facts
+    of_aux = "step 1: aux/one per device P(): has the shape (8,), where one device gives (1,)."
+    assert of_aux in str(raised.value)
+    assert not facts.keys() & {"step 1: params/w", "step 1: aux/loss", "step 2: opt/0/mu/w"}
+    assert "step 2 is not explained where step 1 is wrong already" in str(raised.value)
 
 
 def test_a_fault_of_the_second_step_is_found() -> None:
