@@ -49,8 +49,10 @@ def pad_leaves(tree: PyTree, plan: Plan) -> PyTree:
 def unpad_leaves(tree: PyTree, plan: Plan) -> PyTree:
     """Removes the padding of a padded plan from the arrays of a tree.
 
-    Inside `jit`, no data moves, and the gradient of the padding is zero. Outside, for a checkpoint
-    or another framework, arrays are resharded as `Plan.unpadded` says.
+    Inside `jit`, no data moves, and the gradient of the padding is zero. Of weights that
+    `unshard` has gathered, cut rather the result, such as logits: compilers all-reduce the gradient
+    of an uneven array instead of scattering it. Outside `jit`, for a checkpoint or another
+    framework, arrays are resharded as `Plan.unpadded` says.
 
     Args:
         tree: The plan's tree, or a subtree of it, with the plan's shapes, as in `pad_leaves`.
