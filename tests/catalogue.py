@@ -1328,9 +1328,9 @@ MOVES = Group(
         ),
         Entry(
             "by-all-reduce",
-            "The compiler gathers small shards by an all-reduce: each device adds its shard to an"
-            " array of zeros, and twice the bytes are sent. TPUs do so when a leaf is split over"
-            " hundreds of devices. `by_compiler` has it. Split the leaf over fewer devices.",
+            "When a leaf is split over hundreds of devices, TPUs gather its small shards by an"
+            " all-reduce: each device adds its shard to an array of zeros, and twice the bytes are"
+            " sent. `by_compiler` has it. Split the leaf over fewer devices.",
             """
             text = '''HloModule step, num_partitions=8
 

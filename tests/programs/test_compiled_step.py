@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from treeshard.communication._hlo import HloProgram
 from treeshard.programs import LiveBuffer, Memory
-from treeshard.programs._buffers import read_type
+from treeshard.programs._buffers import peak_of, read_type
 from treeshard.programs._memory import advise
 
 
@@ -156,6 +157,52 @@ def test_types_of_tuples_are_nested() -> None:
         [],
         ("token[]", 0, 0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "kibibytes"),
+    [
+        (
+            # The second element is not needed while `big` is: only the first is read again.
+            """
+            %a = f32[1024]{0} negate(%p)
+            %b = f32[2048]{0} pad(%p, %zero), padding=0_1024
+            %both = (f32[1024]{0}, f32[2048]{0}) tuple(%a, %b)
+            %big = f32[4096]{0} pad(%p, %zero), padding=0_3072
+            %sum = f32[] reduce(%big, %zero), dimensions={0}, to_apply=%add
+            %again = f32[1024]{0} get-tuple-element(%both), index=0
+            """,
+            4 + 16,
+        ),
+        (
+            # TPUs, whose layouts have tiles, all-reduce in place.
+            """
+            %a = f32[1024]{0:T(1024)} negate(%p)
+            %again = f32[1024]{0:T(1024)} all-reduce(%a), replica_groups={}, to_apply=%add
+            """,
+            4,
+        ),
+        (
+            """
+            %a = f32[1024]{0} negate(%p)
+            %again = f32[1024]{0} all-reduce(%a), replica_groups={}, to_apply=%add
+            """,
+            8,
+        ),
+    ],
+    ids=["element", "tpu", "other"],
+)
+def test_buffers_are_live_as_long_as_compilers_keep_them(lines: str, kibibytes: int) -> None:
+    program = HloProgram(f"""HloModule step, is_scheduled=true
+
+ENTRY %main (p: f32[1024]) -> f32[] {{
+  %p = f32[1024]{{0}} parameter(0)
+  %zero = f32[] constant(0)
+{lines}
+  ROOT %out = f32[] reduce(%again, %zero), dimensions={{0}}, to_apply=%add
+}}
+""")
+    assert peak_of(program).bytes // 1024 == kibibytes
 
 
 # ------------------------------------------------------------------ what would help

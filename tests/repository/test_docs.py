@@ -84,6 +84,19 @@ def test_no_block_is_missed(page: Path) -> None:
     assert len(blocks(text)) == len(re.findall(r"```(?:python|console)", text))
 
 
+def test_what_one_compiler_does_is_not_said_of_all() -> None:
+    files = [*pages(), *(ROOT / "treeshard").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    reduces = r"the\s+compiler\b[^()]{0,80}\b(all-reduc|reduce-scatter|scatters|widen)"
+    said = [
+        (file.name, sentence)
+        for file in files
+        for sentence in re.split(r"\n\s*\n|(?<=[.!?|])\s", file.read_text())
+        if re.search(reduces, sentence, re.I)
+    ]
+    assert said
+    assert not [pair for pair in said if not re.search(r"CPU|TPU|GPU", pair[1])]
+
+
 def test_the_notebook_is_the_quick_start() -> None:
     page = notebook.PAGE.read_text()
     assert notebook.NOTEBOOK.read_text() == notebook.notebook(page), "python tools/notebook.py"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from counting import count_bytes
 from jax.sharding import PartitionSpec as P
-from programs import CASES, LAYERS, case_of
+from programs import CASES, LAYERS, by_jit, case_of
 
 import treeshard as ts
 from treeshard._cli import main
@@ -21,20 +21,52 @@ if "TREESHARD_TARGETS" not in os.environ:
     pytest.skip("make test-targets runs it", allow_module_level=True)
 
 TARGETS = ["v5e:2x4", "v6e:2x4", "v5p:2x2x2", "h100:8"]
+# Compiling for TPUs takes 5 to 20 s each. What these add is little: they wait for TREESHARD_SOAK=1,
+# as do all but a few programs on v6e and v5p, whose compiler is that of v5e.
+MORE_OF_THE_SAME = {
+    "adamw_bf16",
+    "hand_bf16",
+    "hand_scan_f32",
+    "hsdp_hand_scan",
+    "hsdp_scan",
+    "mlp_minibatches",
+    "scan_bf16",
+    "scan_momentum",
+    "scan_remat_f32",
+    "tensor_bf16",
+    "zero_1_scan",
+}
+OF_EACH_KIND = {"adamw_jit", "hand_scan", "hsdp_jit", "mlp_f32", "tensor"}
+
+
+def _is_compiled(name: str, target: str) -> bool:
+    if target == "h100:8" or "TREESHARD_SOAK" in os.environ:
+        return True
+    return name in OF_EACH_KIND or (target == "v5e:2x4" and name not in MORE_OF_THE_SAME)
+
+
+PROGRAMS = [(name, target) for name in CASES for target in TARGETS if _is_compiled(name, target)]
 # What programs move that is not planned, and why that is true.
 FINDINGS = {
     "mlp_no_hints": {"activation", "batch", "not-moved"},  # nothing gathers the weights
-    "mlp_minibatches": {"again"},  # gathered and reduced for each minibatch
+    # Gathered and reduced for each minibatch.
+    "mlp_minibatches": {"again", "reduction-inside-loop"},
+    "accumulate": {"again", "reduction-inside-loop"},
+    "tensor_rows": {"sharded-further"},  # weights are gathered along `tensor` too
     "ring": {"activation", "not-moved"},  # what devices pass on by hand; there is no gradient
     "all_to_all": {"activation", "not-moved"},
 }
 # Compilers may all-reduce gradients where a reduce-scatter was planned: over two axes at once, and
-# on slices of v5p that are too small to have rings.
+# on v5p along an axis that covers all three dims of the torus.
 MAY_ALL_REDUCE = {"hsdp", "hsdp_adamw", "hsdp_scan"}
+# MiB of temporaries at most on v5e; with gradients that are all-reduced they are 144 and 132.
+TEMPORARIES = {"adamw": 24, "adamw_jit": 24, "hsdp_jit": 90}
+# What is live at the peak adds up to more than the temporaries: compilers put it into the memory of
+# donated weights that are in the chip's vector memory meanwhile.
+REUSED = {"data", "zero_1"}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "target"), PROGRAMS)
 def test_a_program_is_read_as_it_is(name: str, target: str) -> None:
     case = case_of(name, target)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -51,7 +83,8 @@ def test_a_program_is_read_as_it_is(name: str, target: str) -> None:
     assert +moved == count_bytes(compiled.text, trips=LAYERS)
 
     codes = {difference.code for difference in compared.unplanned}
-    if name in MAY_ALL_REDUCE or target.startswith("v5p"):
+    one_axis = "," not in CASES[name][0]
+    if name in MAY_ALL_REDUCE or (target.startswith("v5p") and one_axis):
         codes.discard("all-reduce")
     assert codes == FINDINGS.get(name, set()), str(compared)
 
@@ -69,11 +102,30 @@ def test_a_program_is_read_as_it_is(name: str, target: str) -> None:
     assert planned <= memory.arguments <= 1.01 * planned + 2**16
     assert memory.fits
     memory.assert_fits()
+    if target == "v5e:2x4" and name in TEMPORARIES:
+        assert memory.temporaries <= TEMPORARIES[name] * 2**20
+    # On TPUs, compilers add some MiB of their own, which no program says.
+    if memory.temporaries >= 2**26 and name not in REUSED:
+        live = sum(buffer.bytes for buffer in memory.at_peak)
+        assert 0.93 <= live / memory.temporaries <= 1.06
 
     cost = compiled.cost()
     assert cost.unknown == ()
     assert cost.flops == pytest.approx(cost.even_flops, rel=0.02)
     assert cost.seconds
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind"), [("fsdp=64", "all-reduce"), ("data=4,fsdp=16", "reduce-scatter")]
+)
+def test_a_torus_of_three_dims_scatters_along_two(axes: str, kind: str, monkeypatch) -> None:
+    monkeypatch.setattr("programs.LAYERS", 1)
+    case = by_jit(ts.make_mesh(axes, topology="v5p:4x4x4"), gradient=ts.training.value_and_grad)
+    compared = case.compare(case.lower().compile())
+    reduced = {
+        (one.kind, one.axes) for one in compared.compiled if one.rank and "data" not in one.axes
+    }
+    assert reduced == {("all-gather", ("fsdp",)), (kind, ("fsdp",))}
 
 
 def too_large(mesh: jax.sharding.Mesh, rows: int = 2**26):

@@ -20,7 +20,7 @@ class Unplanned(NamedTuple):
             trip of a loop), `"sharded-further"` (a leaf that a step should not gather, or along an
             axis along which it should stay split), `"state-unlike-weight"` (optimizer state on
             other dims), `"all-reduce"` (where a reduce-scatter was planned), `"wider"` or
-            `"narrower"` (in another dtype), `"by-all-reduce"` (an all-gather that the compiler
+            `"narrower"` (in another dtype), `"by-all-reduce"` (an all-gather that a compiler
             makes an all-reduce), `"across-axes"` (between
             devices that do not form axes of the mesh), `"to-host"` (a callback takes an array to
             the host), `"unreadable"`, or `"not-moved"` (planned, but not in the program).

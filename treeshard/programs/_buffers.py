@@ -196,9 +196,11 @@ class Schedule:
                 buffer.first = step if buffer.first < 0 else buffer.first
                 buffer.last = step
                 known[id(buffer)] = buffer
-            for name in op.operands:
+            # Reading one element of a tuple needs no other element; TPUs all-reduce in place.
+            in_place = op.opcode == "all-reduce" and ":T(" in op.type_text
+            for name in () if op.opcode == "get-tuple-element" else op.operands:
                 for buffer in flat(values.get(name, [])):
-                    buffer.last = step
+                    buffer.last = step - in_place
         results = {id(buffer) for buffer in flat(values.get(computation.root, []))}
         return [b for key, b in known.items() if b.is_temporary and key not in results]
 

@@ -34,7 +34,9 @@ class Memory:
         capacity: The bytes that programs can use on such a device; `None` if that is unknown.
         device: The kind of device.
         at_peak: The temporaries that are live when most memory is in use, the largest first. On
-            TPUs, buffers in the chip's vector memory are not among them.
+            TPUs, buffers in the chip's vector memory are not among them. Their sum is near
+            `temporaries`; it is larger where the compiler puts them into the memory of donated
+            arguments, as it does on TPUs with replicated weights.
         advice: What would lower the total by a tenth or more, a sentence each.
         host: The bytes of the state that the plan places in the memory of the device's host. They
             are not in `total`.
