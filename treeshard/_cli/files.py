@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -105,27 +105,20 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
 # ------------------------------------------------------------------ export
 
 
-class _Exported(NamedTuple):
-    """The leaves to write, by the names of their tensors, and the leaves to leave out."""
-
-    leaves: dict[str, SavedLeaf]
-    left_out: list[SavedLeaf]
-
-
 def run_export(options: argparse.Namespace) -> tuple[str, int]:
     """Writes the arrays of a stored tree to safetensors."""
     _off_accelerators()
     most = None if options.max_file_size is None else parse_bytes(options.max_file_size)
     metadata = dict(map(_entry, options.metadata))
     with open_stored(options.path, options.step) as tree:
-        selected = _select(tree, options)
+        leaves, left_out = _select(tree, options)
         rows = [
             Tensor(name, code_of(parse_dtype(leaf.dtype)) or "", leaf.shape)
-            for name, leaf in selected.leaves.items()
+            for name, leaf in leaves.items()
         ]
         new = lay_out_files(file_path(options.out), rows, most, metadata, "export")
-        write_files(new, _values(tree, selected.leaves), "export", TIMEOUT)
-    return _report(selected, new), 0
+        write_files(new, _values(tree, leaves), "export", TIMEOUT)
+    return _report(leaves, left_out, new), 0
 
 
 def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[str, list[Piece]]]:
@@ -147,7 +140,10 @@ def _entry(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _select(tree: StoredTree, options: argparse.Namespace) -> _Exported:
+def _select(
+    tree: StoredTree, options: argparse.Namespace
+) -> tuple[dict[str, SavedLeaf], list[SavedLeaf]]:
+    """The leaves to write, by the names of their tensors, and the leaves to leave out."""
     only = parse_pattern(options.only or "", "--only")
     path = tree.contents.path
     leaves = [leaf for leaf in tree.contents.leaves if only.search(leaf.path)]
@@ -164,21 +160,21 @@ def _select(tree: StoredTree, options: argparse.Namespace) -> _Exported:
         paths = ", ".join([*(leaf.path for leaf in tree.contents.leaves[:5]), "..."])
         raise CheckpointError(f"{path} has no array to export{which}. It has {paths}")
     names = _renamed([leaf.path for leaf in arrays], options.rename, "export")
-    return _Exported({names[leaf.path]: leaf for leaf in arrays}, left_out)
+    return {names[leaf.path]: leaf for leaf in arrays}, left_out
 
 
 def _has_code(leaf: SavedLeaf) -> bool:
     return leaf.kind == "array" and code_of(parse_dtype(leaf.dtype)) is not None
 
 
-def _report(selected: _Exported, new: NewFiles) -> str:
-    total = human_bytes(sum(leaf.bytes for leaf in selected.leaves.values()))
+def _report(leaves: dict[str, SavedLeaf], left_out: Sequence[SavedLeaf], new: NewFiles) -> str:
+    total = human_bytes(sum(leaf.bytes for leaf in leaves.values()))
     *parts, last = [file.path for file in new.files]
     files = f"{counted(len(parts), 'file')} and {last}" if parts else str(last)
-    lines = [f"{counted(len(selected.leaves), 'tensor')}, {total}: {files}"]
-    if selected.left_out:
-        lines.append(f"{counted(len(selected.left_out), 'leaf')} left out:")
-        lines += [f"  {leaf.path}: {describe_leaf(leaf)}" for leaf in selected.left_out]
+    lines = [f"{counted(len(leaves), 'tensor')}, {total}: {files}"]
+    if left_out:
+        lines.append(f"{counted(len(left_out), 'leaf')} left out:")
+        lines += [f"  {leaf.path}: {describe_leaf(leaf)}" for leaf in left_out]
     return "\n".join(lines)
 
 

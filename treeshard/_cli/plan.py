@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -126,16 +126,10 @@ def _struct(value: Any) -> jax.ShapeDtypeStruct:
 _LONGEST_RULES = 2**20
 
 
-class RulesFile(NamedTuple):
-    """The content of a rules file; what it does not give is `None`."""
-
-    rules: list[tuple[str, Any]]
-    min_size: int | None
-    logical: dict[str, Any] | None
-
-
-def read_rules_file(path: Path) -> RulesFile:
-    """Reads rules from a TOML file.
+def read_rules_file(
+    path: Path,
+) -> tuple[list[tuple[str, Any]], int | None, dict[str, Any] | None]:
+    """Reads rules, `min_size` and logical names from a TOML file; `None` for what it lacks.
 
     It has `[[rules]]` tables with a pattern and an action each, an optional `min_size`, and an
     optional table `[logical]` of mesh axes by logical name. Actions are written as in Python:
@@ -154,7 +148,7 @@ def read_rules_file(path: Path) -> RulesFile:
         logical = raw.get("logical")
         if logical is not None:
             typed(logical, dict, "logical", "a table of mesh axes by name")
-        return RulesFile([_rule(x, f"rules[{i}]") for i, x in enumerate(rules)], min_size, logical)
+        return [_rule(x, f"rules[{i}]") for i, x in enumerate(rules)], min_size, logical
     except TreeShardError as error:
         raise FormatError(f"{path}: {error}") from None
 

@@ -88,7 +88,11 @@ def get_incontext_mesh(*, raise_error: bool = True) -> AnyMesh | None:
         ...     get_incontext_mesh().shape["fsdp"]
         8
     """
-    mesh = _set_mesh() or mesh_of_with_statement()
+    mesh = context_mesh()
+    if mesh is None:
+        mesh = mesh_of_with_statement()
+    elif is_tracing():
+        mesh = jax.sharding.get_abstract_mesh()
     if mesh is None and raise_error:
         raise NoMeshError(
             "No mesh is in force. Pass one (`mesh=...`), run inside `with jax.set_mesh(mesh):`,"
@@ -106,13 +110,6 @@ def current_or_given(mesh: MeshLike | None) -> AnyMesh:
     current = get_incontext_mesh()
     assert current is not None  # for the type checker: `get_incontext_mesh` raises
     return current
-
-
-def _set_mesh() -> AnyMesh | None:
-    abstract = jax.sharding.get_abstract_mesh()
-    if abstract.empty:
-        return None
-    return abstract if is_tracing() else mesh_of_set_mesh(abstract)
 
 
 def context_mesh() -> AnyMesh | None:

@@ -242,10 +242,7 @@ def _span(numbers: list[str]) -> str:
     """`{0..79}` or `{0..3,8}`."""
     if len(numbers) == 1:
         return numbers[0]
-    runs: list[list[str]] = []
-    for number in sorted(numbers, key=int):
-        if runs and int(number) == int(runs[-1][-1]) + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    numbered = enumerate(sorted(numbers, key=int))
+    grouped = groupby(numbered, lambda pair: int(pair[1]) - pair[0])
+    runs = [[number for _, number in run] for _, run in grouped]
     return "{" + ",".join(r[0] if len(r) == 1 else f"{r[0]}..{r[-1]}" for r in runs) + "}"

@@ -184,14 +184,10 @@ def new_files(
                 mark = os.urandom(16)
                 marks.append(mark)
                 held.enter_context(Lock(name.with_name(f".{name.name}.lock"), f"{what}: {name}"))
-                beside = {path.name: path for path in name.parent.iterdir()}
-                stale = [x for one, x in beside.items() if earlier(one) and x not in paths]
-                for one, left in beside.items():
-                    if (
-                        left.is_file()
-                        and one.endswith(_PART)
-                        and earlier(one[1:].removesuffix(_PART))
-                    ):
+                beside = list(name.parent.iterdir())
+                stale = [x for x in beside if earlier(x.name) and x not in paths]
+                for left in (x for x in beside if x.name.endswith(_PART) and x.is_file()):
+                    if earlier(left.name[1:].removesuffix(_PART)):
                         left.unlink()
                 files = [held.enter_context(_created(path, mark)) for path in hidden]
         with together(what, timeout=timeout):

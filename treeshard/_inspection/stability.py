@@ -131,14 +131,9 @@ _PLACE = (
 )
 _KEEP = "Keep the shapes and the structure of the state."
 _FIXES = {
-    "sharding": _PLACE,
-    "mesh": _PLACE,
-    "devices": _PLACE,
-    "axis types": _PLACE,
-    "memory kind": _PLACE,
-    "committed": _PLACE,
-    "shape": _KEEP,
-    "leaf": _KEEP,
+    **dict.fromkeys(("sharding", "mesh", "devices", "axis types"), _PLACE),
+    **dict.fromkeys(("memory kind", "committed"), _PLACE),
+    **dict.fromkeys(("shape", "leaf"), _KEEP),
     "dtype": "Convert in the step, `new.astype(old.dtype)`, or start with the wider dtype.",
     "weak type": "Start numbers as arrays with a dtype: `jnp.float32(0.1)` instead of `0.1`.",
     "value": "Leaves that are not arrays are part of the program: store changing values as arrays.",

@@ -42,7 +42,10 @@ def deliver(
     All processes in `among`, ascending, must make the same call, and exhaust the iterator. Of typed
     keys, send the data. `turn` is the context in which the data of an array travels, by its index.
     """
-    routes = [_route(x, regions) for x, regions in zip(arrays, wanted, strict=True)]
+    routes = [
+        _chunks_of(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(regions))
+        for x, regions in zip(arrays, wanted, strict=True)
+    ]
     streams = _Streams(arrays, routes, among)
     for i, x in enumerate(arrays):
         with turn(i) if streams.begin(i) else nullcontext():
@@ -70,11 +73,6 @@ class Chunk(NamedTuple):
     nbytes: int
 
 
-def _route(x: jax.Array, wanted: Iterable[tuple[int, Region]]) -> tuple[Chunk, ...]:
-    """The chunks that bring each process in `wanted` its region; the same on every process."""
-    return _chunks_of(x.sharding, x.shape, np.dtype(x.dtype).itemsize, tuple(wanted))
-
-
 @lru_cache(maxsize=4096)
 def _chunks_of(
     sharding: Sharding,
@@ -82,6 +80,7 @@ def _chunks_of(
     itemsize: int,
     wanted: tuple[tuple[int, Region], ...],
 ) -> tuple[Chunk, ...]:
+    """The chunks that bring each process in `wanted` its region; the same on every process."""
     shards = holders(sharding, shape)
     chunks = []
     for receiver, region in wanted:

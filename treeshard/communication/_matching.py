@@ -19,17 +19,12 @@ from treeshard.communication._forecast import PlannedTransfer
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 
-@dataclass
 class _Expected:
     """A planned transfer, how many of its elements have no match yet, and over which axes."""
 
-    planned: PlannedTransfer
-    left: int
-    axes: frozenset[str]
-
-    @property
-    def total(self) -> int:
-        return elements(self.planned.total_bytes, self.planned.dtype) or 0
+    def __init__(self, planned: PlannedTransfer) -> None:
+        self.planned, self.axes = planned, frozenset(planned.axes)
+        self.total = self.left = elements(planned.total_bytes, planned.dtype) or 0
 
 
 Members = dict[tuple[str, str, str], list[tuple[Collective, str | None]]]
@@ -55,9 +50,7 @@ class Matcher:
 
     def __post_init__(self) -> None:
         self.expected = [
-            _Expected(x, elements(x.total_bytes, x.dtype) or 0, frozenset(x.axes))
-            for x in self.planned
-            if x.path is not None and self.params[x.path].shape
+            _Expected(x) for x in self.planned if x.path is not None and self.params[x.path].shape
         ]
         self.differences: Members = {}
         self.of_compiler: Members = {}
@@ -187,13 +180,11 @@ class Matcher:
         replicated leaf that `training.value_and_grad` averages axis by axis."""
         axes = frozenset(collective.axes or ())
         for expected in self.expected:
-            if expected.planned.kind == "all-reduce" and expected.left == size:
-                if axes < expected.axes:
-                    expected.axes -= axes
-                    return True
-                if axes == expected.axes:
-                    expected.left = 0
-                    return True
+            alike = expected.planned.kind == "all-reduce" and expected.left == size
+            if alike and axes <= expected.axes:
+                expected.axes -= axes
+                expected.left = size if expected.axes else 0
+                return True
         return False
 
     def _match_full_gradient(self, collective: Collective, size: int | None) -> bool:
