@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "numbers.md"
 README = ROOT / "README.md"
+SITE = "https://treeshard.github.io/treeshard/"  # package indexes resolve no relative links
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -166,7 +167,7 @@ def claims(found: Results) -> str:
         others = others or _ways(row["vs"])
         # One is named once, above the others of its kind.
         first = i == 0 or CLAIMS[i - 1].bench != claim.bench
-        command = f"[`{claim.bench}`](docs/numbers.md#{claim.bench})" if first else ""
+        command = f"[`{claim.bench}`]({SITE}numbers/#{claim.bench})" if first else ""
         vs = ", ".join(f"{name} {claim.show(x['measured'])}" for name, x in others.items())
         figure = claim.show(row["measured"]) + (f" ({mark})" if (mark := verdict(row)) else "")
         lines.append(f"| {command} | {claim.what} | {figure} | {vs} |\n")

@@ -87,6 +87,47 @@ def test_what_is_in_the_cache_is_not_compiled_again(tmp_path, monkeypatch) -> No
     assert again.best.fits is True
 
 
+def test_a_program_that_ended_the_process_is_not_compiled_again(tmp_path, monkeypatch) -> None:
+    class Ended(BaseException):
+        pass
+
+    def aborts(self: Any) -> Any:
+        [mark] = tmp_path.glob("*.compiling")
+        marked.append(mark.name)
+        raise Ended
+
+    marked: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("jax.stages.Lowered.compile", aborts)
+        patch.setattr("threading.excepthook", lambda args: None)
+        suggest(make, devices=8, memory="1GB", strategies=["DP"], top=1, cache=tmp_path)
+    assert len(marked) == 1
+    assert not list(tmp_path.iterdir())
+    (tmp_path / marked[0]).touch()  # as after an abort, which runs no `finally`
+    found = suggest(make, devices=8, memory="1GB", strategies=["DP"], top=9, cache=tmp_path)
+    assert _keys(found) == [("DP", "data=8, remat")]
+    [lost] = found.losers
+    assert lost.outcome.startswith("failed: a process ended while the compiler worked on it")
+    assert f"Remove {tmp_path / marked[0]} to try again" in lost.outcome
+
+
+def test_options_need_no_defaults_and_what_is_fixed_is_read_as_the_model_says() -> None:
+    def needed(mesh: Any, rules: Any, remat: bool, accumulate: int) -> Any:
+        return make(mesh, rules, remat)
+
+    found = suggest(needed, devices=8, strategies=["FSDP"], top=0, memory="1GB", cache=None)
+    assert len(found.rows) == 4
+
+    def always(mesh: Any, rules: Any) -> Any:
+        return make(mesh, rules, True)
+
+    for remat in (False, True):  # of a function that repeats the forward pass in any case
+        found = suggest(always, devices=8, strategies=["FSDP"], top=1, memory="1GB", cache=None,
+                        remat=remat)  # fmt: skip
+        gathered = {False: 8, True: 12}[remat]  # MiB: 4 gathered, 4 scattered, 4 gathered again
+        assert found.best.verdict.planned == pytest.approx(gathered * 2**20, rel=0.01)
+
+
 def test_what_does_not_fit_is_never_suggested() -> None:
     # All of the state is 4 MiB.
     found = suggest(make, devices=8, memory="3MiB", strategies=["DP", "FSDP"], top=9, cache=None)

@@ -130,19 +130,51 @@ def test_the_readme_hides_no_code() -> None:
     assert "```" not in "".join(re.findall(r"<!--.*?-->", text, re.DOTALL))
     first = blocks(text)[0]
     assert first.printed
-    assert len(first.code.splitlines()) <= 36
+    assert len(first.code.splitlines()) <= 25
     assert "ts.unshard(" in first.code
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_of_a_page_outside_the_site_exist(page: str) -> None:
     text = (ROOT / page).read_text()
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        file, _, anchor = target.partition("#")
-        if "://" not in target:
-            assert (ROOT / file).exists(), target
+    for target in linked(text):
+        file, _, anchor = in_the_repository(target).partition("#")
+        if "://" not in file:
+            assert (ROOT / file).is_file(), target
             titles = re.findall(r"^#+ (.+)$", (ROOT / file).read_text(), re.MULTILINE)
             assert not anchor or anchor in {slug(title) for title in titles}, target
+
+
+def linked(text: str) -> list[str]:
+    """The addresses of `[text](address)` and `[name]: address`."""
+    found = re.findall(r"\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
+    return [inside or below for inside, below in found]
+
+
+def in_the_repository(url: str) -> str:
+    """The file that the address of a page, a source or a picture of ours shows."""
+    for host in ("https://github.com/treeshard/treeshard/blob/main/", RAW):
+        if url.startswith(host):
+            return url.removeprefix(host)
+    if url.startswith(SITE):
+        page, mark, anchor = url.removeprefix(SITE).partition("#")
+        file = f"docs/{page.rstrip('/')}.md" if page else "docs/index.md"
+        inside = f"docs/{page}index.md"
+        return (inside if (ROOT / inside).exists() else file) + mark + anchor
+    return url
+
+
+SITE = "https://treeshard.github.io/treeshard/"
+RAW = "https://raw.githubusercontent.com/treeshard/treeshard/main/"
+
+
+def test_the_readme_reads_alike_on_a_package_index() -> None:
+    """An index shows it without the files beside it."""
+    text = (ROOT / "README.md").read_text()
+    assert [target for target in linked(text) if "://" not in target] == []
+    defined = set(re.findall(r"^\[([^\]]+)\]: ", text, re.MULTILINE))
+    prose = re.sub(r"(?s)```.*?```", "", text)
+    assert set(re.findall(r"\]\[([^\]]+)\]", prose)) == defined
 
 
 def slug(title: str) -> str:
@@ -200,6 +232,14 @@ def test_a_page_has_code_that_runs_or_a_reason() -> None:
     for page in migrations - {"coming-from/index.md"}:  # test_migration_* run their tables
         name = page.removeprefix("coming-from/").removesuffix(".md").replace("-", "_")
         assert (ROOT / "tests" / "product" / f"test_migration_{name}.py").exists()
+
+
+def test_cells_are_short_enough_to_read() -> None:
+    """What a row of a migration table has to say beyond this stands under the table."""
+    for page in (ROOT / "docs" / "coming-from").glob("*.md"):
+        for line in page.read_text().splitlines():
+            if line.startswith("| "):
+                assert max(len(cell) for cell in line.split(" | ")) <= 250, f"{page.name}: {line}"
 
 
 def test_code_that_does_not_run_is_code() -> None:

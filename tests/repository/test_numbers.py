@@ -249,13 +249,13 @@ def test_the_readmes_table_is_written() -> None:
     written = page.with_claims(readme, made_up())
     lines = written.splitlines()
     assert lines[4] == (
-        "| [`bench_optimizer_state`](docs/numbers.md#bench_optimizer_state) | optax states placed"
-        " rightly, of 135 (our own key) | 50% | `optax.tree_map_params` 40%, rules on the state"
-        " 30% |"
+        f"| [`bench_optimizer_state`]({page.SITE}numbers/#bench_optimizer_state) |"
+        " optax states placed rightly, of 135 (our own key) | 50% |"
+        " `optax.tree_map_params` 40%, rules on the state 30% |"
     )
     assert lines[5] == (
-        "| [`bench_training`](docs/numbers.md#bench_training) | compiles over 3 steps of the demo"
-        " | 0.49 | theirs 2 |"
+        f"| [`bench_training`]({page.SITE}numbers/#bench_training) |"
+        " compiles over 3 steps of the demo | 0.49 | theirs 2 |"
     )
     assert lines[6] == (
         "|  | its state on the fullest of 8 devices, x an eighth | 0.48 | theirs 3 |"

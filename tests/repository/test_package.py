@@ -147,7 +147,8 @@ def test_the_repository_has_one_address() -> None:
     }
     for path, text in texts.items():
         for url in re.findall(r"https://[\w./-]*treeshard[\w./-]*", text):
-            assert url.startswith((source, docs.rstrip("/"))), f"{path}: {url}"
+            raw = source.replace("github.com", "raw.githubusercontent.com")
+            assert url.startswith((source, docs.rstrip("/"), raw)), f"{path}: {url}"
 
 
 def test_the_floor_is_what_pyproject_allows() -> None:

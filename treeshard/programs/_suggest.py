@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,7 +78,8 @@ def suggest(
         cache: A directory that keeps what the compiler said of each program, or `None`.
         progress: Whether to write a line to stderr for each program that is compiled.
         scan: As in `predict_communication`, for the comparison of a program with its plan.
-        remat: Likewise, which weights candidates with `remat` gather again; by default all.
+        remat: Likewise, which weights are gathered again. Where `make` offers `remat`, those of
+            candidates with it, by default all.
         dtype: Likewise.
 
     Returns:
@@ -109,7 +111,8 @@ def suggest(
     given = [one for one in strategies or () if isinstance(one, Strategy)]
     names = [*BATCH_AXES, *(axis for one in given for axis in one.axes)]
     alone = make_mesh(dict.fromkeys(names, 1), devices=jax.devices()[:1])
-    _, state, batch, *_ = _made(make, alone, [(".*", None)], fixed)
+    first = {name: values[0] for name, values in options.items()}
+    _, state, batch, *_ = _made(make, alone, [(".*", None)], {**first, **fixed})
     chosen = _strategies(strategies, state)
     order: list[Suggestion] = []
     dropped: list[Suggestion] = []
@@ -228,6 +231,7 @@ class _Compiling:
     progress: bool
     # With the bytes beside their state.
     refused: list[tuple[Suggestion, int]] = field(default_factory=list)
+    mark: Path | None = None  # of the program that the compiler works on
 
     def run(
         self, order: Sequence[Suggestion], dropped: Sequence[Suggestion], top: int
@@ -279,6 +283,8 @@ class _Compiling:
         except KeyboardInterrupt:
             stop = "interrupted"
         if not done:
+            if self.mark is not None:  # abandoned, not aborted
+                self.mark.unlink(missing_ok=True)
             return row, stop or "the budget of time was over"
         [judged] = done
         if self.progress:
@@ -306,14 +312,17 @@ class _Compiling:
             kept = json.loads(file.read_text())
             return Verdict(**{**kept, "findings": tuple(kept["findings"])})
         try:
-            compiled = step.compile(state, batch)
+            with self._marked(file):
+                compiled = step.compile(state, batch)
         except DoesNotFitError as error:
             if error.need is None:
                 raise
             verdict = Verdict(error.need, error.capacity)
         else:
             memory, cost = compiled.memory(), compiled.cost(self.target.chip)
-            again = (self.model["remat"] or True) if candidate.options.get("remat") else False
+            again = self.model["remat"]
+            if "remat" in candidate.options:
+                again = (again or True) if candidate.options["remat"] else False
             compared = compiled.communication(**{**self.model, "remat": again})
             verdict = Verdict(
                 memory.total,
@@ -333,6 +342,26 @@ class _Compiling:
             part.write_text(json.dumps(asdict(verdict)))
             part.replace(file)
         return verdict
+
+    @contextmanager
+    def _marked(self, file: Path | None) -> Iterator[None]:
+        """Leaves a file while the compiler works: a failed check in XLA ends the whole process, and
+        the next call must not run into it again."""
+        if file is None:
+            yield
+            return
+        self.mark = mark = file.with_suffix(".compiling")
+        if mark.exists():
+            raise TreeShardError(
+                "a process ended while the compiler worked on it, as where the compiler fails a"
+                f" check of its own, or another process compiles it. Remove {mark} to try again."
+            )
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
 
     def _file(self, text: str) -> Path | None:
         if self.cache is None:
