@@ -276,6 +276,22 @@ def local_loss(p: Any, x: Any) -> Any:
     return value, by_library(loss)(p, x)[1]
 
 
+def normalised(p: Any, x: Any) -> Any:
+    """A loss with a batch norm."""
+    h = hidden(p, x)
+    h = (h - h.mean(0, keepdims=True)) / (h.std(0, keepdims=True) + 0.1)
+    return jnp.mean((h @ p["down"]) ** 2)
+
+
+def tensor_parallel(p: Any, x: Any) -> Any:
+    """Without `check_vma`, the backward pass of `psum` is `psum`, where it should do nothing."""
+    output = lambda p: lax.psum(hidden(p, x) @ p["down"], "tensor")  # noqa: E731
+    arrays = {name: w for name, w in p.items() if name != "activation"}
+    local = manual.vary(arrays, "data")
+    value, grads = jax.value_and_grad(lambda w: jnp.mean(output(p | w) ** 2))(local)
+    return lax.pmean(value, "data"), p | lax.pmean(grads, "data")
+
+
 class LossFault(NamedTuple):
     """A body by hand, what it should compute, and what is said of a leaf."""
 
@@ -286,6 +302,7 @@ class LossFault(NamedTuple):
     words: str
     specs: Any = P(BOTH)
     axes: str = "data=2,fsdp=4"
+    rules: Any = RULES
 
 
 KEYED = (BATCH, np.array([0, 7], "uint32"))
@@ -317,6 +334,19 @@ LONG = {
         (BATCH, (np.arange(16) < 8).astype("float32")),
         "up",
         "not finite on 8 of 8 devices",
+    ),
+    "batch statistics of each device": LossFault(
+        by_library(normalised), normalised, BATCH, "up", "each device's own result, averaged"
+    ),
+    "psum of the outputs of tensor parallelism": LossFault(
+        tensor_parallel,
+        loss,
+        BATCH,
+        "up",
+        f"{SUM} `tensor` (x 4.000",
+        P("data"),
+        "data=2,tensor=4",
+        [("up", P(None, "tensor")), (".*", P("tensor"))],
     ),
     "mean for sum": LossFault(
         by_library(loss),
@@ -367,7 +397,7 @@ LONG = {
 @pytest.mark.parametrize("name", [*LOSS_FAULTS, *(LONG if SOAK else ())])
 def test_faults_of_losses_are_found_and_named(name: str) -> None:
     case = (LOSS_FAULTS | LONG)[name]
-    plan = ts.plan(PARAMS, RULES, ts.make_mesh(case.axes), min_size=0)
+    plan = ts.plan(PARAMS, case.rules, ts.make_mesh(case.axes), min_size=0)
     layouts = [chosen(plan, case.batch, "unchecked", case.specs)]
     with pytest.raises(WrongResultError) as raised:
         testing.check_gradients(

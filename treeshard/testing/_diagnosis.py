@@ -243,7 +243,8 @@ class Diagnosis:
                     "each device's own result, averaged: the devices' rows do not have the same"
                     " weight.",
                     "Divide by the count of all devices: `psum(total) / psum(count)`, as for a mean"
-                    " over the tokens that a mask leaves.",
+                    " over the tokens that a mask leaves. Statistics over the batch, such as those"
+                    " of a batch norm, need a `pmean`.",
                     "own means",
                 )
 
