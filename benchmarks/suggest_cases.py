@@ -240,7 +240,7 @@ def measure(case: Case, cache: Path) -> dict[str, Any]:
         "suggested": row_of(first),
         "least_exposed": min(exposed),
         "rows": rows,
-        "lost": {str(one.candidate): one.outcome for one in every.losers},
+        "lost": {str(one.candidate): one.outcome.partition(" Remove ")[0] for one in every.losers},
     }
 
 

@@ -23,6 +23,11 @@ def test_each_result_is_of_a_case_and_is_complete() -> None:
         assert all(row["need"] <= row["capacity"] for row in one["rows"])
 
 
+def test_the_results_name_no_path() -> None:
+    assert "/tmp" not in cases.RESULTS.read_text()
+    assert ".cache" not in cases.RESULTS.read_text()
+
+
 def test_a_suggestion_that_exposes_more_than_another_does_not_hold() -> None:
     one = {"suggested": {"exposed": 106}, "least_exposed": 100}
     assert not cases.holds(one)

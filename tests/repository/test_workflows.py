@@ -59,6 +59,17 @@ def test_every_supported_python_and_line_of_jax_is_tested() -> None:
     )
     lines = {(one["python"], ".".join(one["jax"].split(".")[:2])) for one in MATRIX}
     assert {pair for pair in told if pair[0] != "3.13"} <= lines
+    readme = (ROOT / "README.md").read_text()
+    status = " ".join(readme[readme.index("**Status") :].partition("\n\n")[0].split())
+    page = (ROOT / "docs/versions.md").read_text()
+    for python, jax in re.findall(r"^\|.*\| (3\.\d+) \| (\d[\d.]+) \|", page, re.M):
+        assert python in status
+        assert re.search(rf"{re.escape(jax)}[^.\d]", status)
+    for chip in ("v5e", "v6e", "v5p", "H100"):
+        assert chip in status
+        assert chip in page
+    for text in (status, page):
+        assert "No accelerator has run treeshard" in text
 
 
 def test_a_release_is_published_without_a_token() -> None:
