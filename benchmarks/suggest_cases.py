@@ -298,6 +298,7 @@ def table(results: dict[str, Any]) -> str:
         compiled=sum(len(one["rows"]) for one in results.values()),
         count=sum(holds(one) for one in results.values()),
         cases=len(results),
+        left=len(CASES) - len(results),
     )
 
 
@@ -307,7 +308,8 @@ NOTE = """\
 `suggest` chose these. All {compiled:,} candidates that fit were compiled too: in {count} of {cases}
 cases its first suggestion exposes the fewest bytes of all, or at most 5% more. `batch` is that
 of all devices, `exposed` what a device sends while it waits.
-`python -m benchmarks.suggest_cases` compiles it all again.
+`python -m benchmarks.suggest_cases` compiles them, and {left} more that have no result yet.
+Where several candidates expose nothing, the least time by published peaks decides.
 """
 
 
