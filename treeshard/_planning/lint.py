@@ -9,8 +9,8 @@ from typing import Any
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, entries, is_logical
 from treeshard._core.text import human_bytes
-from treeshard._planning.findings import Finding
 from treeshard._planning.lint_state import (
+    Finding,
     axis_orders,
     matrix_optimizers,
     padded_state,

@@ -1,17 +1,15 @@
-"""Findings about a training state: its order of axes, and the sharding of its optimizer state."""
+"""A finding, and the findings about a training state: axis order, optimizer state."""
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, entries, entry_of
-from treeshard._core.text import human_bytes
-from treeshard._planning.findings import Finding
-from treeshard._planning.matching import PlannedLeaf
-from treeshard._planning.parameters import state_with_parameters, tails
+from treeshard._core.text import fold_paths, human_bytes
+from treeshard._planning.matching import PlannedLeaf, state_with_parameters, tails
 from treeshard._planning.tactics import Tactic
 
 # A part of the optimizer state below this share is not worth a warning.
@@ -27,6 +25,40 @@ _NOT_ELEMENTWISE = re.compile(
 )
 
 Order = tuple[str, ...]
+
+
+class Finding(NamedTuple):
+    """One error or warning about a plan.
+
+    Attributes:
+        code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
+            `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
+            `"shadowed-rule"`, `"explicit-spec-too-small"`, `"tied"`, `"no-base"`,
+            `"cuts-block"`, `"left-whole"`, `"scan-dim"`, `"axis-order"`, `"zero1-no-op"`,
+            `"matrix-optimizer"`, `"not-elementwise"`, `"name-without-rule"`.
+        severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
+        fact: What is wrong.
+        fix: What to do about it.
+        paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
+        rule: The index of the rule concerned, or `None`.
+        wasted: For replicated leaves (`"left-whole"`, `"zero1-no-op"`) and for `"indivisible"`,
+            the bytes that each device could save.
+    """
+
+    code: str
+    severity: Literal["error", "warning"]
+    fact: str
+    fix: str
+    paths: tuple[str, ...] = ()
+    rule: int | None = None
+    wasted: int = 0
+
+    def __str__(self) -> str:
+        """One line, the paths of repeated layers folded: `layers/{0..79}/attn/q`."""
+        paths = fold_paths(self.paths)
+        shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" * (len(paths) > 5))
+        where = f"{shown}: " if shown and self.code != "shadowed-rule" else ""
+        return f"{self.severity} {self.code}: {where}{self.fact} {self.fix}"
 
 
 def axis_orders(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:

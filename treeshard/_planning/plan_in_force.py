@@ -15,8 +15,7 @@ from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree, layer_specs
 from treeshard._core.specs import axes_of, entries, entry_of, is_spec, without_axes
 from treeshard._core.text import fold_paths
-from treeshard._planning.matching import PlannedLeaf
-from treeshard._planning.parameters import parameters
+from treeshard._planning.matching import PlannedLeaf, parameters
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError
 

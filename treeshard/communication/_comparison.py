@@ -15,8 +15,7 @@ from treeshard._core.mesh import MeshLike, axis_sizes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
 from treeshard._core.text import columns, human_bytes
-from treeshard._planning.matching import PlannedLeaf
-from treeshard._planning.parameters import parameters, state_of_parameters
+from treeshard._planning.matching import PlannedLeaf, parameters, state_of_parameters
 from treeshard._planning.plan import Plan
 from treeshard.communication._collectives import Collective, CollectiveReader, is_scalar, total
 from treeshard.communication._device_groups import axes_of_sharding

@@ -12,8 +12,7 @@ from jax.typing import DTypeLike
 from treeshard._core.mesh import AnyMesh, axis_sizes, check_axes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import axes_of, entries, shard_size
-from treeshard._planning.matching import PlannedLeaf
-from treeshard._planning.parameters import parameters, state_of_parameters
+from treeshard._planning.matching import PlannedLeaf, parameters, state_of_parameters
 from treeshard._planning.plan import Plan
 
 Leaves = bool | str  # all leaves, none, or those whose path matches a pattern (`re.search`)

@@ -17,7 +17,7 @@ from treeshard._core.mesh import describe_sizes
 from treeshard._core.specs import axes_of, entry_of
 from treeshard._core.text import human_bytes
 from treeshard._core.topologies import Chip, Topology
-from treeshard._planning.parameters import parameters
+from treeshard._planning.matching import parameters
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.tactics import fsdp
 from treeshard.communication._collectives import bytes_on_the_wire

@@ -11,7 +11,7 @@ from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.text import columns, fold_paths, human_bytes
 from treeshard._core.topologies import chip_of
-from treeshard._planning.parameters import parameters
+from treeshard._planning.matching import parameters
 from treeshard._planning.plan import Plan
 from treeshard.communication._dataflow import Context, Dataflow, value
 from treeshard.communication._hlo import HloProgram
