@@ -37,6 +37,7 @@ def count_bytes(text: str, *, slices: int = 1, trips: int) -> Mapping[str, int]:
         elif (op := _LINE.match(line)) is not None:
             bodies[current].append((op[1], op[2], op[3], op[4], op[5]))
     totals: Counter[str] = Counter()
+    least = 513 if "_xla_megascale_" in text else 512
 
     def visit(name: str, times: int) -> None:
         types = {op[0]: op[1] for op in bodies[name]}
@@ -60,8 +61,8 @@ def count_bytes(text: str, *, slices: int = 1, trips: int) -> Mapping[str, int]:
                     # What it reduces is what it gets, before any padding.
                     given = list(types.values())[: len(names)]
                     kind, sizes = "reduce-scatter", [_sizes(one)[0] for one in given]
-                # A scalar takes up to a tile of 512 bytes, or is joined to an array.
-                sizes = [size - 4 if size % 512 == 4 else size for size in sizes if size > 512]
+                # A scalar is joined to an array, or has 4 bytes; between slices, those of a tile.
+                sizes = [size - 4 if size % 512 == 4 else size for size in sizes if size >= least]
                 totals[kind] += times * sum(sizes)
             stated = re.search(r'known_trip_count":\{"n":"(\d+)"', rest)
             for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", rest):
