@@ -2,11 +2,13 @@
 
 import ast
 import json
+import pkgutil
 import re
 import tomllib
 from pathlib import Path
 
 import command_line
+import links
 import notebook
 import pytest
 from pages import ROOT, as_printed, blocks, pages, run
@@ -255,6 +257,22 @@ def test_the_reference_lists_every_public_name() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
     listed = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
     assert sorted(listed) == sorted(surface())
+
+
+def test_the_names_that_pages_link_are_those_of_the_libraries() -> None:
+    listed = list(links.ADDRESSES)
+    assert listed == sorted(listed)
+    for name, address in links.ADDRESSES.items():
+        pkgutil.resolve_name(name)
+        assert re.fullmatch(r"https://[\w.-]+/[\w./#-]+", address), name
+    texts = [page.read_text() for page in (ROOT / "docs").rglob("*.md")]
+    linked = {
+        name or text
+        for page in texts
+        for text, name in re.findall(r"\[`([^`\n]+)`\]\[([\w.]*)\]", page)
+    }
+    assert "jax.jit" in linked
+    assert linked <= links.ADDRESSES.keys()
 
 
 def test_the_tutorial_is_the_demo() -> None:
