@@ -261,7 +261,8 @@ def _table(rows: list[Mapping[str, Any]]) -> str:
 
 
 def _escaped(cell: str) -> str:
-    return re.sub(r"([<>*_|])", r"\\\1", cell)
+    # The site's Markdown shows the backslash of an escaped `<`.
+    return re.sub(r"([>*_|])", r"\\\1", cell).replace("<", "&lt;")
 
 
 def _about(name: str) -> str:

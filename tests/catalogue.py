@@ -179,7 +179,7 @@ RULES = Group(
             "ShardingRuleError",
             "Rules are malformed, do not match a leaf, or do not fit one. The message lists all"
             " such leaves. `init_sharded`, `match_partition_rules` and `Plan.check` raise it;"
-            " `strict=False` records the misfits instead. It is also a `ValueError`.",
+            " `strict=False` drops what does not fit. It is also a `ValueError`.",
             """
             def init():
                 return {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}

@@ -221,7 +221,7 @@ Here also numpy 2.
         """
 | case | measured | quartiles | reach | others |
 | --- | --: | --: | --- | --- |
-| a ratio | 0.5 | 0.375 to 0.75 | \\<= 0.4, unclear | theirs 3 (2.5 to 3.5) |
+| a ratio | 0.5 | 0.375 to 0.75 | &lt;= 0.4, unclear | theirs 3 (2.5 to 3.5) |
 
 1 figures without a target are in `benchmarks/results/bench_import.json`.
 """

@@ -79,7 +79,7 @@ def shard(
             leaf.
         check: What several processes compare: `"form"` (paths, shapes, dtypes, specs and mesh);
             `"small"`, the values of leaves of at most 64 KiB too; `"values"`, those of all leaves,
-            which are read once for it, at about 1 GB/s.
+            which are read once for it.
         progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`). Leaves
             are then placed one by one.
         timeout: Seconds to wait for other processes.
