@@ -64,8 +64,9 @@ TEMPORARIES = {"adamw": 24, "adamw_jit": 24, "hsdp_jit": 61}
 # What is live at the peak adds up to more than the temporaries: compilers put it into the memory of
 # donated weights that are in the chip's vector memory meanwhile.
 REUSED = {"data", "hsdp_jit", "zero_1", "zero_1_scan"}
-# A third of what this one keeps on v5e is not in the text.
-UNEXPLAINED = {("accumulate", "v5e:2x4")}
+# A third of what the first keeps is not in the text. The second keeps a tenth less than the values
+# that are alive in the text at once.
+UNEXPLAINED = {("accumulate", "v5e:2x4"), ("tensor_rows", "h100:8")}
 
 
 @pytest.mark.parametrize(("name", "target"), PROGRAMS)
