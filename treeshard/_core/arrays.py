@@ -64,13 +64,17 @@ def ties(leaves: Sequence[Any]) -> dict[int, int]:
     for i, x in enumerate(leaves):
         if isinstance(x, jax.Array | np.ndarray) and x.size > 1:
             alike.setdefault((x.shape, x.dtype), []).append(i)
+    # Arrays of numpy that own their memory share none; asking for an address is slow.
+    views = any(isinstance(x, np.ndarray) and not x.flags.owndata for x in leaves)
     tied: dict[int, int] = {}
     for indices in alike.values():
         for i in indices if len(indices) > 1 else ():
-            earlier = first.setdefault(_memory(leaves[i]), i)
+            x = leaves[i]
+            owns = isinstance(x, np.ndarray) and not views
+            earlier = first.setdefault(id(x) if owns else _memory(x), i)
             if earlier == i:
                 continue
-            x, y = leaves[i], leaves[earlier]
+            y = leaves[earlier]
             if x is y or _buffers(x) == _buffers(y):
                 tied[i] = earlier
     return tied

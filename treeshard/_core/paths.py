@@ -1,12 +1,11 @@
 """The paths of leaves: `layers/0/attn/q/weight`."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
 
-from treeshard._core.arrays import ties
 from treeshard.errors import listed, warn
 
 PyTree = Any  # any tree that `jax.tree` functions take
@@ -101,17 +100,17 @@ def path_under(prefix: str, path: str) -> str:
 def warn_untied(
     where: str,
     tree: PyTree,
-    before: Sequence[Any],
+    tied: Mapping[int, int],
     after: Sequence[Any] | None = None,
     prefix: str = "",
     fix: str = "To keep them one, use `equinox.nn.Shared`.",
 ) -> None:
     """Warns if a tree has one array at several paths, and a call makes several arrays of it.
 
-    `before` are its leaves, and `after` is what becomes of each: by default an object of its own.
-    The tree is at the path `prefix` of a larger one.
+    `tied` are the `ties` of its leaves, and `after` is what becomes of each leaf: by default an
+    object of its own. The tree is at the path `prefix` of a larger one.
     """
-    pairs = [(i, j) for i, j in ties(before).items() if after is None or after[i] is not after[j]]
+    pairs = [(i, j) for i, j in tied.items() if after is None or after[i] is not after[j]]
     if pairs:
         paths = [path_under(prefix, path) for path in leaf_paths(tree)]
         facts = [

@@ -135,7 +135,7 @@ def iter_gather(
     _check_receiver(to, "iter_gather")
     leaves = tree_flatten(tree)[0]
     read = _reader("iter_gather", tree, leaves, to, _among(leaves, to), timeout, meet=True)
-    warn_untied("iter_gather", tree, leaves)
+    warn_untied("iter_gather", tree, ties(leaves))
     named = list(zip(leaf_paths(tree), leaves, strict=True))
     return _arrays(with_bar(named, "iter_gather", show=progress), read)
 

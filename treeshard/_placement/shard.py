@@ -205,7 +205,7 @@ def place(
     """Checks every leaf, then moves them in groups."""
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
-    before = leaves.copy()
+    same = ties(leaves)
     among: list[int] = []
     at_one = False  # whether there are leaves on devices of one process
     if jax.process_count() > 1:
@@ -231,7 +231,7 @@ def place(
                 )
                 facts |= facts_of(rows, among, _COMPARED_BYTES[check])
         placed = [*remaining]
-        tied = {i: j for i, j in ties(leaves).items() if remaining.get(i) == remaining.get(j)}
+        tied = {i: j for i, j in same.items() if remaining.get(i) == remaining.get(j)}
         for i in tied:
             remaining.pop(i, None)
         if read is not None:
@@ -246,7 +246,7 @@ def place(
             leaves[i] = leaves[j]
         if among:
             set_origin((leaves[i] for i in placed), among, last_meeting())
-    warn_untied(where, tree, before, leaves, prefix, "To keep them one, give both one spec.")
+    warn_untied(where, tree, same, leaves, prefix, "To keep them one, give both one spec.")
     return treedef.unflatten(leaves)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.tree_util import tree_leaves
 
+from treeshard._core.arrays import ties
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import warn_untied
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
@@ -101,7 +102,7 @@ def save_safetensors(
     with agreeing(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)
-        warn_untied(where, tree, tree_leaves(tree))
+        warn_untied(where, tree, ties(tree_leaves(tree)))
         rows = [Tensor(name, code_of(x.dtype) or "", x.shape) for name, x in tensors.items()]
         new = lay_out_files(to, rows, most, metadata, where)
         facts["the path"] = str(to)
@@ -204,7 +205,7 @@ def load_safetensors(
                 placing = Placing(rules, mesh, min_size)
                 request = tensor_request(stored, like, placing, rename, cast, where)
                 request.differences.check(str(source), partial=partial)
-                warn_untied(where, like, tree_leaves(like))
+                warn_untied(where, like, ties(tree_leaves(like)))
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
                 facts |= request.facts()
             with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
