@@ -1,9 +1,9 @@
 """LoRA factors, scales and averages follow the base leaf, and using them moves no base weight."""
 
-import importlib
 import importlib.util
 import os
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import qwix
 from flax import nnx
 from helpers import mesh_of, struct
 from jax.sharding import PartitionSpec as P
@@ -110,39 +111,26 @@ def test_nnx_lora() -> None:
     assert given["lora_b"] == P(None, "tensor")
 
 
-class _QArray(NamedTuple):
-    """The fields of qwix's `QArray`, of which the last is static there."""
-
-    qvalue: Any
-    scale: Any
-    zero_point: Any = None
-    qtype: Any = None
+TILES: dict[str, dict[str, Any]] = {
+    "rows": {"channelwise_axes": (0,)},
+    "tiles": {"tiled_axes": {0: 64, 1: 64}},
+    "columns": {"channelwise_axes": (1,)},
+}
 
 
-QArray: Any = _QArray
-if importlib.util.find_spec("qwix"):
-    QArray = importlib.import_module("qwix").QArray
-
-
-@pytest.mark.parametrize("tiles", [(512, 1), (8, 4), (1, 256)], ids=str)
-def test_a_qarray_is_dequantised_without_communication(tiles: tuple[int, int]) -> None:
-    """Scales of rows, of tiles of 64 x 64, and of columns."""
-    zero = struct(*tiles, dtype="int8")
-    state = {"up": QArray(struct(512, 256, dtype="int8"), struct(*tiles), zero)}
+@pytest.mark.parametrize("qtype", ["int8", "nf4"])
+@pytest.mark.parametrize("tiles", TILES)
+def test_a_qarray_is_dequantised_without_communication(tiles: str, qtype: str) -> None:
+    method = "minmax" if qtype == "int8" else "absmax"  # which has no zero point
+    make = partial(qwix.quantize, qtype=qtype, calibration_method=method, **TILES[tiles])
+    state = {"up": jax.eval_shape(make, struct(512, 256))}
     rules = [("qvalue", P("fsdp")), ("", ts.follow("qvalue", blocks=True))]
     plan = ts.plan(state, rules, ts.make_mesh("fsdp=8"), min_size=0)
-    split = P("fsdp") if tiles[0] > 1 else P()
-    assert [leaf.given for leaf in plan.leaves] == [P("fsdp"), split, split]
+    others = P() if tiles == "columns" else P("fsdp")
+    assert [leaf.given for leaf in plan.leaves[1:]] == [others] * (2 if qtype == "int8" else 1)
 
     def dequantise(state: Any, batch: Any) -> Any:
-        up = state["up"]
-
-        def spread(x: Any) -> Any:
-            for dim, length in enumerate(up.qvalue.shape):
-                x = jnp.repeat(x, length // x.shape[dim], axis=dim)
-            return x.astype("float32")
-
-        return state, (up.qvalue.astype("float32") - spread(up.zero_point)) * spread(up.scale)
+        return state, qwix.dequantize(state["up"])
 
     compiled = jit_step(dequantise, plan, batch=P("fsdp")).lower(plan.structs, struct(8, 2))
     assert ts.collectives(compiled.compile()) == []
