@@ -17,6 +17,8 @@ with install_import_hook("treeshard", "beartype.beartype"):
             importlib.import_module(module.name)
 
 ts.simulate_devices(8)
+# JAX 0.10.0 notes 10 frames, and half of them belong to the annotation checks.
+jax.config.update("jax_traceback_in_locations_limit", 100)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)

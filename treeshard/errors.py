@@ -1,5 +1,6 @@
 """The errors and warnings of treeshard, and the helpers that build their messages."""
 
+import contextlib
 import os
 import re
 import sys
@@ -225,8 +226,12 @@ def listed(headline: str, facts: Sequence[str], shown: int = 10, headed: bool = 
     return "\n".join(lines)
 
 
-# The directories of code whose lines are not the user's.
-HIDDEN = tuple(os.path.join(path, "") for path in (os.path.dirname(__file__), *jax.__path__))
+# Where code is whose lines are not the user's: two directories, and the file through which calls
+# go that JAX 0.10.0 puts in a named scope.
+HIDDEN = (
+    *(os.path.join(path, "") for path in (os.path.dirname(__file__), *jax.__path__)),
+    contextlib.__file__,
+)
 
 
 def warn(message: str) -> None:

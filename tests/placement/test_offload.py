@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same, struct
+from helpers import OFFLOADS, assert_same, struct
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -65,6 +65,7 @@ def kinds(tree: Any) -> set[str]:
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
+@OFFLOADS
 def test_a_state_is_trained_moved_and_saved(mesh: Mesh, tmp_path: Any) -> None:
     key, batch = jax.random.key(0), np.ones((8, WIDTH), "float32")
     losses = {}
@@ -100,6 +101,7 @@ def test_a_state_is_trained_moved_and_saved(mesh: Mesh, tmp_path: Any) -> None:
     assert kinds(state["opt_state"]) == {HOST}
 
 
+@OFFLOADS
 def test_a_step_by_hand(mesh: Mesh) -> None:
     plan = ts.plan({"w": struct(1024, 64)}, [("w", ts.shard_dim("fsdp", 0, memory=HOST))], mesh)
     step = shard_map_step(

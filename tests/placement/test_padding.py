@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_close, assert_same, struct
+from helpers import OFFLOADS, assert_close, assert_same, struct
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -144,6 +144,7 @@ def test_leaves_that_follow_a_padded_one_are_padded_like_it() -> None:
     assert {finding.code for finding in plan.findings} == {"left-whole"}  # factor `a`
 
 
+@OFFLOADS
 def test_ties_stay_and_memories_too(tmp_path) -> None:
     def make() -> Any:
         embed = jnp.ones((10, 3))

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from helpers import OFFLOADS
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -403,7 +404,9 @@ def step_of(case: Case, plan: Plan | None) -> Any:
 
 
 @pytest.mark.usefixtures("quick_compiles", "standard_promotion")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=OFFLOADS if name == "offloaded" else ()) for name in CASES]
+)
 def test_a_transformer_trains_as_on_one_device(name: str) -> None:
     case = CASES[name]
     devices = jax.devices()[:4] if name == "disjoint" else jax.devices()

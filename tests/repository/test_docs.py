@@ -11,6 +11,7 @@ import command_line
 import links
 import notebook
 import pytest
+from helpers import OFFLOADS
 from pages import ROOT, as_printed, blocks, pages, run
 from surface import surface
 
@@ -18,7 +19,14 @@ ERRORS = ROOT / "docs" / "errors"  # test_catalogue runs these
 PAGES = [page for page in pages() if page.parent != ERRORS]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=OFFLOADS if page.stem == "offload" else (), id=name)
+        for page in PAGES
+        for name in [str(page.relative_to(ROOT))]
+    ],
+)
 def test_a_page_prints_what_it_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     for block, printed in run(page):

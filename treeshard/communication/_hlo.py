@@ -5,13 +5,12 @@ parsed up to its opcode; the rest is parsed when one of its properties is read.
 """
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from treeshard.errors import FormatError
+from treeshard.errors import HIDDEN, FormatError
 
 # HLO's name of a dtype -> JAX's name, and the bits of an element.
 DTYPES: Mapping[str, tuple[str, int]] = {
@@ -29,8 +28,6 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     },
     "f8e8m0fnu": ("float8_e8m0fnu", 8),
 }
-
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 # A tuple type ends before ` opcode(`. Parentheses inside it belong to layouts.
 _OP = re.compile(r"\s+(ROOT )?%?([^\s=%]+) = (\(.*?\)|[^\s(]\S*) ([a-z][a-z0-9\-_]*)\(")
@@ -262,7 +259,7 @@ class HloProgram:
             return None
         # The innermost line that is neither treeshard's nor, if others remain, a package's.
         stack = list(self._stack(int(frame[1])))
-        outside = [line for line in stack if not line.startswith(_PACKAGE)]
+        outside = [line for line in stack if not line.startswith(HIDDEN)]
         own = [line for line in outside if not re.search(r"/(site|dist)-packages/|^<", line)]
         return next(iter(own or outside or stack), None)
 

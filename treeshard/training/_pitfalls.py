@@ -6,7 +6,6 @@ may move activations in place of weights, and a `device_put` to one device has n
 program for several: the step warns of both.
 """
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,10 +20,9 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
-from treeshard.errors import TreeShardError, counted, listed, warn
+from treeshard.errors import HIDDEN, TreeShardError, counted, listed, warn
 
 _LIBRARY = re.compile(r"/(site|dist)-packages/|^<")
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # Set on the arrays that a step returned: each has memory of its own, so only the same object may
 # be in a tree twice. Asking for the buffers of 1000 arrays takes longer than calling a step.
 _MARK = "_treeshard_has_own_memory"
@@ -181,7 +179,7 @@ def source_line(eqn: Any) -> str:
 
 def user_line(eqn: Any) -> str:
     """The same, or `""` if all lines are treeshard's or another package's."""
-    lines = (x for x in _lines(eqn) if not _LIBRARY.search(x) and not x.startswith(_PACKAGE))
+    lines = (x for x in _lines(eqn) if not _LIBRARY.search(x) and not x.startswith(HIDDEN))
     return next(lines, "")
 
 
