@@ -131,6 +131,23 @@ def test_a_torus_of_three_dims_scatters_along_two(axes: str, kind: str, monkeypa
     assert reduced == {("all-gather", ("fsdp",)), (kind, ("fsdp",))}
 
 
+@pytest.mark.parametrize(
+    ("topology", "axes", "slow", "shape"),
+    [
+        ("v5p:4x4x4", "data=8,fsdp=8", None, (8, 8)),
+        ("v5e:16x16*2", "data=2,fsdp=128", "data=2", (4, 128)),
+    ],
+)
+def test_axes_that_share_a_dim_of_the_torus_are_said(
+    topology: str, axes: str, slow: str | None, shape: tuple[int, ...]
+) -> None:
+    with pytest.warns(ts.errors.ShardingWarning, match="share a dim"):
+        mesh = ts.make_mesh(axes, topology=topology, dcn_axes=slow)
+    assert mesh.devices.shape == shape
+    assert len({device.id for device in mesh.devices.flat}) == mesh.size
+    assert all(len({getattr(x, "slice_index", 0) for x in row}) == 1 for row in mesh.devices)
+
+
 def too_large(mesh: jax.sharding.Mesh, rows: int = 2**26):
     """A step whose activations are far larger than any device."""
     plan = ts.plan({"w": jax.ShapeDtypeStruct((4096, 4096), "float32")}, [("w", P("fsdp"))], mesh)

@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -61,6 +62,10 @@ def make_mesh(
         ImportError: If the compiler for `topology` is not installed.
         UnknownAxisError: If `dcn_axes` or `axis_types` names an axis not in `axes`.
 
+    Warns:
+        ShardingWarning: If axes share a dim of the torus between TPUs, for which JAX has no mesh
+            (except of v5e), or if one axis is split over slices without `dcn_axes`.
+
     Examples:
         >>> dict(make_mesh("data=2,fsdp=-1").shape)  # on 8 devices
         {'data': 2, 'fsdp': 4}
@@ -95,25 +100,47 @@ def make_mesh(
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if dcn_axes is None and slices > 1:
         sizes, slow = _split_over_slices(sizes, slices)
+    names, lengths = tuple(sizes), tuple(sizes.values())
     if not slow:
-        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices)
-    # Imported here because only hybrid meshes need it, and it is slow to import.
+        try:
+            return jax.make_mesh(lengths, names, kinds, devices=devices)
+        except NotImplementedError:  # axes would have to share a dim of the torus
+            pass
+    # Imported here because few meshes need it, and it is slow to import.
     from jax.experimental import mesh_utils
 
+    if not slow:
+        _warn_of_shared_dims(sizes)
+        grid = mesh_utils.create_device_mesh(lengths, devices, allow_split_physical_axes=True)
+        return Mesh(grid, names, axis_types=kinds)
+    make = partial(
+        mesh_utils.create_hybrid_device_mesh,
+        lengths,
+        [slow.get(name, 1) for name in sizes],
+        devices,
+        process_is_granule=slices == 1,
+    )
     try:
-        grid = mesh_utils.create_hybrid_device_mesh(
-            [sizes[name] for name in sizes],
-            [slow.get(name, 1) for name in sizes],
-            devices,
-            process_is_granule=slices == 1,
-        )
+        try:
+            grid = make()
+        except NotImplementedError:
+            grid = make(allow_split_physical_axes=True)
+            _warn_of_shared_dims(sizes)
     except ValueError as error:
         raise MeshError(
             f"dcn_axes {describe_sizes(slow)} does not match how the devices are connected:"
             f" {error}. Their product must be the number of slices, or of processes where"
             " there are no slices."
         ) from error
-    return Mesh(grid, tuple(sizes), axis_types=kinds)
+    return Mesh(grid, names, axis_types=kinds)
+
+
+def _warn_of_shared_dims(sizes: Mapping[str, int]) -> None:
+    warn(
+        f"make_mesh: {describe_sizes(sizes)}: the axes cannot each have whole dims of the devices'"
+        " torus, so some share a dim, and collectives along them use fewer links. Where that"
+        " matters, take sizes that are products of dims, such as 4 x 16 on a torus of 4x4x4."
+    )
 
 
 def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = False) -> Mesh:

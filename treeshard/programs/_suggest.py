@@ -134,9 +134,10 @@ def _by_estimate(row: Suggestion) -> tuple[float, bool, int, int]:
     assert row.estimate is not None
     options = row.candidate.options
     again, passes = bool(options.get("remat")), options.get("accumulate", 1)
-    # Where the links are not known, the bytes decide.
+    # Where the links are not known, the bytes decide. Rounded: on a torus, every HSDP sends as much
+    # as FSDP, and then the one with the least state comes first.
     links = row.estimate.seconds or float(row.estimate.moved_bytes)
-    return links, again, passes, row.estimate.state_bytes
+    return float(f"{links:.3g}"), again, passes, row.estimate.state_bytes
 
 
 class _Target:
