@@ -293,12 +293,13 @@ def table(results: dict[str, Any]) -> str:
             ]
         )
     rows = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    left = len(CASES) - len(results)
     return NOTE.format(
         rows=rows,
         compiled=sum(len(one["rows"]) for one in results.values()),
         count=sum(holds(one) for one in results.values()),
         cases=len(results),
-        left=len(CASES) - len(results),
+        left=f", and {left} more that have no result yet" if left else "",
     )
 
 
@@ -308,7 +309,7 @@ NOTE = """\
 `suggest` chose these. All {compiled:,} candidates that fit were compiled too: in {count} of {cases}
 cases its first suggestion exposes the fewest bytes of all, or at most 5% more. `batch` is that
 of all devices, `exposed` what a device sends while it waits.
-`python -m benchmarks.suggest_cases` compiles them, and {left} more that have no result yet.
+`python -m benchmarks.suggest_cases --cache DIRECTORY` compiles them again{left}.
 Where several candidates expose nothing, the least time by published peaks decides.
 """
 
