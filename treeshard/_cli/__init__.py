@@ -14,6 +14,7 @@ from treeshard.errors import TreeShardError, printable
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; 2 for wrong input."""
     options = _parser().parse_args(argv)
+    options.arguments = sys.argv[1:] if argv is None else [*argv]
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")  # the terminal may not have every letter
@@ -21,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, _, function = options.run.partition(":")
         command = getattr(importlib.import_module(f"treeshard._cli.{module}"), function)
         text, code = command(options)
-        print(printable(text))
+        if text:
+            print(printable(text))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader, such as `head`, stopped

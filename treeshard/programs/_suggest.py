@@ -33,7 +33,7 @@ from treeshard.programs._candidates import (
 from treeshard.programs._suggestions import Suggestion, Suggestions, Verdict, ranked
 
 _OFFERED = {"remat": (False, True), "accumulate": (1, 4)}
-_CACHE = Path("~/.cache/treeshard/suggest")
+CACHE = Path("~/.cache/treeshard/suggest")
 
 
 def suggest(
@@ -47,7 +47,7 @@ def suggest(
     top: int = 5,
     budget: int | float | None = None,
     chip: Chip | None = None,
-    cache: str | os.PathLike[str] | None = _CACHE,
+    cache: str | os.PathLike[str] | None = CACHE,
     progress: bool = False,
     scan: bool | str = False,
     remat: bool | str = False,
