@@ -141,7 +141,7 @@ def memory_of(
         kinds,
         arguments=analysis.argument_size_in_bytes,
         results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
-        temporaries=analysis.temp_size_in_bytes,
+        temporaries=temporaries_of(analysis, device.platform),
         code=analysis.generated_code_size_in_bytes,
         capacity=_capacity(device),
         device=device.device_kind,
@@ -150,6 +150,19 @@ def memory_of(
     )
     advice = advise(memory.total, memory.results, memory.temporaries, memory.at_peak, plan)
     return replace(memory, advice=tuple(advice))
+
+
+def temporaries_of(analysis: Any, platform: str) -> int:
+    """The bytes of intermediate values at most, from what the compiler says of a program.
+
+    The compiler for TPUs says two numbers. That of temporaries counts some memory twice, which may
+    come to more than a device has in programs that it accepts; the peak counts what is in the
+    chip's vector memory too. The smaller is near the addresses that it assigns.
+    """
+    temporaries: int = analysis.temp_size_in_bytes
+    if platform != "tpu":
+        return temporaries
+    return min(temporaries, analysis.peak_memory_in_bytes - analysis.argument_size_in_bytes)
 
 
 def _local_bytes(x: Any) -> int:
