@@ -266,6 +266,15 @@ def test_the_outer_axis_runs_between_nodes() -> None:
     assert by_mesh["data=2,fsdp=4"] < by_mesh["data=4,fsdp=2"]
 
 
+def test_what_sends_equally_much_is_ordered_by_its_state() -> None:
+    def plain(mesh: Any, rules: Any) -> Any:
+        return make(mesh, rules)
+
+    found = suggest(plain, topology="v5e-64", strategies=["HSDP", "FSDP"], top=0, cache=None)
+    sizes = [row.candidate.axes["fsdp"] for row in found.rows]
+    assert sizes == [64, 32, 16, 8, 4, 2]
+
+
 def test_activations_of_tensor_parallelism_count() -> None:
     found = suggest(make, devices=8, strategies=[TENSOR], memory="1GB", top=0, cache=None)
     rows = [row for row in found.rows if not row.candidate.options["remat"]]
