@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -104,15 +104,14 @@ def make_mesh(
     if not slow:
         try:
             return jax.make_mesh(lengths, names, kinds, devices=devices)
-        except NotImplementedError:  # axes would have to share a dim of the torus
-            pass
+        except NotImplementedError:  # as where axes have to share a dim of the torus
+            from jax.experimental import mesh_utils
+
+            make = partial(mesh_utils.create_device_mesh, lengths, devices)
+            return Mesh(_arranged(make, sizes), names, axis_types=kinds)
     # Imported here because few meshes need it, and it is slow to import.
     from jax.experimental import mesh_utils
 
-    if not slow:
-        _warn_of_shared_dims(sizes)
-        grid = mesh_utils.create_device_mesh(lengths, devices, allow_split_physical_axes=True)
-        return Mesh(grid, names, axis_types=kinds)
     make = partial(
         mesh_utils.create_hybrid_device_mesh,
         lengths,
@@ -121,11 +120,7 @@ def make_mesh(
         process_is_granule=slices == 1,
     )
     try:
-        try:
-            grid = make()
-        except NotImplementedError:
-            grid = make(allow_split_physical_axes=True)
-            _warn_of_shared_dims(sizes)
+        grid = _arranged(make, sizes)
     except ValueError as error:
         raise MeshError(
             f"dcn_axes {describe_sizes(slow)} does not match how the devices are connected:"
@@ -135,12 +130,19 @@ def make_mesh(
     return Mesh(grid, names, axis_types=kinds)
 
 
-def _warn_of_shared_dims(sizes: Mapping[str, int]) -> None:
+def _arranged(make: Callable[..., Any], sizes: Mapping[str, int]) -> Any:
+    """The devices as `make` arranges them; if it cannot give each axis whole dims of the torus,
+    with axes that share one."""
+    try:
+        return make()
+    except NotImplementedError:
+        grid = make(allow_split_physical_axes=True)
     warn(
         f"make_mesh: {describe_sizes(sizes)}: the axes cannot each have whole dims of the devices'"
         " torus, so some share a dim, and collectives along them use fewer links. Where that"
         " matters, take sizes that are products of dims, such as 4 x 16 on a torus of 4x4x4."
     )
+    return grid
 
 
 def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = False) -> Mesh:
