@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.full_disk import files_of_at_most
 from tests.helpers import files_in
-from tests.multiprocess.worker import Context
+from tests.multiprocess.worker import Context, arriving_last
 from treeshard._core.processes import exchange
 from treeshard.checkpoint import Checkpoints, inspect, restore, save, verify
 
@@ -183,9 +183,7 @@ def check_a_leaf_deleted_on_one_process_is_an_error_on_all(context: Context) -> 
 
 
 def check_a_late_process_is_named(context: Context) -> None:
-    if context.index == 1:
-        time.sleep(2)
-    with pytest.raises(ts.ProcessError) as told:
+    with arriving_last(context, 1, "late"), pytest.raises(ts.ProcessError) as told:
         save(context.directory / "refused" / "late", {"x": 1}, timeout=1)
     absent = "save: process 1 of 2 did not arrive within 1 s."
     assert context.index == 1 or absent in str(told.value)

@@ -1,6 +1,5 @@
 """Checksums of arrays whose shards are on several processes."""
 
-import time
 import zlib
 from collections.abc import Iterator
 
@@ -10,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.multiprocess.worker import Context
+from tests.multiprocess.worker import Context, arriving_last
 from treeshard import ProcessError
 from treeshard.checkpoint import _checksums
 from treeshard.checkpoint._checksums import checksums
@@ -124,9 +123,7 @@ def check_a_failure_to_read_is_an_error_on_all(context: Context) -> None:
 
 
 def check_an_absent_process_is_named(context: Context) -> None:
-    if context.index == 1:
-        time.sleep(1.5)
-    with pytest.raises(ProcessError) as told:
+    with arriving_last(context, 1, "late"), pytest.raises(ProcessError) as told:
         checksums([np.zeros(3)], "save", 0.5)
     if context.index != 1:
         assert f"save: process 1 of {context.count} did not arrive within 0.5 s" in str(told.value)

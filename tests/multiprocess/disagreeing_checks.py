@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from tests.multiprocess.worker import Context
+from tests.multiprocess.worker import Context, arriving_last
 from treeshard._core.processes import agreeing, exchange
 
 HEADLINE = (
@@ -206,9 +206,8 @@ def check_a_process_that_does_not_arrive_is_named(context: Context) -> None:
         ),
     }.items():
         exchange("ready", b"")
-        if context.index == 2:
-            time.sleep(2.0)  # and arrives too late
-        told = error_of(call)
+        with arriving_last(context, 2, what):
+            told = error_of(call)
         if context.index < 2:
             assert told.startswith(f"{what}: process 2 of 3 did not arrive within 1 s. Nothing was")
         else:
@@ -222,28 +221,28 @@ def mesh_of_rows() -> Mesh:
 
 def check_a_slow_read_is_waited_for(context: Context) -> None:
     def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
-        time.sleep(2.0 if context.index == 2 else 0)
+        time.sleep(6.0 if context.index == 2 else 0)
         return np.ones(2, np.float32)
 
     exchange("ready", b"")
     struct = jax.ShapeDtypeStruct((6,), np.float32)
-    placed = ts.shard(struct, P("data"), mesh(), read=read, timeout=1.5)
+    placed = ts.shard(struct, P("data"), mesh(), read=read, timeout=5)
     np.testing.assert_array_equal(ts.gather(placed), np.ones(6))
 
 
 def check_a_process_that_stops_iterating_is_named(context: Context) -> None:
     leaves = {f"{i}": np.ones((6, 2**20), np.float32) for i in range(3)}  # more than a chunk each
     placed = ts.shard(leaves, P("data"), mesh())
-    read = ts.iter_gather(placed, to=0, timeout=1.0)
+    read = ts.iter_gather(placed, to=0, timeout=3)
     assert next(read)[0] == "0"
     exchange("ready", b"")
     if context.index == 1:
-        del read
-        time.sleep(2.0)
-    else:
-        told = error_of(lambda: list(read))
-        assert told.startswith("iter_gather, at 1 (call ")
-        assert "process 1 of 3 did not arrive within 1 s" in told
+        read.close()
+    with arriving_last(context, 1, "iter_gather"):
+        if context.index != 1:
+            told = error_of(lambda: list(read))
+            assert told.startswith("iter_gather, at 1 (call ")
+            assert "process 1 of 3 did not arrive within 3 s" in told
     assert [path for path, _ in ts.iter_gather(placed, to=0, timeout=20)] == ["0", "1", "2"]
     assert_all_can_go_on()
 

@@ -6,7 +6,7 @@ import time
 import jax
 import pytest
 
-from tests.multiprocess.worker import Context
+from tests.multiprocess.worker import Context, arriving_last
 from treeshard import ProcessError
 from treeshard._core.meetings import count_step, exchange
 from treeshard._core.processes import together
@@ -28,9 +28,7 @@ def check_a_single_process_does_not_wait(context: Context) -> None:
 
 
 def check_a_late_process_is_named_and_gets_the_error_too(context: Context) -> None:
-    if context.index == 1:
-        time.sleep(1.5)
-    with pytest.raises(ProcessError) as told:
+    with arriving_last(context, 1, "late"), pytest.raises(ProcessError) as told:
         exchange("save /runs/7", b"", timeout=0.5)
     if context.index == 0:
         assert str(told.value) == (

@@ -7,7 +7,10 @@ import importlib
 import json
 import os
 import sys
+import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +33,27 @@ class Context(NamedTuple):
     count: int
     directory: Path
     args: list[str]
+
+
+@contextmanager
+def arriving_last(context: Context, last: int, what: str) -> Iterator[None]:
+    """One process makes the call inside only after all others have given it up.
+
+    Args:
+        context: Of the check.
+        last: The process that waits for the others.
+        what: Another word for each use, of which files are named.
+    """
+    marks = [context.directory / f"{what}-given-up-by-{i}" for i in range(context.count)]
+    if context.index != last:
+        try:
+            yield
+        finally:
+            marks[context.index].touch()
+        return
+    while not all(mark.exists() for i, mark in enumerate(marks) if i != last):
+        time.sleep(0.01)
+    yield
 
 
 def join(port: str, index: int, count: int, devices: int, heartbeat: int = 20) -> None:
