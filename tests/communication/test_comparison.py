@@ -137,7 +137,10 @@ def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
     assert compared.tensor_parallel
     assert {x.axes for x in compared.tensor_parallel} == {("tensor",)}
     assert not any(x.path for x in compared.tensor_parallel)
-    assert "including 1 tensor-parallel activations" in str(compared)
+    note, own = compared.reasons
+    assert note == "including 1 tensor-parallel activation, 128 B"
+    assert own.startswith("The CPU compiler all-reduces full gradients")
+    assert f"{note}\n{own}" in str(compared)
 
 
 def test_a_tied_weight_is_gathered_under_its_only_path() -> None:

@@ -285,6 +285,16 @@ def test_activations_of_tensor_parallelism_count() -> None:
     assert moved["fsdp=2,tensor=4"] == activations + 2 * weights + 4
 
 
+def test_every_difference_from_the_plan_has_its_reason() -> None:
+    found = suggest(make, devices=8, strategies=["FSDP", TENSOR], memory="1GB", top=99, cache=None)
+    assert {row.candidate.strategy.name for row in found.rows} == {"FSDP", "FSDP x TP"}
+    for row in found.rows:
+        reasons = [text for text in row.verdict.findings if "tensor-parallel" in text]
+        assert bool(reasons) == ("tensor" in row.mesh)
+        assert row.verdict.planned == row.verdict.moved or row.verdict.findings
+    assert "does not move exactly what its plan says:\n    including " in str(found)
+
+
 def test_slices_are_given_to_make_mesh_by_their_outer_axis() -> None:
     one = Candidate(TENSOR, {"data": 4, "fsdp": 2}, slices=2)
     assert one.mesh_arguments == ("data=2,fsdp=2", "data=2")

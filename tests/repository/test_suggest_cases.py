@@ -18,6 +18,7 @@ def test_each_result_is_of_a_case_and_is_complete() -> None:
     for name, one in RESULTS.items():
         assert (one["topology"], one["batch"]) == (known[name].topology, known[name].batch)
         assert one["suggested"] in one["rows"]
+        assert cases.unexplained(one) == []
         assert one["least_exposed"] == min(row["exposed"] for row in one["rows"])
         assert len(one["rows"]) + len(one["lost"]) == one["candidates"]
         assert all(row["need"] <= row["capacity"] for row in one["rows"])

@@ -114,11 +114,22 @@ class Comparison:
         scalars = sum(map(is_scalar, self.compiled))
         if scalars:
             text += f"\nplus {counted(scalars, 'scalar')}, such as the loss"
+        return "\n".join([text, *self._notes(), *map(str, self.unplanned)])
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the program does not move the bytes that are planned, a line for each reason."""
+        return (*self._notes(), *(str(one).splitlines()[0] for one in self.unplanned))
+
+    def _notes(self) -> list[str]:
+        """What differs without being a fault."""
+        lines: list[str] = []
         if self.tensor_parallel:
-            text += f"\nincluding {len(self.tensor_parallel)} tensor-parallel activations"
-        if self.by_compiler:
-            text += f"\n{by_compiler_line(self.by_compiler, self.platform)}"
-        return "\n".join([text, *map(str, self.unplanned)])
+            sizes = total([one.total_bytes for one in self.tensor_parallel])
+            moved = "an unknown number of bytes" if sizes is None else human_bytes(sizes)
+            what = counted(len(self.tensor_parallel), "tensor-parallel activation")
+            lines.append(f"including {what}, {moved}")
+        return [*lines, *by_compiler_line(self.by_compiler, self.platform).splitlines()]
 
 
 def compare_communication(

@@ -75,16 +75,11 @@ class Matcher:
                 self._match_all(path, ("gradient",))
             self._add("across-axes", collective, leaf)
         elif (planned := self._matched(collective, leaf, size)) is not None:
-            sizes = [jnp.dtype(x.dtype).itemsize for x in (collective, planned)]
-            if sizes[0] > sizes[1]:
-                is_own = self.platform == "cpu" and self._is_widened(collective, planned)
-                self._add("wider", collective, planned.path, planned.dtype, is_own=is_own)
-            elif sizes[0] < sizes[1]:
-                self._add("narrower", collective, planned.path, planned.dtype, is_own=True)
+            self._compare_dtypes(collective, planned)
             if collective.kind == "all-gather" and collective.wire_bytes >= (collective.bytes or 0):
                 self._add("by-all-reduce", collective, planned.path, is_own=True)
-        elif collective.kind == "all-reduce" and self._match_by_axes(collective, size):
-            pass
+        elif (planned := self._matched_by_axes(collective, size)) is not None:
+            self._compare_dtypes(collective, planned)
         elif collective.kind == "all-reduce" and self._match_full_gradient(collective, size):
             self._add("all-reduce", collective, is_own=self.platform == "cpu")
         elif leaf is not None and collective.kind == "all-gather":
@@ -98,6 +93,14 @@ class Matcher:
             self.tensor_parallel.append(collective)
         else:
             self._add_computed(collective)
+
+    def _compare_dtypes(self, collective: Collective, planned: PlannedTransfer) -> None:
+        sizes = [jnp.dtype(x.dtype).itemsize for x in (collective, planned)]
+        if sizes[0] > sizes[1]:
+            is_own = self.platform == "cpu" and self._is_widened(collective, planned)
+            self._add("wider", collective, planned.path, planned.dtype, is_own=is_own)
+        elif sizes[0] < sizes[1]:
+            self._add("narrower", collective, planned.path, planned.dtype, is_own=True)
 
     def _add(
         self,
@@ -175,17 +178,17 @@ class Matcher:
                 return planned
         return None
 
-    def _match_by_axes(self, collective: Collective, size: int) -> bool:
+    def _matched_by_axes(self, collective: Collective, size: int) -> PlannedTransfer | None:
         """Matches an all-reduce over some axes to one that is planned over more of them, as of a
         replicated leaf that `training.value_and_grad` averages axis by axis."""
         axes = frozenset(collective.axes or ())
         for expected in self.expected:
-            alike = expected.planned.kind == "all-reduce" and expected.left == size
-            if alike and axes <= expected.axes:
+            alike = expected.planned.kind == collective.kind == "all-reduce"
+            if alike and expected.left == size and axes <= expected.axes:
                 expected.axes -= axes
                 expected.left = size if expected.axes else 0
-                return True
-        return False
+                return expected.planned
+        return None
 
     def _match_full_gradient(self, collective: Collective, size: int | None) -> bool:
         """Matches an all-reduce of a full gradient to what is planned for that gradient: to a

@@ -335,7 +335,7 @@ class _Compiling:
                 cost.exposed_seconds,
                 cost.seconds,
                 cost.flops / cost.even_flops if cost.flops and cost.even_flops else None,
-                tuple(str(finding).splitlines()[0] for finding in compared.unplanned),
+                compared.reasons,
             )
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)

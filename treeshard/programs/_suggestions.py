@@ -217,7 +217,7 @@ class Suggestions:
             lines.append(f"Not everything was compiled: {self.stopped}.")
         for row in self.rows:
             if row.verdict is not None and row.verdict.findings:
-                lines.append(f"{row.candidate} moves what its plan does not have:")
+                lines.append(f"{row.candidate} does not move exactly what its plan says:")
                 lines += [f"    {finding}" for finding in row.verdict.findings]
         if self.losers:
             lines += ["", "lost:"]
