@@ -258,6 +258,24 @@ def test_hundreds_of_candidates_need_no_compiling() -> None:
     assert len(set(map(str, every))) == len(every)
 
 
+def test_candidates_that_differ_in_options_are_planned_once(monkeypatch) -> None:
+    planned: list[str] = []
+
+    def counting(state: Any, rules: Any, mesh: str) -> Any:
+        planned.append(mesh)
+        return ts.plan(state, rules, mesh)
+
+    def offering(mesh: Any, rules: Any, remat: bool, accumulate: int) -> Any:
+        return make(mesh, rules, remat)
+
+    monkeypatch.setattr("treeshard.programs._candidates.plan", counting)
+    found = suggest(offering, devices=8, strategies=["FSDP", "HSDP"], top=0, cache=None)
+    assert len(found.rows) == 12
+    assert [mesh for mesh in planned if mesh != "data=1"] == [
+        "fsdp=8", "data=2,fsdp=4", "data=4,fsdp=2"
+    ]  # fmt: skip
+
+
 def test_the_outer_axis_runs_between_nodes() -> None:
     found = suggest(make, topology="h100:2x4", strategies=["FSDP", "HSDP"], top=0, cache=None)
     by_mesh = {row.mesh: row.estimate.seconds for row in found.rows}

@@ -155,53 +155,71 @@ class Estimate(NamedTuple):
     seconds: float
 
 
-def estimate(
-    candidate: Candidate, state: Any, batch: Any, chip: Chip | None, capacity: int | None
-) -> Estimate | str:
-    """Plans a candidate. Returns why it cannot be, or what its plan says."""
-    outer = next(iter(candidate.axes.items()))
-    if outer[1] % candidate.slices:
-        return f"{outer[0]}={outer[1]} cannot be split over {candidate.slices} slices or nodes"
-    for axis, number in candidate.strategy.divides.items():
-        if number % candidate.axes.get(axis, 1):
-            return f"{axis}={candidate.axes[axis]} does not divide {number}"
-    arrays = [x for x in tree_leaves(batch) if has_shape(x) and x.shape]
-    for x in arrays:
-        if x.shape[0] % candidate.batch_parts:
-            passes = candidate.options.get("accumulate", 1)
-            of = f" of {passes} passes" if passes > 1 else ""
-            parts = candidate.batch_parts // passes
-            return f"a batch of {x.shape[0]} does not divide by {parts} devices{of}"
-    try:
-        planned = plan(state, candidate.strategy.rules, candidate.mesh)
-    except TreeShardError as error:
-        return str(error)
-    for finding in planned.findings:
-        if finding.severity == "error":
-            return str(finding)
-    state_bytes = planned.bytes_per_device()
-    if capacity is not None and state_bytes > capacity:
-        return (
-            f"does not fit: the state alone needs {human_bytes(state_bytes)} of"
-            f" {human_bytes(capacity)}"
-        )
-    sent = [*_sent(planned, candidate), *_activations(planned, candidate, arrays)]
-    between = network_axes(candidate)
-    seconds = 0.0
-    for kind, axes, size in sent:
-        devices = math.prod(candidate.axes[axis] for axis in axes)
-        on_wire = bytes_on_the_wire(kind, size, devices)
-        seconds += link_seconds(on_wire, axes, chip, between) or 0.0
-    return Estimate(state_bytes, sum(size for *_, size in sent), seconds)
+@dataclass
+class Estimator:
+    """Plans candidates: those that differ in their options only, once."""
+
+    state: Any
+    batch: Any
+    chip: Chip | None
+    capacity: int | None
+    plans: dict[tuple[str, str], Plan | str] = field(default_factory=dict)
+
+    def estimate(self, candidate: Candidate) -> Estimate | str:
+        """Why a candidate cannot be, or what its plan says."""
+        outer = next(iter(candidate.axes.items()))
+        if outer[1] % candidate.slices:
+            return f"{outer[0]}={outer[1]} cannot be split over {candidate.slices} slices or nodes"
+        for axis, number in candidate.strategy.divides.items():
+            if number % candidate.axes.get(axis, 1):
+                return f"{axis}={candidate.axes[axis]} does not divide {number}"
+        arrays = [x for x in tree_leaves(self.batch) if has_shape(x) and x.shape]
+        for x in arrays:
+            if x.shape[0] % candidate.batch_parts:
+                passes = candidate.options.get("accumulate", 1)
+                of = f" of {passes} passes" if passes > 1 else ""
+                parts = candidate.batch_parts // passes
+                return f"a batch of {x.shape[0]} does not divide by {parts} devices{of}"
+        key = candidate.strategy.name, candidate.mesh
+        if key not in self.plans:
+            self.plans[key] = self._planned(candidate)
+        planned = self.plans[key]
+        if isinstance(planned, str):
+            return planned
+        sent = [*_sent(planned, candidate), *_activations(planned, candidate, arrays)]
+        between = network_axes(candidate)
+        seconds = 0.0
+        for kind, axes, size in sent:
+            devices = math.prod(candidate.axes[axis] for axis in axes)
+            on_wire = bytes_on_the_wire(kind, size, devices)
+            seconds += link_seconds(on_wire, axes, self.chip, between) or 0.0
+        return Estimate(planned.bytes_per_device(), sum(size for *_, size in sent), seconds)
+
+    def _planned(self, candidate: Candidate) -> Plan | str:
+        try:
+            planned = plan(self.state, candidate.strategy.rules, candidate.mesh)
+        except TreeShardError as error:
+            return str(error)
+        for finding in planned.findings:
+            if finding.severity == "error":
+                return str(finding)
+        need = planned.bytes_per_device()
+        if self.capacity is not None and need > self.capacity:
+            return (
+                f"does not fit: the state alone needs {human_bytes(need)} of"
+                f" {human_bytes(self.capacity)}"
+            )
+        return planned
 
 
 def _sent(planned: Plan, candidate: Candidate) -> Iterator[tuple[str, tuple[str, ...], int]]:
     along = tuple(axis for axis in candidate.axes if axis in BATCH_AXES)
     passes = candidate.options.get("accumulate", 1)
+    gathered = planned.fsdp_axes()
 
     def times(one: PlannedTransfer) -> int:
         # Each pass gathers the weights and scatters the gradients again.
-        return passes if set(one.axes) & planned.fsdp_axes() and one.path else 1
+        return passes if set(one.axes) & gathered and one.path else 1
 
     moved = predict_communication(
         planned,

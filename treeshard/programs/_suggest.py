@@ -24,9 +24,9 @@ from treeshard.errors import DoesNotFitError, MeshError, TreeShardError, did_you
 from treeshard.programs._candidates import (
     BATCH_AXES,
     Candidate,
+    Estimator,
     Strategy,
     candidates,
-    estimate,
     named_strategies,
     slices_of,
 )
@@ -116,8 +116,9 @@ def suggest(
     chosen = _strategies(strategies, state)
     order: list[Suggestion] = []
     dropped: list[Suggestion] = []
+    estimator = Estimator(state, batch, target.chip, target.capacity)
     for one in candidates(chosen, target.devices, target.slices, options):
-        known = estimate(one, state, batch, target.chip, target.capacity)
+        known = estimator.estimate(one)
         if isinstance(known, str):
             dropped.append(Suggestion(one, None, None, known))
         else:
