@@ -313,10 +313,10 @@ Where several candidates expose nothing, the least time by published peaks decid
 """
 
 
-def write_page(results: dict[str, Any]) -> None:
-    text = PAGE.read_text()
+def between_marks(text: str, made: str) -> str:
+    """A page, with what a script made for the place that it marks."""
     pattern = r"(?s)(<!-- table -->\n).*?(<!-- end of table -->)"
-    PAGE.write_text(re.sub(pattern, lambda at: f"{at[1]}{table(results)}{at[2]}", text))
+    return re.sub(pattern, lambda at: f"{at[1]}{made}{at[2]}", text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = {name: results[name] for name in cases if name in results}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         print(name, "holds" if holds(results[name]) else "DOES NOT HOLD", flush=True)
-    write_page(results)
+    PAGE.write_text(between_marks(PAGE.read_text(), table(results)))
 
 
 if __name__ == "__main__":

@@ -244,7 +244,9 @@ def main(argv=None):
     before = bits_per_byte(state.model, held_out, args)
 
     losses, started = [], time.perf_counter()
-    bar = tqdm(zip(range(args.steps), batches(train_text, args), strict=False), total=args.steps)
+    some = zip(range(args.steps), batches(train_text, args), strict=False)
+    every = None if sys.stderr.isatty() else max(1, args.steps // 10)  # ten times in a file
+    bar = tqdm(some, total=args.steps, miniters=every)
     for i, batch in bar:
         state, loss = step(state, batch)
         losses.append(float(loss))
@@ -252,7 +254,7 @@ def main(argv=None):
             started = time.perf_counter()  # the first step compiles
         else:
             rate = i * args.batch * args.time / (time.perf_counter() - started)
-            bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{rate:,.0f}")
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{rate:,.0f}", refresh=False)
 
     after = bits_per_byte(state.model, held_out, args)
     print(f"\nheld-out bits per byte: {before:.3f} before, {after:.3f} after {args.steps} steps")

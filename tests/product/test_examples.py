@@ -48,7 +48,8 @@ def test_train_fsdp(mesh, tmp_path, capfd) -> None:
     assert gradients <= 1e-5
     assert losses <= 2e-5
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert "tokens_per_s" in printed.err
+    # Drawn for each tenth of the steps at most, since this is no terminal.
+    assert 1 <= printed.err.count("tokens_per_s") <= 11
     on = re.findall(r"step (\d+): loss (\S+) here, (\S+) there", text)
     assert [int(step) for step, _, _ in on] == [22, 23, 24, 25, 26]
     assert all(abs(float(here) - float(there)) <= 2e-5 for _, here, there in on)

@@ -3,9 +3,13 @@
 `make test-targets` runs this with the compilers of these devices; other runs skip it.
 """
 
+import json
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,7 @@ from treeshard._cli import main
 if "TREESHARD_TARGETS" not in os.environ:
     pytest.skip("make test-targets runs it", allow_module_level=True)
 
+ROOT = Path(__file__).parents[2]
 TARGETS = ["v5e:2x4", "v6e:2x4", "v5p:2x2x2", "h100:8"]
 # Compiling for TPUs takes 5 to 20 s each. What these add is little: they wait for TREESHARD_SOAK=1,
 # as do all but a few programs on v6e and v5p, whose compiler is that of v5e.
@@ -204,3 +209,30 @@ def test_other_devices_can_be_compiled_for(topology: str, axes: str) -> None:
     compiled = step.compile(state, batch)
     assert compiled.memory().fits
     assert compiled.cost().seconds
+
+
+_COMPILE_8B = """
+import re, sys
+from treeshard._cli import main
+status = main([
+    "compile", "examples.compile_llama:llama_8b", "--topology=v5e-256", "--mesh=fsdp=64,tensor=4",
+    "--scan=layers", "--remat=layers", "--dtype=bfloat16", "--json",
+])
+peak = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]
+print(f"\\n{int(peak) * 1024}")
+"""
+
+
+def test_8b_on_256_chips_is_compiled_on_a_laptop() -> None:
+    command = [sys.executable, "-c", _COMPILE_8B]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    report, _, peak = done.stdout.strip().rpartition("\n")
+    found = json.loads(report)
+    assert found["fits"] is True, done.stderr
+    [gathers] = [
+        row
+        for row in found["communication"]["rows"]
+        if (row["kind"], row["axes"]) == ("all-gather", ["fsdp"])
+    ]
+    assert (gathers["planned_count"], gathers["count"]) == (450, 450)
+    assert int(peak) <= 1.5e9

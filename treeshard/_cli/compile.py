@@ -1,6 +1,7 @@
 """`treeshard compile`: compiles a step for devices that may be absent, and reads its program."""
 
 import argparse
+import ctypes
 import json
 import math
 import sys
@@ -23,11 +24,13 @@ from treeshard.training._step import Step
 
 _ALL = "fsdp=-1"  # the mesh by default: all devices
 _SIMULATED = 8  # CPUs, if neither a topology nor the mesh says how many
+_M_ARENA_MAX = -8  # in glibc's malloc.h
 
 
 def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     """Prints what a compiled step moves, needs and costs. Returns 1 if it does not fit, or moves
     what nobody planned."""
+    share_freed_memory()
     model = model_options(options)
     mesh = mesh_for(options.mesh, options.topology)
     step, state, batch = load_step(options.function, mesh)
@@ -39,6 +42,13 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
         return _refusal(step, error, options.json), 1
     to_text = _as_json if options.json else _as_text
     return to_text(compiled, compiled.communication(**model))
+
+
+def share_freed_memory() -> None:
+    """Has all threads of a compiler allocate from one arena. By default glibc gives threads arenas
+    of their own, and memory that one thread has freed is of no use to the others."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def model_options(options: argparse.Namespace) -> dict[str, Any]:

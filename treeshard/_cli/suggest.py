@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import jax
 
-from treeshard._cli.compile import model_options
+from treeshard._cli.compile import model_options, share_freed_memory
 from treeshard._cli.functions import call_function, load_function
 from treeshard._core.make_mesh import simulate_devices
 from treeshard.errors import FormatError, did_you_mean
@@ -26,6 +26,7 @@ def run_suggest(options: argparse.Namespace) -> tuple[str, int]:
     """Prints meshes and strategies, the best first. Returns 1 if none is known to fit."""
     if _IN_CHILD not in os.environ:
         return "", _in_children(options.arguments)
+    share_freed_memory()
     model = model_options(options)
     budget = None if options.budget is None else _seconds(options.budget)
     if options.topology is None and options.devices is not None:

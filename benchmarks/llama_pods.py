@@ -1,0 +1,115 @@
+"""Compiles Llamas for pods, and writes the table of README.md and of the page about pods.
+
+    python -m benchmarks.llama_pods         # compiles, which takes minutes
+    python -m benchmarks.llama_pods --page  # only the tables
+
+It needs the compiler for TPUs (`pip install 'treeshard[tpu]'`). Reports are in llama_pods.json.
+"""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import treeshard as ts
+from benchmarks.suggest_cases import between_marks
+from examples.compile_llama import MODEL, make_llama
+from treeshard.communication._collectives import bytes_on_the_wire
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "llama_pods.json"
+PAGES = [HERE.parent / "README.md", HERE.parent / "docs/guide/the-pod-you-do-not-have.md"]
+
+
+class Pod(NamedTuple):
+    size: str
+    topology: str
+    mesh: str
+
+
+PODS = [
+    Pod("8b", "v5e-256", "fsdp=256"),
+    Pod("8b", "v5e-256", "data=4,fsdp=64"),
+    Pod("8b", "v5e-256", "fsdp=64,tensor=4"),
+    Pod("70b", "v5p-1024", "fsdp=512"),
+]
+
+
+def compile_one(pod: Pod) -> dict[str, Any]:
+    """The figures of one program, per device."""
+    mesh = ts.make_mesh(pod.mesh, topology=pod.topology)
+    step, state, batch = make_llama(mesh, size=pod.size)
+    program = step.compile(state, batch)
+    moved, memory, cost = program.communication(**MODEL), program.memory(), program.cost()
+    gathers = [one for one in moved.planned if one.kind == "all-gather"]
+    named = {(one.path, one.axes) for one in gathers}
+    found = [one for one in moved.compiled if one.kind == "all-gather" and one.path is not None]
+    assert {(one.path.removeprefix("state/"), one.axes) for one in found if one.path} == named
+    wire = [bytes_on_the_wire(x.kind, x.total_bytes, _devices(mesh, x.axes)) for x in moved.planned]
+    return {
+        **pod._asdict(),
+        "need": memory.total,
+        "capacity": memory.capacity,
+        "gathers_planned": sum(one.count for one in gathers),
+        "gathers_found": sum(one.count or 0 for one in found),
+        "sends_planned": sum(size or 0 for size in wire),
+        "sends": (cost.hidden_bytes or 0) + (cost.exposed_bytes or 0),
+        "exposed_seconds": cost.exposed_seconds,
+        "findings": [one.code for one in moved.unplanned],
+        "with": {name: version(name) for name in ("jax", "libtpu")},
+    }
+
+
+def _devices(mesh: Any, axes: tuple[str, ...]) -> int:
+    count = 1
+    for axis in axes:
+        count *= mesh.shape[axis]
+    return count
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The rows, as Markdown."""
+    heads = [
+        "model",
+        "slice, mesh",
+        "memory of a chip",
+        "weight gathers, planned and found",
+        "a chip sends, planned and compiled",
+        "exposed",
+    ]
+    lines = [heads, ["---"] * len(heads)]
+    for one in results:
+        lines.append(
+            [
+                one["size"].upper(),
+                f"{one['topology']}, `{one['mesh']}`",
+                f"{one['need'] / 2**30:.1f} of {one['capacity'] / 2**30:.1f} GiB",
+                f"{one['gathers_planned']:,}, {one['gathers_found']:,}",
+                f"{one['sends_planned'] / 2**30:.1f}, {one['sends'] / 2**30:.1f} GiB",
+                f"{one['exposed_seconds']:.2f} s",
+            ]
+        )
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--one"]:
+        print(json.dumps(compile_one(Pod(*sys.argv[2:]))))
+        return
+    if sys.argv[1:] != ["--page"]:
+        results: list[dict[str, Any]] = []
+        for pod in PODS:  # each in a process of its own: they take gigabytes
+            print(f"== {' '.join(pod)}", file=sys.stderr, flush=True)
+            command = [sys.executable, "-m", "benchmarks.llama_pods", "--one", *pod]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    rows = table(json.loads(RESULTS.read_text()))
+    for page in PAGES:
+        page.write_text(between_marks(page.read_text(), rows))
+
+
+if __name__ == "__main__":
+    main()

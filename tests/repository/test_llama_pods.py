@@ -1,0 +1,43 @@
+"""What README and the page about pods say of Llamas is what `benchmarks/llama_pods.py` compiled."""
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import llama_pods
+
+RESULTS = json.loads(llama_pods.RESULTS.read_text())
+
+
+def of(size: str, mesh: str) -> dict[str, Any]:
+    [one] = [one for one in RESULTS if (one["size"], one["mesh"]) == (size, mesh)]
+    return one
+
+
+@pytest.mark.parametrize("page", llama_pods.PAGES, ids=lambda page: page.name)
+def test_a_page_has_the_table_of_the_results(page: Any) -> None:
+    made = f"<!-- table -->\n{llama_pods.table(RESULTS)}<!-- end of table -->"
+    assert made in page.read_text(), "python -m benchmarks.llama_pods --page"
+
+
+def test_each_program_has_its_result() -> None:
+    assert [llama_pods.Pod(*map(one.get, llama_pods.Pod._fields)) for one in RESULTS] == (
+        llama_pods.PODS
+    )
+    assert len({json.dumps(one["with"]) for one in RESULTS}) == 1
+
+
+def test_what_the_text_beside_the_table_says() -> None:
+    for one in RESULTS:
+        assert one["need"] <= one["capacity"]
+        assert one["gathers_found"] == one["gathers_planned"]
+    whole, halves = of("8b", "fsdp=256"), of("8b", "data=4,fsdp=64")
+    for all_reduced in (whole, of("70b", "fsdp=512")):
+        assert "all-reduce" in all_reduced["findings"]
+    assert halves["findings"] == ["activation", "not-moved"]  # of the embedding and the head
+    assert halves["need"] > whole["need"]
+    assert 0.45 <= halves["exposed_seconds"] / whole["exposed_seconds"] <= 0.6  # "half as long"
+    used = RESULTS[0]["with"]
+    page = llama_pods.PAGES[1].read_text()
+    assert f"with JAX {used['jax']} and libtpu {used['libtpu']}:" in page
