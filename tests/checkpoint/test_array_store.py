@@ -9,11 +9,12 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
+import tensorstore
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.checkpoint import inspect, restore, save, verify
+from treeshard.checkpoint import _array_store, inspect, restore, save, verify
 
 LARGE = np.random.default_rng(0).normal(size=(512, 513)).astype(np.float32)
 SPECS = {"w": P("data", "fsdp"), "half": P("fsdp"), "whole": P(), "large": P("fsdp"), "one": P()}
@@ -150,3 +151,16 @@ def test_checkpoints_of_0_2_are_restored(tmp_path: Path, mesh) -> None:
         rest = {"step": 7, "lr": 0.1, "name": "run", "none": None, "bytes": b"\x00\xff"}
         assert {name: found[name] for name in rest} == rest
         assert found["empty"].shape == (0, 4)
+
+
+@pytest.mark.parametrize("small", [1, 40, 100, 400, 2**20])
+def test_verify_reads_several_small_chunks_at_a_time(tmp_path, monkeypatch, small) -> None:
+    w = np.arange(7 * 5 * 9, dtype=np.float32).reshape(7, 5, 9)
+    save(tmp_path / "x", {"w": w}, ocdbt=False)
+    grid = {"name": "regular", "configuration": {"chunk_shape": [2, 3, 2]}}
+    store = {"driver": "file", "path": f"{tmp_path}/x/state/w/"}
+    spec = {"driver": "zarr3", "kvstore": store, "metadata": {"chunk_grid": grid}}
+    how = {"create": True, "delete_existing": True, "dtype": "float32", "shape": w.shape}
+    tensorstore.open(spec, **how).result().write(w).result()
+    monkeypatch.setattr(_array_store, "_SMALL", small)
+    verify(tmp_path / "x")

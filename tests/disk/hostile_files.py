@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import crafted_index as index
+
 LIMIT = 8 * 2**30
 TEN_MB = 10**7
 
@@ -226,45 +228,51 @@ def zeros_by_zstd(size: int) -> bytes:
     return b"\x28\xb5\x2f\xfd\x00\x38" + blocks + (block | 1).to_bytes(3, "little") + b"\0"
 
 
-# The index of arrays in few files: a manifest, and the nodes that it names.
-MANIFEST, NODE = bytes.fromhex("0cdb3a2a"), bytes.fromhex("0cdb20de")
-
-
-def index_file(magic: bytes, inner: bytes) -> bytes:
-    """A file or node of the index from what follows its length."""
-    data = magic + struct.pack("<Q", len(inner) + 16) + inner
-    register = 0xFFFFFFFF
-    for byte in data:  # CRC-32C
-        register ^= byte
-        for _ in range(8):
-            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
-    return data + struct.pack("<I", register ^ 0xFFFFFFFF)
-
-
-def varint(number: int) -> bytes:
-    low = number & 127
-    return bytes([low]) if number < 128 else bytes([low | 128]) + varint(number >> 7)
-
-
 def expanding_manifest(path: Path) -> None:
-    data = index_file(MANIFEST, b"\0\1" + zeros_by_zstd(2**31))
+    data = index.index_file(index.MANIFEST, b"\0\1" + zeros_by_zstd(2**31))
     (path / "state/manifest.ocdbt").write_bytes(data)
 
 
-def expanding_node(path: Path) -> None:
-    """Appends a root node that expands to 2 GiB, and lets the manifest name it."""
-    manifest = path / "state/manifest.ocdbt"
-    (file,) = (path / "state/d").iterdir()
-    data, inner = file.read_bytes(), manifest.read_bytes()[12:-4]
-    node = index_file(NODE, b"\0\1" + zeros_by_zstd(2**31))
-    file.write_bytes(data + node)
-    start = data.index(NODE)
-    (length,) = struct.unpack("<Q", data[start + 4 : start + 12])
-    none = varint(2**64 - 1)  # of the first version, which is empty
-    named = none + varint(start) + none + varint(length)
-    assert inner.count(named) == 1
-    now = none + varint(len(data)) + none + varint(len(node))
-    manifest.write_bytes(index_file(MANIFEST, inner.replace(named, now)))
+def expanding_node() -> list[bytes]:
+    return [index.index_file(index.NODE, b"\0\1" + zeros_by_zstd(2**31))]
+
+
+def coded(data: bytes, *codecs: dict[str, Any]) -> Make:
+    """The first chunk of `w`, of 32 MiB, from other codecs."""
+    return array([8192, 1024], [8192, 1024], data, codecs=[BYTES, *codecs])
+
+
+BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+ZSTD = {"name": "zstd", "configuration": {"level": 3}}
+HOW = {"cname": "zstd", "clevel": 5, "typesize": 1, "shuffle": "noshuffle", "blocksize": 0}
+BLOSC = {"name": "blosc", "configuration": HOW}
+
+
+def millions_of_parts(path: Path) -> None:
+    """A shard whose parts are single numbers; their index is holes."""
+    about = {"chunk_shape": [1, 1], "codecs": [BYTES], "index_codecs": [BYTES]}
+    codec = {"name": "sharding_indexed", "configuration": about}
+    array([8192, 1024], [8192, 1024], codecs=[codec])(path)
+    os.truncate(path / "state/w/c/0/0", 2**27)
+
+
+def nested(path: Path) -> None:
+    """An array in shards of shards of shards ..."""
+    begin = '{"name":"sharding_indexed","configuration":{"chunk_shape":[1,1],"codecs":['
+    text = begin * 10_000 + json.dumps(BYTES) + "]}}" * 10_000
+    file = path / "state/w/zarr.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"codecs": ["?"]}).replace('"?"', text))
+
+
+def zeros_by_blosc(count: int) -> bytes:
+    """Blocks of 256 MiB of zeros, each a frame of zstd."""
+    frame = zeros_by_zstd(2**28)
+    block = struct.pack("<I", len(frame)) + frame
+    starts = [16 + 4 * count + i * len(block) for i in range(count)]
+    size = starts[-1] + len(block)
+    head = struct.pack("<BBBBIII", 2, 1, 0x90, 1, count * 2**28, 2**28, size)
+    return head + struct.pack(f"<{count}I", *starts) + count * block
 
 
 def deep_link(path: Path) -> None:
@@ -313,6 +321,12 @@ FOLDERS |= {
     "a table of 90 MB in one string": instead_of(
         "leaves/table.json", text(b'{"crc":"' + b"x" * 90_000_000 + b'"}')
     ),
+    "a chunk of a terabyte of holes": instead_of("state/w/c/0/0", holes),
+    "a chunk by zstd of 2 GiB": coded(zeros_by_zstd(2**31), ZSTD),
+    "a chunk by blosc of 1.75 GiB": coded(zeros_by_blosc(7), BLOSC),
+    "a chunk by ten thousand codecs": coded(zeros_by_zstd(2**31), *[ZSTD] * 10_000),
+    "a chunk in millions of parts": millions_of_parts,
+    "shards of shards of shards": nested,
     "a zarr.json of brackets": instead_of("state/w/zarr.json", text(b"[" * TEN_MB)),
 }
 
@@ -324,7 +338,14 @@ FEW |= {
     "an index of few files of brackets": instead_of("state/manifest.ocdbt", text(b"[" * TEN_MB)),
     "an index of few files of 90 MB": instead_of("state/manifest.ocdbt", text(bytes(90_000_000))),
     "an index of few files that expands to 2 GiB": expanding_manifest,
-    "a node of few files that expands to 2 GiB": expanding_node,
+    "a node of few files that expands to 2 GiB": index.of_nodes(expanding_node),
+    "a node of 2,048 values of 1 MiB": index.of_nodes(index.large_values),
+    "a node of 16 GiB of keys": index.of_nodes(index.long_keys),
+    "a node of 8 GiB of names of files": index.of_nodes(index.node_of_long_names),
+    "an index of few files of 8 GiB of names": index.manifest_of_long_names,
+    "100 nodes of 60 MB": index.of_nodes(index.chain),
+    "a zarr.json of 4 GiB in few files": index.in_holes("w/zarr.json"),
+    "a chunk of 4 GiB in few files": index.in_holes("w/c/0/0"),
 }
 
 # ------------------------------------------------------------------ read them

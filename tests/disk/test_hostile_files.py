@@ -1,6 +1,7 @@
 """Hostile files: each is a typed error in under 2 s and under 1 GiB, and none ends the process."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 def calls(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What each call on each file did, under a memory limit of 8 GiB."""
     program = Path(hostile_files.__file__)
+    found = str(program.parent.parent), os.environ.get("PYTHONPATH", "")
     ended = subprocess.run(
         [sys.executable, program, tmp_path_factory.mktemp("hostile")],
         capture_output=True,
         text=True,
         timeout=500,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
     )
     lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     assert ended.returncode == 0, f"{lines[-1:]}\n{ended.stderr[-3000:]}"

@@ -37,6 +37,7 @@ OWNERS: Mapping[str, str] = {
     "jax._src": "_core.jax_private",
     "safetensors": "interchange",
     "tensorstore": "checkpoint",
+    "zstandard": "checkpoint",
 }
 # Packages that a module loads on first use, since most callers do not need them: `*` is any.
 LAZY: Mapping[str, set[str]] = {

@@ -17,9 +17,10 @@ Examples:
 try:
     import etils.epath  # noqa: F401
     import tensorstore  # noqa: F401
+    import zstandard  # noqa: F401
 except ModuleNotFoundError:
     raise ImportError(
-        "treeshard.checkpoint needs TensorStore and etils. Install them with"
+        "treeshard.checkpoint needs TensorStore, etils and zstandard. Install them with"
         " `pip install 'treeshard[checkpoint]'`."
     ) from None
 

@@ -2,7 +2,7 @@
 
 TensorStore writes and reads them, as Orbax does, and Orbax can read them. The files may come from
 anybody: before memory is taken for an array, what the store declares is compared with what is
-expected of it.
+expected of it, and the index of few files is limited before TensorStore reads it.
 """
 
 import json
@@ -10,7 +10,8 @@ import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from itertools import groupby, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +23,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from treeshard._core.arrays import Region, lengths, own_shards, regions_here, to_host, to_read
 from treeshard._core.processes import with_bar
 from treeshard._core.text import human_bytes
-from treeshard._disk.untrusted import bytes_of_files, check_memory
+from treeshard._disk.untrusted import LARGE, check_memory, file_sizes
+from treeshard.checkpoint._ocdbt import MANIFEST, Index
 from treeshard.checkpoint._paths import ARRAYS, is_local
-from treeshard.errors import CheckpointError, DamagedError, short
+from treeshard.errors import CheckpointError, DamagedError, FormatError, short
 
 Arrays = Mapping[str, jax.Array | np.ndarray]
 
@@ -203,6 +205,14 @@ _TO_PLACE = 2**24  # bytes that are placed at a time, if no single array has mor
 _MOST_EXPANSION = 2**20
 _MOST_EXPANSION_OF_A_CHUNK = 2**10  # of one that is larger than `_LARGE_CHUNK`
 _LARGE_CHUNK = 2**26  # bytes
+# Each chunk that is read takes memory, however small it is.
+_MOST_CHUNKS = 2**16  # of an array, unless they have `_LEAST_CHUNK` bytes on average
+_LEAST_CHUNK = 2**12
+_WHILE_READ = 2**10  # bytes of a chunk that is being read, besides its values
+# Those of arrays that treeshard or Orbax wrote, and similar ones. Blosc takes as much memory as a
+# chunk says, and each codec takes some.
+_CODECS = {"bytes", "crc32c", "gzip", "sharding_indexed", "transpose", "zstd"}
+_MOST_CODECS = 8
 _UNREAD = "it cannot be read: "
 _DETAILS = re.compile(r" \[(tensorstore_spec|source locations)=.*")
 _OPENING = re.compile('^[A-Z_]+: (Error opening "zarr3" driver: )?')
@@ -212,13 +222,22 @@ class ArrayStore:
     """The array store of a checkpoint, open for reading.
 
     Raises `DamagedError` if one of its files is not a regular file, so that reading it might not
-    end, and `CheckpointError` if the directory may not be read.
+    end, or if its index takes more memory than an honest one; and `CheckpointError` if the
+    directory may not be read.
     """
 
     def __init__(self, path: epath.Path) -> None:
         self._path = path
-        self._bytes = _bytes_of(path / ARRAYS) if is_local(path) else None
-        self._in_few_files = (path / ARRAYS / "manifest.ocdbt").exists()
+        self._in_few_files = (path / ARRAYS / MANIFEST).exists()
+        self._bytes: int | None = None
+        self._largest: dict[str, int] = {}  # values larger than `LARGE`, by array
+        self._chunks: dict[str, int] = {}  # of arrays that are not one chunk
+        self._codecs: set[str] = set()  # those that may be read
+        if is_local(path):
+            self._bytes, large = _sizes(path / ARRAYS)
+            for name, size in large.items():
+                key = name.partition("/")[0]
+                self._largest[key] = max(size, self._largest.get(key, 0))
         self._context = _context()
 
     def open(self, wanted: Structs) -> tuple[dict[str, Any], dict[str, str]]:
@@ -250,25 +269,37 @@ class ArrayStore:
                 why = "it is not in the array store." if absent else self._why(error)
                 errors[key] = f"{_UNREAD}{why}"
                 continue
-            if why := self._misfit(store, wanted[key]):
+            if why := self._misfit(key, store, wanted[key]):
                 errors[key] = f"{_UNREAD}{why}"
             else:
                 stores[key] = store
         return stores, errors
 
-    def _misfit(self, store: Any, wanted: jax.ShapeDtypeStruct) -> str:
+    def _misfit(self, key: str, store: Any, wanted: jax.ShapeDtypeStruct) -> str:
         """How a stored array differs from what is expected; empty if it does not."""
-        shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
+        shape, dtype, chunk_shape = tuple(store.shape), store.dtype.numpy_dtype, _chunk_shape(store)
         if (shape, dtype) != (wanted.shape, wanted.dtype):
             expected = f"expected {wanted.dtype}{list(wanted.shape)}"
             return f"stored as {dtype}{list(shape)}, {expected}."
-        chunk = math.prod(_chunk_shape(store)) * dtype.itemsize
-        most = math.prod(shape) * dtype.itemsize
-        if self._bytes is not None:
-            most = min(most, self._bytes * _MOST_EXPANSION_OF_A_CHUNK)
+        size, chunk = (math.prod(x) * dtype.itemsize for x in (shape, chunk_shape))
+        most = size if self._bytes is None else min(size, self._bytes * _MOST_EXPANSION_OF_A_CHUNK)
         if chunk > max(_LARGE_CHUNK, most):
             text = human_bytes(chunk)
             return f"it is stored in chunks of {text}, more than the array or its files have."
+        if chunk_shape != shape:
+            self._chunks[key] = count = math.prod(_chunk_counts(shape, chunk_shape))
+            if count > max(_MOST_CHUNKS, size // _LEAST_CHUNK):
+                return f"it is stored in {count:,} chunks of {human_bytes(chunk)}: too many."
+        if stored := self._largest.get(key):
+            most = 2 * (math.prod(store.chunk_layout.write_chunk.shape) * dtype.itemsize + LARGE)
+            if stored > most:
+                return f"a chunk is stored in {human_bytes(stored)}, and has {human_bytes(chunk)}."
+        if (text := str(store.codec)) not in self._codecs:
+            codecs = [*islice(_names(store.codec.to_json()["codecs"]), _MOST_CODECS + 1)]
+            if len(codecs) > _MOST_CODECS or not _CODECS.issuperset(codecs):
+                names = ", ".join(codecs[:_MOST_CODECS])
+                return f"it is stored by codecs that treeshard does not read: {names}."
+            self._codecs.add(text)
         return ""
 
     def read(self, wanted: Structs, *, progress: str = "") -> tuple[dict[str, Any], dict[str, str]]:
@@ -279,7 +310,7 @@ class ArrayStore:
         stores, errors = self.open({key: x for key, x in wanted.items() if _regions(x)})
         check_memory(self._path, [(x.shape, x.dtype, x.sharding) for x in wanted.values()])
         parts = ((key, x, part) for key, x in stores.items() for part in _regions(wanted[key]))
-        groups = groupby(_read_ahead(parts), lambda part: part[0])
+        groups = groupby(_read_ahead(parts, self._chunks), lambda part: part[0])
         arrays: dict[str, Any] = {}
         ready: dict[str, dict[Region, np.ndarray]] = {}  # to be placed together
         ready |= {key: {} for key, x in wanted.items() if not _regions(x)}
@@ -314,37 +345,60 @@ class ArrayStore:
     def blocks(self, store: Any) -> Iterator[tuple[Region, np.ndarray]]:
         """Reads an array that `open` has returned in blocks of its chunks, a few at a time.
 
+        A block is a chunk, or several that are small.
+
         Raises `ValueError` if it cannot be read, and `CheckpointError` if this process has no
         memory for a chunk, or may not read a file.
         """
         chunk, dtype = _chunk_shape(store), store.dtype.numpy_dtype
         if math.prod(chunk) * dtype.itemsize > _LARGE_CHUNK:
             check_memory(self._path, [(chunk, dtype, None)])
-        counts = [-(-length // step) for length, step in zip(store.shape, chunk, strict=True)]
-        starts = (np.multiply(index, chunk).tolist() for index in np.ndindex(*counts))
+        block = [*chunk]
+        for dim in reversed(range(len(block))):
+            several = max(1, _SMALL // (math.prod(block) * dtype.itemsize))
+            block[dim] *= min(several, -(-store.shape[dim] // block[dim]))
+        indices = np.ndindex(*_chunk_counts(store.shape, block))
+        starts = (np.multiply(index, block).tolist() for index in indices)
         regions = (
-            tuple((a, min(a + n, end)) for a, n, end in zip(start, chunk, store.shape, strict=True))
+            tuple((a, min(a + n, end)) for a, n, end in zip(start, block, store.shape, strict=True))
             for start in starts
         )
-        for _, region, part in _read_ahead(("", store, region) for region in regions):
+        for _, region, part in _read_ahead((("", store, region) for region in regions), {}):
             try:
                 yield region, part.result()
             except Exception as error:  # of any type
                 raise ValueError(f"{_UNREAD}{self._why(error)}") from None
 
 
-def _bytes_of(folder: epath.Path) -> int:
+def _sizes(folder: epath.Path) -> tuple[int, dict[str, int]]:
+    """The bytes of all files, and those of the large values by key."""
     try:
-        return bytes_of_files(folder) if folder.is_dir() else 0
-    except CheckpointError as error:
+        if not folder.is_dir():
+            return 0, {}
+        total, on_disk, large = file_sizes(folder)
+        if (folder / MANIFEST).exists():
+            large = Index(Path(folder), on_disk).large_values()
+        return total, large
+    except (CheckpointError, FormatError) as error:
         raise DamagedError(f"{folder.parent}: {error}") from None
     except OSError as error:
         text = f"{folder.parent}: the array store cannot be read: {error}."
         raise CheckpointError(text) from None
 
 
+def _names(codecs: list[dict[str, Any]]) -> Iterator[str]:
+    for codec in codecs:
+        yield codec["name"]
+        about = codec.get("configuration", {})
+        yield from _names([*about.get("codecs", ()), *about.get("index_codecs", ())])
+
+
 def _chunk_shape(store: Any) -> tuple[int, ...]:
     return store.chunk_layout.read_chunk.shape or ()
+
+
+def _chunk_counts(shape: Iterable[int], chunk: Iterable[int]) -> list[int]:
+    return [-(-length // step) for length, step in zip(shape, chunk, strict=True)]
 
 
 def _regions(x: jax.ShapeDtypeStruct) -> list[Region]:
@@ -387,12 +441,18 @@ def _placed(wanted: Structs, read: Mapping[str, Mapping[Region, np.ndarray]]) ->
     return arrays
 
 
-def _read_ahead(parts: Iterable[tuple[str, Any, Region]]) -> Iterator[tuple[str, Region, Any]]:
-    """Starts to read parts of arrays, and yields them in order, with futures of their values."""
+def _read_ahead(
+    parts: Iterable[tuple[str, Any, Region]], chunks: Mapping[str, int]
+) -> Iterator[tuple[str, Region, Any]]:
+    """Starts to read parts of arrays, and yields them in order, with futures of their values.
+
+    `chunks` are those of an array, if it has several.
+    """
     waiting: deque[tuple[int, tuple[str, Region, Any]]] = deque()
     held = 0
     for key, store, region in parts:
-        size = max(_LEAST_PART, math.prod(lengths(region)) * store.dtype.numpy_dtype.itemsize)
+        size = math.prod(lengths(region)) * store.dtype.numpy_dtype.itemsize
+        size = max(_LEAST_PART, size, chunks.get(key, 1) * _WHILE_READ)
         while waiting and held + size > _IN_FLIGHT:
             done, part = waiting.popleft()
             held -= done

@@ -17,7 +17,7 @@ from treeshard._core.paths import PyTree
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, agreeing, exchange, with_bar
 from treeshard._disk.files import Lock, flush, flush_tree, make_directory
 from treeshard._disk.leaves import SavedLeaf
-from treeshard._disk.untrusted import bytes_of_files
+from treeshard._disk.untrusted import file_sizes
 from treeshard.checkpoint._array_store import copies, merge, write_arrays, written_by
 from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._paths import (
@@ -58,7 +58,7 @@ class Writing:
 
     def _on_disk(self) -> int:
         with suppress(CheckpointError, OSError):  # files come and go
-            return bytes_of_files(partial_path(self._path)) if is_local(self._path) else 0
+            return file_sizes(partial_path(self._path)).total if is_local(self._path) else 0
         return 0
 
 
