@@ -232,6 +232,12 @@ HIDDEN = (
     *(os.path.join(path, "") for path in (os.path.dirname(__file__), *jax.__path__)),
     contextlib.__file__,
 )
+_PACKAGES = re.compile(r"/(site|dist)-packages/|^<")
+
+
+def own_lines(lines: Iterable[str]) -> list[str]:
+    """Those of some lines, as `file:line`, that are in the user's code."""
+    return [x for x in lines if not x.startswith(HIDDEN) and not _PACKAGES.search(x)]
 
 
 def warn(message: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from treeshard.errors import HIDDEN, FormatError
+from treeshard.errors import HIDDEN, FormatError, own_lines
 
 # HLO's name of a dtype -> JAX's name, and the bits of an element.
 DTYPES: Mapping[str, tuple[str, int]] = {
@@ -260,8 +260,7 @@ class HloProgram:
         # The innermost line that is neither treeshard's nor, if others remain, a package's.
         stack = list(self._stack(int(frame[1])))
         outside = [line for line in stack if not line.startswith(HIDDEN)]
-        own = [line for line in outside if not re.search(r"/(site|dist)-packages/|^<", line)]
-        return next(iter(own or outside or stack), None)
+        return next(iter(own_lines(outside) or outside or stack), None)
 
     def _stack(self, frame: int) -> Iterator[str]:
         """The lines of a call stack, innermost first."""

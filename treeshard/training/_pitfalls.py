@@ -6,7 +6,6 @@ may move activations in place of weights, and a `device_put` to one device has n
 program for several: the step warns of both.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,9 +19,8 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
-from treeshard.errors import HIDDEN, TreeShardError, counted, listed, warn
+from treeshard.errors import TreeShardError, counted, listed, own_lines, warn
 
-_LIBRARY = re.compile(r"/(site|dist)-packages/|^<")
 # Set on the arrays that a step returned: each has memory of its own, so only the same object may
 # be in a tree twice. Asking for the buffers of 1000 arrays takes longer than calling a step.
 _MARK = "_treeshard_has_own_memory"
@@ -173,14 +171,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def source_line(eqn: Any) -> str:
     """The innermost line that is neither treeshard's nor another package's, as `file:line`."""
-    own = [line for line in _lines(eqn) if not _LIBRARY.search(line)]
-    return user_line(eqn) or next(iter(own or _lines(eqn)), "an unknown line")
+    return user_line(eqn) or next(iter(_lines(eqn)), "an unknown line")
 
 
 def user_line(eqn: Any) -> str:
     """The same, or `""` if all lines are treeshard's or another package's."""
-    lines = (x for x in _lines(eqn) if not _LIBRARY.search(x) and not x.startswith(HIDDEN))
-    return next(lines, "")
+    return next(iter(own_lines(_lines(eqn))), "")
 
 
 def _lines(eqn: Any) -> list[str]:
