@@ -15,11 +15,29 @@ from treeshard.training import jit_step
 
 TOPOLOGY, BATCH, TOKENS = "v5p-512", 1024, 4096
 SIZE = llama.SIZES["8b"]
-STRATEGIES = [
-    *("DP", "ZeRO-1", "FSDP", "HSDP"),
-    Strategy("FSDP x TP", ("fsdp", "tensor"), llama.TENSOR_PARALLEL, {"tensor": 8}),
-    Strategy("HSDP x TP", ("data", "fsdp", "tensor"), llama.TENSOR_PARALLEL, {"tensor": 8}),
-]
+COLUMNS, ROWS = "(q|k|v|gate|up)$", "(o|down)$"
+MLP_COLUMNS, MLP_ROWS = "(gate|up)$", "down$"
+
+
+def tensor_parallel(columns: str, rows: str, stacked: bool) -> list[tuple[str, Any]]:
+    front = (None,) * stacked
+    return [
+        ("norm", None),
+        (f"layers/.*{columns}", P(*front, "fsdp", "tensor")),
+        (f"layers/.*{rows}", P(*front, "tensor", "fsdp")),
+        (".*", ts.fsdp("fsdp")),
+    ]
+
+
+def strategies(stacked: bool) -> list[str | Strategy]:
+    axes = ("fsdp", "tensor")
+    every = tensor_parallel(COLUMNS, ROWS, stacked)
+    mlp = tensor_parallel(MLP_COLUMNS, MLP_ROWS, stacked)
+    return [
+        *("DP", "ZeRO-1", "FSDP", "HSDP"),
+        Strategy("FSDP x TP", axes, every, {"tensor": SIZE.kv_heads}),
+        Strategy("FSDP x TP of MLPs", axes, mlp),
+    ]
 
 
 def scanned(mesh: Any, rules: Any, remat: bool, accumulate: int, global_batch: int) -> Any:
@@ -46,8 +64,9 @@ def layer_by_layer(mesh: Any, rules: Any, remat: bool, accumulate: int, global_b
 
 def score(make: Callable[..., Any]) -> Suggestions:
     """All candidates in order, none compiled."""
+    chosen = strategies(make is scanned)
     return ts.suggest(
-        make, topology=TOPOLOGY, global_batch=BATCH, strategies=STRATEGIES, top=0, cache=None
+        make, topology=TOPOLOGY, global_batch=BATCH, strategies=chosen, top=0, cache=None
     )
 
 
@@ -61,7 +80,10 @@ def main() -> None:
         found = score(make)
         candidates = [*found.rows, *found.losers]
         leaves = len(jax.tree.leaves(make(one, [(".*", None)], False, 1, BATCH)[1]))
-        case = f"{len(candidates)} candidates for 8B on {TOPOLOGY}, {name} ({leaves} leaves), s"
+        case = (
+            f"{len(candidates)} candidates for 8B on {TOPOLOGY}, {name} ({leaves} leaves):"
+            f" {len(found.rows)} scored, s"
+        )
         rows.append(Row(case, seconds[name], "<= 10"))
     report("Scoring candidates of suggest without compiling", rows)
 

@@ -7,6 +7,7 @@ It needs the compiler for TPUs (`pip install 'treeshard[tpu]'`). Reports are in 
 """
 
 import json
+import math
 import subprocess
 import sys
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import treeshard as ts
 from benchmarks.suggest_cases import between_marks
 from examples.compile_llama import MODEL, make_llama
-from treeshard.communication._collectives import bytes_on_the_wire
+from treeshard.communication._collectives import bytes_on_the_wire, total
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "llama_pods.json"
@@ -47,26 +48,24 @@ def compile_one(pod: Pod) -> dict[str, Any]:
     named = {(one.path, one.axes) for one in gathers}
     found = [one for one in moved.compiled if one.kind == "all-gather" and one.path is not None]
     assert {(one.path.removeprefix("state/"), one.axes) for one in found if one.path} == named
-    wire = [bytes_on_the_wire(x.kind, x.total_bytes, _devices(mesh, x.axes)) for x in moved.planned]
+    wire = (
+        bytes_on_the_wire(x.kind, x.total_bytes, math.prod(mesh.shape[axis] for axis in x.axes))
+        for x in moved.planned
+    )
+    sends = total([cost.hidden_bytes, cost.exposed_bytes])
+    assert sends is not None, cost.unknown
     return {
         **pod._asdict(),
         "need": memory.total,
         "capacity": memory.capacity,
         "gathers_planned": sum(one.count for one in gathers),
-        "gathers_found": sum(one.count or 0 for one in found),
-        "sends_planned": sum(size or 0 for size in wire),
-        "sends": (cost.hidden_bytes or 0) + (cost.exposed_bytes or 0),
+        "gathers_found": total(one.count for one in found),
+        "sends_planned": total(wire),
+        "sends": sends,
         "exposed_seconds": cost.exposed_seconds,
         "findings": [one.code for one in moved.unplanned],
         "with": {name: version(name) for name in ("jax", "libtpu")},
     }
-
-
-def _devices(mesh: Any, axes: tuple[str, ...]) -> int:
-    count = 1
-    for axis in axes:
-        count *= mesh.shape[axis]
-    return count
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -1,7 +1,6 @@
 """Every process receives every message, or all processes raise."""
 
 import threading
-import time
 
 import jax
 import pytest
@@ -90,14 +89,10 @@ def check_other_calls_are_named_and_the_next_one_works(context: Context) -> None
 
 def given_up(context: Context, by: int, calls: int) -> None:
     """One process makes some calls in vain; the others wait until it has given up."""
-    mark = context.directory / f"given-up-{by}-{calls}"
-    if context.index == by:
-        for _ in range(calls):
+    with arriving_last(context, 1 - by, f"{by}-{calls}-calls"):
+        for _ in range(calls if context.index == by else 0):
             with pytest.raises(ProcessError, match=f"process {1 - by} of 2 did not arrive within"):
                 exchange("gather", b"", timeout=0.1)
-        mark.touch()
-    while not mark.exists():
-        time.sleep(0.01)
 
 
 def check_a_process_that_skipped_calls_goes_on_with_the_others(context: Context) -> None:

@@ -276,6 +276,15 @@ def test_candidates_that_differ_in_options_are_planned_once(monkeypatch) -> None
     ]  # fmt: skip
 
 
+def test_strategies_of_one_name_are_planned_by_their_own_rules() -> None:
+    split, whole = (
+        Strategy("mine", ("fsdp",), [(".*", ts.fsdp("fsdp"))]),
+        Strategy("mine", ("fsdp",), [(".*", None)]),
+    )
+    found = suggest(make, devices=8, strategies=[split, whole], memory="1GB", top=0, cache=None)
+    assert len({row.estimate.state_bytes for row in found.rows}) == 2
+
+
 def test_the_outer_axis_runs_between_nodes() -> None:
     found = suggest(make, topology="h100:2x4", strategies=["FSDP", "HSDP"], top=0, cache=None)
     by_mesh = {row.mesh: row.estimate.seconds for row in found.rows}

@@ -214,7 +214,7 @@ def test_other_devices_can_be_compiled_for(topology: str, axes: str) -> None:
 _COMPILE_8B = """
 import re, sys
 from treeshard._cli import main
-status = main([
+main([
     "compile", "examples.compile_llama:llama_8b", "--topology=v5e-256", "--mesh=fsdp=64,tensor=4",
     "--scan=layers", "--remat=layers", "--dtype=bfloat16", "--json",
 ])
@@ -235,4 +235,6 @@ def test_8b_on_256_chips_is_compiled_on_a_laptop() -> None:
         if (row["kind"], row["axes"]) == ("all-gather", ["fsdp"])
     ]
     assert (gathers["planned_count"], gathers["count"]) == (450, 450)
+    unplanned = found["communication"]["unplanned"]  # and so all of them are of planned leaves
+    assert not [x for one in unplanned for x in one["collectives"] if x["kind"] == "all-gather"]
     assert int(peak) <= 1.5e9

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -22,7 +23,7 @@ from treeshard._planning.plan import Plan, plan
 from treeshard._planning.tactics import fsdp
 from treeshard.communication._collectives import bytes_on_the_wire
 from treeshard.communication._device_groups import axes_that_change
-from treeshard.communication._forecast import PlannedTransfer, predict_communication
+from treeshard.communication._forecast import predict_communication
 from treeshard.errors import TreeShardError
 from treeshard.programs._cost import link_seconds
 
@@ -163,7 +164,7 @@ class Estimator:
     batch: Any
     chip: Chip | None
     capacity: int | None
-    plans: dict[tuple[str, str], Plan | str] = field(default_factory=dict)
+    plans: "dict[tuple[int, str], _Planned | str]" = field(default_factory=dict)
 
     def estimate(self, candidate: Candidate) -> Estimate | str:
         """Why a candidate cannot be, or what its plan says."""
@@ -180,22 +181,25 @@ class Estimator:
                 of = f" of {passes} passes" if passes > 1 else ""
                 parts = candidate.batch_parts // passes
                 return f"a batch of {x.shape[0]} does not divide by {parts} devices{of}"
-        key = candidate.strategy.name, candidate.mesh
+        key = id(candidate.strategy.rules), candidate.mesh  # names need not differ
         if key not in self.plans:
-            self.plans[key] = self._planned(candidate)
+            self.plans[key] = self._planned(candidate, arrays)
         planned = self.plans[key]
         if isinstance(planned, str):
             return planned
-        sent = [*_sent(planned, candidate), *_activations(planned, candidate, arrays)]
+        moved, seconds = 0, 0.0
         between = network_axes(candidate)
-        seconds = 0.0
-        for kind, axes, size in sent:
-            devices = math.prod(candidate.axes[axis] for axis in axes)
-            on_wire = bytes_on_the_wire(kind, size, devices)
-            seconds += link_seconds(on_wire, axes, self.chip, between) or 0.0
-        return Estimate(planned.bytes_per_device(), sum(size for *_, size in sent), seconds)
+        for sent, size in planned.sent.items():
+            if sent.is_again and not candidate.options.get("remat"):
+                continue
+            size *= candidate.options.get("accumulate", 1) if sent.in_each_pass else 1
+            devices = math.prod(candidate.axes[axis] for axis in sent.axes)
+            on_wire = bytes_on_the_wire(sent.kind, size, devices)
+            seconds += link_seconds(on_wire, sent.axes, self.chip, between) or 0.0
+            moved += size
+        return Estimate(planned.state_bytes, moved, seconds)
 
-    def _planned(self, candidate: Candidate) -> Plan | str:
+    def _planned(self, candidate: Candidate, batch: Sequence[Any]) -> "_Planned | str":
         try:
             planned = plan(self.state, candidate.strategy.rules, candidate.mesh)
         except TreeShardError as error:
@@ -209,41 +213,50 @@ class Estimator:
                 f"does not fit: the state alone needs {human_bytes(need)} of"
                 f" {human_bytes(self.capacity)}"
             )
-        return planned
+        return _Planned(need, _sent(planned, candidate) + _activations(planned, candidate, batch))
 
 
-def _sent(planned: Plan, candidate: Candidate) -> Iterator[tuple[str, tuple[str, ...], int]]:
+class _Sent(NamedTuple):
+    """A kind of transfer: whether only a repeated forward pass has it, and whether each pass of an
+    accumulation does, which gathers the weights and scatters the gradients again."""
+
+    kind: str
+    axes: tuple[str, ...]
+    is_again: bool = False
+    in_each_pass: bool = False
+
+
+class _Planned(NamedTuple):
+    """The bytes of the state on the fullest device, and those of each kind of transfer."""
+
+    state_bytes: int
+    sent: Counter[_Sent]
+
+
+def _sent(planned: Plan, candidate: Candidate) -> Counter[_Sent]:
     along = tuple(axis for axis in candidate.axes if axis in BATCH_AXES)
-    passes = candidate.options.get("accumulate", 1)
     gathered = planned.fsdp_axes()
-
-    def times(one: PlannedTransfer) -> int:
-        # Each pass gathers the weights and scatters the gradients again.
-        return passes if set(one.axes) & gathered and one.path else 1
-
-    moved = predict_communication(
-        planned,
-        batch=PartitionSpec(entry_of(along)),
-        remat=bool(candidate.options.get("remat")),
-    )
-    for one in moved:
-        yield one.kind, one.axes, one.total_bytes * times(one)
+    sent: Counter[_Sent] = Counter()
+    for one in predict_communication(planned, batch=PartitionSpec(entry_of(along)), remat=True):
+        in_each_pass = one.path is not None and not gathered.isdisjoint(one.axes)
+        sent[_Sent(one.kind, one.axes, "again" in one.why, in_each_pass)] += one.total_bytes
+    return sent
 
 
-def _activations(
-    planned: Plan, candidate: Candidate, batch: Sequence[Any]
-) -> Iterator[tuple[str, tuple[str, ...], int]]:
+def _activations(planned: Plan, candidate: Candidate, batch: Sequence[Any]) -> Counter[_Sent]:
     """What tensor parallelism sends, roughly: for each weight that is split along an axis that does
     not split the batch, an all-reduce of its other dim, for each row of this device's batch."""
     across = math.prod(candidate.axes.get(axis, 1) for axis in BATCH_AXES)
     rows = max((_rows(x) for x in batch), default=0) // across
+    sent: Counter[_Sent] = Counter()
     for leaf in parameters(planned.leaves):
         own = {axis for entry in leaf.given for axis in axes_of(entry)} - set(BATCH_AXES)
         if own and len(leaf.shape) > 1:
             axes = tuple(axis for axis in candidate.axes if axis in own)
             dim = next(i for i, entry in enumerate(leaf.given) if own & set(axes_of(entry)))
             other = math.prod(leaf.shape) // leaf.shape[dim]  # with the layers of a scan
-            yield "all-reduce", axes, rows * other * leaf.dtype.itemsize
+            sent[_Sent("all-reduce", axes)] += rows * other * leaf.dtype.itemsize
+    return sent
 
 
 def _rows(x: Any) -> int:
