@@ -139,6 +139,11 @@ def cost_of(read: ReadProgram, jaxpr: ClosedJaxpr, plan: Plan, chip: Chip | None
         unknown.append("bytes of memory in a loop or a branch that depends on data")
     if chip is None:
         unknown.append(f"the peaks of {device.device_kind}")
+    memories = {leaf.memory for leaf in plan.leaves} - {None}
+    if on_host := sum(map(plan.bytes_per_device, memories)):
+        unknown.append(
+            f"the time to copy {human_bytes(on_host)} of the state from the host and back"
+        )
     between = _network_axes(mesh)
     moves = [
         (one, link_seconds(_sent([one]), one.axes, chip, between))

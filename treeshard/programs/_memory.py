@@ -156,13 +156,20 @@ def temporaries_of(analysis: Any, platform: str) -> int:
     """The bytes of intermediate values at most, from what the compiler says of a program.
 
     The compiler for TPUs says two numbers. That of temporaries counts some memory twice, which may
-    come to more than a device has in programs that it accepts; the peak counts what is in the
-    chip's vector memory too. The smaller is near the addresses that it assigns.
+    come to more than a device has in programs that it accepts. The peak is of all memory, also what
+    is on the host and in the chip's vector memory. The smaller is near the addresses that it
+    assigns.
     """
     temporaries: int = analysis.temp_size_in_bytes
     if platform != "tpu":
         return temporaries
-    return min(temporaries, analysis.peak_memory_in_bytes - analysis.argument_size_in_bytes)
+    others = (
+        analysis.argument_size_in_bytes
+        + (analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+        + analysis.host_argument_size_in_bytes
+        + (analysis.host_output_size_in_bytes - analysis.host_alias_size_in_bytes)
+    )
+    return min(temporaries, analysis.peak_memory_in_bytes - others)
 
 
 def _local_bytes(x: Any) -> int:
