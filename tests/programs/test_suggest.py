@@ -91,7 +91,7 @@ def test_a_program_that_ended_the_process_is_not_compiled_again(tmp_path, monkey
     class Ended(BaseException):
         pass
 
-    def aborts(self: Any) -> Any:
+    def aborts(self: Any, **options: Any) -> Any:
         [mark] = tmp_path.glob("*.compiling")
         marked.append(mark.name)
         raise Ended

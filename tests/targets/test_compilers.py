@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from programs import CASES, LAYERS, by_jit, case_of
 
 import treeshard as ts
 from benchmarks import suggest_cases
+from examples.compile_llama import FSDP, make_llama
 from treeshard._cli import main
 
 if "TREESHARD_TARGETS" not in os.environ:
@@ -169,6 +171,48 @@ def test_what_is_live_explains_the_temporaries_of_a_transformer() -> None:
     assert live == pytest.approx(memory.temporaries, rel=0.01)
     # Which counts some of it twice.
     assert live < 0.95 * analysis.temp_size_in_bytes
+
+
+def llama(size: str, topology: str, batch: int, memory: str | None) -> Any:
+    """A step of a Llama with AdamW by FSDP, its moments in `memory`; and its arguments."""
+    moments = [
+        ("opt.*norm", None),
+        ("opt.*layers", ts.fsdp("fsdp", skip=(0,), memory=memory)),
+        ("opt", ts.fsdp("fsdp", memory=memory)),
+    ]
+    mesh = ts.make_mesh("fsdp=-1", topology=topology)
+    return make_llama(mesh, [*moments, *FSDP], size=size, global_batch=batch)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_offloaded_moments_free_their_bytes() -> None:
+    # With memory to spare, the compiler for TPUs copies moments to the device as early as it likes.
+    # Here it is to take 1% of the memory.
+    scarce: dict[str, str | bool] = {"xla_tpu_scheduler_percent_shared_memory_limit": "1"}
+    totals = {}
+    for memory in (None, "pinned_host"):
+        step, state, batch = llama("1b", "v5e-8", 16, memory)
+        with jax.numpy_rank_promotion("allow"):
+            found = step.compile(state, batch, compiler_options=scarce).memory()
+        totals[memory] = found.total
+    assert found.host == step.plan.bytes_per_device("pinned_host") > 2**30
+    assert totals[None] - totals["pinned_host"] >= 0.98 * found.host
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_step_that_does_not_fit_does_with_its_moments_offloaded() -> None:
+    with jax.numpy_rank_promotion("allow"):
+        step, state, batch = llama("3b", "v5e-4", 8, None)
+        with pytest.raises(ts.errors.DoesNotFitError):
+            step.compile(state, batch)
+        step, state, batch = llama("3b", "v5e-4", 8, "pinned_host")
+        assert step.compile(state, batch).memory().fits
+
+
+def test_a_memory_that_jax_does_not_know_of_is_refused() -> None:
+    message = r"^The plan places leaves in pinned_host: JAX knows of no such memory for NVIDIA H100"
+    with pytest.raises(ts.MeshError, match=message):
+        llama("1b", "h100:8", 8, "pinned_host")
 
 
 def too_large(mesh: jax.sharding.Mesh, rows: int = 2**26):

@@ -98,11 +98,20 @@ class Plan(SpecCarrier):
             MeshError: If the devices lack the memory of a leaf.
         """
         kinds = [(leaf.given, leaf.memory) for leaf in self.leaves]
+        wanted = sorted({memory for _, memory in kinds if memory is not None})
+        headline = f"The plan places leaves in {', '.join(wanted)}: "
         try:
             of_kind = {x: NamedSharding(self.mesh, x[0], memory_kind=x[1]) for x in set(kinds)}
         except ValueError as error:
-            wanted = sorted({memory for _, memory in kinds if memory is not None})
-            raise MeshError(f"The plan places leaves in {', '.join(wanted)}: {error}") from None
+            raise MeshError(f"{headline}{error}") from None
+        # JAX leaves out the memory of devices of which it knows none.
+        if not {sharding.memory_kind for sharding in of_kind.values()}.issuperset(wanted):
+            devices: Any = self.mesh.devices
+            raise MeshError(
+                f"{headline}JAX knows of no such memory for {devices.flat[0].device_kind} that is"
+                " not attached, and would keep these leaves on the devices. Compile where it is"
+                " attached, or plan without `memory`."
+            )
         return [of_kind[kind] for kind in kinds]
 
     def _bare(self) -> PyTree:

@@ -100,15 +100,16 @@ def compile_step(
     plan: Plan,
     batch_specs: SpecTree,
     batch: Sequence[Any],
+    options: dict[str, str | bool] | None,
 ) -> CompiledStep:
-    """Compiles a lowered step.
+    """Compiles a lowered step, with options of the compiler.
 
     Raises `DoesNotFitError` if the compiler says that it does not fit; or, for GPUs that are not
     attached, if their data sheet does.
     """
     device = with_devices(plan.mesh, "compile", compile_only=True).devices.flat[0]
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if (sizes := _REFUSED.search(str(error))) is None:
             raise

@@ -153,12 +153,19 @@ class Step:
         """
         return self._lowered(state, batch)[2]
 
-    def compile(self, state: PyTree, batch: PyTree) -> "CompiledStep":
+    def compile(
+        self,
+        state: PyTree,
+        batch: PyTree,
+        *,
+        compiler_options: dict[str, str | bool] | None = None,
+    ) -> "CompiledStep":
         """Compiles the step for these arguments without running it; calls then use this program.
 
         Args:
             state: The state, or `plan.structs`.
             batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+            compiler_options: Options of XLA, as `jax.stages.Lowered.compile` takes them.
 
         Returns:
             A `CompiledStep`, which tells what the program moves, needs and costs.
@@ -171,7 +178,9 @@ class Step:
         from treeshard.programs._compiled_step import compile_step
 
         program, traced, lowered, data = self._lowered(state, batch)
-        step = compile_step(lowered, traced.jaxpr, self.plan, self.batch_specs, data)
+        step = compile_step(
+            lowered, traced.jaxpr, self.plan, self.batch_specs, data, compiler_options
+        )
         program.compiled = step.compiled
         if not self.is_by_hand:
             self._warn_of_activations(step.compiled)
