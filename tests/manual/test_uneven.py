@@ -122,6 +122,38 @@ def test_a_padded_plan_says_what_is_padded(check_vma: bool) -> None:
     assert all(np.array_equal(shards[key], padded[key]) for key in KEYS)
 
 
+@checks
+def test_a_layer_of_a_padded_stack_has_its_true_shape(fsdp_mesh, check_vma: bool) -> None:
+    stacked = {"up": normal(5, 3, 11, 13), "down": normal(6, 3, 13, 11), "bias": normal(7, 3, 13)}
+    plan = ts.plan(stacked, [(".*", ts.fsdp("fsdp", skip=(0,)))], fsdp_mesh, min_size=0).padded()
+    assert all(leaf.unpadded for leaf in plan.leaves)
+    x = normal(4, 16, 11)
+
+    def scan(params: Any, x: jax.Array, use: Any) -> jax.Array:
+        @jax.checkpoint
+        def layer(x: jax.Array, weights: Any) -> Any:
+            w = use(weights)
+            # What padding adds to the softmax would change the loss.
+            return x + jax.nn.softmax(x @ w["up"] + w["bias"][None]) @ w["down"], None
+
+        return jnp.mean(jnp.square(jax.lax.scan(layer, x, params)[0]))
+
+    def run(shards: Any, x: jax.Array) -> Any:
+        def use(weights: Any) -> Any:
+            return manual.gather_params(weights, "fsdp", plan)
+
+        step = manual.value_and_grad(
+            lambda params, x: scan(params, x, use), "fsdp", plan, gather=False
+        )
+        return step(shards, x)
+
+    inside = on(fsdp_mesh, run, (plan.specs, P("fsdp")), (P(), plan.specs), check_vma)
+    value, grads = inside(ts.pad_leaves(stacked, plan), x)
+    want, want_grads = jax.value_and_grad(lambda params: scan(params, x, lambda w: w))(stacked)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    assert_close(ts.unpad_leaves(grads, plan), want_grads)
+
+
 class Model(eqx.Module):
     w: jax.Array
 

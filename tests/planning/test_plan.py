@@ -334,6 +334,19 @@ def test_follow() -> None:
     assert leaves["0/count"].given == P()
 
 
+@pytest.mark.parametrize("axes", ["fsdp=3,data=2", "fsdp=16", "fsdp=1"])
+def test_what_follows_a_padded_plan_is_padded_anew_for_another_mesh(axes: str) -> None:
+    params = {"embed": struct(50257, 128), "square": struct(100, 100)}
+    decided = ts.plan(params, [(".*", ts.fsdp("fsdp"))], "fsdp=7", min_size=0).padded()
+    assert all(leaf.unpadded for leaf in decided.leaves)
+    for optimizer in (optax.adam(0.1), optax.adafactor(0.1, min_dim_size_to_factor=2)):
+
+        def state_of(plan: ts.Plan, optimizer: Any = optimizer) -> Any:
+            return plan.follow(jax.eval_shape(optimizer.init, plan.structs))
+
+        assert state_of(decided).on(axes) == state_of(decided.on(axes))
+
+
 def test_follow_keeps_non_array_leaves() -> None:
     decided = planned()
     average = decided.follow({"ema": model(), "decay": 0.9, "extra": struct(5, 5)})

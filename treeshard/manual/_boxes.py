@@ -8,10 +8,18 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import register_dataclass, tree_flatten
 
+from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import context_mesh
 from treeshard._core.paths import PyTree, is_box, leaf_paths
-from treeshard._core.spec_trees import SpecTree, lay, raise_misfits, specs_of_leaves
+from treeshard._core.spec_trees import (
+    SpecTree,
+    lay,
+    layer_specs,
+    raise_misfits,
+    specs_of_leaves,
+)
 from treeshard._core.specs import axes_of, entries
+from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.tactics import names_in
 
@@ -190,7 +198,8 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
     """The leaves of a tree with their specs, and the structure of the tree.
 
     With `specs=None` the specs are read from boxes, and leaves without a box are replicated.
-    With a tree of specs, a box is a node like any other.
+    With a tree of specs, a box is a node like any other. With a plan of stacked layers, the tree
+    may be one layer.
 
     Raises:
         SpecError: If `specs` does not fit the tree, or specs do not fit their leaves.
@@ -210,6 +219,9 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
     else:
         planned = specs.leaf_at_each_index() if isinstance(specs, Plan) else []
         true = [None if leaf is None else leaf.unpadded for leaf in planned]
+        if _are_slices(values, planned):
+            specs = layer_specs(specs)
+            true = [None if shape is None else shape[1:] for shape in true]
         specs = specs_of_leaves(specs, tree)
         specs = [spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs]
         true = true if len(true) == len(specs) else [None] * len(specs)
@@ -235,3 +247,15 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
             advice=advice if beyond_rank else "",
         )
     return leaves, treedef
+
+
+def _are_slices(values: Sequence[Any], planned: Sequence[PlannedLeaf | None]) -> bool:
+    """Whether each array has one dim less than the plan has: one layer of a stack."""
+    if len(values) != len(planned):
+        return False
+    ranks = [
+        (x.ndim, len(leaf.shape))
+        for x, leaf in zip(values, planned, strict=True)
+        if leaf is not None and has_shape(x)
+    ]
+    return bool(ranks) and all(rank + 1 == stacked for rank, stacked in ranks)

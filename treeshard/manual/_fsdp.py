@@ -272,9 +272,10 @@ def gather_params(
 
     Inside a scan over layers, with `jax.checkpoint` around the layer, no more than one or two
     layers are gathered at a time. Without it, all gathered weights are kept for the backward
-    pass. The leaves of a slice have the specs that `layer_specs` returns. Call `vary` on the
-    parameters first: the gradients of leaves that no axis shards are then averaged once, by
-    `sync_gradients`, instead of once per layer.
+    pass. The plan of the stacked layers fits one layer too; without a plan, the leaves of a layer
+    have the specs that `layer_specs` returns. Call `vary` on the parameters first: the gradients
+    of leaves that no axis shards are then averaged once, by `sync_gradients`, instead of once per
+    layer.
 
     Args:
         params: Any pytree. Leaves that are not arrays pass through.
