@@ -113,16 +113,17 @@ def test_a_step_by_hand(mesh: Mesh) -> None:
 
 
 @OFFLOADS
-def test_a_cost_says_that_it_lacks_the_copies(mesh: Mesh) -> None:
+def test_a_compiled_step_tells_memory_from_the_host_and_that_its_cost_lacks_the_copies(
+    mesh: Mesh,
+) -> None:
     state, batch = jax.eval_shape(init, jax.random.key(0)), struct(8, WIDTH)
-    reasons = []
-    for memory in (None, HOST):
-        plan = ts.plan(state, rules(memory), mesh)
-        cost = jit_step(train_step, plan).compile(plan.structs, batch).cost()
-        reasons.append(set(cost.unknown))
+    plans = [ts.plan(state, rules(memory), mesh) for memory in (None, HOST)]
+    here, there = (jit_step(train_step, plan).compile(plan.structs, batch) for plan in plans)
+    assert there.memory().host == 2**16
+    assert here.memory().arguments - there.memory().arguments == 2**16
     copies = "the time to copy 64.0 KiB of the state from the host and back"
-    assert reasons[1] - reasons[0] == {copies}
-    assert f"unknown: {copies}" in str(cost)
+    assert {*there.cost().unknown} - {*here.cost().unknown} == {copies}
+    assert f"unknown: {copies}" in str(there.cost())
 
 
 def test_a_plan_shows_the_bytes_of_each_memory(mesh: Mesh) -> None:

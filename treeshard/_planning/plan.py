@@ -264,7 +264,7 @@ class Plan(SpecCarrier):
         """
         if self._source is not None and any(leaf.unpadded for leaf in self._source.leaves):
             source = self._source.on(mesh)
-            return source.follow(self._split.combine(self._padded_as(source)))
+            return source.follow(self._padded_as(source))
         if any(leaf.unpadded for leaf in self.leaves):
             return self.unpadded().on(mesh).padded()
         if self._source is not None:
@@ -278,26 +278,28 @@ class Plan(SpecCarrier):
         with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
             return plan_tied(self._bare(), self.rules, mesh, self.min_size, self.ties())
 
-    def _padded_as(self, source: "Plan") -> list[jax.ShapeDtypeStruct]:
-        """The leaves of a plan that follows another one, which is `source` on another mesh."""
+    def _padded_as(self, source: "Plan") -> PyTree:
+        """The tree of a plan that follows another one, with the padding of that one on another
+        mesh, which is `source`."""
         assert self._source is not None
         before, after = self._source.leaf_at_each_index(), source.leaf_at_each_index()
-        dims = Original(
+        # With the numbers of the dims as specs, what follows tells which dims it has.
+        numbered = Original(
             self._source._split.treedef,
             [None if leaf is None else leaf.shape for leaf in before],
             [leaf and PartitionSpec(*map(str, range(len(leaf.shape)))) for leaf in before],
         )
-        followed = follow(self._bare(), dims)
+        followed = follow(self._bare(), numbered)
         structs: list[jax.ShapeDtypeStruct] = []
         for index, leaf in zip(self._split.indices, self.leaves, strict=True):
             spec, like = followed[index]
             shape = list(leaf.shape)
             if like is not None and (counterpart := after[like]) is not None:
-                for dim, name in enumerate(entries(spec)):
-                    if name is not None:
-                        shape[dim] = counterpart.shape[int(name)]
+                for dim, number in enumerate(entries(spec)):
+                    if number is not None:
+                        shape[dim] = counterpart.shape[int(number)]
             structs.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
-        return structs
+        return self._split.combine(structs)
 
     def follow(self, tree: PyTree) -> "Plan":
         """Plans a tree that holds copies of this plan's tree: optimizer state, an average,

@@ -137,9 +137,11 @@ def memory_of(
     kinds["batch"] = sum(map(_local_bytes, filter(has_shape, batch)))
     peak = sorted(peak_of(program).buffers, key=lambda buffer: -buffer.array.bytes)
     flow = Dataflow(program)
+    # The compiler for CPUs, which have one memory, counts what is on the host with the rest.
+    apart = host if device.platform == "cpu" else 0
     memory = Memory(
         kinds,
-        arguments=analysis.argument_size_in_bytes,
+        arguments=analysis.argument_size_in_bytes - apart,
         results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
         temporaries=temporaries_of(analysis, device.platform),
         code=analysis.generated_code_size_in_bytes,
