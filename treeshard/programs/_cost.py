@@ -17,6 +17,7 @@ from treeshard.communication._device_groups import axes_that_change
 from treeshard.communication._differences import collective_lines
 from treeshard.communication._program import ReadProgram
 from treeshard.programs._flops import compiled_flops, traced_flops
+from treeshard.programs._memory import host_bytes
 from treeshard.programs._traffic import memory_traffic
 
 _ESTIMATE = "an estimate from published peaks that no chip has confirmed"
@@ -139,11 +140,8 @@ def cost_of(read: ReadProgram, jaxpr: ClosedJaxpr, plan: Plan, chip: Chip | None
         unknown.append("bytes of memory in a loop or a branch that depends on data")
     if chip is None:
         unknown.append(f"the peaks of {device.device_kind}")
-    memories = {leaf.memory for leaf in plan.leaves} - {None}
-    if on_host := sum(map(plan.bytes_per_device, memories)):
-        unknown.append(
-            f"the time to copy {human_bytes(on_host)} of the state from the host and back"
-        )
+    if host := host_bytes(plan):
+        unknown.append(f"the time to copy {human_bytes(host)} of the state from the host and back")
     between = _network_axes(mesh)
     moves = [
         (one, link_seconds(_sent([one]), one.axes, chip, between))

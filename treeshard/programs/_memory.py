@@ -127,13 +127,11 @@ def memory_of(
     device = with_devices(plan.mesh, "memory", compile_only=True).devices.flat[0]
     params = {leaf.path for leaf in parameters(plan.leaves)}
     kinds = {"parameters": 0, "other state": 0}
-    host = 0
     for leaf in plan.leaves:
-        kind = "parameters" if leaf.path in params else "other state"
         if leaf.memory is None:
+            kind = "parameters" if leaf.path in params else "other state"
             kinds[kind] += leaf.bytes_per_device(plan.mesh)
-        else:
-            host += leaf.bytes_per_device(plan.mesh)
+    host = host_bytes(plan)
     kinds["batch"] = sum(map(_local_bytes, filter(has_shape, batch)))
     peak = sorted(peak_of(program).buffers, key=lambda buffer: -buffer.array.bytes)
     flow = Dataflow(program)
@@ -152,6 +150,12 @@ def memory_of(
     )
     advice = advise(memory.total, memory.results, memory.temporaries, memory.at_peak, plan)
     return replace(memory, advice=tuple(advice))
+
+
+def host_bytes(plan: Plan) -> int:
+    """The bytes of the state that a plan places in the memory of a device's host."""
+    leaves = (leaf for leaf in plan.leaves if leaf.memory is not None)
+    return sum(leaf.bytes_per_device(plan.mesh) for leaf in leaves)
 
 
 def temporaries_of(analysis: Any, platform: str) -> int:
