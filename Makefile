@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-floor test-newest test-targets soak lint bench docs pages dist clean
+.PHONY: demo test test-floor test-newest test-targets soak lint bench docs dist clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_fsdp.py $(ARGS)
@@ -44,13 +44,10 @@ lint: .venv/installed
 bench: .venv-bench/installed
 	.venv-bench/bin/python -m benchmarks --save $(ARGS)
 
+# Writes the pictures and the pages about errors anew, and the site into site/.
 docs: .venv/installed-docs
 	$(BIN)/python -m tools.draw_pictures
 	$(BIN)/python tools/errors_page.py
-	$(BIN)/mkdocs build --strict
-
-# The same with the pictures that are there.
-pages: .venv/installed-docs
 	$(BIN)/mkdocs build --strict
 
 # The wheel and the source, into dist/.

@@ -65,9 +65,7 @@ def layer_by_layer(mesh: Any, rules: Any, remat: bool, accumulate: int, global_b
 def score(make: Callable[..., Any]) -> Suggestions:
     """All candidates in order, none compiled."""
     chosen = strategies(make is scanned)
-    return ts.suggest(
-        make, topology=TOPOLOGY, global_batch=BATCH, strategies=chosen, top=0, cache=None
-    )
+    return ts.suggest(make, topology=TOPOLOGY, global_batch=BATCH, strategies=chosen, top=0)
 
 
 def main() -> None:

@@ -4,8 +4,8 @@
     python -m benchmarks.suggest_cases llama-1b/h100:8  # these
     python -m benchmarks.suggest_cases --page           # only the table of which-mesh.md
 
-It needs the compilers (`pip install 'treeshard[tpu,cuda]'`), none of the devices, and hours: what
-was compiled is kept in `--cache`, so it can be interrupted. Results are in suggest_cases.json.
+It needs the compilers (`pip install 'treeshard[tpu,cuda]'`), none of the devices, and hours. It
+writes suggest_cases.json after each case.
 """
 
 import argparse
@@ -204,7 +204,7 @@ def name_of(case: Case) -> str:
     return f"{case.model.replace(' ', '-').lower()}/{case.topology}"
 
 
-def suggested(case: Case, top: int, cache: Path) -> Suggestions:
+def suggested(case: Case, top: int) -> Suggestions:
     def with_remat(mesh: Any, rules: Any, global_batch: int) -> Any:
         return case.make(mesh, rules, True, global_batch)
 
@@ -214,7 +214,6 @@ def suggested(case: Case, top: int, cache: Path) -> Suggestions:
         global_batch=case.batch,
         strategies=[*NAMES, *([case.tensor] if case.tensor else [])],
         top=top,
-        cache=cache,
         progress=True,
         scan="layers",
         remat="layers",
@@ -222,10 +221,10 @@ def suggested(case: Case, top: int, cache: Path) -> Suggestions:
     )
 
 
-def measure(case: Case, cache: Path) -> dict[str, Any]:
-    """Compiles all that may fit, then asks for a suggestion, which finds them in the cache."""
-    every = suggested(case, 999, cache)
-    first = suggested(case, 5, cache).best
+def measure(case: Case) -> dict[str, Any]:
+    """Compiles all that may fit, then asks for a suggestion."""
+    every = suggested(case, 999)
+    first = suggested(case, 5).best
     assert first is not None
     assert first.verdict is not None
     rows = [row_of(one) for one in every.rows]
@@ -240,7 +239,7 @@ def measure(case: Case, cache: Path) -> dict[str, Any]:
         "suggested": row_of(first),
         "least_exposed": min(exposed),
         "rows": rows,
-        "lost": {str(one.candidate): one.outcome.partition(" Remove ")[0] for one in every.losers},
+        "lost": {str(one.candidate): one.outcome for one in every.losers},
     }
 
 
@@ -308,7 +307,7 @@ NOTE = """\
 `suggest` chose these. All {compiled:,} candidates that fit were compiled too: in {count} of {cases}
 cases its first suggestion exposes the fewest bytes of all, or at most 5% more. `batch` is that
 of all devices, `exposed` what a device sends while it waits.
-`python -m benchmarks.suggest_cases --cache DIRECTORY` compiles them again{left}.
+`python -m benchmarks.suggest_cases` compiles them again{left}.
 Where several candidates expose nothing, the least time by published peaks decides.
 """
 
@@ -322,7 +321,6 @@ def between_marks(text: str, made: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="by default those without a result")
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/treeshard/suggest"))
     parser.add_argument("--page", action="store_true", help="only write the page")
     args = parser.parse_args(argv)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -330,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = [] if args.page else args.names or [name for name in cases if name not in results]
     for name in names:
         print(f"== {name}", file=sys.stderr, flush=True)
-        results[name] = measure(cases[name], args.cache)
+        results[name] = measure(cases[name])
         results = {name: results[name] for name in cases if name in results}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         print(name, "holds" if holds(results[name]) else "DOES NOT HOLD", flush=True)

@@ -10,6 +10,7 @@ are gathered (`unshard`), and the step takes gradients that are sharded like the
 """
 
 import argparse
+import math
 import shutil
 import sys
 import time
@@ -245,8 +246,11 @@ def main(argv=None):
 
     losses, started = [], time.perf_counter()
     some = zip(range(args.steps), batches(train_text, args), strict=False)
-    every = None if sys.stderr.isatty() else max(1, args.steps // 10)  # ten times in a file
-    bar = tqdm(some, total=args.steps, miniters=every)
+    how = {}
+    if not sys.stderr.isatty():
+        # Drawn ten times. After `maxinterval` seconds without a step tqdm would draw every one.
+        how = {"miniters": max(1, args.steps // 10), "maxinterval": math.inf}
+    bar = tqdm(some, total=args.steps, **how)
     for i, batch in bar:
         state, loss = step(state, batch)
         losses.append(float(loss))

@@ -1,20 +1,29 @@
 """Eight simulated devices, every warning an error, every annotation checked."""
 
-import importlib
-import pkgutil
-import threading
+from isolation import pytest_sessionfinish as pytest_sessionfinish  # isort: skip  (before JAX)
 
+import importlib
+import os
+import pkgutil
+
+import hypothesis
 import jax
 import pytest
 from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
-with install_import_hook("treeshard", "beartype.beartype"):
+with install_import_hook("treeshard", "annotations.checked"):
     import treeshard as ts
 
     for module in pkgutil.walk_packages(ts.__path__, "treeshard."):
         if module.name != "treeshard.__main__":
             importlib.import_module(module.name)
+
+# By default hypothesis begins with what failed in an earlier run, and then tries other examples in
+# each run, but where CI is set.
+hypothesis.settings.register_profile("the same everywhere", derandomize=True, database=None)
+if "TREESHARD_SOAK" not in os.environ:
+    hypothesis.settings.load_profile("the same everywhere")
 
 ts.simulate_devices(8)
 # JAX 0.10.0 notes 10 frames, and half of them belong to the annotation checks.
@@ -29,16 +38,6 @@ def pytest_terminal_summary(terminalreporter) -> None:
     for report in terminalreporter.getreports("passed"):
         for what, counts in report.user_properties if report.when == "call" else ():
             terminalreporter.write_line(f"{report.nodeid.split('::')[-1]}: {what}: {counts}")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_compile_goes_on():
-    """Waits for what `suggest` left compiling: the import hook checks what that thread defines, and
-    records warnings while it does, those of other tests too."""
-    yield
-    for thread in threading.enumerate():
-        if thread.name == "treeshard-suggest":
-            thread.join()
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,13 @@
-"""Draws the pictures of the README and of the docs from a short run of the demo.
+"""Draws the pictures of the README and of the docs from the demo.
 
-    python -m tools.draw_pictures
+    python -m tools.draw_pictures           # as `make docs`
+    python -m tools.draw_pictures --loss    # also the loss, after a short run
 
 Writes to docs/pictures: the plan as rich prints it, the sharding of the state with the bytes of
-each device (`ts.draw`), the communication of a step as planned and as compiled
-(`step.communication`), and the loss next to that of one device. `make docs` runs it; the same run
-draws the same files.
+each device (`ts.draw`), and the communication of a step as planned and as compiled
+(`step.communication`). These are the same files on every machine. The loss next to that of one
+device is not: processors round differently, and the text is the standard library's source. So it
+is drawn only on request.
 """
 
 import argparse
@@ -33,6 +35,7 @@ PLANNED, COMPILED = "#7570b3", "#1b9e77"
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--to", type=Path, default=Path("docs/pictures"), help="the folder")
+    parser.add_argument("--loss", action="store_true", help="train, and draw the loss too")
     chosen, rest = parser.parse_known_args(argv)
     args = train_fsdp.parse(rest)
     ts.simulate_devices(8)
@@ -47,6 +50,8 @@ def main(argv=None):
     text, _ = train_fsdp.read_text(args.text_bytes)
     first = next(train_fsdp.batches(text, args))
     draw_sharding(state, step, first, mesh, chosen.to)
+    if not chosen.loss:
+        return
 
     alone = eqx.filter_jit(train_fsdp.make_train_step(optimizer), donate="all-except-first")
     losses = {

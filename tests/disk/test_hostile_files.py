@@ -1,4 +1,4 @@
-"""Hostile files: each is a typed error in under 2 s and under 1 GiB, and none ends the process."""
+"""Hostile files: each is a typed error, none takes long or 1 GiB, and none ends the process."""
 
 import json
 import os
@@ -41,7 +41,9 @@ def test_none_takes_long_or_much_memory(calls, record_property) -> None:
     largest = max(calls, key=lambda call: call["peak"])
     record_property("seconds", f"at most {slowest['seconds']} ({slowest['case']})")
     record_property("memory", f"at most {largest['peak'] >> 20} MiB ({largest['case']})")
-    assert slowest["seconds"] < 2, slowest
+    # On two quiet cores the slowest takes 1.4 s, on busy ones 4.9 s. What this finds takes minutes,
+    # or does not end.
+    assert slowest["seconds"] < 30, slowest
     assert largest["peak"] < 2**30, largest
 
 

@@ -11,12 +11,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
+# For workers that measure their memory. glibc gives memory above this size, in bytes, back as soon
+# as it is freed. By default the size grows as a process runs, and what is kept of it depends on how
+# the threads took turns.
+EXACT_MEMORY = MappingProxyType({"MALLOC_MMAP_THRESHOLD_": "65536"})
 PYTHON = (sys.executable, "-W", "error::DeprecationWarning")
 GRACE = 5.0  # seconds that the others have to end once one process has failed
 
@@ -58,7 +62,8 @@ def launch(
     processes: int = 2,
     devices: int = 4,
     args: Sequence[str] = (),
-    timeout: float = 120.0,
+    timeout: float = 300.0,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Verdicts:
     """Runs a worker module's checks in fresh processes.
 
@@ -69,9 +74,10 @@ def launch(
         devices: Simulated devices per process.
         args: What the workers find as `context.args`.
         timeout: Seconds until everything is ended.
+        env: What is added to the environment.
     """
     for last in (False, True):  # somebody may take the port between its choice and its use
-        verdicts = _launch_once(module.__name__, directory, processes, devices, args, timeout)
+        verdicts = _launch_once(module.__name__, directory, processes, devices, args, timeout, env)
         if last or not any("address already in use" in log.lower() for log in verdicts.logs):
             return verdicts
     raise AssertionError("not reached")
@@ -95,7 +101,13 @@ def tests_of(module: ModuleType, **options: Any) -> tuple[Any, Any]:
 
 
 def _launch_once(
-    module: str, directory: Path, processes: int, devices: int, args: Sequence[str], timeout: float
+    module: str,
+    directory: Path,
+    processes: int,
+    devices: int,
+    args: Sequence[str],
+    timeout: float,
+    env: Mapping[str, str],
 ) -> Verdicts:
     directory.mkdir(parents=True, exist_ok=True)
     logs = [directory / f"process-{i}.log" for i in range(processes)]
@@ -108,7 +120,7 @@ def _launch_once(
         for i in range(processes):
             where = [str(port), str(i), str(processes), str(devices), str(directory)]
             command = [*PYTHON, "-m", "tests.multiprocess.worker", module, *where, *args]
-            started.append(start(command, logs[i]))
+            started.append(start(command, logs[i], env))
         wait_for_all(started, timeout)
     finally:
         end(started)
@@ -136,10 +148,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+def start(
+    command: Sequence[str], log: Path, more: Mapping[str, str] = MappingProxyType({})
+) -> "subprocess.Popen[bytes]":
     """Starts a process in a session of its own, so that what it starts can be ended with it."""
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    env |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+    env |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", **more}
     with log.open("wb") as out:
         return subprocess.Popen(
             command,

@@ -5,15 +5,12 @@ import sys
 import pytest
 
 from tests.multiprocess import disjoint_checks, launcher
-from tests.multiprocess.worker import Context
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 
 
-@pytest.mark.parametrize("check", launcher.checks_of(disjoint_checks))
-def test_one_process(check: str, tmp_path) -> None:
-    getattr(disjoint_checks, check)(Context(0, 1, tmp_path, []))
+EXACT = launcher.EXACT_MEMORY
 
-
-two, test_two_processes = launcher.tests_of(disjoint_checks)
-four, test_four_processes = launcher.tests_of(disjoint_checks, processes=4, devices=2)
+one, test_one_process = launcher.tests_of(disjoint_checks, processes=1, devices=8, env=EXACT)
+two, test_two_processes = launcher.tests_of(disjoint_checks, processes=2, devices=4, env=EXACT)
+four, test_four_processes = launcher.tests_of(disjoint_checks, processes=4, devices=2, env=EXACT)

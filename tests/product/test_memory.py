@@ -8,4 +8,4 @@ from tests.multiprocess import launcher, memory_checks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 
-two, test_two_processes = launcher.tests_of(memory_checks)
+two, test_two_processes = launcher.tests_of(memory_checks, env=launcher.EXACT_MEMORY)

@@ -10,7 +10,7 @@ import pytest
 from surface import SUBMODULES
 
 HEAVY = ["chex", "equinox", "flax", "matplotlib", "optax", "rich", "tensorstore", "tqdm"]
-HEAVY += ["zstandard"]
+HEAVY += ["loky", "zstandard"]
 
 
 def run(code: str) -> str:

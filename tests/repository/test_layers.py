@@ -31,10 +31,12 @@ ROWS = (
 AT_THE_TOP = {"jax", "numpy"}
 OWNERS: Mapping[str, str] = {
     "chex": "testing",
+    "cloudpickle": "programs._suggest",
     "equinox": "training",
     "etils": "checkpoint",
     "isal": "checkpoint",
     "jax._src": "_core.jax_private",
+    "loky": "programs._suggest",
     "safetensors": "interchange",
     "tensorstore": "checkpoint",
     "zstandard": "checkpoint",

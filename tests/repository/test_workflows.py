@@ -102,5 +102,7 @@ def test_nothing_in_a_file_is_executed() -> None:
                 assert node.func.id not in ("eval", "exec", "__import__"), path
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [getattr(node, "module", None), *(one.name for one in node.names)]
-                assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & {*names}, path
+                executing = {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & {*names}
+                # `suggest` copies the caller's function into a process that it starts.
+                assert not executing or path.name == "_suggest.py", path
     assert len((ROOT / "SECURITY.md").read_text().strip().splitlines()) == 6

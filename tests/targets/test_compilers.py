@@ -282,3 +282,10 @@ def test_8b_on_256_chips_is_compiled_on_a_laptop() -> None:
     unplanned = found["communication"]["unplanned"]  # and so all of them are of planned leaves
     assert not [x for one in unplanned for x in one["collectives"] if x["kind"] == "all-gather"]
     assert int(peak) <= 1.5e9
+
+
+def test_the_log_of_a_tpus_compiler_is_in_the_directory_of_the_run() -> None:
+    ts.make_mesh("fsdp=8", topology="v5e-8")
+    name = f"tpu_driver.*.{os.getpid()}"
+    assert list(Path(os.environ["TPU_LOG_DIR"]).glob(name))
+    assert not list(Path("/tmp/tpu_logs").glob(name))

@@ -14,7 +14,6 @@ from treeshard.errors import TreeShardError, printable
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code; 2 for wrong input."""
     options = _parser().parse_args(argv)
-    options.arguments = sys.argv[1:] if argv is None else [*argv]
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="backslashreplace")  # the terminal may not have every letter
@@ -104,8 +103,8 @@ STRATEGIES in the module adds `treeshard.programs.Strategy`s, such as one of ten
   treeshard suggest train:make_step --topology v5e-256 --global-batch 1024 --budget 30m
   treeshard suggest train:make_step --topology h100:2x8 --strategies FSDP,HSDP
 
-Candidates are planned first, which takes seconds; the best are compiled. What the compiler said of
-a program is kept in ~/.cache/treeshard. Ctrl-C prints what is known by then.
+Candidates are planned first, which takes seconds; the best are compiled, each in a process of its
+own. Ctrl-C prints what is known by then.
 
 exit code: 0, or 1 if nothing is known to fit, or 2 if the input is invalid
 """

@@ -1,21 +1,24 @@
-"""Finds the mesh and the strategy for a model on given devices, and says why the others lost."""
+"""Finds the mesh and the strategy for a model on given devices, and says why the others lost.
 
-import hashlib
+Each program is compiled in a process of its own. XLA ends its whole process where one of its own
+checks fails, and does not give the memory of a large compile back to the system.
+"""
+
 import inspect
-import json
 import math
-import os
+import pickle
+import signal
 import sys
-import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import cloudpickle
 import jax
+from loky import BrokenProcessPool, ProcessPoolExecutor
 
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.text import human_bytes, parse_bytes
@@ -33,7 +36,6 @@ from treeshard.programs._candidates import (
 from treeshard.programs._suggestions import Suggestion, Suggestions, Verdict, ranked
 
 _OFFERED = {"remat": (False, True), "accumulate": (1, 4)}
-CACHE = Path("~/.cache/treeshard/suggest")
 
 
 def suggest(
@@ -47,7 +49,6 @@ def suggest(
     top: int = 5,
     budget: int | float | None = None,
     chip: Chip | None = None,
-    cache: str | os.PathLike[str] | None = CACHE,
     progress: bool = False,
     scan: bool | str = False,
     remat: bool | str = False,
@@ -63,19 +64,21 @@ def suggest(
         make: `make(mesh, rules)` returns `(step, state, batch)`: a step of `jit_step` or
             `shard_map_step`, and arrays or `jax.ShapeDtypeStruct`s of the state and of the batch.
             What else it offers as keyword arguments is varied: `remat` (a bool) and `accumulate`
-            (the number of passes). It is also called with a mesh of one device, for the shapes.
+            (the number of passes). It is called here with a mesh of one device, for the shapes, and
+            with every other mesh in the process that compiles: cloudpickle copies it there, with
+            what it refers to outside of modules.
         topology: Devices that are not attached, as in `make_mesh`: `"v5e-256"`, `"h100:2x8"`.
-        devices: Without `topology`, the number of devices; by default all that are attached.
+        devices: Without `topology`, the number of devices; by default all that are attached. TPUs
+            that are attached, and devices of several processes, are named by `topology` too, since
+            only this process can open them.
         memory: The bytes that programs can use on a device, as a number or `"80GB"`; by default
             what the kind of device has.
         global_batch: Passed on to `make` as `global_batch=`.
         strategies: Names, `"DP"`, `"ZeRO-1"`, `"FSDP"` or `"HSDP"`, and `Strategy`s of your own,
             such as one with rules for a `tensor` axis. By default the four names.
         top: How many that fit are compiled.
-        budget: Seconds, after which nothing more is compiled. What runs then is abandoned; its
-            thread ends when the compiler returns.
+        budget: Seconds, after which nothing more is compiled. What runs then is ended.
         chip: Peaks and links of the device, instead of the published ones.
-        cache: A directory that keeps what the compiler said of each program, or `None`.
         progress: Whether to write a line to stderr for each program that is compiled.
         scan: As in `predict_communication`, for the comparison of a program with its plan.
         remat: Likewise, which weights are gathered again. Where `make` offers `remat`, those of
@@ -87,8 +90,8 @@ def suggest(
 
     Raises:
         MeshError: If the topology does not exist, or is given beside `devices`.
-        TreeShardError: If `make` does not have this form or fails for every mesh, or a strategy
-            is not known.
+        TreeShardError: If `make` does not have this form, cannot be copied to another process or
+            fails for every mesh, or a strategy is not known.
 
     Warns:
         ShardingWarning: As the steps that `make` builds.
@@ -101,7 +104,7 @@ def suggest(
         ...         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
         ...     batch = jax.ShapeDtypeStruct((64, 512), "float32")
         ...     return ts.jit_step(step, plan), plan.structs, batch
-        >>> found = ts.suggest(make, devices=8, strategies=["DP", "FSDP"], memory="1GB", cache=None)
+        >>> found = ts.suggest(make, devices=8, strategies=["DP", "FSDP"], memory="1GB")
         >>> found.best.mesh, found.best.fits
         ('fsdp=8', True)
     """
@@ -125,9 +128,8 @@ def suggest(
             order.append(Suggestion(one, known, None, None))
     order.sort(key=_by_estimate)
     model = {"scan": scan, "remat": remat, "dtype": dtype}
-    folder = None if cache is None else Path(cache).expanduser()
     end = math.inf if budget is None else time.monotonic() + budget
-    compiling = _Compiling(make, target, fixed, model, folder, end, progress)
+    compiling = _Compiling(make, target, fixed, model, end, progress)
     return compiling.run(order, dropped, top)
 
 
@@ -170,8 +172,14 @@ class _Target:
     def _missing(self) -> str | None:
         """Why nothing can be compiled for these devices."""
         if self.topology is None:
-            attached = len(jax.devices())
-            return None if self.devices <= attached else f"only {attached} devices are attached"
+            attached = jax.devices()
+            if self.devices > len(attached):
+                return f"only {len(attached)} devices are attached"
+            if jax.process_count() > 1:
+                return "the devices belong to several processes; name them by `topology`"
+            if attached[0].platform == "tpu":  # which one process holds alone
+                return "this process holds the TPUs; name them by `topology`"
+            return None
         try:
             topology_devices(str(self.topology))
         except ImportError as error:
@@ -228,12 +236,10 @@ class _Compiling:
     target: _Target
     fixed: Mapping[str, Any]
     model: Mapping[str, Any]
-    cache: Path | None
     end: float
     progress: bool
     # With the bytes beside their state.
     refused: list[tuple[Suggestion, int]] = field(default_factory=list)
-    mark: Path | None = None  # of the program that the compiler works on
 
     def run(
         self, order: Sequence[Suggestion], dropped: Sequence[Suggestion], top: int
@@ -273,110 +279,119 @@ class _Compiling:
 
     def _judged(self, row: Suggestion) -> tuple[Suggestion, str | None]:
         """Compiles a candidate. Returns why to stop, if there is a reason."""
-        done: list[Suggestion] = []
         started = time.monotonic()
-        compile_it = lambda: done.append(self._compile(row))  # noqa: E731
-        thread = threading.Thread(target=compile_it, name="treeshard-suggest", daemon=True)
-        stop = None
+        left = self.end - started
+        if left <= 0:
+            return row, "the budget of time was over"
+        program = _Program(self.make, self.target, row.candidate, self.fixed, self.model)
         try:
-            thread.start()
-            while thread.is_alive() and time.monotonic() < self.end:
-                thread.join(0.1)
+            known = _in_child(program, left)
+        except TimeoutError:
+            return row, "the budget of time was over"
         except KeyboardInterrupt:
-            stop = "interrupted"
-        if not done:
-            if self.mark is not None:  # abandoned, not aborted
-                self.mark.unlink(missing_ok=True)
-            return row, stop or "the budget of time was over"
-        [judged] = done
+            return row, "interrupted"
+        if isinstance(known, str):
+            judged = replace(row, reason=f"failed: {known}")
+        else:
+            judged = replace(row, verdict=known)
         if self.progress:
             seconds = time.monotonic() - started
             print(f"{row.candidate}: {judged.outcome} ({seconds:.0f} s)", file=sys.stderr)
         if judged.fits is False and judged.verdict and judged.estimate:
             beside = max(0, judged.verdict.need - judged.estimate.state_bytes)
             self.refused.append((judged, beside))
-        over = time.monotonic() >= self.end
-        return judged, stop or ("the budget of time was over" if over else None)
+        return judged, None
 
-    def _compile(self, row: Suggestion) -> Suggestion:
-        try:
-            return replace(row, verdict=self._verdict(row.candidate))
-        except Exception as error:  # of the user's function, or of the compiler
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return replace(row, reason=f"failed: {first}")
 
-    def _verdict(self, candidate: Candidate) -> Verdict:
-        mesh = self.target.mesh(candidate)
-        options = {**candidate.options, **self.fixed}
-        step, state, batch = _made(self.make, mesh, candidate.strategy.rules, options)
-        file = self._file(step.lower(state, batch).as_text())
-        if file is not None and file.exists():
-            kept = json.loads(file.read_text())
-            return Verdict(**{**kept, "findings": tuple(kept["findings"])})
+@dataclass(frozen=True)
+class _Program:
+    """A candidate with all that another process needs to compile it."""
+
+    make: Callable[..., Any]
+    target: _Target
+    candidate: Candidate
+    fixed: Mapping[str, Any]
+    model: Mapping[str, Any]
+
+    def verdict(self) -> Verdict:
+        """Compiles it, and reads what the compiler says."""
+        mesh = self.target.mesh(self.candidate)
+        options = {**self.candidate.options, **self.fixed}
+        step, state, batch = _made(self.make, mesh, self.candidate.strategy.rules, options)
         try:
-            with self._marked(file):
-                compiled = step.compile(state, batch)
+            compiled = step.compile(state, batch)
         except DoesNotFitError as error:
             if error.need is None:
                 raise
-            verdict = Verdict(error.need, error.capacity)
-        else:
-            memory, cost = compiled.memory(), compiled.cost(self.target.chip)
-            again = self.model["remat"]
-            if "remat" in candidate.options:
-                again = (again or True) if candidate.options["remat"] else False
-            compared = compiled.communication(**{**self.model, "remat": again})
-            verdict = Verdict(
-                memory.total,
-                self.target.capacity or memory.capacity,
-                memory.temporaries,
-                sum(row.planned_bytes for row in compared.rows),
-                sum(row.bytes for row in compared.rows),
-                cost.exposed_bytes,
-                cost.exposed_seconds,
-                cost.seconds,
-                cost.flops / cost.even_flops if cost.flops and cost.even_flops else None,
-                compared.reasons,
-            )
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part = file.with_suffix(f".{os.getpid()}")
-            part.write_text(json.dumps(asdict(verdict)))
-            part.replace(file)
-        return verdict
-
-    @contextmanager
-    def _marked(self, file: Path | None) -> Iterator[None]:
-        """Leaves a file while the compiler works: a failed check in XLA ends the whole process, and
-        the next call must not run into it again."""
-        if file is None:
-            yield
-            return
-        self.mark = mark = file.with_suffix(".compiling")
-        if mark.exists():
-            raise TreeShardError(
-                "a process ended while the compiler worked on it, as where the compiler fails a"
-                f" check of its own, or another process compiles it. Remove {mark} to try again."
-            )
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-        try:
-            yield
-        finally:
-            mark.unlink(missing_ok=True)
-
-    def _file(self, text: str) -> Path | None:
-        if self.cache is None:
-            return None
-        packages = map(_version, ("jax", "jaxlib", "libtpu", "treeshard"))
-        about = "\n".join(
-            [*packages, str(self.target), str(self.target.chip), str(self.target.capacity), text]
+            return Verdict(error.need, error.capacity)
+        memory, cost = compiled.memory(), compiled.cost(self.target.chip)
+        again = self.model["remat"]
+        if "remat" in self.candidate.options:
+            again = (again or True) if self.candidate.options["remat"] else False
+        compared = compiled.communication(**{**self.model, "remat": again})
+        return Verdict(
+            memory.total,
+            self.target.capacity or memory.capacity,
+            memory.temporaries,
+            sum(row.planned_bytes for row in compared.rows),
+            sum(row.bytes for row in compared.rows),
+            cost.exposed_bytes,
+            cost.exposed_seconds,
+            cost.seconds,
+            cost.flops / cost.even_flops if cost.flops and cost.even_flops else None,
+            compared.reasons,
         )
-        return self.cache / f"{hashlib.sha256(about.encode()).hexdigest()}.json"
 
 
-def _version(package: str) -> str:
+def _in_child(program: _Program, seconds: float) -> Verdict | str:
+    """The verdict on a program, or why it failed. Raises `TimeoutError` after `seconds`."""
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+        copied = cloudpickle.dumps(program)
+    except Exception as error:  # whatever the objects that it refers to raise
+        raise TreeShardError(
+            f"suggest: the function cannot be copied to the process that compiles: {error}. Make"
+            " what it refers to inside of it, or in a module that it imports."
+        ) from error
+    # A GPU that is attached is shared with this process.
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    pool = ProcessPoolExecutor(max_workers=1, env=shared)
+    try:
+        with _deaf_to_ctrl_c():
+            task = pool.submit(_child, copied, jax.config.values)
+        known, warned = task.result(None if math.isinf(seconds) else seconds)
+    except BrokenProcessPool:
+        return (
+            "its process ended, as where the compiler fails a check of its own or the host has no"
+            " memory left"
+        )
+    finally:
+        pool.shutdown(kill_workers=True)
+    for message, category, file, line in warned:
+        warnings.warn_explicit(message, category, file, line)
+    return known
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Has processes that start inside ignore Ctrl-C, which a terminal sends to them too: they
+    inherit which signals are blocked. What comes meanwhile is heard at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _child(copied: bytes, settings: Mapping[str, Any]) -> tuple[Verdict | str, list[Any]]:
+    """What the process that compiles does. Returns the verdict or why it failed, and for each
+    warning its message, category, file and line."""
+    here = jax.config.values
+    for name, value in settings.items():
+        if here[name] != value:
+            jax.config.update(name, value)
+    with warnings.catch_warnings(record=True) as warned:
+        try:
+            known = pickle.loads(copied).verdict()
+        except Exception as error:  # of the user's function, or of the compiler
+            known = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return known, [(one.message, one.category, one.filename, one.lineno) for one in warned]

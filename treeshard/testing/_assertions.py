@@ -43,9 +43,9 @@ def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool =
     Examples:
         >>> shapes = {"w": jax.ShapeDtypeStruct((512, 64), "float32")}
         >>> decided = plan(shapes, [("w", fsdp("fsdp"))], "data=2,fsdp=16")
-        >>> file = tempfile.mkdtemp() + "/mlp.json"
-        >>> assert_same_plan(decided, file, update=True)
-        >>> assert_same_plan(decided, file)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     assert_same_plan(decided, folder + "/mlp.json", update=True)
+        ...     assert_same_plan(decided, folder + "/mlp.json")
     """
     file = Path(path)
     if update or os.environ.get(_UPDATE, "0") not in ("", "0"):

@@ -1,0 +1,124 @@
+"""The tests find nothing of the user's, and what one of them leaves behind fails the run."""
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import annotations
+import isolation
+import pytest
+from beartype.roar import BeartypeCallHintParamViolation
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_alone(code: str, folder: Path, **variables: str) -> tuple[int, str]:
+    """Runs a test with an isolation of its own, as `pytest` from a shell does in a new clone."""
+    file, temporary = folder / "test_alone.py", folder / "temporary"
+    file.write_text(code)
+    copy = folder / "tests" / "isolation.py"
+    copy.parent.mkdir()
+    shutil.copyfile(isolation.__file__, copy)
+    temporary.mkdir()
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name != isolation.STARTED and not name.startswith("PYTEST")
+    }
+    env = {**inherited, "PYTHONPATH": str(copy.parent), "TMPDIR": str(temporary), **variables}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "isolation", "-W", "error"]
+    done = subprocess.run(
+        [*command, f"--rootdir={folder}", file], env=env, cwd=folder, capture_output=True, text=True
+    )
+    assert done.stderr == "", done.stderr
+    return done.returncode, done.stdout
+
+
+def test_variables_and_the_home_of_the_user_are_not_seen(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "notes").write_text("of the user")
+    code = """
+import os
+from pathlib import Path
+
+def test_alone():
+    assert list(Path.home().iterdir()) == []
+    assert not {"MIN_SHARDING_SIZE", "JAX_ENABLE_X64", "XDG_CACHE_HOME", "COLUMNS"} & {*os.environ}
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    assert os.environ["TREESHARD_SOAK"] == "1"
+"""
+    code, printed = run_alone(
+        code,
+        tmp_path,
+        HOME=str(home),
+        XDG_CACHE_HOME=str(home),
+        MIN_SHARDING_SIZE="0",
+        JAX_ENABLE_X64="1",
+        JAX_PLATFORMS="cpu",
+        COLUMNS="20",
+        TREESHARD_SOAK="1",
+    )
+    assert code == 0, printed
+    assert "1 passed" in printed
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_what_a_test_leaves_behind_fails_the_run(tmp_path: Path) -> None:
+    code = """
+import subprocess, tempfile
+
+def test_alone():
+    subprocess.run("mkdir -p ~/.cache/of-a-program", shell=True, check=True)
+    tempfile.mkdtemp(prefix="forgotten-")
+"""
+    code, printed = run_alone(code, tmp_path)
+    assert code == 1
+    assert "1 passed" in printed
+    assert "a test left something in the home: .cache/of-a-program" in printed
+    assert "a test left something in the directory for temporary files: forgotten-" in printed
+    [kept] = (tmp_path / "temporary").iterdir()
+    assert f"The files of this run are in {kept}." in printed
+
+
+def test_the_cache_of_fonts_does_not_fail_the_run(tmp_path: Path) -> None:
+    code = """
+import subprocess
+
+def test_alone():
+    subprocess.run("mkdir -p ~/.cache/fontconfig && touch ~/.cache/fontconfig/a", shell=True)
+"""
+    code, printed = run_alone(code, tmp_path)
+    assert code == 0, printed
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/var/tmp/treeshard-test", "~/treeshard-test", ROOT / "docs/treeshard-test"]
+)
+def test_a_write_elsewhere_is_an_error_at_its_line(path: str | Path, tmp_path: Path) -> None:
+    elsewhere = Path(path).expanduser()
+    message = f"a test writes to {elsewhere}; give it a directory of its own"
+    inside = tmp_path / "inside"
+    inside.touch()
+    with pytest.raises(PermissionError, match=message):
+        elsewhere.write_text("")
+    with pytest.raises(PermissionError, match=message):
+        elsewhere.mkdir()
+    with pytest.raises(PermissionError, match=message):
+        inside.rename(elsewhere)
+    assert not elsewhere.exists()
+    assert inside.read_text() == ""
+
+
+def test_beartype_reads_nothing_in_a_background_thread() -> None:
+    def double(x: int) -> int:
+        return 2 * x
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(annotations.checked, double).result() is double
+    with pytest.raises(BeartypeCallHintParamViolation):
+        annotations.checked(double)("2")
