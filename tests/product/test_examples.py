@@ -33,6 +33,7 @@ def test_the_demo_says_where_its_sharding_is() -> None:
     assert "the step takes gradients that are sharded like them" in " ".join(said.split())
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("mesh", ["fsdp=-1", "data=4,fsdp=2"])
 def test_train_fsdp(mesh, tmp_path, capfd) -> None:
     out = tmp_path / "deep" / "loss.png"
