@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,39 +240,70 @@ def test_a_compiler_that_ends_its_process_loses_that_program_only() -> None:
     )
 
 
-@pytest.fixture
-def heard() -> Iterator[None]:
-    """Python hears Ctrl-C; it does not where a shell began it in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+# A command, which Ctrl-C reaches when the file in its first argument is there.
+INTERRUPTED = """
+import os, signal, sys, time
+from pathlib import Path
+import treeshard as ts
+from tests.programs import test_suggest
+
+running = Path(sys.argv[1])
+# Python does not hear Ctrl-C where a shell began its parent in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+ts.simulate_devices(8)
+
+def slow(mesh, rules):
+    if mesh.size == 8 and "fsdp" in mesh.shape:
+        running.with_suffix(".part").write_text(str(os.getpid()))
+        running.with_suffix(".part").rename(running)
+        time.sleep(60)
+    return test_suggest.make(mesh, rules)
+
+# By its plan, DP moves least.
+found = ts.suggest(slow, memory="1GB", strategies=["DP", "FSDP"])
+print(found.stopped, {row.mesh: row.verdict is not None for row in found.rows})
+try:
+    os.kill(int(running.read_text()), 0)
+except ProcessLookupError:
+    print("ended")
+"""
+# Python runs this when it starts: here, in the process that compiles.
+STARTS = """
+import sys
+from pathlib import Path
+
+if "loky.backend.popen_loky_posix" in sys.orig_argv:
+    import os, time
+    part = Path(r"{running}.part")
+    part.write_text(str(os.getpid()))
+    part.rename(r"{running}")
+    time.sleep(60)
+"""
 
 
-@pytest.mark.usefixtures("heard")
-def test_ctrl_c_returns_what_is_done_and_ends_the_compiler(tmp_path) -> None:
-    running = tmp_path / "process"
-
-    def slow(mesh: Any, rules: Any) -> Any:
-        if mesh.size == 8 and "fsdp" in mesh.shape:
-            running.with_suffix(".part").write_text(str(os.getpid()))
-            running.with_suffix(".part").rename(running)
-            time.sleep(60)
-        return make(mesh, rules)
-
-    def interrupt() -> None:
-        while not running.exists():
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    # By its plan, DP moves least.
-    found = suggest(slow, devices=8, memory="1GB", strategies=["DP", "FSDP"])
-    assert found.stopped == "interrupted"
-    assert {row.mesh: row.verdict is not None for row in found.rows} == {
-        "data=8": True, "fsdp=8": False
-    }  # fmt: skip
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(running.read_text()), 0)
+@pytest.mark.parametrize("while_it", ["starts", "compiles"])
+def test_ctrl_c_returns_what_is_done_and_ends_the_compiler(while_it, tmp_path) -> None:
+    """A terminal sends it to all processes of the command."""
+    script, running = tmp_path / "script.py", tmp_path / "process"
+    script.write_text(INTERRUPTED)
+    if while_it == "starts":
+        (tmp_path / "sitecustomize.py").write_text(STARTS.format(running=running))
+    started = subprocess.Popen(
+        [sys.executable, script, running],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not running.exists():
+        assert started.poll() is None, started.communicate()
+        time.sleep(0.05)
+    os.kill(int(running.read_text()), signal.SIGINT)  # first, as it may happen
+    time.sleep(0.5)
+    os.killpg(started.pid, signal.SIGINT)
+    compiled = {"data=8": while_it == "compiles", "fsdp=8": False}
+    assert started.communicate() == (f"interrupted {compiled}\nended\n", "")
 
 
 def test_settings_of_jax_hold_where_a_program_is_compiled() -> None:

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -96,11 +97,10 @@ def test_alone():
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "path", ["/var/tmp/treeshard-test", "~/treeshard-test", ROOT / "docs/treeshard-test"]
-)
-def test_a_write_elsewhere_is_an_error_at_its_line(path: str | Path, tmp_path: Path) -> None:
-    elsewhere = Path(path).expanduser()
+@pytest.mark.parametrize("folder", ["/var/tmp", "~", ROOT / "docs"])
+def test_a_write_elsewhere_is_an_error_at_its_line(folder: str | Path, tmp_path: Path) -> None:
+    # A name of its own: what an earlier run left decides nothing.
+    elsewhere = Path(folder).expanduser() / f"treeshard-{uuid.uuid4()}"
     message = f"a test writes to {elsewhere}; give it a directory of its own"
     inside = tmp_path / "inside"
     inside.touch()

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
 from typing import Any
 
 import cloudpickle
@@ -375,6 +376,8 @@ def _in_child(program: _Program, seconds: float) -> Verdict | str:
 def _deaf_to_ctrl_c() -> Iterator[None]:
     """Has processes that start inside ignore Ctrl-C, which a terminal sends to them too: they
     inherit which signals are blocked. What comes meanwhile is heard at the end."""
+    # It runs beside every first process, and where Python starts it, it unblocks Ctrl-C.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
