@@ -235,11 +235,11 @@ RULES = Group(
             "path-collision",
             "Two leaves have the same path, so rules and files cannot distinguish them.",
             """
-            tree = {"mlp/w": w, "mlp": {"w": w}}
+            tree = {"mlp/w": w, "mlp": {"w": w + 1}}
             print(*ts.plan(tree, [("w", P("fsdp"))], mesh).findings)
             """,
             """
-            tree = {"mlp.w": w, "mlp": {"w": w}}
+            tree = {"mlp.w": w, "mlp": {"w": w + 1}}
             assert not ts.plan(tree, [("w", P("fsdp"))], mesh).findings
             """,
         ),
@@ -460,16 +460,21 @@ WHOLE = Group(
             """,
         ),
         Entry(
-            "tied",
-            "An array is in the tree at two paths, and the rules decide two specs for it. The plan"
-            " takes that of the first path for both.",
+            "same-array",
+            "An array is in the tree at two paths, such as the weight of an embedding and of the"
+            " last layer, or a moving average that starts as the parameters. Trees of JAX have"
+            " value semantics: each path becomes an array of its own, planned, placed, saved and"
+            " trained apart. To keep one array, make it one leaf, with `equinox.nn.Shared`. See"
+            " [tied weights](../how-to/tied.md).",
             """
             params = {"embed": w, "head": w}
-            rules = [("embed", P("fsdp")), ("head", P(None, "fsdp"))]
-            print(*ts.plan(params, rules, mesh).findings)
+            print(*ts.plan(params, [(".*", P("fsdp"))], mesh).findings)
             """,
             """
-            assert not ts.plan(params, [("embed|head", P("fsdp"))], mesh).findings
+            import equinox as eqx
+
+            shared = eqx.nn.Shared(params, lambda tree: tree["head"], lambda tree: tree["embed"])
+            assert not ts.plan(shared, [(".*", P("fsdp"))], mesh).findings
             """,
         ),
         Entry(
@@ -601,48 +606,6 @@ WHOLE = Group(
             state, total = step({"last": jnp.copy(p)}, p)
             """,
             about="a donated state",
-        ),
-        Entry(
-            "ShardingWarning",
-            "An array is in the state at two paths, and the step returns two arrays for it. If it"
-            " is one by mistake, as a moving average that starts as the parameters, copy it. If it"
-            " is one weight, such as that of an embedding and of the last layer, return one array"
-            " at both paths; or use `equinox.nn.Shared`.",
-            """
-            p = ts.shard(w, P("fsdp"), mesh)
-            state = {"params": p, "ema": p}
-            plan = ts.plan(state, [(".*", P("fsdp"))], mesh)
-
-
-            @jit_step(plan=plan, batch=P("data"))
-            def step(state, batch):
-                params = state["params"] + 1
-                return {"params": params, "ema": (params + state["ema"]) / 2}, batch.sum()
-
-
-            state, total = step(state, w)
-            """,
-            """
-            p = ts.shard(w, P("fsdp"), mesh)
-            state, total = step({"params": p, "ema": jnp.copy(p)}, w)
-            """,
-            about="a step that makes two arrays of one",
-        ),
-        Entry(
-            "ShardingWarning",
-            "An array is in a tree at two paths, such as the weight of an embedding and of the last"
-            " layer, and the call makes two arrays of it, which take twice the memory and are then"
-            " trained apart. `shard` and `reshard` warn if the specs of both differ,"
-            " `save_safetensors` and `iter_gather` always.",
-            """
-            specs = {"embed": P("fsdp"), "head": P(None, "fsdp")}
-            params = ts.shard({"embed": w, "head": w}, specs, mesh)
-            """,
-            """
-            params = ts.shard({"embed": w, "head": w}, P("fsdp"), mesh)
-            assert params["embed"] is params["head"]
-            """,
-            about="one array at two paths",
         ),
         Entry(
             "ShardingWarning",

@@ -1,7 +1,12 @@
 """Findings: each one provoked and avoided, and its text."""
 
+from operator import itemgetter
 from typing import Any
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from helpers import struct
@@ -52,6 +57,66 @@ def test_every_code_is_provoked_and_avoided(code, tree, wrong, right) -> None:
     (finding,) = [finding for finding in findings(tree, wrong) if finding.code == code][:1]
     assert finding.severity == ("error" if code in ERRORS else "warning")
     assert code not in {finding.code for finding in findings(tree, right)}
+
+
+ARRAY = np.ones((64, 16), "float32")
+ONE = np.zeros(1, "float32")
+LAYERS = [{"w": np.ones((64, 16), "float32")} for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("tree", "paths", "text"),
+    [
+        pytest.param(
+            {"embed": {"w": ARRAY}, "head": {"w": ARRAY}},
+            ("head/w",),
+            "head/w: the same array as embed/w now, and an array of its own once it is placed or"
+            " stepped: 1.0 KiB more on each device.",
+            id="tied weights",
+        ),
+        pytest.param(
+            {"params": LAYERS, "ema": LAYERS},
+            ("params/0/w", "params/1/w", "params/2/w"),
+            "params/{0..2}/w: the same array as ema/{0..2}/w now, and an array of its own once it"
+            " is placed or stepped: 3.0 KiB more on each device.",
+            id="an average that starts as the parameters",
+        ),
+    ],
+)
+def test_one_array_at_two_paths_is_planned_as_two(tree, paths, text) -> None:
+    plan = ts.plan(tree, SPLIT, MESH, min_size=0)
+    (finding,) = plan.findings
+    assert finding.paths == paths
+    assert str(finding) == (
+        f"warning same-array: {text} To keep one array, use `equinox.nn.Shared`."
+    )
+    assert plan.bytes_per_device() == 1024 * len(plan.leaves)
+    assert plan.on("fsdp=8").findings[0].code == "same-array"
+    assert not ts.Plan.from_json(plan.to_json()).findings  # which says so in its docstring
+    assert not ts.plan(plan.structs, SPLIT, MESH, min_size=0).findings
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        eqx.nn.Shared({"a": ARRAY, "b": ARRAY}, itemgetter("b"), itemgetter("a")),
+        {"a": ARRAY, "b": ARRAY.copy()},
+        {"a": ONE, "b": ONE, "f": jax.nn.relu, "g": jax.nn.relu},
+    ],
+    ids=["shared", "copied", "not arrays"],
+)
+def test_arrays_that_are_not_the_same_have_no_finding(tree: Any) -> None:
+    assert "same-array" not in {finding.code for finding in findings(tree, [(".*", None)])}
+
+
+def test_init_sharded_sees_the_same_array_twice_in_a_trace() -> None:
+    def init() -> Any:
+        embed = jnp.ones((64, 16))
+        return {"embed": embed, "head": embed}
+
+    state, plan = ts.init_sharded(init, rules=[(".*", P("fsdp"))], mesh="fsdp=8", min_size=0)
+    assert [finding.paths for finding in plan.findings] == [("head",)]
+    assert state["embed"] is not state["head"]
 
 
 def test_a_path_collision_is_provoked_and_avoided() -> None:

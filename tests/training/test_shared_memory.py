@@ -31,13 +31,6 @@ def keep(state, batch):
     return {"params": state["params"] + 1, "ema": state["ema"]}, batch.sum()
 
 
-def assert_untied(told, path, other, where="jit_step"):
-    (one,) = told
-    assert str(one.message).startswith(
-        f"{where}: {path}: it is the same array as {other}, and the step returns another array"
-    )
-
-
 def assert_warned(told, path, other, where="jit_step"):
     (one,) = told
     assert str(one.message) == (
@@ -54,8 +47,7 @@ def test_one_array_at_two_paths(other) -> None:
     step = jit_step(keep, plan_of(state), batch=P("fsdp"))
     with pytest.warns(ts.ShardingWarning) as told:
         state, _ = step(state, np.ones((8, 2), "float32"))
-    warned = assert_warned if other is second_handle else assert_untied
-    warned(told, "params", "ema")  # leaves are in the order of their names
+    assert_warned(told, "params", "ema")  # leaves are in the order of their names
     for _ in range(2):  # and no second warning, which would be an error
         state, _ = step(state, np.ones((8, 2), "float32"))
     np.testing.assert_array_equal(state["params"], np.full((16, 4), 4.0))
@@ -86,7 +78,7 @@ def test_the_same_array_again_after_some_steps() -> None:
     state, _ = step(state, batch)
     with pytest.warns(ts.ShardingWarning) as told:
         state, _ = step({**state, "ema": state["params"]}, batch)
-    assert_untied(told, "params", "ema")
+    assert_warned(told, "params", "ema")
     np.testing.assert_array_equal(state["ema"], np.full((16, 4), 2.0))
     with pytest.warns(ts.ShardingWarning):
         state, _ = step({**state, "ema": second_handle(state["params"])}, batch)
@@ -128,8 +120,8 @@ def test_keys_and_moved_arrays() -> None:
     step = jit_step(lambda s, b: ({**s, "a": s["a"] + 1}, b.sum()), plan, batch=P())
     with pytest.warns(ts.ShardingWarning) as told:
         state, _ = step(state, np.ones((8, 2), "float32"))
-    assert "key2" not in str(told[0].message)  # the step returns the same key twice
     assert "b: it shares its memory with a," in str(told[0].message)
+    assert "key2: it shares its memory with key," in str(told[0].message)
     np.testing.assert_array_equal(state["b"], np.ones((16, 4)))
     assert state["key2"] == jax.random.key(0)
 
@@ -143,7 +135,7 @@ def test_shard_map_step() -> None:
     )
     with pytest.warns(ts.ShardingWarning) as told:
         state, total = step({"params": p, "ema": p}, np.ones((8, 2), "float32"))
-    assert_untied(told, "params", "ema", "shard_map_step")
+    assert_warned(told, "params", "ema", "shard_map_step")
     assert total == 16
     np.testing.assert_array_equal(state["ema"], np.full((16, 4), 2.0))
 
@@ -154,7 +146,6 @@ def test_nothing_is_copied_without_donation_or_inside_jit() -> None:
     batch = jnp.ones((8, 2))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "it shares its memory")
-        warnings.filterwarnings("ignore", ".*it is the same array as ema")
         new, _ = jit_step(add, plan_of(state), batch=P("fsdp"), donate=False)(state, batch)
         step = jit_step(add, plan_of(state), batch=P("fsdp"))
         inside, _ = jax.jit(step)(state, batch)

@@ -99,6 +99,24 @@ def _memory(x: jax.Array | np.ndarray) -> Any:
         return id(x)
 
 
+def same_arrays(leaves: Iterable[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """The arrays that are one object with an earlier leaf: their path, and that of the earlier one.
+
+    An array of one element does not count: programs share constants.
+    """
+    named = list(leaves)
+    if len({id(x) for _, x in named}) == len(named):
+        return ()
+    first: dict[int, int] = {}
+    pairs: list[tuple[str, str]] = []
+    for index, (path, x) in enumerate(named):
+        if isinstance(x, jax.Array | np.ndarray) and x.size > 1:
+            earlier = first.setdefault(id(x), index)
+            if earlier != index:
+                pairs.append((path, named[earlier][0]))
+    return tuple(pairs)
+
+
 # ------------------------------------------------------------------ static leaves
 
 

@@ -23,7 +23,7 @@ class Adjustment(NamedTuple):
     Attributes:
         kind: `"axis-not-in-mesh"`, `"axis-already-used"`, `"axis-is-manual"`,
             `"already-sharded"`, `"indivisible"`, `"rank"`, `"too-small"`,
-            `"explicit-spec-too-small"`, `"no-dim"`, `"tied"`,
+            `"explicit-spec-too-small"`, `"no-dim"`,
             `"no-base"`, `"cuts-block"` or `"unmatched"`.
         why: The reason in words, and the fix.
         axes: The mesh axes that were dropped, if any.

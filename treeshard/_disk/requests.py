@@ -203,10 +203,7 @@ class Request(NamedTuple):
 
     def ties(self, like: PyTree) -> dict[str, str]:
         """The leaves to read that are one array in `like`: the name of the first, by theirs."""
-        by_index = ties(self.leaves)
-        if isinstance(like, Plan):
-            planned = [i for i, x in enumerate(self.leaves) if has_shape(x)]
-            by_index = {planned[i]: planned[j] for i, j in like.ties().items()}
+        by_index = {} if isinstance(like, Plan) else ties(self.leaves)
         read = self.to_read()
         return {read[i].name: read[j].name for i, j in by_index.items() if i in read and j in read}
 

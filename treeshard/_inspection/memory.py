@@ -60,7 +60,7 @@ def placed_leaves(x: Any) -> list[PlacedLeaf]:
     """Returns the arrays of a plan or a live tree, each once, with their shardings."""
     if isinstance(x, Plan):
         pairs = zip(x.leaves, x.sharding_of_each(), strict=True)
-        return [PlacedLeaf(y.path, y.shape, y.dtype, s) for y, s in pairs if y.same_as is None]
+        return [PlacedLeaf(y.path, y.shape, y.dtype, s) for y, s in pairs]
     named = named_leaves(x)
     tied = ties([leaf for _, leaf in named])
     return [

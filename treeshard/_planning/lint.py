@@ -8,7 +8,7 @@ from typing import Any
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, entries, is_logical
-from treeshard._core.text import human_bytes
+from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.lint_state import (
     Finding,
     axis_orders,
@@ -25,7 +25,7 @@ from treeshard.errors import did_you_mean
 # Replicated leaves are reported if they waste at least this part of a device's bytes.
 LARGE_PART = 0.01
 # The adjustments of leaves that belong to another leaf.
-RELATED = frozenset({"tied", "no-base", "cuts-block"})
+RELATED = frozenset({"no-base", "cuts-block"})
 # The number of paths searched for one that a misspelt pattern may mean.
 MOST_NAMES = 1000
 
@@ -38,11 +38,13 @@ def find(
     logical_rules: ReadLogicalRules | None,
     shared: Mapping[str, Sequence[str]],
     boxes: Mapping[str, Any],
+    same_arrays: Sequence[tuple[str, str]],
 ) -> tuple[Finding, ...]:
     """All findings of a plan: errors first; replicated leaves ordered by what they waste.
 
     Without `rules`, only the leaves are checked. `shared` has the key paths of leaves that
-    share a path, and `boxes` the Flax boxes of leaves, by path.
+    share a path, `boxes` the Flax boxes of leaves, by path, and `same_arrays` the paths of
+    leaves that were one object, the later path first.
     """
     return (
         *_misfits(leaves, mesh),
@@ -50,6 +52,7 @@ def find(
         *_unused_rules(leaves, rules),
         *_unused_specs(leaves, min_size),
         *_related(leaves),
+        *_same_arrays(leaves, same_arrays, mesh),
         *_left_whole(leaves, mesh, min_size),
         *_scan_dims(leaves, mesh),
         *axis_orders(leaves, mesh),
@@ -176,13 +179,48 @@ def _unused_specs(leaves: Iterable[PlannedLeaf], min_size: int) -> Iterator[Find
 
 
 def _related(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
-    """Leaves that cannot have the spec of the leaf that they belong to, or have only that one."""
+    """Leaves that cannot have the spec of the leaf that they belong to."""
     for leaf in leaves:
         for note in leaf.adjustments:
             if note.kind in RELATED:
                 fact, _, fix = note.why.partition(". ")
                 fact = f"rule {leaf.rule} {leaf.pattern!r}: {fact.rstrip('.')}."
                 yield Finding(note.kind, "warning", fact, fix, (leaf.path,), leaf.rule)
+
+
+def _same_arrays(
+    leaves: Iterable[PlannedLeaf], pairs: Sequence[tuple[str, str]], mesh: AnyMesh
+) -> Iterator[Finding]:
+    """Arrays that are in the tree at two paths, one finding for each two branches that share some.
+
+    Trees of JAX have value semantics: a function returns, and a device holds, an array for each
+    path.
+    """
+    if not pairs:
+        return
+    by_path = {leaf.path: leaf for leaf in leaves}
+    of_branches: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    for later, first in pairs:
+        of_branches[_where_they_differ(later, first)].append((later, first))
+    for members in of_branches.values():
+        paths = tuple(later for later, _ in members)
+        firsts = ", ".join(fold_paths([first for _, first in members]))
+        cost = sum(by_path[path].bytes_per_device(mesh) for path in paths)
+        fact = (
+            f"the same array as {firsts} now, and an array of its own once it is placed or"
+            f" stepped: {human_bytes(cost)} more on each device."
+        )
+        fix = "To keep one array, use `equinox.nn.Shared`."
+        yield Finding("same-array", "warning", fact, fix, paths, by_path[paths[0]].rule)
+
+
+def _where_they_differ(path: str, other: str) -> tuple[str, str]:
+    """Two paths without the keys at their ends that are equal."""
+    keys, other_keys = path.split("/"), other.split("/")
+    while keys and other_keys and keys[-1] == other_keys[-1]:
+        keys.pop()
+        other_keys.pop()
+    return "/".join(keys), "/".join(other_keys)
 
 
 # ------------------------------------------------------------------ logical names

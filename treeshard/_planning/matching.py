@@ -71,7 +71,6 @@ class PlannedLeaf(NamedTuple):
         shape: Its full shape, with padding.
         dtype: Its dtype, which may be that of PRNG keys.
         decision: What the rules decided; its fields are also properties of the leaf.
-        same_as: The path of an earlier leaf that is the same array; `None` for most leaves.
         unpadded: The shape without padding, if dims are padded; see `Plan.padded`.
     """
 
@@ -79,7 +78,6 @@ class PlannedLeaf(NamedTuple):
     shape: Shape
     dtype: Any
     decision: Decision
-    same_as: str | None = None
     unpadded: Shape | None = None
 
     @property
@@ -119,13 +117,11 @@ class PlannedLeaf(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of the full array; 0 if an earlier leaf is the same array."""
-        return 0 if self.same_as is not None else self.size * self.dtype.itemsize
+        """The bytes of the full array."""
+        return self.size * self.dtype.itemsize
 
     def bytes_per_device(self, mesh: AnyMesh) -> int:
-        """The bytes of its largest shard; 0 if an earlier leaf is the same array."""
-        if self.same_as is not None:
-            return 0
+        """The bytes of its largest shard."""
         return shard_size(self.shape, self.given, mesh) * self.dtype.itemsize
 
 
@@ -137,18 +133,6 @@ SMALL_FIX = (
 )
 _UNMATCHED = Adjustment("unmatched", "no rule matches.")
 _REPLICATED = Decision(PartitionSpec(), PartitionSpec())  # scalars, and leaves without a shape
-
-
-def tied_decision(own: Decision, first: Decision, path: str) -> Decision:
-    """The decision of a leaf that is the same array as that at `path`, which decides its spec."""
-    if own.given == first.given or own.asked is None:
-        return first
-    why = (
-        f"it is the same array as {path}, whose spec it takes instead of {own.given}. Let one rule"
-        " match both paths, or make a copy with `jnp.copy`."
-    )
-    note = Adjustment("tied", why)
-    return own._replace(given=first.given, adjustments=(note,), memory=first.memory)
 
 
 class Decided(NamedTuple):
@@ -366,9 +350,8 @@ class _Rule:
 
 
 def parameters(leaves: Sequence[PlannedLeaf], pattern: str | None = None) -> list[PlannedLeaf]:
-    """The leaves that have gradients; an array at several paths counts once."""
-    once = (leaf for leaf in leaves if leaf.same_as is None)
-    floats = [leaf for leaf in once if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    """The leaves that have gradients."""
+    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if pattern is not None:
         return [leaf for leaf in floats if re.search(pattern, leaf.path)]
     mirrors = _mirrors(floats)

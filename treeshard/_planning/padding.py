@@ -18,21 +18,13 @@ _BY_PADDING = ("indivisible", "no-dim")
 
 
 def padded_leaves(
-    leaves: Sequence[PlannedLeaf],
-    rules: Sequence[tuple[Any, Any]],
-    mesh: AnyMesh,
-    ties: dict[int, int],
+    leaves: Sequence[PlannedLeaf], rules: Sequence[tuple[Any, Any]], mesh: AnyMesh
 ) -> tuple[PlannedLeaf, ...]:
     """The leaves of `Plan.padded`."""
     pad = partial(padded_leaf, mesh=mesh)
     follow = following(leaves, rules, mesh, pad)
-    padded = [pad(x._replace(decision=follow.get(i, x.decision))) for i, x in enumerate(leaves)]
-    for i, j in ties.items():
-        own, first = leaves[i].decision, padded[j]
-        alike = own == leaves[j].decision
-        decision = first.decision if alike else own._replace(given=first.given)
-        padded[i] = first._replace(path=leaves[i].path, decision=decision, same_as=first.path)
-    return tuple(padded)
+    decided = (x._replace(decision=follow.get(i, x.decision)) for i, x in enumerate(leaves))
+    return tuple(map(pad, decided))
 
 
 def padded_leaf(leaf: PlannedLeaf, mesh: AnyMesh) -> PlannedLeaf:

@@ -1,6 +1,6 @@
 """Decides how every leaf of a tree is sharded, and records why. Needs no devices."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_structure
 
-from treeshard._core.arrays import StaticSplit, has_shape, ties
+from treeshard._core.arrays import StaticSplit, has_shape, same_arrays
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, axis_sizes, describe_mesh
 from treeshard._core.paths import PyTree, is_box, leaf_paths, paths_of, shared_names
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
@@ -20,7 +20,7 @@ from treeshard._core.tracebacks import hide_frames
 from treeshard._planning.adapters import following
 from treeshard._planning.lint import Finding, collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
-from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, decide, tied_decision
+from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, decide
 from treeshard._planning.mirrors import Original, follow
 from treeshard._planning.padding import padded_leaves, true_shape, unpadded_leaf
 from treeshard._planning.plan_json import (
@@ -63,6 +63,8 @@ class Plan(SpecCarrier):
     # that was read from JSON does not know it.
     _source: "Plan | None" = None
     _mirrors: bool = False
+    # The paths of arrays that are one object with another leaf, and of that leaf.
+    _same_arrays: tuple[tuple[str, str], ...] = ()
 
     # -------------------------------------------------------------- the tree
 
@@ -82,7 +84,12 @@ class Plan(SpecCarrier):
         leaves as they are."""
         pairs = zip(self.leaves, self.sharding_of_each(), strict=True)
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in pairs]
-        return self._split.combine(structs)
+        return self.with_arrays(structs)
+
+    def with_arrays(self, arrays: Sequence[Any]) -> PyTree:
+        """The tree with these arrays, which are in the order of `leaves`; non-array leaves as they
+        are."""
+        return self._split.combine(arrays)
 
     @property
     def placements(self) -> SpecTree:
@@ -117,14 +124,7 @@ class Plan(SpecCarrier):
     def _bare(self) -> PyTree:
         """The tree with a `ShapeDtypeStruct` without a sharding at every array."""
         structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
-        return self._split.combine(structs)
-
-    def ties(self) -> dict[int, int]:
-        """The arrays that are the same as an earlier one: its index in `leaves`, by theirs."""
-        if all(leaf.same_as is None for leaf in self.leaves):
-            return {}
-        first = {leaf.path: i for i, leaf in enumerate(self.leaves)}
-        return {i: first[x.same_as] for i, x in enumerate(self.leaves) if x.same_as is not None}
+        return self.with_arrays(structs)
 
     @cached_property
     def structure_of_arrays(self) -> Any:
@@ -190,7 +190,8 @@ class Plan(SpecCarrier):
         - leaves that seem to be layers stacked on dim 0 and are sharded on that dim;
         - logical names without a rule;
         - specs that are not used because their leaves have fewer elements than `min_size`;
-        - arrays at several paths for which the rules decide several specs;
+        - arrays that are in the tree at two paths (`same-array`), which become two arrays. Shapes
+          and JSON do not show them: the plan of `jax.eval_shape`'s result lacks this finding;
         - leaves that cannot follow their base (`follow`);
         - padded leaves in the state of an optimizer that is not elementwise.
 
@@ -202,7 +203,16 @@ class Plan(SpecCarrier):
             boxes = {p: x for p, x in zip(paths_of(treedef), nodes, strict=True) if is_box(x)}
         rules = () if self._mirrors else self.rules  # the rules did not decide a mirror
         shared = self._shared_paths()
-        return find(self.leaves, rules, self.mesh, self.min_size, self._logical, shared, boxes)
+        return find(
+            self.leaves,
+            rules,
+            self.mesh,
+            self.min_size,
+            self._logical,
+            shared,
+            boxes,
+            self._same_arrays,
+        )
 
     def _shared_paths(self) -> dict[str, list[str]]:
         paths = [None if leaf is None else leaf.path for leaf in self.leaf_at_each_index()]
@@ -276,7 +286,8 @@ class Plan(SpecCarrier):
             )
         check_no_opaque_actions(self.rules)
         with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
-            return plan_tied(self._bare(), self.rules, mesh, self.min_size, self.ties())
+            planned = plan(self._bare(), self.rules, mesh, min_size=self.min_size)
+        return planned.with_same_arrays(self._same_arrays)
 
     def _padded_as(self, source: "Plan") -> PyTree:
         """The tree of a plan that follows another one, with the padding of that one on another
@@ -347,7 +358,18 @@ class Plan(SpecCarrier):
             decision = decisions.setdefault(decision, decision)
             true = None if counterpart is None else true_shape(shape, decision.given, counterpart)
             leaves.append(PlannedLeaf(paths[index], shape, leaf.dtype, decision, unpadded=true))
-        return replace(self, leaves=tuple(leaves), _split=split, _source=self, _mirrors=True)
+        return replace(
+            self,
+            leaves=tuple(leaves),
+            _split=split,
+            _source=self,
+            _mirrors=True,
+            _same_arrays=same_arrays(zip(paths, tree_leaves, strict=True)),
+        )
+
+    def with_same_arrays(self, pairs: Sequence[tuple[str, str]]) -> "Plan":
+        """The plan of a tree that has one array at both paths of each pair."""
+        return replace(self, _same_arrays=tuple(pairs))
 
     def padded(self) -> "Plan":
         """Plans the same tree with dims padded, so that the rules' axes divide them.
@@ -369,8 +391,7 @@ class Plan(SpecCarrier):
         if any(leaf.unpadded for leaf in self.leaves):
             return self
         rules = () if self._mirrors else self.rules
-        leaves = padded_leaves(self.leaves, rules, self.mesh, self.ties())
-        return replace(self, leaves=leaves)
+        return replace(self, leaves=padded_leaves(self.leaves, rules, self.mesh))
 
     def unpadded(self) -> "Plan":
         """Plans the tree of a padded plan with its true shapes, as checkpoints store it.
@@ -526,8 +547,8 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
     Returns:
         A `Plan`. Leaves that no rule matches are replicated. Parts of a spec that do not
         fit are dropped: unknown and repeated axes, axes that do not divide their dim,
-        entries beyond the rank. An array that is in the tree at several paths gets the spec of
-        the first, and its bytes count once.
+        entries beyond the rank. An array that is in the tree at two paths is planned as two
+        arrays, with the finding `same-array`.
 
     Raises:
         ShardingRuleError: If a rule is malformed, or a function does not return a spec.
@@ -538,20 +559,6 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
         >>> decided = plan(params, [("norm", None), (".*", fsdp("fsdp"))], make_mesh("fsdp=8"))
         >>> decided.specs
         {'norm': P(), 'weight': P('fsdp',)}
-    """
-    return plan_tied(tree, rules, mesh, min_size)
-
-
-def plan_tied(
-    tree: PyTree,
-    rules: Rules,
-    mesh: MeshLike,
-    min_size: int | None,
-    tied: Mapping[int, int] | None = None,
-) -> Plan:
-    """`plan`, for a tree in which these arrays are the same as an earlier one; see `Plan.ties`.
-
-    By default, as the arrays of the tree are.
     """
     mesh = as_mesh(mesh)
     parsed = read_rules(rules)
@@ -568,12 +575,15 @@ def plan_tied(
     for i, decision in following(leaves, pairs, mesh).items():
         leaves[i] = leaves[i]._replace(decision=decision)
     split = StaticSplit(decided.leaves, decided.treedef, has_shape)
-    for i, j in (ties(split.dynamic(decided.leaves)) if tied is None else tied).items():
-        path, decision = leaves[j].path, leaves[j].decision
-        decision = tied_decision(leaves[i].decision, decision, path)
-        leaves[i] = leaves[i]._replace(decision=decision, same_as=path)
-    floor, logical = min_size_in_force(min_size), current_logical_rules()
-    return Plan(mesh, pairs, floor, tuple(leaves), split, logical)
+    return Plan(
+        mesh,
+        pairs,
+        min_size_in_force(min_size),
+        tuple(leaves),
+        split,
+        current_logical_rules(),
+        _same_arrays=same_arrays(zip(decided.paths, decided.leaves, strict=True)),
+    )
 
 
 hide_frames(globals(), ["Plan"])  # also where `treeshard.Plan` is never touched

@@ -21,7 +21,7 @@ from treeshard._planning.tactics import Tactic
 from treeshard.errors import FormatError, ShardingRuleError, TreeShardError, counted, listed
 
 VERSION = 1
-_MORE = {"same_as", "memory", "unpadded"}  # what most leaves do not have
+_MORE = {"memory", "unpadded"}  # what most leaves do not have
 
 
 class StoredPlan(NamedTuple):
@@ -206,7 +206,6 @@ class _LeafReader:
         self.mesh, self.rules = mesh, rules
         self.decisions: dict[str, Decision] = {}
         self.dtypes: dict[str, Any] = {}
-        self.leaves: dict[str, PlannedLeaf] = {}
 
     def leaf(self, raw: Any) -> PlannedLeaf:
         match raw:
@@ -249,18 +248,7 @@ class _LeafReader:
             and all(type(n) is int and 0 < n <= m for n, m in zip(unpadded, shape, strict=True))
         ):
             raise FormatError("'unpadded' is not a shape within 'shape'.")
-        leaf = PlannedLeaf(
-            path, shape, self.dtypes[dtype], self.decisions[key], more.get("same_as"), unpadded
-        )
-        if leaf.same_as is not None:
-            first = self.leaves.get(leaf.same_as)
-            kind = (shape, leaf.dtype, leaf.given)
-            if first is None or (first.shape, first.dtype, first.given) != kind:
-                raise FormatError(
-                    "'same_as' is the path of an earlier leaf of the same shape, dtype and spec."
-                )
-        self.leaves[path] = leaf
-        return leaf
+        return PlannedLeaf(path, shape, self.dtypes[dtype], self.decisions[key], unpadded)
 
 
 def _read_adjustment(raw: Any) -> Adjustment:

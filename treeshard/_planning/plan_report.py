@@ -56,7 +56,7 @@ def _plain(cell: str) -> Any:
 
 def _rows(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    alike = fold((x.path, (x.shape, x.unpadded, x.dtype, x.decision, x.same_as), x) for x in leaves)
+    alike = fold((x.path, (x.shape, x.unpadded, x.dtype, x.decision), x) for x in leaves)
     for path, members in alike:
         leaf = members[0]
         size = human_bytes(leaf.bytes_per_device(mesh) * len(members))
@@ -70,9 +70,7 @@ def _where(leaf: PlannedLeaf) -> str:
 
 
 def _reason(leaf: PlannedLeaf, rules: Rules) -> str:
-    if leaf.same_as is not None:
-        why = f"the same array as {leaf.same_as}"
-    elif leaf.rule is None:
+    if leaf.rule is None:
         why = "" if leaf.shape else "scalar"
     else:
         action = rules[leaf.rule][1]
@@ -94,7 +92,6 @@ def _note(adjustment: Adjustment) -> str:
 
 def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
     devices = math.prod(axis_sizes(mesh).values())
-    leaves = [leaf for leaf in leaves if leaf.same_as is None]
     total = sum(leaf.bytes for leaf in leaves)
     of_memory = dict.fromkeys([None, *(leaf.memory for leaf in leaves)], 0)
     for leaf in leaves:
@@ -227,8 +224,6 @@ def _received(
     keep its position; otherwise all of the shard counts. Along one dim, the old and the new shard
     of a device overlap for certain only if the axes of one spec begin with those of the other.
     """
-    if new.same_as is not None:
-        return 0, 0
     shard, itemsize = new.bytes_per_device(meshes[1]), new.dtype.itemsize
     if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
         return shard, None

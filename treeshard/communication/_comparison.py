@@ -246,7 +246,7 @@ def _leaf_names(
     plan: Plan, graph: HloProgram, params: Sequence[PlannedLeaf]
 ) -> dict[str, str | None]:
     """The plan's path of each argument, whose own path ends in it; `None` if the plan has none."""
-    leaves = {leaf.path: leaf._replace(same_as=None) for leaf in plan.leaves}
+    leaves = {leaf.path: leaf for leaf in plan.leaves}
     names: dict[str, str | None] = {}
     facts: list[str] = []
     for parameter in graph.parameters:

@@ -11,9 +11,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
+from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import array_text, is_array, ties
+from treeshard._core.arrays import array_text, is_array, same_arrays
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.meetings import in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, axis_sizes, check_axes
@@ -30,7 +30,7 @@ from treeshard._core.specs import entry_of
 from treeshard._core.tracebacks import open_to_callers
 from treeshard._placement.padding import resize
 from treeshard._placement.targets import without_names
-from treeshard._planning.plan import Plan, plan_tied
+from treeshard._planning.plan import Plan, plan
 from treeshard._planning.plan_in_force import INITIALISING, default_batch, plan_in_force
 from treeshard.errors import StateError, warn
 from treeshard.training._gradients import accumulate_gradients, value_and_grad
@@ -84,8 +84,8 @@ def init_sharded(
             `Plan.padded` says. In a step, `treeshard.unpad_leaves` removes the padding.
 
     Returns:
-        The tree, and the `Plan` that it is sharded by. An array that `fn` returns at several paths
-        is made once.
+        The tree, and the `Plan` that it is sharded by. An array that `fn` returns at two paths
+        becomes two arrays, and the plan has the finding `same-array`.
 
     Raises:
         ShardingRuleError: If `strict` and a leaf is unmatched or a spec does not fit; or if
@@ -114,49 +114,44 @@ def init_sharded(
         own guide.
     """
     mesh = with_devices(mesh, "init_sharded")
-    traced, static = eqx.partition(args, is_array)
-    treedef, constants = None, None  # of the result: the structure of its arrays, and the rest
-    first: dict[int, int] = {}  # the index of the first leaf that is the same array, for each
+    arguments, static_arguments = eqx.partition(args, is_array)
 
-    def make(traced: Any) -> list[Any]:
-        nonlocal treedef, constants, first
+    def make(arguments: Any) -> PyTree:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), plan_in_force(INITIALISING):
-            arrays, constants = eqx.partition(fn(*eqx.combine(traced, static)), is_array)
-        leaves, treedef = tree_flatten(arrays)
-        tied = ties(leaves)
-        first = {i: tied.get(i, i) for i in range(len(leaves))}
-        return [_strong(x) for i, x in enumerate(leaves) if i not in tied]
+            return fn(*eqx.combine(arguments, static_arguments))
 
-    def tree_of(arrays: list[Any]) -> PyTree:
-        once = dict(zip(dict.fromkeys(first.values()), arrays, strict=True))
-        return eqx.combine(tree_unflatten(treedef, [once[i] for i in first.values()]), constants)
+    def make_and_compare(arguments: Any) -> tuple[PyTree, tuple[tuple[str, str], ...]]:
+        tree = make(arguments)
+        return tree, same_arrays(zip(leaf_paths(tree), tree_leaves(tree), strict=True))
 
-    among = participating_processes((), [mesh])
-    with in_turn(among):
-        with agreeing("init_sharded", among=among) as facts:
-            structs = jax.eval_shape(make, traced)
-            tied = {i: j for i, j in first.items() if i != j}
-            tree_plan = plan_tied(tree_of(structs), rules, mesh, min_size, tied)
+    processes = participating_processes((), [mesh])
+    with in_turn(processes):
+        with agreeing("init_sharded", among=processes) as facts:
+            # Only inside the trace can two leaves be seen to be one array.
+            structs, pairs = eqx.filter_eval_shape(make_and_compare, arguments)
+            tree_plan = plan(structs, rules, mesh, min_size=min_size).with_same_arrays(pairs)
             tree_plan = tree_plan.padded() if pad else tree_plan
             if strict:
                 tree_plan.check()
             else:
                 tree_plan.warn_of_small_leaves()
-            placed = zip(tree_plan.leaves, tree_plan.sharding_of_each(), strict=True)
-            once = [(leaf, sharding) for leaf, sharding in placed if leaf.same_as is None]
-            shardings = [sharding for _, sharding in once]
-            if among:  # all processes must compile the same program
-                facts |= facts_of((leaf.path, leaf, [sharding]) for leaf, sharding in once)
-                facts |= _inputs(args, among)
+            shardings = tree_plan.sharding_of_each()
+            if processes:  # all of them must compile the same program
+                leaves = zip(tree_plan.leaves, shardings, strict=True)
+                facts |= facts_of((leaf.path, leaf, [sharding]) for leaf, sharding in leaves)
+                facts |= _inputs(args, processes)
 
-        def padded(traced: Any) -> list[Any]:
-            rows = zip(make(traced), once, strict=True)
-            return [x if leaf.unpadded is None else resize(x, leaf.shape) for x, (leaf, _) in rows]
+        def make_arrays(arguments: Any) -> list[Any]:
+            arrays = filter(is_array, tree_leaves(make(arguments)))
+            return [
+                _strong(x) if leaf.unpadded is None else resize(_strong(x), leaf.shape)
+                for x, leaf in zip(arrays, tree_plan.leaves, strict=True)
+            ]
 
-        arrays = jax.jit(padded, out_shardings=shardings)(traced)
-        if among:
-            set_origin(arrays, among, last_meeting())
-    return tree_of(arrays), tree_plan
+        arrays = jax.jit(make_arrays, out_shardings=shardings)(arguments)
+        if processes:
+            set_origin(arrays, processes, last_meeting())
+    return tree_plan.with_arrays(arrays), tree_plan
 
 
 def _inputs(args: Any, among: Sequence[int]) -> dict[str, str]:

@@ -39,8 +39,7 @@ def separated(
     """The arrays of a state, with copies of those that share memory with others or with the batch.
 
     Warns:
-        ShardingWarning: If there are any; it names the paths of both arrays. Of one object at two
-            paths the step itself warns.
+        ShardingWarning: If there are any; it names the paths of both arrays.
     """
     if (
         all([getattr(x, _MARK, False) for x in arrays])
@@ -65,10 +64,8 @@ def separated(
         " can use that memory once, so it was copied. Make it an array of its own with"
         " `jnp.copy`, or make the step with `donate=False`."
         for i, other in shared.items()
-        if other == "the batch" or all(arrays[i] is not x for x in arrays[:i])
     ]
-    if facts:
-        warn(f"{where}: {listed(f'{len(facts)} arrays of the state share memory:', facts)}")
+    warn(f"{where}: {listed(f'{len(facts)} arrays of the state share memory:', facts)}")
     old = [arrays[i] for i in shared]
     copies = jax.jit(_copied, out_shardings=[x.sharding for x in old])(old)
     new = dict(zip(shared, copies, strict=True))

@@ -86,7 +86,6 @@ class Step:
         self._fn, self._donate, self.is_by_hand = in_force.inside(fn), donate, per_device
         self._plain = fn
         self._programs: list[_Program] = []
-        self._untied: set[str] = set()  # the paths of leaves that a step makes arrays of their own
         # By the form of a batch: the target sharding of each leaf that has one, by index.
         self._placements: dict[Any, dict[int, NamedSharding]] = {}
         # What `_form_in_place` returned for a batch of which no leaf had to move.
@@ -108,7 +107,7 @@ class Step:
                 set_origin((*new.arrays, *tree_leaves(aux)), self._among, count_step(self._among))
         if self._donate and self._mesh.size > 1:
             mark_as_separate(new.arrays)
-        return program.state_of(new.arrays), aux
+        return program.state.combine(new.arrays), aux
 
     def on(self, plan: Plan, batch: SpecTree) -> "Step":
         """Returns the same step for another plan of its state, and other specs of its batch."""
@@ -250,72 +249,26 @@ class Step:
     def _lowered(
         self, state: PyTree, batch: PyTree
     ) -> tuple["_Program", jax.stages.Traced, jax.stages.Lowered, list[Any]]:
-        structs = tree_map(_struct, (state, batch))
-        tied = self._ties(list(filter(has_shape, tree_leaves(state))))
-        program, arrays, data = self._prepare(structs[0], structs[1], tied)
+        program, arrays, data = self._prepare(*tree_map(_struct, (state, batch)))
         with _fixed_context(self._mesh):
             traced = self._trace(program, program.named(arrays), data)
             return program, traced, traced.lower(), data
 
-    def _prepare(
-        self, state: PyTree, batch: PyTree, tied: dict[int, int] | None = None
-    ) -> tuple["_Program", list[Any], list[Any]]:
+    def _prepare(self, state: PyTree, batch: PyTree) -> tuple["_Program", list[Any], list[Any]]:
         leaves, treedef = tree_flatten(state)
         data, data_def = tree_flatten(batch)
         data = self._placed(batch, data, data_def)
         for program in self._programs:
             if program.state.matches(leaves, treedef) and program.batch.matches(data, data_def):
-                arrays = program.state.dynamic(leaves)
-                if program.tied == (self._ties(arrays) if tied is None else tied):
-                    break
+                break
         else:
             state_split = StaticSplit(leaves, treedef, has_shape)
             batch_split = StaticSplit(data, data_def, _is_data)
-            arrays = state_split.dynamic(leaves)
-            tied = self._ties(arrays) if tied is None else tied
-            paths = leaf_paths(state)
-            program = _Program(self._fn, state_split, batch_split, self.plan, paths, tied)
+            program = _Program(self._fn, state_split, batch_split, self.plan, leaf_paths(state))
             specs = batch_split.dynamic(self._specs_of(batch, data)) if self.is_by_hand else None
             program.compile_lazily(self._mesh, self._donate, specs)
-            if tied and (untied := self._untied_by(program, arrays, data)):
-                return self._prepare(
-                    state, batch, {i: j for i, j in tied.items() if i not in untied}
-                )
             self._programs.append(program)
-        return program, program.once(arrays), program.batch.dynamic(data)
-
-    def _ties(self, arrays: list[Any]) -> dict[int, int]:
-        """The arrays of a state that are the same object as an earlier one, and may stay so.
-
-        Of a state without values, those that are one array in the plan.
-        """
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
-            same = self.plan.ties()
-        elif len(set(map(id, arrays))) == len(arrays):
-            return {}
-        else:
-            first: dict[int, int] = {}
-            same = {i: first.setdefault(id(x), i) for i, x in enumerate(arrays)}
-        leaves = self.plan.leaves
-        return {i: j for i, j in same.items() if i != j and leaves[i].path not in self._untied}
-
-    def _untied_by(self, program: "_Program", arrays: list[Any], data: list[Any]) -> list[int]:
-        """The arrays that the step does not return as one, which it warns of."""
-        with _fixed_context(self._mesh):
-            state = program.named(program.once(arrays))
-            jax.eval_shape(program.run, state, program.batch.dynamic(data))
-        leaves = self.plan.leaves
-        facts = [
-            f"{leaves[i].path}: it is the same array as {leaves[program.tied[i]].path}, and the"
-            " step returns another array for it, so they become two. To keep one, return one array"
-            " at both paths, such as the update by the sum of both gradients, or use"
-            " `equinox.nn.Shared`. If two are meant, make the second with `jnp.copy`."
-            for i in program.untied
-        ]
-        if facts:
-            self._untied |= {leaves[i].path for i in program.untied}
-            warn(f"{self._name}: {listed(f'{len(facts)} arrays do not stay one:', facts)}")
-        return program.untied
+        return program, program.state.dynamic(leaves), program.batch.dynamic(data)
 
     def _placed(self, batch: PyTree, data: list[Any], treedef: Any) -> list[Any]:
         """The leaves of a batch on the mesh. Processes compare the form of a batch only once."""
@@ -430,35 +383,18 @@ class _Program:
         batch: StaticSplit,
         plan: Plan,
         paths: list[str],
-        tied: dict[int, int],
     ) -> None:
-        self.fn, self.state, self.batch = fn, state, batch
-        self.paths, self.tied = paths, tied
-        self.untied: list[int] = []  # of `tied`, those for which `fn` returned another array
+        self.fn, self.state, self.batch, self.paths = fn, state, batch, paths
         self.on_host: set[int] = set()  # leaves of the state that a call had as numpy arrays
         array_paths = state.dynamic(paths)
         _check_fits_plan(array_paths, plan)
-        self.leaves: list[PlannedLeaf] = self.once(plan.leaves)
-        self.shardings: list[NamedSharding] = self.once(plan.sharding_of_each())
-        array_paths = self.once(array_paths)
+        self.leaves, self.shardings = plan.leaves, plan.sharding_of_each()
         # `collectives` reads these names of the arguments from the compiled program.
         unique = len(set(array_paths)) == len(array_paths)
         self.names = _Names(array_paths if unique else [f"{i}" for i in range(len(array_paths))])
 
     def named(self, arrays: Sequence[Any]) -> "_Named":
         return _Named(arrays, self.names)
-
-    def once(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays of a state, less those that are the same as an earlier one."""
-        return [x for i, x in enumerate(arrays) if i not in self.tied]
-
-    def state_of(self, once: Sequence[Any]) -> PyTree:
-        """The state with these arrays, as `once` returns them."""
-        if not self.tied:
-            return self.state.combine(once)
-        count = len(once) + len(self.tied)
-        of_each = dict(zip((i for i in range(count) if i not in self.tied), once, strict=True))
-        return self.state.combine([of_each[self.tied.get(i, i)] for i in range(count)])
 
     def compile_lazily(self, mesh: Mesh, donate: bool, per_device: list[Any] | None) -> None:
         """Sets `run`. If it shall run in `shard_map`, `per_device` has the batch's specs."""
@@ -492,14 +428,12 @@ class _Program:
         )
 
     def _body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
-        out = self.fn(self.state_of(arrays), self.batch.combine(data))
+        out = self.fn(self.state.combine(arrays), self.batch.combine(data))
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")
         new, treedef = tree_flatten(out[0])
         self._check_static(new, treedef)
         new = self.state.dynamic(new)
-        self.untied = [i for i, j in self.tied.items() if new[i] is not new[j]]
-        new = self.once(new)
         self._check_arrays(new, arrays, "leaves the step as")
         return new, out[1]
 
