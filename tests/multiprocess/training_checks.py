@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.multiprocess.worker import Context
 from treeshard._core import processes
-from treeshard.training import _step, init_sharded, jit_step
+from treeshard.training import _batch, init_sharded, jit_step
 
 RULES = [("b", None), (".*", ts.fsdp("fsdp", min_size=0))]
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
@@ -160,7 +160,7 @@ def check_a_new_form_on_one_process_names_the_absent(context: Context) -> None:
     batch = forms(context)["full"]
     _, loss = step(state, batch)
     if context.index:
-        with mock.patch.object(_step, "TIMEOUT", 1.0), pytest.raises(ts.ProcessError) as told:
+        with mock.patch.object(_batch, "TIMEOUT", 1.0), pytest.raises(ts.ProcessError) as told:
             step(state, batch[:8])
         assert "jit_step: process 0 of 2 did not " in str(told.value)
     # Process 0 waits in the program for process 1, which joins it now.

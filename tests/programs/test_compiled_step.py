@@ -50,7 +50,7 @@ def test_the_compiled_program_is_the_one_that_runs(fsdp_mesh) -> None:
 
 
 def test_compiling_places_no_batch(fsdp_mesh, monkeypatch) -> None:
-    monkeypatch.setattr("treeshard.training._step.move_leaves", lambda *args: pytest.fail("moved"))
+    monkeypatch.setattr("treeshard.training._batch.move_leaves", lambda *args: pytest.fail("moved"))
     plan, step = _mlp(fsdp_mesh)
     step.compile(plan.structs, BATCH)
     step.lower(plan.structs, BATCH)

@@ -375,6 +375,8 @@ def _constrain_tree(
             leaves[i] = _constrain(leaf, target)
         else:
             to_place[i] = target.sharding(target.spec)
+    if not to_place:
+        return treedef.unflatten(leaves)
     # In one call: `shard` checks every leaf before it moves one.
     placed = shard([leaves[i] for i in to_place], [*to_place.values()])
     for i, array in zip(to_place, placed, strict=True):

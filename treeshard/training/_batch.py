@@ -1,0 +1,122 @@
+"""Places a batch on the mesh of a step; processes compare what they were given once for each form.
+
+`jax.jit` would place numpy arrays itself, but replicated on every device before it splits them,
+and on several processes it would take from each whatever that process happens to hold.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves, tree_map
+
+from treeshard._core.arrays import has_shape
+from treeshard._core.paths import PyTree, leaf_paths, path_under
+from treeshard._core.processes import TIMEOUT, agreeing, facts_of, is_spread
+from treeshard._core.spec_trees import SpecTree, specs_of_leaves
+from treeshard._placement.moves import through_host
+from treeshard._placement.shard import move_leaves, shardings_to_compare
+from treeshard._placement.targets import raise_unmovable, targets, unmovable
+from treeshard.errors import TreeShardError
+
+Targets = dict[int, NamedSharding]  # by the index of a leaf; leaves without a spec have none
+
+
+class BatchPlacement:
+    """Places batches by their specs. Scalars are replicated: they have no dim to split.
+
+    Attributes:
+        specs: The specs of a batch, or a prefix of them.
+        mesh: The mesh of the step.
+        processes: Those that must pass batches of one form; empty if this is the only one.
+        where: The name of the function that made the step, for messages.
+    """
+
+    def __init__(self, specs: SpecTree, mesh: Mesh, processes: Sequence[int], where: str) -> None:
+        self.specs, self.mesh, self.processes, self.where = specs, mesh, processes, where
+        self._targets_by_form: dict[Any, Targets] = {}
+
+    def place(self, data: list[Any], treedef: Any) -> list[Any]:
+        """The leaves of a batch on the mesh; those that are there already are the same objects."""
+        form = (treedef, *map(_form, data))
+        placed = self._targets_by_form.get(form)
+        if placed is None:
+            placed = self._targets_by_form[form] = self._agree_on(data, treedef)
+        away = {i: target for i, target in placed.items() if not _is_placed(data[i], target)}
+        if away:
+            self._check_readable(data, treedef, away)
+            move_leaves(data, away, self.where, through_host)
+        return data
+
+    def _check_readable(self, data: list[Any], treedef: Any, away: Targets) -> None:
+        misfits = {i: misfit for i in away if (misfit := unmovable(data[i]))}
+        raise_unmovable(treedef.unflatten(data), misfits, self.where, "batch")
+
+    def targets(self, data: Sequence[Any], treedef: Any) -> Targets:
+        """The target sharding of each leaf of a batch, by its shape alone.
+
+        Raises `SpecError` or `UnknownAxisError` if the batch does not fit its specs.
+        """
+        structs = treedef.unflatten(map(struct_of, data))
+        specs = treedef.unflatten(self.specs_of(structs))
+        return targets(structs, specs, self.mesh, self.where, "batch", accept_structs=True)
+
+    def specs_of(self, batch: PyTree) -> list[Any]:
+        """The spec of each leaf of a batch; `None` for those that stay where they are."""
+        specs = specs_of_leaves(self.specs, batch, "batch specs")
+        scalars = [getattr(x, "shape", None) == () for x in tree_leaves(batch)]
+        pairs = zip(specs, scalars, strict=True)
+        return [PartitionSpec() if spec is not None and scalar else spec for spec, scalar in pairs]
+
+    def _agree_on(self, data: list[Any], treedef: Any) -> Targets:
+        """The targets of a batch, after all processes came to the same."""
+        if all(map(is_spread, data)):
+            in_place = self._targets_in_place(data, treedef)
+            if in_place is not None:
+                return in_place
+        processes = self.processes if any(map(has_shape, data)) else []
+        with agreeing(self.where, among=processes, timeout=TIMEOUT) as facts:
+            agreed = self.targets(data, treedef)
+            self._check_readable(data, treedef, agreed)
+            if processes:
+                paths = leaf_paths(treedef.unflatten(data))
+                facts |= facts_of(
+                    (path_under("batch", paths[i]), data[i], shardings_to_compare(data[i], target))
+                    for i, target in agreed.items()
+                )
+        return agreed
+
+    def _targets_in_place(self, data: list[Any], treedef: Any) -> Targets | None:
+        """The targets of a batch of global arrays, if they are sharded so already.
+
+        All processes made such arrays together, so there is nothing to agree on.
+        """
+        try:
+            there = self.targets(data, treedef)
+        except TreeShardError:  # which the other processes must hear of
+            return None
+        return there if all(_is_placed(data[i], there[i]) for i in there) else None
+
+
+def struct_of(x: Any) -> Any:
+    """The form of an array, which is all that compiling needs; other leaves as they are."""
+    if not has_shape(x):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
+def structs_of(tree: PyTree) -> PyTree:
+    """The form of each array of a tree."""
+    return tree_map(struct_of, tree)
+
+
+def _form(x: Any) -> Any:
+    """What must be the same of a leaf of the batch on all processes."""
+    if not has_shape(x):
+        return type(x)
+    return x.shape, x.dtype, x.sharding if is_spread(x) else None
+
+
+def _is_placed(x: Any, target: NamedSharding) -> bool:
+    return isinstance(x, jax.Array) and x.sharding == target and not x.is_deleted()

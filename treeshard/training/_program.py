@@ -1,0 +1,270 @@
+"""A step for one structure of state and batch: what is traced, and what is checked of its result.
+
+The arrays are arguments of the program, and all other leaves are its constants. `jax.jit` alone
+would refuse such a state, or compile anew for each function object in it, and it would accept a
+state that comes back with another structure or sharding and compile again for it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, register_pytree_with_keys, tree_flatten
+
+from treeshard._core.arrays import StaticSplit, array_text, has_shape, is_array
+from treeshard._core.jax_private import varying_axes
+from treeshard._core.paths import leaf_paths, pair
+from treeshard._core.spec_trees import get_names_from_partition_spec
+from treeshard._core.text import fold_paths
+from treeshard._placement.constraint import with_sharding_constraint
+from treeshard._planning.plan import Plan
+from treeshard.errors import SpecError, StateError, listed, warn
+from treeshard.training._batch import BatchPlacement
+from treeshard.training._pitfalls import warn_of_device_puts
+
+StepFn = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class Program:
+    """The compiled step for one structure of state and batch.
+
+    Attributes:
+        state: Splits a state of this structure into its arrays and its constants.
+        batch: The same for a batch; Python numbers in it are arguments too.
+        run: The jitted function of the arrays of a state and of a batch.
+        compiled: What `Step.compile` made of `run`, if it was called.
+        is_traced: Whether `run` has been traced.
+    """
+
+    run: Any
+    compiled: Any = None
+    is_traced = False
+
+    def __init__(
+        self,
+        fn: StepFn,
+        plan: Plan,
+        state: StaticSplit,
+        batch: StaticSplit,
+        placement: BatchPlacement,
+        *,
+        donate: bool,
+        per_device: bool,
+    ) -> None:
+        self.fn, self.state, self.batch = fn, state, batch
+        self.placement, self.per_device = placement, per_device
+        self.paths = leaf_paths(state.combine(range(len(state.indices))))
+        array_paths = state.dynamic(self.paths)
+        _check_fits_plan(array_paths, plan)
+        self.leaves, self.shardings = plan.leaves, plan.sharding_of_each()
+        # `collectives` reads these names of the arguments from the compiled program.
+        unique = len(set(array_paths)) == len(array_paths)
+        self.names = _Names(array_paths if unique else [f"{i}" for i in range(len(array_paths))])
+        self._once_on_host: set[int] = set()  # the arrays that a call had as numpy arrays
+        self.run = self._jitted(donate)
+
+    def matches(self, leaves: list[Any], treedef: Any, data: list[Any], data_def: Any) -> bool:
+        """Whether this is the program for a state and a batch."""
+        return self.state.matches(leaves, treedef) and self.batch.matches(data, data_def)
+
+    def __call__(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        """Runs the step on the arrays of a state and of a batch."""
+        run = self.run if self.compiled is None else self.compiled
+        new, aux = run(self.named(arrays), data)
+        return new.arrays, aux
+
+    def trace(self, arrays: Sequence[Any], data: list[Any]) -> jax.stages.Traced:
+        """Traces the step, and warns of pitfalls that the trace shows, once."""
+        traced = self.run.trace(self.named(arrays), data)
+        if not self.is_traced:
+            self.is_traced = True
+            warn_of_device_puts(traced.jaxpr, self.placement.where)
+        return traced
+
+    def named(self, arrays: Sequence[Any]) -> "_Named":
+        return _Named(arrays, self.names)
+
+    # -------------------------------------------------------------- the traced function
+
+    def _jitted(self, donate: bool) -> Any:
+        mesh = self.placement.mesh
+        body = self._sharded_body if self.per_device else self._constrained_body
+
+        def run(state: _Named, data: list[Any]) -> tuple[_Named, Any]:
+            arrays = [
+                x if leaf.memory is None else jax.device_put(x, NamedSharding(mesh, leaf.given))
+                for x, leaf in zip(state.arrays, self.leaves, strict=True)
+            ]
+            self._check_arrays(arrays, self.leaves, "enters the step as")
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                new, aux = body(arrays, data)
+            return self.named(new), aux
+
+        run.__name__ = getattr(self.fn, "__name__", "step")  # what profiles show
+        shardings = self.named(self.shardings)
+        return jax.jit(
+            run,
+            in_shardings=(shardings, None),
+            out_shardings=(shardings, None),
+            donate_argnums=0 if donate else (),
+        )
+
+    def _constrained_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        """The step under `jit`. A batch that comes from a jit around it is not placed yet."""
+        leaves, treedef = tree_flatten(self.batch.combine(data))
+        for i, target in self.placement.targets(leaves, treedef).items():
+            leaves[i] = with_sharding_constraint(leaves[i], target)
+        return self._body(arrays, self.batch.dynamic(leaves))
+
+    def _sharded_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        """The step on each device's shards of state and batch."""
+        specs = [leaf.given for leaf in self.leaves]
+        batch_specs = self.placement.specs_of(self.batch.combine(data))
+        sharded = jax.shard_map(
+            self._checked_body,
+            mesh=self.placement.mesh,
+            in_specs=(specs, [_spec_of(spec) for spec in self.batch.dynamic(batch_specs)]),
+            out_specs=(specs, PartitionSpec()),
+        )
+        return sharded(arrays, data)
+
+    def _body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        out = self.fn(self.state.combine(arrays), self.batch.combine(data))
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")
+        new, treedef = tree_flatten(out[0])
+        self._check_static(new, treedef)
+        new = self.state.dynamic(new)
+        self._check_arrays(new, arrays, "leaves the step as")
+        return new, out[1]
+
+    def _checked_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
+        """The step on one device's shards; raises if results differ that must be equal."""
+        new, aux = self._body(arrays, data)
+        facts = [
+            f"{leaf.path}: the result differs along {_quoted(more)}, but the plan shards it as"
+            f" {leaf.given}. Average its gradients: `manual.sync_gradients`, or"
+            " `manual.value_and_grad`."
+            for x, leaf in zip(new, self.leaves, strict=True)
+            if (more := varying_axes(x) - set(get_names_from_partition_spec(leaf.given)))
+        ]
+        facts += [
+            f"aux{'/' + path if path else ''}: it differs along {_quoted(varying_axes(x))}. Reduce"
+            " it: `Metrics.reduce`, or `jax.lax.pmean`."
+            for path, x in zip(leaf_paths(aux), tree_flatten(aux)[0], strict=True)
+            if is_array(x) and varying_axes(x)
+        ]
+        if facts:
+            raise StateError(listed(f"{len(facts)} results differ between devices:", facts))
+        return new, aux
+
+    def _check_static(self, new: list[Any], treedef: Any) -> None:
+        """Raises `StateError` if the step changed the structure, or a static leaf."""
+        if treedef != self.state.treedef:
+            paths = leaf_paths(treedef.unflatten(new))
+            facts = _unpaired(
+                self.paths, paths, "the returned state lacks it.", "the step adds it to the state."
+            ) or ["the step changes a container of the state, or a static field in it."]
+            headline = "The step changes the structure of its state:"
+            raise StateError(listed(headline, facts, headed=True))
+        facts = []
+        for i in self.state.changed(new):
+            old = self.state.static[i]
+            facts.append(
+                f"{self.paths[i]}: the step turns {_described(old)} into {_described(new[i])}. A"
+                f" leaf that is not an array is a constant of the compiled program. {_advice(old)}"
+            )
+        if facts:
+            raise StateError(listed(f"{len(facts)} leaves change that are not arrays:", facts))
+
+    def _check_arrays(self, arrays: list[Any], like: Sequence[Any], how: str) -> None:
+        facts = [
+            f"{leaf.path}: {how} {_described(x)}, but the plan has {array_text(leaf)}. A state must"
+            " keep its shapes and dtypes: convert this leaf, or plan again."
+            for x, old, leaf in zip(arrays, like, self.leaves, strict=True)
+            if not is_array(x) or x.shape != old.shape or x.dtype != old.dtype
+        ]
+        if facts:
+            raise StateError(listed(f"{len(facts)} leaves differ from the plan:", facts))
+
+    def warn_of_host_leaves(self, arrays: list[Any]) -> None:
+        """Warns if leaves of the state were in host memory in an earlier step, and are again."""
+        on_host = {i for i, x in enumerate(arrays) if isinstance(x, np.ndarray)}
+        again = sorted(on_host & self._once_on_host)
+        self._once_on_host |= on_host
+        if again:
+            paths = ", ".join(fold_paths([self.leaves[i].path for i in again]))
+            warn(
+                f"{self.placement.where}: {paths}: in host memory in every step, so that each step"
+                " copies it to the devices. Pass the state that the step returned, and only read"
+                " from it."
+            )
+
+
+def _described(x: Any) -> str:
+    return array_text(x) if has_shape(x) else f"the {type(x).__name__} {x!r}"
+
+
+def _advice(static: Any) -> str:
+    makers = {bool: "jnp.bool_", int: "jnp.int32", float: "jnp.float32"}
+    if maker := makers.get(type(static)):
+        return f"Start it as an array: `{maker}({static!r})`."
+    return "Keep it out of the state, or leave it unchanged."
+
+
+def _spec_of(spec: Any) -> PartitionSpec:
+    return PartitionSpec() if spec is None else getattr(spec, "spec", spec)
+
+
+def _quoted(axes: Iterable[str]) -> str:
+    return ", ".join(repr(axis) for axis in sorted(axes))
+
+
+def _check_fits_plan(paths: list[str], plan: Plan) -> None:
+    planned = [leaf.path for leaf in plan.leaves]
+    if paths == planned:
+        return
+    facts = _unpaired(
+        paths, planned, "the plan has no such array.", "the state has no such array."
+    ) or ["it has the same arrays in a different order."]
+    raise SpecError(listed("The state does not match the plan:", facts, headed=True))
+
+
+def _unpaired(a: list[str], b: list[str], only_a: str, only_b: str) -> list[str]:
+    """A fact about each path that only one of two trees has."""
+    pairs = pair(((path, True) for path in a), ((path, True) for path in b))
+    return [f"{path}: {only_a if x else only_b}" for path, x, y in pairs if not (x and y)]
+
+
+# ------------------------------------------------------------------ names of arguments
+
+
+class _Names:
+    """The names of the arrays in a `_Named`. It compares by identity, which is fast."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.keys = keys
+
+
+class _Named:
+    """A list of arrays with names, which appear in the compiled program.
+
+    A dict has them too, but JAX sorts its keys at every call.
+    """
+
+    def __init__(self, arrays: Sequence[Any], names: _Names) -> None:
+        self.arrays, self.names = arrays, names
+
+
+def _with_keys(x: _Named) -> tuple[list[Any], _Names]:
+    return [(DictKey(k), a) for k, a in zip(x.names.keys, x.arrays, strict=True)], x.names
+
+
+register_pytree_with_keys(
+    _Named,
+    _with_keys,
+    lambda names, arrays: _Named(list(arrays), names),
+    lambda x: (x.arrays, x.names),
+)
