@@ -326,34 +326,48 @@ def _make_step(
     return Step(fn, plan, batch, donate=donate, per_device=per_device)
 
 
+_IDLE = {
+    "fsdp": (
+        "parameters are sharded by fsdp over {axes}, but the batch is not (batch={batch}), so all"
+        " devices along it do the same work. Split the batch too: batch=P({split!r})."
+    ),
+    "unused": (
+        "{axes} shards neither the state nor the batch (batch={batch}), so all devices along it do"
+        " the same work. Split the batch too: batch=P({split!r})."
+    ),
+    "default": (
+        "no `batch=` is given, and the plan implies none (batch={batch}), so every device gets all"
+        " of it. For tensor parallelism alone, pass batch=P(). Else split the batch:"
+        " batch=P({split!r})."
+    ),
+}
+
+
 def _warn_of_idle_axes(
     where: str, plan: Plan, batch: SpecTree, split: Sequence[str], *, is_default: bool
 ) -> None:
     """Warns of axes along which all devices do the same work, because the batch is not split."""
-    whole = [axis for axis, size in axis_sizes(plan.mesh).items() if size > 1 and axis not in split]
-    fsdp_axes = plan.fsdp_axes()
-    by_fsdp = [axis for axis in whole if axis in fsdp_axes]
-    used = get_names_from_partition_spec(plan)
-    unused = [axis for axis in whole if axis not in used]
-    idle = [axis for axis in whole if axis in by_fsdp or axis in unused]
-    what, how = "all devices along it do the same work", "Split the batch too"
+    sizes = axis_sizes(plan.mesh)
+    unsplit = [axis for axis in sizes if sizes[axis] > 1 and axis not in split]
+    by_fsdp = plan.fsdp_axes().intersection(unsplit)
+    unused = set(unsplit).difference(get_names_from_partition_spec(plan))
+    idle = by_fsdp | unused
     if by_fsdp:
-        why = f"parameters are sharded by fsdp over {_quoted(by_fsdp)}, but the batch is not"
-    elif is_default and whole and not split:
+        why, axes = "fsdp", by_fsdp
+    elif is_default and unsplit and not split:
         # A spec does not say whether it is for FSDP or for tensor parallelism.
-        idle = idle or whole
-        why, what = "no `batch=` is given, and the plan implies none", "every device gets all of it"
-        how = "For tensor parallelism alone, pass batch=P(). Else split the batch"
+        why, axes = "default", unsplit
+        idle = idle or unsplit
     elif unused and split:  # who writes batch=P() means it
-        why = f"{_quoted(unused)} shards neither the state nor the batch"
+        why, axes = "unused", unused
     else:
         return
-    advice = entry_of([axis for axis in axis_sizes(plan.mesh) if axis in (*split, *idle)])
-    warn(f"{where}: {why} (batch={batch}), so {what}. {how}: batch=P({advice!r}).")
-
-
-def _quoted(axes: Sequence[str]) -> str:
-    return ", ".join(map(repr, axes))
+    message = _IDLE[why].format(
+        axes=", ".join(repr(axis) for axis in sizes if axis in axes),
+        batch=batch,
+        split=entry_of([axis for axis in sizes if axis in {*split, *idle}]),
+    )
+    warn(f"{where}: {message}")
 
 
 open_to_callers(globals())

@@ -41,22 +41,9 @@ def separated(
     Warns:
         ShardingWarning: If there are any; it names the paths of both arrays.
     """
-    if (
-        all([getattr(x, _MARK, False) for x in arrays])
-        and len(set(map(id, arrays))) == len(arrays)
-        and not any([hasattr(x, _MARK) for x in batch])
-    ):
+    if _have_own_memory(arrays) and not any([hasattr(x, _MARK) for x in batch]):
         return arrays
-    owners: dict[Any, str] = {}
-    for x in batch:
-        owners.update(dict.fromkeys(_buffers(x), "the batch"))
-    shared = {}
-    for i, x in enumerate(arrays):
-        buffers = _buffers(x)
-        if owner := next((owners[key] for key in buffers if key in owners), None):
-            shared[i] = owner
-        else:
-            owners.update(dict.fromkeys(buffers, leaves[i].path))
+    shared = _shared(arrays, batch, leaves)
     if not shared:
         return arrays
     facts = [
@@ -66,10 +53,33 @@ def separated(
         for i, other in shared.items()
     ]
     warn(f"{where}: {listed(f'{len(facts)} arrays of the state share memory:', facts)}")
-    old = [arrays[i] for i in shared]
-    copies = jax.jit(_copied, out_shardings=[x.sharding for x in old])(old)
+    originals = [arrays[i] for i in shared]
+    copies = jax.jit(_copied, out_shardings=[x.sharding for x in originals])(originals)
     new = dict(zip(shared, copies, strict=True))
     return [new.get(i, x) for i, x in enumerate(arrays)]
+
+
+def _have_own_memory(arrays: list[Any]) -> bool:
+    """Whether these are arrays that a step returned, each once."""
+    return all([hasattr(x, _MARK) for x in arrays]) and len(set(map(id, arrays))) == len(arrays)
+
+
+def _shared(
+    arrays: list[Any], batch: Sequence[Any], leaves: Sequence[PlannedLeaf]
+) -> dict[int, str]:
+    """The arrays that share memory, and what with: the batch, or the path of an earlier one."""
+    owners: dict[Any, str] = {}
+    for x in batch:
+        owners.update(dict.fromkeys(_buffers(x), "the batch"))
+    shared: dict[int, str] = {}
+    for i, x in enumerate(arrays):
+        buffers = _buffers(x)
+        used = [owners[buffer] for buffer in buffers if buffer in owners]
+        if used:
+            shared[i] = used[0]
+        else:
+            owners.update(dict.fromkeys(buffers, leaves[i].path))
+    return shared
 
 
 def _copied(arrays: list[Any]) -> list[Any]:
@@ -108,23 +118,23 @@ def warn_of_activations(compiled: Any, plan: Plan, batch: SpecTree, where: str) 
         compared = compare_communication(plan, compiled, batch=batch)
     except TreeShardError:  # a program that names its arguments otherwise
         return
-    of_code: dict[str, list[Any]] = {}
-    for difference in compared.unplanned:
-        of_code.setdefault(difference.code, []).append(difference)
-    paths = {path for one in of_code.get("not-moved", ()) for path in one.paths}
+    not_moved = [x for x in compared.unplanned if x.code == "not-moved"]
+    paths = {path for difference in not_moved for path in difference.paths}
     kept = [x for x in compared.planned if x.path in paths]
     weights = [x for x in kept if x.kind == "all-gather" and x.why == "weight"]
-    moved = [x for one in of_code.get("activation", ()) for x in one.collectives]
-    size = sum(x.total_bytes or 0 for x in moved)
-    if weights and size > max(_WORTH_A_WARNING, sum(x.total_bytes for x in kept)):
-        shown = ", ".join(fold_paths([x.path for x in weights if x.path])[:5])
-        warn(
-            f"{where}: the compiled step moves {human_bytes(size)} of activations in each step,"
-            f" because the compiler does not gather {shown} for use. To gather these weights"
-            f" ({human_bytes(sum(x.total_bytes for x in weights))}), and to scatter their gradients"
-            " as much, begin the layers that use them with"
-            " `weights = treeshard.unshard(weights)`."
-        )
+    activations = [x for x in compared.unplanned if x.code == "activation"]
+    size = sum(x.total_bytes or 0 for difference in activations for x in difference.collectives)
+    least = max(_WORTH_A_WARNING, sum(x.total_bytes for x in kept))
+    if not weights or size <= least:
+        return
+    shown = ", ".join(fold_paths([x.path for x in weights if x.path])[:5])
+    warn(
+        f"{where}: the compiled step moves {human_bytes(size)} of activations in each step,"
+        f" because the compiler does not gather {shown} for use. To gather these weights"
+        f" ({human_bytes(sum(x.total_bytes for x in weights))}), and to scatter their gradients"
+        " as much, begin the layers that use them with"
+        " `weights = treeshard.unshard(weights)`."
+    )
 
 
 # ------------------------------------------------------------------ arrays on one device

@@ -71,6 +71,8 @@ class Program:
 
     def __call__(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
         """Runs the step on the arrays of a state and of a batch."""
+        if not self.is_traced:
+            self.trace(arrays, data)
         run = self.run if self.compiled is None else self.compiled
         new, aux = run(self.named(arrays), data)
         return new.arrays, aux

@@ -100,7 +100,7 @@ class Step:
     def _checked(self, program: Program, arrays: list[Any], data: list[Any]) -> list[Any]:
         """The arrays of a state that can be passed, and donated: JAX would end the process if
         several devices get deleted arrays, or one array twice to donate."""
-        if any([isinstance(x, jax.Array) and x.is_deleted() for x in arrays]):
+        if _has_deleted(arrays):
             raise _deleted(arrays, program.leaves)
         if np.ndarray in set(map(type, arrays)):
             program.warn_of_host_leaves(arrays)
@@ -237,6 +237,13 @@ def _context_of(mesh: Mesh) -> AbstractContextManager[Any]:
 
 
 # ------------------------------------------------------------------ errors of a call
+
+
+def _has_deleted(arrays: list[Any]) -> bool:
+    try:
+        return any([x.is_deleted() for x in arrays])
+    except AttributeError:  # a numpy array, which the state of a first step may have
+        return any([_is_live(x) and x.is_deleted() for x in arrays])
 
 
 def _is_live(x: Any) -> bool:
