@@ -6,7 +6,9 @@ may move activations in place of weights, and a `device_put` to one device has n
 program for several: the step warns of both.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -118,13 +120,15 @@ def warn_of_activations(compiled: Any, plan: Plan, batch: SpecTree, where: str) 
         compared = compare_communication(plan, compiled, batch=batch)
     except TreeShardError:  # a program that names its arguments otherwise
         return
-    not_moved = [x for x in compared.unplanned if x.code == "not-moved"]
-    paths = {path for difference in not_moved for path in difference.paths}
-    kept = [x for x in compared.planned if x.path in paths]
-    weights = [x for x in kept if x.kind == "all-gather" and x.why == "weight"]
-    activations = [x for x in compared.unplanned if x.code == "activation"]
-    size = sum(x.total_bytes or 0 for difference in activations for x in difference.collectives)
-    least = max(_WORTH_A_WARNING, sum(x.total_bytes for x in kept))
+    of_code: dict[str, list[Any]] = defaultdict(list)
+    for difference in compared.unplanned:
+        of_code[difference.code].append(difference)
+    paths = {path for difference in of_code["not-moved"] for path in difference.paths}
+    kept = [transfer for transfer in compared.planned if transfer.path in paths]
+    weights = [x for x in kept if (x.kind, x.why) == ("all-gather", "weight")]
+    moved = chain.from_iterable(difference.collectives for difference in of_code["activation"])
+    size = sum(collective.total_bytes or 0 for collective in moved)
+    least = max(_WORTH_A_WARNING, sum(transfer.total_bytes for transfer in kept))
     if not weights or size <= least:
         return
     shown = ", ".join(fold_paths([x.path for x in weights if x.path])[:5])
