@@ -123,7 +123,7 @@ def test_the_command_line_page_is_what_the_parsers_say() -> None:
     page = command_line.PAGE.read_text()
     assert command_line.page(page) == page, "python tools/command_line.py"
     commands = re.findall(r"^## `treeshard (\w+)`$", page, re.MULTILINE)
-    assert {"plan", "inspect", "verify", "export", "import", "diff"} <= {*commands}
+    assert {"plan", "inspect", "verify", "export"} <= {*commands}
 
 
 def test_a_command_on_a_page_runs(tmp_path: Path) -> None:

@@ -45,9 +45,8 @@ OWNERS: Mapping[str, str] = {
 LAZY: Mapping[str, set[str]] = {
     "treeshard.__init__": {"*"},  # the names of the surface
     "treeshard._cli": {"*"},  # each command
-    "treeshard._cli.files": {"checkpoint"},  # needs TensorStore
     "treeshard._cli.functions": {"?"},  # the user's modules
-    "treeshard._cli.stored_trees": {"checkpoint"},
+    "treeshard._cli.stored_trees": {"checkpoint"},  # needs TensorStore
     "treeshard._core.make_mesh": {"_core"},  # kinds of devices that are not attached
     "treeshard._placement.moves": {"_placement"},  # what only several processes need
     "treeshard.training._pitfalls": {"communication"},

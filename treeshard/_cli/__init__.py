@@ -138,24 +138,6 @@ out. With --max-file-size there are several files, and an index that lists the f
 
 exit code: 0, or 2 if nothing was exported
 """
-_IMPORT = """\
-  treeshard import model.safetensors pretrained --rename '\\.=>/'
-
-IN is a file, the index of several, or a directory with one of these. It is read into memory as a
-whole. The names of the tensors become the paths of the checkpoint's leaves.
-
-exit code: 0, or 2 if nothing was imported
-"""
-_DIFF = """\
-  treeshard diff run/100 run/200
-  treeshard diff run model.safetensors --rename '/=>.'
-
-A and B are checkpoints, directories of them by step (reads the latest), or safetensors. Arrays
-differ where their bits differ; arrays with the same checksum are not read. A relative difference is
-relative to the larger of two numbers. NaN and infinity are counted, and have no difference.
-
-exit code: 0 if nothing differs, or 1 if something does, or 2 if something cannot be read
-"""
 _RENAME = "replace what the regular expression matches; NEW may have \\1; applied in order"
 
 
@@ -219,19 +201,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--skip", action="store_true", help="leave out leaves that safetensors cannot hold")
     add("--max-file-size", metavar="BYTES", help="such as 5GB: split what is larger into files")
     _add_several(add, "--metadata", "KEY=TEXT", "for the header of the file")
-
-    what = "turn safetensors into a checkpoint"
-    add = command("import", "files:run_import", what, _IMPORT)
-    add("source", metavar="IN", help="such as model.safetensors")
-    add("out", metavar="CHECKPOINT", help="the directory to create")
-    _add_several(add, "--rename", "REGEX=>NEW", _RENAME)
-
-    what = "list how two checkpoints or safetensors differ, and by how much"
-    add = command("diff", "files:run_diff", what, _DIFF)
-    add("a", metavar="A")
-    add("b", metavar="B")
-    _add_several(add, "--rename", "REGEX=>NEW", f"of A: {_RENAME}")
-    add("--json", action="store_true", help="print every difference as JSON")
     return parser
 
 

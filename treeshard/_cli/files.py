@@ -1,8 +1,7 @@
-"""`treeshard inspect`, `verify`, `export`, `import` and `diff`: the commands on files."""
+"""`treeshard inspect`, `verify` and `export`: the commands on files."""
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +10,9 @@ from typing import Any
 
 import jax
 
-from treeshard._cli.differences import Changed, Difference, difference
 from treeshard._cli.stored_trees import StoredTree, open_stored
 from treeshard._core.processes import TIMEOUT, with_bar
 from treeshard._core.text import (
-    columns,
-    fold_paths,
     human_bytes,
     parse_bytes,
     parse_dtype,
@@ -33,7 +29,6 @@ from treeshard.errors import (
     listed,
     short,
 )
-from treeshard.interchange import load_safetensors
 from treeshard.interchange._byte_ranges import Piece, full_piece
 from treeshard.interchange._files import NewFiles, lay_out_files, write_files
 from treeshard.interchange._format import Tensor, code_of
@@ -159,7 +154,7 @@ def _select(
         which = f" with a path that {options.only!r} matches" if options.only else ""
         paths = ", ".join([*(leaf.path for leaf in tree.contents.leaves[:5]), "..."])
         raise CheckpointError(f"{path} has no array to export{which}. It has {paths}")
-    names = _renamed([leaf.path for leaf in arrays], options.rename, "export")
+    names = _renamed([leaf.path for leaf in arrays], options.rename)
     return {names[leaf.path]: leaf for leaf in arrays}, left_out
 
 
@@ -178,81 +173,6 @@ def _report(leaves: dict[str, SavedLeaf], left_out: Sequence[SavedLeaf], new: Ne
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------ import
-
-
-def run_import(options: argparse.Namespace) -> tuple[str, int]:
-    """Saves the tensors of safetensors files as a checkpoint."""
-    from treeshard.checkpoint import save  # needs TensorStore
-    from treeshard.checkpoint._paths import check_vacant, checkpoint_path
-
-    _off_accelerators()
-    to = checkpoint_path(options.out)
-    check_vacant(to)  # before the slow part
-    tensors = load_safetensors(options.source, progress=_wants_bar())
-    names = _renamed(tensors, options.rename, "import")
-    save(to, {names[name]: x for name, x in tensors.items()})
-    total = human_bytes(sum(x.nbytes for x in tensors.values()))
-    return f"{counted(len(tensors), 'leaf')}, {total}: {to}", 0
-
-
-# ------------------------------------------------------------------ diff
-
-
-def run_diff(options: argparse.Namespace) -> tuple[str, int]:
-    """Prints how two stored trees differ. Returns 1 if they do."""
-    _off_accelerators()
-    with open_stored(options.a) as a, open_stored(options.b) as b:
-        names = _renamed([leaf.path for leaf in a.contents.leaves], options.rename, "diff")
-        result = difference(a, b, names, progress=_wants_bar())
-        to_text = _difference_json if options.json else _difference_text
-        return to_text(result, a.contents.path, b.contents.path), int(bool(result))
-
-
-def _difference_text(result: Difference, a: str, b: str) -> str:
-    parts: list[str] = []
-    if result.changed:
-        rows = [("path", "leaf", "differ", "max abs", "max relative")]
-        rows += [(path or "(the tree)", *_cells(x)) for path, x in result.changed.items()]
-        parts.append(columns(rows))
-    for where, paths in ((a, result.only_in_a), (b, result.only_in_b)):
-        if paths:
-            lines = [f"  {path or '(the tree)'}" for path in fold_paths(paths)]
-            parts.append("\n".join([f"only in {where}:", *lines]))
-    by = f" ({result.unread:,} by checksum alone)" if result.unread else ""
-    counts = [f"{counted(result.same, 'leaf')} the same{by}", f"{len(result.changed):,} differ"]
-    counts += [f"{len(result.only_in_a):,} only in {a}"] * bool(result.only_in_a)
-    counts += [f"{len(result.only_in_b):,} only in {b}"] * bool(result.only_in_b)
-    return "\n".join([*parts, ", ".join(counts) + "."])
-
-
-def _cells(x: Changed) -> tuple[str, ...]:
-    a, b, numbers = describe_leaf(x.a), describe_leaf(x.b), x.numbers
-    if numbers is None:
-        return f"{a} -> {b}", "", "", ""
-    odd = f" ({numbers.not_finite:,} NaN or infinite)" if numbers.not_finite else ""
-    differ = f"{numbers.differing:,} of {numbers.size:,}{odd}"
-    most = ("" if x is None else f"{x:.3g}" for x in (numbers.max_abs, numbers.max_relative))
-    return a, differ, *most
-
-
-def _difference_json(result: Difference, a: str, b: str) -> str:
-    changed = [
-        {"path": path, "a": _row(x.a), "b": _row(x.b)} | _numbers(x)
-        for path, x in result.changed.items()
-    ]
-    return json.dumps({"a": a, "b": b, **result._asdict(), "changed": changed})
-
-
-def _numbers(x: Changed) -> dict[str, Any]:
-    if x.numbers is None:
-        return {}
-    return {
-        name: None if isinstance(n, float) and math.isinf(n) else n
-        for name, n in x.numbers._asdict().items()
-    }
-
-
 # ------------------------------------------------------------------ shared
 
 
@@ -267,7 +187,7 @@ def _wants_bar() -> bool:
     return sys.stderr.isatty() and find_spec("tqdm") is not None
 
 
-def _renamed(paths: Iterable[str], rules: Sequence[str], command: str) -> dict[str, str]:
+def _renamed(paths: Iterable[str], rules: Sequence[str]) -> dict[str, str]:
     """The new names of leaves by their paths, from rules `REGEX=>NEW` applied in order."""
     pairs = [_read_rule(rule) for rule in rules]
 
@@ -280,7 +200,7 @@ def _renamed(paths: Iterable[str], rules: Sequence[str], command: str) -> dict[s
         return path
 
     flat = {path: path for path in sorted(paths)}
-    names = tensor_names(list(flat), flat, rename, command)
+    names = tensor_names(list(flat), flat, rename, "export")
     return dict(zip(flat, names.values(), strict=True))
 
 

@@ -13,7 +13,6 @@ from treeshard._disk.leaves import Contents, ReadLeaf, SavedLeaf
 from treeshard.errors import CheckpointError
 from treeshard.interchange._byte_ranges import full_piece, read
 from treeshard.interchange._files import Stored, open_tensors
-from treeshard.interchange._format import PACKED
 
 
 @dataclass(frozen=True)
@@ -90,13 +89,9 @@ def _row(name: str, stored: Stored) -> SavedLeaf:
 
 
 def _read(row: SavedLeaf, stored: Stored) -> ReadLeaf:
-    tensor = stored.tensor
-    if tensor.code in PACKED:
-        x = np.empty((tensor.nbytes,), "uint8")
-    else:
-        x = np.empty(tensor.shape, tensor.dtype)
+    x = np.empty(stored.tensor.shape, stored.tensor.dtype)
     try:
-        read(stored.file.fileno(), tensor.start, x.shape, [full_piece(x)])
+        read(stored.file.fileno(), stored.tensor.start, x.shape, [full_piece(x)])
     except EOFError:
         return ReadLeaf(row, None, f"{stored.file.name} was cut short while it was read.")
     return ReadLeaf(row, x, "")
