@@ -1463,13 +1463,13 @@ TESTS = Group(
         ),
         Entry(
             "WrongResultError",
-            "Gradients, or the results of a step, are not the same in all layouts: summed, not"
-            " averaged; not reduced; permuted. The message is the report of `check_gradients` or"
-            " `check_step`: see [are my sharded gradients"
+            "Gradients, or the results of a step, are not the same in all layouts. The message is"
+            " the report of `check_gradients` or `check_step`, which names a cause if the numbers"
+            " of all devices prove it: see [are my sharded gradients"
             " right?](../guide/are-my-gradients-right.md) It is also an `AssertionError`.",
             """
             plan = ts.plan({"w": w[:8]}, [("w", None)], mesh)
-            batch = np.ones((16, 8), "float32")
+            batch = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 
 
             def loss(params, batch):
@@ -1478,11 +1478,11 @@ TESTS = Group(
 
             def by_hand(params, batch):  # which sums what it should average
                 value, grads = jax.value_and_grad(loss)(params, batch)
-                return jax.lax.psum((value, grads), "data")
+                return jax.lax.pmean(value, "data"), jax.lax.psum(grads, "data")
 
 
             layouts = testing.layouts(plan, batch, P("data"), by_hand=True)
-            layouts = [layout for layout in layouts if layout.name == "unchecked"]
+            layouts = [x for x in layouts if x.name in ("unchecked", "unchecked mesh")]
             options = {"layouts": layouts, "batch_specs": P("data")}
             testing.check_gradients(loss, {"w": w[:8]}, batch, plan, by_hand=by_hand, **options)
             """,

@@ -90,16 +90,16 @@ def passed_on(g: Any) -> Any:
 FAULTS = {
     "lost": (
         lambda g: jnp.where(lax.axis_index("fsdp") == 3, 0, g),
-        "rows 12 to 15 are zero: 1 of 4 shards, and the others are right",
+        "zero in 1 of 4 shards, such as [12:16, :]; right in the others.",
     ),
     "replicas": (
         lambda g: g * jnp.where(lax.axis_index("fsdp") < 2, 1.0, -1.0),
-        "wrong on 4 of 8 devices, right on the others.",
+        "wrong on 4 of 8 devices; right on the others.",
     ),
-    "moved": (passed_on, "permuted: 4 of 4 shards are on the wrong devices"),
+    "moved": (passed_on, "has other devices' shards in 4 of 4 places"),
     "summed": (
         lambda g: lax.psum(manual.vary(g, "data"), "data"),
-        "summed instead of averaged along `data` (x 2.000)",
+        "a multiple of the right result (x 2.000)",
     ),
 }
 
@@ -125,7 +125,7 @@ def check_steps(context: Context) -> None:
         testing.check_step(sgd(True), ts.shard(state, plan), BATCH)
     text = str(raised.value)
     assert_same_on_all(text)
-    of_w = "step 1: opt/0/trace/w P('fsdp',): summed instead of averaged along `data` (x 2.000"
+    of_w = "step 1: opt/0/trace/w P('fsdp',): too large by the size of `data` (x 2.000"
     assert of_w in text, text
     assert "bias P():" not in text, text
     assert "step 2 is not explained where step 1 is wrong already" in text, text

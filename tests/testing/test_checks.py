@@ -1,4 +1,4 @@
-"""Checks of gradients and steps: planted faults are found and named; right code passes."""
+"""Checks of gradients and steps: planted faults are found, causes named if proven."""
 
 import os
 from collections.abc import Callable
@@ -50,8 +50,10 @@ def scattered(g: Any, axes: Any) -> Any:
 
 
 WHOLE, ROWS, COLUMNS, SPREAD = P(), P("fsdp"), P(None, "fsdp"), P(BOTH)
-SUM, TWICE = "summed instead of averaged along", "averaged twice along"
+SUM, SMALL = "summed instead of averaged along", "too small by the size of"
 OWN = "each device keeps its own"
+MULTIPLE, DIFFERS = "a multiple of the right result", "differs by more than rounding ("
+MOVED = "has other devices' shards in"
 
 
 class LeafFault(NamedTuple):
@@ -63,40 +65,35 @@ class LeafFault(NamedTuple):
 
 
 LEAF_FAULTS = {
-    "psum": LeafFault(WHOLE, lambda g: lax.psum(g, BOTH), f"{SUM} `data` and `fsdp` (x 8.000"),
+    "psum": LeafFault(WHOLE, lambda g: lax.psum(g, BOTH), f"{MULTIPLE} (x 8.000)"),
     "psum along data": LeafFault(
-        WHOLE, lambda g: lax.psum(mean(g, "fsdp"), "data"), f"{SUM} `data` (x 2.000"
+        WHOLE, lambda g: lax.psum(mean(g, "fsdp"), "data"), f"{SUM} `data` (x 2.000; x 4.000 in"
     ),
     "psum along fsdp": LeafFault(
-        WHOLE, lambda g: lax.psum(mean(g, "data"), "fsdp"), f"{SUM} `fsdp` (x 4.000"
+        WHOLE, lambda g: lax.psum(mean(g, "data"), "fsdp"), f"{SUM} `fsdp` (x 4.000; x 2.000 in"
     ),
     "psum_scatter": LeafFault(
-        ROWS, lambda g: scattered(mean(g, "data"), "fsdp"), f"{SUM} `fsdp` (x 4.000"
-    ),
-    "psum_scatter and psum": LeafFault(
-        ROWS, lambda g: scattered(lax.psum(g, "data"), "fsdp"), f"{SUM} `data` and `fsdp` (x 8.000"
+        ROWS, lambda g: scattered(mean(g, "data"), "fsdp"), f"{SUM} `fsdp` (x 4.000; x 2.000 in"
     ),
     "psum of columns": LeafFault(
-        COLUMNS, lambda g: own(lax.psum(mean(g, "fsdp"), "data"), dim=1), f"{SUM} `data` (x 2.000"
+        COLUMNS,
+        lambda g: own(lax.psum(mean(g, "fsdp"), "data"), dim=1),
+        f"{SUM} `data` (x 2.000; x 4.000 in",
     ),
     "divided by data": LeafFault(
-        WHOLE, lambda g: mean(g) / lax.axis_size("data"), f"{TWICE} `data` (x 0.500"
+        WHOLE, lambda g: mean(g) / lax.axis_size("data"), f"{SMALL} `data` (x 0.500; x 0.250 in"
     ),
     "divided by fsdp": LeafFault(
-        ROWS, lambda g: own(mean(g)) / lax.axis_size("fsdp"), f"{TWICE} `fsdp` (x 0.250"
+        ROWS, lambda g: own(mean(g)) / lax.axis_size("fsdp"), f"{SMALL} `fsdp` (x 0.250"
     ),
     "divided by all": LeafFault(
-        COLUMNS,
-        lambda g: own(mean(g), dim=1) / lax.axis_size(BOTH),
-        f"{TWICE} `data` and `fsdp` (x 0.125",
+        COLUMNS, lambda g: own(mean(g), dim=1) / lax.axis_size(BOTH), f"{MULTIPLE} (x 0.125)"
     ),
-    "summed twice": LeafFault(
-        WHOLE,
-        lambda g: lax.psum(lax.psum(g, BOTH), BOTH),
-        "summed twice along `data` and `fsdp` (x 64.000",
+    "times 3": LeafFault(WHOLE, lambda g: 3 * mean(g), f"{MULTIPLE} (x 3.000)"),
+    "times the size of an axis on one mesh": LeafFault(
+        WHOLE, lambda g: 4 * mean(g), f"{MULTIPLE} (x 4.000)"
     ),
-    "times 3": LeafFault(WHOLE, lambda g: 3 * mean(g), "is no product of axis sizes (x 3.000"),
-    "negated": LeafFault(WHOLE, lambda g: -mean(g), "of the opposite sign"),
+    "negated": LeafFault(WHOLE, lambda g: -mean(g), f"{MULTIPLE} (x -1.000)"),
     "unsynced": LeafFault(WHOLE, lambda g: g, f"not reduced along `data` and `fsdp`: {OWN}."),
     "not along data": LeafFault(
         WHOLE, lambda g: mean(g, "fsdp"), f"not reduced along `data`: {OWN}."
@@ -105,60 +102,57 @@ LEAF_FAULTS = {
         WHOLE, lambda g: mean(g, "data"), f"not reduced along `fsdp`: {OWN}."
     ),
     "scattered, not along data": LeafFault(
-        ROWS, lambda g: scattered(g, "fsdp") / 4, f"not reduced along `data`: {OWN}."
+        ROWS,
+        lambda g: scattered(g, "fsdp") / lax.axis_size("fsdp"),
+        f"not reduced along `data`: {OWN}.",
     ),
     "scattered, along the wrong axis": LeafFault(
         ROWS, lambda g: own(mean(g, "data")), f"not reduced along `fsdp`: {OWN}."
     ),
-    "not along data, summed along fsdp": LeafFault(
-        ROWS,
-        lambda g: scattered(g, "fsdp"),
-        f"not reduced along `data`: {OWN}, and {SUM} `fsdp` (x 4.000",
-    ),
+    "not along data, summed along fsdp": LeafFault(ROWS, lambda g: scattered(g, "fsdp"), DIFFERS),
     "own slice": LeafFault(ROWS, own, f"not reduced along `data` and `fsdp`: {OWN}."),
     "not scattered": LeafFault(ROWS, mean, "each device has a gradient of float32[16,4]"),
     "axes in another order": LeafFault(
-        SPREAD,
-        lambda g: scattered(g, ("fsdp", "data")) / 8,
-        "the axes of dim 0 are in another order, ('fsdp', 'data') instead of ('data', 'fsdp')",
+        SPREAD, lambda g: scattered(g, ("fsdp", "data")) / 8, f"{MOVED} 6 of 8 places: [2:4, :] has"
     ),
-    "passed on": LeafFault(
-        ROWS, lambda g: shifted(own(mean(g))), "permuted: 4 of 4 shards are on the wrong devices"
-    ),
+    "passed on": LeafFault(ROWS, lambda g: shifted(own(mean(g))), f"{MOVED} 4 of 4 places"),
     "columns passed on": LeafFault(
-        COLUMNS, lambda g: shifted(own(mean(g), dim=1)), "permuted: 4 of 4 shards"
+        COLUMNS,
+        lambda g: shifted(own(mean(g), dim=1)),
+        f"{MOVED} 4 of 4 places: [:, 0:1] has the numbers of [:, 3:4].",
     ),
-    "shard of device 0": LeafFault(
-        ROWS,
-        lambda g: own(mean(g), at=0),
-        "rows 4 to 7 are those of another shard, rows 0 to 3, and 2 more shards likewise",
-    ),
+    "shard of device 0": LeafFault(ROWS, lambda g: own(mean(g), at=0), f"{MOVED} 3 of 4 places"),
     "index over another axis": LeafFault(
-        SPREAD,
-        lambda g: own(mean(g), BOTH, at=lax.axis_index("fsdp")),
-        "are those of another shard",
+        SPREAD, lambda g: own(mean(g), BOTH, at=lax.axis_index("fsdp")), f"{MOVED} 4 of 8 places"
     ),
-    "reversed": LeafFault(
-        WHOLE, lambda g: mean(g)[::-1], "rows permuted: it has the rows of dim 0 in another order"
-    ),
+    "reversed": LeafFault(WHOLE, lambda g: mean(g)[::-1], DIFFERS),
     "dropped": LeafFault(WHOLE, lambda g: None, "by_hand returns no gradient for it"),
-    "zero": LeafFault(ROWS, lambda g: own(0 * mean(g)), "zero: the leaf is not reached"),
+    "zero": LeafFault(ROWS, lambda g: own(0 * mean(g)), "zero on all devices."),
     "one shard lost": LeafFault(
         ROWS,
         lambda g: jnp.where(lax.axis_index("fsdp") == 2, 0, own(mean(g))),
-        "rows 8 to 11 are zero: 1 of 4 shards, and the others are right",
+        "zero in 1 of 4 shards, such as [8:12, :]; right in the others.",
     ),
     "one replica": LeafFault(
         WHOLE,
         lambda g: jnp.where(lax.axis_index(BOTH) == 5, -1.0, 1.0) * mean(g),
-        "wrong on 1 of 8 devices, right on the others",
+        "wrong on 1 of 8 devices; right on the others.",
     ),
     "nan": LeafFault(
         ROWS,
-        lambda g: jnp.where(lax.axis_index("fsdp") == 2, jnp.nan, own(mean(g))),
+        lambda g: jnp.where(lax.axis_index("fsdp") == 1, jnp.nan, own(mean(g))),
         "not finite on 2 of 8 devices",
     ),
-    "something else": LeafFault(WHOLE, lambda g: mean(g) ** 2, "no known cause explains it"),
+    "something else": LeafFault(WHOLE, lambda g: mean(g) ** 2, DIFFERS),
+}
+# What to change depends on whether the axes split the leaf.
+FIXES = {
+    "psum along fsdp": "Use `jax.lax.pmean` instead of `psum`",
+    "psum_scatter": "Divide by the size, as `manual.value_and_grad` does: `pmean` would",
+    "not along data": "Average over `data`: `jax.lax.pmean`",
+    "scattered, along the wrong axis": "It is split along `fsdp`, so reduce the full gradient",
+    "own slice": "Average over `data`: `jax.lax.pmean`, or `manual.sync_gradients` for gradients."
+    " It is split along `fsdp`, so reduce the full gradient",
 }
 RIGHT = {
     "right": LeafFault(WHOLE, mean, ""),
@@ -174,12 +168,13 @@ def many(p: Any, x: Any) -> jax.Array:
 
 
 def facts_of(error: Any) -> dict[str, str]:
-    """What the message says of each leaf."""
+    """What the message says of each leaf: facts, and what to change."""
     facts: dict[str, str] = {}
-    for line in str(error.value).splitlines():
-        leaves, _, fact = line.partition("): ")
-        if fact and not leaves.startswith("  "):
-            facts |= {leaf.partition(" P(")[0].strip(): fact for leaf in leaves.split("; ")}
+    for text in str(error.value).split("\n\n")[2:]:
+        leaves, _, fact = text.partition("): ")
+        for leaf in leaves.split("; "):
+            path = leaf.partition(" P(")[0].strip()
+            facts[path] = f"{facts.get(path, '')}{fact}\n"
     return facts
 
 
@@ -199,12 +194,13 @@ def test_faults_of_leaves_are_found_and_named() -> None:
         return mean(value), {name: cases[name].reduce(g) for name, g in grads.items()}
 
     batch = normal(16, 16, seed=99)
-    layouts = [chosen(plan, batch, "unchecked")]
+    layouts = [chosen(plan, batch, name) for name in ("unchecked", "unchecked mesh")]
     with pytest.raises(WrongResultError) as raised:
         testing.check_gradients(many, params, batch, plan, layouts=layouts, by_hand=body)
     facts = facts_of(raised)
     missed = {n: facts.get(n) for n, x in LEAF_FAULTS.items() if x.words not in facts.get(n, "")}
     assert missed == {}
+    assert {n: facts[n] for n, fix in FIXES.items() if fix not in facts[n]} == {}
     assert not facts.keys() & RIGHT.keys()
     assert "Made at tests/testing/test_checks.py:" in str(raised.value)
 
@@ -314,7 +310,7 @@ LOSS_FAULTS = {
         masked,
         (BATCH, (np.arange(16) % 2 < 1 + (np.arange(16) < 8)).astype("float32")),
         "down",
-        "the devices' rows do not have the same weight",
+        "each device's own result, averaged: the mean over devices is not the result of all rows.",
     ),
     "key not folded": LossFault(
         folding(), dropout, KEYED, "loss", "the key is not folded along `data` and `fsdp`", SPLIT
@@ -324,7 +320,7 @@ LOSS_FAULTS = {
         loss,
         BATCH,
         "bias",
-        f"{SUM} `data` and `fsdp` (x 8.000)",
+        f"{MULTIPLE} (x 8.000)",
     ),
 }
 LONG = {
@@ -343,7 +339,7 @@ LONG = {
         loss,
         BATCH,
         "up",
-        f"{SUM} `tensor` (x 4.000",
+        f"{MULTIPLE} (x 4.000",
         P("data"),
         "data=2,tensor=4",
         [("up", P(None, "tensor")), (".*", P("tensor"))],
@@ -353,21 +349,14 @@ LONG = {
         lambda p, x: loss(p, x) * len(x),
         BATCH,
         "up",
-        "a mean over 16 rows, where a sum is right (x 0.062",
-    ),
-    "mean for sum of as many rows as devices": LossFault(
-        by_library(loss),
-        lambda p, x: loss(p, x) * len(x),
-        BATCH[:8],
-        "up",
-        f"{TWICE} `data` and `fsdp` (x 0.125)",
+        f"{MULTIPLE} (x 0.062",
     ),
     "stop_gradient": LossFault(
         by_library(lambda p, x: loss(p | {"up": lax.stop_gradient(p["up"])}, x)),
         loss,
         BATCH,
         "up",
-        "zero: the leaf is not reached",
+        "zero on all devices.",
     ),
     "loss of one device": LossFault(
         local_loss, loss, BATCH, "loss", f"not reduced along `data` and `fsdp`: {OWN}."
@@ -388,7 +377,7 @@ LONG = {
         dropout,
         TYPED,
         "bias",
-        f"{SUM} `data` (x 2.000)",
+        f"{MULTIPLE} (x 2.000)",
         SPLIT,
     ),
 }
@@ -484,7 +473,7 @@ def test_complex_parameters() -> None:
         return {"w": g * grads["w"] * ts.get_axes_size_in_mesh("fsdp")}, jnp.zeros_like(inputs[1])
 
     wrong.defvjp(lambda p, x: (wave(p, x), (p, x)), backward)
-    with pytest.raises(WrongResultError, match=f"w P.*: {SUM} `fsdp` .x 4.000"):
+    with pytest.raises(WrongResultError, match=f"w P.*: {MULTIPLE} .x 4.000"):
         testing.check_gradients(wrong, params, BATCH, plan, layouts=layouts)
 
 
@@ -535,7 +524,8 @@ def test_a_fault_of_the_second_step_is_found() -> None:
         testing.check_step(ts.jit_step(step, plan, batch=P("data")), state, normal(16, 8, seed=1))
     facts = facts_of(raised)
     assert facts.keys() == {"step 2: w"}
-    assert facts["step 2: w"].startswith(f"{SUM} `data` (x 8.000")
+    by_size = "too large by the size of `data` (x 8.000; x 4.000 in `mesh`)."
+    assert facts["step 2: w"].startswith(by_size)
 
 
 # ------------------------------------------------------------------ several processes

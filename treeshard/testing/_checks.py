@@ -1,6 +1,6 @@
 """Checks that a computation gives the same numbers in all layouts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,15 +13,29 @@ from treeshard._core.text import fold_paths
 from treeshard._planning.plan import Plan
 from treeshard.errors import MeshError, WrongResultError
 from treeshard.testing._computations import Computation, Gradients, Steps, line_of
-from treeshard.testing._diagnosis import Diagnosis, named
+from treeshard.testing._diagnosis import Diagnosis, statements
 from treeshard.testing._layouts import Layout
 from treeshard.testing._layouts import layouts as default_layouts
 from treeshard.testing._noise import LIMIT, Tolerance, norm
-from treeshard.testing._report import Cause, Problem, Report, merged
+from treeshard.testing._own_rows import OwnRows, with_own_keys
+from treeshard.testing._report import Cause, Problem, Report
 from treeshard.training._step import Step
 
-# Random numbers are the same if results differ by less than this part of their size.
-_ALIKE = 0.02
+# ------------------------------------------------------------------ words
+
+# A cell of the second step, where the first is wrong already.
+_WRONG_TOO = "wrong too"
+_SECOND_STEP = "step 2 is not explained where step 1 is wrong already"
+_RAISED = "{layout}: not compared, since it raised {kind}: {first}"
+_OTHER_NUMBERS = (
+    "{layout}: not compared, since the loss draws random numbers, and minibatches draw others"
+)
+_OTHER_WEIGHTS = (
+    "{layout}: minibatches change the result on one device too, since the loss is not a mean of"
+    " rows of equal weight; compared with minibatches on one device"
+)
+_HIDDEN = "rounding moves {paths} by as much as their size: a wrong factor would not be seen there"
+_NOT_FINITE = "not finite on one device either: {paths}"
 
 
 def check_gradients(
@@ -37,8 +51,9 @@ def check_gradients(
     """Checks that the gradients of a loss are the same on one device and in many layouts.
 
     Compares the raw gradients, leaf by leaf, and not the updated parameters: an optimizer such as
-    Adam hides a wrong factor. What differs is told in words: summed instead of averaged along an
-    axis, not reduced, permuted, another shard's rows, zero.
+    Adam hides a wrong factor. Of what differs the report says what was measured, and a cause if the
+    numbers of all devices prove it: summed instead of averaged along an axis, which takes layouts
+    with other axis sizes to tell, or not reduced along one.
 
     How far rounding moves a result is measured on one device, with the rows of the batch in other
     orders, with parameters changed in their last bit, and in twice the precision. A result is
@@ -133,133 +148,111 @@ def check(
         )
     with together(what, among=participating_processes((), [mesh])):
         say("one device, and its noise")
-        tolerance = Tolerance(computation, chosen[0].alone())
-        notes = _doubts(computation, tolerance)
-        cells: dict[str, dict[str, str]] = {path: {} for path in computation.paths}
-        causes: dict[str, dict[int, Cause]] = {}
-        skipped: dict[str, Exception] = {}
+        comparison = _Comparison(computation, Tolerance(computation, chosen[0].alone()))
         for layout in chosen:
             say(str(layout))
-            try:
-                expected = _expected(computation, layout, tolerance, notes)
-                if expected is None:
-                    continue
-                result = computation.run(layout)
-            except Exception as error:
-                skipped[layout.name] = error
-                continue
-            diagnosis = Diagnosis(computation, layout, expected, result)
-            causes[layout.name] = found = _own_randomness(diagnosis, notes)
-            for i, path in enumerate(computation.paths):
-                error = max(diagnosis.errors(i))
-                if (layout.name, i) in computation.notes or error > LIMIT:
-                    if i < computation.first or min(found, default=i) >= computation.first:
-                        found.setdefault(i, diagnosis.cause(i))
-                    cells[path][layout.name] = found[i].short if i in found else "wrong too"
-                else:
-                    cells[path][layout.name] = "ok" if error < 3 else f"{error:.1f} noise"
-        if any("wrong too" in row.values() for row in cells.values()):
-            notes.append("step 2 is not explained where step 1 is wrong already")
-        _raise_if_none_ran(chosen, skipped)
-        for name, error in skipped.items():
-            first = str(error).strip().partition("\n")[0][:200]
-            notes.append(f"{name}: not compared, since it raised {type(error).__name__}: {first}")
-        by_name = {layout.name: layout for layout in chosen}
-        trace = cache(lambda name: computation.trace(by_name[name]))
-        problems = [
-            Problem(
-                computation.paths[i],
-                computation.specs[i],
-                tuple(names),
-                fact,
-                fix,
-                line_of(trace(names[0]), i),
-            )
-            for i, names, fact, fix in merged(causes)
-        ]
-        report = Report(what, tuple(map(str, chosen)), cells, tuple(problems), tuple(notes))
-        if problems:
+            comparison.add(layout)
+        report = comparison.report(what, chosen)
+        if not report.ok:
             raise WrongResultError(str(report))
     return report
 
 
+class _Comparison:
+    """A computation on one device, and how layouts differ from it.
+
+    Attributes:
+        cells: For each result and layout, a word for the table.
+        causes: For each layout that ran, what is wrong, by the index of the result.
+        skipped: For each layout that raised, what it raised.
+        notes: What was not compared, or compared in another way.
+    """
+
+    def __init__(self, computation: Computation, tolerance: Tolerance) -> None:
+        self.computation, self.tolerance = computation, tolerance
+        self.notes = _doubts(computation, tolerance)
+        self.cells: dict[str, dict[str, str]] = {path: {} for path in computation.paths}
+        self.causes: dict[str, dict[int, Cause]] = {}
+        self.skipped: dict[str, Exception] = {}
+
+    def add(self, layout: Layout) -> None:
+        """Runs a layout and compares its results."""
+        try:
+            expected = self._expected(layout)
+            if expected is None:
+                return
+            result = self.computation.run(layout)
+        except Exception as error:  # the user's code, which may not run in all layouts
+            self.skipped[layout.name] = error
+            return
+        rows = OwnRows(self.computation, layout)
+        causes = self.causes[layout.name] = {}
+        if layout.check_vma is not None and expected.random:
+            expected, of_keys, note = with_own_keys(rows, expected, result)
+            if of_keys is not None:
+                causes[0] = of_keys
+            if note:
+                self.notes.append(note)
+        diagnosis = Diagnosis(self.computation, rows, expected, result)
+        for i, path in enumerate(self.computation.paths):
+            self.cells[path][layout.name] = self._cell(diagnosis, i, causes)
+
+    def _cell(self, diagnosis: Diagnosis, i: int, causes: dict[int, Cause]) -> str:
+        """A word for one result in one layout; adds what is wrong to `causes`."""
+        error = max(diagnosis.errors(i))
+        if error <= LIMIT and (diagnosis.layout.name, i) not in self.computation.notes:
+            return "ok" if error < 3 else f"{error:.1f} noise"
+        if i >= self.computation.first > min(causes, default=i):
+            return _WRONG_TOO
+        cause = causes.setdefault(i, diagnosis.cause(i))
+        return cause.short
+
+    def _expected(self, layout: Layout) -> Tolerance | None:
+        """What a layout should give; `None` if that cannot be said."""
+        if layout.minibatches == 1:
+            return self.tolerance
+        if self.tolerance.random:
+            self.notes.append(_OTHER_NUMBERS.format(layout=layout.name))
+            return None
+        alone = self.computation.alone(layout.alone(layout.minibatches))
+        expected = self.tolerance.with_reference(alone)
+        pairs = zip(alone, self.tolerance.reference, strict=True)
+        far = (norm(x - y) > 2 * LIMIT * self.tolerance.of(i) for i, (x, y) in enumerate(pairs))
+        if any(far):
+            self.notes.append(_OTHER_WEIGHTS.format(layout=layout.name))
+        return expected
+
+    def report(self, what: str, chosen: Sequence[Layout]) -> Report:
+        """All layouts together. Raises what all layouts of a kind raised."""
+        for by_hand in (False, True):
+            names = [x.name for x in chosen if (x.check_vma is not None) == by_hand]
+            if names and {*names} <= self.skipped.keys():
+                raise self.skipped[names[0]]
+        if any(_WRONG_TOO in row.values() for row in self.cells.values()):
+            self.notes.append(_SECOND_STEP)
+        for name, error in self.skipped.items():
+            kind, first = type(error).__name__, str(error).strip().partition("\n")[0][:200]
+            self.notes.append(_RAISED.format(layout=name, kind=kind, first=first))
+        ran = {layout.name: layout for layout in chosen if layout.name in self.causes}
+        problems = tuple(self._problems(ran))
+        return Report(what, tuple(map(str, chosen)), self.cells, problems, tuple(self.notes))
+
+    def _problems(self, ran: Mapping[str, Layout]) -> Iterator[Problem]:
+        computation = self.computation
+        trace = cache(lambda name: computation.trace(ran[name]))
+        for i, (path, spec) in enumerate(zip(computation.paths, computation.specs, strict=True)):
+            causes = {name: causes[i] for name, causes in self.causes.items() if i in causes}
+            for names, fact, fix in statements(computation, i, causes, ran):
+                line = line_of(trace(names[0]), i)
+                yield Problem(path, spec, tuple(names), fact, fix, line)
+
+
 def _doubts(computation: Computation, tolerance: Tolerance) -> list[str]:
     """What comparing with one device cannot show, in words."""
-    notes, paths = list(tolerance.notes), list(enumerate(computation.paths))
+    notes = list(tolerance.notes)
+    paths = list(enumerate(computation.paths))
     if hidden := fold_paths(path for i, path in paths if tolerance.is_hidden(i)):
-        notes.append(
-            f"rounding moves {', '.join(hidden)} by as much as their size: a wrong factor would not"
-            " be seen there"
-        )
+        notes.append(_HIDDEN.format(paths=", ".join(hidden)))
     if bad := fold_paths(p for i, p in paths if not np.isfinite(tolerance.reference[i]).all()):
-        notes.append(f"not finite on one device either: {', '.join(bad)}")
+        notes.append(_NOT_FINITE.format(paths=", ".join(bad)))
     return notes
-
-
-def _expected(
-    computation: Computation, layout: Layout, tolerance: Tolerance, notes: list[str]
-) -> Tolerance | None:
-    """What a layout should give; `None` if that cannot be said."""
-    if layout.minibatches == 1:
-        return tolerance
-    if tolerance.random:
-        notes.append(
-            f"{layout.name}: not compared, since the loss draws random numbers, and minibatches"
-            " draw others"
-        )
-        return None
-    alone = computation.alone(layout.alone(layout.minibatches))
-    pairs = enumerate(zip(alone, tolerance.reference, strict=True))
-    if any(norm(x - y) > 2 * LIMIT * tolerance.of(i) for i, (x, y) in pairs):
-        notes.append(
-            f"{layout.name}: minibatches change the result on one device too, since the loss is not"
-            " a mean of rows of equal weight; compared with minibatches on one device"
-        )
-    return tolerance.with_reference(alone)
-
-
-def _own_randomness(diagnosis: Diagnosis, notes: list[str]) -> dict[int, Cause]:
-    """Finds how the devices of a body by hand draw random numbers, and takes the result of that.
-
-    The result of all devices together is known if one device can repeat it: with one key for all
-    rows, with the same key on each device, or with keys folded by `axis_index`.
-    """
-    tolerance, name = diagnosis.tolerance, diagnosis.layout.name
-    if diagnosis.layout.check_vma is None or not tolerance.random:
-        return {}
-    if diagnosis.unlikeness(tolerance.reference) < _ALIKE:
-        return {}
-    results = list(diagnosis.keyed())
-    order, nearest = min(results, key=lambda x: diagnosis.unlikeness(x[1]), default=((), None))
-    if nearest is None or diagnosis.unlikeness(nearest) > _ALIKE:
-        diagnosis.tolerance = tolerance.widened([values for _, values in results])
-        notes.append(
-            f"{name}: each device draws random numbers in a way that one device cannot repeat, so"
-            " only differences are seen that are larger than those between keys"
-        )
-        return {}
-    diagnosis.tolerance = tolerance.with_reference(nearest)
-    folded, split = set(order or ()), set(diagnosis.batch_axes)
-    if missing := named(sorted(split - folded)):
-        fact = f"the key is not folded along {missing}: devices draw the same random numbers."
-        fix = f"Fold it: `jax.random.fold_in(key, jax.lax.axis_index({sorted(split - folded)!r}))`."
-        return {0: Cause(fact, fix, "same key")}
-    if extra := named(sorted(folded - split)):
-        fact = (
-            f"the key is folded along {extra}, where devices have the same rows: they draw"
-            " different random numbers for the same activations."
-        )
-        return {0: Cause(fact, "Fold it over the axes of the batch only.", "other key")}
-    notes.append(
-        f"{name}: each device draws its own random numbers; compared with keys folded by"
-        f" axis_index({order!r}) on one device"
-    )
-    return {}
-
-
-def _raise_if_none_ran(chosen: Sequence[Layout], skipped: dict[str, Exception]) -> None:
-    """Raises the first error, if no layout of a kind, by jit or by hand, could run."""
-    for by_hand in (False, True):
-        names = [x.name for x in chosen if (x.check_vma is not None) == by_hand]
-        if names and all(name in skipped for name in names):
-            raise skipped[names[0]]

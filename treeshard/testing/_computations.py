@@ -23,7 +23,7 @@ from treeshard._core.arrays import (
 )
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import is_spread
-from treeshard._core.spec_trees import specs_of_leaves
+from treeshard._core.spec_trees import get_names_from_partition_spec, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
 from treeshard._placement.gather import gather
 from treeshard._placement.shard import shard
@@ -74,6 +74,15 @@ class Computation:
         self.bases: list[int | None] = []
         self.first = 0
         self._functions: dict[str, Any] = {}  # by layout
+
+    def is_by_hand(self, layout: Layout) -> bool:
+        """Whether code by hand reduces the results of a layout, and not the compiler."""
+        raise NotImplementedError
+
+    def batch_axes(self, layout: Layout) -> tuple[str, ...]:
+        """The axes of a layout's mesh that split the batch."""
+        split = get_names_from_partition_spec(self.batch_specs(layout))
+        return tuple(axis for axis, n in layout.mesh.shape.items() if n > 1 and axis in split)
 
     def run(
         self, layout: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
@@ -150,6 +159,9 @@ class Gradients(Computation):
         self.first = len(self.paths)
         self.bases += [None] * self.first
 
+    def is_by_hand(self, layout: Layout) -> bool:
+        return layout.check_vma is not None
+
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
         return self._function(layout, self._make)(arrays, data)
 
@@ -222,14 +234,14 @@ class Gradients(Computation):
         """The gradient, or zeros and a note if it is absent or has another shape than its shard."""
         if is_array(grad) and grad.shape == shard.shape:
             return grad
-        fact, fix = "by_hand returns no gradient for it.", "Return one for every leaf."
+        cause = Cause("by_hand returns no gradient for it.", "Return one for every leaf.", "absent")
         if is_array(grad):
             fact = (
                 f"each device has a gradient of {array_text(grad)}, and its shard is"
                 f" {array_text(shard)}."
             )
-            fix = "Scatter it: `jax.lax.psum_scatter`, or `manual.value_and_grad`."
-        self.notes[key] = Cause(fact, fix, "absent")
+            cause = Cause(fact, "Return the gradient of the shard.", "shape")
+        self.notes[key] = cause
         return shard * 0
 
 
@@ -240,6 +252,9 @@ class Steps(Computation):
         super().__init__(state, batch, step.plan)
         self.step = step
         self._aux: list[str] = []
+
+    def is_by_hand(self, layout: Layout) -> bool:
+        return self.step.is_by_hand
 
     def _results(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Shards]:
         leaves, count, out = self.plan.leaves, len(arrays), []

@@ -1,6 +1,11 @@
-"""How far results may differ by rounding alone: measured, leaf by leaf."""
+"""How far results may differ by rounding alone: measured, leaf by leaf.
 
-from collections.abc import Sequence
+A tolerance to be given, as in `numpy.testing.assert_allclose`, fits no two leaves: a gradient may
+be 1e-9 or 100, and a sum over many rows in bfloat16 may have two right digits. So the computation
+runs again on one device in ways that change nothing but its rounding.
+"""
+
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -9,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from treeshard._core.arrays import is_array, is_key
-from treeshard.testing._computations import Computation
+from treeshard.testing._computations import Computation, Shards
 from treeshard.testing._layouts import Layout
 from treeshard.training._pitfalls import equations
 
@@ -18,8 +23,12 @@ LIMIT = 12.0
 _SAMPLES = 3  # of each kind
 # What changes the results by more than this many times the noise is not rounding.
 _NOT_ROUNDING = 30.0
-# By default, accelerators multiply float32 with fewer bits.
-_MATMUL_EPS = {"gpu": 2.0**-11, "tpu": 2.0**-8}
+# By default accelerators multiply float32 with fewer bits: GPUs as TF32, with 10 of 23 bits of the
+# mantissa, TPUs as bfloat16, with 7.
+_MATMUL_EPS: Mapping[str, float] = {"gpu": 2.0**-11, "tpu": 2.0**-8}
+# The primitives that draw random numbers: the functions of `jax.random` bind the first, and code
+# that calls its block cipher itself the second.
+_DRAWS = ("random_bits", "threefry2x32")
 
 
 class Tolerance:
@@ -39,14 +48,11 @@ class Tolerance:
         self.reference = computation.alone(one)
         eqns = list(equations(computation.trace(one)))
         self.eps = _least_precision(eqns, one.mesh.devices.flat[0].platform)
-        self.random = any(eqn.primitive.name in ("random_bits", "threefry2x32") for eqn in eqns)
+        self.random = any(eqn.primitive.name in _DRAWS for eqn in eqns)
         self.noise = [np.zeros(x.shape) if _is_float(x) else None for x in self.reference]
-        # A rounding of what the leaf was before it changed.
+        # A change of a leaf is rounded as the leaf is, which may be much larger.
         starts: list[Any] = [None if b is None else computation.start[b] for b in computation.bases]
-        self._rounding = [
-            np.abs(x) * float(jnp.finfo(x.dtype).eps) if _is_float(x) else np.zeros(())
-            for x in starts
-        ]
+        self._rounding = [_rounding_of(x) for x in starts]
         random = np.random.default_rng(0)
         moved = [self.eps]
         for _ in range(_SAMPLES):
@@ -79,7 +85,8 @@ class Tolerance:
         # No shard has less than its share of the leaf's noise.
         share = norm(noise) * (part.size / max(noise.size, 1)) ** 0.5
         floor = self.eps * norm(_finite(self.reference[i][index]))
-        floor += norm(rounding[index]) if rounding.shape else 0.0
+        if rounding.shape:
+            floor += norm(rounding[index])
         return max(norm(part), share) + floor / 2 + float(np.finfo("float32").tiny)
 
     def is_hidden(self, i: int) -> bool:
@@ -95,21 +102,25 @@ class Tolerance:
         rows = zip(sample, self.reference, self.noise, strict=True)
         moved = [(_finite(x.astype("float64") - y), y, z) for x, y, z in rows if z is not None]
         total = norm([norm(_finite(y)) for _, y, _ in moved])
-        distance = norm([norm(d) for d, _, _ in moved]) / total if total else 0.0
-        if distance <= most:
+        far = norm([norm(d) for d, _, _ in moved])
+        relative = far / total if total else 0.0
+        if relative <= most:
             for d, _, z in moved:
                 np.maximum(z, np.abs(d), out=z)
-        return distance
+        return relative
 
     def _reorder(self, computation: Computation, one: Layout, random: Any, most: float) -> None:
         """Takes samples with the rows of the batch in other orders."""
         dims = computation.row_dims(one)
-        for _ in range(_SAMPLES if dims else 0):
-            rows = random.permutation(next(computation.batch[i].shape[d] for i, d in dims.items()))
-            batch = [
-                np.take(x, rows, dims[i]) if i in dims else x
-                for i, x in enumerate(computation.batch)
-            ]
+        if not dims:
+            return
+        first = next(iter(dims))
+        count = computation.batch[first].shape[dims[first]]
+        for _ in range(_SAMPLES):
+            order = random.permutation(count)
+            batch = list(computation.batch)
+            for i, dim in dims.items():
+                batch[i] = np.take(batch[i], order, dim)
             if self._add(computation.alone(one, batch=batch), most) > most:
                 self.notes.append(
                     "the result depends on the order of the rows, so other orders are not noise"
@@ -127,9 +138,35 @@ class Tolerance:
         self._add(sample, most)
 
 
+# ------------------------------------------------------------------ numbers
+
+
 def norm(x: Any) -> float:
     """The Euclidean norm, without overflow for the largest floats of 32 bits."""
     return float(np.linalg.norm(np.asarray(x, "float64").ravel()))
+
+
+def distance(x: Any, reference: Any) -> float:
+    """The norm of a difference; numbers that are not finite in both are equal."""
+    x, reference = np.asarray(x, "float64"), np.asarray(reference, "float64")
+    if x.shape != reference.shape:
+        return float("inf")
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
+        same = (x == reference) | (np.isnan(x) & np.isnan(reference))
+        far = norm(np.where(same, 0.0, x - reference))
+    return far if np.isfinite(far) else float("inf")
+
+
+def multiple_of(shards: Shards, reference: np.ndarray) -> tuple[float, float]:
+    """The factor that takes a reference nearest to all shards, and the part of them it leaves."""
+    x = np.concatenate([np.ravel(x) for _, x in shards.values()]).astype("float64")
+    y = np.concatenate([np.ravel(reference[index]) for index, _ in shards.values()])
+    y = y.astype("float64")
+    size, squares = norm(x), float(np.vdot(y, y))
+    if not size or not squares:
+        return 0.0, 0.0
+    factor = float(np.vdot(y, x)) / squares
+    return factor, norm(x - factor * y) / size
 
 
 def _finite(x: Any) -> Any:
@@ -141,6 +178,13 @@ def _is_float(x: Any) -> bool:
     return is_array(x) and not is_key(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def _rounding_of(x: Any) -> np.ndarray:
+    """How far one rounding moves each number; without dims for what is not rounded."""
+    if not _is_float(x):
+        return np.zeros(())
+    return np.abs(x) * float(jnp.finfo(x.dtype).eps)
+
+
 def _perturbed(x: Any, eps: float, random: Any) -> Any:
     """The array with each number changed by as much as one rounding can."""
     if not _is_float(x):
@@ -150,7 +194,9 @@ def _perturbed(x: Any, eps: float, random: Any) -> Any:
 
 
 def _wider(x: Any) -> Any:
-    return x.astype("float64" if x.dtype.itemsize >= 4 else "float32") if _is_float(x) else x
+    if not _is_float(x):
+        return x
+    return x.astype("float64" if x.dtype.itemsize >= 4 else "float32")
 
 
 def _least_precision(eqns: Sequence[Any], platform: str) -> float:

@@ -1,7 +1,11 @@
-"""What a check found, as a table and in words."""
+"""What a check says, as a table of layouts and leaves and in words.
+
+A report has all layouts, where an assertion would stop at the first difference: which of them are
+wrong, and by how much on each mesh, tells more than any of them alone.
+"""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,21 +15,21 @@ from treeshard._core.text import fold
 
 
 class Cause(NamedTuple):
-    """Why a result is wrong in one layout.
+    """What is wrong with a result in one layout.
 
     Attributes:
         fact: What is wrong.
-        fix: What to change.
+        fix: What to change; empty if the numbers do not show it.
         short: For a cell of the table.
-        factor: Such as `x 8.000`, if the result is a multiple of the right one.
-        meanings: What that factor may mean, each in words.
+        measured: What was measured, such as `x 8.000`.
+        multiple: The number by which the result is a multiple of the right one, if it is.
     """
 
     fact: str
-    fix: str
+    fix: str = ""
     short: str = "wrong"
-    factor: str = ""
-    meanings: tuple[str, ...] = ()
+    measured: str = ""
+    multiple: float | None = None
 
 
 class Problem(NamedTuple):
@@ -36,7 +40,7 @@ class Problem(NamedTuple):
         spec: How the leaf is sharded.
         layouts: The names of the layouts in which it is wrong.
         fact: What is wrong.
-        fix: What to change.
+        fix: What to change; `""` if the numbers do not show it.
         line: The line of code that made it, as `file:line`; `""` if it is not known.
     """
 
@@ -73,20 +77,26 @@ class Report:
         return not self.problems
 
     def __str__(self) -> str:
+        head = f"{self.what}: {self._verdict()}"
+        below = [f"\n{text}" for text in self._problems()]
+        return "\n".join([head, *self._table(), "", *self.layouts, *self.notes, *below])
+
+    def _verdict(self) -> str:
+        if self.ok:
+            return "Nothing is wrong."
+        count = len(self.problems)
+        return f"{count} results are wrong." if count > 1 else "1 result is wrong."
+
+    def _table(self) -> list[str]:
+        """A row for each leaf, those of repeated layers folded if they have the same cells."""
         names = [text.partition(":")[0] for text in self.layouts]
         rows = [("leaf", *names)]
-        lines = fold((path, tuple(cells.items()), cells) for path, cells in self.cells.items())
-        rows += [(path, *(alike[0].get(name, "-") for name in names)) for path, alike in lines]
+        leaves = ((path, tuple(cells.items()), cells) for path, cells in self.cells.items())
+        for path, (cells, *_) in fold(leaves):
+            rows.append((path, *(cells.get(name, "-") for name in names)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        count = len(self.problems)
-        verdict = f"{count} results are wrong." if count > 1 else "1 result is wrong."
-        verdict = "Nothing is wrong." if self.ok else verdict
-        parts = [f"{self.what}: {verdict}", *table, "", *self.layouts, *self.notes]
-        return "\n".join([*parts, *(f"\n{text}" for text in self._problems())])
+        padded = ([*map(str.ljust, row, widths)] for row in rows)
+        return ["  ".join(cells).rstrip() for cells in padded]
 
     def _problems(self) -> list[str]:
         """A line for each cause, with the leaves that it has made wrong, repeated layers folded."""
@@ -97,32 +107,6 @@ class Report:
         for (layouts, fact, fix, line), members in alike.items():
             folded = fold((p.path, p.spec, p) for p in members)
             leaves = "; ".join(f"{path} {inside[0].spec}" for path, inside in folded)
-            where = f" Made at {line}." if line else ""
-            lines.append(f"{leaves}: {fact}\n  In: {', '.join(layouts)}.{where} {fix}")
+            parts = [f"In: {', '.join(layouts)}.", f"Made at {line}." if line else "", fix]
+            lines.append(f"{leaves}: {fact}\n  {' '.join(filter(None, parts))}")
         return lines
-
-
-def merged(causes: Mapping[str, Mapping[int, Cause]]) -> Iterator[tuple[int, list[str], str, str]]:
-    """The causes of each result over all layouts: its index, the layouts, the fact and the fix.
-
-    A factor may have several meanings on one mesh: those that hold on all meshes are kept.
-    """
-    by_leaf: dict[int, dict[str, Cause]] = defaultdict(dict)
-    for name, of_layout in causes.items():
-        for i, cause in of_layout.items():
-            by_leaf[i][name] = cause
-    for i, by_layout in sorted(by_leaf.items()):
-        meanings = [cause.meanings for cause in by_layout.values() if cause.meanings]
-        common = [x for x in meanings[0] if all(x in m for m in meanings)] if meanings else []
-        groups: dict[Any, dict[str, str]] = defaultdict(dict)
-        for name, cause in by_layout.items():
-            fact = cause.fact
-            if cause.meanings:
-                fact = " or ".join(common or cause.meanings)
-            groups[fact, cause.fix][name] = cause.factor
-        for (fact, fix), factors in groups.items():
-            if any(factors.values()):
-                first = next(iter(factors.values()))
-                others = [f"; {x} in `{name}`" for name, x in factors.items() if x != first]
-                fact = f"{fact} ({first}{''.join(others)})."
-            yield i, list(factors), fact, fix
