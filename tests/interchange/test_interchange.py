@@ -139,6 +139,14 @@ def test_only_arrays_are_saved(file) -> None:
     assert safetensors.safe_open(file, "np").metadata() is None
 
 
+def test_an_array_at_two_paths_is_two_tensors(file) -> None:
+    x = np.arange(6.0)
+    save_safetensors(file, {"embed": x, "head": x})
+    tree = load_safetensors(file, {"embed": x, "head": x})
+    assert_same(tree, {"embed": x, "head": x.copy()})
+    assert not np.shares_memory(tree["embed"], tree["head"])
+
+
 # ------------------------------------------------------------------ names
 
 

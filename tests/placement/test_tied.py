@@ -21,7 +21,6 @@ import treeshard as ts
 from treeshard._core.arrays import has_shape, second_handle
 from treeshard._planning.plan import Plan
 from treeshard.checkpoint import inspect, restore, save, verify
-from treeshard.interchange import load_safetensors, save_safetensors
 from treeshard.training import jit_step, shard_map_step
 
 VOCAB, WIDTH = 32, 8
@@ -270,17 +269,6 @@ WAYS = {
         ONE_SPEC,
     ),
     "iter_gather": (lambda mesh, path: list(ts.iter_gather({"a": HOST, "b": HOST})), SHARED),
-    "save_safetensors": (
-        lambda mesh, path: save_safetensors(path, dict.fromkeys("ab", HOST)),
-        SHARED,
-    ),
-    "load_safetensors": (
-        lambda mesh, path: [
-            save_safetensors(path, {"a": HOST, "b": HOST.copy()}),
-            load_safetensors(path, dict.fromkeys("ab", HOST)),
-        ],
-        SHARED,
-    ),
 }
 
 

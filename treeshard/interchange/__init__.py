@@ -5,11 +5,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
-from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import ties
 from treeshard._core.mesh import MeshLike
-from treeshard._core.paths import warn_untied
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
 from treeshard._core.tracebacks import open_to_callers
@@ -53,6 +50,9 @@ def save_safetensors(
     atomic: the file gets its name when it is complete and on disk, and after an error on any
     process the earlier file is unchanged.
 
+    An array at two paths is written for each. Hugging Face's libraries write tied weights once, and
+    tie them again when they load: for these, save a tree without the other path.
+
     Args:
         path: The file, such as `"model.safetensors"`. It is the same on every process, in a
             directory that all of them share.
@@ -81,11 +81,6 @@ def save_safetensors(
             arrive.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
-    Warns:
-        ShardingWarning: If an array is in the tree at several paths. The format cannot say that
-            tensors are one array, so it is written for each path. Hugging Face's libraries write
-            it once and tie it again when they load: for these, save a tree without the other path.
-
     Examples:
         >>> mlp = {"w": shard(np.ones((8, 4), np.float32), P("fsdp"), make_mesh("fsdp=8"))}
         >>> with tempfile.TemporaryDirectory() as directory:
@@ -102,7 +97,6 @@ def save_safetensors(
     with agreeing(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)
-        warn_untied(where, tree, ties(tree_leaves(tree)))
         rows = [Tensor(name, code_of(x.dtype) or "", x.shape) for name, x in tensors.items()]
         new = lay_out_files(to, rows, most, metadata, where)
         facts["the path"] = str(to)
@@ -178,9 +172,6 @@ def load_safetensors(
         ValueError: If `mesh` or `min_size` is given without `rules`, or `rename` without `like`.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
-    Warns:
-        ShardingWarning: If an array is in `like` at several paths: each gets an array of its own.
-
     Examples:
         >>> like = {"w": jax.ShapeDtypeStruct((512, 64), "float32"), "act": jax.nn.relu}
         >>> with tempfile.TemporaryDirectory() as directory:
@@ -205,7 +196,6 @@ def load_safetensors(
                 placing = Placing(rules, mesh, min_size)
                 request = tensor_request(stored, like, placing, rename, cast, where)
                 request.differences.check(str(source), partial=partial)
-                warn_untied(where, like, ties(tree_leaves(like)))
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
                 facts |= request.facts()
             with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
