@@ -1,4 +1,8 @@
-"""Saves trees to safetensors files, which other frameworks read and write, and loads them."""
+"""Saves trees to safetensors files, which other frameworks read and write, and loads them.
+
+The package safetensors writes what one process has in full, in memory. Here each process writes and
+reads the bytes of its own shards, so that no host needs memory for more than it trains with.
+"""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -102,14 +106,10 @@ def save_safetensors(
         facts["the path"] = str(to)
         facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in new.files}
         facts |= {x.name: f"{x.code}{list(x.shape)}" for x in rows}
-    writer_of_each = writers(list(tensors.values()), where, timeout)
-    mine = [
-        (name, leaf)
-        for (name, leaf), writer in zip(tensors.items(), writer_of_each, strict=True)
-        if writer in (None, jax.process_index())
-    ]
-    rows_with_bar = with_bar(mine, where, unit="tensor", show=progress)
-    write_files(new, ((name, pieces_of(leaf)) for name, leaf in rows_with_bar), where, timeout)
+    writer_of_each = zip(tensors, writers(list(tensors.values()), where, timeout), strict=True)
+    mine = [name for name, writer in writer_of_each if writer in (None, jax.process_index())]
+    names_with_bar = with_bar(mine, where, unit="tensor", show=progress)
+    write_files(new, ((name, pieces_of(tensors[name])) for name in names_with_bar), where, timeout)
 
 
 # ------------------------------------------------------------------ load
@@ -187,8 +187,9 @@ def load_safetensors(
             f"{where}: `rename` maps the paths of `like` to names in the file, and there is no"
             " `like`. The result is a dict by name: rename its keys."
         )
-    # A read into host memory only does not involve other processes.
-    among = [jax.process_index()] if like is None and rules is None else None
+    among = None
+    if like is None and rules is None:  # nothing goes to devices, so other processes need not call
+        among = [jax.process_index()]
     try:
         with ExitStack() as open_files:
             with agreeing(where, among=among, timeout=timeout) as facts:

@@ -1,10 +1,15 @@
-"""Writes parts of an array to a file that holds the full array, and reads them back."""
+"""Writes parts of an array to a file that holds the full array, and reads them back.
+
+Shards seldom are one run of bytes: of an array split by columns, each row is in all of them. A
+memory map would hide that, but counts as memory of the process, and ends it if the disk is full.
+So blocks of several shards are joined first, and then written run by run.
+"""
 
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,13 +50,13 @@ def write_bytes(file: int, at: int, data: bytes) -> None:
 def read(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:
     """Fills pieces of an array from where `write` puts them; or raises `EOFError`."""
     for block, parts in _blocks(pieces):
-        data = parts[0][1]
+        data = parts[0].items
         if len(parts) > 1 or not data.flags.c_contiguous:
             data = np.empty(lengths(block), data.dtype)
         _transfer(_read_into, file, at, shape, block, data)
-        for index, part in parts:
-            if part is not data:
-                part[...] = data[index]
+        for region, items in parts:
+            if items is not data:
+                items[...] = data[within(region, block)]
 
 
 def _read_into(file: int, into: memoryview, at: int) -> int:
@@ -79,6 +84,8 @@ def _whole(
 ) -> None:
     """Moves all bytes of a run, in as many system calls as it takes."""
     while run:
+        # Linux moves at most 2 GiB in a call, and fewer bytes if a signal comes. At the end of the
+        # file `preadv` moves none.
         moved = move(file, run, at)
         if not moved:
             raise EOFError(f"the file ends at byte {at}")
@@ -88,47 +95,53 @@ def _whole(
 # ------------------------------------------------------------------ blocks
 
 
-def _blocks(pieces: Iterable[Piece]) -> Iterator[tuple[Region, list[tuple[Any, np.ndarray]]]]:
-    """Splits the region around all pieces into blocks, or one that has gaps into its parts.
+def _blocks(pieces: Iterable[Piece]) -> Iterator[tuple[Region, list[Piece]]]:
+    """Splits the region around all pieces into blocks, each with the parts of pieces that fill it.
 
-    With each block come the indices of its parts, and their values.
+    Bytes between pieces belong to other processes, so a block with gaps is split into its parts.
     """
     pieces = [piece for piece in pieces if piece.items.size]
     if not pieces:
         return
-    spans = zip(*(piece.region for piece in pieces), strict=True)
-    around = tuple((min(a for a, _ in dim), max(b for _, b in dim)) for dim in spans)
+    dims = zip(*(piece.region for piece in pieces), strict=True)
+    around = tuple((min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in dims)
     for block in _cut(around, BLOCK // pieces[0].items.itemsize):
-        overlaps = ((piece, common(piece.region, block)) for piece in pieces)
-        parts = [  # the dots keep an array of one item an array
-            (part, piece.items[(*within(part, piece.region), ...)])
-            for piece, part in overlaps
-            if part is not None
-        ]
-        if sum(items.size for _, items in parts) == math.prod(lengths(block)):
-            yield block, [(within(part, block), items) for part, items in parts]
+        parts = list(_parts_in(block, pieces))
+        if sum(part.items.size for part in parts) == math.prod(lengths(block)):
+            yield block, parts
         else:
-            yield from ((part, [(within(part, part), items)]) for part, items in parts)
+            yield from ((part.region, [part]) for part in parts)
+
+
+def _parts_in(block: Region, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    for piece in pieces:
+        region = common(piece.region, block)
+        if region is not None:
+            # Without the dots, an index of integers would make a number of an array.
+            index = (*within(region, piece.region), ...)
+            yield Piece(region, piece.items[index])
 
 
 def _cut(region: Region, most: int) -> Iterator[Region]:
     """Splits a part of an array into parts of at most `most` items, in C order."""
-    inner = [math.prod(lengths(region[dim + 1 :])) for dim in range(len(region))]
-    dim = next((dim for dim, items in enumerate(inner) if items <= most), None)
-    if dim is None:
+    items_per_row = [math.prod(lengths(region[dim + 1 :])) for dim in range(len(region))]
+    small_enough = (dim for dim, items in enumerate(items_per_row) if items <= most)
+    dim = next(small_enough, None)
+    if dim is None:  # a scalar
         yield region
         return
-    step = max(1, most // max(1, inner[dim]))
     start, stop = region[dim]
-    for lead in itertools.product(*(range(*span) for span in region[:dim])):
-        for i in range(start, stop, step):
-            yield (*((j, j + 1) for j in lead), (i, min(i + step, stop)), *region[dim + 1 :])
+    step = max(1, most // max(1, items_per_row[dim]))
+    spans = [(i, min(i + step, stop)) for i in range(start, stop, step)]
+    single = ([(i, i + 1) for i in range(*span)] for span in region[:dim])
+    for *lead, span in itertools.product(*single, spans):
+        yield (*lead, span, *region[dim + 1 :])
 
 
-def _joined(block: Region, parts: list[tuple[Any, np.ndarray]]) -> np.ndarray:
+def _joined(block: Region, parts: Sequence[Piece]) -> np.ndarray:
     if len(parts) == 1:
-        return parts[0][1]
-    data = np.empty(lengths(block), parts[0][1].dtype)
-    for index, part in parts:
-        data[index] = part
+        return parts[0].items
+    data = np.empty(lengths(block), parts[0].items.dtype)
+    for region, items in parts:
+        data[within(region, block)] = items
     return data

@@ -1,7 +1,18 @@
-"""Tensors in one safetensors file, or in several with an index, as Hugging Face writes them."""
+"""Tensors in one safetensors file, or in several with an index, as Hugging Face writes them.
+
+Of several files the index says which has a tensor. It comes from strangers too, so what it says is
+compared with the headers of the files, and it cannot name files elsewhere on the disk:
+
+    {
+      "metadata": {"total_size": 2000},
+      "weight_map": {
+        "layers.0.weight": "model-00001-of-00002.safetensors",
+        "layers.1.weight": "model-00002-of-00002.safetensors"
+      }
+    }
+"""
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +27,8 @@ from treeshard.errors import CheckpointError, FormatError, listed
 from treeshard.interchange._byte_ranges import Piece, write, write_bytes
 from treeshard.interchange._format import Tensor, lay_out, read_header
 
+# As Hugging Face's libraries name it: `model.safetensors.index.json` for `model.safetensors`, whose
+# tensors are in `model-00001-of-00002.safetensors` and so on.
 _INDEX = ".index.json"
 
 
@@ -35,6 +48,7 @@ class NewFiles(NamedTuple):
 
     def has(self, name: str) -> bool:
         """Whether a save at this path may have written a file of this name."""
+        # Another count of files has other names: these are of an earlier save, with other tensors.
         stem, suffix = re.escape(self.path.stem), re.escape(self.path.suffix)
         numbered = re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}{suffix}", name)
         return bool(numbered) or name in (self.path.name, _index_of(self.path).name)
@@ -54,23 +68,29 @@ def lay_out_files(
     """
     groups = _grouped(tensors, most)
     count = len(groups)
-    names = [f"{path.stem}-{i + 1:05d}-of-{count:05d}{path.suffix}" for i in range(count)]
-    files = [
-        NewFile(path.with_name(name) if count > 1 else path, *lay_out(group, metadata))
-        for name, group in zip(names, groups, strict=True)
-    ]
+    paths = [path]
     if count > 1:
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
-            "weight_map": {x.name: file.path.name for file in files for x in file.tensors},
-        }
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        files.append(NewFile(_index_of(path), text.encode(), []))
-    if taken := [file.path for file in files if file.path.is_dir()]:
-        raise CheckpointError(f"{taken[0]} is a directory. Pass the path of a file.")
+        names = (f"{path.stem}-{i:05d}-of-{count:05d}{path.suffix}" for i in range(1, count + 1))
+        paths = [path.with_name(name) for name in names]
+    files = [NewFile(x, *lay_out(group, metadata)) for x, group in zip(paths, groups, strict=True)]
+    if count > 1:
+        files.append(NewFile(_index_of(path), _index_text(files), []))
+    for file in files:
+        if file.path.is_dir():
+            raise CheckpointError(f"{file.path} is a directory. Pass the path of a file.")
     with _as_checkpoint_error(where, path):
-        next(path.parent.iterdir(), None)
+        next(path.parent.iterdir(), None)  # raises if there is no such directory
     return NewFiles(path, files)
+
+
+def _index_text(files: Iterable[NewFile]) -> bytes:
+    """The index of some files, as Hugging Face's `save_pretrained` writes it."""
+    holders = [(tensor, file.path.name) for file in files for tensor in file.tensors]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in holders)},
+        "weight_map": {tensor.name: name for tensor, name in holders},
+    }
+    return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
 
 
 def _grouped(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:
@@ -138,37 +158,45 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
     Returns the tensors by name, ordered by file and then by offset. With `shapes_only`, data may be
     missing. Raises as `load_safetensors`, and `OSError` if a file cannot be read.
     """
-    path, index = _resolve(path)
+    path = _resolve(path)
     with ExitStack() as open_files:
-        by_file: dict[str, dict[str, Stored]] = {}
-        for name in dict.fromkeys(index.values()) if index is not None else [path.name]:
-            file = open_files.enter_context(open_file(path.with_name(name)))
-            by_file[name] = {x.name: Stored(x, file) for x in read_header(file, shapes_only)}
-        if index is not None:
-            _check_index(path, index, by_file)
-        everything = (item for tensors in by_file.values() for item in tensors.items())
-        yield {name: x for name, x in everything if index is None or name in index}
+        if not path.name.endswith(".json"):
+            yield _open_one(path, open_files, shapes_only)
+            return
+        index = _read_index(path)
+        names = dict.fromkeys(index.values())
+        by_file = {name: _open_one(path.with_name(name), open_files, shapes_only) for name in names}
+        _check_index(path, index, by_file)
+        stored: dict[str, Stored] = {}
+        for tensors in by_file.values():
+            stored |= tensors
+        yield {name: x for name, x in stored.items() if name in index}
 
 
-def _resolve(path: Path) -> tuple[Path, dict[str, str] | None]:
-    """The file to read; if that is an index, also what it says: the file of each tensor."""
+def _open_one(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:
+    file = open_files.enter_context(open_file(path))
+    return {tensor.name: Stored(tensor, file) for tensor in read_header(file, shapes_only)}
+
+
+def _resolve(path: Path) -> Path:
+    """The file to read: the path, its index if it was saved as several files, or what is in it."""
     if path.is_dir():
-        path = _in_directory(path)
-    elif not path.exists() and _index_of(path).exists():
-        path = _index_of(path)
-    return path, _read_index(path) if path.name.endswith(".json") else None
+        return _in_directory(path)
+    index = _index_of(path)
+    return index if index.exists() and not path.exists() else path
 
 
 def _in_directory(path: Path) -> Path:
     for pattern in (f"*.safetensors{_INDEX}", "*.safetensors"):
         matches = sorted(path.glob(pattern))
-        if len(matches) == 1:
-            return matches[0]
-        if matches:
-            names = ", ".join(x.name for x in matches[:5]) + (", ..." if len(matches) > 5 else "")
+        if len(matches) > 1:
+            names = [match.name for match in matches]
+            shown = ", ".join(names if len(names) <= 5 else [*names[:5], "..."])
             raise CheckpointError(
-                f"{path} has {len(matches)} files {pattern}: {names}. Pass the path of one."
+                f"{path} has {len(names)} files {pattern}: {shown}. Pass the path of one."
             )
+        if matches:
+            return matches[0]
     raise CheckpointError(f"{path} has no file *.safetensors.")
 
 
@@ -179,33 +207,39 @@ def _read_index(path: Path) -> dict[str, str]:
     except FormatError as error:
         raise FormatError(f"{path} is {error}") from None
     index = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
+    if not isinstance(index, dict) or {*map(type, index.values())} - {str}:
         raise FormatError(f"{path} has no 'weight_map', the file of each tensor.")
-    names = dict.fromkeys(index.values())
-    if bad := [name for name in names if not _is_plain(name)]:
-        raise FormatError(
-            f"{path} names {bad[0]!r}, which is not the name of a file beside it. Files outside its"
-            " directory are not read."
-        )
-    if missing := [name for name in names if not path.with_name(name).exists()]:
-        facts = [f"{name} is missing." for name in missing]
+    missing: list[str] = []
+    for name in dict.fromkeys(index.values()):
+        if not _is_plain(name):
+            raise FormatError(
+                f"{path} names {name!r}, which is not the name of a file beside it. Files outside"
+                " its directory are not read."
+            )
+        if not path.with_name(name).exists():
+            missing.append(f"{name} is missing.")
+    if missing:
         headline = f"it names {len(missing)} files that are missing:"
-        raise CheckpointError(f"{path}: {listed(headline, facts)}")
+        raise CheckpointError(f"{path}: {listed(headline, missing)}")
     return index
 
 
 def _is_plain(name: str) -> bool:
-    return name not in ("", ".", "..") and not any(x in name for x in ("/", "\\", "\0", os.sep))
+    """Whether a name is one of a file in the same directory, on any system; `..` is the parent."""
+    return name not in ("", ".", "..") and not {*name} & {"/", "\\", "\0"}
 
 
 def _check_index(
     path: Path, index: Mapping[str, str], by_file: Mapping[str, Mapping[str, Stored]]
 ) -> None:
+    holders: dict[str, list[str]] = {name: [] for name in index}
+    for file, tensors in by_file.items():
+        for name in tensors.keys() & index.keys():
+            holders[name].append(file)
     facts: list[str] = []
     for name, file in index.items():
-        holders = [other for other, tensors in by_file.items() if name in tensors]
-        if holders != [file]:
-            actual = " and ".join(holders) or "none of its files"
+        if holders[name] != [file]:
+            actual = " and ".join(holders[name]) or "none of its files"
             facts.append(f"{name}: the index says {file}, but {actual} has it.")
     if facts:
         headline = f"{len(facts)} tensors are not where the index says:"

@@ -1,7 +1,15 @@
 """The safetensors format: writes the header of a file, and reads it with the safetensors package.
 
-A file is the length of its header (8 bytes), the header (JSON, padded with spaces to a multiple of
-8), and the bytes of its tensors, without gaps between them: little-endian, in C order.
+A file is the length of its header (8 bytes, little-endian), the header (JSON, padded with spaces to
+a multiple of 8), and the bytes of its tensors, little-endian and in C order. Offsets count from the
+end of the header, and leave no gaps:
+
+    {"__metadata__":{"format":"pt"},
+     "head.weight":{"dtype":"F32","shape":[4,8],"data_offsets":[0,128]},
+     "head.bias":{"dtype":"BF16","shape":[8],"data_offsets":[128,144]}}
+
+The package writes from full arrays in memory, so the header is written here. It reads one with all
+the checks that files of strangers need; two parsers could disagree about what a file has.
 """
 
 import json
@@ -19,7 +27,7 @@ from treeshard._core.text import human_bytes, parse_dtype
 from treeshard._disk.untrusted import MOST_BYTES, check_size
 from treeshard.errors import CheckpointError, DamagedError, FormatError, listed
 
-# In the order of the format, which also sorts the tensors of a file.
+# In the order of the package's enum of dtypes, by which it sorts the tensors of a file.
 DTYPES = {
     "BOOL": "bool", "F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn",
     "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
@@ -95,28 +103,18 @@ def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
     With `shapes_only`, the data may be missing, as in a download that was cut short.
     """
     try:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
     except ImportError:
         raise ImportError(
             "Reading safetensors files needs the package safetensors. Install it with"
             " `pip install 'treeshard[checkpoint]'`."
         ) from None
-
-    def tensors_in(path: str) -> list[Tensor]:
-        try:
-            with safe_open(path, "np") as opened:
-                slices = ((name, opened.get_slice(name)) for name in opened.offset_keys())
-                return [Tensor(name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices]
-        except MemoryError:  # the package maps the file
-            raise CheckpointError(
-                f"{file.name} is larger than this process may map into memory (`ulimit -v`)."
-            ) from None
-
     size = os.fstat(file.fileno()).st_size
     _check_header_size(file, size)
     try:
-        tensors = tensors_in(file.name)
+        tensors = _tensors_by_package(file.name, file.name)
     except SafetensorError as error:
+        # "Error while deserializing header: incomplete metadata, file not fully covered"
         if "not fully covered" not in str(error):
             raise FormatError(f"{file.name} is not a safetensors file: {error}.") from None
         full = _full_size(file)
@@ -125,32 +123,54 @@ def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
                 f"{file.name} is cut short or too long: it has {size} bytes, and by its header"
                 f" {full}. Copy it again."
             ) from None
-        with tempfile.NamedTemporaryFile() as padded:  # sparse: the package wants a file in full
-            padded.write(file.read(full))
-            padded.truncate(full)
-            tensors, size = tensors_in(padded.name), full
+        tensors, size = _tensors_of_padded(file, full), full
+    # The package opens the path again.
     if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
         raise CheckpointError(f"{file.name} was replaced while it was opened. Load it again.")
-    if bad := [f"{x.name}: {why}" for x in tensors if (why := _why_unreadable(x))]:
+    bad = [f"{x.name}: {why}" for x in tensors if (why := _why_unreadable(x))]
+    if bad:
         raise FormatError(f"{file.name}: {listed(f'{len(bad)} tensors cannot be read:', bad)}")
     # The package does not say where the data begins, but it has checked that the data is without
     # gaps and ends the file.
     return _one_after_another(tensors, size - sum(x.nbytes for x in tensors))
 
 
+def _tensors_by_package(path: str, name: str) -> list[Tensor]:
+    """The tensors of a file, without their positions; `name` is what an error calls the file."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, "np") as opened:
+            slices = ((name, opened.get_slice(name)) for name in opened.offset_keys())
+            return [Tensor(name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices]
+    except MemoryError:  # the package maps the file
+        raise CheckpointError(
+            f"{name} is larger than this process may map into memory (`ulimit -v`)."
+        ) from None
+
+
+def _tensors_of_padded(file: BinaryIO, size: int) -> list[Tensor]:
+    """The tensors of a file that was cut short: the package wants one in full."""
+    with tempfile.NamedTemporaryFile() as padded:
+        padded.write(file.read(size))
+        padded.truncate(size)  # sparse, so it takes no space
+        return _tensors_by_package(padded.name, file.name)
+
+
 def _full_size(file: BinaryIO) -> int:
     """The size of a file by its header, which the package has read before."""
     (length,) = struct.unpack("<Q", file.read(8))
     raw = json.loads(file.read(length))
-    ends = [x["data_offsets"][1] for name, x in raw.items() if name != METADATA]
+    raw.pop(METADATA, None)
     file.seek(0)
-    return 8 + length + max(ends, default=0)
+    return 8 + length + max((entry["data_offsets"][1] for entry in raw.values()), default=0)
 
 
 def _check_header_size(file: BinaryIO, size: int) -> None:
     """Refuses a header that would take long to parse, and much memory."""
     length = int.from_bytes(file.read(8), "little")
-    if MOST_BYTES < length <= size:  # the package refuses longer ones
+    # The package refuses headers of more than 100 MB, and those longer than their file.
+    if MOST_BYTES < length <= size:
         raise FormatError(
             f"{file.name} has a header of {human_bytes(length)}. At most"
             f" {human_bytes(MOST_BYTES)} are read."

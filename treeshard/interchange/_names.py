@@ -1,10 +1,34 @@
-"""Which tensors of a file make which array of a tree."""
+"""Which tensors of a file make which array of a tree.
+
+Files have a tensor for each layer, and trees often one array of all layers. A list of patterns says
+this once for all layers, where a mapping from names to names has a line for each tensor.
+"""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from typing import NamedTuple
 
 from treeshard.errors import MismatchError, listed
+
+_NO_LAYER = -1
+
+_UNMATCHED = "{tensor}: no pattern matches it. `(pattern, None)` leaves it out."
+_UNUSED = "pattern {i} {pattern!r}: no tensor matches it first."
+_SHARED = (
+    "{name}: the name of {tensors}. Write the groups that tell them apart into the name (`\\1`), or"
+    " call the number of a layer `(?P<layer>\\d+)`."
+)
+_GAPS = "{name}: of {count:,} layers, there is none with number {missing}."
+
+
+class _Place(NamedTuple):
+    """Where a tensor goes: the first pair that matches, the name (`None`: nowhere), its layer."""
+
+    pair: int
+    name: str | None
+    layer: int
 
 
 def map_tensors(
@@ -39,41 +63,56 @@ def map_tensors(
         and kauldron.
     """
     patterns = [(re.compile(pattern), name) for pattern, name in pairs]
-    used: set[int] = set()
-    facts: list[str] = []
-    found: dict[str, dict[int, list[str]]] = {}  # by name and layer; -1 without layers
-    for tensor in names:
-        for i, (pattern, name) in enumerate(patterns):
-            if match := pattern.fullmatch(tensor):
-                used.add(i)
-                if name is not None:
-                    layer = int(match.groupdict().get("layer") or -1)
-                    found.setdefault(match.expand(name), {}).setdefault(layer, []).append(tensor)
-                break
-        else:
-            facts.append(f"{tensor}: no pattern matches it. `(pattern, None)` leaves it out.")
+    places = {tensor: _place(tensor, patterns) for tensor in names}
+    used = {place.pair for place in places.values() if place is not None}
+    facts = [_UNMATCHED.format(tensor=x) for x, place in places.items() if place is None]
     facts += [
-        f"pattern {i} {pattern.pattern!r}: no tensor matches it first."
-        for i, (pattern, _) in enumerate(patterns)
+        _UNUSED.format(i=i, pattern=pattern)
+        for i, (pattern, _) in enumerate(pairs)
         if i not in used
     ]
-    for name, layers in found.items():
-        # A tensor without a layer shares its name with no other.
-        groups = [[*chain(*layers.values())]] if -1 in layers else layers.values()
-        facts += [
-            f"{name}: the name of {' and '.join(tensors)}. Write the groups that tell them apart"
-            r" into the name (`\1`), or call the number of a layer `(?P<layer>\d+)`."
-            for tensors in groups
-            if len(tensors) > 1
-        ]
-        if gaps := [*islice((i for i in range(max(layers)) if i not in layers), 5)]:
-            missing = ", ".join(map(str, gaps))
-            facts.append(
-                f"{name}: of {max(layers) + 1:,} layers, there is none with number {missing}."
-            )
+    layers_of = _by_name(places)
+    for name, layers in layers_of.items():
+        facts += _misfits(name, layers)
     if facts:
         raise MismatchError(f"map_tensors: {listed(f'{len(facts)} names do not fit:', facts)}")
-    return {
-        name: layers[-1][0] if -1 in layers else tuple(layers[i][0] for i in sorted(layers))
-        for name, layers in found.items()
-    }
+    return {name: _tensors_of(layers) for name, layers in layers_of.items()}
+
+
+def _place(tensor: str, patterns: Iterable[tuple[re.Pattern[str], str | None]]) -> _Place | None:
+    for i, (pattern, name) in enumerate(patterns):
+        match = pattern.fullmatch(tensor)
+        if match is None:
+            continue
+        layer = match.groupdict().get("layer") or _NO_LAYER
+        return _Place(i, None if name is None else match.expand(name), int(layer))
+    return None
+
+
+def _by_name(places: Mapping[str, _Place | None]) -> dict[str, dict[int, list[str]]]:
+    """The tensors of each name, by layer."""
+    layers_of: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for tensor, place in places.items():
+        if place is not None and place.name is not None:
+            layers_of[place.name][place.layer].append(tensor)
+    return layers_of
+
+
+def _misfits(name: str, layers: Mapping[int, list[str]]) -> Iterator[str]:
+    """Why some tensors cannot be one array."""
+    groups = list(layers.values())
+    if _NO_LAYER in layers:  # such a tensor shares its name with no other
+        groups = [[*chain(*groups)]]
+    for tensors in groups:
+        if len(tensors) > 1:
+            yield _SHARED.format(name=name, tensors=" and ".join(tensors))
+    last = max(layers)
+    missing = [*islice((str(i) for i in range(last) if i not in layers), 5)]
+    if missing:
+        yield _GAPS.format(name=name, count=last + 1, missing=", ".join(missing))
+
+
+def _tensors_of(layers: Mapping[int, list[str]]) -> str | tuple[str, ...]:
+    if _NO_LAYER in layers:
+        return layers[_NO_LAYER][0]
+    return tuple(layers[i][0] for i in sorted(layers))

@@ -1,6 +1,11 @@
-"""The arrays of a tree as named tensors: their names, what to write of them, what to read."""
+"""The arrays of a tree as named tensors: their names, what to write of them, what to read.
 
-from collections.abc import Callable, Mapping, Sequence
+All names and dtypes are checked before the first byte is written or read: the format has no place
+for a leaf that it cannot hold, and a file without it would load as a tree that lacks it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -9,7 +14,7 @@ import jax
 import numpy as np
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import has_shape, is_key, lengths, own_shards, region_of
+from treeshard._core.arrays import Region, has_shape, is_key, lengths, own_shards, region_of
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import is_spread, together, with_bar
 from treeshard._core.spec_trees import Misfit
@@ -28,6 +33,10 @@ Names = Callable[[str], str] | Mapping[str, str]
 
 # ------------------------------------------------------------------ names
 
+_UNKNOWN = "{path}: `rename` has it, but the tree has no such array.{hint}"
+_INVALID = "{path}: its name would be {name!a}, {why}"
+_SHARED = "{name}: the name of {keys}. Give them different names with `rename`."
+
 
 def tensor_names(
     paths: Sequence[str | None], tree: PyTree, rename: Names | None, where: str
@@ -37,27 +46,30 @@ def tensor_names(
     Raises `CheckpointError` if leaves would share a name, if the format does not allow a name, or
     if a mapping has other paths.
     """
-    named = {i: path for i, path in enumerate(paths) if path is not None}
+    path_of = {i: path for i, path in enumerate(paths) if path is not None}
     facts: list[str] = []
+    names: dict[int, str] = {}
     if isinstance(rename, Mapping):
-        for path in rename.keys() - set(named.values()):
-            near = did_you_mean(str(path), named.values())
-            facts.append(f"{path}: `rename` has it, but the tree has no such array.{near}")
-    names = {i: _renamed(path, rename) for i, path in named.items()}
-    invalid = {i: why for i, name in names.items() if (why := _why_invalid(name))}
-    facts += [f"{named[i]}: its name would be {names[i]!a}, {why}" for i, why in invalid.items()]
-    valid = [None if i in invalid else names.get(i) for i in range(len(paths))]
-    facts += [
-        f"{name}: the name of {' and '.join(keys)}. Give them different names with `rename`."
-        for name, keys in shared_names(valid, tree, is_leaf=is_none).items()
-    ]
+        for path in rename.keys() - set(path_of.values()):
+            hint = did_you_mean(str(path), path_of.values())
+            facts.append(_UNKNOWN.format(path=path, hint=hint))
+    for i, path in path_of.items():
+        name = _renamed(path, rename)
+        why = _why_invalid(name)
+        if why:
+            facts.append(_INVALID.format(path=path, name=name, why=why))
+        else:
+            names[i] = name
+    shared = shared_names((names.get(i) for i in range(len(paths))), tree, is_leaf=is_none)
+    facts += [_SHARED.format(name=name, keys=" and ".join(shared[name])) for name in shared]
     if facts:
         raise CheckpointError(f"{where}: {listed(f'{len(facts)} names are invalid:', facts)}")
     return names
 
 
 def _names_of_arrays(tree: PyTree, rename: Names | None, where: str) -> dict[int, str]:
-    named = zip(leaf_paths(tree, is_leaf=is_none), tree_leaves(tree, is_leaf=is_none), strict=True)
+    leaves = tree_leaves(tree, is_leaf=is_none)
+    named = zip(leaf_paths(tree, is_leaf=is_none), leaves, strict=True)
     paths = [path if has_shape(leaf) else None for path, leaf in named]
     return tensor_names(paths, tree, rename, where)
 
@@ -65,7 +77,9 @@ def _names_of_arrays(tree: PyTree, rename: Names | None, where: str) -> dict[int
 def _renamed(path: str, rename: Names | None) -> Any:
     if rename is None:
         return path
-    return rename.get(path, path) if isinstance(rename, Mapping) else rename(path)
+    if isinstance(rename, Mapping):
+        return rename.get(path, path)
+    return rename(path)
 
 
 def _why_invalid(name: Any) -> str:
@@ -75,7 +89,7 @@ def _why_invalid(name: Any) -> str:
         return "which the format reserves."
     try:
         name.encode()
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # a lone surrogate, as Python makes of file names that are not UTF-8
         return "which is not valid Unicode."
     return ""
 
@@ -85,28 +99,34 @@ def _why_invalid(name: Any) -> str:
 
 def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
     """The arrays of a tree, all of which can be written, by the names of their tensors."""
-    shaped = [(i, leaf) for i, leaf in enumerate(tree_leaves(tree)) if has_shape(leaf)]
-    misfits = {i: misfit for i, leaf in shaped if (misfit := _unwritable(leaf)) is not None}
+    misfits: dict[int, Misfit] = {}
+    for i, leaf in enumerate(tree_leaves(tree)):
+        misfit = _unwritable(leaf) if has_shape(leaf) else None
+        if misfit is not None:
+            misfits[i] = misfit
     raise_unmovable(tree, misfits, where)
     leaves = tree_leaves(tree, is_leaf=is_none)
     return {name: leaves[i] for i, name in _names_of_arrays(tree, rename, where).items()}
 
 
+_NO_KEYS = (
+    "safetensors has no PRNG keys. Save `jax.random.key_data(key)`, and turn it back into keys with"
+    " `jax.random.wrap_key_data`."
+)
+_NO_DTYPE = (
+    "safetensors does not have this dtype, or packs it. Use `.astype`, or `.view('uint8')` for the"
+    " bytes."
+)
+
+
 def _unwritable(leaf: Any) -> Misfit | None:
-    if misfit := unmovable(leaf):
+    misfit = unmovable(leaf)
+    if misfit:
         return misfit
     if is_key(leaf):
-        why = (
-            "safetensors has no PRNG keys. Save `jax.random.key_data(key)`, and turn it back into"
-            " keys with `jax.random.wrap_key_data`."
-        )
-        return Misfit(LeafError, why)
+        return Misfit(LeafError, _NO_KEYS)
     if code_of(leaf.dtype) is None:
-        why = (
-            "safetensors does not have this dtype, or packs it. Use `.astype`, or `.view('uint8')`"
-            " for the bytes."
-        )
-        return Misfit(LeafError, why)
+        return Misfit(LeafError, _NO_DTYPE)
     return None
 
 
@@ -115,8 +135,8 @@ def writers(leaves: Sequence[Any], what: str, timeout: float) -> list[int | None
     shards."""
     with together(what, timeout=timeout) as answers:
         answers.append(bytes(not is_spread(leaf) for leaf in leaves))
-    holders = zip(*answers, strict=True)
-    return [next((i for i, full in enumerate(row) if full), None) for row in holders]
+    has_it_all = zip(*answers, strict=True)  # for each leaf, a 1 or 0 of each process
+    return [row.index(1) if any(row) else None for row in has_it_all]
 
 
 def pieces_of(leaf: Any) -> list[Piece]:
@@ -140,18 +160,16 @@ def tensor_request(
 ) -> Request:
     """Compares the requested tensors with the stored ones. Without `like`, all are requested."""
 
-    def names(tree: PyTree) -> dict[int, str]:
-        return _names_of_arrays(tree, rename, where)
-
     types = {
         name: LeafType("array", x.tensor.shape, str(x.tensor.dtype)) for name, x in stored.items()
     }
+    names = partial(_names_of_arrays, rename=rename, where=where)
     request = read_request(types, like, placing, cast=cast, names=names, where=where)
-    packed = {
-        name: f"{code} packs several numbers into a byte; no array can do that."
-        for name in (leaf.name for leaf in request.to_read().values())
-        if (code := stored[name].tensor.code) in PACKED
-    }
+    packed: dict[str, str] = {}
+    for leaf in request.to_read().values():
+        code = stored[leaf.name].tensor.code
+        if code in PACKED:
+            packed[leaf.name] = f"{code} packs several numbers into a byte; no array can do that."
     differences = request.differences
     return request._replace(differences=differences._replace(misfits=differences.misfits | packed))
 
@@ -168,6 +186,7 @@ def read_tensors(
     leaves = request.to_read().values()
     check_memory(path, [(x.type.shape, parse_dtype(x.type.dtype), x.sharding) for x in leaves])
     rows = [(stored[leaf.name], i, leaf) for i, leaf in request.to_read().items()]
+    # Disks and network file systems read ahead.
     rows.sort(key=lambda row: (row[0].file.fileno(), row[0].tensor.start))
     shown = with_bar(rows, "load_safetensors", unit="tensor", show=progress)
     return request.tree((i, _read(tensor, leaf)) for tensor, i, leaf in shown)
@@ -176,22 +195,29 @@ def read_tensors(
 def _read(stored: Stored, requested: RequestedLeaf) -> Any:
     """Reads a tensor as requested; for one on devices, only the shards of this process."""
     shape, sharding = stored.tensor.shape, requested.sharding
-    indices = [(slice(None),) * len(shape)]
-    if sharding is not None:
-        indices = sharding.addressable_devices_indices_map(shape).values()
-    regions = dict.fromkeys(region_of(index or (), shape) for index in indices)
-    pieces = [Piece(region, np.empty(lengths(region), stored.tensor.dtype)) for region in regions]
-    try:
-        read(stored.file.fileno(), stored.tensor.start, shape, pieces)
-    except EOFError:
-        raise DamagedError(f"{stored.file.name} was cut short while it was read.") from None
     dtype = parse_dtype(requested.type.dtype)
-    with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
-        parts = {piece.region: piece.items.astype(dtype, copy=False) for piece in pieces}
     if sharding is None:
-        (full,) = parts.values()
-        return jax.device_put(full) if requested.type.on_devices else full
+        full = tuple((0, length) for length in shape)
+        x = _read_regions(stored, [full], dtype)[full]
+        return jax.device_put(x) if requested.type.on_devices else x
+    # JAX gives the index of a shard as slices, `None` where a device has the full dim.
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    parts = _read_regions(stored, [region_of(index or (), shape) for index in indices], dtype)
     array = jax.make_array_from_callback(
         shape, sharding, lambda index: parts[region_of(index or (), shape)], dtype=dtype
     )
     return jax.block_until_ready(array)  # so that its host memory can be freed
+
+
+def _read_regions(
+    stored: Stored, regions: Iterable[Region], dtype: np.dtype
+) -> dict[Region, np.ndarray]:
+    """Reads parts of a tensor, each once, and converts them."""
+    tensor, file = stored
+    pieces = [Piece(x, np.empty(lengths(x), tensor.dtype)) for x in dict.fromkeys(regions)]
+    try:
+        read(file.fileno(), tensor.start, tensor.shape, pieces)
+    except EOFError:
+        raise DamagedError(f"{file.name} was cut short while it was read.") from None
+    with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
+        return {piece.region: piece.items.astype(dtype, copy=False) for piece in pieces}
