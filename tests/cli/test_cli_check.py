@@ -63,7 +63,7 @@ def test_right_gradients(run) -> None:
 def test_wrong_gradients(run) -> None:
     code, out, _ = run("wrong")
     assert code == 1
-    assert "w P('fsdp',): too large by the size of `fsdp` (x 4.000; x 2.000 in `mesh`)." in out
+    assert "w P('fsdp',): a multiple of the right result (x 4.000; x 2.000 in `mesh`)." in out
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def check_steps(context: Context) -> None:
         testing.check_step(sgd(True), ts.shard(state, plan), BATCH)
     text = str(raised.value)
     assert_same_on_all(text)
-    of_w = "step 1: opt/0/trace/w P('fsdp',): too large by the size of `data` (x 2.000"
+    of_w = "step 1: opt/0/trace/w P('fsdp',): a multiple of the right result (x 2.000"
     assert of_w in text, text
     assert "bias P():" not in text, text
     assert "step 2 is not explained where step 1 is wrong already" in text, text

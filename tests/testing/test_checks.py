@@ -50,7 +50,7 @@ def scattered(g: Any, axes: Any) -> Any:
 
 
 WHOLE, ROWS, COLUMNS, SPREAD = P(), P("fsdp"), P(None, "fsdp"), P(BOTH)
-SUM, SMALL = "summed instead of averaged along", "too small by the size of"
+SUM = "summed instead of averaged along"
 OWN = "each device keeps its own"
 MULTIPLE, DIFFERS = "a multiple of the right result", "differs by more than rounding ("
 MOVED = "has other devices' shards in"
@@ -81,10 +81,10 @@ LEAF_FAULTS = {
         f"{SUM} `data` (x 2.000; x 4.000 in",
     ),
     "divided by data": LeafFault(
-        WHOLE, lambda g: mean(g) / lax.axis_size("data"), f"{SMALL} `data` (x 0.500; x 0.250 in"
+        WHOLE, lambda g: mean(g) / lax.axis_size("data"), f"{MULTIPLE} (x 0.500; x 0.250 in"
     ),
     "divided by fsdp": LeafFault(
-        ROWS, lambda g: own(mean(g)) / lax.axis_size("fsdp"), f"{SMALL} `fsdp` (x 0.250"
+        ROWS, lambda g: own(mean(g)) / lax.axis_size("fsdp"), f"{MULTIPLE} (x 0.250; x 0.500"
     ),
     "divided by all": LeafFault(
         COLUMNS, lambda g: own(mean(g), dim=1) / lax.axis_size(BOTH), f"{MULTIPLE} (x 0.125)"
@@ -524,8 +524,7 @@ def test_a_fault_of_the_second_step_is_found() -> None:
         testing.check_step(ts.jit_step(step, plan, batch=P("data")), state, normal(16, 8, seed=1))
     facts = facts_of(raised)
     assert facts.keys() == {"step 2: w"}
-    by_size = "too large by the size of `data` (x 8.000; x 4.000 in `mesh`)."
-    assert facts["step 2: w"].startswith(by_size)
+    assert facts["step 2: w"].startswith(f"{MULTIPLE} (x 8.000; x 4.000 in `mesh`).")
 
 
 # ------------------------------------------------------------------ several processes

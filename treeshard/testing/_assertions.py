@@ -1,11 +1,16 @@
-"""Assertions that plans and trees are sharded as expected."""
+"""Assertions that plans and trees are sharded as expected.
+
+They compare what was decided and what is there, not the code that decides: a plan in a file shows
+each leaf that a change of a rule or of a name moves, and a review can refuse it.
+"""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import chex
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text, has_shape
@@ -104,42 +109,46 @@ def assert_trees_sharded_as(tree: PyTree, expected: SpecTree) -> None:
         )
         raise
     leaves = tree_leaves(tree)
-    planned = [None] * len(leaves)
+    planned: Sequence[Any] = [None] * len(leaves)
     mesh = None
     if isinstance(expected, Plan):
         planned, mesh = expected.leaf_at_each_index(), expected.mesh
-    facts = [
-        f"{path or 'the tree'}: {why}"
-        for path, leaf, spec, like in zip(leaf_paths(tree), leaves, specs, planned, strict=True)
-        if spec is not None and has_shape(leaf) and (why := _difference(leaf, spec, mesh, like))
-    ]
+    facts: list[str] = []
+    for path, leaf, spec, struct in zip(leaf_paths(tree), leaves, specs, planned, strict=True):
+        if spec is None or not has_shape(leaf):
+            continue
+        why = _difference(leaf, spec, mesh, struct)
+        if why is not None:
+            facts.append(f"{path or 'the tree'}: {why}")
     if facts:
         headline = f"{len(facts)} arrays are not sharded as expected:"
         raise UnexpectedShardingError(listed(headline, facts, shown=len(facts)))
 
 
-def _difference(leaf: Any, expected: Any, mesh: AnyMesh | None, planned: Any) -> str | None:
+def _difference(leaf: Any, spec: Any, mesh: AnyMesh | None, planned: Any) -> str | None:
     """How an array differs from what is expected; `None` if it does not."""
-    spec = expected
-    if isinstance(expected, NamedSharding):
-        spec, mesh = expected.spec, expected.mesh
+    if isinstance(spec, NamedSharding):
+        spec, mesh = spec.spec, spec.mesh
     if planned is not None and (planned.shape, planned.dtype) != (leaf.shape, leaf.dtype):
         return f"is {array_text(leaf)}, expected {array_text(planned)}."
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return f"is a {type(leaf).__name__} without a sharding, expected {spec}."
-    if isinstance(sharding, NamedSharding):
-        if mesh is not None and not same_axes(sharding.mesh, mesh):
-            return f"is on {describe_mesh(sharding.mesh)}, expected {describe_mesh(mesh)}."
-        if _axes(sharding.spec, sharding.mesh) == _axes(spec, sharding.mesh):
-            return None
+    if not isinstance(sharding, NamedSharding):
+        same = _is_same(sharding, spec, mesh, len(leaf.shape))
+        return None if same else f"is {sharding}, expected {spec}."
+    if mesh is not None and not same_axes(sharding.mesh, mesh):
+        return f"is on {describe_mesh(sharding.mesh)}, expected {describe_mesh(mesh)}."
+    if _axes(sharding.spec, sharding.mesh) != _axes(spec, sharding.mesh):
         return f"is {sharding.spec}, expected {spec}."
+    return None
+
+
+def _is_same(sharding: Sharding, spec: PartitionSpec, mesh: AnyMesh | None, ndim: int) -> bool:
+    """Whether a sharding without a spec has the shards of a spec."""
     if isinstance(mesh, Mesh):
-        if NamedSharding(mesh, spec).is_equivalent_to(sharding, len(leaf.shape)):
-            return None
-    elif sharding.is_fully_replicated and not any(map(axes_of, entries(spec))):
-        return None
-    return f"is {sharding}, expected {spec}."
+        return NamedSharding(mesh, spec).is_equivalent_to(sharding, ndim)
+    return sharding.is_fully_replicated and not any(map(axes_of, entries(spec)))
 
 
 def _axes(spec: PartitionSpec, mesh: AnyMesh) -> list[list[str]]:

@@ -146,6 +146,7 @@ def check(
             f"{what}: the mesh has one device, so there is nothing to compare. On a laptop, call"
             " `treeshard.simulate_devices(8)` first."
         )
+    # All processes read the same numbers, and so say the same.
     with together(what, among=participating_processes((), [mesh])):
         say("one device, and its noise")
         comparison = _Comparison(computation, Tolerance(computation, chosen[0].alone()))
@@ -224,6 +225,7 @@ class _Comparison:
 
     def report(self, what: str, chosen: Sequence[Layout]) -> Report:
         """All layouts together. Raises what all layouts of a kind raised."""
+        # Code that never runs is a mistake of the caller, and its own error says which.
         for by_hand in (False, True):
             names = [x.name for x in chosen if (x.check_vma is not None) == by_hand]
             if names and {*names} <= self.skipped.keys():

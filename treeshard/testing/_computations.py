@@ -1,6 +1,11 @@
-"""How a computation runs in a layout: the gradients of a loss, and two steps in a row."""
+"""How a computation runs in a layout: the gradients of a loss, and two steps in a row.
+
+Results are read shard by shard from every device. `np.asarray` of an array would read one replica
+of each shard, and so miss those that differ where JAX was told that they are the same.
+"""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -104,7 +109,7 @@ class Computation:
         return _shards(self._on_mesh(layout, arrays, data))
 
     def _on_mesh(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
-        with jax.set_mesh(layout.mesh):
+        with jax.set_mesh(layout.mesh):  # which constraints with a bare `PartitionSpec` need
             return self._call(layout, arrays, data)
 
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
@@ -128,21 +133,20 @@ class Computation:
         """The dim that is the rows of each array of the batch that has one: the first split one."""
         dims: dict[int, int] = {}
         for i, (x, spec) in enumerate(zip(self.batch, self.batch_specs(layout), strict=True)):
-            split = [dim for dim, entry in enumerate(entries(spec)) if axes_of(entry)]
             if getattr(x, "ndim", 0) and not is_key(x):
-                dims[i] = split[0] if split else 0
-        lengths = [self.batch[i].shape[dim] for i, dim in dims.items()]
-        rows = max(set(lengths), key=lengths.count, default=0)
+                split = (dim for dim, entry in enumerate(entries(spec)) if axes_of(entry))
+                dims[i] = next(split, 0)
+        counts = Counter(self.batch[i].shape[dim] for i, dim in dims.items())
+        # Arrays of another length, such as one number of each class, have no rows.
+        [(rows, _)] = counts.most_common(1) or [(0, 0)]
         return {i: dim for i, dim in dims.items() if self.batch[i].shape[dim] == rows > 1}
 
     def batch_specs(self, layout: Layout) -> list[Any]:
         """The spec of each array of the batch; a scalar has no dim to split."""
         tree = self.batch_split.combine(self.batch)
         specs = specs_of_leaves(layout.batch_specs, tree, "batch specs")
-        return [
-            PartitionSpec() if spec is None or not getattr(x, "ndim", 0) else spec
-            for x, spec in zip(self.batch, self.batch_split.dynamic(specs), strict=True)
-        ]
+        pairs = zip(self.batch, self.batch_split.dynamic(specs), strict=True)
+        return [spec if spec and getattr(x, "ndim", 0) else PartitionSpec() for x, spec in pairs]
 
 
 class Gradients(Computation):
@@ -170,6 +174,7 @@ class Gradients(Computation):
         rows = row_axes(layout.batch_specs)
         in_force = PlanInForce(layout.plan, rows, None if by_jit else gather_params)
         run = in_force.inside(self._by_jit(layout) if by_jit else self._by_hand(layout))
+        # By hand `out_specs` say how results are sharded. Under `jit` the compiler would decide.
         shardings = [NamedSharding(layout.mesh, spec) for spec in self.specs]
         return jax.jit(run, out_shardings=shardings if by_jit else None)
 
@@ -242,7 +247,7 @@ class Gradients(Computation):
             )
             cause = Cause(fact, "Return the gradient of the shard.", "shape")
         self.notes[key] = cause
-        return shard * 0
+        return shard * 0  # varies along the same axes as the shard, as `check_vma` wants
 
 
 class Steps(Computation):
@@ -301,14 +306,19 @@ def _shards(arrays: Sequence[Any]) -> list[Shards]:
         values = {s.device: np.array(s.data) for s in x.addressable_shards}
         if i in everywhere:
             values = dict(zip(indices, everywhere[i], strict=True))
-        if np.iscomplexobj(x):
-            values = {d: np.stack((np.real(v), np.imag(v)), -1) for d, v in values.items()}
-        shards.append({device: (indices[device], value) for device, value in values.items()})
+        shards.append({device: (indices[device], _real(x)) for device, x in values.items()})
     return shards
+
+
+def _real(x: np.ndarray) -> np.ndarray:
+    """The numbers of an array as real ones: a complex number becomes two, on a last dim."""
+    return np.stack((np.real(x), np.imag(x)), -1) if np.iscomplexobj(x) else x
 
 
 def _by_device(x: jax.Array) -> jax.Array:
     """The shards of an array, replicas included, stacked on dim 0."""
+    # JAX takes the replicas of a shard to be equal, so a sharding in which each device has a row
+    # of its own is the only way to read all of them.
     devices = list(x.sharding.devices_indices_map(x.shape))
     target = NamedSharding(Mesh(devices, ("device",)), PartitionSpec("device"))
     shape = (len(devices), *x.sharding.shard_shape(x.shape))
@@ -318,12 +328,12 @@ def _by_device(x: jax.Array) -> jax.Array:
 
 def _change(old: Shards, new: Shards) -> Shards:
     """How much each number changed; of integers and keys, what they are now."""
-    return {
-        device: (index, np.asarray(x.astype("float64") - old[device][1].astype("float64")))
-        if jnp.issubdtype(x.dtype, jnp.floating)
-        else (index, x)
-        for device, (index, x) in new.items()
-    }
+    changes: Shards = {}
+    for device, (index, x) in new.items():
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            x = np.asarray(x.astype("float64") - old[device][1].astype("float64"))
+        changes[device] = index, x
+    return changes
 
 
 def line_of(jaxpr: Any, index: int) -> str:
@@ -331,11 +341,14 @@ def line_of(jaxpr: Any, index: int) -> str:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     if index >= len(jaxpr.outvars):  # of the second step: the code is the same
         return ""
-    for eqn in jaxpr.eqns:
-        position = next((i for i, x in enumerate(eqn.outvars) if x is jaxpr.outvars[index]), None)
-        if position is not None:
-            params = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
-            inner = [x for x in params if len(getattr(x, "outvars", ())) == len(eqn.outvars)]
-            line = line_of(inner[0], position) if len(inner) == 1 else ""
-            return line or user_line(eqn).removeprefix(f"{os.getcwd()}/")
-    return ""
+    result = jaxpr.outvars[index]
+    made = ((eqn, i) for eqn in jaxpr.eqns for i, x in enumerate(eqn.outvars) if x is result)
+    eqn, position = next(made, (None, 0))
+    if eqn is None:
+        return ""
+    # Equations such as `jit` and `shard_map` have a program of their own among their parameters,
+    # with the same results; those of `cond` have several, and any may be the one that runs.
+    params = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
+    inner = [x for x in params if len(getattr(x, "outvars", ())) == len(eqn.outvars)]
+    line = line_of(inner[0], position) if len(inner) == 1 else ""
+    return line or user_line(eqn).removeprefix(f"{os.getcwd()}/")

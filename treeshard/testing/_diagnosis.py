@@ -49,8 +49,6 @@ _REDUCE_PARTS = (
 _SUMMED = "summed instead of averaged along {axes}"
 _USE_MEAN = "Use `jax.lax.pmean` instead of `psum`, or `manual.value_and_grad`."
 _DIVIDE = "Divide by the size, as `manual.value_and_grad` does: `pmean` would average other rows."
-_TOO_LARGE = "too large by the size of {axes}"
-_TOO_SMALL = "too small by the size of {axes}"
 # Under `jit` a program means the same in all layouts, whatever the partitioner makes of it.
 _BY_JIT = (
     "If the code has no `shard_map` and takes no number from the mesh, the compiler is wrong:"
@@ -144,6 +142,7 @@ class Diagnosis:
         """Means over some devices only, of what each gets from its own rows."""
         if self.layout.minibatches > 1:
             return
+        # The most axes first: along those where all devices have the same rows, nothing is missing.
         for reduced in reversed(subsets(self.rows.axes)):
             means = self.rows.mean_over(reduced, i)
             if means is None or not self._is(i, means):
@@ -196,7 +195,7 @@ class Diagnosis:
 
 
 def _text(index: Index) -> str:
-    """`[4:8, :]`"""
+    """`[4:8, :]`, from an index as JAX gives it: `slice(None)` is a dim that is not split."""
     dims = (":" if dim.start is None else f"{dim.start}:{dim.stop}" for dim in index)
     return f"[{', '.join(dims)}]"
 
@@ -233,25 +232,20 @@ def _with_numbers(fact: str, numbers: Mapping[str, str]) -> str:
 def _of_factor(
     computation: Computation, i: int, causes: Mapping[str, Cause], layouts: Mapping[str, Layout]
 ) -> dict[str, str]:
-    """What is said of a factor, if it is the size of some axes on all meshes."""
+    """What is said of a factor, if it is that of a sum over the axes that split the batch."""
     factors = {name: c.multiple for name, c in causes.items() if c.multiple is not None}
-    kinds = {layouts[name].check_vma for name in factors}
-    right = [x for name, x in layouts.items() if name not in causes and x.check_vma in kinds]
     wrong = [layouts[name] for name in factors]
-    shapes = [layout.mesh.shape for layout in wrong + right]
-    numbers = [*factors.values(), *(1.0 for _ in right)]
-    if small := _axes_of([1 / number for number in numbers], shapes):
-        return {"fact": _TOO_SMALL.format(axes=named(small))}
-    large = _axes_of(numbers, shapes)
-    if not large:
+    if not factors or not all(map(computation.is_by_hand, wrong)):
         return {}
-    if not all(map(computation.is_by_hand, wrong)) or not all(
-        {*large} <= {*computation.batch_axes(layout)} for layout in wrong
-    ):
-        return {"fact": _TOO_LARGE.format(axes=named(large))}
-    split = {*large} & {*get_names_from_partition_spec(computation.specs[i])}
-    fix = _DIVIDE if split else _USE_MEAN
-    return {"fact": _SUMMED.format(axes=named(large)), "fix": fix}
+    # Where the result is right, the factor is 1. With `check_vma` other code is differentiated.
+    kinds = {layout.check_vma for layout in wrong}
+    right = [x for name, x in layouts.items() if name not in causes and x.check_vma in kinds]
+    numbers = [*factors.values(), *(1.0 for _ in right)]
+    axes = _axes_of(numbers, [layout.mesh.shape for layout in wrong + right])
+    if not axes or any({*axes} - {*computation.batch_axes(layout)} for layout in wrong):
+        return {}
+    split = {*axes} & {*get_names_from_partition_spec(computation.specs[i])}
+    return {"fact": _SUMMED.format(axes=named(axes)), "fix": _DIVIDE if split else _USE_MEAN}
 
 
 def _axes_of(numbers: Sequence[float], shapes: Sequence[Mapping[str, int]]) -> Axes:

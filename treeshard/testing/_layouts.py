@@ -1,8 +1,13 @@
-"""The layouts in which a computation must give the same numbers."""
+"""The layouts in which a computation must give the same numbers.
+
+Few layouts, each of which differs from the plan in one thing: all combinations would compile for
+minutes, and a difference would not show what it depends on.
+"""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -41,10 +46,14 @@ class Layout:
     check_vma: bool | None = None
 
     def __str__(self) -> str:
-        text = f"{self.name}: {describe_mesh(self.plan.mesh)}; batch {self.batch_specs}"
-        text += f"; {self.minibatches} minibatches" * (self.minibatches > 1)
-        text += "; jax.checkpoint" * self.remat
-        return text if self.check_vma is None else f"{text}; check_vma={self.check_vma}"
+        parts = [f"{self.name}: {describe_mesh(self.plan.mesh)}", f"batch {self.batch_specs}"]
+        if self.minibatches > 1:
+            parts.append(f"{self.minibatches} minibatches")
+        if self.remat:
+            parts.append("jax.checkpoint")
+        if self.check_vma is not None:
+            parts.append(f"check_vma={self.check_vma}")
+        return "; ".join(parts)
 
     @property
     def mesh(self) -> Mesh:
@@ -103,34 +112,39 @@ def layouts(
             " Pass the specs that `shard_map` splits it by: `batch_specs=P('data')`."
         )
     planned = Layout("plan", plan, batch_specs)
-    devices, sizes = list(planned.mesh.devices.flat), planned.mesh.devices.shape
-    names, types = plan.mesh.axis_names[::-1], plan.mesh.axis_types[::-1]
-    backwards = Mesh(np.reshape(devices[::-1], sizes[::-1]), names, axis_types=types)
-    axes = replace(planned, name="axes", plan=replace(plan, mesh=backwards))
-    # On one axis, on half of the devices, if that leaves out no process.
-    alone = len(sizes) == 1 and jax.process_count() == 1
-    others = _factors(len(devices) // 2 if alone else len(devices), len(sizes))
-    sized = [
-        planned.on(devices, shape, "mesh")
-        for shape in sorted(others, key=lambda shape: (shape.count(1), shape))
-        if np.prod(shape) > 1 and shape != sizes
-    ]
-    mesh = [layout for layout in sized if _divides(layout, batch)][:1]
-    fewer = PartitionSpec(split[0]) if len(split) > 1 else PartitionSpec()
-    by_jit = [
-        planned,
-        *mesh,
-        axes,
-        *([replace(planned, name="batch", batch_specs=fewer)] if split else []),
-        replace(planned, name="minibatches", minibatches=2),
-        replace(planned, name="remat", remat=True),
-    ]
-    manual = [
-        replace(planned, name="by hand", check_vma=True),
-        replace(planned, name="unchecked", check_vma=False),
-        *(replace(x, name=f"unchecked {x.name}", check_vma=False) for x in (*mesh, axes)),
-    ]
-    return tuple(by_jit + manual * by_hand)
+    meshes = [*_with_other_sizes(planned, batch), _backwards(planned)]
+    chosen = [planned, *meshes]
+    if split:
+        fewer = PartitionSpec(split[0]) if len(split) > 1 else PartitionSpec()
+        chosen.append(replace(planned, name="batch", batch_specs=fewer))
+    chosen.append(replace(planned, name="minibatches", minibatches=2))
+    chosen.append(replace(planned, name="remat", remat=True))
+    if by_hand:
+        chosen.append(replace(planned, name="by hand", check_vma=True))
+        chosen.append(replace(planned, name="unchecked", check_vma=False))
+        chosen += [replace(x, name=f"unchecked {x.name}", check_vma=False) for x in meshes]
+    return tuple(chosen)
+
+
+def _backwards(planned: Layout) -> Layout:
+    """The axes and the devices in reverse order: what takes their order for granted is wrong."""
+    mesh = planned.mesh
+    devices = np.reshape([*mesh.devices.flat][::-1], mesh.devices.shape[::-1])
+    backwards = Mesh(devices, mesh.axis_names[::-1], axis_types=mesh.axis_types[::-1])
+    return replace(planned, name="axes", plan=replace(planned.plan, mesh=backwards))
+
+
+def _with_other_sizes(planned: Layout, batch: PyTree) -> list[Layout]:
+    """A layout whose axes have other sizes, as few of them 1 as possible, if one divides all."""
+    devices, sizes = [*planned.mesh.devices.flat], planned.mesh.devices.shape
+    count = len(devices)
+    if len(sizes) == 1 and jax.process_count() == 1:  # half of them would leave out a process
+        count //= 2
+    shapes = [x for x in _factors(count, len(sizes)) if x != sizes and math.prod(x) > 1]
+    shapes.sort(key=lambda shape: (shape.count(1), shape))
+    layouts = (planned.on(devices, shape, "mesh") for shape in shapes)
+    fitting = (layout for layout in layouts if _divides(layout, batch))
+    return [*islice(fitting, 1)]
 
 
 def _factors(count: int, rank: int) -> Iterator[tuple[int, ...]]:
@@ -146,9 +160,10 @@ def _factors(count: int, rank: int) -> Iterator[tuple[int, ...]]:
 def _divides(layout: Layout, batch: PyTree) -> bool:
     """Whether all leaves and the batch can be split evenly."""
     specs = specs_of_leaves(layout.batch_specs, batch, "batch specs")
-    rows = zip(tree_leaves(batch), specs, strict=True)
     pairs = [(leaf.shape, leaf.given) for leaf in layout.plan.leaves]
-    pairs += [(x.shape, spec) for x, spec in rows if spec is not None and getattr(x, "shape", ())]
+    for x, spec in zip(tree_leaves(batch), specs, strict=True):
+        if spec is not None and getattr(x, "shape", ()):
+            pairs.append((x.shape, spec))
     try:
         for shape, spec in pairs:
             NamedSharding(layout.mesh, spec).shard_shape(shape)

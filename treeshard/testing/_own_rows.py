@@ -92,7 +92,8 @@ class OwnRows:
             NamedSharding(mesh, spec).devices_indices_map(np.shape(x))
             for x, spec in zip(computation.batch, computation.batch_specs(self.layout), strict=True)
         ]
-        computed: dict[Any, Results] = {}  # devices with the same rows compute the same
+        # Devices that differ along other axes than the batch's have the same rows.
+        computed: dict[Any, Results] = {}
         results: dict[Any, Results] = {}
         for device in self.position:
             indices = [index[device] for index in maps]
