@@ -1,7 +1,12 @@
-"""The command line: its arguments and exit codes. Each command loads its own module."""
+"""The command line: its arguments and exit codes.
+
+Each command loads its own module, by name: importing those of all commands, and with them what
+reads checkpoints and compiles, would take longer than most commands run.
+"""
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,13 +15,18 @@ from typing import Any
 
 from treeshard.errors import TreeShardError, printable
 
+# Exit codes. 0: all is well. 1: what the command looks for is there, such as a plan that does not
+# fit; each command's help says what. `argparse` exits with 2 too.
+_INVALID = 2
+_INTERRUPTED = 130  # as shells do for SIGINT: 128 + 2
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; 2 for wrong input."""
+    """Runs the command line and returns its exit code."""
     options = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
-        if reconfigure := getattr(stream, "reconfigure", None):
-            reconfigure(errors="backslashreplace")  # the terminal may not have every letter
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may not have every letter
     try:
         module, _, function = options.run.partition(":")
         command = getattr(importlib.import_module(f"treeshard._cli.{module}"), function)
@@ -26,18 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader, such as `head`, stopped
+        # Python flushes standard output once more as it exits, and would print the error then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
     except (TreeShardError, OSError) as error:
         message = str(error)
     except ImportError as error:
-        if error.name is not None:  # the message does not say what to install
+        if error.name is not None:  # Python's own, which does not say what to install
             raise
         message = str(error)
     print(f"treeshard: error: {printable(message)}", file=sys.stderr)
-    return 2
+    return _INVALID
 
 
 # ------------------------------------------------------------------ arguments

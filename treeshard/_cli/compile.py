@@ -1,4 +1,8 @@
-"""`treeshard compile`: compiles a step for devices that may be absent, and reads its program."""
+"""`treeshard compile`: compiles a step for devices that may be absent, and reads its program.
+
+The function gets the mesh and makes the step, where a step as an argument would be simpler: a step
+knows the devices of its mesh, and a module that is imported should not have to guess them.
+"""
 
 import argparse
 import ctypes
@@ -14,17 +18,29 @@ from typing import Any
 
 import jax
 
-from treeshard._cli.functions import call_function, load_function
+from treeshard._cli.functions import call_function, load_function, wrong_result
 from treeshard._core.make_mesh import make_mesh, simulate_devices
 from treeshard._core.mesh import describe_mesh, parse_axes
 from treeshard._core.text import human_bytes, parse_dtype, parse_pattern
-from treeshard.errors import DoesNotFitError, FormatError
+from treeshard.errors import DoesNotFitError
 from treeshard.programs import CompiledStep
 from treeshard.training._step import Step
 
 _ALL = "fsdp=-1"  # the mesh by default: all devices
 _SIMULATED = 8  # CPUs, if neither a topology nor the mesh says how many
 _M_ARENA_MAX = -8  # in glibc's malloc.h
+
+_EXPECTED = (
+    "It gets the mesh, and must return (step, state, batch): a step of `jit_step` or"
+    " `shard_map_step`, and the state and the batch that it takes, as arrays or as"
+    " `jax.ShapeDtypeStruct`s: `return step, plan.structs, batch`."
+)
+# By `Memory.fits`.
+_VERDICTS = {
+    True: "It fits: {size} per device.",
+    False: "It does NOT fit: {size} per device.",
+    None: "It needs {size} per device; whether that fits is unknown.",
+}
 
 
 def run_compile(options: argparse.Namespace) -> tuple[str, int]:
@@ -47,7 +63,10 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
 def share_freed_memory() -> None:
     """Has all threads of a compiler allocate from one arena. By default glibc gives threads arenas
     of their own, and memory that one thread has freed is of no use to the others."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # musl, of Alpine Linux, has none
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
@@ -55,7 +74,7 @@ def model_options(options: argparse.Namespace) -> dict[str, Any]:
     """What options say of the model, as `compare_communication` takes it."""
     for option in ("scan", "remat"):
         parse_pattern(getattr(options, option) or "", f"--{option}")
-    dtype = options.dtype and parse_dtype(options.dtype)
+    dtype = parse_dtype(options.dtype) if options.dtype else None
     return {"scan": options.scan or False, "remat": options.remat or False, "dtype": dtype}
 
 
@@ -63,8 +82,11 @@ def mesh_for(axes: str | None, topology: str | None) -> jax.sharding.Mesh:
     """A mesh of absent devices; without a topology, of as many simulated CPUs as the axes need."""
     sizes = parse_axes(axes or _ALL)
     if topology is None:
-        known = math.prod(max(size, 1) for size in sizes.values())
-        simulate_devices(known if -1 not in sizes.values() else max(known, _SIMULATED))
+        count = math.prod(size for size in sizes.values() if size != -1)
+        if -1 in sizes.values():
+            count = max(count, _SIMULATED)
+        simulate_devices(count)
+        # Else JAX would start the accelerators of this machine, and make the mesh of them.
         jax.config.update("jax_platforms", "cpu")
     return make_mesh(sizes, topology=topology)
 
@@ -73,16 +95,7 @@ def load_step(text: str, mesh: jax.sharding.Mesh) -> tuple[Step, Any, Any]:
     """Calls `MODULE:FUNCTION` with a mesh, for a step and structs of its state and its batch."""
     result = call_function(text, load_function(text), mesh)
     if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], Step):
-        shown = (
-            f"a tuple of {', '.join(type(x).__name__ for x in result) or 'nothing'}"
-            if isinstance(result, tuple)
-            else type(result).__name__
-        )
-        raise FormatError(
-            f"{text} returned {shown}. It gets the mesh, and must return (step, state, batch): a"
-            " step of `jit_step` or `shard_map_step`, and the state and the batch that it takes, as"
-            " arrays or as `jax.ShapeDtypeStruct`s: `return step, plan.structs, batch`."
-        )
+        raise wrong_result(text, result, _EXPECTED)
     return result
 
 
@@ -92,6 +105,7 @@ def _progress(what: str) -> Iterator[None]:
     start, done = time.monotonic(), threading.Event()
     is_terminal = sys.stderr.isatty()
 
+    # XLA compiles without a word, for minutes, and releases the interpreter's lock meanwhile.
     def tell(end: str) -> None:
         print(f"{what}: {time.monotonic() - start:.0f} s", end=end, file=sys.stderr, flush=True)
 
@@ -117,16 +131,12 @@ def _as_text(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
     memory = compiled.memory()
     parts = [str(compiled.plan), f"communication:\n{moved}", f"memory:\n{memory}"]
     parts.append(f"cost, {compiled.cost()}")
-    size = human_bytes(memory.total)
-    if memory.fits is None:
-        verdict = f"It needs {size} per device; whether that fits is unknown."
-    else:
-        verdict = f"It {'fits' if memory.fits else 'does NOT fit'}: {size} per device."
-    codes = ", ".join(dict.fromkeys(one.code for one in moved.unplanned))
-    verdict += (
-        f" It moves what was not planned: {codes}." if codes else " It moves what is planned."
-    )
-    return "\n\n".join([*parts, verdict]), _code(memory.fits, moved)
+    verdict = _VERDICTS[memory.fits].format(size=human_bytes(memory.total))
+    moves = "It moves what is planned."
+    if moved.unplanned:
+        codes = dict.fromkeys(difference.code for difference in moved.unplanned)
+        moves = f"It moves what was not planned: {', '.join(codes)}."
+    return "\n\n".join([*parts, f"{verdict} {moves}"]), _code(memory.fits, moved)
 
 
 def _as_json(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
@@ -149,8 +159,9 @@ def _as_json(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
     return json.dumps(report), _code(memory.fits, moved)
 
 
-def _unplanned(one: Any) -> dict[str, Any]:
-    return {**one._asdict(), "collectives": [asdict(moved) for moved in one.collectives]}
+def _unplanned(difference: Any) -> dict[str, Any]:
+    collectives = [asdict(collective) for collective in difference.collectives]
+    return {**difference._asdict(), "collectives": collectives}
 
 
 def _code(fits: bool | None, moved: Any) -> int:

@@ -1,10 +1,15 @@
-"""`treeshard inspect`, `verify` and `export`: the commands on files."""
+"""`treeshard inspect`, `verify` and `export`: the commands on files.
+
+They need no model: what a file has is read from the file. A tree with the structure of the model,
+as `restore` wants it, would take the code of the run that saved it.
+"""
 
 import argparse
 import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,12 +17,7 @@ import jax
 
 from treeshard._cli.stored_trees import StoredTree, open_stored
 from treeshard._core.processes import TIMEOUT, with_bar
-from treeshard._core.text import (
-    human_bytes,
-    parse_bytes,
-    parse_dtype,
-    parse_pattern,
-)
+from treeshard._core.text import human_bytes, parse_bytes, parse_dtype, parse_pattern
 from treeshard._disk.files import file_path
 from treeshard._disk.leaves import SavedLeaf, describe_leaf, raise_damages
 from treeshard.errors import (
@@ -52,9 +52,15 @@ def _as_text(tree: StoredTree) -> str:
 
 def _as_json(tree: StoredTree) -> str:
     contents = tree.contents
-    about = {"path": contents.path, "format": tree.format, "steps": tree.steps}
-    about |= {"meshes": contents.meshes, "bytes": contents.bytes}
-    return json.dumps(about | {"leaves": [_row(leaf) for leaf in contents.leaves]})
+    about = {
+        "path": contents.path,
+        "format": tree.format,
+        "steps": tree.steps,
+        "meshes": contents.meshes,
+        "bytes": contents.bytes,
+        "leaves": [_row(leaf) for leaf in contents.leaves],
+    }
+    return json.dumps(about)
 
 
 def _row(leaf: SavedLeaf) -> dict[str, Any]:
@@ -79,22 +85,27 @@ def run_verify(options: argparse.Namespace) -> tuple[str, int]:
         return str(error), 1
 
 
+_UNVERIFIABLE = (
+    "{path}: {total}. Headers and sizes are correct. The format has no checksums, so the values"
+    " cannot be verified."
+)
+_MATCH = "{path}: {total}. All match their checksums{but}."
+_DAMAGED = "{path}: {count:,} of {leaves} damaged:"
+
+
 def _verified(tree: StoredTree) -> tuple[str, int]:
     path, leaves = tree.contents.path, tree.contents.leaves
     total = f"{counted(len(leaves), 'leaf')}, {human_bytes(tree.contents.bytes)}"
     if tree.format == "safetensors":
-        return (
-            f"{path}: {total}. Headers and sizes are correct. The format has no checksums, so the"
-            " values cannot be verified.",
-            0,
-        )
+        return _UNVERIFIABLE.format(path=path, total=total), 0
     read = tree.damages(with_bar(leaves, "verify", show=_wants_bar()))
-    if damages := [f"  {short(row.path)}: {why}" for row, why in read if why]:
-        head = f"{path}: {len(damages):,} of {counted(len(leaves), 'leaf')} damaged:"
+    damages = [f"  {short(row.path)}: {why}" for row, why in read if why]
+    if damages:
+        head = _DAMAGED.format(path=path, count=len(damages), leaves=counted(len(leaves), "leaf"))
         return "\n".join([head, *damages]), 1
     bare = sum(leaf.crc is None for leaf in leaves)
     but = f", except {bare:,} that have no checksum but can be read" if bare else ""
-    return f"{path}: {total}. All match their checksums{but}.", 0
+    return _MATCH.format(path=path, total=total, but=but), 0
 
 
 # ------------------------------------------------------------------ export
@@ -135,27 +146,32 @@ def _entry(text: str) -> tuple[str, str]:
     return key, value
 
 
+_MISFITS = "{path}: {listed}\n--skip leaves them out; --only selects the leaves to export."
+_NO_ARRAY = "{path} has no array to export{which}. It has {paths}"
+
+
 def _select(
     tree: StoredTree, options: argparse.Namespace
 ) -> tuple[dict[str, SavedLeaf], list[SavedLeaf]]:
     """The leaves to write, by the names of their tensors, and the leaves to leave out."""
     only = parse_pattern(options.only or "", "--only")
     path = tree.contents.path
-    leaves = [leaf for leaf in tree.contents.leaves if only.search(leaf.path)]
-    arrays = [leaf for leaf in leaves if _has_code(leaf)]
-    left_out = [leaf for leaf in leaves if leaf.kind != "none" and not _has_code(leaf)]
-    if left_out and not options.skip:
-        facts = [f"{leaf.path}: {describe_leaf(leaf)}" for leaf in left_out]
-        raise LeafError(
-            f"{path}: {listed('safetensors cannot hold these leaves:', facts, headed=True)}\n"
-            "--skip leaves them out; --only selects the leaves to export."
-        )
+    arrays: list[SavedLeaf] = []
+    others: list[SavedLeaf] = []
+    for leaf in tree.contents.leaves:
+        if leaf.kind != "none" and only.search(leaf.path):
+            kind = arrays if _has_code(leaf) else others
+            kind.append(leaf)
+    if others and not options.skip:
+        facts = [f"{leaf.path}: {describe_leaf(leaf)}" for leaf in others]
+        misfits = listed("safetensors cannot hold these leaves:", facts, headed=True)
+        raise LeafError(_MISFITS.format(path=path, listed=misfits))
     if not arrays:
         which = f" with a path that {options.only!r} matches" if options.only else ""
         paths = ", ".join([*(leaf.path for leaf in tree.contents.leaves[:5]), "..."])
-        raise CheckpointError(f"{path} has no array to export{which}. It has {paths}")
+        raise CheckpointError(_NO_ARRAY.format(path=path, which=which, paths=paths))
     names = _renamed([leaf.path for leaf in arrays], options.rename)
-    return {names[leaf.path]: leaf for leaf in arrays}, left_out
+    return {names[leaf.path]: leaf for leaf in arrays}, others
 
 
 def _has_code(leaf: SavedLeaf) -> bool:
@@ -177,8 +193,12 @@ def _report(leaves: dict[str, SavedLeaf], left_out: Sequence[SavedLeaf], new: Ne
 
 
 def _off_accelerators() -> None:
-    """Keeps JAX on the CPU, which is enough for files, unless the user chose a platform."""
-    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]  (defined later)
+    """Keeps JAX on the CPU, which is enough for files, unless the user chose a platform.
+
+    JAX would otherwise take most of a GPU's memory, and fail on a TPU that a training run has.
+    """
+    # The attribute is defined when JAX is imported.
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")
 
 
@@ -190,18 +210,19 @@ def _wants_bar() -> bool:
 def _renamed(paths: Iterable[str], rules: Sequence[str]) -> dict[str, str]:
     """The new names of leaves by their paths, from rules `REGEX=>NEW` applied in order."""
     pairs = [_read_rule(rule) for rule in rules]
-
-    def rename(path: str) -> str:
-        for old, new in pairs:
-            try:
-                path = old.sub(new, path)
-            except (re.error, IndexError) as error:
-                raise FormatError(f"--rename: {new!r} is not a replacement: {error}.") from None
-        return path
-
     flat = {path: path for path in sorted(paths)}
+    rename = partial(_rename, pairs=pairs)
     names = tensor_names(list(flat), flat, rename, "export")
     return dict(zip(flat, names.values(), strict=True))
+
+
+def _rename(path: str, pairs: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for old, new in pairs:
+        try:
+            path = old.sub(new, path)
+        except (re.error, IndexError) as error:  # IndexError: `\g<name>` of no group
+            raise FormatError(f"--rename: {new!r} is not a replacement: {error}.") from None
+    return path
 
 
 def _read_rule(rule: str) -> tuple[re.Pattern[str], str]:

@@ -1,4 +1,8 @@
-"""Functions that the command line gets as `MODULE:FUNCTION`."""
+"""Functions that the command line gets as `MODULE:FUNCTION`.
+
+What such a function raises is a mistake in the user's code, so it is told in one line with the
+place in that code, and not by a traceback through treeshard and JAX.
+"""
 
 import importlib
 import os
@@ -6,42 +10,67 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from treeshard.errors import FormatError, TreeShardError, did_you_mean
+
+_FORM = (
+    "{text!r} is not MODULE:FUNCTION, as in `train:make_step` for the function `make_step` in"
+    " train.py.{hint}"
+)
+_NO_MODULE = (
+    "{text}: there is no module {name!r} in {directory}, nor is one installed. Run the command in"
+    " the directory that has it."
+)
 
 
 def load_function(text: str) -> Callable[..., Any]:
     """Imports `package.module:function`, also from the current directory."""
     match = re.fullmatch(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)", text)
     if match is None:
-        file = re.fullmatch(r"(.*)\.py:(\w+)", text)
-        hint = f" Write {file[1].strip('./').replace('/', '.')}:{file[2]}." if file else ""
-        raise FormatError(
-            f"{text!r} is not MODULE:FUNCTION, as in `train:make_step` for the function `make_step`"
-            f" in train.py.{hint}"
-        )
+        raise FormatError(_FORM.format(text=text, hint=_hint_for_file(text)))
     module_name, name = match.groups()
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise _failed(f"{text}: importing {module_name}", error) from error
-        raise FormatError(
-            f"{text}: there is no module {error.name!r} in {os.getcwd()}, nor is one installed."
-            " Run the command in the directory that has it."
-        ) from error
-    except Exception as error:
-        raise _failed(f"{text}: importing {module_name}", error) from error
+    module = _import(text, module_name)
     function = getattr(module, name, None)
-    if not callable(function):
-        names = [x for x, member in vars(module).items() if callable(member) and x[0] != "_"]
-        what = "has no function" if function is None else "has something that is not a function as"
-        hint = did_you_mean(name, names) or f" It has {', '.join(names[:10]) or 'none'}."
-        raise FormatError(f"{text}: {module_name} {what} {name!r}.{hint}")
-    return function
+    if callable(function):
+        return function
+    names = [x for x, member in vars(module).items() if callable(member) and x[0] != "_"]
+    what = "has no function" if function is None else "has something that is not a function as"
+    hint = did_you_mean(name, names) or f" It has {', '.join(names[:10]) or 'none'}."
+    raise FormatError(f"{text}: {module_name} {what} {name!r}.{hint}")
+
+
+def _hint_for_file(text: str) -> str:
+    """What to write for `./train.py:make_step`."""
+    file = re.fullmatch(r"(.*)\.py:(\w+)", text)
+    if file is None:
+        return ""
+    return f" Write {file[1].strip('./').replace('/', '.')}:{file[2]}."
+
+
+def _import(text: str, name: str) -> ModuleType:
+    directory = os.getcwd()
+    if directory not in sys.path:  # a script's directory is, and not the current one
+        sys.path.insert(0, directory)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # The module itself or a package that it is in, and not one that it imports.
+        if f"{name}.".startswith(f"{error.name}."):
+            told = _NO_MODULE.format(text=text, name=error.name, directory=directory)
+            raise FormatError(told) from error
+        raise _failed(f"{text}: importing {name}", error) from error
+    except Exception as error:
+        raise _failed(f"{text}: importing {name}", error) from error
+
+
+def wrong_result(text: str, result: Any, expected: str) -> FormatError:
+    """The error of a function that returned something else than it should."""
+    shown = type(result).__name__
+    if isinstance(result, tuple):
+        shown = f"a tuple of {', '.join(type(x).__name__ for x in result) or 'nothing'}"
+    return FormatError(f"{text} returned {shown}. {expected}")
 
 
 def call_function(text: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -56,8 +85,8 @@ def call_function(text: str, function: Callable[..., Any], *arguments: Any) -> A
 
 def _failed(what: str, error: Exception) -> FormatError:
     frames = traceback.extract_tb(error.__traceback__)
-    # The innermost line of the user's code.
-    own = [x for x in frames if not re.search(r"site-packages|/treeshard/|^<", x.filename)]
-    frame = (own or frames)[-1]
+    # Names in angle brackets, such as `<frozen importlib._bootstrap>`, are not files.
+    users = [x for x in frames if not re.search(r"site-packages|/treeshard/|^<", x.filename)]
+    innermost = (users or frames)[-1]
     raised = f"{type(error).__name__}: {error}"
-    return FormatError(f"{what} failed at {frame.filename}:{frame.lineno}: {raised}")
+    return FormatError(f"{what} failed at {innermost.filename}:{innermost.lineno}: {raised}")

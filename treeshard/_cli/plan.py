@@ -1,4 +1,8 @@
-"""`treeshard plan`. Starts no backend and needs no devices."""
+"""`treeshard plan`: how a tree is sharded, from shapes and rules in files.
+
+Starts no backend and needs no devices. Rules are text that is read and never code that is run: a
+file of rules may come with a checkpoint of strangers.
+"""
 
 import argparse
 import json
@@ -34,10 +38,10 @@ def run_plan(options: argparse.Namespace) -> tuple[str, int]:
     min_size = min_size if options.min_size is None else options.min_size
     with nullcontext() if logical is None else logical_axis_rules(logical):
         decided = plan(shapes, rules, options.mesh, min_size=min_size)
-    fits = None if memory is None else decided.bytes_per_device() <= memory
+    too_large = memory is not None and decided.bytes_per_device() > memory
     errors = any(finding.severity == "error" for finding in decided.findings)
-    text = _as_json(decided, memory) if options.json else _as_text(decided, memory)
-    return text, int(errors or fits is False)
+    to_text = _as_json if options.json else _as_text
+    return to_text(decided, memory), int(errors or too_large)
 
 
 def _as_text(decided: Plan, memory: int | None) -> str:
@@ -66,6 +70,12 @@ def _as_json(decided: Plan, memory: int | None) -> str:
 # ------------------------------------------------------------------ shapes
 
 
+_SHAPES = (
+    'Write an object of path: {"shape": [8, 4], "dtype": "float32"}, or of path:'
+    ' [[8, 4], "float32"].'
+)
+
+
 def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Reads the shapes of a tree from one of these:
 
@@ -85,38 +95,41 @@ def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
         raise FormatError(f"{path} is {error}") from None
     if not isinstance(raw, dict):
         raise FormatError(f"{path} is {type(raw).__name__}, not an object. {_SHAPES}")
-    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+    return _structs(raw, path)
+
+
+def _structs(raw: Mapping[str, Any], path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    structs: dict[str, jax.ShapeDtypeStruct] = {}
     bad: list[str] = []
     for name, value in raw.items():
         try:
-            shapes[name] = _struct(value)
+            structs[name] = _struct(value)
         except FormatError as error:
             bad.append(f"{name}: {error}")
     if bad:
         raise FormatError(f"{path}: {listed(f'{len(bad)} entries are invalid:', bad)}")
-    return shapes
-
-
-_SHAPES = (
-    'Write an object of path: {"shape": [8, 4], "dtype": "float32"}, or of path:'
-    ' [[8, 4], "float32"].'
-)
+    return structs
 
 
 def _struct(value: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(value, dict) and value.keys() >= {"shape", "dtype"}:
-        if extra := value.keys() - {"shape", "dtype"}:
-            raise FormatError(f"unknown key {min(extra)!r}. {_SHAPES}")
-        shape, dtype = value["shape"], value["dtype"]
-    elif isinstance(value, list) and len(value) == 2:
-        shape, dtype = value
-    else:
-        raise FormatError(f"{value!r} has no shape and dtype. {_SHAPES}")
+    shape, dtype = _shape_and_dtype(value)
+    # Python's booleans are integers, and JSON has `true`.
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise FormatError(f"the shape is {shape!r}, not a list of lengths.")
     if not isinstance(dtype, str):
         raise FormatError(f"{dtype!r} is not a dtype.")
     return jax.ShapeDtypeStruct(shape, parse_dtype(dtype))
+
+
+def _shape_and_dtype(value: Any) -> tuple[Any, Any]:
+    if isinstance(value, list) and len(value) == 2:
+        return value[0], value[1]
+    if not isinstance(value, dict) or not value.keys() >= {"shape", "dtype"}:
+        raise FormatError(f"{value!r} has no shape and dtype. {_SHAPES}")
+    extra = value.keys() - {"shape", "dtype"}
+    if extra:
+        raise FormatError(f"unknown key {min(extra)!r}. {_SHAPES}")
+    return value["shape"], value["dtype"]
 
 
 # ------------------------------------------------------------------ rules

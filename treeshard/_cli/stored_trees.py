@@ -1,4 +1,7 @@
-"""Trees on disk, as checkpoints or safetensors: lists their leaves, and reads them one by one."""
+"""Trees on disk, as checkpoints or safetensors: lists their leaves, and reads them one by one.
+
+What is at a path is told by its files, and not by an option: commands take what users have.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,11 +48,12 @@ def open_stored(
 
 
 def _has_tensors(path: str) -> bool:
-    if path.startswith(("gs://", "s3://")):
+    if path.startswith(("gs://", "s3://")):  # only checkpoints are read from there
         return False
     target = file_path(path)
     if not target.is_dir():
         return target.exists() or target.with_name(f"{target.name}.index.json").exists()
+    # A checkpoint has its arrays in `leaves`; a directory of checkpoints has one for each step.
     folders = [x.name for x in target.iterdir() if x.is_dir()]
     is_checkpoint = "leaves" in folders or any(map(str.isdigit, folders))
     return not is_checkpoint and any(target.glob("*.safetensors*"))

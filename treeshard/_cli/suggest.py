@@ -1,4 +1,8 @@
-"""`treeshard suggest`: which mesh and which rules, for a model on given devices."""
+"""`treeshard suggest`: which mesh and which rules, for a model on given devices.
+
+Only a candidate that was compiled counts as fitting: an estimate is a lower bound, and a script
+that reads the exit code would start a run on it.
+"""
 
 import argparse
 import re
@@ -21,10 +25,11 @@ def run_suggest(options: argparse.Namespace) -> tuple[str, int]:
     model = model_options(options)
     budget = None if options.budget is None else _seconds(options.budget)
     if options.topology is None and options.devices is not None:
+        # Before anything asks JAX for its devices: the count of simulated ones is then fixed.
         simulate_devices(options.devices)
         jax.config.update("jax_platforms", "cpu")
     function = load_function(options.function)
-    found = call_function(
+    suggestion = call_function(
         options.function,
         lambda: suggest(
             function,
@@ -39,25 +44,26 @@ def run_suggest(options: argparse.Namespace) -> tuple[str, int]:
             **model,
         ),
     )
-    text = found.to_json() if options.json else str(found)
-    return text, int(found.best is None or found.best.fits is not True)
+    text = suggestion.to_json() if options.json else str(suggestion)
+    fits = suggestion.best is not None and suggestion.best.fits
+    return text, 0 if fits else 1
 
 
 def _strategies(options: argparse.Namespace) -> list[str | Strategy] | None:
     """Names, and those that `STRATEGIES` of the user's module lists."""
     module = sys.modules[options.function.partition(":")[0]]
-    own = {one.name: one for one in getattr(module, "STRATEGIES", ())}
+    users = {strategy.name: strategy for strategy in getattr(module, "STRATEGIES", ())}
     if options.strategies is None:
-        return [*NAMED, *own.values()] if own else None
-    chosen: list[str | Strategy] = []
-    for name in options.strategies.split(","):
-        if name not in own and name not in NAMED:
-            hint = did_you_mean(name, [*NAMED, *own])
+        return [*NAMED, *users.values()] if users else None
+    known = [*NAMED, *users]
+    names = options.strategies.split(",")
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
             raise FormatError(
-                f"--strategies: there is no {name!r}.{hint} Known are {', '.join([*NAMED, *own])}."
+                f"--strategies: there is no {name!r}.{hint} Known are {', '.join(known)}."
             )
-        chosen.append(own.get(name, name))
-    return chosen
+    return [users.get(name, name) for name in names]
 
 
 def _seconds(text: str) -> float:
