@@ -1,4 +1,8 @@
-"""The errors and warnings of treeshard, and the helpers that build their messages."""
+"""The errors and warnings of treeshard, and the helpers that build their messages.
+
+Each error is also one of Python's own, so that code which catches `ValueError` or `KeyError` around
+a call keeps working, and `except TreeShardError` has all of them.
+"""
 
 import contextlib
 import os
@@ -243,6 +247,7 @@ def own_lines(lines: Iterable[str]) -> list[str]:
 def warn(message: str) -> None:
     """Warns at the nearest line outside treeshard and JAX, so that Python's own registry shows
     a message once per line of the user's code."""
+    # `skip_file_prefixes=` of `warnings.warn` does this from Python 3.12 on.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(HIDDEN):
         frame, level = frame.f_back, level + 1

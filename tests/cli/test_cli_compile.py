@@ -57,7 +57,7 @@ def other_batch(mesh):
 
 
 @pytest.fixture
-def run(tmp_path, capsys, monkeypatch):
+def run(tmp_path, capsys, monkeypatch, quick_compiles):
     """Runs the command where `steps.py` is; returns its exit code, output and errors."""
     (tmp_path / "steps.py").write_text(textwrap.dedent(MODULE))
     monkeypatch.chdir(tmp_path)
