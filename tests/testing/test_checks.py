@@ -324,6 +324,13 @@ LOSS_FAULTS = {
     ),
 }
 LONG = {
+    "a loss that is finite by hand only": LossFault(
+        by_library(loss),
+        lambda p, x: loss(p, x) + jnp.log(-jnp.sum(x[0] ** 2)),
+        BATCH,
+        "loss",
+        "not finite in other places than on one device.",
+    ),
     "a device without tokens": LossFault(
         by_library(masked),
         masked,

@@ -188,6 +188,7 @@ class _Comparison:
             return
         rows = OwnRows(self.computation, layout)
         causes = self.causes[layout.name] = {}
+        # Under `jit` a key gives the same numbers in all layouts; in `shard_map` each device draws.
         if layout.check_vma is not None and expected.random:
             expected, of_keys, note = with_own_keys(rows, expected, result)
             if of_keys is not None:
@@ -215,6 +216,7 @@ class _Comparison:
         if self.tolerance.random:
             self.notes.append(_OTHER_NUMBERS.format(layout=layout.name))
             return None
+        # A mean of means is another number, also on one device, if rows do not weigh the same.
         alone = self.computation.alone(layout.alone(layout.minibatches))
         expected = self.tolerance.with_reference(alone)
         pairs = zip(alone, self.tolerance.reference, strict=True)

@@ -124,10 +124,10 @@ class Computation:
         return self._functions[key]
 
     def alone(
-        self, one: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
+        self, layout: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
     ) -> list[np.ndarray]:
         """The results in a layout of one device."""
-        return [x for shards in self.run(one, start, batch) for _, x in shards.values()]
+        return [x for shards in self.run(layout, start, batch) for _, x in shards.values()]
 
     def row_dims(self, layout: Layout) -> dict[int, int]:
         """The dim that is the rows of each array of the batch that has one: the first split one."""

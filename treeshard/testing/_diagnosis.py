@@ -14,7 +14,7 @@ import numpy as np
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard.testing._computations import Computation, Shards
 from treeshard.testing._layouts import Layout
-from treeshard.testing._noise import LIMIT, Tolerance, distance, multiple_of, norm
+from treeshard.testing._noise import LIMIT, Tolerance, distance, finite, multiple_of, norm
 from treeshard.testing._own_rows import Axes, OwnRows, named, subsets
 from treeshard.testing._report import Cause
 
@@ -25,6 +25,7 @@ Index = tuple[slice, ...]
 _SHAPE = "has the shape {shape}, where one device gives {right}."
 _SAME_SHAPE = "Return what has the same shape on all meshes."
 _NOT_FINITE = "not finite on {wrong} of {all} devices."
+_ELSEWHERE = "not finite in other places than on one device."
 _ZERO = "zero on all devices."
 _MOVED = "has other devices' shards in {wrong} of {all} places: {here} has the numbers of {there}."
 _SHARDS = "{what} in {wrong} of {all} shards, such as {here}; right in the others."
@@ -75,6 +76,7 @@ class Diagnosis:
 
     def cause(self, i: int) -> Cause:
         """What is wrong with a result, and why, if the numbers prove it."""
+        # A gradient of another form cannot leave `shard_map`, and was replaced by zeros.
         note = self.computation.notes.get((self.layout.name, i))
         if note is not None:
             return note
@@ -91,7 +93,7 @@ class Diagnosis:
             if x.shape != reference[index].shape:
                 fact = _SHAPE.format(shape=x.shape, right=reference[index].shape)
                 yield Cause(fact, _SAME_SHAPE, "shape")
-        if not np.isfinite(reference).all():
+        if not np.isfinite(reference).all():  # which no prediction can be compared with
             return
         wrong = sum(not np.isfinite(x).all() for _, x in shards)
         if wrong:
@@ -154,6 +156,7 @@ class Diagnosis:
                 yield Cause(_OWN_MEANS, _REDUCE_PARTS, "own means")
 
     def _unreduced(self, i: int, axes: Sequence[str]) -> Cause:
+        # Along the axes of its spec, devices have other rows of the leaf, which no mean may mix.
         spec_axes = get_names_from_partition_spec(self.computation.specs[i])
         split = [axis for axis in axes if axis in spec_axes]
         full = [axis for axis in axes if axis not in spec_axes]
@@ -183,7 +186,9 @@ class Diagnosis:
         reference = self.expected.reference[i].astype("float64")
         shards = list(self.result[i].values())
         far = norm([distance(x, reference[index]) for index, x in shards])
-        size = norm([norm(reference[index]) for index, _ in shards])
+        if not math.isfinite(far):
+            return Cause(_ELSEWHERE, short="not finite")
+        size = norm([norm(finite(reference[index])) for index, _ in shards])
         share = f"{100 * far / size:.3g}% of its size" if size else "from zero"
         error = max(self.errors(i))
         measured = f"{share}, {error:.3g} times the noise"

@@ -68,8 +68,8 @@ class Layout:
     def alone(self, minibatches: int = 1) -> "Layout":
         """One device of this process, as a mesh of the same axes, and the loss by jit."""
         mine = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
-        one = self.on(mine, (1,) * self.mesh.devices.ndim, "one device")
-        return replace(one, minibatches=minibatches, remat=False, check_vma=None)
+        alone = self.on(mine, (1,) * self.mesh.devices.ndim, "one device")
+        return replace(alone, minibatches=minibatches, remat=False, check_vma=None)
 
 
 def layouts(
@@ -115,11 +115,14 @@ def layouts(
     meshes = [*_with_other_sizes(planned, batch), _backwards(planned)]
     chosen = [planned, *meshes]
     if split:
+        # Along other axes each row is computed several times, which must change nothing.
         fewer = PartitionSpec(split[0]) if len(split) > 1 else PartitionSpec()
         chosen.append(replace(planned, name="batch", batch_specs=fewer))
     chosen.append(replace(planned, name="minibatches", minibatches=2))
     chosen.append(replace(planned, name="remat", remat=True))
     if by_hand:
+        # `check_vma` decides how JAX transposes collectives: under it, the gradient of a replicated
+        # leaf comes summed already, and without it, the code has to reduce it.
         chosen.append(replace(planned, name="by hand", check_vma=True))
         chosen.append(replace(planned, name="unchecked", check_vma=False))
         chosen += [replace(x, name=f"unchecked {x.name}", check_vma=False) for x in meshes]
@@ -136,9 +139,10 @@ def _backwards(planned: Layout) -> Layout:
 
 def _with_other_sizes(planned: Layout, batch: PyTree) -> list[Layout]:
     """A layout whose axes have other sizes, as few of them 1 as possible, if one divides all."""
+    # Of the same devices, since each process must have some of them.
     devices, sizes = [*planned.mesh.devices.flat], planned.mesh.devices.shape
     count = len(devices)
-    if len(sizes) == 1 and jax.process_count() == 1:  # half of them would leave out a process
+    if len(sizes) == 1 and jax.process_count() == 1:  # a single axis has one size only
         count //= 2
     shapes = [x for x in _factors(count, len(sizes)) if x != sizes and math.prod(x) > 1]
     shapes.sort(key=lambda shape: (shape.count(1), shape))

@@ -5,7 +5,7 @@ be 1e-9 or 100, and a sum over many rows in bfloat16 may have two right digits. 
 runs again on one device in ways that change nothing but its rounding.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -31,6 +31,11 @@ _MATMUL_EPS: Mapping[str, float] = {"gpu": 2.0**-11, "tpu": 2.0**-8}
 _DRAWS = ("random_bits", "threefry2x32")
 
 
+Results = list[np.ndarray]
+
+_BY_ORDER = "the result depends on the order of the rows, so other orders are not noise"
+
+
 class Tolerance:
     """The results of one device, and the noise of each.
 
@@ -43,24 +48,24 @@ class Tolerance:
         random: Whether the computation draws random numbers.
     """
 
-    def __init__(self, computation: Computation, one: Layout) -> None:
+    def __init__(self, computation: Computation, layout: Layout) -> None:
         self.notes: list[str] = []
-        self.reference = computation.alone(one)
-        eqns = list(equations(computation.trace(one)))
-        self.eps = _least_precision(eqns, one.mesh.devices.flat[0].platform)
+        self.reference = computation.alone(layout)
+        eqns = list(equations(computation.trace(layout)))
+        self.eps = _least_precision(eqns, layout.mesh.devices.flat[0].platform)
         self.random = any(eqn.primitive.name in _DRAWS for eqn in eqns)
         self.noise = [np.zeros(x.shape) if _is_float(x) else None for x in self.reference]
         # A change of a leaf is rounded as the leaf is, which may be much larger.
         starts: list[Any] = [None if b is None else computation.start[b] for b in computation.bases]
         self._rounding = [_rounding_of(x) for x in starts]
         random = np.random.default_rng(0)
-        moved = [self.eps]
-        for _ in range(_SAMPLES):
-            start = [_perturbed(x, self.eps, random) for x in computation.start]
-            moved.append(self._add(computation.alone(one, start)))
-        most = _NOT_ROUNDING * max(moved)
-        self._reorder(computation, one, random, most)
-        self._more_precise(computation, one, most)
+        moved = [self._add(sample) for sample in _of_rounded(computation, layout, self.eps, random)]
+        most = _NOT_ROUNDING * max(self.eps, *moved)
+        reordered = (self._add(x, most) for x in _of_reordered(computation, layout, random))
+        if any(far > most for far in reordered):
+            self.notes.append(_BY_ORDER)
+        for sample in _of_wider(computation, layout):
+            self._add(sample, most)
 
     def with_reference(self, reference: Sequence[np.ndarray]) -> "Tolerance":
         """The same noise around other results."""
@@ -84,7 +89,7 @@ class Tolerance:
         part, rounding = noise[index], self._rounding[i]
         # No shard has less than its share of the leaf's noise.
         share = norm(noise) * (part.size / max(noise.size, 1)) ** 0.5
-        floor = self.eps * norm(_finite(self.reference[i][index]))
+        floor = self.eps * norm(finite(self.reference[i][index]))
         if rounding.shape:
             floor += norm(rounding[index])
         return max(norm(part), share) + floor / 2 + float(np.finfo("float32").tiny)
@@ -100,8 +105,8 @@ class Tolerance:
         Returns by how much they do, relative to their norm.
         """
         rows = zip(sample, self.reference, self.noise, strict=True)
-        moved = [(_finite(x.astype("float64") - y), y, z) for x, y, z in rows if z is not None]
-        total = norm([norm(_finite(y)) for _, y, _ in moved])
+        moved = [(finite(x.astype("float64") - y), y, z) for x, y, z in rows if z is not None]
+        total = norm([norm(finite(y)) for _, y, _ in moved])
         far = norm([norm(d) for d, _, _ in moved])
         relative = far / total if total else 0.0
         if relative <= most:
@@ -109,33 +114,43 @@ class Tolerance:
                 np.maximum(z, np.abs(d), out=z)
         return relative
 
-    def _reorder(self, computation: Computation, one: Layout, random: Any, most: float) -> None:
-        """Takes samples with the rows of the batch in other orders."""
-        dims = computation.row_dims(one)
-        if not dims:
-            return
-        first = next(iter(dims))
-        count = computation.batch[first].shape[dims[first]]
+
+# ------------------------------------------------------------------ samples
+
+
+def _of_rounded(
+    computation: Computation, layout: Layout, eps: float, random: np.random.Generator
+) -> Iterator[Results]:
+    """Results with the leaves changed in their last bits."""
+    for _ in range(_SAMPLES):
+        start = [_perturbed(x, eps, random) for x in computation.start]
+        yield computation.alone(layout, start)
+
+
+def _of_reordered(
+    computation: Computation, layout: Layout, random: np.random.Generator
+) -> Iterator[Results]:
+    """Results with the rows of the batch in other orders."""
+    dims = computation.row_dims(layout)
+    counts = {computation.batch[i].shape[dim] for i, dim in dims.items()}
+    for count in counts:  # all arrays have as many rows
         for _ in range(_SAMPLES):
             order = random.permutation(count)
             batch = list(computation.batch)
             for i, dim in dims.items():
                 batch[i] = np.take(batch[i], order, dim)
-            if self._add(computation.alone(one, batch=batch), most) > most:
-                self.notes.append(
-                    "the result depends on the order of the rows, so other orders are not noise"
-                )
-                return
+            yield computation.alone(layout, batch=batch)
 
-    def _more_precise(self, computation: Computation, one: Layout, most: float) -> None:
-        """Takes a sample in twice the precision, where that is possible."""
-        start, batch = ([_wider(x) for x in xs] for xs in (computation.start, computation.batch))
-        try:
-            with jax.enable_x64(True):
-                sample = computation.alone(one, start, batch)
-        except Exception:  # the code has dtypes written in, or the platform has no float64
-            return
-        self._add(sample, most)
+
+def _of_wider(computation: Computation, layout: Layout) -> Iterator[Results]:
+    """Results in twice the precision, where that is possible."""
+    start, batch = ([_wider(x) for x in xs] for xs in (computation.start, computation.batch))
+    try:
+        with jax.enable_x64(True):
+            sample = computation.alone(layout, start, batch)
+    except Exception:  # the code has dtypes written in, or the platform has no float64
+        return
+    yield sample
 
 
 # ------------------------------------------------------------------ numbers
@@ -169,7 +184,7 @@ def multiple_of(shards: Shards, reference: np.ndarray) -> tuple[float, float]:
     return factor, norm(x - factor * y) / size
 
 
-def _finite(x: Any) -> Any:
+def finite(x: Any) -> Any:
     """The array with 0 where it is not finite."""
     return np.where(np.isfinite(x), x, 0)
 

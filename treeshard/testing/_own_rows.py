@@ -15,11 +15,10 @@ from jax.sharding import NamedSharding
 from treeshard._core.arrays import is_key
 from treeshard.testing._computations import Computation, Shards
 from treeshard.testing._layouts import Layout
-from treeshard.testing._noise import Tolerance, multiple_of
+from treeshard.testing._noise import Results, Tolerance, multiple_of
 from treeshard.testing._report import Cause
 
 Axes = tuple[str, ...]
-Results = list[np.ndarray]
 
 # Devices drew the same random numbers as one device if what no factor explains of their results is
 # less than this part of them. Other numbers change about all of a result.
@@ -121,6 +120,7 @@ class OwnRows:
         Yields:
             The axes, outermost first, and the mean over all devices.
         """
+        # `fold_in` of another index is another key, so each order of the axes is a case of its own.
         orders: list[Axes] = [()]
         if any(map(_is_raw_key, self.computation.batch)):
             axes = [a for a, size in self.layout.mesh.shape.items() if size > 1]
@@ -145,7 +145,7 @@ def with_own_keys(
     name = rows.layout.name
     keyed = list(rows.keyed())
     alike = [(order, x) for order, x in keyed if _unlikeness(result, x) <= _ALIKE]
-    if len(alike) != 1:
+    if len(alike) != 1:  # in none of these ways, or random numbers hardly matter
         widened = tolerance.widened([x for _, x in keyed])
         return widened, None, _UNREPEATED.format(layout=name)
     [(order, repeated)] = alike
