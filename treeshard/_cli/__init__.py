@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--top", type=int, default=5, metavar="N", help="compile until N fit (5)")
     add("--budget", metavar="TIME", help="such as 10m: compile nothing more after it")
 
-    what = "compare the gradients of a model in many layouts, and name what is wrong"
+    what = "compare the gradients of a model in many layouts, and say what differs"
     add = command("check", "check:run_check", what, _CHECK)
     add("function", metavar="MODULE:FUNCTION", help="returns (loss, params, batch, rules)")
     add("--mesh", default="data=2,fsdp=4", metavar="AXES", help="by default data=2,fsdp=4")

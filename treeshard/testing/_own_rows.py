@@ -159,12 +159,15 @@ def with_own_keys(
 
 
 def _unlikeness(result: Sequence[Shards], reference: Sequence[np.ndarray]) -> float:
-    """The median over results of the part that is not a multiple of the reference."""
-    parts = [
-        multiple_of(shards, expected)[1]
-        for shards, expected in zip(result, reference, strict=True)
-        if np.any(expected)
-    ]
+    """The median over results of the part that is not a multiple of the reference.
+
+    Zeros, which are a multiple of anything, do not count.
+    """
+    parts: list[float] = []
+    for shards, expected in zip(result, reference, strict=True):
+        if np.any(expected) and any(np.any(x) for _, x in shards.values()):
+            _, rest = multiple_of(shards, expected)
+            parts.append(rest)
     return float(np.median(parts)) if parts else 0.0
 
 
