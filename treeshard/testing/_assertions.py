@@ -153,6 +153,7 @@ def _is_same(sharding: Sharding, spec: PartitionSpec, mesh: AnyMesh | None, ndim
 
 def _axes(spec: PartitionSpec, mesh: AnyMesh) -> list[list[str]]:
     """The axes that shard each dim, without those of size 1 and without trailing empty dims."""
+    # To JAX `P("data", None)` and `P("data")` are not equal, although their shards are.
     axes = [[a for a in axes_of(entry) if mesh.shape.get(a) != 1] for entry in entries(spec)]
     while axes and not axes[-1]:
         axes.pop()

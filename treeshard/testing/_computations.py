@@ -266,11 +266,13 @@ class Steps(Computation):
         before = _shards(arrays)
         for _ in (1, 2):
             results = self._on_mesh(layout, arrays, data)
-            arrays, after = results[:count], _shards(results)  # the next step may reuse the memory
+            # A copy, since the step donates its state: the next one reuses the memory.
+            arrays, after = results[:count], _shards(results)
             changes = [_change(old, new) for old, new in zip(before, after, strict=False)]
             out += [*changes, *after[count:]]
             before = after[:count]
         names = [*(leaf.path for leaf in leaves), *self._aux]
+        # What a step returns beside its state is known when it has run.
         self.paths = [f"step {n}: {name}" for n in (1, 2) for name in names]
         self.first, others = len(names), len(self._aux)
         self.specs = [*(leaf.given for leaf in leaves), *[PartitionSpec()] * others] * 2
