@@ -145,20 +145,15 @@ def test_leaves_that_follow_a_padded_one_are_padded_like_it() -> None:
 
 
 @OFFLOADS
-def test_an_array_at_two_paths_becomes_two_and_memories_stay() -> None:
+def test_padded_leaves_stay_in_their_memory() -> None:
     def make() -> Any:
-        embed = jnp.ones((10, 3))
-        return {"embed": embed, "head": embed, "tail": jnp.ones((10, 7))}
+        return {"embed": jnp.ones((10, 3)), "tail": jnp.ones((10, 7))}
 
-    rules = [("tail", ts.fsdp("fsdp", memory="pinned_host")), (".*", P("fsdp"))]
+    rules = [("tail", ts.fsdp("fsdp", memory="pinned_host")), ("embed", P("fsdp"))]
     state, plan = ts.init_sharded(make, rules=rules, mesh="fsdp=8", min_size=0, pad=True)
-    assert {leaf.shape for leaf in plan.leaves} == {(16, 3), (10, 8)}
+    assert [leaf.shape for leaf in plan.leaves] == [(16, 3), (10, 8)]
     assert state["tail"].sharding.memory_kind == "pinned_host"
-    assert "same-array" in {finding.code for finding in plan.findings}
     true = ts.unpad_leaves(state, plan)
-    for tree in (state, true):
-        assert tree["embed"] is not tree["head"]
-        np.testing.assert_array_equal(ts.gather(tree)["embed"], ts.gather(tree)["head"])
     assert true["tail"].shape == (10, 7)
     assert true["tail"].sharding.memory_kind == "pinned_host"
     assert_same(ts.gather(ts.pad_leaves(true, plan)), ts.gather(state))

@@ -20,13 +20,12 @@ from treeshard._core.arrays import (
     is_key,
     keys_on_host,
     region_of,
-    ties,
     to_host,
 )
 from treeshard._core.make_mesh import make_mesh, with_devices
 from treeshard._core.meetings import in_turn
 from treeshard._core.mesh import MeshLike, as_mesh
-from treeshard._core.paths import PyTree, leaf_paths, path_under, warn_untied
+from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
     TIMEOUT,
     agreeing,
@@ -70,8 +69,8 @@ def gather(
     Returns:
         The tree with numpy arrays, in the dtypes of `ml_dtypes` where numpy has none. Typed
         PRNG keys remain key arrays, on one local device. Numpy leaves are copied, so the result
-        never shares memory with the tree. An array that is in the tree at several paths is copied
-        once, and is one array in the result. On processes that receive nothing, each array is
+        never shares memory with the tree; nor do two arrays of the result with each other, even if
+        the tree has one object at both paths. On processes that receive nothing, each array is
         replaced by its `jax.ShapeDtypeStruct`.
 
     Raises:
@@ -97,13 +96,9 @@ def gather_at(
     """`gather` of a subtree; messages name its `prefix` in the larger tree."""
     leaves, treedef = tree_flatten(tree)
     among = _among(leaves, to)
-    tied = ties(leaves)
-    leaves = [None if i in tied else x for i, x in enumerate(leaves)]
     with in_turn(among):
         read = _reader("gather", tree, leaves, to, among, timeout, prefix)
         gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
-    for i, j in tied.items():
-        gathered[i] = gathered[j]
     return treedef.unflatten(gathered)
 
 
@@ -135,7 +130,6 @@ def iter_gather(
     _check_receiver(to, "iter_gather")
     leaves = tree_flatten(tree)[0]
     read = _reader("iter_gather", tree, leaves, to, _among(leaves, to), timeout, meet=True)
-    warn_untied("iter_gather", tree, ties(leaves))
     named = list(zip(leaf_paths(tree), leaves, strict=True))
     return _arrays(with_bar(named, "iter_gather", show=progress), read)
 

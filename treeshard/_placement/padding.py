@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten, tree_map, tree_structure
 
-from treeshard._core.arrays import has_shape, ties
+from treeshard._core.arrays import has_shape
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._placement.moves import replicate_then_split
 from treeshard._placement.shard import place
@@ -92,14 +92,12 @@ def _resized(tree: PyTree, plan: Plan, where: str) -> PyTree:
     before, after = pair if where == "pad_leaves" else pair[::-1]
     start = _start(tree, [tuple(leaves[i].shape) for i in arrays], before, after, where)
     index = {i: k for k, i in enumerate(arrays, start) if plan.leaves[k].unpadded is not None}
-    tied, on_devices = ties(leaves), list[int]()
+    on_devices = list[int]()
     for i, k in index.items():
         x, leaf = leaves[i], after.leaves[k]
         if isinstance(x, jax.ShapeDtypeStruct):
             sharding = NamedSharding(plan.mesh, leaf.given, memory_kind=leaf.memory)
             leaves[i] = jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=sharding)
-        elif i in tied:
-            continue
         elif isinstance(x, jax.Array) and not isinstance(x, Tracer):
             on_devices.append(i)
         else:
@@ -114,8 +112,6 @@ def _resized(tree: PyTree, plan: Plan, where: str) -> PyTree:
         resized = _compiled(shapes, tuple(new))([placed[paths[i]] for i in on_devices])
         for i, x in zip(on_devices, resized, strict=True):
             leaves[i] = x
-    for i in index.keys() & tied:
-        leaves[i] = leaves[tied[i]]
     return treedef.unflatten(leaves)
 
 

@@ -9,11 +9,10 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
-from treeshard._core.arrays import ties
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import in_turn, last_meeting, set_origin
 from treeshard._core.mesh import MeshLike, as_mesh
-from treeshard._core.paths import PyTree, leaf_paths, path_under, warn_untied
+from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
     SMALL_BYTES,
@@ -89,8 +88,7 @@ def shard(
         numpy arrays it came from. 64-bit values become 32-bit ones unless JAX's x64 mode is on,
         as with `jnp.asarray`. A `jax.Array` that is already sharded this way is returned as the
         same object, and others may share memory with the result: donating it may delete the
-        source. An array that is in the tree at several paths is one array again, if all of them
-        have one spec.
+        source. An array of the host that is in the tree at two paths becomes two arrays.
 
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh does not have.
@@ -107,10 +105,6 @@ def shard(
             mesh, or one of them does not make it within `timeout`, or fails. No leaf is placed.
         ValueError: If `check` is another word.
         ImportError: If `progress` is set and `tqdm` is not installed.
-
-    Warns:
-        ShardingWarning: If an array is in the tree at several paths whose specs differ, so that it
-            becomes several arrays.
 
     Examples:
         >>> tree = shard({"w": np.ones((16, 4)), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
@@ -175,9 +169,6 @@ def reshard(
         UnknownAxisError, SpecError, NoMeshError, MeshError: As `shard`, for specs and meshes.
         DeletedLeafError, LeafError, ProcessError: As `shard`, for leaves and processes.
 
-    Warns:
-        ShardingWarning: As `shard`.
-
     Examples:
         >>> mesh = make_mesh("data=2,fsdp=4")
         >>> tree = shard({"w": np.ones((8, 8))}, P("fsdp"), mesh)
@@ -205,7 +196,6 @@ def place(
     """Checks every leaf, then moves them in groups."""
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
-    same = ties(leaves)
     among: list[int] = []
     at_one = False  # whether there are leaves on devices of one process
     if jax.process_count() > 1:
@@ -231,9 +221,6 @@ def place(
                 )
                 facts |= facts_of(rows, among, _COMPARED_BYTES[check])
         placed = [*remaining]
-        tied = {i: j for i, j in same.items() if remaining.get(i) == remaining.get(j)}
-        for i in tied:
-            remaining.pop(i, None)
         if read is not None:
             structs = [i for i in remaining if isinstance(leaves[i], jax.ShapeDtypeStruct)]
             # Before anything else: if `read` fails on one process, all must stop.
@@ -242,11 +229,8 @@ def place(
                 for i in with_bar(structs, where, show=progress):
                     leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
         move_leaves(leaves, remaining, where, from_single_device, sent, progress=progress)
-        for i, j in tied.items():
-            leaves[i] = leaves[j]
         if among:
             set_origin((leaves[i] for i in placed), among, last_meeting())
-    warn_untied(where, tree, same, leaves, prefix, "To keep them one, give both one spec.")
     return treedef.unflatten(leaves)
 
 
