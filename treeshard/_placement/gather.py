@@ -37,7 +37,7 @@ from treeshard._core.processes import (
 )
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_spec_entry
 from treeshard._placement.moves import through_host, unchanged
-from treeshard._placement.shard import place
+from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import raise_unmovable, resolver, unmovable
 from treeshard._placement.transport import deliver
 
@@ -283,4 +283,4 @@ def make_shard_and_gather_fns(
 
 
 def _shard_at(path: str, spec: Any, mesh: Mesh, x: Any) -> Any:
-    return place(x, spec, mesh, "shard", through_host, prefix=path)
+    return place(x, spec, mesh, Call("shard", through_host, prefix=path))

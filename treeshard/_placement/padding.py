@@ -14,7 +14,7 @@ from jax.tree_util import tree_flatten, tree_map, tree_structure
 from treeshard._core.arrays import has_shape
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._placement.moves import replicate_then_split
-from treeshard._placement.shard import place
+from treeshard._placement.shard import Call, place
 from treeshard._planning.matching import Shape
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import subtrees
@@ -107,7 +107,7 @@ def _resized(tree: PyTree, plan: Plan, where: str) -> PyTree:
         paths = leaf_paths(tree)
         sources = {paths[i]: leaves[i] for i in on_devices}
         specs = dict(zip(sources, old, strict=True))
-        placed = place(sources, specs, None, where, replicate_then_split)
+        placed = place(sources, specs, None, Call(where, replicate_then_split))
         shapes = tuple(after.leaves[index[i]].shape for i in on_devices)
         resized = _compiled(shapes, tuple(new))([placed[paths[i]] for i in on_devices])
         for i, x in zip(on_devices, resized, strict=True):

@@ -26,7 +26,7 @@ from treeshard._core.processes import (
 from treeshard._core.spec_trees import LaidSpec, Misfit, SpecTree
 from treeshard._core.specs import axes_of, entries, project
 from treeshard._placement.moves import as_keys, assemble, through_host
-from treeshard._placement.shard import place
+from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import (
     UNPLACEABLE,
     lay_on_devices,
@@ -86,7 +86,7 @@ def from_process_local(
     """
     mesh = as_mesh(mesh, make_mesh)
     if jax.process_count() == 1:
-        return place(tree, specs, mesh, WHERE, through_host)
+        return place(tree, specs, mesh, Call(WHERE, through_host))
     leaves, treedef = tree_flatten(tree)
     group = tuple(participating_processes((), meshes_of(specs, mesh)))
     call = next(_calls[group])  # counted before anything can fail on one process

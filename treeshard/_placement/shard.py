@@ -1,8 +1,15 @@
-"""Places trees on the devices of a mesh, and moves them from one layout to another."""
+"""Places trees on the devices of a mesh, and moves them from one layout to another.
+
+`jax.device_put` of a tree does the same, one leaf after another: it raises at the first that does
+not fit, after others have moved, compiles a program for each shape that comes from a single device,
+and cannot tell that processes differ before it hangs. Here all leaves are checked first, and the
+processes agree; then the leaves that move in the same way do so together.
+"""
 
 import sys
-from collections.abc import Container, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -11,7 +18,7 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import in_turn, last_meeting, set_origin
-from treeshard._core.mesh import MeshLike, as_mesh
+from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import (
     AS_LONG_AS_IT_TAKES,
@@ -118,17 +125,8 @@ def shard(
         >>> shard(struct, P("fsdp"), make_mesh("fsdp=8"), read=rows).addressable_shards[1].data
         Array([2, 3], dtype=int32)
     """
-    return place(
-        tree,
-        specs,
-        mesh,
-        "shard",
-        through_host,
-        read=read,
-        check=check,
-        progress=progress,
-        timeout=timeout,
-    )
+    call = Call("shard", through_host, read=read, check=check, progress=progress, timeout=timeout)
+    return place(tree, specs, mesh, call)
 
 
 def reshard(
@@ -175,63 +173,131 @@ def reshard(
         >>> reshard(tree, P(None, ("fsdp", "data")), mesh)["w"].sharding.spec
         P(None, ('fsdp', 'data'))
     """
-    return place(
-        tree, specs, mesh, "reshard", replicate_then_split, progress=progress, timeout=timeout
+    call = Call(
+        "reshard", replicate_then_split, sends_local=True, progress=progress, timeout=timeout
     )
+    return place(tree, specs, mesh, call)
 
 
-def place(
-    tree: PyTree,
-    specs: SpecTree,
-    mesh: MeshLike | None,
-    where: str,
-    from_single_device: Move,
-    *,
-    prefix: str = "",
-    read: Read | None = None,
-    check: Check = "small",
-    progress: bool = False,
-    timeout: float = TIMEOUT,
-) -> PyTree:
-    """Checks every leaf, then moves them in groups."""
+# ------------------------------------------------------------------ one call
+
+
+class Call(NamedTuple):
+    """What a public function asks of `place`, besides the tree and its specs.
+
+    Attributes:
+        name: Of the function, for messages.
+        from_single_device: Moves leaves that are on a single device.
+        sends_local: Whether a leaf that one process alone has goes to the others. If not, each
+            process takes its shards from its own.
+        prefix: The path of the tree in a larger one, for messages.
+        read, check, progress, timeout: As in `shard`.
+    """
+
+    name: str
+    from_single_device: Move
+    sends_local: bool = False
+    prefix: str = ""
+    read: Read | None = None
+    check: Check = "small"
+    progress: bool = False
+    timeout: float = TIMEOUT
+
+
+class _Group(NamedTuple):
+    """The processes that make a call together.
+
+    Attributes:
+        processes: Ascending; none if this process acts alone.
+        has_local: Whether there are leaves on devices of one process alone, to be sent perhaps.
+        moves: Whether data may travel between processes.
+    """
+
+    processes: list[int]
+    has_local: bool
+    moves: bool
+
+
+def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> PyTree:
+    """Checks every leaf, on all processes, and only then moves the first."""
     mesh = as_mesh(mesh, make_mesh)
     leaves, treedef = tree_flatten(tree)
-    among: list[int] = []
-    at_one = False  # whether there are leaves on devices of one process
-    if jax.process_count() > 1:
-        local = list(filter(_is_at_one_process, leaves)) if where == "reshard" else []
-        at_one = bool(local)
-        sends = any(isinstance(x.sharding, NamedSharding) and not is_spread(x) for x in local)
-        more = [jax.process_index()] if sends else []
-        among = participating_processes(leaves, meshes_of(specs, mesh), more)
-    paths = leaf_paths(tree) if among or read else []
-    moves = at_one or any(map(is_spread, leaves))
-    with in_turn(among if moves else ()):
-        sent = _sent_by_one(leaves, among, where, timeout) if among and at_one else set[int]()
-        with agreeing(where, among=among, timeout=timeout, moves=moves) as facts:
-            remaining = targets(tree, specs, mesh, where, prefix, accept_structs=read is not None)
-            if check not in _COMPARED_BYTES:
-                raise ValueError(f"{where}(check={check!r}): one of 'form', 'small', 'values'.")
-            if among:
-                rows = (
-                    (path, _struct(x) if i in sent else x, shardings)
-                    for i, target in remaining.items()
-                    for path, x in [(path_under(prefix, paths[i]), leaves[i])]
-                    for shardings in [shardings_to_compare(x, target, i in sent)]
-                )
-                facts |= facts_of(rows, among, _COMPARED_BYTES[check])
-        placed = [*remaining]
-        if read is not None:
-            structs = [i for i in remaining if isinstance(leaves[i], jax.ShapeDtypeStruct)]
-            # Before anything else: if `read` fails on one process, all must stop.
-            slow = AS_LONG_AS_IT_TAKES
-            with together(where, among=among, timeout=slow, moves=moves):
-                for i in with_bar(structs, where, show=progress):
-                    leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
-        move_leaves(leaves, remaining, where, from_single_device, sent, progress=progress)
-        if among:
-            set_origin((leaves[i] for i in placed), among, last_meeting())
+    group = _group_of(leaves, meshes_of(specs, mesh), call)
+    paths = leaf_paths(tree) if group.processes or call.read else []
+    with in_turn(group.processes if group.moves else ()):
+        sent = _sent_by_one(leaves, group, call)
+        with _agreeing(group, call) as facts:
+            compared_bytes = _compared_bytes(call)
+            accept_structs = call.read is not None
+            shardings = targets(
+                tree, specs, mesh, call.name, call.prefix, accept_structs=accept_structs
+            )
+            if group.processes:
+                rows = _rows(leaves, paths, shardings, sent, call.prefix)
+                facts |= facts_of(rows, group.processes, compared_bytes)
+        remaining = dict(shardings)
+        if call.read is not None:
+            _fill_structs(leaves, paths, remaining, group, call, call.read)
+        move_leaves(
+            leaves, remaining, call.name, call.from_single_device, sent, progress=call.progress
+        )
+        if group.processes:
+            set_origin((leaves[i] for i in shardings), group.processes, last_meeting())
     return treedef.unflatten(leaves)
+
+
+def _group_of(leaves: Sequence[Any], meshes: Sequence[AnyMesh], call: Call) -> _Group:
+    if jax.process_count() == 1:
+        return _Group([], has_local=False, moves=False)
+    local = [x for x in leaves if call.sends_local and _is_at_one_process(x)]
+    # A process that has a part of the tree makes the call, even with no device of the new mesh.
+    has_part = any(isinstance(x.sharding, NamedSharding) and not is_spread(x) for x in local)
+    senders = [jax.process_index()] if has_part else []
+    processes = participating_processes(leaves, meshes, senders)
+    moves = bool(local) or any(map(is_spread, leaves))
+    return _Group(processes, has_local=bool(local), moves=moves)
+
+
+def _agreeing(group: _Group, call: Call) -> AbstractContextManager[dict[str, str]]:
+    return agreeing(call.name, among=group.processes, timeout=call.timeout, moves=group.moves)
+
+
+def _compared_bytes(call: Call) -> int:
+    if call.check not in _COMPARED_BYTES:
+        raise ValueError(f"{call.name}(check={call.check!r}): one of 'form', 'small', 'values'.")
+    return _COMPARED_BYTES[call.check]
+
+
+def _rows(
+    leaves: Sequence[Any],
+    paths: Sequence[str],
+    shardings: Mapping[int, NamedSharding],
+    sent: Container[int],
+    prefix: str,
+) -> Iterator[tuple[str, Any, list[Sharding]]]:
+    """What processes compare of each leaf that is placed; see `facts_of`."""
+    for i, target in shardings.items():
+        leaf = leaves[i]
+        compared = shardings_to_compare(leaf, target, i in sent)
+        if i in sent:  # has no values on the other processes
+            leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        yield path_under(prefix, paths[i]), leaf, compared
+
+
+def _fill_structs(
+    leaves: list[Any],
+    paths: Sequence[str],
+    remaining: dict[int, NamedSharding],
+    group: _Group,
+    call: Call,
+    read: Read,
+) -> None:
+    """Replaces each struct by an array of what `read` returns, and takes it out of `remaining`."""
+    structs = [i for i in remaining if isinstance(leaves[i], jax.ShapeDtypeStruct)]
+    # If `read` fails on one process, all stop before any other leaf moves.
+    with together(call.name, among=group.processes, timeout=AS_LONG_AS_IT_TAKES, moves=group.moves):
+        for i in with_bar(structs, call.name, show=call.progress):
+            leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
 
 
 def move_leaves(
@@ -261,26 +327,25 @@ def move_leaves(
             leaves[i] = array
 
 
+# ------------------------------------------------------------------ leaves of one process
+
+
 def _is_at_one_process(x: Any) -> bool:
     is_live = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     return is_live and len(processes_of(x.sharding.device_set)) == 1
 
 
-def _sent_by_one(
-    leaves: Sequence[Any], among: Sequence[int], where: str, timeout: float
-) -> set[int]:
+def _sent_by_one(leaves: Sequence[Any], group: _Group, call: Call) -> set[int]:
     """The leaves that are local to one process, and to the others an array on its devices.
 
-    A leaf that is local to all is each one's own.
+    A leaf that is local to every process belongs to each, and is not sent.
     """
-    with together(where, among=among, timeout=timeout) as messages:
+    if not (group.processes and group.has_local):
+        return set()
+    with together(call.name, among=group.processes, timeout=call.timeout) as messages:
         messages.append(bytes(map(is_spread, leaves)))
-    return {i for i, told in enumerate(zip(*messages, strict=False)) if 0 < sum(told) < len(told)}
-
-
-def _struct(x: Any) -> jax.ShapeDtypeStruct:
-    # What one process sends has no values on the others to compare.
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    counts = [sum(flags) for flags in zip(*messages, strict=False)]  # processes with shards of it
+    return {i for i, count in enumerate(counts) if 0 < count < len(group.processes)}
 
 
 def shardings_to_compare(leaf: Any, target: NamedSharding, sent: bool = False) -> list[Sharding]:
