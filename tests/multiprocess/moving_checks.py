@@ -357,7 +357,7 @@ def check_if_read_fails_on_one_process_all_raise(context: Context) -> None:
 
 
 def check_parts_are_joined(context: Context) -> None:
-    whole = {"x": arange(16, 6), "y": arange(16, dtype=np.int32)}
+    whole = {"x": arange(16, 6), "y": arange(16, dtype=np.float64)}
     rows = slice(*(16 // context.count * (context.index + i) for i in (0, 1)))
     mine = {name: x[rows] for name, x in whole.items()} | {"name": "train", "kept": arange(2)}
     specs = {"x": P(("data", "fsdp")), "y": P(("data", "fsdp")), "name": P(), "kept": None}
@@ -367,12 +367,13 @@ def check_parts_are_joined(context: Context) -> None:
     assert batch["x"].sharding == NamedSharding(mesh_2d(), P(("data", "fsdp")))
     for name, x in whole.items():
         np.testing.assert_array_equal(ts.gather(batch[name]), x)
+    assert batch["y"].dtype == np.float32
     mine["x"][:] = -1  # a loader that reuses its buffer
     np.testing.assert_array_equal(ts.gather(batch["x"]), arange(16, 6))
 
 
 def check_parts_along_other_dims(context: Context) -> None:
-    """Each process passes what its devices hold along each dim."""
+    """Each process passes what its devices hold along each dim: of an interleaved mesh too."""
     whole = arange(8, 16)
     for mesh in (mesh_2d(), mesh_across()):
         for spec in SPECS:

@@ -146,6 +146,11 @@ def _source(x: Any) -> np.ndarray:
         return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("=")))
 
 
+def host_copy(x: Any) -> np.ndarray:
+    """The values of an array of this process in memory of their own, in a dtype of JAX."""
+    return np.array(_source(x))
+
+
 def unchanged(x: Any) -> Any:
     return x
 

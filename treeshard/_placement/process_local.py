@@ -1,4 +1,8 @@
-"""Builds arrays over all processes from the part that each process has, such as a batch."""
+"""Builds arrays over all processes from the part that each process has, such as a batch.
+
+`jax.make_array_from_process_local_data` builds them. It neither compares the processes, which then
+hang in the next step, nor names the leaf and the way out in its errors.
+"""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -7,11 +11,9 @@ from itertools import count
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
-from treeshard._core.arrays import numbers, region_of
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import set_origin
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
@@ -24,8 +26,8 @@ from treeshard._core.processes import (
     participating_processes,
 )
 from treeshard._core.spec_trees import LaidSpec, Misfit, SpecTree
-from treeshard._core.specs import axes_of, entries, project
-from treeshard._placement.moves import as_keys, assemble, through_host
+from treeshard._core.specs import project
+from treeshard._placement.moves import as_keys, host_copy, through_host
 from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import (
     UNPLACEABLE,
@@ -38,6 +40,7 @@ from treeshard.errors import LeafError, SpecError
 
 WHERE = "from_process_local"
 
+# What processes have agreed on, and how many calls each group of processes has made.
 _agreed: set[Any] = set()
 _calls: defaultdict[tuple[int, ...], "count[int]"] = defaultdict(count)
 
@@ -88,105 +91,100 @@ def from_process_local(
     if jax.process_count() == 1:
         return place(tree, specs, mesh, Call(WHERE, through_host))
     leaves, treedef = tree_flatten(tree)
-    group = tuple(participating_processes((), meshes_of(specs, mesh)))
-    call = next(_calls[group])  # counted before anything can fail on one process
-    shardings = _joint_targets(tree, leaves, specs, mesh)
-    among = participating_processes((), {target.mesh for target in shardings.values()})
+    processes = tuple(participating_processes((), meshes_of(specs, mesh)))
+    call = next(_calls[processes])  # counted before anything can fail on one process
+    shardings = _joint_shardings(tree, leaves, specs, mesh)
     rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
-    signature = (*among, treedef, *rows)
+    signature = (*processes, treedef, *rows)
     # Processes that have made the same calls have agreed on the same signatures, so either all
     # skip the comparison or none does.
-    if among and signature not in _agreed:
+    if processes and signature not in _agreed:
         paths = leaf_paths(tree)
-        with agreeing(WHERE, among=among, timeout=timeout, moves=False) as facts:
+        with agreeing(WHERE, among=processes, timeout=timeout, moves=False) as facts:
             facts |= facts_of((paths[i], leaves[i], [target]) for i, target in shardings.items())
         _agreed.add(signature)
     for i, target in shardings.items():
-        leaves[i] = _join(leaves[i], target)
-    set_origin((leaves[i] for i in shardings), group, f"call {call} of {WHERE}")
+        leaves[i] = _joint_array(leaves[i], target)
+    set_origin((leaves[i] for i in shardings), processes, f"call {call} of {WHERE}")
     return treedef.unflatten(leaves)
 
 
-def _join(leaf: Any, target: NamedSharding) -> jax.Array:
-    """Builds the joint array of the processes, from this process's part."""
-    part = numbers(leaf)
-    counts = _part_counts(target.mesh, target.spec, part.ndim)
-    shape = tuple(length * count for length, count in zip(part.shape, counts, strict=True))
-    indices = target.addressable_devices_indices_map(shape).values()
-    regions = [region_of(index, shape) for index in indices if index is not None]
-    # Along each dim, the shards of this process follow one another in its part without gaps.
-    starts = [sorted({start for start, _ in ends}) for ends in zip(*regions, strict=True)]
-
-    def read_shard(index: Any) -> np.ndarray:
-        slices = []
-        for (start, stop), known in zip(region_of(index, shape), starts, strict=True):
-            position, length = known.index(start), stop - start
-            slices.append(slice(position * length, (position + 1) * length))
-        return part[tuple(slices)]
-
-    return as_keys(assemble(shape, part.dtype, target, read_shard), leaf)
+def _joint_array(part: Any, target: NamedSharding) -> jax.Array:
+    data = host_copy(part)  # JAX may keep the memory that it is given
+    shape = _joint_shape(part.shape, target.mesh, target.spec)
+    shape = (*shape, *data.shape[part.ndim :])  # the data of keys have more dims
+    if target.addressable_devices:
+        joint = jax.make_array_from_process_local_data(target, data, shape)
+    else:
+        joint = jax.make_array_from_single_device_arrays(shape, target, [], dtype=data.dtype)
+    return as_keys(joint, part)
 
 
-def _joint_targets(
+def _joint_shardings(
     tree: PyTree, leaves: list[Any], specs: SpecTree, mesh: AnyMesh | None
 ) -> dict[int, NamedSharding]:
-    """The shardings of the joint arrays that the processes would build from parts like these."""
+    """The shardings of the joint arrays; raises one error for all leaves that cannot be joined."""
     shardings: dict[int, NamedSharding] = {}
     misfits: dict[int, Misfit] = {}
-    for i, (leaf, laid) in enumerate(
-        zip(leaves, lay_on_devices(tree, specs, mesh, WHERE), strict=True)
-    ):
+    laid_specs = lay_on_devices(tree, specs, mesh, WHERE)
+    for i, (leaf, laid) in enumerate(zip(leaves, laid_specs, strict=True)):
         if laid is None:
             continue
-        if is_spread(leaf):
-            why = "it is already on devices of several processes. `reshard` moves it."
-            misfits[i] = Misfit(LeafError, why)
-        elif misfit := unmovable(leaf) or laid.misfit(UNPLACEABLE - {"indivisible"}):
-            misfits[i] = misfit
+        joint = _joint_spec(leaf, laid)
+        if isinstance(joint, Misfit):
+            misfits[i] = joint
         else:
-            laid, misfit = _of_joint_array(tuple(leaf.shape), laid)
-            if misfit is None:
-                shardings[i] = laid.sharding
-            else:
-                misfits[i] = misfit
+            shardings[i] = joint.sharding
     raise_unmovable(tree, misfits, WHERE)
     return shardings
 
 
-def _of_joint_array(shape: tuple[int, ...], laid: LaidSpec) -> tuple[LaidSpec, Misfit | None]:
-    """The spec of the joint array of parts of `shape`, and why it cannot be had, if so."""
-    counts = _part_counts(laid.mesh, laid.requested, len(shape))
-    if 0 in counts:
+def _joint_spec(leaf: Any, laid: LaidSpec) -> LaidSpec | Misfit:
+    """The spec of the joint array of parts like `leaf`, or why it cannot be had."""
+    if is_spread(leaf):
+        why = "it is already on devices of several processes. `reshard` moves it."
+        return Misfit(LeafError, why)
+    # Whether axes divide a dim, the length of the joint array decides.
+    misfit = unmovable(leaf) or laid.misfit(UNPLACEABLE - {"indivisible"})
+    if misfit is not None:
+        return misfit
+    shape = tuple(leaf.shape)
+    joint_shape = _joint_shape(shape, laid.mesh, laid.requested)
+    if None in joint_shape:
         why = (
-            f"the processes hold overlapping parts of dim {counts.index(0)}, so it is undefined"
-            " which part each of them passes. Order the devices of the mesh so that each process"
-            " has parts of its own, or pass the full array on each, to `shard`."
+            f"the processes hold overlapping parts of dim {joint_shape.index(None)}, so it is"
+            " undefined which part each of them passes. Order the devices of the mesh so that each"
+            " process has parts of its own, or pass the full array on each, to `shard`."
         )
-        return laid, Misfit(SpecError, why, laid.requested_text())
-    joint_shape = tuple(length * count for length, count in zip(shape, counts, strict=True))
+        return Misfit(SpecError, why, laid.requested_text())
     spec, adjustments = project(laid.requested, laid.mesh, joint_shape)
-    laid = replace(laid, spec=spec, adjustments=adjustments)
-    misfit = laid.misfit()
-    if misfit is not None and joint_shape != shape:
+    joint = replace(laid, spec=spec, adjustments=adjustments)
+    misfit = joint.misfit()
+    if misfit is None:
+        return joint
+    if joint_shape != shape:
         misfit = misfit._replace(why=f"joined, the parts have shape {joint_shape}. {misfit.why}")
-    return laid, misfit
+    return misfit
 
 
 @lru_cache(maxsize=1024)
-def _part_counts(mesh: Mesh, spec: PartitionSpec, rank: int) -> tuple[int, ...]:
-    """How many different parts the processes have along each dim; 0 if these overlap."""
-    processes = [device.process_index for device in mesh.devices.flat]
-    coordinates = dict(zip(mesh.axis_names, np.indices(mesh.devices.shape), strict=True))
-    counts = []
-    for entry in (*entries(spec), *(None,) * rank)[:rank]:
-        shard_index = np.zeros(mesh.devices.shape, int)
-        for axis in axes_of(entry):
-            shard_index = shard_index * mesh.shape[axis] + coordinates[axis]
-        by_process: dict[int, set[int]] = {}
-        for process, index in zip(processes, shard_index.flat, strict=True):
-            by_process.setdefault(process, set()).add(int(index))
-        different = {frozenset(part) for part in by_process.values()}
-        overlap = sum(map(len, different)) > len(frozenset().union(*different))
-        uneven = len(set(map(len, different))) > 1
-        counts.append(0 if overlap or uneven else len(different))
-    return tuple(counts)
+def _joint_shape(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tuple[Any, ...]:
+    """The shape of the joint array of parts of `shape`; `None` for dims whose parts overlap.
+
+    In each dim, the processes must hold the same part, or parts without a common index, of one
+    length. Devices of a process need not be neighbours: with devices of two processes in turn, one
+    process has the even shards.
+    """
+    placeholder = (mesh.size,) * len(shape)  # all axes together divide it
+    starts: list[dict[int, set[int]]] = [defaultdict(set) for _ in shape]
+    indices = NamedSharding(mesh, spec).devices_indices_map(placeholder)
+    for device, index in indices.items():
+        for dim, part in enumerate(index):
+            starts[dim][device.process_index].add(part.start or 0)
+    joint: list[int | None] = []
+    for length, by_process in zip(shape, starts, strict=True):
+        parts = {frozenset(part) for part in by_process.values()}
+        overlap = sum(map(len, parts)) > len(frozenset().union(*parts))
+        uneven = len({len(part) for part in parts}) > 1
+        joint.append(None if overlap or uneven else length * len(parts))
+    return tuple(joint)
