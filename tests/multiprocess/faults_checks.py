@@ -145,11 +145,14 @@ def check_another_run_that_is_writing_is_an_error(context: Context) -> None:
 
 
 # ------------------------------------------------------------------ a process
-# From here on the two processes make different calls, so no check that needs both may follow.
 
 
-def check_a_process_that_raises_between_saves(context: Context) -> None:
-    run, state = context.directory / "run", state_at(1)
+def check_a_process_that_raises_is_absent_from_later_calls(context: Context) -> None:
+    """Each of these calls raises in time, and nothing is written. It is the last check, since the
+    two processes make different calls from here on."""
+    run, file = context.directory / "run", context.directory / "x.safetensors"
+    state, tensors = state_at(1), tensors_at(1)
+    save_safetensors(file, tensors)
 
     def go_on() -> None:
         with Checkpoints(run, timeout=20) as checkpoints:
@@ -168,26 +171,19 @@ def check_a_process_that_raises_between_saves(context: Context) -> None:
         go_on()
     assert left_in(run) == ["1"]
     assert not differing(restore(run / "1"), 1)
-
-
-def check_an_absent_process_is_an_error(context: Context) -> None:
-    """The process that does arrive raises in time, whichever it is, and nothing is written."""
-    run, file = context.directory / "run", context.directory / "x.safetensors"
-    state, tensors = state_at(1), tensors_at(1)
-    save_safetensors(file, tensors)
     reader = Checkpoints(run, read_only=True, timeout=0.3)
-    for who, what, do in [
-        (0, "save", lambda: save(run / "2", state, timeout=0.3)),
-        (1, "Checkpoints", lambda: Checkpoints(run, timeout=0.3)),
-        (0, "restore", lambda: restore(run / "1", state, timeout=0.3)),
-        (1, "restore_latest", lambda: reader.restore_latest(state)),
-        (0, "save_safetensors", lambda: save_safetensors(run / "x", tensors, timeout=0.3)),
-        (1, "load_safetensors", lambda: load_safetensors(file, tensors, timeout=0.3)),
+    for what, do in [
+        ("save", lambda: save(run / "2", state, timeout=0.3)),
+        ("Checkpoints", lambda: Checkpoints(run, timeout=0.3)),
+        ("restore", lambda: restore(run / "1", state, timeout=0.3)),
+        ("restore_latest", lambda: reader.restore_latest(state)),
+        ("save_safetensors", lambda: save_safetensors(run / "x", tensors, timeout=0.3)),
+        ("load_safetensors", lambda: load_safetensors(file, tensors, timeout=0.3)),
     ]:
-        if context.index == who:
+        if context.index == 0:
             with pytest.raises(ts.ProcessError) as told:
                 do()
-            absent = f"process {1 - who} of 2 did not arrive within 0.3 s. Nothing was done."
+            absent = "process 1 of 2 did not arrive within 0.3 s. Nothing was done."
             assert f"{what}: {absent}" in str(told.value), str(told.value)
         assert left_in(run) == ["1"]
     assert not differing(restore(run / "1"), 1)  # takes part in no exchange

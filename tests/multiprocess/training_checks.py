@@ -165,6 +165,9 @@ def check_a_new_form_on_one_process_names_the_absent(context: Context) -> None:
         assert "jit_step: process 0 of 2 did not " in str(told.value)
     # Process 0 waits in the program for process 1, which joins it now.
     assert step(state, batch)[1] == loss
+    if not context.index:  # comes too late to what process 1 gave up
+        with pytest.raises(ts.ProcessError, match="jit_step"):
+            step(state, batch[:8])
 
 
 def check_other_rules_on_one_process_raise_on_all(context: Context) -> None:

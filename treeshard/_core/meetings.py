@@ -1,14 +1,14 @@
 """Meetings: calls in which processes wait for each other and exchange a message.
 
-Messages go through the coordination service of JAX's own runtime: no device is involved and
-nothing is compiled.
+Messages go through the coordination service of JAX's own runtime, so no device is involved and
+nothing is compiled. `jax.experimental.multihost_utils` does the same by a program on all devices:
+if one process does not start it, the others wait forever, and nobody says for whom.
 
 The meetings of the same processes are numbered, and each process says there which call it makes, in
 which thread, and how many steps it has started. If these differ, a process skipped a call, or two
-threads of one process call at once: then all processes raise, before any data moves, and the next
-meeting has the next number on all of them. A process that gives up waiting says which meeting it
-attends next. One that comes too late raises if it makes the call that was given up; with another
-call it goes on to that next meeting.
+threads of one process call at once: then all processes raise, before any data moves. There is no
+repair after that: processes that are not at the same point of their program are told so at the next
+meeting too, and a run starts again.
 
 What cannot be noticed here: a process that skips one of several calls that look the same, if its
 arrays come from `jax` functions. Arrays that treeshard made are known by the call that made them.
@@ -18,9 +18,9 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -113,6 +113,14 @@ def origin(x: Any, among: Sequence[int]) -> str:
 _last = threading.local()
 
 
+class _Call(NamedTuple):
+    """What a process says at a meeting: it must be the same on all."""
+
+    what: str
+    thread: str
+    steps: int
+
+
 class _Sequence:
     """The meetings of some processes, and how many programs this one has started without a
     meeting."""
@@ -130,61 +138,56 @@ class _Sequence:
         client = _client()
         thread = "" if self._lane else threading.current_thread().name
         with self.lock:
-            messages = None
-            while messages is None:
-                call = [what, thread, self.steps if moves else 0]
-                messages = self._attend(client, call, mine, timeout)
+            call = _Call(what, thread, self.steps if moves else 0)
+            messages = self._attend(client, call, mine, timeout)
         calls = {i: call for i, (call, _) in messages.items()}
-        if len(set(map(tuple, calls.values()))) > 1:
+        if len(set(calls.values())) > 1:
             raise ProcessError(_different(what, calls))
         return [messages[i][1] for i in self._participants]
 
     def _attend(
-        self, client: Any, call: list[Any], mine: bytes, timeout: float
-    ) -> dict[int, tuple[list[Any], bytes]] | None:
-        """The calls and messages of a meeting; `None` if it was given up, and was another call."""
+        self, client: Any, call: _Call, mine: bytes, timeout: float
+    ) -> dict[int, tuple[_Call, bytes]]:
+        """The calls and messages of one meeting, by process."""
         meeting = f"{self._name}/{self.number}"
         key = f"{meeting}/{self._me}"
         self.number += 1
         client.key_value_set_bytes(key, json.dumps(call).encode() + b"\n" + mine)
+        self._own_keys.append(key)
         began = time.monotonic()
         try:
+            # The service decides once how a barrier ends. A process that comes to one that has
+            # failed gets the same error at once, so all processes count the same meetings.
             client.wait_at_barrier(meeting, max(1, round(1000 * timeout)), self._participants)
             messages = self._messages(client, meeting)
         except jax.errors.JaxRuntimeError as error:
             waited = time.monotonic() - began
             calls = {i: made for i, (made, _) in self._messages(client, meeting).items()}
-            self._own_keys.append(key)
-            self._go_on_with_the_others(client)
-            others = {i: other for i, (other, *_) in calls.items() if i != self._me}
-            lost = "DEADLINE_EXCEEDED" not in str(error)
-            if others and call[0] not in others.values() and waited < 0.9 * timeout and not lost:
-                return None
-            absent = [i for i in self._participants if i not in calls]
-            after = waited if lost else timeout
-            raise ProcessError(_absent(call[0], absent, after, error, lost=lost)) from None
+            raise ProcessError(self._failure(call.what, calls, error, waited, timeout)) from None
         _last.meeting = f"meeting {self.number - 1}{self._lane and f' ({self._lane})'}"
-        # All have come to this meeting, so they have read the messages of those before.
-        for old in self._own_keys:
+        # The service keeps values until they are deleted. All have come to this meeting, so they
+        # have read the messages of those before.
+        for old in self._own_keys[:-1]:
             client.key_value_delete(old)
         self._own_keys = [key]
         return messages
 
-    def _messages(self, client: Any, meeting: str) -> dict[int, tuple[list[Any], bytes]]:
-        found = {}
+    def _messages(self, client: Any, meeting: str) -> dict[int, tuple[_Call, bytes]]:
+        messages = {}
         for key, value in client.key_value_dir_get_bytes(f"{meeting}/"):
             call, _, message = value.partition(b"\n")
-            found[int(key.rpartition("/")[2])] = json.loads(call), message
-        return found
+            messages[int(key.rpartition("/")[2])] = _Call(*json.loads(call)), message
+        return messages
 
-    def _go_on_with_the_others(self, client: Any) -> None:
-        """After a failure: the next meeting is one that none of the others has given up."""
-        for key, value in client.key_value_dir_get_bytes(f"{self._name}/"):
-            *_, number, process = key.split("/")
-            if int(process) != self._me:
-                self.number = max(self.number, int(value) if number == "next" else int(number))
-        next_key = f"{self._name}/next/{self._me}"
-        client.key_value_set_bytes(next_key, b"%d" % self.number, allow_overwrite=True)
+    def _failure(
+        self, what: str, calls: Mapping[int, _Call], error: Exception, waited: float, timeout: float
+    ) -> str:
+        if len(set(calls.values())) > 1:
+            return _different(what, calls)
+        absent = [i for i in self._participants if i not in calls]
+        # The status of a barrier whose time is over; any other is of a process or service lost.
+        lost = "DEADLINE_EXCEEDED" not in str(error)
+        return _absent(what, absent, waited if lost else timeout, error, lost=lost)
 
 
 _sequences: dict[Any, _Sequence] = {}
@@ -229,7 +232,7 @@ def _absent(what: str, absent: Sequence[int], after: float, error: Exception, *,
     )
 
 
-def _different(what: str, calls: dict[int, list[Any]]) -> str:
+def _different(what: str, calls: Mapping[int, _Call]) -> str:
     whats, threads, steps = (set(column) for column in zip(*calls.values(), strict=True))
     rows = {
         i: made
