@@ -22,7 +22,10 @@ MODULES = {**SUBMODULES, "treeshard": ts}
 
 def public_names(module: ModuleType) -> list[str]:
     """The names that a module offers, without its submodules."""
-    return [*ts._FIRST_PAGE, *ts._ELSEWHERE] if module is ts else list(module.__all__)
+    if module is not ts:
+        return list(module.__all__)
+    others = {"__version__", *(name.removeprefix("treeshard.") for name in SUBMODULES)}
+    return [name for name in dir(ts) if name not in others]
 
 
 def surface() -> dict[str, Any]:

@@ -15,8 +15,6 @@ HEAD = """# Errors and findings
 
 Every error, warning, finding and code of treeshard, a page for each symptom. Each name has code
 that provokes it, what that code prints, and what to do instead. The search finds names too.
-Tracebacks of these errors leave out the frames of treeshard and JAX; with
-`JAX_TRACEBACK_FILTERING=off` in the environment, they have all.
 """
 
 

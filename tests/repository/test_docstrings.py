@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from surface import surface
+from surface import public_names, surface
 
 import treeshard as ts
 
@@ -33,7 +33,9 @@ PUBLIC = {
 def names() -> dict[str, Any]:
     """What examples may take for granted."""
     return {
-        **{name: getattr(ts, name) for name in (*ts._FIRST_PAGE, *ts._ELSEWHERE)},
+        **{name: getattr(ts, name) for name in public_names(ts)},
+        **vars(ts.compat),
+        **vars(ts.communication),
         **vars(ts.checkpoint),
         **vars(ts.interchange),
         **vars(ts.testing),

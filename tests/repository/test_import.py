@@ -76,45 +76,52 @@ ts.simulate_devices(5)
     assert run(code) == "5"
 
 
-# Every name of 0.1.0, which keeps working without a warning.
-NAMES_OF_0_1 = """
-Adjustment CheckpointError Collective CommunicationError Comparison DamagedError DeletedLeafError
-Finding FormatError LeafChange LeafError MeshError MismatchError NoMeshError PartitionAxis Plan
-PlanDiff PlannedLeaf PlannedTransfer ProcessError ShardingRuleError ShardingWarning SpecError
-StateError Tactic TreeShardError UnknownAxisError UnstableStepError analyze_sharding_strategy
-assert_collectives assert_stable_step capture_partitioner_warnings checkpoint collectives
-compare_communication create_pattern_based_partition_spec diff_shardings draw
-extract_sharding_structure extract_shardings from_process_local fsdp gather get_axes_size_in_mesh
-get_incontext_mesh get_mesh_axis_names get_mesh_axis_size get_names_from_partition_spec
-get_partition_spec get_shardings_with_structure get_submesh_device_index infer_sharding interchange
-iter_gather layer_specs leaf_paths logical_axis_rules logical_partitioning logical_to_mesh_spec
-make_mesh make_shard_and_gather_fns manual match_partition_rules named_tree_map
-names_in_current_mesh optimizer_state_specs plan predict_communication replicate reshard shard
-shard_dim simulate_devices tactic training unshard with_sharding_constraint
-""".split()  # noqa: SIM905
+# Names of the libraries that treeshard grew from, and of submodules, which people look for here.
+ELSEWHERE = {
+    "communication": "Collective assert_collectives collectives",
+    "compat": (
+        "analyze_sharding_strategy create_pattern_based_partition_spec extract_sharding_structure"
+        " extract_shardings get_axes_size_in_mesh get_incontext_mesh get_mesh_axis_names"
+        " get_mesh_axis_size get_names_from_partition_spec get_partition_spec"
+        " get_shardings_with_structure get_submesh_device_index infer_sharding"
+        " logical_to_mesh_spec names_in_current_mesh"
+    ),
+    "errors": "CheckpointError DamagedError LeafError NoMeshError ProcessError UnknownAxisError",
+    "manual": (
+        "fold_rng_over_axis gather_array_with_mean_grads gather_params shard_module_params"
+        " shard_params sync_gradients"
+    ),
+    "testing": "assert_stable_step diff_shardings",
+    "training": "accumulate_gradients print_metrics",
+}
 
 
-@pytest.mark.parametrize("name", NAMES_OF_0_1)
-def test_a_name_of_0_1_keeps_working(name: str) -> None:
+@pytest.mark.parametrize(
+    ("submodule", "name"), [(key, name) for key in ELSEWHERE for name in ELSEWHERE[key].split()]
+)
+def test_a_name_of_a_submodule_is_found_at_the_top(submodule: str, name: str) -> None:
     import treeshard as ts
 
-    assert getattr(ts, name) is not None
+    assert name not in dir(ts)
+    assert getattr(ts, name) is getattr(getattr(ts, submodule), name)
 
 
-def test_the_first_page_is_short() -> None:
+def test_a_name_that_nobody_has_is_not_looked_for() -> None:
+    code = "import sys, treeshard; print(hasattr(treeshard, '_repr_html_'), 'jax' in sys.modules)"
+    assert run(code) == "False False"
+
+
+def test_the_first_page_is_short_and_type_checkers_see_it() -> None:
     import treeshard as ts
 
-    assert dir(ts) == sorted({*ts._FIRST_PAGE, *ts._SUBMODULES, "__version__"})
-    assert len(ts._FIRST_PAGE) < 40
-
-
-def test_type_checkers_see_what_loads_on_first_touch() -> None:
-    import treeshard as ts
-
-    tree = ast.parse(Path(ts.__file__).read_text())
-    typed = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    names = {alias.name for node in typed for alias in node.names if alias.name == alias.asname}
-    assert names == {*ts._FIRST_PAGE, *ts._ELSEWHERE}
+    tree = ast.parse(Path(ts.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    aliases = [alias for node in imports for alias in node.names]
+    assert all(alias.asname == alias.name for alias in aliases)  # else it is private to them
+    names = [alias.name for alias in aliases]
+    assert dir(ts) == sorted([*names, "__version__"])
+    assert len(names) - len(SUBMODULES) < 50
+    assert all(getattr(ts, name) is not None for name in names)
 
 
 @pytest.mark.parametrize("module", SUBMODULES.values(), ids=SUBMODULES)

@@ -36,6 +36,7 @@ OWNERS: Mapping[str, str] = {
     "etils": "checkpoint",
     "isal": "checkpoint",
     "jax._src": "_core.jax_private",
+    "lazy_loader": "__init__",
     "loky": "programs._suggest",
     "safetensors": "interchange",
     "tensorstore": "checkpoint",

@@ -63,7 +63,7 @@ def test_the_wheel_works_with_its_declared_dependencies_only(built: Path, tmp_pa
 def test_the_wheel_has_the_library_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     library = {str(path.relative_to(ROOT)) for path in (ROOT / "treeshard").rglob("*.py")}
-    assert files == library | {"treeshard/py.typed"}
+    assert files == library | {"treeshard/__init__.pyi", "treeshard/py.typed"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
 

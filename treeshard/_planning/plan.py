@@ -16,7 +16,6 @@ from treeshard._core.paths import PyTree, is_box, leaf_paths, paths_of, shared_n
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import axes_of, entries, with_entries
 from treeshard._core.text import human_bytes
-from treeshard._core.tracebacks import hide_frames
 from treeshard._planning.adapters import following
 from treeshard._planning.lint import Finding, collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
@@ -584,6 +583,3 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
         current_logical_rules(),
         _same_arrays=same_arrays(zip(decided.paths, decided.leaves, strict=True)),
     )
-
-
-hide_frames(globals(), ["Plan"])  # also where `treeshard.Plan` is never touched

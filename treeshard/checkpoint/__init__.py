@@ -26,7 +26,6 @@ except ModuleNotFoundError:
 
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import TIMEOUT, with_bar
-from treeshard._core.tracebacks import open_to_callers
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import Contents, SavedLeaf, raise_damages
 from treeshard.checkpoint._checkpoints import Checkpoints
@@ -169,4 +168,5 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
     raise_damages(checkpoint, {row.path: why for row, why in damages_of(checkpoint, rows) if why})
 
 
-open_to_callers(globals())
+def __dir__() -> list[str]:
+    return __all__

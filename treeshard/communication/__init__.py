@@ -25,7 +25,6 @@ Examples:
     The CPU compiler all-reduces full gradients (256 B) where a reduce-scatter was planned...
 """
 
-from treeshard._core.tracebacks import open_to_callers
 from treeshard.communication._collectives import Collective, assert_collectives, collectives
 from treeshard.communication._comparison import Comparison, compare_communication
 from treeshard.communication._forecast import PlannedTransfer, predict_communication
@@ -42,4 +41,6 @@ __all__ = [
     "predict_communication",
 ]
 
-open_to_callers(globals())
+
+def __dir__() -> list[str]:
+    return __all__

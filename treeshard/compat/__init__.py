@@ -24,7 +24,6 @@ over the rest of treeshard, which does not use this package.
 
 from treeshard._core.mesh import get_axes_size_in_mesh, get_incontext_mesh
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard._core.tracebacks import open_to_callers
 from treeshard._planning.logical import logical_to_mesh_spec
 from treeshard.compat._analysis import analyze_sharding_strategy
 from treeshard.compat._big_vision import infer_sharding
@@ -60,4 +59,6 @@ __all__ = [
     "names_in_current_mesh",
 ]
 
-open_to_callers(globals())
+
+def __dir__() -> list[str]:
+    return __all__

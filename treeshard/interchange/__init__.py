@@ -13,7 +13,6 @@ import jax
 from treeshard._core.mesh import MeshLike
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
-from treeshard._core.tracebacks import open_to_callers
 from treeshard._disk.files import PathLike, file_path
 from treeshard._disk.requests import Placing
 from treeshard._planning.rules import Rules
@@ -232,4 +231,5 @@ def tensor_shapes(path: PathLike) -> dict[str, jax.ShapeDtypeStruct]:
     return {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tensors}
 
 
-open_to_callers(globals())
+def __dir__() -> list[str]:
+    return __all__

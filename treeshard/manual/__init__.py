@@ -5,7 +5,6 @@ their gradients are averaged. How each leaf is sharded is given by a tree of spe
 around the leaves (`Partitioned`, Flax's).
 """
 
-from treeshard._core.tracebacks import open_to_callers
 from treeshard.manual._boxes import Partitioned, partition_specs
 from treeshard.manual._fsdp import (
     fold_rng_over_axis,
@@ -40,4 +39,6 @@ __all__ = [
     "vary",
 ]
 
-open_to_callers(globals())
+
+def __dir__() -> list[str]:
+    return __all__

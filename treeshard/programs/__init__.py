@@ -6,7 +6,6 @@ a step on several meshes, and ranks them.
 """
 
 from treeshard._core.topologies import CHIPS, Chip
-from treeshard._core.tracebacks import open_to_callers
 from treeshard.programs._buffers import LiveBuffer
 from treeshard.programs._candidates import Strategy
 from treeshard.programs._compiled_step import CompiledStep
@@ -28,4 +27,6 @@ __all__ = [
     "suggest",
 ]
 
-open_to_callers(globals())
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,6 +1,5 @@
 """For your own tests: is everything sharded as planned, and are the numbers right?"""
 
-from treeshard._core.tracebacks import open_to_callers
 from treeshard._inspection.stability import assert_stable_step, diff_shardings
 from treeshard.communication import assert_collectives
 from treeshard.testing._assertions import assert_same_plan, assert_trees_sharded_as
@@ -22,4 +21,6 @@ __all__ = [
     "layouts",
 ]
 
-open_to_callers(globals())
+
+def __dir__() -> list[str]:
+    return __all__

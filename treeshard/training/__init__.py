@@ -27,7 +27,6 @@ from treeshard._core.processes import (
 )
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
-from treeshard._core.tracebacks import open_to_callers
 from treeshard._placement.padding import resize
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan
@@ -370,4 +369,5 @@ def _warn_of_idle_axes(
     warn(f"{where}: {message}")
 
 
-open_to_callers(globals())
+def __dir__() -> list[str]:
+    return __all__
