@@ -1,4 +1,8 @@
-"""Pads the arrays of a tree as a plan has them, and removes the padding."""
+"""Pads the arrays of a tree as a plan has them, and removes the padding.
+
+Arrays on devices change in one compiled program for the whole tree. Op by op, JAX would compile one
+for each shape, and place the results as it likes.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -43,7 +47,7 @@ def pad_leaves(tree: PyTree, plan: Plan) -> PyTree:
         >>> pad_leaves(tree, padded)["embed"].shape
         (50264, 64)
     """
-    return _resized(tree, plan, "pad_leaves")
+    return _resized(tree, plan.unpadded(), plan, "pad_leaves")
 
 
 def unpad_leaves(tree: PyTree, plan: Plan) -> PyTree:
@@ -71,7 +75,7 @@ def unpad_leaves(tree: PyTree, plan: Plan) -> PyTree:
         >>> unpad_leaves(pad_leaves(tree, padded), padded)["embed"].shape
         (50257, 64)
     """
-    return _resized(tree, plan, "unpad_leaves")
+    return _resized(tree, plan, plan.unpadded(), "unpad_leaves")
 
 
 def resize(x: Any, shape: Shape) -> Any:
@@ -83,40 +87,42 @@ def resize(x: Any, shape: Shape) -> Any:
     return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, width, 0) for width in widths])
 
 
-def _resized(tree: PyTree, plan: Plan, where: str) -> PyTree:
-    if all(leaf.unpadded is None for leaf in plan.leaves):
+def _resized(tree: PyTree, before: Plan, after: Plan, where: str) -> PyTree:
+    """The tree, which has the shapes of `before`, with those of `after`."""
+    if [leaf.shape for leaf in before.leaves] == [leaf.shape for leaf in after.leaves]:
         return tree
     leaves, treedef = tree_flatten(tree)
     arrays = [i for i, x in enumerate(leaves) if has_shape(x)]
-    pair = plan.unpadded(), plan
-    before, after = pair if where == "pad_leaves" else pair[::-1]
     start = _start(tree, [tuple(leaves[i].shape) for i in arrays], before, after, where)
-    index = {i: k for k, i in enumerate(arrays, start) if plan.leaves[k].unpadded is not None}
-    on_devices = list[int]()
-    for i, k in index.items():
-        x, leaf = leaves[i], after.leaves[k]
+    old, new = before.sharding_of_each(), after.sharding_of_each()
+    on_devices: dict[int, int] = {}  # the index in the plan, by that in the tree
+    for k, i in enumerate(arrays, start):
+        x, shape = leaves[i], after.leaves[k].shape
+        if shape == before.leaves[k].shape:
+            continue
         if isinstance(x, jax.ShapeDtypeStruct):
-            sharding = NamedSharding(plan.mesh, leaf.given, memory_kind=leaf.memory)
-            leaves[i] = jax.ShapeDtypeStruct(leaf.shape, x.dtype, sharding=sharding)
+            leaves[i] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=new[k])
         elif isinstance(x, jax.Array) and not isinstance(x, Tracer):
-            on_devices.append(i)
+            on_devices[i] = k
         else:
-            leaves[i] = resize(x, leaf.shape)
+            leaves[i] = resize(x, shape)
     if on_devices:
-        old, new = ([x.sharding_of_each()[index[i]] for i in on_devices] for x in (before, after))
         paths = leaf_paths(tree)
         sources = {paths[i]: leaves[i] for i in on_devices}
-        specs = dict(zip(sources, old, strict=True))
+        specs = {paths[i]: old[k] for i, k in on_devices.items()}
         placed = place(sources, specs, None, Call(where, replicate_then_split))
-        shapes = tuple(after.leaves[index[i]].shape for i in on_devices)
-        resized = _compiled(shapes, tuple(new))([placed[paths[i]] for i in on_devices])
+        shapes = tuple(after.leaves[k].shape for k in on_devices.values())
+        program = _program(shapes, tuple(new[k] for k in on_devices.values()))
+        resized = program([placed[path] for path in sources])
         for i, x in zip(on_devices, resized, strict=True):
             leaves[i] = x
     return treedef.unflatten(leaves)
 
 
 @lru_cache(64)
-def _compiled(shapes: tuple[Shape, ...], shardings: tuple[NamedSharding, ...]) -> Any:
+def _program(shapes: tuple[Shape, ...], shardings: tuple[NamedSharding, ...]) -> Any:
+    """Resizes arrays in one compiled call."""
+
     def run(arrays: Sequence[Any]) -> list[Any]:
         return [resize(x, shape) for x, shape in zip(arrays, shapes, strict=True)]
 
@@ -124,18 +130,24 @@ def _compiled(shapes: tuple[Shape, ...], shardings: tuple[NamedSharding, ...]) -
 
 
 def _start(tree: PyTree, shapes: list[Shape], before: Plan, after: Plan, where: str) -> int:
-    """The index of the first leaf of the plan's subtree that has this structure and shapes."""
+    """The index of the first leaf of the plan's subtree that has this structure and shapes.
+
+    Several subtrees will do, such as parameters and their moments, if all change in the same way.
+    """
     structure = tree_structure(tree_map(lambda x: 0 if has_shape(x) else None, tree))
-    found: dict[Any, int] = {}
+    starts: dict[Any, int] = {}  # by what the leaves become
     for start in subtrees(before, structure):
         part = slice(start, start + len(shapes))
         if [leaf.shape for leaf in before.leaves[part]] == shapes:
-            found.setdefault(tuple((x.shape, x.given) for x in after.leaves[part]), start)
-    if len(found) == 1:
-        return next(iter(found.values()))
-    shown = ", ".join(map(str, shapes[:5])) + (", ..." if shapes[5:] else "")
-    of_tree = f"subtree of this structure with leaves of shape {shown}"
-    if found:
+            result = tuple((leaf.shape, leaf.given) for leaf in after.leaves[part])
+            starts.setdefault(result, start)
+    if len(starts) == 1:
+        return next(iter(starts.values()))
+    shown = [str(shape) for shape in shapes[:5]]
+    if len(shapes) > len(shown):
+        shown.append("...")
+    of_tree = f"subtree of this structure with leaves of shape {', '.join(shown)}"
+    if starts:
         raise SpecError(
             f"{where}: the plan has more than one {of_tree}, and they are padded or sharded"
             " differently. Pass a larger part of the tree."
