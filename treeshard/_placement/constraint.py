@@ -1,4 +1,9 @@
-"""Sharding constraints that are safe with and without a mesh, in and out of traces."""
+"""Sharding constraints that are safe with and without a mesh, in and out of traces.
+
+JAX has a function for each of these places, and each raises in the others: a constraint without a
+mesh or on Explicit axes that move data, `reshard` on Auto axes. A model that calls one of them runs
+in one place only.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -168,28 +173,24 @@ def unshard(
         specs = _specs_here(tree, step)
         if specs is None:
             return tree
-    if axis is not None:
-        axes = axis_tuple(axis, "unshard")
-    elif step is not None:
-        axes = step.gathered_axes
-    else:
-        raise SpecError(f"unshard: pass the axis to gather over, {_NO_PLAN}.")
-    if step is not None and step.gather is not None and (here := set(axes) & manual_axes()):
-        return step.gather(tree, [a for a in axes if a in here], specs)
+    axes = _axes_to_gather(axis, step)
+    if step is not None and step.gather is not None:
+        manual = [name for name in axes if name in manual_axes()]
+        if manual:
+            return step.gather(tree, manual, specs)
     leaf_specs = specs_of_leaves(specs, tree, resolve=resolve_names)
-    named = get_names_from_partition_spec(leaf_specs)
-    for name in axes if axis is not None else ():
-        if name not in named and (hint := did_you_mean(name, named, _NEAR_MISS)):
-            warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
-    gathered = [_gathered(spec, axes) for spec in leaf_specs]
+    if axis is not None:
+        _warn_of_misspelled(axes, leaf_specs)
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
     mesh, treedef = as_mesh(mesh, make_mesh), tree_structure(tree)
+    gathered = [_gathered(spec, axes) for spec in leaf_specs]
     if is_tracing():
         # The gradient of a leaf that is constrained to its own specs is constrained to them too.
         # Compilers may otherwise all-reduce full gradients, where a reduce-scatter is enough.
-        own = [None if to is None else spec for spec, to in zip(leaf_specs, gathered, strict=True)]
-        tree = _constrain_tree("unshard", tree, treedef.unflatten(own), mesh)
+        pairs = zip(leaf_specs, gathered, strict=True)
+        before = [None if after is None else spec for spec, after in pairs]
+        tree = _constrain_tree("unshard", tree, treedef.unflatten(before), mesh)
     return _constrain_tree("unshard", tree, treedef.unflatten(gathered), mesh)
 
 
@@ -212,6 +213,24 @@ def _specs_here(tree: PyTree, step: PlanInForce | None) -> SpecTree | None:
         return step.specs_of(tree)
     except SpecError as error:
         raise SpecError(f"unshard: {error} Pass its specs: `unshard(tree, specs, axis)`.") from None
+
+
+def _axes_to_gather(axis: str | Sequence[str] | None, step: PlanInForce | None) -> tuple[str, ...]:
+    if axis is not None:
+        return axis_tuple(axis, "unshard")
+    if step is None:
+        raise SpecError(f"unshard: pass the axis to gather over, {_NO_PLAN}.")
+    return step.gathered_axes
+
+
+def _warn_of_misspelled(axes: Sequence[str], leaf_specs: Sequence[Any]) -> None:
+    named = get_names_from_partition_spec(leaf_specs)
+    for name in axes:
+        if name in named:
+            continue
+        hint = did_you_mean(name, named, _NEAR_MISS)
+        if hint:
+            warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
 
 
 def _gathered(spec: Any, axes: tuple[str, ...]) -> Any:
@@ -322,27 +341,39 @@ def _current_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec:
 
 def _report(tree: PyTree, targets: Sequence[_Target | None], uneven: Uneven, where: str) -> None:
     """Raises one error for all misfits; else warns once about all dropped axes."""
-    kinds = {"rank", "indivisible"} if uneven in ("error", "keep") else {"rank"}
+    adjusted = {i: t for i, t in enumerate(targets) if t is not None and t.laid.adjustments}
+    if not adjusted:
+        return
     misfits: dict[int, Misfit] = {}
     warnings: list[str] = []
-    adjusted = {i: t for i, t in enumerate(targets) if t is not None and t.laid.adjustments}
-    paths = leaf_paths(tree) if adjusted else []
+    is_uneven = False
+    paths = leaf_paths(tree)
     for i, target in adjusted.items():
-        if misfit := target.laid.misfit(kinds - {"indivisible"} if target.is_padded else kinds):
+        kinds = {"rank"}
+        if uneven in ("error", "keep") and not target.is_padded:
+            kinds.add("indivisible")
+        misfit = target.laid.misfit(kinds)
+        if misfit is not None:
             misfits[i] = misfit
-        for note in target.laid.adjustments:
-            fact = f"{paths[i] or 'the array'}: {note.why}"
-            if note.kind == "indivisible" and uneven == "warn":
-                mesh = f"The mesh: {describe_mesh(target.mesh)}."
-                warnings.append(f"{fact} {mesh} It is constrained to {target.spec} instead.")
-            elif note.kind == "axis-already-used" or _is_misspelled(note, target):
-                warnings.append(fact)
-    is_uneven = any(adjusted[i].laid.misfit({"indivisible"}) for i in misfits)
+            is_uneven |= target.laid.misfit({"indivisible"}) is not None
+        warnings += _warnings_of(paths[i] or "the array", target, uneven)
     advice = _KEEP if uneven == "keep" and is_uneven else ""
     raise_misfits(tree, misfits, where, "constraints do not fit:", advice=advice)
     if warnings:
         headline = f"{len(warnings)} constraints were only applied in part:"
         warn(f"{where}: {listed(headline, warnings)}")
+
+
+def _warnings_of(path: str, target: _Target, uneven: Uneven) -> list[str]:
+    warnings = []
+    for note in target.laid.adjustments:
+        if note.kind == "indivisible" and uneven == "warn":
+            mesh = describe_mesh(target.mesh)
+            instead = f"The mesh: {mesh}. It is constrained to {target.spec} instead."
+            warnings.append(f"{path}: {note.why} {instead}")
+        elif note.kind == "axis-already-used" or _is_misspelled(note, target):
+            warnings.append(f"{path}: {note.why}")
+    return warnings
 
 
 _KEEP = '`uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal shards.'
