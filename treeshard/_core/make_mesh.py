@@ -1,4 +1,8 @@
-"""Makes meshes of real, simulated and absent devices."""
+"""Makes meshes of real, simulated and absent devices.
+
+`jax.make_mesh` arranges the devices of one fast network. It takes no size of -1, knows no slices,
+raises where axes must share a dim of a torus, and makes all axes Explicit.
+"""
 
 import math
 import os
@@ -76,48 +80,78 @@ def make_mesh(
     """
     sizes = parse_axes(axes)
     slow = {} if dcn_axes is None else parse_axes(dcn_axes)
+    check_axes(list(slow), sizes, "make_mesh")
+    types = _axis_types(axis_types, sizes)
+    devices = _devices(devices, topology)
+    sizes, slow = _fill(sizes, slow, len(devices))
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if dcn_axes is None and slices > 1:
+        sizes, slow = _split_over_slices(sizes, slices)
+    if not slow:
+        return _on_one_network(sizes, types, devices)
+    # Without slices, as on GPUs, the slow network is between processes.
+    return _on_two_networks(sizes, slow, types, devices, process_is_granule=slices == 1)
+
+
+def _axis_types(
+    axis_types: AxisTypeName | Mapping[str, AxisTypeName], sizes: Mapping[str, int]
+) -> tuple[AxisType, ...]:
     if not isinstance(axis_types, str | Mapping):
         raise MeshError(
             f"axis_types is {axis_types!r}. Pass 'auto' or 'explicit', or a dict of these by axis."
         )
-    types = {name: axis_types for name in sizes} if isinstance(axis_types, str) else axis_types
-    check_axes([*slow, *types], sizes, "make_mesh")
-    bad = [kind for kind in types.values() if kind not in ("auto", "explicit")]
-    if bad:
-        raise MeshError(f"axis_types: {bad[0]!r} is neither 'auto' nor 'explicit'.")
-    if topology is not None:
-        if devices is not None:
-            raise MeshError("make_mesh: give either `devices` or `topology`.")
-        # Its tables of chips and slices serve nothing else.
-        from treeshard._core.topologies import topology_devices
+    names = dict.fromkeys(sizes, axis_types) if isinstance(axis_types, str) else axis_types
+    check_axes(list(names), sizes, "make_mesh")
+    for name in names.values():
+        if name not in _AXIS_TYPES:
+            raise MeshError(f"axis_types: {name!r} is neither 'auto' nor 'explicit'.")
+    return tuple(_AXIS_TYPES[names.get(axis, "auto")] for axis in sizes)
 
-        devices = topology_devices(topology)
-    devices = jax.devices() if devices is None else list(devices)
-    sizes, slow = _fill(sizes, slow, len(devices))
-    kinds = tuple(
-        AxisType.Explicit if types.get(name) == "explicit" else AxisType.Auto for name in sizes
-    )
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    if dcn_axes is None and slices > 1:
-        sizes, slow = _split_over_slices(sizes, slices)
+
+_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def _devices(devices: Sequence[Any] | None, topology: str | None) -> list[Any]:
+    if topology is None:
+        return jax.devices() if devices is None else list(devices)
+    if devices is not None:
+        raise MeshError("make_mesh: give either `devices` or `topology`.")
+    # Its tables of chips and slices serve nothing else.
+    from treeshard._core.topologies import topology_devices
+
+    return topology_devices(topology)
+
+
+def _on_one_network(
+    sizes: Mapping[str, int], types: tuple[AxisType, ...], devices: Sequence[Any]
+) -> Mesh:
     names, lengths = tuple(sizes), tuple(sizes.values())
-    if not slow:
-        try:
-            return jax.make_mesh(lengths, names, kinds, devices=devices)
-        except NotImplementedError:  # as where axes have to share a dim of the torus
-            from jax.experimental import mesh_utils
+    try:
+        return jax.make_mesh(lengths, names, types, devices=devices)
+    except NotImplementedError:  # as where axes have to share a dim of the torus
+        from jax.experimental import mesh_utils  # slow to import, and few meshes need it
 
-            make = partial(mesh_utils.create_device_mesh, lengths, devices)
-            return Mesh(_arranged(make, sizes), names, axis_types=kinds)
-    # Imported here because few meshes need it, and it is slow to import.
-    from jax.experimental import mesh_utils
+        grid = _arranged(partial(mesh_utils.create_device_mesh, lengths, devices), sizes)
+        return Mesh(grid, names, axis_types=types)
 
+
+def _on_two_networks(
+    sizes: Mapping[str, int],
+    slow: Mapping[str, int],
+    types: tuple[AxisType, ...],
+    devices: Sequence[Any],
+    *,
+    process_is_granule: bool,
+) -> Mesh:
+    from jax.experimental import mesh_utils  # slow to import, and few meshes need it
+
+    between = [slow.get(name, 1) for name in sizes]
     make = partial(
         mesh_utils.create_hybrid_device_mesh,
-        lengths,
-        [slow.get(name, 1) for name in sizes],
+        list(sizes.values()),
+        between,
         devices,
-        process_is_granule=slices == 1,
+        process_is_granule=process_is_granule,
     )
     try:
         grid = _arranged(make, sizes)
@@ -127,7 +161,7 @@ def make_mesh(
             f" {error}. Their product must be the number of slices, or of processes where"
             " there are no slices."
         ) from error
-    return Mesh(grid, names, axis_types=kinds)
+    return Mesh(grid, tuple(sizes), axis_types=types)
 
 
 def _arranged(make: Callable[..., Any], sizes: Mapping[str, int]) -> Any:
@@ -211,12 +245,14 @@ def _split_over_slices(sizes: dict[str, int], slices: int) -> tuple[dict[str, in
     """The factors within a slice and between slices, if only one axis can take the slices."""
     able = [name for name, size in sizes.items() if size % slices == 0]
     if len(able) != 1:
-        name = (able or list(sizes))[0]
+        which = f"several axes can be split over them: {', '.join(able)}"
+        if not able:
+            which = "no axis can be split over them"
+        name = next(iter(able or sizes))
         within = describe_sizes({**sizes, name: max(1, sizes[name] // slices)}).replace(" ", "")
         raise MeshError(
             f"{describe_sizes(sizes)}: the devices are in {slices} slices with a slow network"
-            f" between them, and {'several axes' if able else 'no axis'} can be split over them"
-            f"{': ' + ', '.join(able) if able else ''}. Say which axis runs over the slow network,"
+            f" between them, and {which}. Say which axis runs over the slow network,"
             f' and give sizes within a slice: make_mesh("{within}", dcn_axes="{name}={slices}").'
         )
     [name] = able
@@ -231,6 +267,7 @@ def _split_over_slices(sizes: dict[str, int], slices: int) -> tuple[dict[str, in
 def _fill(
     sizes: dict[str, int], slow: dict[str, int], devices: int
 ) -> tuple[dict[str, int], dict[str, int]]:
+    """Both with the size that is -1 replaced, so that they multiply to the number of devices."""
     both = {**{f"{name} (dcn)": size for name, size in slow.items()}, **sizes}
     text = describe_sizes(both)
     unknown = [name for name, size in both.items() if size == -1]
@@ -240,15 +277,18 @@ def _fill(
             f" Give {' or '.join(unknown)} a number."
         )
     known = math.prod(size for size in both.values() if size != -1)
-    if (unknown and devices % known) or (not unknown and devices != known):
-        raise MeshError(
-            f"{text} multiplies to {known}, which {'does not divide' if unknown else 'is not'}"
-            f" the number of devices, {devices}. Change a size,"
-            f"{'' if unknown else ' let one be -1,'} pass `devices=`, or simulate more with"
-            " `treeshard.simulate_devices`."
-        )
-    rest = devices // known
-    return (
-        {name: rest if size == -1 else size for name, size in sizes.items()},
-        {name: rest if size == -1 else size for name, size in slow.items()},
-    )
+    if unknown and devices % known:
+        raise MeshError(_WRONG_PRODUCT.format(text, known, "does not divide", devices, ""))
+    if not unknown and devices != known:
+        raise MeshError(_WRONG_PRODUCT.format(text, known, "is not", devices, " let one be -1,"))
+
+    def filled(factors: dict[str, int]) -> dict[str, int]:
+        return {name: devices // known if size == -1 else size for name, size in factors.items()}
+
+    return filled(sizes), filled(slow)
+
+
+_WRONG_PRODUCT = (
+    "{} multiplies to {}, which {} the number of devices, {}. Change a size,{} pass `devices=`, or"
+    " simulate more with `treeshard.simulate_devices`."
+)
