@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -236,8 +236,30 @@ def runs(region: Region, shape: Sequence[int]) -> tuple[np.ndarray, int]:
 # ------------------------------------------------------------------ reading on the host
 
 
+class Copies(NamedTuple):
+    """How local shards make up the full array.
+
+    numpy copies an opaque item of many bytes at once, and elements one by one. So where the rows of
+    a shard are contiguous in the full array, each row is one item.
+
+    Attributes:
+        on_host: Whether the shards are in memory of the host already.
+        positions: Of the shards to read, one of each region, among the addressable ones.
+        indices: Where each of these goes in the full array, in items.
+        item: The dtype of a row; `None` if elements are copied.
+        full_shape, shard_shape: In items.
+    """
+
+    on_host: bool
+    positions: list[int]
+    indices: list[tuple[Any, ...]]
+    item: np.dtype | None = None
+    full_shape: tuple[int, ...] = ()
+    shard_shape: tuple[int, ...] = ()
+
+
 # By sharding, shape and item size: what leaves that agree in these share.
-Known = dict[Any, tuple[Any, ...]]
+Known = dict[Any, Copies]
 
 
 def to_host(leaf: Any, known: Known | None = None) -> Any:
@@ -266,33 +288,33 @@ def _assembled(x: jax.Array, known: Known) -> np.ndarray:
         return full  # shards of empty arrays may have other shapes than their sharding says
     key = (x.sharding, x.shape, full.itemsize)
     if key not in known:
-        known[key] = (_on_host(x), *_copies(x, full))
-    on_host, copies, run, full_in_runs, shard_in_runs = known[key]
-    shards = (x if on_host else second_handle(x)).addressable_shards
-    if run is None:
-        for i, index in copies:
+        known[key] = _copies(x, full.itemsize)
+    copies = known[key]
+    shards = (x if copies.on_host else second_handle(x)).addressable_shards
+    pairs = zip(copies.positions, copies.indices, strict=True)
+    if copies.item is None:
+        for i, index in pairs:
             full[index] = np.asarray(shards[i].data)
         return full
-    target = full.reshape(full_in_runs).view(run)
-    for i, index in copies:
-        target[index] = np.ndarray(shard_in_runs, run, np.asarray(shards[i].data).view(np.uint8))
+    rows = full.reshape(copies.full_shape).view(copies.item)
+    for i, index in pairs:
+        shard = np.asarray(shards[i].data).view(np.uint8)
+        rows[index] = np.ndarray(copies.shard_shape, copies.item, shard)
     return full
 
 
-def _copies(x: jax.Array, full: np.ndarray) -> tuple[Any, ...]:
-    """Which shards to read, by position, and the index in the full array of each.
-
-    numpy copies the contiguous runs of a shard faster if each is one opaque item. If that is
-    possible, also returns its dtype, and the shapes of the full array and of a shard in items.
-    """
+def _copies(x: jax.Array, itemsize: int) -> Copies:
     shard_shape = x.sharding.shard_shape(x.shape)
-    read = [(i, s.index) for i, s in enumerate(x.addressable_shards) if s.replica_id == 0]
-    dim = run_dim(shard_shape, full.shape)
-    if dim == 0 or not full.size or np.remainder(full.shape, shard_shape).any():
-        return read, None, None, None
-    run = np.dtype((np.void, full.itemsize * math.prod(shard_shape[dim:])))
-    copies = [(i, (*index[:dim], index[dim].start // shard_shape[dim])) for i, index in read]
-    return copies, run, (*full.shape[:dim], -1), shard_shape[:dim]
+    first = [(i, s.index) for i, s in enumerate(x.addressable_shards) if s.replica_id == 0]
+    positions, indices = [i for i, _ in first], [index for _, index in first]
+    dim = run_dim(shard_shape, x.shape)
+    is_uneven = np.remainder(x.shape, shard_shape).any()
+    if dim == 0 or is_uneven:
+        return Copies(_on_host(x), positions, indices)
+    item = np.dtype((np.void, itemsize * math.prod(shard_shape[dim:])))
+    in_items = [(*index[:dim], index[dim].start // shard_shape[dim]) for index in indices]
+    full_shape, shard_shape = (*x.shape[:dim], -1), shard_shape[:dim]
+    return Copies(_on_host(x), positions, in_items, item, full_shape, shard_shape)
 
 
 def _on_host(x: jax.Array) -> bool:
