@@ -1,11 +1,16 @@
-"""Copies trees from devices to host memory: one copy of each shard, and no cached ones."""
+"""Copies trees from devices to host memory: one copy of each shard, and no cached ones.
+
+`jax.device_get` keeps a copy of each array on it, so the host holds the tree twice. It cannot read
+arrays on devices of several processes at all, and `multihost_utils.process_allgather` first puts a
+full copy of each on every device.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count, repeat
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -35,7 +40,7 @@ from treeshard._core.processes import (
     together,
     with_bar,
 )
-from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_spec_entry
+from treeshard._core.spec_trees import Misfit, SpecCarrier, SpecTree, flatten_specs, is_spec_entry
 from treeshard._placement.moves import through_host, unchanged
 from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import raise_unmovable, resolver, unmovable
@@ -95,9 +100,9 @@ def gather_at(
 ) -> PyTree:
     """`gather` of a subtree; messages name its `prefix` in the larger tree."""
     leaves, treedef = tree_flatten(tree)
-    among = _among(leaves, to)
-    with in_turn(among):
-        read = _reader("gather", tree, leaves, to, among, timeout, prefix)
+    call = _Call("gather", tree, leaves, to, _processes(leaves, to), timeout, prefix)
+    with in_turn(call.processes):
+        read = _reader(call)
         gathered = [next(read) for _ in with_bar(leaves, "gather", show=progress)]
     return treedef.unflatten(gathered)
 
@@ -129,7 +134,8 @@ def iter_gather(
     """
     _check_receiver(to, "iter_gather")
     leaves = tree_flatten(tree)[0]
-    read = _reader("iter_gather", tree, leaves, to, _among(leaves, to), timeout, meet=True)
+    call = _Call("iter_gather", tree, leaves, to, _processes(leaves, to), timeout, meet=True)
+    read = _reader(call)
     named = list(zip(leaf_paths(tree), leaves, strict=True))
     return _arrays(with_bar(named, "iter_gather", show=progress), read)
 
@@ -142,55 +148,80 @@ def _arrays(named: Iterable[tuple[str, Any]], read: Iterator[Any]) -> Iterator[t
             next(read)
 
 
-def _reader(
-    where: str,
-    tree: PyTree,
-    leaves: list[Any],
-    to: To,
-    among: list[int],
-    timeout: float,
-    prefix: str = "",
-    meet: bool = False,
-) -> Iterator[Any]:
-    """Checks all leaves at the call; returns an iterator over them, as this process receives them.
-    With `meet`, the processes wait for each other at each leaf whose data travels."""
-    spread = [leaf for leaf in leaves if is_spread(leaf)]
-    paths: list[str] = []
-    with agreeing(where, among=among, timeout=timeout) as facts:
-        _check_readable(tree, leaves, where, prefix)
-        if among:
-            paths = [path_under(prefix, path) for path in leaf_paths(tree)]
+class _Call(NamedTuple):
+    """One call of `gather` or `iter_gather`.
+
+    Attributes:
+        where: The function, for messages.
+        processes: Those that hold parts of the leaves, and the receiver; none if this process has
+            all parts, or no part.
+        prefix: The path of the tree in a larger one.
+        meet: Whether the processes wait for each other at each leaf whose data travels.
+    """
+
+    where: str
+    tree: PyTree
+    leaves: list[Any]
+    to: To
+    processes: list[int]
+    timeout: float
+    prefix: str = ""
+    meet: bool = False
+
+
+def _processes(leaves: list[Any], to: To) -> list[int]:
+    receivers = [] if to == "all" else [to]
+    return participating_processes(filter(is_spread, leaves), more=receivers)
+
+
+def _reader(call: _Call) -> Iterator[Any]:
+    """Checks all leaves at the call; returns an iterator over them, as this process receives
+    them."""
+    paths = _agreed_paths(call)
+    me = jax.process_index()
+    spread = [leaf for leaf in call.leaves if is_spread(leaf)]
+    if not call.processes:
+        receives = call.to in ("all", me) and not spread
+        return _received(call.leaves, repeat({}), receives)
+    receivers = call.processes if call.to == "all" else [call.to]
+    data = list(map(data_of, spread))
+    wanted = [[(r, region_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
+    delivered = deliver(data, wanted, call.processes, _turns(call, paths))
+    return _received(call.leaves, delivered, me in receivers)
+
+
+def _agreed_paths(call: _Call) -> list[str]:
+    """The paths of the leaves, once all processes can read theirs and have agreed on them."""
+    paths = leaf_paths(call.tree) if call.processes else []
+    paths = [path_under(call.prefix, path) for path in paths]
+    with agreeing(call.where, among=call.processes, timeout=call.timeout) as facts:
+        _check_readable(call)
+        if call.processes:
             rows = (
                 (path, x, [x.sharding] if is_spread(x) else [])
-                for path, x in zip(paths, leaves, strict=True)
+                for path, x in zip(paths, call.leaves, strict=True)
                 if is_array(x)
             )
-            facts |= {"the argument `to`": repr(to), **facts_of(rows, among)}
-    if not among:  # all parts of the leaves are local, or none is
-        receives = to in ("all", jax.process_index()) and not spread
-        return _received(leaves, repeat({}), receives)
+            facts |= {"the argument `to`": repr(call.to), **facts_of(rows, call.processes)}
+    return paths
+
+
+def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextManager[None]]:
+    """The context in which the data of a spread leaf travels, by its index among these."""
+    named = [path for path, leaf in zip(paths, call.leaves, strict=True) if is_spread(leaf)]
     # The same on all processes, since all have agreed on each call before.
-    call = next(_iterations[tuple(among)])
-    named = [path for path, leaf in zip(paths, leaves, strict=True) if is_spread(leaf)]
+    number = next(_iterations[tuple(call.processes)])
 
     @contextmanager
     def turn(i: int) -> Iterator[None]:
-        with in_turn(among):
-            if meet:
-                at = f"{where}, at {named[i]} (call {call})"
-                with together(at, among=among, timeout=timeout):
+        with in_turn(call.processes):
+            if call.meet:
+                at = f"{call.where}, at {named[i]} (call {number})"
+                with together(at, among=call.processes, timeout=call.timeout):
                     pass
             yield
 
-    receivers = among if to == "all" else [to]
-    data = list(map(data_of, spread))
-    wanted = [[(r, region_of((slice(None),) * x.ndim, x.shape)) for r in receivers] for x in data]
-    return _received(leaves, deliver(data, wanted, among, turn), jax.process_index() in receivers)
-
-
-def _among(leaves: list[Any], to: To) -> list[int]:
-    """The processes that hold parts of the leaves, and the receiver."""
-    return participating_processes(filter(is_spread, leaves), more=[] if to == "all" else [to])
+    return turn
 
 
 def _received(
@@ -217,14 +248,16 @@ def _check_receiver(to: To, where: str) -> None:
         )
 
 
-def _check_readable(tree: PyTree, leaves: list[Any], where: str, prefix: str) -> None:
-    misfits = {
-        i: misfit
-        for i, leaf in enumerate(leaves)
+def _check_readable(call: _Call) -> None:
+    misfits: dict[int, Misfit] = {}
+    for i, leaf in enumerate(call.leaves):
         # numpy arrays can always be copied, whatever their dtype.
-        if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and (misfit := unmovable(leaf))
-    }
-    raise_unmovable(tree, misfits, where, prefix)
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            continue
+        misfit = unmovable(leaf)
+        if misfit is not None:
+            misfits[i] = misfit
+    raise_unmovable(call.tree, misfits, call.where, call.prefix)
 
 
 # ------------------------------------------------------------------ leaf by leaf

@@ -1,4 +1,9 @@
-"""Strategies for moving arrays to their target shardings."""
+"""Strategies for moving arrays to their target shardings.
+
+`jax.device_put` moves any array to any sharding. But where shards differ it copies through the host
+and keeps that copy on the source, it compiles a program for each shape that leaves a single device,
+on CPUs its result may share memory with a numpy array, and it does not move between processes.
+"""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -37,15 +42,11 @@ def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> M
     """Returns how to move a leaf to its target; `None` if it is already there."""
     if not isinstance(leaf, jax.Array):
         return through_host if target.is_fully_addressable else shard_from_full
-    current = leaf.sharding
     if leaf.is_fully_addressable and not target.is_fully_addressable:
         return shard_from_full
+    current = leaf.sharding
     if current.is_equivalent_to(target, leaf.ndim):
-        # A compiled step distinguishes meshes, so the same placement on another mesh is still
-        # relabelled, without a copy.
-        if isinstance(current, NamedSharding) and current.mesh == target.mesh:
-            return None
-        return _by_jax if target.is_fully_addressable else _compiled
+        return _relabel(current, target)
     if leaf.dtype.name in ("int2", "uint2"):
         # Compiled programs that move these end the process or are wrong (JAX 0.10 to 0.12).
         return through_host if leaf.is_fully_addressable else transfer_across_processes
@@ -54,6 +55,15 @@ def choose_move(leaf: Any, target: NamedSharding, from_single_device: Move) -> M
     if isinstance(current, NamedSharding) and _devices(current.mesh) == _devices(target.mesh):
         return _compiled
     return _shard_by_shard if leaf.is_fully_addressable else transfer_across_processes
+
+
+def _relabel(current: Sharding, target: NamedSharding) -> Move | None:
+    """How an array gets the sharding `target`, which places it as it is now."""
+    # A compiled step distinguishes meshes, so the same placement on another mesh is still
+    # relabelled, without a copy.
+    if isinstance(current, NamedSharding) and current.mesh == target.mesh:
+        return None
+    return _by_jax if target.is_fully_addressable else _compiled
 
 
 def _devices(mesh: AnyMesh) -> list[Any]:

@@ -4,6 +4,10 @@ Each part is cut into chunks, and the bytes of the chunks from one process to an
 Streams travel over the devices' network, between one device of each process, in packets of one
 size. So one program is compiled for each distance between sender and receiver, whatever the
 arrays are, and the transfer needs memory for a few packets besides the result.
+
+A jitted identity with `out_shardings` needs meshes of the same devices, one program for each set of
+shapes, and memory for a full copy where it replicates. The coordination service that carries our
+messages is one process on one host: it is for kilobytes.
 """
 
 import math
@@ -87,9 +91,12 @@ def _chunks_of(
         for turn, (held, among) in enumerate(shards.items()):
             if (part := common(held, region)) is None:
                 continue
-            here = receiver in among
-            sender = receiver if here else [*among][(receiver + turn) % len(among)]
-            for piece in [part] if here else _pieces(part, itemsize):
+            sender, pieces = receiver, [part]
+            if receiver not in among:
+                # Those that hold a shard take turns, so that no process sends all of it.
+                sender = [*among][(receiver + turn) % len(among)]
+                pieces = _pieces(part, itemsize)
+            for piece in pieces:
                 nbytes = itemsize * math.prod(lengths(piece))
                 chunks.append(Chunk((sender, receiver), held, region, piece, nbytes))
     return tuple(chunks)
@@ -123,7 +130,8 @@ class _Streams:
         total = Counter[Pair]()
         for chunks in routes:
             _add_bytes(chunks, total)
-        # Pairs of one distance send in one round, so no process sends or receives twice in it.
+        # A `ppermute` takes each process once as a sender and once as a receiver. So pairs of one
+        # distance send in one round.
         self.rounds: dict[int, list[Pair]] = defaultdict(list)
         for sender, receiver in total:
             distance = (among.index(receiver) - among.index(sender)) % len(among)
@@ -133,13 +141,13 @@ class _Streams:
         self.outgoing = {r: _packets(self._bytes_for(r), self.packet_size) for r in among}
         self.incoming = {s: _IncomingBytes() for s in among}
         self.padding = _aligned(self.packet_size)  # sent by processes that have nothing to send
-        self.due = Counter[Pair]()  # bytes of each stream that the arrays so far need
+        self.needed = Counter[Pair]()  # bytes of each stream that the arrays so far need
         self.sent = Counter[Pair]()  # bytes of each stream that were sent, in full packets
 
     def begin(self, i: int) -> bool:
         """Starts the next array, and returns whether any of its data still has to travel."""
-        _add_bytes(self.routes[i], self.due)
-        return any(self.due[pair] > self.sent[pair] for pair in self.due)
+        _add_bytes(self.routes[i], self.needed)
+        return any(self.needed[pair] > self.sent[pair] for pair in self.needed)
 
     def received(self, i: int) -> Iterator[tuple[Chunk, np.ndarray]]:
         """Yields what this process needs of an array: local parts, then the rest as it arrives."""
@@ -151,14 +159,18 @@ class _Streams:
                 expected[chunk.pair[0]].append(chunk)
         yield from self._complete(i, expected)  # from packets that arrived with the last array
         for pairs in self.rounds.values():
-            while behind := [pair for pair in pairs if self.due[pair] > self.sent[pair]]:
+            while behind := [pair for pair in pairs if self.needed[pair] > self.sent[pair]]:
                 self._send(pairs, behind)
                 yield from self._complete(i, expected)
 
     def _send(self, pairs: Sequence[Pair], behind: Sequence[Pair]) -> None:
         """Sends one packet for each pair that is behind."""
-        own = [next(self.outgoing[r]) for s, r in behind if s == self.process]
-        packet = _permute(own[0] if own else self.padding, self.devices, tuple(pairs))
+        packet = self.padding
+        for sender, receiver in behind:
+            if sender == self.process:
+                packet = next(self.outgoing[receiver])
+        # All processes run the program, whether they have data or not: they would wait in it.
+        packet = _permute(packet, self.devices, tuple(pairs))
         for sender, receiver in behind:
             self.sent[sender, receiver] += self.packet_size
             if receiver == self.process:
@@ -234,9 +246,8 @@ def _aligned(size: int) -> np.ndarray:
 
 def _packet_size(longest_stream: int) -> int:
     """One of a few sizes, since each size is a program of its own."""
-    return next(
-        size for size in (2**16, 2**19, CHUNK_BYTES) if size >= min(longest_stream, CHUNK_BYTES)
-    )
+    wanted = min(longest_stream, CHUNK_BYTES)
+    return next(size for size in (2**16, 2**19, CHUNK_BYTES) if size >= wanted)
 
 
 def _add_bytes(chunks: Iterable[Chunk], total: Counter[Pair]) -> None:
@@ -275,6 +286,7 @@ def _permute(packet: np.ndarray, devices: Sequence[Any], pairs: tuple[Pair, ...]
     )
     with jax.set_mesh(mesh):  # another mesh may be in force
         received = _permute_program(mesh, pairs)(packets)
+    # Reading the result waits for the program, and on CPUs it is a view of the device's memory.
     return np.asarray(received.addressable_shards[0].data)
 
 
