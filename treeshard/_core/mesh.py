@@ -215,9 +215,9 @@ def check_bound(
             jax.lax.axis_size(name)
         except NameError as error:
             manual = manual_axes()
+            bound = f"The bound axes are {sorted(manual)}." if manual else "No axis is bound."
             raise UnknownAxisError(
-                f"{where}: the axis {name!r} is not bound here."
-                f" {f'The bound axes are {sorted(manual)}.' if manual else 'No axis is bound.'}"
+                f"{where}: the axis {name!r} is not bound here. {bound}"
                 f"{did_you_mean(name, manual)} Axes are bound inside `jax.shard_map`; outside,"
                 f" {instead}."
             ) from error

@@ -1,5 +1,9 @@
 """What several processes do together: they fail together and agree.
 
+JAX starts a program on each process and never asks whether it is the same one. A process that
+raises before it, or starts another, leaves the rest waiting in a collective without an end or a
+word. So calls that move data exchange a message first.
+
 Callers use `together` and `agreeing`: if one process raises, all raise. `exchange` is what both
 are made of. Only the barriers of a save call it themselves, since they also tell the other
 processes of a Ctrl-C, and raise a `CheckpointError` that lists the errors of all processes.
@@ -11,7 +15,6 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +27,7 @@ from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
 from treeshard._core.meetings import TIMEOUT, exchange, in_groups, indices, origin
 from treeshard._core.mesh import AnyMesh, describe_mesh
 from treeshard._core.specs import entries, with_entries
+from treeshard._core.text import consecutive
 from treeshard.errors import ProcessError, listed
 
 # ------------------------------------------------------------------ failing together, agreeing
@@ -44,7 +48,7 @@ def together(
     `ProcessError` quotes it.
     """
     messages: list[bytes] = []
-    own_error: Exception | None = None
+    own_error: Exception | None = None  # told to the others before it is raised here
     try:
         yield messages
     except Exception as error:
@@ -87,7 +91,7 @@ def agreeing(
     encoded = b""
     with together(what, among=among, timeout=timeout, moves=moves) as hashes:
         yield facts
-        encoded = json.dumps(list(facts.items())).encode()
+        encoded = json.dumps(list(facts.items())).encode()  # a list: the order counts too
         hashes.append(hashlib.sha256(encoded).digest())
     if len(set(hashes)) == 1:
         return
@@ -104,18 +108,20 @@ def agreeing(
 def _differences(by_process: Mapping[int, Mapping[str, str]]) -> list[str]:
     """A line per fact that differs; if none does, one for the first that is out of order."""
     names = dict.fromkeys(name for facts in by_process.values() for name in facts)
-    rows = {
-        name: {i: facts.get(name, "nothing") for i, facts in by_process.items()} for name in names
-    }
-    differing = {name: row for name, row in rows.items() if len(set(row.values())) > 1}
-    for name in list(differing):  # arrays of other shapes have other values
-        if name.endswith(_VALUES) and name.removesuffix(_VALUES) in differing:
-            del differing[name]
+    differing: dict[str, str] = {}
+    for name in names:
+        row = {i: facts.get(name, "nothing") for i, facts in by_process.items()}
+        # Arrays of other shapes have other values, which says nothing more.
+        explained = name.endswith(_VALUES) and name.removesuffix(_VALUES) in differing
+        if len(set(row.values())) > 1 and not explained:
+            differing[name] = in_groups(row)
     if differing:
-        return [f"{name}: {in_groups(row)}" for name, row in differing.items()]
-    positions = enumerate(zip(*by_process.values(), strict=True))
-    position, order = next((i, row) for i, row in positions if len(set(row)) > 1)
-    return [f"leaf {position}: {in_groups(dict(zip(by_process, map(repr, order), strict=True)))}"]
+        return [f"{name}: {groups}" for name, groups in differing.items()]
+    for position, order in enumerate(zip(*by_process.values(), strict=True)):
+        if len(set(order)) > 1:
+            row = dict(zip(by_process, map(repr, order), strict=True))
+            return [f"leaf {position}: {in_groups(row)}"]
+    raise AssertionError("the facts are the same")
 
 
 # ------------------------------------------------------------------ participants and facts
@@ -197,19 +203,21 @@ def fact_of_values(name: str, x: Any, among: Sequence[int], compared_bytes: int)
 def _placement(sharding: Sharding, meshes: dict[Any, str]) -> str:
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
-    name = meshes.setdefault(sharding.mesh, f"mesh {len(meshes) + 1}" if meshes else "")
-    spec, kind = with_entries(sharding.spec, entries(sharding)), sharding.memory_kind
-    return f"{spec}{name and f' on {name}'}{f' in {kind}' if kind not in (None, 'device') else ''}"
+    text = str(with_entries(sharding.spec, entries(sharding)))  # without trailing `None`s
+    if sharding.mesh not in meshes:  # the first one needs no name
+        meshes[sharding.mesh] = f"mesh {len(meshes) + 1}" if meshes else ""
+    name, kind = meshes[sharding.mesh], sharding.memory_kind
+    if name:
+        text += f" on {name}"
+    if kind not in (None, "device"):
+        text += f" in {kind}"
+    return text
 
 
 def _ids(mesh: Mesh) -> str:
     """`0-3, 8`"""
-    runs = []
-    numbered = enumerate(device.id for device in mesh.devices.flat)
-    for _, run in groupby(numbered, lambda pair: pair[1] - pair[0]):
-        ids = [i for _, i in run]
-        runs.append(f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0]))
-    return ", ".join(runs)
+    runs = consecutive(device.id for device in mesh.devices.flat)
+    return ", ".join(str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}" for ids in runs)
 
 
 # ------------------------------------------------------------------ progress

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec
 from treeshard._core.jax_private import unreduced_kind
 from treeshard._core.specs import UNCONSTRAINED, is_logical, is_mesh_axes
 from treeshard.errors import FormatError, short
+
+N = TypeVar("N", int, str)
 
 
 def parse_dtype(name: str) -> Any:
@@ -238,11 +240,21 @@ def _grids(
         yield from _grids(list(part), position + 1)
 
 
+def consecutive(numbers: Iterable[N]) -> list[list[N]]:
+    """Splits numbers where one is not the next of the last: `[[0, 1, 2], [8]]`."""
+    runs: list[list[N]] = []
+    for number in numbers:
+        if runs and int(number) == int(runs[-1][-1]) + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
 def _span(numbers: list[str]) -> str:
     """`{0..79}` or `{0..3,8}`."""
     if len(numbers) == 1:
         return numbers[0]
-    numbered = enumerate(sorted(numbers, key=int))
-    grouped = groupby(numbered, lambda pair: int(pair[1]) - pair[0])
-    runs = [[number for _, number in run] for _, run in grouped]
-    return "{" + ",".join(r[0] if len(r) == 1 else f"{r[0]}..{r[-1]}" for r in runs) + "}"
+    runs = consecutive(sorted(numbers, key=int))
+    spans = [run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs]
+    return "{" + ",".join(spans) + "}"

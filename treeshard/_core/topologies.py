@@ -175,18 +175,18 @@ def _no_such_slice(text: str, chip: Chip, chips: int) -> MeshError:
         by_chips.setdefault(math.prod(shape), shape)
     below, above = [n for n in by_chips if n <= chips], [n for n in by_chips if n >= chips]
     counts = sorted({*sorted(below)[-1:], *sorted(above)[:1]})
-    nearest = [str(Topology(chip, by_chips[count])) for count in counts]
+    nearest = " and ".join(str(Topology(chip, by_chips[count])) for count in counts)
+    verb = "is" if len(counts) == 1 else "are"
+    message = (
+        f"topology {text!r}: no slice of {chip.name} has this shape. The nearest {verb} {nearest}."
+    )
     largest = max(by_chips)
-    several = (
-        f" The largest slice has {largest:,} chips: for more, take several slices, as in"
-        f' "{Topology(chip, by_chips[largest], 2)}".'
-        if chips > largest
-        else ""
-    )
-    return MeshError(
-        f"topology {text!r}: no slice of {chip.name} has this shape. The nearest"
-        f" {'is' if len(nearest) == 1 else 'are'} {' and '.join(nearest)}.{several}"
-    )
+    if chips > largest:
+        message += (
+            f" The largest slice has {largest:,} chips: for more, take several slices, as in"
+            f' "{Topology(chip, by_chips[largest], 2)}".'
+        )
+    return MeshError(message)
 
 
 # ------------------------------------------------------------------ devices
@@ -210,13 +210,17 @@ def _devices_of(topology: Topology) -> tuple[Any, ...]:
             f" `pip install 'treeshard[{extra}]'`; no such chip is needed."
         )
     if chip.dims:
+        options: dict[str, Any] = {}
+        if chip.name == "v4":
+            options["chip_config_name"] = "megacore"  # one device for both cores of a chip
+        if topology.slices > 1:
+            options["num_slices"] = topology.slices
         described = topologies.get_topology_desc(
             platform="tpu",
             topology_name=f"{chip.name}:{'x'.join(map(str, topology.shape))}",
             chips_per_host_bounds=topology.chips_per_host,
             wrap=topology.wrap,
-            **({"chip_config_name": "megacore"} if chip.name == "v4" else {}),
-            **({"num_slices": topology.slices} if topology.slices > 1 else {}),
+            **options,
         )
     else:
         described = topologies.get_topology_desc(
