@@ -221,12 +221,12 @@ def mesh_of_rows() -> Mesh:
 
 def check_a_slow_read_is_waited_for(context: Context) -> None:
     def read(path: str, index: tuple[slice, ...]) -> np.ndarray:
-        time.sleep(6.0 if context.index == 2 else 0)
+        time.sleep(2.5 if context.index == 2 else 0)
         return np.ones(2, np.float32)
 
     exchange("ready", b"")
     struct = jax.ShapeDtypeStruct((6,), np.float32)
-    placed = ts.shard(struct, P("data"), mesh(), read=read, timeout=5)
+    placed = ts.shard(struct, P("data"), mesh(), read=read, timeout=2)
     np.testing.assert_array_equal(ts.gather(placed), np.ones(6))
 
 

@@ -50,13 +50,13 @@ class Verdicts(NamedTuple):
         return "\n".join(f"=== process {i}, exit {c}:\n{log}" for i, (c, log) in enumerate(pairs))
 
 
-def checks_of(module: ModuleType) -> list[str]:
-    """The checks of a worker module, in the order in which they stand."""
-    return [name for name in vars(module) if name.startswith("check_")]
+def checks_of(*modules: ModuleType) -> list[str]:
+    """The checks of worker modules, in the order in which they stand."""
+    return [name for module in modules for name in vars(module) if name.startswith("check_")]
 
 
 def launch(
-    module: ModuleType,
+    modules: ModuleType | Sequence[ModuleType],
     directory: Path,
     *,
     processes: int = 2,
@@ -65,10 +65,10 @@ def launch(
     timeout: float = 300.0,
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> Verdicts:
-    """Runs a worker module's checks in fresh processes.
+    """Runs the checks of worker modules in fresh processes.
 
     Args:
-        module: Has functions `check_*`.
+        modules: One or several; have functions `check_*`.
         directory: Where logs go, and what the workers may write to.
         processes: How many.
         devices: Simulated devices per process.
@@ -76,24 +76,26 @@ def launch(
         timeout: Seconds until everything is ended.
         env: What is added to the environment.
     """
+    several = [modules] if isinstance(modules, ModuleType) else modules
+    names = ",".join(module.__name__ for module in several)
     for last in (False, True):  # somebody may take the port between its choice and its use
-        verdicts = _launch_once(module.__name__, directory, processes, devices, args, timeout, env)
+        verdicts = _launch_once(names, directory, processes, devices, args, timeout, env)
         if last or not any("address already in use" in log.lower() for log in verdicts.logs):
             return verdicts
     raise AssertionError("not reached")
 
 
-def tests_of(module: ModuleType, **options: Any) -> tuple[Any, Any]:
-    """A fixture that launches a worker module with `options`, and a test of each of its checks."""
+def tests_of(*modules: ModuleType, **options: Any) -> tuple[Any, Any]:
+    """A fixture that launches worker modules with `options`, and a test of each of their checks."""
     import pytest  # benchmarks launch processes too, where pytest is not installed
 
-    name = f"{module.__name__}{sorted(options.items())}"
+    name = f"{[module.__name__ for module in modules]}{sorted(options.items())}"
 
     @pytest.fixture(scope="module", name=name)
     def launched(tmp_path_factory: Any) -> Verdicts:
-        return launch(module, tmp_path_factory.mktemp("launched"), **options)
+        return launch(modules, tmp_path_factory.mktemp("launched"), **options)
 
-    @pytest.mark.parametrize("check", checks_of(module))
+    @pytest.mark.parametrize("check", checks_of(*modules))
     def test(check: str, request: Any) -> None:
         request.getfixturevalue(name).assert_passed(check)
 
@@ -101,7 +103,7 @@ def tests_of(module: ModuleType, **options: Any) -> tuple[Any, Any]:
 
 
 def _launch_once(
-    module: str,
+    modules: str,
     directory: Path,
     processes: int,
     devices: int,
@@ -119,7 +121,7 @@ def _launch_once(
     try:
         for i in range(processes):
             where = [str(port), str(i), str(processes), str(devices), str(directory)]
-            command = [*PYTHON, "-m", "tests.multiprocess.worker", module, *where, *args]
+            command = [*PYTHON, "-m", "tests.multiprocess.worker", modules, *where, *args]
             started.append(start(command, logs[i], env))
         wait_for_all(started, timeout)
     finally:

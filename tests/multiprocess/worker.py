@@ -1,6 +1,6 @@
 """One process of a launch: joins the others, runs the checks, reports each as it ends.
 
-python -m tests.multiprocess.worker MODULE PORT INDEX COUNT DEVICES DIRECTORY [ARG ...]
+python -m tests.multiprocess.worker MODULE[,MODULE] PORT INDEX COUNT DEVICES DIRECTORY [ARG ...]
 """
 
 import importlib
@@ -70,7 +70,7 @@ def join(port: str, index: int, count: int, devices: int, heartbeat: int = 20) -
     )
 
 
-def main(name: str, port: str, index: str, count: str, devices: str, where: str, *args: str):
+def main(names: str, port: str, index: str, count: str, devices: str, where: str, *args: str):
     context = Context(int(index), int(count), Path(where), list(args))
     with open(context.directory / f"process-{index}.jsonl", "w", buffering=1) as report:
         try:
@@ -78,14 +78,14 @@ def main(name: str, port: str, index: str, count: str, devices: str, where: str,
                 join(port, context.index, context.count, int(devices))
             else:
                 ts.simulate_devices(int(devices))
-            module = importlib.import_module(name)
-            for check in [check for check in vars(module) if check.startswith("check_")]:
-                try:
-                    getattr(module, check)(context)
-                except BaseException:
-                    report.write(json.dumps([check, traceback.format_exc()]) + "\n")
-                    raise
-                report.write(json.dumps([check, "passed"]) + "\n")
+            for module in map(importlib.import_module, names.split(",")):
+                for check in [check for check in vars(module) if check.startswith("check_")]:
+                    try:
+                        getattr(module, check)(context)
+                    except BaseException:
+                        report.write(json.dumps([check, traceback.format_exc()]) + "\n")
+                        raise
+                    report.write(json.dumps([check, "passed"]) + "\n")
             if context.count > 1:
                 jax.distributed.shutdown()
         except BaseException:
