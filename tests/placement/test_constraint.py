@@ -161,9 +161,19 @@ def reference(case: str) -> np.ndarray:
     return np.asarray(CASES[case].run(lambda y, _: y, jnp.asarray(SQUARE), mesh))
 
 
+# All code in two contexts; in the others what differs in how it is traced.
+PLACES = [
+    (case, context)
+    for case in CASES
+    for context in CONTEXTS
+    if context in ("mesh-argument", "set_mesh")
+    or case in ("jit", "jit-of-grad", "vmap-spmd", "shard_map-partial")
+]
+
+
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("kind", AXIS_TYPES)
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "context"), PLACES)
 def test_in_a_trace(case: str, context: str, kind: str):
     mesh, (enter, constrain) = mesh_of(kind), CONTEXTS[context]
     run, specs, start = CASES[case]
@@ -202,6 +212,7 @@ UNJITTED_PLACES = [
 ]
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(("context", "kind"), UNJITTED_PLACES)
 @pytest.mark.parametrize("case", UNJITTED)
 def test_executed_at_once(case: str, context: str, kind: str):
@@ -229,6 +240,7 @@ MIXED = {
 }
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("execute", [jax.jit, lambda f: f], ids=["jit", "at-once"])
 @pytest.mark.parametrize("start", [P(), P("data")], ids=["full", "sharded"])
 @pytest.mark.parametrize("context", CONTEXTS)
