@@ -1,4 +1,8 @@
-"""Kinds of leaves, static leaves, regions of arrays, and reading arrays on the host."""
+"""Kinds of leaves, static leaves, regions of arrays, and reading arrays on the host.
+
+`np.asarray` of a `jax.Array` assembles it too, but keeps the copy on the array, so a tree that is
+read once is in memory twice. Shards are read here, through second handles where that matters.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,8 @@
-"""The paths of leaves: `layers/0/attn/q/weight`."""
+"""The paths of leaves: `layers/0/attn/q/weight`.
+
+`jax.tree_util.keystr` with a separator gives them, but for Flax boxes: a weight would have the path
+`w/value` or `w`, as it is boxed or not, and rules for one would miss the other.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

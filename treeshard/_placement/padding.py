@@ -6,7 +6,7 @@ for each shape, and place the results as it likes.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,8 +94,9 @@ def _resized(tree: PyTree, before: Plan, after: Plan, where: str) -> PyTree:
     leaves, treedef = tree_flatten(tree)
     arrays = [i for i, x in enumerate(leaves) if has_shape(x)]
     start = _start(tree, [tuple(leaves[i].shape) for i in arrays], before, after, where)
+    paths = leaf_paths(tree)
     old, new = before.sharding_of_each(), after.sharding_of_each()
-    on_devices: dict[int, int] = {}  # the index in the plan, by that in the tree
+    on_devices: dict[int, _Change] = {}
     for k, i in enumerate(arrays, start):
         x, shape = leaves[i], after.leaves[k].shape
         if shape == before.leaves[k].shape:
@@ -103,20 +104,33 @@ def _resized(tree: PyTree, before: Plan, after: Plan, where: str) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
             leaves[i] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=new[k])
         elif isinstance(x, jax.Array) and not isinstance(x, Tracer):
-            on_devices[i] = k
+            on_devices[i] = _Change(paths[i], x, old[k], shape, new[k])
         else:
             leaves[i] = resize(x, shape)
-    if on_devices:
-        paths = leaf_paths(tree)
-        sources = {paths[i]: leaves[i] for i in on_devices}
-        specs = {paths[i]: old[k] for i, k in on_devices.items()}
-        placed = place(sources, specs, None, Call(where, replicate_then_split))
-        shapes = tuple(after.leaves[k].shape for k in on_devices.values())
-        program = _program(shapes, tuple(new[k] for k in on_devices.values()))
-        resized = program([placed[path] for path in sources])
-        for i, x in zip(on_devices, resized, strict=True):
-            leaves[i] = x
+    resized = _resized_on_devices(list(on_devices.values()), where) if on_devices else []
+    for i, x in zip(on_devices, resized, strict=True):
+        leaves[i] = x
     return treedef.unflatten(leaves)
+
+
+class _Change(NamedTuple):
+    """An array on devices, how it is sharded with the shape that it has, and what it becomes."""
+
+    path: str
+    array: jax.Array
+    sharding: NamedSharding
+    new_shape: Shape
+    new_sharding: NamedSharding
+
+
+def _resized_on_devices(changes: Sequence[_Change], where: str) -> list[jax.Array]:
+    # It may be on a single device, or sharded in another way; then it moves first.
+    sources = {x.path: x.array for x in changes}
+    shardings = {x.path: x.sharding for x in changes}
+    placed = place(sources, shardings, None, Call(where, replicate_then_split))
+    shapes = tuple(x.new_shape for x in changes)
+    program = _program(shapes, tuple(x.new_sharding for x in changes))
+    return program([placed[x.path] for x in changes])
 
 
 @lru_cache(64)

@@ -1,4 +1,7 @@
-"""Resolves the target sharding of each leaf, and checks that every leaf can be placed there."""
+"""Resolves the target sharding of each leaf, and checks that every leaf can be placed there.
+
+JAX finds out leaf by leaf, as it places them, and its errors name neither the leaf nor a way out.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -139,6 +142,7 @@ def unmovable(leaf: Any) -> Misfit | None:
 
 @cache
 def _is_jax_dtype(dtype: np.dtype) -> bool:
+    # JAX has no list of its dtypes: they are numpy's and some of `ml_dtypes`, by version.
     try:
         jax.typeof(np.empty((), dtype.newbyteorder("=")))
     except TypeError:
