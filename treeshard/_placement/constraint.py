@@ -278,21 +278,22 @@ def _targets(
         name="shardings",
         resolve=resolve_names,
     )
-    targets: list[_Target | None] = []
-    for leaf, laid in zip(tree_leaves(tree), laid_specs, strict=True):
-        if laid is None or laid.mesh is None:
-            targets.append(None)
-        elif not tracing or isinstance(leaf, jax.ShapeDtypeStruct):
-            spec = fill_unconstrained(laid.spec, _current_spec(laid.mesh, leaf))
-            targets.append(_Target(laid, laid.mesh, spec))
-        elif keep_uneven and _is_uneven_on_auto_axes(laid):
-            padded, _ = project(
-                laid.requested, laid.mesh, leaf.shape, manual=manual, divisible=False
-            )
-            targets.append(_Target(laid, laid.mesh, padded, is_padded=True))
-        else:
-            targets.append(_Target(laid, laid.mesh, laid.spec))
-    return targets
+    pairs = zip(tree_leaves(tree), laid_specs, strict=True)
+    return [_target_of(leaf, laid, tracing, manual, keep_uneven) for leaf, laid in pairs]
+
+
+def _target_of(
+    leaf: Any, laid: LaidSpec | None, tracing: bool, manual: frozenset[str], keep_uneven: bool
+) -> _Target | None:
+    if laid is None or laid.mesh is None:
+        return None
+    if not tracing or isinstance(leaf, jax.ShapeDtypeStruct):
+        spec = fill_unconstrained(laid.spec, _current_spec(laid.mesh, leaf))
+        return _Target(laid, laid.mesh, spec)
+    if keep_uneven and _is_uneven_on_auto_axes(laid):
+        spec, _ = project(laid.requested, laid.mesh, leaf.shape, manual=manual, divisible=False)
+        return _Target(laid, laid.mesh, spec, is_padded=True)
+    return _Target(laid, laid.mesh, laid.spec)
 
 
 def _is_uneven_on_auto_axes(laid: LaidSpec) -> bool:
@@ -308,18 +309,24 @@ def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
     mesh = get_incontext_mesh(raise_error=False) if requested is None else requested
     if mesh is None:
         return None
-    if context is None or not same_axes(mesh, context):
-        if context is not None and not context.are_all_axes_auto:
-            return None
-        # In a trace, JAX refuses Explicit axes unless the types of values name them.
-        auto = (AxisType.Auto,) * len(mesh.axis_names)
-        return mesh.update(axis_types=auto) if is_tracing() else mesh
+    if context is None:
+        return _on_auto_axes(mesh)
+    if not same_axes(mesh, context):
+        # Of another mesh than that of the context, JAX accepts shardings on Auto axes only.
+        return _on_auto_axes(mesh) if context.are_all_axes_auto else None
     if manual_axes():
-        return context
+        return context  # JAX compares the axis types too, and Manual is one
     # Both are the same mesh: the context knows the axis types and, in a trace, the devices.
     if isinstance(context, Mesh) and (is_tracing() or not isinstance(mesh, Mesh)):
         return context
     return mesh.update(axis_types=context.axis_types)
+
+
+def _on_auto_axes(mesh: AnyMesh) -> AnyMesh:
+    """`mesh`, in a trace with Auto axes: JAX refuses Explicit ones that no type there names."""
+    if not is_tracing():
+        return mesh
+    return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _mesh_of_type(value: Any) -> AnyMesh | None:
