@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import has_shape, ties
+from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.specs import axes_of, entries, shard_size, with_entries
@@ -57,16 +57,18 @@ class PlacedLeaf(NamedTuple):
 
 
 def placed_leaves(x: Any) -> list[PlacedLeaf]:
-    """Returns the arrays of a plan or a live tree, each once, with their shardings."""
+    """Returns the arrays of a plan or a live tree, with their shardings.
+
+    One array at two paths counts as two, although both have the same memory until a step changes
+    them: a plan counts it so, and a step returns two.
+    """
     if isinstance(x, Plan):
         pairs = zip(x.leaves, x.sharding_of_each(), strict=True)
-        return [PlacedLeaf(y.path, y.shape, y.dtype, s) for y, s in pairs]
-    named = named_leaves(x)
-    tied = ties([leaf for _, leaf in named])
+        return [PlacedLeaf(leaf.path, leaf.shape, leaf.dtype, place) for leaf, place in pairs]
     return [
         PlacedLeaf(path, tuple(leaf.shape), leaf.dtype, live_sharding(leaf))
-        for i, (path, leaf) in enumerate(named)
-        if has_shape(leaf) and i not in tied
+        for path, leaf in named_leaves(x)
+        if has_shape(leaf)
     ]
 
 
