@@ -3,16 +3,14 @@
     python -m tools.draw_pictures           # as `make docs`
     python -m tools.draw_pictures --loss    # also the loss, after a short run
 
-Writes to docs/pictures: the plan as rich prints it, the sharding of the state with the bytes of
-each device (`ts.draw`), and the communication of a step as planned and as compiled
+Writes to docs/pictures: the plan as it prints, the sharding of the state with the bytes of each
+device (`ts.draw`), and the communication of a step as planned and as compiled
 (`step.communication`). These are the same files on every machine. The loss next to that of one
 device is not: processors round differently, and the text is the standard library's source. So it
 is drawn only on request.
 """
 
 import argparse
-import io
-import re
 from pathlib import Path
 
 import equinox as eqx
@@ -21,12 +19,11 @@ import matplotlib
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.text import Text
 
 import treeshard as ts
 from examples import train_fsdp
-from treeshard._inspection.draw import SVG_PAGE
+from treeshard._inspection.draw import as_svg
 from treeshard.training import init_sharded, jit_step
 
 PLANNED, COMPILED = "#7570b3", "#1b9e77"
@@ -63,7 +60,8 @@ def main(argv=None):
 
 def draw_sharding(state, step, batch, mesh, folder):
     # The optimizer's moments are sharded like the parameters, so drawing these is enough.
-    draw_plan(ts.plan(state.model, train_fsdp.RULES, mesh), folder / "plan.svg")
+    plan = ts.plan(state.model, train_fsdp.RULES, mesh)
+    (folder / "plan.svg").write_text(as_svg(Text(str(plan))), encoding="utf-8")
     ts.draw(state.model, to=folder / "bytes.svg")
     moved = step.communication(state, batch, scan="blocks", remat="blocks")
     draw_communication(moved, folder / "communication.svg")
@@ -76,20 +74,6 @@ def losses_of(step, state, text, args):
         state, loss = step(state, batch)
         losses.append(float(loss) / np.log(2))
     return np.round(losses, 2)
-
-
-def draw_plan(plan, path):
-    console = Console(width=1000, file=io.StringIO())
-    width = console.measure(plan.__rich__()).maximum
-    console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(plan)
-    svg = console.export_svg(
-        theme=DEFAULT_TERMINAL_THEME,
-        code_format=SVG_PAGE,
-        font_aspect_ratio=0.602,
-        unique_id="plan",
-    )
-    path.write_text(re.sub(r"\n\s+", "\n", svg), encoding="utf-8")
 
 
 def draw_communication(moved, path):

@@ -1,7 +1,5 @@
 """Plans: their records, their trees, their text, their diffs."""
 
-import io
-import re
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +7,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-import rich.console
 from helpers import mesh_of, struct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -449,14 +446,6 @@ def test_html() -> None:
     assert '<td style="text-align: right">8 B</td>' in page
     assert page.count("<tr>") == 2
     assert "8 B on the fullest of 8 devices" in page
-
-
-def test_rich() -> None:
-    console = rich.console.Console(width=200, record=True, file=io.StringIO())
-    console.print(planned())
-    text = console.export_text()
-    assert re.search(r"blocks/\{0..2\}/weight +│ float32\[16,8\] +│ P\('fsdp',\) +│ +384 B", text)
-    assert "468 B on the fullest of 8 devices" in text
 
 
 def test_a_mesh_as_text_needs_no_devices() -> None:

@@ -1,11 +1,14 @@
-"""Draws how a tree is sharded: in the terminal, in a notebook, or to a file."""
+"""Draws how a tree is sharded: as text in a terminal or a notebook, or as one SVG picture.
+
+rich lays out both, so that the picture has the lines of the text. A picture of it needs neither a
+browser nor fonts from the network, and is the same file on every machine.
+"""
 
 import io
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import cycle, groupby
+from itertools import cycle, groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +16,17 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from treeshard._core.arrays import is_array
-from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh
+from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, entries
 from treeshard._core.text import fold, human_bytes
 from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, largest_part, placed_leaves
-from treeshard._planning.plan import Plan
 from treeshard.errors import FormatError, LeafError, counted
 
 # Readable on white and on black.
 _PALETTE = ("#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a6761d")
-# The most parts of one array, and the most bars of a chart, to list.
+# The most parts of one array, and bars of devices, to list.
 _PARTS = 64
 _BARS = 64
-_BRANCHES = 12
 
 
 def draw(x: Any, to: str | Path | None = None) -> None:
@@ -37,10 +38,8 @@ def draw(x: Any, to: str | Path | None = None) -> None:
 
     Args:
         x: A `Plan`, a live tree, `ShapeDtypeStruct`s with shardings, or one array.
-        to: A file to write instead: `"plan.svg"` or `"plan.html"`. It also has bar charts of the
-            bytes on each device and in each top-level branch. Without it, the tree is printed to
-            the terminal, or shown in the notebook; where treescope is installed, a notebook shows
-            a live tree with treescope instead.
+        to: A file to write instead of printing: `"plan.svg"`. It also has a bar for the bytes on
+            each device.
 
     Raises:
         LeafError: If there are no arrays in `x`.
@@ -66,131 +65,132 @@ def draw(x: Any, to: str | Path | None = None) -> None:
             " or an array."
         )
     path = None if to is None else Path(to)
-    if path is not None and path.suffix not in (".html", ".svg"):
+    if path is not None and path.suffix != ".svg":
         raise FormatError(
-            f"draw: {path.name!r} does not end in .html or .svg. The extension determines the kind"
-            " of file."
+            f"draw: {path.name!r} does not end in .svg. SVG is the only kind of picture that it"
+            " writes."
         )
-    if path is None and not isinstance(x, Plan) and _in_notebook() and _by_treescope(x):
-        return
     try:
-        from rich.console import Console
+        from rich.console import Console, Group
     except ImportError as error:
         raise ImportError(
             "draw needs rich. Install it with `pip install 'treeshard[show]'`."
         ) from error
-    picture = _picture(leaves, alone=is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+    shown = [_tree(leaves)]
+    if is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
+        shown += ["", _parts(leaves[0])]
     if path is None:
-        Console().print(picture)
-    else:
-        _write(path, picture, leaves)
-
-
-def _in_notebook() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(shell, "kernel")
-
-
-def _by_treescope(x: Any) -> bool:
-    """Shows a live tree with treescope; returns false if it is not installed."""
-    try:
-        import treescope
-    except ImportError:
-        return False
-    treescope.display(treescope.render_array_sharding(x) if is_array(x) else x)
-    return True
+        Console(emoji=False).print(Group(*shown))
+        return
+    shown += ["", _device_chart(leaves)]
+    path.write_text(as_svg(Group(*shown)), encoding="utf-8")
 
 
 # ------------------------------------------------------------------ the tree
 
+# Lines are in rich's markup, `[#d95f02]16[/]`.
 
-def _picture(leaves: list[PlacedLeaf], alone: bool) -> Any:
-    """Returns the tree as a renderable for rich; for a single array, also its parts."""
-    from rich.console import Group
-    from rich.text import Text
+
+def _tree(leaves: list[PlacedLeaf]) -> Any:
+    """The tree, as rich prints it."""
     from rich.tree import Tree
 
-    colours = _colours(leaves)
-    root = Tree(_head(leaves, colours))
-    branches: dict[str, Any] = {"": root}
+    colours = _axis_colours(leaves)
+    tree = Tree(_head(leaves, colours))
     folded = fold((x.path, (x.shape, x.dtype, x.sharding), x) for x in leaves)
     totals = _branch_totals(folded)
+    branches: dict[str, Any] = {}
     for path, members in folded:
-        parent, _, name = path.rpartition("/")
-        branch = _branch(parent, branches, totals)
-        branch.add(_line(name or "(the array)", members, colours))
-    parts = _parts(leaves[0]) if alone else None
-    return root if parts is None else Group(root, Text(), parts)
+        branch = tree
+        for inside in _branches_of(path):
+            if inside not in branches:
+                branches[inside] = branch.add(_branch_line(inside, totals[inside]))
+            branch = branches[inside]
+        branch.add(_leaf_line(_last_key(path), members, colours))
+    return tree
 
 
-def _branch(path: str, branches: dict[str, Any], totals: Mapping[str, int]) -> Any:
-    from rich.text import Text
-
-    if path not in branches:
-        parent, _, name = path.rpartition("/")
-        label = Text(name, style="bold")
-        label.append(f"  {human_bytes(totals[path])}", style="dim not bold")
-        branches[path] = _branch(parent, branches, totals).add(label)
-    return branches[path]
+def _branches_of(path: str) -> list[str]:
+    """The branches that a leaf is in, the outermost first: `["layers", "layers/{0..2}"]`."""
+    keys = path.split("/")
+    return ["/".join(keys[:count]) for count in range(1, len(keys))]
 
 
 def _branch_totals(folded: Iterable[tuple[str, list[PlacedLeaf]]]) -> Mapping[str, int]:
-    """Bytes per device below each branch, by folded path."""
+    """The bytes per device below each branch."""
     totals: Counter[str] = Counter()
     for path, members in folded:
-        keys = path.split("/")
-        held = sum(map(largest_part, members))
-        totals.update({"/".join(keys[:count]): held for count in range(1, len(keys))})
+        size = sum(map(largest_part, members))
+        totals.update(dict.fromkeys(_branches_of(path), size))
     return totals
 
 
-def _line(name: str, members: list[PlacedLeaf], colours: Mapping[str, str]) -> Any:
-    """The line of one array, or of several equal ones: dtype, shape, spec, bytes per device."""
-    from rich.text import Text
+def _head(leaves: list[PlacedLeaf], colours: Mapping[str, str]) -> str:
+    """`mesh data=2, fsdp=4; 8 arrays, 1.9 KiB on the fullest of 8 devices`"""
+    meshes = ""
+    for mesh in _meshes(leaves):
+        axes = [
+            f"{_painted(f'{axis}=', colours[axis])}{size}"
+            for axis, size in axis_sizes(mesh).items()
+        ]
+        meshes += f"mesh {', '.join(axes) or 'no axes'}; "
+    on_devices = bytes_by_device(leaves).values()
+    most = human_bytes(max(on_devices, default=0))
+    devices = counted(len(on_devices), "device")
+    return f"{meshes}{counted(len(leaves), 'array')}, {most} on the fullest of {devices}"
 
+
+def _branch_line(path: str, size: int) -> str:
+    """`layers  1.7 KiB`"""
+    return f"{_painted(_last_key(path), 'bold')}  [dim]{human_bytes(size)}[/]"
+
+
+def _leaf_line(name: str, members: list[PlacedLeaf], colours: Mapping[str, str]) -> str:
+    """`w  float32[16,64]  P('data', 'fsdp')  1.5 KiB (3 of them)`"""
     leaf = members[0]
-    line = Text(f"{name}  {leaf.dtype}[")
-    dims = entries(leaf.sharding) if isinstance(leaf.sharding, NamedSharding) else ()
-    for dim, length in enumerate(leaf.shape):
-        axes = axes_of(dims[dim]) if dim < len(dims) else ()
-        line.append("," if dim else "")
-        line.append(str(length), style=colours[axes[0]] if axes else "")
-    line.append("]  ")
-    line.append_text(_sharding_text(leaf, colours))
+    shown = [_painted(name or "(the array)")]
+    shown.append(f"{leaf.dtype}[{_dims(leaf, colours)}]")
+    shown.append(_place(leaf, colours))
+    size = human_bytes(sum(map(largest_part, members)))
     times = f" ({len(members)} of them)" if len(members) > 1 else ""
-    held = sum(map(largest_part, members))
-    return line.append(f"  {human_bytes(held)}{times}", style="dim")
+    shown.append(f"[dim]{size}{times}[/]")
+    return "  ".join(shown)
 
 
-def _sharding_text(leaf: PlacedLeaf, colours: Mapping[str, str]) -> Any:
-    from rich.text import Text
+def _dims(leaf: PlacedLeaf, colours: Mapping[str, str]) -> str:
+    """`16,64`, each in the colour of the first axis that splits it."""
+    spec = entries(leaf.sharding) if isinstance(leaf.sharding, NamedSharding) else ()
+    dims: list[str] = []
+    for length, entry in zip_longest(leaf.shape, spec):
+        axes = axes_of(entry)
+        dims.append(_painted(str(length), colours[axes[0]]) if axes else str(length))
+    return ",".join(dims)
 
+
+def _place(leaf: PlacedLeaf, colours: Mapping[str, str]) -> str:
+    """`P('data', 'fsdp')`, or where an array is that is on no mesh."""
     if leaf.sharding is None:
-        return Text("on no device", style="italic")
+        return "[italic]on no device[/]"
     if leaf.spec is not None:
-        text = Text(str(leaf.spec))
+        spec = _painted(str(leaf.spec))
         for axis, colour in colours.items():
-            text.highlight_words([repr(axis)], colour)
-        return text if leaf.takes_device_memory else text.append(" in host memory", "italic")
+            spec = spec.replace(repr(axis), _painted(repr(axis), colour))
+        return spec if leaf.takes_device_memory else f"{spec}[italic] in host memory[/]"
     ids = sorted(device.id for device in leaf.sharding.device_set)
     if len(ids) == 1:
-        return Text(f"only on device {ids[0]}", style="italic")
-    return Text(f"{type(leaf.sharding).__name__} on {len(ids)} devices", style="italic")
+        return f"[italic]only on device {ids[0]}[/]"
+    return f"[italic]{type(leaf.sharding).__name__} on {len(ids)} devices[/]"
 
 
-def _head(leaves: list[PlacedLeaf], colours: Mapping[str, str]) -> Any:
-    from rich.text import Text
+def _last_key(path: str) -> str:
+    return path.rpartition("/")[2]
 
-    head = Text()
-    for mesh in _meshes(leaves):
-        head.append(f"mesh {describe_mesh(mesh)}; ")
-    for axis, colour in colours.items():
-        head.highlight_words([f"{axis}="], colour)
-    held = bytes_by_device(leaves).values()
-    most = human_bytes(max(held, default=0))
-    return head.append(
-        f"{counted(len(leaves), 'array')}, {most} on the fullest of {counted(len(held), 'device')}"
-    )
+
+def _painted(text: str, style: str = "none") -> str:
+    """Text in a style, whatever brackets it has."""
+    from rich.markup import escape
+
+    return f"[{style}]{escape(text)}[/]"
 
 
 def _meshes(leaves: Iterable[PlacedLeaf]) -> list[AnyMesh]:
@@ -198,7 +198,7 @@ def _meshes(leaves: Iterable[PlacedLeaf]) -> list[AnyMesh]:
     return list(dict.fromkeys(x.mesh for x in shardings if isinstance(x, NamedSharding)))
 
 
-def _colours(leaves: Iterable[PlacedLeaf]) -> dict[str, str]:
+def _axis_colours(leaves: Iterable[PlacedLeaf]) -> dict[str, str]:
     """A colour for each axis, in the order of the meshes; they repeat if there are many axes."""
     axes = dict.fromkeys(axis for mesh in _meshes(leaves) for axis in axis_sizes(mesh))
     return dict(zip(axes, cycle(_PALETTE)))
@@ -207,37 +207,37 @@ def _colours(leaves: Iterable[PlacedLeaf]) -> dict[str, str]:
 # ------------------------------------------------------------------ one array
 
 
-def _parts(leaf: PlacedLeaf) -> Any | None:
-    """A table of the devices that hold each part of an array; `None` without devices."""
+def _parts(leaf: PlacedLeaf) -> Any:
+    """A table of the devices that hold each part of an array; empty without devices."""
     from rich.table import Table
 
     sharding = leaf.sharding
     if sharding is None:
-        return None
+        return ""
     if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
-        return None
-    holders: dict[str, list[int]] = {}
+        return ""
+    devices_of: dict[str, list[int]] = {}
     for device, index in sharding.devices_indices_map(leaf.shape).items():
-        holders.setdefault(_slices(index, leaf.shape), []).append(device.id)
+        devices_of.setdefault(_slices(index, leaf.shape), []).append(device.id)
     table = Table("part", "devices")
-    for part, ids in list(holders.items())[:_PARTS]:
-        table.add_row(part, ", ".join(map(str, ids)))
-    if len(holders) > _PARTS:
-        table.add_row(f"... and {len(holders) - _PARTS:,} more parts", "")
+    for part, ids in list(devices_of.items())[:_PARTS]:
+        table.add_row(_painted(part), ", ".join(map(str, ids)))
+    if len(devices_of) > _PARTS:
+        table.add_row(f"... and {len(devices_of) - _PARTS:,} more parts", "")
     return table
 
 
 def _slices(index: Iterable[slice], shape: tuple[int, ...]) -> str:
     ranges = [part.indices(length)[:2] for part, length in zip(index, shape, strict=True)]
-    if all(r == (0, length) for r, length in zip(ranges, shape, strict=True)):
+    if ranges == [(0, length) for length in shape]:
         return "all of it"
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in ranges) + "]"
 
 
-# ------------------------------------------------------------------ files
+# ------------------------------------------------------------------ the picture
 
-# A page for rich's lines, without a window frame and without fonts from the network.
-SVG_PAGE = """\
+# rich's own page has a window frame, and loads its font from the network.
+_SVG_PAGE = """\
 <svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font: {char_height}px "DejaVu Sans Mono", Menlo, monospace }}
@@ -254,58 +254,35 @@ SVG_PAGE = """\
 </g>
 </svg>
 """
+_DEJAVU_ASPECT = 0.602  # the width of a character of DejaVu Sans Mono, of its height
 
 
-def _write(path: Path, picture: Any, leaves: list[PlacedLeaf]) -> None:
-    """Writes the tree and charts of its bytes; the same tree gives the same file."""
-    from rich.console import Console, Group
+def as_svg(shown: Any) -> str:
+    """What rich prints, as a picture; the same lines give the same text."""
+    from rich.console import Console
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME
-    from rich.text import Text
 
-    page = Group(picture, Text(), _device_chart(leaves), Text(), _branch_chart(leaves))
-    width = Console(width=10_000, file=io.StringIO()).measure(page).maximum
-    console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(page)
-    if path.suffix == ".html":
-        text = console.export_html(inline_styles=True)
-    else:
-        text = console.export_svg(
-            theme=DEFAULT_TERMINAL_THEME, code_format=SVG_PAGE, font_aspect_ratio=0.602
-        )
-        text = re.sub(r"\n\s+", "\n", text)
-    path.write_text(text, encoding="utf-8")
+    width = Console(width=10_000, file=io.StringIO()).measure(shown).maximum
+    console = Console(width=width, file=io.StringIO(), record=True, emoji=False)
+    console.print(shown)
+    svg = console.export_svg(
+        theme=DEFAULT_TERMINAL_THEME, code_format=_SVG_PAGE, font_aspect_ratio=_DEJAVU_ASPECT
+    )
+    return re.sub(r"\n\s+", "\n", svg)
 
 
 def _device_chart(leaves: list[PlacedLeaf]) -> Any:
     """A bar for each run of devices that hold equally many bytes."""
-    rows = []
-    for held, run in groupby(bytes_by_device(leaves).items(), key=lambda item: item[1]):
-        ids = [device for device, _ in run]
-        rows.append((f"{ids[0]}" if len(ids) == 1 else f"{ids[0]}..{ids[-1]}", held))
-    return _chart("device", rows)
-
-
-def _branch_chart(leaves: list[PlacedLeaf]) -> Any:
-    """A bar for each of the largest top-level branches."""
-    totals: Counter[str] = Counter()
-    for leaf in leaves:
-        totals[leaf.path.partition("/")[0] or "(the array)"] += largest_part(leaf)
-    rows = totals.most_common(_BRANCHES)
-    if len(totals) > len(rows):
-        rest = totals.total() - sum(held for _, held in rows)
-        rows.append((f"{len(totals) - len(rows)} others", rest))
-    return _chart("branch", rows)
-
-
-def _chart(head: str, rows: list[tuple[str, int]]) -> Any:
     from rich.bar import Bar
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table(head, "bytes per device", "", box=None)
-    most = max((held for _, held in rows), default=0)
-    for name, held in rows[:_BARS]:
-        table.add_row(Text(name), Bar(most or 1, 0, held, width=40), human_bytes(held))
-    if len(rows) > _BARS:
-        table.add_row(f"... and {len(rows) - _BARS:,} more", "", "")
+    table = Table("device", "bytes per device", "", box=None)
+    size_of = bytes_by_device(leaves)
+    most = max(size_of.values(), default=0) or 1
+    runs = [(size, [*run]) for size, run in groupby(size_of, key=size_of.__getitem__)]
+    for size, ids in runs[:_BARS]:
+        name = f"{ids[0]}" if len(ids) == 1 else f"{ids[0]}..{ids[-1]}"
+        table.add_row(name, Bar(most, 0, size, width=40), human_bytes(size))
+    if len(runs) > _BARS:
+        table.add_row(f"... and {len(runs) - _BARS:,} more", "", "")
     return table

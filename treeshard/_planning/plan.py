@@ -29,7 +29,7 @@ from treeshard._planning.plan_json import (
     from_json,
     to_json,
 )
-from treeshard._planning.plan_report import PlanDiff, describe, describe_html, diff, rich_table
+from treeshard._planning.plan_report import PlanDiff, describe, describe_html, diff
 from treeshard._planning.rules import Rules, read_rules, rules_error, warn_of_moves
 from treeshard._planning.tactics import Tactic, min_size_in_force
 from treeshard.errors import FormatError, MeshError, ShardingRuleError, counted, listed
@@ -517,10 +517,6 @@ class Plan(SpecCarrier):
     def _repr_html_(self) -> str:
         """The plan as a table, for notebooks."""
         return describe_html(self.leaves, self.rules, self.mesh)
-
-    def __rich__(self) -> Any:
-        """The plan as a table, for `rich.print`."""
-        return rich_table(self.leaves, self.rules, self.mesh)
 
     def __repr__(self) -> str:
         size = human_bytes(self.bytes_per_device())

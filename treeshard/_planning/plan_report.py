@@ -1,4 +1,4 @@
-"""Shows a plan as text, HTML and a rich table, and the difference between two plans."""
+"""Shows a plan as text and as a table for notebooks, and the difference between two plans."""
 
 import html
 import math
@@ -34,24 +34,6 @@ def describe_html(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) ->
     """A plan as an HTML table, for notebooks."""
     totals = html.escape(_totals(leaves, mesh)).replace("\n", "<br>")
     return f"{html_table([_HEADS, *_rows(leaves, rules, mesh)], _BYTES)}<p>{totals}</p>"
-
-
-def rich_table(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> Any:
-    """A plan as a table of rich, which must be installed."""
-    from rich.table import Table
-
-    table = Table(caption=_totals(leaves, mesh), caption_justify="left")
-    for column, head in enumerate(_HEADS):
-        table.add_column(head, justify="right" if column == _BYTES else "left", overflow="fold")
-    for row in _rows(leaves, rules, mesh):
-        table.add_row(*map(_plain, row))
-    return table
-
-
-def _plain(cell: str) -> Any:
-    from rich.text import Text  # a plain string's brackets would be read as markup
-
-    return Text(cell)
 
 
 def _rows(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> list[tuple[str, ...]]:

@@ -1,12 +1,11 @@
 """What `suggest` found: candidates in order, with numbers or the reason why they lost."""
 
-import html
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from treeshard._core.text import columns, html_table, human_bytes
+from treeshard._core.text import columns, human_bytes
 from treeshard.programs._candidates import Candidate, Estimate
 
 _HEADS = ("", "strategy", "mesh", "memory", "moved", "exposed", "least time", "by")
@@ -228,11 +227,6 @@ class Suggestions:
                 more = f" and {len(who) - 3} more" if len(who) > 3 else ""
                 lines.append(f"    {'; '.join(who[:3])}{more}: {reason}")
         return lines
-
-    def _repr_html_(self) -> str:
-        notes = html.escape("\n".join([*self._notes(), "", self.code()]))
-        table = html_table([_HEADS, *self._cells()])
-        return f"<p>on {html.escape(self.target)}</p>{table}<pre>{notes}</pre>"
 
 
 def ranked(all_rows: Sequence[Suggestion], target: str, stopped: str | None) -> Suggestions:
