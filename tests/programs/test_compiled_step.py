@@ -189,8 +189,34 @@ def test_types_of_tuples_are_nested() -> None:
             """,
             8,
         ),
+        (
+            # Both results are needed to the end.
+            """
+            %a = f32[1024]{0} negate(%p)
+            %b = f32[2048]{0} pad(%p, %zero), padding=0_1024
+            %start = (f32[1024]{0}, f32[2048]{0}) all-reduce-start(%a, %b), replica_groups={}
+            %done = (f32[1024]{0}, f32[2048]{0}) all-reduce-done(%start)
+            %big = f32[4096]{0} pad(%p, %zero), padding=0_3072
+            %sum = f32[] reduce(%big, %zero), dimensions={0}, to_apply=%add
+            %other = f32[2048]{0} get-tuple-element(%done), index=1
+            %rest = f32[] reduce(%other, %zero), dimensions={0}, to_apply=%add
+            %again = f32[1024]{0} get-tuple-element(%done), index=0
+            """,
+            4 + 8 + 16,
+        ),
+        (
+            """
+            %token = token[] after-all()
+            %start = (f32[1024]{0}, u32[], token[]) recv(%token), channel_id=1
+            %done = (f32[1024]{0}, token[]) recv-done(%start), channel_id=1
+            %big = f32[4096]{0} pad(%p, %zero), padding=0_3072
+            %sum = f32[] reduce(%big, %zero), dimensions={0}, to_apply=%add
+            %again = f32[1024]{0} get-tuple-element(%done), index=0
+            """,
+            4 + 16,
+        ),
     ],
-    ids=["element", "tpu", "other"],
+    ids=["element", "tpu", "other", "several reduced at once", "received"],
 )
 def test_buffers_are_live_as_long_as_compilers_keep_them(lines: str, kibibytes: int) -> None:
     program = HloProgram(f"""HloModule step, is_scheduled=true
@@ -265,9 +291,10 @@ def test_a_state_that_is_not_donated_is_said(fsdp_mesh) -> None:
 def test_gathered_weights_that_pile_up_are_said(fsdp_mesh) -> None:
     plan, _ = _mlp(fsdp_mesh)
     live = [LiveBuffer(2**18, "f32[256,256]", f"state/w{i}", None, None) for i in range(4)]
-    said = list(advise(2**21, 0, 2**20, live, plan))
-    assert said[0] == (
+    memory = Memory({}, 2**20, 0, 2**20, 0, None, "cpu", tuple(live))
+    assert advise(memory, plan)[0] == (
         "Gather the weights of each layer just before their use, in a scan with `jax.checkpoint`"
         " around the layer: 4 gathered ones are live at once, 1.0 MiB."
     )
-    assert not [x for x in advise(2**21, 0, 2**18, live[:1], plan) if x.startswith("Gather")]
+    few = dataclasses.replace(memory, at_peak=memory.at_peak[:1])
+    assert not [sentence for sentence in advise(few, plan) if sentence.startswith("Gather")]

@@ -1,54 +1,25 @@
-"""Which temporary buffers of a scheduled program are live when most bytes are."""
+"""Which temporary buffers of a scheduled program are live when most bytes are.
+
+The compiler tells the bytes of temporaries as one number, and its own buffer assignment, which has
+more, only in a dump that must be asked for before JAX starts. The text of a program has the order
+of its ops and their layouts: enough to say which arrays are live together, and to come near that
+number, but not how the allocator packs them.
+"""
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from treeshard.communication._hlo import DTYPES, Computation, HloProgram, Op
 
-_LEAF = re.compile(r"\s*(?:/\*.*?\*/)?\s*([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
-_SKIP = re.compile(r"(?:[\s,]|/\*.*?\*/)*")
-_ALIASING = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}\)")
-# Ops whose result is their first operand's memory.
-_SAME_MEMORY = frozenset(
-    {
-        "add-dependency",
-        "bitcast",
-        "dynamic-update-slice",
-        "optimization-barrier",
-        "while",
-    }
-)
-# Ops without memory of their own that is counted as temporary.
-_NOT_TEMPORARY = frozenset({"after-all", "constant", "parameter", "partition-id", "replica-id"})
-# `-start` ops that return their operands before their results.
-_RETURNS_OPERANDS = frozenset(
-    {"all-gather-start", "collective-permute-start", "reduce-scatter-start", "slice-start"}
-)
+# ------------------------------------------------------------------ types
 
-
-class LiveBuffer(NamedTuple):
-    """Temporary memory that is in use when a step needs most.
-
-    Attributes:
-        bytes: Its size on one device.
-        array: Its dtype and shape, in the compiler's notation.
-        path: The leaf whose data it has, such as a gathered weight; `None` if it is computed.
-        op_name: JAX's name of the operation that made it.
-        source: The line of user code that it comes from, as `file:line`.
-
-    Examples:
-        >>> ts.programs.LiveBuffer(2**24, "f32[1024,4096]", "state/w", None, "train.py:31").path
-        'state/w'
-    """
-
-    bytes: int
-    array: str
-    path: str | None
-    op_name: str | None
-    source: str | None
+# `(`, `)`, or an array: `bf16[512,1024]{1,0:T(8,128)(2,1)S(1)}`, `s32[]`, `token[]`. Comments such
+# as `/*index=5*/` match nothing.
+_TYPE_PARTS = re.compile(r"[()]|([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
 
 
 class Array(NamedTuple):
@@ -70,56 +41,94 @@ ArrayTree = Array | list["ArrayTree"]
 
 def read_type(text: str) -> ArrayTree:
     """Reads `(f32[8]{0}, (u32[], bf16[2,4]{1,0:T(8,128)}))` as a list of lists."""
-    return _read(text, 0)[0]
-
-
-def _read(text: str, at: int) -> tuple[ArrayTree, int]:
-    if text.startswith("(", at):
-        members: list[ArrayTree] = []
-        at = _skip(text, at + 1)
-        while at < len(text) and text[at] != ")":
-            member, at = _read(text, at)
-            members.append(member)
-            at = _skip(text, at)
-        return members, at + 1
-    match = _LEAF.match(text, at)
-    if match is None:
-        return Array("token", 0, 0), len(text) if "," not in text[at:] else text.index(",", at)
-    return _array(match[1], match[2], match[3] or ""), match.end()
-
-
-def _skip(text: str, at: int) -> int:
-    match = _SKIP.match(text, at)
-    return at if match is None else match.end()
+    types: list[ArrayTree] = []
+    open_tuples = [types]
+    for part in _TYPE_PARTS.finditer(text):
+        if part[0] == "(":
+            members: list[ArrayTree] = []
+            open_tuples[-1].append(members)
+            open_tuples.append(members)
+        elif part[0] == ")":
+            open_tuples.pop()
+        else:
+            open_tuples[-1].append(_array(part[1], part[2], part[3] or ""))
+    return types[0]
 
 
 def _array(dtype: str, shape: str, layout: str) -> Array:
-    dims = [int(dim) for dim in re.findall(r"\d+", shape)]
-    bits = DTYPES.get(dtype, (dtype, 0))[1]
+    _, bits = DTYPES.get(dtype, (dtype, 0))
+    elements = math.prod(_padded(_numbers(shape), layout))
     space = re.search(r"S\((\d+)\)", layout)
+    return Array(f"{dtype}[{shape}]", -(-elements * bits // 8), int(space[1]) if space else 0)
+
+
+def _padded(dims: list[int], layout: str) -> list[int]:
+    """The dims, rounded up to whole tiles."""
+    # `{0,1:T(8,128)}`: dim 0 varies fastest in memory, and a tile has 128 of it and 8 of dim 1. A
+    # second tile, `T(8,128)(2,1)`, is the order of elements inside of the first, and pads nothing.
     tile = re.search(r"T\(([\d,]+)\)", layout)
-    if tile is not None and dims:
-        minor_first = [int(i) for i in re.findall(r"\d+", layout.split(":")[0])]
-        sizes = [int(size) for size in tile[1].split(",")]
-        dims = [dims[i] for i in reversed(minor_first)] if len(minor_first) == len(dims) else dims
-        for i in range(1, min(len(sizes), len(dims)) + 1):
-            dims[-i] = -(-dims[-i] // sizes[-i]) * sizes[-i]
-    size = -(-math.prod(dims) * bits // 8)
-    return Array(f"{dtype}[{shape}]", size, 0 if space is None else int(space[1]))
+    if tile is None:
+        return dims
+    fastest_first = _numbers(layout.partition(":")[0])
+    for dim, length in zip(fastest_first, reversed(_numbers(tile[1])), strict=False):
+        dims[dim] = -(-dims[dim] // length) * length
+    return dims
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+# ------------------------------------------------------------------ what each op fills
+
+# Ops whose result is their first operand's memory.
+_SAME_MEMORY = frozenset(
+    {
+        "add-dependency",
+        "bitcast",
+        "dynamic-update-slice",
+        "optimization-barrier",
+        "while",
+    }
+)
+# Ops without memory of their own that is counted as temporary.
+_NOT_TEMPORARY = frozenset({"after-all", "constant", "parameter", "partition-id", "replica-id"})
+# `-start` ops that return their operands before their results:
+#   %ag = (f32[16,128]{1,0}, f32[16,512]{1,0}) all-gather-start(%x), dimensions={1}, ...
+#   %rs = ((f32[4096,1024]{1,0}), f32[1024,1024]{1,0}) reduce-scatter-start(%x), ...
+# An all-reduce-start returns its results only, and a copy-start the copy before its operand:
+#   %cs = (f32[8]{0}, f32[8]{0:S(1)}, u32[]{:S(2)}) copy-start(%x)
+_RETURNS_OPERANDS = frozenset(
+    {"all-gather-start", "collective-permute-start", "reduce-scatter-start", "slice-start"}
+)
+# output_to_operand_aliasing={{0}: (1, {}), {1}: (0, {2})}: element 0 of the result is operand 1,
+# and element 1 is element 2 of operand 0. `{}: (0, {})` is a result that is no tuple.
+_ALIASING = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}\)")
+
+
+@dataclass(eq=False, slots=True)
 class Buffer:
     """Memory that one op fills. Its identity is what tells it from others."""
 
-    __slots__ = ("array", "computation", "first", "is_temporary", "last", "op")
+    array: Array
+    op: Op
+    computation: Computation
 
-    def __init__(self, array: Array, op: Op, computation: Computation, is_temporary: bool) -> None:
-        self.array, self.op, self.computation = array, op, computation
-        self.is_temporary = is_temporary and array.space == 0
-        self.first, self.last = -1, -1  # the steps of the schedule between which it is needed
+    @property
+    def is_temporary(self) -> bool:
+        return self.array.space == 0 and self.op.opcode not in _NOT_TEMPORARY
 
 
 BufferTree = Buffer | list["BufferTree"]
+
+
+def flat(tree: BufferTree) -> Iterator[Buffer]:
+    """The buffers of a nested value."""
+    if isinstance(tree, list):
+        for member in tree:
+            yield from flat(member)
+    else:
+        yield tree
 
 
 class Peak(NamedTuple):
@@ -151,32 +160,86 @@ class Schedule:
         values = self._values.setdefault(computation.name, {})
         if not values:
             for op in computation.ops.values():
-                values[op.name] = self._value(op, values, computation)
+                operands = [values.get(name, []) for name in op.operands]
+                values[op.name] = self._value(op, operands, computation)
         return values
 
+    def _value(self, op: Op, operands: list[BufferTree], computation: Computation) -> BufferTree:
+        """The memory of an op's result: that of operands, as far as it is computed in place."""
+        first = operands[0] if operands else []
+        if op.opcode == "tuple":
+            return operands
+        if op.opcode == "get-tuple-element":
+            return _element(first, op.index or 0)
+        if op.opcode in _SAME_MEMORY:
+            return first
+        if op.opcode.endswith("-done"):
+            return _finished(op, first)
+        result = _new_buffers(read_type(op.type_text), op, computation)
+        if op.opcode in ("fusion", "custom-call"):
+            return self._in_place(op, result, operands)
+        if op.opcode == "copy-start" and isinstance(result, list):
+            result[1] = first
+        if op.opcode in _RETURNS_OPERANDS and isinstance(result, list):
+            result[0] = operands if isinstance(result[0], list) else first
+        return result
+
+    def _in_place(self, op: Op, result: BufferTree, operands: list[BufferTree]) -> BufferTree:
+        """The result of a fusion or a custom call, which may be the memory of operands."""
+        aliases = _ALIASING.findall(op.attribute("output_to_operand_aliasing") or "")
+        for output, number, element in aliases:
+            operand = operands[int(number)]
+            if element:
+                operand = _element(operand, int(element))
+            if output and isinstance(result, list):
+                result[int(output)] = operand
+            else:
+                result = operand
+        if aliases or isinstance(result, list):
+            return result
+        updated = self._updated_operand(op)
+        return result if updated is None else operands[updated]
+
+    def _updated_operand(self, op: Op) -> int | None:
+        """The operand that a fusion updates in place, if its result is such an update."""
+        names = op.called.get("calls", ())
+        body = self.program.computations.get(names[0]) if names else None
+        if body is None:
+            return None
+        # %big = f32[16,1024]{1,0} parameter(0)
+        # ROOT %new = f32[16,1024]{1,0} dynamic-update-slice(%big, %row, %i, %zero)
+        update = _behind(body, body.root, ("bitcast", "copy"))
+        if update is None or update.opcode != "dynamic-update-slice":
+            return None
+        target = _behind(body, update.operands[0], ("bitcast",))
+        return target.index if target is not None and target.opcode == "parameter" else None
+
+    # -------------------------------------------------------------- the peak
+
     def peak(self, computation: Computation) -> Peak:
-        if (known := self._peaks.get(computation.name)) is not None:
-            return known
-        self._peaks[computation.name] = Peak(0, [])  # ends a cycle in a damaged text
-        buffers = self._lifetimes(computation)
+        """The temporaries that are live when a computation needs most memory."""
+        if computation.name not in self._peaks:
+            self._peaks[computation.name] = Peak(0, [])  # ends a cycle in a damaged text
+            self._peaks[computation.name] = self._search(computation)
+        return self._peaks[computation.name]
+
+    def _search(self, computation: Computation) -> Peak:
         starts: dict[int, list[Buffer]] = defaultdict(list)
         ends: dict[int, list[Buffer]] = defaultdict(list)
-        for buffer in buffers:
-            starts[buffer.first].append(buffer)
-            ends[buffer.last].append(buffer)
-        live: dict[int, Buffer] = {}
+        for buffer, (first, last) in self._lifetimes(computation).items():
+            starts[first].append(buffer)
+            ends[last].append(buffer)
+        live: dict[Buffer, None] = {}
         size, best = 0, Peak(0, [])
         for step, op in enumerate(computation.ops.values()):
-            for buffer in starts[step]:
-                live[id(buffer)] = buffer
-                size += buffer.array.bytes
+            live |= dict.fromkeys(starts[step])
+            size += sum(buffer.array.bytes for buffer in starts[step])
             inner = self._inner(op)
             if size + inner.bytes > best.bytes:
-                best = Peak(size + inner.bytes, [*live.values(), *inner.buffers])
+                best = Peak(size + inner.bytes, [*live, *inner.buffers])
             for buffer in ends[step]:
-                del live[id(buffer)]
+                del live[buffer]
                 size -= buffer.array.bytes
-        self._peaks[computation.name] = best
         return best
 
     def _inner(self, op: Op) -> Peak:
@@ -184,93 +247,62 @@ class Schedule:
         if op.opcode not in ("while", "conditional", "call", "async-start"):
             return Peak(0, [])
         names = [name for called in op.called.values() for name in called]
-        found = [self.program.computations[n] for n in names if n in self.program.computations]
-        return max(map(self.peak, found), key=lambda peak: peak.bytes, default=Peak(0, []))
+        computations = [self.program.computations.get(name) for name in names]
+        peaks = [self.peak(computation) for computation in computations if computation]
+        return max(peaks, key=lambda peak: peak.bytes, default=Peak(0, []))
 
-    def _lifetimes(self, computation: Computation) -> list[Buffer]:
+    def _lifetimes(self, computation: Computation) -> Mapping[Buffer, tuple[int, int]]:
         """The temporary buffers of a computation, with the steps between which each is needed."""
         values = self.values(computation)
-        known: dict[int, Buffer] = {}
+        first: dict[Buffer, int] = {}
+        last: dict[Buffer, int] = {}
         for step, op in enumerate(computation.ops.values()):
             for buffer in flat(values[op.name]):
-                buffer.first = step if buffer.first < 0 else buffer.first
-                buffer.last = step
-                known[id(buffer)] = buffer
-            # Reading one element of a tuple needs no other element; TPUs all-reduce in place.
+                first.setdefault(buffer, step)
+                last[buffer] = step
+            # TPUs, whose layouts have tiles, all-reduce in place: the operand is gone by then.
             in_place = op.opcode == "all-reduce" and ":T(" in op.type_text
-            for name in () if op.opcode == "get-tuple-element" else op.operands:
-                for buffer in flat(values.get(name, [])):
-                    buffer.last = step - in_place
-        results = {id(buffer) for buffer in flat(values.get(computation.root, []))}
-        return [b for key, b in known.items() if b.is_temporary and key not in results]
-
-    def _value(
-        self, op: Op, values: Mapping[str, BufferTree], computation: Computation
-    ) -> BufferTree:
-        """The memory of an op's result: that of operands, as far as it is computed in place."""
-        operands = [values.get(name, []) for name in op.operands]
-        first = operands[0] if operands else []
-
-        def new(array: ArrayTree) -> BufferTree:
-            if isinstance(array, list):
-                return [new(member) for member in array]
-            return Buffer(array, op, computation, op.opcode not in _NOT_TEMPORARY)
-
-        match op.opcode:
-            case "tuple":
-                return operands
-            case "get-tuple-element":
-                index = op.index or 0
-                return first[index] if isinstance(first, list) and index < len(first) else []
-            case code if code in _SAME_MEMORY:
-                return first
-            case code if code.endswith("-done"):
-                if not isinstance(first, list):
-                    return first
-                start = computation.ops.get(op.operands[0])
-                is_copy = start is not None and start.opcode == "copy-start"
-                return first[0 if is_copy or len(first) == 1 else 1] if first else []
-        result = new(read_type(op.type_text))
-        if op.opcode == "copy-start" and isinstance(result, list):
-            result[1:2] = [first]  # (destination, source, context)
-        elif op.opcode in _RETURNS_OPERANDS and isinstance(result, list):
-            result[0] = operands if isinstance(result[0], list) else first
-        elif op.opcode in ("fusion", "custom-call"):
-            return self._in_place(op, result, operands)
-        return result
-
-    def _in_place(self, op: Op, result: BufferTree, operands: list[BufferTree]) -> BufferTree:
-        aliasing = op.attribute("output_to_operand_aliasing")
-        for output, number, element in _ALIASING.findall(aliasing or ""):
-            operand = operands[int(number)]
-            if element and isinstance(operand, list):
-                operand = operand[int(element)]
-            if output and isinstance(result, list):
-                result[int(output)] = operand
-            else:
-                result = operand
-        updated = None if aliasing or isinstance(result, list) else self._updated(op)
-        return result if updated is None else operands[updated]
-
-    def _updated(self, op: Op) -> int | None:
-        """The operand that a fusion updates in place, if its result is such an update."""
-        names = op.called.get("calls", ())
-        body = self.program.computations.get(names[0]) if names else None
-        last = None if body is None else body.ops.get(body.root)
-        while body is not None and last is not None and last.opcode in ("bitcast", "copy"):
-            last = body.ops.get(last.operands[0])
-        if body is None or last is None or last.opcode != "dynamic-update-slice":
-            return None
-        target = body.ops.get(last.operands[0])
-        while target is not None and target.opcode == "bitcast":
-            target = body.ops.get(target.operands[0])
-        return target.index if target is not None and target.opcode == "parameter" else None
+            for name in _operands_read(op):
+                last |= dict.fromkeys(flat(values.get(name, [])), step - in_place)
+        results = set(flat(values.get(computation.root, [])))
+        return {
+            buffer: (step, last[buffer])
+            for buffer, step in first.items()
+            if buffer.is_temporary and buffer not in results
+        }
 
 
-def flat(tree: BufferTree) -> Iterator[Buffer]:
-    """The buffers of a nested value."""
-    if isinstance(tree, list):
-        for member in tree:
-            yield from flat(member)
-    else:
-        yield tree
+def _operands_read(op: Op) -> Sequence[str]:
+    """The operands that must be live for an op: one element of a tuple needs no other element."""
+    return () if op.opcode == "get-tuple-element" else op.operands
+
+
+def _new_buffers(array: ArrayTree, op: Op, computation: Computation) -> BufferTree:
+    if isinstance(array, list):
+        return [_new_buffers(member, op, computation) for member in array]
+    return Buffer(array, op, computation)
+
+
+def _finished(op: Op, started: BufferTree) -> BufferTree:
+    """The result of a `-done` op, among what its `-start` op returned."""
+    # %r = (f32[8]{0}, u32[], token[]) recv(%t); %rd = (f32[8]{0}, token[]) recv-done(%r)
+    if op.opcode in ("all-reduce-done", "recv-done") or not isinstance(started, list):
+        return started
+    if op.opcode == "copy-done":
+        return _element(started, 0)
+    return _element(started, 1)
+
+
+def _element(value: BufferTree, number: int) -> BufferTree:
+    """An element of a tuple; nothing, if it is unknown."""
+    if not isinstance(value, list) or number >= len(value):
+        return []
+    return value[number]
+
+
+def _behind(body: Computation, name: str, opcodes: Sequence[str]) -> Op | None:
+    """The op whose result a name has, through ops of these kinds."""
+    op = body.ops.get(name)
+    while op is not None and op.opcode in opcodes:
+        op = body.ops.get(op.operands[0])
+    return op

@@ -1,9 +1,13 @@
-"""What a compiled step needs in the memory of one device, against what the device has."""
+"""What a compiled step needs in the memory of one device, against what the device has.
+
+The compiler's own numbers are the amounts. Which arrays they are, and what would lower them, it
+does not say: these come from the text of the program (`_buffers`) and from the plan.
+"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,7 +21,42 @@ from treeshard.communication._dataflow import Context, Dataflow, value
 from treeshard.communication._hlo import HloProgram
 from treeshard.communication._program import argument_path
 from treeshard.errors import DoesNotFitError
-from treeshard.programs._buffers import Buffer, LiveBuffer, peak_of
+from treeshard.programs._buffers import Buffer, peak_of
+
+_CPU_NOTE = "The temporaries are those of the CPU's program; accelerators need others."
+
+
+class LiveBuffer(NamedTuple):
+    """Temporary memory that is in use when a step needs most.
+
+    Attributes:
+        bytes: Its size on one device.
+        array: Its dtype and shape, in the compiler's notation.
+        path: The leaf whose data it has, such as a gathered weight; `None` if it is computed.
+        op_name: JAX's name of the operation that made it.
+        source: The line of user code that it comes from, as `file:line`.
+
+    Examples:
+        >>> ts.programs.LiveBuffer(2**24, "f32[1024,4096]", "state/w", None, "train.py:31").path
+        'state/w'
+    """
+
+    bytes: int
+    array: str
+    path: str | None
+    op_name: str | None
+    source: str | None
+
+    def __str__(self) -> str:
+        """`16.0 MiB f32[1024,4096], of state/w, at train.py:31`"""
+        parts = [f"{human_bytes(self.bytes)} {self.array}"]
+        if self.path:
+            parts.append(f"of {self.path}")
+        elif self.op_name:
+            parts.append(f"in {self.op_name}")
+        if self.source:
+            parts.append(f"at {self.source}")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -89,33 +128,27 @@ class Memory:
             )
 
     def __str__(self) -> str:
-        rows = [(kind, human_bytes(size)) for kind, size in self.kinds.items() if size]
+        rows = [(kind, size) for kind, size in self.kinds.items() if size]
         rows += [
-            ("results", human_bytes(self.results)),
-            ("temporaries", human_bytes(self.temporaries)),
-            ("code", human_bytes(self.code)),
-            ("in all", human_bytes(self.total)),
+            ("results", self.results),
+            ("temporaries", self.temporaries),
+            ("code", self.code),
+            ("in all", self.total),
         ]
-        rows += [("and on the host", human_bytes(self.host))] if self.host else []
+        if self.host:
+            rows.append(("and on the host", self.host))
         capacity = "unknown" if self.capacity is None else human_bytes(self.capacity)
-        lines = [columns(rows, right=1), f"of {capacity} on {self.device}"]
+        lines = [columns([(name, human_bytes(size)) for name, size in rows], right=1)]
+        lines.append(f"of {capacity} on {self.device}")
         if self.device == "cpu":
-            lines.append(
-                "The temporaries are those of the CPU's program; accelerators need others."
-            )
+            lines.append(_CPU_NOTE)
         if self.at_peak:
             lines.append("live when most memory is in use:")
-            lines += [f"    {_line(buffer)}" for buffer in self.at_peak[:10]]
-        lines += ["what would help:", *(f"    {x}" for x in self.advice)] if self.advice else []
+            lines += [f"    {buffer}" for buffer in self.at_peak[:10]]
+        if self.advice:
+            lines.append("what would help:")
+            lines += [f"    {sentence}" for sentence in self.advice]
         return "\n".join(lines)
-
-
-def _line(buffer: LiveBuffer) -> str:
-    parts = [f"{human_bytes(buffer.bytes)} {buffer.array}"]
-    parts += [f"of {buffer.path}"] if buffer.path else []
-    parts += [f"in {buffer.op_name}"] if buffer.op_name and not buffer.path else []
-    parts += [f"at {buffer.source}"] if buffer.source else []
-    return ", ".join(parts)
 
 
 def memory_of(
@@ -125,31 +158,21 @@ def memory_of(
     shardings."""
     analysis: Any = compiled.memory_analysis()
     device = with_devices(plan.mesh, "memory", compile_only=True).devices.flat[0]
-    params = {leaf.path for leaf in parameters(plan.leaves)}
-    kinds = {"parameters": 0, "other state": 0}
-    for leaf in plan.leaves:
-        if leaf.memory is None:
-            kind = "parameters" if leaf.path in params else "other state"
-            kinds[kind] += leaf.bytes_per_device(plan.mesh)
     host = host_bytes(plan)
-    kinds["batch"] = sum(map(_local_bytes, filter(has_shape, batch)))
-    peak = sorted(peak_of(program).buffers, key=lambda buffer: -buffer.array.bytes)
-    flow = Dataflow(program)
     # The compiler for CPUs, which have one memory, counts what is on the host with the rest.
-    apart = host if device.platform == "cpu" else 0
+    counted_host = host if device.platform == "cpu" else 0
     memory = Memory(
-        kinds,
-        arguments=analysis.argument_size_in_bytes - apart,
+        _kinds(plan, batch),
+        arguments=analysis.argument_size_in_bytes - counted_host,
         results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
         temporaries=temporaries_of(analysis, device.platform),
         code=analysis.generated_code_size_in_bytes,
         capacity=_capacity(device),
         device=device.device_kind,
-        at_peak=tuple(_described(buffer, flow) for buffer in peak if buffer.array.bytes),
+        at_peak=_live_at_peak(program),
         host=host,
     )
-    advice = advise(memory.total, memory.results, memory.temporaries, memory.at_peak, plan)
-    return replace(memory, advice=tuple(advice))
+    return replace(memory, advice=tuple(advise(memory, plan)))
 
 
 def host_bytes(plan: Plan) -> int:
@@ -178,6 +201,18 @@ def temporaries_of(analysis: Any, platform: str) -> int:
     return min(temporaries, analysis.peak_memory_in_bytes - others)
 
 
+def _kinds(plan: Plan, batch: Sequence[Any]) -> dict[str, int]:
+    """The bytes of a step's arguments in a device's memory, by kind."""
+    kinds = {"parameters": 0, "other state": 0}
+    paths = {leaf.path for leaf in parameters(plan.leaves)}
+    for leaf in plan.leaves:
+        if leaf.memory is None:
+            kind = "parameters" if leaf.path in paths else "other state"
+            kinds[kind] += leaf.bytes_per_device(plan.mesh)
+    kinds["batch"] = sum(_local_bytes(x) for x in batch if has_shape(x))
+    return kinds
+
+
 def _local_bytes(x: Any) -> int:
     shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
     return jax.dtypes.canonicalize_dtype(x.dtype).itemsize * math.prod(shape)
@@ -185,9 +220,18 @@ def _local_bytes(x: Any) -> int:
 
 def _capacity(device: Any) -> int | None:
     if is_attached(device):
+        # CPUs return `None`; GPUs {"bytes_limit": 63753420800, "bytes_in_use": 0, ...}, where the
+        # limit is what JAX allocates in advance: 75% by default.
         return (device.memory_stats() or {}).get("bytes_limit")
     chip = chip_of(device)
     return None if chip is None else chip.memory
+
+
+def _live_at_peak(program: HloProgram) -> tuple[LiveBuffer, ...]:
+    flow = Dataflow(program)
+    buffers = [buffer for buffer in peak_of(program).buffers if buffer.array.bytes]
+    buffers.sort(key=lambda buffer: -buffer.array.bytes)
+    return tuple(_described(buffer, flow) for buffer in buffers)
 
 
 def _described(buffer: Buffer, flow: Dataflow) -> LiveBuffer:
@@ -203,48 +247,86 @@ def _described(buffer: Buffer, flow: Dataflow) -> LiveBuffer:
 
 # ------------------------------------------------------------------ what would lower it
 
+_ADVICE = {
+    "donate": ("Donate the state (`donate=True`): the new state takes {size} beside the old one."),
+    "shard": "Shard the leaves that are replicated, {size} on each device: {paths}.",
+    "gather later": (
+        "Gather the weights of each layer just before their use, in a scan with `jax.checkpoint`"
+        " around the layer: {count} gathered ones are live at once, {size}."
+    ),
+    "repeat": (
+        "Put `jax.checkpoint` around the layers: {size} of values of the forward pass are kept for"
+        " the gradients, of which the largest is {largest}."
+    ),
+    "split": (
+        "Split the batch over more devices, or run it in minibatches (`accumulate_gradients`):"
+        " {size} are values that grow with its rows, or gathered weights."
+    ),
+}
 _WORTH = 0.1  # parts of all memory that are worth a line
 
 
-def advise(
-    total: int, results: int, temporaries: int, at_peak: Sequence[LiveBuffer], plan: Plan
-) -> Iterator[str]:
-    """Yields a sentence for each thing that would save a tenth of the memory of a step or more.
-
-    `results` are the bytes of those that do not reuse the memory of donated arguments.
-    """
-    least = _WORTH * total
-    held = sum(leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves)
-    if results >= max(least, held / 2):
-        yield (
-            f"Donate the state (`donate=True`): the new state takes {human_bytes(results)} beside"
-            " the old one."
-        )
-    full = [
-        x for x in plan.leaves if plan.mesh.size > 1 and x.bytes_per_device(plan.mesh) == x.bytes
+def advise(memory: Memory, plan: Plan) -> list[str]:
+    """A sentence for each thing that would save a tenth of the memory of a step or more."""
+    least = _WORTH * memory.total
+    advice = [
+        _donate(memory, plan, least),
+        _shard(plan, least),
+        _gather_later(memory, plan, least),
+        _repeat(memory, least) or _split(memory),
     ]
-    if (size := sum(leaf.bytes for leaf in full)) >= least:
-        full.sort(key=lambda leaf: -leaf.bytes)
-        paths = ", ".join(fold_paths(leaf.path for leaf in full[:3]))
-        yield f"Shard the leaves that are replicated, {human_bytes(size)} on each device: {paths}."
-    weights = [x for x in at_peak if x.path in {f"state/{leaf.path}" for leaf in plan.leaves}]
-    if (size := sum(x.bytes for x in weights)) >= least and len(weights) > 2:
-        yield (
-            f"Gather the weights of each layer just before their use, in a scan with"
-            f" `jax.checkpoint` around the layer: {len(weights)} gathered ones are live at once,"
-            f" {human_bytes(size)}."
-        )
-    names = " ".join(x.op_name or "" for x in at_peak)
-    # What a scan keeps has no name.
-    kept = [x for x in at_peak if x.path is None and "transpose(" not in (x.op_name or "")]
-    size = sum(x.bytes for x in kept)
-    if size >= least and "transpose(" in names and "checkpoint" not in names:
-        yield (
-            f"Put `jax.checkpoint` around the layers: {human_bytes(size)} of values of the forward"
-            f" pass are kept for the gradients, of which the largest is {kept[0].array}."
-        )
-    elif temporaries >= total / 2:
-        yield (
-            "Split the batch over more devices, or run it in minibatches (`accumulate_gradients`):"
-            f" {human_bytes(temporaries)} are values that grow with its rows, or gathered weights."
-        )
+    return [sentence for sentence in advice if sentence is not None]
+
+
+def _donate(memory: Memory, plan: Plan, least: float) -> str | None:
+    state = sum(leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves)
+    if memory.results < max(least, state / 2):
+        return None
+    return _ADVICE["donate"].format(size=human_bytes(memory.results))
+
+
+def _shard(plan: Plan, least: float) -> str | None:
+    if plan.mesh.size == 1:
+        return None
+    leaves = [leaf for leaf in plan.leaves if leaf.bytes_per_device(plan.mesh) == leaf.bytes]
+    size = sum(leaf.bytes for leaf in leaves)
+    if size < least:
+        return None
+    leaves.sort(key=lambda leaf: -leaf.bytes)
+    paths = ", ".join(fold_paths(leaf.path for leaf in leaves[:3]))
+    return _ADVICE["shard"].format(size=human_bytes(size), paths=paths)
+
+
+def _gather_later(memory: Memory, plan: Plan, least: float) -> str | None:
+    paths = {f"state/{leaf.path}" for leaf in plan.leaves}
+    weights = [buffer for buffer in memory.at_peak if buffer.path in paths]
+    size = sum(buffer.bytes for buffer in weights)
+    if size < least or len(weights) <= 2:
+        return None
+    return _ADVICE["gather later"].format(count=len(weights), size=human_bytes(size))
+
+
+def _repeat(memory: Memory, least: float) -> str | None:
+    # JAX names the ops of a step by what traced them: `jit(step)/jvp()/dot_general` in the forward
+    # pass, `jit(step)/transpose(jvp())/dot_general` in the backward pass, with `checkpoint` between
+    # where it is repeated. What a scan keeps for the gradients has no name.
+    names = [buffer.op_name or "" for buffer in memory.at_peak]
+    is_backward = any("transpose(" in name for name in names)
+    is_repeated = any("checkpoint" in name for name in names)
+    if is_repeated or not is_backward:
+        return None
+    kept = [
+        buffer
+        for buffer, name in zip(memory.at_peak, names, strict=True)
+        if buffer.path is None and "transpose(" not in name
+    ]
+    size = sum(buffer.bytes for buffer in kept)
+    if size < least:
+        return None
+    return _ADVICE["repeat"].format(size=human_bytes(size), largest=kept[0].array)
+
+
+def _split(memory: Memory) -> str | None:
+    if memory.temporaries < memory.total / 2:
+        return None
+    return _ADVICE["split"].format(size=human_bytes(memory.temporaries))
