@@ -1,9 +1,9 @@
 """Which temporary buffers of a scheduled program are live when most bytes are.
 
-The compiler tells the bytes of temporaries as one number, and its own buffer assignment, which has
-more, only in a dump that must be asked for before JAX starts. The text of a program has the order
-of its ops and their layouts: enough to say which arrays are live together, and to come near that
-number, but not how the allocator packs them.
+The compiler tells the bytes of temporaries as one number. Its own buffer assignment comes only as a
+serialized protobuf, for which there is no schema in Python, with ids that the text does not have.
+The text has the order of ops and their layouts: enough to say which arrays are live together and to
+come near that number, but not how the allocator packs them.
 """
 
 import math

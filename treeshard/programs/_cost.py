@@ -1,7 +1,13 @@
-"""What a compiled step computes and moves on one device, and the least time that this takes."""
+"""What a compiled step computes and moves on one device, and the least time that this takes.
+
+The compiler has a cost analysis of its own. It counts the body of a loop once, says neither which
+bytes are collectives nor whether these overlap with other work, and differs between backends; so
+the ops are counted here, and only peaks that are published turn counts into times.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr
@@ -21,6 +27,11 @@ from treeshard.programs._memory import host_bytes
 from treeshard.programs._traffic import memory_traffic
 
 _ESTIMATE = "an estimate from published peaks that no chip has confirmed"
+_REPEATED = (
+    "Each device does {share:.2f} x an even share of the step's operations: devices repeat each"
+    " other's work. Split the batch over every axis that does not split the computation."
+)
+_MOST_SHARE = 1.05  # rounding, and the padding of small dims
 
 
 @dataclass(frozen=True)
@@ -83,9 +94,14 @@ class Cost:
         """The least time at these peaks: the longest of what can overlap, and what is exposed."""
         overlapping = self.compute_seconds, self.memory_seconds, self.hidden_seconds
         known = [seconds for seconds in overlapping if seconds is not None]
-        if len(known) < 3 or self.exposed_seconds is None:
+        if len(known) < len(overlapping) or self.exposed_seconds is None:
             return None
         return max(known) + self.exposed_seconds
+
+    @property
+    def share(self) -> float | None:
+        """The operations of a device, x an even share of the step's; `None` if unknown."""
+        return self.flops / self.even_flops if self.flops and self.even_flops else None
 
     def _rows(self) -> list[tuple[str, str, float | None]]:
         return [
@@ -100,23 +116,18 @@ class Cost:
         lines = [f"per step and {self.device}, {_ESTIMATE}:", columns(rows, right=1)]
         if self.seconds is not None:
             lines.append(f"at least {_time(self.seconds)}, bound by {self.bound}")
-        if self.flops is not None and self.even_flops:
-            ratio = self.flops / self.even_flops
-            if ratio > 1.05:
-                lines.append(
-                    f"Each device does {ratio:.2f} x an even share of the step's operations:"
-                    " devices repeat each other's work. Split the batch over every axis that does"
-                    " not split the computation."
-                )
+        if self.share is not None and self.share > _MOST_SHARE:
+            lines.append(_REPEATED.format(share=self.share))
         lines += [f"unknown: {reason}" for reason in self.unknown]
-        shown = collective_lines(self.exposed, 5)
-        return "\n".join([*lines, *(["exposed, the slowest first:", *shown] if shown else [])])
+        if exposed := collective_lines(self.exposed, 5):
+            lines += ["exposed, the slowest first:", *exposed]
+        return "\n".join(lines)
 
 
 def _operations(count: int | None) -> str:
     if count is None:
         return "unknown"
-    power = min(len(f"{count:d}") - 1, 18) // 3
+    power = min(len(str(count)) - 1, 18) // 3
     return f"{count / 1000**power:,.1f} {('', 'K', 'M', 'G', 'T', 'P', 'E')[power]}FLOP"
 
 
@@ -128,56 +139,79 @@ def _time(seconds: float | None) -> str:
     return "unknown" if seconds is None else f"{1000 * seconds:,.2f} ms"
 
 
+# ------------------------------------------------------------------ from a program
+
+
+class _Transfer(NamedTuple):
+    """A collective with the bytes that a device sends in a step, and their time."""
+
+    collective: Collective
+    sent: int | None
+    seconds: float | None
+
+
 def cost_of(read: ReadProgram, jaxpr: ClosedJaxpr, plan: Plan, chip: Chip | None = None) -> Cost:
     """Adds up the work of a program, which is the step `jaxpr`, compiled for the plan's mesh."""
     mesh = with_devices(plan.mesh, "cost", compile_only=True)
     device = mesh.devices.flat[0]
     chip = chip or chip_of(device)
     flow = Dataflow(read.graph)
-    flops, traced, moved = compiled_flops(flow), traced_flops(jaxpr.jaxpr), memory_traffic(flow)
-    unknown = [*sorted(flops.unknown | traced.unknown)]
-    if moved is None:
-        unknown.append("bytes of memory in a loop or a branch that depends on data")
-    if chip is None:
-        unknown.append(f"the peaks of {device.device_kind}")
-    if host := host_bytes(plan):
-        unknown.append(f"the time to copy {human_bytes(host)} of the state from the host and back")
-    between = _network_axes(mesh)
-    moves = [
-        (one, link_seconds(_sent([one]), one.axes, chip, between))
-        for one in CollectiveReader(read).all()
-    ]
-    if any(one.wire_bytes is None or one.count is None for one, _ in moves):
-        unknown.append("bytes of collectives, see `communication()`")
-    hidden = [(one, time) for one, time in moves if one.is_async]
-    exposed = [(one, time) for one, time in moves if not one.is_async]
-    exposed.sort(key=lambda pair: -(pair[1] or 0))
+    flops, traced = compiled_flops(flow), traced_flops(jaxpr.jaxpr)
+    memory_bytes = memory_traffic(flow)
+    host = host_bytes(plan)
+    transfers = _transfers(read, mesh, chip)
+    hidden = [transfer for transfer in transfers if transfer.collective.is_async]
+    exposed = [transfer for transfer in transfers if not transfer.collective.is_async]
+    exposed.sort(key=lambda transfer: -(transfer.seconds or 0))
+    reasons = {
+        "bytes of memory in a loop or a branch that depends on data": memory_bytes is None,
+        f"the peaks of {device.device_kind}": chip is None,
+        f"the time to copy {human_bytes(host)} of the state from the host and back": host > 0,
+        "bytes of collectives, see `communication()`": _total_sent(transfers) is None,
+    }
     return Cost(
         flops=flops.number,
         even_flops=None if traced.number is None else -(-traced.number // mesh.size),
-        memory_bytes=moved,
-        hidden_bytes=_sent(one for one, _ in hidden),
-        exposed_bytes=_sent(one for one, _ in exposed),
-        compute_seconds=flops.number / chip.flops if chip and flops.number is not None else None,
-        memory_seconds=moved / chip.memory_bandwidth if chip and moved is not None else None,
-        hidden_seconds=_added(time for _, time in hidden),
-        exposed_seconds=_added(time for _, time in exposed),
-        exposed=tuple(one for one, _ in exposed if one.wire_bytes != 0),
-        unknown=tuple(unknown),
+        memory_bytes=memory_bytes,
+        hidden_bytes=_total_sent(hidden),
+        exposed_bytes=_total_sent(exposed),
+        compute_seconds=_seconds(flops.number, chip and chip.flops),
+        memory_seconds=_seconds(memory_bytes, chip and chip.memory_bandwidth),
+        hidden_seconds=_total_seconds(hidden),
+        exposed_seconds=_total_seconds(exposed),
+        exposed=tuple(transfer.collective for transfer in exposed if transfer.sent != 0),
+        unknown=(
+            *sorted(flops.unknown | traced.unknown),
+            *(reason for reason, is_unknown in reasons.items() if is_unknown),
+        ),
         device=device.device_kind,
     )
 
 
-def _sent(moved: Iterable[Collective]) -> int | None:
-    return total(
-        None if one.wire_bytes is None or one.count is None else one.wire_bytes * one.count
-        for one in moved
-    )
+def _transfers(read: ReadProgram, mesh: Mesh, chip: Chip | None) -> list[_Transfer]:
+    between = _network_axes(mesh)
+    transfers: list[_Transfer] = []
+    for collective in CollectiveReader(read).all():
+        sent = None
+        if collective.wire_bytes is not None and collective.count is not None:
+            sent = collective.wire_bytes * collective.count
+        seconds = link_seconds(sent, collective.axes, chip, between)
+        transfers.append(_Transfer(collective, sent, seconds))
+    return transfers
 
 
-def _added(times: Iterable[float | None]) -> float | None:
-    known = list(times)
-    return None if None in known else sum((time or 0.0 for time in known), 0.0)
+def _total_sent(transfers: Iterable[_Transfer]) -> int | None:
+    return total(transfer.sent for transfer in transfers)
+
+
+def _total_seconds(transfers: Iterable[_Transfer]) -> float | None:
+    times = [transfer.seconds for transfer in transfers]
+    known = [seconds for seconds in times if seconds is not None]
+    return sum(known, 0.0) if len(known) == len(times) else None
+
+
+def _seconds(amount: int | None, per_second: float | None) -> float | None:
+    return None if amount is None or per_second is None else amount / per_second
 
 
 def link_seconds(
@@ -189,12 +223,18 @@ def link_seconds(
         return 0.0
     if chip is None or sent is None or axes is None:
         return None
-    links = (2 if chip.dims else 1) * chip.link_bandwidth
-    return sent / (chip.network_bandwidth if between & set(axes) else links)
+    if not between.isdisjoint(axes):
+        return sent / chip.network_bandwidth
+    # A ring along an axis of a torus sends in both directions at once. The links of a GPU are
+    # published together, since any of them reaches every other GPU of the node.
+    links = 2 if chip.dims else 1
+    return sent / (links * chip.link_bandwidth)
 
 
 def _network_axes(mesh: Mesh) -> set[str]:
     """The axes that run over the network: between slices of TPUs, or nodes of GPUs."""
+    # GPUs do not tell their node: a process stands for it. Where TPUs have one slice, JAX may leave
+    # out `slice_index`.
     is_gpu = mesh.devices.flat[0].platform == "gpu"
     number = np.vectorize(lambda x: x.process_index if is_gpu else getattr(x, "slice_index", 0))
     return axes_that_change(number(mesh.devices), mesh.axis_names)

@@ -1,11 +1,12 @@
 """Counts floating-point operations of products: of a step as it was traced, and as compiled.
 
-Only matrix products and convolutions count: everything else is bound by memory.
+Only matrix products and convolutions count: everything else is bound by memory. The compiler's own
+count of a program takes the body of a loop once, and says nothing of kernels.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,8 +25,9 @@ _KERNEL = re.compile(
 _KERNEL_TARGET = re.compile(
     r"mosaic|tpu_custom_call|triton|cudnn|cublas|onednn|fmha|gemm|matmul|conv", re.I
 )
-_CUBLAS = "__cublas$"
-_PRODUCTS = ("dot", "convolution")
+_KERNEL_REASON = "products inside {name}"
+_TRACED_LOOP = "products in a loop whose trips depend on data"
+_COMPILED_LOOP = "products in a loop or a branch that depends on data"
 
 
 class Flops(NamedTuple):
@@ -33,6 +35,12 @@ class Flops(NamedTuple):
 
     number: int | None
     unknown: frozenset[str] = frozenset()
+
+
+def _added(counts: Iterable[Flops]) -> Flops:
+    counts = list(counts)
+    unknown = frozenset[str]().union(*(flops.unknown for flops in counts))
+    return Flops(total(flops.number for flops in counts), unknown)
 
 
 # ------------------------------------------------------------------ as traced
@@ -43,64 +51,67 @@ def traced_flops(jaxpr: Jaxpr) -> Flops:
 
     A scan counts once per step, `shard_map` once per device, and a `cond` as its largest branch.
     """
-    counts: list[int | None] = []
-    unknown: set[str] = set()
-    eqn: Any  # the shapes of its operands have no type
-    for eqn in jaxpr.eqns:
-        name, params = eqn.primitive.name, eqn.params
-        inner = [traced_flops(sub) for sub in _inner(params)]
-        count = total(one.number for one in inner)
-        unknown.update(reason for one in inner for reason in one.unknown)
-        if name == "dot_general":
-            (contracted, _), _ = params["dimension_numbers"]
-            count = _dot(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, contracted)
-        elif name == "conv_general_dilated":
-            count = _traced_convolution(eqn)
-        elif _KERNEL.search(name):
-            count = None
-            unknown.add(f"products inside {name}")
-        elif name == "while" and count != 0:
-            count = None
-            unknown.add("products in a loop whose trips depend on data")
-        elif name == "cond" and count is not None:
-            count = max((one.number or 0 for one in inner), default=0)
-        elif name == "scan" and count is not None:
-            count *= params["length"]
-        elif name == "shard_map" and count is not None:
-            count *= math.prod(params["mesh"].shape[axis] for axis in shard_map_axes(params))
-        counts.append(count)
-    return Flops(total(counts), frozenset(unknown))
+    return _added(_equation_flops(eqn) for eqn in jaxpr.eqns)
+
+
+def _equation_flops(eqn: Any) -> Flops:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return Flops(_dot(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, contracted))
+    if name == "conv_general_dilated":
+        return Flops(_traced_convolution(eqn))
+    if _KERNEL.search(name):
+        return Flops(None, frozenset({_KERNEL_REASON.format(name=name)}))
+    parts = [traced_flops(inner) for inner in _inner(params)]
+    flops = _added(parts)
+    if name == "while" and flops.number != 0:
+        return Flops(None, flops.unknown | {_TRACED_LOOP})
+    if flops.number is None:
+        return flops
+    if name == "cond":
+        return Flops(max(part.number or 0 for part in parts))
+    return Flops(flops.number * _repetitions(name, params))
+
+
+def _repetitions(name: str, params: Mapping[str, Any]) -> int:
+    """How often a primitive runs the jaxprs in its parameters."""
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":
+        return math.prod(params["mesh"].shape[axis] for axis in shard_map_axes(params))
+    return 1
 
 
 def _inner(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
-    """The jaxprs that a primitive runs."""
+    """The jaxprs that a primitive runs: `jaxpr` of a scan, `branches` of a cond, ..."""
     for param in params.values():
-        for sub in param if isinstance(param, tuple | list) else (param,):
-            if isinstance(sub, ClosedJaxpr):
-                yield sub.jaxpr
-            elif isinstance(sub, Jaxpr):
-                yield sub
+        several = param if isinstance(param, tuple | list) else [param]
+        for jaxpr in several:
+            if isinstance(jaxpr, ClosedJaxpr):
+                yield jaxpr.jaxpr
+            elif isinstance(jaxpr, Jaxpr):
+                yield jaxpr
 
 
 def _traced_convolution(eqn: Any) -> int:
-    params = eqn.params
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
     lhs, rhs, out = (x.aval.shape for x in (eqn.invars[0], eqn.invars[1], eqn.outvars[0]))
-    numbers = params["dimension_numbers"]
-    spatial = [
-        _taps(lhs[i], out[o], rhs[k], stride, low, dilated, spread)
-        for i, o, k, stride, (low, _), dilated, spread in zip(
-            numbers.lhs_spec[2:],
-            numbers.out_spec[2:],
-            numbers.rhs_spec[2:],
-            params["window_strides"],
-            params["padding"],
-            params["lhs_dilation"],
-            params["rhs_dilation"],
-            strict=True,
-        )
+    windows = zip(
+        params["window_strides"],
+        [low for low, _ in params["padding"]],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        strict=True,
+    )
+    # Specs have the batch and the features before the spatial dims.
+    sides = (numbers.lhs_spec[2:], numbers.out_spec[2:], numbers.rhs_spec[2:])
+    pairs = [
+        _pairs(lhs[i], out[o], rhs[k], _Window(*window))
+        for i, o, k, window in zip(*sides, windows, strict=True)
     ]
-    batch, features = (out[i] for i in numbers.out_spec[:2])
-    return 2 * batch * features * rhs[numbers.rhs_spec[1]] * math.prod(spatial)
+    batch, features = numbers.out_spec[:2]
+    return 2 * out[batch] * out[features] * rhs[numbers.rhs_spec[1]] * math.prod(pairs)
 
 
 # ------------------------------------------------------------------ as compiled
@@ -108,69 +119,83 @@ def _traced_convolution(eqn: Any) -> int:
 
 def compiled_flops(flow: Dataflow) -> Flops:
     """The operations of a program on one device."""
-    counts: list[int | None] = []
-    unknown: set[str] = set()
-    for context, op, times in Executions(flow, _may_multiply).all():
-        flops = _flops(context, op)
-        if flops is None:
-            unknown.add(f"products inside {op.target or op.name}")
-        elif times is None and flops:
-            unknown.add("products in a loop or a branch that depends on data")
-        counts.append(None if flops is None else 0 if not flops else times and times * flops)
-    return Flops(None if unknown else total(counts), frozenset(unknown))
+    counts = [
+        _times(_op_flops(context, op), times)
+        for context, op, times in Executions(flow, _may_multiply).all()
+    ]
+    return _added(counts)
+
+
+def _times(flops: Flops, times: int | None) -> Flops:
+    if not flops.number:
+        return flops
+    if times is None:
+        return Flops(None, frozenset({_COMPILED_LOOP}))
+    return Flops(times * flops.number)
 
 
 def _may_multiply(op: Op) -> bool:
-    return op.opcode in _PRODUCTS or bool(op.target and _KERNEL_TARGET.search(op.target))
+    if op.opcode in ("dot", "convolution"):
+        return True
+    return _KERNEL_TARGET.search(op.target) is not None
 
 
-def _flops(context: Context, op: Op) -> int | None:
+def _op_flops(context: Context, op: Op) -> Flops:
+    number = _counted(context, op)
+    if number is None:
+        return Flops(None, frozenset({_KERNEL_REASON.format(name=op.target or op.name)}))
+    return Flops(number)
+
+
+def _counted(context: Context, op: Op) -> int | None:
+    """The operations of one product; `None` if its text does not tell."""
     shapes = [_shape(context, name) for name in op.operands[:2]]
     result = _dims(op.type_text)
     if op.opcode == "convolution":
-        return _convolution(op, shapes, result)
+        return _convolution(op, [*shapes, result])
     if op.opcode == "dot":
-        dims = op.attribute("lhs_contracting_dims") or "{}"
-    elif op.target.startswith(_CUBLAS):
-        config = op.attribute("backend_config") or ""
-        found = re.search(r'"lhs_contracting_dimensions":\[([\d,"]*)\]', config)
-        if found is None:
-            return None
-        dims = found[1]
-    else:
+        # dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}; none of an outer product
+        return _dot(result, shapes[0], _numbers(op.attribute("lhs_contracting_dims") or ""))
+    # custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config=
+    #   {"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],...
+    config = op.attribute("backend_config") or ""
+    contracted = re.search(r'"lhs_contracting_dimensions":\[([\d,"]*)\]', config)
+    if contracted is None or not op.target.startswith("__cublas$"):
         return None
-    return _dot(result, shapes[0], [int(dim) for dim in re.findall(r"\d+", dims)])
+    return _dot(result, shapes[0], _numbers(contracted[1]))
 
 
-def _convolution(op: Op, shapes: list[list[int]], result: list[int]) -> int | None:
+def _convolution(op: Op, shapes: list[list[int]]) -> int | None:
+    # dim_labels=b01f_01io->b01f: the batch, two spatial dims and the features of the first operand;
+    # those of the kernel, with its inputs and outputs; those of the result.
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", op.attribute("dim_labels") or "")
     if labels is None:
         return None
-    sizes = [
-        dict(zip(names, shape, strict=True))
-        for names, shape in zip(labels.groups(), [*shapes, result], strict=True)
+    image, kernel, result = (
+        dict(zip(names, dims, strict=True))
+        for names, dims in zip(labels.groups(), shapes, strict=True)
+    )
+    spatial = [label for label in image if label.isdigit()]
+    windows = _windows(op.attribute("window") or "", len(spatial))
+    pairs = [
+        _pairs(image[label], result[label], kernel[label], windows[int(label)]) for label in spatial
     ]
-    lhs, rhs, out = sizes
-    window = dict(re.findall(r"(\w+)=([\w\-]+)", op.attribute("window") or ""))
+    return 2 * result["b"] * result["f"] * kernel["i"] * math.prod(pairs)
 
-    def numbers(key: str, default: str, dim: int) -> list[int]:
-        """What the window says of one spatial dim."""
-        parts = window[key].split("x") if key in window else []
-        return [int(n) for n in re.findall(r"-?\d+", parts[dim] if parts else default)]
 
-    spatial = [
-        _taps(
-            lhs[str(dim)],
-            out[str(dim)],
-            rhs[str(dim)],
-            *numbers("stride", "1", dim),
-            numbers("pad", "0_0", dim)[0],
-            *numbers("lhs_dilate", "1", dim),
-            *numbers("rhs_dilate", "1", dim),
+def _windows(text: str, dims: int) -> list["_Window"]:
+    """Reads `{size=3x3 stride=2x2 pad=1_1x0_0 rhs_dilate=1x2}`, where defaults are left out."""
+    stated = {key: values.split("x") for key, values in re.findall(r"(\w+)=([\w\-]+)", text)}
+    strides = stated.get("stride", ["1"] * dims)
+    pads = stated.get("pad", ["0_0"] * dims)
+    lhs_dilations = stated.get("lhs_dilate", ["1"] * dims)
+    rhs_dilations = stated.get("rhs_dilate", ["1"] * dims)
+    return [
+        _Window(int(stride), int(pad.partition("_")[0]), int(lhs_dilation), int(rhs_dilation))
+        for stride, pad, lhs_dilation, rhs_dilation in zip(
+            strides, pads, lhs_dilations, rhs_dilations, strict=True
         )
-        for dim in range(len(lhs) - 2)
     ]
-    return 2 * out["b"] * out["f"] * rhs["i"] * math.prod(spatial)
 
 
 def _shape(context: Context, name: str) -> list[int]:
@@ -179,29 +204,41 @@ def _shape(context: Context, name: str) -> list[int]:
 
 
 def _dims(type_text: str) -> list[int]:
-    """The dims of the first array of a type."""
+    """The dims of the first array of a type: 16 and 64 of `(f32[16,64]{1,0}, s8[4]{0})`."""
     match = re.search(r"\[([\d,]*)\]", type_text)
-    return [] if match is None else [int(dim) for dim in re.findall(r"\d+", match[1])]
+    return [] if match is None else _numbers(match[1])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 # ------------------------------------------------------------------ one product
 
 
-def _dot(out: Any, lhs: Any, contracted: Any) -> int:
+def _dot(out: Sequence[int], lhs: Sequence[int], contracted: Sequence[int]) -> int:
     return 2 * math.prod(out) * math.prod(lhs[dim] for dim in contracted)
 
 
-@lru_cache(maxsize=1024)
-def _taps(
-    size: int, out: int, kernel: int, stride: int, low: int, dilated: int, spread: int
-) -> int:
-    """The pairs of an output and a kernel element of one spatial dim that are not padding.
+class _Window(NamedTuple):
+    """How a kernel moves along one spatial dim; `low` is the padding before the first element."""
 
-    On TPUs, a batch of matrix products is a convolution of which most elements are padding.
-    """
+    stride: int
+    low: int
+    lhs_dilation: int
+    rhs_dilation: int
+
+
+@lru_cache(maxsize=1024)
+def _pairs(size: int, out: int, kernel: int, window: _Window) -> int:
+    """The pairs of an output and a kernel element of one spatial dim that are not padding."""
+    # TPUs write a batch of 16 matrix products as one convolution, of which most is padding:
+    #   convolution(%a, %b), window={size=16 stride=15 lhs_dilate=16}, dim_labels=0bf_0io->0bf
+    last = (size - 1) * window.lhs_dilation
+    starts = np.arange(out) * window.stride - window.low
     count = 0
-    outputs = np.arange(out) * stride - low
     for tap in range(kernel):
-        at = outputs + tap * spread
-        count += int(np.sum((at >= 0) & (at <= (size - 1) * dilated) & (at % dilated == 0)))
+        at = starts + tap * window.rhs_dilation
+        is_element = (at >= 0) & (at <= last) & (at % window.lhs_dilation == 0)
+        count += int(np.sum(is_element))
     return count

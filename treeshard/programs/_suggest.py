@@ -339,7 +339,7 @@ class _Program:
             cost.exposed_bytes,
             cost.exposed_seconds,
             cost.seconds,
-            cost.flops / cost.even_flops if cost.flops and cost.even_flops else None,
+            cost.share,
             compared.reasons,
         )
 

@@ -1,4 +1,8 @@
-"""Counts the bytes that the ops of a scheduled program read and write in a device's memory."""
+"""Counts the bytes that the ops of a scheduled program read and write in a device's memory.
+
+The compiler's cost analysis has such a number, but takes the body of a loop once, and so one layer
+of a scan over all of them. It also counts what never leaves the chip's vector memory.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -38,9 +42,11 @@ def memory_traffic(flow: Dataflow) -> int | None:
     traffic = _Traffic(flow.program)
     counts: list[int | None] = []
     for context, op, times in Executions(flow, _moves_bytes).all():
-        if _is_scheduled(flow.program, context):
-            size = traffic.bytes(context.computation, op)
-            counts.append(0 if not size else times and times * size)
+        if not _is_scheduled(flow.program, context):
+            continue
+        size = traffic.bytes(context.computation, op)
+        if size:
+            counts.append(None if times is None else times * size)
     return total(counts)
 
 
@@ -56,6 +62,8 @@ def _is_scheduled(program: HloProgram, context: Context) -> bool:
 
 
 class _Traffic:
+    """What each op of a program reads and writes."""
+
     def __init__(self, program: HloProgram) -> None:
         self.program, self.schedule = program, Schedule(program)
         self._touched: dict[str, Mapping[int, int | None]] = {}
@@ -63,42 +71,50 @@ class _Traffic:
     def bytes(self, computation: Computation, op: Op) -> int:
         """What one op reads and writes."""
         values = self.schedule.values(computation)
-        size = _in_main_memory([x for x in flat(values[op.name]) if x.op is op])
-        for number, name in enumerate(op.operands):
+        size = _in_main_memory(x for x in flat(values[op.name]) if x.op is op)
+        for position, name in enumerate(op.operands):
             whole = _in_main_memory(flat(values.get(name, [])))
-            part = self._part(computation, op, number)
+            part = self._part(computation, op, position)
             size += whole if part is None else min(part, whole)
         return size
 
-    def _part(self, computation: Computation, op: Op, number: int) -> int | None:
+    def _part(self, computation: Computation, op: Op, position: int) -> int | None:
         """The bytes that an op touches of an operand; `None` for all of it."""
         if op.opcode == "fusion":
-            return self._in_fusion(op.called["calls"][0]).get(number)
-        if number:
+            return self._in_fusion(op.called["calls"][0]).get(position)
+        if position > 0:
             return None
         if op.opcode in _SLICES:
             return _size(op)
-        return _size(computation.ops[op.operands[1]]) if op.opcode == _UPDATE else None
+        if op.opcode == _UPDATE:
+            # dynamic-update-slice(%big, %row, %i, %zero) writes as much of %big as %row has.
+            return _size(computation.ops[op.operands[1]])
+        return None
 
     def _in_fusion(self, name: str) -> Mapping[int, int | None]:
         """The bytes that a fusion touches of each parameter; `None` for all of it."""
         if name not in self._touched:
-            body = self.program.computations[name]
-            numbers: dict[str, int] = {}  # by the names that a parameter has
-            touched: dict[int, int | None] = {}
-            for op in body.ops.values():
-                if op.opcode == "parameter" and op.index is not None:
-                    numbers[op.name], touched[op.index] = op.index, 0
-                for position, operand in enumerate(op.operands):
-                    if (number := numbers.get(operand)) is None:
-                        continue
-                    if op.opcode == "bitcast":
-                        numbers[op.name] = number
-                    else:
-                        parts = touched[number], self._part(body, op, position)
-                        touched[number] = total(parts)
-            self._touched[name] = touched
+            self._touched[name] = self._in_body(self.program.computations[name])
         return self._touched[name]
+
+    def _in_body(self, body: Computation) -> Mapping[int, int | None]:
+        # %p0 = f32[16,1024]{1,0} parameter(0)
+        # %flat = f32[16384]{0} bitcast(%p0), which is parameter 0 by another name
+        # ROOT %row = f32[1024]{0} dynamic-slice(%flat, %i), dynamic_slice_sizes={1024}
+        number_of: dict[str, int] = {}
+        touched: dict[int, int | None] = {}
+        for op in body.ops.values():
+            if op.opcode == "parameter" and op.index is not None:
+                number_of[op.name], touched[op.index] = op.index, 0
+            for position, operand in enumerate(op.operands):
+                number = number_of.get(operand)
+                if number is None:
+                    continue
+                if op.opcode == "bitcast":
+                    number_of[op.name] = number
+                else:
+                    touched[number] = total([touched[number], self._part(body, op, position)])
+        return touched
 
 
 def _in_main_memory(buffers: Iterable[Buffer]) -> int:
