@@ -1,4 +1,9 @@
-"""The ways to train a model on a number of devices, and what the plan alone says of each."""
+"""The ways to train a model on a number of devices, and what the plan alone says of each.
+
+All factorings are tried, and no search is needed: a model has a few strategies of two or three axes
+each, so there are hundreds of candidates, and planning one takes milliseconds. A plan says exactly
+what leaves send; that orders candidates well enough to compile only a few.
+"""
 
 import math
 import re
@@ -57,17 +62,17 @@ NAMED = ("DP", "ZeRO-1", "FSDP", "HSDP")
 
 def named_strategies(state: Any) -> dict[str, Strategy]:
     """The strategies that need no rules for the model: data parallel, ZeRO-1, FSDP and HSDP."""
-    everything = [(".*", fsdp("fsdp"))]
     leaves = parameters(plan(state, [(".*", None)], "data=1").leaves)
     branches = sorted({leaf.path.partition("/")[0] for leaf in leaves})
-    held = f"^({'|'.join(map(re.escape, branches))})(/|$)"
-    parts = [
-        (("data",), [(".*", None)]),
-        (("data",), [(held, None), (".*", fsdp("data"))]),
-        (("fsdp",), everything),
-        (("data", "fsdp"), everything),
+    weights = f"^({'|'.join(map(re.escape, branches))})(/|$)"
+    replicated, split = [(".*", None)], [(".*", fsdp("fsdp"))]
+    strategies = [
+        Strategy("DP", ("data",), replicated),
+        Strategy("ZeRO-1", ("data",), [(weights, None), (".*", fsdp("data"))]),
+        Strategy("FSDP", ("fsdp",), split),
+        Strategy("HSDP", ("data", "fsdp"), split),
     ]
-    return {name: Strategy(name, *part) for name, part in zip(NAMED, parts, strict=True)}
+    return {strategy.name: strategy for strategy in strategies}
 
 
 @dataclass(frozen=True)
@@ -96,20 +101,32 @@ class Candidate:
         return within.replace(" ", ""), f"{outer}={self.slices}"
 
     @property
-    def batch_parts(self) -> int:
-        """Into how many parts the batch is split, passes of an accumulation included."""
-        across = math.prod(self.axes.get(axis, 1) for axis in BATCH_AXES)
-        return across * self.options.get("accumulate", 1)
+    def batch_devices(self) -> int:
+        """Over how many devices the batch is split."""
+        return math.prod(self.axes.get(axis, 1) for axis in BATCH_AXES)
 
-    def __str__(self) -> str:
-        return f"{self.strategy.name} on {self.described}"
+    @property
+    def passes(self) -> int:
+        """Into how many passes gradients are accumulated."""
+        return self.options.get("accumulate", 1)
+
+    @property
+    def remat(self) -> bool:
+        """Whether the forward pass is repeated for the gradients."""
+        return bool(self.options.get("remat"))
 
     @property
     def described(self) -> str:
         """The mesh, and the options that are not off."""
-        chosen = ["remat"] if self.options.get("remat") else []
-        passes = self.options.get("accumulate", 1)
-        return ", ".join([self.mesh, *chosen, *([f"accumulate={passes}"] if passes > 1 else [])])
+        parts = [self.mesh]
+        if self.remat:
+            parts.append("remat")
+        if self.passes > 1:
+            parts.append(f"accumulate={self.passes}")
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        return f"{self.strategy.name} on {self.described}"
 
 
 def candidates(
@@ -121,13 +138,17 @@ def candidates(
     """All factorings of the devices into the axes of each strategy, with each option, and with a
     larger `data` axis around them."""
     for strategy in strategies:
-        for extra in ((), ("data",)):
-            if set(extra) & set(strategy.axes) or (extra and strategy.axes == ("fsdp",)):
-                continue  # FSDP inside a data axis is HSDP
-            for axes in _factorings((*extra, *strategy.axes), devices):
-                for options in product(*offered.values()):
-                    chosen = dict(zip(offered, options, strict=True))
-                    yield Candidate(strategy, axes, chosen, slices)
+        for names in _axes_of(strategy):
+            for axes, values in product(_factorings(names, devices), product(*offered.values())):
+                options = dict(zip(offered, values, strict=True))
+                yield Candidate(strategy, axes, options, slices)
+
+
+def _axes_of(strategy: Strategy) -> Iterator[tuple[str, ...]]:
+    yield strategy.axes
+    # FSDP inside a data axis is HSDP.
+    if "data" not in strategy.axes and strategy.axes != ("fsdp",):
+        yield ("data", *strategy.axes)
 
 
 def _factorings(names: tuple[str, ...], devices: int) -> Iterator[dict[str, int]]:
@@ -156,6 +177,14 @@ class Estimate(NamedTuple):
     seconds: float
 
 
+_REASONS = {
+    "slices": "{axis}={size} cannot be split over {slices} slices or nodes",
+    "divides": "{axis}={size} does not divide {number}",
+    "batch": "a batch of {rows} does not divide by {devices} devices{passes}",
+    "memory": "does not fit: the state alone needs {need} of {capacity}",
+}
+
+
 @dataclass
 class Estimator:
     """Plans candidates: those that differ in their options only, once."""
@@ -166,40 +195,34 @@ class Estimator:
     capacity: int | None
     plans: "dict[tuple[int, str], _Planned | str]" = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.arrays = [x for x in tree_leaves(self.batch) if has_shape(x) and x.shape]
+
     def estimate(self, candidate: Candidate) -> Estimate | str:
-        """Why a candidate cannot be, or what its plan says."""
-        outer = next(iter(candidate.axes.items()))
-        if outer[1] % candidate.slices:
-            return f"{outer[0]}={outer[1]} cannot be split over {candidate.slices} slices or nodes"
-        for axis, number in candidate.strategy.divides.items():
-            if number % candidate.axes.get(axis, 1):
-                return f"{axis}={candidate.axes[axis]} does not divide {number}"
-        arrays = [x for x in tree_leaves(self.batch) if has_shape(x) and x.shape]
-        for x in arrays:
-            if x.shape[0] % candidate.batch_parts:
-                passes = candidate.options.get("accumulate", 1)
-                of = f" of {passes} passes" if passes > 1 else ""
-                parts = candidate.batch_parts // passes
-                return f"a batch of {x.shape[0]} does not divide by {parts} devices{of}"
+        """What the plan of a candidate says; or why it cannot be, as text."""
+        reason = _uneven_axis(candidate) or _uneven_batch(candidate, self.arrays)
+        if reason is not None:
+            return reason
         key = id(candidate.strategy.rules), candidate.mesh  # names need not differ
         if key not in self.plans:
-            self.plans[key] = self._planned(candidate, arrays)
+            self.plans[key] = self._planned(candidate)
         planned = self.plans[key]
         if isinstance(planned, str):
             return planned
         moved, seconds = 0, 0.0
         between = network_axes(candidate)
-        for sent, size in planned.sent.items():
-            if sent.is_again and not candidate.options.get("remat"):
+        for transfer, size in planned.transfers.items():
+            if transfer.is_again and not candidate.remat:
                 continue
-            size *= candidate.options.get("accumulate", 1) if sent.in_each_pass else 1
-            devices = math.prod(candidate.axes[axis] for axis in sent.axes)
-            on_wire = bytes_on_the_wire(sent.kind, size, devices)
-            seconds += link_seconds(on_wire, sent.axes, self.chip, between) or 0.0
+            if transfer.in_each_pass:
+                size *= candidate.passes
+            devices = math.prod(candidate.axes[axis] for axis in transfer.axes)
+            sent = bytes_on_the_wire(transfer.kind, size, devices)
+            seconds += link_seconds(sent, transfer.axes, self.chip, between) or 0.0
             moved += size
         return Estimate(planned.state_bytes, moved, seconds)
 
-    def _planned(self, candidate: Candidate, batch: Sequence[Any]) -> "_Planned | str":
+    def _planned(self, candidate: Candidate) -> "_Planned | str":
         try:
             planned = plan(self.state, candidate.strategy.rules, candidate.mesh)
         except TreeShardError as error:
@@ -209,14 +232,35 @@ class Estimator:
                 return str(finding)
         need = planned.bytes_per_device()
         if self.capacity is not None and need > self.capacity:
-            return (
-                f"does not fit: the state alone needs {human_bytes(need)} of"
-                f" {human_bytes(self.capacity)}"
-            )
-        return _Planned(need, _sent(planned, candidate) + _activations(planned, candidate, batch))
+            sizes = {"need": human_bytes(need), "capacity": human_bytes(self.capacity)}
+            return _REASONS["memory"].format(**sizes)
+        of_leaves = _transfers_of_leaves(planned, candidate)
+        of_activations = _transfers_of_activations(planned, candidate, self.arrays)
+        return _Planned(need, of_leaves + of_activations)
 
 
-class _Sent(NamedTuple):
+def _uneven_axis(candidate: Candidate) -> str | None:
+    outer, size = next(iter(candidate.axes.items()))
+    if size % candidate.slices:
+        return _REASONS["slices"].format(axis=outer, size=size, slices=candidate.slices)
+    for axis, number in candidate.strategy.divides.items():
+        size = candidate.axes.get(axis, 1)
+        if number % size:
+            return _REASONS["divides"].format(axis=axis, size=size, number=number)
+    return None
+
+
+def _uneven_batch(candidate: Candidate, arrays: Sequence[Any]) -> str | None:
+    devices = candidate.batch_devices
+    passes = f" of {candidate.passes} passes" if candidate.passes > 1 else ""
+    for array in arrays:
+        rows = array.shape[0]
+        if rows % (devices * candidate.passes):
+            return _REASONS["batch"].format(rows=rows, devices=devices, passes=passes)
+    return None
+
+
+class _Transfer(NamedTuple):
     """A kind of transfer: whether only a repeated forward pass has it, and whether each pass of an
     accumulation does, which gathers the weights and scatters the gradients again."""
 
@@ -230,33 +274,37 @@ class _Planned(NamedTuple):
     """The bytes of the state on the fullest device, and those of each kind of transfer."""
 
     state_bytes: int
-    sent: Counter[_Sent]
+    transfers: Counter[_Transfer]
 
 
-def _sent(planned: Plan, candidate: Candidate) -> Counter[_Sent]:
-    along = tuple(axis for axis in candidate.axes if axis in BATCH_AXES)
+def _transfers_of_leaves(planned: Plan, candidate: Candidate) -> Counter[_Transfer]:
+    batch = PartitionSpec(entry_of(tuple(axis for axis in candidate.axes if axis in BATCH_AXES)))
     gathered = planned.fsdp_axes()
-    sent: Counter[_Sent] = Counter()
-    for one in predict_communication(planned, batch=PartitionSpec(entry_of(along)), remat=True):
-        in_each_pass = one.path is not None and not gathered.isdisjoint(one.axes)
-        sent[_Sent(one.kind, one.axes, "again" in one.why, in_each_pass)] += one.total_bytes
-    return sent
+    transfers: Counter[_Transfer] = Counter()
+    for predicted in predict_communication(planned, batch=batch, remat=True):
+        in_each_pass = predicted.path is not None and not gathered.isdisjoint(predicted.axes)
+        is_again = "again" in predicted.why
+        transfer = _Transfer(predicted.kind, predicted.axes, is_again, in_each_pass)
+        transfers[transfer] += predicted.total_bytes
+    return transfers
 
 
-def _activations(planned: Plan, candidate: Candidate, batch: Sequence[Any]) -> Counter[_Sent]:
+def _transfers_of_activations(
+    planned: Plan, candidate: Candidate, arrays: Sequence[Any]
+) -> Counter[_Transfer]:
     """What tensor parallelism sends, roughly: for each weight that is split along an axis that does
     not split the batch, an all-reduce of its other dim, for each row of this device's batch."""
-    across = math.prod(candidate.axes.get(axis, 1) for axis in BATCH_AXES)
-    rows = max((_rows(x) for x in batch), default=0) // across
-    sent: Counter[_Sent] = Counter()
+    rows = max(map(_rows, arrays), default=0) // candidate.batch_devices
+    transfers: Counter[_Transfer] = Counter()
     for leaf in parameters(planned.leaves):
-        own = {axis for entry in leaf.given for axis in axes_of(entry)} - set(BATCH_AXES)
-        if own and len(leaf.shape) > 1:
-            axes = tuple(axis for axis in candidate.axes if axis in own)
-            dim = next(i for i, entry in enumerate(leaf.given) if own & set(axes_of(entry)))
-            other = math.prod(leaf.shape) // leaf.shape[dim]  # with the layers of a scan
-            sent[_Sent("all-reduce", axes)] += rows * other * leaf.dtype.itemsize
-    return sent
+        split_by = [set(axes_of(entry)) - set(BATCH_AXES) for entry in leaf.given]
+        axes = tuple(axis for axis in candidate.axes if any(axis in dim for dim in split_by))
+        if not axes or len(leaf.shape) < 2:
+            continue
+        first_split = next(dim for dim, axes_of_dim in enumerate(split_by) if axes_of_dim)
+        other = math.prod(leaf.shape) // leaf.shape[first_split]  # with the layers of a scan
+        transfers[_Transfer("all-reduce", axes)] += rows * other * leaf.dtype.itemsize
+    return transfers
 
 
 def _rows(x: Any) -> int:

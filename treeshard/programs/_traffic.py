@@ -1,7 +1,7 @@
 """Counts the bytes that the ops of a scheduled program read and write in a device's memory.
 
 The compiler's cost analysis has such a number, but takes the body of a loop once, and so one layer
-of a scan over all of them. It also counts what never leaves the chip's vector memory.
+of a scan over all of them.
 """
 
 from collections.abc import Iterable, Mapping
