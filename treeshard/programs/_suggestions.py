@@ -1,6 +1,11 @@
-"""What `suggest` found: candidates in order, with numbers or the reason why they lost."""
+"""What `suggest` found: candidates in order, with numbers or the reason why they lost.
+
+The order is by what devices send while they wait, and not by the least time: the time is from
+published peaks, the bytes are counted.
+"""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +15,17 @@ from treeshard.programs._candidates import Candidate, Estimate
 
 _HEADS = ("", "strategy", "mesh", "memory", "moved", "exposed", "least time", "by")
 _SHOWN = 10  # rows of the table
+_CLOSE = 1.05  # numbers that differ by less are equal: then the least time decides
 _MOST_SHARE = 1.5  # norms and other small work may be repeated
+_OUTCOMES = {
+    "estimated": "estimated from its plan",
+    "compiled": "compiled",
+    "repeats": "devices repeat each other's work: each does {share:.1f} x an even share of it",
+    "does not fit": "does not fit: {need} of {capacity}",
+    "temporaries": "does not fit: {need} of {capacity}, of which {part} are temporaries",
+    "state": "does not fit: {need} of {capacity}, of which the state takes {part}",
+}
+_ESTIMATE_NOTE = "estimate: from the plan alone. Its memory is without activations: a lower bound."
 
 
 @dataclass(frozen=True)
@@ -93,41 +108,18 @@ class Suggestion:
         if self.reason is not None:
             return self.reason
         if self.verdict is None:
-            return "estimated from its plan"
+            return _OUTCOMES["estimated"]
         if self.repeats:
-            return (
-                f"devices repeat each other's work: each does {self.verdict.share:.1f} x an even"
-                " share of it"
-            )
+            return _OUTCOMES["repeats"].format(share=self.verdict.share)
         if self.fits is not False:
-            return "compiled"
-        need, capacity = self.verdict.need, self.verdict.capacity or 0
-        parts = f"does not fit: {human_bytes(need)} of {human_bytes(capacity)}"
+            return _OUTCOMES["compiled"]
+        sizes = {"need": self.verdict.need, "capacity": self.verdict.capacity or 0}
+        kind = "does not fit"
         if self.verdict.temporaries is not None:
-            return f"{parts}, of which {human_bytes(self.verdict.temporaries)} are temporaries"
-        if self.estimate is not None:
-            return f"{parts}, of which the state takes {human_bytes(self.estimate.state_bytes)}"
-        return parts
-
-    def cells(self, number: int) -> tuple[str, ...]:
-        """A row of the table."""
-        known, plan = self.verdict, self.estimate
-        assert plan is not None
-        name, rest = self.candidate.strategy.name, self.candidate.described
-        if known is None:
-            need = f"> {human_bytes(plan.state_bytes)}"
-            moved, exposed, least, by = human_bytes(plan.moved_bytes), "?", "?", "estimate"
-        else:
-            capacity = "" if known.capacity is None else f" of {human_bytes(known.capacity)}"
-            need = f"{human_bytes(known.need)}{capacity}"
-            moved = _or_unknown(known.moved, human_bytes)
-            exposed = _or_unknown(known.exposed, human_bytes)
-            least, by = _or_unknown(known.seconds, lambda x: f"{1000 * x:,.1f} ms"), "compiler"
-        return (str(number), name, rest, need, moved, exposed, least, by)
-
-
-def _or_unknown(value: Any, text: Any) -> str:
-    return "unknown" if value is None else text(value)
+            kind, sizes["part"] = "temporaries", self.verdict.temporaries
+        elif self.estimate is not None:
+            kind, sizes["part"] = "state", self.estimate.state_bytes
+        return _OUTCOMES[kind].format(**{name: human_bytes(sizes[name]) for name in sizes})
 
 
 @dataclass(frozen=True)
@@ -159,101 +151,126 @@ class Suggestions:
         """The best one as code to paste."""
         if self.best is None:
             return "# nothing is left"
-        one = self.best.candidate
-        chosen = ", ".join(f"{name}={value!r}" for name, value in one.options.items())
-        mesh, dcn_axes = one.mesh_arguments
-        slow = f', dcn_axes="{dcn_axes}"' if dcn_axes else ""
-        rules = "\n".join(f"    ({p!r}, {_action(action)})," for p, action in one.strategy.rules)
-        options = f"  # with {chosen}" if chosen else ""
-        return f'mesh = ts.make_mesh("{mesh}"{slow})\nrules = [\n{rules}\n]{options}'
+        candidate = self.best.candidate
+        mesh, dcn_axes = candidate.mesh_arguments
+        arguments = f'"{mesh}"' if dcn_axes is None else f'"{mesh}", dcn_axes="{dcn_axes}"'
+        lines = [f"mesh = ts.make_mesh({arguments})", "rules = ["]
+        for pattern, action in candidate.strategy.rules:
+            lines.append(f"    ({pattern!r}, {_action_code(action)}),")
+        chosen = ", ".join(f"{name}={value!r}" for name, value in candidate.options.items())
+        lines.append(f"]  # with {chosen}" if chosen else "]")
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Everything as JSON: rows and losers with mesh, strategy, options, numbers and reason."""
-
-        def entry(row: Suggestion) -> dict[str, Any]:
-            one = row.candidate
-            return {
-                "strategy": one.strategy.name,
-                "mesh": dict(one.axes),
-                "slices": one.slices,
-                "options": dict(one.options),
-                "estimate": None if row.estimate is None else row.estimate._asdict(),
-                "compiled": None if row.verdict is None else asdict(row.verdict),
-                "fits": row.fits,
-                "outcome": row.outcome,
-            }
-
         return json.dumps(
             {
                 "target": self.target,
                 "stopped": self.stopped,
-                "rows": [entry(row) for row in self.rows],
-                "losers": [entry(row) for row in self.losers],
+                "rows": [_json_entry(row) for row in self.rows],
+                "losers": [_json_entry(row) for row in self.losers],
                 "code": self.code(),
             }
         )
 
     def __str__(self) -> str:
-        return "\n".join([f"on {self.target}", *self._table(), *self._notes(), "", self.code()])
+        lines = [f"on {self.target}", *self._table(), *self._notes(), *self._lost()]
+        return "\n".join([*lines, "", self.code()])
 
     def _table(self) -> list[str]:
         if not self.rows:
             return ["nothing is left"]
+        cells = [(str(i), *_cells(row)) for i, row in enumerate(self.rows[:_SHOWN], 1)]
+        lines = [columns([_HEADS, *cells], right=3)]
         more = len(self.rows) - _SHOWN
-        rest = [f"and {more} more, the next by their estimates"] if more > 0 else []
-        return [columns([_HEADS, *self._cells()], right=3), *rest]
-
-    def _cells(self) -> list[tuple[str, ...]]:
-        return [row.cells(i + 1) for i, row in enumerate(self.rows[:_SHOWN])]
+        if more > 0:
+            lines.append(f"and {more} more, the next by their estimates")
+        return lines
 
     def _notes(self) -> list[str]:
         lines: list[str] = []
         if any(row.verdict is None for row in self.rows):
-            lines.append(
-                "estimate: from the plan alone. Its memory is without activations: a lower bound."
-            )
+            lines.append(_ESTIMATE_NOTE)
         if self.stopped is not None:
             lines.append(f"Not everything was compiled: {self.stopped}.")
         for row in self.rows:
             if row.verdict is not None and row.verdict.findings:
                 lines.append(f"{row.candidate} does not move exactly what its plan says:")
                 lines += [f"    {finding}" for finding in row.verdict.findings]
-        if self.losers:
-            lines += ["", "lost:"]
-            reasons: dict[str, list[str]] = {}
-            for row in self.losers:
-                reasons.setdefault(row.outcome, []).append(str(row.candidate))
-            for reason, who in reasons.items():
-                more = f" and {len(who) - 3} more" if len(who) > 3 else ""
-                lines.append(f"    {'; '.join(who[:3])}{more}: {reason}")
         return lines
+
+    def _lost(self) -> list[str]:
+        """A line for each reason, with those that have it."""
+        by_reason: dict[str, list[str]] = {}
+        for row in self.losers:
+            by_reason.setdefault(row.outcome, []).append(str(row.candidate))
+        lines = ["", "lost:"] if by_reason else []
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"    {'; '.join(names[:3])}{more}: {reason}")
+        return lines
+
+
+def _cells(row: Suggestion) -> tuple[str, ...]:
+    """A row of the table, after its number."""
+    name, mesh = row.candidate.strategy.name, row.candidate.described
+    verdict, estimate = row.verdict, row.estimate
+    if verdict is None:
+        assert estimate is not None
+        least = f"> {human_bytes(estimate.state_bytes)}"
+        return name, mesh, least, human_bytes(estimate.moved_bytes), "?", "?", "estimate"
+    need = human_bytes(verdict.need)
+    if verdict.capacity is not None:
+        need = f"{need} of {human_bytes(verdict.capacity)}"
+    moved, exposed = _size(verdict.moved), _size(verdict.exposed)
+    time = "unknown" if verdict.seconds is None else f"{1000 * verdict.seconds:,.1f} ms"
+    return name, mesh, need, moved, exposed, time, "compiler"
+
+
+def _size(count: int | None) -> str:
+    return "unknown" if count is None else human_bytes(count)
+
+
+def _json_entry(row: Suggestion) -> dict[str, Any]:
+    return {
+        "strategy": row.candidate.strategy.name,
+        "mesh": dict(row.candidate.axes),
+        "slices": row.candidate.slices,
+        "options": dict(row.candidate.options),
+        "estimate": None if row.estimate is None else row.estimate._asdict(),
+        "compiled": None if row.verdict is None else asdict(row.verdict),
+        "fits": row.fits,
+        "outcome": row.outcome,
+    }
 
 
 def ranked(all_rows: Sequence[Suggestion], target: str, stopped: str | None) -> Suggestions:
     """Orders candidates: those that were compiled and fit by what they expose, then by time."""
-    left = [row for row in all_rows if not row.lost]
-    compiled = [row for row in left if row.verdict is not None]
-    waiting = [row for row in left if row.verdict is None]
-    least = min((_exposed(row) for row in compiled), default=(0.0, 0))
+    rows = [row for row in all_rows if not row.lost]
+    losers = [row for row in all_rows if row.lost]
+    compiled = [(row, row.verdict) for row in rows if row.verdict is not None]
+    estimated = [row for row in rows if row.verdict is None]
+    exposed = [_exposed(verdict) for _, verdict in compiled]
+    least_seconds, least_bytes = min(exposed, default=(0.0, 0))
 
-    def key(row: Suggestion) -> tuple[Any, ...]:
-        seconds, size = _exposed(row)
-        close = size <= 1.05 * least[1] and seconds <= 1.05 * least[0]
-        assert row.verdict is not None
-        time = row.verdict.seconds
-        return (not close, 0 if close else seconds, 0 if close else size, time or float("inf"))
+    def order(judged: tuple[Suggestion, Verdict]) -> tuple[bool, float, int, float]:
+        _, verdict = judged
+        seconds, size = _exposed(verdict)
+        time = math.inf if verdict.seconds is None else verdict.seconds
+        if seconds <= _CLOSE * least_seconds and size <= _CLOSE * least_bytes:
+            return False, 0.0, 0, time
+        return True, seconds, size, time
 
-    kept = [*sorted(compiled, key=key), *waiting]
-    losers = [row for row in all_rows if row not in kept]
-    return Suggestions(tuple(kept), tuple(losers), target, stopped)
-
-
-def _exposed(row: Suggestion) -> tuple[float, int]:
-    assert row.verdict is not None
-    seconds, size = row.verdict.exposed_seconds, row.verdict.exposed
-    return (float("inf") if seconds is None else seconds, size or 0)
+    compiled.sort(key=order)
+    best_first = (*(row for row, _ in compiled), *estimated)
+    return Suggestions(best_first, tuple(losers), target, stopped)
 
 
-def _action(action: Any) -> str:
+def _exposed(verdict: Verdict) -> tuple[float, int]:
+    seconds = verdict.exposed_seconds
+    return math.inf if seconds is None else seconds, verdict.exposed or 0
+
+
+def _action_code(action: Any) -> str:
     text = str(action)
     return f"ts.{text}" if text.startswith(("fsdp(", "shard_dim(", "replicate(")) else text
