@@ -367,7 +367,7 @@ def test_devices_that_another_process_cannot_open_are_only_estimated(
     monkeypatch.setattr("jax.process_count", lambda: processes)
     devices = [SimpleNamespace(platform=attached, device_kind="TPU v5 lite")] * 8
     monkeypatch.setattr("jax.devices", lambda: devices)
-    assert _Target(None, 8, None, None).missing == reason
+    assert _Target(None, 8, None, None).missing() == reason
 
 
 # ------------------------------------------------------------------ candidates

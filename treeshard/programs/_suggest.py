@@ -1,7 +1,10 @@
 """Finds the mesh and the strategy for a model on given devices, and says why the others lost.
 
 Each program is compiled in a process of its own. XLA ends its whole process where one of its own
-checks fails, and does not give the memory of a large compile back to the system.
+checks fails, and does not give the memory of a large compile back to the system. The process is one
+of loky: `multiprocessing` would run the user's script a second time to find its functions, or fork
+a process in which JAX has threads. cloudpickle copies functions of scripts and of notebooks by
+value, and what modules define by name.
 """
 
 import inspect
@@ -23,7 +26,13 @@ from loky import BrokenProcessPool, ProcessPoolExecutor
 
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.text import human_bytes, parse_bytes
-from treeshard._core.topologies import Chip, chip_of, parse_topology, topology_devices
+from treeshard._core.topologies import (
+    Chip,
+    Topology,
+    chip_of,
+    parse_topology,
+    topology_devices,
+)
 from treeshard.errors import DoesNotFitError, MeshError, TreeShardError, did_you_mean, listed
 from treeshard.programs._candidates import (
     BATCH_AXES,
@@ -109,60 +118,52 @@ def suggest(
         >>> found.best.mesh, found.best.fits
         ('fsdp=8', True)
     """
-    target = _Target(topology, devices, memory, chip)
-    options = _offered(make, global_batch)
+    target = _target_of(topology, devices, memory, chip)
+    offered = _offered(make, global_batch)
     fixed = {} if global_batch is None else {"global_batch": global_batch}
-    given = [one for one in strategies or () if isinstance(one, Strategy)]
-    names = [*BATCH_AXES, *(axis for one in given for axis in one.axes)]
-    alone = make_mesh(dict.fromkeys(names, 1), devices=jax.devices()[:1])
-    first = {name: values[0] for name, values in options.items()}
-    _, state, batch, *_ = _made(make, alone, [(".*", None)], {**first, **fixed})
-    chosen = _strategies(strategies, state)
+    state, batch = _shapes(make, strategies, offered, fixed)
+    estimator = Estimator(state, batch, target.chip, target.capacity)
     order: list[Suggestion] = []
     dropped: list[Suggestion] = []
-    estimator = Estimator(state, batch, target.chip, target.capacity)
-    for one in candidates(chosen, target.devices, target.slices, options):
-        known = estimator.estimate(one)
-        if isinstance(known, str):
-            dropped.append(Suggestion(one, None, None, known))
+    chosen = _strategies(strategies, state)
+    for candidate in candidates(chosen, target.devices, target.slices, offered):
+        estimate = estimator.estimate(candidate)
+        if isinstance(estimate, str):
+            dropped.append(Suggestion(candidate, None, None, estimate))
         else:
-            order.append(Suggestion(one, known, None, None))
+            order.append(Suggestion(candidate, estimate, None, None))
     order.sort(key=_by_estimate)
     model = {"scan": scan, "remat": remat, "dtype": dtype}
     end = math.inf if budget is None else time.monotonic() + budget
     compiling = _Compiling(make, target, fixed, model, end, progress)
-    return compiling.run(order, dropped, top)
+    rows, stopped = compiling.run(order, top)
+    return ranked([*rows, *dropped], str(target), stopped)
 
 
 def _by_estimate(row: Suggestion) -> tuple[float, bool, int, int]:
     assert row.estimate is not None
-    options = row.candidate.options
-    again, passes = bool(options.get("remat")), options.get("accumulate", 1)
     # Where the links are not known, the bytes decide. Rounded: on a torus, every HSDP sends as much
     # as FSDP, and then the one with the least state comes first.
     links = row.estimate.seconds or float(row.estimate.moved_bytes)
-    return float(f"{links:.3g}"), again, passes, row.estimate.state_bytes
+    candidate = row.candidate
+    return float(f"{links:.3g}"), candidate.remat, candidate.passes, row.estimate.state_bytes
 
 
+# ------------------------------------------------------------------ the devices
+
+
+@dataclass(frozen=True)
 class _Target:
     """The devices, and what is known of them."""
 
-    def __init__(
-        self, topology: str | None, devices: int | None, memory: Any, chip: Chip | None
-    ) -> None:
-        if topology is not None and devices is not None:
-            raise MeshError("suggest: give either `devices` or `topology`.")
-        self.topology = None if topology is None else parse_topology(topology)
-        if self.topology is not None:
-            self.devices, self.chip = self.topology.devices, chip or self.topology.chip
-        else:
-            attached = jax.devices()
-            self.devices = devices or len(attached)
-            self.chip = chip or chip_of(attached[0])
-        self.slices = slices_of(self.topology)
-        own = self.chip.memory if self.chip is not None else None
-        self.capacity = parse_bytes(memory) if isinstance(memory, str) else memory or own
-        self.missing = self._missing()
+    topology: Topology | None
+    devices: int
+    chip: Chip | None
+    capacity: int | None
+
+    @property
+    def slices(self) -> int:
+        return slices_of(self.topology)
 
     def mesh(self, candidate: Candidate) -> Any:
         axes, slow = candidate.mesh_arguments
@@ -170,21 +171,25 @@ class _Target:
             return make_mesh(axes, devices=jax.devices()[: self.devices])
         return make_mesh(axes, topology=str(self.topology), dcn_axes=slow)
 
-    def _missing(self) -> str | None:
+    def missing(self) -> str | None:
         """Why nothing can be compiled for these devices."""
         if self.topology is None:
-            attached = jax.devices()
-            if self.devices > len(attached):
-                return f"only {len(attached)} devices are attached"
-            if jax.process_count() > 1:
-                return "the devices belong to several processes; name them by `topology`"
-            if attached[0].platform == "tpu":  # which one process holds alone
-                return "this process holds the TPUs; name them by `topology`"
-            return None
+            return self._not_attached()
         try:
             topology_devices(str(self.topology))
         except ImportError as error:
             return str(error)
+        return None
+
+    def _not_attached(self) -> str | None:
+        attached = jax.devices()
+        if self.devices > len(attached):
+            return f"only {len(attached)} devices are attached"
+        if jax.process_count() > 1:
+            return "the devices belong to several processes; name them by `topology`"
+        # libtpu locks the chips for one process: a child could not open them.
+        if attached[0].platform == "tpu":
+            return "this process holds the TPUs; name them by `topology`"
         return None
 
     def __str__(self) -> str:
@@ -193,7 +198,30 @@ class _Target:
         return f"{self.devices} x {jax.devices()[0].device_kind}"
 
 
+def _target_of(
+    topology: str | None, devices: int | None, memory: int | str | None, chip: Chip | None
+) -> _Target:
+    if topology is not None and devices is not None:
+        raise MeshError("suggest: give either `devices` or `topology`.")
+    if topology is not None:
+        parsed = parse_topology(topology)
+        devices, chip = parsed.devices, chip or parsed.chip
+    else:
+        parsed = None
+        attached = jax.devices()
+        devices, chip = devices or len(attached), chip or chip_of(attached[0])
+    if isinstance(memory, str):
+        memory = parse_bytes(memory)
+    if memory is None and chip is not None:
+        memory = chip.memory
+    return _Target(parsed, devices, chip, memory)
+
+
+# ------------------------------------------------------------------ the user's function
+
+
 def _offered(make: Callable[..., Any], global_batch: int | None) -> dict[str, Sequence[Any]]:
+    """What the function lets vary, with the values."""
     names = inspect.signature(make).parameters
     if global_batch is not None and "global_batch" not in names:
         raise TreeShardError(
@@ -203,7 +231,24 @@ def _offered(make: Callable[..., Any], global_batch: int | None) -> dict[str, Se
     return {name: values for name, values in _OFFERED.items() if name in names}
 
 
-def _made(make: Callable[..., Any], mesh: Any, rules: Any, options: Mapping[str, Any]) -> Any:
+def _shapes(
+    make: Callable[..., Any],
+    strategies: Sequence[str | Strategy] | None,
+    offered: Mapping[str, Sequence[Any]],
+    fixed: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    """The state and the batch, from a mesh of one device that has the axes of all strategies."""
+    axes = [*BATCH_AXES]
+    for strategy in strategies or ():
+        if isinstance(strategy, Strategy):
+            axes += strategy.axes
+    mesh = make_mesh(dict.fromkeys(axes, 1), devices=jax.devices()[:1])
+    options = {name: values[0] for name, values in offered.items()}
+    _, state, batch = _call(make, mesh, [(".*", None)], {**options, **fixed})
+    return state, batch
+
+
+def _call(make: Callable[..., Any], mesh: Any, rules: Any, options: Mapping[str, Any]) -> Any:
     made = make(mesh, rules, **options)
     if not isinstance(made, tuple) or len(made) != 3 or not hasattr(made[0], "compile"):
         raise TreeShardError(
@@ -214,19 +259,38 @@ def _made(make: Callable[..., Any], mesh: Any, rules: Any, options: Mapping[str,
 
 
 def _strategies(chosen: Sequence[str | Strategy] | None, state: Any) -> list[Strategy]:
-    known = named_strategies(state)
-    found: list[Strategy] = []
-    for one in known if chosen is None else chosen:
-        if isinstance(one, str) and one not in known:
+    named = named_strategies(state)
+    strategies: list[Strategy] = []
+    for strategy in named if chosen is None else chosen:
+        if isinstance(strategy, Strategy):
+            strategies.append(strategy)
+        elif strategy in named:
+            strategies.append(named[strategy])
+        else:
             raise TreeShardError(
-                f"suggest: there is no strategy {one!r}.{did_you_mean(one, known)} The names are"
-                f" {', '.join(known)}; pass your own as Strategy(name, axes, rules)."
+                f"suggest: there is no strategy {strategy!r}.{did_you_mean(strategy, named)} The"
+                f" names are {', '.join(named)}; pass your own as Strategy(name, axes, rules)."
             )
-        found.append(known[one] if isinstance(one, str) else one)
-    return found
+    return strategies
 
 
 # ------------------------------------------------------------------ compiling
+
+_FAILED = "failed: {error}"
+_ALIKE = (
+    "not compiled: {refused} needs {beside} beside its state, and the state alone takes {state}"
+    " here"
+)
+_ENDED = (
+    "its process ended, as where the compiler fails a check of its own or the host has no memory"
+    " left"
+)
+# Other parts of a step change with the state; a quarter is left for them.
+_LIKELY_BESIDE = 0.75
+
+
+class _Stopped(Exception):
+    """Why nothing more is compiled."""
 
 
 @dataclass
@@ -239,69 +303,71 @@ class _Compiling:
     model: Mapping[str, Any]
     end: float
     progress: bool
-    # With the bytes beside their state.
-    refused: list[tuple[Suggestion, int]] = field(default_factory=list)
+    # What does not fit, with the bytes beside its state.
+    refused: list[tuple[Candidate, int]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
-    def run(
-        self, order: Sequence[Suggestion], dropped: Sequence[Suggestion], top: int
-    ) -> Suggestions:
-        rows: list[Suggestion] = []
-        stopped, fitting = self.target.missing, 0
-        for row in order:
-            if stopped is None and fitting < top:
-                if (like := self._too_large(row)) is not None:
-                    row = replace(row, reason=like)
-                else:
-                    row, stopped = self._judged(row)
-            fitting += row.fits is True and not row.lost
-            rows.append(row)
-        failed = [row for row in rows if (row.reason or "").startswith("failed")]
-        if failed and not any(row.verdict or row.reason is None for row in rows):
-            reasons = [f"{row.candidate}: {row.outcome}" for row in failed]
-            raise TreeShardError(listed("suggest: the function failed for every mesh:", reasons))
-        return ranked([*rows, *dropped], str(self.target), stopped)
+    def run(self, order: Sequence[Suggestion], top: int) -> tuple[Sequence[Suggestion], str | None]:
+        """The rows, with verdicts; and why not all were compiled that could be."""
+        rows, fitting = list(order), 0
+        stopped = self.target.missing()
+        for i, row in enumerate(order):
+            if stopped is not None or fitting >= top:
+                break
+            try:
+                rows[i] = self._judge(row)
+            except _Stopped as reason:
+                stopped = str(reason)
+            fitting += rows[i].fits is True and not rows[i].lost
+        if rows and len(self.failed) == len(rows):
+            raise TreeShardError(
+                listed("suggest: the function failed for every mesh:", self.failed)
+            )
+        return rows, stopped
 
-    def _too_large(self, row: Suggestion) -> str | None:
-        """Why a candidate needs no compiling: what was refused differs only in its state."""
-        capacity, estimate = self.target.capacity, row.estimate
-        if capacity is None or estimate is None:
-            return None
-        for refused, beside in self.refused:
-            one, other = refused.candidate, row.candidate
-            alike = one.options == other.options
-            alike &= one.axes.get("tensor") == other.axes.get("tensor")
-            # Other parts of the step change with the state; a quarter is left for them.
-            if alike and estimate.state_bytes + 0.75 * beside > capacity:
-                return (
-                    f"not compiled: {one} needs {human_bytes(beside)} beside its state, and the"
-                    f" state alone takes {human_bytes(estimate.state_bytes)} here"
-                )
-        return None
-
-    def _judged(self, row: Suggestion) -> tuple[Suggestion, str | None]:
-        """Compiles a candidate. Returns why to stop, if there is a reason."""
+    def _judge(self, row: Suggestion) -> Suggestion:
+        """Compiles a candidate, unless one like it was refused."""
+        alike = self._refused_alike(row)
+        if alike is not None:
+            return replace(row, reason=alike)
         started = time.monotonic()
-        left = self.end - started
-        if left <= 0:
-            return row, "the budget of time was over"
+        if started >= self.end:
+            raise _Stopped("the budget of time was over")
         program = _Program(self.make, self.target, row.candidate, self.fixed, self.model)
         try:
-            known = _in_child(program, left)
+            verdict = _in_child(program, self.end - started)
         except TimeoutError:
-            return row, "the budget of time was over"
+            raise _Stopped("the budget of time was over") from None
         except KeyboardInterrupt:
-            return row, "interrupted"
-        if isinstance(known, str):
-            judged = replace(row, reason=f"failed: {known}")
+            raise _Stopped("interrupted") from None
+        if isinstance(verdict, str):
+            row = replace(row, reason=_FAILED.format(error=verdict))
+            self.failed.append(f"{row.candidate}: {row.outcome}")
         else:
-            judged = replace(row, verdict=known)
+            row = replace(row, verdict=verdict)
         if self.progress:
             seconds = time.monotonic() - started
-            print(f"{row.candidate}: {judged.outcome} ({seconds:.0f} s)", file=sys.stderr)
-        if judged.fits is False and judged.verdict and judged.estimate:
-            beside = max(0, judged.verdict.need - judged.estimate.state_bytes)
-            self.refused.append((judged, beside))
-        return judged, None
+            print(f"{row.candidate}: {row.outcome} ({seconds:.0f} s)", file=sys.stderr)
+        if row.fits is False and row.verdict and row.estimate:
+            beside = max(0, row.verdict.need - row.estimate.state_bytes)
+            self.refused.append((row.candidate, beside))
+        return row
+
+    def _refused_alike(self, row: Suggestion) -> str | None:
+        """Why a candidate needs no compiling: what was refused differs only in its state."""
+        capacity, candidate = self.target.capacity, row.candidate
+        if capacity is None or row.estimate is None:
+            return None
+        state = row.estimate.state_bytes
+        for refused, beside in self.refused:
+            if refused.options != candidate.options:
+                continue
+            if refused.axes.get("tensor") != candidate.axes.get("tensor"):
+                continue
+            if state + _LIKELY_BESIDE * beside > capacity:
+                sizes = {"beside": human_bytes(beside), "state": human_bytes(state)}
+                return _ALIKE.format(refused=refused, **sizes)
+        return None
 
 
 @dataclass(frozen=True)
@@ -318,7 +384,7 @@ class _Program:
         """Compiles it, and reads what the compiler says."""
         mesh = self.target.mesh(self.candidate)
         options = {**self.candidate.options, **self.fixed}
-        step, state, batch = _made(self.make, mesh, self.candidate.strategy.rules, options)
+        step, state, batch = _call(self.make, mesh, self.candidate.strategy.rules, options)
         try:
             compiled = step.compile(state, batch)
         except DoesNotFitError as error:
@@ -326,22 +392,25 @@ class _Program:
                 raise
             return Verdict(error.need, error.capacity)
         memory, cost = compiled.memory(), compiled.cost(self.target.chip)
-        again = self.model["remat"]
-        if "remat" in self.candidate.options:
-            again = (again or True) if self.candidate.options["remat"] else False
-        compared = compiled.communication(**{**self.model, "remat": again})
+        compared = compiled.communication(**{**self.model, "remat": self._remat()})
         return Verdict(
-            memory.total,
-            self.target.capacity or memory.capacity,
-            memory.temporaries,
-            sum(row.planned_bytes for row in compared.rows),
-            sum(row.bytes for row in compared.rows),
-            cost.exposed_bytes,
-            cost.exposed_seconds,
-            cost.seconds,
-            cost.share,
-            compared.reasons,
+            need=memory.total,
+            capacity=self.target.capacity or memory.capacity,
+            temporaries=memory.temporaries,
+            planned=sum(row.planned_bytes for row in compared.rows),
+            moved=sum(row.bytes for row in compared.rows),
+            exposed=cost.exposed_bytes,
+            exposed_seconds=cost.exposed_seconds,
+            seconds=cost.seconds,
+            share=cost.share,
+            findings=compared.reasons,
         )
+
+    def _remat(self) -> bool | str:
+        """Which weights the plan expects to be gathered again."""
+        if "remat" not in self.candidate.options:
+            return self.model["remat"]
+        return self.candidate.remat and (self.model["remat"] or True)
 
 
 def _in_child(program: _Program, seconds: float) -> Verdict | str:
@@ -359,17 +428,14 @@ def _in_child(program: _Program, seconds: float) -> Verdict | str:
     try:
         with _deaf_to_ctrl_c():
             task = pool.submit(_child, copied, jax.config.values)
-        known, warned = task.result(None if math.isinf(seconds) else seconds)
+        verdict, warned = task.result(None if math.isinf(seconds) else seconds)
     except BrokenProcessPool:
-        return (
-            "its process ended, as where the compiler fails a check of its own or the host has no"
-            " memory left"
-        )
+        return _ENDED
     finally:
         pool.shutdown(kill_workers=True)
     for message, category, file, line in warned:
         warnings.warn_explicit(message, category, file, line)
-    return known
+    return verdict
 
 
 @contextmanager
@@ -388,13 +454,16 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 def _child(copied: bytes, settings: Mapping[str, Any]) -> tuple[Verdict | str, list[Any]]:
     """What the process that compiles does. Returns the verdict or why it failed, and for each
     warning its message, category, file and line."""
+    # A new interpreter has JAX's settings from the environment, not what `jax.config` was set to.
     here = jax.config.values
     for name, value in settings.items():
         if here[name] != value:
             jax.config.update(name, value)
     with warnings.catch_warnings(record=True) as warned:
         try:
-            known = pickle.loads(copied).verdict()
+            verdict = pickle.loads(copied).verdict()
         except Exception as error:  # of the user's function, or of the compiler
-            known = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return known, [(one.message, one.category, one.filename, one.lineno) for one in warned]
+            verdict = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return verdict, [
+        (warning.message, warning.category, warning.filename, warning.lineno) for warning in warned
+    ]
