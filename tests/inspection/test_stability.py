@@ -118,7 +118,7 @@ def test_keys_are_compared_too(mesh: Mesh) -> None:
 def test_leaves_that_are_not_arrays() -> None:
     assert said("adam", "sgd") == ["w: value 'adam' -> 'sgd'"]
     assert said(jax.nn.relu, jax.nn.relu) == []
-    assert said("adam", np.ones(2))[0].startswith("w: value 'adam' -> ")
+    assert said("adam", np.ones(2)) == ["w: value 'adam' -> an array"]
 
     class Odd:
         def __eq__(self, other: object) -> bool:

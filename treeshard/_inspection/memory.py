@@ -1,8 +1,13 @@
-"""Arrays with their shardings, planned or live, and the bytes that each device holds."""
+"""Arrays with their shardings, planned or live, and the bytes that each device holds.
+
+Computed from shapes and specs, and not read from devices: a plan has no arrays yet, a process sees
+only its own devices, and buffers do not tell which leaf they belong to.
+"""
 
 import math
 from collections import Counter
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +58,7 @@ class PlacedLeaf(NamedTuple):
     @property
     def takes_device_memory(self) -> bool:
         """Whether it is in device memory, rather than in the host memory of its devices."""
+        # `memory_kind` is `None` where a sharding on an abstract mesh leaves it open.
         return self.sharding is not None and self.sharding.memory_kind != "pinned_host"
 
 
@@ -95,22 +101,20 @@ def bytes_by_device(leaves: Iterable[PlacedLeaf]) -> dict[int, int]:
 
     Devices that hold nothing are included. Pinned host memory does not count.
     """
-    held: Counter[int] = Counter()
-    by_mesh: dict[AnyMesh, np.ndarray] = {}
+    by_device: Counter[int] = Counter()
+    by_mesh: dict[AnyMesh, np.ndarray] = {}  # added up at once: a mesh may have 65,536 devices
     counts = Counter((x.sharding, x.shape, x.dtype, x.takes_device_memory) for x in leaves)
     for (sharding, shape, dtype, takes_memory), count in counts.items():
-        if sharding is None:
-            continue
-        itemsize = count * dtype.itemsize * takes_memory
+        size = count * dtype.itemsize if takes_memory else 0
         if isinstance(sharding, NamedSharding):
-            part = itemsize * elements_by_device(shape, sharding.spec, sharding.mesh)
+            part = size * elements_by_device(shape, sharding.spec, sharding.mesh)
             by_mesh[sharding.mesh] = by_mesh.get(sharding.mesh, 0) + part
-        else:
-            part = itemsize * math.prod(sharding.shard_shape(shape))
-            held.update({device.id: part for device in sharding.device_set})
-    for mesh, total in by_mesh.items():
-        held.update(dict(zip(_ids(mesh), total.ravel().tolist(), strict=True)))
-    return dict(sorted(held.items()))
+        elif sharding is not None:
+            part = size * math.prod(sharding.shard_shape(shape))
+            by_device.update({device.id: part for device in sharding.device_set})
+    for mesh, sizes in by_mesh.items():
+        by_device.update(dict(zip(_ids(mesh), sizes.ravel().tolist(), strict=True)))
+    return dict(sorted(by_device.items()))
 
 
 def _ids(mesh: AnyMesh) -> list[int]:
@@ -138,7 +142,9 @@ def elements_by_device(shape: Shape, spec: PartitionSpec, mesh: AnyMesh) -> np.n
     """
     sizes = axis_sizes(mesh)
     elements = np.ones((1,) * len(sizes), np.int64)
-    for length, entry in zip(shape, (*entries(spec), *(None,) * len(shape)), strict=False):
+    for length, entry in zip_longest(shape, entries(spec)):
+        # P(("b", "a")) on "a=2,b=4" numbers the shards in 4 rows of 2. They are transposed to the 2 x 4
+        # of the mesh, where an axis that does not split the dim has length 1.
         axes = axes_of(entry)
         counts = [sizes[axis] for axis in axes]
         shard_length = -(-length // math.prod(counts))

@@ -1,4 +1,9 @@
-"""Compares trees in everything that makes a jitted function compile again."""
+"""Compares trees in everything that makes a jitted function compile again.
+
+`jax_explain_cache_misses` says why JAX traces a function again. An argument that is sharded
+otherwise compiles again without a new trace, of which it says nothing. So each fact that is part of
+the key of either cache is compared on its own, with words for a message.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import tree_structure
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.mesh import describe_mesh
+from treeshard._core.mesh import AnyMesh, describe_mesh
 from treeshard._core.paths import PyTree, pair
 from treeshard._core.specs import entries, with_entries
 from treeshard._core.text import fold
@@ -142,8 +147,15 @@ _FIXES = {
 
 # ------------------------------------------------------------------ comparing
 
-# Facts about a leaf, by kind: the value to compare, and the value in words.
-_Facts = dict[str, tuple[Any, str]]
+
+class _Fact(NamedTuple):
+    """A fact about a leaf: the value to compare, and the value in words."""
+
+    value: Any
+    words: str
+
+
+_Facts = dict[str, _Fact]
 
 
 class _Tree:
@@ -168,14 +180,19 @@ def _diff(a: _Tree, b: _Tree) -> ShardingDiff:
 
 
 def _changes(old: _Facts, new: _Facts) -> list[tuple[str, str, str]]:
-    if ("shape" in old and list(new) == ["value"]) or ("shape" in new and list(old) == ["value"]):
-        before, after = (list(facts.values())[-1][1] for facts in (old, new))
-        return [("value", before, after)]
+    """What differs, with its state before and after."""
+    both = (old, new)
+    if any("shape" in facts for facts in both) and any(list(facts) == ["value"] for facts in both):
+        return [("value", _as_value(old), _as_value(new))]
     return [
-        (what, old[what][1], new[what][1])
-        for what in old
-        if what in new and not _equal(old[what][0], new[what][0])
+        (what, fact.words, new[what].words)
+        for what, fact in old.items()
+        if what in new and not _equal(fact.value, new[what].value)
     ]
+
+
+def _as_value(facts: _Facts) -> str:
+    return facts["value"].words if "value" in facts else "an array"
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -189,44 +206,58 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _facts(leaf: Any) -> _Facts:
     if isinstance(leaf, Sharding):
-        return _where(leaf)
-    number = isinstance(leaf, bool | int | float | complex)
-    if not number and not has_shape(leaf):
-        return {"value": (leaf, repr(leaf))}
-    kind = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        facts = {} if leaf.sharding is None else _where(leaf.sharding)
-    elif isinstance(leaf, jax.Array) and leaf.committed:
-        facts = _where(leaf.sharding) | {"committed": (True, "yes")}
-    else:
-        # jit places host values as it places uncommitted arrays.
-        facts = {"sharding": (None, "one device (uncommitted)"), "committed": (False, "no")}
-    facts["shape"] = (kind.shape, str(kind.shape))
-    facts["dtype"] = (str(kind.dtype), str(kind.dtype))
-    facts["weak type"] = (kind.weak_type, "yes" if kind.weak_type else "no")
-    if number:
-        facts["value"] = (leaf, repr(leaf))
+        return _facts_of_sharding(leaf)
+    is_number = isinstance(leaf, bool | int | float | complex)
+    if not is_number and not has_shape(leaf):
+        return {"value": _Fact(leaf, repr(leaf))}
+    facts = _facts_of_place(leaf)
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    facts["shape"] = _Fact(aval.shape, str(aval.shape))
+    facts["dtype"] = _Fact(aval.dtype, str(aval.dtype))
+    facts["weak type"] = _Fact(aval.weak_type, "yes" if aval.weak_type else "no")
+    if is_number:
+        facts["value"] = _Fact(leaf, repr(leaf))
     return facts
 
 
-def _where(sharding: Sharding) -> _Facts:
-    memory: Any = sharding.memory_kind
-    facts: _Facts = {} if memory is None else {"memory kind": (memory, memory)}
-    if not isinstance(sharding, NamedSharding):
-        alone = isinstance(sharding, SingleDeviceSharding)
-        words = f"only {next(iter(sharding.device_set))}" if alone else str(sharding)
-        return {"sharding": (sharding, words)} | facts
-    # P("data", None) and P("data") are the same placement, and compile to the same program.
-    spec = with_entries(sharding.spec, entries(sharding))
-    mesh, types = sharding.mesh, tuple(map(str, sharding.mesh.axis_types))
+def _facts_of_place(leaf: Any) -> _Facts:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return {} if leaf.sharding is None else _facts_of_sharding(leaf.sharding)
+    if isinstance(leaf, jax.Array) and leaf.committed:
+        return _facts_of_sharding(leaf.sharding) | {"committed": _Fact(True, "yes")}
+    # jit places host values as it places uncommitted arrays.
+    return {
+        "sharding": _Fact(None, "one device (uncommitted)"),
+        "committed": _Fact(False, "no"),
+    }
+
+
+def _facts_of_sharding(sharding: Sharding) -> _Facts:
+    facts: _Facts = {}
+    if isinstance(sharding, NamedSharding):
+        # P("data", None) and P("data") are the same placement, and compile to the same program.
+        spec = with_entries(sharding.spec, entries(sharding))
+        facts["sharding"] = _Fact(spec, str(spec))
+        facts |= _facts_of_mesh(sharding.mesh)
+    elif isinstance(sharding, SingleDeviceSharding):
+        facts["sharding"] = _Fact(sharding, f"only {next(iter(sharding.device_set))}")
+    else:
+        facts["sharding"] = _Fact(sharding, str(sharding))
+    if sharding.memory_kind is not None:
+        facts["memory kind"] = _Fact(sharding.memory_kind, sharding.memory_kind)
+    return facts
+
+
+def _facts_of_mesh(mesh: AnyMesh) -> _Facts:
+    types = tuple(map(str, mesh.axis_types))
     facts = {
-        "sharding": (spec, str(spec)),
-        "mesh": (tuple(mesh.shape.items()), describe_mesh(mesh)),
-        "axis types": (types, ", ".join(types)),
-    } | facts
+        "mesh": _Fact(tuple(mesh.shape.items()), describe_mesh(mesh)),
+        "axis types": _Fact(types, ", ".join(types)),
+    }
     if isinstance(mesh, Mesh):
         ids = tuple(device.id for device in mesh.devices.flat)
-        facts["devices"] = (ids, ",".join(map(str, ids[:16])) + ",..." * (len(ids) > 16))
+        words = [*map(str, ids[:16]), "..."] if len(ids) > 16 else map(str, ids)
+        facts["devices"] = _Fact(ids, ",".join(words))
     return facts
 
 
