@@ -1,8 +1,12 @@
 """The 405B example: what it prints, and its figures against a calculation by hand."""
 
 import jax
+import pytest
 
 from examples import plan_405b
+
+# Half a million calls take 2 s, and 15 s with the annotations of each checked.
+pytestmark = pytest.mark.usefixtures("unchecked")
 
 
 def test_it_shows_meshes_side_by_side(capsys) -> None:

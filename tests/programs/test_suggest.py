@@ -16,9 +16,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.programs import Strategy, suggest
-from treeshard.programs._candidates import Candidate, candidates
-from treeshard.programs._suggest import _Target
+from treeshard.programs import Strategy, Suggestion, suggest
+from treeshard.programs._candidates import Candidate, Estimate, candidates
+from treeshard.programs._suggest import _Compiling, _Target
 
 S = jax.ShapeDtypeStruct
 WIDTH, ROWS = 256, 64
@@ -160,7 +160,11 @@ def test_accumulation_is_varied_where_it_is_offered() -> None:
         suggest(make, devices=8, global_batch=32)
 
 
-def test_the_answer_is_code_that_runs(capsys) -> None:
+def test_the_answer_is_code_that_runs_and_nothing_is_kept_on_disk(
+    capsys, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found = suggest(make, devices=8, memory="1GB", strategies=["HSDP"], top=1, progress=True)
     names: dict[str, Any] = {"ts": ts, "P": P}
     exec(found.code(), names)
@@ -174,6 +178,7 @@ def test_the_answer_is_code_that_runs(capsys) -> None:
     assert report["rows"][0]["fits"] is True
     assert report["rows"][0]["mesh"] == dict(found.best.candidate.axes)
     assert ": compiled (" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_the_devices_memory_is_a_lower_bound() -> None:
@@ -209,18 +214,10 @@ def test_wrong_functions_and_strategies_are_told() -> None:
         return make(mesh, rules)
 
     with pytest.raises(ts.errors.TreeShardError, match="failed: no such model"):
-        suggest(failing, devices=8, memory="1GB")
+        suggest(failing, devices=8, memory="1GB", strategies=["DP", "FSDP"])
 
 
 # ------------------------------------------------------------------ the process that compiles
-
-
-def test_nothing_is_kept_on_disk(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = suggest(make, devices=8, memory="1GB", strategies=["DP"], top=1)
-    assert found.best.fits is True
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_compiler_that_ends_its_process_loses_that_program_only() -> None:
@@ -368,6 +365,27 @@ def test_devices_that_another_process_cannot_open_are_only_estimated(
     devices = [SimpleNamespace(platform=attached, device_kind="TPU v5 lite")] * 8
     monkeypatch.setattr("jax.devices", lambda: devices)
     assert _Target(None, 8, None, None).missing() == reason
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "reason"),
+    [
+        # 8 MiB fit; what was refused needs 4 MiB beside its state, of which 3 MiB are counted.
+        (6, {}, "not compiled: HSDP on data=2,fsdp=4 needs 4.0 MiB beside its state, and the state"
+                " alone takes 6.0 MiB here"),
+        (5, {}, None),
+        (6, {"accumulate": 4}, None),
+    ],
+    ids=["more state", "less state", "smaller passes"],
+)  # fmt: skip
+def test_what_needs_more_than_one_that_was_refused_is_not_compiled(state, options, reason) -> None:
+    hsdp = Strategy("HSDP", ("data", "fsdp"), [(".*", ts.fsdp("fsdp"))])
+    target = _Target(None, 8, None, 8 * 2**20)
+    compiling = _Compiling(make, target, {}, {}, math.inf, False)
+    compiling.refused.append((Candidate(hsdp, {"data": 2, "fsdp": 4}), 4 * 2**20))
+    other = Candidate(hsdp, {"data": 4, "fsdp": 2}, options)
+    row = Suggestion(other, Estimate(state * 2**20, 0, 0.0), None, None)
+    assert compiling._refused_alike(row) == reason
 
 
 # ------------------------------------------------------------------ candidates

@@ -143,7 +143,7 @@ def elements_by_device(shape: Shape, spec: PartitionSpec, mesh: AnyMesh) -> np.n
     sizes = axis_sizes(mesh)
     elements = np.ones((1,) * len(sizes), np.int64)
     for length, entry in zip_longest(shape, entries(spec)):
-        # P(("b", "a")) on "a=2,b=4" numbers the shards in 4 rows of 2. They are transposed to the 2 x 4
+        # P(("b", "a")) on "a=2,b=4" numbers shards in 4 rows of 2. They are transposed to the 2 x 4
         # of the mesh, where an axis that does not split the dim has length 1.
         axes = axes_of(entry)
         counts = [sizes[axis] for axis in axes]
