@@ -152,14 +152,14 @@ def _axes_of(strategy: Strategy) -> Iterator[tuple[str, ...]]:
 
 
 def _factorings(names: tuple[str, ...], devices: int) -> Iterator[dict[str, int]]:
+    """Sizes of axes, each above 1, whose product is the number of devices."""
     if len(names) == 1:
         yield {names[0]: devices}
         return
-    for size in range(2, devices):
-        if devices % size == 0:
-            for rest in _factorings(names[1:], devices // size):
-                if min(rest.values()) > 1:
-                    yield {names[0]: size, **rest}
+    divisors = [size for size in range(2, devices) if devices % size == 0]
+    for sizes in product(divisors, repeat=len(names)):
+        if math.prod(sizes) == devices:
+            yield dict(zip(names, sizes, strict=True))
 
 
 # ------------------------------------------------------------------ what the plan says

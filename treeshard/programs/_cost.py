@@ -106,9 +106,9 @@ class Cost:
     def _rows(self) -> list[tuple[str, str, float | None]]:
         return [
             ("compute", _operations(self.flops), self.compute_seconds),
-            ("memory", _size(self.memory_bytes), self.memory_seconds),
-            ("collectives, hidden", _size(self.hidden_bytes), self.hidden_seconds),
-            ("collectives, exposed", _size(self.exposed_bytes), self.exposed_seconds),
+            ("memory", size_text(self.memory_bytes), self.memory_seconds),
+            ("collectives, hidden", size_text(self.hidden_bytes), self.hidden_seconds),
+            ("collectives, exposed", size_text(self.exposed_bytes), self.exposed_seconds),
         ]
 
     def __str__(self) -> str:
@@ -131,7 +131,8 @@ def _operations(count: int | None) -> str:
     return f"{count / 1000**power:,.1f} {('', 'K', 'M', 'G', 'T', 'P', 'E')[power]}FLOP"
 
 
-def _size(count: int | None) -> str:
+def size_text(count: int | None) -> str:
+    """`1.5 MiB`, or `unknown`."""
     return "unknown" if count is None else human_bytes(count)
 
 

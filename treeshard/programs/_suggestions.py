@@ -12,6 +12,7 @@ from typing import Any
 
 from treeshard._core.text import columns, human_bytes
 from treeshard.programs._candidates import Candidate, Estimate
+from treeshard.programs._cost import size_text
 
 _HEADS = ("", "strategy", "mesh", "memory", "moved", "exposed", "least time", "by")
 _SHOWN = 10  # rows of the table
@@ -222,13 +223,9 @@ def _cells(row: Suggestion) -> tuple[str, ...]:
     need = human_bytes(verdict.need)
     if verdict.capacity is not None:
         need = f"{need} of {human_bytes(verdict.capacity)}"
-    moved, exposed = _size(verdict.moved), _size(verdict.exposed)
+    moved, exposed = size_text(verdict.moved), size_text(verdict.exposed)
     time = "unknown" if verdict.seconds is None else f"{1000 * verdict.seconds:,.1f} ms"
     return name, mesh, need, moved, exposed, time, "compiler"
-
-
-def _size(count: int | None) -> str:
-    return "unknown" if count is None else human_bytes(count)
 
 
 def _json_entry(row: Suggestion) -> dict[str, Any]:
