@@ -119,6 +119,23 @@ def test_what_does_not_fit_or_cannot_be_known_is_an_error() -> None:
     dataclasses.replace(memory, capacity=2**31).assert_fits()
 
 
+def test_a_program_that_the_compiler_refuses_does_not_fit(fsdp_mesh, monkeypatch) -> None:
+    def refuse(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
+            " temporaries (64.00G) exceeds available HBM (31.25G)."
+        )
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    plan, step = _mlp(fsdp_mesh)
+    with pytest.raises(ts.errors.DoesNotFitError) as caught:
+        step.compile(plan.structs, BATCH)
+    assert str(caught.value).startswith(
+        "The step needs at least 64.00GiB per device, and cpu has 31.25GiB. Shard more"
+    )
+    assert (caught.value.need, caught.value.capacity) == (64 * 2**30, 31.25 * 2**30)
+
+
 def test_a_program_by_hand_is_compiled_too(fsdp_mesh) -> None:
     grad = ts.manual.value_and_grad(lambda w, x: jnp.mean(x @ w), "fsdp", P("fsdp"))
     plan = ts.plan(jax.ShapeDtypeStruct((256, 256), "float32"), [("", P("fsdp"))], fsdp_mesh)

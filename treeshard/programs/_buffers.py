@@ -59,7 +59,8 @@ def _array(dtype: str, shape: str, layout: str) -> Array:
     _, bits = DTYPES.get(dtype, (dtype, 0))
     elements = math.prod(_padded(_numbers(shape), layout))
     space = re.search(r"S\((\d+)\)", layout)
-    return Array(f"{dtype}[{shape}]", -(-elements * bits // 8), int(space[1]) if space else 0)
+    number = 0 if space is None else int(space[1])
+    return Array(f"{dtype}[{shape}]", -(-elements * bits // 8), number)
 
 
 def _padded(dims: list[int], layout: str) -> list[int]:
@@ -212,7 +213,9 @@ class Schedule:
         if update is None or update.opcode != "dynamic-update-slice":
             return None
         target = _behind(body, update.operands[0], ("bitcast",))
-        return target.index if target is not None and target.opcode == "parameter" else None
+        if target is None or target.opcode != "parameter":
+            return None
+        return target.index
 
     # -------------------------------------------------------------- the peak
 

@@ -211,9 +211,7 @@ class Estimator:
             return planned
         moved, seconds = 0, 0.0
         between = network_axes(candidate)
-        for transfer, size in planned.transfers.items():
-            if transfer.is_again and not candidate.remat:
-                continue
+        for transfer, size in planned.transfers[candidate.remat].items():
             if transfer.in_each_pass:
                 size *= candidate.passes
             devices = math.prod(candidate.axes[axis] for axis in transfer.axes)
@@ -234,9 +232,12 @@ class Estimator:
         if self.capacity is not None and need > self.capacity:
             sizes = {"need": human_bytes(need), "capacity": human_bytes(self.capacity)}
             return _REASONS["memory"].format(**sizes)
-        of_leaves = _transfers_of_leaves(planned, candidate)
         of_activations = _transfers_of_activations(planned, candidate, self.arrays)
-        return _Planned(need, of_leaves + of_activations)
+        transfers = {
+            remat: of_activations + _transfers_of_leaves(planned, candidate, remat)
+            for remat in (False, True)
+        }
+        return _Planned(need, transfers)
 
 
 def _uneven_axis(candidate: Candidate) -> str | None:
@@ -261,42 +262,44 @@ def _uneven_batch(candidate: Candidate, arrays: Sequence[Any]) -> str | None:
 
 
 class _Transfer(NamedTuple):
-    """A kind of transfer: whether only a repeated forward pass has it, and whether each pass of an
-    accumulation does, which gathers the weights and scatters the gradients again."""
+    """A kind of transfer, and whether each pass of an accumulation has it: each gathers the weights
+    and scatters the gradients again."""
 
     kind: str
     axes: tuple[str, ...]
-    is_again: bool = False
     in_each_pass: bool = False
 
 
 class _Planned(NamedTuple):
-    """The bytes of the state on the fullest device, and those of each kind of transfer."""
+    """The bytes of the state on the fullest device, and those of each kind of transfer: without and
+    with a repeated forward pass, which gathers weights again."""
 
     state_bytes: int
-    transfers: Counter[_Transfer]
+    transfers: Mapping[bool, Counter[_Transfer]]
 
 
-def _transfers_of_leaves(planned: Plan, candidate: Candidate) -> Counter[_Transfer]:
+def _transfers_of_leaves(state_plan: Plan, candidate: Candidate, remat: bool) -> Counter[_Transfer]:
     batch = PartitionSpec(entry_of(tuple(axis for axis in candidate.axes if axis in BATCH_AXES)))
-    gathered = planned.fsdp_axes()
+    gathered = state_plan.fsdp_axes()
     transfers: Counter[_Transfer] = Counter()
-    for predicted in predict_communication(planned, batch=batch, remat=True):
+    for predicted in predict_communication(state_plan, batch=batch, remat=remat):
         in_each_pass = predicted.path is not None and not gathered.isdisjoint(predicted.axes)
-        is_again = "again" in predicted.why
-        transfer = _Transfer(predicted.kind, predicted.axes, is_again, in_each_pass)
+        transfer = _Transfer(predicted.kind, predicted.axes, in_each_pass)
         transfers[transfer] += predicted.total_bytes
     return transfers
 
 
 def _transfers_of_activations(
-    planned: Plan, candidate: Candidate, arrays: Sequence[Any]
+    state_plan: Plan, candidate: Candidate, arrays: Sequence[Any]
 ) -> Counter[_Transfer]:
     """What tensor parallelism sends, roughly: for each weight that is split along an axis that does
     not split the batch, an all-reduce of its other dim, for each row of this device's batch."""
+    # Of a pair of weights, the product with one that is split by rows is a partial sum on each
+    # device; the gradient of the input is, for one that is split by columns. So each has one
+    # all-reduce in a step (Shoeybi et al. 2019, arXiv:1909.08053, figure 4).
     rows = max(map(_rows, arrays), default=0) // candidate.batch_devices
     transfers: Counter[_Transfer] = Counter()
-    for leaf in parameters(planned.leaves):
+    for leaf in parameters(state_plan.leaves):
         split_by = [set(axes_of(entry)) - set(BATCH_AXES) for entry in leaf.given]
         axes = tuple(axis for axis in candidate.axes if any(axis in dim for dim in split_by))
         if not axes or len(leaf.shape) < 2:
@@ -308,8 +311,9 @@ def _transfers_of_activations(
 
 
 def _rows(x: Any) -> int:
-    """The rows of a batch: tokens, or all dims but the last of floats."""
-    return math.prod(x.shape if x.dtype.kind in "iu" else x.shape[:-1])
+    """The rows of a batch: `int32[8,1024]` has 8,192 tokens, `float32[8,256,768]` 2,048 patches."""
+    dims = x.shape if x.dtype.kind in "iu" else x.shape[:-1]
+    return math.prod(dims)
 
 
 def network_axes(candidate: Candidate) -> set[str]:

@@ -1,4 +1,8 @@
-"""A step that is compiled and not yet run, and what its program tells."""
+"""A step that is compiled and not yet run, and what its program tells.
+
+Only TPUs' compiler refuses a program that does not fit. That of GPUs compiles it, and the first
+call fails; so what it says of its memory is compared with the data sheet here.
+"""
 
 import re
 from collections.abc import Sequence
@@ -20,6 +24,8 @@ from treeshard.errors import DoesNotFitError
 from treeshard.programs._cost import Cost, cost_of
 from treeshard.programs._memory import Memory, memory_of
 
+# RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries
+# (64.00G) exceeds available HBM (31.25G).
 _REFUSED = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
 
 
@@ -111,13 +117,16 @@ def compile_step(
     try:
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        if (sizes := _REFUSED.search(str(error))) is None:
+        sizes = _REFUSED.search(str(error))
+        if sizes is None:
             raise
+        need, available = (f"{size}iB" for size in sizes.groups())
         raise DoesNotFitError(
-            f"The step needs {sizes[1]} bytes per device, and {device.device_kind} has {sizes[2]}."
+            f"The step needs at least {need} per device, and {device.device_kind} has {available}."
             " Shard more of the state, split the batch further, or repeat the forward pass for the"
             " gradients (`jax.checkpoint`).",
-            *(parse_bytes(f"{size}iB") for size in sizes.groups()),
+            parse_bytes(need),
+            parse_bytes(available),
         ) from error
     step = CompiledStep(plan, batch_specs, batch, compiled, jaxpr)
     if device.platform == "gpu" and not is_attached(device):

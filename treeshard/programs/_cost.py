@@ -7,7 +7,7 @@ the ops are counted here, and only peaks that are published turn counts into tim
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr
@@ -234,8 +234,13 @@ def link_seconds(
 
 def _network_axes(mesh: Mesh) -> set[str]:
     """The axes that run over the network: between slices of TPUs, or nodes of GPUs."""
+    numbers = np.vectorize(_slice_or_node)(mesh.devices)
+    return axes_that_change(numbers, mesh.axis_names)
+
+
+def _slice_or_node(device: Any) -> int:
     # GPUs do not tell their node: a process stands for it. Where TPUs have one slice, JAX may leave
     # out `slice_index`.
-    is_gpu = mesh.devices.flat[0].platform == "gpu"
-    number = np.vectorize(lambda x: x.process_index if is_gpu else getattr(x, "slice_index", 0))
-    return axes_that_change(number(mesh.devices), mesh.axis_names)
+    if device.platform == "gpu":
+        return device.process_index
+    return getattr(device, "slice_index", 0)

@@ -12,6 +12,7 @@ import math
 import pickle
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -260,8 +261,10 @@ def _call(make: Callable[..., Any], mesh: Any, rules: Any, options: Mapping[str,
 
 def _strategies(chosen: Sequence[str | Strategy] | None, state: Any) -> list[Strategy]:
     named = named_strategies(state)
+    if chosen is None:
+        return list(named.values())
     strategies: list[Strategy] = []
-    for strategy in named if chosen is None else chosen:
+    for strategy in chosen:
         if isinstance(strategy, Strategy):
             strategies.append(strategy)
         elif strategy in named:
@@ -428,7 +431,8 @@ def _in_child(program: _Program, seconds: float) -> Verdict | str:
     try:
         with _deaf_to_ctrl_c():
             task = pool.submit(_child, copied, jax.config.values)
-        verdict, warned = task.result(None if math.isinf(seconds) else seconds)
+        # Python waits for no longer than `TIMEOUT_MAX`, some 300 years.
+        verdict, warned = task.result(min(seconds, threading.TIMEOUT_MAX))
     except BrokenProcessPool:
         return _ENDED
     finally:

@@ -264,8 +264,8 @@ def ranked(all_rows: Sequence[Suggestion], target: str, stopped: str | None) -> 
 
 
 def _exposed(verdict: Verdict) -> tuple[float, int]:
-    seconds = verdict.exposed_seconds
-    return math.inf if seconds is None else seconds, verdict.exposed or 0
+    seconds = math.inf if verdict.exposed_seconds is None else verdict.exposed_seconds
+    return seconds, verdict.exposed or 0
 
 
 def _action_code(action: Any) -> str:
