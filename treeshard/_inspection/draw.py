@@ -80,6 +80,7 @@ def draw(x: Any, to: str | Path | None = None) -> None:
     if is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
         shown += ["", _parts(leaves[0])]
     if path is None:
+        # In a notebook, rich displays HTML. Emoji would turn `:key:` in a path into a picture.
         Console(emoji=False).print(Group(*shown))
         return
     shown += ["", _device_chart(leaves)]
@@ -88,7 +89,8 @@ def draw(x: Any, to: str | Path | None = None) -> None:
 
 # ------------------------------------------------------------------ the tree
 
-# Lines are in rich's markup, `[#d95f02]16[/]`.
+# Lines are in rich's markup, `[#d95f02]16[/]`. A bracket opens a tag only before a letter, `#`, `/`
+# or `@`: that of `float32[8,4]` is text. Names may have any brackets, and are escaped.
 
 
 def _tree(leaves: list[PlacedLeaf]) -> Any:
@@ -262,6 +264,7 @@ def as_svg(shown: Any) -> str:
     from rich.console import Console
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
+    # Without a terminal, rich would break lines after 80 characters.
     width = Console(width=10_000, file=io.StringIO()).measure(shown).maximum
     console = Console(width=width, file=io.StringIO(), record=True, emoji=False)
     console.print(shown)
