@@ -322,7 +322,7 @@ def test_the_text_of_a_table(fsdp_mesh) -> None:
     text = to_text(packed.table.with_checksums({"w": crc32(bytes(range(8)))}))
     assert text == (
         "{\n"
-        '"treeshard_leaves": 2,\n'
+        '"treeshard_leaves": 3,\n'
         '"meshes": [[["fsdp", 8]]],\n'
         '"leaves": [\n'
         '  {"path": "none", "kind": "none", "crc": 0},\n'
@@ -366,7 +366,7 @@ EMPTY, KEY, NONE, QUARTER, STEP, TEXT, W = range(7)
 @pytest.mark.parametrize(
     ("row", "change", "message"),
     [
-        (None, {"treeshard_leaves": 3}, "The table of leaves is of version 3, and this treeshard"),
+        (None, {"treeshard_leaves": 2}, "The table of leaves is of version 2, and this treeshard"),
         (None, {"meshes": [3]}, "The table of leaves is not one of treeshard's: "),
         (None, {"leaves": [3]}, "The table of leaves is not one of treeshard's: leaves[0]: "),
         (W, {"kind": "tensor"}, "leaves[6]: "),

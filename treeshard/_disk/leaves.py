@@ -38,8 +38,6 @@ class SavedLeaf(NamedTuple):
         impl: The PRNG implementation of keys, such as `threefry2x32`.
         value: A Python scalar, a string or bytes, as text.
         crc: The CRC-32 of its bytes, or of `value`; `None` if it was saved without fingerprints.
-        same_as: The path of an earlier leaf that was the same array when saved, and is stored for
-            both; `None` for most leaves.
     """
 
     path: str
@@ -51,12 +49,11 @@ class SavedLeaf(NamedTuple):
     impl: str | None = None
     value: str | None = None
     crc: int | None = None
-    same_as: str | None = None
 
     @property
     def key(self) -> str:
         """Its key in the array store."""
-        return store_key(self.path if self.same_as is None else self.same_as)
+        return store_key(self.path)
 
     @property
     def stored_shape(self) -> Shape:
@@ -65,10 +62,7 @@ class SavedLeaf(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of an array in memory, 0 if an earlier leaf is the same array; for other
-        kinds, the length of the value's text."""
-        if self.same_as is not None:
-            return 0
+        """The bytes of an array in memory; for other kinds, the length of the value's text."""
         if self.kind == "array":
             return math.prod(self.shape) * parse_dtype(self.dtype).itemsize
         if self.kind == "key":
@@ -209,7 +203,7 @@ class Contents:
 
     def __str__(self) -> str:
         rows = [("path", "leaf", "spec", "bytes")]
-        items = ((x.path, (*x[1:5], x.value, x.same_as), x) for x in self.leaves)
+        items = ((x.path, (*x[1:5], x.value), x) for x in self.leaves)
         for path, alike in fold(items):
             size = human_bytes(sum(leaf.bytes for leaf in alike))
             rows.append(
@@ -227,8 +221,7 @@ class Contents:
 def describe_leaf(leaf: SavedLeaf) -> str:
     """A leaf's type, and its value if it is not an array."""
     if leaf.dtype:
-        same = "" if leaf.same_as is None else f", the same array as {leaf.same_as}"
-        return f"{array_text(leaf)}{same}"
+        return array_text(leaf)
     if leaf.value is None:
         return "None"
     is_number = leaf.kind in ("bool", "int")  # whose text is the number

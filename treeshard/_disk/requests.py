@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten, tree_leaves
 
-from treeshard._core.arrays import array_text, has_shape, ties
+from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree, pair
@@ -200,12 +200,6 @@ class Request(NamedTuple):
             for i, leaf in self.to_read().items()
             if leaf.type.dtype
         )
-
-    def ties(self, like: PyTree) -> dict[str, str]:
-        """The leaves to read that are one array in `like`: the name of the first, by theirs."""
-        by_index = {} if isinstance(like, Plan) else ties(self.leaves)
-        read = self.to_read()
-        return {read[i].name: read[j].name for i, j in by_index.items() if i in read and j in read}
 
     def tree(self, values: Iterable[tuple[int, Any]]) -> PyTree:
         """The like-tree with the values that were read, given with their leaf indices."""

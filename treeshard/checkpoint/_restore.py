@@ -1,7 +1,6 @@
 """Restores a tree from a checkpoint: all processes agree, then each reads its shards."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 from zlib import crc32
@@ -19,8 +18,6 @@ from treeshard._core.text import parse_dtype
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, is_none, kind_of, raise_damages
 from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, read_request
-from treeshard._placement.gather import gather
-from treeshard._placement.moves import shard_from_full
 from treeshard._planning.rules import Rules
 from treeshard.checkpoint._array_store import ArrayStore
 from treeshard.checkpoint._checksums import checksum, checksum_of_blocks, of_registers, registers
@@ -88,15 +85,13 @@ def restore(
         progress: Whether to show a progress bar with a step per array (needs `tqdm`).
 
     Returns:
-        The tree. Its arrays share memory with nothing else. Leaves that were one array when saved
-        are one again, unless they are requested with several shardings or dtypes.
+        The tree. Its arrays share memory with nothing else, nor with each other.
 
     Raises:
         CheckpointError: If there is no checkpoint at `path`: it says what is there instead.
         DamagedError: If the checkpoint is not as saved: the leaves are listed.
         MismatchError: If leaves are missing, not requested, or of another kind, shape or dtype
-            than requested; if they have a 64-bit dtype and JAX's x64 mode is off; if several that
-            differ are one array in `like`. All are listed.
+            than requested; if they have a 64-bit dtype and JAX's x64 mode is off. All are listed.
         FormatError: If another version of treeshard wrote the checkpoint; if `cast` is not a
             floating-point dtype.
         ShardingRuleError: If the rules do not decide every leaf, or decide a spec that does not
@@ -127,19 +122,18 @@ def restore(
         placing = Placing(rules, mesh, min_size)
         request = read_request(types, like, placing, cast=cast, names=_paths_of, where=WHERE)
         request.differences.check(str(checkpoint), partial=partial)
-        tied = request.ties(like)
         facts["the path"] = str(checkpoint)
         facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
         facts |= request.facts()
     try:
         arrays = _read_together(
-            checkpoint, request, rows, tied, verify=verify, among=among, progress=progress
+            checkpoint, request, rows, verify=verify, among=among, progress=progress
         )
     except CheckpointError:
         if checkpoint.exists():
             raise
         raise gone(checkpoint) from None
-    return request.tree(_leaves(request, rows, tied, arrays))
+    return request.tree(_leaves(request, rows, arrays))
 
 
 def table_at(path: epath.Path) -> LeafTable:
@@ -174,40 +168,19 @@ def _paths_of(tree: PyTree) -> dict[int, str]:
 
 
 def _leaves(
-    request: Request, rows: Mapping[str, SavedLeaf], tied: Mapping[str, str], arrays: dict[str, Any]
+    request: Request, rows: Mapping[str, SavedLeaf], arrays: dict[str, Any]
 ) -> Iterator[tuple[int, Any]]:
     """The requested leaves with their indices. Takes each array out of `arrays`."""
-    to_read = request.to_read()
-    key_of = {x.name: rows[tied.get(x.name, x.name)].key for x in to_read.values()}
-    uses = Counter(key_of.values())
-    made: dict[str, tuple[Any, Any, Sharding | None]] = {}
-    for i, requested in to_read.items():
-        row, key = rows[requested.name], key_of[requested.name]
-        if key in made:
-            leaf, *like = made[key]
-            if like != [requested.type, requested.sharding]:
-                leaf = _moved(leaf, requested)
-            yield i, leaf
-            continue
-        stored = arrays.pop(key) if row.stored else None
+    for i, requested in request.to_read().items():
+        row = rows[requested.name]
+        stored = arrays.pop(row.key) if row.stored else None
         if row.kind == "key" and stored is None and requested.sharding is not None:
             empty = np.zeros(row.stored_shape, np.uint32)
             stored = jax.make_array_from_callback(
                 empty.shape, requested.sharding, empty.__getitem__, dtype=empty.dtype
             )
         leaf = unpack(row, stored)
-        leaf = _as_requested(leaf, requested) if row.kind == "array" else leaf
-        if uses[key] > 1 and row.stored:
-            made[key] = leaf, requested.type, requested.sharding
-        yield i, leaf
-
-
-def _moved(leaf: Any, requested: RequestedLeaf) -> Any:
-    """An array that was read for an earlier leaf, as another leaf requests it."""
-    full = gather(leaf)
-    if requested.type.on_devices:
-        [full] = shard_from_full([full], [requested.sharding or _default_sharding()])
-    return _as_requested(full, requested) if requested.type.kind == "array" else full
+        yield i, _as_requested(leaf, requested) if row.kind == "array" else leaf
 
 
 def _as_requested(x: Any, requested: RequestedLeaf) -> Any:
@@ -238,23 +211,15 @@ def _read_together(
     path: epath.Path,
     request: Request,
     rows: Mapping[str, SavedLeaf],
-    tied: Mapping[str, str],
     *,
     verify: bool,
     among: Sequence[int] | None,
     progress: bool,
 ) -> dict[str, Any]:
     """Reads the stored arrays of a request, by key; all processes do, or all raise."""
-    pairs: dict[str, tuple[SavedLeaf, RequestedLeaf]] = {}
-    for leaf in request.to_read().values():
-        pairs.setdefault(rows[leaf.name].key, (rows[leaf.name], leaf))
+    pairs = {rows[x.name].key: (rows[x.name], x) for x in request.to_read().values()}
     structs = {key: _struct(row, leaf) for key, (row, leaf) in pairs.items() if row.stored}
-    compared = {rows[path].key for pair in tied.items() for path in pair}
-    verified = [
-        pairs[key][0]
-        for key in structs
-        if (verify and pairs[key][0].crc is not None) or key in compared
-    ]
+    verified = [pairs[key][0] for key in structs if verify and pairs[key][0].crc is not None]
     with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
         arrays, errors = ArrayStore(path).read(structs, progress=WHERE if progress else "")
         data = [] if errors else [arrays[row.key] for row in verified]
@@ -266,15 +231,6 @@ def _read_together(
     damages = {row.path: _damage(row, crc) for row, crc in zip(verified, crcs, strict=True)}
     damages |= {verified[i].path: why for i, why in differing.items()}
     raise_damages(path, {leaf: why for leaf, why in damages.items() if why})
-    crc_of = {row.key: crc for row, crc in zip(verified, crcs, strict=True)}
-    facts = [
-        f"{leaf}: `like` has one array for it and {first}, and {path} has two that differ. Restore"
-        " into a tree with two arrays, and decide which to keep."
-        for leaf, first in tied.items()
-        if crc_of[rows[leaf].key] != crc_of[rows[first].key]
-    ]
-    if facts:
-        raise MismatchError(f"{WHERE}: {listed(f'{len(facts)} arrays are not one:', facts)}")
     return arrays
 
 

@@ -131,7 +131,7 @@ def _table(packed: Packed, timeout: float, on_divergence: str) -> LeafTable:
     """The table with checksums, which are computed while the arrays are written."""
     arrays = list(packed.arrays.values())
     crcs, differing = checksums(arrays, WHERE, timeout, replicas=True)
-    names = [row.path for row in packed.table.leaves if row.stored and row.same_as is None]
+    names = [row.path for row in packed.table.leaves if row.stored]
     if differing:
         _tell({names[i]: why for i, why in differing.items()}, on_divergence)
     return packed.table.with_checksums(dict(zip(packed.arrays, crcs, strict=True)))
@@ -241,5 +241,4 @@ def _fact(row: SavedLeaf) -> str:
     """What must be the same on all processes."""
     if not row.dtype:
         return f"{row.kind} {row.value}"
-    same = "" if row.same_as is None else f", the same array as {row.same_as}"
-    return f"{array_text(row)} as {row.spec}, {row.impl or row.stored}{same}"
+    return f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import data_of, has_shape, is_key, map_shards, second_handle, ties
+from treeshard._core.arrays import data_of, has_shape, is_key, map_shards, second_handle
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.spec_trees import Misfit
@@ -68,13 +68,10 @@ def pack(tree: PyTree, where: str = "save") -> Packed:
     _check_unicode(named, where)
     rows: list[SavedLeaf] = []
     arrays: dict[str, jax.Array | np.ndarray] = {}
-    tied = ties(leaves)
-    for i, (path, x) in enumerate(named):
+    for path, x in named:
         if (row := _row(path, x)) is not None:
-            if i in tied:
-                row = row._replace(same_as=named[tied[i]][0])
             rows.append(row)
-            if row.stored and i not in tied:
+            if row.stored:
                 arrays[row.key] = _as_stored(x)
     return Packed(LeafTable(_meshes(leaves), tuple(rows)), arrays)
 
@@ -170,7 +167,7 @@ def _viewed_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
 
 # ------------------------------------------------------------------ as JSON
 
-VERSION = 2  # 1 had no ties
+VERSION = 3
 
 # The fields of a row, by the kind of its leaf.
 _VALUE = ("path", "kind", "value", "crc")
@@ -190,9 +187,7 @@ def to_text(table: LeafTable) -> str:
     programs may reformat the JSON.
     """
     rows = [
-        {name: getattr(row, name) for name in _FIELDS.get(row.kind, _VALUE)}
-        | ({} if row.same_as is None else {"same_as": row.same_as})
-        for row in table.leaves
+        {name: getattr(row, name) for name in _FIELDS.get(row.kind, _VALUE)} for row in table.leaves
     ]
     meshes = [list(map(list, axes.items())) for axes in table.meshes]
     crc = _crc({"treeshard_leaves": VERSION, "meshes": meshes, "leaves": rows})
@@ -223,15 +218,14 @@ def from_text(text: str) -> LeafTable:
         raise DamagedError("The table of leaves has no version or no checksum.")
     if crc != raw["crc"]:
         raise DamagedError(f"The table of leaves has the CRC-32 {crc}, and not {raw['crc']!r}.")
-    if raw["treeshard_leaves"] not in (1, VERSION):
+    if raw["treeshard_leaves"] != VERSION:
         raise FormatError(
             f"The table of leaves is of version {raw['treeshard_leaves']!r}, and this treeshard"
-            f" reads versions 1 to {VERSION}. Read it with the treeshard that wrote it."
+            f" reads version {VERSION}. Read it with the treeshard that wrote it."
         )
     try:
         meshes = tuple(dict(axes) for axes in raw["meshes"])
         leaves = tuple(_row_of(row, f"leaves[{i}]") for i, row in enumerate(raw["leaves"]))
-        _check_ties(leaves)
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"The table of leaves is not one of treeshard's: {error}") from None
     return LeafTable(meshes, leaves)
@@ -243,7 +237,7 @@ def _row_of(raw: Any, where: str) -> SavedLeaf:
         row = SavedLeaf(**{**raw, "shape": tuple(raw.get("shape", ()))})
         texts = [x for x in (row.path, row.dtype, row.spec, row.value) if x is not None]
         valid = row.path is not None and all(isinstance(x, str) for x in texts)
-        valid &= raw.keys() - {"same_as"} == set(_FIELDS.get(row.kind, _VALUE))
+        valid &= raw.keys() == set(_FIELDS.get(row.kind, _VALUE))
         if row.kind in ("array", "key"):
             valid &= (row.kind == "key") == (row.impl is not None) and _has_valid_array(row)
         elif row.kind != "none":
@@ -253,15 +247,6 @@ def _row_of(raw: Any, where: str) -> SavedLeaf:
     if not valid:
         raise FormatError(f"{where}: {json.dumps(raw)[:200]}")
     return row
-
-
-def _check_ties(leaves: Iterable[SavedLeaf]) -> None:
-    first: dict[str | None, SavedLeaf] = {}
-    for i, row in enumerate(leaves):
-        if row.same_as is None:
-            first[row.path] = row
-        elif row[1:4] != first.get(row.same_as, row)[1:4] or row.same_as not in first:
-            raise FormatError(f"leaves[{i}]: {row.path} is not the same array as {row.same_as}.")
 
 
 def _has_valid_array(row: SavedLeaf) -> bool:
