@@ -1,4 +1,4 @@
-"""Arrays in a few files: Orbax reads them, each is read alone, and earlier checkpoints too."""
+"""Arrays in a few files: Orbax reads them, and each is read alone."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,6 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 import tensorstore
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -116,14 +115,6 @@ def test_a_damaged_index_is_named_for_each_leaf(saved: Path, tmp_path: Path) -> 
         verify(tmp_path / "x")
 
 
-@pytest.mark.parametrize("compress", [False, True])
-def test_each_array_in_its_own_files(compress, mesh, tmp_path: Path) -> None:
-    save(tmp_path / "x", state(mesh), ocdbt=False, compress=compress)
-    names = {path.name for path in (tmp_path / "x" / "state").iterdir() if path.is_dir()}
-    assert names == {"w", "half", "whole", "one", "own", "large"}
-    assert_same(restore(tmp_path / "x", state(mesh)), state(mesh))
-
-
 def test_many_leaves_are_in_a_few_files(mesh, tmp_path: Path) -> None:
     values = {f"layers/{i}": np.full((8, 2), i, np.float32) for i in range(1000)}
     tree = ts.shard(values, P("fsdp"), mesh)
@@ -132,35 +123,57 @@ def test_many_leaves_are_in_a_few_files(mesh, tmp_path: Path) -> None:
     assert_same(restore(tmp_path / "x", tree), tree)
 
 
-def test_checkpoints_of_0_2_are_restored(tmp_path: Path, mesh) -> None:
-    """`saved_by_0_2.zip` has what treeshard 0.2.0 saved, with and without `ocdbt`."""
-    shutil.unpack_archive(Path(__file__).with_name("saved_by_0_2.zip"), tmp_path)
-    for way in ("few", "each"):
-        path = tmp_path / way
-        verify(path)
-        assert str(inspect(path)).endswith("Saved on fsdp=8.")
-        like = jax.ShapeDtypeStruct((16, 8), "float32", sharding=NamedSharding(mesh, P("data")))
-        w = restore(path, {"w": like}, partial=True)["w"]
-        assert w.sharding == like.sharding
-        assert (np.asarray(w) == np.arange(128).reshape(16, 8)).all()
-        found = restore(path)
-        assert np.asarray(found["half"]).tolist() == list(range(16))
-        assert np.asarray(found["int2"]).astype(int).tolist() == [-2, -1, 0, 1] * 2
-        assert found["own"].tolist() == [0, 1 << 40, 2 << 40]
-        assert jax.random.key_data(found["key"]).tolist() == [0, 3]
-        rest = {"step": 7, "lr": 0.1, "name": "run", "none": None, "bytes": b"\x00\xff"}
-        assert {name: found[name] for name in rest} == rest
-        assert found["empty"].shape == (0, 4)
+@pytest.mark.parametrize("in_flight", [1, 600, 2**26])
+def test_verify_reads_large_arrays_by_their_chunks(tmp_path, monkeypatch, mesh, in_flight) -> None:
+    w = np.arange(8 * 5 * 16, dtype=np.float32).reshape(8, 5, 16)
+    monkeypatch.setattr(_array_store, "_SMALL", 1)
+    save(tmp_path / "x", {"w": ts.shard(w, P("data", None, "fsdp"), mesh)})
+    (leaf,) = inspect(tmp_path / "x").leaves
+    assert leaf.chunk == (4, 5, 4)
+    monkeypatch.setattr(_array_store, "_IN_FLIGHT", in_flight)
+    read: list[tuple[int, ...]] = []
+    blocks = _array_store.ArrayStore.blocks
 
+    def recorded(*args):
+        for region, block in blocks(*args):
+            read.append(block.shape)
+            yield region, block
 
-@pytest.mark.parametrize("small", [1, 40, 100, 400, 2**20])
-def test_verify_reads_several_small_chunks_at_a_time(tmp_path, monkeypatch, small) -> None:
-    w = np.arange(7 * 5 * 9, dtype=np.float32).reshape(7, 5, 9)
-    save(tmp_path / "x", {"w": w}, ocdbt=False)
-    grid = {"name": "regular", "configuration": {"chunk_shape": [2, 3, 2]}}
-    store = {"driver": "file", "path": f"{tmp_path}/x/state/w/"}
-    spec = {"driver": "zarr3", "kvstore": store, "metadata": {"chunk_grid": grid}}
-    how = {"create": True, "delete_existing": True, "dtype": "float32", "shape": w.shape}
-    tensorstore.open(spec, **how).result().write(w).result()
-    monkeypatch.setattr(_array_store, "_SMALL", small)
+    monkeypatch.setattr(_array_store.ArrayStore, "blocks", recorded)
     verify(tmp_path / "x")
+    assert read == ([(8, 5, 16)] if in_flight > w.nbytes else [(4, 5, 4)] * 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        pytest.param(
+            {"shape": (64, 16)}, "stored as float32[64, 16], expected float32[32, 32].", id="shape"
+        ),
+        pytest.param(
+            {"dtype": "int32"}, "stored as int32[32, 32], expected float32[32, 32].", id="dtype"
+        ),
+        pytest.param(
+            {"chunk_shape": [32, 1]},
+            "stored in chunks of [32, 1], expected chunks of [32, 32].",
+            id="chunks",
+        ),
+    ],
+)
+def test_an_array_that_is_not_as_the_table_says_is_not_read(
+    changed, message, saved: Path, mesh, tmp_path: Path
+) -> None:
+    """Another program has replaced the array."""
+    shutil.copytree(saved, tmp_path / "x")
+    about = {"shape": (32, 32), "dtype": "float32", "chunk_shape": [32, 32]} | changed
+    grid = {"name": "regular", "configuration": {"chunk_shape": about.pop("chunk_shape")}}
+    database = {"driver": "ocdbt", "base": f"file://{tmp_path}/x/state/", "path": "w/"}
+    spec = {"driver": "zarr3", "kvstore": database, "metadata": {"chunk_grid": grid}}
+    how = {"create": True, "delete_existing": True}
+    tensorstore.open(spec, **how, **about).result().write(
+        np.ones(about["shape"], about["dtype"])
+    ).result()
+    for read in (verify, restore, lambda path: restore(path, state(mesh))):
+        with pytest.raises(ts.DamagedError) as told:
+            read(tmp_path / "x")
+        assert str(told.value) == f"{tmp_path}/x: w: it cannot be read: {message}"

@@ -121,17 +121,6 @@ def test_a_tree_without_arrays_is_restored(tmp_path: Path) -> None:
     verify(tmp_path / "y")
 
 
-@pytest.mark.parametrize("options", [{"ocdbt": False}, {"compress": True}], ids=str)
-def test_storage_options_do_not_change_the_result(
-    options: dict[str, bool], saved, tmp_path: Path
-) -> None:
-    tree = saved[1]
-    save(tmp_path / "x", tree, **options)
-    assert_same(restore(tmp_path / "x", tree), tree)
-    names = {path.name for path in (tmp_path / "x" / "state").iterdir()}
-    assert ("a%2Eb.c%20d%25" in names) == (options == {"ocdbt": False})
-
-
 def test_it_works_inside_a_running_event_loop_as_in_notebooks(saved, tmp_path: Path) -> None:
     async def cell() -> Any:
         save(tmp_path / "x", saved[1])
@@ -142,7 +131,7 @@ def test_it_works_inside_a_running_event_loop_as_in_notebooks(saved, tmp_path: P
 
 def test_orbax_logs_nothing(saved, tmp_path: Path, capfd, caplog) -> None:
     with caplog.at_level(logging.DEBUG):
-        save(tmp_path / "x", saved[1], ocdbt=False)
+        save(tmp_path / "x", saved[1])
         restore(tmp_path / "x", saved[1])
         verify(tmp_path / "x")
     assert capfd.readouterr() == ("", "")

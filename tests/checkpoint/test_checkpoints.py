@@ -74,7 +74,7 @@ def test_a_state_may_be_donated_while_it_is_written(tmp_path: Path) -> None:
 
 def test_restore_options_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = ts.make_mesh("fsdp=8")
-    with Checkpoints(tmp_path, compress=True, ocdbt=False, fingerprints=False) as checkpoints:
+    with Checkpoints(tmp_path, fingerprints=False) as checkpoints:
         checkpoints.save(1, state_at(1))
         like = {"w": jax.ShapeDtypeStruct((8, 4), "float16")}
         options = {"rules": [("w", P("fsdp"))], "mesh": mesh, "cast": "float16", "partial": True}

@@ -62,7 +62,7 @@ def a_system_with_proc() -> None:
         pytest.skip("the names of open files are read from /proc")
 
 
-@pytest.mark.parametrize("options", [{}, {"ocdbt": False}, {"fingerprints": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"fingerprints": False}], ids=str)
 def test_a_checkpoint_is_flushed_before_it_gets_its_name(options, mesh, tmp_path: Path) -> None:
     tree = {"small": np.ones(3), "w": ts.shard(np.ones((512, 1024)), P("fsdp"), mesh), "n": 7}
     path = tmp_path / "new" / "inner" / "x"

@@ -3,7 +3,6 @@
 import enum
 import json
 import re
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 from zlib import crc32
@@ -24,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._disk.leaves import Contents, kind_of, store_key
+from treeshard._disk.leaves import kind_of, store_key
 from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._table import from_text, pack, to_text, unpack
 
@@ -36,9 +35,9 @@ def round_trip(tree: Any) -> dict[str, Any]:
     table = packed.table.with_checksums(dict(zip(packed.arrays, found, strict=True)))
     read = from_text(to_text(table))
     assert read == table
-    stored = {row.key: (row.stored_shape, row.stored) for row in read.leaves if row.stored}
-    assert stored == {key: (x.shape, str(x.dtype)) for key, x in packed.arrays.items()}
-    return {row.path: unpack(row, packed.arrays.get(row.key)) for row in read.leaves}
+    stored = {row.path: (row.stored_shape, row.stored) for row in read.leaves if row.stored}
+    assert stored == {path: (x.shape, str(x.dtype)) for path, x in packed.arrays.items()}
+    return {row.path: unpack(row, packed.arrays.get(row.path)) for row in read.leaves}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -212,9 +211,7 @@ def test_every_leaf_has_a_size_in_bytes() -> None:
         ("a.b/c d", "a%2Eb.c%20d"),
         ("../../etc/passwd", "%2E%2E.%2E%2E.etc.passwd"),
         ("", "%"),
-        ("_METADATA", "%_METADATA"),
-        ("array_metadatas", "%array_metadatas"),
-        ("%_METADATA", "%25_METADATA"),
+        ("%.", "%25%2E"),
         ("a//b", "a..b"),
         ("/", "%."),
         ("//", "%.."),
@@ -227,10 +224,10 @@ def test_store_keys(path, key) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sets(st.text("ab./%_~é\\ ", max_size=6) | st.text(max_size=300), max_size=8))
-def test_store_keys_are_valid_file_names_and_unique(paths) -> None:
+def test_store_keys_are_plain_and_unique(paths) -> None:
     keys = [store_key(path) for path in paths]
     assert len(set(keys)) == len(paths)
-    assert all(re.fullmatch(r"[A-Za-z0-9_.~%-]{1,200}", key) for key in keys)
+    assert all(re.fullmatch(r"[A-Za-z0-9_.~%-]+", key) for key in keys)
     assert not {".", ".."} & set(keys)
 
 
@@ -257,9 +254,9 @@ def test_unsupported_leaves_are_listed_at_once() -> None:
         "record": np.zeros(2, [("x", "f4")]),
     }
     with pytest.raises(ts.TreeShardError) as told:
-        pack(tree, "save /runs/7")
+        pack(tree)
     lines = str(told.value).splitlines()
-    assert lines[0] == "save /runs/7: 7 leaves cannot be moved, and none was:"
+    assert lines[0] == "save: 7 leaves cannot be moved, and none was:"
     assert [line.split(":")[0].strip() for line in lines[1:]] == sorted(tree.keys() - {"none"})
     assert "objects: object[2]: JAX does not support this dtype. Use `.astype`, or `.tol" in str(
         told.value
@@ -328,7 +325,7 @@ def test_the_text_of_a_table(fsdp_mesh) -> None:
         '  {"path": "none", "kind": "none", "crc": 0},\n'
         '  {"path": "step", "kind": "int", "value": "3", "crc": 1842515611},\n'
         '  {"path": "w", "kind": "array", "shape": [8], "dtype": "uint8",'
-        ' "spec": "P(\'fsdp\',)", "stored": "uint8", "crc": 2292869279}\n'
+        ' "spec": "P(\'fsdp\',)", "stored": "uint8", "chunk": [8], "crc": 2292869279}\n'
         "],\n"
         f'"crc": {values_crc(text)}\n'
         "}\n"
@@ -369,13 +366,9 @@ EMPTY, KEY, NONE, QUARTER, STEP, TEXT, W = range(7)
         (None, {"treeshard_leaves": 2}, "The table of leaves is of version 2, and this treeshard"),
         (None, {"meshes": [3]}, "The table of leaves is not one of treeshard's: "),
         (None, {"leaves": [3]}, "The table of leaves is not one of treeshard's: leaves[0]: "),
-        (W, {"kind": "tensor"}, "leaves[6]: "),
-        (W, {"path": 3}, 'leaves[6]: {"path": 3, '),
-        (W, {"unknown": 3}, "leaves[6]: SavedLeaf.__new__() got an unexpected keyword argument"),
-        (W, {"shape": [8, -4]}, 'leaves[6]: {"path": "w", '),
-        (W, {"shape": [2**40, 2**40]}, 'leaves[6]: {"path": "w", '),
+        (W, {"kind": "tensor"}, "leaves[6]: its fields are path, kind, shape, dtype, spec, "),
+        (W, {"unknown": 3}, "leaves[6]: its fields are path, kind, shape, dtype, spec, stored, "),
         (W, {"dtype": "flaot32"}, "leaves[6]: 'flaot32' is not a dtype."),
-        (W, {"stored": "uint8"}, 'leaves[6]: {"path": "w", '),
         (KEY, {"impl": "mine"}, "leaves[1]: this JAX has no PRNG implementation 'mine'."),
         (STEP, {"value": "x"}, "leaves[4]: value is 'x', which is not of kind int."),
     ],
@@ -399,7 +392,6 @@ def test_a_table_of_another_program_is_refused(row, change, message, mesh) -> No
         (lambda text: text.replace("hello", "hallo"), "The table of leaves has the CRC-32 "),
         (lambda text: "[]", "The table of leaves has no version or no checksum."),
         (lambda text: '{"treeshard_leaves": 1}', "has no version or no checksum."),
-        (lambda text: text.replace("hello", "\ud800"), "The table of leaves is not valid JSON: "),
         (
             lambda text: text.replace('"crc": 0', '"crc": NaN'),
             "The table of leaves has the CRC-32 ",
@@ -418,18 +410,12 @@ def test_a_damaged_table_is_an_error(damage, message, mesh) -> None:
     assert message in str(told.value)
 
 
-def test_tables_nested_to_any_depth() -> None:
-    for depth in range(600, 1200):  # at some it can be read and not written
-        with pytest.raises(ts.DamagedError, match="The table of leaves "):
-            from_text(f'{{"treeshard_leaves": {"[" * depth}{"]" * depth}, "crc": 0}}')
-
-
 def test_damage_is_never_silent(mesh, unchecked) -> None:
     """Thousands of tables with a few wrong characters: an error, or the same table."""
     text = a_table(mesh)
     table = from_text(text)
     rng = np.random.default_rng(0)
-    characters = [*'0123456789-+.eE"[]{},: \\\n', "\x00", "é", "\ud800"]
+    characters = [*'0123456789-+.eE"[]{},: \\\n', "\x00", "é"]
     kinds = {"error": 0, "the same": 0}
     for _ in range(4000):
         damaged = list(text)
@@ -450,58 +436,3 @@ def test_damage_is_never_silent(mesh, unchecked) -> None:
         except ts.DamagedError:
             kinds["error"] += 1
     assert kinds["error"] > 3900
-
-
-ODD = [None, True, 0, -1, 3, 2**31, 2**63, 10**400, 1.5, "", "x", "P('fsdp')", "float32", [], {}]
-ODD += ["key", "array", "none", "int", "uint8", [0], [2**62], [0, 2**61], [1] * 70, ["fsdp", 8]]
-ODD += ["../..", "P(" * 500, "9" * 4400, "0x" + "f" * 5000, [[["fsdp", 4]]], {"path": 1}, "\x00"]
-ODD += ["\ud800", float("nan")]
-
-
-def places(raw: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inside = raw.items() if isinstance(raw, dict) else enumerate(raw if type(raw) is list else ())
-    return [at, *[place for key, x in inside for place in places(x, (*at, key))]]
-
-
-def test_tables_of_other_programs_are_read_or_refused(mesh, unchecked) -> None:
-    """Thousands of odd values, with valid checksums: a typed error, or a usable table."""
-    text = a_table(mesh)
-    everywhere = [place for place in places(json.loads(text)) if place and place != ("crc",)]
-    rng = np.random.default_rng(0)
-    kinds = {"refused": 0, "read": 0}
-    for i in range(4000):
-        raw = json.loads(text)
-        *way, last = everywhere[i % len(everywhere)]
-        inside = raw
-        for key in way:
-            inside = inside[key]
-        inside[last] = ODD[rng.integers(len(ODD))]
-        kinds[outcome(with_checksum(raw))] += 1
-    assert min(kinds.values()) > 300, kinds
-
-
-def outcome(text: str) -> str:
-    try:
-        table = from_text(text)
-    except (ts.FormatError, ts.DamagedError):
-        return "refused"
-    assert from_text(to_text(table)) == table
-    str(Contents("", table.leaves, table.meshes))
-    for row in table.leaves:
-        assert row.key
-        if row.stored is None:
-            unpack(row, None)
-    return "read"
-
-
-@pytest.mark.parametrize("shape", [[0, 2**60], [2**30, 0, 2**30], [2**31, 2**29], [2**70], [0]])
-def test_reading_a_table_allocates_nothing_of_the_sizes_in_it(shape, mesh) -> None:
-    raw = json.loads(a_table(mesh))
-    for row in (EMPTY, W, KEY):
-        raw["leaves"][row]["shape"] = shape
-    tracemalloc.start()
-    try:
-        outcome(with_checksum(raw))
-        assert tracemalloc.get_traced_memory()[1] < 2**20
-    finally:
-        tracemalloc.stop()

@@ -416,7 +416,7 @@ def test_only_checkpoints_need_tensorstore(run, weights) -> None:
     code, out, err = ended(start(run.parent, "-c", NO_TENSORSTORE, *fine, *needs))
     assert (code, out.splitlines()[-1]) == (0, "[0, 0, 0, 2, 2]"), err
     line = (
-        "treeshard: error: treeshard.checkpoint needs TensorStore, etils and zstandard. Install"
+        "treeshard: error: treeshard.checkpoint needs TensorStore and etils. Install"
         " them with `pip install 'treeshard[checkpoint]'`."
     )
     assert err.splitlines() == [line] * 2

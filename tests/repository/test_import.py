@@ -10,7 +10,7 @@ import pytest
 from surface import SUBMODULES
 
 HEAVY = ["chex", "equinox", "flax", "matplotlib", "optax", "rich", "tensorstore", "tqdm"]
-HEAVY += ["loky", "zstandard"]
+HEAVY += ["loky"]
 
 
 def run(code: str) -> str:
@@ -55,7 +55,7 @@ def test_without_tensorstore_checkpoints_say_how_to_get_it() -> None:
         "except ImportError as error: print(error)"
     )
     install = "Install them with `pip install 'treeshard[checkpoint]'`."
-    assert said == f"treeshard.checkpoint needs TensorStore, etils and zstandard. {install}"
+    assert said == f"treeshard.checkpoint needs TensorStore and etils. {install}"
 
 
 def test_an_unknown_name_says_what_is_near() -> None:

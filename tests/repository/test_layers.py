@@ -40,7 +40,6 @@ OWNERS: Mapping[str, str] = {
     "loky": "programs._suggest",
     "safetensors": "interchange",
     "tensorstore": "checkpoint",
-    "zstandard": "checkpoint",
 }
 # Packages that a module loads on first use, since most callers do not need them: `*` is any.
 LAZY: Mapping[str, set[str]] = {

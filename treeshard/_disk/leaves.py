@@ -1,7 +1,6 @@
 """Stored leaves: their description, Python values as text, and reports about them."""
 
 import base64
-import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -35,6 +34,8 @@ class SavedLeaf(NamedTuple):
         dtype: The name of its dtype, `key<fry>` for keys; empty for other kinds.
         spec: How it was sharded when saved, such as `P('fsdp', None)`; `None` without a mesh.
         stored: The dtype of its values in the array store; `None` if it has no values there.
+        chunk: The shape of the chunks in which they are stored: of a shard when it was saved, or
+            of the array. `None` if it has no values there.
         impl: The PRNG implementation of keys, such as `threefry2x32`.
         value: A Python scalar, a string or bytes, as text.
         crc: The CRC-32 of its bytes, or of `value`; `None` if it was saved without fingerprints.
@@ -46,6 +47,7 @@ class SavedLeaf(NamedTuple):
     dtype: str = ""
     spec: str | None = None
     stored: str | None = None
+    chunk: Shape | None = None
     impl: str | None = None
     value: str | None = None
     crc: int | None = None
@@ -88,17 +90,15 @@ def stored_dtype(dtype: str) -> str:
 
 
 def store_key(path: str) -> str:
-    """The key of a leaf in the array store: `layers/0/w` becomes `layers.0.w`, safe as a file name.
+    """The key of a leaf in the array store: `layers/0/w` becomes `layers.0.w`.
 
     Different paths have different keys.
     """
     parts = [quote(part, safe="").replace(".", "%2E") for part in path.split("/")]
     key = ".".join(parts)
-    if len(key) > 200:  # file names are limited to 255 bytes
-        return f"{key[:120]}%{hashlib.sha256(path.encode()).hexdigest()}"
-    # Names reserved by folders and by the store get a leading `%`, which no other key has.
-    reserved = not key.strip(".") or key.startswith("_") or key == "array_metadatas"
-    return f"%{key}" if reserved else key
+    # In a key, `/` begins the name of a part of the array, and `.` and `..` may mean folders. No
+    # other key begins with a bare `%`.
+    return key if key.strip(".") else f"%{key}"
 
 
 @lru_cache
@@ -129,8 +129,8 @@ def value_of(kind: str, text: str) -> Any:
     try:
         return _SCALARS[kind][2](text)
     except (ValueError, KeyError, TypeError, OverflowError):
-        short = text if len(text) <= 40 else f"{text[:40]}..."
-        raise FormatError(f"value is {short!r}, which is not of kind {kind}.") from None
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise FormatError(f"value is {shown!r}, which is not of kind {kind}.") from None
 
 
 def empty_value(kind: str) -> Any:
@@ -143,7 +143,6 @@ def _complex_of(text: str) -> complex:
     return complex(float.fromhex(real), float.fromhex(imag))
 
 
-_decoded = partial(base64.b64decode, validate=True)
 _SCALARS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "bool": (bool, str, {"True": True, "False": False}.__getitem__),
     # Python limits the digits of decimal text.

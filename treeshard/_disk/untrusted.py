@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 from jax.sharding import Sharding
@@ -22,11 +22,6 @@ from treeshard.errors import CheckpointError, FormatError
 MOST_BYTES = 2**26
 # Of JSON: brackets and commas, each of which becomes an object or an entry in memory.
 MOST_ITEMS = 2_000_000
-
-# Bytes of a file or value that must fit the array that it belongs to.
-LARGE = 2**20
-# Of the metadata of all arrays, or of one.
-_MOST_METADATA = {"manifest.ocdbt": MOST_BYTES, "zarr.json": 2**20}
 
 _KINDS = [
     ("a directory", stat.S_ISDIR),
@@ -89,58 +84,7 @@ def _at_most(most: int) -> str:
     return f"At most {human_bytes(most)} are read."
 
 
-# ------------------------------------------------------------------ sizes
-
-
-class FileSizes(NamedTuple):
-    """The sizes of all files in a directory: together, without holes, and of large files by path.
-
-    Some file systems do not say where files have holes.
-    """
-
-    total: int
-    on_disk: int
-    large: dict[str, int]
-
-
-def file_sizes(directory: str | os.PathLike[str]) -> FileSizes:
-    """The sizes of all files in a directory. Links to directories are not followed.
-
-    Raises `CheckpointError` for what is neither a regular file nor a directory, nor a link to a
-    file, and for metadata that is too large.
-    """
-    total = on_disk = 0
-    large: dict[str, int] = {}
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                inner = file_sizes(entry.path)
-                total, on_disk = total + inner.total, on_disk + inner.on_disk
-                large |= {f"{entry.name}/{path}": size for path, size in inner.large.items()}
-            elif _is_file(entry):
-                found = entry.stat()
-                size = found.st_size
-                total += size
-                on_disk += min(size, 512 * found.st_blocks or size)
-                check_metadata(entry.path, size)
-                if size > LARGE:
-                    large[entry.name] = size
-            else:
-                raise CheckpointError(f"{entry.path} is neither a regular file nor a directory.")
-    return FileSizes(total, on_disk, large)
-
-
-def check_metadata(path: str, size: int) -> None:
-    """Raises `CheckpointError` if a file or value has the name of metadata, and is too large."""
-    if size > _MOST_METADATA.get(path.rpartition("/")[2], size):
-        raise CheckpointError(f"{path} has {human_bytes(size)} of metadata.")
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:  # of a link to itself
-        return False
+# ------------------------------------------------------------------ memory
 
 
 def check_memory(

@@ -17,10 +17,9 @@ Examples:
 try:
     import etils.epath  # noqa: F401
     import tensorstore  # noqa: F401
-    import zstandard  # noqa: F401
 except ModuleNotFoundError:
     raise ImportError(
-        "treeshard.checkpoint needs TensorStore, etils and zstandard. Install them with"
+        "treeshard.checkpoint needs TensorStore and etils. Install them with"
         " `pip install 'treeshard[checkpoint]'`."
     ) from None
 
@@ -49,8 +48,6 @@ def save(
     tree: PyTree,
     *,
     fingerprints: bool = True,
-    compress: bool = False,
-    ocdbt: bool = True,
     on_divergence: str = "error",
     timeout: float = TIMEOUT,
     progress: bool = False,
@@ -71,9 +68,6 @@ def save(
             as a numpy array, must be equal on all processes; process 0 saves its copy.
         fingerprints: Whether to save a checksum of every array, so that damage is detected, and
             to compare all replicas of each shard.
-        compress: Whether to compress arrays with zstd. Weights hardly shrink,
-            and it is slow.
-        ocdbt: Whether to store all arrays in a few files, instead of each in its own.
         on_divergence: What to do if replicas of an array, or the processes' copies of one, differ
             in a bit: `"error"` raises a `CheckpointError` that names the leaves; `"warn"` saves
             the first replica of each shard, and the copy of process 0.
@@ -93,7 +87,7 @@ def save(
         ImportError: If `progress` is set and `tqdm` is not installed.
 
     Warns:
-        ShardingWarning: If an array is in the tree at several paths: it is stored at each.
+        ShardingWarning: With `on_divergence="warn"`, if replicas differ.
 
     Examples:
         >>> w = shard(np.ones((256, 64), np.float32), P("fsdp"), make_mesh("fsdp=8"))
@@ -110,8 +104,6 @@ def save(
         checkpoint_path(path),
         tree,
         fingerprints=fingerprints,
-        compress=compress,
-        ocdbt=ocdbt,
         on_divergence=on_divergence,
         timeout=timeout,
     )

@@ -1,8 +1,12 @@
-"""The array store of a checkpoint: zarr arrays, in a few files (OCDBT) or each in its own.
+"""The array store of a checkpoint: zarr arrays in an OCDBT database, by TensorStore.
 
-TensorStore writes and reads them, as Orbax does, and Orbax can read them. The files may come from
-anybody: before memory is taken for an array, what the store declares is compared with what is
-expected of it, and the index of few files is limited before TensorStore reads it.
+A file per shard would make a million files of 20,000 leaves on 64 devices. A database has a few
+files and one index. Processes that write to one database wait for each other, so each writes its
+own, and `merge` then makes one index for the files of all; it copies no array. Orbax stores arrays
+in the same way, and reads these.
+
+The files are trusted, as Orbax and TensorStore trust them. What is compared before an array is read
+is whether it is the one that the table of leaves describes.
 """
 
 import json
@@ -10,8 +14,7 @@ import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby, islice
-from pathlib import Path
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import jax
@@ -22,317 +25,355 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from treeshard._core.arrays import Region, lengths, own_shards, regions_here, to_host, to_read
 from treeshard._core.processes import with_bar
-from treeshard._core.text import human_bytes
-from treeshard._disk.untrusted import LARGE, check_memory, file_sizes
-from treeshard.checkpoint._ocdbt import MANIFEST, Index
+from treeshard._disk.leaves import Shape, store_key
+from treeshard._disk.untrusted import check_memory
 from treeshard.checkpoint._paths import ARRAYS, is_local
-from treeshard.errors import CheckpointError, DamagedError, FormatError, short
+from treeshard.errors import CheckpointError, short
 
 Arrays = Mapping[str, jax.Array | np.ndarray]
 
 _SMALL = 2**20  # bytes
-_NODES = "cache_pool#nodes"  # caches the nodes of the index
-# Nodes are not compressed: the values in them are compressed, or would hardly shrink.
-_NEW = {"config": {"max_inline_value_bytes": 1024, "compression": None}}
-
-
-def _store(path: epath.Path, key: str, in_few_files: bool, process: int | None = None) -> Any:
-    """TensorStore's name of an array; of one that a process writes, until all are merged."""
-    if not in_few_files:
-        return _folder(path, key)
-    folder = _folder(path, "" if process is None else f"ocdbt.process_{process}")
-    return {"driver": "ocdbt", "base": folder, "path": key and f"{key}/", "cache_pool": _NODES}
+_NODES = "cache_pool#nodes"  # TensorStore's name of the cache for the nodes of the index
+_NEW_DATABASE = {
+    # Values up to this size are in the nodes of the index, and need no further read.
+    "max_inline_value_bytes": 1024,
+    # TensorStore's default is zstd. Most of what is in the nodes are small arrays of weights, which
+    # hardly shrink.
+    "compression": None,
+}
 
 
 def _context() -> Any:
-    # Files are flushed later, by `flush_tree`.
+    # `file_io_sync` would flush each file when it is written. `flush_tree` does that at the end.
     return tensorstore.Context({_NODES: {"total_bytes_limit": 10**8}, "file_io_sync": False})
 
 
-def _in_one_piece(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether a process that holds all shards writes and reads them as one."""
+def _database(path: epath.Path, process: int | None = None) -> dict[str, Any]:
+    """TensorStore's name of the database, or of that of a process, until all are merged."""
+    name = "" if process is None else f"ocdbt.process_{process}/"
+    folder: Any = f"{path / ARRAYS}/{name}"
+    if is_local(path):
+        # As text it would be a URL, in which `%` and `?` have a meaning.
+        folder = {"driver": "file", "path": folder}
+    return {"driver": "ocdbt", "base": folder, "cache_pool": _NODES}
+
+
+def _of_leaf(database: dict[str, Any], leaf: str) -> dict[str, Any]:
+    return {**database, "path": f"{store_key(leaf)}/"}
+
+
+def written_by(path: epath.Path, process: int) -> epath.Path:
+    """The directory in which a process writes."""
+    return path / ARRAYS / f"ocdbt.process_{process}"
+
+
+# ------------------------------------------------------------------ the parts of an array
+
+
+class StoredArray(NamedTuple):
+    """An array as the table of leaves describes it, and where to read it to.
+
+    `sharding` is `None` for a numpy array in host memory.
+    """
+
+    shape: Shape
+    dtype: np.dtype
+    chunk: Shape
+    sharding: Sharding | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def chunk_shape(x: jax.Array | np.ndarray) -> Shape:
+    """The shape of the chunks in which an array is stored: its shards, unless it is small."""
+    if not isinstance(x, jax.Array) or _is_one_part(x):
+        return x.shape
+    return x.sharding.shard_shape(x.shape)
+
+
+def _is_one_part(x: jax.Array | StoredArray) -> bool:
+    """Whether this process writes and reads an array as one part, however it is sharded."""
     if x.sharding is None:
         return True
-    return x.sharding.is_fully_addressable and x.size * x.dtype.itemsize < _SMALL
+    return x.sharding.is_fully_addressable and x.nbytes < _SMALL
 
 
-def _folder(path: epath.Path, name: str) -> Any:
-    folder = f"{path / ARRAYS}/{name and f'{name}/'}"
-    return {"driver": "file", "path": folder} if is_local(path) else folder
+def _full(shape: Shape) -> Region:
+    return tuple((0, length) for length in shape)
 
 
-def written_by(path: epath.Path, process: int, *, in_few_files: bool) -> epath.Path:
-    """The directory in which a process writes."""
-    return path / ARRAYS / f"ocdbt.process_{process}" if in_few_files else path / ARRAYS
+def _index(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in region)
 
 
 # ------------------------------------------------------------------ writing
 
-
 _BEING_WRITTEN = 2**27  # bytes of large arrays that are being written at a time
+
+Parts = list[tuple[Region, np.ndarray]]
 
 
 class Copy(NamedTuple):
-    """What this process stores of an array, in host memory: the first replicas of shards.
+    """What this process stores of an array, in host memory: the first replicas of its shards."""
 
-    Of numpy arrays, process 0 stores one part.
-    """
-
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: np.dtype
-    chunk: tuple[int, ...]
-    parts: list[tuple[Region, np.ndarray]]
+    chunk: Shape
+    parts: Parts
 
 
 def copies(arrays: Arrays) -> dict[str, Copy]:
-    """Copies of what this process stores, so that the arrays may change."""
+    """Copies of what this process stores, by leaf path, so that the arrays may change."""
     large = {
-        key: list(own_shards(x))
-        for key, x in arrays.items()
-        if isinstance(x, jax.Array) and not _in_one_piece(x)
+        leaf: list(own_shards(x))
+        for leaf, x in arrays.items()
+        if isinstance(x, jax.Array) and not _is_one_part(x)
     }
-    for shard in (shard for shards in large.values() for shard in shards):
-        shard.data.copy_to_host_async()
+    # All transfers from devices begin before the first is waited for.
+    for shards in large.values():
+        for shard in shards:
+            shard.data.copy_to_host_async()
     known: Any = {}
     copied: dict[str, Copy] = {}
-    for key, x in arrays.items():
-        shape, chunk, full = x.shape, x.shape, tuple((0, length) for length in x.shape)
-        if not isinstance(x, jax.Array):
-            parts = [(full, np.array(x))] if jax.process_index() == 0 else []
-        elif key in large:
-            regions, chunk = regions_here(x.sharding, shape), x.sharding.shard_shape(shape)
-            as_numpy = np.array if to_read(x) is x else np.asarray  # `asarray` may give a view
-            parts = [(regions[shard.device], as_numpy(shard.data)) for shard in large.pop(key)]
+    for leaf, x in arrays.items():
+        if leaf in large:
+            parts = _copied_shards(x, large.pop(leaf))
+        elif isinstance(x, jax.Array):
+            parts = [(_full(x.shape), to_host(x, known))]
         else:
-            parts = [(full, to_host(x, known))]
-        copied[key] = Copy(shape, np.dtype(x.dtype), chunk, parts)
+            parts = _copy_of_process_0(x)
+        copied[leaf] = Copy(x.shape, np.dtype(x.dtype), chunk_shape(x), parts)
     return copied
 
 
-def write_arrays(
-    path: epath.Path, copied: Mapping[str, Copy], *, compress: bool, in_few_files: bool
-) -> None:
-    """Writes what this process stores, and frees it. If in few files, `merge` makes it visible."""
-    me = jax.process_index()
-    transaction = tensorstore.Transaction()
+def _copied_shards(x: Any, shards: list[Any]) -> Parts:
+    # On the host, `np.asarray` of a shard is a view of memory that a donation gives away.
+    as_numpy = np.array if to_read(x) is x else np.asarray
+    regions = regions_here(x.sharding, x.shape)
+    return [(regions[shard.device], as_numpy(shard.data)) for shard in shards]
+
+
+def _copy_of_process_0(x: Any) -> Parts:
+    """Each process has a numpy array of its own, and process 0 stores it for all."""
+    if jax.process_index() != 0:
+        return []
+    return [(_full(x.shape), np.array(x))]
+
+
+def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> None:
+    """Writes what this process stores, and frees it. `merge` makes it visible."""
     context = _context()
-
-    def begin(key: str, x: Copy, how: dict[str, Any]) -> Any:
-        codecs: list[Any] = [{"name": "bytes", "configuration": {"endian": "little"}}]
-        chunk = x.chunk
-        if compress:
-            codecs.append({"name": "zstd", "configuration": {"level": 3}})
-            chunk = _compressed_chunk(chunk, x.dtype.itemsize)
-        about = {"shape": x.shape, "data_type": str(x.dtype), "codecs": codecs}
-        about["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": chunk}}
-        store = _store(path, key, in_few_files, me) | (_NEW if in_few_files else {})
-        spec = {"driver": "zarr3", "kvstore": store, "metadata": about}
-        spec["store_data_equal_to_fill_value"] = True
-        return tensorstore.open(spec, context=context, **how)
-
-    # A transaction makes many small writes one, and holds them in memory until it is committed.
-    together = {"transaction": transaction} if in_few_files else {}
-    created = {k: begin(k, x, {"create": True} | together) for k, x in copied.items() if me == 0}
-    at_end: list[Any] = []  # without references to them, writes would end
-    waiting: deque[tuple[int, Any]] = deque()
-    held = 0
-    try:
-        for key, x in copied.items():
-            is_small = in_few_files and sum(data.nbytes for _, data in x.parts) < _SMALL
-            how = {"open": True, "assume_metadata": True} | (together if is_small else {})
-            store = created[key] if is_small and created else begin(key, x, how)
+    # The writes of a transaction are one, and are held in memory until it is committed.
+    transaction = tensorstore.Transaction()
+    create = {"create": True, "transaction": transaction}
+    add = {"open": True, "assume_metadata": True}  # which process 0 writes
+    created: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        created = {leaf: _begin(path, leaf, x, context, create) for leaf, x in copied.items()}
+    small: list[Any] = []
+    with _LargeWrites() as large:
+        for leaf, x in copied.items():
+            if sum(data.nbytes for _, data in x.parts) < _SMALL:
+                store = created.get(leaf)
+                if store is None:
+                    store = _begin(path, leaf, x, context, add | {"transaction": transaction})
+                small += [_write(store, region, data) for region, data in x.parts]
+                continue
+            store = _begin(path, leaf, x, context, add)
             while x.parts:
                 region, data = x.parts.pop()
-                part = store.result()[_index(region)]
-                write = part.write(data, can_reference_source_data_indefinitely=True)
-                if is_small:
-                    at_end.append(write)
-                    continue
-                waiting.append((data.nbytes, write))
-                held += data.nbytes
-                while held > _BEING_WRITTEN:
-                    held -= waiting[0][0]
-                    waiting[0][1].result()
-                    waiting.popleft()
-        for write in [*created.values(), *(write.copy for write in at_end)]:
+                large.add(data.nbytes, _write(store, region, data))
+        for store in created.values():
+            store.result()
+        for write in small:
+            write.copy.result()
+        transaction.commit_async().result()
+
+
+def _begin(path: epath.Path, leaf: str, x: Copy, context: Any, how: dict[str, Any]) -> Any:
+    """Begins to create an array, or to open one that another process creates."""
+    database = {**_database(path, jax.process_index()), "config": _NEW_DATABASE}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": _of_leaf(database, leaf),
+        "metadata": {
+            "shape": x.shape,
+            "data_type": str(x.dtype),
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": x.chunk}},
+        },
+        # By default a chunk of zeros is left out, and looks like one that was lost.
+        "store_data_equal_to_fill_value": True,
+    }
+    return tensorstore.open(spec, context=context, **how)
+
+
+def _write(store: Any, region: Region, data: np.ndarray) -> Any:
+    part = store.result()[_index(region)]
+    # By default TensorStore copies `data` first.
+    return part.write(data, can_reference_source_data_indefinitely=True)
+
+
+class _LargeWrites:
+    """Writes in progress, of about `_BEING_WRITTEN` bytes. None outlives the `with` block.
+
+    A write that nothing refers to is cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._writes: deque[tuple[int, Any]] = deque()
+        self._bytes = 0
+
+    def add(self, size: int, write: Any) -> None:
+        """Waits for the earliest writes if there are too many."""
+        self._writes.append((size, write))
+        self._bytes += size
+        while self._bytes > _BEING_WRITTEN:
+            size, write = self._writes.popleft()
+            self._bytes -= size
             write.result()
-        transaction.commit_async().result()
-    finally:
-        failed = [error for _, write in waiting if (error := write.exception()) is not None]
-    if failed:
-        raise failed[0]
+
+    def __enter__(self) -> "_LargeWrites":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        errors = [write.exception() for _, write in self._writes]  # waits for each
+        failed = next(filter(None, errors), None)
+        if kind is None and failed is not None:
+            raise failed
 
 
-def _compressed_chunk(chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The shape of equal parts of a chunk that a reader accepts, however well they compress."""
-    for dim, length in enumerate(chunk):
-        count = -(-math.prod(chunk) * itemsize // _LARGE_CHUNK)
-        count = next(n for n in range(max(1, min(count, length)), length + 1) if length % n == 0)
-        chunk = (*chunk[:dim], length // count, *chunk[dim + 1 :])
-    return chunk
-
-
-def merge(path: epath.Path, keys: Iterable[str], *, in_few_files: bool) -> None:
+def merge(path: epath.Path, leaves: Iterable[str]) -> None:
     """Merges what the processes have written, and describes it for Orbax."""
-    if in_few_files:
-        context, transaction = _context(), tensorstore.Transaction(atomic=True)
-        spec = _store(path, "", True) | _NEW
-        merged = tensorstore.KvStore.open(spec, context=context).result()
-        for process in range(jax.process_count()):
-            if written_by(path, process, in_few_files=True).exists():
-                spec = _store(path, "", True, process)
-                part = tensorstore.KvStore.open(spec, context=context).result()
-                part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
-        transaction.commit_async().result()
-    of_array = {"value_type": "jax.Array", "skip_deserialize": False}
+    context, transaction = _context(), tensorstore.Transaction(atomic=True)
+    database = {**_database(path), "config": _NEW_DATABASE}
+    merged = tensorstore.KvStore.open(database, context=context).result()
+    for process in range(jax.process_count()):
+        if written_by(path, process).exists():
+            part = tensorstore.KvStore.open(_database(path, process), context=context).result()
+            # Copies entries of the index. They refer to the files of the process.
+            part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
+    transaction.commit_async().result()
+    (path / ARRAYS / "_METADATA").write_text(json.dumps(_for_orbax(map(store_key, leaves))))
+
+
+def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
+    """What Orbax reads in `_METADATA`: a flat dict of arrays, in zarr 3 and OCDBT."""
+    value = {"value_type": "jax.Array", "skip_deserialize": False}
     rows = {
-        str((key,)): {"key_metadata": [{"key": key, "key_type": 2}], "value_metadata": of_array}
+        str((key,)): {"key_metadata": [{"key": key, "key_type": 2}], "value_metadata": value}
         for key in keys
     }
-    about = {"tree_metadata": rows, "use_ocdbt": in_few_files, "use_zarr3": True}
-    about |= {"store_array_data_equal_to_fill_value": True, "custom_metadata": None}
-    (path / ARRAYS / "_METADATA").write_text(json.dumps(about))
+    return {
+        "tree_metadata": rows,
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
 
 
 # ------------------------------------------------------------------ reading
 
-Structs = Mapping[str, jax.ShapeDtypeStruct]
-
 _IN_FLIGHT = 2**26  # bytes that are being read at a time, if no single array has more
 _LEAST_PART = 2**16  # what a part counts at least
 _TO_PLACE = 2**24  # bytes that are placed at a time, if no single array has more
-# Compression shrinks zeros to a thirty-thousandth, and earlier versions compressed the index too.
-_MOST_EXPANSION = 2**20
-_MOST_EXPANSION_OF_A_CHUNK = 2**10  # of one that is larger than `_LARGE_CHUNK`
-_LARGE_CHUNK = 2**26  # bytes
-# Each chunk that is read takes memory, however small it is.
-_MOST_CHUNKS = 2**16  # of an array, unless they have `_LEAST_CHUNK` bytes on average
-_LEAST_CHUNK = 2**12
-_WHILE_READ = 2**10  # bytes of a chunk that is being read, besides its values
-# Those of arrays that treeshard or Orbax wrote, and similar ones. Blosc takes as much memory as a
-# chunk says, and each codec takes some.
-_CODECS = {"bytes", "crc32c", "gzip", "sharding_indexed", "transpose", "zstd"}
-_MOST_CODECS = 8
 _UNREAD = "it cannot be read: "
-_DETAILS = re.compile(r" \[(tensorstore_spec|source locations)=.*")
-_OPENING = re.compile('^[A-Z_]+: (Error opening "zarr3" driver: )?')
+
+Wanted = Mapping[str, StoredArray]
+Values = dict[Region, np.ndarray]
 
 
 class ArrayStore:
-    """The array store of a checkpoint, open for reading.
-
-    Raises `DamagedError` if one of its files is not a regular file, so that reading it might not
-    end, or if its index takes more memory than an honest one; and `CheckpointError` if the
-    directory may not be read.
-    """
+    """The array store of a checkpoint, open for reading. Arrays are given by leaf path."""
 
     def __init__(self, path: epath.Path) -> None:
         self._path = path
-        self._in_few_files = (path / ARRAYS / MANIFEST).exists()
-        self._bytes: int | None = None
-        self._largest: dict[str, int] = {}  # values larger than `LARGE`, by array
-        self._chunks: dict[str, int] = {}  # of arrays that are not one chunk
-        self._codecs: set[str] = set()  # those that may be read
-        if is_local(path):
-            self._bytes, large = _sizes(path / ARRAYS)
-            for name, size in large.items():
-                key = name.partition("/")[0]
-                self._largest[key] = max(size, self._largest.get(key, 0))
         self._context = _context()
 
-    def open(self, wanted: Structs) -> tuple[dict[str, Any], dict[str, str]]:
-        """Opens arrays by key: returns those that are as expected, and why others are not.
+    def open(self, wanted: Wanted) -> tuple[dict[str, Any], dict[str, str]]:
+        """Opens arrays: returns those that are as the table says, and why others are not.
 
-        Raises `DamagedError` if the files cannot hold them all, and `CheckpointError` if this
-        process may not read one.
+        Raises `CheckpointError` if this process may not read one.
         """
-        declared = sum(x.size * x.dtype.itemsize for x in wanted.values())
-        if self._bytes is not None and declared > self._bytes * _MOST_EXPANSION:
-            raise DamagedError(
-                f"{self._path}: the table of leaves lists arrays of {human_bytes(declared)}, which"
-                f" files of {human_bytes(self._bytes)} cannot hold."
-            )
-        spec = {"driver": "zarr3", "fill_missing_data_reads": False}
-        spec |= {"recheck_cached_data": False, "recheck_cached_metadata": False}
-
-        def begin(key: str) -> Any:
-            store = spec | {"kvstore": _store(self._path, key, self._in_few_files)}
-            return tensorstore.open(store, read=True, open=True, context=self._context)
-
         stores: dict[str, Any] = {}
         errors: dict[str, str] = {}
-        for key, future in {key: begin(key) for key in wanted}.items():
+        for leaf, opening in {leaf: self._begin(leaf) for leaf in wanted}.items():
             try:
-                store = future.result()
-            except Exception as error:  # of any type
-                absent = "NOT_FOUND" in str(error)
-                why = "it is not in the array store." if absent else self._why(error)
-                errors[key] = f"{_UNREAD}{why}"
-                continue
-            if why := self._misfit(key, store, wanted[key]):
-                errors[key] = f"{_UNREAD}{why}"
+                store = opening.result()
+            except Exception as error:  # TensorStore raises Python's own types, by status
+                is_missing = "NOT_FOUND" in str(error)
+                why = "it is not in the array store." if is_missing else self._why(error)
             else:
-                stores[key] = store
+                stores[leaf] = store
+                why = _misfit(store, wanted[leaf])
+            if why:
+                stores.pop(leaf, None)
+                errors[leaf] = f"{_UNREAD}{why}"
         return stores, errors
 
-    def _misfit(self, key: str, store: Any, wanted: jax.ShapeDtypeStruct) -> str:
-        """How a stored array differs from what is expected; empty if it does not."""
-        shape, dtype, chunk_shape = tuple(store.shape), store.dtype.numpy_dtype, _chunk_shape(store)
-        if (shape, dtype) != (wanted.shape, wanted.dtype):
-            expected = f"expected {wanted.dtype}{list(wanted.shape)}"
-            return f"stored as {dtype}{list(shape)}, {expected}."
-        size, chunk = (math.prod(x) * dtype.itemsize for x in (shape, chunk_shape))
-        most = size if self._bytes is None else min(size, self._bytes * _MOST_EXPANSION_OF_A_CHUNK)
-        if chunk > max(_LARGE_CHUNK, most):
-            text = human_bytes(chunk)
-            return f"it is stored in chunks of {text}, more than the array or its files have."
-        if chunk_shape != shape:
-            self._chunks[key] = count = math.prod(_chunk_counts(shape, chunk_shape))
-            if count > max(_MOST_CHUNKS, size // _LEAST_CHUNK):
-                return f"it is stored in {count:,} chunks of {human_bytes(chunk)}: too many."
-        if stored := self._largest.get(key):
-            most = 2 * (math.prod(store.chunk_layout.write_chunk.shape) * dtype.itemsize + LARGE)
-            if stored > most:
-                return f"a chunk is stored in {human_bytes(stored)}, and has {human_bytes(chunk)}."
-        if (text := str(store.codec)) not in self._codecs:
-            codecs = [*islice(_names(store.codec.to_json()["codecs"]), _MOST_CODECS + 1)]
-            if len(codecs) > _MOST_CODECS or not _CODECS.issuperset(codecs):
-                names = ", ".join(codecs[:_MOST_CODECS])
-                return f"it is stored by codecs that treeshard does not read: {names}."
-            self._codecs.add(text)
-        return ""
+    def _begin(self, leaf: str) -> Any:
+        spec = {
+            "driver": "zarr3",
+            "kvstore": _of_leaf(_database(self._path), leaf),
+            "fill_missing_data_reads": False,  # a missing chunk is an error, not zeros
+            "recheck_cached_data": False,
+            "recheck_cached_metadata": False,
+        }
+        return tensorstore.open(spec, read=True, open=True, context=self._context)
 
-    def read(self, wanted: Structs, *, progress: str = "") -> tuple[dict[str, Any], dict[str, str]]:
-        """Reads arrays, each process its own shards; without a sharding, as numpy. Else as `open`.
+    def read(
+        self, wanted: Wanted, *, progress: bool = False
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Reads arrays, each process its own shards. Returns them, and why others are not read.
 
-        `progress` is the public function, which a progress bar names; empty for none.
+        Raises `CheckpointError` as `open`, and if there is not enough host memory.
         """
-        stores, errors = self.open({key: x for key, x in wanted.items() if _regions(x)})
-        check_memory(self._path, [(x.shape, x.dtype, x.sharding) for x in wanted.values()])
-        parts = ((key, x, part) for key, x in stores.items() for part in _regions(wanted[key]))
-        groups = groupby(_read_ahead(parts, self._chunks), lambda part: part[0])
+        regions = {leaf: _regions(x) for leaf, x in wanted.items()}
+        stores, errors = self.open({leaf: wanted[leaf] for leaf, parts in regions.items() if parts})
+        opened = [wanted[leaf] for leaf in stores]
+        check_memory(self._path, [(x.shape, x.dtype, x.sharding) for x in opened])
+        parts = (
+            _Part(leaf, store, region) for leaf, store in stores.items() for region in regions[leaf]
+        )
+        by_leaf = groupby(_read_ahead(parts), lambda part_and_read: part_and_read[0].leaf)
+        bar = with_bar(list(stores), "restore", show=progress)
         arrays: dict[str, Any] = {}
-        ready: dict[str, dict[Region, np.ndarray]] = {}  # to be placed together
-        ready |= {key: {} for key, x in wanted.items() if not _regions(x)}
-        held = 0
-        for _ in with_bar([*stores], progress, show=bool(progress)):
-            key, reads = next(groups)
+        # Arrays without a shard on this process have no values to read.
+        to_place: dict[str, Values] = {leaf: {} for leaf, parts in regions.items() if not parts}
+        size = 0
+        for leaf, (_, reads) in zip(bar, by_leaf, strict=True):
             try:
-                ready[key] = {region: x.result() for _, region, x in reads}
-            except Exception as error:  # of any type
-                errors[key] = f"{_UNREAD}{self._why(error)}"
+                values = {part.region: read.result() for part, read in reads}
+            except Exception as error:
+                errors[leaf] = f"{_UNREAD}{self._why(error)}"
                 continue
-            held += sum(x.nbytes for x in ready[key].values())
-            if held >= _TO_PLACE:
-                arrays |= _placed(wanted, ready)
-                ready, held = {}, 0
-        return arrays | _placed(wanted, ready), errors
+            to_place[leaf] = values
+            size += sum(x.nbytes for x in values.values())
+            if size >= _TO_PLACE:
+                arrays |= _placed(wanted, to_place)
+                to_place, size = {}, 0
+        return arrays | _placed(wanted, to_place), errors
+
+    def blocks(self, store: Any) -> Iterator[tuple[Region, np.ndarray]]:
+        """Reads an array that `open` has returned in blocks, a few at a time.
+
+        A large array is read by its chunks, others as one block. Raises `ValueError` if it cannot
+        be read, and `CheckpointError` if this process may not read a file.
+        """
+        shape: Shape = tuple(store.shape)
+        is_large = math.prod(shape) * store.dtype.numpy_dtype.itemsize > _IN_FLIGHT
+        blocks = _tiles(shape, _chunk(store)) if is_large else [_full(shape)]
+        for part, read in _read_ahead(_Part("", store, region) for region in blocks):
+            try:
+                yield part.region, read.result()
+            except Exception as error:
+                raise ValueError(f"{_UNREAD}{self._why(error)}") from None
 
     def _why(self, error: Exception) -> str:
-        """Why an array cannot be read. Raises `CheckpointError` if it may not: it is not damaged.
-
-        TensorStore's text is shortened to the part that names the damaged file.
-        """
+        """Why an array cannot be read. If it may not be, it is not damaged: `CheckpointError`."""
         text = " ".join(str(error).split()) or type(error).__name__
         text = _DETAILS.sub("", text).replace(f"{self._path}/", "")
         if "PERMISSION_DENIED" in text:
@@ -340,127 +381,124 @@ class ArrayStore:
                 f"This process may not read files of the array store: {text}."
             ) from None
         _, _, inner = text.partition(f'in OCDBT database at local file "{ARRAYS}/": ')
-        return short(inner if " file " in inner else _OPENING.sub("", text))
-
-    def blocks(self, store: Any) -> Iterator[tuple[Region, np.ndarray]]:
-        """Reads an array that `open` has returned in blocks of its chunks, a few at a time.
-
-        A block is a chunk, or several that are small.
-
-        Raises `ValueError` if it cannot be read, and `CheckpointError` if this process has no
-        memory for a chunk, or may not read a file.
-        """
-        chunk, dtype = _chunk_shape(store), store.dtype.numpy_dtype
-        if math.prod(chunk) * dtype.itemsize > _LARGE_CHUNK:
-            check_memory(self._path, [(chunk, dtype, None)])
-        block = [*chunk]
-        for dim in reversed(range(len(block))):
-            several = max(1, _SMALL // (math.prod(block) * dtype.itemsize))
-            block[dim] *= min(several, -(-store.shape[dim] // block[dim]))
-        indices = np.ndindex(*_chunk_counts(store.shape, block))
-        starts = (np.multiply(index, block).tolist() for index in indices)
-        regions = (
-            tuple((a, min(a + n, end)) for a, n, end in zip(start, block, store.shape, strict=True))
-            for start in starts
-        )
-        for _, region, part in _read_ahead((("", store, region) for region in regions), {}):
-            try:
-                yield region, part.result()
-            except Exception as error:  # of any type
-                raise ValueError(f"{_UNREAD}{self._why(error)}") from None
+        if " file " in inner:  # it names the damaged file
+            return short(inner)
+        return short(_OPENING.sub("", text))
 
 
-def _sizes(folder: epath.Path) -> tuple[int, dict[str, int]]:
-    """The bytes of all files, and those of the large values by key."""
-    try:
-        if not folder.is_dir():
-            return 0, {}
-        total, on_disk, large = file_sizes(folder)
-        if (folder / MANIFEST).exists():
-            large = Index(Path(folder), on_disk).large_values()
-        return total, large
-    except (CheckpointError, FormatError) as error:
-        raise DamagedError(f"{folder.parent}: {error}") from None
-    except OSError as error:
-        text = f"{folder.parent}: the array store cannot be read: {error}."
-        raise CheckpointError(text) from None
+# An error of TensorStore: its status, what it was doing, from the outside in, and details.
+#   DATA_LOSS: Error opening "zarr3" driver: Error reading "w/zarr.json" in OCDBT database at local
+#   file "/runs/7/state/": Error reading local file "/runs/7/state/d/1f3": CRC-32C checksum mismatch
+#   [source locations='tensorstore/internal/...'] [tensorstore_spec='{...}']
+_DETAILS = re.compile(r" \[(tensorstore_spec|source locations)=.*")
+_OPENING = re.compile('^[A-Z_]+: (Error opening "zarr3" driver: )?')
 
 
-def _names(codecs: list[dict[str, Any]]) -> Iterator[str]:
-    for codec in codecs:
-        yield codec["name"]
-        about = codec.get("configuration", {})
-        yield from _names([*about.get("codecs", ()), *about.get("index_codecs", ())])
+def _misfit(store: Any, x: StoredArray) -> str:
+    """How a stored array differs from what the table says; empty if it does not."""
+    shape, dtype, chunk = tuple(store.shape), store.dtype.numpy_dtype, _chunk(store)
+    if (shape, dtype) != (x.shape, x.dtype):
+        return f"stored as {dtype}{list(shape)}, expected {x.dtype}{list(x.shape)}."
+    if chunk != x.chunk:
+        return f"stored in chunks of {list(chunk)}, expected chunks of {list(x.chunk)}."
+    return ""
 
 
-def _chunk_shape(store: Any) -> tuple[int, ...]:
-    return store.chunk_layout.read_chunk.shape or ()
+def _chunk(store: Any) -> Shape:
+    return store.chunk_layout.read_chunk.shape or ()  # `None` for a scalar
 
 
-def _chunk_counts(shape: Iterable[int], chunk: Iterable[int]) -> list[int]:
-    return [-(-length // step) for length, step in zip(shape, chunk, strict=True)]
+def _tiles(shape: Shape, chunk: Shape) -> Iterator[Region]:
+    """The regions of the chunks of an array."""
+    spans = [
+        [(start, min(start + step, length)) for start in range(0, length, step)]
+        for length, step in zip(shape, chunk, strict=True)
+    ]
+    return product(*spans)
 
 
-def _regions(x: jax.ShapeDtypeStruct) -> list[Region]:
+def _regions(x: StoredArray) -> list[Region]:
     """The distinct regions of an array that this process reads."""
-    if _in_one_piece(x):
-        return [tuple((0, length) for length in x.shape)]
+    if x.sharding is None or _is_one_part(x):
+        return [_full(x.shape)]
     return list(dict.fromkeys(regions_here(x.sharding, x.shape).values()))
 
 
-def _placed(wanted: Structs, read: Mapping[str, Mapping[Region, np.ndarray]]) -> dict[str, Any]:
+class _Part(NamedTuple):
+    """A part of an array to be read."""
+
+    leaf: str
+    store: Any
+    region: Region
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(lengths(self.region)) * self.store.dtype.numpy_dtype.itemsize
+
+
+def _read_ahead(parts: Iterable[_Part]) -> Iterator[tuple[_Part, Any]]:
+    """Starts to read parts, and yields them in order, with futures of their values."""
+    reads: deque[tuple[int, _Part, Any]] = deque()
+    in_flight = 0
+    for part in parts:
+        size = max(_LEAST_PART, part.nbytes)
+        while reads and in_flight + size > _IN_FLIGHT:
+            earlier_size, earlier, read = reads.popleft()
+            in_flight -= earlier_size
+            yield earlier, read
+        reads.append((size, part, part.store[_index(part.region)].read()))
+        in_flight += size
+    for _, part, read in reads:
+        yield part, read
+
+
+# ------------------------------------------------------------------ placing
+
+
+class _Piece(NamedTuple):
+    """Values of an array, and where they are placed: on one device, or all as one part."""
+
+    leaf: str
+    values: np.ndarray
+    sharding: Sharding
+
+
+def _placed(wanted: Wanted, read: Mapping[str, Values]) -> dict[str, Any]:
     """The arrays from the values of their regions: on the host, or placed all at once."""
     arrays: dict[str, Any] = {}
-    pieces: list[tuple[str, np.ndarray, Sharding]] = []
-    for key, values in read.items():
-        x = wanted[key]
-        if x.sharding is None:
-            (arrays[key],) = values.values()
-        elif _in_one_piece(x):
-            pieces += ((key, full, x.sharding) for full in values.values())
+    pieces: list[_Piece] = []
+    for leaf, values in read.items():
+        if wanted[leaf].sharding is None:
+            [arrays[leaf]] = values.values()
         else:
-            kind = x.sharding.memory_kind
-            for device, region in regions_here(x.sharding, x.shape).items():
-                one = SingleDeviceSharding(device, memory_kind=kind)
-                pieces.append((key, values[region], one))
-    # Arrays that share memory with numpy's could not be donated.
-    placed = jax.device_put([x for _, x, _ in pieces], [s for *_, s in pieces], may_alias=False)
+            pieces += _pieces(leaf, wanted[leaf], values)
+    placed = jax.device_put(
+        [piece.values for piece in pieces],
+        [piece.sharding for piece in pieces],
+        may_alias=False,  # arrays that share memory with numpy's could not be donated
+    )
     jax.block_until_ready(placed)  # so that host memory can be freed
     shards = defaultdict[str, list[jax.Array]](list)
-    for (key, *_), shard in zip(pieces, placed, strict=True):
-        shards[key].append(shard)
-    for key in read.keys() - arrays.keys():
-        x = wanted[key]
-        arrays[key] = (
-            shards[key][0]
-            if _in_one_piece(x)
-            else jax.make_array_from_single_device_arrays(
-                x.shape, x.sharding, shards[key], dtype=x.dtype
-            )
-        )
+    for piece, shard in zip(pieces, placed, strict=True):
+        shards[piece.leaf].append(shard)
+    for leaf in read.keys() - arrays.keys():
+        arrays[leaf] = _assembled(wanted[leaf], shards[leaf])
     return arrays
 
 
-def _read_ahead(
-    parts: Iterable[tuple[str, Any, Region]], chunks: Mapping[str, int]
-) -> Iterator[tuple[str, Region, Any]]:
-    """Starts to read parts of arrays, and yields them in order, with futures of their values.
-
-    `chunks` are those of an array, if it has several.
-    """
-    waiting: deque[tuple[int, tuple[str, Region, Any]]] = deque()
-    held = 0
-    for key, store, region in parts:
-        size = math.prod(lengths(region)) * store.dtype.numpy_dtype.itemsize
-        size = max(_LEAST_PART, size, chunks.get(key, 1) * _WHILE_READ)
-        while waiting and held + size > _IN_FLIGHT:
-            done, part = waiting.popleft()
-            held -= done
-            yield part
-        waiting.append((size, (key, region, store[_index(region)].read())))
-        held += size
-    yield from (part for _, part in waiting)
+def _pieces(leaf: str, x: StoredArray, values: Values) -> Iterator[_Piece]:
+    assert x.sharding is not None
+    if _is_one_part(x):
+        [full] = values.values()
+        yield _Piece(leaf, full, x.sharding)
+        return
+    kind = x.sharding.memory_kind
+    for device, region in regions_here(x.sharding, x.shape).items():
+        yield _Piece(leaf, values[region], SingleDeviceSharding(device, memory_kind=kind))
 
 
-def _index(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in region)
+def _assembled(x: StoredArray, shards: list[jax.Array]) -> jax.Array:
+    if x.sharding is None or _is_one_part(x):
+        return shards[0]
+    # Without a shard on this process, there is none to take the dtype from.
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=x.dtype)

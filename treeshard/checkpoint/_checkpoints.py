@@ -45,8 +45,6 @@ class Checkpoints:
             what went wrong.
         read_only: Whether only to read. Then nothing is locked, and another run may be writing.
         fingerprints: As in `save`.
-        compress: As in `save`.
-        ocdbt: As in `save`.
         on_divergence: As in `save`.
         timeout: Seconds to wait for other processes; waits for their reads and writes have no
             limit.
@@ -81,8 +79,6 @@ class Checkpoints:
         background: bool = True,
         read_only: bool = False,
         fingerprints: bool = True,
-        compress: bool = False,
-        ocdbt: bool = True,
         on_divergence: str = "error",
         timeout: float = TIMEOUT,
         progress: bool = False,
@@ -93,8 +89,10 @@ class Checkpoints:
         self._keep, self._every, self._background = keep, every, background
         self._timeout, self._read_only, self._progress = timeout, read_only, progress
         with_bar((), "Checkpoints", show=progress)  # raises without tqdm
-        self._options: dict[str, Any] = {"fingerprints": fingerprints, "compress": compress}
-        self._options |= {"ocdbt": ocdbt, "on_divergence": on_divergence}
+        self._options: dict[str, Any] = {
+            "fingerprints": fingerprints,
+            "on_divergence": on_divergence,
+        }
         self._writing: tuple[int, Writing] | None = None
         self._removing = ThreadPoolExecutor(1, "treeshard-remove")
         self._held = ExitStack()

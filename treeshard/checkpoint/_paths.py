@@ -8,10 +8,8 @@ from pathlib import Path
 
 from etils import epath
 
-from treeshard._core.text import human_bytes
 from treeshard._disk.files import PathLike, file_path
-from treeshard._disk.untrusted import MOST_BYTES, read_file
-from treeshard.errors import CheckpointError, DamagedError, FormatError, did_you_mean
+from treeshard.errors import CheckpointError, DamagedError, did_you_mean
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
 TABLE_FILE = "table.json"
@@ -83,34 +81,23 @@ def table_text(path: epath.Path) -> str:
         steps = _steps(path.parent)
         raise CheckpointError(f"{path} is incomplete: its writer did not finish.{steps}")
     try:
-        return read_bytes(path / TABLE / TABLE_FILE).decode()
+        return (path / TABLE / TABLE_FILE).read_bytes().decode()
     except FileNotFoundError:
         raise _none_at(path) from None
     except NotADirectoryError:
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory.") from None
     except OSError as error:
         raise CheckpointError(f"{path}: the table of leaves cannot be read: {error}.") from None
-    except (CheckpointError, FormatError) as error:
-        raise DamagedError(f"{path}: the table of leaves cannot be read: {error}") from None
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         raise DamagedError(f"{path}: the table of leaves is not text: {error}.") from None
 
 
 def seal(path: epath.Path) -> str:
     """The CRC-32 of the table that was saved with the arrays, as text; empty if it is lost."""
     try:
-        return read_bytes(path / ARRAYS / SEAL, 100).decode()
-    except (OSError, ValueError, CheckpointError):
+        return (path / ARRAYS / SEAL).read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
         return ""
-
-
-def read_bytes(file: epath.Path, most: int = MOST_BYTES) -> bytes:
-    """As `read_file`, in object stores too."""
-    if is_local(file):
-        return read_file(file, most)
-    if file.stat().length > most:
-        raise FormatError(f"it is larger than {human_bytes(most)}.")
-    return file.read_bytes()
 
 
 def gone(path: epath.Path) -> CheckpointError:

@@ -1,8 +1,13 @@
-"""Restores a tree from a checkpoint: all processes agree, then each reads its shards."""
+"""Restores a tree from a checkpoint: all processes agree, then each reads its shards.
+
+No array is read in one place and sent to others: every process opens the store and reads the
+regions that its devices will hold, whoever wrote them. All that the processes exchange is whether
+they make the same call, what they could not read, and their parts of the checksums.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 from zlib import crc32
 
 import jax
@@ -17,19 +22,13 @@ from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, to
 from treeshard._core.text import parse_dtype
 from treeshard._disk.files import PathLike
 from treeshard._disk.leaves import ReadLeaf, SavedLeaf, is_none, kind_of, raise_damages
-from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, read_request
+from treeshard._disk.requests import LeafType, Placing, RequestedLeaf, read_request
 from treeshard._planning.rules import Rules
-from treeshard.checkpoint._array_store import ArrayStore
+from treeshard.checkpoint._array_store import ArrayStore, StoredArray
 from treeshard.checkpoint._checksums import checksum, checksum_of_blocks, of_registers, registers
 from treeshard.checkpoint._paths import checkpoint_path, gone, seal, table_text
 from treeshard.checkpoint._table import LeafTable, from_text, in_its_dtype, unpack
-from treeshard.errors import (
-    CheckpointError,
-    DamagedError,
-    FormatError,
-    MismatchError,
-    listed,
-)
+from treeshard.errors import CheckpointError, DamagedError, FormatError, MismatchError, listed
 
 WHERE = "restore"
 
@@ -125,15 +124,23 @@ def restore(
         facts["the path"] = str(checkpoint)
         facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
         facts |= request.facts()
+    leaves = {i: _Leaf(rows[x.name], x) for i, x in request.to_read().items()}
     try:
         arrays = _read_together(
-            checkpoint, request, rows, verify=verify, among=among, progress=progress
+            checkpoint, leaves.values(), verify=verify, among=among, progress=progress
         )
     except CheckpointError:
         if checkpoint.exists():
             raise
         raise gone(checkpoint) from None
-    return request.tree(_leaves(request, rows, arrays))
+    return request.tree(_values(leaves, arrays))
+
+
+class _Leaf(NamedTuple):
+    """A leaf as it is stored, and as it is requested."""
+
+    row: SavedLeaf
+    requested: RequestedLeaf
 
 
 def table_at(path: epath.Path) -> LeafTable:
@@ -146,6 +153,7 @@ def _table_of(path: epath.Path, text: str) -> LeafTable:
         table = from_text(text)
     except (DamagedError, FormatError) as error:
         raise type(error)(f"{path}: {error}") from None
+    # The table is whole. It may still be that of another checkpoint.
     if seal(path) != str(crc32(text.encode())):
         raise DamagedError(f"{path}: the table of leaves does not belong to the arrays beside it.")
     return table
@@ -154,33 +162,32 @@ def _table_of(path: epath.Path, text: str) -> LeafTable:
 def _paths_of(tree: PyTree) -> dict[int, str]:
     """The paths of the leaves to read, by leaf index."""
     leaves = jax.tree.leaves(tree, is_leaf=is_none)
-    named = zip(leaf_paths(tree, is_leaf=is_none), leaves, strict=True)
-    paths = {i: path for i, (path, leaf) in enumerate(named) if kind_of(leaf)}
-    names = [paths.get(i) for i in range(len(leaves))]
-    if shared := shared_names(names, tree, is_leaf=is_none):
+    paths = leaf_paths(tree, is_leaf=is_none)
+    names = [path if kind_of(x) else None for path, x in zip(paths, leaves, strict=True)]
+    shared = shared_names(names, tree, is_leaf=is_none)
+    if shared:
         facts = [f"{path}: shared by {', '.join(keys)}." for path, keys in shared.items()]
         headline = f"{WHERE}: several leaves of `like` have the same path:"
         raise MismatchError(listed(headline, facts))
-    return paths
+    return {i: name for i, name in enumerate(names) if name is not None}
 
 
 # ------------------------------------------------------------------ a leaf as requested
 
 
-def _leaves(
-    request: Request, rows: Mapping[str, SavedLeaf], arrays: dict[str, Any]
-) -> Iterator[tuple[int, Any]]:
+def _values(leaves: Mapping[int, _Leaf], arrays: dict[str, Any]) -> Iterator[tuple[int, Any]]:
     """The requested leaves with their indices. Takes each array out of `arrays`."""
-    for i, requested in request.to_read().items():
-        row = rows[requested.name]
-        stored = arrays.pop(row.key) if row.stored else None
+    for i, (row, requested) in leaves.items():
+        stored = arrays.pop(row.path, None)
         if row.kind == "key" and stored is None and requested.sharding is not None:
-            empty = np.zeros(row.stored_shape, np.uint32)
-            stored = jax.make_array_from_callback(
-                empty.shape, requested.sharding, empty.__getitem__, dtype=empty.dtype
-            )
-        leaf = unpack(row, stored)
-        yield i, _as_requested(leaf, requested) if row.kind == "array" else leaf
+            stored = _empty_keys(row, requested.sharding)
+        value = unpack(row, stored)
+        yield i, _as_requested(value, requested) if row.kind == "array" else value
+
+
+def _empty_keys(row: SavedLeaf, sharding: Sharding) -> jax.Array:
+    empty = np.zeros(row.stored_shape, np.uint32)
+    return jax.make_array_from_callback(empty.shape, sharding, empty.__getitem__, dtype=empty.dtype)
 
 
 def _as_requested(x: Any, requested: RequestedLeaf) -> Any:
@@ -209,73 +216,29 @@ _BATCH = 2**28  # bytes that are read to host memory at a time, if no single lea
 
 def _read_together(
     path: epath.Path,
-    request: Request,
-    rows: Mapping[str, SavedLeaf],
+    leaves: Iterable[_Leaf],
     *,
     verify: bool,
     among: Sequence[int] | None,
     progress: bool,
 ) -> dict[str, Any]:
-    """Reads the stored arrays of a request, by key; all processes do, or all raise."""
-    pairs = {rows[x.name].key: (rows[x.name], x) for x in request.to_read().values()}
-    structs = {key: _struct(row, leaf) for key, (row, leaf) in pairs.items() if row.stored}
-    verified = [pairs[key][0] for key in structs if verify and pairs[key][0].crc is not None]
+    """Reads the stored arrays of leaves, by path; all processes do, or all raise."""
+    stored = [leaf for leaf in leaves if leaf.row.stored]
+    wanted = {leaf.row.path: _stored_array(leaf) for leaf in stored}
+    verified = [leaf.row for leaf in stored if verify and leaf.row.crc is not None]
     with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
-        arrays, errors = ArrayStore(path).read(structs, progress=WHERE if progress else "")
-        data = [] if errors else [arrays[row.key] for row in verified]
-        messages.append(json.dumps(errors).encode() + b"\n" + registers(data))
+        arrays, unread = ArrayStore(path).read(wanted, progress=progress)
+        to_verify = [] if unread else [arrays[row.path] for row in verified]
+        messages.append(json.dumps(unread).encode() + b"\n" + registers(to_verify))
     outcomes = [message.partition(b"\n") for message in messages]
-    unread = {key: why for text, _, _ in outcomes for key, why in json.loads(text).items()}
-    raise_damages(path, {pairs[key][0].path: why for key, why in unread.items()})
-    crcs, differing = of_registers([part for _, _, part in outcomes], data, WHERE)
-    damages = {row.path: _damage(row, crc) for row, crc in zip(verified, crcs, strict=True)}
-    damages |= {verified[i].path: why for i, why in differing.items()}
+    for unread_there, _, _ in outcomes:
+        unread |= json.loads(unread_there)
+    raise_damages(path, unread)
+    joint = of_registers([part for _, _, part in outcomes], to_verify, WHERE)
+    damages = {row.path: _damage(row, crc) for row, crc in zip(verified, joint.crcs, strict=True)}
+    damages |= {verified[i].path: why for i, why in joint.differing.items()}
     raise_damages(path, {leaf: why for leaf, why in damages.items() if why})
     return arrays
-
-
-def read_each(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
-    """Reads leaves to host memory, a few at a time, and compares their checksums."""
-    store = ArrayStore(path)
-    for batch in _batches(rows):
-        arrays, errors = store.read(_host_structs(batch))
-        for row in batch:
-            x = arrays.get(row.key)
-            damage = errors.get(row.key, "") if x is None else _damage(row, checksum(x))
-            yield ReadLeaf(row, in_its_dtype(row, x) if row.dtype and not damage else None, damage)
-
-
-def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[SavedLeaf, str]]:
-    """Reads leaves block by block, and says how each is damaged; empty if it is as saved."""
-    store = ArrayStore(path)
-    for batch in _batches(rows):
-        opened, damages = store.open(_host_structs(batch))
-        for row in batch:
-            if (x := opened.pop(row.key, None)) is not None:
-                blocks = store.blocks(x)
-                try:
-                    crc = checksum_of_blocks(x.shape, x.dtype.numpy_dtype.itemsize, blocks)
-                    damages[row.key] = _damage(row, crc)
-                except ValueError as error:
-                    damages[row.key] = str(error)
-            yield row, damages.get(row.key, "")
-
-
-def _struct(row: SavedLeaf, requested: RequestedLeaf) -> jax.ShapeDtypeStruct:
-    """What to read from the array store for a leaf."""
-    dtype = parse_dtype(row.stored or "")
-    # A dtype that is too wide for devices is read to the host, and converted there.
-    on_host = not requested.type.on_devices or jax.dtypes.canonicalize_dtype(dtype) != dtype
-    sharding = None if on_host else requested.sharding or _default_sharding()
-    return jax.ShapeDtypeStruct(row.stored_shape, dtype, sharding=sharding)
-
-
-def _host_structs(rows: Iterable[SavedLeaf]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        row.key: jax.ShapeDtypeStruct(row.stored_shape, parse_dtype(row.stored))
-        for row in rows
-        if row.stored
-    }
 
 
 def _damage(row: SavedLeaf, crc: int) -> str:
@@ -284,13 +247,61 @@ def _damage(row: SavedLeaf, crc: int) -> str:
     return f"its bytes have the CRC-32 {crc}, but were saved with {row.crc}."
 
 
+def read_each(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[ReadLeaf]:
+    """Reads leaves to host memory, a few at a time, and compares their checksums."""
+    store = ArrayStore(path)
+    for batch in _batches(rows):
+        arrays, errors = store.read(_on_host(batch))
+        for row in batch:
+            x = arrays.get(row.path)
+            damage = errors.get(row.path, "") if x is None else _damage(row, checksum(x))
+            yield ReadLeaf(row, in_its_dtype(row, x) if row.dtype and not damage else None, damage)
+
+
+def damages_of(path: epath.Path, rows: Iterable[SavedLeaf]) -> Iterator[tuple[SavedLeaf, str]]:
+    """Reads leaves block by block, and says how each is damaged; empty if it is as saved."""
+    store = ArrayStore(path)
+    for batch in _batches(rows):
+        opened, damages = store.open(_on_host(batch))
+        for row in batch:
+            if row.path in opened:
+                damages[row.path] = _damage_of_blocks(store, opened.pop(row.path), row)
+            yield row, damages.get(row.path, "")
+
+
+def _damage_of_blocks(store: ArrayStore, x: Any, row: SavedLeaf) -> str:
+    try:
+        crc = checksum_of_blocks(x.shape, x.dtype.numpy_dtype.itemsize, store.blocks(x))
+    except ValueError as error:
+        return str(error)
+    return _damage(row, crc)
+
+
+def _stored_array(leaf: _Leaf) -> StoredArray:
+    """What to read from the array store for a leaf."""
+    on_host = _array_on_host(leaf.row)
+    # A dtype that is too wide for devices is read to the host, and converted there.
+    is_too_wide = jax.dtypes.canonicalize_dtype(on_host.dtype) != on_host.dtype
+    if is_too_wide or not leaf.requested.type.on_devices:
+        return on_host
+    return on_host._replace(sharding=leaf.requested.sharding or _default_sharding())
+
+
+def _array_on_host(row: SavedLeaf) -> StoredArray:
+    return StoredArray(row.stored_shape, parse_dtype(row.stored or ""), row.chunk or ())
+
+
+def _on_host(rows: Iterable[SavedLeaf]) -> dict[str, StoredArray]:
+    return {row.path: _array_on_host(row) for row in rows if row.stored}
+
+
 def _batches(rows: Iterable[SavedLeaf]) -> Iterator[list[SavedLeaf]]:
     batch: list[SavedLeaf] = []
-    held = 0
+    size = 0
     for row in rows:
-        if batch and held + row.bytes > _BATCH:
+        if batch and size + row.bytes > _BATCH:
             yield batch
-            batch, held = [], 0
+            batch, size = [], 0
         batch.append(row)
-        held += row.bytes
+        size += row.bytes
     yield batch

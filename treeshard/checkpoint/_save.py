@@ -1,4 +1,13 @@
-"""Saves a tree as one directory, atomically and durably, on all processes together."""
+"""Saves a tree as one directory, atomically and durably, on all processes together.
+
+A save has three stages, each of which ends on all processes before the next begins: process 0
+creates a directory under a temporary name; each process writes its arrays into it; process 0 merges
+their indexes and renames the directory. A rename in a file system happens at once or not at all,
+and readers ignore the temporary name, so they need not know about writers.
+
+`begin` returns once the arrays are copied to the host, and a thread does the rest. Without the copy
+no step could donate its state until everything is written.
+"""
 
 import signal
 import threading
@@ -6,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -17,7 +27,6 @@ from treeshard._core.paths import PyTree
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, agreeing, exchange, with_bar
 from treeshard._disk.files import Lock, flush, flush_tree, make_directory
 from treeshard._disk.leaves import SavedLeaf
-from treeshard._disk.untrusted import file_sizes
 from treeshard.checkpoint._array_store import copies, merge, write_arrays, written_by
 from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._paths import (
@@ -32,10 +41,8 @@ from treeshard.checkpoint._paths import (
     partial_path,
     sweep,
 )
-from treeshard.checkpoint._table import LeafTable, Packed, pack, to_text
+from treeshard.checkpoint._table import WHERE, LeafTable, Packed, pack, to_text
 from treeshard.errors import CheckpointError, listed, warn
-
-WHERE = "save"
 
 
 class Writing:
@@ -57,8 +64,12 @@ class Writing:
             raise
 
     def _on_disk(self) -> int:
-        with suppress(CheckpointError, OSError):  # files come and go
-            return file_sizes(partial_path(self._path)).total if is_local(self._path) else 0
+        """The bytes of all files so far; 0 in an object store, which shows only complete ones."""
+        if not is_local(self._path):
+            return 0
+        files = Path(partial_path(self._path)).rglob("*")
+        with suppress(OSError):  # files are renamed and removed meanwhile
+            return sum(file.stat().st_size for file in files if file.is_file())
         return 0
 
 
@@ -67,8 +78,6 @@ def begin(
     tree: PyTree,
     *,
     fingerprints: bool,
-    compress: bool,
-    ocdbt: bool,
     on_divergence: str,
     timeout: float,
 ) -> Writing:
@@ -82,44 +91,32 @@ def begin(
     first = jax.process_index() == 0
     with ExitStack() as held:
         with agreeing(WHERE, timeout=timeout) as facts:
-            packed = pack(tree, WHERE)
+            packed = pack(tree)
             if first:
                 held.enter_context(_locked(path))
                 check_vacant(path)
-            facts["the path"] = str(path)
-            facts["the options"] = (
-                f"fingerprints={fingerprints}, compress={compress}, ocdbt={ocdbt}"
-            )
-            for i, axes in enumerate(packed.table.meshes):
-                facts[f"mesh {i + 1}"] = str(axes)
-            facts |= {row.path: _fact(row) for row in packed.table.leaves}
+            facts |= _facts(path, packed.table, fingerprints)
         if first:
-            held.callback(sweep, path)  # after a failure
-        partial = partial_path(path)
+            held.callback(sweep, path)  # after a failure, before the lock is released
         thread = ThreadPoolExecutor(1, "treeshard-save")
-        begun = False
+        created = False
         try:
             with _interrupts_deferred():
                 with _stage(path, "begin", timeout):
                     if first:
-                        sweep(path)
-                        partial.mkdir()
-                        (partial / ARRAYS).mkdir()
-                begun = True
-                copied = copies(packed.arrays)
-                written = thread.submit(
-                    write_arrays, partial, copied, compress=compress, in_few_files=ocdbt
-                )
-                del copied
+                        _create(path)
+                created = True
+                written = thread.submit(write_arrays, partial_path(path), copies(packed.arrays))
+                # While the thread writes, this one reads the arrays for their checksums.
                 table = _table(packed, timeout, on_divergence) if fingerprints else packed.table
                 text = to_text(table)
-            keys = list(packed.arrays)
+            leaves = list(packed.arrays)
             size = sum(x.size * x.dtype.itemsize for x in packed.arrays.values())
-            end = thread.submit(_finish, path, written, text, keys, ocdbt, held.pop_all())
+            end = thread.submit(_finish, path, written, text, leaves, held.pop_all())
             return Writing(path, size, end)
         except BaseException:
             thread.shutdown()  # until nothing is being written
-            if begun:
+            if created:  # the other processes wait for this stage
                 with suppress(Exception), _stage(path, "written", AS_LONG_AS_IT_TAKES):
                     raise
             raise
@@ -127,23 +124,61 @@ def begin(
             thread.shutdown(wait=False)
 
 
+def _facts(path: epath.Path, table: LeafTable, fingerprints: bool) -> dict[str, str]:
+    """What must be the same on all processes."""
+    facts = {"the path": str(path), "the options": f"fingerprints={fingerprints}"}
+    facts |= {f"mesh {i}": str(axes) for i, axes in enumerate(table.meshes, 1)}
+    return facts | {row.path: _fact(row) for row in table.leaves}
+
+
+def _fact(row: SavedLeaf) -> str:
+    if not row.dtype:
+        return f"{row.kind} {row.value}"
+    return f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"
+
+
 def _table(packed: Packed, timeout: float, on_divergence: str) -> LeafTable:
-    """The table with checksums, which are computed while the arrays are written."""
-    arrays = list(packed.arrays.values())
+    """The table with checksums."""
+    leaves, arrays = list(packed.arrays), list(packed.arrays.values())
     crcs, differing = checksums(arrays, WHERE, timeout, replicas=True)
-    names = [row.path for row in packed.table.leaves if row.stored]
     if differing:
-        _tell({names[i]: why for i, why in differing.items()}, on_divergence)
-    return packed.table.with_checksums(dict(zip(packed.arrays, crcs, strict=True)))
+        _tell({leaves[i]: why for i, why in differing.items()}, on_divergence)
+    return packed.table.with_checksums(dict(zip(leaves, crcs, strict=True)))
+
+
+def _tell(differing: Mapping[str, str], on_divergence: str) -> None:
+    facts = [f"{path}: {why}" for path, why in differing.items()]
+    text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
+    if on_divergence == "warn":
+        warn(f"{text}The first replicas are saved, and of separate copies that of process 0.")
+        return
+    raise CheckpointError(
+        f"{text}A checkpoint holds one copy. Find out why they differ, such as other PRNG keys or"
+        " other data on a process, or a `shard_map` that returns varying values as replicated; or"
+        " save the first with on_divergence='warn'."
+    )
+
+
+# ------------------------------------------------------------------ the stages
+
+
+def _locked(path: epath.Path) -> AbstractContextManager[Any]:
+    """Creates the parent directory, and locks the path against other writers."""
+    if not path.name:
+        raise CheckpointError(f"{path} is the root of a file system. Save to a directory in it.")
+    make_directory(path.parent)
+    return Lock(lock_of(path), str(path)) if is_local(path) else nullcontext()
+
+
+def _create(path: epath.Path) -> None:
+    partial = partial_path(path)
+    sweep(path)
+    partial.mkdir()
+    (partial / ARRAYS).mkdir()
 
 
 def _finish(
-    path: epath.Path,
-    written: Future[None],
-    text: str,
-    keys: Sequence[str],
-    ocdbt: bool,
-    held: ExitStack,
+    path: epath.Path, written: Future[None], text: str, leaves: Sequence[str], held: ExitStack
 ) -> None:
     """Waits for the arrays, and gives the checkpoint its name, durably."""
     me, partial = jax.process_index(), partial_path(path)
@@ -155,39 +190,48 @@ def _finish(
                 (partial / TABLE / TABLE_FILE).write_text(text)
                 (partial / ARRAYS / SEAL).write_text(str(crc32(text.encode())))
             elif is_local(path):
-                flush_tree(written_by(partial, me, in_few_files=ocdbt))
+                # On a network file system, `fsync` covers what its own machine wrote.
+                flush_tree(written_by(partial, me))
         with _stage(path, "committed", AS_LONG_AS_IT_TAKES):
             if me == 0:
-                merge(partial, keys, in_few_files=ocdbt)
-                if not is_local(path):
-                    (path / COMMITTED).write_text("")
-                    return
-                flush_tree(partial)
-                partial.rename(path)
-                flush(path.parent)
+                merge(partial, leaves)
+                _commit(path, partial)
+
+
+def _commit(path: epath.Path, partial: epath.Path) -> None:
+    """Makes a written checkpoint visible under its name."""
+    if not is_local(path):
+        (path / COMMITTED).write_text("")
+        return
+    # The rename may reach the disk before the files do, unless these are flushed first; and it is
+    # on the disk only once the directory that has the name is.
+    flush_tree(partial)
+    partial.rename(path)
+    flush(path.parent)
 
 
 @contextmanager
 def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[None]:
     """A part of a save on all processes: if it raises on one, even for a Ctrl-C, all raise."""
-    own: BaseException | None = None
+    raised: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        own = error
-    told = b"" if own is None else f"{type(own).__name__}: {own}".encode()
+        raised = error
+    message = "" if raised is None else f"{type(raised).__name__}: {raised}"
     lane = f"save {path}"
-    errors = exchange(f"{lane}: {name}", told, timeout=timeout, lane=lane)
-    if own is not None and not isinstance(own, Exception):
-        raise own
-    if any(errors):
-        texts = {i: text.decode() for i, text in enumerate(errors) if text}
-        if jax.process_count() > 1:
-            texts = {i: f"process {i} raised {text}" for i, text in texts.items()}
-        why = listed("Several processes failed:", list(texts.values()))
-        raise CheckpointError(
-            f"{path} was not saved; what existed before is unchanged. {why}"
-        ) from own
+    messages = exchange(f"{lane}: {name}", message.encode(), timeout=timeout, lane=lane)
+    if raised is not None and not isinstance(raised, Exception):
+        raise raised  # a Ctrl-C stays one
+    failures = {i: text.decode() for i, text in enumerate(messages) if text}
+    if not failures:
+        return
+    if jax.process_count() > 1:
+        failures = {i: f"process {i} raised {text}" for i, text in failures.items()}
+    why = listed("Several processes failed:", list(failures.values()))
+    raise CheckpointError(
+        f"{path} was not saved; what existed before is unchanged. {why}"
+    ) from raised
 
 
 @contextmanager
@@ -198,6 +242,7 @@ def _interrupts_deferred() -> Iterator[None]:
     it does nothing.
     """
     handler = signal.getsignal(signal.SIGINT)
+    # A handler that C code installed is `None`, and ignoring the signal is a number.
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
@@ -214,31 +259,3 @@ def _interrupts_deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if interrupted_at:
         handler(signal.SIGINT, interrupted_at[0])
-
-
-def _tell(differing: Mapping[str, str], on_divergence: str) -> None:
-    facts = [f"{path}: {why}" for path, why in differing.items()]
-    text = f"{WHERE}: {listed(f'the copies of {len(facts)} leaves differ:', facts)}\n"
-    if on_divergence == "warn":
-        warn(f"{text}The first replicas are saved, and of separate copies that of process 0.")
-        return
-    raise CheckpointError(
-        f"{text}A checkpoint holds one copy. Find out why they differ, such as other PRNG keys or"
-        " other data on a process, or a `shard_map` that returns varying values as replicated; or"
-        " save the first with on_divergence='warn'."
-    )
-
-
-def _locked(path: epath.Path) -> AbstractContextManager[Any]:
-    """Creates the parent directory, and locks the path against other writers."""
-    if not path.name:
-        raise CheckpointError(f"{path} is the root of a file system. Save to a directory in it.")
-    make_directory(path.parent)
-    return Lock(lock_of(path), str(path)) if is_local(path) else nullcontext()
-
-
-def _fact(row: SavedLeaf) -> str:
-    """What must be the same on all processes."""
-    if not row.dtype:
-        return f"{row.kind} {row.value}"
-    return f"{array_text(row)} as {row.spec}, {row.impl or row.stored}"

@@ -1,8 +1,12 @@
-"""The table of leaves of a checkpoint: made from a tree, written as JSON, and read."""
+"""The table of leaves of a checkpoint: made from a tree, written as JSON, and read.
+
+The array store alone could list the arrays, and Orbax's metadata does. The table has what neither
+holds: leaves that are not arrays, the order of the tree, shardings, and a checksum of each leaf. It
+is text, so that a person can read it without any of these libraries.
+"""
 
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -15,11 +19,21 @@ from treeshard._core.arrays import data_of, has_shape, is_key, map_shards, secon
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.spec_trees import Misfit
-from treeshard._core.text import parse_dtype
-from treeshard._disk.leaves import SavedLeaf, is_none, kind_of, stored_dtype, value_of, value_text
-from treeshard._disk.untrusted import check_size, parse
+from treeshard._core.text import parse_dtype, parse_json
+from treeshard._disk.leaves import (
+    SavedLeaf,
+    is_none,
+    key_shape,
+    kind_of,
+    stored_dtype,
+    value_of,
+    value_text,
+)
 from treeshard._placement.targets import raise_unmovable, unmovable
+from treeshard.checkpoint._array_store import chunk_shape
 from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed
+
+WHERE = "save"
 
 
 class LeafTable(NamedTuple):
@@ -32,15 +46,13 @@ class LeafTable(NamedTuple):
     leaves: tuple[SavedLeaf, ...]
 
     def with_checksums(self, crcs: Mapping[str, int]) -> "LeafTable":
-        """The table with the CRC-32 of each stored array, given by key in the array store."""
-        rows = [
-            row if row.stored is None else row._replace(crc=crcs[row.key]) for row in self.leaves
-        ]
+        """The table with the CRC-32 of each stored array, given by path."""
+        rows = (row._replace(crc=crcs.get(row.path, row.crc)) for row in self.leaves)
         return self._replace(leaves=tuple(rows))
 
 
 class Packed(NamedTuple):
-    """A tree as a table without checksums, and the arrays to store, by `SavedLeaf.key`."""
+    """A tree as a table without checksums of arrays, and the arrays to store, by path."""
 
     table: LeafTable
     arrays: dict[str, jax.Array | np.ndarray]
@@ -49,30 +61,32 @@ class Packed(NamedTuple):
 # ------------------------------------------------------------------ from a tree, and back
 
 
-def pack(tree: PyTree, where: str = "save") -> Packed:
+def pack(tree: PyTree) -> Packed:
     """Converts a tree to a table and arrays, without copying arrays of dtypes that the store has.
 
     Leaves other than arrays, keys, numbers, strings, bytes and `None` are static, and left out.
     numpy scalars are arrays of shape `()`. Raises as `checkpoint.save` does for leaves and paths.
     """
-    shaped = enumerate(tree_leaves(tree))
-    misfits = {i: misfit for i, x in shaped if (misfit := _unstorable(x)) is not None}
-    raise_unmovable(tree, misfits, where)
+    misfits = {i: _unstorable(x) for i, x in enumerate(tree_leaves(tree))}
+    raise_unmovable(tree, {i: misfit for i, misfit in misfits.items() if misfit}, WHERE)
     leaves = tree_leaves(tree, is_leaf=is_none)
     named = list(zip(leaf_paths(tree, is_leaf=is_none), leaves, strict=True))
-    names = [path if kind_of(x) else None for path, x in named]
-    if shared := shared_names(names, tree, is_leaf=is_none):
-        facts = [f"{p}: shared by {', '.join(keys)}. Rename a key." for p, keys in shared.items()]
-        headline = f"{len(facts)} paths are shared by several leaves:"
-        raise CheckpointError(f"{where}: {listed(headline, facts)}")
-    _check_unicode(named, where)
+    _check_paths(named, tree)
+    _check_unicode(named)
     rows: list[SavedLeaf] = []
     arrays: dict[str, jax.Array | np.ndarray] = {}
     for path, x in named:
-        if (row := _row(path, x)) is not None:
-            rows.append(row)
-            if row.stored:
-                arrays[row.key] = _as_stored(x)
+        kind = kind_of(x)
+        if kind is None:
+            continue
+        if not has_shape(x):
+            rows.append(_row_of_value(path, kind, x))
+        elif x.size == 0:
+            rows.append(_row_of_array(path, kind, x)._replace(crc=0))
+        else:
+            array = arrays[path] = _as_stored(x)
+            row = _row_of_array(path, kind, x)
+            rows.append(row._replace(stored=str(array.dtype), chunk=chunk_shape(array)))
     return Packed(LeafTable(_meshes(leaves), tuple(rows)), arrays)
 
 
@@ -92,8 +106,9 @@ def unpack(row: SavedLeaf, stored: jax.Array | np.ndarray | None) -> Any:
 def in_its_dtype(row: SavedLeaf, stored: jax.Array | np.ndarray | None) -> Any:
     """The array of a row, or the data of its keys; `stored` as in `unpack`."""
     dtype = np.dtype("uint32") if row.kind == "key" else parse_dtype(row.dtype)
-    data: Any = np.zeros(row.stored_shape, dtype) if stored is None else stored
-    return data if data.dtype == dtype else _viewed_as(data, dtype)
+    if stored is None:
+        return np.zeros(row.stored_shape, dtype)
+    return stored if stored.dtype == dtype else _viewed_as(stored, dtype)
 
 
 def _unstorable(x: Any) -> Misfit | None:
@@ -103,38 +118,51 @@ def _unstorable(x: Any) -> Misfit | None:
         if is_key(x) and not isinstance(jax.random.key_impl(x), str):
             why = "its PRNG implementation has no name, so no other program could restore it."
             return Misfit(LeafError, f"{why} Save `jax.random.key_data` of it.")
-    elif isinstance(x, np.ndarray | np.generic) and not isinstance(x, str | bytes):
+        return None
+    # numpy's strings are Python's too.
+    if isinstance(x, np.ndarray | np.generic) and not isinstance(x, str | bytes):
         return Misfit(
             LeafError, "JAX does not support this dtype. Use `.astype`, or `.tolist()`, first."
         )
     return None
 
 
-def _check_unicode(named: Iterable[tuple[str, Any]], where: str) -> None:
+def _check_paths(named: Sequence[tuple[str, Any]], tree: PyTree) -> None:
+    names = [path if kind_of(x) else None for path, x in named]
+    shared = shared_names(names, tree, is_leaf=is_none)
+    if shared:
+        facts = [f"{p}: shared by {', '.join(keys)}. Rename a key." for p, keys in shared.items()]
+        headline = f"{len(facts)} paths are shared by several leaves:"
+        raise CheckpointError(f"{WHERE}: {listed(headline, facts)}")
+
+
+def _check_unicode(named: Iterable[tuple[str, Any]]) -> None:
+    """Python's strings may hold half of a surrogate pair, which no UTF-8 file can."""
     facts = []
     for path, x in named:
         kind = kind_of(x)
+        texts = [path] if kind else []
+        texts += [x] if kind == "str" else []
         try:
-            f"{path if kind else ''}{x if kind == 'str' else ''}".encode()
+            "".join(texts).encode()
         except UnicodeEncodeError as error:
             facts.append(f"{path!a}: it is not valid Unicode ({error.reason}). Save it as bytes.")
     if facts:
-        raise LeafError(f"{where}: {listed(f'{len(facts)} strings cannot be saved:', facts)}")
+        raise LeafError(f"{WHERE}: {listed(f'{len(facts)} strings cannot be saved:', facts)}")
 
 
-def _row(path: str, x: Any) -> SavedLeaf | None:
-    kind = kind_of(x)
-    if kind is None:
-        return None
-    if not has_shape(x):
-        value = None if x is None else value_text(x)
-        return SavedLeaf(path, kind, value=value, crc=crc32((value or "").encode()))
+def _row_of_value(path: str, kind: str, x: Any) -> SavedLeaf:
+    value = None if x is None else value_text(x)
+    return SavedLeaf(path, kind, value=value, crc=crc32((value or "").encode()))
+
+
+def _row_of_array(path: str, kind: str, x: Any) -> SavedLeaf:
+    """The row of an array or of keys, but for how it is stored."""
     sharding = getattr(x, "sharding", None)
     spec = repr(sharding.spec) if isinstance(sharding, NamedSharding) else None
-    dtype = str(x.dtype if kind == "key" else x.dtype.newbyteorder("="))
-    impl = str(jax.random.key_impl(x)) if kind == "key" else None
-    stored = stored_dtype(dtype) if x.size else None
-    return SavedLeaf(path, kind, x.shape, dtype, spec, stored, impl, crc=None if x.size else 0)
+    if kind == "key":
+        return SavedLeaf(path, kind, x.shape, str(x.dtype), spec, impl=str(jax.random.key_impl(x)))
+    return SavedLeaf(path, kind, x.shape, str(x.dtype.newbyteorder("=")), spec)
 
 
 def _meshes(leaves: Iterable[Any]) -> tuple[dict[str, int], ...]:
@@ -170,14 +198,12 @@ def _viewed_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
 VERSION = 3
 
 # The fields of a row, by the kind of its leaf.
-_VALUE = ("path", "kind", "value", "crc")
+_OF_VALUES = ("path", "kind", "value", "crc")
 _FIELDS = {
-    "array": ("path", "kind", "shape", "dtype", "spec", "stored", "crc"),
-    "key": ("path", "kind", "shape", "dtype", "spec", "stored", "impl", "crc"),
+    "array": ("path", "kind", "shape", "dtype", "spec", "stored", "chunk", "crc"),
+    "key": ("path", "kind", "shape", "dtype", "spec", "stored", "chunk", "impl", "crc"),
     "none": ("path", "kind", "crc"),
 }
-_MOST = 2**62  # bytes of an array, if its empty dims had length 1
-_MOST_DIMS = 64  # numpy's limit
 
 
 def to_text(table: LeafTable) -> str:
@@ -187,20 +213,15 @@ def to_text(table: LeafTable) -> str:
     programs may reformat the JSON.
     """
     rows = [
-        {name: getattr(row, name) for name in _FIELDS.get(row.kind, _VALUE)} for row in table.leaves
+        {name: getattr(row, name) for name in _FIELDS.get(row.kind, _OF_VALUES)}
+        for row in table.leaves
     ]
+    # Lists keep the order of axes where other programs sort the keys of objects.
     meshes = [list(map(list, axes.items())) for axes in table.meshes]
     crc = _crc({"treeshard_leaves": VERSION, "meshes": meshes, "leaves": rows})
     lines = ",".join(f"\n  {json.dumps(row)}" for row in rows)
     head = f'"treeshard_leaves": {VERSION},\n"meshes": {json.dumps(meshes)}'
-    text = f'{{\n{head},\n"leaves": [{lines}\n],\n"crc": {crc}\n}}\n'
-    try:
-        check_size(text.encode())
-    except FormatError as error:
-        raise CheckpointError(
-            f"The table of leaves is too large: {error} Save long strings and bytes as arrays."
-        ) from None
-    return text
+    return f'{{\n{head},\n"leaves": [{lines}\n],\n"crc": {crc}\n}}\n'
 
 
 def from_text(text: str) -> LeafTable:
@@ -210,12 +231,12 @@ def from_text(text: str) -> LeafTable:
     treeshard wrote it, or another program wrote a row that is not one of a leaf.
     """
     try:
-        raw = parse(text.encode(errors="surrogatepass"))
-        crc = _crc(raw) if isinstance(raw, dict) else None
-    except (FormatError, RecursionError) as error:
+        raw = parse_json(text.encode())
+    except FormatError as error:
         raise DamagedError(f"The table of leaves is {error}") from None
-    if crc is None or not {"treeshard_leaves", "crc"} <= raw.keys():
+    if not isinstance(raw, dict) or not {"treeshard_leaves", "crc"} <= raw.keys():
         raise DamagedError("The table of leaves has no version or no checksum.")
+    crc = _crc(raw)
     if crc != raw["crc"]:
         raise DamagedError(f"The table of leaves has the CRC-32 {crc}, and not {raw['crc']!r}.")
     if raw["treeshard_leaves"] != VERSION:
@@ -225,40 +246,29 @@ def from_text(text: str) -> LeafTable:
         )
     try:
         meshes = tuple(dict(axes) for axes in raw["meshes"])
-        leaves = tuple(_row_of(row, f"leaves[{i}]") for i, row in enumerate(raw["leaves"]))
+        leaves = tuple(_row_of_json(row, f"leaves[{i}]") for i, row in enumerate(raw["leaves"]))
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"The table of leaves is not one of treeshard's: {error}") from None
     return LeafTable(meshes, leaves)
 
 
-def _row_of(raw: Any, where: str) -> SavedLeaf:
-    """The row in JSON. Refuses what would fail later, where no error could name the leaf."""
+def _row_of_json(raw: Any, where: str) -> SavedLeaf:
+    """The row in JSON. What would fail later, where no error could name the leaf, fails here."""
     try:
-        row = SavedLeaf(**{**raw, "shape": tuple(raw.get("shape", ()))})
-        texts = [x for x in (row.path, row.dtype, row.spec, row.value) if x is not None]
-        valid = row.path is not None and all(isinstance(x, str) for x in texts)
-        valid &= raw.keys() == set(_FIELDS.get(row.kind, _VALUE))
-        if row.kind in ("array", "key"):
-            valid &= (row.kind == "key") == (row.impl is not None) and _has_valid_array(row)
+        if raw.keys() != set(_FIELDS.get(raw["kind"], _OF_VALUES)):
+            raise FormatError(f"its fields are {', '.join(raw)}.")
+        # JSON has no tuples.
+        fields: Any = {k: tuple(x) if isinstance(x, list) else x for k, x in raw.items()}
+        row = SavedLeaf(**fields)
+        if row.impl is not None:
+            key_shape(row.impl)
+        elif row.dtype:
+            parse_dtype(row.dtype)
         elif row.kind != "none":
-            valid &= row.value is not None and value_of(row.kind, row.value) is not None
+            value_of(row.kind, row.value or "")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{where}: {error}") from None
-    if not valid:
-        raise FormatError(f"{where}: {json.dumps(raw)[:200]}")
     return row
-
-
-def _has_valid_array(row: SavedLeaf) -> bool:
-    itemsize = 4 if row.kind == "key" else parse_dtype(row.dtype).itemsize
-    if not all(type(n) is int and n >= 0 for n in row.shape) or len(row.shape) > _MOST_DIMS:
-        return False
-    if itemsize * math.prod(max(1, n) for n in row.stored_shape) > _MOST:
-        return False
-    if 0 in row.shape:
-        return row.stored is None
-    # Array stores of another version may lack other dtypes, and hold bytes instead.
-    return row.stored == stored_dtype(row.dtype) or (itemsize == 1 and row.stored == "uint8")
 
 
 def _crc(raw: Mapping[str, Any]) -> int:
