@@ -75,10 +75,12 @@ def checksums(
 
 def registers(arrays: Sequence[jax.Array | np.ndarray], *, replicas: bool = False) -> bytes:
     """What this process contributes to the checksums; `of_registers` combines it."""
-    own = np.zeros(len(arrays), _CONTRIBUTION)
-    own["is_copy"] = [not is_spread(x) for x in arrays]
-    own["register"], own["balance"] = _registers(arrays, replicas=replicas)
-    return own.tobytes()
+    joined = _joined_parts(arrays, replicas)
+    contribution = np.zeros(len(arrays), _CONTRIBUTION)
+    contribution["is_copy"] = [not is_spread(x) for x in arrays]
+    contribution["register"] = joined.registers
+    contribution["balance"] = joined.balances
+    return contribution.tobytes()
 
 
 def of_registers(
@@ -87,18 +89,18 @@ def of_registers(
     """As `checksums`, from the `registers` of every process."""
     if len(set(map(len, messages))) > 1:
         raise ProcessError(f"{what}: the processes have different numbers of arrays.")
+    # A row for each process, a column for each array.
     contributions = np.stack([np.frombuffer(message, _CONTRIBUTION) for message in messages])
     is_copy, every = contributions["is_copy"], contributions["register"]
-    least = np.where(is_copy, every, ONES).min(axis=0)
-    most = np.where(is_copy, every, 0).max(axis=0)
     has_copies = is_copy.any(axis=0)
-    unbalanced = contributions["balance"].sum(axis=0, dtype=np.uint64) != 0
-    differing = dict.fromkeys(np.flatnonzero(unbalanced).tolist(), REPLICAS_DIFFER)
-    copies = np.flatnonzero(has_copies & (least != most)).tolist()
-    differing |= dict.fromkeys(copies, COPIES_DIFFER)
     first_copy = every[is_copy.argmax(axis=0), np.arange(len(arrays))]
     joint = np.where(has_copies, first_copy, np.bitwise_xor.reduce(every, axis=0))
     crcs = joint ^ _of_zeros([x.size * x.dtype.itemsize for x in arrays])
+
+    unbalanced = contributions["balance"].sum(axis=0, dtype=np.uint64) != 0
+    unequal = (is_copy & (every != first_copy)).any(axis=0)
+    differing = dict.fromkeys(np.flatnonzero(unbalanced).tolist(), REPLICAS_DIFFER)
+    differing |= dict.fromkeys(np.flatnonzero(unequal).tolist(), COPIES_DIFFER)
     return Joint(crcs.tolist(), differing)
 
 
@@ -174,17 +176,19 @@ def _parts(
         shards = to_read(x).addressable_shards if replicas else [*own_shards(x)]
         key = (x.sharding, x.shape, x.dtype.itemsize)
         if key not in known:
-            known[key] = {shard.device: _part(x, shard) for shard in shards}
+            known[key] = {shard.device: _part(x, shard, replicas) for shard in shards}
         yield from ((i, shard.data, known[key][shard.device]) for shard in shards)
 
 
-def _part(x: jax.Array, shard: Any) -> _Part:
+def _part(x: jax.Array, shard: Any, replicas: bool) -> _Part:
     region = regions_here(x.sharding, x.shape)[shard.device]
     layout = _layout(lengths(region), x.shape, x.dtype.itemsize)
     after = layout.bytes_after(region, x.shape)
+    is_first = shard.replica_id == 0
+    if not replicas:
+        return _Part(layout, after, is_first)
     count = x.sharding.num_devices * math.prod(layout.part) // max(1, x.size)
-    weight = _weight(shard.replica_id, count, after)
-    return _Part(layout, after, shard.replica_id == 0, weight)
+    return _Part(layout, after, is_first, _weight(shard.replica_id, count, after))
 
 
 @lru_cache(1024)
@@ -199,39 +203,66 @@ def _weight(replica: int, count: int, after: int) -> int:
     return -sum(_weight(i, count, after) for i in range(1, count)) % 2**64
 
 
-def _registers(
-    arrays: Sequence[jax.Array | np.ndarray], *, replicas: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Per array, the register after the parts that this process reads, starting from zero; and
-    the balance of its replicas."""
-    joint = np.zeros(len(arrays), np.uint32)
-    balance = np.zeros(len(arrays), np.uint64)
-    # Parts of one layout wait to be joined many at once, which is faster, with the registers of
-    # their runs.
-    waiting = defaultdict[_Layout, list[tuple[int, _Part, Any]]](list)
+class _Read(NamedTuple):
+    """A part that was read, or is being read on a thread: a register for each of its runs."""
 
-    def join(layout: _Layout) -> None:
-        indices, parts, runs = zip(*waiting.pop(layout), strict=True)
-        rows = [x.result() if isinstance(x, Future) else x for x in runs]
-        _, after, is_first, weights = zip(*parts, strict=True)
-        moved = _each_moved(layout.joined(np.stack(rows)), np.array(after))
-        np.bitwise_xor.at(joint, list(indices), np.where(is_first, moved, 0).astype(np.uint32))
-        if replicas:
-            np.add.at(balance, list(indices), moved * np.array(weights, np.uint64))
+    index: int
+    part: _Part
+    registers: Future[np.ndarray] | np.ndarray
 
+    def result(self) -> np.ndarray:
+        return self.registers.result() if isinstance(self.registers, Future) else self.registers
+
+
+class _Joiner:
+    """Joins parts to the registers of their arrays, and to the balances of their replicas.
+
+    Parts of one layout wait to be joined many at once: numpy takes as long for one as for hundreds.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.registers = np.zeros(count, np.uint32)
+        self.balances = np.zeros(count, np.uint64)
+        self._waiting = defaultdict[_Layout, list[_Read]](list)
+
+    def add(self, read: _Read) -> None:
+        layout = read.part.layout
+        self._waiting[layout].append(read)
+        if len(self._waiting[layout]) * layout.runs * self.registers.itemsize >= BLOCK:
+            self._join(layout)
+
+    def end(self) -> None:
+        for layout in list(self._waiting):
+            self._join(layout)
+
+    def _join(self, layout: _Layout) -> None:
+        reads = self._waiting.pop(layout)
+        indices = [read.index for read in reads]
+        parts = [read.part for read in reads]
+        runs = np.stack([read.result() for read in reads])
+        after = np.array([part.after for part in parts])
+        weights = np.array([part.weight for part in parts], np.uint64)
+        first = np.array([part.is_first for part in parts])
+        moved = _each_moved(layout.joined(runs), after)
+        # `ufunc.at`, since an array may have several of these parts.
+        np.bitwise_xor.at(self.registers, indices, np.where(first, moved, np.uint32(0)))
+        np.add.at(self.balances, indices, moved * weights)
+
+
+def _joined_parts(arrays: Sequence[jax.Array | np.ndarray], replicas: bool) -> _Joiner:
+    """Reads the parts that this process has. The registers start from zero."""
+    joiner = _Joiner(len(arrays))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
-        for i, data, part in _parts(arrays, replicas):
-            layout = part.layout
+        for index, data, part in _parts(arrays, replicas):
             if not data.size:
                 continue
-            is_long = data.nbytes // layout.runs >= FOR_A_THREAD
-            read = readers.submit(_read, data, layout.runs) if is_long else _read(data, layout.runs)
-            waiting[layout].append((i, part, read))
-            if len(waiting[layout]) * layout.runs * joint.itemsize >= BLOCK:
-                join(layout)
-        for layout in list(waiting):
-            join(layout)
-    return joint, balance
+            runs = part.layout.runs
+            if data.nbytes // runs >= FOR_A_THREAD:
+                joiner.add(_Read(index, part, readers.submit(_read, data, runs)))
+            else:
+                joiner.add(_Read(index, part, _read(data, runs)))
+        joiner.end()
+    return joiner
 
 
 def _read(data: Any, runs: int) -> np.ndarray:
