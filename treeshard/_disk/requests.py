@@ -1,6 +1,7 @@
 """Read requests: which leaves a like-tree requests, which are stored, and how they differ.
 
-Checkpoints and safetensors files compare them before any array is read.
+Checkpoints and safetensors files compare all of them before any array is read: a mismatch that
+shows up while arrays are read would cost minutes, and would name one leaf, not all.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from jax.tree_util import tree_flatten, tree_leaves
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike
-from treeshard._core.paths import PyTree, pair
+from treeshard._core.paths import PyTree
 from treeshard._core.processes import facts_of
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import Shape, empty_value, is_none, kind_of
@@ -52,12 +53,28 @@ class LeafType(NamedTuple):
 def leaf_type(x: Any) -> LeafType | None:
     """The type that a leaf has, or that it requests; `None` if it is static."""
     kind = kind_of(x)
-    if kind is None or not has_shape(x):
-        return None if kind is None else LeafType(kind)
-    return LeafType(kind, tuple(x.shape), str(x.dtype), not isinstance(x, np.ndarray | np.generic))
+    if kind is None:
+        return None
+    if not has_shape(x):
+        return LeafType(kind)
+    is_numpy = isinstance(x, np.ndarray | np.generic)
+    return LeafType(kind, tuple(x.shape), str(x.dtype), on_devices=not is_numpy)
 
 
 # ------------------------------------------------------------------ differences
+
+_OTHER_TYPE = "{} leaves have another type than requested:"
+_MISSING = "{} requested leaves are not in {}:"
+_UNEXPECTED = "{} leaves of {} are not requested:"
+_USE_PARTIAL = "`partial=True` reads the leaves that both have, and keeps the others of `like`."
+_KEPT = "{} leaves keep their values from `like`:"
+_SUGGESTIONS = 10  # names are slow to compare, and no more leaves than these are listed
+
+_SAVED_AS = "saved as {}, requested as {}."
+_NOT_FLOATING = "{} Only floating-point dtypes are converted; request {}."
+_NOT_CAST = "{} `cast={!r}` converts it."
+_TURN_ON_X64 = "Turn on 64-bit numbers (`jax.config.update('jax_enable_x64', True)`)"
+_NARROWED = "{} would be {} on devices. {}, or request a numpy array."
 
 
 class Differences(NamedTuple):
@@ -76,28 +93,28 @@ class Differences(NamedTuple):
         facts: list[str] = []
         if self.misfits:
             lines = [f"{path}: {why}" for path, why in self.misfits.items()]
-            facts.append(listed(f"{len(lines)} leaves have another type than requested:", lines))
-        if self.missing and not partial:
-            headline = f"{len(self.missing)} requested leaves are not in {source}:"
-            known = [self.unexpected if i < 10 else () for i in range(len(self.missing))]  # listed
-            lines = [
-                f"{path}: not in {source}.{did_you_mean(path, near)}"
-                for path, near in zip(self.missing, known, strict=True)
-            ]
-            facts.append(listed(headline, lines))
-        if self.unexpected and not partial:
-            headline = f"{len(self.unexpected)} leaves of {source} are not requested:"
-            lines = [f"{path}: in {source}, but not requested." for path in self.unexpected]
-            facts.append(listed(headline, lines))
-        if (self.missing or self.unexpected) and not partial:
-            facts.append(
-                "`partial=True` reads the leaves that both have, and keeps the others of `like`."
-            )
+            facts.append(listed(_OTHER_TYPE.format(len(lines)), lines))
+        if not partial:
+            facts += self._on_one_side(source)
         if facts:
             raise MismatchError("\n".join(facts))
         if self.missing:
             lines = [f"{path}: not in {source}." for path in self.missing]
-            warn(listed(f"{len(lines)} leaves keep their values from `like`:", lines))
+            warn(listed(_KEPT.format(len(lines)), lines))
+
+    def _on_one_side(self, source: str) -> list[str]:
+        """The missing and the unexpected leaves, and the way out."""
+        facts: list[str] = []
+        if self.missing:
+            lines = []
+            for i, path in enumerate(self.missing):
+                near = did_you_mean(path, self.unexpected) if i < _SUGGESTIONS else ""
+                lines.append(f"{path}: not in {source}.{near}")
+            facts.append(listed(_MISSING.format(len(lines), source), lines))
+        if self.unexpected:
+            lines = [f"{path}: in {source}, but not requested." for path in self.unexpected]
+            facts.append(listed(_UNEXPECTED.format(len(lines), source), lines))
+        return [*facts, _USE_PARTIAL] if facts else []
 
 
 def compare(
@@ -107,15 +124,43 @@ def compare(
 
     Floating-point arrays may be converted to the dtype `cast`; nothing else is converted.
     """
-    missing, unexpected, misfits = [], [], {}
-    for path, wanted, found in pair(requested.items(), stored.items()):
-        if wanted is None or found is None:
-            # A `None` holds no values, so it may be missing.
-            if (wanted or found) != LeafType("none"):
-                (missing if found is None else unexpected).append(path)
-        elif why := _misfit(found, wanted, cast):
-            misfits[path] = why
+    none = LeafType("none")  # holds no values, so it may be missing
+    missing: list[str] = []
+    misfits: dict[str, str] = {}
+    for path, x in requested.items():
+        if path in stored:
+            misfits[path] = _misfit(stored[path], x, cast)
+        elif x != none:
+            missing.append(path)
+    unexpected = [path for path, x in stored.items() if path not in requested and x != none]
+    misfits = {path: why for path, why in misfits.items() if why}
     return Differences(tuple(missing), tuple(unexpected), misfits)
+
+
+def _misfit(stored: LeafType, requested: LeafType, cast: str | None) -> str:
+    """Why a leaf cannot be read as requested; empty if it can."""
+    fact = _SAVED_AS.format(stored, requested)
+    if (stored.kind, stored.shape) != (requested.kind, requested.shape):
+        return fact
+    if stored.dtype != requested.dtype:
+        if not (stored.is_floating and requested.is_floating):
+            return _NOT_FLOATING.format(fact, stored.dtype)
+        if requested.dtype != cast:
+            return _NOT_CAST.format(fact, requested.dtype)
+    if requested.kind == "array" and requested.on_devices:
+        return _misfit_on_devices(requested)
+    return ""
+
+
+def _misfit_on_devices(requested: LeafType) -> str:
+    """JAX would turn 64-bit numbers into 32-bit ones without a word."""
+    dtype = str(jax.dtypes.canonicalize_dtype(parse_dtype(requested.dtype)))
+    if dtype == requested.dtype:
+        return ""
+    ways = _TURN_ON_X64
+    if requested.is_floating:
+        ways += f", convert it with `cast={dtype!r}`"
+    return _NARROWED.format(requested, requested._replace(dtype=dtype), ways)
 
 
 def cast_dtype(cast: Any) -> str | None:
@@ -134,29 +179,6 @@ def cast_dtype(cast: Any) -> str | None:
     return name
 
 
-def _misfit(stored: LeafType, requested: LeafType, cast: str | None) -> str:
-    """Why a leaf cannot be read as requested; empty if it can."""
-    fact = f"saved as {stored}, requested as {requested}."
-    if stored[:2] != requested[:2]:
-        return fact
-    if stored.dtype != requested.dtype:
-        if not (stored.is_floating and requested.is_floating):
-            return f"{fact} Only floating-point dtypes are converted; request {stored.dtype}."
-        if requested.dtype != cast:
-            return f"{fact} `cast={requested.dtype!r}` converts it."
-    if requested.kind != "array" or not requested.on_devices:
-        return ""
-    dtype = str(jax.dtypes.canonicalize_dtype(parse_dtype(requested.dtype)))
-    if dtype == requested.dtype:
-        return ""
-    ways = ["Turn on 64-bit numbers (`jax.config.update('jax_enable_x64', True)`)"]
-    ways += [f"convert it with `cast={dtype!r}`"] if requested.is_floating else []
-    return (
-        f"{requested} would be {requested._replace(dtype=dtype)} on devices. {', '.join(ways)}, or"
-        " request a numpy array."
-    )
-
-
 # ------------------------------------------------------------------ requests
 
 
@@ -166,6 +188,16 @@ class Placing(NamedTuple):
     rules: Rules | None = None
     mesh: MeshLike | None = None
     min_size: int | None = None
+
+    def check(self, where: str) -> None:
+        """Raises `ValueError` if something is given that only rules use."""
+        if self.rules is not None or (self.mesh is None and self.min_size is None):
+            return
+        given = "min_size" if self.mesh is None else "a mesh"
+        raise ValueError(
+            f"{where}: {given} was given without rules. Pass `rules=` as well, such as"
+            " `rules=[('.*', None)]`, which replicates."
+        )
 
 
 class RequestedLeaf(NamedTuple):
@@ -205,6 +237,7 @@ class Request(NamedTuple):
         """The like-tree with the values that were read, given with their leaf indices."""
         leaves = list(self.leaves)
         for i, value in values:
+            # A numpy scalar is read as an array of shape `()`, which `[()]` turns into one.
             leaves[i] = value[()] if isinstance(leaves[i], np.generic) else value
         return self.treedef.unflatten(leaves)
 
@@ -224,33 +257,28 @@ def read_request(
     all stored leaves are requested, by name. `names` takes the like-tree, whose `None`s are leaves,
     and returns the names of the leaves to read, by index. `where` is the public function.
     """
-    rules, mesh, min_size = placing
-    if rules is None and (mesh is not None or min_size is not None):
-        given = "a mesh" if mesh is not None else "min_size"
-        raise ValueError(
-            f"{where}: {given} was given without rules. Pass `rules=` as well, such as"
-            " `rules=[('.*', None)]`, which replicates."
-        )
+    placing.check(where)
     to = cast_dtype(cast)
-    tree = like.structs if isinstance(like, Plan) else like
+    tree = like
     if like is None:
         tree = {name: _like_leaf(x.cast(to)) for name, x in stored.items()}
+    elif isinstance(like, Plan):
+        tree = like.structs
     leaves, treedef = tree_flatten(tree, is_leaf=is_none)
-    if rules is not None:
-        decided = plan(tree, rules, with_devices(mesh, where), min_size=min_size)
-        decided.check()
-        shardings = tree_leaves(decided.shardings, is_leaf=is_none)
+    if placing.rules is not None:
+        shardings = _decided(tree, placing.rules, placing, where)
+        on_devices = True
     elif like is not None:
         shardings = [_own_sharding(leaf, where) for leaf in leaves]
+        on_devices = None  # as each leaf of `like`
     else:
         shardings = [None] * len(leaves)
+        on_devices = False
     requested: dict[int, RequestedLeaf] = {}
     for i, name in names(tree).items():
-        if (kind := leaf_type(leaves[i])) is None:
-            continue
-        if kind.dtype and (rules is not None or like is None):
-            kind = kind._replace(on_devices=rules is not None)
-        requested[i] = RequestedLeaf(name, kind, shardings[i] if kind.dtype else None)
+        leaf = _requested(name, leaves[i], shardings[i], on_devices)
+        if leaf is not None:
+            requested[i] = leaf
     types = {leaf.name: leaf.type for leaf in requested.values()}
     return Request(leaves, treedef, requested, stored, compare(stored, types, to))
 
@@ -261,8 +289,29 @@ def _like_leaf(x: LeafType) -> Any:
     return empty_value(x.kind)
 
 
+def _requested(
+    name: str, leaf: Any, sharding: Any, on_devices: bool | None
+) -> RequestedLeaf | None:
+    type_ = leaf_type(leaf)
+    if type_ is None:
+        return None
+    if not type_.dtype:
+        return RequestedLeaf(name, type_, None)
+    if on_devices is not None:
+        type_ = type_._replace(on_devices=on_devices)
+    return RequestedLeaf(name, type_, sharding)
+
+
+def _decided(tree: PyTree, rules: Rules, placing: Placing, where: str) -> list[Any]:
+    """The shardings that the rules decide, and `P()` for leaves without a shape."""
+    decided = plan(tree, rules, with_devices(placing.mesh, where), min_size=placing.min_size)
+    decided.check()
+    return tree_leaves(decided.shardings, is_leaf=is_none)
+
+
 def _own_sharding(leaf: Any, where: str) -> Sharding | None:
     is_numpy = isinstance(leaf, np.ndarray | np.generic)
+    # An array that is not committed is on the default device only until a program moves it.
     if is_numpy or not has_shape(leaf) or not getattr(leaf, "committed", True):
         return None
     if isinstance(leaf.sharding, NamedSharding):

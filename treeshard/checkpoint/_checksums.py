@@ -204,9 +204,12 @@ def _weight(replica: int, count: int, after: int) -> int:
 
 
 class _Read(NamedTuple):
-    """A part that was read, or is being read on a thread: a register for each of its runs."""
+    """A part that was read, or is being read on a thread: a register for each of its runs.
 
-    index: int
+    `array` is the index of the array that it belongs to.
+    """
+
+    array: int
     part: _Part
     registers: Future[np.ndarray] | np.ndarray
 
@@ -237,7 +240,7 @@ class _Joiner:
 
     def _join(self, layout: _Layout) -> None:
         reads = self._waiting.pop(layout)
-        indices = [read.index for read in reads]
+        arrays = [read.array for read in reads]
         parts = [read.part for read in reads]
         runs = np.stack([read.result() for read in reads])
         after = np.array([part.after for part in parts])
@@ -245,8 +248,8 @@ class _Joiner:
         first = np.array([part.is_first for part in parts])
         moved = _each_moved(layout.joined(runs), after)
         # `ufunc.at`, since an array may have several of these parts.
-        np.bitwise_xor.at(self.registers, indices, np.where(first, moved, np.uint32(0)))
-        np.add.at(self.balances, indices, moved * weights)
+        np.bitwise_xor.at(self.registers, arrays, np.where(first, moved, np.uint32(0)))
+        np.add.at(self.balances, arrays, moved * weights)
 
 
 def _joined_parts(arrays: Sequence[jax.Array | np.ndarray], replicas: bool) -> _Joiner:
