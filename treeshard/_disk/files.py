@@ -1,11 +1,17 @@
-"""Files that several processes or runs write: locks, and new files that appear when complete."""
+"""Files that several processes or runs write: locks, and new files that appear when complete.
+
+A file is never changed in place, since power loss or a kill would leave half of it. It is written
+under another name, flushed, and renamed, which file systems do at once or not at all. The order of
+flushes decides what power loss leaves: without `fsync`, a file system may make a rename durable
+before the contents, and one rename before an earlier one.
+"""
 
 import errno
 import fcntl
 import os
 import platform
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -34,7 +40,10 @@ def file_path(path: PathLike) -> Path:
 
 
 def flush(path: PathLike) -> None:
-    """Waits until the contents of a file, or the names in a directory, are on the disk."""
+    """Waits until the contents of a file, or the names in a directory, are on the disk.
+
+    A file that is on the disk can still be lost if its name is not.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -59,23 +68,31 @@ def make_directory(path: os.PathLike[str]) -> None:
     if "://" in str(path):
         return
     try:
-        new = [one for one in (Path(path), *Path(path).parents) if not one.exists()]
+        new = [folder for folder in (Path(path), *Path(path).parents) if not folder.exists()]
         Path(path).mkdir(parents=True, exist_ok=True)
-        for one in new:
-            flush(one.parent)
+        for folder in new:
+            flush(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be created: {error.strerror}.") from None
 
 
 # ------------------------------------------------------------------ locks
 
+_IS_OURS = "this process is already writing here. Close its other writer first."
+_IS_OF_ANOTHER = (
+    "another run is writing here: {}. Two writers would destroy each other's files. Wait for it,"
+    " end it, or write to another path."
+)
+_NO_LOCKS = "{}: this file system does not support locks ({}), so a second writer is not kept out."
+
 
 class Lock:
     """An exclusive lock for writing at a path, held from construction to `release`.
 
     It is an `flock` on a file beside the path, or inside a directory of several checkpoints. The
-    system releases it when the process ends, even if the process is killed. The file names the
-    holder, for the `CheckpointError` of a second one.
+    system releases it when the process ends, even if the process is killed; a file that merely
+    exists would have to be removed by hand then. The file names the holder, for the
+    `CheckpointError` of a second one.
     """
 
     def __init__(self, file: Path, what: str) -> None:
@@ -85,11 +102,10 @@ class Lock:
 
     def release(self) -> None:
         """Releases the lock. A second call does nothing."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
+        if self._handle is not None:
             with suppress(OSError):
                 self._file.unlink()  # while the lock is still held
-            os.close(handle)
+        self.close_copy()
 
     def __enter__(self) -> "Lock":
         return self
@@ -104,6 +120,7 @@ class Lock:
             os.close(handle)
 
 
+# An `flock` belongs to the open file, which a fork shares, and ends when its last handle is closed.
 _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [lock.close_copy() for lock in _locks])
 
@@ -121,27 +138,19 @@ def _lock(file: Path, what: str) -> int | None:
         except BlockingIOError:
             holder = os.read(handle, 200).decode(errors="replace")
             os.close(handle)
+            why = _IS_OF_ANOTHER.format(holder or "an unknown process")
             if holder.startswith(f"{me},"):
-                why = "this process is already writing here. Close its other writer first."
-            else:
-                why = (
-                    f"another run is writing here: {holder or 'an unknown process'}. Two writers"
-                    " would destroy each other's files. Wait for it, end it, or write to"
-                    " another path."
-                )
+                why = _IS_OURS
             raise CheckpointError(f"{what}: {why}") from None
         except OSError as error:
             os.close(handle)
-            warn(
-                f"{what}: this file system does not support locks ({error.strerror}), so a second"
-                " writer is not kept out."
-            )
+            warn(_NO_LOCKS.format(what, error.strerror))
             return None
         if _is_open_as(file, handle):
             os.ftruncate(handle, 0)
             os.write(handle, f"{me}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode())
             return handle
-        os.close(handle)  # its holder has just removed it
+        os.close(handle)  # its holder removed it after we had opened it: lock the new one
 
 
 def _is_open_as(file: Path, handle: int) -> bool:
@@ -177,22 +186,20 @@ def new_files(
     first = jax.process_index() == 0
     hidden = [path.with_name(f".{path.name}{_PART}") for path in paths]
     stale: list[Path] = []
+    files: list[int] = []
     with ExitStack() as held:
-        files: list[int] = []
         with together(what, timeout=timeout) as marks:
             if first:
                 mark = os.urandom(16)
                 marks.append(mark)
                 held.enter_context(Lock(name.with_name(f".{name.name}.lock"), f"{what}: {name}"))
-                beside = list(name.parent.iterdir())
-                stale = [x for x in beside if earlier(x.name) and x not in paths]
-                for left in (x for x in beside if x.name.endswith(_PART) and x.is_file()):
-                    if earlier(left.name[1:].removesuffix(_PART)):
-                        left.unlink()
-                files = [held.enter_context(_created(path, mark)) for path in hidden]
+                beside = [path for path in name.parent.iterdir() if path not in paths]
+                stale = [path for path in beside if earlier(path.name)]
+                _remove_unfinished(beside, earlier)
+                files += [held.enter_context(_created(path, mark)) for path in hidden]
         with together(what, timeout=timeout):
             if not first:
-                files = [held.enter_context(_of_process_0(path, marks[0])) for path in hidden]
+                files += [held.enter_context(_of_process_0(path, marks[0])) for path in hidden]
         with together(what, timeout=AS_LONG_AS_IT_TAKES):
             yield files
             for file in files:
@@ -200,6 +207,13 @@ def new_files(
         with together(what, timeout=AS_LONG_AS_IT_TAKES):
             if first:
                 _rename(hidden, paths, stale)
+
+
+def _remove_unfinished(beside: Iterable[Path], earlier: Callable[[str], bool]) -> None:
+    for path in beside:
+        is_hidden = path.name.startswith(".") and path.name.endswith(_PART)
+        if is_hidden and earlier(path.name[1:].removesuffix(_PART)) and path.is_file():
+            path.unlink()
 
 
 @contextmanager

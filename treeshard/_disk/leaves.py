@@ -1,4 +1,9 @@
-"""Stored leaves: their description, Python values as text, and reports about them."""
+"""Stored leaves: their description, Python values as text, and reports about them.
+
+Python's scalars are stored as text in a table, not as arrays: from an array `7` would come back as
+an `int32[]`, which Python code in a traced function cannot branch on. The text is parsed as a value
+of the kind beside it, and never evaluated.
+"""
 
 import base64
 import math
@@ -121,13 +126,13 @@ def is_none(x: Any) -> bool:
 
 def value_text(x: Any) -> str:
     """A Python scalar, a string or bytes, as text, without loss."""
-    return _SCALARS[_SCALAR_KINDS[type(x)]][1](x)
+    return _SCALARS[_SCALAR_KINDS[type(x)]].write(x)
 
 
 def value_of(kind: str, text: str) -> Any:
     """The value that `value_text` wrote. Raises `FormatError` for text that it does not write."""
     try:
-        return _SCALARS[kind][2](text)
+        return _SCALARS[kind].read(text)
     except (ValueError, KeyError, TypeError, OverflowError):
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         raise FormatError(f"value is {shown!r}, which is not of kind {kind}.") from None
@@ -135,7 +140,7 @@ def value_of(kind: str, text: str) -> Any:
 
 def empty_value(kind: str) -> Any:
     """A value of a kind that is not an array: `None`, zero or empty."""
-    return None if kind == "none" else _SCALARS[kind][0]()
+    return None if kind == "none" else _SCALARS[kind].type()
 
 
 def _complex_of(text: str) -> complex:
@@ -143,20 +148,33 @@ def _complex_of(text: str) -> complex:
     return complex(float.fromhex(real), float.fromhex(imag))
 
 
-_SCALARS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
-    "bool": (bool, str, {"True": True, "False": False}.__getitem__),
-    # Python limits the digits of decimal text.
-    "int": (int, lambda x: str(x) if abs(x) < 2**64 else hex(x), lambda text: int(text, 0)),
-    "float": (float, float.hex, float.fromhex),
-    "complex": (complex, lambda x: f"{x.real.hex()} {x.imag.hex()}", _complex_of),
-    "str": (str, str, str),
-    "bytes": (
+class _Scalar(NamedTuple):
+    """A type of Python, how its values are written, and how they are read."""
+
+    type: type
+    write: Callable[[Any], str]
+    read: Callable[[str], Any]
+
+
+def _int_text(x: int) -> str:
+    # Python writes and reads 4,300 decimal digits at most. Hexadecimal ones have no limit.
+    return str(x) if abs(x) < 2**64 else hex(x)
+
+
+_SCALARS = {
+    "bool": _Scalar(bool, str, {"True": True, "False": False}.__getitem__),
+    "int": _Scalar(int, _int_text, lambda text: int(text, 0)),
+    # Decimal text would round.
+    "float": _Scalar(float, float.hex, float.fromhex),
+    "complex": _Scalar(complex, lambda x: f"{x.real.hex()} {x.imag.hex()}", _complex_of),
+    "str": _Scalar(str, str, str),
+    "bytes": _Scalar(
         bytes,
         lambda x: base64.b64encode(x).decode(),
         partial(base64.b64decode, validate=True),
     ),
 }
-_SCALAR_KINDS = {row[0]: kind for kind, row in _SCALARS.items()}
+_SCALAR_KINDS = {scalar.type: kind for kind, scalar in _SCALARS.items()}
 
 
 # ------------------------------------------------------------------ reports
@@ -202,19 +220,22 @@ class Contents:
 
     def __str__(self) -> str:
         rows = [("path", "leaf", "spec", "bytes")]
-        items = ((x.path, (*x[1:5], x.value), x) for x in self.leaves)
+        items = ((x.path, (x.kind, x.shape, x.dtype, x.spec, x.value), x) for x in self.leaves)
         for path, alike in fold(items):
+            first = alike[0]
             size = human_bytes(sum(leaf.bytes for leaf in alike))
-            rows.append(
-                (short(path) or "(the tree)", describe_leaf(alike[0]), alike[0].spec or "", size)
-            )
+            rows.append((short(path) or "(the tree)", describe_leaf(first), first.spec or "", size))
+        return f"{columns(rows)}\n{self._total()}"
+
+    def _total(self) -> str:
         total = f"{counted(len(self.leaves), 'leaf')}, {human_bytes(self.bytes)}."
         meshes = [", ".join(f"{axis}={n}" for axis, n in axes.items()) for axes in self.meshes]
         if any(meshes):
             total += f" Saved on {' and '.join(meshes)}."
-        if without_crc := sum(leaf.crc is None for leaf in self.leaves):
+        without_crc = sum(leaf.crc is None for leaf in self.leaves)
+        if without_crc:
             total += f" {without_crc:,} have no fingerprint."
-        return f"{columns(rows)}\n{total}"
+        return total
 
 
 def describe_leaf(leaf: SavedLeaf) -> str:

@@ -1,6 +1,8 @@
 """Reads files of unknown origin: regular files only, and no more of them than makes sense.
 
-A FIFO would block its reader for ever, and `/dev/zero` has no end.
+A FIFO would block its reader for ever, and `/dev/zero` has no end. A limit on all memory would not
+do: it ends the process, and cannot say which file is to blame. Checkpoints are not read by this:
+they are trusted.
 """
 
 import math
@@ -18,7 +20,7 @@ from jax.sharding import Sharding
 from treeshard._core.text import human_bytes, parse_json
 from treeshard.errors import CheckpointError, FormatError
 
-# Of a table of leaves, an index or the header of a file: 100,000 leaves take about 20 MB.
+# Of a plan, an index or the header of a file: 100,000 leaves take about 20 MB.
 MOST_BYTES = 2**26
 # Of JSON: brackets and commas, each of which becomes an object or an entry in memory.
 MOST_ITEMS = 2_000_000
@@ -34,10 +36,11 @@ _KINDS = [
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a regular file, or a link to one, for reading. Never blocks."""
     _check_regular(path, os.stat(path))  # opening a device may have an effect
+    # Without `O_NONBLOCK`, opening a FIFO waits for its writer.
     file = open(  # noqa: SIM115  (the caller closes it)
         path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
     )
-    try:
+    try:  # another program may have replaced the file since
         _check_regular(path, os.fstat(file.fileno()))
     except CheckpointError:
         file.close()
@@ -76,7 +79,8 @@ def check_size(text: bytes) -> None:
     """Raises `FormatError` if JSON is longer, or has more values, than treeshard reads."""
     if len(text) > MOST_BYTES:
         raise FormatError(f"JSON of {human_bytes(len(text))}. {_at_most(MOST_BYTES)}")
-    if (items := sum(map(text.count, (b",", b"[", b"{")))) > MOST_ITEMS:
+    items = text.count(b",") + text.count(b"[") + text.count(b"{")
+    if items > MOST_ITEMS:
         raise FormatError(f"JSON of about {items:,} values. At most {MOST_ITEMS:,} are read.")
 
 
@@ -120,8 +124,10 @@ def _available_memory() -> int | None:
             free.append(limit - 1024 * _amounts("/proc/self/status")["VmSize"])
     except (OSError, KeyError):
         return None
-    with suppress(OSError, KeyError, ValueError):  # of a container
+    # Of a container. `memory.max` is the word `max` if it has no limit.
+    with suppress(OSError, KeyError, ValueError):
         group = Path("/sys/fs/cgroup")
+        # What files of the page cache take is freed when memory is needed.
         caches = _amounts(group / "memory.stat")
         used = int((group / "memory.current").read_text()) - caches["file"]
         free.append(int((group / "memory.max").read_text()) - used)
@@ -129,5 +135,9 @@ def _available_memory() -> int | None:
 
 
 def _amounts(file: str | os.PathLike[str]) -> dict[str, int]:
+    """The amounts in a file of Linux, by name.
+
+    A line is `MemAvailable:   16231040 kB` below `/proc`, `file 1204224` in bytes below `/sys`.
+    """
     words = [line.replace(":", " ").split() for line in Path(file).read_text().splitlines()]
     return {row[0]: int(row[1]) for row in words if len(row) > 1 and row[1].isdigit()}
