@@ -1,4 +1,9 @@
-"""The checkpoints of a training run: a directory with a checkpoint per saved step."""
+"""The checkpoints of a training run: a directory with a checkpoint per saved step.
+
+There is no list of the steps, which could disagree with the directory: the names are the list.
+Older checkpoints are removed once a later one is durable. Each is renamed first, which hides it from
+readers, so that none ever sees half of one, and a thread may take its time to remove the files.
+"""
 
 import operator
 from concurrent.futures import ThreadPoolExecutor
@@ -88,7 +93,7 @@ class Checkpoints:
         self._directory = checkpoint_path(directory)
         self._keep, self._every, self._background = keep, every, background
         self._timeout, self._read_only, self._progress = timeout, read_only, progress
-        with_bar((), "Checkpoints", show=progress)  # raises without tqdm
+        with_bar((), "Checkpoints", show=progress)  # raises without tqdm, before anything is done
         self._options: dict[str, Any] = {
             "fingerprints": fingerprints,
             "on_divergence": on_divergence,
@@ -135,14 +140,19 @@ class Checkpoints:
         self.wait()
         path = self._directory / str(number)
         self._writing = number, begin(path, state, timeout=self._timeout, **self._options)
-        if jax.process_index() == 0 and (latest := self.latest) is not None and latest > number:
-            warn(
-                f"save({number}): {self._directory} has later steps, up to {latest}, which"
-                " `restore_latest` restores. Remove them, or save to another directory."
-            )
+        if jax.process_index() == 0:
+            self._warn_of_later_steps(number)
         if not self._background:
             self.wait()
         return True
+
+    def _warn_of_later_steps(self, step: int) -> None:
+        latest = self.latest
+        if latest is not None and latest > step:
+            warn(
+                f"save({step}): {self._directory} has later steps, up to {latest}, which"
+                " `restore_latest` restores. Remove them, or save to another directory."
+            )
 
     def restore_latest(
         self, like: PyTree = None, **options: Unpack[RestoreOptions]
@@ -203,8 +213,8 @@ class Checkpoints:
         """
         self.wait()
         path = self._directory / str(operator.index(step))
-        own: RestoreOptions = {"timeout": self._timeout, "progress": self._progress}
-        return restore(path, like, **{**own, **options})
+        by_default: RestoreOptions = {"timeout": self._timeout, "progress": self._progress}
+        return restore(path, like, **{**by_default, **options})
 
     def steps(self) -> tuple[int, ...]:
         """The steps of the complete checkpoints, ascending."""
@@ -221,12 +231,12 @@ class Checkpoints:
         Raises:
             CheckpointError: If one could not be written. It is raised once.
         """
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            step, end = writing
-            end.wait(progress=self._progress)
-            if self._keep is not None and jax.process_index() == 0:
-                self._remove_all_but(self._keep, step)
+        if self._writing is None:
+            return
+        (step, writing), self._writing = self._writing, None
+        writing.wait(progress=self._progress)
+        if self._keep is not None and jax.process_index() == 0:
+            self._remove_all_but(self._keep, step)
 
     def close(self) -> None:
         """Waits as `wait` does, and releases the directory for other writers."""
@@ -253,11 +263,13 @@ class Checkpoints:
         make_directory(self._directory)
         if not is_local(self._directory):
             return
-        self._held.callback(Lock(lock_in(self._directory), str(self._directory)).release)
+        self._held.enter_context(Lock(lock_in(self._directory), str(self._directory)))
         for left in self._directory.iterdir():
-            if (path := written_by(left)) is not None:
+            path = written_by(left)
+            if path is not None:
+                # If its lock is not free, another process is writing it.
                 with suppress(CheckpointError), Lock(lock_of(path), str(path)):
-                    sweep(path)  # no process is writing it, since its lock was free
+                    sweep(path)
 
     def _remove_all_but(self, keep: int, saved: int) -> None:
         for step in {*self.steps()[:-keep]} - {saved}:

@@ -1,4 +1,9 @@
-"""What is at a path: a checkpoint, an incomplete one, a directory of several, or something else."""
+"""What is at a path: a checkpoint, an incomplete one, a directory of several, or something else.
+
+Whether a checkpoint is complete is seen from its name, since a file system renames a directory at
+once or not at all. Object stores cannot rename one: there a file that is written last says it. The
+names are those of Orbax, so that its tools ignore incomplete checkpoints, too.
+"""
 
 import os
 import re
@@ -20,6 +25,7 @@ COMMITTED = "commit_success.txt"  # marks a complete checkpoint where directorie
 _LOCK = "treeshard-lock"
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
+# `12.orbax-checkpoint-tmp`, `12.orbax-checkpoint-tmp-removed` or `.12.treeshard-lock`
 _LEFT = re.compile(rf"(?P<tmp>[0-9]+){re.escape(TEMPORARY)}|\.(?P<lock>[0-9]+)\.{_LOCK}$")
 
 
@@ -35,7 +41,8 @@ def checkpoint_path(path: PathLike) -> epath.Path:
                 f"{text}: there is no access to {scheme}://. Pass a local path, gs:// or s3://."
             ) from None
     absolute = os.path.abspath(file_path(path))
-    if "\\" in absolute:  # arrays would be written elsewhere, or not be found
+    # TensorStore would write the arrays elsewhere, or not find them.
+    if "\\" in absolute:
         raise CheckpointError(
             f"{absolute}: the array store reads a backslash in a path as `/`. Rename the directory,"
             " or use another."
@@ -107,31 +114,47 @@ def gone(path: epath.Path) -> CheckpointError:
     )
 
 
+_NOTHING = "There is no checkpoint at {path}.{near}"
+_SEVERAL = "{path} is a directory of checkpoints, not a checkpoint.{steps} Name one: {latest!r}."
+_NO_TABLE = "{path}: its table of leaves is missing, so its contents are unknown."
+_ONLY_ORBAX = (
+    "{path} is a checkpoint that Orbax wrote without treeshard: it has no table of leaves. Read it"
+    " with Orbax."
+)
+_SOMETHING_ELSE = "{path} is not a checkpoint: it has no table of leaves."
+
+
 def _none_at(path: epath.Path) -> CheckpointError:
+    """The error for a path without a table of leaves, which says what is there."""
     if not path.exists():
-        names = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, [name for name in names if not name.startswith(".")])
-        return CheckpointError(f"There is no checkpoint at {path}.{_steps(path.parent) or near}")
-    if steps := steps_in(path):
-        name = repr(str(path / str(steps[-1])))
-        what = "is a directory of checkpoints, not a checkpoint"
-        return CheckpointError(f"{path} {what}.{_steps(path)} Name one: {name}.")
+        near = _steps(path.parent) or did_you_mean(path.name, _visible_names(path.parent))
+        return CheckpointError(_NOTHING.format(path=path, near=near))
+    steps = steps_in(path)
+    if steps:
+        latest = str(path / str(steps[-1]))
+        return CheckpointError(_SEVERAL.format(path=path, steps=_steps(path), latest=latest))
     if (path / TABLE).is_dir():
-        return DamagedError(f"{path}: its table of leaves is missing, so its contents are unknown.")
+        return DamagedError(_NO_TABLE.format(path=path))
     if any((path / name).exists() for name in _OF_ORBAX):
-        return CheckpointError(
-            f"{path} is a checkpoint that Orbax wrote without treeshard: it has no table of"
-            " leaves. Read it with Orbax."
-        )
-    return CheckpointError(f"{path} is not a checkpoint: it has no table of leaves.")
+        return CheckpointError(_ONLY_ORBAX.format(path=path))
+    return CheckpointError(_SOMETHING_ELSE.format(path=path))
+
+
+def _visible_names(directory: epath.Path) -> list[str]:
+    if not directory.is_dir():
+        return []
+    return [path.name for path in directory.iterdir() if not path.name.startswith(".")]
 
 
 def _steps(directory: epath.Path) -> str:
     steps = steps_in(directory)
     if not steps:
         return ""
-    shown = ", ".join(map(str, steps[-10:]))
-    return f" The directory has step{'s' * (len(steps) > 1)} {'..., ' * (len(steps) > 10)}{shown}."
+    if len(steps) == 1:
+        return f" The directory has step {steps[0]}."
+    latest = ", ".join(map(str, steps[-10:]))
+    earlier = "..., " if len(steps) > 10 else ""
+    return f" The directory has steps {earlier}{latest}."
 
 
 # ------------------------------------------------------------------ writing
@@ -159,13 +182,15 @@ def check_vacant(path: epath.Path) -> None:
         raise CheckpointError(
             f"{path}: names with {TEMPORARY!r} are reserved for unfinished checkpoints."
         )
-    if path.exists():
-        is_one = (path / TABLE).is_dir()
-        what = "checkpoint" if is_one else "directory" if path.is_dir() else "file"
-        raise CheckpointError(
-            f"There is already a {what} at {path}, and `save` does not overwrite. Remove it first,"
-            " or save to another path."
-        )
+    if not path.exists():
+        return
+    what = "file"
+    if path.is_dir():
+        what = "checkpoint" if (path / TABLE).is_dir() else "directory"
+    raise CheckpointError(
+        f"There is already a {what} at {path}, and `save` does not overwrite. Remove it first, or"
+        " save to another path."
+    )
 
 
 def sweep(path: epath.Path) -> None:
