@@ -309,7 +309,7 @@ from pathlib import Path
 from treeshard.checkpoint import Checkpoints
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore SIGINT for background jobs
 directory = Path(sys.argv[1])
-w = np.ones((24, 1024, 1024))
+w = np.ones((12, 1024, 1024))
 with Checkpoints(directory, background=False) as checkpoints:
     checkpoints.save(1, {"w": w[0], "step": 1})
     print("saving", flush=True)

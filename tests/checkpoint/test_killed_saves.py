@@ -11,7 +11,7 @@ from tests.multiprocess.killed_saves_checks import KEPT, PATHS, WRITERS, differi
 from treeshard.checkpoint import restore, verify
 
 SOAK = bool(os.environ.get("TREESHARD_SOAK"))  # `make soak`
-KILLS, KILLS_OF_ONE = (300, 300) if SOAK else (20, 6)
+KILLS, KILLS_OF_ONE = (300, 300) if SOAK else (12, 6)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,6 @@ def test_processes_were_killed_during_saves(
     counts = json.loads((directory / "run.json").read_text())
     record_property("processes killed", ", ".join(f"{n} {name}" for name, n in counts.items()))
     assert counts["in all"] == KILLS
-    assert counts["ended by JAX"] == 2
     assert min(counts["process 0"], counts["process 1"]) > KILLS / 10
     assert counts["while it wrote"] > KILLS / 4
 
@@ -55,7 +54,7 @@ def test_some_writers_met_another_one(
     assert counts["while another wrote"]
 
 
-@pytest.mark.parametrize("name", ["run", "run-of-one"])
+@pytest.mark.parametrize("name", ["run", "run-of-one", "run-without-0", "run-without-1"])
 def test_the_remaining_checkpoints_are_complete(
     name: str, killed: launcher.Verdicts, directory: Path
 ) -> None:

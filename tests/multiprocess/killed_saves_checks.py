@@ -96,19 +96,14 @@ def run_on(run: Path, axes: str, steps: int | None, index: int, say: Say) -> Non
 
 
 def check_a_run_that_is_killed_again_and_again(context: Context) -> None:
-    kills = int(context.args[0])
-    # Twice the other process is not killed; JAX ends it.
-    kill_again_and_again(context, "run", kills, 2, {kills // 3: 0, 2 * kills // 3: 1})
+    kill_again_and_again(context, "run", int(context.args[0]), 2)
 
 
 def check_a_process_alone_that_is_killed_again_and_again(context: Context) -> None:
-    kill_again_and_again(context, "run-of-one", int(context.args[1]), 1, {})
+    kill_again_and_again(context, "run-of-one", int(context.args[1]), 1)
 
 
-def kill_again_and_again(
-    context: Context, name: str, kills: int, processes: int, alone: dict[int, int]
-) -> None:
-    """Kills a run; where a round is in `alone`, only this process, and waits for the others."""
+def kill_again_and_again(context: Context, name: str, kills: int, processes: int) -> None:
     draw = random.Random(kills)
     run = context.directory / name
     counts = Counter[str]({"in all": 0, "while it wrote": 0})
@@ -116,34 +111,68 @@ def kill_again_and_again(
     latest = 0
     how = {"processes": processes, "devices": 4 // processes}
     for i in range(kills):
-        victim = alone.get(i, draw.randrange(processes))
-        heartbeat = 10 if i in alone else 60
+        victim = draw.randrange(processes)
         body = partial(run_on, run, MESHES[i % 2], None)
         log = context.directory / f"{name}-{i}.log"
-        with Forked(body, log, heartbeat=heartbeat, **how) as pair:
-            assert int(pair.hear("0 restored")) == latest, f"of step {latest}:\n{pair.printed()}"
-            pair.hear("0 saving")
-            began = time.monotonic()
-            saved = int(pair.hear("0 saved"))
-            took = time.monotonic() - began
-            pair.hear("0 saving")
-            time.sleep(draw.uniform(0, took))
-            pair.kill(victim)
-            if i in alone:
-                code = pair.wait()[1 - victim]
-                assert code not in (0, None), f"it has {code}:\n{pair.printed()}"
-                counts["ended by JAX"] += 1
+        with Forked(body, log, heartbeat=60, **how) as pair:
+            saved = kill_during_a_save(pair, victim, draw, latest)
         there = [path.name for path in run.iterdir()]
-        latest = max(int(name) for name in there if name.isdecimal())
+        latest = latest_of(run)
         assert latest >= saved
         counts["in all"] += 1
         counts[f"process {victim}"] += 1
         counts["while it wrote"] += any(TEMPORARY in name for name in there)
-    body = partial(run_on, run, MESHES[kills % 2], 1)
+    resume(context, name, latest, MESHES[kills % 2], 1, **how)
+    (context.directory / f"{name}.json").write_text(json.dumps(counts))
+
+
+def kill_during_a_save(pair: Forked, victim: int, draw: random.Random, latest: int) -> int:
+    """Kills a process during the second save of a resumed run; returns the step of the first."""
+    assert int(pair.hear("0 restored")) == latest, f"of step {latest}:\n{pair.printed()}"
+    pair.hear("0 saving")
+    began = time.monotonic()
+    saved = int(pair.hear("0 saved"))
+    took = time.monotonic() - began
+    pair.hear("0 saving")
+    time.sleep(draw.uniform(0, took))
+    pair.kill(victim)
+    return saved
+
+
+def latest_of(run: Path) -> int:
+    return max(int(path.name) for path in run.iterdir() if path.name.isdecimal())
+
+
+def resume(context: Context, name: str, latest: int, axes: str, steps: int, **how: int) -> None:
+    body = partial(run_on, context.directory / name, axes, steps)
     with Forked(body, context.directory / f"{name}-last.log", **how) as pair:
         assert int(pair.hear("0 restored")) == latest
-        assert pair.wait() == [0] * processes, pair.printed()
-    (context.directory / f"{name}.json").write_text(json.dumps(counts))
+        assert pair.wait() == [0] * how["processes"], pair.printed()
+
+
+def check_the_process_that_was_not_killed_is_ended_by_jax(context: Context) -> None:
+    """Its heartbeats tell JAX that the other is lost. Both cases wait for that at a time."""
+    draw = random.Random(0)
+    names = [f"run-without-{victim}" for victim in range(2)]
+    with ExitStack() as held:
+        pairs = [
+            held.enter_context(
+                Forked(
+                    partial(run_on, context.directory / name, MESHES[0], None),
+                    context.directory / f"{name}.log",
+                    heartbeat=10,
+                )
+            )
+            for name in names
+        ]
+        for victim, pair in enumerate(pairs):
+            kill_during_a_save(pair, victim, draw, 0)
+        for victim, pair in enumerate(pairs):
+            code = pair.wait()[1 - victim]
+            assert code not in (0, None), f"it has {code}:\n{pair.printed()}"
+    for name in names:
+        latest = latest_of(context.directory / name)
+        resume(context, name, latest, MESHES[1], KEPT, processes=2, devices=2)
 
 
 # ------------------------------------------------------------------ several writers

@@ -1,8 +1,8 @@
 """The checkpoints of a training run: a directory with a checkpoint per saved step.
 
 There is no list of the steps, which could disagree with the directory: the names are the list.
-Older checkpoints are removed once a later one is durable. Each is renamed first, which hides it from
-readers, so that none ever sees half of one, and a thread may take its time to remove the files.
+Older checkpoints are removed once a later one is durable. Each is renamed first, which hides it
+from readers, so that none ever sees half of one; then a thread removes the files.
 """
 
 import operator
