@@ -301,17 +301,11 @@ class ArrayStore:
         stores: dict[str, Any] = {}
         errors: dict[str, str] = {}
         for leaf, opening in {leaf: self._begin(leaf) for leaf in wanted}.items():
-            try:
-                store = opening.result()
-            except Exception as error:  # TensorStore raises Python's own types, by status
-                is_missing = "NOT_FOUND" in str(error)
-                why = "it is not in the array store." if is_missing else self._why(error)
-            else:
-                stores[leaf] = store
-                why = _misfit(store, wanted[leaf])
+            why = self._why_closed(opening) or _misfit(opening.result(), wanted[leaf])
             if why:
-                stores.pop(leaf, None)
                 errors[leaf] = f"{_UNREAD}{why}"
+            else:
+                stores[leaf] = opening.result()
         return stores, errors
 
     def _begin(self, leaf: str) -> Any:
@@ -323,6 +317,15 @@ class ArrayStore:
             "recheck_cached_metadata": False,
         }
         return tensorstore.open(spec, read=True, open=True, context=self._context)
+
+    def _why_closed(self, opening: Any) -> str:
+        """Why an array cannot be opened; empty if it can."""
+        error = opening.exception()
+        if error is None:
+            return ""
+        if "NOT_FOUND" in str(error):
+            return "it is not in the array store."
+        return self._why(error)
 
     def read(
         self, wanted: Wanted, *, progress: bool = False
@@ -347,7 +350,7 @@ class ArrayStore:
         for leaf, (_, reads) in zip(bar, by_leaf, strict=True):
             try:
                 values = {part.region: read.result() for part, read in reads}
-            except Exception as error:
+            except Exception as error:  # TensorStore raises types of Python's own, by status
                 errors[leaf] = f"{_UNREAD}{self._why(error)}"
                 continue
             to_place[leaf] = values
