@@ -1558,8 +1558,8 @@ FILES = Group(
         ),
         Entry(
             "FormatError",
-            "A header, an index or a table of leaves has more than 64 MiB: no file that somebody"
-            " uses has so many leaves, so it is not read. The checkpoints page lists all limits.",
+            "The header of a tensor file, or an index, has more than 64 MiB: no file that somebody"
+            " uses has so many tensors, so it is not read.",
             """
             with open("huge.safetensors", "wb") as file:
                 file.write((70 * 2**20).to_bytes(8, "little"))
