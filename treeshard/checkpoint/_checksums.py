@@ -3,6 +3,9 @@
 CRC-32 is linear over GF(2): the register after a message is the xor of the registers after each of
 its parts, each advanced by as many zero bytes as follow that part. So shards can be read in any
 order, by any process that holds them, and nothing is gathered or compiled.
+
+Checksums of shards would hold for one sharding only, and a checkpoint is restored on any mesh. A
+cryptographic hash needs the bytes in order, on one process.
 """
 
 import math
@@ -95,7 +98,7 @@ def of_registers(
     has_copies = is_copy.any(axis=0)
     first_copy = every[is_copy.argmax(axis=0), np.arange(len(arrays))]
     joint = np.where(has_copies, first_copy, np.bitwise_xor.reduce(every, axis=0))
-    crcs = joint ^ _of_zeros([x.size * x.dtype.itemsize for x in arrays])
+    crcs = joint ^ _crc_of_zeros([x.size * x.dtype.itemsize for x in arrays])
 
     unbalanced = contributions["balance"].sum(axis=0, dtype=np.uint64) != 0
     unequal = (is_copy & (every != first_copy)).any(axis=0)
@@ -106,19 +109,19 @@ def of_registers(
 
 def checksum(x: np.ndarray) -> int:
     """The CRC-32 of a numpy array, as in `checksums`; a transposed array is not copied."""
-    return int((_of_runs(x, 1) ^ _of_zeros([x.nbytes]))[0])
+    return int((_of_runs(x, 1) ^ _crc_of_zeros([x.nbytes]))[0])
 
 
 def checksum_of_blocks(
     shape: tuple[int, ...], itemsize: int, blocks: Iterable[tuple[Region, np.ndarray]]
 ) -> int:
     """The CRC-32 of a numpy array, as in `checksum`, from the blocks that it consists of."""
-    register = _of_zeros([math.prod(shape) * itemsize])
+    register = _crc_of_zeros([math.prod(shape) * itemsize])
     for region, block in blocks:
         layout = _layout(block.shape, shape, itemsize)
         after = layout.bytes_after(region, shape)
         runs = layout.joined(_of_runs(block, layout.runs))
-        register = register ^ _each_moved(runs, np.array([after]))
+        register = register ^ _each_advanced(runs, np.array([after]))
     return int(register[0])
 
 
@@ -246,10 +249,10 @@ class _Joiner:
         after = np.array([part.after for part in parts])
         weights = np.array([part.weight for part in parts], np.uint64)
         first = np.array([part.is_first for part in parts])
-        moved = _each_moved(layout.joined(runs), after)
+        advanced = _each_advanced(layout.joined(runs), after)
         # `ufunc.at`, since an array may have several of these parts.
-        np.bitwise_xor.at(self.registers, arrays, np.where(first, moved, np.uint32(0)))
-        np.add.at(self.balances, arrays, moved * weights)
+        np.bitwise_xor.at(self.registers, arrays, np.where(first, advanced, np.uint32(0)))
+        np.add.at(self.balances, arrays, advanced * weights)
 
 
 def _joined_parts(arrays: Sequence[jax.Array | np.ndarray], replicas: bool) -> _Joiner:
@@ -281,11 +284,12 @@ def _of_runs(part: np.ndarray, count: int) -> np.ndarray:
     data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
     length = data.size // count
     if length < SHORT:
+        # A multiple of the run, so that no run is in two blocks.
         step = BLOCK // length * length
         blocks = [data[i : i + step].reshape(-1, length) for i in range(0, data.size, step)]
         return np.concatenate([_of_short(block & used) for block in blocks])
     rows: Any = data.reshape(-1, length)
-    if used < 255:
+    if used < 255:  # in dtypes smaller than a byte
         return np.array([_of_run(row, used) for row in rows], np.uint32)
     return np.fromiter(map(crc32, rows, repeat(ONES)), np.uint32, count) ^ ONES
 
@@ -304,7 +308,7 @@ def _of_short(runs: np.ndarray) -> np.ndarray:
     size = math.gcd(runs.shape[1], 4)
     size = 2 ** (size.bit_length() - 1)
     words = runs.view(f"<u{size}").astype(np.uint32)
-    return _moved(_joined(words, size), size)
+    return _advanced(_joined(words, size), size)
 
 
 # ------------------------------------------------------------------ the mathematics
@@ -315,24 +319,24 @@ def _joined(registers: np.ndarray, stride: int) -> np.ndarray:
     while (count := registers.shape[1]) > 1:
         if count % 2:  # a leading register of zero changes nothing
             registers = np.pad(registers, ((0, 0), (1, 0)))
-        registers = _moved(registers[:, ::2], stride) ^ registers[:, 1::2]
+        registers = _advanced(registers[:, ::2], stride) ^ registers[:, 1::2]
         stride *= 2
     return registers[:, 0]
 
 
-def _of_zeros(sizes: Sequence[int]) -> np.ndarray:
+def _crc_of_zeros(sizes: Sequence[int]) -> np.ndarray:
     """The CRC-32 of so many zero bytes: xor with it turns a register from zero into zlib's."""
-    return _each_moved(np.full(len(sizes), ONES, np.uint32), np.array(sizes, np.int64)) ^ ONES
+    return _each_advanced(np.full(len(sizes), ONES, np.uint32), np.array(sizes, np.int64)) ^ ONES
 
 
-def _each_moved(registers: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _each_advanced(registers: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The registers, each advanced by its own count of zero bytes."""
     for bit in range(int(counts.max(initial=0)).bit_length()):
-        registers = np.where(counts >> bit & 1, _moved(registers, 1 << bit), registers)
+        registers = np.where(counts >> bit & 1, _advanced(registers, 1 << bit), registers)
     return registers
 
 
-def _moved(registers: np.ndarray, count: int) -> np.ndarray:
+def _advanced(registers: np.ndarray, count: int) -> np.ndarray:
     """The registers, all advanced by `count` zero bytes."""
     table = _table(count)
     first, second = table[0][registers & 255], table[1][registers >> 8 & 255]
@@ -347,8 +351,8 @@ def _table(count: int) -> np.ndarray:
         low = [crc32(bytes([1 << bit]), ONES) ^ ONES for bit in range(8)]
         later = np.concatenate([np.array(low, np.uint32), units[:-8]])
     elif count & (count - 1):
-        later = _each_moved(units, np.full(32, count))
+        later = _each_advanced(units, np.full(32, count))
     else:
-        later = _moved(_moved(units, count // 2), count // 2)
+        later = _advanced(_advanced(units, count // 2), count // 2)
     bits = np.arange(256)[:, None] >> np.arange(8) & 1
     return np.bitwise_xor.reduce(np.where(bits, later.reshape(4, 1, 8), np.uint32(0)), axis=2)
