@@ -25,7 +25,13 @@ from treeshard._disk.leaves import ReadLeaf, SavedLeaf, is_none, kind_of, raise_
 from treeshard._disk.requests import LeafType, Placing, RequestedLeaf, read_request
 from treeshard._planning.rules import Rules
 from treeshard.checkpoint._array_store import ArrayStore, StoredArray
-from treeshard.checkpoint._checksums import checksum, checksum_of_blocks, of_registers, registers
+from treeshard.checkpoint._checksums import (
+    Joint,
+    checksum,
+    checksum_of_blocks,
+    of_registers,
+    registers,
+)
 from treeshard.checkpoint._paths import checkpoint_path, gone, seal, table_text
 from treeshard.checkpoint._table import LeafTable, from_text, in_its_dtype, unpack
 from treeshard.errors import CheckpointError, DamagedError, FormatError, MismatchError, listed
@@ -229,16 +235,36 @@ def _read_together(
     with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
         arrays, unread = ArrayStore(path).read(wanted, progress=progress)
         to_verify = [] if unread else [arrays[row.path] for row in verified]
-        messages.append(json.dumps(unread).encode() + b"\n" + registers(to_verify))
-    outcomes = [message.partition(b"\n") for message in messages]
-    for unread_there, _, _ in outcomes:
-        unread |= json.loads(unread_there)
-    raise_damages(path, unread)
-    joint = of_registers([part for _, _, part in outcomes], to_verify, WHERE)
-    damages = {row.path: _damage(row, crc) for row, crc in zip(verified, joint.crcs, strict=True)}
-    damages |= {verified[i].path: why for i, why in joint.differing.items()}
-    raise_damages(path, {leaf: why for leaf, why in damages.items() if why})
+        messages.append(_Outcome(unread, registers(to_verify)).to_bytes())
+    outcomes = [_Outcome.of_bytes(message) for message in messages]
+    unread_anywhere: dict[str, str] = {}
+    for outcome in outcomes:
+        unread_anywhere |= outcome.unread
+    raise_damages(path, unread_anywhere)
+    joint = of_registers([outcome.registers for outcome in outcomes], to_verify, WHERE)
+    raise_damages(path, _damages(verified, joint))
     return arrays
+
+
+class _Outcome(NamedTuple):
+    """What a process tells the others after it has read: what it could not, and its registers."""
+
+    unread: dict[str, str]
+    registers: bytes
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(self.unread).encode() + b"\n" + self.registers
+
+    @classmethod
+    def of_bytes(cls, message: bytes) -> "_Outcome":
+        unread, _, registers = message.partition(b"\n")  # of which JSON has none
+        return cls(json.loads(unread), registers)
+
+
+def _damages(rows: Sequence[SavedLeaf], joint: Joint) -> dict[str, str]:
+    damages = {row.path: _damage(row, crc) for row, crc in zip(rows, joint.crcs, strict=True)}
+    damages |= {rows[i].path: why for i, why in joint.differing.items()}
+    return {path: why for path, why in damages.items() if why}
 
 
 def _damage(row: SavedLeaf, crc: int) -> str:
