@@ -23,7 +23,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._disk.leaves import kind_of, store_key
+from treeshard._disk.leaves import kind_of
+from treeshard.checkpoint._array_store import store_key
 from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._table import from_text, pack, to_text, unpack
 

@@ -151,7 +151,7 @@ def check_trees_are_packed_and_unpacked(context: Context) -> None:
     want = [host, keys, np.float32(3), *(host.astype(tree[x].dtype) for x in ("uint4", "whole"))]
     assert found == [zlib.crc32(x.tobytes()) for x in want]
     rows = packed.table.leaves
-    back = {row.path: unpack(row, packed.arrays.get(row.key)) for row in rows}
+    back = {row.path: unpack(row, packed.arrays.get(row.path)) for row in rows}
     assert back.keys() == tree.keys()
     for name in ("uint4", "whole", "keys"):
         assert back[name].sharding == tree[name].sharding

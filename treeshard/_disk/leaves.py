@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import jax
 import numpy as np
@@ -22,10 +21,6 @@ from treeshard._core.text import columns, fold, human_bytes, parse_dtype
 from treeshard.errors import DamagedError, FormatError, counted, listed, short
 
 Shape = tuple[int, ...]
-
-# Dtypes that array stores support beyond numpy's own. All others are stored as bytes.
-_STORED = {"bfloat16", "int4", "float8_e4m3fn", "float8_e5m2"}
-_STORED |= {"float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz"}
 
 
 class SavedLeaf(NamedTuple):
@@ -58,11 +53,6 @@ class SavedLeaf(NamedTuple):
     crc: int | None = None
 
     @property
-    def key(self) -> str:
-        """Its key in the array store."""
-        return store_key(self.path)
-
-    @property
     def stored_shape(self) -> Shape:
         """The shape of its values in the array store."""
         return self.shape if self.impl is None else (*self.shape, *key_shape(self.impl))
@@ -85,25 +75,6 @@ def kind_of(x: Any) -> str | None:
     if has_shape(x):
         return "key" if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else "array"
     return "none" if x is None else _SCALAR_KINDS.get(type(x))
-
-
-def stored_dtype(dtype: str) -> str:
-    """The dtype of the values of an array or of keys in the array store."""
-    if dtype.startswith("key<"):
-        return "uint32"
-    return dtype if dtype in _STORED or parse_dtype(dtype).kind != "V" else "uint8"
-
-
-def store_key(path: str) -> str:
-    """The key of a leaf in the array store: `layers/0/w` becomes `layers.0.w`.
-
-    Different paths have different keys.
-    """
-    parts = [quote(part, safe="").replace(".", "%2E") for part in path.split("/")]
-    key = ".".join(parts)
-    # In a key, `/` begins the name of a part of the array, and `.` and `..` may mean folders. No
-    # other key begins with a bare `%`.
-    return key if key.strip(".") else f"%{key}"
 
 
 @lru_cache

@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, product
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from treeshard._core.arrays import Region, lengths, own_shards, regions_here, to_host, to_read
 from treeshard._core.processes import with_bar
-from treeshard._disk.leaves import Shape, store_key
+from treeshard._disk.leaves import Shape
 from treeshard._disk.untrusted import check_memory
 from treeshard.checkpoint._paths import ARRAYS, is_local
 from treeshard.errors import CheckpointError, short
@@ -67,7 +68,27 @@ def written_by(path: epath.Path, process: int) -> epath.Path:
     return path / ARRAYS / f"ocdbt.process_{process}"
 
 
-# ------------------------------------------------------------------ the parts of an array
+# ------------------------------------------------------------------ how an array is stored
+
+# The dtypes of zarr 3 in TensorStore, beyond numpy's own. All others have one byte, and are stored
+# as that.
+_STORED = {"bfloat16", "int4", "float8_e4m3fn", "float8_e5m2"}
+_STORED |= {"float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2fnuz"}
+
+
+def stored_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype in which values are stored."""
+    is_of_numpy = dtype.kind != "V"
+    return dtype if is_of_numpy or dtype.name in _STORED else np.dtype("uint8")
+
+
+def store_key(leaf: str) -> str:
+    """The key of a leaf: `layers/0/w` becomes `layers.0.w`. Different paths have different keys."""
+    parts = [quote(part, safe="").replace(".", "%2E") for part in leaf.split("/")]
+    key = ".".join(parts)
+    # In a key, `/` begins the name of a part of the array, and `.` and `..` may mean folders. No
+    # other key begins with a bare `%`.
+    return key if key.strip(".") else f"%{key}"
 
 
 class StoredArray(NamedTuple):

@@ -25,12 +25,11 @@ from treeshard._disk.leaves import (
     is_none,
     key_shape,
     kind_of,
-    stored_dtype,
     value_of,
     value_text,
 )
 from treeshard._placement.targets import raise_unmovable, unmovable
-from treeshard.checkpoint._array_store import chunk_shape
+from treeshard.checkpoint._array_store import chunk_shape, stored_dtype
 from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed
 
 WHERE = "save"
@@ -182,8 +181,8 @@ def _as_stored(x: Any) -> jax.Array | np.ndarray:
         x = x.astype(x.dtype.newbyteorder("="), copy=False)
     elif jax.process_count() > 1 and x.is_fully_addressable:
         x = np.asarray(second_handle(x))  # each process has a copy: process 0 stores its own
-    stored = stored_dtype(str(x.dtype))
-    return x if stored == x.dtype else _viewed_as(x, np.dtype(stored))
+    stored = stored_dtype(np.dtype(x.dtype))
+    return x if stored == x.dtype else _viewed_as(x, stored)
 
 
 def _viewed_as(x: jax.Array | np.ndarray, dtype: np.dtype) -> Any:
