@@ -1374,9 +1374,9 @@ MOVES = Group(
         Entry(
             "Involuntary full rematerialization",
             "The compiler's own warning, on the standard error of the process: it can only change"
-            " the sharding of a value by replicating it on every device."
-            " `capture_partitioner_warnings` says which value, and where it comes from. Reshard in"
-            " two steps, or choose another sharding.",
+            " the sharding of a value by replicating it on every device. `collectives` lists the"
+            " all-gathers of that value, each with its `source`, a line of yours. Reshard in two"
+            " steps, or choose another sharding.",
             """
             def compiled(*specs):
                 def move(x):
@@ -1384,18 +1384,17 @@ MOVES = Group(
                         x = 2 * ts.with_sharding_constraint(x, spec, mesh)
                     return x
 
-                with ts.capture_partitioner_warnings(mesh) as warnings:
-                    jax.jit(move).lower(np.ones((8, 8, 8), "float32")).compile()
-                return warnings
+                return jax.jit(move).lower(np.ones((8, 8, 8), "float32")).compile()
 
 
             before, after = P("data", None, "fsdp"), P(None, ("fsdp", "data"))
-            print(*compiled(before, after))
+            for moved in ts.collectives(compiled(before, after), mesh):
+                print(moved.kind, moved.axes, moved.bytes, moved.path)
             """,
             """
-            assert not compiled(before, P("data", "fsdp"), after)
+            ts.assert_collectives(compiled(before, P("data", "fsdp"), after), mesh, all_gather=0)
             """,
-            shows="through a full copy",
+            shows="all-gather ('data',) 2048 x",
         ),
     ],
 )

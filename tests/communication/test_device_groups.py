@@ -1,19 +1,15 @@
 """The compiler's notations of device groups and of shardings are read."""
 
 import pytest
-from jax.sharding import AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
 
 from treeshard.communication._device_groups import (
     Groups,
     axes_of_sharding,
     groups_of,
     read_groups,
-    spec_of_sharding,
 )
 
 AXES = {"data": 2, "fsdp": 4}
-MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
 @pytest.mark.parametrize(
@@ -68,50 +64,31 @@ def test_groups_of_65536_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "spec"),
-    [
-        ("{replicated}", P()),
-        ("{devices=[8]<=[8]}", P(("data", "fsdp"))),
-        ("{devices=[8,1]<=[8]}", P(("data", "fsdp"))),
-        ("{devices=[8]<=[2,4]T(1,0)}", P(("fsdp", "data"))),
-        ("{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}", P(None, "fsdp")),
-        ("{devices=[2,4]<=[8] last_tile_dim_replicate}", P("data")),
-        ("{devices=[4,2]0,4,1,5,2,6,3,7}", P("fsdp", "data")),
-        ("{mesh['data'=2,'fsdp'=4], [{'data'}, {}]}", P("data")),
-        ("{mesh['data'=2,'fsdp'=4], [{}, {'data', 'fsdp'}]}", P(None, ("data", "fsdp"))),
-        ("{mesh['data'=2,'fsdp'=4], [{'fsdp', 'data'}]}", P(("fsdp", "data"))),
-        ("{mesh['a'=8], [{'a':(2)4}, {'a':(1)2}]}", P("fsdp", "data")),
-        ("{mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)), [{'a'}, {}]}", P("fsdp")),
-        ("{mesh['data'=2,'fsdp'=4], [{'data'}], replicated={'fsdp'}}", P("data")),
-        ("{mesh['data'=2,'fsdp'=4], [{'data'}], unreduced={'fsdp'}}", None),
-        ("{mesh['data'=2,'fsdp'=4], [{'model'}]}", None),
-        ("{mesh['data'=2,'fsdp'=8], [{'data'}]}", None),
-        ("{devices=[4,2]<=[8]}", None),
-        ("{devices=[16]<=[16]}", None),
-        ("{devices=[2,4]<=[8] last_tile_dims={manual}}", None),
-        ("{devices=[2,4]0,0,0,0,0,0,0,0}", None),
-        ("{maximal device=0}", None),
-    ],
-)
-def test_a_sharding_as_a_spec(text: str, spec: P | None) -> None:
-    assert spec_of_sharding(text, MESH) == spec
-
-
-def test_axes_of_size_one_are_left_out() -> None:
-    mesh = AbstractMesh((1, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    assert spec_of_sharding("{devices=[1,2]<=[2]}", mesh) == P(None, "fsdp")
-
-
-@pytest.mark.parametrize(
     ("sharding", "axes"),
     [
         ("{replicated}", ()),
+        ("{devices=[8]<=[8]}", ("data", "fsdp")),
         ("{devices=[8,1]<=[8]}", ("data", "fsdp")),
+        ("{devices=[8]<=[2,4]T(1,0)}", ("data", "fsdp")),
         ("{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}", ("fsdp",)),
+        ("{devices=[2,4]<=[8] last_tile_dim_replicate}", ("data",)),
         ("{devices=[2,1,4]<=[8] last_tile_dim_replicate}", ("data",)),
+        ("{devices=[4,2]0,4,1,5,2,6,3,7}", ("data", "fsdp")),
+        ("{devices=[4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}", ("fsdp",)),
         ("{devices=[4,2]<=[8]}", ("data", "fsdp")),  # which no spec is
-        ("{mesh['data'=2,'fsdp'=4], [{'fsdp'}, {}]}", ("fsdp",)),
+        ("{mesh['data'=2,'fsdp'=4], [{'data'}, {}]}", ("data",)),
+        ("{mesh['data'=2,'fsdp'=4], [{}, {'data', 'fsdp'}]}", ("data", "fsdp")),
+        ("{mesh['a'=8], [{'a':(2)4}, {}]}", ("fsdp",)),
+        ("{mesh['a'=8], [{'a':(1)2}, {}]}", ("data",)),
+        ("{mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)), [{'a'}, {}]}", ("fsdp",)),
+        ("{mesh['data'=2,'fsdp'=4], [{'data'}], replicated={'fsdp'}}", ("data",)),
+        ("{mesh['data'=2,'fsdp'=4], [{'data'}], unreduced={'fsdp'}}", None),
+        ("{mesh['data'=2,'fsdp'=4], [{'model'}]}", None),
+        ("{mesh['data'=2,'fsdp'=8], [{'data'}]}", None),
+        ("{devices=[4,4]<=[8]}", None),
+        ("{devices=[16]<=[16]}", None),
         ("{devices=[2,1,4]<=[8] last_tile_dims={manual}}", None),
+        ("{devices=[2,4]0,0,0,0,0,0,0,0}", None),
         ("{maximal device=0}", None),
         (None, None),
     ],

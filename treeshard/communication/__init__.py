@@ -28,14 +28,12 @@ Examples:
 from treeshard.communication._collectives import Collective, assert_collectives, collectives
 from treeshard.communication._comparison import Comparison, compare_communication
 from treeshard.communication._forecast import PlannedTransfer, predict_communication
-from treeshard.communication._partitioner_warnings import capture_partitioner_warnings
 
 __all__ = [
     "Collective",
     "Comparison",
     "PlannedTransfer",
     "assert_collectives",
-    "capture_partitioner_warnings",
     "collectives",
     "compare_communication",
     "predict_communication",

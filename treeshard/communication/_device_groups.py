@@ -2,16 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import PartitionSpec
-
-from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.specs import entry_of, with_entries
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _ORDER = re.compile(r"(?:(?:\[[\d,]+\])?<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -172,32 +167,6 @@ def axes_of_sharding(text: str | None, axes: Mapping[str, int]) -> tuple[str, ..
 def axes_that_change(grid: np.ndarray, axes: Iterable[str]) -> set[str]:
     """The axes along which the entries of an array, with a dim for each axis, differ."""
     return {a for i, a in enumerate(axes) if (grid != grid.take([0], axis=i)).any()}
-
-
-def spec_of_sharding(text: str, mesh: AnyMesh) -> PartitionSpec | None:
-    """A sharding as a spec; `None` if no spec of this mesh equals it, or it cannot be read."""
-    dims = read_sharding(text, math.prod(axis_sizes(mesh).values()))
-    axes = [_axes_of_dim(dim, mesh) for dim in dims or ()]
-    if dims is None or None in axes:
-        return None
-    return with_entries(PartitionSpec(), [entry_of(names or ()) for names in axes])
-
-
-def _axes_of_dim(dim: Along, mesh: AnyMesh) -> Sequence[str] | None:
-    """The axes, outermost first, whose row-major order is the position of each device."""
-    sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
-    grid = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-    index = dict(zip(sizes, grid, strict=True))
-    for length in range(len(sizes) + 1):
-        for axes in permutations(sizes, length):
-            if math.prod(sizes[axis] for axis in axes) != dim.parts:
-                continue
-            position = np.zeros_like(dim.position)
-            for axis in axes:
-                position = position * sizes[axis] + index[axis]
-            if np.array_equal(position, dim.position):
-                return axes
-    return None
 
 
 # ------------------------------------------------------------------ notation
