@@ -6,7 +6,6 @@ from treeshard.communication._device_groups import (
     Groups,
     axes_of_sharding,
     groups_of,
-    read_groups,
 )
 
 AXES = {"data": 2, "fsdp": 4}
@@ -41,17 +40,17 @@ AXES = {"data": 2, "fsdp": 4}
         ("mesh['a'=6,'b'=2] {'a'}", Groups(None, None)),
         ("mesh['a'=8] {'a':(3)2}", Groups(None, None)),
         ("rings(4)", Groups(None, None)),
-        (None, Groups(None, None)),
+        ("", Groups(None, None)),
     ],
 )
-def test_device_groups_are_read_in_every_notation(spelling: str | None, groups: Groups) -> None:
+def test_device_groups_are_read_in_every_notation(spelling: str, groups: Groups) -> None:
     assert groups_of(spelling, 8, AXES) == groups
 
 
 def test_groups_without_a_mesh_have_a_size_but_no_axes() -> None:
     assert groups_of("[2,4]<=[8]", 8, None) == Groups(4, None)
     assert groups_of("[2,4]<=[8]", None, AXES) == Groups(4, ("fsdp",))
-    assert read_groups("{}", None) is None
+    assert groups_of("{}", None, AXES) == Groups(None, None)
 
 
 def test_groups_of_65536_devices() -> None:
@@ -90,8 +89,8 @@ def test_groups_of_65536_devices() -> None:
         ("{devices=[2,1,4]<=[8] last_tile_dims={manual}}", None),
         ("{devices=[2,4]0,0,0,0,0,0,0,0}", None),
         ("{maximal device=0}", None),
-        (None, None),
+        ("", None),
     ],
 )
-def test_the_axes_of_a_sharding(sharding: str | None, axes: tuple[str, ...] | None) -> None:
+def test_the_axes_of_a_sharding(sharding: str, axes: tuple[str, ...] | None) -> None:
     assert axes_of_sharding(sharding, AXES) == axes

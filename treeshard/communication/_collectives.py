@@ -19,9 +19,8 @@ from treeshard.communication._dataflow import (
 from treeshard.communication._device_groups import (
     UNKNOWN,
     Groups,
-    axes_of_pairs,
     groups_of,
-    read_pairs,
+    groups_of_pairs,
 )
 from treeshard.communication._hlo import Buffer, Computation, Op
 from treeshard.communication._program import (
@@ -397,8 +396,7 @@ class CollectiveReader:
 
     def _groups(self, kind: str, op: Op) -> Groups:
         if kind == "collective-permute":
-            pairs = read_pairs(op.attribute("source_target_pairs"))
-            return UNKNOWN if pairs is None else axes_of_pairs(pairs, self.axes)
+            return groups_of_pairs(op.attribute("source_target_pairs") or "", self.axes)
         if kind in ("unknown", "send") or (op.opcode == "send" and not self.between):
             return UNKNOWN
         if op.opcode == "send":  # between slices
@@ -412,7 +410,7 @@ class CollectiveReader:
             if op.attribute("channel_id") is None:
                 return Groups(1, ())
             text = text if of_partitions else "{}"
-        return groups_of(text, self._devices, self.axes)
+        return groups_of(text or "", self._devices, self.axes)
 
 
 def _path(origins: Sequence[Origins]) -> str | None:

@@ -285,7 +285,7 @@ def _batch_of(
     for parameter in graph.parameters:
         if names[argument_path(parameter) or ""] is not None:
             continue
-        sharded = axes_of_sharding(parameter.attribute("sharding"), axes)
+        sharded = axes_of_sharding(parameter.attribute("sharding") or "", axes)
         sharding = shardings.get(-1 if parameter.index is None else parameter.index)
         if sharded is None and isinstance(sharding, NamedSharding):
             # Newer versions of XLA leave it out of the text.

@@ -1,20 +1,38 @@
-"""Reads the device groups and shardings in a program's text, and names them by mesh axes."""
+"""Reads the device groups and shardings in a program's text, and names them by mesh axes.
 
+Every notation becomes a table of device numbers, and axes are found by the coordinates of these
+devices in the mesh. The names in a text are of no use: XLA numbers its axes itself (`axis_0`,
+`axis_1`), also splits and joins the axes of the mesh, and older notations have no names at all.
+"""
+
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
-_IOTA = re.compile(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
-_ORDER = re.compile(r"(?:(?:\[[\d,]+\])?<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_TILES = re.compile(r"\{devices=\[([\d,]+)\](<=\S+|[\d,]+)( last_tile_dim_replicate)?\}")
-_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?(?:=(\d+))?")
+# `[2,4]<=[8]`, or `[4,2]<=[2,4]T(1,0)`
+_TILED_GROUPS = re.compile(r"(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)")
+# `mesh['axis_0'=8,'axis_1'=1] {'axis_0'}`, from XLA's Shardy; where the mesh does not number its
+# devices row-major, `mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}`
 _MESH = r"mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\)(?=\s*[{,]))?"
 _ALONG_MESH = re.compile(_MESH + r"\s*\{([^}]*)\}")
+# `{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}`, or `{devices=[4,2]0,4,1,5,2,6,3,7}`
+_TILES = re.compile(r"\{devices=(\[[\d,]+\])(?:<=)?(\S+?)( last_tile_dim_replicate)?\}")
+# `{mesh['axis_0'=2,'axis_1'=4], [{'axis_0'}, {}]}`
 _ON_MESH = re.compile(r"\{" + _MESH + r",\s*\[(.*?)\](?:,\s*replicated=\{[^}]*\})?\}")
+# The order of devices: `[2,4]T(1,0)`, or `0,4,1,5,2,6,3,7`
+_ORDER = re.compile(r"(\[[\d,]+\])(?:T\(([\d,]+)\))?")
+# An axis that is used: `'axis_0'`, or the part `'axis_0':(2)4` of it
+_USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_SIZE = re.compile(r"'([^']+)'=(\d+)")
+
+# What parsing and NumPy raise for a text in an unknown notation, or one that contradicts itself.
+_UNREADABLE = (ValueError, LookupError)
 
 
 # ------------------------------------------------------------------ groups
@@ -30,83 +48,65 @@ class Groups(NamedTuple):
 UNKNOWN = Groups(None, None)
 
 
-def groups_of(text: str | None, devices: int | None, axes: Mapping[str, int] | None) -> Groups:
+def groups_of(text: str, devices: int | None, axes: Mapping[str, int] | None) -> Groups:
     """The groups in a text. Cached, since a program repeats the same few texts."""
-    return _groups_of(text, devices, None if axes is None else tuple(axes.items()))
+    sizes = None if axes is None else tuple(axes.items())
+    return _groups_of(text, devices, sizes)
 
 
 @lru_cache(maxsize=4096)
-def _groups_of(
-    text: str | None, devices: int | None, axes: tuple[tuple[str, int], ...] | None
-) -> Groups:
-    table = read_groups(text, devices)
-    return (
-        UNKNOWN if table is None else _axes_of_groups(table, None if axes is None else dict(axes))
-    )
-
-
-def read_groups(text: str | None, devices: int | None) -> np.ndarray | None:
-    """The devices of each group, one row per group; `None` if they are not all devices, each once.
-
-    Reads `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)` and `mesh['a'=4,'b'=2] {'a'}`.
-    """
-    if text is None:
-        return None
-    if re.fullmatch(r"\{\s*\}|\{\{\s*\}\}", text):
-        return None if devices is None else np.arange(devices)[None]
-    table = None
-    if re.fullmatch(r"\{\{[\d,\s]+\}(?:,\s*\{[\d,\s]+\})*\}", text):
-        rows = [_numbers(row) for row in re.findall(r"\{([\d,\s]+)\}", text)]
-        table = np.array(rows) if len({len(row) for row in rows}) == 1 else None
-    elif (match := _IOTA.fullmatch(text)) is not None:
-        shape, order = _numbers(match[1]), _device_order(match[2])
-        if order is not None and len(shape) == 2 and order.size == math.prod(shape):
-            table = order.reshape(shape)
-    elif (match := _ALONG_MESH.fullmatch(text)) is not None:
-        along = _along_axes(match[1], match[2], match[3])
-        table = None if along is None else along.groups()
-    if table is None or table.size != (table.size if devices is None else devices):
-        return None
-    return table if _is_permutation(table) else None
-
-
-def read_pairs(text: str | None) -> np.ndarray | None:
-    """The (source, target) pairs of `{{0,1},{1,2}}`, shape `(pairs, 2)`."""
-    if text is None or not re.fullmatch(r"\{(?:\{\d+,\s*\d+\},?\s*)*\}", text):
-        return None
-    return np.array([int(n) for n in re.findall(r"\d+", text)], int).reshape(-1, 2)
-
-
-def axes_of_pairs(pairs: np.ndarray, axes: Mapping[str, int] | None) -> Groups:
-    """The mesh axes along which messages are sent."""
-    if axes is None or (pairs.size and pairs.max() >= math.prod(axes.values())):
+def _groups_of(text: str, devices: int | None, sizes: tuple[tuple[str, int], ...] | None) -> Groups:
+    try:
+        table = _group_table(text, devices)
+    except _UNREADABLE:
         return UNKNOWN
-    sizes = tuple(axes.values())
-    source, target = (np.stack(np.unravel_index(ends, sizes)) for ends in pairs.T)
-    along = [name for name, moved in zip(axes, (source != target).any(1), strict=True) if moved]
-    return Groups(math.prod(axes[name] for name in along), tuple(along))
-
-
-def _axes_of_groups(table: np.ndarray, axes: Mapping[str, int] | None) -> Groups:
-    """The mesh axes that groups span, if they span whole axes."""
+    axes = dict(sizes or ())
     size = table.shape[1]
-    if axes is None or math.prod(axes.values()) != table.size:
-        return Groups(size, () if size == 1 else None)
-    names = list(axes)
-    numbers = np.arange(table.size).reshape(tuple(axes.values()))
-    coordinates = np.stack(np.unravel_index(table[0], tuple(axes.values())))
-    along = [n for n, row in zip(names, coordinates, strict=True) if len(set(row.tolist())) > 1]
-    if math.prod(axes[name] for name in along) != size:
+    if size == 1:
+        return Groups(1, ())
+    if math.prod(axes.values()) != table.size:
         return Groups(size, None)
-    kept = [i for i, name in enumerate(names) if name not in along]
-    expected = numbers.transpose(*kept, *map(names.index, along)).reshape(-1, size)
-    same = np.array_equal(_sorted(expected), _sorted(table))
-    return Groups(size, tuple(along) if same else None)
+    along = _axes_within(table, axes)
+    # The other coordinates do not change within a group, so that groups as large as their axes
+    # are those of whole axes.
+    is_whole = math.prod(axes[name] for name in along) == size
+    return Groups(size, along if is_whole else None)
 
 
-def _sorted(table: np.ndarray) -> np.ndarray:
-    rows = np.sort(table, axis=1)
-    return rows[np.argsort(rows[:, 0])]
+def groups_of_pairs(text: str, axes: Mapping[str, int] | None) -> Groups:
+    """The mesh axes along which messages are sent: `{{0,1},{1,2}}` is from 0 to 1, from 1 to 2."""
+    if axes is None:
+        return UNKNOWN
+    try:
+        along = _axes_within(_listed(text).reshape(-1, 2), axes)
+    except _UNREADABLE:
+        return UNKNOWN
+    return Groups(math.prod(axes[name] for name in along), along)
+
+
+def _group_table(text: str, devices: int | None) -> np.ndarray:
+    """The devices of each group, one row per group. Raises if they are not all, each once."""
+    if text in ("{}", "{{}}"):
+        text = f"[1,{devices}]<=[{devices}]"
+    if tiled := _TILED_GROUPS.fullmatch(text):
+        shape, order = tiled.groups()
+        table = _device_order(order).reshape(json.loads(shape))
+    elif along := _ALONG_MESH.fullmatch(text):
+        table = _along_axes(*along.groups()).groups()
+    else:
+        table = _listed(text)
+    rows, size = table.shape
+    if devices not in (None, rows * size):
+        raise ValueError(f"{text} has {rows * size} devices, the program has {devices}")
+    _check_permutation(table)
+    return table
+
+
+def _axes_within(groups: np.ndarray, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes along which the devices of a row differ."""
+    coordinates = np.stack(np.unravel_index(groups, tuple(axes.values())))
+    differs = (coordinates != coordinates[..., :1]).any(axis=(1, 2))
+    return tuple(compress(axes, differs))
 
 
 # ------------------------------------------------------------------ shardings
@@ -127,8 +127,8 @@ class Along(NamedTuple):
         return np.lexsort((self.position, self.rest)).reshape(-1, self.parts)
 
 
-def read_sharding(text: str | None, devices: int) -> list[Along] | None:
-    """How a sharding in the compiler's notation splits each dim; `None` if it cannot be read.
+def axes_of_sharding(text: str, axes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The mesh axes that a sharding splits dims along; `None` if it cannot be read.
 
     - `{replicated}`
     - `{devices=[2,1,4]<=[8]}` splits dim 0 into 2 parts and dim 2 into 4. Tiles are assigned to
@@ -136,30 +136,11 @@ def read_sharding(text: str | None, devices: int) -> list[Along] | None:
       `last_tile_dim_replicate`, the last number counts copies.
     - `{mesh['data'=2,'fsdp'=4], [{'data'}, {}]}` splits dim 0 along `data`.
     """
-    if text == "{replicated}":
-        return []
-    if (match := _TILES.fullmatch(text or "")) is not None:
-        tiles, order = _numbers(match[1]), _device_order(match[2])
-        if order is None or math.prod(tiles) != order.size or order.size != devices:
-            return None
-        tile_of = np.argsort(order)
-        indices = np.unravel_index(tile_of, tiles)
-        dims = [Along(parts, index, tile_of) for parts, index in zip(tiles, indices, strict=True)]
-        return dims[:-1] if match[3] else dims
-    if (match := _ON_MESH.fullmatch(text or "")) is not None:
-        axes_of_dims = re.findall(r"\{([^}]*)\}", match[3])
-        dims = [_along_axes(match[1], match[2], axes) for axes in axes_of_dims]
-        known = [dim for dim in dims if dim is not None and dim.position.size == devices]
-        return known if len(known) == len(dims) else None
-    return None
-
-
-def axes_of_sharding(text: str | None, axes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes that a sharding splits dims along; `None` if it cannot be read."""
-    dims = read_sharding(text, math.prod(axes.values()))
-    if dims is None:
+    sizes = tuple(axes.values())
+    try:
+        grids = [position.reshape(sizes) for position in _positions(text)]
+    except _UNREADABLE:
         return None
-    grids = [dim.position.reshape(tuple(axes.values())) for dim in dims]
     split = {axis for grid in grids for axis in axes_that_change(grid, axes)}
     return tuple(axis for axis in axes if axis in split)
 
@@ -169,50 +150,74 @@ def axes_that_change(grid: np.ndarray, axes: Iterable[str]) -> set[str]:
     return {a for i, a in enumerate(axes) if (grid != grid.take([0], axis=i)).any()}
 
 
+def _positions(text: str) -> list[np.ndarray]:
+    """Per dim, which of its parts each device holds."""
+    if text == "{replicated}":
+        return []
+    if tiled := _TILES.fullmatch(text):
+        shape, order, copies = tiled.groups()
+        tiles = _device_order(order).reshape(json.loads(shape))
+        positions = np.unravel_index(np.argsort(tiles, axis=None), tiles.shape)
+        return list(positions[:-1] if copies else positions)
+    if on_mesh := _ON_MESH.fullmatch(text):
+        mesh, devices, dims = on_mesh.groups()
+        used = re.findall(r"\{([^}]*)\}", dims)
+        return [_along_axes(mesh, devices, axes).position for axes in used]
+    raise ValueError(f"unknown sharding: {text}")
+
+
 # ------------------------------------------------------------------ notation
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n.strip()]
+def _listed(text: str) -> np.ndarray:
+    """`{{0,1},{2,3}}` as an array."""
+    return np.array(json.loads(text.replace("{", "[").replace("}", "]")), int)
 
 
-def _is_permutation(devices: np.ndarray) -> bool:
-    return np.array_equal(np.sort(devices, axis=None), np.arange(devices.size))
-
-
-def _device_order(text: str) -> np.ndarray | None:
+def _device_order(text: str) -> np.ndarray:
     """The devices of `[2,4]T(1,0)` (0 to 7 in shape `(2, 4)`, transposed), or of a list."""
-    if (match := _ORDER.fullmatch(text)) is not None:
-        shape = _numbers(match[1])
-        axes = _numbers(match[2]) if match[2] else [*range(len(shape))]
-        if sorted(axes) != [*range(len(shape))]:
-            return None
-        return np.arange(math.prod(shape)).reshape(shape).transpose(axes).reshape(-1)
-    order = np.array(_numbers(text)) if re.fullmatch(r"[\d,\s]+", text) else None
-    return order if order is not None and _is_permutation(order) else None
+    ordered = _ORDER.fullmatch(text)
+    if ordered is None:
+        order = _listed(f"{{{text}}}")
+        _check_permutation(order)
+        return order
+    shape, transposed = json.loads(ordered[1]), ordered[2]
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    if transposed is None:
+        return devices.reshape(-1)
+    return devices.transpose(json.loads(f"[{transposed}]")).reshape(-1)
 
 
-def _along_axes(mesh: str, devices: str | None, axes: str) -> Along | None:
+def _check_permutation(devices: np.ndarray) -> None:
+    if not np.array_equal(np.sort(devices, axis=None), np.arange(devices.size)):
+        raise ValueError(f"not all devices, each once: {devices}")
+
+
+def _along_axes(mesh: str, devices: str | None, axes: str) -> Along:
     """The positions along named axes, or parts of them.
 
     `'a':(2)4` is 4 positions of `a` inside of 2, so that each stands for `size / 8` devices.
     """
-    sizes = {match[1]: int(match[4]) for match in _AXIS.finditer(mesh) if match[4]}
-    order = np.arange(math.prod(sizes.values())) if devices is None else _device_order(devices)
-    chosen = {match[1]: (match[2], match[3]) for match in _AXIS.finditer(axes)}
-    if order is None or order.size != math.prod(sizes.values()) or not set(chosen) <= set(sizes):
-        return None
-    if len(chosen) != len(_AXIS.findall(axes)):
-        return None
-    in_mesh = np.argsort(order)  # the place of each device, row-major
-    parts, position, rest = 1, np.zeros_like(in_mesh), in_mesh
-    for name, (outer, count) in chosen.items():
-        before, size = int(outer or 1), int(count or sizes[name])
-        if sizes[name] % (before * size):
-            return None
-        names = list(sizes)
-        inner = math.prod(sizes[axis] for axis in names[names.index(name) + 1 :])
-        stride = inner * sizes[name] // (before * size)
-        digit = in_mesh // stride % size
-        parts, position, rest = parts * size, position * size + digit, rest - digit * stride
-    return Along(parts, position, rest)
+    sizes = {name: int(size) for name, size in _SIZE.findall(mesh)}
+    count = math.prod(sizes.values())
+    in_mesh = np.arange(count)  # the place of each device, row-major
+    if devices is not None:
+        in_mesh = np.argsort(_device_order(devices).reshape(count))
+    strides = dict(zip(sizes, _strides([*sizes.values()]), strict=True))
+    along = Along(1, np.zeros_like(in_mesh), in_mesh)
+    for name, outer, part in _USED.findall(axes):
+        before, parts = int(outer or 1), int(part or sizes[name])
+        inner, rest = divmod(sizes[name], before * parts)
+        if rest:
+            raise ValueError(f"{axes} does not divide {mesh}")
+        stride = strides[name] * inner
+        digit = in_mesh // stride % parts
+        along = Along(
+            along.parts * parts, along.position * parts + digit, along.rest - digit * stride
+        )
+    return along
+
+
+def _strides(shape: list[int]) -> list[int]:
+    """By how much the row-major number of a place grows along each dim."""
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
