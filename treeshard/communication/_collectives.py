@@ -223,6 +223,10 @@ def total(numbers: Iterable[int | None]) -> int | None:
     return None if None in known else sum(number or 0 for number in known)
 
 
+def bytes_text(size: int | None, unknown: str = "an unknown number of bytes") -> str:
+    return unknown if size is None else human_bytes(size)
+
+
 def _or_unknown(number: int | None) -> str:
     return "an unknown number of" if number is None else f"{number:,}"
 
@@ -241,8 +245,8 @@ def _table(moved: Sequence[Collective]) -> str:
                 kind,
                 "unknown" if axes is None else ", ".join(axes) or "none",
                 "unknown" if runs is None else str(runs),
-                "unknown" if size is None else human_bytes(size),
-                "unknown" if size is None or runs is None else human_bytes(size * runs),
+                bytes_text(size, "unknown"),
+                bytes_text(None if size is None or runs is None else size * runs, "unknown"),
                 dtype,
                 moves or "",
                 source or "",

@@ -13,13 +13,18 @@ from jax.typing import DTypeLike
 
 from treeshard._core.mesh import MeshLike, axis_sizes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
-from treeshard._core.specs import entry_of
 from treeshard._core.text import columns, human_bytes
 from treeshard._planning.matching import PlannedLeaf, parameters, state_of_parameters
 from treeshard._planning.plan import Plan
-from treeshard.communication._collectives import Collective, CollectiveReader, is_scalar, total
+from treeshard.communication._collectives import (
+    Collective,
+    CollectiveReader,
+    bytes_text,
+    is_scalar,
+    total,
+)
 from treeshard.communication._device_groups import axes_of_sharding
-from treeshard.communication._differences import Unplanned, by_compiler_line
+from treeshard.communication._differences import Unplanned, by_compiler_lines, explain
 from treeshard.communication._forecast import (
     Leaves,
     PlannedTransfer,
@@ -108,8 +113,8 @@ class Comparison:
             axes = "unknown" if row.axes is None else ", ".join(row.axes) or "none"
             planned = f"{row.planned_count:,} x, {human_bytes(row.planned_bytes)}"
             count = "?" if row.count is None else f"{row.count:,}"
-            moved = "? bytes" if row.bytes is None else human_bytes(row.bytes)
-            lines.append((row.kind, axes, planned, f"{count} x, {moved}"))
+            moved = f"{count} x, {bytes_text(row.bytes, '? bytes')}"
+            lines.append((row.kind, axes, planned, moved))
         text = columns(lines, right=2)
         scalars = sum(map(is_scalar, self.compiled))
         if scalars:
@@ -123,13 +128,12 @@ class Comparison:
 
     def _notes(self) -> list[str]:
         """What differs without being a fault."""
-        lines: list[str] = []
-        if self.tensor_parallel:
-            sizes = total([one.total_bytes for one in self.tensor_parallel])
-            moved = "an unknown number of bytes" if sizes is None else human_bytes(sizes)
-            what = counted(len(self.tensor_parallel), "tensor-parallel activation")
-            lines.append(f"including {what}, {moved}")
-        return [*lines, *by_compiler_line(self.by_compiler, self.platform).splitlines()]
+        lines = by_compiler_lines(self.by_compiler, self.platform)
+        if not self.tensor_parallel:
+            return lines
+        size = bytes_text(total(one.total_bytes for one in self.tensor_parallel))
+        activations = counted(len(self.tensor_parallel), "tensor-parallel activation")
+        return [f"including {activations}, {size}", *lines]
 
 
 def compare_communication(
@@ -211,13 +215,9 @@ def _idle_axes(
     idle = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
     if None in moved or not (idle := [a for a in idle if not any(a in (x or ()) for x in moved)]):
         return
-    every = entry_of([axis for axis in sizes if axis in (*batch_axes, *idle)])
-    yield Unplanned(
-        "idle-axis",
-        f"{', '.join(map(repr, idle))} shards neither the state nor the batch, and nothing is moved"
-        " along it: devices along it do the same work.",
-        f"Split the batch over it too: `batch=P({every!r})`.",
-    )
+    used_and_idle = [axis for axis in sizes if axis in (*batch_axes, *idle)]
+    fact, hint = explain("idle-axis", "", ", ".join(map(repr, idle)), batch_axes=used_and_idle)
+    yield Unplanned("idle-axis", fact, hint)
 
 
 def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
@@ -233,8 +233,7 @@ def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
             operands = [computation.ops[name] for name in op.operands if name in computation.ops]
             arrays = [x for operand in operands for x in operand.types if x.rank]
             if arrays:
-                size = total([x.bytes for x in arrays])
-                shown = "an unknown number of bytes" if size is None else human_bytes(size)
+                shown = bytes_text(total(x.bytes for x in arrays))
                 yield Unplanned(
                     "to-host",
                     f"a callback takes {shown} to the host in each step, at {graph.source(op)}.",

@@ -1,12 +1,16 @@
-"""The words for the ways in which a program differs from its plan."""
+"""The words for the ways in which a program differs from its plan.
 
-from collections import Counter
-from collections.abc import Sequence
+All of them are templates in tables, so that a page or a test can list them without a program. What
+chooses among them is short: the code, and for some codes what kind of op it is or where it runs.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from treeshard._core.specs import entry_of
 from treeshard._core.text import fold_paths, human_bytes
-from treeshard.communication._collectives import Collective, total
+from treeshard.communication._collectives import Collective, bytes_text, total
 from treeshard.errors import counted
 
 
@@ -46,6 +50,124 @@ class Unplanned(NamedTuple):
 # ------------------------------------------------------------------ words
 
 
+class Words(NamedTuple):
+    """The fact and the hint of a difference, as templates of the fields that `explain` fills."""
+
+    fact: str
+    hint: str
+
+
+_WORDS = {
+    "activation": Words(
+        "unplanned {kind} of computed values, {size}.",
+        "Constrain the value to the axes of the batch: {constrain}, and gather weights"
+        " with `unshard`.",
+    ),
+    "activation, loop": Words(
+        "unplanned {kind} of computed values, {size}.",
+        "Gather the layer's weights at the start of the scan's body, so that the"
+        " activations stay where they are: `unshard(layer, layer_specs(specs), axis)`.",
+    ),
+    "activation, loop, gathered": Words(
+        "unplanned {kind} of computed values, {size}.",
+        "Constrain values in the loop to the batch's axes: {constrain}.",
+    ),
+    "across-axes": Words(
+        "{kind} between devices that do not form axes of the mesh, {size}.",
+        "A reshape splits a sharded dim differently from the mesh. To split a batch for"
+        " accumulation, reshape it to (batch / k, k), swap the dims, and constrain it:"
+        " `with_sharding_constraint(x, P(None, axis))`.",
+    ),
+    "again": Words(
+        "{kind} more often than planned, {size}.",
+        "If the forward pass is repeated for the gradients, pass `remat=`. In a loop over"
+        " minibatches, gather before the loop and reduce after it: `accumulate_gradients`.",
+    ),
+    "again, gradients": Words(
+        "{kind} of gradients more often than planned, {size}.",
+        "The partitioner reduces the gradient of each use of a weight before it adds them."
+        " Use `accumulate_gradients` or `treeshard.manual` to reduce once.",
+    ),
+    "all-reduce": Words(
+        "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
+        "{on_cpus}Use `training.value_and_grad`, which constrains gradients to the plan's"
+        " specs, or reduce-scatter them by hand (`treeshard.manual`).",
+    ),
+    "batch": Words(
+        "{kind} of an argument that is not a parameter, {size}.",
+        "If a constraint splits another dim than that of the batch, write {constrain}. To"
+        " split a batch for accumulation, reshape it to (batch / k, k) and swap the dims,"
+        " or constrain the result: `with_sharding_constraint(x, P(None, axis))`.",
+    ),
+    "batch-not-split": Words(
+        "weights are gathered along {gathered}, {size}, but the batch is"
+        " not split over it: devices along it do the same work.",
+        "Split the batch: `batch=P({batch_and_gathered})`. If the axis is for tensor parallelism,"
+        " constrain the activations so that the weights stay sharded.",
+    ),
+    "by-all-reduce": Words(
+        "{kind} as an all-reduce of shards in arrays of zeros, {size}, which sends twice"
+        " the bytes.",
+        "Compilers do so for small shards: split the leaf over fewer devices.",
+    ),
+    "idle-axis": Words(
+        "{detail} shards neither the state nor the batch, and nothing is moved"
+        " along it: devices along it do the same work.",
+        "Split the batch over it too: `batch=P({batch})`.",
+    ),
+    "narrower": Words(
+        "{kind} in a narrower dtype than the planned {detail}, {size}.",
+        "The step casts it, or the compiler does, since its matrix products round to that"
+        " dtype. `dtype=` plans for it.",
+    ),
+    "not-moved": Words(
+        "the planned {kind} ({detail}) is not in the program.",
+        "Check that the step uses the leaf, and that the plan is of this step.",
+    ),
+    "not-moved, again": Words(
+        "the planned {kind} ({detail}) is not in the program.",
+        "The compiler gathers once and keeps the result, which takes memory until the"
+        " gradient is computed. In a scan it does not.",
+    ),
+    "reduction-inside-loop": Words(
+        "{kind} of gradients in each trip of a loop, {size_of_trips}.",
+        "Add the gradients of each device in the loop, and reduce them once after it:"
+        " `accumulate_gradients(..., axis_names=...)`; by hand, `manual.vary` the weights"
+        " before the loop and `sync_gradients` after it.{elsewhere}",
+    ),
+    "sharded-further": Words(
+        "{kind} of a leaf that a step does not have to gather, {size}.",
+        "Shard the leaf like the arrays that it is used with: optimizer state with"
+        " `Plan.follow`, and weights along the axis of the activations.",
+    ),
+    "sharded-further, axis": Words(
+        "weights are gathered along {detail} too, along which the plan keeps them split, {size}.",
+        "Constrain the values that they produce, so that this axis splits the computation:"
+        " `with_sharding_constraint(x, P({batch}, ..., {detail}))`.",
+    ),
+    "state-unlike-weight": Words(
+        "{kind} in the update, {size}: the optimizer state is sharded unlike its weight.",
+        "Shard it like the weight: `Plan.follow(optimizer_state)`, or one rule for both.",
+    ),
+    "unreadable": Words(
+        "{kind} with unknown axes, bytes or count.",
+        "Pass the mesh. A loop whose trips depend on data has no count.",
+    ),
+    "unreadable, name": Words(
+        "op that looks like a collective, with unknown axes, bytes or count.",
+        "Pass the mesh. A loop whose trips depend on data has no count.",
+    ),
+    "wider": Words(
+        "{kind} in a wider dtype than the planned {detail}.",
+        "{on_cpus}Cast the weights before the gather: `unshard(w.astype(dtype), ...)`, or"
+        " `dtype=` of `manual.value_and_grad`.",
+    ),
+}
+# What a CPU's compiler does by itself is reported only if the program may be for another.
+_ON_CPUS = "If the program is for CPUs, this is the compiler's own. "
+_ELSEWHERE = " Compilers for TPUs and GPUs may do that by themselves."
+
+
 def explain(
     code: str,
     kind: str,
@@ -55,173 +177,105 @@ def explain(
     platform: str | None = None,
 ) -> tuple[str, str]:
     """The fact and the hint of a difference. `detail` tells those of one code apart."""
-    moves = total([one.total_bytes for one in moved])
-    size = "an unknown number of bytes" if moves is None else human_bytes(moves)
-    # What a CPU's compiler does by itself is reported only if the program may be for another.
-    on_cpus = "" if platform else "If the program is for CPUs, this is the compiler's own. "
-    constrain = f"`with_sharding_constraint(x, P({entry_of(batch_axes)!r}))`"
-    match code:
-        case "activation":
-            fact = f"unplanned {kind} of computed values, {size}."
-            if detail == "loop":
-                return fact, (
-                    "Gather the layer's weights at the start of the scan's body, so that the"
-                    " activations stay where they are: `unshard(layer, layer_specs(specs), axis)`."
-                )
-            if detail:
-                return fact, f"Constrain values in the loop to the batch's axes: {constrain}."
-            return fact, (
-                f"Constrain the value to the axes of the batch: {constrain}, and gather weights"
-                " with `unshard`."
-            )
-        case "across-axes":
-            return (
-                f"{kind} between devices that do not form axes of the mesh, {size}.",
-                "A reshape splits a sharded dim differently from the mesh. To split a batch for"
-                " accumulation, reshape it to (batch / k, k), swap the dims, and constrain it:"
-                " `with_sharding_constraint(x, P(None, axis))`.",
-            )
-        case "batch":
-            return (
-                f"{kind} of an argument that is not a parameter, {size}.",
-                f"If a constraint splits another dim than that of the batch, write {constrain}. To"
-                " split a batch for accumulation, reshape it to (batch / k, k) and swap the dims,"
-                " or constrain the result: `with_sharding_constraint(x, P(None, axis))`.",
-            )
-        case "batch-not-split":
-            gathers = [one for one in moved if one.kind == "all-gather"]
-            axes = list(dict.fromkeys(axis for one in gathers for axis in one.axes or ()))
-            both = entry_of(list(dict.fromkeys([*batch_axes, *axes])))
-            return (
-                f"weights are gathered along {', '.join(map(repr, axes))}, {size}, but the batch is"
-                " not split over it: devices along it do the same work.",
-                f"Split the batch: `batch=P({both!r})`. If the axis is for tensor parallelism,"
-                " constrain the activations so that the weights stay sharded.",
-            )
-        case "reduction-inside-loop":
-            trips = {one.count for one in moved}
-            once = total([one.bytes for one in moved])
-            if len(trips) == 1 and None not in trips and once is not None:
-                size = f"{human_bytes(once)} x {trips.pop()} trips = {size}"
-            return (
-                f"{kind} of gradients in each trip of a loop, {size}.",
-                "Add the gradients of each device in the loop, and reduce them once after it:"
-                " `accumulate_gradients(..., axis_names=...)`; by hand, `manual.vary` the weights"
-                " before the loop and `sync_gradients` after it."
-                + " Compilers for TPUs and GPUs may do that by themselves."
-                * (platform == "cpu"),
-            )
-        case "again" if kind != "all-gather":
-            return (
-                f"{kind} of gradients more often than planned, {size}.",
-                "The partitioner reduces the gradient of each use of a weight before it adds them."
-                " Use `accumulate_gradients` or `treeshard.manual` to reduce once.",
-            )
-        case "again":
-            return (
-                f"{kind} more often than planned, {size}.",
-                "If the forward pass is repeated for the gradients, pass `remat=`. In a loop over"
-                " minibatches, gather before the loop and reduce after it: `accumulate_gradients`.",
-            )
-        case "state-unlike-weight":
-            return (
-                f"{kind} in the update, {size}: the optimizer state is sharded unlike its weight.",
-                "Shard it like the weight: `Plan.follow(optimizer_state)`, or one rule for both.",
-            )
-        case "sharded-further" if detail:
-            return (
-                f"weights are gathered along {detail} too, along which the plan keeps them split,"
-                f" {size}.",
-                "Constrain the values that they produce, so that this axis splits the computation:"
-                f" `with_sharding_constraint(x, P({entry_of(batch_axes)!r}, ..., {detail}))`.",
-            )
-        case "narrower":
-            return (
-                f"{kind} in a narrower dtype than the planned {detail}, {size}.",
-                "The step casts it, or the compiler does, since its matrix products round to that"
-                " dtype. `dtype=` plans for it.",
-            )
-        case "by-all-reduce":
-            return (
-                f"{kind} as an all-reduce of shards in arrays of zeros, {size}, which sends twice"
-                " the bytes.",
-                "Compilers do so for small shards: split the leaf over fewer devices.",
-            )
-        case "sharded-further":
-            return (
-                f"{kind} of a leaf that a step does not have to gather, {size}.",
-                "Shard the leaf like the arrays that it is used with: optimizer state with"
-                " `Plan.follow`, and weights along the axis of the activations.",
-            )
-        case "all-reduce":
-            return (
-                f"all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
-                f"{on_cpus}Use `training.value_and_grad`, which constrains gradients to the plan's"
-                " specs, or reduce-scatter them by hand (`treeshard.manual`).",
-            )
-        case "wider":
-            return (
-                f"{kind} in a wider dtype than the planned {detail}.",
-                f"{on_cpus}Cast the weights before the gather: `unshard(w.astype(dtype), ...)`, or"
-                " `dtype=` of `manual.value_and_grad`.",
-            )
-        case "not-moved":
-            return f"the planned {kind} ({detail}) is not in the program.", (
-                "The compiler gathers once and keeps the result, which takes memory until the"
-                " gradient is computed. In a scan it does not."
-                if "again" in detail
-                else "Check that the step uses the leaf, and that the plan is of this step."
-            )
-    what = "op that looks like a collective," if kind == "unknown" else kind
-    return (
-        f"{what} with unknown axes, bytes or count.",
-        "Pass the mesh. A loop whose trips depend on data has no count.",
-    )
+    words = _WORDS[_case(code, kind, detail)]
+    size = bytes_text(total(one.total_bytes for one in moved))
+    gathers = [one.axes or () for one in moved if one.kind == "all-gather"]
+    gathered = dict.fromkeys(axis for axes in gathers for axis in axes)
+    batch = repr(entry_of(batch_axes))
+    fields = {
+        "kind": kind,
+        "detail": detail,
+        "size": size,
+        "size_of_trips": _size_of_trips(moved) + size,
+        "batch": batch,
+        "batch_and_gathered": repr(entry_of(list(dict.fromkeys([*batch_axes, *gathered])))),
+        "gathered": ", ".join(map(repr, gathered)),
+        "constrain": f"`with_sharding_constraint(x, P({batch}))`",
+        "on_cpus": "" if platform else _ON_CPUS,
+        "elsewhere": _ELSEWHERE if platform == "cpu" else "",
+    }
+    return words.fact.format_map(fields), words.hint.format_map(fields)
 
 
-def by_compiler_line(own: Sequence[Unplanned], platform: str | None) -> str:
+def _case(code: str, kind: str, detail: str) -> str:
+    """The key of the words of a difference."""
+    if code == "activation" and detail:
+        return f"activation, {detail}"
+    if code == "again" and kind != "all-gather":
+        return "again, gradients"
+    if code == "not-moved" and "again" in detail:
+        return "not-moved, again"
+    if code == "sharded-further" and detail:
+        return "sharded-further, axis"
+    if code == "unreadable" and kind == "unknown":
+        return "unreadable, name"
+    return code
+
+
+def _size_of_trips(moved: Sequence[Collective]) -> str:
+    """`4.0 KiB x 4 trips = `, if all run in a loop of the same number of trips."""
+    trips = {one.count for one in moved}
+    of_one_trip = total(one.bytes for one in moved)
+    if len(trips) != 1 or None in trips or of_one_trip is None:
+        return ""
+    return f"{human_bytes(of_one_trip)} x {trips.pop()} trips = "
+
+
+# What the compiler of a platform does by itself, in the order in which it is said.
+_BY_COMPILERS = {
+    "all-reduce": "all-reduces full gradients ({}) where a reduce-scatter was planned",
+    "wider": "moves 16-bit floats as float32",
+    "by-all-reduce": "gathers {} by all-reduces, which send twice the bytes",
+}
+
+
+def by_compiler_lines(own: Iterable[Unplanned], platform: str | None) -> list[str]:
     """A line for what the compiler of a platform does by itself, and one for narrower dtypes."""
-    facts: list[str] = []
-    if size := _moved(own, "all-reduce"):
-        facts.append(f"all-reduces full gradients ({size}) where a reduce-scatter was planned")
-    if _moved(own, "wider"):
-        facts.append("moves 16-bit floats as float32")
-    if size := _moved(own, "by-all-reduce"):
-        facts.append(f"gathers {size} by all-reduces, which send twice the bytes")
-    name = f"{platform.upper()} compiler" if platform else "compiler"
-    others = " Compilers for TPUs and GPUs need not." if platform == "cpu" else ""
-    line = f"The {name} {' and '.join(facts)}.{others}" if facts else ""
-    if size := _moved(own, "narrower"):
-        dtypes = sorted({x.dtype for one in own if one.code == "narrower" for x in one.collectives})
-        line += (
-            f"\n{size} move as {' and '.join(dtypes)}, narrower than planned: the step casts it,"
+    moved: dict[str, list[Collective]] = defaultdict(list)
+    for one in own:
+        moved[one.code] += one.collectives
+    sizes = {
+        code: human_bytes(total(x.total_bytes for x in collectives) or 0)
+        for code, collectives in moved.items()
+    }
+    facts = [text.format(sizes[code]) for code, text in _BY_COMPILERS.items() if code in sizes]
+    lines: list[str] = []
+    if facts:
+        name = f"{platform.upper()} compiler" if platform else "compiler"
+        others = " Compilers for TPUs and GPUs need not." if platform == "cpu" else ""
+        lines.append(f"The {name} {' and '.join(facts)}.{others}")
+    if "narrower" in sizes:
+        dtypes = " and ".join(sorted({one.dtype for one in moved["narrower"]}))
+        lines.append(
+            f"{sizes['narrower']} move as {dtypes}, narrower than planned: the step casts it,"
+            " or the compiler does, since its matrix products round to it."
         )
-        line += " or the compiler does, since its matrix products round to it."
-    return line.strip()
+    return lines
 
 
-def _moved(differences: Sequence[Unplanned], code: str) -> str:
-    """What differences of one code move, as text; empty if there are none."""
-    moved = [x for one in differences if one.code == code for x in one.collectives]
-    return human_bytes(total([x.total_bytes for x in moved]) or 0) if moved else ""
+# ------------------------------------------------------------------ lines
 
 
 def collective_lines(moved: Sequence[Collective], most: int) -> list[str]:
     """A line for each group of equal collectives, at most so many."""
     counts = Counter(map(collective_line, moved))
     lines = [f"    {times} x {line}" for line, times in counts.items()]
-    more = [f"    ... and {len(lines) - most} more"] if len(lines) > most else []
-    return [*lines[:most], *more]
+    if len(lines) <= most:
+        return lines
+    return [*lines[:most], f"    ... and {len(lines) - most} more"]
 
 
 def collective_line(one: Collective) -> str:
-    size = "unknown bytes" if one.bytes is None else human_bytes(one.bytes)
+    size = bytes_text(one.bytes, "unknown bytes")
     times = "? times" if one.count is None else counted(one.count, "time")
     axes = "unknown axes" if one.axes is None else " and ".join(map(repr, one.axes))
     parts = [f"{one.kind} of {size} ({one.dtype}) along {axes}, {times}"]
-    parts += ["inserted by the partitioner"] if one.is_inserted else []
-    parts += [f"in {_short(one.op_name)}"] if one.op_name else []
-    parts += [f"at {one.source}"] if one.source else []
+    if one.is_inserted:
+        parts.append("inserted by the partitioner")
+    if one.op_name:
+        parts.append(f"in {_short(one.op_name)}")
+    if one.source:
+        parts.append(f"at {one.source}")
     return ", ".join(parts)
 
 
