@@ -281,7 +281,7 @@ class CollectiveReader:
 
     def _moved(self, context: Context, op: Op, count: int | None) -> Iterator[Collective]:
         kind, chain = _kind(op) or "", op.frontend("chain_id")
-        if chain is not None and chain not in _chains_started(context.computation):
+        if chain and chain not in _chains_started(context.computation):
             if chain in self._started:
                 return  # a further piece of a collective that is already counted
             kind = "unknown"
@@ -289,7 +289,7 @@ class CollectiveReader:
             kind = "reduce-scatter"
         groups = self._groups(kind, op)
         op_name, source = op.op_name, self.program.source(op)
-        is_inserted = "is_spmd_generated" in (op.attribute("frontend_attributes") or "")
+        is_inserted = "is_spmd_generated" in op.attribute("frontend_attributes")
         if source is None and (op_name in self._arguments or (is_inserted and op_name is None)):
             # JAX 0.11 and newer: it has no name, or only that of the argument that it gathers.
             user = self.flow.first_user(context.computation, op)
@@ -335,7 +335,7 @@ class CollectiveReader:
             yield from self._unjoined(kind, operand, buffer)
         elif not operands or len(results) != number:
             yield Buffer("unknown", None, 0), operands
-        elif kind == "all-to-all" and op.attribute("dimensions") is None:
+        elif kind == "all-to-all" and not op.attribute("dimensions"):
             yield results[0]._replace(bytes=total(part.bytes for part in results)), operands
         else:
             for operand, after in zip(operands, results, strict=True):
@@ -400,21 +400,21 @@ class CollectiveReader:
 
     def _groups(self, kind: str, op: Op) -> Groups:
         if kind == "collective-permute":
-            return groups_of_pairs(op.attribute("source_target_pairs") or "", self.axes)
+            return groups_of_pairs(op.attribute("source_target_pairs"), self.axes)
         if kind in ("unknown", "send") or (op.opcode == "send" and not self.between):
             return UNKNOWN
         if op.opcode == "send":  # between slices
             return Groups(math.prod(self.between.values()), tuple(self.between))
         text = op.attribute("replica_groups")
-        if op.attribute("use_global_device_ids") is None and self.program.partitions > 1:
+        if not op.attribute("use_global_device_ids") and self.program.partitions > 1:
             # The groups number replicas, except for these kinds: they number partitions.
             of_partitions = kind in ("all-to-all", "ragged-all-to-all", "collective-broadcast")
             if self.program.replicas > 1:
                 return UNKNOWN
-            if op.attribute("channel_id") is None:
+            if not op.attribute("channel_id"):
                 return Groups(1, ())
             text = text if of_partitions else "{}"
-        return groups_of(text or "", self._devices, self.axes)
+        return groups_of(text, self._devices, self.axes)
 
 
 def _path(origins: Sequence[Origins]) -> str | None:
@@ -428,7 +428,7 @@ def _path(origins: Sequence[Origins]) -> str | None:
 def _is_widened(op: Op, dtype: str, origins: Sequence[Origins]) -> bool:
     """Whether a float that is moved had a narrower dtype before, or is reduced by a function that
     the compiler promoted to a wider one."""
-    if (op.attribute("to_apply") or "").endswith("_promoted"):
+    if op.attribute("to_apply").endswith("_promoted"):
         return True
     narrower = {"float32": ("bfloat16", "float16"), "float64": ("bfloat16", "float16", "float32")}
     return any(origin.dtypes & set(narrower.get(dtype, ())) for origin in origins)
@@ -440,8 +440,8 @@ def _kind(op: Op) -> str | None:
     if plain == "send" and op.attribute("is_host_transfer") == "true":
         # Between slices of TPUs, data moves through the hosts.
         transfer = op.frontend(f"{MEGASCALE}_transfer_type")
-        if transfer is None:
-            return "unknown" if MEGASCALE in (op.attribute("frontend_attributes") or "") else None
+        if not transfer:
+            return "unknown" if MEGASCALE in op.attribute("frontend_attributes") else None
         kind = transfer.lower().replace("_", "-")
         return kind if kind in KINDS else "unknown"
     if plain in KINDS or plain in RARE_KINDS:
@@ -468,11 +468,11 @@ def _chains_started(computation: Computation) -> set[str]:
 
 
 def _is_async(context: Context, op: Op) -> bool:
-    if op.frontend("chain_id") is not None or op.opcode == "send":
+    if op.frontend("chain_id") or op.opcode == "send":
         return True
     start = op.opcode.endswith("-start")
     in_async = context.op is not None and context.op.opcode == "async-start"
-    return (start or in_async) and '"is_sync":true' not in (op.attribute("backend_config") or "")
+    return (start or in_async) and '"is_sync":true' not in op.attribute("backend_config")
 
 
 def _is_scatter(computation: str) -> bool:

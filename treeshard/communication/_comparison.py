@@ -224,11 +224,11 @@ def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
     """The arrays that callbacks take to the host. Scalars may go there."""
     for computation in graph.computations.values():
         for op in computation.ops.values():
-            called = "callback" in (op.attribute("custom_call_target") or "")
+            called = "callback" in op.target
             sent = op.attribute("is_host_transfer") == "true" and not op.frontend(
                 f"{MEGASCALE}_transfer_type"  # between slices
             )
-            if not ((op.opcode == "custom-call" and called) or (op.opcode == "send" and sent)):
+            if not (called or (op.opcode == "send" and sent)):
                 continue
             operands = [computation.ops[name] for name in op.operands if name in computation.ops]
             arrays = [x for operand in operands for x in operand.types if x.rank]
@@ -284,7 +284,7 @@ def _batch_of(
     for parameter in graph.parameters:
         if names[argument_path(parameter) or ""] is not None:
             continue
-        sharded = axes_of_sharding(parameter.attribute("sharding") or "", axes)
+        sharded = axes_of_sharding(parameter.attribute("sharding"), axes)
         sharding = shardings.get(-1 if parameter.index is None else parameter.index)
         if sharded is None and isinstance(sharding, NamedSharding):
             # Newer versions of XLA leave it out of the text.

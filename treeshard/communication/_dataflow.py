@@ -219,7 +219,7 @@ class Dataflow:
         sides = [self._resolve(value(test.context, name), condition) for name in test.op.operands]
         direction = test.op.attribute("direction")
         counter, limit = sides if len(sides) == 2 else (None, None)
-        if counter is None or limit is None or direction is None:
+        if counter is None or limit is None or not direction:
             return None
         if counter.op.opcode != "parameter":
             counter, limit = limit, counter

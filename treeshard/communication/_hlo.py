@@ -1,5 +1,9 @@
 """Parses HLO text, the format of `jax.stages.Compiled.as_text`.
 
+Text, and not the protobuf: every backend gives text, also for devices that are not attached, and it
+is what people save and paste. JAX has no public way to the protobuf, and its schema changes with
+XLA.
+
 A program may have hundreds of thousands of lines, and few of them matter here. Each line is
 parsed up to its opcode; the rest is parsed when one of its properties is read.
 """
@@ -29,9 +33,13 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "f8e8m0fnu": ("float8_e8m0fnu", 8),
 }
 
-# A tuple type ends before ` opcode(`. Parentheses inside it belong to layouts.
-_OP = re.compile(r"\s+(ROOT )?%?([^\s=%]+) = (\(.*?\)|[^\s(]\S*) ([a-z][a-z0-9\-_]*)\(")
+# `%fused_computation.72 (param_0.130: bf16[512,1024]) -> bf16[4096,1024] {`, or the same after
+# `ENTRY `. Dumps of XLA leave out the percent signs.
 _HEAD = re.compile(r"(ENTRY )?%?([^\s(%]+)\s.*\{\s*$")
+# `  ROOT %add.3 = f32[8]{0} add(%x, %y), metadata={op_name="jit(f)/add" stack_frame_id=2}`. A tuple
+# type, `(f32[8]{0:T(256)}, u32[])`, ends before ` opcode(`: parentheses inside it are of layouts.
+_OP = re.compile(r"\s+(ROOT )?%?([^\s=%]+) = (\(.*?\)|[^\s(]\S*) ([a-z][a-z0-9\-_]*)\(")
+# `calls=%fused_computation.72`, or `branch_computations={%region_8.9_spmd, %region_9.10_spmd}`
 _CALLED = re.compile(
     r"\b(calls|to_apply|condition|body|branch_computations|true_computation|false_computation"
     r"|called_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))"
@@ -43,15 +51,20 @@ _ROLES = {
     "true_computation": "branches",
     "false_computation": "branches",
 }
-_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")  # `bf16[512,1024]`
 _NAME = re.compile(r"%([^\s,)}]+)")
+# What is not a name among operands without `%`: `/*index=5*/`, `[512,1024]`, `{1,0:T(8,128)}`
+_NO_NAME = re.compile(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}")
+# The comma in `mesh['axis_0'=4], device_ids=([4]) {'axis_0'}` does not end an attribute.
+_TOKEN = re.compile(r'[(\[{]|[)\]}]|,(?! device_ids=)|"(?:[^"\\]|\\.)*"')
+_DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+# In the `backend_config` of a loop, if XLA's pass while-loop-trip-count-annotator ran: for CPUs and
+# GPUs, not for TPUs
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _COLLECTIVE = re.compile(
     r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     r"|collective-broadcast)(?:-start)?\("
 )
-_MESH = re.compile(r"#sdy\.mesh<\[([^\]]*)\]")
-_AXIS = re.compile(r'\\?"([^"\\]+)\\?"\s*=\s*(\d+)')
 
 
 class Buffer(NamedTuple):
@@ -64,7 +77,7 @@ class Buffer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """One operation: a line of HLO."""
+    """One operation: a line of HLO. What it does not say is empty, or `None` for numbers."""
 
     name: str
     opcode: str
@@ -74,14 +87,13 @@ class Op:
     @property
     def operands(self) -> Sequence[str]:
         """The names of its operands."""
-        arguments, _ = self._split()
         if self.opcode in ("constant", "parameter", "iota"):
             return ()
+        arguments = self._arguments
         if "%" in arguments:
             return _NAME.findall(arguments)
         # In texts without `%`, a name may follow its type.
-        bare = re.sub(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}", "", arguments)
-        return [part.split()[-1] for part in bare.split(",") if part.strip()]
+        return [part.split()[-1] for part in _NO_NAME.sub("", arguments).split(",") if part.strip()]
 
     @property
     def types(self) -> Sequence[Buffer]:
@@ -93,78 +105,95 @@ class Op:
     def called(self) -> Mapping[str, Sequence[str]]:
         """The computations that it calls, by role: `body`, `condition`, `branches`, `calls`."""
         callees: dict[str, list[str]] = {}
-        if "=" in self._text:
-            for key, several, single in _CALLED.findall(self._text):
-                names = [name.strip().lstrip("%") for name in (several or single).split(",")]
-                callees.setdefault(_ROLES.get(key, "calls"), []).extend(names)
+        if "=" not in self._text:
+            return callees
+        for key, several, single in _CALLED.findall(self._text):
+            names = [name.strip().lstrip("%") for name in (several or single).split(",")]
+            callees.setdefault(_ROLES.get(key, "calls"), []).extend(names)
         return callees
 
-    def attribute(self, name: str) -> str | None:
+    def attribute(self, name: str) -> str:
         """The text of one attribute, up to the first comma outside of brackets."""
-        rest = self._split()[1]
-        match = re.search(rf", {name}=", rest)
+        attributes = self._text[self._end_of_arguments :]
+        match = re.search(rf", {name}=", attributes)
         if match is None:
-            return None
-        text, depth = rest[match.end() :], 0
-        for match in re.finditer(r'[(\[{]|[)\]}]|,|"(?:[^"\\]|\\.)*"', text):
-            if match[0] == "," and depth == 0:
-                # Device groups may contain a comma: `mesh[...], device_ids=(...) {...}`.
-                if text[match.end() :].startswith(" device_ids="):
-                    continue
-                return text[: match.start()].strip()
-            depth += 1 if match[0] in "([{" else -1 if match[0] in ")]}" else 0
-        return text.strip()
+            return ""
+        start = match.end()
+        return attributes[start : _end(attributes, start, ",")].strip()
 
     @property
     def op_name(self) -> str | None:
         """The name that JAX gave it; for a parameter of the entry, `state['w']`."""
-        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attribute("metadata") or "")
-        return None if match is None else match[1].replace("\\'", "'").replace('\\"', '"')
+        name = _first(r'op_name="((?:[^"\\]|\\.)*)"', self.attribute("metadata"))
+        return None if name is None else name.replace("\\'", "'").replace('\\"', '"')
 
     @property
     def target(self) -> str:
         """The function that a `custom-call` runs; empty for other ops."""
-        name = self.attribute("custom_call_target") if self.opcode == "custom-call" else None
-        return "" if name is None else name.strip('"')
+        if self.opcode != "custom-call":
+            return ""
+        return self.attribute("custom_call_target").strip('"')
 
-    def frontend(self, name: str) -> str | None:
-        match = re.search(rf'[{{,]{name}="([^"]*)"', self.attribute("frontend_attributes") or "")
-        return None if match is None else match[1]
+    def frontend(self, name: str) -> str:
+        """One of the attributes that JAX or an early pass of XLA wrote: `{chain_id="1"}`."""
+        return _first(rf'[{{,]{name}="([^"]*)"', self.attribute("frontend_attributes")) or ""
 
     @property
     def index(self) -> int | None:
         """The element that a `get-tuple-element` selects, or the number of a `parameter`."""
-        number = self._split()[0] if self.opcode == "parameter" else self.attribute("index")
-        return int(number) if number is not None and number.strip().isdigit() else None
+        is_parameter = self.opcode == "parameter"
+        return _number(self._arguments if is_parameter else self.attribute("index"))
 
     @property
     def number(self) -> int | None:
         """The value of a constant that is a single integer."""
-        text = self._split()[0].strip()
-        return int(text) if self.opcode == "constant" and re.fullmatch(r"-?\d+", text) else None
+        return _number(self._arguments) if self.opcode == "constant" else None
 
     @property
     def trips(self) -> int | None:
         """The trip count of a `while`, if the text states it."""
-        match = _TRIPS.search(self._text)
-        return None if match is None else int(match[1])
+        return _number(_first(_TRIPS, self._text) or "")
 
-    def _split(self) -> tuple[str, str]:
-        """The text inside the parentheses, and the text after them."""
-        text, depth = self._text, 1
-        for match in re.finditer(r'[()]|"(?:[^"\\]|\\.)*"', text):
-            depth += {"(": 1, ")": -1}.get(match[0], 0)
-            if depth == 0:
-                return text[: match.start()], text[match.end() :]
-        return text, ""
+    @property
+    def _arguments(self) -> str:
+        """The text inside the parentheses."""
+        return self._text[: self._end_of_arguments]
+
+    @property
+    def _end_of_arguments(self) -> int:
+        return _end(self._text, 0, ")")
+
+
+def _end(text: str, start: int, token: str) -> int:
+    """Where a token follows that is outside of brackets and quotes; the end if none does."""
+    depth = 0
+    for match in _TOKEN.finditer(text, start):
+        if match[0] == token and depth == 0:
+            return match.start()
+        depth += _DEPTH.get(match[0], 0)
+    return len(text)
+
+
+def _first(pattern: str | re.Pattern[str], text: str) -> str | None:
+    """The first group of the first match."""
+    match = re.search(pattern, text)
+    return None if match is None else match[1]
+
+
+def _number(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else None
 
 
 def _buffer(dtype: str, shape: str) -> Buffer:
     name, bits = DTYPES.get(dtype, (dtype, None))
-    dims = [part.strip() for part in shape.split(",")] if shape else []
-    if bits is None or not all(dim.isdigit() for dim in dims):
+    dims = shape.split(",") if shape else []
+    try:
+        elements = math.prod(map(int, dims))
+    except ValueError:  # a dynamic dim, `<=8`
+        bits = None
+    if bits is None:
         return Buffer(name, None, len(dims))
-    return Buffer(name, -(-math.prod(map(int, dims)) * bits // 8), len(dims))
+    return Buffer(name, -(-elements * bits // 8), len(dims))
 
 
 @dataclass(eq=False, slots=True)
@@ -179,67 +208,38 @@ class Computation:
 class HloProgram:
     """A module of HLO text. Raises `FormatError` if the text is truncated or damaged.
 
-    `axes` are those of the mesh that the text names, `None` if it names none or several. There is
-    more than one replica only under `pmap`.
+    There is more than one replica only under `pmap`. `devices` is `None` if the text does not say
+    how many there are.
     """
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, Computation] = {}
-        self._tables: dict[str, list[str]] = {}
-        self._frames: dict[str, dict[int, str]] | None = None
-        head, entry = self._read(text)
+        self._tables: dict[str, dict[int, str]] = {}
+        head, entry = self._read(enumerate(text.split("\n"), 1))
         self.entry = self.computations[entry]
-        meshes = {tuple(_AXIS.findall(mesh)) for mesh in _MESH.findall(head)} - {()}
-        self.axes: Mapping[str, int] | None = None
-        if len(meshes) == 1:
-            self.axes = {name: int(size) for name, size in meshes.pop()}
-        sizes = [re.search(rf"\b{key}=(\d+)", head) for key in ("replica_count", "num_partitions")]
-        self.replicas, self.partitions = (1 if size is None else int(size[1]) for size in sizes)
-        self.devices: int | None = self.replicas * self.partitions if any(sizes) else None
-        if self.devices is None and self.axes is not None:
-            self.partitions = self.devices = math.prod(self.axes.values())
+        replicas = _first(r"\breplica_count=(\d+)", head)
+        partitions = _first(r"\bnum_partitions=(\d+)", head)
+        self.replicas, self.partitions = int(replicas or 1), int(partitions or 1)
+        is_stated = replicas is not None or partitions is not None
+        self.devices = self.replicas * self.partitions if is_stated else None
 
-    def _read(self, text: str) -> tuple[str, str]:
+    def _read(self, lines: Iterator[tuple[int, str]]) -> tuple[str, str]:
         """Fills the computations and tables; returns the first line and the entry's name."""
-        head, entry, table = "", "", ""
-        current: Computation | None = None
-        for number, line in enumerate(text.split("\n"), 1):
-            if current is not None:
-                if line[:1] == "}":
-                    current = None
-                elif (match := _OP.match(line)) is not None:
-                    root, name, result, opcode = match.groups()
-                    if name in current.ops:
-                        raise FormatError(
-                            f"line {number} defines {name!r} a second time: the text is damaged."
-                        )
-                    current.ops[name] = Op(name, opcode, result, line[match.end() :])
-                    if root:
-                        current.root = name
-                elif line[:1] not in ("", " ", "\t"):
-                    raise FormatError(
-                        f"line {number} starts a new section inside the computation"
-                        f" {current.name!r}, which is not closed: the text is truncated or damaged."
-                    )
-                elif _COLLECTIVE.search(line):
-                    raise FormatError(
-                        f"line {number} has a collective that cannot be parsed: {line[:120]!r}."
-                    )
-            elif not line.strip() or line.startswith("//"):
+        head, entry, table = "", "", {}
+        for _, line in lines:
+            if not line.strip() or line.startswith("//"):
                 continue
-            elif not head:
+            if not head:
                 head = line
             elif (match := _HEAD.match(line)) is not None:
-                current = self.computations[match[2]] = Computation(match[2])
-                entry = match[2] if match[1] else entry
-            elif line[0].isdigit():
-                self._tables.setdefault(table, []).append(line)
-            else:
-                table = line.strip()
-        if current is not None:
-            raise FormatError(
-                f"the program ends inside its computation {current.name!r}: the text is truncated."
-            )
+                is_entry, name = match.groups()
+                self.computations[name] = _read_computation(name, lines)
+                entry = name if is_entry else entry
+            elif line[0].isdigit():  # `2 {file_location_id=2 parent_frame_id=2}`
+                number, _, row = line.partition(" ")
+                table[int(number)] = row
+            else:  # `StackFrames`
+                table = self._tables.setdefault(line.strip(), {})
         if not entry:
             raise FormatError("the program has no ENTRY computation: the text is truncated.")
         return head, entry
@@ -251,38 +251,70 @@ class HloProgram:
 
     def source(self, op: Op) -> str | None:
         """The line of the user's code that an op comes from, as `file:line`."""
-        metadata = op.attribute("metadata") or ""
-        if (file := re.search(r'source_file="([^"]*)"', metadata)) is not None:
-            line = re.search(r"source_line=(\d+)", metadata)
-            return file[1] if line is None else f"{file[1]}:{line[1]}"
-        if (frame := re.search(r"stack_frame_id=(\d+)", metadata)) is None:
-            return None
+        metadata = op.attribute("metadata")
+        file = _first(r'source_file="([^"]*)"', metadata)
+        if file is not None:  # `source_file="model.py" source_line=3`, in texts without tables
+            line = _first(r"source_line=(\d+)", metadata)
+            return file if line is None else f"{file}:{line}"
         # The innermost line that is neither treeshard's nor, if others remain, a package's.
-        stack = list(self._stack(int(frame[1])))
+        stack = list(self._stack(_field(metadata, "stack_frame_id")))
         outside = [line for line in stack if not line.startswith(HIDDEN)]
         return next(iter(own_lines(outside) or outside or stack), None)
 
     def _stack(self, frame: int) -> Iterator[str]:
-        """The lines of a call stack, innermost first."""
-        if self._frames is None:
-            self._frames = {table: dict(_rows(lines)) for table, lines in self._tables.items()}
+        """The lines of a call stack, innermost first.
+
+        `stack_frame_id=3` leads through the tables before the first computation:
+
+            FileNames
+            2 "/home/me/model.py"
+            FileLocations
+            5 {file_name_id=2 function_name_id=1 line=14 end_line=14 column=13 end_column=13}
+            StackFrames
+            3 {file_location_id=5 parent_frame_id=2}
+        """
+        names, locations, frames = (
+            self._tables.get(name, {}) for name in ("FileNames", "FileLocations", "StackFrames")
+        )
         seen: set[int] = set()
-        while frame not in seen and (row := self._frames.get("StackFrames", {}).get(frame)):
+        while frame in frames and frame not in seen:
             seen.add(frame)
-            location = self._frames.get("FileLocations", {}).get(_field(row, "file_location_id"))
+            row = frames[frame]
+            location = locations.get(_field(row, "file_location_id"))
             if location is not None:
-                file = self._frames.get("FileNames", {}).get(_field(location, "file_name_id"), "")
+                file = names.get(_field(location, "file_name_id"), "")
                 yield f"{file.strip(chr(34))}:{_field(location, 'line')}"
             frame = _field(row, "parent_frame_id") - 1  # stored plus one, so that 1 means no parent
 
 
-def _rows(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
-    for line in lines:
-        number, _, row = line.partition(" ")
-        if number.isdigit():
-            yield int(number), row
+def _read_computation(name: str, lines: Iterator[tuple[int, str]]) -> Computation:
+    """Reads lines up to the one that closes the computation."""
+    computation = Computation(name)
+    for number, line in lines:
+        if line.startswith("}"):
+            return computation
+        match = _OP.match(line)
+        if match is None:
+            _check_is_no_op(number, line, name)
+            continue
+        is_root, op, result, opcode = match.groups()
+        if op in computation.ops:
+            raise FormatError(f"line {number} defines {op!r} a second time: the text is damaged.")
+        computation.ops[op] = Op(op, opcode, result, line[match.end() :])
+        if is_root:
+            computation.root = op
+    raise FormatError(f"the program ends inside its computation {name!r}: the text is truncated.")
+
+
+def _check_is_no_op(number: int, line: str, computation: str) -> None:
+    if line[:1] not in ("", " ", "\t"):
+        raise FormatError(
+            f"line {number} starts a new section inside the computation {computation!r}, which is"
+            " not closed: the text is truncated or damaged."
+        )
+    if _COLLECTIVE.search(line):
+        raise FormatError(f"line {number} has a collective that cannot be parsed: {line[:120]!r}.")
 
 
 def _field(row: str, name: str) -> int:
-    match = re.search(rf"\b{name}=(\d+)", row)
-    return 0 if match is None else int(match[1])
+    return int(_first(rf"\b{name}=(\d+)", row) or 0)

@@ -54,7 +54,7 @@ def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> Read
         )
     graph = _parse(text)
     if mesh is None:
-        return ReadProgram(graph, graph.axes, graph.axes, {})
+        return ReadProgram(graph, None, None, {})
     axes = axis_sizes(mesh)
     count = math.prod(axes.values())
     if graph.devices in (None, count):
