@@ -299,6 +299,11 @@ GATHER = (
         ('%y = f32[8]{0} custom-call(%x), custom_call_target="Sharding"', "x"),
         ('%y = f32[8]{0} custom-call(%x), custom_call_target="cublas"', None),
         ("%t = (f32[8], f32[8]) tuple(%x, %x)\n  %y = f32[8] get-tuple-element(%t), index=1", "x"),
+        (
+            "%t = (f32[8]) tuple(%x)\n  %b = (f32[8]) opt-barrier(%t)\n"
+            "  %y = f32[8] get-tuple-element(%b), index=0",
+            "x",
+        ),
         ("%y = f32[8]{0} copy(%nowhere)", None),
     ],
 )

@@ -14,7 +14,7 @@ from treeshard.communication._dataflow import (
     Executions,
     Origins,
     Value,
-    value,
+    operands,
 )
 from treeshard.communication._device_groups import (
     UNKNOWN,
@@ -106,7 +106,7 @@ class Collective:
     @property
     def total_bytes(self) -> int | None:
         """The payload of all executions together."""
-        return None if self.bytes is None or self.count is None else self.bytes * self.count
+        return _product(self.bytes, self.count)
 
 
 def collectives(program: CompiledProgram, mesh: MeshLike | None = None) -> list[Collective]:
@@ -198,8 +198,9 @@ def assert_collectives(
             facts.append(f"{kind}: {_or_unknown(runs)} executions, expected {count:,}.")
         facts += _over(kind, of_kind, most)
     facts += _over("all collectives", moved, max_bytes)
-    if unknown := dict.fromkeys(one.op_name or "" for one in moved if one.kind == "unknown"):
-        names = ", ".join(list(unknown)[:5])
+    unknown = list(dict.fromkeys(one.op_name or "" for one in moved if one.kind == "unknown"))
+    if unknown:
+        names = ", ".join(unknown[:5])
         facts.append(f"these ops look like collectives, but cannot be read: {names}.")
     if facts:
         raise CommunicationError("\n".join([*facts, _table(moved)]))
@@ -223,36 +224,39 @@ def total(numbers: Iterable[int | None]) -> int | None:
     return None if None in known else sum(number or 0 for number in known)
 
 
+def _product(first: int | None, second: int | None) -> int | None:
+    return None if first is None or second is None else first * second
+
+
 def bytes_text(size: int | None, unknown: str = "an unknown number of bytes") -> str:
     return unknown if size is None else human_bytes(size)
 
 
-def _or_unknown(number: int | None) -> str:
-    return "an unknown number of" if number is None else f"{number:,}"
+def axes_text(axes: tuple[str, ...] | None) -> str:
+    return "unknown" if axes is None else ", ".join(axes) or "none"
+
+
+def _or_unknown(number: int | None, unknown: str = "an unknown number of") -> str:
+    return unknown if number is None else f"{number:,}"
 
 
 def _table(moved: Sequence[Collective]) -> str:
     """Collectives as an aligned table; equal ones share a line."""
+    if not moved:
+        return "nothing"
     lines = [("kind", "axes", "count", "bytes each", "total", "array", "moves", "source")]
     rows = Counter(
         (one.kind, one.axes, one.bytes, one.count, one.dtype, one.path or one.op_name, one.source)
         for one in moved
     )
     for (kind, axes, size, count, dtype, moves, source), times in rows.items():
-        runs = None if count is None else times * count
-        lines.append(
-            (
-                kind,
-                "unknown" if axes is None else ", ".join(axes) or "none",
-                "unknown" if runs is None else str(runs),
-                bytes_text(size, "unknown"),
-                bytes_text(None if size is None or runs is None else size * runs, "unknown"),
-                dtype,
-                moves or "",
-                source or "",
-            )
-        )
-    return columns(lines, right=4) if moved else "nothing"
+        runs = _product(times, count)
+        counted = _or_unknown(runs, "unknown")
+        each = bytes_text(size, "unknown")
+        together = bytes_text(_product(size, runs), "unknown")
+        row = (kind, axes_text(axes), counted, each, together, dtype, moves or "", source or "")
+        lines.append(row)
+    return columns(lines, right=4)
 
 
 # ------------------------------------------------------------------ reading
@@ -274,147 +278,216 @@ class CollectiveReader:
 
     def all(self) -> Iterator[Collective]:
         """The collectives that the entry reaches, and those of computations without a caller."""
-        for context, op, count in Executions(self.flow, lambda op: _kind(op) is not None).all():
-            yield from self._moved(context, op, count)
+        for context, op, count in Executions(self.flow, lambda op: _kind(op) != "").all():
+            kind = self._kind_in(context, op)
+            if kind:
+                yield from self._moved(context, op, kind, count)
 
     # ---------------------------------------------------------------- one op
 
-    def _moved(self, context: Context, op: Op, count: int | None) -> Iterator[Collective]:
-        kind, chain = _kind(op) or "", op.frontend("chain_id")
-        if chain and chain not in _chains_started(context.computation):
-            if chain in self._started:
-                return  # a further piece of a collective that is already counted
-            kind = "unknown"
-        if kind == "all-reduce" and _is_scatter(context.computation.name):
-            kind = "reduce-scatter"
+    def _moved(self, context: Context, op: Op, kind: str, count: int | None) -> list[Collective]:
         groups = self._groups(kind, op)
-        op_name, source = op.op_name, self.program.source(op)
         is_inserted = "is_spmd_generated" in op.attribute("frontend_attributes")
-        if source is None and (op_name in self._arguments or (is_inserted and op_name is None)):
-            # JAX 0.11 and newer: it has no name, or only that of the argument that it gathers.
-            user = self.flow.first_user(context.computation, op)
-            if user is not None:
-                op_name, source = user.op_name, self.program.source(user)
+        op_name, source = self._named(context.computation, op, is_inserted)
         if kind == "unknown" and op_name is None:
             op_name = op.target or op.opcode
-        for buffer, operands in self._buffers(context, kind, op, groups):
-            shard = self._shard_in_zeros(operands) if kind == "all-reduce" else None
-            origins = [self.flow.origins(operand) for operand in (shard or operands)]
-            yield Collective(
-                kind="all-gather" if shard else kind,
-                dtype=buffer.dtype,
-                bytes=buffer.bytes,
-                wire_bytes=bytes_on_the_wire(kind, buffer.bytes, groups.size),
-                axes=groups.axes,
-                count=count,
-                path=_path(origins),
-                op_name=op_name,
-                source=source,
-                is_async=_is_async(context, op),
-                rank=buffer.rank,
-                completes=self._completes(kind, operands),
-                is_widened=_is_widened(op, buffer.dtype, origins),
-                is_inserted=is_inserted,
+        moved: list[Collective] = []
+        for buffer, read in self._buffers(context, kind, op, groups):
+            shard = self._shard_in_zeros(kind, read)
+            origins = [self.flow.origins(each) for each in shard or read]
+            moved.append(
+                Collective(
+                    kind="all-gather" if shard else kind,
+                    dtype=buffer.dtype,
+                    bytes=buffer.bytes,
+                    wire_bytes=bytes_on_the_wire(kind, buffer.bytes, groups.size),
+                    axes=groups.axes,
+                    count=count,
+                    path=_path(origins),
+                    op_name=op_name,
+                    source=source,
+                    is_async=_is_async(context, op),
+                    rank=buffer.rank,
+                    completes=self._completes(kind, read),
+                    is_widened=_is_widened(op, buffer.dtype, origins),
+                    is_inserted=is_inserted,
+                )
             )
+        return moved
+
+    def _kind_in(self, context: Context, op: Op) -> str:
+        """The kind of a collective; empty for a piece of one that is already counted."""
+        chain = op.frontend("chain_id")
+        if chain and chain not in _chains_started(context.computation):
+            return "" if chain in self._started else "unknown"
+        kind = _kind(op)
+        if kind == "all-reduce" and _is_scatter(context.computation.name):
+            return "reduce-scatter"
+        return kind
+
+    def _named(
+        self, computation: Computation, op: Op, is_inserted: bool
+    ) -> tuple[str | None, str | None]:
+        """JAX's name of an op, and its line.
+
+        In JAX 0.11 and newer, the gather of a weight has no name and no line, or only the name of
+        the argument that it gathers: its first user has both.
+        """
+        op_name, source = op.op_name, self.program.source(op)
+        is_unnamed = op_name in self._arguments or (is_inserted and op_name is None)
+        user = self.flow.first_user(computation, op) if source is None and is_unnamed else None
+        if user is None:
+            return op_name, source
+        return user.op_name, self.program.source(user)
+
+    # ---------------------------------------------------------------- what it moves
 
     def _buffers(
         self, context: Context, kind: str, op: Op, groups: Groups
-    ) -> Iterator[tuple[Buffer, Sequence[Value | None]]]:
-        """Each buffer that an op moves, with its payload as `bytes`, and its operands."""
-        operands, types = [value(context, name) for name in op.operands], list(op.types)
-        number = len(operands)
-        # A `-start` may return its operands before its results, and context values after them.
-        results = types if len(types) == number else types[number : 2 * number]
+    ) -> list[tuple[Buffer, list[Value]]]:
+        """Each buffer that an op moves, with its payload as `bytes`, and what it reads."""
+        read = operands(Value(context, op))
+        results = _results(op)
         if kind in ("unknown", "ragged-all-to-all"):
-            yield Buffer(types[0].dtype if types else "unknown", None, 0), operands
-        elif op.opcode == "send":
-            operand = operands[0] if operands else None
-            buffer = _type(operand)
-            if kind == "all-gather" and buffer.bytes is not None and groups.size is not None:
-                buffer = buffer._replace(bytes=buffer.bytes * groups.size)
-            yield from self._unjoined(kind, operand, buffer)
-        elif not operands or len(results) != number:
-            yield Buffer("unknown", None, 0), operands
-        elif kind == "all-to-all" and not op.attribute("dimensions"):
-            yield results[0]._replace(bytes=total(part.bytes for part in results)), operands
-        else:
-            for operand, after in zip(operands, results, strict=True):
-                if op.opcode.startswith("reduce-scatter"):
-                    size = _type(operand).bytes
-                    if size is None and after.bytes is not None and groups.size is not None:
-                        size = after.bytes * groups.size
-                    after = after._replace(bytes=size)
-                elif kind == "reduce-scatter" and operand and operand.op.opcode == "pad":
-                    operand = value(operand.context, operand.op.operands[0])
-                    after = _type(operand)
-                yield from self._unjoined(kind, operand, after)
+            dtype = next((buffer.dtype for buffer in op.types), "unknown")
+            return [(Buffer(dtype, None, 0), read)]
+        if op.opcode == "send":
+            # `(f32[512,8,128], u32[], token[]) send(%bitcast, %after-all), channel_id=2`
+            return self._unjoined(kind, read[0], _sent(kind, read[0], groups))
+        if not read or len(results) != len(read):
+            return [(_UNREAD, read)]
+        if kind == "all-to-all" and not op.attribute("dimensions"):
+            # `(f32[8], f32[8]) all-to-all(%part.0, %part.1)`: the parts of one array
+            return [(results[0]._replace(bytes=total(part.bytes for part in results)), read)]
+        buffers: list[tuple[Buffer, list[Value]]] = []
+        for operand, result in zip(read, results, strict=True):
+            if op.opcode.startswith("reduce-scatter"):
+                # `f32[512,1024] reduce-scatter(%fusion.12)`, of f32[4096,1024]
+                size = _type(operand).bytes or _product(result.bytes, groups.size)
+                buffers += self._unjoined(kind, operand, result._replace(bytes=size))
+            elif kind == "reduce-scatter" and operand.op.opcode == "pad":
+                # `%pad = f32[4128,1024] pad(%input, %constant.63), padding=0_32x0_0`, on TPUs
+                unpadded = operands(operand)[0]
+                buffers.append((_type(unpadded), [unpadded]))
+            else:
+                buffers += self._unjoined(kind, operand, result)
+        return buffers
 
     def _unjoined(
-        self, kind: str, operand: Value | None, buffer: Buffer
-    ) -> Iterator[tuple[Buffer, Sequence[Value | None]]]:
+        self, kind: str, operand: Value, buffer: Buffer
+    ) -> list[tuple[Buffer, list[Value]]]:
         """The arrays that a backend joined into one flat buffer, or that buffer alone."""
-        at = self._unwrapped(operand) if kind == "all-reduce" else None
-        if at is not None and at.op.opcode == "concatenate":
-            for name in at.op.operands:
-                part = value(at.context, name)
-                yield _type(self._unwrapped(part)), [part]
-        elif at is not None and _type(at).rank == 0:
-            yield _type(at), [operand]  # a scalar, padded to a tile
-        else:
-            yield buffer, [operand]
+        if kind != "all-reduce":
+            return [(buffer, [operand])]
+        joined = self._unwrapped(operand)
+        if joined.op.opcode == "concatenate":
+            return [(_type(self._unwrapped(part)), [part]) for part in operands(joined)]
+        scalar = _type(joined)
+        if joined.op.types and scalar.rank == 0:
+            # `%all-reduce.5 = f32[1,1,128] all-reduce(%bitcast.7)`, of f32[]: padded to a tile
+            return [(scalar, [operand])]
+        return [(buffer, [operand])]
 
-    def _unwrapped(self, at: Value | None) -> Value | None:
+    def _unwrapped(self, at: Value) -> Value:
         """Where a value was before it got another shape or became an argument."""
-        while at is not None and at.op.opcode in _WRAPPERS:
-            if at.op.opcode == "all-reduce":
-                sources = [value(at.context, name) for name in at.op.operands]
-            else:
-                sources = self.flow.sources(at) or []
-            if len(sources) != 1 or sources[0] is None:
-                break
+        while at.op.opcode in _WRAPPERS:
+            is_reduced = at.op.opcode == "all-reduce"
+            sources = operands(at) if is_reduced else self.flow.sources(at)
+            if len(sources) != 1:
+                return at
             at = sources[0]
         return at
 
-    def _shard_in_zeros(self, operands: Sequence[Value | None]) -> list[Value | None] | None:
+    def _shard_in_zeros(self, kind: str, read: Sequence[Value]) -> list[Value]:
         """The shard that each device writes into an array of zeros, if the sum over devices only
-        joins these shards."""
-        at = self._unwrapped(operands[0]) if len(operands) == 1 else None
-        if at is None or at.op.opcode != "dynamic-update-slice":
-            return None
-        target, shard = (self._unwrapped(value(at.context, name)) for name in at.op.operands[:2])
-        if target is None or target.op.opcode != "broadcast":
-            return None
-        filling = self._unwrapped(value(target.context, target.op.operands[0]))
-        return [shard] if filling is not None and filling.op.number == 0 else None
+        joins these shards.
 
-    def _completes(self, kind: str, operands: Sequence[Value | None]) -> str | None:
-        """The kind of the collective whose padded result this op shifts into place, if any."""
-        at = operands[0] if kind == "collective-permute" and operands else None
-        while at is not None and at.op.opcode != "fusion":
-            sources = self.flow.sources(at) or (None,)
-            at = sources[0] if len(sources) == 1 else None
-        callees = [] if at is None else [name for names in at.op.called.values() for name in names]
+        XLA's pass all-gather-decomposer, and TPUs for small shards, gather this way:
+
+            %filled = f32[16]{0} broadcast(%zero), dimensions={}
+            %placed = f32[16]{0} dynamic-update-slice(%filled, %w, %at)
+            %sum = f32[16]{0} all-reduce(%placed), to_apply=%add
+        """
+        if kind != "all-reduce" or len(read) != 1:
+            return []
+        placed = self._unwrapped(read[0])
+        if placed.op.opcode != "dynamic-update-slice":
+            return []
+        target, shard = (self._unwrapped(each) for each in operands(placed)[:2])
+        if target.op.opcode != "broadcast":
+            return []
+        filling = self._unwrapped(operands(target)[0])
+        return [shard] if filling.op.number == 0 else []
+
+    def _completes(self, kind: str, read: Sequence[Value]) -> str | None:
+        """The kind of the collective whose padded result this op shifts into place, if any.
+
+        TPUs pad what does not divide into tiles, and then send the rows that came too far:
+
+            %fusion.9 = f32[1032,1024]{1,0} fusion(%grad), calls=%all-reduce-scatter
+            %slice.1 = f32[24,1024]{1,0} slice(%fusion.9), slice={[1008:1032], [0:1024]}
+            %collective-permute-start.1 = (...) collective-permute-start(%slice.1)
+        """
+        if kind != "collective-permute" or not read:
+            return None
+        at = read[0]
+        while at.op.opcode != "fusion" and len(sources := self.flow.sources(at)) == 1:
+            at = sources[0]
+        callees = [name for names in at.op.called.values() for name in names]
         bodies = [self.program.computations[name] for name in callees if _is_scatter(name)]
         is_padded = any(op.opcode == "pad" for body in bodies for op in body.ops.values())
         return "reduce-scatter" if is_padded else None
 
+    # ---------------------------------------------------------------- who takes part
+
     def _groups(self, kind: str, op: Op) -> Groups:
+        if kind in ("unknown", "send"):
+            return UNKNOWN
+        if op.opcode == "send":
+            return self._slices()
         if kind == "collective-permute":
             return groups_of_pairs(op.attribute("source_target_pairs"), self.axes)
-        if kind in ("unknown", "send") or (op.opcode == "send" and not self.between):
+        groups = op.attribute("replica_groups")
+        if op.attribute("use_global_device_ids") or self.program.partitions == 1:
+            return groups_of(groups, self._devices, self.axes)
+        # The groups number replicas, except for these kinds: they number partitions.
+        if self.program.replicas > 1:
             return UNKNOWN
-        if op.opcode == "send":  # between slices
-            return Groups(math.prod(self.between.values()), tuple(self.between))
-        text = op.attribute("replica_groups")
-        if not op.attribute("use_global_device_ids") and self.program.partitions > 1:
-            # The groups number replicas, except for these kinds: they number partitions.
-            of_partitions = kind in ("all-to-all", "ragged-all-to-all", "collective-broadcast")
-            if self.program.replicas > 1:
-                return UNKNOWN
-            if not op.attribute("channel_id"):
-                return Groups(1, ())
-            text = text if of_partitions else "{}"
-        return groups_of(text, self._devices, self.axes)
+        if not op.attribute("channel_id"):
+            return Groups(1, ())  # among replicas, and there is only one
+        of_partitions = kind in ("all-to-all", "ragged-all-to-all", "collective-broadcast")
+        return groups_of(groups if of_partitions else "{}", self._devices, self.axes)
+
+    def _slices(self) -> Groups:
+        if not self.between:
+            return UNKNOWN
+        return Groups(math.prod(self.between.values()), tuple(self.between))
+
+
+_UNREAD = Buffer("unknown", None, 0)
+
+
+def _results(op: Op) -> Sequence[Buffer]:
+    """The arrays that an op moves, one for each operand, as they are afterwards.
+
+    A `-start` may return its operands before its results, and context values after them:
+    `(f32[24,1024], f32[24,1024], u32[], u32[]) collective-permute-start(%slice.1)`.
+    """
+    types, number = op.types, len(op.operands)
+    return types if len(types) == number else types[number : 2 * number]
+
+
+def _type(of: Value) -> Buffer:
+    """The array that a value is; the first one of a tuple."""
+    return next(iter(of.op.types[of.element or 0 :]), _UNREAD)
+
+
+def _sent(kind: str, operand: Value, groups: Groups) -> Buffer:
+    """The payload of what is sent to other slices: of an all-gather, one slice's part is sent."""
+    buffer = _type(operand)
+    if kind != "all-gather":
+        return buffer
+    return buffer._replace(bytes=_product(buffer.bytes, groups.size))
 
 
 def _path(origins: Sequence[Origins]) -> str | None:
@@ -425,64 +498,76 @@ def _path(origins: Sequence[Origins]) -> str | None:
     return argument_path(parameters.pop())
 
 
+_NARROWER = {"float32": {"bfloat16", "float16"}, "float64": {"bfloat16", "float16", "float32"}}
+
+
 def _is_widened(op: Op, dtype: str, origins: Sequence[Origins]) -> bool:
     """Whether a float that is moved had a narrower dtype before, or is reduced by a function that
     the compiler promoted to a wider one."""
+    # `all-reduce(%convert.3), to_apply=%add.clone_promoted`: XLA's pass all-reduce-promotion, for
+    # CPUs, which have no collectives of 16-bit floats
     if op.attribute("to_apply").endswith("_promoted"):
         return True
-    narrower = {"float32": ("bfloat16", "float16"), "float64": ("bfloat16", "float16", "float32")}
-    return any(origin.dtypes & set(narrower.get(dtype, ())) for origin in origins)
+    narrower = _NARROWER.get(dtype, set())
+    return any(origin.dtypes & narrower for origin in origins)
 
 
-def _kind(op: Op) -> str | None:
-    """The kind of a collective; `None` for other ops, and for the second half of an async one."""
+def _kind(op: Op) -> str:
+    """The kind of a collective; empty for other ops, and for the second half of an async one."""
+    if op.opcode == "send" and op.attribute("is_host_transfer") == "true":
+        return _kind_of_host_transfer(op)
     plain = op.opcode.removesuffix("-start")
-    if plain == "send" and op.attribute("is_host_transfer") == "true":
-        # Between slices of TPUs, data moves through the hosts.
-        transfer = op.frontend(f"{MEGASCALE}_transfer_type")
-        if not transfer:
-            return "unknown" if MEGASCALE in op.attribute("frontend_attributes") else None
-        kind = transfer.lower().replace("_", "-")
-        return kind if kind in KINDS else "unknown"
     if plain in KINDS or plain in RARE_KINDS:
         return plain
     if op.opcode.endswith(("-done", "-update")) or op.target in (_CHAIN_START, _CHAIN_DONE):
-        return None
-    return "unknown" if _NAMED_LIKE_ONE.search(op.target or op.opcode) else None
+        return ""
+    return "unknown" if _NAMED_LIKE_ONE.search(op.target or op.opcode) else ""
+
+
+def _kind_of_host_transfer(op: Op) -> str:
+    """Between slices of TPUs, data moves through the hosts, as `send` with these attributes:
+
+    `_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"`. Other sends to
+    the host are callbacks.
+    """
+    transfer = op.frontend(f"{MEGASCALE}_transfer_type")
+    if transfer:
+        kind = transfer.lower().replace("_", "-")
+        return kind if kind in KINDS else "unknown"
+    return "unknown" if MEGASCALE in op.attribute("frontend_attributes") else ""
 
 
 # TPUs spread an async collective over a chain of fusions, so that each can overlap with it. Every
-# fusion has a copy of the op, with the same `chain_id`; only the first one feeds this custom call.
+# fusion has a copy of the op, with the same `chain_id`; only the first one feeds this custom call:
+# `%all-gather.49 = bf16[4096,1024] all-gather(%param_0.130), frontend_attributes={chain_id="1"}`
+# `ROOT %custom-call.5 = (...) custom-call(%all-gather.49), custom_call_target=...`
+# Its channel_id is of no use: what is written by hand has channel 1 throughout.
 _CHAIN_START, _CHAIN_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 
 def _chains_started(computation: Computation) -> set[str]:
     """The ids of the chains whose first piece a computation has."""
-    first = [
-        computation.ops.get(name)
-        for op in computation.ops.values()
-        if op.target == _CHAIN_START
-        for name in op.operands
-    ]
-    return {chain for op in first if op is not None and (chain := op.frontend("chain_id"))}
+    starts = [op for op in computation.ops.values() if op.target == _CHAIN_START]
+    first = [computation.ops.get(name) for start in starts for name in start.operands]
+    return {op.frontend("chain_id") for op in first if op is not None} - {""}
 
 
 def _is_async(context: Context, op: Op) -> bool:
     if op.frontend("chain_id") or op.opcode == "send":
         return True
-    start = op.opcode.endswith("-start")
+    # `backend_config={"is_sync":true}`: GPUs write `-start` also where nothing overlaps
+    if '"is_sync":true' in op.attribute("backend_config"):
+        return False
     in_async = context.op is not None and context.op.opcode == "async-start"
-    return (start or in_async) and '"is_sync":true' not in op.attribute("backend_config")
+    return op.opcode.endswith("-start") or in_async
 
 
 def _is_scatter(computation: str) -> bool:
-    """Whether a computation is a reduce-scatter as TPUs fuse it: an all-reduce and a slice."""
+    """Whether a computation is a reduce-scatter as TPUs fuse it: an all-reduce and a slice.
+
+    `%all-reduce-scatter (input: f32[4096,1024]) -> f32[512,1024] {`
+    """
     return computation.startswith("all-reduce-scatter")
-
-
-def _type(operand: Value | None) -> Buffer:
-    types = [] if operand is None else operand.op.types[operand.element or 0 :]
-    return types[0] if types else Buffer("unknown", None, 0)
 
 
 def bytes_on_the_wire(kind: str, size: int | None, devices: int | None) -> int | None:

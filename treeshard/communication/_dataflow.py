@@ -1,42 +1,21 @@
-"""Traces a program's values back to their origins, through loops and calls."""
+"""Traces a program's values back to their origins, through loops and calls.
 
-from collections.abc import Callable, Iterator
+By dataflow, and not by names: compilers rename, fuse and clone ops, and an all-gather of a weight
+is named after whatever was traced last. What the gather reads can be followed back, op by op, to
+the parameter `state['w']` of the program.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from treeshard.communication._hlo import Computation, HloProgram, Op
 from treeshard.errors import FormatError
 
-# Ops that move the data of their first operand and compute nothing.
-_MOVES = frozenset(
-    {
-        "all-gather",
-        "all-to-all",
-        "bitcast",
-        "bitcast-convert",
-        "collective-permute",
-        "convert",
-        "copy",
-        "dynamic-slice",
-        "optimization-barrier",
-        "reshape",
-        "reverse",
-        "slice",
-        "transpose",
-    }
-)
-# Custom calls that return their first operand.
-_MARKERS = frozenset(
-    {
-        "AsyncCollectiveDone",
-        "AsyncCollectiveStart",
-        "Sharding",
-        "SPMDFullToShardShape",
-        "SPMDShardToFullShape",
-        "annotate_device_placement",
-    }
-)
 _MAX_STEPS = 10_000
+# Stands for an op that a text does not have: it is computed from nothing.
+_MISSING = Op("", "", "", "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +27,12 @@ class Context:
     op: Op | None = None
     role: str = ""
     branch: int = 0
+
+    def with_callers(self) -> "Iterator[Context]":
+        context: Context | None = self
+        while context is not None:
+            yield context
+            context = context.caller
 
 
 class Value(NamedTuple):
@@ -66,9 +51,12 @@ class Origins(NamedTuple):
     dtypes: frozenset[str] = frozenset()
 
 
-def value(context: Context, name: str, element: int | None = None) -> Value | None:
-    op = context.computation.ops.get(name)
-    return None if op is None else Value(context, op, element)
+def value(context: Context, name: str, element: int | None = None) -> Value:
+    return Value(context, context.computation.ops.get(name, _MISSING), element)
+
+
+def operands(of: Value) -> list[Value]:
+    return [value(of.context, name) for name in of.op.operands]
 
 
 class Dataflow:
@@ -76,25 +64,19 @@ class Dataflow:
 
     def __init__(self, program: HloProgram) -> None:
         self.program = program
-        self._users: dict[str, dict[str, list[Op]]] = {}
+        self._users: dict[str, Mapping[str, Sequence[Op]]] = {}
 
-    def enter(self, at: Context, op: Op, name: str, role: str, branch: int = 0) -> Context | None:
+    def enter(self, at: Context, op: Op, name: str, role: str, branch: int = 0) -> Context:
         """The context of a computation that `op` calls."""
-        computation = self.program.computations.get(name)
-        return None if computation is None else Context(computation, at, op, role, branch)
-
-    # ---------------------------------------------------------------- data
+        computation = self.program.computations.get(name) or Computation(name)
+        return Context(computation, at, op, role, branch)
 
     def first_user(self, computation: Computation, op: Op) -> Op | None:
         """The nearest op with a source line that uses a value, itself or through others."""
-        if computation.name not in self._users:
-            users = self._users[computation.name] = {}
-            for user in computation.ops.values():
-                for operand in user.operands:
-                    users.setdefault(operand, []).append(user)
-        users, seen, queue = self._users[computation.name], {op.name}, [op]
-        for one in queue:
-            for user in users.get(one.name, ()):
+        users = self._users_in(computation)
+        seen, queue = {op.name}, [op]
+        for producer in queue:
+            for user in users.get(producer.name, ()):
                 if self.program.source(user) is not None:
                     return user
                 if user.name not in seen:
@@ -102,104 +84,122 @@ class Dataflow:
                     queue.append(user)
         return None
 
-    def origins(self, start: Value | None) -> Origins:
+    def _users_in(self, computation: Computation) -> Mapping[str, Sequence[Op]]:
+        if computation.name not in self._users:
+            users: dict[str, list[Op]] = defaultdict(list)
+            for user in computation.ops.values():
+                for operand in user.operands:
+                    users[operand].append(user)
+            self._users[computation.name] = users
+        return self._users[computation.name]
+
+    # ---------------------------------------------------------------- data
+
+    def origins(self, start: Value) -> Origins:
         """The parameters of the program whose data a value contains."""
         parameters: set[Op] = set()
         dtypes: set[str] = set()
         computed = False
-        seen: set[tuple[Any, ...]] = set()
+        seen: set[object] = set()
         queue = [start]
-        while queue:
+        while queue and len(seen) <= _MAX_STEPS:
             at = queue.pop()
-            if at is None or len(seen) > _MAX_STEPS:
-                return Origins(frozenset(parameters), True)
-            calls = [(each.computation.name, each.op) for each in _with_callers(at.context)]
+            calls = ((each.computation.name, each.op) for each in at.context.with_callers())
             key = (*calls, at.op, at.element)
             if key in seen:
                 continue
             seen.add(key)
-            if at.op.opcode == "convert":
+            if at.op.opcode == "convert":  # `%convert.8 = bf16[1024,512]{1,0} convert(%param.5)`
                 dtypes.update(buffer.dtype for buffer in at.op.types)
-            if at.op.opcode == "parameter" and at.context.caller is None:
-                if at.context.computation is not self.program.entry:
-                    return Origins(frozenset(), True)  # its callers are unknown
+            if at.op.opcode == "parameter" and at.context.computation is self.program.entry:
                 parameters.add(at.op)
                 continue
             sources = self.sources(at)
-            if sources is None:
-                computed = True
-            else:
-                queue += sources
-        return Origins(frozenset(parameters), computed, frozenset(dtypes))
+            computed = computed or not sources
+            queue += sources
+        return Origins(frozenset(parameters), computed or bool(queue), frozenset(dtypes))
 
-    def sources(self, at: Value) -> list[Value | None] | None:
-        """The values that this one takes its data from, unchanged; `None` if it is computed."""
-        op, context, element = at.op, at.context, at.element
-        operands = op.operands
-        match op.opcode:
-            case "parameter":
-                return self._arguments(at)
-            case "get-tuple-element":
-                return [value(context, operands[0], op.index)] if element is None else None
-            case "tuple":
-                if element is None or element >= len(operands):
-                    return None
-                return [value(context, operands[element])]
-            case "while":
-                if element is None:
-                    return None
-                start = value(context, operands[0], element)
-                return [start, *self._results(context, op, "body", element)]
-            case "conditional":
-                return self._results(context, op, "branches", element)
-            case "fusion" | "call" | "async-start":
-                return self._results(context, op, "calls", element) or None
-            case "concatenate":
-                return [value(context, name) for name in operands]
-            case "dynamic-update-slice":
-                return [value(context, name) for name in operands[:2]]
-            case "custom-call":
-                if op.target == "ConcatBitcast":  # how TPUs join the pieces of a copy
-                    return [value(context, name) for name in operands]
-                is_marker = op.target in _MARKERS
-                return [value(context, operands[0])] if is_marker and operands else None
-            case "copy-start":  # (destination, source, context)
-                return [value(context, operands[0])]
-        if op.opcode.endswith(("-done", "-update")):
-            return [value(context, operands[0], element)]
-        plain = op.opcode.removesuffix("-start")
-        if plain not in _MOVES or not operands:
-            return None
-        if plain == "optimization-barrier":
-            return [value(context, operands[0], element)]
-        # A combined op moves several arrays. A `-start` returns its operands before its results.
-        number = 0 if element is None else element % len(operands)
-        return [value(context, operands[number])]
+    def sources(self, at: Value) -> list[Value]:
+        """The values that this one takes its data from, unchanged; none if it is computed."""
+        opcode = at.op.opcode
+        # `%all-gather-done.1 = f32[16]{0} all-gather-done(%all-gather-start.1)`
+        if opcode.endswith(("-done", "-update")):
+            return _operand(at, 0, at.element)
+        follow = _SOURCES.get(opcode.removesuffix("-start"))
+        return [] if follow is None else follow(self, at)
 
-    def _arguments(self, at: Value) -> list[Value | None] | None:
+    def _from_caller(self, at: Value) -> list[Value]:
         """The arguments that the caller passes for a computation's parameter."""
         context, number = at.context, at.op.index
         op, caller = context.op, context.caller
         if op is None or caller is None or number is None:
-            return None
+            return []
+        passed = Value(caller, op)
         if op.opcode == "while":
-            if at.element is None:
-                return None
-            again = [] if context.role == "condition" else [_result(context, at.element)]
-            return [value(caller, op.operands[0], at.element), *again]
-        position = 1 + context.branch if op.opcode == "conditional" else number
-        if position >= len(op.operands):
-            return None
-        return [value(caller, op.operands[position], at.element)]
+            return self._of_loop(at, passed)
+        if op.opcode == "conditional":
+            # `conditional(%index, %tuple.1, %tuple.2)`: each branch has one parameter
+            return _operand(passed, 1 + context.branch, at.element)
+        return _operand(passed, number, at.element)
 
-    def _results(
-        self, context: Context, op: Op, role: str, element: int | None
-    ) -> list[Value | None]:
-        results: list[Value | None] = []
-        for branch, name in enumerate(op.called.get(role, ())):
-            callee = self.enter(context, op, name, role, branch)
-            results.append(None if callee is None else _result(callee, element))
-        return results
+    def _of_loop(self, at: Value, loop: Value) -> list[Value]:
+        """What a carried value is before the first trip, and after each."""
+        if at.element is None:
+            return []
+        start = _operand(loop, 0, at.element)
+        if at.context.role == "condition":
+            return start
+        return [*start, result(at.context, at.element)]
+
+    def _selected(self, at: Value) -> list[Value]:
+        # An element of an element, of a tuple in a tuple, is not followed.
+        return _operand(at, 0, at.op.index) if at.element is None else []
+
+    def _put_together(self, at: Value) -> list[Value]:
+        return [] if at.element is None else _operand(at, at.element)
+
+    def _after_loop(self, at: Value) -> list[Value]:
+        if at.element is None:
+            return []
+        return [*_operand(at, 0, at.element), *self._results(at, "body")]
+
+    def _of_branches(self, at: Value) -> list[Value]:
+        return self._results(at, "branches")
+
+    def _of_call(self, at: Value) -> list[Value]:
+        return self._results(at, "calls")
+
+    def _joined(self, at: Value) -> list[Value]:
+        return operands(at)
+
+    def _updated(self, at: Value) -> list[Value]:
+        return operands(at)[:2]  # the others say where
+
+    def _of_custom_call(self, at: Value) -> list[Value]:
+        follow = _SOURCES_OF_TARGETS.get(at.op.target)
+        return [] if follow is None else follow(self, at)
+
+    def _of_first(self, at: Value) -> list[Value]:
+        return _operand(at, 0)
+
+    def _unchanged(self, at: Value) -> list[Value]:
+        return _operand(at, 0, at.element)
+
+    def _moved(self, at: Value) -> list[Value]:
+        # A combined op moves several arrays. A `-start` returns its operands before its results:
+        # `((f32[2], f32[4]), (f32[16], f32[32])) all-gather-start(%x, %y)`.
+        names = at.op.operands
+        if at.element is None or not names:
+            return _operand(at, 0)
+        return _operand(at, at.element % len(names))
+
+    def _results(self, at: Value, role: str) -> list[Value]:
+        """What the computations that an op calls return."""
+        contexts = [
+            self.enter(at.context, at.op, name, role, branch)
+            for branch, name in enumerate(at.op.called.get(role, ()))
+        ]
+        return [result(context, at.element) for context in contexts]
 
     # ---------------------------------------------------------------- loops
 
@@ -207,76 +207,189 @@ class Dataflow:
         """The trip count of a `while`: as stated, or computed if it counts between constants."""
         if op.trips is not None:
             return op.trips
-        condition, body = (
-            self.enter(context, op, op.called.get(role, ("",))[0], role)
-            for role in ("condition", "body")
-        )
-        if condition is None or body is None:
+        called = op.called
+        roles = "condition", "body"
+        condition, body = (self.enter(context, op, called.get(x, ("",))[0], x) for x in roles)
+        try:
+            return self._computed_trips(_Loop(Value(context, op), condition, body))
+        except _Uncounted:
             return None
-        test = self._resolve(_result(condition, None), condition)
-        if test is None or test.op.opcode != "compare":
-            return None
-        sides = [self._resolve(value(test.context, name), condition) for name in test.op.operands]
-        direction = test.op.attribute("direction")
-        counter, limit = sides if len(sides) == 2 else (None, None)
-        if counter is None or limit is None or not direction:
-            return None
-        if counter.op.opcode != "parameter":
-            counter, limit = limit, counter
-            direction = direction.translate(str.maketrans("LG", "GL"))
-        element = _carried(counter, condition)
-        if element is None:
-            return None
-        return _count(
-            self._constant(value(context, op.operands[0], element)),
-            self._limit(limit, condition, body, op, context),
-            self._step(body, element),
-            direction,
-        )
 
-    def _limit(
-        self, at: Value, condition: Context, body: Context, loop: Op, context: Context
-    ) -> int | None:
-        if (element := _carried(at, condition)) is None:
+    def _computed_trips(self, loop: "_Loop") -> int:
+        """How often a loop counts from its first value to its limit, in steps of one size.
+
+        The condition, perhaps in a fusion, is `%lt.1 = pred[] compare(%i, %n), direction=LT`.
+        """
+        test = self._resolved(result(loop.condition))
+        left, right = self._both_sides(test, "compare")
+        direction = test.op.attribute("direction")
+        if left.op.opcode != "parameter":
+            left, right = right, left
+            direction = direction.translate(_MIRRORED)
+        element = _carried(left, loop.condition)
+        if element is None or direction not in _COUNTS:
+            raise _Uncounted
+        sign, beyond = _COUNTS[direction]
+        step = self._step(loop, element)
+        if step * sign <= 0:
+            raise _Uncounted
+        return len(range(self._first(loop, element), self._limit(loop, right) + beyond, step))
+
+    def _first(self, loop: "_Loop", element: int) -> int:
+        """The number that is carried into the first trip."""
+        return self._constant(value(loop.at.context, loop.at.op.operands[0], element))
+
+    def _limit(self, loop: "_Loop", at: Value) -> int:
+        element = _carried(at, loop.condition)
+        if element is None:
             return self._constant(at)
         # A carried value is a limit only if the body returns it unchanged.
-        if _carried(self._resolve(_result(body, element), body), body) != element:
-            return None
-        return self._constant(value(context, loop.operands[0], element))
+        if _carried(self._resolved(result(loop.body, element)), loop.body) != element:
+            raise _Uncounted
+        return self._first(loop, element)
 
-    def _step(self, body: Context, element: int) -> int | None:
-        new = self._resolve(_result(body, element), body)
-        if new is None or new.op.opcode not in ("add", "subtract"):
-            return None
-        sides = [self._resolve(value(new.context, name), body) for name in new.op.operands]
-        if len(sides) != 2:
-            return None
-        if new.op.opcode == "add" and _carried(sides[1], body) == element:
-            sides = sides[::-1]
-        if _carried(sides[0], body) != element:
-            return None
-        step = self._constant(sides[1])
-        return -step if step is not None and new.op.opcode == "subtract" else step
+    def _step(self, loop: "_Loop", element: int) -> int:
+        """What a trip adds: `%add.3 = s32[] add(%i, %one)`, or `subtract`."""
+        new = self._resolved(result(loop.body, element))
+        counter, step = self._both_sides(new, "add", "subtract")
+        if new.op.opcode == "add" and _carried(step, loop.body) == element:
+            counter, step = step, counter
+        if _carried(counter, loop.body) != element:
+            raise _Uncounted
+        added = self._constant(step)
+        return added if new.op.opcode == "add" else -added
 
-    def _constant(self, at: Value | None) -> int | None:
-        at = self._resolve(at, None)
-        return None if at is None else at.op.number
+    def _both_sides(self, at: Value, *opcodes: str) -> tuple[Value, Value]:
+        sides = [self._resolved(side) for side in operands(at)]
+        if at.op.opcode not in opcodes or len(sides) != 2:
+            raise _Uncounted
+        return sides[0], sides[1]
 
-    def _resolve(self, at: Value | None, stop: Context | None) -> Value | None:
-        """Follows moved data back to where it is computed, or to a parameter of `stop`."""
+    def _constant(self, at: Value) -> int:
+        number = self._resolved(at).op.number
+        if number is None:
+            raise _Uncounted
+        return number
+
+    def _resolved(self, at: Value) -> Value:
+        """Where a value is computed, or the parameter of a loop that carries it."""
         for _ in range(_MAX_STEPS):
-            if at is None or (at.op.opcode == "parameter" and at.context is stop):
-                return at
-            if at.op.opcode in ("while", "dynamic-slice", "slice", "concatenate"):
-                return at
-            if at.op.opcode == "parameter" and at.context.role in ("body", "condition"):
-                # Of an outer loop, which may change what it carries.
+            # A loop, perhaps an outer one, may change what it carries.
+            is_carried = at.op.opcode == "parameter" and at.context.role in ("body", "condition")
+            if is_carried or at.op.opcode in _PARTS:
                 return at
             sources = self.sources(at)
-            if sources is None or len(sources) != 1:
+            if len(sources) != 1:
                 return at
             at = sources[0]
-        return None
+        raise _Uncounted
+
+
+# How each op passes data on. In names of `-start` ops, without the suffix: `copy-start(%param.4)`.
+_SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
+    # `%p = (s32[], f32[8]{0}) parameter(0)` of a loop; `%param_1.2 = f32[8]{0} parameter(1)`
+    "parameter": Dataflow._from_caller,
+    # `%w.3 = f32[8]{0} get-tuple-element(%while.28), index=2`
+    "get-tuple-element": Dataflow._selected,
+    # `%tuple.70 = (s32[], f32[8]{0}) tuple(%constant.3, %copy.2)`
+    "tuple": Dataflow._put_together,
+    # `%while.28 = (s32[], f32[8]{0}) while(%tuple.70), condition=%region_1.2, body=%region_0.1`
+    "while": Dataflow._after_loop,
+    # `(f32[16]{0}) conditional(%i, %tuple.1, %tuple.2), branch_computations={%region_8, %region_9}`
+    "conditional": Dataflow._of_branches,
+    # `%fusion.109 = bf16[1024,4096]{1,0} fusion(%param_9.2), kind=kLoop, calls=%bitcast_fusion.27`
+    "fusion": Dataflow._of_call,
+    # `%call.1 = f32[8]{0} call(%x), to_apply=%gathered`: a jitted function in a jitted one
+    "call": Dataflow._of_call,
+    # `((f32[8,128]), f32[2,128]) async-start(%doubled), calls=%async_computation`: GPUs, for ops
+    # that have no `-start` of their own
+    "async": Dataflow._of_call,
+    # `%concatenate.1 = f32[4096]{0} concatenate(%bitcast.1, %bitcast.2), dimensions={0}`: GPUs join
+    # gradients for one all-reduce
+    "concatenate": Dataflow._joined,
+    # `f32[4,8]{1,0} dynamic-update-slice(%stacked, %layer, %i, %zero)`: how scans stack results
+    "dynamic-update-slice": Dataflow._updated,
+    "custom-call": Dataflow._of_custom_call,
+    # `(f32[8]{0}, f32[4]{0}) opt-barrier(%tuple.3)`: of `lax.optimization_barrier`, also in remat
+    "opt-barrier": Dataflow._unchanged,
+    **dict.fromkeys(
+        (
+            "all-gather",
+            "all-to-all",
+            "bitcast",
+            "bitcast-convert",
+            "collective-permute",
+            "convert",
+            "copy",
+            "dynamic-slice",
+            "reshape",
+            "reverse",
+            "slice",
+            "transpose",
+        ),
+        Dataflow._moved,
+    ),
+}
+_SOURCES_OF_TARGETS: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
+    # `f32[1024,512] custom-call(%slice-done.8, %slice-done.9), custom_call_target="ConcatBitcast"`:
+    # TPUs copy an array to fast memory in slices, which this joins
+    "ConcatBitcast": Dataflow._joined,
+    # The ends of an async collective that TPUs spread over a chain of fusions
+    "AsyncCollectiveStart": Dataflow._of_first,
+    "AsyncCollectiveDone": Dataflow._of_first,
+    # What JAX writes to annotate a value; the partitioner removes them
+    "Sharding": Dataflow._of_first,
+    "SPMDFullToShardShape": Dataflow._of_first,
+    "SPMDShardToFullShape": Dataflow._of_first,
+    "annotate_device_placement": Dataflow._of_first,
+}
+# Ops that pass on a part of what they read, or more: no number of a loop is followed through them.
+_PARTS = ("dynamic-slice", "slice", "concatenate")
+
+
+class _Uncounted(Exception):
+    """The trips of a loop depend on data, or it counts in a way that is not read here."""
+
+
+class _Loop(NamedTuple):
+    """A `while`, and the computations that it calls."""
+
+    at: Value
+    condition: Context
+    body: Context
+
+
+# `n > i` is `i < n`.
+_MIRRORED = str.maketrans("LG", "GL")
+# Per direction of a comparison: the sign of a step towards the limit, and what is counted beyond it
+_COUNTS = {"LT": (1, 0), "LE": (1, 1), "GT": (-1, 0), "GE": (-1, -1)}
+
+
+def result(context: Context, element: int | None = None) -> Value:
+    """What a computation returns."""
+    return value(context, context.computation.root, element)
+
+
+def _operand(of: Value, number: int, element: int | None = None) -> list[Value]:
+    """One operand; none if the op has fewer."""
+    names = of.op.operands[number : number + 1]
+    return [value(of.context, name, element) for name in names]
+
+
+def _carried(at: Value, loop: Context) -> int | None:
+    """The number of the carried value that this is: an element of the loop's parameter."""
+    return at.element if at.op.opcode == "parameter" and at.context is loop else None
+
+
+# ------------------------------------------------------------------ executions
+
+
+class _Call(NamedTuple):
+    """One of the computations that an op calls."""
+
+    role: str
+    branch: int
+    callee: str
 
 
 class Executions:
@@ -284,28 +397,18 @@ class Executions:
 
     def __init__(self, flow: Dataflow, wanted: Callable[[Op], bool]) -> None:
         self.flow, self.program = flow, flow.program
-        # By computation, in order: the wanted ops, and the calls of others as (role, branch, name).
-        self._steps: dict[str, list[tuple[Op, tuple[str, int, str] | None]]] = {}
-        callers: dict[str, list[str]] = {}
+        # By computation, in order: the wanted ops, and the calls of others.
+        self._steps: dict[str, list[tuple[Op, _Call | None]]] = {}
+        self._wanted: list[str] = []
+        callers: dict[str, list[str]] = defaultdict(list)
         for name, computation in self.program.computations.items():
-            steps = self._steps[name] = []
-            for op in computation.ops.values():
-                if wanted(op):
-                    steps.append((op, None))
-                    continue
-                for role, callees in op.called.items():
-                    for branch, callee in enumerate(callees):
-                        steps.append((op, (role, branch, callee)))
-                        callers.setdefault(callee, []).append(name)
-        self._wanted = [
-            name for name, steps in self._steps.items() if any(call is None for _, call in steps)
-        ]
-        # The computations that run a wanted op, themselves or in what they call.
-        self._holding, queue = set(self._wanted), [*self._wanted]
-        while queue:
-            new = set(callers.get(queue.pop(), ())) - self._holding
-            self._holding |= new
-            queue += new
+            steps = self._steps[name] = list(_steps(computation, wanted))
+            calls = [call for _, call in steps]
+            if None in calls:
+                self._wanted.append(name)
+            for call in filter(None, calls):
+                callers[call.callee].append(name)
+        self._running = _with_callers(self._wanted, callers)
         self._reached: set[str] = set()
 
     def all(self) -> Iterator[tuple[Context, Op, int | None]]:
@@ -326,17 +429,10 @@ class Executions:
         for op, call in self._steps[name]:
             if call is None:
                 yield context, op, count
-                continue
-            role, branch, callee = call
-            if callee not in self._holding:
-                continue
-            if any(each.computation.name == callee for each in _with_callers(context)):
-                raise FormatError(
-                    f"collectives: the computation {callee!r} calls itself. The text is damaged."
-                )
-            inner = self.flow.enter(context, op, callee, role, branch)
-            if inner is not None:
-                yield from self._visit(inner, self._times(context, op, role, count))
+            elif call.callee in self._running:
+                _check_is_new(call.callee, context)
+                inner = self.flow.enter(context, op, call.callee, call.role, call.branch)
+                yield from self._visit(inner, self._times(context, op, call.role, count))
 
     def _times(self, context: Context, op: Op, role: str, count: int | None) -> int | None:
         if role == "branches" or count is None:
@@ -344,29 +440,36 @@ class Executions:
         if op.opcode != "while":
             return count
         trips = self.flow.trips(context, op)
-        return None if trips is None else count * (trips + (role == "condition"))
+        if trips is None:
+            return None
+        return count * (trips + (role == "condition"))
 
 
-def _with_callers(context: Context | None) -> Iterator[Context]:
-    while context is not None:
-        yield context
-        context = context.caller
+def _steps(
+    computation: Computation, wanted: Callable[[Op], bool]
+) -> Iterator[tuple[Op, _Call | None]]:
+    for op in computation.ops.values():
+        if wanted(op):
+            yield op, None
+            continue
+        for role, callees in op.called.items():
+            for branch, callee in enumerate(callees):
+                yield op, _Call(role, branch, callee)
 
 
-def _result(context: Context, element: int | None) -> Value | None:
-    return value(context, context.computation.root, element)
+def _with_callers(names: Iterable[str], callers: Mapping[str, Sequence[str]]) -> set[str]:
+    """Computations, and those that call them, directly or through others."""
+    reached = set(names)
+    queue = [*reached]
+    while queue:
+        new = set(callers.get(queue.pop(), ())) - reached
+        reached |= new
+        queue += new
+    return reached
 
 
-def _carried(at: Value | None, loop: Context) -> int | None:
-    """The number of the carried value that this is: an element of the loop's parameter."""
-    is_parameter = at is not None and at.op.opcode == "parameter" and at.context is loop
-    return at.element if at is not None and is_parameter else None
-
-
-def _count(first: int | None, limit: int | None, step: int | None, direction: str) -> int | None:
-    if first is None or limit is None or not step:
-        return None
-    if direction not in ("LT", "LE", "GT", "GE") or (step > 0) != direction.startswith("L"):
-        return None
-    distance = (limit - first if step > 0 else first - limit) + direction.endswith("E")
-    return max(0, -(-distance // abs(step)))
+def _check_is_new(callee: str, context: Context) -> None:
+    if any(each.computation.name == callee for each in context.with_callers()):
+        raise FormatError(
+            f"collectives: the computation {callee!r} calls itself. The text is damaged."
+        )

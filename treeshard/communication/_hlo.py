@@ -187,13 +187,9 @@ def _number(text: str) -> int | None:
 def _buffer(dtype: str, shape: str) -> Buffer:
     name, bits = DTYPES.get(dtype, (dtype, None))
     dims = shape.split(",") if shape else []
-    try:
-        elements = math.prod(map(int, dims))
-    except ValueError:  # a dynamic dim, `<=8`
-        bits = None
-    if bits is None:
+    if bits is None or not all(map(str.isdigit, dims)):  # a dynamic dim is `<=8`
         return Buffer(name, None, len(dims))
-    return Buffer(name, -(-elements * bits // 8), len(dims))
+    return Buffer(name, -(-math.prod(map(int, dims)) * bits // 8), len(dims))
 
 
 @dataclass(eq=False, slots=True)

@@ -199,8 +199,7 @@ def _windows(text: str, dims: int) -> list["_Window"]:
 
 
 def _shape(context: Context, name: str) -> list[int]:
-    operand = value(context, name)
-    return [] if operand is None else _dims(operand.op.type_text)
+    return _dims(value(context, name).op.type_text)
 
 
 def _dims(type_text: str) -> list[int]:
