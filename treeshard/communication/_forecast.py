@@ -1,9 +1,14 @@
-"""Predicts what a training step has to move between devices, from its plan alone."""
+"""Predicts what a training step has to move between devices, from its plan alone.
+
+From the plan, and not from a trace of the step: it needs no model, no devices and no compiler, and
+it says what *has* to be moved, which is what a program is compared with.
+"""
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -101,13 +106,13 @@ def predict_communication(
     batch_axes = get_names_from_partition_spec(batch)
     check_axes(batch_axes, sizes, "predict_communication: batch")
     along = tuple(axis for axis in sizes if axis in batch_axes and sizes[axis] > 1)
+    forecast = _Forecast(plan.mesh, along, dtype)
     transfers: list[PlannedTransfer] = []
     state = state_of_parameters(plan.leaves, params)
     for leaf in parameters(plan.leaves, params):
         layers = leaf.shape[0] if leaf.shape and _chosen(scan, leaf) else 1
-        transfers += _transfers(
-            leaf, state.get(leaf.path), plan.mesh, along, dtype, layers, _chosen(remat, leaf)
-        )
+        whys = ["weight", "weight, again for its gradient"] if _chosen(remat, leaf) else ["weight"]
+        transfers += forecast.of_leaf(leaf, state.get(leaf.path), layers, whys)
     if along:
         transfers.append(PlannedTransfer("all-reduce", along, 4, 1, "float32", None, "loss"))
     return transfers
@@ -117,48 +122,71 @@ def _chosen(which: Leaves, leaf: PlannedLeaf) -> bool:
     return which if isinstance(which, bool) else re.search(which, leaf.path) is not None
 
 
-def _transfers(
-    leaf: PlannedLeaf,
-    state: PlannedLeaf | None,
-    mesh: AnyMesh,
-    along: tuple[str, ...],
-    dtype: DTypeLike | None,
-    layers: int,
-    again: bool,
-) -> Iterator[PlannedTransfer]:
-    """The gathers of a parameter, then the reductions of its gradient, then its update."""
-    sizes = axis_sizes(mesh)
-    weight_dtype = jnp.dtype(leaf.dtype if dtype is None else dtype)
+@dataclass(frozen=True)
+class _Forecast:
+    """What each leaf has to move; `along` are the axes of the batch, in the mesh's order."""
 
-    def in_order(axes: Iterable[str]) -> tuple[str, ...]:
-        return tuple(axis for axis in sizes if axis in set(axes) & set(along))
+    mesh: AnyMesh
+    along: tuple[str, ...]
+    dtype: DTypeLike | None
 
-    def transfer(
-        kind: str, axes: tuple[str, ...], size: int, why: str, dtype: np.dtype, count: int
-    ) -> PlannedTransfer:
-        payload = size * dtype.itemsize // count
-        return PlannedTransfer(kind, axes, payload, count, str(dtype), leaf.path, why)
+    def of_leaf(
+        self, leaf: PlannedLeaf, state: PlannedLeaf | None, layers: int, whys: Sequence[str]
+    ) -> Iterator[PlannedTransfer]:
+        """The gathers of a parameter, then the reductions of its gradient, then its update."""
+        dtype = jnp.dtype(leaf.dtype if self.dtype is None else self.dtype)
+        transfer = partial(_transfer, leaf.path, dtype, layers)
+        # Axis by axis: each gather has the result of the one before.
+        size = shard_size(leaf.shape, leaf.given, self.mesh)
+        gathered: list[tuple[str, ...]] = []
+        for entry in entries(leaf.given):
+            axes = self._in_order(axes_of(entry))
+            if axes:
+                size *= self._parts(axes)
+                gathered.append(axes)
+                yield from (transfer("all-gather", axes, size, why) for why in whys)
+        for axes in gathered:
+            yield transfer("reduce-scatter", axes, size, "gradient")
+            size //= self._parts(axes)
+        yield from self._of_gradient(
+            leaf, state, {axis for axes in gathered for axis in axes}, size
+        )
 
-    whys = ["weight", "weight, again for its gradient"] if again else ["weight"]
-    gathered = [axes for entry in entries(leaf.given) if (axes := in_order(axes_of(entry)))]
-    size = shard_size(leaf.shape, leaf.given, mesh)
-    for axes in gathered:
-        size *= math.prod(sizes[axis] for axis in axes)
-        for why in whys:
-            yield transfer("all-gather", axes, size, why, weight_dtype, layers)
-    for axes in gathered:
-        yield transfer("reduce-scatter", axes, size, "gradient", weight_dtype, layers)
-        size //= math.prod(sizes[axis] for axis in axes)
+    def _of_gradient(
+        self, leaf: PlannedLeaf, state: PlannedLeaf | None, reduced: set[str], size: int
+    ) -> Iterator[PlannedTransfer]:
+        """What is moved of a gradient that is reduced along some axes of the batch already."""
+        transfer = partial(_transfer, leaf.path, jnp.dtype(leaf.dtype), 1)
+        further: tuple[str, ...] = ()  # the axes that shard the optimizer state, but not the leaf
+        if state is not None and state.shape == leaf.shape:
+            further = self._in_order({*get_names_from_partition_spec(state.given)} - reduced)
+        rest = self._in_order({*self.along} - reduced - {*further})
+        part = size // self._parts(further)
+        if further:
+            yield transfer("reduce-scatter", further, size, "gradient")
+        if rest:
+            yield transfer("all-reduce", rest, part, "gradient")
+        if further:
+            yield transfer("all-gather", further, size, "update")
 
-    reduced = {axis for axes in gathered for axis in axes}
-    further: tuple[str, ...] = ()  # the axes that shard the optimizer state, but not the leaf
-    if state is not None and state.shape == leaf.shape:
-        further = in_order(set(get_names_from_partition_spec(state.given)) - reduced)
-    own_dtype, full = jnp.dtype(leaf.dtype), size
-    if further:
-        yield transfer("reduce-scatter", further, size, "gradient", own_dtype, 1)
-        size //= math.prod(sizes[axis] for axis in further)
-    if rest := in_order(set(along) - reduced - set(further)):
-        yield transfer("all-reduce", rest, size, "gradient", own_dtype, 1)
-    if further:
-        yield transfer("all-gather", further, full, "update", own_dtype, 1)
+    def _in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of some axes that split the batch."""
+        chosen = set(axes)
+        return tuple(axis for axis in self.along if axis in chosen)
+
+    def _parts(self, axes: Iterable[str]) -> int:
+        sizes = axis_sizes(self.mesh)
+        return math.prod(sizes[axis] for axis in axes)
+
+
+def _transfer(
+    path: str,
+    dtype: np.dtype,
+    count: int,
+    kind: str,
+    axes: tuple[str, ...],
+    size: int,
+    why: str,
+) -> PlannedTransfer:
+    payload = size * dtype.itemsize // count
+    return PlannedTransfer(kind, axes, payload, count, str(dtype), path, why)

@@ -1,9 +1,13 @@
-"""Matches the collectives of a program to the transfers that its plan predicts."""
+"""Matches the collectives of a program to the transfers that its plan predicts.
 
-import math
+By kind, axes and number of elements, and not op by op: compilers combine, split, reorder and peel
+collectives, so that the ops of a program and the transfers of a plan are seldom one to one. What
+has no match is filed under a code, by the first rule that applies to it.
+"""
+
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -25,6 +29,32 @@ class _Expected:
     def __init__(self, planned: PlannedTransfer) -> None:
         self.planned, self.axes = planned, frozenset(planned.axes)
         self.total = self.left = elements(planned.total_bytes, planned.dtype) or 0
+
+    @property
+    def is_untouched(self) -> bool:
+        return self.left == self.total
+
+    def is_like(self, collective: Collective) -> bool:
+        """Whether it is of the same kind, along the same axes."""
+        return (self.planned.kind, self.planned.axes) == (collective.kind, collective.axes)
+
+
+class _Moved(NamedTuple):
+    """A collective, and what the rules ask of it.
+
+    `name` is its `op_name`, such as `jit(step)/jvp()/while/body/dot_general`; `leaf` the plan's
+    path of the argument that it moves, if that is in the plan. `size` counts the elements of all
+    its executions, and `size_of_one` those of one.
+    """
+
+    collective: Collective
+    kind: str
+    name: str
+    leaf: str | None
+    size: int | None
+    size_of_one: int | None
+    axes: frozenset[str]
+    is_in_loop: bool
 
 
 Members = dict[tuple[str, str, str], list[tuple[Collective, str | None]]]
@@ -54,8 +84,8 @@ class Matcher:
         ]
         self.differences: Members = {}
         self.of_compiler: Members = {}
-        used = get_names_from_partition_spec(self.plan)
-        self.tensor_axes = {axis for axis in used if axis not in self.batch_axes}
+        self.sizes = axis_sizes(self.plan.mesh)
+        self.tensor_axes = {*get_names_from_partition_spec(self.plan)} - {*self.batch_axes}
         # Weights that are gathered along axes that do not split the batch, and in loops.
         self.gathered_for_nothing: set[str] = set()
         self.gathers_in_loop = False
@@ -64,229 +94,183 @@ class Matcher:
         """Matches one collective, or files it under the code of the difference that it is."""
         if collective.axes == () or is_scalar(collective) or collective.completes is not None:
             return
-        leaf = None if collective.path is None else self.names.get(collective.path)
-        size = elements(collective.total_bytes, collective.dtype)
-        if leaf is not None and _is_in_loop(collective):
+        path, name = collective.path, collective.op_name or ""
+        moved = _Moved(
+            collective,
+            collective.kind,
+            name,
+            None if path is None else self.names.get(path),
+            elements(collective.total_bytes, collective.dtype),
+            elements(collective.bytes, collective.dtype),
+            frozenset(collective.axes or ()),
+            (collective.count or 0) > 1 or "while/body" in name,
+        )
+        if moved.leaf is not None and moved.is_in_loop:
             self.gathers_in_loop = True
-        if size is None or collective.wire_bytes is None:
-            self._add("unreadable", collective, leaf)
-        elif collective.axes is None:
-            if (path := self._gradient(collective)) is not None:
-                self._match_all(path, ("gradient",))
-            self._add("across-axes", collective, leaf)
-        elif (planned := self._matched(collective, leaf, size)) is not None:
-            self._compare_dtypes(collective, planned)
-            if collective.kind == "all-gather" and collective.wire_bytes >= (collective.bytes or 0):
-                self._add("by-all-reduce", collective, planned.path, is_own=True)
-        elif (planned := self._matched_by_axes(collective, size)) is not None:
-            self._compare_dtypes(collective, planned)
-        elif collective.kind == "all-reduce" and self._match_full_gradient(collective, size):
-            self._add("all-reduce", collective, is_own=self.platform == "cpu")
-        elif leaf is not None and collective.kind == "all-gather":
-            self._add_gather(collective, leaf)
-        elif collective.path is not None and leaf is None:
-            self._add("batch", collective)
-        elif (path := self._updated(collective)) is not None:
-            self._match_all(path, ("gradient", "update"))
-            self._add("state-unlike-weight", collective, path)
-        elif set(collective.axes) <= self.tensor_axes:
-            self.tensor_parallel.append(collective)
-        else:
-            self._add_computed(collective)
-
-    def _compare_dtypes(self, collective: Collective, planned: PlannedTransfer) -> None:
-        sizes = [jnp.dtype(x.dtype).itemsize for x in (collective, planned)]
-        if sizes[0] > sizes[1]:
-            is_own = self.platform == "cpu" and self._is_widened(collective, planned)
-            self._add("wider", collective, planned.path, planned.dtype, is_own=is_own)
-        elif sizes[0] < sizes[1]:
-            self._add("narrower", collective, planned.path, planned.dtype, is_own=True)
+        for rule in _RULES:
+            if rule(self, moved):
+                return
 
     def _add(
         self,
         code: str,
-        collective: Collective,
+        moved: _Moved,
         leaf: str | None = None,
         detail: str = "",
         *,
         is_own: bool = False,
-    ) -> None:
+    ) -> bool:
+        """Files a collective under a code; `is_own` if it is the compiler's own doing."""
         members = self.of_compiler if is_own else self.differences
         # Reductions of the gradients of such weights belong to their gathers.
-        kind = "all-gather" if code == "batch-not-split" else collective.kind
-        members.setdefault((code, detail, kind), []).append((collective, leaf))
+        kind = "all-gather" if code == "batch-not-split" else moved.kind
+        members.setdefault((code, detail, kind), []).append((moved.collective, leaf))
+        return True
 
-    def _add_gather(self, collective: Collective, leaf: str) -> None:
-        """Files the gather of a leaf that is not planned, or not so often."""
-        planned = [
-            x for x in self.expected if (x.planned.path, x.planned.kind) == (leaf, "all-gather")
-        ]
-        axes = {axis for x in planned for axis in x.planned.axes}
-        kept = ", ".join(repr(axis) for axis in collective.axes or () if axis not in axes)
-        if axes and kept:
-            return self._add("sharded-further", collective, leaf, kept)
-        if leaf in self.params and not set(collective.axes or ()) & set(self.batch_axes):
-            self.gathered_for_nothing.add(leaf)
-            self._match_all(leaf, ("gradient",))
-            return self._add("batch-not-split", collective, leaf)
-        for one in planned:  # it is gathered as planned too
-            one.left = 0
-        self._add("again" if planned else "sharded-further", collective, leaf)
+    # ---------------------------------------------------------------- rules
 
-    def _add_computed(self, collective: Collective) -> None:
-        """Files an unplanned collective of computed values."""
-        path = self._gradient(collective)
-        if _is_in_loop(collective) and (weight := self._computed_weight(collective)) is not None:
-            self._match_all(weight, ("weight",))
-            self._add("again", collective, weight)
-        elif path in self.gathered_for_nothing:
-            self._add("batch-not-split", collective, path)
-        elif path is not None and (_is_in_loop(collective) or self._is_reduced(path, collective)):
-            for expected in self._reductions(path, collective):
-                expected.left = 0
-            if _is_in_loop(collective):
-                self._add("reduction-inside-loop", collective, path)
-            else:
-                self._add("again", collective)
-        else:
-            in_loop = _is_in_loop(collective)
-            detail = "" if not in_loop else "loop, gathered" if self.gathers_in_loop else "loop"
-            self._add("activation", collective, None, detail)
+    def _file_unreadable(self, moved: _Moved) -> bool:
+        if moved.size is not None and moved.collective.wire_bytes is not None:
+            return False
+        return self._add("unreadable", moved, moved.leaf)
 
-    # ---------------------------------------------------------------- planned transfers
+    def _file_across_axes(self, moved: _Moved) -> bool:
+        if moved.collective.axes is not None:
+            return False
+        path = self._gradient(moved)
+        if path is not None:
+            self._match_all(path, ("gradient",))
+        return self._add("across-axes", moved, moved.leaf)
 
-    def _matched(
-        self, collective: Collective, leaf: str | None, size: int
-    ) -> PlannedTransfer | None:
-        """Matches it to a planned transfer of the same kind and axes, if there is one."""
+    def _match_planned(self, moved: _Moved) -> bool:
+        """Whether a transfer of the same kind and axes is planned, and not matched yet."""
         for expected in self.expected:
-            planned = expected.planned
-            if (planned.kind, planned.axes) != (collective.kind, collective.axes):
-                continue
-            if expected.left < size:
-                continue
-            if collective.kind == "all-gather" and planned.why != "update":
-                fits = leaf is not None and leaf == planned.path
-            else:
-                # Gradients and updates have no path, so that only the full size identifies them;
-                # of a loop from which some trips were taken out, the size of one trip.
-                one_trip = elements(planned.bytes, planned.dtype) if planned.count > 1 else None
-                is_part = elements(collective.bytes, collective.dtype) == one_trip
-                fits = (expected.left == size or is_part) and leaf in (None, planned.path)
-            if fits:
-                expected.left -= size
-                return planned
-        return None
-
-    def _matched_by_axes(self, collective: Collective, size: int) -> PlannedTransfer | None:
-        """Matches an all-reduce over some axes to one that is planned over more of them, as of a
-        replicated leaf that `training.value_and_grad` averages axis by axis."""
-        axes = frozenset(collective.axes or ())
-        for expected in self.expected:
-            alike = expected.planned.kind == collective.kind == "all-reduce"
-            if alike and expected.left == size and axes <= expected.axes:
-                expected.axes -= axes
-                expected.left = size if expected.axes else 0
-                return expected.planned
-        return None
-
-    def _match_full_gradient(self, collective: Collective, size: int | None) -> bool:
-        """Matches an all-reduce of a full gradient to what is planned for that gradient: to a
-        reduce-scatter, or to it and an all-reduce of each device's part."""
-        for gradient in self._gradients().values():
-            for parts in (gradient, *([one] for one in gradient)):
-                untouched = all(expected.left == expected.total for expected in parts)
-                axes = {axis for expected in parts for axis in expected.planned.axes}
-                if untouched and parts[0].left == size and axes == set(collective.axes or ()):
-                    for expected in parts:
-                        expected.left = 0
-                    return True
+            if self._fits(moved, expected):
+                expected.left -= moved.size or 0
+                self._compare_dtypes(moved, expected.planned)
+                self._compare_wire(moved, expected.planned)
+                return True
         return False
 
-    def _match_all(self, path: str, whys: Iterable[str]) -> None:
-        """Matches all that is planned for a leaf, for these purposes."""
+    def _fits(self, moved: _Moved, expected: _Expected) -> bool:
+        planned = expected.planned
+        if not expected.is_like(moved.collective) or expected.left < (moved.size or 0):
+            return False
+        if planned.kind == "all-gather" and planned.why != "update":
+            return moved.leaf == planned.path
+        # Gradients and updates have no path, so that only the full size identifies them;
+        # of a loop from which some trips were taken out, the size of one trip. GPUs peel one:
+        # 11 executions of `%reduce-scatter-start` in the body of the loop, and one outside.
+        one_trip = elements(planned.bytes, planned.dtype) if planned.count > 1 else None
+        is_part = moved.size_of_one == one_trip
+        return (expected.left == moved.size or is_part) and moved.leaf in (None, planned.path)
+
+    def _match_some_of_axes(self, moved: _Moved) -> bool:
+        """Whether it is a step of an all-reduce that is planned over more axes, as of a replicated
+        leaf that `training.value_and_grad` averages axis by axis."""
         for expected in self.expected:
-            if expected.planned.path == path and expected.planned.why in whys:
-                expected.left = 0
+            alike = expected.planned.kind == moved.kind == "all-reduce"
+            if alike and expected.left == moved.size and moved.axes <= expected.axes:
+                expected.axes -= moved.axes
+                expected.left = moved.size if expected.axes else 0
+                self._compare_dtypes(moved, expected.planned)
+                return True
+        return False
 
-    def _gradients(self) -> dict[str | None, list[_Expected]]:
-        """What is planned for each gradient."""
-        of_leaf: dict[str | None, list[_Expected]] = {}
+    def _match_full_gradient(self, moved: _Moved) -> bool:
+        """Whether it reduces a full gradient, where a reduce-scatter was planned, or that and an
+        all-reduce of each device's part."""
+        if moved.kind != "all-reduce":
+            return False
+        for gradient in self._gradients().values():
+            for parts in (gradient, *([one] for one in gradient)):
+                axes = frozenset().union(*(expected.planned.axes for expected in parts))
+                is_whole = parts[0].left == moved.size and axes == moved.axes
+                if is_whole and all(expected.is_untouched for expected in parts):
+                    _match(parts)
+                    return self._add("all-reduce", moved, is_own=self.platform == "cpu")
+        return False
+
+    def _file_gather(self, moved: _Moved) -> bool:
+        """Whether it gathers a leaf in a way that is not planned, or more often."""
+        leaf = moved.leaf
+        if leaf is None or moved.kind != "all-gather":
+            return False
+        key = leaf, "all-gather"
+        planned = [x for x in self.expected if (x.planned.path, x.planned.kind) == key]
+        planned_axes = {axis for x in planned for axis in x.planned.axes}
+        kept = [axis for axis in moved.collective.axes or () if axis not in planned_axes]
+        if planned and kept:
+            return self._add("sharded-further", moved, leaf, ", ".join(map(repr, kept)))
+        if leaf in self.params and moved.axes.isdisjoint(self.batch_axes):
+            self.gathered_for_nothing.add(leaf)
+            self._match_all(leaf, ("gradient",))
+            return self._add("batch-not-split", moved, leaf)
+        _match(planned)  # it is gathered as planned too
+        return self._add("again" if planned else "sharded-further", moved, leaf)
+
+    def _file_argument(self, moved: _Moved) -> bool:
+        if moved.collective.path is None or moved.leaf is not None:
+            return False
+        return self._add("batch", moved)
+
+    def _file_update(self, moved: _Moved) -> bool:
+        path = self._updated(moved)
+        if path is None:
+            return False
+        self._match_all(path, ("gradient", "update"))
+        return self._add("state-unlike-weight", moved, path)
+
+    def _file_tensor_parallel(self, moved: _Moved) -> bool:
+        if not moved.axes <= self.tensor_axes:
+            return False
+        self.tensor_parallel.append(moved.collective)
+        return True
+
+    def _file_computed_weight(self, moved: _Moved) -> bool:
+        """Whether it seems to gather a weight that a loop has changed."""
         for expected in self.expected:
-            if expected.planned.why == "gradient":
-                of_leaf.setdefault(expected.planned.path, []).append(expected)
-        return of_leaf
+            alike = expected.is_like(moved.collective) and expected.planned.why == "weight"
+            size = expected.left if expected.is_untouched else None
+            if moved.is_in_loop and alike and size == moved.size_of_one:
+                weight = expected.planned.path or ""
+                self._match_all(weight, ("weight",))
+                return self._add("again", moved, weight)
+        return False
 
-    # ---------------------------------------------------------------- computed values
+    def _file_gradient(self, moved: _Moved) -> bool:
+        """Whether it reduces a gradient that is reduced already, or in each trip of a loop."""
+        path = self._gradient(moved)
+        if path is None:
+            return False
+        if path in self.gathered_for_nothing:
+            return self._add("batch-not-split", moved, path)
+        if not moved.is_in_loop and not self._is_reduced(path, moved):
+            return False
+        _match(self._reductions(path, moved))
+        if moved.is_in_loop:
+            return self._add("reduction-inside-loop", moved, path)
+        return self._add("again", moved)
 
-    def _is_reduced(self, path: str, collective: Collective) -> bool:
-        """Whether the reductions of a gradient that are planned over these axes have a match."""
-        return all(x.left < x.total for x in self._reductions(path, collective))
+    def _file_activation(self, moved: _Moved) -> bool:
+        if not moved.is_in_loop:
+            return self._add("activation", moved)
+        return self._add("activation", moved, None, _LOOPS[self.gathers_in_loop])
 
-    def _reductions(self, path: str, collective: Collective) -> list[_Expected]:
-        axes = set(collective.axes or self.batch_axes)
-        return [x for x in self._gradients().get(path, ()) if x.axes <= axes]
+    # ---------------------------------------------------------------- as planned, and not quite
 
-    def _computed_weight(self, collective: Collective) -> str | None:
-        """The parameter that it seems to gather, after the loop has changed it."""
-        size = elements(collective.bytes, collective.dtype)
-        for expected in self.expected:
-            planned = expected.planned
-            alike = (planned.kind, planned.axes) == (collective.kind, collective.axes)
-            if alike and planned.why == "weight" and expected.left == expected.total == size:
-                return planned.path
-        return None
+    def _compare_dtypes(self, moved: _Moved, planned: PlannedTransfer) -> None:
+        size, planned_size = (jnp.dtype(x.dtype).itemsize for x in (moved.collective, planned))
+        if size > planned_size:
+            is_own = self.platform == "cpu" and self._is_widened(moved.collective, planned)
+            self._add("wider", moved, planned.path, planned.dtype, is_own=is_own)
+        elif size < planned_size:
+            self._add("narrower", moved, planned.path, planned.dtype, is_own=True)
 
-    def _gradient(self, collective: Collective) -> str | None:
-        """The parameter whose gradient it seems to reduce: in the backward pass or in a loop, with
-        the size of the full parameter, of one of its layers, or of a part of those."""
-        backward = "transpose(" in (collective.op_name or "")
-        if collective.kind not in _REDUCTIONS or not (backward or _is_in_loop(collective)):
-            return None
-        size = elements(collective.bytes, collective.dtype)
-        counts: dict[str | None, int] = {x.planned.path: x.planned.count for x in self.expected}
-        fitting = [
-            path
-            for path, leaf in self.params.items()
-            if size in self._sizes(leaf, counts.get(path, 1))
-        ]
-        # One that is not reduced yet, if there is one.
-        return min(fitting, key=lambda path: self._is_reduced(path, collective), default=None)
-
-    def _sizes(self, leaf: PlannedLeaf, layers: int = 1) -> set[int]:
-        """The elements of a leaf or of one of its layers, in full and split over some axes."""
-        sizes = axis_sizes(self.plan.mesh)
-        axes = [*get_names_from_partition_spec(leaf.given), *self.batch_axes]
-        parts = {
-            math.prod(sizes[axis] for axis in some)
-            for count in range(len(axes) + 1)
-            for some in combinations(dict.fromkeys(axes), count)
-        }
-        return {full // part for full in (leaf.size, leaf.size // layers) for part in parts}
-
-    def _updated(self, collective: Collective) -> str | None:
-        """The parameter whose update it seems to move, because its optimizer state is sharded
-        unlike itself: neither in the forward nor in the backward pass, with its size."""
-        name = collective.op_name or ""
-        if collective.kind in _REDUCTIONS or "jvp(" in name or "transpose(" in name:
-            return None
-        size = elements(collective.bytes, collective.dtype)
-        for path, state in self.state.items():
-            if not self._is_alike(self.params[path], state):
-                sizes = self._sizes(self.params[path]) | self._sizes(state)
-                if size in sizes:
-                    return path
-        return None
-
-    def _is_alike(self, leaf: PlannedLeaf, state: PlannedLeaf) -> bool:
-        """Whether optimizer state is sharded as its parameter is, or further."""
-        sizes = axis_sizes(self.plan.mesh)
-        of_leaf, of_state = (
-            [{axis for axis in axes_of(entry) if sizes[axis] > 1} for entry in entries(x.given)]
-            for x in (leaf, state)
-        )
-        of_state += [set()] * len(of_leaf)
-        return all(axes <= of_state[dim] for dim, axes in enumerate(of_leaf))
+    def _compare_wire(self, moved: _Moved, planned: PlannedTransfer) -> None:
+        sent, payload = moved.collective.wire_bytes or 0, moved.collective.bytes or 0
+        if planned.kind == "all-gather" and sent >= payload:
+            self._add("by-all-reduce", moved, planned.path, is_own=True)
 
     def _is_widened(self, collective: Collective, planned: PlannedTransfer) -> bool:
         """Whether a CPU's compiler chose the wider dtype: it has no collectives of 16-bit floats,
@@ -297,6 +281,77 @@ class Matcher:
             or own.itemsize <= jnp.dtype(planned.dtype).itemsize
             or (collective.op_name or "").endswith("convert_element_type")
         )
+
+    # ---------------------------------------------------------------- planned transfers
+
+    def _match_all(self, path: str, whys: Iterable[str]) -> None:
+        """Matches all that is planned for a leaf, for these purposes."""
+        _match(x for x in self.expected if x.planned.path == path and x.planned.why in whys)
+
+    def _gradients(self) -> dict[str, list[_Expected]]:
+        """What is planned for each gradient."""
+        of_leaf: dict[str, list[_Expected]] = {}
+        for expected in self.expected:
+            if expected.planned.why == "gradient":
+                of_leaf.setdefault(expected.planned.path or "", []).append(expected)
+        return of_leaf
+
+    def _is_reduced(self, path: str, moved: _Moved) -> bool:
+        """Whether the reductions of a gradient that are planned over these axes have a match."""
+        return not any(x.is_untouched for x in self._reductions(path, moved))
+
+    def _reductions(self, path: str, moved: _Moved) -> list[_Expected]:
+        axes = moved.axes or {*self.batch_axes}
+        return [x for x in self._gradients().get(path, ()) if x.axes <= axes]
+
+    # ---------------------------------------------------------------- computed values
+
+    def _gradient(self, moved: _Moved) -> str | None:
+        """The parameter whose gradient it seems to reduce: in the backward pass or in a loop, with
+        the size of the full parameter, of one of its layers, or of a part of those."""
+        # `jit(step)/transpose(jvp())/dot_general` is of the backward pass
+        is_of_gradient = moved.is_in_loop or "transpose(" in moved.name
+        if moved.kind not in _REDUCTIONS or not is_of_gradient:
+            return None
+        layers = {x.planned.path: x.planned.count for x in self.expected}
+        fitting = [
+            path
+            for path, leaf in self.params.items()
+            if moved.size_of_one in self._sizes(leaf, layers.get(path, 1))
+        ]
+        # One that is not reduced yet, if there is one.
+        return min(fitting, key=lambda path: self._is_reduced(path, moved), default=None)
+
+    def _updated(self, moved: _Moved) -> str | None:
+        """The parameter whose update it seems to move, because its optimizer state is sharded
+        unlike itself: neither in the forward nor in the backward pass, with its size."""
+        # `jit(step)/jvp()/dot_general` is of the forward pass
+        is_differentiated = "jvp(" in moved.name or "transpose(" in moved.name
+        if moved.kind in _REDUCTIONS or is_differentiated:
+            return None
+        for path, state in self.state.items():
+            leaf = self.params[path]
+            sizes = self._sizes(leaf) | self._sizes(state)
+            if moved.size_of_one in sizes and not self._is_alike(leaf, state):
+                return path
+        return None
+
+    def _sizes(self, leaf: PlannedLeaf, layers: int = 1) -> set[int]:
+        """The elements of a leaf or of one of its layers, in full and split over some axes."""
+        parts = {1}
+        for axis in {*get_names_from_partition_spec(leaf.given), *self.batch_axes}:
+            parts |= {part * self.sizes[axis] for part in parts}
+        return {size // part for size in (leaf.size, leaf.size // layers) for part in parts}
+
+    def _is_alike(self, leaf: PlannedLeaf, state: PlannedLeaf) -> bool:
+        """Whether optimizer state is sharded as its parameter is, or further."""
+        of_state = [*self._split(state), *[set()] * len(leaf.shape)]
+        return all(axes <= of_state[dim] for dim, axes in enumerate(self._split(leaf)))
+
+    def _split(self, leaf: PlannedLeaf) -> list[set[str]]:
+        """The axes that split each dim."""
+        split = {axis for axis, size in self.sizes.items() if size > 1}
+        return [split.intersection(axes_of(entry)) for entry in entries(leaf.given)]
 
     # ---------------------------------------------------------------- differences
 
@@ -323,8 +378,28 @@ class Matcher:
             yield Unplanned(code, fact, hint, moved, paths)
 
 
-def _is_in_loop(collective: Collective) -> bool:
-    return (collective.count or 0) > 1 or "while/body" in (collective.op_name or "")
+# The first that applies to a collective settles it, and says so; the last always does.
+_RULES = (
+    Matcher._file_unreadable,
+    Matcher._file_across_axes,
+    Matcher._match_planned,
+    Matcher._match_some_of_axes,
+    Matcher._match_full_gradient,
+    Matcher._file_gather,
+    Matcher._file_argument,
+    Matcher._file_update,
+    Matcher._file_tensor_parallel,
+    Matcher._file_computed_weight,
+    Matcher._file_gradient,
+    Matcher._file_activation,
+)
+# The detail of an activation that is moved in a loop: whether weights are gathered in loops.
+_LOOPS = {False: "loop", True: "loop, gathered"}
+
+
+def _match(expected: Iterable[_Expected]) -> None:
+    for one in expected:
+        one.left = 0
 
 
 def elements(size: int | None, dtype: str) -> int | None:
