@@ -1,7 +1,11 @@
-"""Compares the communication of a compiled step with what its plan predicts."""
+"""Compares the communication of a compiled step with what its plan predicts.
+
+Leaf by leaf, and not by totals: the totals of a step that gathers one weight twice and another not
+at all are right. So arguments of the program are matched to leaves of the plan first, by path.
+"""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves
 from jax.typing import DTypeLike
 
-from treeshard._core.mesh import MeshLike, axis_sizes
+from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.text import columns, human_bytes
 from treeshard._planning.matching import PlannedLeaf, parameters, state_of_parameters
@@ -19,6 +23,7 @@ from treeshard._planning.plan import Plan
 from treeshard.communication._collectives import (
     Collective,
     CollectiveReader,
+    axes_text,
     bytes_text,
     is_scalar,
     total,
@@ -30,7 +35,7 @@ from treeshard.communication._forecast import (
     PlannedTransfer,
     predict_communication,
 )
-from treeshard.communication._hlo import HloProgram
+from treeshard.communication._hlo import HloProgram, Op
 from treeshard.communication._matching import Matcher
 from treeshard.communication._program import (
     MEGASCALE,
@@ -52,6 +57,29 @@ class Row:
     planned_bytes: int
     count: int | None
     bytes: int | None
+
+
+def _row(
+    kind: str,
+    axes: tuple[str, ...] | None,
+    planned: Sequence[PlannedTransfer],
+    compiled: Sequence[Collective],
+) -> Row:
+    return Row(
+        kind,
+        axes,
+        sum(x.count for x in planned),
+        sum(x.total_bytes for x in planned),
+        total(x.count for x in compiled),
+        total(x.total_bytes for x in compiled),
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    planned = f"{row.planned_count:,} x, {human_bytes(row.planned_bytes)}"
+    count = "?" if row.count is None else f"{row.count:,}"
+    compiled = f"{count} x, {bytes_text(row.bytes, '? bytes')}"
+    return row.kind, axes_text(row.axes), planned, compiled
 
 
 @dataclass(frozen=True)
@@ -95,26 +123,11 @@ class Comparison:
         for collective in self.compiled:
             if not is_scalar(collective):
                 compiled[collective.kind, collective.axes].append(collective)
-        return [
-            Row(
-                key[0],
-                key[1],
-                sum(x.count for x in planned[key]),
-                sum(x.total_bytes for x in planned[key]),
-                total([x.count for x in compiled[key]]),
-                total([x.total_bytes for x in compiled[key]]),
-            )
-            for key in dict.fromkeys([*planned, *compiled])
-        ]
+        keys = dict.fromkeys([*planned, *compiled])
+        return [_row(kind, axes, planned[kind, axes], compiled[kind, axes]) for kind, axes in keys]
 
     def __str__(self) -> str:
-        lines = [("kind", "axes", "planned", "compiled")]
-        for row in self.rows:
-            axes = "unknown" if row.axes is None else ", ".join(row.axes) or "none"
-            planned = f"{row.planned_count:,} x, {human_bytes(row.planned_bytes)}"
-            count = "?" if row.count is None else f"{row.count:,}"
-            moved = f"{count} x, {bytes_text(row.bytes, '? bytes')}"
-            lines.append((row.kind, axes, planned, moved))
+        lines = [("kind", "axes", "planned", "compiled"), *map(_cells, self.rows)]
         text = columns(lines, right=2)
         scalars = sum(map(is_scalar, self.compiled))
         if scalars:
@@ -209,11 +222,14 @@ def _idle_axes(
     plan: Plan, batch_axes: Sequence[str], compiled: Sequence[Collective]
 ) -> Iterator[Unplanned]:
     """The axes that shard neither the plan nor the batch, and along which nothing is moved."""
-    used = {*get_names_from_partition_spec(plan), *batch_axes}
     moved = [one.axes for one in compiled]
+    if None in moved:
+        return
+    used = {*get_names_from_partition_spec(plan), *batch_axes}
+    used.update(*filter(None, moved))
     sizes = axis_sizes(plan.mesh)
     idle = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
-    if None in moved or not (idle := [a for a in idle if not any(a in (x or ()) for x in moved)]):
+    if not idle:
         return
     used_and_idle = [axis for axis in sizes if axis in (*batch_axes, *idle)]
     fact, hint = explain("idle-axis", "", ", ".join(map(repr, idle)), batch_axes=used_and_idle)
@@ -223,22 +239,30 @@ def _idle_axes(
 def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
     """The arrays that callbacks take to the host. Scalars may go there."""
     for computation in graph.computations.values():
-        for op in computation.ops.values():
-            called = "callback" in op.target
-            sent = op.attribute("is_host_transfer") == "true" and not op.frontend(
-                f"{MEGASCALE}_transfer_type"  # between slices
-            )
-            if not (called or (op.opcode == "send" and sent)):
-                continue
+        for op in filter(_is_callback, computation.ops.values()):
             operands = [computation.ops[name] for name in op.operands if name in computation.ops]
             arrays = [x for operand in operands for x in operand.types if x.rank]
             if arrays:
-                shown = bytes_text(total(x.bytes for x in arrays))
+                size = bytes_text(total(x.bytes for x in arrays))
                 yield Unplanned(
                     "to-host",
-                    f"a callback takes {shown} to the host in each step, at {graph.source(op)}.",
+                    f"a callback takes {size} to the host in each step, at {graph.source(op)}.",
                     "Call it on what the step returns, and not in each step, or pass it scalars.",
                 )
+
+
+def _is_callback(op: Op) -> bool:
+    # `custom-call(%x), custom_call_target="xla_ffi_python_cpu_callback"`
+    if "callback" in op.target:
+        return True
+    # `(f32[8], u32[], token[]) send(%x, %after-all), channel_id=2, is_host_transfer=true`, on TPUs,
+    # whose data moves so between slices too
+    if op.opcode != "send" or op.attribute("is_host_transfer") != "true":
+        return False
+    return not op.frontend(f"{MEGASCALE}_transfer_type")
+
+
+# ------------------------------------------------------------------ arguments
 
 
 def _leaf_names(
@@ -250,16 +274,11 @@ def _leaf_names(
     facts: list[str] = []
     for parameter in graph.parameters:
         path = argument_path(parameter) or ""
+        # `state/model/w` may be `state/model/w`, `model/w` or `w` of the plan
         tails = [path.split("/", n)[-1] for n in range(path.count("/") + 1)]
-        name = next((tail for tail in tails if tail in leaves), None)
-        names[path] = name
-        size = sum(x.bytes or 0 for x in parameter.types)
-        if name is not None and jnp.issubdtype(leaves[name].dtype, jnp.number):
-            local = leaves[name].bytes_per_device(plan.mesh)
-            if size not in (local, leaves[name].bytes):
-                facts.append(
-                    f"{name}: {size:,} bytes per device in the program, {local:,} in the plan."
-                )
+        name = names[path] = next(filter(leaves.__contains__, tails), None)
+        if name is not None:
+            facts += _wrong_size(leaves[name], parameter, plan.mesh)
     if facts:
         headline = f"{len(facts)} arguments of the program differ from the plan:"
         raise SpecError(listed(headline, facts) + "\nCompile the step for this plan.")
@@ -271,6 +290,16 @@ def _leaf_names(
     return names
 
 
+def _wrong_size(leaf: PlannedLeaf, parameter: Op, mesh: AnyMesh) -> list[str]:
+    if not jnp.issubdtype(leaf.dtype, jnp.number):
+        return []  # the text has a key as its uint32s
+    size = sum(x.bytes or 0 for x in parameter.types)
+    local = leaf.bytes_per_device(mesh)
+    if size in (local, leaf.bytes):
+        return []
+    return [f"{leaf.path}: {size:,} bytes per device in the program, {local:,} in the plan."]
+
+
 def _batch_of(
     program: CompiledProgram,
     graph: HloProgram,
@@ -279,22 +308,27 @@ def _batch_of(
 ) -> PartitionSpec:
     """The axes that shard the arguments that are not in the plan, as one spec."""
     is_compiled = isinstance(program, jax.stages.Compiled)
-    shardings = dict(enumerate(tree_leaves(program.input_shardings) if is_compiled else []))
-    batch_axes: set[str] = set()
+    shardings = tree_leaves(program.input_shardings) if is_compiled else []
+    by_number: dict[int | None, Any] = dict(enumerate(shardings))
+    split: set[str] = set()
     for parameter in graph.parameters:
-        if names[argument_path(parameter) or ""] is not None:
-            continue
-        sharded = axes_of_sharding(parameter.attribute("sharding"), axes)
-        sharding = shardings.get(-1 if parameter.index is None else parameter.index)
-        if sharded is None and isinstance(sharding, NamedSharding):
-            # Newer versions of XLA leave it out of the text.
-            sharded = get_names_from_partition_spec(sharding)
-        if sharded is None and any(x.rank for x in parameter.types):
-            raise SpecError(
-                "compare_communication: the program does not say how its argument"
-                f" {parameter.op_name or parameter.name!r} is sharded. Pass the specs of the batch:"
-                " `batch=P(...)`."
-            )
-        batch_axes.update(sharded or ())
-    in_order = tuple(axis for axis in axes if axis in batch_axes)
+        if names[argument_path(parameter) or ""] is None:
+            split.update(_split_along(parameter, axes, by_number.get(parameter.index)))
+    in_order = tuple(axis for axis in axes if axis in split)
     return PartitionSpec(in_order) if in_order else PartitionSpec()
+
+
+def _split_along(parameter: Op, axes: Mapping[str, int], sharding: Any) -> Iterable[str]:
+    """The axes that shard an argument, by the text of the program or by JAX."""
+    split = axes_of_sharding(parameter.attribute("sharding"), axes)
+    if split is not None:
+        return split
+    if isinstance(sharding, NamedSharding):  # newer versions of XLA leave it out of the text
+        return get_names_from_partition_spec(sharding)
+    if any(x.rank for x in parameter.types):
+        raise SpecError(
+            "compare_communication: the program does not say how its argument"
+            f" {parameter.op_name or parameter.name!r} is sharded. Pass the specs of the batch:"
+            " `batch=P(...)`."
+        )
+    return ()

@@ -44,15 +44,16 @@ class _Moved(NamedTuple):
 
     `name` is its `op_name`, such as `jit(step)/jvp()/while/body/dot_general`; `leaf` the plan's
     path of the argument that it moves, if that is in the plan. `size` counts the elements of all
-    its executions, and `size_of_one` those of one.
+    its executions, and `size_of_one` those of one; both are 0 if it is not readable.
     """
 
     collective: Collective
     kind: str
     name: str
     leaf: str | None
-    size: int | None
-    size_of_one: int | None
+    is_readable: bool
+    size: int
+    size_of_one: int
     axes: frozenset[str]
     is_in_loop: bool
 
@@ -82,6 +83,9 @@ class Matcher:
         self.expected = [
             _Expected(x) for x in self.planned if x.path is not None and self.params[x.path].shape
         ]
+        self.of_leaf: dict[str, list[_Expected]] = {}
+        for expected in self.expected:
+            self.of_leaf.setdefault(expected.planned.path or "", []).append(expected)
         self.differences: Members = {}
         self.of_compiler: Members = {}
         self.sizes = axis_sizes(self.plan.mesh)
@@ -95,13 +99,16 @@ class Matcher:
         if collective.axes == () or is_scalar(collective) or collective.completes is not None:
             return
         path, name = collective.path, collective.op_name or ""
+        size = elements(collective.total_bytes, collective.dtype)
+        size_of_one = elements(collective.bytes, collective.dtype)
         moved = _Moved(
             collective,
             collective.kind,
             name,
             None if path is None else self.names.get(path),
-            elements(collective.total_bytes, collective.dtype),
-            elements(collective.bytes, collective.dtype),
+            None not in (size, collective.wire_bytes),
+            size or 0,
+            size_of_one or 0,
             frozenset(collective.axes or ()),
             (collective.count or 0) > 1 or "while/body" in name,
         )
@@ -130,23 +137,21 @@ class Matcher:
     # ---------------------------------------------------------------- rules
 
     def _file_unreadable(self, moved: _Moved) -> bool:
-        if moved.size is not None and moved.collective.wire_bytes is not None:
-            return False
-        return self._add("unreadable", moved, moved.leaf)
+        return not moved.is_readable and self._add("unreadable", moved, moved.leaf)
 
     def _file_across_axes(self, moved: _Moved) -> bool:
         if moved.collective.axes is not None:
             return False
         path = self._gradient(moved)
         if path is not None:
-            self._match_all(path, ("gradient",))
+            _match(self._planned(path, "gradient"))
         return self._add("across-axes", moved, moved.leaf)
 
     def _match_planned(self, moved: _Moved) -> bool:
         """Whether a transfer of the same kind and axes is planned, and not matched yet."""
         for expected in self.expected:
             if self._fits(moved, expected):
-                expected.left -= moved.size or 0
+                expected.left -= moved.size
                 self._compare_dtypes(moved, expected.planned)
                 self._compare_wire(moved, expected.planned)
                 return True
@@ -154,7 +159,7 @@ class Matcher:
 
     def _fits(self, moved: _Moved, expected: _Expected) -> bool:
         planned = expected.planned
-        if not expected.is_like(moved.collective) or expected.left < (moved.size or 0):
+        if not expected.is_like(moved.collective) or expected.left < moved.size:
             return False
         if planned.kind == "all-gather" and planned.why != "update":
             return moved.leaf == planned.path
@@ -182,11 +187,10 @@ class Matcher:
         all-reduce of each device's part."""
         if moved.kind != "all-reduce":
             return False
-        for gradient in self._gradients().values():
-            for parts in (gradient, *([one] for one in gradient)):
-                axes = frozenset().union(*(expected.planned.axes for expected in parts))
-                is_whole = parts[0].left == moved.size and axes == moved.axes
-                if is_whole and all(expected.is_untouched for expected in parts):
+        for path in self.of_leaf:
+            gradient = self._planned(path, "gradient")
+            for parts in (gradient, *zip(gradient)):  # all of it, or one transfer of it
+                if _is_done_by(moved, parts):
                     _match(parts)
                     return self._add("all-reduce", moved, is_own=self.platform == "cpu")
         return False
@@ -196,15 +200,14 @@ class Matcher:
         leaf = moved.leaf
         if leaf is None or moved.kind != "all-gather":
             return False
-        key = leaf, "all-gather"
-        planned = [x for x in self.expected if (x.planned.path, x.planned.kind) == key]
+        planned = [x for x in self.of_leaf.get(leaf, ()) if x.planned.kind == "all-gather"]
         planned_axes = {axis for x in planned for axis in x.planned.axes}
         kept = [axis for axis in moved.collective.axes or () if axis not in planned_axes]
         if planned and kept:
             return self._add("sharded-further", moved, leaf, ", ".join(map(repr, kept)))
         if leaf in self.params and moved.axes.isdisjoint(self.batch_axes):
             self.gathered_for_nothing.add(leaf)
-            self._match_all(leaf, ("gradient",))
+            _match(self._planned(leaf, "gradient"))
             return self._add("batch-not-split", moved, leaf)
         _match(planned)  # it is gathered as planned too
         return self._add("again" if planned else "sharded-further", moved, leaf)
@@ -218,7 +221,7 @@ class Matcher:
         path = self._updated(moved)
         if path is None:
             return False
-        self._match_all(path, ("gradient", "update"))
+        _match(self._planned(path, "gradient", "update"))
         return self._add("state-unlike-weight", moved, path)
 
     def _file_tensor_parallel(self, moved: _Moved) -> bool:
@@ -229,13 +232,14 @@ class Matcher:
 
     def _file_computed_weight(self, moved: _Moved) -> bool:
         """Whether it seems to gather a weight that a loop has changed."""
-        for expected in self.expected:
-            alike = expected.is_like(moved.collective) and expected.planned.why == "weight"
-            size = expected.left if expected.is_untouched else None
-            if moved.is_in_loop and alike and size == moved.size_of_one:
-                weight = expected.planned.path or ""
-                self._match_all(weight, ("weight",))
-                return self._add("again", moved, weight)
+        if not moved.is_in_loop:
+            return False
+        for weight in self.of_leaf:
+            for expected in self._planned(weight, "weight"):
+                is_whole = expected.is_untouched and expected.left == moved.size_of_one
+                if is_whole and expected.is_like(moved.collective):
+                    _match(self._planned(weight, "weight"))
+                    return self._add("again", moved, weight)
         return False
 
     def _file_gradient(self, moved: _Moved) -> bool:
@@ -284,17 +288,9 @@ class Matcher:
 
     # ---------------------------------------------------------------- planned transfers
 
-    def _match_all(self, path: str, whys: Iterable[str]) -> None:
-        """Matches all that is planned for a leaf, for these purposes."""
-        _match(x for x in self.expected if x.planned.path == path and x.planned.why in whys)
-
-    def _gradients(self) -> dict[str, list[_Expected]]:
-        """What is planned for each gradient."""
-        of_leaf: dict[str, list[_Expected]] = {}
-        for expected in self.expected:
-            if expected.planned.why == "gradient":
-                of_leaf.setdefault(expected.planned.path or "", []).append(expected)
-        return of_leaf
+    def _planned(self, path: str, *whys: str) -> list[_Expected]:
+        """What is planned for a leaf, for these purposes."""
+        return [x for x in self.of_leaf.get(path, ()) if x.planned.why in whys]
 
     def _is_reduced(self, path: str, moved: _Moved) -> bool:
         """Whether the reductions of a gradient that are planned over these axes have a match."""
@@ -302,7 +298,7 @@ class Matcher:
 
     def _reductions(self, path: str, moved: _Moved) -> list[_Expected]:
         axes = moved.axes or {*self.batch_axes}
-        return [x for x in self._gradients().get(path, ()) if x.axes <= axes]
+        return [x for x in self._planned(path, "gradient") if x.axes <= axes]
 
     # ---------------------------------------------------------------- computed values
 
@@ -395,6 +391,13 @@ _RULES = (
 )
 # The detail of an activation that is moved in a loop: whether weights are gathered in loops.
 _LOOPS = {False: "loop", True: "loop, gathered"}
+
+
+def _is_done_by(moved: _Moved, parts: Sequence[_Expected]) -> bool:
+    """Whether an all-reduce moves what these transfers would, of which none has a match yet."""
+    axes = frozenset[str]().union(*(x.planned.axes for x in parts))
+    is_whole = [x.left for x in parts[:1]] == [moved.size] and axes == moved.axes
+    return is_whole and all(x.is_untouched for x in parts)
 
 
 def _match(expected: Iterable[_Expected]) -> None:

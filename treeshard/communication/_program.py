@@ -23,7 +23,10 @@ _LOWERED = (
     "a lowered program shows only the collectives that were written by hand; XLA's partitioner"
     " adds the others. Compile it: `step.lower(state, batch).compile()`."
 )
+# `['w']`, `["w"]`, `[0]`, `.w` or `[<flat index 0>]`
 _KEY = re.compile(r"""\['([^']*)'\]|\["([^"]*)"\]|\[(\d+)\]|\.(\w+)|\[<flat index (\d+)>\]""")
+# `state['layers'][0].w`
+_ARGUMENT = re.compile(rf"(\w+)((?:{_KEY.pattern})*)")
 
 
 class ReadProgram(NamedTuple):
@@ -40,19 +43,10 @@ class ReadProgram(NamedTuple):
 
 def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> ReadProgram:
     """Parses a program. Raises as `collectives` documents it."""
-    if isinstance(program, jax.stages.Compiled):
-        text = program.as_text() or ""
-        mesh = _mesh_of(program) if mesh is None else mesh
-    elif isinstance(program, str):
-        text = program
-    elif isinstance(program, jax.stages.Lowered):
-        raise TypeError(f"collectives: {_LOWERED}")
-    else:
-        raise TypeError(
-            f"collectives: {type(program).__name__} is not a program. Compile it first:"
-            " `step.lower(state, batch).compile()`, or pass the text of one."
-        )
+    text = _text_of(program)
     graph = _parse(text)
+    if mesh is None and isinstance(program, jax.stages.Compiled):
+        mesh = _mesh_of(program)
     if mesh is None:
         return ReadProgram(graph, None, None, {})
     axes = axis_sizes(mesh)
@@ -65,24 +59,45 @@ def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> Read
             f"collectives: the program runs on {graph.devices} device(s), but the mesh"
             f" ({describe_mesh(mesh)}) has {count}. Pass the mesh that it was compiled for."
         )
-    between = _between_slices(mesh, slices)
+    between = _slices_by_device(mesh) or _slices_outermost(axes, slices)
     within = {axis: size // between.get(axis, 1) for axis, size in axes.items()}
     return ReadProgram(graph, axes, within, between)
 
 
-def _between_slices(mesh: MeshLike, slices: int) -> dict[str, int]:
-    """How many slices each axis runs over; if the devices do not tell, the outermost axes do."""
-    between: dict[str, int] = {}
-    if isinstance(mesh, Mesh) and hasattr(mesh.devices.flat[0], "slice_index"):
-        numbers = np.vectorize(lambda device: device.slice_index or 0)(mesh.devices)
-        for i, axis in enumerate(mesh.axis_names):
-            line = np.moveaxis(numbers, i, 0).reshape(numbers.shape[i], -1)[:, 0]
-            between[axis] = len(set(line.tolist()))
-    else:
-        for axis, size in axis_sizes(mesh).items():
-            between[axis] = math.gcd(size, slices)
-            slices //= between[axis]
+def _text_of(program: CompiledProgram) -> str:
+    if isinstance(program, jax.stages.Compiled):
+        return program.as_text() or ""
+    if isinstance(program, str):
+        return program
+    if isinstance(program, jax.stages.Lowered):
+        raise TypeError(f"collectives: {_LOWERED}")
+    raise TypeError(
+        f"collectives: {type(program).__name__} is not a program. Compile it first:"
+        " `step.lower(state, batch).compile()`, or pass the text of one."
+    )
+
+
+def _slices_by_device(mesh: MeshLike) -> dict[str, int]:
+    """How many slices each axis runs over, as the devices tell; empty if they do not."""
+    if not isinstance(mesh, Mesh) or not hasattr(mesh.devices.flat[0], "slice_index"):
+        return {}
+    numbers = np.vectorize(lambda device: device.slice_index or 0)(mesh.devices)
+    between = {
+        axis: np.unique(np.moveaxis(numbers, i, 0).reshape(numbers.shape[i], -1)[:, 0]).size
+        for i, axis in enumerate(mesh.axis_names)
+    }
     return {axis: size for axis, size in between.items() if size > 1}
+
+
+def _slices_outermost(axes: Mapping[str, int], slices: int) -> dict[str, int]:
+    """How many slices each axis runs over, if the outermost axes do."""
+    between: dict[str, int] = {}
+    for axis, size in axes.items():
+        shared = math.gcd(size, slices)
+        slices //= shared
+        if shared > 1:
+            between[axis] = shared
+    return between
 
 
 def platform_of(program: CompiledProgram) -> str | None:
@@ -122,14 +137,7 @@ def _mesh_of(program: jax.stages.Compiled) -> AnyMesh | None:
 def argument_path(parameter: Op) -> str | None:
     """`state/layers/0/w` for the parameter `state['layers'][0].w`; else JAX's own name."""
     name = parameter.op_name
-    match = None if name is None else re.match(r"\w+", name)
-    if name is None or match is None:
+    keys = None if name is None else _ARGUMENT.fullmatch(name)
+    if keys is None:
         return name
-    parts, position = [match[0]], match.end()
-    while position < len(name):
-        key = _KEY.match(name, position)
-        if key is None:
-            return name
-        parts.append(next(part for part in key.groups() if part is not None))
-        position = key.end()
-    return "/".join(parts)
+    return "/".join([keys[1], *map("".join, _KEY.findall(keys[2]))])
