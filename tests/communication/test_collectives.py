@@ -52,24 +52,23 @@ SAVED = {
     ],
 }
 
+ASYNC = {"gpu_async": [True] * 6, "tpu_fusions": [False, True, False]}
+NARROW = {"gpu_async": ["state/v"], "tpu_fusions": ["params/layers/0/weight"]}
+
 
 @pytest.mark.parametrize("name", SAVED)
 def test_saved_programs(name: str, mesh: jax.sharding.Mesh) -> None:
     assert text(name).startswith("// jax 0.10.2"), "the first line states the version of JAX"
     moved = ts.collectives(text(name), mesh)
     assert [(x.kind, x.bytes, x.axes, x.count, x.path, x.source) for x in moved] == SAVED[name]
+    assert [x.is_async for x in moved] == ASYNC.get(name, [False] * len(moved))
+    assert [x.path for x in moved if x.dtype == "bfloat16"] == NARROW.get(name, [])
+    # A mesh as text, and names without `%`, as in dumps of XLA
+    assert ts.collectives(text(name), "data=2,fsdp=4") == moved
+    assert ts.collectives(text(name).replace("%", ""), mesh) == moved
 
 
-def test_asynchronous_ops_are_recognised(mesh: jax.sharding.Mesh) -> None:
-    assert {x.is_async for x in ts.collectives(text("gpu_async"), mesh)} == {True}
-    assert {x.is_async for x in ts.collectives(text("cpu_by_hand"), mesh)} == {False}
-
-
-@pytest.mark.parametrize(
-    "own", ['metadata={op_name="w"}', 'frontend_attributes={is_spmd_generated="true"}']
-)
-def test_a_gather_without_a_line_has_the_line_of_its_user(own: str) -> None:
-    program = """HloModule jit_f, num_partitions=8
+GATHERED = """HloModule jit_f, num_partitions=8
 
 ENTRY %main (w: f32[2]) -> f32[16] {
   %w = f32[2]{0} parameter(0), metadata={op_name="w"}
@@ -78,13 +77,20 @@ ENTRY %main (w: f32[2]) -> f32[16] {
   ROOT %product = f32[16]{0} multiply(%copy, %copy), metadata={op_name="jit(f)/mul" LINE}
 }
 """
-    program = program.replace("IDS", "channel_id=1, dimensions={0}, use_global_device_ids=true")
-    program = program.replace("LINE", 'source_file="model.py" source_line=3')
-    [moved] = ts.collectives(program.replace("OWN", own), "fsdp=8")
+GATHERED = GATHERED.replace("IDS", "channel_id=1, dimensions={0}, use_global_device_ids=true")
+GATHERED = GATHERED.replace("LINE", 'source_file="model.py" source_line=3')
+INSERTED = 'frontend_attributes={is_spmd_generated="true"}'
+
+
+@pytest.mark.parametrize("own", ['metadata={op_name="w"}', INSERTED])
+def test_a_gather_without_a_line_has_the_line_of_its_user(own: str) -> None:
+    [moved] = ts.collectives(GATHERED.replace("OWN", own), "fsdp=8")
     assert (moved.path, moved.op_name, moved.source) == ("w", "jit(f)/mul", "model.py:3")
-    [moved] = ts.collectives(program.replace(", OWN", ""), "fsdp=8")
+    assert moved.is_inserted == (own == INSERTED)
+    assert ("inserted by the partitioner" in collective_line(moved)) == moved.is_inserted
+    [moved] = ts.collectives(GATHERED.replace(", OWN", ""), "fsdp=8")
     assert (moved.path, moved.op_name, moved.source) == ("w", None, None)  # not the partitioner's
-    unused = program.replace("%copy, %copy)", "%w, %w)").replace("OWN", own)
+    unused = GATHERED.replace("%copy, %copy)", "%w, %w)").replace("OWN", own)
     assert ts.collectives(unused, "fsdp=8")[0].source is None
 
 
@@ -119,27 +125,6 @@ ENTRY %main (w: f32[2]) -> f32[16] {{
     assert (line in str(compared)) == (filling == "0")
 
 
-def test_what_the_partitioner_inserted_is_said() -> None:
-    program = """HloModule jit_f, num_partitions=8
-
-ENTRY %main (w: f32[2]) -> f32[16] {
-  %w = f32[2]{0} parameter(0), metadata={op_name="w"}
-  ROOT %g = f32[16]{0} all-gather(%w), replica_groups=[1,8]<=[8], IDS, MARK
-}
-"""
-    program = program.replace("IDS", "channel_id=1, dimensions={0}, use_global_device_ids=true")
-    mark = 'frontend_attributes={is_spmd_generated="true"}'
-    [inserted] = ts.collectives(program.replace("MARK", mark), "fsdp=8")
-    [written] = ts.collectives(program.replace(", MARK", ""), "fsdp=8")
-    assert (inserted.is_inserted, written.is_inserted) == (True, False)
-    assert "inserted by the partitioner" in collective_line(inserted)
-
-
-def test_dtypes_have_their_jax_names(mesh: jax.sharding.Mesh) -> None:
-    dtypes = [x.dtype for x in ts.collectives(text("gpu_async"), mesh)]
-    assert dtypes == ["float32", "bfloat16", *["float32"] * 4]
-
-
 def test_a_trip_count_that_is_not_stated_is_computed(mesh: jax.sharding.Mesh) -> None:
     silent = text("gpu_async").replace(', backend_config={"known_trip_count":{"n":"4"}}', "")
     assert [x.count for x in ts.collectives(silent, mesh)][4] == 4
@@ -158,12 +143,6 @@ def test_a_trip_count_that_is_not_stated_is_computed(mesh: jax.sharding.Mesh) ->
 def test_without_a_mesh_axes_are_unknown() -> None:
     assert {x.axes for x in ts.collectives(text("cpu_by_hand"))} == {None}
     assert [x.wire_bytes for x in ts.collectives(text("cpu_by_hand"))] == [96, 192, 7]
-
-
-def test_a_mesh_may_be_text(mesh: jax.sharding.Mesh) -> None:
-    program = text("cpu_by_hand")
-    assert ts.collectives(program, "data=2,fsdp=4") == ts.collectives(program, mesh)
-    ts.assert_collectives(program, "data=2,fsdp=4", all_gather=4)
 
 
 def test_computed_values_have_no_path(mesh: jax.sharding.Mesh) -> None:
@@ -246,6 +225,11 @@ PARAMETER = '  %x = f32[8]{0} parameter(0), metadata={op_name="x"}\n'
             "f32[8]{0} all-gather-of-the-future(%x), channel_id=1, replica_groups=[1,8]<=[8]",
             [("unknown", None, None, None)],
             id="an unknown op",
+        ),
+        pytest.param(
+            'f32[8]{0} custom-call(%x), custom_call_target="all-gather-start"',
+            [("unknown", None, None, None)],
+            id="an asynchronous collective of JAX 0.12 itself",
         ),
         pytest.param(
             "f32[8]{0} send(%x), channel_id=1",
@@ -331,11 +315,6 @@ def test_the_source_is_the_nearest_line_outside_of_treeshard() -> None:
     assert (moved.op_name, moved.source) == ("gather", f"{STEP}:7")
 
 
-def test_names_need_no_percent_sign(mesh: jax.sharding.Mesh) -> None:
-    bare = text("cpu_by_hand").replace("%", "")
-    assert ts.collectives(bare, mesh) == ts.collectives(text("cpu_by_hand"), mesh)
-
-
 # ------------------------------------------------------------------ live programs
 
 
@@ -400,39 +379,51 @@ def test_a_shared_function_counts_once_per_call(mesh: jax.sharding.Mesh) -> None
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("", "the text is empty. This backend may not provide one"),
-        (
+        pytest.param("", "the text is empty. This backend may not provide one", id="empty"),
+        pytest.param(
             "not a program at all",
             "the text is not a program. HLO starts with `HloModule`",
+            id="prose",
         ),
-        ('{"kind": "all-gather"}', "the text is not a program"),
-        (text("cpu_by_hand")[:-300], "ends inside its computation 'main"),
-        (text("cpu_by_hand")[:1200], "no ENTRY computation: the text is truncated"),
-        (
+        pytest.param('{"kind": "all-gather"}', "the text is not a program", id="JSON"),
+        pytest.param(
+            text("cpu_by_hand")[:-300], "ends inside its computation 'main", id="without its end"
+        ),
+        pytest.param(
+            text("cpu_by_hand")[:1200],
+            "no ENTRY computation: the text is truncated",
+            id="without its entry",
+        ),
+        pytest.param(
             "module @jit_step attributes {mhlo.num_partitions = 8 : i32} {\n",
             "a lowered program shows only the collectives that were written by hand",
+            id="the text of a lowered program",
         ),
-        (
+        pytest.param(
             f"{HEAD}{PARAMETER}  %y = all-gather(%x), dimensions={{0}}\n}}\n",
             "line 5 has a collective that cannot be parsed",
+            id="a collective without a type",
         ),
-        (
+        pytest.param(
             f"{HEAD}{PARAMETER}  %x = f32[8]{{0}} add(%x, %x)\n}}\n",
             "line 5 defines 'x' a second time",
+            id="a name twice",
         ),
-        (
+        pytest.param(
             f"HloModule m\n\n%f (x: f32[8]) -> f32[8] {{\n{PARAMETER}ENTRY %main () -> u8[] {{\n}}",
             "line 5 starts a new section inside the computation 'f', which is not closed",
+            id="a computation that is not closed",
         ),
-        (
+        pytest.param(
             f"{HEAD}{PARAMETER}  %z = f32[8]{{0}} call(%x), to_apply=%main\n"
             "  ROOT %y = f32[8]{0} all-reduce(%x), replica_groups={}\n}\n",
             "the computation 'main' calls itself",
+            id="a circle of calls",
         ),
     ],
 )
 def test_a_damaged_text_raises(broken: str, message: str) -> None:
-    with pytest.raises(ts.TreeShardError, match=message):
+    with pytest.raises(ts.FormatError, match=message):
         ts.collectives(broken)
 
 
@@ -443,31 +434,40 @@ def test_a_text_that_is_truncated_anywhere_raises(mesh: jax.sharding.Mesh) -> No
             ts.collectives("\n".join(lines[:end]), mesh)
 
 
-def test_a_program_for_another_mesh_raises() -> None:
-    mesh = ts.make_mesh("fsdp=4", devices=jax.devices()[:4])
-    with pytest.raises(ts.MeshError) as error:
-        ts.collectives(text("cpu_by_hand"), mesh)
-    assert str(error.value) == (
-        "collectives: the program runs on 8 device(s), but the mesh (fsdp=4) has 4. Pass the mesh"
-        " that it was compiled for."
-    )
-
-
-def test_a_function_that_was_not_compiled_raises() -> None:
-    with pytest.raises(TypeError) as error:
-        ts.collectives(jax.jit(jnp.sin))
-    assert "is not a program. Compile it first: `step.lower(state, batch).compile()`" in str(
-        error.value
-    )
-
-
-def test_a_lowered_program_raises() -> None:
-    with pytest.raises(TypeError) as error:
-        ts.collectives(jax.jit(jnp.sin).lower(1.0))
-    assert str(error.value) == (
-        "collectives: a lowered program shows only the collectives that were written by hand;"
-        " XLA's partitioner adds the others. Compile it: `step.lower(state, batch).compile()`."
-    )
+@pytest.mark.parametrize(
+    ("program", "mesh", "error", "message"),
+    [
+        pytest.param(
+            lambda: text("cpu_by_hand"),
+            "fsdp=4",
+            ts.MeshError,
+            "collectives: the program runs on 8 device(s), but the mesh (fsdp=4) has 4. Pass the"
+            " mesh that it was compiled for.",
+            id="for another mesh",
+        ),
+        pytest.param(
+            lambda: jax.jit(jnp.sin),
+            None,
+            TypeError,
+            "collectives: PjitFunction is not a program. Compile it first:"
+            " `step.lower(state, batch).compile()`, or pass the text of one.",
+            id="not compiled",
+        ),
+        pytest.param(
+            lambda: jax.jit(jnp.sin).lower(1.0),
+            None,
+            TypeError,
+            "collectives: a lowered program shows only the collectives that were written by hand;"
+            " XLA's partitioner adds the others. Compile it:"
+            " `step.lower(state, batch).compile()`.",
+            id="lowered",
+        ),
+    ],
+)
+def test_another_program_raises(program: Any, mesh: Any, error: Any, message: str) -> None:
+    with pytest.raises(error) as raised:
+        ts.collectives(program(), mesh)
+    assert str(raised.value) == message
 
 
 # ------------------------------------------------------------------ in tests
@@ -518,18 +518,6 @@ def test_an_op_that_cannot_be_read_breaks_every_budget() -> None:
     assert str(error.value).startswith(
         "these ops look like collectives, but cannot be read: AllGatherOfTheFuture.\n"
     )
-
-
-@pytest.mark.parametrize(
-    "name", ["all-reduce-start", "all-gather-start", "collective-permute-start"]
-)
-def test_an_asynchronous_collective_of_jax_itself_is_unknown(name: str) -> None:
-    # JAX 0.12 lowers them as custom calls.
-    op = f'f32[8]{{0}} custom-call(%x), custom_call_target="{name}"'
-    program = (
-        f"HloModule m\n\nENTRY %main {{\n  %x = f32[8]{{0}} parameter(0)\n  ROOT %y = {op}\n}}\n"
-    )
-    assert [one.kind for one in ts.collectives(program)] == ["unknown"]
 
 
 def test_the_example_of_the_package_runs() -> None:

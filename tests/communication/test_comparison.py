@@ -401,11 +401,17 @@ def doubled(fsdp_mesh: jax.sharding.Mesh) -> jax.stages.Compiled:
     return jax.jit(lambda state: state["w"] * 2, out_shardings=whole).lower({"w": w}).compile()
 
 
-def test_an_op_that_cannot_be_read_is_reported() -> None:
-    program = (
-        "HloModule m, num_partitions=8\n\nENTRY %main (w: f32[1,8]) -> f32[8,8] {\n"
+def _program_of(lines: str) -> str:
+    return (
+        "HloModule m, num_partitions=8\n\nENTRY %main (w: f32[1,8], x: f32[8]) -> f32[8] {\n"
         "  %w = f32[1,8]{1,0} parameter(0), metadata={op_name=\"state[\\'w\\']\"}\n"
-        '  ROOT %y = f32[8,8]{1,0} custom-call(%w), custom_call_target="AllGatherOfTheFuture"\n}\n'
+        f"  {lines}\n}}\n"
+    )
+
+
+def test_an_op_that_cannot_be_read_is_reported() -> None:
+    program = _program_of(
+        'ROOT %y = f32[8,8]{1,0} custom-call(%w), custom_call_target="AllGatherOfTheFuture"'
     )
     plan = ts.plan({"w": struct(8, 8)}, [("w", P("fsdp"))], abstract_mesh("fsdp=8"), min_size=0)
     differences = ts.compare_communication(plan, program, batch=P("fsdp")).unplanned
@@ -414,35 +420,38 @@ def test_an_op_that_cannot_be_read_is_reported() -> None:
     assert "AllGatherOfTheFuture" in str(differences[0])
 
 
-def test_a_plan_of_another_tree_raises(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
-    plan = ts.plan({"v": struct(8, 8)}, [("v", P("fsdp"))], fsdp_mesh, min_size=0)
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        pytest.param(
+            {"v": struct(8, 8)},
+            "compare_communication: the program has none of the plan's parameters, such as 'v'. Its"
+            " arguments: state/w.",
+            id="another tree",
+        ),
+        pytest.param(
+            {"w": struct(16, 8)},
+            "w: 32 bytes per device in the program, 64 in the plan.\n"
+            "Compile the step for this plan.",
+            id="other shapes",
+        ),
+    ],
+)
+def test_a_plan_of_another_tree_raises(
+    tree: Any, message: str, doubled: Any, fsdp_mesh: jax.sharding.Mesh
+) -> None:
+    plan = ts.plan(tree, [(".*", P("fsdp"))], fsdp_mesh, min_size=0)
     with pytest.raises(ts.SpecError) as error:
         ts.compare_communication(plan, doubled)
-    assert str(error.value) == (
-        "compare_communication: the program has none of the plan's parameters, such as 'v'. Its"
-        " arguments: state/w."
-    )
-
-
-def test_a_plan_of_other_shapes_raises(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
-    plan = ts.plan({"w": struct(16, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
-    with pytest.raises(ts.SpecError) as error:
-        ts.compare_communication(plan, doubled)
-    assert str(error.value) == (
-        "w: 32 bytes per device in the program, 64 in the plan.\nCompile the step for this plan."
-    )
+    assert str(error.value) == message
 
 
 def test_a_program_without_the_sharding_of_its_batch_raises() -> None:
-    text = (
-        "HloModule m, num_partitions=8\n\nENTRY %main (w: f32[1,8], x: f32[8]) -> f32[8] {\n"
-        "  %w = f32[1,8]{1,0} parameter(0), metadata={op_name=\"state[\\'w\\']\"}\n"
-        '  ROOT %x = f32[8]{0} parameter(1), metadata={op_name="x"}\n}\n'
-    )
+    program = _program_of('ROOT %x = f32[8]{0} parameter(1), metadata={op_name="x"}')
     plan = ts.plan({"w": struct(8, 8)}, [("w", P("fsdp"))], abstract_mesh("fsdp=8"), min_size=0)
     with pytest.raises(ts.SpecError, match="does not say how its argument .x. is sharded. Pass"):
-        ts.compare_communication(plan, text)
-    assert len(ts.compare_communication(plan, text, batch=P("fsdp")).unplanned) == 2
+        ts.compare_communication(plan, program)
+    assert len(ts.compare_communication(plan, program, batch=P("fsdp")).unplanned) == 2
 
 
 def test_the_batch_is_read_from_a_program_whose_text_does_not_have_it(
@@ -455,25 +464,20 @@ def test_the_batch_is_read_from_a_program_whose_text_does_not_have_it(
     assert ts.compare_communication(plan, program) == from_text
 
 
-def test_a_mesh_may_be_text(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
-    plan = ts.plan({"w": struct(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
-    compared = ts.compare_communication(plan, doubled, mesh="fsdp=8")
-    assert compared == ts.compare_communication(plan, doubled)
-
-
 def test_a_program_of_another_mesh_raises(doubled: Any) -> None:
     plan = plan_of(MODELS["mlp"], abstract_mesh("fsdp=16"), False)
     with pytest.raises(ts.MeshError, match="runs on 8 device.s., but the mesh .fsdp=16. has 16"):
         ts.compare_communication(plan, doubled)
 
 
-def test_a_mesh_as_text_is_enough_to_name_axes() -> None:
-    mesh = ts.make_mesh("fsdp=8")
-    x = ts.shard(np.ones((8, 8), np.float32), P("fsdp"), mesh)
-    program = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, P())).lower(x).compile()
-    assert ts.collectives(program, "fsdp=8") == ts.collectives(program, mesh)
-    assert [moved.axes for moved in ts.collectives(program, "fsdp=8")] == [("fsdp",)]
-    ts.assert_collectives(program, "fsdp=8", all_gather=1)
-    with jax.set_mesh(mesh):
+def test_a_mesh_as_text_is_enough_to_name_axes(doubled: Any, fsdp_mesh: jax.sharding.Mesh) -> None:
+    plan = ts.plan({"w": struct(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+    compared = ts.compare_communication(plan, doubled, mesh="fsdp=8")
+    assert compared == ts.compare_communication(plan, doubled)
+    assert ts.collectives(doubled, "fsdp=8") == ts.collectives(doubled, fsdp_mesh)
+    assert [moved.axes for moved in ts.collectives(doubled, "fsdp=8")] == [("fsdp",)]
+    ts.assert_collectives(doubled, "fsdp=8", all_gather=1)
+    with jax.set_mesh(fsdp_mesh):
+        x = ts.shard(np.ones((8, 8), np.float32), P("fsdp"))
         whole = jax.jit(lambda x: ts.unshard(x, P("fsdp"), "fsdp", "fsdp=8"))(x)
     assert whole.sharding.is_fully_replicated

@@ -273,8 +273,12 @@ class CollectiveReader:
             self._devices = math.prod(self.axes.values())
         self._arguments = {parameter.op_name for parameter in self.program.parameters}
         # The ids of chains; see `_chains_started`.
-        computations = self.program.computations.values()
-        self._started = {chain for each in computations for chain in _chains_started(each)}
+        self._started: set[str] = set()
+        self._padded_scatters: set[str] = set()
+        for name, computation in self.program.computations.items():
+            self._started |= _chains_started(computation)
+            if _is_scatter(name) and any(op.opcode == "pad" for op in computation.ops.values()):
+                self._padded_scatters.add(name)
 
     def all(self) -> Iterator[Collective]:
         """The collectives that the entry reaches, and those of computations without a caller."""
@@ -351,7 +355,7 @@ class CollectiveReader:
         if kind in ("unknown", "ragged-all-to-all"):
             dtype = next((buffer.dtype for buffer in op.types), "unknown")
             return [(Buffer(dtype, None, 0), read)]
-        if op.opcode == "send":
+        if op.opcode == "send" and read:
             # `(f32[512,8,128], u32[], token[]) send(%bitcast, %after-all), channel_id=2`
             return self._unjoined(kind, read[0], _sent(kind, read[0], groups))
         if not read or len(results) != len(read):
@@ -361,17 +365,21 @@ class CollectiveReader:
             return [(results[0]._replace(bytes=total(part.bytes for part in results)), read)]
         buffers: list[tuple[Buffer, list[Value]]] = []
         for operand, result in zip(read, results, strict=True):
-            if op.opcode.startswith("reduce-scatter"):
-                # `f32[512,1024] reduce-scatter(%fusion.12)`, of f32[4096,1024]
-                size = _type(operand).bytes or _product(result.bytes, groups.size)
-                buffers += self._unjoined(kind, operand, result._replace(bytes=size))
-            elif kind == "reduce-scatter" and operand.op.opcode == "pad":
-                # `%pad = f32[4128,1024] pad(%input, %constant.63), padding=0_32x0_0`, on TPUs
-                unpadded = operands(operand)[0]
-                buffers.append((_type(unpadded), [unpadded]))
-            else:
-                buffers += self._unjoined(kind, operand, result)
+            buffers += self._of_operand(kind, op, operand, result, groups)
         return buffers
+
+    def _of_operand(
+        self, kind: str, op: Op, operand: Value, result: Buffer, groups: Groups
+    ) -> list[tuple[Buffer, list[Value]]]:
+        if op.opcode.startswith("reduce-scatter"):
+            # `f32[512,1024] reduce-scatter(%fusion.12)`, of f32[4096,1024]
+            size = _type(operand).bytes or _product(result.bytes, groups.size)
+            return [(result._replace(bytes=size), [operand])]
+        if kind == "reduce-scatter" and operand.op.opcode == "pad":
+            # `%pad = f32[4128,1024] pad(%input, %constant.63), padding=0_32x0_0`, on TPUs
+            unpadded = operands(operand)[0]
+            return [(_type(unpadded), [unpadded])]
+        return self._unjoined(kind, operand, result)
 
     def _unjoined(
         self, kind: str, operand: Value, buffer: Buffer
@@ -433,9 +441,7 @@ class CollectiveReader:
         at = read[0]
         while at.op.opcode != "fusion" and len(sources := self.flow.sources(at)) == 1:
             at = sources[0]
-        callees = [name for names in at.op.called.values() for name in names]
-        bodies = [self.program.computations[name] for name in callees if _is_scatter(name)]
-        is_padded = any(op.opcode == "pad" for body in bodies for op in body.ops.values())
+        is_padded = self._padded_scatters.intersection(at.op.called.get("calls", ()))
         return "reduce-scatter" if is_padded else None
 
     # ---------------------------------------------------------------- who takes part
@@ -570,12 +576,14 @@ def _is_scatter(computation: str) -> bool:
     return computation.startswith("all-reduce-scatter")
 
 
+# How often a ring sends each part of a payload to a neighbour.
+_ROUNDS = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
+
+
 def bytes_on_the_wire(kind: str, size: int | None, devices: int | None) -> int | None:
     """What each of some devices in a ring sends of a payload."""
     if size is None or devices is None or kind == "unknown":
         return None
-    if kind in ("all-gather", "reduce-scatter", "all-to-all"):
-        return size * (devices - 1) // devices
-    if kind == "all-reduce":
-        return 2 * size * (devices - 1) // devices
+    if kind in _ROUNDS:
+        return _ROUNDS[kind] * size * (devices - 1) // devices
     return size if devices > 1 else 0

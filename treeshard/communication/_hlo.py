@@ -55,6 +55,8 @@ _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\]")  # `bf16[512,1024]`
 _NAME = re.compile(r"%([^\s,)}]+)")
 # What is not a name among operands without `%`: `/*index=5*/`, `[512,1024]`, `{1,0:T(8,128)}`
 _NO_NAME = re.compile(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}")
+# and, without these, the type of a tuple: `(f32, s32)`
+_TUPLE_TYPE = re.compile(r"\((?:[^()]|\([^()]*\))*\)")
 # The comma in `mesh['axis_0'=4], device_ids=([4]) {'axis_0'}` does not end an attribute.
 _TOKEN = re.compile(r'[(\[{]|[)\]}]|,(?! device_ids=)|"(?:[^"\\]|\\.)*"')
 _DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -92,8 +94,9 @@ class Op:
         arguments = self._arguments
         if "%" in arguments:
             return _NAME.findall(arguments)
-        # In texts without `%`, a name may follow its type.
-        return [part.split()[-1] for part in _NO_NAME.sub("", arguments).split(",") if part.strip()]
+        # In texts without `%`, a name may follow its type: `(f32[8]{0}, s32[]) tuple.3`.
+        names = _TUPLE_TYPE.sub("", _NO_NAME.sub("", arguments))
+        return [part.split()[-1] for part in names.split(",") if part.strip()]
 
     @property
     def types(self) -> Sequence[Buffer]:

@@ -137,7 +137,9 @@ class Matcher:
     # ---------------------------------------------------------------- rules
 
     def _file_unreadable(self, moved: _Moved) -> bool:
-        return not moved.is_readable and self._add("unreadable", moved, moved.leaf)
+        if moved.is_readable:
+            return False
+        return self._add("unreadable", moved, moved.leaf)
 
     def _file_across_axes(self, moved: _Moved) -> bool:
         if moved.collective.axes is not None:
