@@ -1371,31 +1371,6 @@ MOVES = Group(
             ts.assert_collectives(program(P("fsdp")), all_gather=0)
             """,
         ),
-        Entry(
-            "Involuntary full rematerialization",
-            "The compiler's own warning, on the standard error of the process: it can only change"
-            " the sharding of a value by replicating it on every device. `collectives` lists the"
-            " all-gathers of that value, each with its `source`, a line of yours. Reshard in two"
-            " steps, or choose another sharding.",
-            """
-            def compiled(*specs):
-                def move(x):
-                    for spec in specs:
-                        x = 2 * ts.with_sharding_constraint(x, spec, mesh)
-                    return x
-
-                return jax.jit(move).lower(np.ones((8, 8, 8), "float32")).compile()
-
-
-            before, after = P("data", None, "fsdp"), P(None, ("fsdp", "data"))
-            for moved in ts.collectives(compiled(before, after), mesh):
-                print(moved.kind, moved.axes, moved.bytes, moved.path)
-            """,
-            """
-            ts.assert_collectives(compiled(before, P("data", "fsdp"), after), mesh, all_gather=0)
-            """,
-            shows="all-gather ('data',) 2048 x",
-        ),
     ],
 )
 
