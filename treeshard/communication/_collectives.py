@@ -1,4 +1,8 @@
-"""Lists the collectives of a compiled program, and asserts budgets on them."""
+"""Lists the collectives of a compiled program, and asserts budgets on them.
+
+Of the compiled program, and not of a jaxpr or a lowered one: XLA's partitioner adds most of them,
+and backends then combine, fuse, widen and split them, each in its own way.
+"""
 
 import math
 import re
@@ -192,13 +196,13 @@ def assert_collectives(
     facts: list[str] = []
     for kind, budget in zip(KINDS, budgets, strict=True):
         count, most = budget if isinstance(budget, tuple) else (budget, None)
-        of_kind = [one for one in moved if one.kind == kind]
-        runs = total(one.count for one in of_kind)
+        of_kind = [x for x in moved if x.kind == kind]
+        runs = total(x.count for x in of_kind)
         if count is not None and runs != count:
             facts.append(f"{kind}: {_or_unknown(runs)} executions, expected {count:,}.")
         facts += _over(kind, of_kind, most)
     facts += _over("all collectives", moved, max_bytes)
-    unknown = list(dict.fromkeys(one.op_name or "" for one in moved if one.kind == "unknown"))
+    unknown = list(dict.fromkeys(x.op_name or "" for x in moved if x.kind == "unknown"))
     if unknown:
         names = ", ".join(unknown[:5])
         facts.append(f"these ops look like collectives, but cannot be read: {names}.")
@@ -207,15 +211,15 @@ def assert_collectives(
 
 
 def _over(what: str, moved: Sequence[Collective], most: int | None) -> list[str]:
-    size = total(one.total_bytes for one in moved)
+    size = total(x.total_bytes for x in moved)
     if most is None or (size is not None and size <= most):
         return []
     return [f"{what}: {_or_unknown(size)} bytes, at most {most:,} allowed."]
 
 
-def is_scalar(one: Collective) -> bool:
+def is_scalar(collective: Collective) -> bool:
     """Whether it reduces a scalar, such as a loss, which no plan has."""
-    return one.kind == "all-reduce" and one.rank == 0 and one.bytes is not None
+    return collective.kind == "all-reduce" and collective.rank == 0 and collective.bytes is not None
 
 
 def total(numbers: Iterable[int | None]) -> int | None:
@@ -246,8 +250,7 @@ def _table(moved: Sequence[Collective]) -> str:
         return "nothing"
     lines = [("kind", "axes", "count", "bytes each", "total", "array", "moves", "source")]
     rows = Counter(
-        (one.kind, one.axes, one.bytes, one.count, one.dtype, one.path or one.op_name, one.source)
-        for one in moved
+        (x.kind, x.axes, x.bytes, x.count, x.dtype, x.path or x.op_name, x.source) for x in moved
     )
     for (kind, axes, size, count, dtype, moves, source), times in rows.items():
         runs = _product(times, count)
@@ -389,10 +392,11 @@ class CollectiveReader:
             return [(buffer, [operand])]
         joined = self._unwrapped(operand)
         if joined.op.opcode == "concatenate":
+            # `f32[4194305]{0} concatenate(%param_0.84, %param_1.132)`: GPUs, a gradient and a loss
             return [(_type(self._unwrapped(part)), [part]) for part in operands(joined)]
         scalar = _type(joined)
         if joined.op.types and scalar.rank == 0:
-            # `%all-reduce.5 = f32[1,1,128] all-reduce(%bitcast.7)`, of f32[]: padded to a tile
+            # `%all-reduce.17 = f32[1,1,128] all-reduce(%bitcast.16)`, of f32[]: padded to a tile
             return [(scalar, [operand])]
         return [(buffer, [operand])]
 
@@ -432,9 +436,9 @@ class CollectiveReader:
 
         TPUs pad what does not divide into tiles, and then send the rows that came too far:
 
-            %fusion.9 = f32[1032,1024]{1,0} fusion(%grad), calls=%all-reduce-scatter
-            %slice.1 = f32[24,1024]{1,0} slice(%fusion.9), slice={[1008:1032], [0:1024]}
-            %collective-permute-start.1 = (...) collective-permute-start(%slice.1)
+            %fusion.1 = f32[1032,1024] fusion(%fusion.13), kind=kCustom, calls=%all-reduce-scatter.1
+            %slice.1 = f32[24,1024] slice(%fusion.1), slice={[1008:1032], [0:1024]}
+            %collective-permute-start.1 = (...) collective-permute-start(%slice.1), channel_id=1
         """
         if kind != "collective-permute" or not read:
             return None

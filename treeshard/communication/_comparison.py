@@ -137,14 +137,14 @@ class Comparison:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why the program does not move the bytes that are planned, a line for each reason."""
-        return (*self._notes(), *(str(one).splitlines()[0] for one in self.unplanned))
+        return (*self._notes(), *(str(difference).splitlines()[0] for difference in self.unplanned))
 
     def _notes(self) -> list[str]:
         """What differs without being a fault."""
         lines = by_compiler_lines(self.by_compiler, self.platform)
         if not self.tensor_parallel:
             return lines
-        size = bytes_text(total(one.total_bytes for one in self.tensor_parallel))
+        size = bytes_text(total(x.total_bytes for x in self.tensor_parallel))
         activations = counted(len(self.tensor_parallel), "tensor-parallel activation")
         return [f"including {activations}, {size}", *lines]
 
@@ -222,7 +222,7 @@ def _idle_axes(
     plan: Plan, batch_axes: Sequence[str], compiled: Sequence[Collective]
 ) -> Iterator[Unplanned]:
     """The axes that shard neither the plan nor the batch, and along which nothing is moved."""
-    moved = [one.axes for one in compiled]
+    moved = [x.axes for x in compiled]
     if None in moved:
         return
     used = {*get_names_from_partition_spec(plan), *batch_axes}

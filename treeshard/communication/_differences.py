@@ -178,8 +178,8 @@ def explain(
 ) -> tuple[str, str]:
     """The fact and the hint of a difference. `detail` tells those of one code apart."""
     words = _WORDS[_case(code, kind, detail)]
-    size = bytes_text(total(one.total_bytes for one in moved))
-    gathers = [one.axes or () for one in moved if one.kind == "all-gather"]
+    size = bytes_text(total(x.total_bytes for x in moved))
+    gathers = [x.axes or () for x in moved if x.kind == "all-gather"]
     gathered = dict.fromkeys(axis for axes in gathers for axis in axes)
     batch = repr(entry_of(batch_axes))
     fields = {
@@ -214,8 +214,8 @@ def _case(code: str, kind: str, detail: str) -> str:
 
 def _size_of_trips(moved: Sequence[Collective]) -> str:
     """`4.0 KiB x 4 trips = `, if all run in a loop of the same number of trips."""
-    trips = {one.count for one in moved}
-    of_one_trip = total(one.bytes for one in moved)
+    trips = {x.count for x in moved}
+    of_one_trip = total(x.bytes for x in moved)
     if len(trips) != 1 or None in trips or of_one_trip is None:
         return ""
     return f"{human_bytes(of_one_trip)} x {trips.pop()} trips = "
@@ -232,8 +232,8 @@ _BY_COMPILERS = {
 def by_compiler_lines(own: Iterable[Unplanned], platform: str | None) -> list[str]:
     """A line for what the compiler of a platform does by itself, and one for narrower dtypes."""
     moved: dict[str, list[Collective]] = defaultdict(list)
-    for one in own:
-        moved[one.code] += one.collectives
+    for difference in own:
+        moved[difference.code] += difference.collectives
     sizes = {
         code: human_bytes(total(x.total_bytes for x in collectives) or 0)
         for code, collectives in moved.items()
@@ -245,7 +245,7 @@ def by_compiler_lines(own: Iterable[Unplanned], platform: str | None) -> list[st
         others = " Compilers for TPUs and GPUs need not." if platform == "cpu" else ""
         lines.append(f"The {name} {' and '.join(facts)}.{others}")
     if "narrower" in sizes:
-        dtypes = " and ".join(sorted({one.dtype for one in moved["narrower"]}))
+        dtypes = " and ".join(sorted({x.dtype for x in moved["narrower"]}))
         lines.append(
             f"{sizes['narrower']} move as {dtypes}, narrower than planned: the step casts it,"
             " or the compiler does, since its matrix products round to it."
@@ -265,17 +265,17 @@ def collective_lines(moved: Sequence[Collective], most: int) -> list[str]:
     return [*lines[:most], f"    ... and {len(lines) - most} more"]
 
 
-def collective_line(one: Collective) -> str:
-    size = bytes_text(one.bytes, "unknown bytes")
-    times = "? times" if one.count is None else counted(one.count, "time")
-    axes = "unknown axes" if one.axes is None else " and ".join(map(repr, one.axes))
-    parts = [f"{one.kind} of {size} ({one.dtype}) along {axes}, {times}"]
-    if one.is_inserted:
+def collective_line(collective: Collective) -> str:
+    size = bytes_text(collective.bytes, "unknown bytes")
+    times = "? times" if collective.count is None else counted(collective.count, "time")
+    axes = "unknown axes" if collective.axes is None else " and ".join(map(repr, collective.axes))
+    parts = [f"{collective.kind} of {size} ({collective.dtype}) along {axes}, {times}"]
+    if collective.is_inserted:
         parts.append("inserted by the partitioner")
-    if one.op_name:
-        parts.append(f"in {_short(one.op_name)}")
-    if one.source:
-        parts.append(f"at {one.source}")
+    if collective.op_name:
+        parts.append(f"in {_short(collective.op_name)}")
+    if collective.source:
+        parts.append(f"at {collective.source}")
     return ", ".join(parts)
 
 

@@ -128,7 +128,7 @@ class Op:
     def op_name(self) -> str | None:
         """The name that JAX gave it; for a parameter of the entry, `state['w']`."""
         name = _first(r'op_name="((?:[^"\\]|\\.)*)"', self.attribute("metadata"))
-        return None if name is None else name.replace("\\'", "'").replace('\\"', '"')
+        return name.replace("\\'", "'").replace('\\"', '"') or None
 
     @property
     def target(self) -> str:
@@ -139,7 +139,7 @@ class Op:
 
     def frontend(self, name: str) -> str:
         """One of the attributes that JAX or an early pass of XLA wrote: `{chain_id="1"}`."""
-        return _first(rf'[{{,]{name}="([^"]*)"', self.attribute("frontend_attributes")) or ""
+        return _first(rf'[{{,]{name}="([^"]*)"', self.attribute("frontend_attributes"))
 
     @property
     def index(self) -> int | None:
@@ -155,7 +155,7 @@ class Op:
     @property
     def trips(self) -> int | None:
         """The trip count of a `while`, if the text states it."""
-        return _number(_first(_TRIPS, self._text) or "")
+        return _number(_first(_TRIPS, self._text))
 
     @property
     def _arguments(self) -> str:
@@ -177,10 +177,10 @@ def _end(text: str, start: int, token: str) -> int:
     return len(text)
 
 
-def _first(pattern: str | re.Pattern[str], text: str) -> str | None:
+def _first(pattern: str | re.Pattern[str], text: str, default: str = "") -> str:
     """The first group of the first match."""
     match = re.search(pattern, text)
-    return None if match is None else match[1]
+    return default if match is None else match[1]
 
 
 def _number(text: str) -> int | None:
@@ -216,10 +216,9 @@ class HloProgram:
         self._tables: dict[str, dict[int, str]] = {}
         head, entry = self._read(enumerate(text.split("\n"), 1))
         self.entry = self.computations[entry]
-        replicas = _first(r"\breplica_count=(\d+)", head)
-        partitions = _first(r"\bnum_partitions=(\d+)", head)
-        self.replicas, self.partitions = int(replicas or 1), int(partitions or 1)
-        is_stated = replicas is not None or partitions is not None
+        self.replicas = int(_first(r"\breplica_count=(\d+)", head, "1"))
+        self.partitions = int(_first(r"\bnum_partitions=(\d+)", head, "1"))
+        is_stated = "replica_count=" in head or "num_partitions=" in head
         self.devices = self.replicas * self.partitions if is_stated else None
 
     def _read(self, lines: Iterator[tuple[int, str]]) -> tuple[str, str]:
@@ -252,9 +251,9 @@ class HloProgram:
         """The line of the user's code that an op comes from, as `file:line`."""
         metadata = op.attribute("metadata")
         file = _first(r'source_file="([^"]*)"', metadata)
-        if file is not None:  # `source_file="model.py" source_line=3`, in texts without tables
+        if file:  # `source_file="model.py" source_line=3`, in texts without tables
             line = _first(r"source_line=(\d+)", metadata)
-            return file if line is None else f"{file}:{line}"
+            return f"{file}:{line}" if line else file
         # The innermost line that is neither treeshard's nor, if others remain, a package's.
         stack = list(self._stack(_field(metadata, "stack_frame_id")))
         outside = [line for line in stack if not line.startswith(HIDDEN)]
@@ -316,4 +315,4 @@ def _check_is_no_op(number: int, line: str, computation: str) -> None:
 
 
 def _field(row: str, name: str) -> int:
-    return int(_first(rf"\b{name}=(\d+)", row) or 0)
+    return int(_first(rf"\b{name}=(\d+)", row, "0"))

@@ -403,8 +403,8 @@ def _is_done_by(moved: _Moved, parts: Sequence[_Expected]) -> bool:
 
 
 def _match(expected: Iterable[_Expected]) -> None:
-    for one in expected:
-        one.left = 0
+    for transfer in expected:
+        transfer.left = 0
 
 
 def elements(size: int | None, dtype: str) -> int | None:

@@ -1,4 +1,8 @@
-"""Gets the graph of a compiled program, and the mesh that it runs on."""
+"""Gets the graph of a compiled program, and the mesh that it runs on.
+
+The mesh is that of the program's arguments and results in JAX: the text has no names of its axes,
+or XLA's own, and for several slices it is the text of one.
+"""
 
 import math
 import re
