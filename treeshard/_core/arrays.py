@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Sharding
 
 # ------------------------------------------------------------------ kinds of leaves
@@ -54,53 +53,6 @@ def is_key(x: Any) -> bool:
 def data_of(x: Any) -> Any:
     """The key data of typed keys; any other array unchanged."""
     return jax.random.key_data(x) if is_key(x) else x
-
-
-def ties(leaves: Sequence[Any]) -> dict[int, int]:
-    """The leaves that are the same array as an earlier one: its index, by theirs.
-
-    Arrays are the same if they are one object, or if they have one form and the same memory. An
-    array of one element is not considered: programs share constants. Nor is a `ShapeDtypeStruct`,
-    which may describe many arrays.
-    """
-    first: dict[Any, int] = {}
-    alike: dict[Any, list[int]] = {}
-    for i, x in enumerate(leaves):
-        if isinstance(x, jax.Array | np.ndarray) and x.size > 1:
-            alike.setdefault((x.shape, x.dtype), []).append(i)
-    # Arrays of numpy that own their memory share none; asking for an address is slow.
-    views = any(isinstance(x, np.ndarray) and not x.flags.owndata for x in leaves)
-    tied: dict[int, int] = {}
-    for indices in alike.values():
-        for i in indices if len(indices) > 1 else ():
-            x = leaves[i]
-            owns = isinstance(x, np.ndarray) and not views
-            earlier = first.setdefault(id(x) if owns else _memory(x), i)
-            if earlier == i:
-                continue
-            y = leaves[earlier]
-            if x is y or _buffers(x) == _buffers(y):
-                tied[i] = earlier
-    return tied
-
-
-def _buffers(x: jax.Array | np.ndarray) -> list[int]:
-    """The addresses of all shards here: arrays that differ may share that of one replica."""
-    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_deleted():
-        return []
-    return [shard.data.unsafe_buffer_pointer() for shard in data_of(x).addressable_shards]
-
-
-def _memory(x: jax.Array | np.ndarray) -> Any:
-    """What two arrays of one shape and dtype have in common if they are the same array."""
-    if isinstance(x, np.ndarray):
-        return x.__array_interface__["data"][0], x.strides
-    if isinstance(x, Tracer) or x.is_deleted() or not x.sharding.addressable_devices:
-        return id(x)
-    try:
-        return data_of(x).addressable_data(0).unsafe_buffer_pointer(), x.sharding
-    except jax.errors.JaxRuntimeError:  # a platform that does not tell addresses
-        return id(x)
 
 
 def same_arrays(leaves: Iterable[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:

@@ -5,12 +5,10 @@
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
-
-from treeshard.errors import listed, warn
 
 PyTree = Any  # any tree that `jax.tree` functions take
 IsLeaf = Callable[[Any], bool] | None
@@ -99,30 +97,6 @@ def _named_leaves(tree: PyTree, sep: str, is_leaf: IsLeaf) -> tuple[list[str], l
 def path_under(prefix: str, path: str) -> str:
     """Joins the path of a subtree and a path inside it; either may be empty."""
     return "/".join(part for part in (prefix, path) if part)
-
-
-def warn_untied(
-    where: str,
-    tree: PyTree,
-    tied: Mapping[int, int],
-    after: Sequence[Any] | None = None,
-    prefix: str = "",
-    fix: str = "To keep them one, use `equinox.nn.Shared`.",
-) -> None:
-    """Warns if a tree has one array at several paths, and a call makes several arrays of it.
-
-    `tied` are the `ties` of its leaves, and `after` is what becomes of each leaf: by default an
-    object of its own. The tree is at the path `prefix` of a larger one.
-    """
-    pairs = [(i, j) for i, j in tied.items() if after is None or after[i] is not after[j]]
-    if pairs:
-        paths = [path_under(prefix, path) for path in leaf_paths(tree)]
-        facts = [
-            f"{paths[i]}: it is the same array as {paths[j]}, and becomes an array of its own."
-            f" {fix}"
-            for i, j in pairs
-        ]
-        warn(f"{where}: {listed(f'{len(facts)} arrays are no longer shared:', facts)}")
 
 
 def paths_of(treedef: Any) -> list[str]:
