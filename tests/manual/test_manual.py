@@ -517,6 +517,28 @@ def test_shard_params_takes_the_largest_dim(shape: tuple, axes: Any, spec: P) ->
     assert found == spec
 
 
+@pytest.mark.parametrize(
+    ("environment", "given", "least"),
+    [
+        pytest.param("", None, 2**14, id="default"),
+        pytest.param("64", None, 64, id="environment"),
+        pytest.param("64", 32, 32, id="argument"),
+    ],
+)
+def test_leaves_below_the_threshold_stay_whole(
+    environment: str, given: int | None, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MIN_SHARDING_SIZE", environment)
+    tree = {"least": jnp.zeros((2, least // 2)), "below": jnp.zeros(least - 4)}
+    keep = partial(manual.shard_params, axis_names="fsdp", min_size=given)
+    _, specs = shapes_and_specs(keep, tree)
+    assert specs == {"least": P(None, "fsdp"), "below": P()}
+
+    linear = manual.shard_module_params(eqx.nn.Linear, "fsdp", min_size=given)
+    make = lambda key: linear(2, least // 2, use_bias=False, key=key).module.weight  # noqa: E731
+    assert shapes_and_specs(make, jax.random.key(0))[1] == P("fsdp", None)
+
+
 def test_the_tutorials_classifier() -> None:
     """hidden 512, 784 inputs, 10 classes, from 2**4 elements on."""
     params = {

@@ -22,11 +22,6 @@ DEFAULTS = {
     "dtype": None,
     "is_leaf": None,
 }
-OTHER_DEFAULTS = {
-    # The tutorials' threshold, since a gather by hand costs a call for each leaf.
-    ("manual.shard_params", "min_size"): 2**18,
-    ("manual.shard_module_params", "min_size"): 2**18,
-}
 
 # ------------------------------------------------------------------ exceptions, and why
 
@@ -83,7 +78,6 @@ PARAMETERS = [
 
 def test_exceptions_are_of_existing_functions() -> None:
     exceptions = {*TREE_IS_NOT_FIRST, *MESH_IS_NOT_LAST, *BY_POSITION}
-    exceptions |= {name for name, _ in OTHER_DEFAULTS}
     assert exceptions <= FUNCTIONS.keys()
     assert DEFAULTS.keys() <= {parameter.name for _, parameter in PARAMETERS}
 
@@ -123,5 +117,4 @@ def test_options_are_given_by_name() -> None:
 def test_an_option_has_one_default() -> None:
     for name, parameter in PARAMETERS:
         if parameter.name in DEFAULTS and parameter.default is not parameter.empty:
-            default = OTHER_DEFAULTS.get((name, parameter.name), DEFAULTS[parameter.name])
-            assert parameter.default == default, (name, parameter)
+            assert parameter.default == DEFAULTS[parameter.name], (name, parameter)

@@ -31,7 +31,7 @@ from treeshard._core.specs import (
     with_entries,
     without_axes,
 )
-from treeshard._planning.tactics import fsdp
+from treeshard._planning.tactics import fsdp, min_size_in_force
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
 from treeshard.manual._boxes import Leaf, Partitioned, box_up, dims_over, leaves_with_specs
 from treeshard.manual._mean_gather import INSTEAD_OF_GATHER, Gathering, gather_by, vary
@@ -76,7 +76,7 @@ def shard_params(
     axis_names: AxisNames,
     specs: SpecTree = None,
     *,
-    min_size: int = 2**18,
+    min_size: int | None = None,
     pad: bool = False,
 ) -> PyTree:
     """Keeps this device's shards of parameters that every device has in full.
@@ -91,7 +91,8 @@ def shard_params(
             them outside of `axis_names` must shard the leaf already. Without specs, the
             largest dim that is free and divisible is sharded (among equals the last), and the
             leaf is put into a `Partitioned` box with its spec.
-        min_size: Without specs, leaves with fewer elements are not sharded.
+        min_size: Without specs, leaves with fewer elements are not sharded. By default
+            `MIN_SHARDING_SIZE` from the environment, else 16384.
         pad: Whether leaves that have no divisible dim are padded with zeros. Their boxes keep the
             true shape, and `gather_params` removes the padding. With specs, a plan that
             `Plan.padded` returned says what is padded.
@@ -126,7 +127,13 @@ def shard_params(
 
 @jax.named_scope("shard_params")
 def shard_tree(
-    params: PyTree, axis_names: AxisNames, specs: SpecTree, min_size: int, kind: Any, *, pad: bool
+    params: PyTree,
+    axis_names: AxisNames,
+    specs: SpecTree,
+    min_size: int | None,
+    kind: Any,
+    *,
+    pad: bool,
 ) -> PyTree:
     """`shard_params`, with the class of the box for leaves that are sharded without specs."""
     axes = axis_tuple(axis_names, "shard_params")
@@ -137,6 +144,7 @@ def shard_tree(
             " Omit `pad`, and give a plan that `Plan.padded` returned as the specs."
         )
     leaves, treedef = leaves_with_specs(params, specs, "shard_params")
+    min_size = min_size_in_force(min_size)
     mesh, kept, misfits = _current_mesh(axes), Facts(), Facts()
     if specs is None:
         targets = [_largest_dim_spec(leaf, axes, mesh, min_size, kept, pad) for leaf in leaves]

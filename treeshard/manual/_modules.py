@@ -31,7 +31,7 @@ def shard_module_params(
     axis_names: str | Sequence[str],
     specs: SpecTree = None,
     *,
-    min_size: int = 2**18,
+    min_size: int | None = None,
     dtype: DTypeLike | None = None,
     remat: bool = False,
     pad: bool = False,
@@ -53,8 +53,7 @@ def shard_module_params(
               and gathers in `apply`.
         axis_names: The axes to gather over, and to average gradients over.
         specs: As in `gather_params`. Linen classes have only boxes.
-        min_size: Without specs, parameters with fewer elements are not sharded when they are
-            made.
+        min_size: For classes, as in `shard_params`.
         dtype: As in `gather_params`.
         remat: Whether the backward pass gathers again, instead of keeping the gathered
             parameters (`jax.checkpoint`).
@@ -156,7 +155,13 @@ class GatheredModule:
 
 
 def _class(
-    kind: type, axes: tuple[str, ...], specs: Any, min_size: int, dtype: Any, remat: bool, pad: bool
+    kind: type,
+    axes: tuple[str, ...],
+    specs: Any,
+    min_size: int | None,
+    dtype: Any,
+    remat: bool,
+    pad: bool,
 ) -> Callable[..., GatheredModule]:
     @wraps(kind, updated=())
     def make(*args: Any, **kwargs: Any) -> GatheredModule:
@@ -167,7 +172,13 @@ def _class(
 
 
 def _linen_class(
-    linen: Any, kind: type, axes: tuple[str, ...], min_size: int, dtype: Any, remat: bool, pad: bool
+    linen: Any,
+    kind: type,
+    axes: tuple[str, ...],
+    min_size: int | None,
+    dtype: Any,
+    remat: bool,
+    pad: bool,
 ) -> type:
     def gather(params: Any) -> Any:
         gathered = gather_params(params, axes, dtype=dtype)
