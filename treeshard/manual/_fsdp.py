@@ -436,11 +436,12 @@ def value_and_grad(
     dtype: DTypeLike | None = None,
     gather: bool = True,
 ) -> Callable[..., Any]:
-    """Makes a function that gathers, differentiates and averages: FSDP in one call.
+    """Makes a gradient function for `shard_map`; the one for `jit` is `training.value_and_grad`.
 
-    It is right for every loss: for the mean over this device's batch (the gradients are then
-    those of the mean over all devices), and for a loss that was reduced by `jax.lax.pmean`,
-    `psum`, or a quotient of `psum`s (the gradients are then those of that value).
+    It gathers the parameters, differentiates and averages: FSDP in one call. It is right for
+    every loss: for the mean over this device's batch (the gradients are then those of the mean
+    over all devices), and for a loss that was reduced by `jax.lax.pmean`, `psum`, or a quotient
+    of `psum`s (the gradients are then those of that value).
 
     Args:
         loss: Called as `loss(params, *args)` with full parameters; returns a scalar, or with

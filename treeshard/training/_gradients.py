@@ -43,7 +43,7 @@ def value_and_grad(
     axis_names: str | Sequence[str] | None = None,
     has_aux: bool = False,
 ) -> Callable[..., Any]:
-    """Makes a function that differentiates a loss under `jit`, with gradients sharded by the plan.
+    """Makes a gradient function for `jit`; the one for `shard_map` is `manual.value_and_grad`.
 
     Like `jax.value_and_grad`, whose results it returns, with less communication and memory:
 
