@@ -1,4 +1,9 @@
-"""Leaves that carry their own spec: boxes, as in Flax."""
+"""Which spec each leaf has, from a tree of specs or from boxes around the leaves, as in Flax.
+
+Inside `shard_map` an array does not know it: it is this device's shard, and its type says at most
+along which axes it varies, not which dim they split. `Partitioned` is a class of our own, so that
+plain trees need no Flax; Flax's boxes are read without an import of Flax, by their methods.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +13,12 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import register_dataclass, tree_flatten
 
-from treeshard._core.arrays import has_shape
+from treeshard._core.arrays import has_shape, is_array
 from treeshard._core.mesh import context_mesh
 from treeshard._core.paths import PyTree, is_box, leaf_paths
 from treeshard._core.spec_trees import (
+    LaidSpec,
+    Misfit,
     SpecTree,
     lay,
     layer_specs,
@@ -23,6 +30,7 @@ from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.tactics import names_in
 
+Shape = tuple[int, ...]
 Names = tuple[str | tuple[str, ...] | None, ...]
 
 
@@ -47,7 +55,7 @@ class Partitioned:
 
     value: Any
     names: Sequence[Any]
-    unpadded: tuple[int, ...] | None = None
+    unpadded: Shape | None = None
 
     def __post_init__(self) -> None:
         self.names = tuple(self.names)
@@ -90,6 +98,14 @@ def partition_specs(tree: PyTree) -> SpecTree:
 
 # ------------------------------------------------------------------ reading and writing boxes
 
+# Flax has two kinds of boxes. Linen's have `replace_boxed`, and a spec of their own class; ours
+# are like them. nnx variables keep names in their metadata, next to whatever users put there.
+
+
+def _is_variable(box: Any) -> bool:
+    """Whether a box is an nnx variable."""
+    return not hasattr(type(box), "replace_boxed")
+
 
 def spec_of(box: Any) -> PartitionSpec:
     """The spec that a box has for its value."""
@@ -97,44 +113,49 @@ def spec_of(box: Any) -> PartitionSpec:
 
 
 def value_in(box: Any) -> Any:
-    """The value in a box. (Linen's `unbox` constrains it, which fails inside `shard_map`.)"""
-    return box.value if hasattr(type(box), "replace_boxed") else box.get_value()
+    """The value in a box."""
+    # Linen's `unbox` also constrains the sharding of the value, which fails inside `shard_map`.
+    return box.get_value() if _is_variable(box) else box.value
 
 
-def unpadded_in(box: Any) -> tuple[int, ...] | None:
+def unpadded_in(box: Any) -> Shape | None:
     """The true shape that a box records, if its value is padded."""
-    if hasattr(type(box), "replace_boxed"):
-        return getattr(box, "unpadded", None)
-    return box.get_metadata().get("unpadded")
+    if _is_variable(box):
+        return box.get_metadata().get("unpadded")
+    return getattr(box, "unpadded", None)
 
 
-def rebox(
-    box: Any, value: Any, spec: PartitionSpec, unpadded: tuple[int, ...] | None = None
-) -> Any:
+def rebox(box: Any, value: Any, spec: PartitionSpec, unpadded: Shape | None = None) -> Any:
     """The same kind of box around another value, sharded by `spec`; our own if it is padded.
 
     A value that no axis shards gets no box, except that nnx needs its variables.
     """
     names = _names(spec, value)
-    if not hasattr(type(box), "replace_boxed"):
-        unpadded = unpadded if any(names) else None
-        padding = {} if unpadded == unpadded_in(box) else {"unpadded": unpadded}
-        if any(names) or any(entries(spec_of(box))):
-            return box.replace(value, out_sharding=names if any(names) else None, **padding)
-        return box.replace(value)
+    if _is_variable(box):
+        return _variable_with(box, value, names, unpadded)
     if not any(names):
         return value
     if isinstance(box, Partitioned) or unpadded is not None:
-        return Partitioned(value, names, unpadded)
+        return boxed(value, spec, unpadded)
     return box.replace(value=value, names=names)
 
 
-def box_up(
-    kind: Any, value: Any, spec: PartitionSpec, unpadded: tuple[int, ...] | None = None
-) -> Any:
-    """A new box around a sharded value: of Linen's class, or of our own, which tells padding."""
-    names = _names(spec, value)
-    return kind(value, names) if unpadded is None else Partitioned(value, names, unpadded)
+def _variable_with(box: Any, value: Any, names: Names, unpadded: Shape | None) -> Any:
+    """An nnx variable with another value, sharded by `names`."""
+    is_sharded = any(names)
+    if not is_sharded and not any(entries(spec_of(box))):
+        return box.replace(value)
+    metadata: dict[str, Any] = {"out_sharding": names if is_sharded else None}
+    true_shape = unpadded if is_sharded else None
+    # Metadata is part of the tree's structure: a key that is new changes it, even with `None`.
+    if true_shape != unpadded_in(box):
+        metadata["unpadded"] = true_shape
+    return box.replace(value, **metadata)
+
+
+def boxed(value: Any, spec: PartitionSpec, unpadded: Shape | None = None) -> Partitioned:
+    """A new box around a value that `spec` shards."""
+    return Partitioned(value, _names(spec, value), unpadded)
 
 
 def _names(spec: PartitionSpec, value: Any) -> Names:
@@ -145,12 +166,10 @@ def _names(spec: PartitionSpec, value: Any) -> Names:
 # ------------------------------------------------------------------ leaves and their specs
 
 
-def dims_over(
-    spec: PartitionSpec | None, axes: Sequence[str]
-) -> tuple[tuple[int, tuple[str, ...]], ...]:
+def dims_over(spec: PartitionSpec, axes: Sequence[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
     """The dims that some of `axes` shard, each with these axes, outermost first."""
     pairs = []
-    for dim, entry in enumerate(entries(spec or PartitionSpec())):
+    for dim, entry in enumerate(entries(spec)):
         if over := tuple(axis for axis in axes_of(entry) if axis in axes):
             pairs.append((dim, over))
     return tuple(pairs)
@@ -161,37 +180,42 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: Its path.
+        node: The leaf as it is in the tree: the value, or the box that the spec was read from.
         value: The leaf, or the value in its box.
-        spec: How it is sharded; `None` leaves it unchanged.
-        box: The box that the spec was read from, else `None`.
+        spec: How it is sharded.
         unpadded: The full shape without padding, from the box or the plan, if it is padded.
+        passes_through: Whether every function returns it as it is: it is not an array, or the
+            tree of specs has `None` for it.
     """
 
     path: str
+    node: Any
     value: Any
-    spec: PartitionSpec | None
-    box: Any = None
-    unpadded: tuple[int, ...] | None = None
+    spec: PartitionSpec
+    unpadded: Shape | None
+    passes_through: bool
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that shard it."""
-        return tuple(a for entry in entries(self.spec or PartitionSpec()) for a in axes_of(entry))
+        return tuple(axis for entry in entries(self.spec) for axis in axes_of(entry))
+
+    @property
+    def is_boxed(self) -> bool:
+        """Whether its spec was read from a box around it."""
+        return self.node is not self.value
 
     def with_value(self, value: Any) -> Any:
         """The leaf of the resulting tree for another value with the same spec."""
-        if self.box is None:
+        if not self.is_boxed:
             return value
-        linen = hasattr(type(self.box), "replace_boxed")
-        return self.box.replace_boxed(value) if linen else self.box.replace(value)
+        if _is_variable(self.node):
+            return self.node.replace(value)
+        return self.node.replace_boxed(value)
 
-    def resharded(self, value: Any, spec: PartitionSpec, unpadded: tuple[int, ...] | None) -> Any:
+    def resharded(self, value: Any, spec: PartitionSpec, unpadded: Shape | None) -> Any:
         """The leaf of the resulting tree for another value, sharded by `spec`."""
-        return value if self.box is None else rebox(self.box, value, spec, unpadded)
-
-    def unchanged(self) -> Any:
-        """The leaf of the tree as it is, with its box."""
-        return self.value if self.box is None else self.box
+        return rebox(self.node, value, spec, unpadded) if self.is_boxed else value
 
 
 def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[Leaf], Any]:
@@ -205,57 +229,77 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
         SpecError: If `specs` does not fit the tree, or specs do not fit their leaves.
         UnknownAxisError: If specs name an axis that the mesh lacks.
     """
-    is_leaf = is_box if specs is None else None
-    values, treedef = tree_flatten(tree, is_leaf=is_leaf)
-    paths = leaf_paths(tree, is_leaf=is_leaf)
-    mesh = None if specs is None else context_mesh()  # names in boxes may be logical
     if specs is None:
-        leaves = [
-            Leaf(path, value_in(x), spec_of(x), x, unpadded_in(x))
-            if is_box(x)
-            else Leaf(path, x, PartitionSpec())
-            for path, x in zip(paths, values, strict=True)
-        ]
+        leaves, treedef = _leaves_in_boxes(tree)
+        # The names in boxes may be logical ones of Flax, so they are not held against a mesh.
+        mesh = None
     else:
-        planned = specs.leaf_at_each_index() if isinstance(specs, Plan) else []
-        true = [None if leaf is None else leaf.unpadded for leaf in planned]
-        if _are_slices(values, planned):
-            specs = layer_specs(specs)
-            true = [None if shape is None else shape[1:] for shape in true]
-        specs = specs_of_leaves(specs, tree)
-        specs = [spec.spec if isinstance(spec, NamedSharding) else spec for spec in specs]
-        true = true if len(true) == len(specs) else [None] * len(specs)
-        rows = zip(paths, values, specs, true, strict=True)
-        leaves = [Leaf(path, x, spec, None, unpadded) for path, x, spec, unpadded in rows]
+        leaves, treedef = _leaves_beside(tree, specs)
+        mesh = context_mesh()
     values = [leaf.value for leaf in leaves]
-    specs = [leaf.spec for leaf in leaves]
-    laid_specs = lay(values, specs, choose_mesh=lambda *_: mesh)
-    misfits = {
-        i: misfit
-        for i, laid in enumerate(laid_specs)
-        if laid is not None and (misfit := laid.misfit({"rank", "axis-not-in-mesh"}))
-    }
-    if misfits:
-        # Often these are the specs of stacked layers, for one layer inside a scan.
-        beyond_rank = any(laid is not None and laid.misfit({"rank"}) for laid in laid_specs)
-        advice = "For one layer of a stack, use the specs that `treeshard.layer_specs` returns."
-        raise_misfits(
-            treedef.unflatten(values),
-            misfits,
-            where,
-            "specs do not fit:",
-            advice=advice if beyond_rank else "",
-        )
+    laid_specs = lay(values, [leaf.spec for leaf in leaves], choose_mesh=lambda *_: mesh)
+    _raise_misfits(treedef.unflatten(values), laid_specs, where)
     return leaves, treedef
+
+
+def _leaves_in_boxes(tree: PyTree) -> tuple[list[Leaf], Any]:
+    nodes, treedef = tree_flatten(tree, is_leaf=is_box)
+    leaves = []
+    for path, node in zip(leaf_paths(tree, is_leaf=is_box), nodes, strict=True):
+        value, spec, unpadded = node, PartitionSpec(), None
+        if is_box(node):
+            value, spec, unpadded = value_in(node), spec_of(node), unpadded_in(node)
+        leaves.append(Leaf(path, node, value, spec, unpadded, not is_array(value)))
+    return leaves, treedef
+
+
+def _leaves_beside(tree: PyTree, specs: SpecTree) -> tuple[list[Leaf], Any]:
+    values, treedef = tree_flatten(tree)
+    unpadded: list[Shape | None] = [None] * len(values)
+    if isinstance(specs, Plan):
+        specs, unpadded = _specs_and_true_shapes(specs, values)
+    leaves = []
+    rows = zip(leaf_paths(tree), values, specs_of_leaves(specs, tree), unpadded, strict=True)
+    for path, value, spec, true_shape in rows:
+        plain = spec.spec if isinstance(spec, NamedSharding) else spec
+        passes_through = plain is None or not is_array(value)
+        leaf = Leaf(path, value, value, plain or PartitionSpec(), true_shape, passes_through)
+        leaves.append(leaf)
+    return leaves, treedef
+
+
+def _specs_and_true_shapes(
+    plan: Plan, values: Sequence[Any]
+) -> tuple[SpecTree, list[Shape | None]]:
+    """The specs that a plan has for these leaves, and the shapes of padded ones without padding."""
+    planned = plan.leaf_at_each_index()
+    if len(planned) != len(values):  # the plan is a prefix, or does not fit at all
+        return plan.specs, [None] * len(values)
+    unpadded = [None if leaf is None else leaf.unpadded for leaf in planned]
+    if not _are_slices(values, planned):
+        return plan.specs, unpadded
+    # JAX would take the spec of the stacked leaf for one layer too, and gather the wrong dim.
+    return layer_specs(plan), [None if shape is None else shape[1:] for shape in unpadded]
 
 
 def _are_slices(values: Sequence[Any], planned: Sequence[PlannedLeaf | None]) -> bool:
     """Whether each array has one dim less than the plan has: one layer of a stack."""
-    if len(values) != len(planned):
-        return False
     ranks = [
         (x.ndim, len(leaf.shape))
         for x, leaf in zip(values, planned, strict=True)
         if leaf is not None and has_shape(x)
     ]
     return bool(ranks) and all(rank + 1 == stacked for rank, stacked in ranks)
+
+
+def _raise_misfits(tree: PyTree, laid_specs: Sequence[LaidSpec | None], where: str) -> None:
+    """Raises for specs that are too long, or name an axis that the mesh lacks."""
+    # Whether dims are divisible means nothing here: the values may be shards already.
+    misfits: dict[int, Misfit] = {}
+    for i, laid in enumerate(laid_specs):
+        if laid is not None and (misfit := laid.misfit({"rank", "axis-not-in-mesh"})):
+            misfits[i] = misfit
+    too_long = any(laid is not None and laid.misfit({"rank"}) for laid in laid_specs)
+    # Often these are the specs of stacked layers, for one layer inside a scan.
+    advice = "For one layer of a stack, use the specs that `treeshard.layer_specs` returns."
+    raise_misfits(tree, misfits, where, "specs do not fit:", advice=advice if too_long else "")

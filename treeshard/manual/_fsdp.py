@@ -1,11 +1,19 @@
-"""FSDP inside `shard_map`: keeps shards of parameters, gathers them, averages their gradients."""
+"""FSDP inside `shard_map`: keeps shards of parameters, gathers them, averages their gradients.
 
-from collections.abc import Callable, Sequence
-from typing import Any
+JAX differentiates `jax.lax.all_gather` and `pmean` by itself, but not to the same numbers in both
+modes of `shard_map`: under `check_vma=True` it also sums the gradients of what does not vary, and
+under `check_vma=False` the transpose of a `psum` is a `psum` again. Adam hides such factors. So
+everything is marked as varying first, gradients stay those of each device, and they are averaged
+once, where one can see it. The same program comes out in both modes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.dtypes import float0
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.tree_util import tree_flatten
 from jax.typing import DTypeLike
@@ -33,10 +41,21 @@ from treeshard._core.specs import (
 )
 from treeshard._planning.tactics import fsdp, min_size_in_force
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
-from treeshard.manual._boxes import Leaf, Partitioned, box_up, dims_over, leaves_with_specs
-from treeshard.manual._mean_gather import INSTEAD_OF_GATHER, Gathering, gather_by, vary
-
-AxisNames = str | Sequence[str]
+from treeshard.manual._boxes import (
+    Leaf,
+    Shape,
+    boxed,
+    dims_over,
+    leaves_with_specs,
+)
+from treeshard.manual._mean_gather import (
+    INSTEAD_OF_GATHER,
+    AxisNames,
+    Gathering,
+    bound_axes,
+    gather_by,
+    vary,
+)
 
 
 def fold_rng_over_axis(rng: jax.Array, axis_names: AxisNames) -> jax.Array:
@@ -63,14 +82,14 @@ def fold_rng_over_axis(rng: jax.Array, axis_names: AxisNames) -> jax.Array:
     Source:
         The function of this name in the UvA deep-learning tutorials.
     """
-    axes = axis_tuple(axis_names, "fold_rng_over_axis")
-    check_bound(axes, "fold_rng_over_axis", "use one key for the whole batch")
+    axes = bound_axes(axis_names, "fold_rng_over_axis", "use one key for the whole batch")
     return jax.random.fold_in(rng, lax.axis_index(axes)) if axes else rng
 
 
 # ------------------------------------------------------------------ keep
 
 
+@jax.named_scope("shard_params")
 def shard_params(
     params: PyTree,
     axis_names: AxisNames,
@@ -122,122 +141,124 @@ def shard_params(
     Source:
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
-    return shard_tree(params, axis_names, specs, min_size, Partitioned, pad=pad)
-
-
-@jax.named_scope("shard_params")
-def shard_tree(
-    params: PyTree,
-    axis_names: AxisNames,
-    specs: SpecTree,
-    min_size: int | None,
-    kind: Any,
-    *,
-    pad: bool,
-) -> PyTree:
-    """`shard_params`, with the class of the box for leaves that are sharded without specs."""
-    axes = axis_tuple(axis_names, "shard_params")
-    check_bound(axes, "shard_params", "`treeshard.shard` places whole trees")
+    axes = bound_axes(axis_names, "shard_params", "`treeshard.shard` places whole trees")
     if pad and specs is not None:
         raise SpecError(
             "shard_params: `pad=True` records true shapes in boxes, and with specs there are none."
             " Omit `pad`, and give a plan that `Plan.padded` returned as the specs."
         )
     leaves, treedef = leaves_with_specs(params, specs, "shard_params")
-    min_size = min_size_in_force(min_size)
-    mesh, kept, misfits = _current_mesh(axes), Facts(), Facts()
+    mesh = _current_mesh(axes)
     if specs is None:
-        targets = [_largest_dim_spec(leaf, axes, mesh, min_size, kept, pad) for leaf in leaves]
+        least = min_size_in_force(min_size)
+        decisions = [_decide_by_size(leaf, axes, mesh, least, pad) for leaf in leaves]
     else:
-        targets = [
-            (_requested_spec(leaf, axes, mesh, kept, misfits), leaf.unpadded) for leaf in leaves
-        ]
-    if misfits:
-        raise SpecError(f"shard_params: {listed('these leaves cannot be sharded:', misfits)}")
-    if kept:
-        warn(f"shard_params: {listed('these leaves stay as they are:', kept)}")
-    out: list[Any] = []
-    for leaf, (spec, unpadded) in zip(leaves, targets, strict=True):
-        if spec is None:
-            out.append(leaf.unchanged())
-            continue
-        shard = _own_shard(leaf.value, dims_over(spec, axes))
-        is_new = specs is None and leaf.box is None
-        boxed = box_up(kind, shard, spec, unpadded) if is_new else None
-        out.append(leaf.resharded(shard, spec, unpadded) if boxed is None else boxed)
-    return treedef.unflatten(out)
+        decisions = [_decide_by_spec(leaf, axes, mesh) for leaf in leaves]
+    if facts := _facts(leaves, [decision.error for decision in decisions]):
+        raise SpecError(f"shard_params: {listed('these leaves cannot be sharded:', facts)}")
+    if facts := _facts(leaves, [decision.warning for decision in decisions]):
+        warn(f"shard_params: {listed('these leaves stay as they are:', facts)}")
+    in_boxes = specs is None
+    rows = zip(leaves, decisions, strict=True)
+    return treedef.unflatten([_sharded(leaf, decision, axes, in_boxes) for leaf, decision in rows])
 
 
-class Facts(list[str]):
-    """Facts about leaves, for one message."""
+class Decision(NamedTuple):
+    """What `shard_params` does with one leaf.
 
-    def add(self, leaf: Leaf, fact: str) -> None:
-        self.append(f"{leaf.path or 'the array'}: {fact}")
+    Attributes:
+        spec: How the leaf is sharded afterwards; `None` if it stays as it is.
+        unpadded: The true shape of the full leaf, if it is padded.
+        warning: Why it stays as it is, where the caller may have meant otherwise.
+        error: Why it cannot be sharded as requested.
+    """
+
+    spec: PartitionSpec | None = None
+    unpadded: Shape | None = None
+    warning: str = ""
+    error: str = ""
+
+
+def _facts(leaves: Sequence[Leaf], whys: Iterable[str]) -> list[str]:
+    """The lines of a message: each leaf about which there is something to say."""
+    rows = zip(leaves, whys, strict=True)
+    return [f"{leaf.path or 'the array'}: {why}" for leaf, why in rows if why]
 
 
 def _current_mesh(axes: Sequence[str]) -> AbstractMesh:
     mesh = context_mesh()
     sizes = dict(axis_sizes(mesh)) if mesh is not None else {}
+    # `jax.vmap(axis_name=)` binds axes too, which are in no mesh.
     sizes |= {axis: lax.axis_size(axis) for axis in axes}
     kinds = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
 
 
-def _largest_dim_spec(
-    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, min_size: int, kept: Facts, pad: bool
-) -> tuple[PartitionSpec | None, tuple[int, ...] | None]:
-    """The spec of a leaf with `axes` on its largest free dim, `None` if it stays as it is; and its
-    true shape, if it is padded."""
-    if not axes or not is_array(leaf.value) or leaf.value.ndim == 0:
-        return None, None
+def _decide_by_size(
+    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, min_size: int, pad: bool
+) -> Decision:
+    """Adds `axes` to the largest free dim of a leaf that has as many elements as `min_size`."""
+    if not axes or leaf.passes_through or leaf.value.ndim == 0:
+        return Decision()
     if set(axes) & set(leaf.axes):
-        kept.add(leaf, f"it is sharded as {leaf.spec} already.")
-        return None, None
-    now, shape = leaf.spec or PartitionSpec(), list(leaf.value.shape)
-    for dim, others in dims_over(now, mesh.axis_names):
+        return Decision(warning=f"it is sharded as {leaf.spec} already.")
+    shape = list(leaf.value.shape)
+    for dim, others in dims_over(leaf.spec, mesh.axis_names):
         shape[dim] *= lax.axis_size(others)
     full = jax.ShapeDtypeStruct(shape, leaf.value.dtype)
-    spec, notes = fsdp(axes).refine(now, mesh, leaf.path, full, min_size)
-    true = leaf.unpadded
-    if notes and notes[0].kind == "no-dim":
-        if not pad or notes[0].dim is None:
-            hint = "" if notes[0].dim is None else " `pad=True` would pad it."
-            kept.add(leaf, notes[0].why + hint)
-        else:
-            new = [*entries(now), *[None] * (len(shape) - len(entries(now)))]
-            new[notes[0].dim] = entry_of(axes)
-            spec, true = with_entries(now, new), true or tuple(shape)
-    return (None if spec == now else spec), true
+    spec, notes = fsdp(axes).refine(leaf.spec, mesh, leaf.path, full, min_size)
+    if spec != leaf.spec:
+        return Decision(spec, leaf.unpadded)
+    if not notes or notes[0].kind != "no-dim":
+        return Decision()
+    why, dim = notes[0].why, notes[0].dim  # the dim that needs the least padding
+    if dim is None:
+        return Decision(warning=why)
+    if not pad:
+        return Decision(warning=f"{why} `pad=True` would pad it.")
+    new = [*entries(spec), *[None] * (len(shape) - len(entries(spec)))]
+    new[dim] = entry_of(axes)
+    return Decision(with_entries(spec, new), leaf.unpadded or tuple(shape))
 
 
-def _requested_spec(
-    leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh, kept: Facts, misfits: Facts
-) -> PartitionSpec | None:
-    """The spec of a leaf that `axes` are to shard; `None` if it stays as it is."""
-    if leaf.spec is None or not is_array(leaf.value) or not set(axes) & set(leaf.axes):
-        return None
-    if varying_axes(leaf.value) & set(axes) & set(leaf.axes):
-        kept.add(leaf, f"it varies over the axes of {leaf.spec}, so it is sharded already.")
-        return None
-    if fact := _not_innermost(leaf.spec, axes):
-        misfits.add(leaf, fact)
-    others = [axis for axis in leaf.axes if axis not in axes]
-    spec, divisible = without_axes(leaf.spec, others), leaf.unpadded is None
-    for loss in project(spec, mesh, leaf.value.shape, divisible=divisible)[1]:
-        misfits.add(leaf, loss.why)
-    return leaf.spec
+def _decide_by_spec(leaf: Leaf, axes: tuple[str, ...], mesh: AbstractMesh) -> Decision:
+    """Shards a leaf over those of `axes` that its spec has."""
+    requested = set(axes) & set(leaf.axes)
+    if leaf.passes_through or not requested:
+        return Decision()
+    # Under `check_vma=False` no array varies by its type, and this is not seen.
+    if varying_axes(leaf.value) & requested:
+        why = f"it varies over the axes of {leaf.spec}, so it is sharded already."
+        return Decision(warning=why)
+    # The other axes have to shard the leaf already, so its shape here is that of a shard.
+    new = without_axes(leaf.spec, [axis for axis in leaf.axes if axis not in axes])
+    _, losses = project(new, mesh, leaf.value.shape, divisible=leaf.unpadded is None)
+    reasons = [_not_innermost(leaf.spec, axes), *(loss.why for loss in losses)]
+    return Decision(leaf.spec, leaf.unpadded, error=" ".join(filter(None, reasons)))
 
 
-def _not_innermost(spec: PartitionSpec, axes: Sequence[str]) -> str | None:
+def _not_innermost(spec: PartitionSpec, axes: Sequence[str]) -> str:
     """Why a dim that several axes shard cannot be split, or gathered, over some of them."""
     for dim, over in dims_over(spec, axes):
         sharded_by = axes_of(entries(spec)[dim])
+        # The shards along an outer axis are not contiguous: the inner ones lie between them.
         if sharded_by[-len(over) :] != over:
             return (
                 f"{spec} splits dim {dim} by {sharded_by}, the outermost first. Only the innermost"
                 f" axes can be split or gathered alone: name all of them, or write {over} last."
             )
-    return None
+    return ""
+
+
+def _sharded(leaf: Leaf, decision: Decision, axes: tuple[str, ...], in_boxes: bool) -> Any:
+    """The leaf of the resulting tree; `in_boxes` puts leaves that have no box into one."""
+    spec, unpadded = decision.spec, decision.unpadded
+    if spec is None:
+        return leaf.node
+    shard = _own_shard(leaf.value, dims_over(spec, axes))
+    if in_boxes and not leaf.is_boxed:
+        return boxed(shard, spec, unpadded)
+    return leaf.resharded(shard, spec, unpadded)
 
 
 def _own_shard(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any:
@@ -245,9 +266,12 @@ def _own_shard(x: Any, dims: Sequence[tuple[int, tuple[str, ...]]]) -> Any:
     for dim, axes in dims:
         count = lax.axis_size(axes)
         length = -(-x.shape[dim] // count)
-        if length * count > x.shape[dim]:
-            widths = [(0, length * count - n if d == dim else 0) for d, n in enumerate(x.shape)]
+        padding = length * count - x.shape[dim]
+        if padding:
+            widths = [(0, 0)] * x.ndim
+            widths[dim] = (0, padding)
             x = jnp.pad(x, widths)
+        # The index along several axes is row-major, as `P(("a", "b"))` orders shards.
         x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * length, length, dim)
     return x
 
@@ -323,12 +347,8 @@ def gather_params(
     axes = _axes_or_all(axis_names, "gather_params")
     check_bound(axes, "gather_params", INSTEAD_OF_GATHER)
     leaves, treedef = leaves_with_specs(params, specs, "gather_params")
-    misfits = Facts()
-    for leaf in leaves:
-        if leaf.spec is not None and (fact := _not_innermost(leaf.spec, axes)):
-            misfits.add(leaf, fact)
-    if misfits:
-        raise SpecError(f"gather_params: {listed('these leaves cannot be gathered:', misfits)}")
+    if facts := _facts(leaves, [_not_innermost(leaf.spec, axes) for leaf in leaves]):
+        raise SpecError(f"gather_params: {listed('these leaves cannot be gathered:', facts)}")
     return treedef.unflatten([_gathered(leaf, axes, dtype) for leaf in leaves])
 
 
@@ -345,20 +365,28 @@ def _axes_or_all(axis_names: AxisNames | None, where: str) -> tuple[str, ...]:
 
 
 def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any:
+    if leaf.passes_through:
+        return leaf.node
     x = leaf.value
-    if leaf.spec is None or not is_array(x):
-        return leaf.unchanged()
-    replicated = tuple(a for a in axes if a not in leaf.axes and not still_differs(x, a))
     convert = dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
-    wire_dtype = jnp.dtype(dtype) if convert else x.dtype
-    how = Gathering(dims_over(leaf.spec, axes), replicated, wire_dtype, x.dtype)
+    how = Gathering(
+        dims=dims_over(leaf.spec, axes),
+        replicated=tuple(a for a in axes if a not in leaf.axes and not still_differs(x, a)),
+        wire_dtype=jnp.dtype(dtype) if convert else x.dtype,
+        dtype=x.dtype,
+    )
     full = gather_by(vary_array(x, [a for a in leaf.axes if a in axes]), how)
     rest = without_axes(leaf.spec, axes)
     if leaf.unpadded is not None:
-        still = [*entries(rest), *[None] * full.ndim]
-        true = zip(leaf.unpadded, still, strict=False)
-        full = full[tuple(slice(None if sharded else n) for n, sharded in true)]
+        full = _without_padding(full, leaf.unpadded, rest)
     return leaf.resharded(full, rest, leaf.unpadded)
+
+
+def _without_padding(x: Any, unpadded: Shape, spec: PartitionSpec) -> Any:
+    """An array without the padding of its dims, but for those that `spec` still shards."""
+    still = [*entries(spec), *[None] * x.ndim]
+    lengths = zip(unpadded, still, strict=False)
+    return x[tuple(slice(None if axes else length) for length, axes in lengths)]
 
 
 # ------------------------------------------------------------------ average
@@ -397,31 +425,31 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames, specs: SpecTree = None)
     Source:
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
-    axes = axis_tuple(axis_names, "sync_gradients")
-    check_bound(axes, "sync_gradients", "under `jax.jit`, gradients need no averaging")
+    instead = "under `jax.jit`, gradients need no averaging"
+    axes = bound_axes(axis_names, "sync_gradients", instead)
     leaves, treedef = leaves_with_specs(grads, specs, "sync_gradients")
-    out, misfits = [leaf.unchanged() for leaf in leaves], Facts()
-    by_axes: dict[tuple[str, ...], list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        x = leaf.value
-        if leaf.spec is None or not is_array(x) or x.dtype == jax.dtypes.float0:
-            continue
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            misfits.add(leaf, f"{x.dtype}{list(x.shape)} has neither a mean nor a gradient.")
-            continue
-        over = tuple(a for a in axes if a not in leaf.axes and still_differs(x, a))
-        by_axes.setdefault(over, []).append(i)
-    if misfits:
+    if facts := _facts(leaves, map(_no_mean, leaves)):
         raise LeafError(
-            f"sync_gradients: {listed('these leaves are not gradients:', misfits)} Remove them"
+            f"sync_gradients: {listed('these leaves are not gradients:', facts)} Remove them"
             " from the tree, or use `value_and_grad`, which differentiates floating leaves only."
         )
-    for over, indices in by_axes.items():
-        if over:
-            means = lax.pmean([leaves[i].value for i in indices], over)
-            for i, mean in zip(indices, means, strict=True):
-                out[i] = leaves[i].with_value(mean)
-    return treedef.unflatten(out)
+    return treedef.unflatten([_averaged(leaf, axes) for leaf in leaves])
+
+
+def _no_mean(leaf: Leaf) -> str:
+    """Why a leaf has no mean; empty if it has one, or passes through."""
+    x = leaf.value
+    if leaf.passes_through or x.dtype == float0 or jnp.issubdtype(x.dtype, jnp.inexact):
+        return ""
+    return f"{x.dtype}{list(x.shape)} has neither a mean nor a gradient."
+
+
+def _averaged(leaf: Leaf, axes: tuple[str, ...]) -> Any:
+    if leaf.passes_through or leaf.value.dtype == float0:
+        return leaf.node
+    over = [a for a in axes if a not in leaf.axes and still_differs(leaf.value, a)]
+    # One call for each leaf is enough: XLA combines small all-reduces.
+    return leaf.with_value(lax.pmean(leaf.value, tuple(over))) if over else leaf.node
 
 
 # ------------------------------------------------------------------ value and grad
@@ -489,8 +517,12 @@ def value_and_grad(
             out = loss(gather_params(tree, axes, specs, dtype=dtype) if gather else tree, *args)
             value, aux = out if has_aux else (out, None)
             _check_axes_named(value, leaves, axes)
+            # A loss that `pmean` has reduced does not vary: its gradient would be divided by the
+            # number of devices here, and again in the mean.
             return vary(value, axes), aux
 
+        # JAX sums the gradient of an array that does not vary wherever it is used, such as in every
+        # layer of a scan. What varies is averaged once, by `sync_gradients`.
         start = vary(split.dynamic(leaves), axes)
         (value, aux), grads = jax.value_and_grad(local, has_aux=True)(start)
         grads = sync_gradients(split.without_static(grads), axes, specs)
@@ -501,6 +533,7 @@ def value_and_grad(
 
 
 def _check_axes_named(value: Any, leaves: Sequence[Any], axes: Sequence[str]) -> None:
+    # JAX would sum the gradients of parameters that do not vary over such an axis.
     expected = {*axes, *(axis for x in leaves if is_array(x) for axis in varying_axes(x))}
     if is_array(value) and (more := varying_axes(value) - expected):
         raise SpecError(

@@ -1,6 +1,8 @@
 """All-gathers whose gradients are means over the devices, with and without `check_vma`.
 
-Two conventions meet here. The cotangent of a gathered array is that of one device's own loss.
+The transpose of `jax.lax.all_gather` is a reduce-scatter, which sums; whether JAX also sums the
+gradient of an array that is not gathered depends on `check_vma`. Hence a derivative of our own, for
+which two conventions meet. The cotangent of a gathered array is that of one device's own loss.
 The gradient of a shard, and of a replicated array, is that of the mean loss over all devices.
 `mean_gather` maps from the second to the first, and `mean_scatter` back. Each is the derivative
 of the other, so gradients of gradients are right too.
@@ -24,6 +26,17 @@ from treeshard.errors import SpecError
 INSTEAD_OF_GATHER = (
     "`treeshard.unshard` gathers under `jax.jit`, and `treeshard.gather` brings trees to the host"
 )
+
+
+AxisNames = str | Sequence[str]
+
+
+def bound_axes(axis_names: AxisNames, where: str, instead: str) -> tuple[str, ...]:
+    """Axis names as a tuple. Raises `UnknownAxisError` for one that is not bound here; `instead`
+    says what to do outside `shard_map`."""
+    axes = axis_tuple(axis_names, where)
+    check_bound(axes, where, instead)
+    return axes
 
 
 class Gathering(NamedTuple):
@@ -66,6 +79,7 @@ def mean_scatter(g: Any, how: Gathering) -> Any:
     with jax.named_scope("scatter_gradients"):
         for dim, axes in how.dims:
             g = lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
+        # Partial sums are sent in the narrow dtype, but added up over more devices in the wide one.
         g = g.astype(how.dtype)
         return (lax.psum(g, how.replicated) if how.replicated else g) / how.size()
 
@@ -80,9 +94,9 @@ mean_scatter.defvjp(
 
 def _gather(x: Any, how: Gathering) -> Any:
     with jax.named_scope("gather_params"):
-        x = vary_array(
-            x if how.wire_dtype == how.dtype else x.astype(how.wire_dtype), how.replicated
-        )
+        if how.wire_dtype != how.dtype:
+            x = x.astype(how.wire_dtype)
+        x = vary_array(x, how.replicated)
         for dim, axes in how.dims:
             x = lax.all_gather(x, axes, axis=dim, tiled=True)
         return x
@@ -91,9 +105,7 @@ def _gather(x: Any, how: Gathering) -> Any:
 # ------------------------------------------------------------------ public
 
 
-def gather_array_with_mean_grads(
-    x: jax.Array, dim: int, axis_names: str | Sequence[str]
-) -> jax.Array:
+def gather_array_with_mean_grads(x: jax.Array, dim: int, axis_names: AxisNames) -> jax.Array:
     """All-gathers the shards of an array; its gradient is the mean over the devices.
 
     With `n` devices along `axis_names`, shape `(..., dk, ...)` becomes `(..., n * dk, ...)`.
@@ -126,15 +138,14 @@ def gather_array_with_mean_grads(
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
     where = "gather_array_with_mean_grads"
-    axes = axis_tuple(axis_names, where)
-    check_bound(axes, where, INSTEAD_OF_GATHER)
+    axes = bound_axes(axis_names, where, INSTEAD_OF_GATHER)
     if not -x.ndim <= dim < x.ndim:
         raise SpecError(f"{where}: dim {dim} is out of range for shape {x.shape}.")
     how = Gathering(((dim % x.ndim, axes),) if axes else (), (), x.dtype, x.dtype)
     return gather_by(vary_array(x, axes), how)
 
 
-def vary(tree: PyTree, axis_names: str | Sequence[str]) -> PyTree:
+def vary(tree: PyTree, axis_names: AxisNames) -> PyTree:
     """Marks arrays that are equal on all devices as varying, so that gradients stay per device.
 
     Values do not change. Under `check_vma=True`, JAX itself sums the gradient of an array that
@@ -161,6 +172,5 @@ def vary(tree: PyTree, axis_names: str | Sequence[str]) -> PyTree:
         >>> jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w, x)
         Array([1., 1.], dtype=float32)
     """
-    axes = axis_tuple(axis_names, "vary")
-    check_bound(axes, "vary", "nothing varies, and `vary` is not needed")
+    axes = bound_axes(axis_names, "vary", "nothing varies, and `vary` is not needed")
     return jax.tree.map(lambda x: vary_array(x, axes) if is_array(x) else x, tree)

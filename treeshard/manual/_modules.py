@@ -1,10 +1,15 @@
-"""Wraps modules so that their parameters are gathered only while they are called."""
+"""Wraps modules so that their parameters are gathered only while they are called.
+
+Modules are wrapped, and need no base class and no change of their own, since they come from other
+libraries. A wrapper does not reach the parameters of a Linen module, which exist only inside `init`
+and `apply`: Flax's `map_variables` does.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.tree_util import (
@@ -22,8 +27,8 @@ from treeshard._core.paths import is_box
 from treeshard._core.spec_trees import SpecTree, specs_of_leaves
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError
-from treeshard.manual._boxes import value_in
-from treeshard.manual._fsdp import gather_params, shard_params, shard_tree
+from treeshard.manual._boxes import Partitioned, value_in
+from treeshard.manual._fsdp import gather_params, shard_params
 
 
 def shard_module_params(
@@ -83,7 +88,7 @@ def shard_module_params(
     Source:
         The function of this name in the UvA deep-learning tutorials on FSDP.
     """
-    axes = axis_tuple(axis_names, "shard_module_params")
+    how = _How(axis_tuple(axis_names, "shard_module_params"), specs, min_size, dtype, remat, pad)
     linen = sys.modules.get("flax.linen")  # unless imported, `target` is not a Linen class
     is_class = isinstance(target, type)
     if linen is not None and is_class and issubclass(target, linen.Module):
@@ -92,7 +97,7 @@ def shard_module_params(
                 "shard_module_params: Linen modules carry their specs in boxes. Omit `specs`, and"
                 " declare them with `flax.linen.with_partitioning`."
             )
-        return _linen_class(linen, target, axes, min_size, dtype, remat, pad)
+        return _linen_class(linen, target, how)
     if linen is not None and isinstance(target, linen.Module):
         name = type(target).__name__
         raise TypeError(
@@ -100,33 +105,49 @@ def shard_module_params(
             f" make the module from the result: `shard_module_params({name}, ...)(...)`."
         )
     if is_class:
-        return _class(target, axes, specs, min_size, dtype, remat, pad)
+        return _class(target, how)
+    return _gathering(target, how)
+
+
+class _How(NamedTuple):
+    """The options of `shard_module_params`."""
+
+    axes: tuple[str, ...]
+    specs: Any
+    min_size: int | None
+    dtype: Any
+    remat: bool
+    pad: bool
+
+
+def _gathering(target: Any, how: _How) -> Any:
+    """A function, or a callable pytree, that gathers when it is called."""
     if not callable(target):
         raise TypeError(
             f"shard_module_params: {target!r} ({type(target).__name__}) is not callable. Pass a"
             " function of the parameters, a module, or a module's class."
         )
     if all_leaves([target]):
-        return _function(target, axes, specs, dtype, remat)
-    if specs is not None and not isinstance(specs, Plan):
-        specs = tuple(specs_of_leaves(specs, target))
-    return GatheredModule(target, (axes, specs, dtype, remat))
+        return _function(target, how)
+    if how.specs is None or isinstance(how.specs, Plan):
+        return GatheredModule(target, how)
+    # JAX hashes what is static in a pytree, and a tree of specs may be a dict or a module.
+    flat = tuple(specs_of_leaves(how.specs, target))
+    return GatheredModule(target, how._replace(specs=flat))
 
 
-def _function(
-    f: Callable[..., Any], axes: tuple[str, ...], specs: Any, dtype: Any, remat: bool
-) -> Callable[..., Any]:
+def _function(f: Callable[..., Any], how: _How) -> Callable[..., Any]:
     @wraps(f)
     def gathered(params: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, treedef = tree_flatten(params)
         split = StaticSplit(leaves, treedef)
 
         def call(arrays: list[Any]) -> Any:
-            full = gather_params(split.combine(arrays), axes, specs, dtype=dtype)
+            full = gather_params(split.combine(arrays), how.axes, how.specs, dtype=how.dtype)
             return f(full, *args, **kwargs)
 
         # `jax.checkpoint` takes arrays only.
-        return (jax.checkpoint(call) if remat else call)(split.dynamic(leaves))
+        return (jax.checkpoint(call) if how.remat else call)(split.dynamic(leaves))
 
     return gathered
 
@@ -141,63 +162,49 @@ class GatheredModule:
     """
 
     module: Any
-    _how: tuple[Any, ...]
+    _how: _How
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        axes, specs, dtype, remat = self._how
-        if isinstance(specs, tuple):  # of all leaves
-            specs = tree_structure(self.module).unflatten(specs)
-        call = _function(lambda m, *a, **k: m(*a, **k), axes, specs, dtype, remat)
+        how = self._how
+        if isinstance(how.specs, tuple):  # of all leaves
+            specs = tree_structure(self.module).unflatten(how.specs)
+            how = how._replace(specs=specs)
+        call = _function(lambda module, *a, **k: module(*a, **k), how)
         return call(self.module, *args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"shard_module_params({self.module!r}, {self._how[0]!r})"
+        return f"shard_module_params({self.module!r}, {self._how.axes!r})"
 
 
-def _class(
-    kind: type,
-    axes: tuple[str, ...],
-    specs: Any,
-    min_size: int | None,
-    dtype: Any,
-    remat: bool,
-    pad: bool,
-) -> Callable[..., GatheredModule]:
+def _class(kind: type, how: _How) -> Callable[..., Any]:
     @wraps(kind, updated=())
-    def make(*args: Any, **kwargs: Any) -> GatheredModule:
-        shards = shard_params(kind(*args, **kwargs), axes, specs, min_size=min_size, pad=pad)
-        return shard_module_params(shards, axes, specs, dtype=dtype, remat=remat)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        full = kind(*args, **kwargs)
+        shards = shard_params(full, how.axes, how.specs, min_size=how.min_size, pad=how.pad)
+        return _gathering(shards, how)
 
     return make
 
 
-def _linen_class(
-    linen: Any,
-    kind: type,
-    axes: tuple[str, ...],
-    min_size: int | None,
-    dtype: Any,
-    remat: bool,
-    pad: bool,
-) -> type:
+def _linen_class(linen: Any, kind: type, how: _How) -> type:
     def gather(params: Any) -> Any:
-        gathered = gather_params(params, axes, dtype=dtype)
+        gathered = gather_params(params, how.axes, dtype=how.dtype)
         # Boxes remain around leaves that another axis shards. Linen would constrain their
         # values when it unboxes them, which fails inside `shard_map`.
         return tree_map(lambda x: value_in(x) if is_box(x) else x, gathered, is_leaf=is_box)
 
+    def shard(params: Any) -> Any:
+        sharded = shard_params(params, how.axes, min_size=how.min_size, pad=how.pad)
+        return tree_map(in_linens_box, sharded, is_leaf=is_box)
+
+    def in_linens_box(leaf: Any) -> Any:
+        # Linen's box has no place for the true shape of what is padded.
+        if not isinstance(leaf, Partitioned) or leaf.unpadded is not None:
+            return leaf
+        return linen.Partitioned(leaf.value, leaf.names)
+
+    # `mutable` lets the module write its parameters, as it does in `init`.
     mapped = linen.map_variables(
-        kind,
-        "params",
-        trans_in_fn=gather,
-        trans_out_fn=partial(
-            shard_tree,
-            axis_names=axes,
-            specs=None,
-            min_size=min_size,
-            kind=linen.Partitioned,
-            pad=pad,
-        ),
-        mutable=True,
+        kind, "params", trans_in_fn=gather, trans_out_fn=shard, mutable=True
     )
-    return linen.remat(mapped) if remat else mapped
+    return linen.remat(mapped) if how.remat else mapped

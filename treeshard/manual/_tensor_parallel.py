@@ -10,7 +10,7 @@ Do not pass the axis that splits these weights to `value_and_grad`, `gather_para
 parameters that are replicated along it are right without an average.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,10 @@ from jax import lax
 
 from treeshard._core.arrays import is_array
 from treeshard._core.jax_private import varying_axes
-from treeshard._core.mesh import axis_tuple, check_bound, still_differs, vary_array
+from treeshard._core.mesh import still_differs, vary_array
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard.errors import SpecError, listed
-
-AxisNames = str | Sequence[str]
+from treeshard.manual._mean_gather import AxisNames, bound_axes
 
 # For messages: what to do outside `shard_map` instead.
 _INSTEAD = "under `jax.jit`, specs on the weights are enough"
@@ -73,7 +72,7 @@ def enter_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) 
         `gather_from_sequence_parallel_region`. Shoeybi et al. 2019, arXiv:1909.08053;
         Korthikanti et al. 2022, arXiv:2205.05198.
     """
-    axes = _bound_axes(axis_names, "enter_parallel")
+    axes = bound_axes(axis_names, "enter_parallel", _INSTEAD)
     return _enter(x, axes, dim, "enter_parallel")
 
 
@@ -113,15 +112,8 @@ def leave_parallel(x: PyTree, axis_names: AxisNames, *, dim: int | None = None) 
         Megatron-LM: `reduce_from_tensor_model_parallel_region`, with `dim`
         `reduce_scatter_to_sequence_parallel_region`.
     """
-    axes = _bound_axes(axis_names, "leave_parallel")
+    axes = bound_axes(axis_names, "leave_parallel", _INSTEAD)
     return _leave(x, axes, dim, "leave_parallel")
-
-
-def _bound_axes(axis_names: AxisNames, where: str) -> tuple[str, ...]:
-    """Axis names as a tuple. Raises `UnknownAxisError` for one that is not bound here."""
-    axes = axis_tuple(axis_names, where)
-    check_bound(axes, where, _INSTEAD)
-    return axes
 
 
 @jax.named_scope("enter_parallel")
@@ -223,7 +215,7 @@ def column_parallel(
     Source:
         Megatron-LM's `ColumnParallelLinear`; Shoeybi et al. 2019, arXiv:1909.08053.
     """
-    axes = _bound_axes(axis_names, "column_parallel")
+    axes = bound_axes(axis_names, "column_parallel", _INSTEAD)
     x = _enter(x, axes, dim, "column_parallel: x")
     _check_weights(x, weights, axes, "column_parallel")
     out = jax.tree.map(lambda w: x @ w, weights)
@@ -269,7 +261,7 @@ def row_parallel(
     Source:
         Megatron-LM's `RowParallelLinear`; Shoeybi et al. 2019, arXiv:1909.08053.
     """
-    axes = _bound_axes(axis_names, "row_parallel")
+    axes = bound_axes(axis_names, "row_parallel", _INSTEAD)
     _check_weights(x, weight, axes, "row_parallel")
     out = _leave(x @ weight, axes, dim, "row_parallel")
     if bias is None:
