@@ -5,10 +5,13 @@ from isolation import pytest_sessionfinish as pytest_sessionfinish  # isort: ski
 import importlib
 import os
 import pkgutil
+from collections.abc import Iterator
 
+import helpers
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
@@ -31,6 +34,9 @@ jax.config.update("jax_traceback_in_locations_limit", 100)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)
+# Where a test enables it, for programs of every size.
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
@@ -84,9 +90,20 @@ def standard_promotion():
 @pytest.fixture
 def quick_compiles():
     """Compiles without optimizations, for functions that run a few times only."""
-    jax.config.update("jax_disable_most_optimizations", True)
+    with helpers.compiling_quickly():
+        yield
+
+
+@pytest.fixture(scope="module")
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiles equal programs of a test module once."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    compilation_cache.reset_cache()  # JAX looks once whether there is a cache
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

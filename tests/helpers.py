@@ -61,6 +61,16 @@ def on(
     return jax.jit(mapped, compiler_options=QUICK)
 
 
+@contextmanager
+def compiling_quickly() -> Iterator[None]:
+    """Compiles without most of XLA's optimizations, to programs with the same collectives."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
 # ------------------------------------------------------------------ comparisons
 
 

@@ -27,6 +27,7 @@ MESHES = {
 }
 BOTH = ("data", "fsdp")
 # Most of the time goes to XLA, and code that runs once need not be fast.
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 checks = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 
 

@@ -20,6 +20,7 @@ from examples.tensor_parallel import parallel_attention, parallel_mlp
 from treeshard import manual
 
 # Most of the time goes to XLA, and code that runs once need not be fast.
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 checks = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 ROWS, TIME, WIDTH, HEAD, HIDDEN = 8, 8, 16, 2, 32
 
@@ -328,7 +329,6 @@ def test_forward_mode_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", bench_ways.OPTIMIZERS)
-@pytest.mark.usefixtures("quick_compiles")
 def test_every_way_of_training_has_the_losses_of_one_device(name: str) -> None:
     optimizer = bench_ways.OPTIMIZERS[name]
     with jax.numpy_dtype_promotion("standard"):  # optax mixes counts and floats

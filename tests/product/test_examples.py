@@ -13,7 +13,7 @@ import treeshard as ts
 from examples import train_fsdp
 from treeshard.training import init_sharded, jit_step
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = pytest.mark.usefixtures("compile_cache", "quick_compiles", "standard_promotion")
 
 TINY = ["--layers=2", "--width=64", "--heads=2", "--batch=16", "--time=16", "--text-bytes=300000"]
 
@@ -33,7 +33,6 @@ def test_the_demo_says_where_its_sharding_is() -> None:
     assert "the step takes gradients that are sharded like them" in " ".join(said.split())
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("mesh", ["fsdp=-1", "data=4,fsdp=2"])
 def test_train_fsdp(mesh, tmp_path, capfd) -> None:
     out = tmp_path / "deep" / "loss.png"

@@ -12,7 +12,7 @@ import treeshard as ts
 from benchmarks import bench_collectives
 from examples import fsdp_by_hand, fsdp_flax, parallel_matmuls, tensor_parallel
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+pytestmark = pytest.mark.usefixtures("compile_cache", "quick_compiles")
 
 TINY = ["--inputs=48", "--hidden=32", "--batch=64"]
 

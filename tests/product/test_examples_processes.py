@@ -19,7 +19,8 @@ TINY += ["--text-bytes=100000", "--every=2"]
 def env():
     cleared = ("XLA_FLAGS", "PYTHONPATH")
     kept = {key: value for key, value in os.environ.items() if key not in cleared}
-    return kept | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    return kept | {"JAX_PLATFORMS": "cpu"} | quick
 
 
 @pytest.fixture(scope="module")

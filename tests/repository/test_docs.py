@@ -27,6 +27,7 @@ PAGES = [page for page in pages() if page.parent != ERRORS]
         for name in [str(page.relative_to(ROOT))]
     ],
 )
+@pytest.mark.usefixtures("compile_cache", "quick_compiles")
 def test_a_page_prints_what_it_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     for block, printed in run(page):

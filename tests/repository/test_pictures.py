@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from helpers import compiling_quickly
 from jax.sharding import PartitionSpec as P
 from pages import ROOT
 
@@ -24,7 +25,8 @@ TINY = (
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pictures")
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes counts and floats
+    # optax mixes counts and floats.
+    with jax.numpy_dtype_promotion("standard"), compiling_quickly():
         draw_pictures.main([*TINY.split(), "--loss", f"--to={folder}"])
     return {path.name: path.read_text() for path in sorted(folder.iterdir())}
 
@@ -60,6 +62,7 @@ def test_those_that_are_kept_are_those_that_are_drawn(drawn: dict[str, str]) -> 
     assert {path.name for path in PICTURES.iterdir()} == set(drawn), "make docs"
 
 
+@pytest.mark.usefixtures("quick_compiles")
 def test_the_kept_pictures_show_the_demo(tmp_path: Path) -> None:
     """All but the loss, which takes a whole run; of that, all but the numbers."""
     args = train_fsdp.parse([])
