@@ -10,7 +10,7 @@ from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, entries, entry_of
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.matching import PlannedLeaf, state_with_parameters, tails
-from treeshard._planning.tactics import Tactic
+from treeshard._planning.plan_json import kind_of
 
 # A part of the optimizer state below this share is not worth a warning.
 _SMALL_SHARE = 0.05
@@ -187,8 +187,11 @@ def _axes(leaf: PlannedLeaf) -> set[str]:
 
 def _meant(leaf: PlannedLeaf, rules: Sequence[tuple[Any, Any]]) -> set[str]:
     """The axes that shard a leaf, or that its tactic would shard it over."""
-    action = rules[leaf.rule][1] if rules and leaf.rule is not None else None
-    return _axes(leaf) | (set(action.fsdp_axes) if isinstance(action, Tactic) else set())
+    axes = _axes(leaf)
+    if not rules or leaf.rule is None:
+        return axes
+    action = rules[leaf.rule][1]
+    return axes.union(action.fsdp_axes) if kind_of(action) == "tactic" else axes
 
 
 def _contracted_axes(leaf: PlannedLeaf) -> set[str]:

@@ -23,9 +23,9 @@ from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, decide
 from treeshard._planning.mirrors import Original, follow
 from treeshard._planning.padding import padded_leaves, true_shape, unpadded_leaf
 from treeshard._planning.plan_json import (
+    StoredAction,
     StoredPlan,
     arrange,
-    check_no_opaque_actions,
     from_json,
     to_json,
 )
@@ -56,8 +56,8 @@ class Plan(SpecCarrier):
     leaves: tuple[PlannedLeaf, ...]
     # The tree's structure, and its non-array leaves.
     _split: StaticSplit
-    # The rules for logical names that were in force when the plan was made.
-    _logical: ReadLogicalRules | None = None
+    # The rules for logical names that were in force when the plan was made, or their JSON.
+    _logical: ReadLogicalRules | dict[str, Any] | None = None
     # `_mirrors`: the plan was made by `follow`. `_source`: by `follow` of this plan; a plan
     # that was read from JSON does not know it.
     _source: "Plan | None" = None
@@ -162,7 +162,7 @@ class Plan(SpecCarrier):
         axes: set[str] = set()
         for decision in {leaf.decision for leaf in self.leaves}:
             action = None if decision.rule is None else self.rules[decision.rule][1]
-            if isinstance(action, Tactic):
+            if isinstance(action, Tactic | StoredAction):
                 used = (axis for entry in entries(decision.given) for axis in axes_of(entry))
                 axes.update(action.fsdp_axes.intersection(used))
         return frozenset(axes)
@@ -202,12 +202,14 @@ class Plan(SpecCarrier):
             boxes = {p: x for p, x in zip(paths_of(treedef), nodes, strict=True) if is_box(x)}
         rules = () if self._mirrors else self.rules  # the rules did not decide a mirror
         shared = self._shared_paths()
+        # Of a plan that was read, no action has names to resolve.
+        logical = None if isinstance(self._logical, dict) else self._logical
         return find(
             self.leaves,
             rules,
             self.mesh,
             self.min_size,
-            self._logical,
+            logical,
             shared,
             boxes,
             self._same_arrays,
@@ -263,8 +265,7 @@ class Plan(SpecCarrier):
 
         Raises:
             MeshError: If text does not say the size of every axis.
-            FormatError: If the plan was read from JSON, and one of its rules was a function
-                or the plan was made by `follow`: JSON cannot store either.
+            FormatError: If the plan was read from JSON, which does not store rules.
 
         Examples:
             >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
@@ -278,12 +279,11 @@ class Plan(SpecCarrier):
             return self.unpadded().on(mesh).padded()
         if self._source is not None:
             return self._source.on(mesh).follow(self._bare())
-        if self._mirrors:
+        if self._mirrors or any(isinstance(action, StoredAction) for _, action in self.rules):
             raise FormatError(
-                "The plan was made by `follow`, and its JSON does not store the plan that it"
-                " follows. Call `plan.on(mesh).follow(tree)` on that plan."
+                "The plan was read from JSON, which stores what the rules decided and not the rules"
+                " themselves. Plan again, with `plan(tree, rules, mesh)`."
             )
-        check_no_opaque_actions(self.rules)
         with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
             planned = plan(self._bare(), self.rules, mesh, min_size=self.min_size)
         return planned.with_same_arrays(self._same_arrays)
@@ -452,7 +452,7 @@ class Plan(SpecCarrier):
     def to_json(self) -> str:
         """Returns the plan as JSON, one line per leaf, for `from_json` and for other programs.
 
-        The JSON names no devices, and stores only the names of functions among the rules.
+        The JSON names no devices, and has the rules as text.
 
         Raises:
             ShardingRuleError: If leaves share a path.
@@ -468,7 +468,9 @@ class Plan(SpecCarrier):
     def from_json(text: str, *, like: PyTree | None = None) -> "Plan":
         """Reads a plan that `to_json` wrote.
 
-        Its mesh is abstract; `plan.on(mesh)` plans for a mesh with devices.
+        It can be compared and printed, and trees can be sharded and restored by it. Its mesh is
+        abstract, so functions that move arrays need a mesh beside it. It cannot plan for another
+        mesh (`on`): JSON does not store rules.
 
         Args:
             text: The JSON.

@@ -1,10 +1,15 @@
-"""Writes a plan as JSON, and reads it back. The JSON names no devices and holds no code."""
+"""Writes a plan as JSON, and reads what was decided back.
+
+The JSON names no devices and holds no code. Rules are written as text, for people and for other
+programs, and are not read back as rules: a function has no text, so a plan that was read could
+apply some of its rules and not others.
+"""
 
 import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.tree_util import tree_leaves
@@ -12,13 +17,12 @@ from jax.tree_util import tree_leaves
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, pair
-from treeshard._core.specs import Adjustment, entries, is_logical, project
-from treeshard._core.text import parse_dtype, parse_names, parse_spec
-from treeshard._planning.logical import PartitionAxis, ReadLogicalRules, read_logical_rules
+from treeshard._core.specs import Adjustment, is_logical, project
+from treeshard._core.text import parse_dtype, parse_spec
+from treeshard._planning.logical import PartitionAxis, ReadLogicalRules
 from treeshard._planning.matching import Decision, PlannedLeaf
-from treeshard._planning.strategies import parse_strategy
 from treeshard._planning.tactics import Tactic
-from treeshard.errors import FormatError, ShardingRuleError, TreeShardError, counted, listed
+from treeshard.errors import FormatError, TreeShardError, counted, listed
 
 VERSION = 1
 _MORE = {"memory", "unpadded"}  # what most leaves do not have
@@ -28,11 +32,11 @@ class StoredPlan(NamedTuple):
     """The parts of a plan that JSON can store, as `Plan` has them."""
 
     mesh: AnyMesh
-    rules: tuple[tuple[Any, Any], ...]  # functions are read as `OpaqueAction`s
+    rules: tuple[tuple[Any, Any], ...]  # actions are read as `StoredAction`s
     min_size: int
     leaves: tuple[PlannedLeaf, ...]
     mirrors: bool
-    logical: ReadLogicalRules | None
+    logical: ReadLogicalRules | dict[str, Any] | None  # a dict is what was read
 
 
 # ------------------------------------------------------------------ writing
@@ -71,12 +75,55 @@ def _leaf_to_json(leaf: PlannedLeaf) -> dict[str, Any]:
 
 def _rule_to_json(pattern: Any, action: Any) -> dict[str, Any]:
     compiled = re.compile(pattern)
-    kind = next((kind for kind, test in _KINDS.items() if test(action)), "function")
-    text = action.text if isinstance(action, Tactic) else repr(action)
-    if kind == "function" and not isinstance(action, OpaqueAction):
+    kind = kind_of(action)
+    text = repr(action)
+    if kind == "function" and not isinstance(action, StoredAction):
         text = getattr(action, "__qualname__", type(action).__qualname__)
     flags = int(compiled.flags & ~re.UNICODE)
-    return {"pattern": compiled.pattern, "flags": flags, "kind": kind, "action": text}
+    rule: dict[str, Any] = {"pattern": compiled.pattern, "flags": flags}
+    rule |= {"kind": kind, "action": text}
+    if kind == "tactic":
+        rule["fsdp_axes"] = sorted(action.fsdp_axes)
+    return rule
+
+
+def _logical_to_json(
+    rules: ReadLogicalRules | dict[str, Any] | None,
+) -> dict[str, Any] | None:
+    """Rules for logical names; their axes are written as specs of one dim."""
+    if rules is None or isinstance(rules, dict):
+        return rules
+    fields = dataclasses.asdict(rules).items() if isinstance(rules, PartitionAxis) else rules
+    kind = "PartitionAxis" if isinstance(rules, PartitionAxis) else "rules"
+    return {"kind": kind, "axes": [[name, repr(PartitionSpec(axes))] for name, axes in fields]}
+
+
+# ------------------------------------------------------------------ stored actions
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class StoredAction:
+    """The action of a rule, as JSON has it: what it was, to be shown and not to be applied.
+
+    Attributes:
+        kind: As `kind_of` says it.
+        text: How the plan shows it.
+        fsdp_axes: Those of a tactic.
+    """
+
+    kind: str
+    text: str
+    fsdp_axes: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def kind_of(action: Any) -> str:
+    """`"replicate"`, `"spec"`, `"names"`, `"tactic"` or `"function"`."""
+    if isinstance(action, StoredAction):
+        return action.kind
+    return next((kind for kind, test in _KINDS.items() if test(action)), "function")
 
 
 # The kind of an action is the first whose test it passes, else "function".
@@ -86,45 +133,6 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "names": is_logical,
     "tactic": lambda action: isinstance(action, Tactic),
 }
-
-
-def _logical_to_json(rules: ReadLogicalRules | None) -> dict[str, Any] | None:
-    """Rules for logical names; their axes are written as specs of one dim."""
-    if rules is None:
-        return None
-    fields = dataclasses.asdict(rules).items() if isinstance(rules, PartitionAxis) else rules
-    kind = "PartitionAxis" if isinstance(rules, PartitionAxis) else "rules"
-    return {"kind": kind, "axes": [[name, repr(PartitionSpec(axes))] for name, axes in fields]}
-
-
-# ------------------------------------------------------------------ actions that are not stored
-
-
-class OpaqueAction:
-    """An action that JSON cannot store: a function, or a tactic defined by the user."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-    def __call__(self, path: str, leaf: Any) -> NoReturn:
-        raise FormatError(
-            f"{path}: JSON stores only the name of {self.text}. Give the rules again."
-        )
-
-
-def check_no_opaque_actions(rules: Iterable[tuple[Any, Any]]) -> None:
-    """Raises `FormatError` if the action of a rule was not stored in JSON."""
-    facts = [
-        f"rule {index} {pattern!r} was {action!r}, which JSON cannot store."
-        for index, (pattern, action) in enumerate(rules)
-        if isinstance(action, OpaqueAction)
-    ]
-    if facts:
-        message = listed(f"The actions of {len(facts)} rules were not stored:", facts)
-        raise FormatError(f"{message} Make the plan again, with `plan(tree, rules, mesh)`.")
 
 
 # ------------------------------------------------------------------ reading
@@ -150,7 +158,7 @@ def from_json(text: str) -> StoredPlan:
             "mesh": list(axes),
             "min_size": int(min_size),
             "mirrors": bool(mirrors),
-            "logical": logical,
+            "logical": dict() | None as logical,
             "rules": list(rules),
             "leaves": list(leaves),
         } if len(raw) == 7:
@@ -161,12 +169,11 @@ def from_json(text: str) -> StoredPlan:
         case _:
             raise FormatError(
                 f"The plan has the keys {', '.join(raw)}. It must have treeshard_plan, mesh (a"
-                " list), min_size (a number), mirrors (true or false), logical, rules and leaves"
-                " (lists)."
+                " list), min_size (a number), mirrors (true or false), logical (an object or"
+                " null), rules and leaves (lists)."
             )
     if len({leaf.path for leaf in leaves}) < len(leaves):
         raise FormatError("leaves: two have the same path. Paths must be unique.")
-    logical = _read("logical", _read_logical, logical)
     return StoredPlan(mesh, rules, min_size, leaves, mirrors, logical)
 
 
@@ -263,44 +270,23 @@ def _read_adjustment(raw: Any) -> Adjustment:
     raise FormatError("an adjustment has a kind, a 'why', axes, and a dim or null.")
 
 
-def _read_rule(raw: Any) -> tuple[Any, Any]:
+def _read_rule(raw: Any) -> tuple[Any, StoredAction]:
     match raw:
-        case {"pattern": str(pattern), "flags": int(flags), "kind": kind, "action": str(text)}:
+        case {
+            "pattern": str(pattern),
+            "flags": int(flags),
+            "kind": str(kind),
+            "action": str(text),
+            **more,
+        }:
             compiled = re.compile(pattern, flags & ~re.DEBUG)  # re.DEBUG prints
         case _:
             raise FormatError("a rule has a pattern, flags, a kind, and an action.")
-    match kind:
-        case "replicate":
-            action = None
-        case "spec":
-            action = parse_spec(text)
-        case "names":
-            action = parse_names(text)
-        case "tactic":
-            try:
-                action = parse_strategy(text)
-            except ShardingRuleError:  # a user's tactic, unknown here or not made of literals
-                action = OpaqueAction(text)
-        case "function":
-            action = OpaqueAction(text)
-        case _:
-            raise FormatError(f"the kind is not one of {', '.join([*_KINDS, 'function'])}.")
-    return (compiled if flags and compiled.flags != re.compile(pattern).flags else pattern), action
-
-
-def _read_logical(raw: Any) -> ReadLogicalRules | None:
-    match raw:
-        case None:
-            return None
-        case {"kind": "rules" | "PartitionAxis" as kind, "axes": list(rows)} if all(
-            isinstance(row, list) and len(row) == 2 for row in rows
-        ):
-            pairs = [(name, entries(parse_spec(spec))[0]) for name, spec in rows]
-            return read_logical_rules(pairs) if kind == "rules" else PartitionAxis(**dict(pairs))
-    raise FormatError(
-        "logical rules have a kind, 'rules' or 'PartitionAxis', and 'axes', a list of pairs of a"
-        " name and a spec."
-    )
+    if kind not in (*_KINDS, "function"):
+        raise FormatError(f"the kind is not one of {', '.join([*_KINDS, 'function'])}.")
+    action = StoredAction(kind, text, frozenset(map(str, more.get("fsdp_axes", ()))))
+    has_flags = flags and compiled.flags != re.compile(pattern).flags
+    return (compiled if has_flags else pattern), action
 
 
 def arrange(leaves: Iterable[PlannedLeaf], like: PyTree) -> tuple[PlannedLeaf, ...]:

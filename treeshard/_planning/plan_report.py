@@ -14,7 +14,7 @@ from treeshard._core.paths import pair
 from treeshard._core.specs import Adjustment, axes_of, entries
 from treeshard._core.text import columns, fold, html_table, human_bytes
 from treeshard._planning.matching import SMALL, PlannedLeaf
-from treeshard._planning.tactics import Tactic
+from treeshard._planning.plan_json import kind_of
 from treeshard.errors import counted
 
 Rules = Sequence[tuple[Any, Any]]
@@ -56,10 +56,11 @@ def _reason(leaf: PlannedLeaf, rules: Rules) -> str:
         why = "" if leaf.shape else "scalar"
     else:
         action = rules[leaf.rule][1]
+        kind = kind_of(action)
         why = f"rule {leaf.rule} {leaf.pattern!r}"
-        if isinstance(action, Tactic):
+        if kind == "tactic":
             why += f" {action!r}"
-        elif leaf.asked != leaf.given and not callable(action):
+        elif kind != "function" and leaf.asked != leaf.given:
             why += f" {leaf.asked}"
     padded = [] if leaf.unpadded is None else [f"padded from {leaf.unpadded}"]
     notes = "; ".join([*map(_note, leaf.adjustments), *padded])
