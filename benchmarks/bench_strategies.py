@@ -15,8 +15,7 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from benchmarks._harness import Row, options, ratios, report
 from benchmarks.bench_rules import MESH, all_different, floor, llm, modules, named_layers, rules_of
-from treeshard._planning.strategies import parse_strategy
-from treeshard.compat._big_vision import infer_sharding
+from treeshard.compat._big_vision import _read_ops, infer_sharding
 
 Strategy = list[tuple[str, str]]
 
@@ -31,7 +30,7 @@ def strategy_of(count: int) -> Strategy:
 
 def plain_loop(tree: Any, strategy: Strategy) -> Any:
     """Every string read once; every path built, every pattern tried."""
-    tactics = [(pattern, parse_strategy(text)) for pattern, text in strategy]
+    tactics = [(pattern, _read_ops(text)) for pattern, text in strategy]
 
     def decide(path: Any, leaf: Any) -> NamedSharding:
         name = keystr(path, simple=True, separator="/")

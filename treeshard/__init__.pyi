@@ -40,7 +40,6 @@ from ._planning.tactics import fsdp as fsdp
 from ._planning.tactics import logical_partitioning as logical_partitioning
 from ._planning.tactics import replicate as replicate
 from ._planning.tactics import shard_dim as shard_dim
-from ._planning.tactics import tactic as tactic
 from .errors import MeshError as MeshError
 from .errors import ShardingRuleError as ShardingRuleError
 from .errors import ShardingWarning as ShardingWarning

@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import leaf_paths
+from treeshard.compat import register_op
+from treeshard.compat._big_vision import _ops, _UserOp
 
 MESH = mesh_of(data=2, model=4)
 RULES = [("embed", "data"), ("mlp", "model")]
@@ -136,8 +138,63 @@ def test_only_tactics_have_a_threshold(monkeypatch) -> None:
     assert specs(tree, strategy) == {"a": P("data"), "b": P(), "c": P("data")}
 
 
-def test_tactics_instead_of_strings() -> None:
-    assert specs([struct(8)], [("0", ts.fsdp("data", min_size=0))]) == [P("data")]
+def test_the_threshold_of_fsdp_is_in_bytes() -> None:
+    small, large = struct(2**18), struct(2**18 + 8)
+    half = struct(2**18 + 8, dtype="bfloat16")
+    tree = [{"a": small, "b": large, "c": half} for _ in range(12)]
+    assert specs(tree, [(".*", "fsdp('data', 1)")]) == [{"a": P(), "b": P("data"), "c": P()}] * 12
+
+
+# ------------------------------------------------------------------ users' ops
+
+
+@pytest.fixture
+def last() -> Any:
+    @register_op
+    def last(axis, *, answer=None):
+        """Shards the last dim."""
+        return lambda cur_spec, mesh, name, x: answer or (*cur_spec[:-1], axis)
+
+    yield last
+    del _ops["last"]
+
+
+def test_a_users_op(last) -> None:
+    tree = {"w": struct(8, 8)}
+    assert specs(tree, [("w", "last('data')")]) == {"w": P(None, "data")}
+    assert specs(tree, [("w", "fsdp('model', 0) | last('data')")]) == {"w": P(None, "data")}
+    assert specs(tree, [("w", "last('x', answer=('data', None))")]) == {"w": P("data")}
+    assert "8 is not divisible" not in message_of({"w": struct(8, 7)}, [("w", "last('data')")])
+    assert last.__doc__ == "Shards the last dim."
+    assert repr(last("data", answer=None)) == "last('data', answer=None)"
+    signature = "The signature is last(axis, *, answer=None)."
+    assert signature in message_of(tree, [("w", "last()")])
+
+
+def test_an_op_gets_one_entry_per_dim_and_the_leaf_in_a_box() -> None:
+    seen: list[Any] = []
+    step = _UserOp("look()", lambda *args: seen.append(args) or args[0])
+    ts.Tactic((step,)).refine(P("data"), MESH, "w", linen.Partitioned(struct(8, 8), ("a", "b")), 0)
+    assert seen == [(P("data", None), MESH, "w", struct(8, 8))]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["data", ("data",), ("data", 3), ("data", None, "model"), 3],
+    ids=["not-a-tuple", "too-short", "not-an-entry", "too-long", "number"],
+)
+def test_ops_that_do_not_return_a_spec(last, answer) -> None:
+    text = message_of({"w": struct(8, 8)}, [("w", f"last('x', answer={answer!r})")])
+    assert text.startswith(f"w: rule 0, 'w': the op last('x', answer={answer!r}) returned")
+    assert "for shape (8, 8). Return a spec or a tuple with one entry per dim" in text
+
+
+def test_names_of_big_visions_ops_are_taken() -> None:
+    def fsdp(axis):
+        return lambda cur_spec, mesh, name, x: cur_spec
+
+    with pytest.raises(ts.ShardingRuleError, match="'fsdp' is big_vision's. Use another name"):
+        register_op(fsdp)
 
 
 def test_scalars_need_no_pattern() -> None:
@@ -283,14 +340,19 @@ def test_an_unknown_axis() -> None:
         ([("a",)], "rule 0 is not a pair: ('a',)"),
         ([("a(", "replicate")], "rule 0: the pattern 'a(' does not compile"),
         ([("a", "fdsp('x')")], "rule 0, 'a': the strategy \"fdsp('x')\", at column 1: fdsp is not"),
-        ([("a", P("data"))], "rule 0, 'a': P('data',) is not a tactic. Write a string, such as"),
-        ([("a", None), ("b", 3)], "rule 1, 'b': the action is 3 (int)."),
-        ([("a", None), ("b", print)], "2 entries of the strategy are malformed:"),
+        ([("a", P("data"))], "rule 0, 'a': P('data',) is not a string of ops, such as"),
+        ([("a", None), ("b", print)], "2 rules are malformed:"),
+        ([("a", "fsdp('x', min_size_mb=4)")], "is fsdp(axis, min_size_to_shard_mb=4)."),
     ],
-    ids=["not-a-pair", "regex", "unknown", "spec", "number", "function"],
+    ids=["not-a-pair", "regex", "unknown", "spec", "function", "signature"],
 )
 def test_malformed_strategies(strategy, message) -> None:
     assert message in message_of({}, strategy)
+
+
+def test_a_threshold_that_is_not_a_number(unchecked) -> None:
+    message = "min_size_to_shard_mb is '4', not a number of MiB."
+    assert message in message_of({}, [("a", "fsdp('x', '4')")])
 
 
 def test_a_strategy_that_is_not_a_list(unchecked) -> None:

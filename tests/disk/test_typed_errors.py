@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard._core.text import parse_names, parse_spec
-from treeshard._planning.strategies import parse_strategy
 from treeshard.checkpoint import Checkpoints, _array_store, inspect, restore, save, verify
+from treeshard.compat._strategies import parse_strategy
 from treeshard.interchange import load_safetensors, save_safetensors
 
 TREE = {"w": np.ones((8, 4), np.float32)}

@@ -10,8 +10,8 @@ from helpers import mesh_of, struct
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard import Tactic, fsdp, logical_partitioning, replicate, shard_dim, tactic
-from treeshard._planning.tactics import CustomStep, min_size_in_force, registered_tactics
+from treeshard import Tactic, fsdp, logical_partitioning, replicate, shard_dim
+from treeshard._planning.tactics import min_size_in_force
 
 WHOLE = P()
 MESH = mesh_of(data=2, fsdp=4, one=1)
@@ -272,82 +272,6 @@ def test_logical_names_without_rules() -> None:
         logical_partitioning().refine(P(), MESH, "w", logical("embed"), 0)
 
 
-# ------------------------------------------------------------------ users' tactics
-
-
-@pytest.fixture
-def last() -> Any:
-    @tactic
-    def last(axis, *, answer=None):
-        """Shards the last dim."""
-        return lambda spec, mesh, path, leaf: answer or (*spec[:-1], axis)
-
-    yield last
-    del registered_tactics["last"]
-
-
-def test_a_users_tactic(last) -> None:
-    assert refined(last("data"), (8, 8)) == (P(None, "data"), [])
-    assert refined(fsdp("fsdp") | last("data"), (16, 8)) == (P("fsdp", "data"), [])
-    assert refined(last("data"), (8, 7)) == (P(), ["indivisible"])
-    assert refined(last("data"), (8,), floor=9) == (P(), ["too-small"])
-    assert repr(last("data", answer=None)) == "last('data', answer=None)"
-    assert last.__doc__ == "Shards the last dim."
-
-
-def test_an_update_gets_one_entry_per_dim_and_the_leaf_in_a_box() -> None:
-    seen: list[Any] = []
-    step = CustomStep("look()", lambda *args: seen.append(args) or args[0])
-    Tactic((step,)).refine(P("data"), MESH, "w", linen.Partitioned(struct(8, 8), ("a", "b")), 0)
-    assert seen == [(P("data", None), MESH, "w", struct(8, 8))]
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (
-            "data",
-            "the tactic last('x', answer='data') returned 'data' (str), which is not a spec."
-            " Return the spec that it was called with, or a changed one.",
-        ),
-        (
-            ("data",),
-            "returned ('data',), which has 1 entry, for shape (8, 8). Return one entry per dim.",
-        ),
-        (P("data", None, "fsdp"), "has 3 entries, for shape (8, 8)"),
-        (
-            ("data", 3),
-            "returned ('data', 3), and 3 is not an entry of a spec. An entry",
-        ),
-    ],
-    ids=["not-a-spec", "too-short", "too-long", "not-an-entry"],
-)
-def test_updates_that_do_not_return_a_spec(last, answer, message) -> None:
-    rules = [("w", last("x", answer=answer))]
-    with pytest.raises(ts.ShardingRuleError) as raised:
-        ts.match_partition_rules(rules, {"w": struct(8, 8)}, MESH, min_size=0)
-    assert str(raised.value).startswith("w: rule 0, 'w': the tactic last('x'")
-    assert message in str(raised.value)
-
-
-def test_an_update_that_returns_nothing() -> None:
-    step = CustomStep("forgot()", lambda *args: None)
-    with pytest.raises(ts.SpecError, match=r"forgot\(\) returned None \(NoneType\), which is not"):
-        refined(Tactic((step,)), (8,))
-
-
-def test_an_update_may_return_a_spec_of_fewer_entries(last) -> None:
-    assert refined(last("x", answer=P("data")), (8, 8)) == (P("data"), [])
-
-
-def test_names_of_built_in_tactics_are_taken() -> None:
-    def fsdp(axis):
-        return lambda spec, mesh, path, leaf: spec
-
-    with pytest.raises(ts.ShardingRuleError, match="itself has a tactic 'fsdp'. Use another"):
-        tactic(fsdp)
-
-
 # ------------------------------------------------------------------ called directly
 
 
@@ -392,6 +316,8 @@ def test_bad_axes(axis) -> None:
 def test_axes_of_a_wrong_type(unchecked) -> None:
     with pytest.raises(TypeError, match="fsdp: 3 is int; axis names are a string"):
         fsdp(3)  # pyright: ignore
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        fsdp("data", min_size=1.5)  # pyright: ignore
 
 
 # ------------------------------------------------------------------ the threshold of a call

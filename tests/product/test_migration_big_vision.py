@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from migration import short, table
 
 import treeshard as ts
-from treeshard._planning.tactics import registered_tactics
+from treeshard.compat._big_vision import _ops
 
 TABLE = table("big-vision.md")
 row = TABLE.row
@@ -131,7 +131,7 @@ def test_fsdp(ours, mesh) -> None:
     assert len(set(map(str, old))) == 4  # whole, and each of three dims
     found = [short(ours(tree={"kernel": x}, mesh=mesh)["kernel"]) for x in leaves]
     assert found == old
-    odd = ts.plan({"kernel": struct(1025, 1027)}, [("kernel", "fsdp('data')")], mesh)
+    odd = ts.plan({"kernel": struct(1025, 1027)}, [("kernel", ts.fsdp("data"))], mesh)
     assert [x.code for x in odd.findings] == ["left-whole"]
 
 
@@ -205,7 +205,7 @@ def test_an_op_of_ones_own(ours, mesh) -> None:
         found = ts.infer_sharding({"w": struct(4, 5, 16)}, [("w", "last('data')")], mesh)
         assert short(found) == {"w": P(None, None, "data")}
     finally:
-        registered_tactics.pop("last", None)
+        _ops.pop("last", None)
 
 
 @row('infer_sharding({"params": params, "opt": opt}, strategy, mesh)')
@@ -218,7 +218,7 @@ def test_optimizer_state(ours, mesh) -> None:
     assert short(ts.infer_sharding(state, strategy, mesh)) == old
     assert old["params"]["img"]["kernel"] == P(None, "data")
     assert old["opt"][0].mu["img"]["kernel"] == P()
-    found = ours(params=params, opt=opt, rules=[("kernel", "fsdp('data')")], mesh=mesh).specs
+    found = ours(params=params, opt=opt, rules=[("kernel", ts.fsdp("data"))], mesh=mesh).specs
     assert found[0].mu == found[0].nu == old["params"]
     assert found[0].count == P()
 

@@ -67,7 +67,7 @@ rules, as TOML; the first pattern that matches decides:
   action = "P('fsdp', 'tensor')"      # a spec, or a tuple of logical names
   [[rules]]
   pattern = ".*"
-  action = "fsdp('fsdp', min_size=0)" # tactics; by default, fsdp replicates up to 4 MiB
+  action = "fsdp('fsdp', min_size=0)" # a tactic, as in Python
   [logical]
   batch = ["data", "fsdp"]            # mesh axes of a logical name
 

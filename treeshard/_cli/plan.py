@@ -26,7 +26,7 @@ from treeshard._core.text import (
 from treeshard._disk.untrusted import parse, read_file
 from treeshard._planning.logical import logical_axis_rules
 from treeshard._planning.plan import Plan, plan
-from treeshard._planning.strategies import parse_strategy
+from treeshard.compat._strategies import parse_strategy
 from treeshard.errors import FormatError, TreeShardError, did_you_mean, listed
 
 

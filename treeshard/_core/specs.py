@@ -69,6 +69,12 @@ def entries(spec: PartitionSpec | NamedSharding) -> tuple[Entry, ...]:
     return spec_entries(spec.spec if isinstance(spec, NamedSharding) else spec)
 
 
+def dim_entries(spec: PartitionSpec, rank: int) -> list[Entry]:
+    """The entries of a spec, one for each of `rank` dims."""
+    given = entries(spec)
+    return [*given, *[None] * (rank - len(given))]
+
+
 def axes_of(entry: Entry) -> tuple[str, ...]:
     """The mesh axes of one entry; none for `None` and `UNCONSTRAINED`."""
     if isinstance(entry, str):

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -12,14 +12,13 @@ from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import MISFITS, Adjustment, is_logical
 from treeshard._planning.matching import SMALL, SMALL_FIX, Decision, ReadRules, decide
-from treeshard._planning.strategies import parse_strategy
 from treeshard.errors import ShardingRuleError, listed, misfit_error, warn
 
 Rules = Sequence[Any]  # of (pattern, action) pairs, checked by `read_rules`
 
 _ACTIONS = (
     "An action is a PartitionSpec, a tuple of logical names, None to replicate, a tactic such as"
-    " fsdp('fsdp'), a strategy string, or a function (path, leaf) -> PartitionSpec."
+    " fsdp('fsdp'), or a function (path, leaf) -> PartitionSpec."
 )
 
 
@@ -43,8 +42,8 @@ def match_partition_rules(
     Args:
         rules: Pairs `(pattern, action)`. An action is a `PartitionSpec`; a tuple of logical
             names, resolved by the rules of `logical_axis_rules` (without axes that the mesh
-            lacks); `None` to replicate; a tactic; a strategy string, as in `infer_sharding`;
-            or a function `(path, leaf) -> PartitionSpec`.
+            lacks); `None` to replicate; a tactic; or a function
+            `(path, leaf) -> PartitionSpec`.
         tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree.
         mesh: The mesh to check the specs against. Without it, only their lengths are
             checked, even if a mesh is in force; tactics then use the mesh in force.
@@ -139,8 +138,19 @@ def warn_of_moves(rows: Iterable[tuple[str, Any, Decision]], kinds: frozenset[st
 # ------------------------------------------------------------------ reading rules
 
 
-def read_rules(rules: Rules) -> ReadRules:
-    """Compiles the patterns of rules. Raises `ShardingRuleError` listing all bad rules."""
+def check_action(action: Any) -> Any:
+    """Returns an action. Raises `ShardingRuleError` if it is none of those that rules have."""
+    is_spec = action is None or isinstance(action, PartitionSpec)
+    if is_spec or is_logical(action) or callable(action):
+        return action
+    raise ShardingRuleError(f"the action is {action!r} ({type(action).__name__}). {_ACTIONS}")
+
+
+def read_rules(rules: Rules, read_action: Callable[[Any], Any] = check_action) -> ReadRules:
+    """Compiles the patterns of rules, and reads their actions.
+
+    Raises `ShardingRuleError` listing all bad rules.
+    """
     if isinstance(rules, str) or not isinstance(rules, Sequence):
         raise ShardingRuleError(
             f"rules are {type(rules).__name__}. Give a list of (pattern, action) pairs, such as"
@@ -164,18 +174,9 @@ def read_rules(rules: Rules) -> ReadRules:
             bad.append(f"rule {index}: the pattern {pattern!r} is bytes. Paths are str.")
             continue
         try:
-            read.append((compiled, _read_action(action)))
+            read.append((compiled, read_action(action)))
         except ShardingRuleError as error:
             bad.append(f"rule {index}, {pattern!r}: {error}")
     if bad:
         raise ShardingRuleError(listed(f"{len(bad)} rules are malformed:", bad))
     return read
-
-
-def _read_action(action: Any) -> Any:
-    if isinstance(action, str):
-        return parse_strategy(action)
-    is_spec = action is None or isinstance(action, PartitionSpec)
-    if is_spec or is_logical(action) or callable(action):
-        return action
-    raise ShardingRuleError(f"the action is {action!r} ({type(action).__name__}). {_ACTIONS}")

@@ -2,11 +2,10 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
+from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import index
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -22,13 +21,12 @@ from treeshard._core.mesh import (
 from treeshard._core.paths import is_box
 from treeshard._core.specs import (
     MISFITS,
-    UNCONSTRAINED,
     Adjustment,
     Entry,
     axes_of,
+    dim_entries,
     entries,
     entry_of,
-    is_mesh_axes,
     is_spec,
     project,
     with_entries,
@@ -45,8 +43,6 @@ from treeshard._planning.logical import (
 from treeshard.errors import ShardingRuleError, SpecError, counted, misfit_error
 
 Refined = tuple[PartitionSpec, tuple[Adjustment, ...]]
-Update = Callable[[PartitionSpec, Any, str, Any], Any]  # (spec, mesh, path, leaf) -> spec
-LooksAt = Literal["shape", "bytes", "leaf"]
 
 
 class Step:
@@ -54,8 +50,8 @@ class Step:
 
     Attributes:
         min_size: The step's own threshold in elements; `None` uses the call's.
-        looks_at: What its result depends on: the leaf's shape, its shape and itemsize, or
-            the leaf itself. Results are shared between leaves for which these are equal.
+        by_shape: Whether its result depends only on the leaf's shape and itemsize. Leaves for
+            which these are equal then share one decision.
         reads_boxes: Whether it needs the box around a leaf, if there is one.
         fsdp_axes: The axes over which it shards parameters that are gathered for use.
         memory: The kind of memory that it puts the leaf in; `None` for that of the devices.
@@ -63,14 +59,9 @@ class Step:
 
     memory: str | None = None
     min_size: int | None = None
-    looks_at: LooksAt = "leaf"
+    by_shape: bool = False
     reads_boxes: bool = False
     fsdp_axes: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The step as it is written in strategy strings."""
-        return repr(self)
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         """Returns the refined spec, and what could not be done.
@@ -113,15 +104,9 @@ class Tactic:
         return refined
 
     @property
-    def text(self) -> str:
-        """The tactic as a strategy string, which parses to an equal tactic."""
-        return " | ".join(step.text for step in self.steps)
-
-    @property
-    def looks_at(self) -> LooksAt:
-        """What it depends on, as `Step.looks_at`."""
-        kinds = {step.looks_at for step in self.steps}
-        return "leaf" if "leaf" in kinds else "bytes" if "bytes" in kinds else "shape"
+    def by_shape(self) -> bool:
+        """Whether it depends only on the leaf's shape and itemsize."""
+        return all(step.by_shape for step in self.steps)
 
     @property
     def reads_boxes(self) -> bool:
@@ -186,7 +171,8 @@ def fsdp(
         A tactic, for use as the action of a rule.
 
     Raises:
-        TypeError: If `axis` is neither a string nor a sequence of strings.
+        TypeError: If `axis` is neither a string nor a sequence of strings, or `min_size` is
+            not an int.
         SpecError: If `axis` is empty or contains a name twice.
 
     Examples:
@@ -199,7 +185,8 @@ def fsdp(
         ZeRO stage 3: Rajbhandari et al. 2020, arXiv:1910.02054; big_vision's tactic of
         this name.
     """
-    return Tactic((Fsdp(axes_to_shard(axis, "fsdp"), min_size, tuple(skip), memory=memory),))
+    least = None if min_size is None else index(min_size)
+    return Tactic((Fsdp(axes_to_shard(axis, "fsdp"), least, tuple(skip), memory),))
 
 
 def shard_dim(
@@ -284,53 +271,6 @@ def replicate(*, memory: str | None = None) -> Tactic:
     return Tactic((Replicate(memory),))
 
 
-# ------------------------------------------------------------------ users' tactics
-
-# The factories that `tactic` registered, by name.
-registered_tactics: dict[str, Callable[..., Tactic]] = {}
-_OURS = ("follow", "fsdp", "logical_partitioning", "replicate", "shard_dim")
-
-
-def tactic(factory: Callable[..., Update]) -> Callable[..., Tactic]:
-    """Registers a tactic of your own, for use in rules and by name in strategy strings.
-
-    Args:
-        factory: A function that returns an update `(spec, mesh, path, leaf) -> spec`. The
-            `spec` passed to the update has one entry per dim. The spec that it returns must
-            too, and may be a plain tuple, such as `spec[:-1] + ("tensor",)`. A later factory
-            of the same name replaces this one.
-
-    Returns:
-        A function of the same arguments that returns a `Tactic`.
-
-    Raises:
-        ShardingRuleError: If treeshard itself has a tactic of that name.
-
-    Examples:
-        >>> @tactic
-        ... def shard_last(axis):
-        ...     return lambda spec, mesh, path, leaf: spec[:-1] + (axis,)
-        >>> shard_last("data")(P(), make_mesh("data=8"), "w", jax.numpy.zeros((128, 128)))
-        P(None, 'data')
-
-    Source:
-        big_vision's registry of such functions.
-    """
-    name = factory.__name__
-    if name in _OURS:
-        raise ShardingRuleError(
-            f"@tactic: treeshard itself has a tactic {name!r}. Use another name for yours."
-        )
-
-    @wraps(factory)
-    def make(*args: Any, **options: Any) -> Tactic:
-        call = [*map(repr, args), *(f"{key}={value!r}" for key, value in options.items())]
-        return Tactic((CustomStep(f"{name}({', '.join(call)})", factory(*args, **options)),))
-
-    registered_tactics[name] = make
-    return make
-
-
 # ------------------------------------------------------------------ sizes and axes
 
 DEFAULT_MIN_SIZE = 2**14
@@ -381,7 +321,7 @@ class Replicate(Step):
 
     memory: str | None = None
     min_size = 0  # applies to leaves of every size
-    looks_at = "shape"
+    by_shape = True
 
     def __repr__(self) -> str:
         return f"replicate({_memory_text(self.memory)[2:]})"
@@ -395,38 +335,21 @@ class Replicate(Step):
 
 @dataclass(frozen=True, repr=False)
 class Fsdp(Step):
-    """Shards the largest free dim that the axes divide.
-
-    With `min_size_to_shard_mb`, the threshold is big_vision's, in MiB: leaves of so many or
-    fewer are replicated.
-    """
+    """Shards the largest free dim that the axes divide."""
 
     axes: tuple[str, ...]
     min_size: int | None = None
     skip: tuple[int, ...] = ()
-    min_size_to_shard_mb: int | float | None = None
     memory: str | None = None
+    by_shape = True
 
     def __repr__(self) -> str:
-        if self.min_size is None and self.min_size_to_shard_mb is None:
-            return self._call()
-        return self.text
-
-    @property
-    def text(self) -> str:
-        if self.min_size_to_shard_mb is not None:
-            return self._call(f"min_size_to_shard_mb={self.min_size_to_shard_mb}")
-        # In a string, `fsdp` without `min_size` has big_vision's threshold.
-        return self._call(f"min_size={self.min_size}")
-
-    def _call(self, *options: str) -> str:
-        skip = [f"skip={self.skip}"] if self.skip else []
-        rest = ", ".join([repr(entry_of(self.axes)), *options, *skip])
-        return f"fsdp({rest}{_memory_text(self.memory)})"
-
-    @property
-    def looks_at(self) -> LooksAt:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "shape" if self.min_size_to_shard_mb is None else "bytes"
+        options = [repr(entry_of(self.axes))]
+        if self.min_size is not None:
+            options.append(f"min_size={self.min_size}")
+        if self.skip:
+            options.append(f"skip={self.skip}")
+        return f"fsdp({', '.join(options)}{_memory_text(self.memory)})"
 
     @property
     def fsdp_axes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -434,15 +357,10 @@ class Fsdp(Step):
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         shape = tuple(leaf.shape)
-        if self.min_size_to_shard_mb is not None:
-            size = math.prod(shape) * leaf.dtype.itemsize
-            if size <= self.min_size_to_shard_mb * 2**20:
-                why = f"{size:,} bytes, at most min_size_to_shard_mb={self.min_size_to_shard_mb}."
-                return spec, (Adjustment("too-small", why),)
         if conflicts := _axis_conflicts(spec, self.axes, mesh):
             return spec, conflicts
         count = math.prod(axis_sizes(mesh)[axis] for axis in self.axes)
-        new = _padded(spec, len(shape))
+        new = dim_entries(spec, len(shape))
         skipped = {dim % len(shape) for dim in self.skip if -len(shape) <= dim < len(shape)}
         free = [
             (length, dim)
@@ -467,7 +385,7 @@ class ShardDim(Step):
     dim: int
     ignore_ndim_error: bool = False
     memory: str | None = None
-    looks_at = "shape"
+    by_shape = True
 
     def __repr__(self) -> str:
         ignore = ", ignore_ndim_error=True" if self.ignore_ndim_error else ""
@@ -478,7 +396,7 @@ class ShardDim(Step):
         shape = tuple(leaf.shape)
         if not -len(shape) <= self.dim < len(shape):
             return spec, () if self.ignore_ndim_error else (self._beyond(shape),)
-        new = _padded(spec, len(shape))
+        new = dim_entries(spec, len(shape))
         if not _is_free(new[self.dim]):
             why = (
                 f"an earlier tactic already sharded dim {self.dim}: {spec}. Give all its axes to"
@@ -496,44 +414,6 @@ class ShardDim(Step):
             " `ignore_ndim_error=True` to keep the spec of such leaves."
         )
         return Adjustment("rank", why, self.axes)
-
-
-@dataclass(frozen=True, repr=False)
-class CustomStep(Step):
-    """A user's update. `call` is the name and the arguments that made it."""
-
-    call: str
-    update: Update = field(compare=False)
-
-    def __repr__(self) -> str:
-        return self.call
-
-    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        shape = tuple(leaf.shape)
-        full_rank = spec.update(partitions=tuple(_padded(spec, len(shape))))
-        returned = self.update(full_rank, mesh, path, leaf)
-        return project(self._checked(returned, shape, spec), mesh, shape)
-
-    def _checked(self, returned: Any, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-        if isinstance(returned, PartitionSpec):
-            if len(entries(with_entries(returned, entries(returned)))) <= len(shape):
-                return returned
-        elif not isinstance(returned, tuple | list):
-            raise SpecError(
-                f"the tactic {self.call} returned {returned!r} ({type(returned).__name__}), which"
-                " is not a spec. Return the spec that it was called with, or a changed one."
-            )
-        elif bad := [e for e in returned if not (e is UNCONSTRAINED or is_mesh_axes(e))]:
-            raise SpecError(
-                f"the tactic {self.call} returned {returned!r}, and {bad[0]!r} is not an entry of a"
-                " spec. An entry is a mesh axis, a tuple of them, or None."
-            )
-        elif len(returned) == len(shape):
-            return with_entries(spec, [tuple(e) if isinstance(e, list) else e for e in returned])
-        raise SpecError(
-            f"the tactic {self.call} returned {returned!r}, which has"
-            f" {counted(len(returned), 'entry')}, for shape {shape}. Return one entry per dim."
-        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -596,11 +476,6 @@ def names_in(box: Any) -> NamesInBox:
     names: Any = metadata.get("out_sharding") or ()
     names = entries(names) if is_spec(names) else tuple(names)
     return NamesInBox(names, metadata.get("sharding_rules"))
-
-
-def _padded(spec: PartitionSpec, rank: int) -> list[Entry]:
-    """The entries of a spec, one for each of `rank` dims."""
-    return [*entries(spec), *[None] * (rank - len(entries(spec)))]
 
 
 def _is_free(entry: Entry) -> bool:

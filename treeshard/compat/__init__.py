@@ -5,7 +5,8 @@ over the rest of treeshard, which does not use this package.
 
 | name | known from | in new code |
 |---|---|---|
-| `infer_sharding` | big_vision | `plan(...).shardings`; strategy strings are actions of rules |
+| `infer_sharding` | big_vision | `plan(...).shardings`, by rules with tactics |
+| `register_op` | big_vision | a function `(path, leaf) -> spec` is an action of a rule |
 | `create_pattern_based_partition_spec` | EasyDeL | rules: `[("attention", P("data"))]` |
 | `logical_to_mesh_spec` | Flax, MaxText | logical names in place of a spec |
 | `analyze_sharding_strategy` | EasyDeL | `print(plan)`, `communication.predict_communication` |
@@ -26,7 +27,7 @@ from treeshard._core.mesh import get_axes_size_in_mesh, get_incontext_mesh
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._planning.logical import logical_to_mesh_spec
 from treeshard.compat._analysis import analyze_sharding_strategy
-from treeshard.compat._big_vision import infer_sharding
+from treeshard.compat._big_vision import infer_sharding, register_op
 from treeshard.compat._live import (
     extract_sharding_structure,
     extract_shardings,
@@ -57,6 +58,7 @@ __all__ = [
     "infer_sharding",
     "logical_to_mesh_spec",
     "names_in_current_mesh",
+    "register_op",
 ]
 
 

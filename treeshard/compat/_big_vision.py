@@ -1,21 +1,38 @@
-"""big_vision's `infer_sharding`."""
+"""big_vision's `infer_sharding`: its strategies, its `fsdp`, and ops of one's own.
 
-from collections.abc import Sequence
+A strategy is translated to rules with tactics, which `_planning` applies as any others. Only the
+thresholds stay big_vision's: mebibytes, so that configs give the shardings that they gave there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from math import prod
 from typing import Any
 
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.make_mesh import make_mesh
-from treeshard._core.mesh import MeshLike, as_mesh
+from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, is_box
 from treeshard._core.spec_trees import SpecTree
+from treeshard._core.specs import (
+    dim_entries,
+    entries,
+    entry_of,
+    is_mesh_axes,
+    project,
+    with_entries,
+)
 from treeshard._planning.matching import Decided, decide
 from treeshard._planning.rules import read_rules, rules_error
-from treeshard._planning.tactics import Tactic
-from treeshard.errors import ShardingRuleError, listed, warn
+from treeshard._planning.tactics import Fsdp, Refined, Step, Tactic, axes_to_shard
+from treeshard.compat._strategies import TACTICS, MakeTactic, parse_strategy
+from treeshard.errors import ShardingRuleError, SpecError, listed, warn
 
-Strategy = Sequence[Any]  # of (pattern, strategy string or tactic) pairs
+Strategy = Sequence[Any]  # of (pattern, ops) pairs
+Update = Callable[[PartitionSpec, AnyMesh, str, Any], Any]  # (cur_spec, mesh, name, x) -> spec
 
 
 def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree:
@@ -23,15 +40,14 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
 
     The first pattern that matches a leaf's full path (`re.fullmatch`) decides. Scalars and
     leaves without a shape are always replicated. No leaf is replicated for its size, except
-    by a threshold of a tactic. Nothing is moved and no values are read.
+    by the threshold of `fsdp`. Nothing is moved and no values are read.
 
     Args:
         tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree; Flax boxes too.
-        strategy: Pairs `(pattern, tactics)`. `tactics` is a string such as
-            `"shard_dim('model', -1) | fsdp('data')"`, which is parsed and never evaluated,
-            or a `Tactic`. In strings, `fsdp` is `fsdp(axis, min_size_to_shard_mb=4)`, and
-            leaves of that many MiB or fewer are replicated; `min_size=`, in elements, may be
-            given instead. Tactics of your own (`tactic`) are called by their names.
+        strategy: Pairs `(pattern, ops)`, where `ops` is a string such as
+            `"shard_dim('model', -1) | fsdp('data')"`, which is parsed and never evaluated.
+            `fsdp` is `fsdp(axis, min_size_to_shard_mb=4)`: leaves of that many MiB or fewer
+            are replicated. Ops of your own (`register_op`) are called by their names.
         mesh: The mesh to shard over; it may be an `AbstractMesh`, or text.
 
     Returns:
@@ -40,7 +56,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
         replicated, and one `ShardingWarning` lists them.
 
     Raises:
-        ShardingRuleError: If the strategy is malformed, a tactic does not return a spec, or
+        ShardingRuleError: If the strategy is malformed, an op does not return a spec, or
             a spec does not fit its leaf. All such leaves are listed. It is an
             `UnknownAxisError` too if the mesh lacks an axis.
 
@@ -54,7 +70,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
         The function of this name in big_vision.
     """
     mesh = as_mesh(mesh, make_mesh)
-    decided = decide(_read(strategy), tree, mesh, 0, whole_paths=True)
+    decided = decide(read_rules(strategy, _read_ops), tree, mesh, 0, whole_paths=True)
     if decided.adjusted:
         matched = [row for row in decided.rows() if row[2].rule is not None]
         if error := rules_error(matched, mesh):
@@ -66,31 +82,19 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     return _unboxed(tree, shardings) if decided.boxed else decided.treedef.unflatten(shardings)
 
 
-def _read(strategy: Strategy) -> Any:
-    read = read_rules(strategy)
-    bad = [
-        f"rule {index}, {pattern.pattern!r}: {action!r} is not a tactic. Write a string, such"
-        " as \"fsdp('data') | shard_dim('model', -1)\"."
-        for index, (pattern, action) in enumerate(read)
-        if not isinstance(action, Tactic)
-    ]
-    if bad:
-        raise ShardingRuleError(listed(f"{len(bad)} entries of the strategy are malformed:", bad))
-    return read
-
-
 def _warn_of_unmatched(decided: Decided) -> None:
     unmatched = [
         f"{path}: shape {shape}"
         for path, shape, decision in decided.rows()
         if any(note.kind == "unmatched" for note in decision.adjustments)
     ]
-    if unmatched:
-        if len(unmatched) == 1:
-            text = f"No pattern of the strategy matches {unmatched[0]}"
-        else:
-            text = listed(f"{len(unmatched)} leaves match no pattern of the strategy:", unmatched)
-        warn(f'{text}\nReplicated. To say that this is intended, end with (".*", "replicate").')
+    if not unmatched:
+        return
+    if len(unmatched) == 1:
+        text = f"No pattern of the strategy matches {unmatched[0]}"
+    else:
+        text = listed(f"{len(unmatched)} leaves match no pattern of the strategy:", unmatched)
+    warn(f'{text}\nReplicated. To say that this is intended, end with (".*", "replicate").')
 
 
 def _unboxed(tree: Any, shardings: list[Any]) -> Any:
@@ -103,3 +107,99 @@ def _unboxed(tree: Any, shardings: list[Any]) -> Any:
         inside = [next(rest) for _ in range(structure.num_leaves)]
         replaced.append(inside[0] if len(inside) == 1 else structure.unflatten(inside))
     return treedef.unflatten(replaced)
+
+
+# ------------------------------------------------------------------ ops
+
+
+@dataclass(frozen=True, repr=False)
+class _FsdpByBytes(Fsdp):
+    min_size_to_shard_mb: int | float = 4
+
+    def __repr__(self) -> str:
+        axes = entry_of(self.axes)
+        return f"fsdp({axes!r}, min_size_to_shard_mb={self.min_size_to_shard_mb})"
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        if prod(leaf.shape) * leaf.dtype.itemsize <= self.min_size_to_shard_mb * 2**20:
+            return spec, ()
+        return super().refine(spec, mesh, path, leaf)
+
+
+def _fsdp(axis: str | Sequence[str], min_size_to_shard_mb: int | float = 4) -> Tactic:
+    if not isinstance(min_size_to_shard_mb, int | float):
+        raise TypeError(f"min_size_to_shard_mb is {min_size_to_shard_mb!r}, not a number of MiB")
+    axes = axes_to_shard(axis, "fsdp")
+    return Tactic((_FsdpByBytes(axes, 0, min_size_to_shard_mb=min_size_to_shard_mb),))
+
+
+@dataclass(frozen=True, repr=False)
+class _UserOp(Step):
+    """What an op of the user returned, and the call that made it."""
+
+    call: str
+    update: Update
+
+    def __repr__(self) -> str:
+        return self.call
+
+    def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        shape = tuple(leaf.shape)
+        cur_spec = spec.update(partitions=tuple(dim_entries(spec, len(shape))))
+        returned = self.update(cur_spec, mesh, path, leaf)
+        is_plain = isinstance(returned, tuple) and all(map(is_mesh_axes, returned))
+        new = PartitionSpec(*returned) if is_plain else returned
+        if not isinstance(new, PartitionSpec) or len(entries(new)) != len(shape):
+            raise SpecError(
+                f"the op {self.call} returned {returned!r} for shape {shape}. Return a spec or a"
+                " tuple with one entry per dim: a mesh axis, a tuple of them, or None."
+            )
+        return project(with_entries(new, entries(new)), mesh, shape)
+
+
+_ops: dict[str, MakeTactic] = {**TACTICS, "fsdp": _fsdp}
+
+
+def register_op(factory: Callable[..., Update]) -> MakeTactic:
+    """Registers an op of your own, for strategies to call by its name.
+
+    Args:
+        factory: A function that returns an update `(cur_spec, mesh, name, x) -> spec`.
+            `cur_spec` has one entry per dim. The spec that is returned must too, and may be a
+            plain tuple. A later factory of the same name replaces this one.
+
+    Returns:
+        A function of the same arguments that returns a tactic.
+
+    Raises:
+        ShardingRuleError: If the name is that of a tactic or an op of big_vision.
+
+    Examples:
+        >>> @register_op
+        ... def shard_last(axis):
+        ...     return lambda cur_spec, mesh, name, x: cur_spec[:-1] + (axis,)
+        >>> infer_sharding(jax.numpy.ones(8), [("", "shard_last('data')")], "data=8").spec
+        P('data',)
+
+    Source:
+        `Registry.register("shardings.shard_last")` in big_vision.
+    """
+    name = factory.__name__
+    if name in TACTICS:
+        raise ShardingRuleError(f"register_op: {name!r} is big_vision's. Use another name.")
+
+    @wraps(factory)
+    def make(*args: Any, **options: Any) -> Tactic:
+        call = [*map(repr, args), *(f"{key}={value!r}" for key, value in options.items())]
+        return Tactic((_UserOp(f"{name}({', '.join(call)})", factory(*args, **options)),))
+
+    _ops[name] = make
+    return make
+
+
+def _read_ops(ops: Any) -> Tactic:
+    if isinstance(ops, str):
+        return parse_strategy(ops, _ops)
+    raise ShardingRuleError(
+        f"{ops!r} is not a string of ops, such as \"shard_dim('model', -1) | fsdp('data')\"."
+    )

@@ -1,71 +1,45 @@
-"""Strategy strings, such as `"shard_dim('model', -1) | fsdp('data')"`, parsed to tactics."""
+"""Reads tactics written as text, such as `"shard_dim('model', -1) | fsdp('data')"`.
+
+The text is parsed as Python and walked: only calls of known names with literal arguments are
+accepted, and nothing is evaluated. big_vision calls `eval` on it, so that whoever writes a config
+runs code. In Python, tactics are values: only `infer_sharding` and the command line have texts.
+"""
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import or_
 from typing import Any, NoReturn
 
 from treeshard._core.text import LONGEST_EXPRESSION
 from treeshard._planning.adapters import follow
-from treeshard._planning.tactics import (
-    Fsdp,
-    Tactic,
-    axes_to_shard,
-    fsdp,
-    logical_partitioning,
-    registered_tactics,
-    replicate,
-    shard_dim,
-)
+from treeshard._planning.tactics import Tactic, fsdp, logical_partitioning, replicate, shard_dim
 from treeshard.errors import ShardingRuleError, TreeShardError, did_you_mean, short
 
+MakeTactic = Callable[..., Tactic]
 
-def _fsdp(
-    axis: Any,
-    min_size_to_shard_mb: Any = ...,
-    *,
-    min_size: Any = ...,
-    skip: Any = (),
-    memory: Any = None,
-):
-    """`fsdp` in strings: its threshold is in MiB, unless `min_size` gives it in elements."""
-    if min_size is not ...:
-        if min_size_to_shard_mb is not ...:
-            raise TypeError("give min_size_to_shard_mb or min_size, not both")
-        if min_size is not None:
-            _check_number("min_size", min_size, int, "a number of elements, or None")
-        return fsdp(axis, min_size=min_size, skip=skip, memory=memory)
-    mib = 4 if min_size_to_shard_mb is ... else min_size_to_shard_mb
-    _check_number("min_size_to_shard_mb", mib, int | float, "a number of MiB")
-    return Tactic((Fsdp(axes_to_shard(axis, "fsdp"), 0, tuple(skip), mib, memory),))
-
-
-def _check_number(name: str, value: Any, kind: Any, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} is {value!r}, not {what}")
-
-
-_OURS: dict[str, Callable[..., Tactic]] = {
+# The names mean the same in a text as in Python.
+TACTICS: Mapping[str, MakeTactic] = {
     "follow": follow,
-    "fsdp": _fsdp,
+    "fsdp": fsdp,
     "logical_partitioning": logical_partitioning,
     "replicate": replicate,
     "shard_dim": shard_dim,
 }
 
+_HOW = "Write calls joined by |, such as \"shard_dim('model', -1) | fsdp('data')\"."
 
-# ------------------------------------------------------------------ reading strings
 
+def parse_strategy(text: str, tactics: Mapping[str, MakeTactic] = TACTICS) -> Tactic:
+    """Parses calls of tactics with literal arguments, joined by `|`.
 
-def parse_strategy(text: str) -> Tactic:
-    """Parses a strategy string: calls of tactics with literal arguments, joined by `|`.
-
-    Nothing is evaluated. `fsdp` is big_vision's here: `fsdp(axis, min_size_to_shard_mb=4)`.
+    Args:
+        text: The calls. A name alone is a call without arguments.
+        tactics: The functions that may be called, by name.
 
     Raises:
-        ShardingRuleError: If the string does not parse, a name is not a tactic, or a tactic
+        ShardingRuleError: If the text does not parse, a name is not a tactic, or a tactic
             does not take the arguments. The message shows the column.
     """
     text = text.strip()
@@ -79,14 +53,12 @@ def parse_strategy(text: str) -> Tactic:
         raise ShardingRuleError(
             f"the strategy {text!r} does not parse{at}: {getattr(error, 'msg', error)}. {_HOW}"
         ) from None
-    return reduce(or_, [_step(node, text) for node in _steps(tree)])
+    return reduce(or_, [_tactic(node, text, tactics) for node in _operands(tree)])
 
 
-_HOW = "Write calls joined by |, such as \"shard_dim('model', -1) | fsdp('data')\"."
-
-
-def _steps(node: ast.expr) -> list[ast.expr]:
+def _operands(node: ast.expr) -> list[ast.expr]:
     """The operands of `|`, from left to right."""
+    # `a | b | c` is parsed as `(a | b) | c`.
     later: list[ast.expr] = []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         later.append(node.right)
@@ -94,18 +66,16 @@ def _steps(node: ast.expr) -> list[ast.expr]:
     return [node, *reversed(later)]
 
 
-def _step(node: ast.expr, text: str) -> Tactic:
+def _tactic(node: ast.expr, text: str, tactics: Mapping[str, MakeTactic]) -> Tactic:
     called = node.func if isinstance(node, ast.Call) else node
     if not isinstance(called, ast.Name | ast.Attribute):
         _refuse(node, text, f"is not a call of a tactic. {_HOW}")
     name = ast.get_source_segment(text, called) or text
-    known = _OURS | registered_tactics
-    if name not in known:
-        hint = did_you_mean(name, known) or f" The tactics are {', '.join(known)}."
-        why = f"is not a tactic.{hint} `treeshard.tactic` registers a tactic of your own."
-        _refuse(called, text, why)
+    make = tactics.get(name)
+    if make is None:
+        hint = did_you_mean(name, tactics) or f" The tactics are {', '.join(tactics)}."
+        _refuse(called, text, f"is not a tactic.{hint}")
     args, options = _arguments(node, text) if isinstance(node, ast.Call) else ([], {})
-    make = known[name]
     try:
         inspect.signature(make).bind(*args, **options)
     except TypeError as error:
@@ -133,9 +103,7 @@ def _literal(node: ast.expr, text: str) -> Any:
         _refuse(node, text, "is not a literal, and is not evaluated. Write the value itself.")
 
 
-def _signature(make: Callable[..., Tactic]) -> str:
-    if make is _fsdp:
-        return "(axis, min_size_to_shard_mb=4, *, min_size=<elements>, skip=(), memory=None)"
+def _signature(make: MakeTactic) -> str:
     parameters = inspect.signature(make).parameters.values()
     bare = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
     return str(inspect.Signature(bare))
