@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks._harness import Row, options, ratios, report
 from benchmarks._optimizers import CASES, SPECS, Case, nested, structs
 from treeshard import leaf_paths, match_partition_rules
-from treeshard._planning.optimizer_state import optimizer_state_specs
+from treeshard._planning.plan import plan
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 Way = Callable[[Any, Any, Any, Any], Any]  # (optimizer, state, params, specs) -> specs
@@ -30,7 +30,9 @@ Way = Callable[[Any, Any, Any, Any], Any]  # (optimizer, state, params, specs) -
 
 
 def treeshard(optimizer: Any, state: Any, params: Any, specs: Any) -> Any:
-    return optimizer_state_specs(state, params, specs)
+    spec_of = dict(zip(leaf_paths(params), jax.tree.leaves(specs), strict=True))
+    rules = [("", lambda path, leaf: spec_of[path])]
+    return plan(params, rules, MESH, min_size=0).follow(state).specs
 
 
 def tree_map_params(optimizer: Any, state: Any, params: Any, specs: Any) -> Any:
@@ -100,10 +102,11 @@ def cost(name: str, optimizer: Any, rounds: int) -> Row:
     """Ours over optax's, on a state that both of them can place."""
     params = llm()
     specs = jax.tree.map(lambda _: P("fsdp"), params)
+    planned = plan(params, [("", P("fsdp"))], MESH)
     state = jax.eval_shape(optimizer.init, params)
     calls = {
-        way.__name__: lambda way=way: way(optimizer, state, params, specs)
-        for way in (treeshard, tree_map_params)
+        "treeshard": lambda: planned.follow(state).specs,
+        "tree_map_params": lambda: tree_map_params(optimizer, state, params, specs),
     }
     ratio = ratios(calls, "tree_map_params", rounds)["treeshard"]
     leaves = len(jax.tree.leaves(state))

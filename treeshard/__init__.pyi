@@ -29,7 +29,6 @@ from ._planning.lint import Finding as Finding
 from ._planning.logical import PartitionAxis as PartitionAxis
 from ._planning.logical import logical_axis_rules as logical_axis_rules
 from ._planning.matching import PlannedLeaf as PlannedLeaf
-from ._planning.optimizer_state import optimizer_state_specs as optimizer_state_specs
 from ._planning.plan import Plan as Plan
 from ._planning.plan import plan as plan
 from ._planning.plan_report import LeafChange as LeafChange

@@ -145,6 +145,10 @@ def test_the_threshold_of_fsdp_is_in_bytes() -> None:
     assert specs(tree, [(".*", "fsdp('data', 1)")]) == [{"a": P(), "b": P("data"), "c": P()}] * 12
 
 
+def test_tactics_instead_of_strings() -> None:
+    assert specs([struct(8)], [("0", ts.fsdp("data", min_size=0))]) == [P("data")]
+
+
 # ------------------------------------------------------------------ users' ops
 
 

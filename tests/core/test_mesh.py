@@ -189,12 +189,9 @@ TAKE_TEXT = {
     "sizes": lambda mesh: ts.get_axes_size_in_mesh(("data", "fsdp"), mesh),
     "rules": lambda mesh: ts.match_partition_rules([("", ts.fsdp("fsdp", min_size=1))], X, mesh),
     "logical names": lambda mesh: ts.logical_to_mesh_spec(
-        ("a", "b"), {"a": "x", "b": "fsdp"}, mesh
+        ("a", "b"), [("a", "x"), ("b", "fsdp")], mesh
     ),
     "fields of axes": lambda mesh: ts.PartitionAxis().resolve("batch", mesh=mesh),
-    "optimizer state": lambda mesh: ts.optimizer_state_specs(
-        X, X, P("fsdp"), extra_axis="data", mesh=mesh
-    ),
     "a tactic": lambda mesh: ts.fsdp("fsdp")(P(), mesh, "w", X),
     "pattern strings": lambda mesh: ts.create_pattern_based_partition_spec("a->fsdp", mesh)("a", X),
     "analysis": lambda mesh: ts.analyze_sharding_strategy({"w": X}, P("fsdp"), mesh),

@@ -247,10 +247,10 @@ def test_all_malformed_rules_are_listed() -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("rules", ["batch", None, 3], ids=repr)
+@pytest.mark.parametrize("rules", ["batch", {"batch": "x"}, None, 3], ids=repr)
 def test_rules_that_are_not_a_list(rules) -> None:
     with pytest.raises(ShardingRuleError, match="logical rules are .* Give a list of .name, axes"):
-        logical_to_mesh_spec(("batch",), rules)
+        logical_axis_rules(rules).__enter__()
 
 
 # ------------------------------------------------------------------ the context
@@ -264,7 +264,7 @@ def test_contexts_nest_and_end() -> None:
             assert resolve_names(("head",)) == P("tp")
         with logical_axis_rules([]):
             assert resolve_names(("a", "b")) == P(None, None)
-        with pytest.raises(KeyError), logical_axis_rules({"a": "z"}):
+        with pytest.raises(KeyError), logical_axis_rules([("a", "z")]):
             raise KeyError
         assert resolve_names(("a", "b"), mesh_of(x=2, y=2), (4, 3)) == P("x", None)
     assert current_logical_rules() is None
@@ -281,7 +281,7 @@ def test_rules_are_read_when_the_context_starts() -> None:
 
 def test_rules_do_not_reach_other_threads() -> None:
     seen: list[object] = []
-    with logical_axis_rules({"a": "x"}):
+    with logical_axis_rules([("a", "x")]):
         thread = threading.Thread(target=lambda: seen.append(current_logical_rules()))
         thread.start()
         thread.join()
@@ -302,7 +302,7 @@ def test_names_without_rules_in_force() -> None:
 def test_the_rules_of_flax_apply_where_there_are_none_of_treeshard(context) -> None:
     with context((("a", "x"),)):
         assert resolve_names(("a",)) == P("x")
-        with logical_axis_rules({"a": "y"}):
+        with logical_axis_rules([("a", "y")]):
             assert resolve_names(("a",)) == P("y")
         assert resolve_names(("a",)) == P("x")
     assert current_logical_rules() is None
@@ -359,7 +359,7 @@ def test_a_constraint_by_logical_names(execute, rules_in_force, mesh: Mesh) -> N
 
 def test_one_jitted_function_under_two_lists_of_rules(mesh: Mesh) -> None:
     f = jax.jit(lambda x: ts.with_sharding_constraint(x, ("batch", None, "hidden_state"), mesh))
-    with logical_axis_rules({"batch": "fsdp"}):
+    with logical_axis_rules([("batch", "fsdp")]):
         assert f(X).sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp")), 3)
     with logical_axis_rules(PartitionAxis("data", "pod", "fsdp")):
         assert f(X).sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "fsdp")), 3)

@@ -9,15 +9,17 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
-from helpers import struct
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from helpers import mesh_of, struct
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from benchmarks._optimizers import CASES, SPECS, Case, nested, structs
 from tests.deprecations import tolerated
+from treeshard._core.spec_trees import specs_of_leaves
 from treeshard._planning.mirrors import Followed, Original, follow, kept_dims
 
+MESH = mesh_of(data=2, fsdp=4)
 PARAMS = structs()
 PARAM_SPECS = nested(SPECS)
 
@@ -27,9 +29,20 @@ def by_path(state: Any, specs: Any) -> dict[str, P]:
     return dict(zip(ts.leaf_paths(state), jax.tree.leaves(specs), strict=True))
 
 
-def specs_of(optimizer: Any, params: Any, specs: Any, **more: Any) -> dict[str, P]:
+def planned(params: Any, specs: Any, min_size: int = 0) -> ts.Plan:
+    """The plan of parameters that have these specs, which may be a prefix."""
+    spec_of = dict(zip(ts.leaf_paths(params), specs_of_leaves(specs, params), strict=True))
+    rules = [("", lambda path, leaf: spec_of[path])]
+    return ts.plan(params, rules, MESH, min_size=min_size)
+
+
+def state_specs_of(state: Any, params: Any, specs: Any) -> Any:
+    return planned(params, specs).follow(state).specs
+
+
+def specs_of(optimizer: Any, params: Any, specs: Any) -> dict[str, P]:
     state = jax.eval_shape(optimizer.init, params)
-    return by_path(state, ts.optimizer_state_specs(state, params, specs, **more))
+    return by_path(state, state_specs_of(state, params, specs))
 
 
 # ------------------------------------------------------------------ optax
@@ -44,7 +57,7 @@ def test_every_optimizer_of_optax_gets_the_expected_specs(case: Case, mesh) -> N
     params, specs = PARAMS, PARAM_SPECS
     if isinstance(case.params, optax.LookaheadParams):
         params, specs = case.params, optax.LookaheadParams(specs, specs)
-    state_specs = ts.optimizer_state_specs(state, params, specs, mesh=mesh)
+    state_specs = state_specs_of(state, params, specs)
     assert by_path(state, state_specs) == case.expected()
     for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(state_specs), strict=True):
         NamedSharding(mesh, spec).shard_shape(leaf.shape)
@@ -87,7 +100,7 @@ def test_a_state_on_devices_is_sharded_as_its_specs(mesh, factored) -> None:
     optimizer = optax.adafactor(0.1, min_dim_size_to_factor=4, factored=factored)
     params = {"w": np.ones((8, 8), "float32"), "b": np.ones(8, "float32")}
     state = jax.tree.map(np.asarray, optimizer.init(params))
-    specs = ts.optimizer_state_specs(state, params, {"w": P("data", "fsdp"), "b": P("fsdp")})
+    specs = state_specs_of(state, params, {"w": P("data", "fsdp"), "b": P("fsdp")})
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     placed = jax.device_put(state, shardings)
     shard_shapes = {
@@ -127,7 +140,7 @@ def test_equinox_modules_with_functions_among_their_leaves() -> None:
     )
     state = jax.eval_shape(optax.adam(0.1).init, eqx.filter(model, eqx.is_array_like))
     state = eqx.tree_at(lambda s: (s[0].mu, s[0].nu), state, (model, model))
-    state_specs = by_path(state, ts.optimizer_state_specs(state, model, specs))
+    state_specs = by_path(state, state_specs_of(state, model, specs))
     assert state_specs["0/mu/q/weight"] == P("data", "fsdp")
     assert state_specs["0/nu/q/bias"] == P("data")
     assert state_specs["0/mu/act"] == state_specs["0/mu/scale"] == state_specs["0/count"] == P()
@@ -141,7 +154,7 @@ def test_equinox_modules_of_which_only_arrays_are_optimized(by, optimizer) -> No
     state = jax.eval_shape(getattr(optax, optimizer)(0.1).init, arrays)
     params = arrays if by == "the arrays" else model
     specs = jax.tree.map(lambda x: P(*["data", "fsdp"][: getattr(x, "ndim", 0)]), params)
-    state_specs = by_path(state, ts.optimizer_state_specs(state, params, specs))
+    state_specs = by_path(state, state_specs_of(state, params, specs))
     assert state_specs["0/nu/q/weight"] == P("data", "fsdp")
     if optimizer == "sm3":
         assert state_specs["0/mu/q/weight/0"] == P("data")
@@ -159,7 +172,7 @@ def test_static_fields_whose_comparison_raises() -> None:
 
     params = odd(8, 16)
     state = {"mu": odd(8, 16), "v_row": odd(8)}
-    state_specs = ts.optimizer_state_specs(state, params, P("data", "fsdp"))
+    state_specs = state_specs_of(state, params, P("data", "fsdp"))
     assert jax.tree.leaves(state_specs) == [P("data", "fsdp"), P("data")]
 
 
@@ -178,7 +191,7 @@ def test_nnx_states_and_optimizers() -> None:
     assert state_specs["0/nu/q/bias"] == P("fsdp")
     own = nnx.eval_shape(lambda: nnx.Optimizer(Model(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param))
     state = nnx.state(own)
-    state_specs = by_path(state, ts.optimizer_state_specs(state, params, specs))
+    state_specs = by_path(state, state_specs_of(state, params, specs))
     kernels = {path: spec for path, spec in state_specs.items() if path.endswith("kernel")}
     assert len(kernels) == 2
     assert set(kernels.values()) == {P("data", "fsdp")}
@@ -259,7 +272,7 @@ def test_plain_trees(optimizer, params, specs, right) -> None:
 def test_a_state_with_none_where_the_parameters_have_functions() -> None:
     params = [struct(8), jax.nn.gelu, struct(8, 6)]
     state = jax.eval_shape(optax.scale_by_sm3().init, [params[0], None, params[2]])
-    state_specs = ts.optimizer_state_specs(state, params, [P("data"), None, P("fsdp", "data")])
+    state_specs = state_specs_of(state, params, [P("data"), None, P("fsdp", "data")])
     assert by_path(state, state_specs) == {
         "mu/0/0": P("data"),
         "mu/2/0": P("fsdp"),
@@ -272,7 +285,7 @@ def test_a_state_with_none_where_the_parameters_have_functions() -> None:
 def test_a_tree_with_other_keys_is_not_a_copy() -> None:
     params = {"a": struct(8), "b": struct(8)}
     state = {"x": {"c": struct(8), "d": struct(8)}, "y": (struct(8), struct(8))}
-    state_specs = ts.optimizer_state_specs(state, params, P("data"))
+    state_specs = state_specs_of(state, params, P("data"))
     assert set(jax.tree.leaves(state_specs)) == {P()}
 
 
@@ -280,7 +293,7 @@ def test_the_state_of_a_part_of_the_parameters() -> None:
     params = {"params": {"dense": {"w": struct(8, 4)}, "x": {"dense": {"w": struct(8, 4)}}}}
     specs = {"params": {"dense": {"w": P("data")}, "x": {"dense": {"w": P("fsdp")}}}}
     state = jax.eval_shape(optax.trace(0.9).init, params["params"])
-    state_specs = by_path(state, ts.optimizer_state_specs(state, params, specs))
+    state_specs = by_path(state, state_specs_of(state, params, specs))
     assert state_specs == {"trace/dense/w": P("data"), "trace/x/dense/w": P("fsdp")}
 
 
@@ -288,14 +301,14 @@ def test_equal_endings_with_different_specs_are_replicated() -> None:
     params = {"a": {"w": struct(8, 4)}, "b": {"w": struct(8, 4)}}
     for b, right in ((P("fsdp"), P()), (P("data"), P("data"))):
         specs = {"a": {"w": P("data")}, "b": {"w": b}}
-        assert ts.optimizer_state_specs({"w": struct(8, 4)}, params, specs) == {"w": right}
+        assert state_specs_of({"w": struct(8, 4)}, params, specs) == {"w": right}
 
 
 def test_a_state_whose_containers_became_dicts_in_a_checkpoint() -> None:
     state = {"0": {"count": struct(), "mu": PARAMS, "v_row": {"attn": {"q": struct(8)}}}, "1": {}}
     params = optax.LookaheadParams(PARAMS, struct(3))  # other containers around them
     specs = optax.LookaheadParams(PARAM_SPECS, P())
-    state_specs = by_path(state, ts.optimizer_state_specs(state, params, specs))
+    state_specs = by_path(state, state_specs_of(state, params, specs))
     assert state_specs["0/v_row/attn/q"] == P("fsdp")
     assert state_specs["0/count"] == P()
     assert {path[5:]: spec for path, spec in state_specs.items() if "mu" in path} == SPECS
@@ -303,16 +316,8 @@ def test_a_state_whose_containers_became_dicts_in_a_checkpoint() -> None:
 
 def test_non_array_leaves_and_leaves_without_a_parameter() -> None:
     state = {"w": struct(8, 8), "name": "adam", "f": jax.nn.gelu, "n": 3, "none": None, "x": [()]}
-    state_specs = ts.optimizer_state_specs(state, {"w": struct(8, 8)}, P("data"))
+    state_specs = state_specs_of(state, {"w": struct(8, 8)}, P("data"))
     assert state_specs == {"w": P("data"), "name": P(), "f": P(), "n": P(), "none": None, "x": [()]}
-
-
-def test_specs_from_a_plan_and_from_shardings(mesh) -> None:
-    params = {"w": struct(128, 256)}
-    plan = ts.plan(params, [("w", ts.fsdp("fsdp"))], mesh)
-    for specs in (plan, plan.specs, plan.shardings):
-        state_specs = specs_of(optax.trace(0.9), params, specs)
-        assert state_specs == {"trace/w": P(None, "fsdp")}
 
 
 # ------------------------------------------------------------------ shapes
@@ -355,10 +360,10 @@ def test_follow_matches_leaves_and_dims() -> None:
     state = {"count": struct(), "ema": params, "v_col": {"w": struct(16)}, "other": struct(7)}
     assert follow(state, original) == [
         Followed(P()),
-        Followed(P("data"), 0),
-        Followed(P("data"), 1),
+        Followed(P("data"), 0, (0,)),
+        Followed(P("data"), 1, (0, 1)),
         Followed(P()),
-        Followed(P(), 1),
+        Followed(P(), 1, (1,)),
     ]
 
 
@@ -379,112 +384,62 @@ EXTRA: dict[str, tuple[Any, P, tuple[int, ...], P]] = {
 }
 
 
-@pytest.mark.usefixtures("all_sizes")
 @pytest.mark.parametrize(("axis", "spec", "shape", "right"), EXTRA.values(), ids=EXTRA)
-def test_the_dim_that_gets_the_extra_axis(axis, spec, shape, right, mesh) -> None:
-    state_specs = specs_of(
-        optax.trace(0.9), {"w": struct(*shape)}, spec, extra_axis=axis, mesh=mesh
-    )
-    assert state_specs == {"trace/w": right}
+def test_the_dim_that_gets_the_extra_axis(axis, spec, shape, right) -> None:
+    params = {"w": struct(*shape)}
+    assert planned(params, spec).follow({"mu": params}, extra_axis=axis).specs["mu"] == {"w": right}
 
 
-def test_small_leaves_get_no_extra_axis(mesh, monkeypatch) -> None:
+def test_small_leaves_get_no_extra_axis() -> None:
     params = {"large": struct(128, 128), "small": struct(8, 8)}
-    state_specs = specs_of(optax.adam(0.1), params, P(), extra_axis="data", mesh=mesh)
-    assert state_specs["0/mu/large"] == P(None, "data")
-    assert state_specs["0/mu/small"] == state_specs["0/count"] == P()
-    monkeypatch.setenv("MIN_SHARDING_SIZE", "64")
-    state_specs = specs_of(optax.adam(0.1), params, P(), extra_axis="data", mesh=mesh)
-    assert state_specs["0/mu/small"] == P(None, "data")
+    state = jax.eval_shape(optax.adam(0.1).init, params)
+    further = planned(params, P(), min_size=65).follow(state, extra_axis="data").specs[0]
+    assert further.mu == {"large": P(None, "data"), "small": P()}
+    assert further.count == P()
+    further = planned(params, P(), min_size=64).follow(state, extra_axis="data").specs[0]
+    assert further.mu["small"] == P(None, "data")
 
 
-@pytest.mark.usefixtures("all_sizes")
-def test_leaves_without_a_parameter_get_the_extra_axis_too(mesh) -> None:
-    state_specs = specs_of(
-        optax.flatten(optax.trace(0.9)), PARAMS, P(), extra_axis="fsdp", mesh=mesh
-    )
-    assert state_specs == {"trace": P()}  # 649 elements
-    state = {"row": struct(648), "name": "x"}
-    state_specs = ts.optimizer_state_specs(state, PARAMS, PARAM_SPECS, extra_axis="fsdp", mesh=mesh)
-    assert state_specs == {"row": P("fsdp"), "name": P()}
+def test_leaves_without_a_parameter_get_the_extra_axis_too() -> None:
+    state = {"row": struct(648), "odd": struct(649), "name": "x"}
+    further = planned(PARAMS, PARAM_SPECS).follow(state, extra_axis="fsdp")
+    assert further.specs == {"row": P("fsdp"), "odd": P(), "name": P()}
 
 
-@pytest.mark.usefixtures("all_sizes")
-def test_the_mesh_of_the_extra_axis(mesh) -> None:
+def test_another_mesh_keeps_the_extra_axis() -> None:
     params = {"w": struct(8, 16)}
-    plan = ts.plan(params, [("w", P("data"))], mesh, min_size=0)
-    assert specs_of(optax.trace(0.9), params, plan, extra_axis="fsdp") == {
-        "trace/w": P("data", "fsdp")
-    }
-    other = AbstractMesh((1, 3), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    state_specs = specs_of(optax.trace(0.9), params, plan, extra_axis="fsdp", mesh=other)
-    assert state_specs == {"trace/w": P("data")}  # 3 divides neither
-    with jax.set_mesh(mesh):
-        state_specs = specs_of(optax.trace(0.9), params, P(), extra_axis="fsdp")
-    assert state_specs == {"trace/w": P(None, "fsdp")}
+    plan = ts.plan(params, [("w", P("data"))], MESH, min_size=0).follow(params, extra_axis="fsdp")
+    assert plan.specs == {"w": P("data", "fsdp")}
+    assert plan.on("data=2,fsdp=16").specs == {"w": P("data", "fsdp")}
+    assert plan.on("data=2,fsdp=3").specs == {"w": P("data")}  # 3 divides neither
+    with pytest.raises(ts.UnknownAxisError, match="no axis 'fsdp'"):
+        plan.on("data=2")
 
 
 # ------------------------------------------------------------------ errors
 
 
-def fails(
-    kind: type[Exception], params: Any = PARAMS, specs: Any = PARAM_SPECS, **more: Any
-) -> str:
-    with pytest.raises(kind) as caught:
-        ts.optimizer_state_specs({}, params, specs, **more)
-    return str(caught.value)
-
-
-def test_no_mesh_for_the_extra_axis() -> None:
-    assert "No mesh is in force. Pass one" in fails(ts.NoMeshError, extra_axis="fsdp")
-
-
-def test_an_unknown_extra_axis(mesh) -> None:
-    message = fails(ts.UnknownAxisError, extra_axis="fdsp", mesh=mesh)
-    assert message == (
-        "optimizer_state_specs(extra_axis=...): the mesh has no axis 'fdsp'. It has data=2,"
-        " fsdp=4. Did you mean 'fsdp'?"
-    )
-
-
-def test_an_extra_axis_twice(mesh) -> None:
-    message = fails(ts.SpecError, extra_axis=("data", "data"), mesh=mesh)
-    assert "('data', 'data') has a name twice. An axis can split one dim." in message
-
-
 @pytest.mark.usefixtures("unchecked")
-def test_an_extra_axis_that_is_not_a_name(mesh) -> None:
-    assert "3 is int; axis names are a string" in fails(TypeError, extra_axis=3, mesh=mesh)
-
-
-def test_specs_of_another_structure() -> None:
-    message = fails(ts.SpecError, specs={"emb": P()})
-    assert "at the root: the param_specs lack 'attn', 'heads', 'norm', 'scale', 'x'." in message
-
-
-def test_specs_that_do_not_fit_the_parameters(mesh) -> None:
-    params = {"a": struct(8), "b": struct(6, 8), "c": struct(8), "f": jax.nn.gelu}
-    specs = {"a": P(None, "data"), "b": P("fsdp"), "c": P("data"), "f": P()}
-    message = fails(ts.SpecError, params, specs, mesh=mesh)
-    assert message == (
-        "optimizer_state_specs: 2 parameters do not fit their param_specs:\n"
-        "  a: float32[8] as P(None, 'data') on the mesh (data=2, fsdp=4): P(None, 'data') has 2"
-        " entries, but shape (8,) has 1 dim. Drop the last entry.\n"
-        "  b: float32[6,8] as P('fsdp',) on the mesh (data=2, fsdp=4): P('fsdp',) splits dim 0 of"
-        " shape (6, 8) into 4 parts, and 6 is not divisible by 4. Pad it to 8, or use another dim"
-        " or axis."
-    )
-
-
-def test_specs_too_long_without_a_mesh() -> None:
-    message = fails(
-        ts.SpecError, {"a": struct(8), "b": struct(6)}, {"a": P(None, "q"), "b": P("q")}
-    )
-    assert "has 2 entries, but shape (8,) has 1 dim" in message
-    assert "b:" not in message
-
-
-def test_an_axis_that_is_not_in_the_mesh(mesh) -> None:
-    message = fails(ts.UnknownAxisError, {"a": struct(8)}, P("fdsp"), mesh=mesh)
-    assert message.startswith("optimizer_state_specs: a: float32[8] as P('fdsp',) on the mesh")
-    assert "Did you mean 'fsdp'?" in message
+@pytest.mark.parametrize(
+    ("axis", "error", "message"),
+    [
+        pytest.param(
+            "fdsp",
+            ts.UnknownAxisError,
+            "Plan.follow(extra_axis=...): the mesh has no axis 'fdsp'. It has data=2, fsdp=4. Did"
+            " you mean 'fsdp'?",
+            id="unknown",
+        ),
+        pytest.param(
+            ("data", "data"),
+            ts.SpecError,
+            "('data', 'data') has a name twice. An axis can split one dim.",
+            id="twice",
+        ),
+        pytest.param(3, TypeError, "3 is int; axis names are a string", id="not-a-name"),
+    ],
+)
+def test_a_bad_extra_axis(axis, error, message) -> None:
+    with pytest.raises(error) as raised:
+        planned(PARAMS, PARAM_SPECS).follow({}, extra_axis=axis)
+    assert message in str(raised.value)

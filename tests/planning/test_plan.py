@@ -319,7 +319,6 @@ def test_follow() -> None:
     for optimizer in (optax.adam(0.1), optax.adafactor(0.1, min_dim_size_to_factor=2)):
         state = jax.eval_shape(optimizer.init, params)
         moments = decided.follow(state)
-        assert moments.specs == ts.optimizer_state_specs(state, params, decided.specs)
         assert moments.mesh == decided.mesh
         assert jax.tree.structure(moments.structs) == jax.tree.structure(state)
         # One rule is anchored: applied to the state, it would match nothing.
@@ -459,3 +458,23 @@ def test_a_mesh_as_text_needs_no_devices() -> None:
             make("data=2,fsdp=-1")
         with pytest.raises(ts.MeshError, match="fsdp"):
             make("fsdp")
+
+
+def test_a_plan_that_follows_another_is_padded_and_moved_with_it() -> None:
+    optimizer = optax.adafactor(0.1, min_dim_size_to_factor=2)
+    params = {"w": struct(21, 16), "b": struct(6)}
+    decided = planned(params, [("w", P("fsdp")), ("b", None)])
+    state = jax.eval_shape(optimizer.init, params)
+    padded = decided.padded()
+    of_padded = padded.follow(jax.eval_shape(optimizer.init, padded.structs))
+    assert decided.follow(state).padded() == of_padded
+    rows = by_path(of_padded)["0/v_row/w"], by_path(of_padded)["0/v_col/w"]
+    assert [(x.shape, x.unpadded, x.given) for x in rows] == [
+        ((16,), None, P()),
+        ((24,), (21,), P("fsdp")),
+    ]
+    assert of_padded.unpadded() == padded.unpadded().follow(state)
+    other = mesh_of(data=2, fsdp=5)
+    moved = decided.on(other).padded()
+    assert of_padded.on(other) == moved.follow(jax.eval_shape(optimizer.init, moved.structs))
+    assert by_path(of_padded.on(other))["0/v_col/w"].shape == (25,)

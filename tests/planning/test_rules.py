@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard import fsdp, leaf_paths, match_partition_rules, optimizer_state_specs, replicate
+from treeshard import fsdp, leaf_paths, match_partition_rules, replicate
 from treeshard._planning.matching import decide
 from treeshard._planning.rules import read_rules
 from treeshard.compat._strategies import parse_strategy
@@ -238,11 +238,8 @@ def test_anchored_rules_reach_optimizer_state_through_the_parameters() -> None:
     assert match(rules, state)[0].mu == {"attn": {"q": P()}, "q": P()}  # 0/mu/attn/q
     specs = {"attn": {"q": P("data")}, "q": P("fsdp")}
     assert match(rules, params) == specs
-    for found in (
-        optimizer_state_specs(state, params, match(rules, params)),
-        ts.plan(params, rules, MESH, min_size=0).follow(state).specs,
-    ):
-        assert (found[0].mu, found[0].nu, found[0].count) == (specs, specs, P())
+    found = ts.plan(params, rules, MESH, min_size=0).follow(state).specs[0]
+    assert (found.mu, found.nu, found.count) == (specs, specs, P())
 
 
 def test_decisions_are_shared() -> None:

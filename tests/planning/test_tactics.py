@@ -165,7 +165,7 @@ def test_the_threshold_of_the_step_or_else_of_the_call(tactic, size, floor, give
         (shard_dim("a", -1), "shard_dim('a', -1)"),
         (shard_dim(["a", "b"], 0, True), "shard_dim(('a', 'b'), 0, ignore_ndim_error=True)"),
         (logical_partitioning(), "logical_partitioning()"),
-        (logical_partitioning({"embed": ["a"]}), "logical_partitioning([('embed', 'a')])"),
+        (logical_partitioning([("embed", ["a"])]), "logical_partitioning([('embed', 'a')])"),
     ],
 )
 def test_a_repr_is_the_code_that_made_it(tactic, code) -> None:

@@ -248,13 +248,14 @@ def test_zero_1(ours) -> None:
     specs = {"w": P("fsdp", None), "v": P("tensor", None), "whole": P(None, None, None)}
     specs |= {"small": P(None, None)}
     opt_state = jax.eval_shape(optax.adam(1e-3).init, params)
-    found = ours(opt_state=opt_state, params=params, specs=specs, mesh=mesh)[0]
+    rules = [("", lambda path, leaf: specs[path])]
+    found = ours(opt_state=opt_state, params=params, rules=rules, mesh=mesh)[0]
     assert found.mu == found.nu
     assert found.mu == {
         "w": P("fsdp", "data"),
         "v": P("tensor", "data"),
         "whole": P(None, "data"),
-        "small": P(None, None),
+        "small": P(),
     }
     old = {name: old_add_data(x.shape, specs[name], mesh.shape) for name, x in params.items()}
     assert short(old) == {

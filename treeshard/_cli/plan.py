@@ -141,7 +141,7 @@ _LONGEST_RULES = 2**20
 
 def read_rules_file(
     path: Path,
-) -> tuple[list[tuple[str, Any]], int | None, dict[str, Any] | None]:
+) -> tuple[list[tuple[str, Any]], int | None, list[tuple[str, Any]] | None]:
     """Reads rules, `min_size` and logical names from a TOML file; `None` for what it lacks.
 
     It has `[[rules]]` tables with a pattern and an action each, an optional `min_size`, and an
@@ -161,6 +161,7 @@ def read_rules_file(
         logical = raw.get("logical")
         if logical is not None:
             typed(logical, dict, "logical", "a table of mesh axes by name")
+            logical = list(logical.items())
         return [_rule(x, f"rules[{i}]") for i, x in enumerate(rules)], min_size, logical
     except TreeShardError as error:
         raise FormatError(f"{path}: {error}") from None

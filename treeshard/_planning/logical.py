@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -170,51 +170,8 @@ def _unknown_names(unknown: list[str], known: dict[str, Entry]) -> str:
 
 # ------------------------------------------------------------------ rules
 
-# A dict has one rule per name; a list of pairs may have several.
-LogicalRules = PartitionAxis | Mapping[str, Any] | Sequence[Any]
+LogicalRules = PartitionAxis | Sequence[Any]  # of pairs (name, axes)
 ReadLogicalRules = PartitionAxis | tuple[tuple[str, Entry], ...]
-
-
-def logical_to_mesh_spec(
-    names: Sequence[Entry],
-    rules: LogicalRules,
-    mesh: MeshLike | None = None,
-    shape: tuple[int, ...] | None = None,
-) -> PartitionSpec:
-    """Resolves the logical names of an array's dims to mesh axes.
-
-    The rules are tried in order. A rule applies to the dim with its name if no earlier rule
-    decided that dim and all of the rule's axes are still free. A name may have several
-    rules. A name without a rule is not sharded.
-
-    Args:
-        names: One entry per dim: a name, `None` for a dim that is not sharded,
-            `UNCONSTRAINED`, or a tuple of names for a dim that merges several.
-        rules: Pairs `(name, axes)`, or a dict of them. `axes` is a mesh axis, several
-            (outermost first), `UNCONSTRAINED`, or one of `None`, `()` and `[]` for a dim
-            that is not sharded, whatever later rules say. Or a `PartitionAxis`: it assigns
-            axes in the order of the dims, and a name that it lacks is an error.
-        mesh: If given, axes that it lacks are dropped after the rules were applied, so that
-            an absent axis and an axis of size 1 give the same placement.
-        shape: If given with a mesh, axes that do not divide their dim are dropped.
-
-    Returns:
-        A spec with one entry per name.
-
-    Raises:
-        ShardingRuleError: If rules are malformed. All are listed.
-        SpecError: If a name occurs twice, `names` is not a tuple of names or is longer than
-            `shape`, or a `PartitionAxis` lacks a name.
-
-    Examples:
-        >>> rules = [("batch", "x"), ("features", "x"), ("heads", "y"), ("batch", "z")]
-        >>> logical_to_mesh_spec(("batch", "length", "heads", "features"), rules)
-        P('x', None, 'y', None)
-
-    Source:
-        `flax.linen.logical_to_mesh_axes`, which MaxText builds on.
-    """
-    return resolve_by(read_logical_rules(rules), names, mesh, shape)
 
 
 @contextmanager
@@ -225,7 +182,13 @@ def logical_axis_rules(rules: LogicalRules) -> Iterator[None]:
     different rules is compiled again.
 
     Args:
-        rules: As in `logical_to_mesh_spec`. They are read once, when the block starts.
+        rules: Pairs `(name, axes)`. `axes` is a mesh axis, several (outermost first),
+            `UNCONSTRAINED`, or one of `None`, `()` and `[]` for a dim that is not sharded,
+            whatever later rules say. They are tried in order: a rule applies to the dim with
+            its name if no earlier rule decided that dim and all of the rule's axes are still
+            free. A name may have several rules. A name without a rule is not sharded. Or a
+            `PartitionAxis`: it assigns axes in the order of the dims, and a name that it lacks
+            is an error. They are read once, when the block starts.
 
     Raises:
         ShardingRuleError: If rules are malformed. All are listed.
@@ -304,16 +267,15 @@ def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
     """Normalises rules to a hashable form. Raises `ShardingRuleError` listing all bad rules."""
     if isinstance(rules, PartitionAxis):
         return rules
-    pairs = list(rules.items()) if isinstance(rules, Mapping) else rules
-    if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+    if isinstance(rules, str) or not isinstance(rules, Sequence):
         raise ShardingRuleError(
             f"logical rules are {type(rules).__name__}. Give a list of (name, axes) pairs, such as"
-            ' [("batch", ("data", "fsdp")), ("embed", None)], a dict, or a PartitionAxis.'
+            ' [("batch", ("data", "fsdp")), ("embed", None)], or a PartitionAxis.'
         )
     try:
-        return _read(tuple(pairs))
+        return _read(tuple(rules))
     except TypeError:  # a rule holds a list, which does not hash
-        return _read.__wrapped__(tuple(pairs))
+        return _read.__wrapped__(tuple(rules))
 
 
 # ------------------------------------------------------------------ reading rules

@@ -24,10 +24,17 @@ Dims = tuple[int | None, ...]
 
 
 class Followed(NamedTuple):
-    """The spec of a leaf in a tree that mirrors another."""
+    """A leaf in a tree that mirrors another.
+
+    Attributes:
+        spec: Its spec.
+        like: The index of its counterpart among the original's leaves; `None` without one.
+        dims: For each of its dims the dim of the counterpart, `None` for a new one.
+    """
 
     spec: PartitionSpec
-    like: int | None = None  # the index of its counterpart among the original's leaves
+    like: int | None = None
+    dims: Dims = ()
 
 
 _ALONE = Followed(PartitionSpec())
@@ -43,7 +50,7 @@ class Original:
         self._kept: dict[tuple[int, Dims], PartitionSpec] = {}
         # For each leaf, what a counterpart of the same shape gets.
         self.same = [
-            Followed(spec, index) if shape else _ALONE
+            Followed(spec, index, tuple(range(len(shape)))) if shape else _ALONE
             for index, (spec, shape) in enumerate(zip(self.specs, shapes, strict=True))
         ]
 
@@ -82,7 +89,7 @@ class Original:
             padded = entries(spec) + (None,) * len(self.shapes[index] or ())
             new = [None if dim is None else padded[dim] for dim in dims]
             self._kept[key] = with_entries(spec, new)
-        return Followed(self._kept[key], index)
+        return Followed(self._kept[key], index, dims)
 
 
 def _bare(spec: Any) -> PartitionSpec:

@@ -10,7 +10,7 @@ from jax import ShapeDtypeStruct
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, entries, entry_of, project, with_entries
 from treeshard._planning.adapters import following
-from treeshard._planning.matching import PlannedLeaf, Shape
+from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.tactics import Fsdp
 
 # The adjustments that padding makes unnecessary.
@@ -59,16 +59,3 @@ def unpadded_leaf(leaf: PlannedLeaf, mesh: AnyMesh) -> PlannedLeaf:
         given, _ = Fsdp(note.axes).refine(given, mesh, leaf.path, struct)
     decision = leaf.decision._replace(given=given)
     return leaf._replace(shape=leaf.unpadded, decision=decision, unpadded=None)
-
-
-def true_shape(shape: Shape, given: Any, like: PlannedLeaf) -> Shape | None:
-    """The true shape of a leaf whose dims have the axes of a leaf that is padded.
-
-    An axis shards one dim only, so it tells which dim of `like` a dim belongs to.
-    """
-    if like.unpadded is None:
-        return None
-    of_axes = {axes_of(e): n for e, n in zip(entries(like.given), like.unpadded, strict=False)}
-    own = [*map(axes_of, entries(given)), *[()] * len(shape)]
-    true = tuple(of_axes[axes] if axes else n for axes, n in zip(own, shape, strict=False))
-    return None if true == shape else true

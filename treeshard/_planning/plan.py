@@ -8,20 +8,20 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import tree_flatten, tree_structure
+from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
 from treeshard._core.arrays import StaticSplit, has_shape, same_arrays
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, axis_sizes, describe_mesh
-from treeshard._core.paths import PyTree, is_box, leaf_paths, paths_of, shared_names
+from treeshard._core.paths import PyTree, is_box, paths_of, shared_names
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import axes_of, entries, with_entries
 from treeshard._core.text import human_bytes
 from treeshard._planning.adapters import following
+from treeshard._planning.copies import Source, copied_leaves, resized, sharded_further
 from treeshard._planning.lint import Finding, collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
-from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, decide
-from treeshard._planning.mirrors import Original, follow
-from treeshard._planning.padding import padded_leaves, true_shape, unpadded_leaf
+from treeshard._planning.matching import SMALL, PlannedLeaf, decide
+from treeshard._planning.padding import padded_leaves, unpadded_leaf
 from treeshard._planning.plan_json import (
     StoredAction,
     StoredPlan,
@@ -61,6 +61,7 @@ class Plan(SpecCarrier):
     # `_mirrors`: the plan was made by `follow`. `_source`: by `follow` of this plan; a plan
     # that was read from JSON does not know it.
     _source: "Plan | None" = None
+    _extra_axis: str | Sequence[str] = ()
     _mirrors: bool = False
     # The paths of arrays that are one object with another leaf, and of that leaf.
     _same_arrays: tuple[tuple[str, str], ...] = ()
@@ -272,14 +273,13 @@ class Plan(SpecCarrier):
             >>> plan(tree, [("w", fsdp("fsdp"))], make_mesh("fsdp=8")).on("fsdp=1024")
             <Plan: 1 leaf on fsdp=1024, 4.0 KiB per device>
         """
-        if self._source is not None and any(leaf.unpadded for leaf in self._source.leaves):
-            source = self._source.on(mesh)
-            return source.follow(self._padded_as(source))
+        if self._source is not None:
+            return self._following(self._source.on(mesh))
         if any(leaf.unpadded for leaf in self.leaves):
             return self.unpadded().on(mesh).padded()
-        if self._source is not None:
-            return self._source.on(mesh).follow(self._bare())
-        if self._mirrors or any(isinstance(action, StoredAction) for _, action in self.rules):
+        actions = [action for _, action in self.rules]
+        has_stored = any(isinstance(action, StoredAction) for action in actions)
+        if self._mirrors or has_stored or isinstance(self._logical, dict):
             raise FormatError(
                 "The plan was read from JSON, which stores what the rules decided and not the rules"
                 " themselves. Plan again, with `plan(tree, rules, mesh)`."
@@ -288,82 +288,71 @@ class Plan(SpecCarrier):
             planned = plan(self._bare(), self.rules, mesh, min_size=self.min_size)
         return planned.with_same_arrays(self._same_arrays)
 
-    def _padded_as(self, source: "Plan") -> PyTree:
-        """The tree of a plan that follows another one, with the padding of that one on another
-        mesh, which is `source`."""
+    def _following(self, source: "Plan") -> "Plan":
+        """This plan, which follows another one, as it follows `source` instead."""
         assert self._source is not None
-        before, after = self._source.leaf_at_each_index(), source.leaf_at_each_index()
-        # With the numbers of the dims as specs, what follows tells which dims it has.
-        numbered = Original(
-            self._source._split.treedef,
-            [None if leaf is None else leaf.shape for leaf in before],
-            [leaf and PartitionSpec(*map(str, range(len(leaf.shape)))) for leaf in before],
-        )
-        followed = follow(self._bare(), numbered)
-        structs: list[jax.ShapeDtypeStruct] = []
-        for index, leaf in zip(self._split.indices, self.leaves, strict=True):
-            spec, like = followed[index]
-            shape = list(leaf.shape)
-            if like is not None and (counterpart := after[like]) is not None:
-                for dim, number in enumerate(entries(spec)):
-                    if number is not None:
-                        shape[dim] = counterpart.shape[int(number)]
-            structs.append(jax.ShapeDtypeStruct(tuple(shape), leaf.dtype))
-        return self._split.combine(structs)
+        structs = resized(self._source._as_source(), source._as_source(), self._bare())
+        tree = self._split.treedef.unflatten(structs)
+        followed = source.follow(tree, extra_axis=self._extra_axis)
+        return followed.with_same_arrays(self._same_arrays)
 
-    def follow(self, tree: PyTree) -> "Plan":
+    def _as_source(self) -> Source:
+        return Source(self._split.treedef, self.leaf_at_each_index())
+
+    def follow(self, tree: PyTree, *, extra_axis: str | Sequence[str] = ()) -> "Plan":
         """Plans a tree that holds copies of this plan's tree: optimizer state, an average,
         gradients.
 
-        Each leaf gets the spec of the leaf of this plan whose path is the end of its own
-        path, as in `optimizer_state_specs`. A leaf without a counterpart is replicated.
+        Each leaf is matched to the leaf of this plan whose path is the end of its own:
+
+        - With the same shape, it gets the same spec.
+        - A factored moment, of shape `(d0,)` or `(d1,)` for a parameter `(d0, d1)`, gets the
+          axes of the dims that it keeps. If dims of equal length leave this open, the name of
+          the field decides (`v_row`, `v_col`).
+        - A history `(n, d0, d1)` is not sharded on its first dim.
+        - A leaf without a counterpart is replicated.
 
         Args:
-            tree: Arrays, or their `jax.ShapeDtypeStruct`s.
+            tree: The state of any optax optimizer, masked, partitioned or wrapped, or any other
+                tree that contains trees like this plan's: arrays, or their
+                `jax.ShapeDtypeStruct`s.
+            extra_axis: A mesh axis, or several whose sizes multiply, that shards the copies
+                further than the originals, as ZeRO-1 does: the largest free dim that is
+                divisible. Leaves of fewer elements than the plan's `min_size` keep their spec,
+                and axes that a leaf's spec already has are not added.
 
         Returns:
             A `Plan` for `tree` on the same mesh. Each leaf has the rule of its counterpart,
             and its adjustments if both have the same shape.
+
+        Raises:
+            UnknownAxisError: If the mesh does not have `extra_axis`.
+            SpecError: If `extra_axis` has a name twice.
+            TypeError: If `extra_axis` is neither a string nor a sequence of strings.
 
         Examples:
             >>> params = {"w": jax.numpy.zeros((512, 64))}
             >>> decided = plan(params, [("w", fsdp("fsdp"))], make_mesh("fsdp=8"))
             >>> decided.follow(optax.sgd(0.1, momentum=0.9).init(params)).specs
             (TraceState(trace={'w': P('fsdp',)}), EmptyState())
+
+        Source:
+            `optax.tree_map_params`, for states that hold copies of the parameters; ZeRO stage
+            1: Rajbhandari et al. 2020, arXiv:1910.02054.
         """
-        planned = self.leaf_at_each_index()
-        original = Original(
-            self._split.treedef,
-            [None if leaf is None else leaf.shape for leaf in planned],
-            [None if leaf is None else leaf.given for leaf in planned],
-        )
-        alone = Decision(PartitionSpec(), PartitionSpec())
-        decisions: dict[Decision, Decision] = {}  # equal decisions are shared, as in `plan`
-        tree_leaves, treedef = tree_flatten(tree)
-        split = StaticSplit(tree_leaves, treedef, has_shape)
-        paths, followed = leaf_paths(tree), follow(tree, original)
-        leaves: list[PlannedLeaf] = []
-        for index in split.indices:
-            leaf, (spec, like) = tree_leaves[index], followed[index]
-            shape = tuple(leaf.shape)
-            counterpart = None if like is None else planned[like]
-            if counterpart is None:
-                decision = alone
-            elif shape == counterpart.shape:
-                decision = counterpart.decision
-            else:
-                rule, memory = counterpart.rule, counterpart.memory
-                decision = Decision(spec, spec, rule, counterpart.pattern, memory=memory)
-            decision = decisions.setdefault(decision, decision)
-            true = None if counterpart is None else true_shape(shape, decision.given, counterpart)
-            leaves.append(PlannedLeaf(paths[index], shape, leaf.dtype, decision, unpadded=true))
+        leaves = copied_leaves(self._as_source(), tree)
+        if extra_axis:
+            leaves = sharded_further(leaves, extra_axis, self.mesh, self.min_size)
+        split = StaticSplit(*tree_flatten(tree), has_shape)
+        arrays = split.dynamic(tree_leaves(tree))
         return replace(
             self,
             leaves=tuple(leaves),
             _split=split,
             _source=self,
+            _extra_axis=extra_axis,
             _mirrors=True,
-            _same_arrays=same_arrays(zip(paths, tree_leaves, strict=True)),
+            _same_arrays=same_arrays(zip((leaf.path for leaf in leaves), arrays, strict=True)),
         )
 
     def with_same_arrays(self, pairs: Sequence[tuple[str, str]]) -> "Plan":
@@ -387,6 +376,8 @@ class Plan(SpecCarrier):
             >>> padded.leaves[0].shape, padded.leaves[0].unpadded, padded.specs
             ((50264, 64), (50257, 64), {'embed': P('tensor',)})
         """
+        if self._source is not None:
+            return self._following(self._source.padded())
         if any(leaf.unpadded for leaf in self.leaves):
             return self
         rules = () if self._mirrors else self.rules
@@ -404,9 +395,10 @@ class Plan(SpecCarrier):
             >>> padded.unpadded().leaves[0].shape, padded.unpadded().specs
             ((50257, 64), {'embed': P(None, 'tensor')})
         """
+        if self._source is not None:
+            return self._following(self._source.unpadded())
         leaves = tuple(unpadded_leaf(leaf, self.mesh) for leaf in self.leaves)
-        source = self._source and self._source.unpadded()
-        return replace(self, leaves=leaves, _source=source)
+        return replace(self, leaves=leaves)
 
     def diff(self, other: "Plan") -> PlanDiff:
         """Compares this plan with another one, leaf by leaf, and says how many bytes move.

@@ -35,7 +35,7 @@ def match_partition_rules(
     Paths are those of `leaf_paths`. A pattern may match anywhere in a path (`re.search`), so
     that one list of rules serves both parameters and their copies in optimizer state. A
     pattern anchored with `^` matches at the start of the full path only, and so not in such
-    copies; `optimizer_state_specs` and `Plan.follow` give them the specs of their parameters.
+    copies; `Plan.follow` gives them the specs of their parameters.
     Scalars and leaves without a shape get `P()` and need no rule. Nothing is moved and no
     values are read.
 

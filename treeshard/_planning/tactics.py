@@ -235,7 +235,7 @@ def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
     in Flax, a name without a rule is a mesh axis. Leaves without a box keep their spec.
 
     Args:
-        rules: As in `logical_to_mesh_spec`. By default the box's own rules, else those in
+        rules: As in `logical_axis_rules`. By default the box's own rules, else those in
             force when the tactic is applied: of `logical_axis_rules`, or of Flax's context
             of that name.
 

@@ -8,7 +8,7 @@ over the rest of treeshard, which does not use this package.
 | `infer_sharding` | big_vision | `plan(...).shardings`, by rules with tactics |
 | `register_op` | big_vision | a function `(path, leaf) -> spec` is an action of a rule |
 | `create_pattern_based_partition_spec` | EasyDeL | rules: `[("attention", P("data"))]` |
-| `logical_to_mesh_spec` | Flax, MaxText | logical names in place of a spec |
+| `logical_to_mesh_spec` | Flax, MaxText | names in place of a spec, under `logical_axis_rules` |
 | `analyze_sharding_strategy` | EasyDeL | `print(plan)`, `communication.predict_communication` |
 | `extract_shardings` | EasyDeL | `Plan.shardings`; of an array `x.sharding` |
 | `extract_sharding_structure` | EasyDeL | the same |
@@ -25,7 +25,6 @@ over the rest of treeshard, which does not use this package.
 
 from treeshard._core.mesh import get_axes_size_in_mesh, get_incontext_mesh
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard._planning.logical import logical_to_mesh_spec
 from treeshard.compat._analysis import analyze_sharding_strategy
 from treeshard.compat._big_vision import infer_sharding, register_op
 from treeshard.compat._live import (
@@ -34,6 +33,7 @@ from treeshard.compat._live import (
     get_partition_spec,
     get_shardings_with_structure,
 )
+from treeshard.compat._logical import logical_to_mesh_spec
 from treeshard.compat._meshes import (
     get_mesh_axis_names,
     get_mesh_axis_size,

@@ -45,7 +45,8 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
     Args:
         tree: Arrays, or their `jax.ShapeDtypeStruct`s, in any pytree; Flax boxes too.
         strategy: Pairs `(pattern, ops)`, where `ops` is a string such as
-            `"shard_dim('model', -1) | fsdp('data')"`, which is parsed and never evaluated.
+            `"shard_dim('model', -1) | fsdp('data')"`, which is parsed and never evaluated,
+            or a `Tactic`.
             `fsdp` is `fsdp(axis, min_size_to_shard_mb=4)`: leaves of that many MiB or fewer
             are replicated. Ops of your own (`register_op`) are called by their names.
         mesh: The mesh to shard over; it may be an `AbstractMesh`, or text.
@@ -198,6 +199,8 @@ def register_op(factory: Callable[..., Update]) -> MakeTactic:
 
 
 def _read_ops(ops: Any) -> Tactic:
+    if isinstance(ops, Tactic):
+        return ops
     if isinstance(ops, str):
         return parse_strategy(ops, _ops)
     raise ShardingRuleError(
