@@ -1,10 +1,13 @@
 """The parts of a `PartitionSpec`, and its projection on a mesh and a shape.
 
-The only module that looks inside a spec.
+The only module that looks inside a spec: a `PartitionSpec` is not a tuple, `P("a", None)` is not
+equal to `P("a")`, and one with `unreduced` axes can neither be iterated over nor built again from
+its entries. JAX checks specs one leaf at a time and raises without a path; `project` raises
+nothing, and says for every axis why it was dropped.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -84,7 +87,9 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
 
 def entry_of(axes: Sequence[str]) -> Entry:
     """One entry from its axes: `None`, the name, or a tuple of names."""
-    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
+    if not axes:
+        return None
+    return axes[0] if len(axes) == 1 else tuple(axes)
 
 
 def with_entries(spec: PartitionSpec, new: Sequence[Entry]) -> PartitionSpec:
@@ -98,14 +103,12 @@ def with_entries(spec: PartitionSpec, new: Sequence[Entry]) -> PartitionSpec:
 
 def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     """`spec` without some axes, in every dim."""
-    dropped = frozenset(axes)
-    return with_entries(
-        spec,
-        [
-            entry_of([a for a in axes_of(entry) if a not in dropped]) if axes_of(entry) else entry
-            for entry in entries(spec)
-        ],
-    )
+    kept: list[Entry] = []
+    for entry in entries(spec):
+        of_entry = axes_of(entry)
+        # An entry without axes may be `UNCONSTRAINED`.
+        kept.append(entry_of([a for a in of_entry if a not in axes]) if of_entry else entry)
+    return with_entries(spec, kept)
 
 
 def fill_unconstrained(spec: PartitionSpec, now: PartitionSpec) -> PartitionSpec:
@@ -114,14 +117,10 @@ def fill_unconstrained(spec: PartitionSpec, now: PartitionSpec) -> PartitionSpec
     if UNCONSTRAINED not in requested:
         return spec
     used = [axis for entry in requested for axis in axes_of(entry)]
-    current = entries(without_axes(now, used)) + (None,) * len(requested)
-    return with_entries(
-        spec,
-        [
-            now_entry if entry is UNCONSTRAINED else entry
-            for entry, now_entry in zip(requested, current, strict=False)
-        ],
-    )
+    current = dim_entries(without_axes(now, used), len(requested))
+    both = zip(requested, current, strict=False)
+    filled = [current if entry is UNCONSTRAINED else entry for entry, current in both]
+    return with_entries(spec, filled)
 
 
 def project(
@@ -158,54 +157,104 @@ def project(
         if sizes is None or not axes:
             given.append(entry)
             continue
-        free: list[str] = []
-        for axis in axes:
-            if axis not in sizes:
-                why = unknown_axis(axis, sizes)
-                adjustments.append(Adjustment("axis-not-in-mesh", why, (axis,), dim))
-            elif axis in manual:
-                why = f"{axis!r} is Manual here: the code already runs once per device along it."
-                adjustments.append(Adjustment("axis-is-manual", why, (axis,), dim))
-            elif axis in used:
-                why = f"{spec} names the axis {axis!r} twice. An axis can split one dim only."
-                adjustments.append(Adjustment("axis-already-used", why, (axis,), dim))
-            else:
-                free.append(axis)
-                used.add(axis)
-        end = len(free)
+        free, dropped = _free_axes(spec, dim, sizes, manual, used)
+        used.update(free)
+        kept = free
         if divisible and shape is not None:
-            while shape[dim] % math.prod(sizes[axis] for axis in free[:end]):
-                end -= 1
-            if end < len(free):
-                parts = math.prod(sizes[axis] for axis in free)
-                why = (
-                    f"{spec} splits dim {dim} of shape {shape} into {parts} parts, and"
-                    f" {shape[dim]} is not divisible by {parts}. Pad it to"
-                    f" {-(-shape[dim] // parts) * parts}, or use another dim or axis."
-                )
-                adjustments.append(Adjustment("indivisible", why, tuple(free[end:]), dim))
-        given.append(entry if end == len(axes) else entry_of(free[:end]))
-    extra = tuple(axis for entry in requested[rank:] for axis in axes_of(entry))
-    if extra:
-        count = len(requested)
-        drop = "the last entry" if count - rank == 1 else f"the last {count - rank} entries"
-        why = (
-            f"{spec} has {counted(count, 'entry')}, but shape {shape} has {counted(rank, 'dim')}."
-            f" Drop {drop}."
-        )
-        adjustments.append(Adjustment("rank", why, extra))
+            kept, uneven = _dividing_axes(spec, dim, free, sizes, shape)
+            dropped += uneven
+        adjustments += dropped
+        given.append(entry if len(kept) == len(axes) else entry_of(kept))
+    if shape is not None:
+        adjustments += _beyond_rank(spec, shape)
     if not adjustments and len(requested) <= rank:
         return spec, ()
     return with_entries(spec, given), tuple(adjustments)
 
 
+# Why an adjustment was made, and the fix, by its kind.
+_WHY = {
+    "axis-is-manual": "{axis!r} is Manual here: the code already runs once per device along it.",
+    "axis-already-used": "{spec} names the axis {axis!r} twice. An axis can split one dim only.",
+    "indivisible": (
+        "{spec} splits dim {dim} of shape {shape} into {parts} parts, and {length} is not divisible"
+        " by {parts}. Pad it to {padded}, or use another dim or axis."
+    ),
+    "rank": "{spec} has {entries}, but shape {shape} has {dims}. Drop {last}.",
+}
+
+
+def _free_axes(
+    spec: PartitionSpec,
+    dim: int,
+    sizes: Mapping[str, int],
+    manual: frozenset[str],
+    used: set[str],
+) -> tuple[list[str], list[Adjustment]]:
+    """The axes of a dim that may shard it: in the mesh, not Manual, and not used before."""
+    free: list[str] = []
+    dropped: list[Adjustment] = []
+    for axis in axes_of(entries(spec)[dim]):
+        if axis not in sizes:
+            why = unknown_axis(axis, sizes)
+            dropped.append(Adjustment("axis-not-in-mesh", why, (axis,), dim))
+        elif axis in manual:
+            why = _WHY["axis-is-manual"].format(axis=axis)
+            dropped.append(Adjustment("axis-is-manual", why, (axis,), dim))
+        elif axis in used or axis in free:
+            why = _WHY["axis-already-used"].format(spec=spec, axis=axis)
+            dropped.append(Adjustment("axis-already-used", why, (axis,), dim))
+        else:
+            free.append(axis)
+    return free, dropped
+
+
+def _dividing_axes(
+    spec: PartitionSpec,
+    dim: int,
+    axes: list[str],
+    sizes: Mapping[str, int],
+    shape: tuple[int, ...],
+) -> tuple[list[str], list[Adjustment]]:
+    """The longest prefix of the axes that divides the dim."""
+    length = shape[dim]
+    end = len(axes)
+    while length % math.prod(sizes[axis] for axis in axes[:end]):
+        end -= 1
+    if end == len(axes):
+        return axes, []
+    parts = math.prod(sizes[axis] for axis in axes)
+    padded = -(-length // parts) * parts
+    why = _WHY["indivisible"].format(
+        spec=spec, dim=dim, shape=shape, length=length, parts=parts, padded=padded
+    )
+    return axes[:end], [Adjustment("indivisible", why, tuple(axes[end:]), dim)]
+
+
+def _beyond_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> list[Adjustment]:
+    """The axes in entries beyond the rank."""
+    requested = entries(spec)
+    extra = requested[len(shape) :]
+    axes = tuple(axis for entry in extra for axis in axes_of(entry))
+    if not axes:
+        return []
+    why = _WHY["rank"].format(
+        spec=spec,
+        entries=counted(len(requested), "entry"),
+        shape=shape,
+        dims=counted(len(shape), "dim"),
+        last="the last entry" if len(extra) == 1 else f"the last {len(extra)} entries",
+    )
+    return [Adjustment("rank", why, axes)]
+
+
 def shard_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> int:
     """The number of elements of the largest shard of an array of `shape`."""
     sizes = axis_sizes(mesh)
+    of_dims = dim_entries(spec, len(shape))
     elements = 1
     for dim, length in enumerate(shape):
-        axes = axes_of(entries(spec)[dim]) if dim < len(entries(spec)) else ()
-        elements *= -(-length // math.prod(sizes[axis] for axis in axes))
+        elements *= -(-length // math.prod(sizes[axis] for axis in axes_of(of_dims[dim])))
     return elements
 
 

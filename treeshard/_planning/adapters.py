@@ -1,14 +1,14 @@
 """The specs of leaves that belong to another one: LoRA factors, scales of blocks, averages."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.specs import Adjustment, Entry, axes_of, entries, with_entries
+from treeshard._core.specs import Adjustment, Entry, axes_of, dim_entries, with_entries
 from treeshard._planning.matching import Decision, PlannedLeaf
 from treeshard._planning.tactics import Refined, Step, Tactic
 
@@ -71,35 +71,54 @@ def following(
     steps = {
         number: step
         for number, (_, action) in enumerate(rules)
-        if isinstance(action, Tactic)
-        for step in action.steps
+        for step in (action.steps if isinstance(action, Tactic) else ())
         if isinstance(step, Follow)
     }
     followers = {i: steps[x.rule] for i, x in enumerate(leaves) if x.rule in steps} if steps else {}
-    index_of = {leaf.path: i for i, leaf in enumerate(leaves)} if followers else {}
-    decided: dict[int, Decision] = {}
+    if not followers:
+        return {}
+    decided = _Followers(leaves, followers, mesh, pad)
+    return {i: decided.of(i, frozenset([i])) for i in followers}
 
-    def decide(i: int, above: frozenset[int]) -> Decision:
-        if i in followers and i not in decided:
-            base = next((j for j in candidates(i) if j not in above), None)
-            if base is not None:
-                like = pad(leaves[base]._replace(decision=decide(base, above | {base})))
-                decided[i] = _like(leaves[i], followers[i], like, mesh)
+
+class _Followers:
+    """Decides leaves that follow a base, which may follow another one: the base first."""
+
+    def __init__(
+        self,
+        leaves: Sequence[PlannedLeaf],
+        steps: Mapping[int, Follow],
+        mesh: AnyMesh,
+        pad: Callable[[PlannedLeaf], PlannedLeaf],
+    ):
+        self.leaves, self.steps, self.mesh, self.pad = leaves, steps, mesh, pad
+        self.index_of = {leaf.path: i for i, leaf in enumerate(leaves)}
+        self.decided: dict[int, Decision] = {}
+
+    def of(self, index: int, waiting: frozenset[int]) -> Decision:
+        """The decision of a leaf. Those that wait for it cannot be its base."""
+        leaf = self.leaves[index]
+        if index not in self.steps:
+            return leaf.decision
+        if index not in self.decided:
+            step = self.steps[index]
+            base = next((i for i in self._candidates(index) if i not in waiting), None)
+            if base is None:
+                self.decided[index] = _without_base(leaf.decision, step)
             else:
-                decided[i] = _without_base(leaves[i].decision, followers[i])
-        return decided.get(i, leaves[i].decision)
+                of_base = self.of(base, waiting | {base})
+                padded = self.pad(self.leaves[base]._replace(decision=of_base))
+                self.decided[index] = _like(leaf, step, padded, self.mesh)
+        return self.decided[index]
 
-    def candidates(i: int) -> Iterator[int]:
+    def _candidates(self, index: int) -> Iterator[int]:
         """The leaves that may be the base of a leaf, best first."""
-        parts, base = leaves[i].path.split("/"), followers[i].base
-        for k in reversed(range(len(parts))):
-            for path in ([*parts[:k], base], [*parts[:k], base, *parts[k + 1 :]]):
-                if (j := index_of.get("/".join(path))) is not None:
-                    yield j
-
-    for i in followers:
-        decide(i, frozenset([i]))
-    return decided
+        keys, base = self.leaves[index].path.split("/"), self.steps[index].base
+        for count in reversed(range(len(keys))):
+            ancestor, rest = keys[:count], keys[count + 1 :]
+            for path in ("/".join([*ancestor, base]), "/".join([*ancestor, base, *rest])):
+                if path in self.index_of:
+                    yield self.index_of[path]
 
 
 def _like(leaf: PlannedLeaf, step: Follow, base: PlannedLeaf, mesh: AnyMesh) -> Decision:
@@ -121,7 +140,7 @@ def _spec_like(
 ) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
     """The spec of a leaf of this shape, and what of the base's could not be followed."""
     sizes = axis_sizes(mesh)
-    of_base = [*entries(base.given), *[None] * (len(base.shape) - len(entries(base.given)))]
+    of_base = dim_entries(base.given, len(base.shape))
     new: list[Entry] = [None] * len(shape)
     notes: list[Adjustment] = []
     for dim, source in _dims(base, of_base, shape, blocks).items():

@@ -20,12 +20,13 @@ from treeshard._core.paths import PyTree, leaf_paths, pair
 from treeshard._core.specs import Adjustment, is_logical, project
 from treeshard._core.text import parse_dtype, parse_spec
 from treeshard._planning.logical import PartitionAxis, ReadLogicalRules
-from treeshard._planning.matching import Decision, PlannedLeaf
+from treeshard._planning.matching import Decision, PlannedLeaf, Shape
 from treeshard._planning.tactics import Tactic
 from treeshard.errors import FormatError, TreeShardError, counted, listed
 
 VERSION = 1
 _MORE = {"memory", "unpadded"}  # what most leaves do not have
+_OF_DECISION = {"asked", "given", "rule", "adjustments", "memory"}
 
 
 class StoredPlan(NamedTuple):
@@ -210,7 +211,8 @@ class _LeafReader:
     """Reads leaves. Leaves with equal decisions share one `Decision` object, as in `plan`."""
 
     def __init__(self, mesh: AnyMesh, rules: Sequence[tuple[Any, Any]]):
-        self.mesh, self.rules = mesh, rules
+        self.mesh = mesh
+        self.patterns = [re.compile(pattern).pattern for pattern, _ in rules]
         self.decisions: dict[str, Decision] = {}
         self.dtypes: dict[str, Any] = {}
 
@@ -220,10 +222,10 @@ class _LeafReader:
                 "path": str(path),
                 "shape": list(lengths),
                 "dtype": str(dtype),
-                "asked": str() | None as asked,
-                "given": str(given),
-                "rule": int() | None as rule,
-                "adjustments": list(notes),
+                "asked": str() | None,
+                "given": str(),
+                "rule": int() | None,
+                "adjustments": list(),
                 **more,
             } if more.keys() <= _MORE and all(type(n) is int and n >= 0 for n in lengths):
                 shape = tuple(lengths)
@@ -234,28 +236,41 @@ class _LeafReader:
                 )
         if dtype not in self.dtypes:
             self.dtypes[dtype] = parse_dtype(dtype)
-        key = repr((shape, asked, given, rule, notes, more.get("memory")))
+        decision = {key: value for key, value in raw.items() if key in _OF_DECISION}
+        key = repr((lengths, decision))
         if key not in self.decisions:
-            spec = parse_spec(given)
-            if adjustments := project(spec, self.mesh, shape)[1]:
-                raise FormatError(f"{spec} does not fit: {adjustments[0].why}")
-            if rule is not None and rule not in range(len(self.rules)):
-                raise FormatError(f"rule {rule} is none of {counted(len(self.rules), 'rule')}.")
-            self.decisions[key] = Decision(
-                None if asked is None else parse_spec(asked),
-                spec,
-                rule,
-                None if rule is None else re.compile(self.rules[rule][0]).pattern,
-                tuple(map(_read_adjustment, notes)),
-                more.get("memory"),
-            )
-        unpadded = None if more.get("unpadded") is None else tuple(more["unpadded"])
-        if unpadded is not None and not (
-            len(unpadded) == len(shape)
-            and all(type(n) is int and 0 < n <= m for n, m in zip(unpadded, shape, strict=True))
-        ):
-            raise FormatError("'unpadded' is not a shape within 'shape'.")
+            self.decisions[key] = self._decision(shape, **decision)
+        unpadded = None if "unpadded" not in more else _read_unpadded(more["unpadded"], shape)
         return PlannedLeaf(path, shape, self.dtypes[dtype], self.decisions[key], unpadded)
+
+    def _decision(
+        self,
+        shape: Shape,
+        asked: str | None,
+        given: str,
+        rule: int | None,
+        adjustments: list[Any],
+        memory: str | None = None,
+    ) -> Decision:
+        spec = parse_spec(given)
+        _, misfits = project(spec, self.mesh, shape)
+        if misfits:
+            raise FormatError(f"{spec} does not fit: {misfits[0].why}")
+        if rule is not None and rule not in range(len(self.patterns)):
+            raise FormatError(f"rule {rule} is none of {counted(len(self.patterns), 'rule')}.")
+        pattern = None if rule is None else self.patterns[rule]
+        requested = None if asked is None else parse_spec(asked)
+        notes = tuple(map(_read_adjustment, adjustments))
+        return Decision(requested, spec, rule, pattern, notes, memory)
+
+
+def _read_unpadded(raw: Any, shape: Shape) -> Shape:
+    unpadded = tuple(raw)
+    if len(unpadded) == len(shape):
+        pairs = zip(unpadded, shape, strict=True)
+        if all(type(n) is int and 0 < n <= padded for n, padded in pairs):
+            return unpadded
+    raise FormatError("'unpadded' is not a shape within 'shape'.")
 
 
 def _read_adjustment(raw: Any) -> Adjustment:
@@ -299,17 +314,13 @@ def arrange(leaves: Iterable[PlannedLeaf], like: PyTree) -> tuple[PlannedLeaf, .
     if len(dict(arrays)) < len(arrays):
         raise FormatError("`like` has arrays that share a path. Rename a key.")
     planned = {leaf.path: leaf for leaf in leaves}
-    shapes = {path: tuple(x.shape) for path, x in arrays}
-    compared = [  # arrays of `like` may have their true shapes
-        (path, x._replace(shape=x.unpadded) if x.unpadded and x.unpadded == shapes.get(path) else x)
-        for path, x in planned.items()
-    ]
-    facts = [
-        f"{path}: {in_plan} in the plan, {in_like} in `like`."
-        for path, *both in pair(compared, arrays)
-        for in_plan, in_like in [["missing" if x is None else array_text(x) for x in both]]
-        if in_plan != in_like
-    ]
+    facts: list[str] = []
+    for path, leaf, array in pair(planned.items(), arrays):
+        if leaf is not None and array is not None and leaf.unpadded == tuple(array.shape):
+            leaf = leaf._replace(shape=leaf.unpadded)  # `like` may have the true shapes
+        in_plan, in_like = ("missing" if x is None else array_text(x) for x in (leaf, array))
+        if in_plan != in_like:
+            facts.append(f"{path}: {in_plan} in the plan, {in_like} in `like`.")
     if facts:
         raise FormatError(listed(f"{len(facts)} leaves of `like` differ from the plan:", facts))
     return tuple(planned[path] for path, _ in arrays)
