@@ -97,12 +97,6 @@ def llm(layers: int = 1110) -> dict[str, Any]:
     }
 
 
-def named_layers(layers: int = 1110) -> dict[str, Any]:
-    """The same with `layer_12` for the index 12."""
-    tree = llm(layers)
-    return tree | {"layers": {f"layer_{i}": layer for i, layer in enumerate(tree["layers"])}}
-
-
 def all_different(layers: int = 1110) -> dict[str, Any]:
     """The same with a name of its own for every layer, without digits."""
     rng = np.random.default_rng(0)
@@ -193,18 +187,15 @@ def main() -> None:
     rounds = options().rounds
     llama, unique, equinox = llm(), all_different(), modules()
     tactics: Rules = [(pattern, fsdp("fsdp")) for pattern, _ in rules_of(30)]
-    by_index: Rules = [("layers/(0|1109)/attention", P(None)), *rules_of(30)]
     cases: list[tuple[str, str, Any, Rules]] = [
         ("LLM of dicts, 10 rules", "<= 1.5", llama, rules_of(10)),
         ("LLM of dicts, 30 rules", "<= 1.5", llama, rules_of(30)),
-        ("LLM of dicts, 100 rules", "<= 1.5", llama, rules_of(100)),
+        ("LLM of dicts, 100 rules", "", llama, rules_of(100)),
         ("LLM of dicts, 30 rules, the model's first", "<= 1.5", llama, rules_of(30, first=True)),
         ("LLM of dicts, 100 rules, the model's first", "<= 1.5", llama, rules_of(100, first=True)),
         ("all names different, 30 rules", "<= 1.5", unique, rules_of(30)),
         ("all names different, 100 rules", "", unique, rules_of(100)),
         ("Equinox modules, 30 rules", "<= 1.5", equinox, rules_of(30)),
-        ("layer_12 for the index 12, 30 rules", "", named_layers(), rules_of(30)),
-        ("LLM, 30 rules and one for two layers", "", llama, by_index),
         ("LLM, 30 rules of fsdp", "", llama, tactics),
     ]
     rows: list[Row] = []

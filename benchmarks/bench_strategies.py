@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import keystr, tree_map_with_path
 
 from benchmarks._harness import Row, options, ratios, report
-from benchmarks.bench_rules import MESH, all_different, floor, llm, modules, named_layers, rules_of
+from benchmarks.bench_rules import MESH, all_different, floor, llm, modules, rules_of
 from treeshard.compat._big_vision import _read_ops, infer_sharding
 
 Strategy = list[tuple[str, str]]
@@ -50,7 +50,6 @@ def main() -> None:
         ("LLM of dicts, 30 patterns", "<= 2", llama, strategy_of(30)),
         ("LLM of dicts, 100 patterns", "", llama, strategy_of(100)),
         ("Equinox modules, 30 patterns", "", modules(), strategy_of(30)),
-        ("layer_12 for the index 12, 30 patterns", "", named_layers(), strategy_of(30)),
         ("all names different, 30 patterns", "", all_different(), strategy_of(30)),
     ]
     rows: list[Row] = []

@@ -25,7 +25,7 @@ from ._placement.process_local import from_process_local as from_process_local
 from ._placement.shard import reshard as reshard
 from ._placement.shard import shard as shard
 from ._planning.adapters import follow as follow
-from ._planning.lint import Finding as Finding
+from ._planning.findings import Finding as Finding
 from ._planning.logical import PartitionAxis as PartitionAxis
 from ._planning.logical import logical_axis_rules as logical_axis_rules
 from ._planning.matching import PlannedLeaf as PlannedLeaf

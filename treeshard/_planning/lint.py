@@ -1,4 +1,8 @@
-"""The findings of a plan: errors and warnings about its leaves and its rules."""
+"""The checks of a plan: errors and warnings about its leaves and its rules.
+
+They read the decisions and decide nothing, so a plan can be made of rules with mistakes: all of
+these are told at once, with what each costs, and not one per attempt as JAX raises them.
+"""
 
 import math
 import re
@@ -9,15 +13,15 @@ from typing import Any
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, entries, is_logical
 from treeshard._core.text import fold_paths, human_bytes
+from treeshard._planning.findings import Finding, finding, finding_of, rule_text
 from treeshard._planning.lint_state import (
-    Finding,
     axis_orders,
     matrix_optimizers,
     padded_state,
     unsharded_state,
 )
 from treeshard._planning.logical import ReadLogicalRules, names_without_rule, read_logical_rules
-from treeshard._planning.matching import SMALL, SMALL_FIX, PlannedLeaf
+from treeshard._planning.matching import SMALL, PlannedLeaf
 from treeshard._planning.padding import padded_leaf
 from treeshard._planning.tactics import ByNames, Tactic
 from treeshard.errors import did_you_mean
@@ -75,21 +79,16 @@ def _misfits(leaves: Iterable[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
             shape = leaf.shape if note.kind == "unmatched" else None
             alike[note, leaf.rule, shape] += members
     for (note, rule, shape), members in alike.items():
-        paths = tuple(leaf.path for leaf in members)
+        paths = [leaf.path for leaf in members]
+        pattern = members[0].pattern
         if note.kind == "unmatched":
-            last_key = re.escape(paths[0].rpartition("/")[2])
-            fix = f'Add a rule such as ("{last_key}", ...), or a last one (".*", None).'
-            yield Finding("unmatched", "error", f"shape {shape}, no rule matches.", fix, paths)
+            key = re.escape(paths[0].rpartition("/")[2])
+            yield finding("unmatched", paths, shape=shape, key=key)
+        elif note.kind == "indivisible":
+            how, saved = _padding(members, mesh)
+            yield finding_of(note, rule, pattern, paths, how, saved)
         else:
-            # The text of an adjustment is a fact, followed by its fix.
-            fact, _, fix = note.why.partition(". ")
-            fact = f"rule {rule} {members[0].pattern!r}: {fact.rstrip('.')}."
-            wasted = 0
-            if note.kind == "indivisible":
-                how, wasted = _padding(members, mesh)
-                fix = f"{fix} {how}"
-            fix = fix or "Change the rule."
-            yield Finding(note.kind, "error", fact, fix, paths, rule, wasted)
+            yield finding_of(note, rule, pattern, paths)
 
 
 def _kinds(leaves: Iterable[PlannedLeaf]) -> list[list[PlannedLeaf]]:
@@ -103,9 +102,7 @@ def _kinds(leaves: Iterable[PlannedLeaf]) -> list[list[PlannedLeaf]]:
 def collisions(shared: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
     """Paths that several leaves share, so that rules and files cannot distinguish them."""
     for path, key_paths in shared.items():
-        fact = f"{' and '.join(key_paths)} share this path."
-        fix = "Rename a key: rules cannot distinguish these leaves, and files cannot hold both."
-        yield Finding("path-collision", "error", fact, fix, (path,))
+        yield finding("path-collision", [path], places=" and ".join(key_paths))
 
 
 # ------------------------------------------------------------------ rules
@@ -119,49 +116,56 @@ def _unused_rules(
     A last rule that matches every leaf is a fallback, and not reported.
     """
     used = {leaf.rule for leaf in leaves}
-    unused = [index for index in range(len(rules)) if index not in used]
-    takers = {leaf.path: leaf.rule for leaf in leaves} if unused else {}
-    arrays = {leaf.path for leaf in leaves if leaf.shape}
-    for index in unused:
-        pattern = re.compile(rules[index][0])
-        matched = [path for path in takers if pattern.search(path)]
-        shadows = [path for path in matched if path in arrays]
-        if not shadows:
-            yield _dead(index, pattern.pattern, matched, takers)
-        elif index < len(rules) - 1 or len(matched) < len(takers):
-            yield _shadowed(index, rules, shadows, {takers[path] for path in shadows})
+    names = [re.compile(pattern).pattern for pattern, _ in rules]
+    for index, (pattern, _) in enumerate(rules):
+        if index in used:
+            continue
+        search = re.compile(pattern).search
+        matched = [leaf for leaf in leaves if search(leaf.path)]
+        taken = [leaf for leaf in matched if leaf.shape]
+        is_last = index == len(rules) - 1
+        if not taken:
+            yield _dead(index, names[index], matched, leaves)
+        elif not is_last or len(matched) < len(leaves):
+            yield _shadowed(index, names, taken)
 
 
-def _dead(index: int, pattern: str, scalars: Sequence[str], paths: Iterable[str]) -> Finding:
+def _dead(
+    index: int, pattern: str, scalars: Sequence[PlannedLeaf], leaves: Iterable[PlannedLeaf]
+) -> Finding:
+    rule = rule_text(index, pattern)
     if scalars:
-        fact = f"rule {index} {pattern!r} matches only scalars, which need no rule."
-        return Finding("dead-rule", "warning", fact, "Remove it.", tuple(scalars), index)
+        return finding("dead-rule, of scalars", [leaf.path for leaf in scalars], index, by=rule)
+    return finding("dead-rule", [], index, by=rule, hint=_meant(pattern, leaves))
+
+
+def _shadowed(index: int, patterns: Sequence[str], taken: Sequence[PlannedLeaf]) -> Finding:
+    takers = sorted({leaf.rule for leaf in taken if leaf.rule is not None})
+    names = [rule_text(taker, patterns[taker]) for taker in takers[:3]]
+    if len(takers) > 3:
+        names.append(f"{len(takers) - 3} more")
+    verb = "takes" if len(takers) == 1 else "take"
+    return finding(
+        "shadowed-rule",
+        [leaf.path for leaf in taken],
+        index,
+        by=rule_text(index, patterns[index]),
+        takers=f"{' and '.join(names)} {verb}",
+        leaves="the only leaf" if len(taken) == 1 else f"all {len(taken)} leaves",
+        first=takers[0],
+    )
+
+
+def _meant(pattern: str, leaves: Iterable[PlannedLeaf]) -> str:
+    """A hint at the part of a path that a pattern may mean."""
     word = pattern.strip("^$/")
     count = word.count("/") + 1
-    kinds = {re.sub("[0-9]+", "0", path) for path in paths}
-    keys = [kind.split("/") for kind in sorted(kinds)[:MOST_NAMES]]
-    known = {"/".join(k[i : i + count]) for k in keys for i in range(len(k) - count + 1)}
-    near = did_you_mean(word, known)
-    fact = f"rule {index} {pattern!r} matches no leaf.{near}"
-    fix = "Correct the pattern, or remove the rule."
-    return Finding("dead-rule", "warning", fact, fix, rule=index)
-
-
-def _shadowed(
-    index: int, rules: Sequence[tuple[Any, Any]], paths: Sequence[str], takers: set[Any]
-) -> Finding:
-    by = sorted(taker for taker in takers if taker is not None)
-    names = " and ".join(_name(rules, taker) for taker in by[:3])
-    names += f" and {len(by) - 3} more" * (len(by) > 3)
-    leaves = "the only leaf" if len(paths) == 1 else f"all {len(paths)} leaves"
-    verb = "takes" if len(by) == 1 else "take"
-    fact = f"{_name(rules, index)} decides no leaf: {names} {verb} {leaves} that it matches."
-    fix = f"Move it above rule {by[0]}, or remove it."
-    return Finding("shadowed-rule", "warning", fact, fix, tuple(paths), index)
-
-
-def _name(rules: Sequence[tuple[Any, Any]], index: int) -> str:
-    return f"rule {index} {re.compile(rules[index][0]).pattern!r}"
+    kinds = {re.sub("[0-9]+", "0", leaf.path) for leaf in leaves}
+    known: set[str] = set()
+    for kind in sorted(kinds)[:MOST_NAMES]:
+        keys = kind.split("/")
+        known.update("/".join(keys[i : i + count]) for i in range(len(keys) - count + 1))
+    return did_you_mean(word, known)
 
 
 def _unused_specs(leaves: Iterable[PlannedLeaf], min_size: int) -> Iterator[Finding]:
@@ -170,12 +174,11 @@ def _unused_specs(leaves: Iterable[PlannedLeaf], min_size: int) -> Iterator[Find
     for leaf in leaves:
         if any(note.kind in SMALL for note in leaf.adjustments):
             alike[leaf.rule, leaf.pattern, leaf.asked].append(leaf.path)
-    for (rule, pattern, asked), paths in alike.items():
-        fact = (
-            f"rule {rule} {pattern!r}: {asked} is not used for leaves of fewer than"
-            f" {min_size} elements (`min_size`)."
+    for (index, pattern, asked), paths in alike.items():
+        rule = rule_text(index, pattern)
+        yield finding(
+            "explicit-spec-too-small", paths, index, by=rule, asked=asked, min_size=min_size
         )
-        yield Finding("explicit-spec-too-small", "warning", fact, SMALL_FIX, tuple(paths), rule)
 
 
 def _related(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
@@ -183,9 +186,7 @@ def _related(leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
     for leaf in leaves:
         for note in leaf.adjustments:
             if note.kind in RELATED:
-                fact, _, fix = note.why.partition(". ")
-                fact = f"rule {leaf.rule} {leaf.pattern!r}: {fact.rstrip('.')}."
-                yield Finding(note.kind, "warning", fact, fix, (leaf.path,), leaf.rule)
+                yield finding_of(note, leaf.rule, leaf.pattern, [leaf.path])
 
 
 def _same_arrays(
@@ -203,15 +204,10 @@ def _same_arrays(
     for later, first in pairs:
         of_branches[_where_they_differ(later, first)].append((later, first))
     for members in of_branches.values():
-        paths = tuple(later for later, _ in members)
+        paths = [later for later, _ in members]
         firsts = ", ".join(fold_paths([first for _, first in members]))
-        cost = sum(by_path[path].bytes_per_device(mesh) for path in paths)
-        fact = (
-            f"the same array as {firsts} now, and an array of its own once it is placed or"
-            f" stepped: {human_bytes(cost)} more on each device."
-        )
-        fix = "To keep one array, use `equinox.nn.Shared`."
-        yield Finding("same-array", "warning", fact, fix, paths, by_path[paths[0]].rule)
+        cost = human_bytes(sum(by_path[path].bytes_per_device(mesh) for path in paths))
+        yield finding("same-array", paths, by_path[paths[0]].rule, firsts=firsts, cost=cost)
 
 
 def _where_they_differ(path: str, other: str) -> tuple[str, str]:
@@ -236,20 +232,17 @@ def _names_without_rule(
     paths: dict[Any, list[str]] = defaultdict(list)
     known: set[str] = set()
     for leaf in leaves:
-        if leaf.rule is not None:
-            action, box = rules[leaf.rule][1], boxes.get(leaf.path)
-            for names, by in _named(action, box, logical_rules):
-                if isinstance(by, tuple):
-                    known.update(name for name, _ in by)
-                for name in names_without_rule(names, by):
-                    paths[leaf.rule, name].append(leaf.path)
-    for (index, name), members in paths.items():
-        fact = (
-            f"{_name(rules, index)} uses the logical name {name!r}, which has no"
-            f" logical rule, so its dim is not sharded.{did_you_mean(name, known)}"
-        )
-        fix = f"Add ({name!r}, None) to the logical rules if this is intended."
-        yield Finding("name-without-rule", "warning", fact, fix, tuple(members), index)
+        if leaf.rule is None:
+            continue
+        action, box = rules[leaf.rule][1], boxes.get(leaf.path)
+        for names, by in _named(action, box, logical_rules):
+            if isinstance(by, tuple):
+                known.update(name for name, _ in by)
+            for name in names_without_rule(names, by):
+                paths[leaf.rule, leaf.pattern, name].append(leaf.path)
+    for (index, pattern, name), members in paths.items():
+        rule, hint = rule_text(index, pattern), did_you_mean(name, known)
+        yield finding("name-without-rule", members, index, by=rule, name=name, hint=hint)
 
 
 def _named(
@@ -290,36 +283,41 @@ def _left_whole(leaves: Iterable[PlannedLeaf], mesh: AnyMesh, min_size: int) -> 
             alike[leaf.shape, leaf.decision] += members
     findings: list[Finding] = []
     for members in alike.values():
-        leaf, paths = members[0], tuple(member.path for member in members)
+        leaf = members[0]
         wasted = sum(member.bytes - -(-member.bytes // devices) for member in members)
-        if wasted > 0 and wasted >= LARGE_PART * per_device:
-            why, fix = _why_replicated(leaf, members, mesh)
-            more = f"{human_bytes(wasted)} more per device than an even split"
-            fact = f"shape {leaf.shape} is replicated, {more}: {why}"
-            findings.append(Finding("left-whole", "warning", fact, fix, paths, leaf.rule, wasted))
+        if wasted == 0 or wasted < LARGE_PART * per_device:
+            continue
+        paths = [member.path for member in members]
+        why, fix = _why_replicated(members, mesh)
+        values = {"shape": leaf.shape, "waste": human_bytes(wasted), "why": why, "fix": fix}
+        findings.append(finding("left-whole", paths, leaf.rule, wasted, **values))
     return sorted(findings, key=lambda finding: -finding.wasted)
 
 
-def _why_replicated(
-    leaf: PlannedLeaf, members: Sequence[PlannedLeaf], mesh: AnyMesh
-) -> tuple[str, str]:
-    """Why a leaf is replicated, and the fix."""
+# What to do about a leaf that its rule left whole, by the last adjustment.
+_SHARD_IT = {
+    "too-small": "Lower `min_size`.",
+    "no-dim": "Free a dim, or use another axis.",
+    "no-dim, padded": "Pad dim {dim} to {length}, or use another axis. {how}",
+}
+
+
+def _why_replicated(members: Sequence[PlannedLeaf], mesh: AnyMesh) -> tuple[str, str]:
+    """Why leaves of one shape and decision are replicated, and the fix."""
+    leaf = members[0]
     if leaf.rule is None:
         why = "it has no counterpart in the plan that this one follows."
         return why, "Plan it by rules of its own."
-    by = f"rule {leaf.rule} {leaf.pattern!r}"
+    by = rule_text(leaf.rule, leaf.pattern)
     if not leaf.adjustments:
         return f"{by} says so.", "Give it a spec or `fsdp`, unless this is intended."
     note = leaf.adjustments[-1]
-    if note.kind == "too-small":
-        return f"{by}, {note.why}", "Lower `min_size`."
-    if note.kind == "no-dim":
-        if note.dim is None:
-            return f"{by}, {note.why}", "Free a dim, or use another axis."
-        length = padded_leaf(leaf, mesh).shape[note.dim]
-        fix = f"Pad dim {note.dim} to {length}, or use another axis. {_padding(members, mesh)[0]}"
-        return f"{by}, {note.why}", fix
-    return f"{by}, {note.why}", "Change the rule, or the shape."
+    why = f"{by}, {note.why}"
+    if note.kind != "no-dim" or note.dim is None:
+        return why, _SHARD_IT.get(note.kind, "Change the rule, or the shape.")
+    length = padded_leaf(leaf, mesh).shape[note.dim]
+    how, _ = _padding(members, mesh)
+    return why, _SHARD_IT["no-dim, padded"].format(dim=note.dim, length=length, how=how)
 
 
 def _padding(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> tuple[str, int]:
@@ -366,13 +364,9 @@ def _scan_dims(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding
         if stack is not None:
             alike[stack, leaf.rule, leaf.shape[0], leaf.given].append(leaf)
     for (_, rule, length, given), members in alike.items():
-        by = "" if rule is None else f", by rule {rule} {members[0].pattern!r}"
-        fact = (
-            f"{given} shards dim 0{by}, on which {length} layers seem to be stacked. A scan over"
-            " them would gather every layer on every device."
-        )
-        fix = "Shard another dim: P(None, ...), or `skip=(0,)` of `fsdp`."
-        yield Finding("scan-dim", "warning", fact, fix, tuple(x.path for x in members), rule)
+        by = "" if rule is None else f", by {rule_text(rule, members[0].pattern)}"
+        paths = [leaf.path for leaf in members]
+        yield finding("scan-dim", paths, rule, spec=given, by=by, length=length)
 
 
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)

@@ -1,14 +1,19 @@
-"""A finding, and the findings about a training state: axis order, optimizer state."""
+"""The checks of a training state: the order of axes, and optimizer state.
+
+A plan has paths and no optimizers, so these are recognised by the names of their state, as optax
+has them.
+"""
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, entries, entry_of
-from treeshard._core.text import fold_paths, human_bytes
+from treeshard._core.text import human_bytes
+from treeshard._planning.findings import Finding, finding
 from treeshard._planning.matching import PlannedLeaf, state_with_parameters, tails
 from treeshard._planning.plan_json import kind_of
 
@@ -25,40 +30,6 @@ _NOT_ELEMENTWISE = re.compile(
 )
 
 Order = tuple[str, ...]
-
-
-class Finding(NamedTuple):
-    """One error or warning about a plan.
-
-    Attributes:
-        code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
-            `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
-            `"shadowed-rule"`, `"explicit-spec-too-small"`, `"same-array"`, `"no-base"`,
-            `"cuts-block"`, `"left-whole"`, `"scan-dim"`, `"axis-order"`, `"zero1-no-op"`,
-            `"matrix-optimizer"`, `"not-elementwise"`, `"name-without-rule"`.
-        severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
-        fact: What is wrong.
-        fix: What to do about it.
-        paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
-        rule: The index of the rule concerned, or `None`.
-        wasted: For replicated leaves (`"left-whole"`, `"zero1-no-op"`) and for `"indivisible"`,
-            the bytes that each device could save.
-    """
-
-    code: str
-    severity: Literal["error", "warning"]
-    fact: str
-    fix: str
-    paths: tuple[str, ...] = ()
-    rule: int | None = None
-    wasted: int = 0
-
-    def __str__(self) -> str:
-        """One line, the paths of repeated layers folded: `layers/{0..79}/attn/q`."""
-        paths = fold_paths(self.paths)
-        shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" * (len(paths) > 5))
-        where = f"{shown}: " if shown and self.code != "shadowed-rule" else ""
-        return f"{self.severity} {self.code}: {where}{self.fact} {self.fix}"
 
 
 def axis_orders(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
@@ -81,13 +52,9 @@ def axis_orders(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Findin
                 continue
             others = len(orders.get(of_mesh, ()))
             have = f"the mesh and {others} other leaves have" if others else "the mesh has"
-            fact = (
-                f"a dim is sharded over {entry_of(order)!r}, and {have} the order"
-                f" {entry_of(of_mesh)!r}, which puts the shards on other devices."
-            )
-            fix = f"Write {entry_of(of_mesh)!r}; the other order costs collective-permutes."
-            paths = tuple(dict.fromkeys(leaf.path for leaf in members))
-            yield Finding("axis-order", "warning", fact, fix, paths, members[0].rule)
+            paths = dict.fromkeys(leaf.path for leaf in members)
+            values = {"order": entry_of(order), "have": have, "of_mesh": entry_of(of_mesh)}
+            yield finding("axis-order", paths, members[0].rule, **values)
 
 
 def unsharded_state(
@@ -108,18 +75,17 @@ def unsharded_state(
     wasted = sum(leaf.bytes for leaf in missed)
     if not further or not total or wasted < _SMALL_SHARE * total:
         return
-    names = " and ".join(f"{axis!r}" for axis in sizes if axis in further)
-    part = math.prod(sizes[axis] for axis in further)
-    fact = (
-        f"{names} shards optimizer state further than its parameters, but nothing of these leaves:"
-        f" {human_bytes(wasted)}, {100 * wasted / total:.0f}% of that state."
+    parts = math.prod(sizes[axis] for axis in further)
+    yield finding(
+        "zero1-no-op" if wasted == total else "zero1-no-op, in part",
+        [leaf.path for leaf in missed],
+        missed[0].rule,
+        wasted - wasted // parts,
+        axes=" and ".join(f"{axis!r}" for axis in sizes if axis in further),
+        waste=human_bytes(wasted),
+        share=wasted / total,
+        parts=parts,
     )
-    if wasted == total:
-        fact = f"{names} was to shard the optimizer state further, and shards nothing of it."
-    fix = f"Lower `min_size`, pad a dim to a multiple of {part}, or shard another dim."
-    paths = tuple(leaf.path for leaf in missed)
-    saved = wasted - wasted // part
-    yield Finding("zero1-no-op", "warning", fact, fix, paths, missed[0].rule, saved)
 
 
 def padded_state(leaves: Sequence[PlannedLeaf]) -> Iterator[Finding]:
@@ -127,16 +93,7 @@ def padded_state(leaves: Sequence[PlannedLeaf]) -> Iterator[Finding]:
     roots = _roots(leaves, _NOT_ELEMENTWISE)
     padded = [leaf for leaf in leaves if leaf.unpadded and leaf.path.startswith(tuple(roots))]
     if padded:
-        fact = (
-            "it has padding, and its optimizer (Adafactor, Muon, Shampoo, SOAP) is not elementwise:"
-            " it computes the update of an element from others, so the padding changes updates."
-        )
-        fix = (
-            "Give such leaves an elementwise optimizer, such as AdamW, with"
-            " `optax.multi_transform`; or shard a dim that is divisible."
-        )
-        paths = tuple(leaf.path for leaf in padded)
-        yield Finding("not-elementwise", "warning", fact, fix, paths, padded[0].rule)
+        yield finding("not-elementwise", [leaf.path for leaf in padded], padded[0].rule)
 
 
 def matrix_optimizers(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
@@ -158,17 +115,8 @@ def matrix_optimizers(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[
             if weight is not None and _contracted_axes(weight) & {a for a in sizes if sizes[a] > 1}:
                 split.append(weight)
     if split:
-        fact = (
-            "a matrix optimizer (Muon, Shampoo, SOAP) multiplies these matrices by themselves, and"
-            " they are sharded in the dims that it contracts: it gathers or reduces them several"
-            " times in each step."
-        )
-        fix = (
-            "Stack the layers and shard the stacked dim, so that each device updates full matrices:"
-            " P('fsdp', None, None); or gather each matrix once, before the update."
-        )
-        paths = tuple(dict.fromkeys(leaf.path for leaf in split))
-        yield Finding("matrix-optimizer", "warning", fact, fix, paths, split[0].rule)
+        paths = dict.fromkeys(leaf.path for leaf in split)
+        yield finding("matrix-optimizer", paths, split[0].rule)
 
 
 def _roots(leaves: Sequence[PlannedLeaf], pattern: re.Pattern[str]) -> set[str]:

@@ -18,7 +18,8 @@ from treeshard._core.specs import axes_of, entries, with_entries
 from treeshard._core.text import human_bytes
 from treeshard._planning.adapters import following
 from treeshard._planning.copies import Source, copied_leaves, resized, sharded_further
-from treeshard._planning.lint import Finding, collisions, find
+from treeshard._planning.findings import Finding
+from treeshard._planning.lint import collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
 from treeshard._planning.matching import SMALL, PlannedLeaf, decide
 from treeshard._planning.padding import padded_leaves, unpadded_leaf

@@ -1,0 +1,155 @@
+"""A finding of a plan, and the words of all of them.
+
+The checks in `lint` and `lint_state` choose a row and fill it in. One table has the words, so that
+all findings can be read, and compared, in one place.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+from treeshard._core.specs import MISFITS, Adjustment
+from treeshard._core.text import fold_paths
+from treeshard._planning.matching import SMALL_FIX
+
+
+class Finding(NamedTuple):
+    """One error or warning about a plan.
+
+    Attributes:
+        code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
+            `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
+            `"shadowed-rule"`, `"explicit-spec-too-small"`, `"same-array"`, `"no-base"`,
+            `"cuts-block"`, `"left-whole"`, `"scan-dim"`, `"axis-order"`, `"zero1-no-op"`,
+            `"matrix-optimizer"`, `"not-elementwise"`, `"name-without-rule"`.
+        severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
+        fact: What is wrong.
+        fix: What to do about it.
+        paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
+        rule: The index of the rule concerned, or `None`.
+        wasted: For replicated leaves (`"left-whole"`, `"zero1-no-op"`) and for `"indivisible"`,
+            the bytes that each device could save.
+    """
+
+    code: str
+    severity: Literal["error", "warning"]
+    fact: str
+    fix: str
+    paths: tuple[str, ...] = ()
+    rule: int | None = None
+    wasted: int = 0
+
+    def __str__(self) -> str:
+        """One line, the paths of repeated layers folded: `layers/{0..79}/attn/q`."""
+        paths = fold_paths(self.paths)
+        shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" * (len(paths) > 5))
+        where = f"{shown}: " if shown and self.code != "shadowed-rule" else ""
+        return f"{self.severity} {self.code}: {where}{self.fact} {self.fix}"
+
+
+_ERRORS = MISFITS | {"unmatched", "path-collision"}
+# The fact and the fix of each code. Where one code has several, its rows have a name after a comma.
+_WORDS = {
+    "unmatched": (
+        "shape {shape}, no rule matches.",
+        'Add a rule such as ("{key}", ...), or a last one (".*", None).',
+    ),
+    "path-collision": (
+        "{places} share this path.",
+        "Rename a key: rules cannot distinguish these leaves, and files cannot hold both.",
+    ),
+    "dead-rule": (
+        "{by} matches no leaf.{hint}",
+        "Correct the pattern, or remove the rule.",
+    ),
+    "dead-rule, of scalars": (
+        "{by} matches only scalars, which need no rule.",
+        "Remove it.",
+    ),
+    "shadowed-rule": (
+        "{by} decides no leaf: {takers} {leaves} that it matches.",
+        "Move it above rule {first}, or remove it.",
+    ),
+    "explicit-spec-too-small": (
+        "{by}: {asked} is not used for leaves of fewer than {min_size} elements (`min_size`).",
+        SMALL_FIX,
+    ),
+    "same-array": (
+        "the same array as {firsts} now, and an array of its own once it is placed or stepped:"
+        " {cost} more on each device.",
+        "To keep one array, use `equinox.nn.Shared`.",
+    ),
+    "name-without-rule": (
+        "{by} uses the logical name {name!r}, which has no logical rule, so its dim is not"
+        " sharded.{hint}",
+        "Add ({name!r}, None) to the logical rules if this is intended.",
+    ),
+    "left-whole": (
+        "shape {shape} is replicated, {waste} more per device than an even split: {why}",
+        "{fix}",
+    ),
+    "scan-dim": (
+        "{spec} shards dim 0{by}, on which {length} layers seem to be stacked. A scan over them"
+        " would gather every layer on every device.",
+        "Shard another dim: P(None, ...), or `skip=(0,)` of `fsdp`.",
+    ),
+    "axis-order": (
+        "a dim is sharded over {order!r}, and {have} the order {of_mesh!r}, which puts the shards"
+        " on other devices.",
+        "Write {of_mesh!r}; the other order costs collective-permutes.",
+    ),
+    "zero1-no-op": (
+        "{axes} was to shard the optimizer state further, and shards nothing of it.",
+        "Lower `min_size`, pad a dim to a multiple of {parts}, or shard another dim.",
+    ),
+    "zero1-no-op, in part": (
+        "{axes} shards optimizer state further than its parameters, but nothing of these leaves:"
+        " {waste}, {share:.0%} of that state.",
+        "Lower `min_size`, pad a dim to a multiple of {parts}, or shard another dim.",
+    ),
+    "not-elementwise": (
+        "it has padding, and its optimizer (Adafactor, Muon, Shampoo, SOAP) is not elementwise: it"
+        " computes the update of an element from others, so the padding changes updates.",
+        "Give such leaves an elementwise optimizer, such as AdamW, with `optax.multi_transform`;"
+        " or shard a dim that is divisible.",
+    ),
+    "matrix-optimizer": (
+        "a matrix optimizer (Muon, Shampoo, SOAP) multiplies these matrices by themselves, and they"
+        " are sharded in the dims that it contracts: it gathers or reduces them several times in"
+        " each step.",
+        "Stack the layers and shard the stacked dim, so that each device updates full matrices:"
+        " P('fsdp', None, None); or gather each matrix once, before the update.",
+    ),
+}
+
+
+def finding(
+    row: str, paths: Iterable[str], rule: int | None = None, wasted: int = 0, **values: Any
+) -> Finding:
+    """The finding of a row of the table, with these values in its words."""
+    code = row.partition(",")[0]
+    fact, fix = (words.format(**values) for words in _WORDS[row])
+    return Finding(code, _severity(code), fact, fix, tuple(paths), rule, wasted)
+
+
+def finding_of(
+    note: Adjustment,
+    rule: int | None,
+    pattern: str | None,
+    paths: Iterable[str],
+    more: str = "",
+    wasted: int = 0,
+) -> Finding:
+    """The finding for an adjustment, whose text is a fact followed by its fix; `more` is added."""
+    fact, _, fix = note.why.partition(". ")
+    fact = f"{rule_text(rule, pattern)}: {fact.rstrip('.')}."
+    fix = " ".join(part for part in (fix, more) if part) or "Change the rule."
+    return Finding(note.kind, _severity(note.kind), fact, fix, tuple(paths), rule, wasted)
+
+
+def _severity(code: str) -> Literal["error", "warning"]:
+    return "error" if code in _ERRORS else "warning"
+
+
+def rule_text(rule: int | None, pattern: str | None) -> str:
+    """`rule 2 'attn/out'`."""
+    return f"rule {rule} {pattern!r}"
