@@ -59,6 +59,12 @@ def test_flat_numbers_follow_rows() -> None:
     assert ts.plan(tree, rules, MESH).specs["packed"] == P()  # a shard is no run of the numbers
 
 
+@pytest.mark.parametrize("base", [(), (0, 8)], ids=["scalar", "empty"])
+def test_a_base_without_rows(base: Any) -> None:
+    tree = {"weight": struct(*base), "flat": struct(1)}
+    assert ts.plan(tree, [BASE, ("flat", ts.follow("weight"))], MESH).specs["flat"] == P()
+
+
 def test_a_branch_and_its_memory() -> None:
     params = {"mlp": {"w": struct(512, 256), "a": struct(8, 256)}}
     rules = [

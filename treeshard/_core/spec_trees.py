@@ -1,4 +1,8 @@
-"""Matches a tree of specs with a tree of arrays, and lays the specs on a mesh."""
+"""Matches a tree of specs with a tree of arrays, and lays the specs on a mesh.
+
+`jax.tree.map` cannot: a spec may stand for a whole subtree, `None` and tuples of names are leaves
+here and containers there, and where the trees differ it names neither a path nor both sides.
+"""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,9 @@
-"""The specs of leaves that belong to another one: LoRA factors, scales of blocks, averages."""
+"""The specs of leaves that belong to another one: LoRA factors, scales of blocks, averages.
+
+A tactic sees one leaf, and these need the decision of another. So `Follow` only marks its leaves,
+and `following` decides them once all others are decided: rules stay a list that is read once, in
+any order of leaves.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -165,10 +170,22 @@ def _dims(
     """The dims of a leaf that have the role of a dim of its base."""
     of_shape = base.unpadded or base.shape
     if len(shape) == len(of_shape):
-        pairs = enumerate(zip(shape, of_shape, strict=True))
-        return {d: d for d, (n, m) in pairs if n == m or (blocks and n and m % n == 0)}
-    is_flat = len(shape) == 1 and math.prod(base.shape) % shape[0] == 0 == shape[0] % base.shape[0]
-    if is_flat and not any(map(axes_of, of_base[1:])):
+        both = enumerate(zip(shape, of_shape, strict=True))
+        return {dim: dim for dim, (length, whole) in both if _fits(length, whole, blocks)}
+    if _is_packed(shape, base.shape) and not any(map(axes_of, of_base[1:])):
         return {0: 0}
     choices = [[i for i, m in enumerate(of_shape) if m == n] for n in shape]
     return {dim: found[0] for dim, found in enumerate(choices) if len(found) == 1}
+
+
+def _is_packed(shape: tuple[int, ...], of_base: tuple[int, ...]) -> bool:
+    """Whether a flat array holds the rows of the base one after the other, several numbers in one:
+    `uint8[32768]` for a base of 512 x 128 numbers of 4 bits."""
+    if len(shape) != 1 or not of_base or 0 in (*shape, *of_base):
+        return False
+    return math.prod(of_base) % shape[0] == 0 and shape[0] % of_base[0] == 0
+
+
+def _fits(length: int, of_base: int, blocks: bool) -> bool:
+    """Whether a dim is that of the base, or has an entry for each block of it."""
+    return length == of_base or (blocks and length > 0 and of_base % length == 0)

@@ -98,25 +98,30 @@ def padded_state(leaves: Sequence[PlannedLeaf]) -> Iterator[Finding]:
 
 def matrix_optimizers(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
     """State of Muon, Shampoo or SOAP whose matrices are sharded in dims that they contract."""
-    sizes = axis_sizes(mesh)
-    roots = _roots(leaves, _MATRIX)
+    roots = tuple(_roots(leaves, _MATRIX))
     if not roots:
         return
-    branches = {root.partition("/")[0] for root in roots}
-    weights = {
-        leaf.path.partition("/")[2]: leaf
-        for leaf in leaves
-        if leaf.path.partition("/")[0] not in branches and len(leaf.shape) > 1
-    }
-    split: list[PlannedLeaf] = []
+    weights = _matrices(leaves, {root.partition("/")[0] for root in roots})
+    split_axes = {axis for axis, size in axis_sizes(mesh).items() if size > 1}
+    contracted: list[PlannedLeaf] = []
     for leaf in leaves:
-        if any(leaf.path.startswith(root) for root in roots):
+        if leaf.path.startswith(roots):
             weight = next((weights[tail] for tail in tails(leaf.path) if tail in weights), None)
-            if weight is not None and _contracted_axes(weight) & {a for a in sizes if sizes[a] > 1}:
-                split.append(weight)
-    if split:
-        paths = dict.fromkeys(leaf.path for leaf in split)
-        yield finding("matrix-optimizer", paths, split[0].rule)
+            if weight is not None and _contracted_axes(weight) & split_axes:
+                contracted.append(weight)
+    if contracted:
+        paths = dict.fromkeys(leaf.path for leaf in contracted)
+        yield finding("matrix-optimizer", paths, contracted[0].rule)
+
+
+def _matrices(leaves: Sequence[PlannedLeaf], state_branches: set[str]) -> dict[str, PlannedLeaf]:
+    """The matrices outside the branches of state, by their paths without the first key."""
+    matrices: dict[str, PlannedLeaf] = {}
+    for leaf in leaves:
+        branch, _, rest = leaf.path.partition("/")
+        if branch not in state_branches and len(leaf.shape) > 1:
+            matrices[rest] = leaf
+    return matrices
 
 
 def _roots(leaves: Sequence[PlannedLeaf], pattern: re.Pattern[str]) -> set[str]:

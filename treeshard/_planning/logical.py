@@ -1,4 +1,8 @@
-"""Logical axis names of dims (`"batch"`, `"heads"`), and the rules that map them to mesh axes."""
+"""Logical axis names of dims (`"batch"`, `"heads"`), and the rules that map them to mesh axes.
+
+The rules are a list by priority and not a dict, as in Flax: a name may have several, and which one
+applies depends on the axes that the other dims of the same array have taken.
+"""
 
 import sys
 from collections import Counter

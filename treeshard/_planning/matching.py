@@ -1,4 +1,9 @@
-"""Applies rules to the leaves of a tree, and records a decision for each."""
+"""Applies rules to the leaves of a tree, and records a decision for each.
+
+Nothing that a rule does to one leaf raises: it is recorded with the decision, so that all mistakes
+are known together, and a plan can show them. Every pattern is tried on every path: to match one
+layer for all, one would have to know what a pattern does with indices.
+"""
 
 import math
 import re
@@ -325,6 +330,7 @@ class _Rule:
 
 def parameters(leaves: Sequence[PlannedLeaf], pattern: str | None = None) -> list[PlannedLeaf]:
     """The leaves that have gradients."""
+    # bfloat16 and float8 are not among numpy's inexact dtypes, but among those of jax.numpy.
     floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if pattern is not None:
         return [leaf for leaf in floats if re.search(pattern, leaf.path)]

@@ -16,7 +16,7 @@ from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.paths import children_with_keys, leaf_paths, path_under, paths_of
-from treeshard._core.specs import entries, with_entries
+from treeshard._core.specs import dim_entries, with_entries
 from treeshard._planning.matching import Shape
 from treeshard._planning.tree_walk import TreeDef
 
@@ -86,8 +86,8 @@ class Original:
         spec = self.specs[index]
         key = id(spec), dims  # the leaves of a model share a few specs
         if key not in self._kept:
-            padded = entries(spec) + (None,) * len(self.shapes[index] or ())
-            new = [None if dim is None else padded[dim] for dim in dims]
+            of_dims = dim_entries(spec, len(self.shapes[index] or ()))
+            new = [None if dim is None else of_dims[dim] for dim in dims]
             self._kept[key] = with_entries(spec, new)
         return Followed(self._kept[key], index, dims)
 
@@ -196,18 +196,31 @@ class _Follower:
         if not own and not above:
             own = _owners(path, original.endings)[:1]
             above = _owners(parent, original.endings)[:1]
+        # The array itself; one of several in its place, `mu/w/0`; what was computed from it.
         attempts: list[tuple[list[_Owner], Callable[[Shape, str], Dims | None]]] = [
             (own, lambda full, _: all_dims(shape, full)),
             (above, lambda full, _: part_dims(position, shape, full)),
             (own, lambda full, field: kept_dims(shape, full, field)),
         ]
         for owners, dims_of in attempts:
-            for field, indices in owners:
-                of_each = [(i, dims_of(original.shapes[i] or (), field)) for i in indices]
-                kept = [original.kept(i, dims) for i, dims in of_each if dims is not None]
-                if kept and all(other.spec == kept[0].spec for other in kept):
-                    return kept[0]
+            for owner in owners:
+                followed = self._alike(owner, dims_of)
+                if followed is not None:
+                    return followed
         return _ALONE
+
+    def _alike(
+        self, owner: "_Owner", dims_of: Callable[[Shape, str], Dims | None]
+    ) -> Followed | None:
+        """What all leaves of one owner that the shape fits give a leaf, if they give the same."""
+        field, indices = owner
+        kept: list[Followed] = []
+        for index in indices:
+            dims = dims_of(self.original.shapes[index] or (), field)
+            if dims is not None:
+                kept.append(self.original.kept(index, dims))
+        is_clear = kept and all(other.spec == kept[0].spec for other in kept)
+        return kept[0] if is_clear else None
 
 
 def _is_leaf(treedef: TreeDef) -> bool:

@@ -1,4 +1,8 @@
-"""Pads dims of planned leaves, so that the axes that are to shard them divide them."""
+"""Pads dims of planned leaves, so that the axes that are to shard them divide them.
+
+JAX accepts an uneven sharding of intermediates only: arguments and results of `jit` must be
+divisible. So padding is a second plan, with longer shapes, and programs see ordinary arrays.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +12,7 @@ from typing import Any
 from jax import ShapeDtypeStruct
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.specs import axes_of, entries, entry_of, project, with_entries
+from treeshard._core.specs import axes_of, dim_entries, entry_of, project, with_entries
 from treeshard._planning.adapters import following
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.tactics import Fsdp
@@ -30,7 +34,7 @@ def padded_leaves(
 def padded_leaf(leaf: PlannedLeaf, mesh: AnyMesh) -> PlannedLeaf:
     """The leaf with dims padded, and sharded over the axes that did not divide them."""
     sizes, shape = axis_sizes(mesh), list(leaf.shape)
-    new = [*entries(leaf.given), *[None] * (len(shape) - len(entries(leaf.given)))]
+    new = dim_entries(leaf.given, len(shape))
     others = []
     for note in leaf.adjustments:
         used = {axis for entry in new for axis in axes_of(entry)}

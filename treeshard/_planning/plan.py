@@ -1,4 +1,8 @@
-"""Decides how every leaf of a tree is sharded, and records why. Needs no devices."""
+"""Decides how every leaf of a tree is sharded, and records why. Needs no devices.
+
+A plan is a value and not a tree of shardings: it keeps the rules and the shapes, so that it can be
+made again for another mesh, explain itself, and be compared, before anything is allocated.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext

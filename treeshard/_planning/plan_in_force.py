@@ -1,4 +1,9 @@
-"""The plan of the step that is being traced: it tells functions inside how values are sharded."""
+"""The plan of the step that is being traced: it tells functions inside how values are sharded.
+
+On Auto axes a tracer does not know its sharding: the compiler chooses it after the trace. Specs
+would have to be passed down through every layer; with the plan in force, a function finds them by
+the structure and the shapes of what it is called with.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,27 +83,27 @@ class PlanInForce:
         """
         arrays = tree_map(lambda x: x if has_shape(x) else None, tree)
         shapes = [tuple(x.shape) for x in tree_leaves(arrays)]
-        found: dict[tuple[Any, ...], str] = {}
-        held: dict[tuple[Any, ...], str] = {}  # likewise, of parameters alone
+        paths_of: dict[tuple[Any, ...], str] = {}
+        of_parameters: dict[tuple[Any, ...], str] = {}
         structure = tree_structure(arrays)
         for start in subtrees(self.plan, structure):
             leaves = self.plan.leaves[start : start + structure.num_leaves]
             specs = self._fitting(leaves, shapes)
             if specs is not None:
-                found.setdefault(specs, _name(leaves))
+                paths_of.setdefault(specs, _name(leaves))
                 if self._parameters.issuperset(leaf.path for leaf in leaves):
-                    held.setdefault(specs, _name(leaves))
-        if len(held) == 1:  # optimizer state has the structure of its parameters
-            found = held
-        if len(found) == 1:
-            [specs] = found
+                    of_parameters.setdefault(specs, _name(leaves))
+        if len(of_parameters) == 1:  # optimizer state has the structure of its parameters
+            paths_of = of_parameters
+        if len(paths_of) == 1:
+            [specs] = paths_of
             return tree_structure(arrays).unflatten(specs)
         shown = ", ".join(str(shape) for shape in shapes[:5]) + (", ..." if shapes[5:] else "")
-        if not found:
+        if not paths_of:
             raise SpecError(
                 f"the plan has no subtree of this structure with leaves of shape {shown}."
             )
-        several = "; ".join(f"{path} as {list(specs)}" for specs, path in found.items())
+        several = "; ".join(f"{path} as {list(specs)}" for specs, path in paths_of.items())
         raise SpecError(
             f"the plan has several subtrees of this structure with leaves of shape {shown}, and"
             f" they are sharded differently: {several}. If one of them is optimizer state, shard it"

@@ -1,4 +1,8 @@
-"""`match_partition_rules`: specs for a tree from a list of rules, and its errors."""
+"""`match_partition_rules`: specs for a tree from a list of rules, and its errors.
+
+One error lists all leaves. The functions of this name elsewhere raise for the first one, so that a
+list of rules is mended in as many runs as it has mistakes.
+"""
 
 import os
 import re

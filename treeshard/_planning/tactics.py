@@ -1,4 +1,8 @@
-"""Tactics: actions of rules that choose a spec by the shape of the leaf."""
+"""Tactics: actions of rules that choose a spec by the shape of the leaf.
+
+A tactic is a tuple of steps, data that can be compared, printed and hashed, and not a closure: a
+plan shows which one decided, and leaves of one shape share its result.
+"""
 
 import math
 import os

@@ -1,7 +1,8 @@
 """The names that people know from other projects, and what new code uses instead.
 
 Each function takes the arguments and returns the values of its original, and is a thin layer
-over the rest of treeshard, which does not use this package.
+over the rest of treeshard. Only the command line uses this package, for tactics as text: what
+people arrive with is translated here, so that the rest has one form of each thing.
 
 | name | known from | in new code |
 |---|---|---|

@@ -1,4 +1,8 @@
-"""Reads the shardings of live trees back, by EasyDeL's names."""
+"""Reads the shardings of live trees back, by EasyDeL's names.
+
+`None` stands in the place of a leaf without a sharding: without it the result would have another
+structure than the tree, and could not be passed back with it.
+"""
 
 from typing import Any
 

@@ -1,4 +1,8 @@
-"""Rules in one string: `"attention|mlp->data,hidden->model"`."""
+"""Rules in one string: `"attention|mlp->data,hidden->model"`.
+
+The result is a function `(path, leaf) -> spec`, as in EasyDeL, and so an action of a rule. A rule
+cannot be made of each part: leaves that none of them matches have a spec of their own.
+"""
 
 import re
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Reads tactics written as text, such as `"shard_dim('model', -1) | fsdp('data')"`.
 
 The text is parsed as Python and walked: only calls of known names with literal arguments are
-accepted, and nothing is evaluated. big_vision calls `eval` on it, so that whoever writes a config
-runs code. In Python, tactics are values: only `infer_sharding` and the command line have texts.
+accepted. `eval` would be one line, and would run whatever stands in a config that was passed on. In
+Python, tactics are values: only `infer_sharding` and the command line have texts.
 """
 
 import ast
