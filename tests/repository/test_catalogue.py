@@ -16,6 +16,7 @@ import treeshard as ts
 from treeshard import errors as _errors
 from treeshard._core import specs as _specs
 from treeshard._inspection import stability as _stability
+from treeshard._planning import findings as _findings
 from treeshard._planning import lint as _lint
 from treeshard.communication._collectives import KINDS, RARE_KINDS
 from treeshard.communication._differences import Unplanned
@@ -129,7 +130,8 @@ def test_no_class_is_missing() -> None:
 
 def test_no_finding_is_missing() -> None:
     # The code of a misfit is the kind of its adjustment.
-    codes = first_arguments("Finding") | _specs.MISFITS | _lint.RELATED
+    rows = {row.partition(",")[0] for row in _findings._WORDS}
+    codes = rows | _specs.MISFITS | _lint.RELATED
     assert codes - NAMES == set()
     assert in_docstring(ts.Finding, "code") == codes
 

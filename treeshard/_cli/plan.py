@@ -146,7 +146,7 @@ def read_rules_file(
 
     It has `[[rules]]` tables with a pattern and an action each, an optional `min_size`, and an
     optional table `[logical]` of mesh axes by logical name. Actions are written as in Python:
-    `"None"`, `"P('fsdp', None)"`, a tuple of logical names, or a strategy string.
+    `"None"`, `"P('fsdp', None)"`, a tuple of logical names, or tactics joined by `|`.
     """
     try:
         raw = tomllib.loads(read_file(path, _LONGEST_RULES, pipes=True).decode())

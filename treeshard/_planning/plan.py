@@ -555,8 +555,7 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
         {'norm': P(), 'weight': P('fsdp',)}
     """
     mesh = as_mesh(mesh)
-    parsed = read_rules(rules)
-    decided = decide(parsed, tree, mesh, min_size)
+    decided = decide(read_rules(rules), tree, mesh, min_size)
     warn_of_moves(decided.rows(), frozenset())
     columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
     leaves = [
@@ -564,8 +563,7 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
         for path, leaf, shape, decision in columns
         if shape is not None
     ]
-    # The patterns as given, with strategy strings replaced by the tactics that they mean.
-    pairs = tuple((rule[0], action) for rule, (_, action) in zip(rules, parsed, strict=True))
+    pairs = tuple((pattern, action) for pattern, action in rules)
     for i, decision in following(leaves, pairs, mesh).items():
         leaves[i] = leaves[i]._replace(decision=decision)
     split = StaticSplit(decided.leaves, decided.treedef, has_shape)
