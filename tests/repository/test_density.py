@@ -10,67 +10,10 @@ import treeshard
 
 ROOT = Path(treeshard.__file__).parents[1]
 LIMIT = 18  # branches that a function may have without a reason
-AT_MOST = 26  # functions that have one
+AT_MOST = 10  # functions that have one
 
 # Functions above the limit, and why their branches stay together.
-HARD = {
-    "treeshard/communication/_dataflow.py:sources": (
-        "one case for each HLO opcode that passes data on unchanged"
-    ),
-    "treeshard/communication/_collectives.py:_buffers": (
-        "one case for each way in which HLO writes what a collective moves"
-    ),
-    "treeshard/communication/_collectives.py:_moved": (
-        "reads all that is known of one collective, with the exceptions of backends"
-    ),
-    "treeshard/programs/_buffers.py:_value": (
-        "one case for each HLO opcode that reuses the memory of an operand"
-    ),
-    "treeshard/programs/_flops.py:traced_flops": (
-        "one case for each primitive that multiplies, or runs others"
-    ),
-    "treeshard/_core/specs.py:project": (
-        "the one place that decides how much of a spec fits; its rules depend on each other"
-    ),
-    "treeshard/_core/make_mesh.py:make_mesh": (
-        "checks of independent arguments, then one of JAX's three ways to make a mesh"
-    ),
-    "treeshard/training/__init__.py:_warn_of_idle_axes": (
-        "a table of cases, each with its own sentence"
-    ),
-    "treeshard/interchange/_names.py:map_tensors": (
-        "one pass over the names, and one over each kind of mistake"
-    ),
-    "treeshard/_planning/plan_json.py:leaf": "checks each field of untrusted JSON where it is read",
-    "treeshard/communication/_differences.py:explain": (
-        "choices and words stand together; words belong in a table"
-    ),
-    "treeshard/_placement/shard.py:place": "two functions in one, chosen by who calls",
-    "treeshard/programs/_memory.py:advise": "one case for each advice; words belong in a table",
-    "treeshard/checkpoint/_restore.py:_read_together": "reads, checks and places in one loop",
-    "treeshard/programs/_cost.py:cost_of": (
-        "adds up each kind of work, and names what is unknown of it"
-    ),
-    "treeshard/communication/_matching.py:match": "one case for each kind of planned transfer",
-    "treeshard/_placement/padding.py:_resized": "pads and unpads, on hosts and on devices",
-    "treeshard/_cli/differences.py:difference": (
-        "sorts pairs of leaves into kinds by what is known unread"
-    ),
-    "treeshard/training/_pitfalls.py:separated": "finds shared memory, warns of it and copies",
-    "treeshard/training/_pitfalls.py:warn_of_activations": (
-        "finds what is moved, weighs it and writes the warning"
-    ),
-    "treeshard/communication/_forecast.py:_transfers": (
-        "gathers, reductions and the update of one parameter, in order"
-    ),
-    "treeshard/checkpoint/_array_store.py:write_arrays": "writes, counts and reports in one loop",
-    "treeshard/_placement/constraint.py:unshard": "finds specs, axes and mesh from four contexts",
-    "treeshard/testing/_checks.py:check": "runs each check, and words its result",
-    "treeshard/_planning/adapters.py:following": "collects followers and walks to their bases",
-    "treeshard/_placement/constraint.py:_report": (
-        "one case for each kind of misfit, and for what only warns"
-    ),
-}
+HARD: dict[str, str] = {}
 
 TURNS = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.match_case)
 
