@@ -514,9 +514,9 @@ for argv in sys.argv[1:]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_export_holds_a_few_leaves_at_a_time(tmp_path) -> None:
-    tree = {f"w{i}": np.full(2**20, i, np.float32) for i in range(10)}  # 4 MiB each
+    tree = {f"w{i}": np.full(2**20, i, np.float32) for i in range(20)}  # 4 MiB each
     save(tmp_path / "a", tree)
     _, out, err = ended(start(tmp_path, "-c", MEMORY, "export a x.safetensors"))
     code, peak = out.splitlines()[-1].split()[1:]
     assert code == "0", err
-    assert int(peak) <= 20  # half a tree
+    assert int(peak) <= 40  # half a tree
