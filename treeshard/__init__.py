@@ -9,7 +9,7 @@ from typing import Any as _Any
 
 import lazy_loader as _lazy_loader
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 _load, _, _NAMES = _lazy_loader.attach_stub(__name__, __file__)
 # Whose names work here too, without being listed: people look for those of the libraries that
