@@ -57,7 +57,7 @@ def read_type(text: str) -> ArrayTree:
 
 def _array(dtype: str, shape: str, layout: str) -> Array:
     _, bits = DTYPES.get(dtype, (dtype, 0))
-    elements = math.prod(_padded(_numbers(shape), layout))
+    elements = math.prod(_padded(numbers(shape), layout))
     space = re.search(r"S\((\d+)\)", layout)
     number = 0 if space is None else int(space[1])
     return Array(f"{dtype}[{shape}]", -(-elements * bits // 8), number)
@@ -70,13 +70,14 @@ def _padded(dims: list[int], layout: str) -> list[int]:
     tile = re.search(r"T\(([\d,]+)\)", layout)
     if tile is None:
         return dims
-    fastest_first = _numbers(layout.partition(":")[0])
-    for dim, length in zip(fastest_first, reversed(_numbers(tile[1])), strict=False):
+    fastest_first = numbers(layout.partition(":")[0])
+    for dim, length in zip(fastest_first, reversed(numbers(tile[1])), strict=False):
         dims[dim] = -(-dims[dim] // length) * length
     return dims
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """The numbers in a text such as `16,64` or `"1","2"`."""
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
@@ -187,7 +188,7 @@ class Schedule:
 
     def _in_place(self, op: Op, result: BufferTree, operands: list[BufferTree]) -> BufferTree:
         """The result of a fusion or a custom call, which may be the memory of operands."""
-        aliases = _ALIASING.findall(op.attribute("output_to_operand_aliasing") or "")
+        aliases = _ALIASING.findall(op.attribute("output_to_operand_aliasing"))
         for output, number, element in aliases:
             operand = operands[int(number)]
             if element:
@@ -263,9 +264,11 @@ class Schedule:
             for buffer in flat(values[op.name]):
                 first.setdefault(buffer, step)
                 last[buffer] = step
+            if op.opcode == "get-tuple-element":  # it needs no other element of the tuple
+                continue
             # TPUs, whose layouts have tiles, all-reduce in place: the operand is gone by then.
             in_place = op.opcode == "all-reduce" and ":T(" in op.type_text
-            for name in _operands_read(op):
+            for name in op.operands:
                 last |= dict.fromkeys(flat(values.get(name, [])), step - in_place)
         results = set(flat(values.get(computation.root, [])))
         return {
@@ -273,11 +276,6 @@ class Schedule:
             for buffer, step in first.items()
             if buffer.is_temporary and buffer not in results
         }
-
-
-def _operands_read(op: Op) -> Sequence[str]:
-    """The operands that must be live for an op: one element of a tuple needs no other element."""
-    return () if op.opcode == "get-tuple-element" else op.operands
 
 
 def _new_buffers(array: ArrayTree, op: Op, computation: Computation) -> BufferTree:

@@ -137,18 +137,14 @@ def candidates(
 ) -> Iterator[Candidate]:
     """All factorings of the devices into the axes of each strategy, with each option, and with a
     larger `data` axis around them."""
+    choices = [dict(zip(offered, values, strict=True)) for values in product(*offered.values())]
     for strategy in strategies:
-        for names in _axes_of(strategy):
-            for axes, values in product(_factorings(names, devices), product(*offered.values())):
-                options = dict(zip(offered, values, strict=True))
-                yield Candidate(strategy, axes, options, slices)
-
-
-def _axes_of(strategy: Strategy) -> Iterator[tuple[str, ...]]:
-    yield strategy.axes
-    # FSDP inside a data axis is HSDP.
-    if "data" not in strategy.axes and strategy.axes != ("fsdp",):
-        yield ("data", *strategy.axes)
+        meshes = [*_factorings(strategy.axes, devices)]
+        # FSDP inside a data axis is HSDP.
+        if "data" not in strategy.axes and strategy.axes != ("fsdp",):
+            meshes += _factorings(("data", *strategy.axes), devices)
+        for axes, options in product(meshes, choices):
+            yield Candidate(strategy, axes, options, slices)
 
 
 def _factorings(names: tuple[str, ...], devices: int) -> Iterator[dict[str, int]]:
@@ -210,7 +206,7 @@ class Estimator:
         if isinstance(planned, str):
             return planned
         moved, seconds = 0, 0.0
-        between = network_axes(candidate)
+        between = _network_axes(candidate)
         for transfer, size in planned.transfers[candidate.remat].items():
             if transfer.in_each_pass:
                 size *= candidate.passes
@@ -316,7 +312,7 @@ def _rows(x: Any) -> int:
     return math.prod(dims)
 
 
-def network_axes(candidate: Candidate) -> set[str]:
+def _network_axes(candidate: Candidate) -> set[str]:
     """The axes that run over the slow network, where slices or nodes follow each other."""
     sizes = tuple(candidate.axes.values())
     places = np.arange(math.prod(sizes)) * candidate.slices // math.prod(sizes)

@@ -17,7 +17,12 @@ from treeshard._core.make_mesh import with_devices
 from treeshard._core.text import columns, human_bytes
 from treeshard._core.topologies import Chip, chip_of
 from treeshard._planning.plan import Plan
-from treeshard.communication._collectives import Collective, CollectiveReader, total
+from treeshard.communication._collectives import (
+    Collective,
+    CollectiveReader,
+    bytes_text,
+    total,
+)
 from treeshard.communication._dataflow import Dataflow
 from treeshard.communication._device_groups import axes_that_change
 from treeshard.communication._differences import collective_lines
@@ -84,19 +89,17 @@ class Cost:
     def bound(self) -> str | None:
         """What takes longest: `"compute"`, `"memory"`, `"collectives, hidden"` or `"collectives,
         exposed"`; `None` if some of it is unknown."""
-        times = {name: seconds for name, _, seconds in self._rows()}
-        if None in times.values():
-            return None
-        return max(times, key=lambda name: times[name] or 0)
+        times = self._times()
+        return max(times, key=times.__getitem__, default=None)
 
     @property
     def seconds(self) -> float | None:
         """The least time at these peaks: the longest of what can overlap, and what is exposed."""
-        overlapping = self.compute_seconds, self.memory_seconds, self.hidden_seconds
-        known = [seconds for seconds in overlapping if seconds is not None]
-        if len(known) < len(overlapping) or self.exposed_seconds is None:
+        times = self._times()
+        if not times:
             return None
-        return max(known) + self.exposed_seconds
+        exposed = times.pop("collectives, exposed")
+        return max(times.values()) + exposed
 
     @property
     def share(self) -> float | None:
@@ -106,10 +109,16 @@ class Cost:
     def _rows(self) -> list[tuple[str, str, float | None]]:
         return [
             ("compute", _operations(self.flops), self.compute_seconds),
-            ("memory", size_text(self.memory_bytes), self.memory_seconds),
-            ("collectives, hidden", size_text(self.hidden_bytes), self.hidden_seconds),
-            ("collectives, exposed", size_text(self.exposed_bytes), self.exposed_seconds),
+            ("memory", _size(self.memory_bytes), self.memory_seconds),
+            ("collectives, hidden", _size(self.hidden_bytes), self.hidden_seconds),
+            ("collectives, exposed", _size(self.exposed_bytes), self.exposed_seconds),
         ]
+
+    def _times(self) -> dict[str, float]:
+        """The seconds of each kind of work; empty if one is unknown."""
+        rows = self._rows()
+        times = {name: seconds for name, _, seconds in rows if seconds is not None}
+        return times if len(times) == len(rows) else {}
 
     def __str__(self) -> str:
         rows = [(name, size, _time(seconds)) for name, size, seconds in self._rows()]
@@ -131,9 +140,8 @@ def _operations(count: int | None) -> str:
     return f"{count / 1000**power:,.1f} {('', 'K', 'M', 'G', 'T', 'P', 'E')[power]}FLOP"
 
 
-def size_text(count: int | None) -> str:
-    """`1.5 MiB`, or `unknown`."""
-    return "unknown" if count is None else human_bytes(count)
+def _size(count: int | None) -> str:
+    return bytes_text(count, "unknown")
 
 
 def _time(seconds: float | None) -> str:

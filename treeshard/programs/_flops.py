@@ -6,10 +6,11 @@ count of a program takes the body of a loop once, and says nothing of kernels.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -17,6 +18,7 @@ from treeshard._core.jax_private import shard_map_axes
 from treeshard.communication._collectives import total
 from treeshard.communication._dataflow import Context, Dataflow, Executions, value
 from treeshard.communication._hlo import Op
+from treeshard.programs._buffers import numbers
 
 # Primitives, and targets of custom calls, that may have products inside a kernel.
 _KERNEL = re.compile(
@@ -37,6 +39,10 @@ class Flops(NamedTuple):
     unknown: frozenset[str] = frozenset()
 
 
+def _uncounted(reason: str) -> Flops:
+    return Flops(None, frozenset({reason}))
+
+
 def _added(counts: Iterable[Flops]) -> Flops:
     counts = list(counts)
     unknown = frozenset[str]().union(*(flops.unknown for flops in counts))
@@ -46,7 +52,7 @@ def _added(counts: Iterable[Flops]) -> Flops:
 # ------------------------------------------------------------------ as traced
 
 
-def traced_flops(jaxpr: Jaxpr) -> Flops:
+def traced_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
     """The operations of a jaxpr, over all devices.
 
     A scan counts once per step, `shard_map` once per device, and a `cond` as its largest branch.
@@ -62,7 +68,7 @@ def _equation_flops(eqn: Any) -> Flops:
     if name == "conv_general_dilated":
         return Flops(_traced_convolution(eqn))
     if _KERNEL.search(name):
-        return Flops(None, frozenset({_KERNEL_REASON.format(name=name)}))
+        return _uncounted(_KERNEL_REASON.format(name=name))
     parts = [traced_flops(inner) for inner in _inner(params)]
     flops = _added(parts)
     if name == "while" and flops.number != 0:
@@ -83,19 +89,14 @@ def _repetitions(name: str, params: Mapping[str, Any]) -> int:
     return 1
 
 
-def _inner(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
+def _inner(params: Mapping[str, Any]) -> list[Any]:
     """The jaxprs that a primitive runs: `jaxpr` of a scan, `branches` of a cond, ..."""
-    for param in params.values():
-        several = param if isinstance(param, tuple | list) else [param]
-        for jaxpr in several:
-            if isinstance(jaxpr, ClosedJaxpr):
-                yield jaxpr.jaxpr
-            elif isinstance(jaxpr, Jaxpr):
-                yield jaxpr
+    values = jax.tree.leaves(list(params.values()))
+    return [value for value in values if isinstance(value, ClosedJaxpr | Jaxpr)]
 
 
 def _traced_convolution(eqn: Any) -> int:
-    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    params, dims = eqn.params, eqn.params["dimension_numbers"]
     lhs, rhs, out = (x.aval.shape for x in (eqn.invars[0], eqn.invars[1], eqn.outvars[0]))
     windows = zip(
         params["window_strides"],
@@ -105,13 +106,13 @@ def _traced_convolution(eqn: Any) -> int:
         strict=True,
     )
     # Specs have the batch and the features before the spatial dims.
-    sides = (numbers.lhs_spec[2:], numbers.out_spec[2:], numbers.rhs_spec[2:])
+    sides = (dims.lhs_spec[2:], dims.out_spec[2:], dims.rhs_spec[2:])
     pairs = [
         _pairs(lhs[i], out[o], rhs[k], _Window(*window))
         for i, o, k, window in zip(*sides, windows, strict=True)
     ]
-    batch, features = numbers.out_spec[:2]
-    return 2 * out[batch] * out[features] * rhs[numbers.rhs_spec[1]] * math.prod(pairs)
+    batch, features = dims.out_spec[:2]
+    return 2 * out[batch] * out[features] * rhs[dims.rhs_spec[1]] * math.prod(pairs)
 
 
 # ------------------------------------------------------------------ as compiled
@@ -119,19 +120,18 @@ def _traced_convolution(eqn: Any) -> int:
 
 def compiled_flops(flow: Dataflow) -> Flops:
     """The operations of a program on one device."""
-    counts = [
-        _times(_op_flops(context, op), times)
-        for context, op, times in Executions(flow, _may_multiply).all()
-    ]
+    counts: list[Flops] = []
+    for context, op, times in Executions(flow, _may_multiply).all():
+        number = _op_flops(context, op)
+        if number == 0:
+            continue
+        if number is None:
+            counts.append(_uncounted(_KERNEL_REASON.format(name=op.target or op.name)))
+        elif times is None:
+            counts.append(_uncounted(_COMPILED_LOOP))
+        else:
+            counts.append(Flops(times * number))
     return _added(counts)
-
-
-def _times(flops: Flops, times: int | None) -> Flops:
-    if not flops.number:
-        return flops
-    if times is None:
-        return Flops(None, frozenset({_COMPILED_LOOP}))
-    return Flops(times * flops.number)
 
 
 def _may_multiply(op: Op) -> bool:
@@ -140,14 +140,7 @@ def _may_multiply(op: Op) -> bool:
     return _KERNEL_TARGET.search(op.target) is not None
 
 
-def _op_flops(context: Context, op: Op) -> Flops:
-    number = _counted(context, op)
-    if number is None:
-        return Flops(None, frozenset({_KERNEL_REASON.format(name=op.target or op.name)}))
-    return Flops(number)
-
-
-def _counted(context: Context, op: Op) -> int | None:
+def _op_flops(context: Context, op: Op) -> int | None:
     """The operations of one product; `None` if its text does not tell."""
     shapes = [_shape(context, name) for name in op.operands[:2]]
     result = _dims(op.type_text)
@@ -155,20 +148,20 @@ def _counted(context: Context, op: Op) -> int | None:
         return _convolution(op, [*shapes, result])
     if op.opcode == "dot":
         # dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}; none of an outer product
-        return _dot(result, shapes[0], _numbers(op.attribute("lhs_contracting_dims") or ""))
+        return _dot(result, shapes[0], numbers(op.attribute("lhs_contracting_dims")))
     # custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config=
     #   {"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],...
-    config = op.attribute("backend_config") or ""
+    config = op.attribute("backend_config")
     contracted = re.search(r'"lhs_contracting_dimensions":\[([\d,"]*)\]', config)
     if contracted is None or not op.target.startswith("__cublas$"):
         return None
-    return _dot(result, shapes[0], _numbers(contracted[1]))
+    return _dot(result, shapes[0], numbers(contracted[1]))
 
 
 def _convolution(op: Op, shapes: list[list[int]]) -> int | None:
     # dim_labels=b01f_01io->b01f: the batch, two spatial dims and the features of the first operand;
     # those of the kernel, with its inputs and outputs; those of the result.
-    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", op.attribute("dim_labels") or "")
+    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", op.attribute("dim_labels"))
     if labels is None:
         return None
     image, kernel, result = (
@@ -176,7 +169,7 @@ def _convolution(op: Op, shapes: list[list[int]]) -> int | None:
         for names, dims in zip(labels.groups(), shapes, strict=True)
     )
     spatial = [label for label in image if label.isdigit()]
-    windows = _windows(op.attribute("window") or "", len(spatial))
+    windows = _windows(op.attribute("window"), len(spatial))
     pairs = [
         _pairs(image[label], result[label], kernel[label], windows[int(label)]) for label in spatial
     ]
@@ -205,11 +198,7 @@ def _shape(context: Context, name: str) -> list[int]:
 def _dims(type_text: str) -> list[int]:
     """The dims of the first array of a type: 16 and 64 of `(f32[16,64]{1,0}, s8[4]{0})`."""
     match = re.search(r"\[([\d,]*)\]", type_text)
-    return [] if match is None else _numbers(match[1])
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
+    return [] if match is None else numbers(match[1])
 
 
 # ------------------------------------------------------------------ one product

@@ -17,6 +17,7 @@ from treeshard._core.text import columns, fold_paths, human_bytes
 from treeshard._core.topologies import chip_of
 from treeshard._planning.matching import parameters
 from treeshard._planning.plan import Plan
+from treeshard.communication._collectives import bytes_text
 from treeshard.communication._dataflow import Context, Dataflow, value
 from treeshard.communication._hlo import HloProgram
 from treeshard.communication._program import argument_path
@@ -137,9 +138,8 @@ class Memory:
         ]
         if self.host:
             rows.append(("and on the host", self.host))
-        capacity = "unknown" if self.capacity is None else human_bytes(self.capacity)
         lines = [columns([(name, human_bytes(size)) for name, size in rows], right=1)]
-        lines.append(f"of {capacity} on {self.device}")
+        lines.append(f"of {bytes_text(self.capacity, 'unknown')} on {self.device}")
         if self.device == "cpu":
             lines.append(_CPU_NOTE)
         if self.at_peak:
@@ -310,16 +310,11 @@ def _repeat(memory: Memory, least: float) -> str | None:
     # JAX names the ops of a step by what traced them: `jit(step)/jvp()/dot_general` in the forward
     # pass, `jit(step)/transpose(jvp())/dot_general` in the backward pass, with `checkpoint` between
     # where it is repeated. What a scan keeps for the gradients has no name.
-    names = [buffer.op_name or "" for buffer in memory.at_peak]
-    is_backward = any("transpose(" in name for name in names)
-    is_repeated = any("checkpoint" in name for name in names)
-    if is_repeated or not is_backward:
+    names = " ".join(buffer.op_name or "" for buffer in memory.at_peak)
+    if "checkpoint" in names or "transpose(" not in names:
         return None
-    kept = [
-        buffer
-        for buffer, name in zip(memory.at_peak, names, strict=True)
-        if buffer.path is None and "transpose(" not in name
-    ]
+    computed = [buffer for buffer in memory.at_peak if buffer.path is None]
+    kept = [buffer for buffer in computed if "transpose(" not in (buffer.op_name or "")]
     size = sum(buffer.bytes for buffer in kept)
     if size < least:
         return None

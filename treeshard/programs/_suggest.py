@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -37,6 +38,7 @@ from treeshard._core.topologies import (
 from treeshard.errors import DoesNotFitError, MeshError, TreeShardError, did_you_mean, listed
 from treeshard.programs._candidates import (
     BATCH_AXES,
+    NAMED,
     Candidate,
     Estimator,
     Strategy,
@@ -122,12 +124,14 @@ def suggest(
     target = _target_of(topology, devices, memory, chip)
     offered = _offered(make, global_batch)
     fixed = {} if global_batch is None else {"global_batch": global_batch}
-    state, batch = _shapes(make, strategies, offered, fixed)
+    chosen = NAMED if strategies is None else strategies
+    state, batch = _shapes(make, chosen, offered, fixed)
     estimator = Estimator(state, batch, target.chip, target.capacity)
     order: list[Suggestion] = []
     dropped: list[Suggestion] = []
-    chosen = _strategies(strategies, state)
-    for candidate in candidates(chosen, target.devices, target.slices, offered):
+    strategies = _strategies(chosen, state)
+    slices = slices_of(target.topology)
+    for candidate in candidates(strategies, target.devices, slices, offered):
         estimate = estimator.estimate(candidate)
         if isinstance(estimate, str):
             dropped.append(Suggestion(candidate, None, None, estimate))
@@ -161,10 +165,6 @@ class _Target:
     devices: int
     chip: Chip | None
     capacity: int | None
-
-    @property
-    def slices(self) -> int:
-        return slices_of(self.topology)
 
     def mesh(self, candidate: Candidate) -> Any:
         axes, slow = candidate.mesh_arguments
@@ -234,13 +234,13 @@ def _offered(make: Callable[..., Any], global_batch: int | None) -> dict[str, Se
 
 def _shapes(
     make: Callable[..., Any],
-    strategies: Sequence[str | Strategy] | None,
+    chosen: Sequence[str | Strategy],
     offered: Mapping[str, Sequence[Any]],
     fixed: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """The state and the batch, from a mesh of one device that has the axes of all strategies."""
     axes = [*BATCH_AXES]
-    for strategy in strategies or ():
+    for strategy in chosen:
         if isinstance(strategy, Strategy):
             axes += strategy.axes
     mesh = make_mesh(dict.fromkeys(axes, 1), devices=jax.devices()[:1])
@@ -259,10 +259,8 @@ def _call(make: Callable[..., Any], mesh: Any, rules: Any, options: Mapping[str,
     return made
 
 
-def _strategies(chosen: Sequence[str | Strategy] | None, state: Any) -> list[Strategy]:
+def _strategies(chosen: Sequence[str | Strategy], state: Any) -> list[Strategy]:
     named = named_strategies(state)
-    if chosen is None:
-        return list(named.values())
     strategies: list[Strategy] = []
     for strategy in chosen:
         if isinstance(strategy, Strategy):
@@ -292,10 +290,6 @@ _ENDED = (
 _LIKELY_BESIDE = 0.75
 
 
-class _Stopped(Exception):
-    """Why nothing more is compiled."""
-
-
 @dataclass
 class _Compiling:
     """Compiles one candidate after the other, until enough of them fit."""
@@ -319,8 +313,10 @@ class _Compiling:
                 break
             try:
                 rows[i] = self._judge(row)
-            except _Stopped as reason:
-                stopped = str(reason)
+            except TimeoutError:
+                stopped = "the budget of time was over"
+            except KeyboardInterrupt:
+                stopped = "interrupted"
             fitting += rows[i].fits is True and not rows[i].lost
         if rows and len(self.failed) == len(rows):
             raise TreeShardError(
@@ -329,20 +325,14 @@ class _Compiling:
         return rows, stopped
 
     def _judge(self, row: Suggestion) -> Suggestion:
-        """Compiles a candidate, unless one like it was refused."""
+        """Compiles a candidate, unless one like it was refused. Raises `TimeoutError` at the end
+        of the budget."""
         alike = self._refused_alike(row)
         if alike is not None:
             return replace(row, reason=alike)
         started = time.monotonic()
-        if started >= self.end:
-            raise _Stopped("the budget of time was over")
-        program = _Program(self.make, self.target, row.candidate, self.fixed, self.model)
-        try:
-            verdict = _in_child(program, self.end - started)
-        except TimeoutError:
-            raise _Stopped("the budget of time was over") from None
-        except KeyboardInterrupt:
-            raise _Stopped("interrupted") from None
+        work = partial(_verdict, self.make, self.target, row.candidate, self.fixed, self.model)
+        verdict = _in_child(work, self.end - started)
         if isinstance(verdict, str):
             row = replace(row, reason=_FAILED.format(error=verdict))
             self.failed.append(f"{row.candidate}: {row.outcome}")
@@ -373,53 +363,47 @@ class _Compiling:
         return None
 
 
-@dataclass(frozen=True)
-class _Program:
-    """A candidate with all that another process needs to compile it."""
-
-    make: Callable[..., Any]
-    target: _Target
-    candidate: Candidate
-    fixed: Mapping[str, Any]
-    model: Mapping[str, Any]
-
-    def verdict(self) -> Verdict:
-        """Compiles it, and reads what the compiler says."""
-        mesh = self.target.mesh(self.candidate)
-        options = {**self.candidate.options, **self.fixed}
-        step, state, batch = _call(self.make, mesh, self.candidate.strategy.rules, options)
-        try:
-            compiled = step.compile(state, batch)
-        except DoesNotFitError as error:
-            if error.need is None:
-                raise
-            return Verdict(error.need, error.capacity)
-        memory, cost = compiled.memory(), compiled.cost(self.target.chip)
-        compared = compiled.communication(**{**self.model, "remat": self._remat()})
-        return Verdict(
-            need=memory.total,
-            capacity=self.target.capacity or memory.capacity,
-            temporaries=memory.temporaries,
-            planned=sum(row.planned_bytes for row in compared.rows),
-            moved=sum(row.bytes for row in compared.rows),
-            exposed=cost.exposed_bytes,
-            exposed_seconds=cost.exposed_seconds,
-            seconds=cost.seconds,
-            share=cost.share,
-            findings=compared.reasons,
-        )
-
-    def _remat(self) -> bool | str:
-        """Which weights the plan expects to be gathered again."""
-        if "remat" not in self.candidate.options:
-            return self.model["remat"]
-        return self.candidate.remat and (self.model["remat"] or True)
-
-
-def _in_child(program: _Program, seconds: float) -> Verdict | str:
-    """The verdict on a program, or why it failed. Raises `TimeoutError` after `seconds`."""
+def _verdict(
+    make: Callable[..., Any],
+    target: _Target,
+    candidate: Candidate,
+    fixed: Mapping[str, Any],
+    model: Mapping[str, Any],
+) -> Verdict:
+    """Compiles a candidate, and reads what the compiler says."""
+    options = {**candidate.options, **fixed}
+    step, state, batch = _call(make, target.mesh(candidate), candidate.strategy.rules, options)
     try:
-        copied = cloudpickle.dumps(program)
+        compiled = step.compile(state, batch)
+    except DoesNotFitError as error:
+        if error.need is None:
+            raise
+        return Verdict(error.need, error.capacity)
+    memory, cost = compiled.memory(), compiled.cost(target.chip)
+    remat = model["remat"]  # which weights the plan expects to be gathered again
+    if "remat" in candidate.options:
+        remat = candidate.remat and (remat or True)
+    compared = compiled.communication(**{**model, "remat": remat})
+    return Verdict(
+        need=memory.total,
+        capacity=target.capacity or memory.capacity,
+        temporaries=memory.temporaries,
+        planned=sum(row.planned_bytes for row in compared.rows),
+        moved=sum(row.bytes for row in compared.rows),
+        exposed=cost.exposed_bytes,
+        exposed_seconds=cost.exposed_seconds,
+        seconds=cost.seconds,
+        share=cost.share,
+        findings=compared.reasons,
+    )
+
+
+def _in_child(work: Callable[[], Verdict], seconds: float) -> Verdict | str:
+    """The verdict on a program, or why it failed. Raises `TimeoutError` after `seconds`."""
+    if seconds <= 0:
+        raise TimeoutError
+    try:
+        copied = cloudpickle.dumps(work)
     except Exception as error:  # whatever the objects that it refers to raise
         raise TreeShardError(
             f"suggest: the function cannot be copied to the process that compiles: {error}. Make"
@@ -465,7 +449,7 @@ def _child(copied: bytes, settings: Mapping[str, Any]) -> tuple[Verdict | str, l
             jax.config.update(name, value)
     with warnings.catch_warnings(record=True) as warned:
         try:
-            verdict = pickle.loads(copied).verdict()
+            verdict = pickle.loads(copied)()
         except Exception as error:  # of the user's function, or of the compiler
             verdict = (str(error).strip() or type(error).__name__).splitlines()[0]
     return verdict, [

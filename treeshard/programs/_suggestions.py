@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from treeshard._core.text import columns, human_bytes
+from treeshard.communication._collectives import bytes_text
 from treeshard.programs._candidates import Candidate, Estimate
-from treeshard.programs._cost import size_text
 
 _HEADS = ("", "strategy", "mesh", "memory", "moved", "exposed", "least time", "by")
 _SHOWN = 10  # rows of the table
@@ -22,7 +22,6 @@ _OUTCOMES = {
     "estimated": "estimated from its plan",
     "compiled": "compiled",
     "repeats": "devices repeat each other's work: each does {share:.1f} x an even share of it",
-    "does not fit": "does not fit: {need} of {capacity}",
     "temporaries": "does not fit: {need} of {capacity}, of which {part} are temporaries",
     "state": "does not fit: {need} of {capacity}, of which the state takes {part}",
 }
@@ -108,19 +107,20 @@ class Suggestion:
         """Why it lost, or how it stands, in a few words."""
         if self.reason is not None:
             return self.reason
-        if self.verdict is None:
+        if self.verdict is None or self.estimate is None:
             return _OUTCOMES["estimated"]
         if self.repeats:
             return _OUTCOMES["repeats"].format(share=self.verdict.share)
         if self.fits is not False:
             return _OUTCOMES["compiled"]
-        sizes = {"need": self.verdict.need, "capacity": self.verdict.capacity or 0}
-        kind = "does not fit"
-        if self.verdict.temporaries is not None:
-            kind, sizes["part"] = "temporaries", self.verdict.temporaries
-        elif self.estimate is not None:
-            kind, sizes["part"] = "state", self.estimate.state_bytes
-        return _OUTCOMES[kind].format(**{name: human_bytes(sizes[name]) for name in sizes})
+        kind, part = "temporaries", self.verdict.temporaries
+        if part is None:
+            kind, part = "state", self.estimate.state_bytes
+        return _OUTCOMES[kind].format(
+            need=human_bytes(self.verdict.need),
+            capacity=bytes_text(self.verdict.capacity),
+            part=human_bytes(part),
+        )
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _cells(row: Suggestion) -> tuple[str, ...]:
     need = human_bytes(verdict.need)
     if verdict.capacity is not None:
         need = f"{need} of {human_bytes(verdict.capacity)}"
-    moved, exposed = size_text(verdict.moved), size_text(verdict.exposed)
+    moved, exposed = (bytes_text(size, "unknown") for size in (verdict.moved, verdict.exposed))
     time = "unknown" if verdict.seconds is None else f"{1000 * verdict.seconds:,.1f} ms"
     return name, mesh, need, moved, exposed, time, "compiler"
 
@@ -245,27 +245,28 @@ def ranked(all_rows: Sequence[Suggestion], target: str, stopped: str | None) -> 
     """Orders candidates: those that were compiled and fit by what they expose, then by time."""
     rows = [row for row in all_rows if not row.lost]
     losers = [row for row in all_rows if row.lost]
-    compiled = [(row, row.verdict) for row in rows if row.verdict is not None]
-    estimated = [row for row in rows if row.verdict is None]
-    exposed = [_exposed(verdict) for _, verdict in compiled]
+    exposed = [_exposed(row.verdict) for row in rows if row.verdict is not None]
     least_seconds, least_bytes = min(exposed, default=(0.0, 0))
 
-    def order(judged: tuple[Suggestion, Verdict]) -> tuple[bool, float, int, float]:
-        _, verdict = judged
-        seconds, size = _exposed(verdict)
-        time = math.inf if verdict.seconds is None else verdict.seconds
+    def order(row: Suggestion) -> tuple[int, float, int, float]:
+        if row.verdict is None:
+            return 2, 0.0, 0, 0.0  # as their estimates ordered them
+        seconds, size = _exposed(row.verdict)
+        time = _known_or_last(row.verdict.seconds)
         if seconds <= _CLOSE * least_seconds and size <= _CLOSE * least_bytes:
-            return False, 0.0, 0, time
-        return True, seconds, size, time
+            return 0, 0.0, 0, time
+        return 1, seconds, size, time
 
-    compiled.sort(key=order)
-    best_first = (*(row for row, _ in compiled), *estimated)
-    return Suggestions(best_first, tuple(losers), target, stopped)
+    rows.sort(key=order)
+    return Suggestions(tuple(rows), tuple(losers), target, stopped)
 
 
 def _exposed(verdict: Verdict) -> tuple[float, int]:
-    seconds = math.inf if verdict.exposed_seconds is None else verdict.exposed_seconds
-    return seconds, verdict.exposed or 0
+    return _known_or_last(verdict.exposed_seconds), verdict.exposed or 0
+
+
+def _known_or_last(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds
 
 
 def _action_code(action: Any) -> str:
