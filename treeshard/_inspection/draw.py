@@ -100,15 +100,18 @@ def _tree(leaves: list[PlacedLeaf]) -> Any:
     colours = _axis_colours(leaves)
     tree = Tree(_head(leaves, colours))
     folded = fold((x.path, (x.shape, x.dtype, x.sharding), x) for x in leaves)
-    totals = _branch_totals(folded)
+    totals: Counter[str] = Counter()
     branches: dict[str, Any] = {}
     for path, members in folded:
         branch = tree
         for inside in _branches_of(path):
             if inside not in branches:
-                branches[inside] = branch.add(_branch_line(inside, totals[inside]))
+                branches[inside] = branch.add("")
             branch = branches[inside]
+            totals[inside] += sum(map(largest_part, members))
         branch.add(_leaf_line(_last_key(path), members, colours))
+    for path, branch in branches.items():
+        branch.label = _branch_line(path, totals[path])
     return tree
 
 
@@ -116,15 +119,6 @@ def _branches_of(path: str) -> list[str]:
     """The branches that a leaf is in, the outermost first: `["layers", "layers/{0..2}"]`."""
     keys = path.split("/")
     return ["/".join(keys[:count]) for count in range(1, len(keys))]
-
-
-def _branch_totals(folded: Iterable[tuple[str, list[PlacedLeaf]]]) -> Mapping[str, int]:
-    """The bytes per device below each branch."""
-    totals: Counter[str] = Counter()
-    for path, members in folded:
-        size = sum(map(largest_part, members))
-        totals.update(dict.fromkeys(_branches_of(path), size))
-    return totals
 
 
 def _head(leaves: list[PlacedLeaf], colours: Mapping[str, str]) -> str:
@@ -281,7 +275,7 @@ def _device_chart(leaves: list[PlacedLeaf]) -> Any:
 
     table = Table("device", "bytes per device", "", box=None)
     size_of = bytes_by_device(leaves)
-    most = max(size_of.values(), default=0) or 1
+    most = max(size_of.values(), default=0) or 1  # rich divides by it
     runs = [(size, [*run]) for size, run in groupby(size_of, key=size_of.__getitem__)]
     for size, ids in runs[:_BARS]:
         name = f"{ids[0]}" if len(ids) == 1 else f"{ids[0]}..{ids[-1]}"

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -48,12 +47,7 @@ class PlacedLeaf(NamedTuple):
     @property
     def is_split(self) -> bool:
         """Whether it has more than one distinct shard."""
-        if self.sharding is None:
-            return False
-        if not isinstance(self.sharding, NamedSharding):
-            return not self.sharding.is_fully_replicated
-        sizes = axis_sizes(self.sharding.mesh)
-        return any(sizes[a] > 1 for entry in entries(self.sharding) for a in axes_of(entry))
+        return self.sharding is not None and not self.sharding.is_fully_replicated
 
     @property
     def takes_device_memory(self) -> bool:
@@ -90,7 +84,7 @@ def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
 
 def live_sharding(leaf: Any) -> Sharding | None:
     """The sharding of a leaf; `None` for numpy arrays, and for structs without one."""
-    return leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
+    return getattr(leaf, "sharding", None)
 
 
 # ------------------------------------------------------------------ bytes
@@ -128,6 +122,7 @@ def largest_part(leaf: PlacedLeaf) -> int:
     if leaf.sharding is None or not leaf.takes_device_memory:
         return 0
     if isinstance(leaf.sharding, NamedSharding):
+        # `shard_shape` of JAX raises where the axes do not divide a dim.
         part = shard_size(leaf.shape, leaf.sharding.spec, leaf.sharding.mesh)
     else:
         part = math.prod(leaf.sharding.shard_shape(leaf.shape))

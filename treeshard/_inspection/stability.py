@@ -81,7 +81,7 @@ def diff_shardings(a: PyTree, b: PyTree) -> ShardingDiff:
         >>> print(diff_shardings(whole, decided)[0])
         w: sharding P() -> P('fsdp',)
     """
-    return _diff(_Tree(a), _Tree(b))
+    return _diff(_facts_by_path(a), _facts_by_path(b))
 
 
 def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> Any:
@@ -112,15 +112,14 @@ def assert_stable_step(step: Callable[..., Any], state: PyTree, *args: Any) -> A
         >>> float(total)
         8.0
     """
-    before = _Tree(state)  # read now: the step may donate it
+    treedef, before = tree_structure(state), _facts_by_path(state)  # the step may donate it
     out = step(state, *args)
     new_state = out
-    if isinstance(out, tuple) and tree_structure(out) != before.treedef:
+    if isinstance(out, tuple) and tree_structure(out) != treedef:
         new_state = out[0] if out else None
-    after = _Tree(new_state)
-    differences = _diff(before, after)
+    differences = _diff(before, _facts_by_path(new_state))
     facts = _sentences(differences)
-    if not facts and before.treedef != after.treedef:
+    if not facts and tree_structure(new_state) != treedef:
         facts = ["the tree: the type of a container, or a static field, changed."]
     if facts:
         headline = f"The step changed {counted(len(facts), 'leaf')} of its state:"
@@ -158,18 +157,15 @@ class _Fact(NamedTuple):
 _Facts = dict[str, _Fact]
 
 
-class _Tree:
+def _facts_by_path(tree: PyTree) -> list[tuple[str, _Facts]]:
     """The facts about the leaves of a tree, with their paths."""
-
-    def __init__(self, tree: PyTree) -> None:
-        tree = tree.structs if isinstance(tree, Plan) else tree
-        self.treedef = tree_structure(tree)
-        self.leaves = [(path, _facts(leaf)) for path, leaf in named_leaves(tree)]
+    tree = tree.structs if isinstance(tree, Plan) else tree
+    return [(path, _facts(leaf)) for path, leaf in named_leaves(tree)]
 
 
-def _diff(a: _Tree, b: _Tree) -> ShardingDiff:
+def _diff(a: list[tuple[str, _Facts]], b: list[tuple[str, _Facts]]) -> ShardingDiff:
     differences: list[LeafDifference] = []
-    for path, old, new in pair(a.leaves, b.leaves):
+    for path, old, new in pair(a, b):
         if old is None:
             differences.append(LeafDifference(path, "leaf", "absent", "new"))
         elif new is None:
@@ -221,6 +217,7 @@ def _facts(leaf: Any) -> _Facts:
 
 
 def _facts_of_place(leaf: Any) -> _Facts:
+    # `committed` is a fact of arrays only: JAX may move uncommitted ones to other devices.
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return {} if leaf.sharding is None else _facts_of_sharding(leaf.sharding)
     if isinstance(leaf, jax.Array) and leaf.committed:

@@ -6,9 +6,7 @@ may move activations in place of weights, and a `device_put` to one device has n
 program for several: the step warns of both.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import jax
@@ -93,6 +91,7 @@ def _buffers(x: Any) -> list[Any]:
     if not isinstance(x, jax.Array) or isinstance(x, Tracer):
         return []
     try:
+        # An address is unique on its own device only. Empty shards have no memory to share.
         return [
             (shard.device, shard.data.unsafe_buffer_pointer())
             for shard in data_of(x).addressable_shards
@@ -120,14 +119,15 @@ def warn_of_activations(compiled: Any, plan: Plan, batch: SpecTree, where: str) 
         compared = compare_communication(plan, compiled, batch=batch)
     except TreeShardError:  # a program that names its arguments otherwise
         return
-    of_code: dict[str, list[Any]] = defaultdict(list)
+    paths: set[str] = set()
+    size = 0
     for difference in compared.unplanned:
-        of_code[difference.code].append(difference)
-    paths = {path for difference in of_code["not-moved"] for path in difference.paths}
+        if difference.code == "not-moved":
+            paths.update(difference.paths)
+        if difference.code == "activation":
+            size += sum(collective.total_bytes or 0 for collective in difference.collectives)
     kept = [transfer for transfer in compared.planned if transfer.path in paths]
     weights = [x for x in kept if (x.kind, x.why) == ("all-gather", "weight")]
-    moved = chain.from_iterable(difference.collectives for difference in of_code["activation"])
-    size = sum(collective.total_bytes or 0 for collective in moved)
     least = max(_WORTH_A_WARNING, sum(transfer.total_bytes for transfer in kept))
     if not weights or size <= least:
         return
@@ -164,6 +164,7 @@ def _device_puts(jaxpr: Any) -> Iterator[tuple[str, str, str]]:
     """The array, the device and the source line of each."""
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "device_put":
+            # Of a tree it is one equation: `device_put[devices=(CpuDevice(id=0), None) ...] a b`.
             for variable, target in zip(eqn.invars, eqn.params["devices"], strict=True):
                 if isinstance(target, SingleDeviceSharding):
                     [target] = target.device_set
@@ -173,10 +174,11 @@ def _device_puts(jaxpr: Any) -> Iterator[tuple[str, str, str]]:
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a traced program, and of all programs in them."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
+        # `jaxpr` of a jit or a scan, the tuple `branches` of a cond, `call_jaxpr` of a custom_vjp
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(inner, "eqns"):
                 yield from equations(inner)
 
 
@@ -193,7 +195,3 @@ def user_line(eqn: Any) -> str:
 def _lines(eqn: Any) -> list[str]:
     traceback = eqn.source_info.traceback
     return [] if traceback is None else [f"{x.file_name}:{x.line_num}" for x in traceback.frames]
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
