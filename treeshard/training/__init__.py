@@ -116,6 +116,7 @@ def init_sharded(
     arguments, static_arguments = eqx.partition(args, is_array)
 
     def make(arguments: Any) -> PyTree:
+        # Inside a trace, `jax.set_mesh` is an error.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), plan_in_force(INITIALISING):
             return fn(*eqx.combine(arguments, static_arguments))
 
@@ -147,6 +148,8 @@ def init_sharded(
                 for x, leaf in zip(arrays, tree_plan.leaves, strict=True)
             ]
 
+        # The partitioner splits the initialisers too. Random bits are the same for all splits
+        # since JAX 0.5, by its default `jax_threefry_partitionable`.
         arrays = jax.jit(make_arrays, out_shardings=shardings)(arguments)
         if processes:
             set_origin(arrays, processes, last_meeting())

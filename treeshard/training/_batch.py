@@ -103,6 +103,7 @@ def struct_of(x: Any) -> Any:
     """The form of an array, which is all that compiling needs; other leaves as they are."""
     if not has_shape(x):
         return x
+    # An array that is weakly typed, such as `jnp.asarray(1.0)`, is traced as another program.
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
@@ -119,4 +120,5 @@ def _form(x: Any) -> Any:
 
 
 def _is_placed(x: Any, target: NamedSharding) -> bool:
+    # A deleted array still has its sharding.
     return isinstance(x, jax.Array) and x.sharding == target and not x.is_deleted()

@@ -127,6 +127,8 @@ def value_and_grad(
                 out = loss(split.combine(arrays), *args)
                 return out if has_aux else (out, None)
 
+            # The partitioner shards a gradient like what it is computed from, which may be full:
+            # the constraint is what turns its all-reduce into a reduce-scatter.
             (value, aux), grads = jax.value_and_grad(run, has_aux=True)(arrays)
             return value, aux, with_sharding_constraint(grads, grad_specs, mesh)
 
@@ -200,8 +202,12 @@ def _over(axes: tuple[str, ...], local: Callable[..., Any], mesh: AnyMesh) -> Ca
             return value, (scalars, joined), grads
 
         data = split.dynamic(leaves)
+        # `out_specs` are given before `part` runs and tells how many arrays `aux` has: each spec
+        # is for a dict of them. The compiler partitions along the axes that are not named. With
+        # `check_vma`, the backward pass would add a psum for each parameter, before the mean.
         value, (scalars, joined), grads = jax.shard_map(
             part,
+            # `shard_map` refuses any other mesh than the one in force.
             mesh=None if context_mesh() is not None else mesh,
             in_specs=(PartitionSpec(), [each if x.ndim else PartitionSpec() for x in data]),
             out_specs=(PartitionSpec(), (PartitionSpec(), each), PartitionSpec()),
@@ -343,6 +349,7 @@ def _in_parts(
     def part(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
         own = None if keys is None else keys[:, 0]
         grads, metrics = _accumulated(grad_fn, batch, count, own)
+        # Results that differ between devices need a dim that `out_specs` joins them on.
         return grads, jax.tree.map(lambda x: x[None], metrics)
 
     def stacked(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
@@ -388,6 +395,7 @@ def _scattered_mean(x: Any, spec: PartitionSpec, names: tuple[str, ...], mesh: A
     total = x.astype(_wire_dtype(x, mesh))
     for dim, entry in enumerate(entries(spec)):
         if over := tuple(axis for axis in axes_of(entry) if axis in names):
+            # Without `tiled`, the dim must be as long as the axis, and is dropped.
             total = jax.lax.psum_scatter(total, over, scatter_dimension=dim, tiled=True)
     used = get_names_from_partition_spec(spec)
     if rest := tuple(axis for axis in names if axis not in used):
@@ -428,4 +436,5 @@ def _split(x: Any, count: int) -> jax.Array:
 
 
 def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
+    # The carry of a scan must keep its type, of which the axes along which it varies are a part.
     return vary_array(jnp.zeros_like(struct), sorted(varying_axes(struct)))

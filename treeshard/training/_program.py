@@ -95,6 +95,8 @@ class Program:
         body = self._sharded_body if self.per_device else self._constrained_body
 
         def run(state: _Named, data: list[Any]) -> tuple[_Named, Any]:
+            # An op on arrays in host and in device memory is an error in JAX: they are copied
+            # before, and `out_shardings` copies the new ones back.
             arrays = [
                 x if leaf.memory is None else jax.device_put(x, NamedSharding(mesh, leaf.given))
                 for x, leaf in zip(state.arrays, self.leaves, strict=True)
@@ -106,6 +108,8 @@ class Program:
 
         run.__name__ = getattr(self.fn, "__name__", "step")  # what profiles show
         shardings = self.named(self.shardings)
+        # `None` takes arguments as they are sharded, and leaves results to the partitioner. JAX
+        # donates whole arguments, so the batch is another one than the state.
         return jax.jit(
             run,
             in_shardings=(shardings, None),
@@ -145,6 +149,7 @@ class Program:
     def _checked_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
         """The step on one device's shards; raises if results differ that must be equal."""
         new, aux = self._body(arrays, data)
+        # JAX checks `out_specs` too, by the same types, but knows neither the plan nor the way out.
         facts = [
             f"{leaf.path}: the result differs along {_quoted(more)}, but the plan shards it as"
             f" {leaf.given}. Average its gradients: `manual.sync_gradients`, or"
@@ -244,7 +249,10 @@ def _unpaired(a: list[str], b: list[str], only_a: str, only_b: str) -> list[str]
 
 
 class _Names:
-    """The names of the arrays in a `_Named`. It compares by identity, which is fast."""
+    """The names of the arrays in a `_Named`."""
+
+    # JAX hashes and compares the structure of the arguments at each call, and these with it: by
+    # identity, which is fast. A tuple of names would be compared name by name.
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys = keys

@@ -227,6 +227,7 @@ class Step:
 
 
 def _is_data(x: Any) -> bool:
+    # `jit` takes numbers as arguments. As constants, each value would be a program of its own.
     return has_shape(x) or isinstance(x, bool | int | float | complex)
 
 
