@@ -232,8 +232,16 @@ def test_types_of_tuples_are_nested() -> None:
             """,
             4 + 16,
         ),
+        (
+            # `jax.lax.optimization_barrier` passes its operand on.
+            """
+            %a = f32[1024]{0} negate(%p)
+            %again = f32[1024]{0} opt-barrier(%a)
+            """,
+            4,
+        ),
     ],
-    ids=["element", "tpu", "other", "several reduced at once", "received"],
+    ids=["element", "tpu", "other", "several reduced at once", "received", "barrier"],
 )
 def test_buffers_are_live_as_long_as_compilers_keep_them(lines: str, kibibytes: int) -> None:
     program = HloProgram(f"""HloModule step, is_scheduled=true

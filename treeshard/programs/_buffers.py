@@ -89,7 +89,7 @@ _SAME_MEMORY = frozenset(
         "add-dependency",
         "bitcast",
         "dynamic-update-slice",
-        "optimization-barrier",
+        "opt-barrier",
         "while",
     }
 )
@@ -197,26 +197,21 @@ class Schedule:
                 result[int(output)] = operand
             else:
                 result = operand
-        if aliases or isinstance(result, list):
+        if aliases or isinstance(result, list) or op.opcode != "fusion":
             return result
         updated = self._updated_operand(op)
         return result if updated is None else operands[updated]
 
     def _updated_operand(self, op: Op) -> int | None:
         """The operand that a fusion updates in place, if its result is such an update."""
-        names = op.called.get("calls", ())
-        body = self.program.computations.get(names[0]) if names else None
-        if body is None:
-            return None
         # %big = f32[16,1024]{1,0} parameter(0)
         # ROOT %new = f32[16,1024]{1,0} dynamic-update-slice(%big, %row, %i, %zero)
+        body = self.program.computations[op.called["calls"][0]]
         update = _behind(body, body.root, ("bitcast", "copy"))
-        if update is None or update.opcode != "dynamic-update-slice":
+        if update.opcode != "dynamic-update-slice":
             return None
         target = _behind(body, update.operands[0], ("bitcast",))
-        if target is None or target.opcode != "parameter":
-            return None
-        return target.index
+        return target.index if target.opcode == "parameter" else None
 
     # -------------------------------------------------------------- the peak
 
@@ -301,9 +296,9 @@ def _element(value: BufferTree, number: int) -> BufferTree:
     return value[number]
 
 
-def _behind(body: Computation, name: str, opcodes: Sequence[str]) -> Op | None:
+def _behind(body: Computation, name: str, opcodes: Sequence[str]) -> Op:
     """The op whose result a name has, through ops of these kinds."""
-    op = body.ops.get(name)
-    while op is not None and op.opcode in opcodes:
-        op = body.ops.get(op.operands[0])
+    op = body.ops[name]
+    while op.opcode in opcodes:
+        op = body.ops[op.operands[0]]
     return op

@@ -203,14 +203,11 @@ def temporaries_of(analysis: Any, platform: str) -> int:
 
 def _kinds(plan: Plan, batch: Sequence[Any]) -> dict[str, int]:
     """The bytes of a step's arguments in a device's memory, by kind."""
-    kinds = {"parameters": 0, "other state": 0}
-    paths = {leaf.path for leaf in parameters(plan.leaves)}
-    for leaf in plan.leaves:
-        if leaf.memory is None:
-            kind = "parameters" if leaf.path in paths else "other state"
-            kinds[kind] += leaf.bytes_per_device(plan.mesh)
-    kinds["batch"] = sum(_local_bytes(x) for x in batch if has_shape(x))
-    return kinds
+    state = sum(leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves if leaf.memory is None)
+    weights = [leaf for leaf in parameters(plan.leaves) if leaf.memory is None]
+    of_weights = sum(leaf.bytes_per_device(plan.mesh) for leaf in weights)
+    of_batch = sum(_local_bytes(x) for x in batch if has_shape(x))
+    return {"parameters": of_weights, "other state": state - of_weights, "batch": of_batch}
 
 
 def _local_bytes(x: Any) -> int:

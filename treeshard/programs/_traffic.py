@@ -21,7 +21,7 @@ _FREE = frozenset(
         "bitcast",
         "constant",
         "get-tuple-element",
-        "optimization-barrier",
+        "opt-barrier",
         "parameter",
         "partition-id",
         "replica-id",
