@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import describe_sizes
 from treeshard._core.specs import axes_of, entry_of
 from treeshard._core.text import human_bytes
@@ -183,16 +181,16 @@ _REASONS = {
 
 @dataclass
 class Estimator:
-    """Plans candidates: those that differ in their options only, once."""
+    """Plans candidates: those that differ in their options only, once.
+
+    `arrays` are those of the batch that have rows.
+    """
 
     state: Any
-    batch: Any
+    arrays: Sequence[Any]
     chip: Chip | None
     capacity: int | None
     plans: "dict[tuple[int, str], _Planned | str]" = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.arrays = [x for x in tree_leaves(self.batch) if has_shape(x) and x.shape]
 
     def estimate(self, candidate: Candidate) -> Estimate | str:
         """What the plan of a candidate says; or why it cannot be, as text."""

@@ -203,11 +203,11 @@ def temporaries_of(analysis: Any, platform: str) -> int:
 
 def _kinds(plan: Plan, batch: Sequence[Any]) -> dict[str, int]:
     """The bytes of a step's arguments in a device's memory, by kind."""
-    state = sum(leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves if leaf.memory is None)
     weights = [leaf for leaf in parameters(plan.leaves) if leaf.memory is None]
     of_weights = sum(leaf.bytes_per_device(plan.mesh) for leaf in weights)
     of_batch = sum(_local_bytes(x) for x in batch if has_shape(x))
-    return {"parameters": of_weights, "other state": state - of_weights, "batch": of_batch}
+    others = plan.bytes_per_device() - of_weights
+    return {"parameters": of_weights, "other state": others, "batch": of_batch}
 
 
 def _local_bytes(x: Any) -> int:
@@ -245,7 +245,7 @@ def _described(buffer: Buffer, flow: Dataflow) -> LiveBuffer:
 # ------------------------------------------------------------------ what would lower it
 
 _ADVICE = {
-    "donate": ("Donate the state (`donate=True`): the new state takes {size} beside the old one."),
+    "donate": "Donate the state (`donate=True`): the new state takes {size} beside the old one.",
     "shard": "Shard the leaves that are replicated, {size} on each device: {paths}.",
     "gather later": (
         "Gather the weights of each layer just before their use, in a scan with `jax.checkpoint`"
@@ -276,8 +276,7 @@ def advise(memory: Memory, plan: Plan) -> list[str]:
 
 
 def _donate(memory: Memory, plan: Plan, least: float) -> str | None:
-    state = sum(leaf.bytes_per_device(plan.mesh) for leaf in plan.leaves)
-    if memory.results < max(least, state / 2):
+    if memory.results < max(least, plan.bytes_per_device() / 2):
         return None
     return _ADVICE["donate"].format(size=human_bytes(memory.results))
 

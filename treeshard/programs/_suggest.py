@@ -24,8 +24,10 @@ from typing import Any
 
 import cloudpickle
 import jax
+from jax.tree_util import tree_leaves
 from loky import BrokenProcessPool, ProcessPoolExecutor
 
+from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.text import human_bytes, parse_bytes
 from treeshard._core.topologies import (
@@ -126,7 +128,8 @@ def suggest(
     fixed = {} if global_batch is None else {"global_batch": global_batch}
     chosen = NAMED if strategies is None else strategies
     state, batch = _shapes(make, chosen, offered, fixed)
-    estimator = Estimator(state, batch, target.chip, target.capacity)
+    with_rows = [x for x in tree_leaves(batch) if has_shape(x) and x.shape]
+    estimator = Estimator(state, with_rows, target.chip, target.capacity)
     order: list[Suggestion] = []
     dropped: list[Suggestion] = []
     strategies = _strategies(chosen, state)
@@ -204,18 +207,18 @@ def _target_of(
 ) -> _Target:
     if topology is not None and devices is not None:
         raise MeshError("suggest: give either `devices` or `topology`.")
-    if topology is not None:
-        parsed = parse_topology(topology)
-        devices, chip = parsed.devices, chip or parsed.chip
-    else:
-        parsed = None
-        attached = jax.devices()
-        devices, chip = devices or len(attached), chip or chip_of(attached[0])
     if isinstance(memory, str):
         memory = parse_bytes(memory)
+    if topology is not None:
+        parsed = parse_topology(topology)
+        number, known_chip = parsed.devices, parsed.chip
+    else:
+        parsed, attached = None, jax.devices()
+        number, known_chip = devices or len(attached), chip_of(attached[0])
+    chip = chip or known_chip
     if memory is None and chip is not None:
         memory = chip.memory
-    return _Target(parsed, devices, chip, memory)
+    return _Target(parsed, number, chip, memory)
 
 
 # ------------------------------------------------------------------ the user's function
@@ -261,18 +264,13 @@ def _call(make: Callable[..., Any], mesh: Any, rules: Any, options: Mapping[str,
 
 def _strategies(chosen: Sequence[str | Strategy], state: Any) -> list[Strategy]:
     named = named_strategies(state)
-    strategies: list[Strategy] = []
-    for strategy in chosen:
-        if isinstance(strategy, Strategy):
-            strategies.append(strategy)
-        elif strategy in named:
-            strategies.append(named[strategy])
-        else:
+    for name in chosen:
+        if not isinstance(name, Strategy) and name not in named:
             raise TreeShardError(
-                f"suggest: there is no strategy {strategy!r}.{did_you_mean(strategy, named)} The"
-                f" names are {', '.join(named)}; pass your own as Strategy(name, axes, rules)."
+                f"suggest: there is no strategy {name!r}.{did_you_mean(name, named)} The names are"
+                f" {', '.join(named)}; pass your own as Strategy(name, axes, rules)."
             )
-    return strategies
+    return [x if isinstance(x, Strategy) else named[x] for x in chosen]
 
 
 # ------------------------------------------------------------------ compiling
