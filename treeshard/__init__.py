@@ -20,17 +20,24 @@ _SEARCHED = ("errors", "compat", "communication", "testing", "training", "manual
 def __getattr__(name: str) -> _Any:
     if name in _NAMES:
         return _load(name)
-    near = ""
+    hint = ""
     if not name.startswith("_"):  # Python and notebooks ask for many names with underscores
-        from treeshard.errors import did_you_mean
+        submodules = [_load(submodule) for submodule in _SEARCHED]
+        homes = [module for module in submodules if name in module.__all__]
+        # Two submodules may share one object; two objects of one name are not chosen between.
+        if len({id(getattr(module, name)) for module in homes}) == 1:
+            return getattr(homes[0], name)
+        hint = _hint(name, submodules, homes)
+    raise AttributeError(f"module 'treeshard' has no attribute {name!r}.{hint}")
 
-        known = [*_NAMES]
-        for submodule in map(_load, _SEARCHED):
-            if name in submodule.__all__:
-                return getattr(submodule, name)
-            known += submodule.__all__
-        near = did_you_mean(name, known)
-    raise AttributeError(f"module 'treeshard' has no attribute {name!r}.{near}")
+
+def _hint(name: str, submodules: list[_Any], homes: list[_Any]) -> str:
+    from treeshard.errors import did_you_mean
+
+    if homes:
+        names = " and ".join(repr(f"{module.__name__}.{name}") for module in homes)
+        return f" There are {names}."
+    return did_you_mean(name, [*_NAMES, *(x for module in submodules for x in module.__all__)])
 
 
 def __dir__() -> list[str]:

@@ -106,6 +106,15 @@ def test_a_name_of_a_submodule_is_found_at_the_top(submodule: str, name: str) ->
     assert getattr(ts, name) is getattr(getattr(ts, submodule), name)
 
 
+def test_a_name_of_two_submodules_is_not_chosen_between() -> None:
+    import treeshard as ts
+
+    homes = "'treeshard.training.value_and_grad' and 'treeshard.manual.value_and_grad'"
+    with pytest.raises(AttributeError, match=f"no attribute 'value_and_grad'. There are {homes}"):
+        ts.value_and_grad  # noqa: B018  (touching it is the test)
+    assert ts.assert_collectives is ts.communication.assert_collectives  # one function, two homes
+
+
 def test_a_name_that_nobody_has_is_not_looked_for() -> None:
     code = "import sys, treeshard; print(hasattr(treeshard, '_repr_html_'), 'jax' in sys.modules)"
     assert run(code) == "False False"
