@@ -7,7 +7,7 @@ read once is in memory twice. Shards are read here, through second handles where
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,16 +60,15 @@ def same_arrays(leaves: Iterable[tuple[str, Any]]) -> tuple[tuple[str, str], ...
 
     An array of one element does not count: programs share constants.
     """
-    named = list(leaves)
-    if len({id(x) for _, x in named}) == len(named):
-        return ()
-    first: dict[int, int] = {}
+    first: dict[int, str] = {}
     pairs: list[tuple[str, str]] = []
-    for index, (path, x) in enumerate(named):
-        if isinstance(x, jax.Array | np.ndarray) and x.size > 1:
-            earlier = first.setdefault(id(x), index)
-            if earlier != index:
-                pairs.append((path, named[earlier][0]))
+    for path, x in list(leaves):  # all at once: the ids of objects that are gone come again
+        if not isinstance(x, jax.Array | np.ndarray) or x.size <= 1:
+            continue
+        if id(x) in first:
+            pairs.append((path, first[id(x)]))
+        else:
+            first[id(x)] = path
     return tuple(pairs)
 
 
@@ -192,33 +191,7 @@ def runs(region: Region, shape: Sequence[int]) -> tuple[np.ndarray, int]:
 # ------------------------------------------------------------------ reading on the host
 
 
-class Copies(NamedTuple):
-    """How local shards make up the full array.
-
-    numpy copies an opaque item of many bytes at once, and elements one by one. So where the rows of
-    a shard are contiguous in the full array, each row is one item.
-
-    Attributes:
-        on_host: Whether the shards are in memory of the host already.
-        positions: Of the shards to read, one of each region, among the addressable ones.
-        indices: Where each of these goes in the full array, in items.
-        item: The dtype of a row; `None` if elements are copied.
-        full_shape, shard_shape: In items.
-    """
-
-    on_host: bool
-    positions: list[int]
-    indices: list[tuple[Any, ...]]
-    item: np.dtype | None = None
-    full_shape: tuple[int, ...] = ()
-    shard_shape: tuple[int, ...] = ()
-
-
-# By sharding, shape and item size: what leaves that agree in these share.
-Known = dict[Any, Copies]
-
-
-def to_host(leaf: Any, known: Known | None = None) -> Any:
+def to_host(leaf: Any) -> Any:
     """A copy of a leaf in host memory. Keys come on one local device; other leaves unchanged.
 
     All shards must be on devices of this process.
@@ -229,48 +202,17 @@ def to_host(leaf: Any, known: Known | None = None) -> Any:
         return np.array(leaf)
     if is_key(leaf):
         return keys_on_host(leaf, to_host(jax.random.key_data(leaf)))
-    return _assembled(leaf, {} if known is None else known)
+    full = np.empty(leaf.shape, leaf.dtype)
+    if full.size:  # shards of empty arrays may have other shapes than their sharding says
+        for shard in own_shards(leaf):
+            full[shard.index] = np.asarray(shard.data)
+    return full
 
 
 def keys_on_host(keys: jax.Array, data: np.ndarray) -> jax.Array:
     """Keys like `keys` from their key data, on one local device (numpy has no keys)."""
     on_device = jax.device_put(data, jax.local_devices()[0])
     return jax.random.wrap_key_data(on_device, impl=jax.random.key_impl(keys))
-
-
-def _assembled(x: jax.Array, known: Known) -> np.ndarray:
-    full = np.empty(x.shape, x.dtype)
-    if not full.size:
-        return full  # shards of empty arrays may have other shapes than their sharding says
-    key = (x.sharding, x.shape, full.itemsize)
-    if key not in known:
-        known[key] = _copies(x, full.itemsize)
-    copies = known[key]
-    shards = (x if copies.on_host else second_handle(x)).addressable_shards
-    pairs = zip(copies.positions, copies.indices, strict=True)
-    if copies.item is None:
-        for i, index in pairs:
-            full[index] = np.asarray(shards[i].data)
-        return full
-    rows = full.reshape(copies.full_shape).view(copies.item)
-    for i, index in pairs:
-        shard = np.asarray(shards[i].data).view(np.uint8)
-        rows[index] = np.ndarray(copies.shard_shape, copies.item, shard)
-    return full
-
-
-def _copies(x: jax.Array, itemsize: int) -> Copies:
-    shard_shape = x.sharding.shard_shape(x.shape)
-    first = [(i, s.index) for i, s in enumerate(x.addressable_shards) if s.replica_id == 0]
-    positions, indices = [i for i, _ in first], [index for _, index in first]
-    dim = run_dim(shard_shape, x.shape)
-    is_uneven = np.remainder(x.shape, shard_shape).any()
-    if dim == 0 or is_uneven:
-        return Copies(_on_host(x), positions, indices)
-    item = np.dtype((np.void, itemsize * math.prod(shard_shape[dim:])))
-    in_items = [(*index[:dim], index[dim].start // shard_shape[dim]) for index in indices]
-    full_shape, shard_shape = (*x.shape[:dim], -1), shard_shape[:dim]
-    return Copies(_on_host(x), positions, in_items, item, full_shape, shard_shape)
 
 
 def _on_host(x: jax.Array) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from string import ascii_letters
 from typing import Any, TypeVar
 
 import jax
@@ -113,16 +114,17 @@ def _name(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
 
 
+_UNITS = {"": 1, "B": 1, "KB": 1000}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("kMGT", 1)}
+_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
+
+
 def parse_bytes(text: str) -> int:
     """Parses `80GB` (powers of 1000) or `80GiB` (powers of 1024) into bytes."""
-    number, unit = text.strip(), ""
-    while number and not number[-1].isdigit():
-        number, unit = number[:-1], number[-1] + unit
-    base, letters = (1024, "KiB MiB GiB TiB") if "i" in unit else (1000, "kB MB GB TB")
-    powers = {"": 0, "B": 0} | {name: i + 1 for i, name in enumerate(letters.split())}
-    powers["KB"] = 1
+    number = text.rstrip(f"{ascii_letters} ")
+    unit = text.removeprefix(number).strip()
     try:
-        count = float(number) * base ** powers[unit.strip()]
+        count = float(number) * _UNITS[unit]
     except (KeyError, ValueError):
         count = 0.0
     if not 0 < count < math.inf:

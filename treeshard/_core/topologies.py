@@ -3,11 +3,13 @@
 import math
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from glob import glob
 from importlib.util import find_spec
+from itertools import combinations_with_replacement
 from typing import Any
 
 import jax
@@ -157,30 +159,23 @@ def _shapes(chip: Chip) -> Sequence[tuple[int, ...]]:
     if chip.dims == 2:
         return _FLAT
     most = _MOST_CHIPS[chip.name]
-    sides = range(4, most // 16 + 1, 4)
-    cubes = [
-        (a, b, c)
-        for a in sides
-        if a**3 <= most
-        for b in sides
-        if a <= b and a * b * b <= most
-        for c in range(b, most // (a * b) + 1, 4)
-    ]
-    return [*_SMALL_CUBES, *sorted(cubes, key=math.prod)]
+    cubes = combinations_with_replacement(range(4, most // 16 + 1, 4), 3)
+    return [*_SMALL_CUBES, *sorted((x for x in cubes if math.prod(x) <= most), key=math.prod)]
 
 
 def _no_such_slice(text: str, chip: Chip, chips: int) -> MeshError:
-    by_chips: dict[int, tuple[int, ...]] = {}
-    for shape in sorted(_shapes(chip), key=sum):  # of as many chips, the one nearest to a cube
-        by_chips.setdefault(math.prod(shape), shape)
-    below, above = [n for n in by_chips if n <= chips], [n for n in by_chips if n >= chips]
-    counts = sorted({*sorted(below)[-1:], *sorted(above)[:1]})
-    nearest = " and ".join(str(Topology(chip, by_chips[count])) for count in counts)
-    verb = "is" if len(counts) == 1 else "are"
+    # Of as many chips, the slice nearest to a cube, which comes last.
+    longest_first = sorted(_shapes(chip), key=sum, reverse=True)
+    by_chips = {math.prod(shape): shape for shape in longest_first}
+    counts = sorted(by_chips)
+    above = bisect_left(counts, chips)
+    nearest = [chips] if chips in by_chips else counts[max(0, above - 1) : above + 1]
+    names = " and ".join(str(Topology(chip, by_chips[count])) for count in nearest)
+    verb = "is" if len(nearest) == 1 else "are"
     message = (
-        f"topology {text!r}: no slice of {chip.name} has this shape. The nearest {verb} {nearest}."
+        f"topology {text!r}: no slice of {chip.name} has this shape. The nearest {verb} {names}."
     )
-    largest = max(by_chips)
+    largest = counts[-1]
     if chips > largest:
         message += (
             f" The largest slice has {largest:,} chips: for more, take several slices, as in"

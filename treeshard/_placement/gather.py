@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import (
-    Known,
     Region,
     data_of,
     is_array,
@@ -40,7 +39,7 @@ from treeshard._core.processes import (
     together,
     with_bar,
 )
-from treeshard._core.spec_trees import Misfit, SpecCarrier, SpecTree, flatten_specs, is_spec_entry
+from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_spec_entry
 from treeshard._placement.moves import through_host, unchanged
 from treeshard._placement.shard import Call, place
 from treeshard._placement.targets import raise_unmovable, resolver, unmovable
@@ -227,13 +226,12 @@ def _turns(call: _Call, paths: list[str]) -> Callable[[int], AbstractContextMana
 def _received(
     leaves: list[Any], delivered: Iterator[dict[Region, np.ndarray]], receives: bool
 ) -> Iterator[Any]:
-    known: Known = {}
     for leaf in leaves:
         regions = next(delivered) if is_spread(leaf) else {}
         if not receives:
             yield jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else leaf
         elif not regions:
-            yield to_host(leaf, known)
+            yield to_host(leaf)
         elif is_key(leaf):
             yield keys_on_host(leaf, regions.popitem()[1])
         else:
@@ -249,14 +247,9 @@ def _check_receiver(to: To, where: str) -> None:
 
 
 def _check_readable(call: _Call) -> None:
-    misfits: dict[int, Misfit] = {}
-    for i, leaf in enumerate(call.leaves):
-        # numpy arrays can always be copied, whatever their dtype.
-        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            continue
-        misfit = unmovable(leaf)
-        if misfit is not None:
-            misfits[i] = misfit
+    # numpy arrays can always be copied, whatever their dtype.
+    of_jax = jax.Array | jax.ShapeDtypeStruct
+    misfits = {i: unmovable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}
     raise_unmovable(call.tree, misfits, call.where, call.prefix)
 
 

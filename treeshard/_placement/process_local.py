@@ -124,19 +124,10 @@ def _joint_shardings(
     tree: PyTree, leaves: list[Any], specs: SpecTree, mesh: AnyMesh | None
 ) -> dict[int, NamedSharding]:
     """The shardings of the joint arrays; raises one error for all leaves that cannot be joined."""
-    shardings: dict[int, NamedSharding] = {}
-    misfits: dict[int, Misfit] = {}
     laid_specs = lay_on_devices(tree, specs, mesh, WHERE)
-    for i, (leaf, laid) in enumerate(zip(leaves, laid_specs, strict=True)):
-        if laid is None:
-            continue
-        joint = _joint_spec(leaf, laid)
-        if isinstance(joint, Misfit):
-            misfits[i] = joint
-        else:
-            shardings[i] = joint.sharding
-    raise_unmovable(tree, misfits, WHERE)
-    return shardings
+    joint = {i: _joint_spec(leaves[i], laid) for i, laid in laid_specs.items()}
+    raise_unmovable(tree, {i: x for i, x in joint.items() if isinstance(x, Misfit)}, WHERE)
+    return {i: x.sharding for i, x in joint.items() if isinstance(x, LaidSpec)}
 
 
 def _joint_spec(leaf: Any, laid: LaidSpec) -> LaidSpec | Misfit:
@@ -176,15 +167,14 @@ def _joint_shape(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> tup
     process has the even shards.
     """
     placeholder = (mesh.size,) * len(shape)  # all axes together divide it
-    starts: list[dict[int, set[int]]] = [defaultdict(set) for _ in shape]
     indices = NamedSharding(mesh, spec).devices_indices_map(placeholder)
-    for device, index in indices.items():
-        for dim, part in enumerate(index):
-            starts[dim][device.process_index].add(part.start or 0)
     joint: list[int | None] = []
-    for length, by_process in zip(shape, starts, strict=True):
-        parts = {frozenset(part) for part in by_process.values()}
-        overlap = sum(map(len, parts)) > len(frozenset().union(*parts))
-        uneven = len({len(part) for part in parts}) > 1
-        joint.append(None if overlap or uneven else length * len(parts))
+    for dim, length in enumerate(shape):
+        starts: dict[int, set[int]] = defaultdict(set)
+        for device, index in indices.items():
+            starts[device.process_index].add(index[dim].start or 0)
+        parts = set(map(frozenset, starts.values()))
+        # As many starts as this, only parts of one length without a common index have.
+        most = len(parts) * max(map(len, parts))
+        joint.append(length * len(parts) if len(frozenset().union(*parts)) == most else None)
     return tuple(joint)

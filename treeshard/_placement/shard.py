@@ -8,7 +8,6 @@ processes agree; then the leaves that move in the same way do so together.
 
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -226,20 +225,24 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
     paths = leaf_paths(tree) if group.processes or call.read else []
     with in_turn(group.processes if group.moves else ()):
         sent = _sent_by_one(leaves, group, call)
-        with _agreeing(group, call) as facts:
-            compared_bytes = _compared_bytes(call)
+        with agreeing(
+            call.name, among=group.processes, timeout=call.timeout, moves=group.moves
+        ) as facts:
+            if call.check not in _COMPARED_BYTES:
+                raise ValueError(
+                    f"{call.name}(check={call.check!r}): one of 'form', 'small', 'values'."
+                )
             accept_structs = call.read is not None
             shardings = targets(
                 tree, specs, mesh, call.name, call.prefix, accept_structs=accept_structs
             )
             if group.processes:
                 rows = _rows(leaves, paths, shardings, sent, call.prefix)
-                facts |= facts_of(rows, group.processes, compared_bytes)
-        remaining = dict(shardings)
+                facts |= facts_of(rows, group.processes, _COMPARED_BYTES[call.check])
         if call.read is not None:
-            _fill_structs(leaves, paths, remaining, group, call, call.read)
+            _fill_structs(leaves, paths, shardings, group, call, call.read)
         move_leaves(
-            leaves, remaining, call.name, call.from_single_device, sent, progress=call.progress
+            leaves, shardings, call.name, call.from_single_device, sent, progress=call.progress
         )
         if group.processes:
             set_origin((leaves[i] for i in shardings), group.processes, last_meeting())
@@ -256,16 +259,6 @@ def _group_of(leaves: Sequence[Any], meshes: Sequence[AnyMesh], call: Call) -> _
     processes = participating_processes(leaves, meshes, senders)
     moves = bool(local) or any(map(is_spread, leaves))
     return _Group(processes, has_local=bool(local), moves=moves)
-
-
-def _agreeing(group: _Group, call: Call) -> AbstractContextManager[dict[str, str]]:
-    return agreeing(call.name, among=group.processes, timeout=call.timeout, moves=group.moves)
-
-
-def _compared_bytes(call: Call) -> int:
-    if call.check not in _COMPARED_BYTES:
-        raise ValueError(f"{call.name}(check={call.check!r}): one of 'form', 'small', 'values'.")
-    return _COMPARED_BYTES[call.check]
 
 
 def _rows(
@@ -287,17 +280,17 @@ def _rows(
 def _fill_structs(
     leaves: list[Any],
     paths: Sequence[str],
-    remaining: dict[int, NamedSharding],
+    shardings: Mapping[int, NamedSharding],
     group: _Group,
     call: Call,
     read: Read,
 ) -> None:
-    """Replaces each struct by an array of what `read` returns, and takes it out of `remaining`."""
-    structs = [i for i in remaining if isinstance(leaves[i], jax.ShapeDtypeStruct)]
+    """Replaces each struct by an array of what `read` returns, sharded as it will be."""
+    structs = [i for i in shardings if isinstance(leaves[i], jax.ShapeDtypeStruct)]
     # If `read` fails on one process, all stop before any other leaf moves.
     with together(call.name, among=group.processes, timeout=AS_LONG_AS_IT_TAKES, moves=group.moves):
         for i in with_bar(structs, call.name, show=call.progress):
-            leaves[i] = read_shards(read, paths[i], leaves[i], remaining.pop(i))
+            leaves[i] = read_shards(read, paths[i], leaves[i], shardings[i])
 
 
 def move_leaves(

@@ -39,20 +39,14 @@ def targets(
     With `accept_structs`, leaves may be `ShapeDtypeStruct`s, whose values are read later, and the
     devices may be absent.
     """
-    shardings: dict[int, NamedSharding] = {}
-    misfits: dict[int, Misfit] = {}
+    leaves = tree_leaves(tree)
     laid_specs = lay_on_devices(tree, specs, mesh, where, compile_only=accept_structs)
-    for i, (leaf, laid) in enumerate(zip(tree_leaves(tree), laid_specs, strict=True)):
-        if laid is None:
-            continue
-        readable = accept_structs and isinstance(leaf, jax.ShapeDtypeStruct)
-        misfit = (None if readable else unmovable(leaf)) or laid.misfit(UNPLACEABLE)
-        if misfit is None:
-            shardings[i] = laid.sharding
-        else:
-            misfits[i] = misfit
+    misfits = {i: laid.misfit(UNPLACEABLE) for i, laid in laid_specs.items()}
+    for i in misfits:
+        if not (accept_structs and isinstance(leaves[i], jax.ShapeDtypeStruct)):
+            misfits[i] = unmovable(leaves[i]) or misfits[i]
     raise_unmovable(tree, misfits, where, prefix)
-    return shardings
+    return {i: laid.sharding for i, laid in laid_specs.items()}
 
 
 def lay_on_devices(
@@ -62,22 +56,27 @@ def lay_on_devices(
     where: str,
     *,
     compile_only: bool = False,
-) -> list[LaidSpec | None]:
-    """Lays specs beside a tree, on meshes with devices, which may be absent if `compile_only`."""
+) -> dict[int, LaidSpec]:
+    """Lays specs beside a tree, on meshes with devices, which may be absent if `compile_only`.
+
+    Returns what each leaf that is to be placed has, by index.
+    """
     if isinstance(specs, SpecCarrier):
         specs, mesh = specs.placements, mesh or specs.mesh
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> Mesh:
         return with_devices(mesh, where, compile_only=compile_only)
 
-    return lay(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
+    laid_specs = lay(tree, specs, mesh, choose_mesh=choose_mesh, resolve=resolver(mesh))
+    return {i: laid for i, laid in enumerate(laid_specs) if laid is not None}
 
 
 def raise_unmovable(
-    tree: PyTree, misfits: Mapping[int, Misfit], where: str, prefix: str = ""
+    tree: PyTree, misfits: Mapping[int, Misfit | None], where: str, prefix: str = ""
 ) -> None:
-    """Raises one error for all leaves that cannot be moved; does nothing without any."""
-    raise_misfits(tree, misfits, where, "leaves cannot be moved, and none was:", prefix=prefix)
+    """Raises one error for all leaves that cannot be moved; `None` stands for one that can."""
+    unmoved = {i: misfit for i, misfit in misfits.items() if misfit is not None}
+    raise_misfits(tree, unmoved, where, "leaves cannot be moved, and none was:", prefix=prefix)
 
 
 def meshes_of(specs: SpecTree, mesh: AnyMesh | None) -> list[AnyMesh]:
@@ -86,12 +85,10 @@ def meshes_of(specs: SpecTree, mesh: AnyMesh | None) -> list[AnyMesh]:
         specs, mesh = specs.specs, mesh or specs.mesh
     if mesh is not None:
         return [mesh]
+    current = get_incontext_mesh(raise_error=False)
     leaf_specs = tree_leaves(specs, is_leaf=lambda x: is_spec(x) or is_logical(x))
-    current = None
-    if any(not isinstance(spec, NamedSharding) for spec in leaf_specs):
-        current = get_incontext_mesh(raise_error=False)
-    carried = [spec.mesh for spec in leaf_specs if isinstance(spec, NamedSharding)]
-    return [*dict.fromkeys(carried), *([] if current is None else [current])]
+    meshes = {spec.mesh if isinstance(spec, NamedSharding) else current for spec in leaf_specs}
+    return [mesh for mesh in meshes if mesh is not None]
 
 
 def resolver(mesh: AnyMesh | None) -> Callable[[Any], PartitionSpec]:

@@ -156,13 +156,12 @@ def copies(arrays: Arrays) -> dict[str, Copy]:
     for shards in large.values():
         for shard in shards:
             shard.data.copy_to_host_async()
-    known: Any = {}
     copied: dict[str, Copy] = {}
     for leaf, x in arrays.items():
         if leaf in large:
             parts = _copied_shards(x, large.pop(leaf))
         elif isinstance(x, jax.Array):
-            parts = [(_full(x.shape), to_host(x, known))]
+            parts = [(_full(x.shape), to_host(x))]
         else:
             parts = _copy_of_process_0(x)
         copied[leaf] = Copy(x.shape, np.dtype(x.dtype), chunk_shape(x), parts)

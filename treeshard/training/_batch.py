@@ -50,7 +50,7 @@ class BatchPlacement:
         return data
 
     def _check_readable(self, data: list[Any], treedef: Any, away: Targets) -> None:
-        misfits = {i: misfit for i in away if (misfit := unmovable(data[i]))}
+        misfits = {i: unmovable(data[i]) for i in away}
         raise_unmovable(treedef.unflatten(data), misfits, self.where, "batch")
 
     def targets(self, data: Sequence[Any], treedef: Any) -> Targets:
