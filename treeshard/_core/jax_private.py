@@ -21,6 +21,12 @@ def _private(module: str, name: str) -> Any:
         return None
 
 
+def _result(module: str, name: str) -> Any:
+    """What that function returns without arguments; `None` if there is no such function."""
+    function = _private(module, name)
+    return None if function is None else function()
+
+
 # ------------------------------------------------------------------ contexts
 
 
@@ -45,8 +51,7 @@ def mesh_of_set_mesh(abstract: AbstractMesh) -> Mesh | AbstractMesh:
     Versions: all. It can go when a public function works inside traces: `jax.get_mesh` of JAX 0.11
     and 0.12 raises too.
     """
-    get_concrete_mesh = _private("mesh", "get_concrete_mesh")
-    concrete = None if get_concrete_mesh is None else get_concrete_mesh()
+    concrete = _result("mesh", "get_concrete_mesh")
     return concrete if concrete is not None and concrete.abstract_mesh == abstract else abstract
 
 
@@ -73,8 +78,7 @@ def is_in_jit() -> bool:
     Versions: 0.11 and 0.12, which lose them. It can go when JAX no longer does: the tests of
     `vmap(spmd_axis_name=...)` compare with `jax.lax.with_sharding_constraint`.
     """
-    under_a_jit = _private("core", "unsafe_am_i_under_a_jit")
-    return under_a_jit is not None and under_a_jit()
+    return bool(_result("core", "unsafe_am_i_under_a_jit"))
 
 
 def vmapped_axes() -> frozenset[str]:
@@ -87,8 +91,7 @@ def vmapped_axes() -> frozenset[str]:
     Without it: no axes; JAX then rejects such specs itself.
     Versions: all. It can go when types of traced values name these axes.
     """
-    get_axis_env = _private("core", "get_axis_env")
-    axes = None if get_axis_env is None else get_axis_env()
+    axes = _result("core", "get_axis_env")
     return frozenset(getattr(axes, "spmd_axis_names", ())) | frozenset(
         getattr(axes, "explicit_mesh_axis_names", ())
     )
@@ -104,8 +107,7 @@ def backends_started() -> bool:
     Without it: `False`; `jax.config` then says itself that a setting comes too late.
     Versions: all. It can go when JAX has a public function for it.
     """
-    started = _private("xla_bridge", "backends_are_initialized")
-    return started is not None and started()
+    return bool(_result("xla_bridge", "backends_are_initialized"))
 
 
 def coordination_client() -> Any:
@@ -115,8 +117,7 @@ def coordination_client() -> Any:
     Without it: `None`, as without `jax.distributed.initialize`.
     Versions: all. It can go when JAX has public barriers with timeouts that name absent processes.
     """
-    state = _private("distributed", "global_state")
-    return None if state is None else state.client
+    return getattr(_private("distributed", "global_state"), "client", None)
 
 
 # ------------------------------------------------------------------ attributes by version

@@ -277,18 +277,20 @@ def _fill(
             f" Give {' or '.join(unknown)} a number."
         )
     known = math.prod(size for size in both.values() if size != -1)
-    if unknown and devices % known:
-        raise MeshError(_WRONG_PRODUCT.format(text, known, "does not divide", devices, ""))
-    if not unknown and devices != known:
-        raise MeshError(_WRONG_PRODUCT.format(text, known, "is not", devices, " let one be -1,"))
+    remaining = devices // known if unknown else 1
+    if known * remaining != devices:
+        problem, way_out = _WRONG_PRODUCT[bool(unknown)]
+        raise MeshError(
+            f"{text} multiplies to {known}, which {problem} the number of devices, {devices}."
+            f" Change a size,{way_out} pass `devices=`, or simulate more with"
+            " `treeshard.simulate_devices`."
+        )
 
     def filled(factors: dict[str, int]) -> dict[str, int]:
-        return {name: devices // known if size == -1 else size for name, size in factors.items()}
+        return {name: remaining if size == -1 else size for name, size in factors.items()}
 
     return filled(sizes), filled(slow)
 
 
-_WRONG_PRODUCT = (
-    "{} multiplies to {}, which {} the number of devices, {}. Change a size,{} pass `devices=`, or"
-    " simulate more with `treeshard.simulate_devices`."
-)
+# By whether a size is -1.
+_WRONG_PRODUCT = {True: ("does not divide", ""), False: ("is not", " let one be -1,")}

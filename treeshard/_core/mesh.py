@@ -164,7 +164,7 @@ def parse_axes(axes: Mapping[str, int] | str) -> dict[str, int]:
     else:
         sizes = dict(axes)
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        if not isinstance(size, int) or size == 0 or size < -1:
             raise MeshError(
                 f"{describe_sizes(sizes)}: the size of {name!r} must be a positive number, or"
                 " -1 for the remaining devices."

@@ -5,7 +5,7 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from glob import glob
 from importlib.util import find_spec
@@ -204,26 +204,21 @@ def _devices_of(topology: Topology) -> tuple[Any, ...]:
             f"topology {topology}: the compiler for {chip.name} is not installed. Install it with"
             f" `pip install 'treeshard[{extra}]'`; no such chip is needed."
         )
-    if chip.dims:
-        options: dict[str, Any] = {}
-        if chip.name == "v4":
-            options["chip_config_name"] = "megacore"  # one device for both cores of a chip
-        if topology.slices > 1:
-            options["num_slices"] = topology.slices
-        described = topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=f"{chip.name}:{'x'.join(map(str, topology.shape))}",
-            chips_per_host_bounds=topology.chips_per_host,
-            wrap=topology.wrap,
-            **options,
-        )
-    else:
-        described = topologies.get_topology_desc(
-            platform="cuda",
-            topology="1x{}x{}".format(*topology.shape),
-            target_config=_gpu_config(chip),
-        )
-    return tuple(described.devices)
+    options = _tpu_options(topology) if chip.dims else _gpu_options(topology)
+    return tuple(topologies.get_topology_desc(platform=extra, **options).devices)
+
+
+def _tpu_options(topology: Topology) -> dict[str, Any]:
+    options = {
+        "topology_name": str(replace(topology, slices=1)),
+        "chips_per_host_bounds": topology.chips_per_host,
+        "wrap": topology.wrap,
+    }
+    if topology.chip.name == "v4":
+        options["chip_config_name"] = "megacore"  # one device for both cores of a chip
+    if topology.slices > 1:
+        options["num_slices"] = topology.slices
+    return options
 
 
 def _prepare_environment() -> None:
@@ -242,9 +237,10 @@ _COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plug
 _DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*")
 
 
-def _gpu_config(chip: Chip) -> str:
+def _gpu_options(topology: Topology) -> dict[str, Any]:
     """The description of a GPU that XLA compiles for; those known are of one generation."""
-    return f"""
+    chip = topology.chip
+    config = f"""
         gpu_device_info {{
           threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
           shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
@@ -257,6 +253,7 @@ def _gpu_config(chip: Chip) -> str:
         platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }}
         device_description_str: "{chip.kind}"
     """
+    return {"topology": "1x{}x{}".format(*topology.shape), "target_config": config}
 
 
 def chip_of(device: Any) -> Chip | None:

@@ -6,7 +6,8 @@ in one place only.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import replace
+from typing import Any, Literal, cast, get_args
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -245,22 +246,10 @@ def _gathered(spec: Any, axes: tuple[str, ...]) -> Any:
 # ------------------------------------------------------------------ the target of each leaf
 
 
-class _Target(NamedTuple):
-    """The sharding that one leaf gets, and the parts of the requested spec that were dropped."""
-
-    laid: LaidSpec
-    mesh: AnyMesh
-    spec: PartitionSpec
-    is_padded: bool = False  # whether `spec` is uneven
-
-    def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        return NamedSharding(self.mesh, spec, memory_kind=self.laid.memory_kind)
-
-
 def _targets(
     tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, keep_uneven: bool
-) -> list[_Target | None]:
-    """Returns the target of each leaf; `None` for leaves that are returned unchanged."""
+) -> list[LaidSpec | None]:
+    """Returns the spec that each leaf gets; `None` for leaves that are returned unchanged."""
     tracing, manual = is_tracing(), manual_axes() | vmapped_axes()
 
     def choose_mesh(mesh: AnyMesh | None, leaf: Any) -> AnyMesh | None:
@@ -284,22 +273,17 @@ def _targets(
 
 def _target_of(
     leaf: Any, laid: LaidSpec | None, tracing: bool, manual: frozenset[str], keep_uneven: bool
-) -> _Target | None:
+) -> LaidSpec | None:
     if laid is None or laid.mesh is None:
         return None
     if not tracing or isinstance(leaf, jax.ShapeDtypeStruct):
-        spec = fill_unconstrained(laid.spec, _current_spec(laid.mesh, leaf))
-        return _Target(laid, laid.mesh, spec)
-    if keep_uneven and _is_uneven_on_auto_axes(laid):
-        spec, _ = project(laid.requested, laid.mesh, leaf.shape, manual=manual, divisible=False)
-        return _Target(laid, laid.mesh, spec, is_padded=True)
-    return _Target(laid, laid.mesh, laid.spec)
-
-
-def _is_uneven_on_auto_axes(laid: LaidSpec) -> bool:
-    uneven = {axis for note in laid.adjustments if note.kind == "indivisible" for axis in note.axes}
-    auto = axes_of_type(laid.mesh, AxisType.Auto) if laid.mesh is not None else ()
-    return bool(uneven) and uneven <= set(auto)
+        return replace(laid, spec=fill_unconstrained(laid.spec, _current_spec(laid.mesh, leaf)))
+    auto = axes_of_type(laid.mesh, AxisType.Auto)
+    uneven = [axis for note in laid.adjustments if note.kind == "indivisible" for axis in note.axes]
+    if not keep_uneven or not uneven or not set(auto).issuperset(uneven):
+        return laid
+    padded, others = project(laid.requested, laid.mesh, leaf.shape, manual=manual, divisible=False)
+    return replace(laid, spec=padded, adjustments=others)
 
 
 def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
@@ -346,23 +330,21 @@ def _current_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec:
 # ------------------------------------------------------------------ errors and warnings
 
 
-def _report(tree: PyTree, targets: Sequence[_Target | None], uneven: Uneven, where: str) -> None:
+def _report(tree: PyTree, targets: Sequence[LaidSpec | None], uneven: Uneven, where: str) -> None:
     """Raises one error for all misfits; else warns once about all dropped axes."""
-    adjusted = {i: t for i, t in enumerate(targets) if t is not None and t.laid.adjustments}
+    adjusted = {i: t for i, t in enumerate(targets) if t is not None and t.adjustments}
     if not adjusted:
         return
     misfits: dict[int, Misfit] = {}
     warnings: list[str] = []
     is_uneven = False
     paths = leaf_paths(tree)
+    kinds = {"rank", "indivisible"} if uneven in ("error", "keep") else {"rank"}
     for i, target in adjusted.items():
-        kinds = {"rank"}
-        if uneven in ("error", "keep") and not target.is_padded:
-            kinds.add("indivisible")
-        misfit = target.laid.misfit(kinds)
+        misfit = target.misfit(kinds)
         if misfit is not None:
             misfits[i] = misfit
-            is_uneven |= target.laid.misfit({"indivisible"}) is not None
+            is_uneven |= target.misfit({"indivisible"}) is not None
         warnings += _warnings_of(paths[i] or "the array", target, uneven)
     advice = _KEEP if uneven == "keep" and is_uneven else ""
     raise_misfits(tree, misfits, where, "constraints do not fit:", advice=advice)
@@ -371,9 +353,9 @@ def _report(tree: PyTree, targets: Sequence[_Target | None], uneven: Uneven, whe
         warn(f"{where}: {listed(headline, warnings)}")
 
 
-def _warnings_of(path: str, target: _Target, uneven: Uneven) -> list[str]:
+def _warnings_of(path: str, target: LaidSpec, uneven: Uneven) -> list[str]:
     warnings = []
-    for note in target.laid.adjustments:
+    for note in target.adjustments:
         if note.kind == "indivisible" and uneven == "warn":
             mesh = describe_mesh(target.mesh)
             instead = f"The mesh: {mesh}. It is constrained to {target.spec} instead."
@@ -386,12 +368,13 @@ def _warnings_of(path: str, target: _Target, uneven: Uneven) -> list[str]:
 _KEEP = '`uneven="keep"` works inside jit, on Auto axes: arrays are stored in equal shards.'
 
 
-def _is_misspelled(note: Adjustment, target: _Target) -> bool:
+def _is_misspelled(note: Adjustment, target: LaidSpec) -> bool:
     """Whether an unknown axis is likely misspelled, rather than an axis of another mesh."""
     if note.kind != "axis-not-in-mesh":
         return False
-    others = set(axis_sizes(target.mesh)) - set(get_names_from_partition_spec(target.spec))
-    return any(did_you_mean(axis, others, _NEAR_MISS) for axis in note.axes)
+    used = get_names_from_partition_spec(target.spec)
+    unused = set(axis_sizes(cast(AnyMesh, target.mesh))).difference(used)
+    return any(did_you_mean(axis, unused, _NEAR_MISS) for axis in note.axes)
 
 
 # ------------------------------------------------------------------ applying it
@@ -408,11 +391,11 @@ def _constrain_tree(
         if target is None:
             continue
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            leaves[i] = leaf.update(sharding=target.sharding(target.spec))
+            leaves[i] = leaf.update(sharding=target.sharding)
         elif is_tracing():
             leaves[i] = _constrain(leaf, target)
         else:
-            to_place[i] = target.sharding(target.spec)
+            to_place[i] = target.sharding
     if not to_place:
         return treedef.unflatten(leaves)
     # In one call: `shard` checks every leaf before it moves one.
@@ -422,12 +405,13 @@ def _constrain_tree(
     return treedef.unflatten(leaves)
 
 
-def _constrain(x: Any, target: _Target) -> Any:
+def _constrain(x: Any, target: LaidSpec) -> Any:
     """Reshards on the Explicit axes and constrains the Auto ones; Manual ones were dropped."""
-    auto = axes_of_type(target.mesh, AxisType.Auto)
-    explicit = axes_of_type(target.mesh, AxisType.Explicit)
+    mesh = cast(AnyMesh, target.mesh)
+    auto = axes_of_type(mesh, AxisType.Auto)
+    explicit = axes_of_type(mesh, AxisType.Explicit)
     if explicit:
-        x = _reshard(x, target.mesh.abstract_mesh, without_axes(target.spec, auto))
+        x = _reshard(x, mesh.abstract_mesh, without_axes(target.spec, auto))
     if not auto:
         return x
     # A constraint that is executed at once, in un-jitted grad and vmap, would undo the Explicit
@@ -435,19 +419,25 @@ def _constrain(x: Any, target: _Target) -> Any:
     # would lose the axes of the mapped dim (JAX 0.11 and 0.12).
     alone = explicit and not (vmapped_axes() and is_in_jit())
     constrain = _jitted_constraint if alone else jax.lax.with_sharding_constraint
+
+    def on_auto(spec: PartitionSpec) -> NamedSharding:
+        spec = without_axes(spec, explicit)
+        return NamedSharding(mesh, spec, memory_kind=target.memory_kind)
+
     try:
-        return constrain(x, target.sharding(without_axes(target.spec, explicit)))
+        return constrain(x, on_auto(target.spec))
     except TypeError:
         # Executed at once with an AbstractMesh, on a value that is on no mesh: there are no
         # devices to move it to.
-        if isinstance(target.mesh, Mesh):
+        if isinstance(mesh, Mesh):
             raise
         return x
     except ValueError:
         # Executed at once, an uneven constraint has no partitioner that would pad.
-        if not target.is_padded:
+        even, _ = project(target.spec, mesh, x.shape)
+        if even == target.spec:
             raise
-        return constrain(x, target.sharding(without_axes(target.laid.spec, explicit)))
+        return constrain(x, on_auto(even))
 
 
 _jitted_constraint = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1)

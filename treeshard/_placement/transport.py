@@ -139,7 +139,7 @@ class _Streams:
         self.packet_size = _packet_size(max(total.values(), default=0))
         self.devices = _device_of_each(arrays, among) if total else ()
         self.outgoing = {r: _packets(self._bytes_for(r), self.packet_size) for r in among}
-        self.incoming = {s: _IncomingBytes() for s in among}
+        self.incoming = {s: np.empty(0, np.uint8) for s in among}
         self.padding = _aligned(self.packet_size)  # sent by processes that have nothing to send
         self.needed = Counter[Pair]()  # bytes of each stream that the arrays so far need
         self.sent = Counter[Pair]()  # bytes of each stream that were sent, in full packets
@@ -174,7 +174,8 @@ class _Streams:
         for sender, receiver in behind:
             self.sent[sender, receiver] += self.packet_size
             if receiver == self.process:
-                self.incoming[sender].append(packet)
+                # What is left of the packets before is less than a chunk.
+                self.incoming[sender] = np.concatenate([self.incoming[sender], packet])
 
     def _complete(
         self, i: int, expected: Mapping[int, deque[Chunk]]
@@ -182,8 +183,8 @@ class _Streams:
         for sender, chunks in expected.items():
             while chunks and chunks[0].nbytes <= self.incoming[sender].nbytes:
                 chunk = chunks.popleft()
-                data = self.incoming[sender].take(chunk.nbytes).view(self.arrays[i].dtype)
-                yield chunk, data.reshape(lengths(chunk.part))
+                data, self.incoming[sender] = np.split(self.incoming[sender], [chunk.nbytes])
+                yield chunk, data.view(self.arrays[i].dtype).reshape(lengths(chunk.part))
 
     def _bytes_for(self, receiver: int) -> Iterator[np.ndarray]:
         for i, chunks in enumerate(self.routes):
@@ -194,29 +195,6 @@ class _Streams:
 
     def _read(self, i: int, chunk: Chunk) -> np.ndarray:
         return np.asarray(self.shards(i)[chunk.held])[within(chunk.part, chunk.held)]
-
-
-class _IncomingBytes:
-    """Bytes that arrive in packets and are taken in other lengths."""
-
-    def __init__(self):
-        self.packets: deque[np.ndarray] = deque()
-        self.nbytes = 0
-
-    def append(self, packet: np.ndarray) -> None:
-        self.packets.append(packet)
-        self.nbytes += packet.size
-
-    def take(self, nbytes: int) -> np.ndarray:
-        self.nbytes -= nbytes
-        parts = []
-        while nbytes:
-            first = self.packets.popleft()
-            parts.append(first[:nbytes])
-            if first.size > nbytes:
-                self.packets.appendleft(first[nbytes:])
-            nbytes -= parts[-1].size
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _packets(pieces: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:

@@ -25,7 +25,7 @@ from treeshard._core.spec_trees import (
     raise_misfits,
     specs_of_leaves,
 )
-from treeshard._core.specs import axes_of, entries
+from treeshard._core.specs import axes_of, dim_entries, entries
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.tactics import names_in
@@ -159,8 +159,7 @@ def boxed(value: Any, spec: PartitionSpec, unpadded: Shape | None = None) -> Par
 
 
 def _names(spec: PartitionSpec, value: Any) -> Names:
-    names = entries(spec)
-    return (*names, *[None] * (len(value.shape) - len(names)))
+    return tuple(dim_entries(spec, len(value.shape)))
 
 
 # ------------------------------------------------------------------ leaves and their specs

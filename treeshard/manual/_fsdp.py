@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.dtypes import float0
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from jax.tree_util import tree_flatten
 from jax.typing import DTypeLike
 
 from treeshard._core.arrays import StaticSplit, has_gradient, is_array
 from treeshard._core.jax_private import varying_axes
 from treeshard._core.mesh import (
+    abstract_mesh,
     axis_sizes,
     axis_tuple,
     check_bound,
@@ -33,6 +34,7 @@ from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import (
     axes_of,
+    dim_entries,
     entries,
     entry_of,
     project,
@@ -190,8 +192,7 @@ def _current_mesh(axes: Sequence[str]) -> AbstractMesh:
     sizes = dict(axis_sizes(mesh)) if mesh is not None else {}
     # `jax.vmap(axis_name=)` binds axes too, which are in no mesh.
     sizes |= {axis: lax.axis_size(axis) for axis in axes}
-    kinds = (AxisType.Auto,) * len(sizes)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    return abstract_mesh(sizes)
 
 
 def _decide_by_size(
@@ -216,7 +217,7 @@ def _decide_by_size(
         return Decision(warning=why)
     if not pad:
         return Decision(warning=f"{why} `pad=True` would pad it.")
-    new = [*entries(spec), *[None] * (len(shape) - len(entries(spec)))]
+    new = dim_entries(spec, len(shape))
     new[dim] = entry_of(axes)
     return Decision(with_entries(spec, new), leaf.unpadded or tuple(shape))
 
@@ -384,8 +385,7 @@ def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any
 
 def _without_padding(x: Any, unpadded: Shape, spec: PartitionSpec) -> Any:
     """An array without the padding of its dims, but for those that `spec` still shards."""
-    still = [*entries(spec), *[None] * x.ndim]
-    lengths = zip(unpadded, still, strict=False)
+    lengths = zip(unpadded, dim_entries(spec, x.ndim), strict=True)
     return x[tuple(slice(None if axes else length) for length, axes in lengths)]
 
 
