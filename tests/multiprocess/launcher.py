@@ -21,6 +21,8 @@ REPOSITORY = Path(__file__).parents[2]
 # as it is freed. By default the size grows as a process runs, and what is kept of it depends on how
 # the threads took turns.
 EXACT_MEMORY = MappingProxyType({"MALLOC_MMAP_THRESHOLD_": "65536"})
+# Programs of tests are compiled more often than they run. Their collectives are the same.
+QUICK_COMPILES = MappingProxyType({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})
 PYTHON = (sys.executable, "-W", "error::DeprecationWarning")
 GRACE = 5.0  # seconds that the others have to end once one process has failed
 
@@ -74,7 +76,7 @@ def launch(
         devices: Simulated devices per process.
         args: What the workers find as `context.args`.
         timeout: Seconds until everything is ended.
-        env: What is added to the environment.
+        env: What is added to the environment, or replaces `QUICK_COMPILES` in it.
     """
     several = [modules] if isinstance(modules, ModuleType) else modules
     names = ",".join(module.__name__ for module in several)
@@ -122,7 +124,7 @@ def _launch_once(
         for i in range(processes):
             where = [str(port), str(i), str(processes), str(devices), str(directory)]
             command = [*PYTHON, "-m", "tests.multiprocess.worker", modules, *where, *args]
-            started.append(start(command, logs[i], env))
+            started.append(start(command, logs[i], {**QUICK_COMPILES, **env}))
         wait_for_all(started, timeout)
     finally:
         end(started)
