@@ -12,8 +12,10 @@ is whether it is the one that the table of leaves describes.
 import json
 import math
 import re
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
 from itertools import groupby, product
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -129,9 +131,45 @@ def _index(region: Region) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in region)
 
 
+# ------------------------------------------------------------------ transfers
+
+
+class _Transfer(NamedTuple):
+    """A region of an array to be read or written; `start` returns TensorStore's future of it."""
+
+    leaf: str
+    region: Region
+    nbytes: int
+    start: Callable[[], Any]
+
+
+def _in_turn(transfers: Iterable[_Transfer], most: int) -> Generator[tuple[_Transfer, Any]]:
+    """Starts transfers of about `most` bytes at a time, and yields them in order with futures.
+
+    None outlives the generator; TensorStore would cancel a write that nothing refers to.
+    """
+    started: deque[tuple[_Transfer, Any]] = deque()
+    in_flight = 0
+    try:
+        for transfer in transfers:
+            while started and in_flight + transfer.nbytes > most:
+                earlier, future = started.popleft()
+                in_flight -= earlier.nbytes
+                yield earlier, future
+            started.append((transfer, transfer.start()))
+            in_flight += transfer.nbytes
+        while started:
+            yield started.popleft()
+    finally:
+        for _, future in started:
+            future.exception()  # waits
+
+
 # ------------------------------------------------------------------ writing
 
 _BEING_WRITTEN = 2**27  # bytes of large arrays that are being written at a time
+
+_ADD = {"open": True, "assume_metadata": True}  # to an array that process 0 creates
 
 Parts = list[tuple[Region, np.ndarray]]
 
@@ -187,29 +225,23 @@ def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> None:
     context = _context()
     # The writes of a transaction are one, and are held in memory until it is committed.
     transaction = tensorstore.Transaction()
-    create = {"create": True, "transaction": transaction}
-    add = {"open": True, "assume_metadata": True}  # which process 0 writes
-    created: dict[str, Any] = {}
-    if jax.process_index() == 0:
-        created = {leaf: _begin(path, leaf, x, context, create) for leaf, x in copied.items()}
+    how = {"create": True} if jax.process_index() == 0 else _ADD
+    how = {**how, "transaction": transaction}
+    created = {leaf: _begin(path, leaf, x, context, how) for leaf, x in copied.items()}
     small: list[Any] = []
-    with _LargeWrites() as large:
-        for leaf, x in copied.items():
-            if sum(data.nbytes for _, data in x.parts) < _SMALL:
-                store = created.get(leaf)
-                if store is None:
-                    store = _begin(path, leaf, x, context, add | {"transaction": transaction})
-                small += [_write(store, region, data) for region, data in x.parts]
-                continue
-            store = _begin(path, leaf, x, context, add)
-            while x.parts:
-                region, data = x.parts.pop()
-                large.add(data.nbytes, _write(store, region, data))
-        for store in created.values():
-            store.result()
-        for write in small:
-            write.copy.result()
-        transaction.commit_async().result()
+    large: dict[str, Copy] = {}
+    for leaf, x in copied.items():
+        store = created[leaf].result()
+        if sum(data.nbytes for _, data in x.parts) < _SMALL:
+            small += [_write(store, region, data)() for region, data in x.parts]
+        else:
+            large[leaf] = x
+    with closing(_in_turn(_writes(path, large, context), _BEING_WRITTEN)) as writes:
+        for _, future in writes:
+            future.result()
+    for future in small:
+        future.copy.result()
+    transaction.commit_async().result()
 
 
 def _begin(path: epath.Path, leaf: str, x: Copy, context: Any, how: dict[str, Any]) -> Any:
@@ -230,39 +262,18 @@ def _begin(path: epath.Path, leaf: str, x: Copy, context: Any, how: dict[str, An
     return tensorstore.open(spec, context=context, **how)
 
 
-def _write(store: Any, region: Region, data: np.ndarray) -> Any:
-    part = store.result()[_index(region)]
+def _writes(path: epath.Path, large: Mapping[str, Copy], context: Any) -> Iterator[_Transfer]:
+    """The writes of large arrays. Takes the parts out of the copies, to free them once written."""
+    for leaf, x in large.items():
+        store = _begin(path, leaf, x, context, _ADD).result()
+        while x.parts:
+            region, data = x.parts.pop()
+            yield _Transfer(leaf, region, data.nbytes, _write(store, region, data))
+
+
+def _write(store: Any, region: Region, data: np.ndarray) -> Callable[[], Any]:
     # By default TensorStore copies `data` first.
-    return part.write(data, can_reference_source_data_indefinitely=True)
-
-
-class _LargeWrites:
-    """Writes in progress, of about `_BEING_WRITTEN` bytes. None outlives the `with` block.
-
-    A write that nothing refers to is cancelled.
-    """
-
-    def __init__(self) -> None:
-        self._writes: deque[tuple[int, Any]] = deque()
-        self._bytes = 0
-
-    def add(self, size: int, write: Any) -> None:
-        """Waits for the earliest writes if there are too many."""
-        self._writes.append((size, write))
-        self._bytes += size
-        while self._bytes > _BEING_WRITTEN:
-            size, write = self._writes.popleft()
-            self._bytes -= size
-            write.result()
-
-    def __enter__(self) -> "_LargeWrites":
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        errors = [write.exception() for _, write in self._writes]  # waits for each
-        failed = next(filter(None, errors), None)
-        if kind is None and failed is not None:
-            raise failed
+    return partial(store[_index(region)].write, data, can_reference_source_data_indefinitely=True)
 
 
 def merge(path: epath.Path, leaves: Iterable[str]) -> None:
@@ -299,7 +310,6 @@ def _for_orbax(keys: Iterable[str]) -> dict[str, Any]:
 
 _IN_FLIGHT = 2**26  # bytes that are being read at a time, if no single array has more
 _LEAST_PART = 2**16  # what a part counts at least
-_TO_PLACE = 2**24  # bytes that are placed at a time, if no single array has more
 _UNREAD = "it cannot be read: "
 
 Wanted = Mapping[str, StoredArray]
@@ -355,30 +365,25 @@ class ArrayStore:
         Raises `CheckpointError` as `open`, and if there is not enough host memory.
         """
         regions = {leaf: _regions(x) for leaf, x in wanted.items()}
-        stores, errors = self.open({leaf: wanted[leaf] for leaf, parts in regions.items() if parts})
-        opened = [wanted[leaf] for leaf in stores]
+        here = {leaf: wanted[leaf] for leaf, parts in regions.items() if parts}
+        stores, errors = self.open(here)
+        opened = [here[leaf] for leaf in stores]
         check_memory(self._path, [(x.shape, x.dtype, x.sharding) for x in opened])
-        parts = (
-            _Part(leaf, store, region) for leaf, store in stores.items() for region in regions[leaf]
+        reads = (
+            _read(leaf, store, region) for leaf, store in stores.items() for region in regions[leaf]
         )
-        by_leaf = groupby(_read_ahead(parts), lambda part_and_read: part_and_read[0].leaf)
+        by_leaf = groupby(_in_turn(reads, _IN_FLIGHT), lambda pair: pair[0].leaf)
         bar = with_bar(list(stores), "restore", show=progress)
-        arrays: dict[str, Any] = {}
         # Arrays without a shard on this process have no values to read.
-        to_place: dict[str, Values] = {leaf: {} for leaf, parts in regions.items() if not parts}
-        size = 0
-        for leaf, (_, reads) in zip(bar, by_leaf, strict=True):
+        arrays = {leaf: _placed(x, {}) for leaf, x in wanted.items() if leaf not in here}
+        for leaf, (_, started) in zip(bar, by_leaf, strict=True):
             try:
-                values = {part.region: read.result() for part, read in reads}
+                values = {read.region: future.result() for read, future in started}
             except Exception as error:  # TensorStore raises types of Python's own, by status
                 errors[leaf] = f"{_UNREAD}{self._why(error)}"
-                continue
-            to_place[leaf] = values
-            size += sum(x.nbytes for x in values.values())
-            if size >= _TO_PLACE:
-                arrays |= _placed(wanted, to_place)
-                to_place, size = {}, 0
-        return arrays | _placed(wanted, to_place), errors
+            else:
+                arrays[leaf] = _placed(wanted[leaf], values)
+        return arrays, errors
 
     def blocks(self, store: Any) -> Iterator[tuple[Region, np.ndarray]]:
         """Reads an array that `open` has returned in blocks, a few at a time.
@@ -389,9 +394,9 @@ class ArrayStore:
         shape: Shape = tuple(store.shape)
         is_large = math.prod(shape) * store.dtype.numpy_dtype.itemsize > _IN_FLIGHT
         blocks = _tiles(shape, _chunk(store)) if is_large else [_full(shape)]
-        for part, read in _read_ahead(_Part("", store, region) for region in blocks):
+        for read, future in _in_turn((_read("", store, region) for region in blocks), _IN_FLIGHT):
             try:
-                yield part.region, read.result()
+                yield read.region, future.result()
             except Exception as error:
                 raise ValueError(f"{_UNREAD}{self._why(error)}") from None
 
@@ -447,81 +452,30 @@ def _regions(x: StoredArray) -> list[Region]:
     return list(dict.fromkeys(regions_here(x.sharding, x.shape).values()))
 
 
-class _Part(NamedTuple):
-    """A part of an array to be read."""
-
-    leaf: str
-    store: Any
-    region: Region
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(lengths(self.region)) * self.store.dtype.numpy_dtype.itemsize
+def _read(leaf: str, store: Any, region: Region) -> _Transfer:
+    nbytes = math.prod(lengths(region)) * store.dtype.numpy_dtype.itemsize
+    return _Transfer(leaf, region, max(_LEAST_PART, nbytes), store[_index(region)].read)
 
 
-def _read_ahead(parts: Iterable[_Part]) -> Iterator[tuple[_Part, Any]]:
-    """Starts to read parts, and yields them in order, with futures of their values."""
-    reads: deque[tuple[int, _Part, Any]] = deque()
-    in_flight = 0
-    for part in parts:
-        size = max(_LEAST_PART, part.nbytes)
-        while reads and in_flight + size > _IN_FLIGHT:
-            earlier_size, earlier, read = reads.popleft()
-            in_flight -= earlier_size
-            yield earlier, read
-        reads.append((size, part, part.store[_index(part.region)].read()))
-        in_flight += size
-    for _, part, read in reads:
-        yield part, read
-
-
-# ------------------------------------------------------------------ placing
-
-
-class _Piece(NamedTuple):
-    """Values of an array, and where they are placed: on one device, or all as one part."""
-
-    leaf: str
-    values: np.ndarray
-    sharding: Sharding
-
-
-def _placed(wanted: Wanted, read: Mapping[str, Values]) -> dict[str, Any]:
-    """The arrays from the values of their regions: on the host, or placed all at once."""
-    arrays: dict[str, Any] = {}
-    pieces: list[_Piece] = []
-    for leaf, values in read.items():
-        if wanted[leaf].sharding is None:
-            [arrays[leaf]] = values.values()
-        else:
-            pieces += _pieces(leaf, wanted[leaf], values)
-    placed = jax.device_put(
-        [piece.values for piece in pieces],
-        [piece.sharding for piece in pieces],
-        may_alias=False,  # arrays that share memory with numpy's could not be donated
-    )
-    jax.block_until_ready(placed)  # so that host memory can be freed
-    shards = defaultdict[str, list[jax.Array]](list)
-    for piece, shard in zip(pieces, placed, strict=True):
-        shards[piece.leaf].append(shard)
-    for leaf in read.keys() - arrays.keys():
-        arrays[leaf] = _assembled(wanted[leaf], shards[leaf])
-    return arrays
-
-
-def _pieces(leaf: str, x: StoredArray, values: Values) -> Iterator[_Piece]:
-    assert x.sharding is not None
+def _placed(x: StoredArray, values: Values) -> Any:
+    """An array from the values of its regions, on the host or on its devices."""
+    if x.sharding is None:
+        [full] = values.values()
+        return full
     if _is_one_part(x):
         [full] = values.values()
-        yield _Piece(leaf, full, x.sharding)
-        return
+        return _on_devices(full, x.sharding)
+    regions = regions_here(x.sharding, x.shape)
     kind = x.sharding.memory_kind
-    for device, region in regions_here(x.sharding, x.shape).items():
-        yield _Piece(leaf, values[region], SingleDeviceSharding(device, memory_kind=kind))
-
-
-def _assembled(x: StoredArray, shards: list[jax.Array]) -> jax.Array:
-    if x.sharding is None or _is_one_part(x):
-        return shards[0]
+    shards = _on_devices(
+        [values[region] for region in regions.values()],
+        [SingleDeviceSharding(device, memory_kind=kind) for device in regions],
+    )
     # Without a shard on this process, there is none to take the dtype from.
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards, dtype=x.dtype)
+
+
+def _on_devices(values: Any, shardings: Any) -> Any:
+    # Arrays that share memory with numpy's could not be donated.
+    placed = jax.device_put(values, shardings, may_alias=False)
+    return jax.block_until_ready(placed)  # so that host memory can be freed

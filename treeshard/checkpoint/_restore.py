@@ -6,8 +6,8 @@ they make the same call, what they could not read, and their parts of the checks
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypedDict
 from zlib import crc32
 
 import jax
@@ -37,6 +37,8 @@ from treeshard.checkpoint._table import LeafTable, from_text, in_its_dtype, unpa
 from treeshard.errors import CheckpointError, DamagedError, FormatError, MismatchError, listed
 
 WHERE = "restore"
+
+Leaves = Sequence[tuple[SavedLeaf, RequestedLeaf]]  # as they are stored, and as requested
 
 
 class RestoreOptions(TypedDict, total=False):
@@ -130,23 +132,15 @@ def restore(
         facts["the path"] = str(checkpoint)
         facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
         facts |= request.facts()
-    leaves = {i: _Leaf(rows[x.name], x) for i, x in request.to_read().items()}
+    requested = request.to_read()
+    leaves = [(rows[x.name], x) for x in requested.values()]
     try:
-        arrays = _read_together(
-            checkpoint, leaves.values(), verify=verify, among=among, progress=progress
-        )
+        arrays = _read_together(checkpoint, leaves, verify=verify, among=among, progress=progress)
     except CheckpointError:
         if checkpoint.exists():
             raise
         raise gone(checkpoint) from None
-    return request.tree(_values(leaves, arrays))
-
-
-class _Leaf(NamedTuple):
-    """A leaf as it is stored, and as it is requested."""
-
-    row: SavedLeaf
-    requested: RequestedLeaf
+    return request.tree(zip(requested, _values(leaves, arrays), strict=True))
 
 
 def table_at(path: epath.Path) -> LeafTable:
@@ -181,14 +175,14 @@ def _paths_of(tree: PyTree) -> dict[int, str]:
 # ------------------------------------------------------------------ a leaf as requested
 
 
-def _values(leaves: Mapping[int, _Leaf], arrays: dict[str, Any]) -> Iterator[tuple[int, Any]]:
-    """The requested leaves with their indices. Takes each array out of `arrays`."""
-    for i, (row, requested) in leaves.items():
+def _values(leaves: Leaves, arrays: dict[str, Any]) -> Iterator[Any]:
+    """The requested leaves. Takes each array out of `arrays`."""
+    for row, requested in leaves:
         stored = arrays.pop(row.path, None)
         if row.kind == "key" and stored is None and requested.sharding is not None:
             stored = _empty_keys(row, requested.sharding)
         value = unpack(row, stored)
-        yield i, _as_requested(value, requested) if row.kind == "array" else value
+        yield _as_requested(value, requested) if row.kind == "array" else value
 
 
 def _empty_keys(row: SavedLeaf, sharding: Sharding) -> jax.Array:
@@ -222,43 +216,30 @@ _BATCH = 2**28  # bytes that are read to host memory at a time, if no single lea
 
 def _read_together(
     path: epath.Path,
-    leaves: Iterable[_Leaf],
+    leaves: Leaves,
     *,
     verify: bool,
     among: Sequence[int] | None,
     progress: bool,
 ) -> dict[str, Any]:
     """Reads the stored arrays of leaves, by path; all processes do, or all raise."""
-    stored = [leaf for leaf in leaves if leaf.row.stored]
-    wanted = {leaf.row.path: _stored_array(leaf) for leaf in stored}
-    verified = [leaf.row for leaf in stored if verify and leaf.row.crc is not None]
+    stored = [(row, requested) for row, requested in leaves if row.stored]
+    wanted = {row.path: _stored_array(row, requested) for row, requested in stored}
+    verified = [row for row, _ in stored if verify and row.crc is not None]
     with together(WHERE, among=among, timeout=AS_LONG_AS_IT_TAKES) as messages:
         arrays, unread = ArrayStore(path).read(wanted, progress=progress)
         to_verify = [] if unread else [arrays[row.path] for row in verified]
-        messages.append(_Outcome(unread, registers(to_verify)).to_bytes())
-    outcomes = [_Outcome.of_bytes(message) for message in messages]
+        messages += [json.dumps(unread).encode(), b"\n", registers(to_verify)]
     unread_anywhere: dict[str, str] = {}
-    for outcome in outcomes:
-        unread_anywhere |= outcome.unread
+    every_registers: list[bytes] = []
+    for message in messages:
+        unread_there, _, registers_there = message.partition(b"\n")  # of which JSON has none
+        unread_anywhere |= json.loads(unread_there)
+        every_registers.append(registers_there)
     raise_damages(path, unread_anywhere)
-    joint = of_registers([outcome.registers for outcome in outcomes], to_verify, WHERE)
+    joint = of_registers(every_registers, to_verify, WHERE)
     raise_damages(path, _damages(verified, joint))
     return arrays
-
-
-class _Outcome(NamedTuple):
-    """What a process tells the others after it has read: what it could not, and its registers."""
-
-    unread: dict[str, str]
-    registers: bytes
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(self.unread).encode() + b"\n" + self.registers
-
-    @classmethod
-    def of_bytes(cls, message: bytes) -> "_Outcome":
-        unread, _, registers = message.partition(b"\n")  # of which JSON has none
-        return cls(json.loads(unread), registers)
 
 
 def _damages(rows: Sequence[SavedLeaf], joint: Joint) -> dict[str, str]:
@@ -303,14 +284,14 @@ def _damage_of_blocks(store: ArrayStore, x: Any, row: SavedLeaf) -> str:
     return _damage(row, crc)
 
 
-def _stored_array(leaf: _Leaf) -> StoredArray:
+def _stored_array(row: SavedLeaf, requested: RequestedLeaf) -> StoredArray:
     """What to read from the array store for a leaf."""
-    on_host = _array_on_host(leaf.row)
+    on_host = _array_on_host(row)
     # A dtype that is too wide for devices is read to the host, and converted there.
     is_too_wide = jax.dtypes.canonicalize_dtype(on_host.dtype) != on_host.dtype
-    if is_too_wide or not leaf.requested.type.on_devices:
+    if is_too_wide or not requested.type.on_devices:
         return on_host
-    return on_host._replace(sharding=leaf.requested.sharding or _default_sharding())
+    return on_host._replace(sharding=requested.sharding or _default_sharding())
 
 
 def _array_on_host(row: SavedLeaf) -> StoredArray:
