@@ -78,11 +78,21 @@ def checksums(
 
 def registers(arrays: Sequence[jax.Array | np.ndarray], *, replicas: bool = False) -> bytes:
     """What this process contributes to the checksums; `of_registers` combines it."""
-    joined = _joined_parts(arrays, replicas)
     contribution = np.zeros(len(arrays), _CONTRIBUTION)
     contribution["is_copy"] = [not is_spread(x) for x in arrays]
-    contribution["register"] = joined.registers
-    contribution["balance"] = joined.balances
+    # Parts of one layout are joined many at once: numpy takes as long for one as for hundreds.
+    waiting = defaultdict[_Layout, list[_Read]](list)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
+        for index, data, part in _parts(arrays, replicas):
+            layout, reads = part.layout, waiting[part.layout]
+            if data.nbytes // layout.runs >= FOR_A_THREAD:
+                reads.append(_Read(index, part, readers.submit(_read, data, layout.runs)))
+            else:
+                reads.append(_Read(index, part, _read(data, layout.runs)))
+            if 4 * layout.runs * len(reads) >= BLOCK:  # the bytes of their registers
+                _join(contribution, layout, waiting.pop(layout))
+        for layout, reads in waiting.items():
+            _join(contribution, layout, reads)
     return contribution.tobytes()
 
 
@@ -173,6 +183,8 @@ def _parts(
     """The index, data and part of each first replica that this process has, or of all replicas."""
     known: dict[Any, dict[Any, _Part]] = {}  # arrays that agree in the key have the same parts
     for i, x in enumerate(arrays):
+        if not x.size:
+            continue
         if not isinstance(x, jax.Array):
             yield i, x, _Part(_layout(x.shape, x.shape, x.dtype.itemsize), 0)
             continue
@@ -190,7 +202,7 @@ def _part(x: jax.Array, shard: Any, replicas: bool) -> _Part:
     is_first = shard.replica_id == 0
     if not replicas:
         return _Part(layout, after, is_first)
-    count = x.sharding.num_devices * math.prod(layout.part) // max(1, x.size)
+    count = x.sharding.num_devices * math.prod(layout.part) // x.size
     return _Part(layout, after, is_first, _weight(shard.replica_id, count, after))
 
 
@@ -220,55 +232,18 @@ class _Read(NamedTuple):
         return self.registers.result() if isinstance(self.registers, Future) else self.registers
 
 
-class _Joiner:
-    """Joins parts to the registers of their arrays, and to the balances of their replicas.
-
-    Parts of one layout wait to be joined many at once: numpy takes as long for one as for hundreds.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.registers = np.zeros(count, np.uint32)
-        self.balances = np.zeros(count, np.uint64)
-        self._waiting = defaultdict[_Layout, list[_Read]](list)
-
-    def add(self, read: _Read) -> None:
-        layout = read.part.layout
-        self._waiting[layout].append(read)
-        if len(self._waiting[layout]) * layout.runs * self.registers.itemsize >= BLOCK:
-            self._join(layout)
-
-    def end(self) -> None:
-        for layout in list(self._waiting):
-            self._join(layout)
-
-    def _join(self, layout: _Layout) -> None:
-        reads = self._waiting.pop(layout)
-        arrays = [read.array for read in reads]
-        parts = [read.part for read in reads]
-        runs = np.stack([read.result() for read in reads])
-        after = np.array([part.after for part in parts])
-        weights = np.array([part.weight for part in parts], np.uint64)
-        first = np.array([part.is_first for part in parts])
-        advanced = _each_advanced(layout.joined(runs), after)
-        # `ufunc.at`, since an array may have several of these parts.
-        np.bitwise_xor.at(self.registers, arrays, np.where(first, advanced, np.uint32(0)))
-        np.add.at(self.balances, arrays, advanced * weights)
-
-
-def _joined_parts(arrays: Sequence[jax.Array | np.ndarray], replicas: bool) -> _Joiner:
-    """Reads the parts that this process has. The registers start from zero."""
-    joiner = _Joiner(len(arrays))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as readers:
-        for index, data, part in _parts(arrays, replicas):
-            if not data.size:
-                continue
-            runs = part.layout.runs
-            if data.nbytes // runs >= FOR_A_THREAD:
-                joiner.add(_Read(index, part, readers.submit(_read, data, runs)))
-            else:
-                joiner.add(_Read(index, part, _read(data, runs)))
-        joiner.end()
-    return joiner
+def _join(contribution: np.ndarray, layout: _Layout, reads: Sequence[_Read]) -> None:
+    """Adds parts of one layout to the registers of their arrays, which start from zero."""
+    arrays = [read.array for read in reads]
+    parts = [read.part for read in reads]
+    runs = np.stack([read.result() for read in reads])
+    after = np.array([part.after for part in parts])
+    weights = np.array([part.weight for part in parts], np.uint64)
+    first = np.array([part.is_first for part in parts])
+    advanced = _each_advanced(layout.joined(runs), after)
+    # `ufunc.at`, since an array may have several of these parts.
+    np.bitwise_xor.at(contribution["register"], arrays, np.where(first, advanced, np.uint32(0)))
+    np.add.at(contribution["balance"], arrays, advanced * weights)
 
 
 def _read(data: Any, runs: int) -> np.ndarray:
