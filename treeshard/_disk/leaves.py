@@ -95,9 +95,10 @@ def is_none(x: Any) -> bool:
 # ------------------------------------------------------------------ values as text
 
 
-def value_text(x: Any) -> str:
-    """A Python scalar, a string or bytes, as text, without loss."""
-    return _SCALARS[_SCALAR_KINDS[type(x)]].write(x)
+def value_text(x: Any) -> tuple[str, str]:
+    """The kind of a Python scalar, a string or bytes, and its value as text, without loss."""
+    kind = _SCALAR_KINDS[type(x)]
+    return kind, _SCALARS[kind].write(x)
 
 
 def value_of(kind: str, text: str) -> Any:

@@ -267,39 +267,28 @@ def read_request(
     leaves, treedef = tree_flatten(tree, is_leaf=is_none)
     if placing.rules is not None:
         shardings = _decided(tree, placing.rules, placing, where)
-        on_devices = True
-    elif like is not None:
-        shardings = [_own_sharding(leaf, where) for leaf in leaves]
-        on_devices = None  # as each leaf of `like`
     else:
-        shardings = [None] * len(leaves)
-        on_devices = False
+        shardings = [_own_sharding(leaf, where) for leaf in leaves]
     requested: dict[int, RequestedLeaf] = {}
     for i, name in names(tree).items():
-        leaf = _requested(name, leaves[i], shardings[i], on_devices)
-        if leaf is not None:
-            requested[i] = leaf
+        type_ = leaf_type(leaves[i])
+        if type_ is None:
+            continue
+        if type_.dtype and placing.rules is not None:
+            type_ = type_._replace(on_devices=True)
+        requested[i] = RequestedLeaf(name, type_, shardings[i] if type_.dtype else None)
     types = {leaf.name: leaf.type for leaf in requested.values()}
     return Request(leaves, treedef, requested, stored, compare(stored, types, to))
 
 
 def _like_leaf(x: LeafType) -> Any:
-    if x.dtype:
+    """A leaf that requests this type, in host memory."""
+    if x.kind == "array":
+        # A view of one number, which takes no memory.
+        return np.broadcast_to(np.zeros((), parse_dtype(x.dtype)), x.shape)
+    if x.kind == "key":
         return jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype))
     return empty_value(x.kind)
-
-
-def _requested(
-    name: str, leaf: Any, sharding: Any, on_devices: bool | None
-) -> RequestedLeaf | None:
-    type_ = leaf_type(leaf)
-    if type_ is None:
-        return None
-    if not type_.dtype:
-        return RequestedLeaf(name, type_, None)
-    if on_devices is not None:
-        type_ = type_._replace(on_devices=on_devices)
-    return RequestedLeaf(name, type_, sharding)
 
 
 def _decided(tree: PyTree, rules: Rules, placing: Placing, where: str) -> list[Any]:

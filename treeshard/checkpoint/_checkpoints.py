@@ -5,10 +5,12 @@ Older checkpoints are removed once a later one is durable. Each is renamed first
 from readers, so that none ever sees half of one; then a thread removes the files.
 """
 
+import json
 import operator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from typing import Any, SupportsIndex, Unpack
+from functools import partial
+from typing import SupportsIndex, Unpack
 
 import jax
 from etils import epath
@@ -94,10 +96,9 @@ class Checkpoints:
         self._keep, self._every, self._background = keep, every, background
         self._timeout, self._read_only, self._progress = timeout, read_only, progress
         with_bar((), "Checkpoints", show=progress)  # raises without tqdm, before anything is done
-        self._options: dict[str, Any] = {
-            "fingerprints": fingerprints,
-            "on_divergence": on_divergence,
-        }
+        self._begin = partial(
+            begin, fingerprints=fingerprints, on_divergence=on_divergence, timeout=timeout
+        )
         self._writing: tuple[int, Writing] | None = None
         self._removing = ThreadPoolExecutor(1, "treeshard-remove")
         self._held = ExitStack()
@@ -139,7 +140,7 @@ class Checkpoints:
             return False
         self.wait()
         path = self._directory / str(number)
-        self._writing = number, begin(path, state, timeout=self._timeout, **self._options)
+        self._writing = number, self._begin(path, state)
         if jax.process_index() == 0:
             self._warn_of_later_steps(number)
         if not self._background:
@@ -147,8 +148,8 @@ class Checkpoints:
         return True
 
     def _warn_of_later_steps(self, step: int) -> None:
-        latest = self.latest
-        if latest is not None and latest > step:
+        latest = max(self.steps(), default=step)
+        if latest > step:
             warn(
                 f"save({step}): {self._directory} has later steps, up to {latest}, which"
                 " `restore_latest` restores. Remove them, or save to another directory."
@@ -189,9 +190,8 @@ class Checkpoints:
     def _agreed_latest(self) -> int | None:
         """The latest step as process 0 sees it: others may see changes to the directory later."""
         with together("restore_latest", timeout=self._timeout) as of_process:
-            of_process.append(str(-1 if self.latest is None else self.latest).encode())
-        step = int(of_process[0])
-        return None if step < 0 else step
+            of_process.append(json.dumps(self.latest).encode())
+        return json.loads(of_process[0])
 
     def restore(
         self, step: SupportsIndex, like: PyTree = None, **options: Unpack[RestoreOptions]

@@ -7,6 +7,7 @@ they make the same call, what they could not read, and their parts of the checks
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypedDict
 from zlib import crc32
 
@@ -17,11 +18,11 @@ from jax.sharding import Sharding
 
 from treeshard._core.arrays import map_shards
 from treeshard._core.mesh import MeshLike
-from treeshard._core.paths import PyTree, leaf_paths, shared_names
+from treeshard._core.paths import PyTree
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together
 from treeshard._core.text import parse_dtype
 from treeshard._disk.files import PathLike
-from treeshard._disk.leaves import ReadLeaf, SavedLeaf, is_none, kind_of, raise_damages
+from treeshard._disk.leaves import ReadLeaf, SavedLeaf, raise_damages
 from treeshard._disk.requests import LeafType, Placing, RequestedLeaf, read_request
 from treeshard._planning.rules import Rules
 from treeshard.checkpoint._array_store import ArrayStore, StoredArray
@@ -33,11 +34,12 @@ from treeshard.checkpoint._checksums import (
     registers,
 )
 from treeshard.checkpoint._paths import checkpoint_path, gone, seal, table_text
-from treeshard.checkpoint._table import LeafTable, from_text, in_its_dtype, unpack
-from treeshard.errors import CheckpointError, DamagedError, FormatError, MismatchError, listed
+from treeshard.checkpoint._table import LeafTable, from_text, in_its_dtype, paths_of, unpack
+from treeshard.errors import CheckpointError, DamagedError, FormatError, MismatchError
 
 WHERE = "restore"
 
+_paths = partial(paths_of, where=WHERE, error=MismatchError)
 Leaves = Sequence[tuple[SavedLeaf, RequestedLeaf]]  # as they are stored, and as requested
 
 
@@ -127,7 +129,7 @@ def restore(
         rows = {row.path: row for row in _table_of(checkpoint, text).leaves}
         types = {row.path: LeafType(row.kind, row.shape, row.dtype) for row in rows.values()}
         placing = Placing(rules, mesh, min_size)
-        request = read_request(types, like, placing, cast=cast, names=_paths_of, where=WHERE)
+        request = read_request(types, like, placing, cast=cast, names=_paths, where=WHERE)
         request.differences.check(str(checkpoint), partial=partial)
         facts["the path"] = str(checkpoint)
         facts["the table of leaves"] = f"CRC-32 {crc32(text.encode())}"
@@ -157,19 +159,6 @@ def _table_of(path: epath.Path, text: str) -> LeafTable:
     if seal(path) != str(crc32(text.encode())):
         raise DamagedError(f"{path}: the table of leaves does not belong to the arrays beside it.")
     return table
-
-
-def _paths_of(tree: PyTree) -> dict[int, str]:
-    """The paths of the leaves to read, by leaf index."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_none)
-    paths = leaf_paths(tree, is_leaf=is_none)
-    names = [path if kind_of(x) else None for path, x in zip(paths, leaves, strict=True)]
-    shared = shared_names(names, tree, is_leaf=is_none)
-    if shared:
-        facts = [f"{path}: shared by {', '.join(keys)}." for path, keys in shared.items()]
-        headline = f"{WHERE}: several leaves of `like` have the same path:"
-        raise MismatchError(listed(headline, facts))
-    return {i: name for i, name in enumerate(names) if name is not None}
 
 
 # ------------------------------------------------------------------ a leaf as requested

@@ -6,7 +6,7 @@ is text, so that a person can read it without any of these libraries.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -69,24 +69,30 @@ def pack(tree: PyTree) -> Packed:
     misfits = {i: _unstorable(x) for i, x in enumerate(tree_leaves(tree))}
     raise_unmovable(tree, {i: misfit for i, misfit in misfits.items() if misfit}, WHERE)
     leaves = tree_leaves(tree, is_leaf=is_none)
-    named = list(zip(leaf_paths(tree, is_leaf=is_none), leaves, strict=True))
-    _check_paths(named, tree)
+    named = [(path, leaves[i]) for i, path in paths_of(tree, WHERE, CheckpointError).items()]
     _check_unicode(named)
     rows: list[SavedLeaf] = []
     arrays: dict[str, jax.Array | np.ndarray] = {}
     for path, x in named:
-        kind = kind_of(x)
-        if kind is None:
-            continue
-        if not has_shape(x):
-            rows.append(_row_of_value(path, kind, x))
-        elif x.size == 0:
-            rows.append(_row_of_array(path, kind, x)._replace(crc=0))
-        else:
+        row = _row_of_array(path, x) if has_shape(x) else _row_of_value(path, x)
+        if row.crc is None:
             array = arrays[path] = _as_stored(x)
-            row = _row_of_array(path, kind, x)
-            rows.append(row._replace(stored=str(array.dtype), chunk=chunk_shape(array)))
+            row = row._replace(stored=str(array.dtype), chunk=chunk_shape(array))
+        rows.append(row)
     return Packed(LeafTable(_meshes(leaves), tuple(rows)), arrays)
+
+
+def paths_of(tree: PyTree, where: str, error: type[Exception]) -> dict[int, str]:
+    """The paths of the leaves that are not static, by leaf index. Raises if several share one."""
+    leaves = tree_leaves(tree, is_leaf=is_none)
+    paths = leaf_paths(tree, is_leaf=is_none)
+    names = [path if kind_of(x) else None for path, x in zip(paths, leaves, strict=True)]
+    shared = shared_names(names, tree, is_leaf=is_none)
+    if shared:
+        facts = [f"{p}: shared by {', '.join(keys)}. Rename a key." for p, keys in shared.items()]
+        headline = f"{len(facts)} paths are shared by several leaves:"
+        raise error(f"{where}: {listed(headline, facts)}")
+    return {i: name for i, name in enumerate(names) if name is not None}
 
 
 def unpack(row: SavedLeaf, stored: jax.Array | np.ndarray | None) -> Any:
@@ -126,42 +132,37 @@ def _unstorable(x: Any) -> Misfit | None:
     return None
 
 
-def _check_paths(named: Sequence[tuple[str, Any]], tree: PyTree) -> None:
-    names = [path if kind_of(x) else None for path, x in named]
-    shared = shared_names(names, tree, is_leaf=is_none)
-    if shared:
-        facts = [f"{p}: shared by {', '.join(keys)}. Rename a key." for p, keys in shared.items()]
-        headline = f"{len(facts)} paths are shared by several leaves:"
-        raise CheckpointError(f"{WHERE}: {listed(headline, facts)}")
-
-
 def _check_unicode(named: Iterable[tuple[str, Any]]) -> None:
     """Python's strings may hold half of a surrogate pair, which no UTF-8 file can."""
-    facts = []
+    facts: list[str] = []
     for path, x in named:
-        kind = kind_of(x)
-        texts = [path] if kind else []
-        texts += [x] if kind == "str" else []
         try:
-            "".join(texts).encode()
+            path.encode()
+            if isinstance(x, str):
+                x.encode()
         except UnicodeEncodeError as error:
             facts.append(f"{path!a}: it is not valid Unicode ({error.reason}). Save it as bytes.")
     if facts:
         raise LeafError(f"{WHERE}: {listed(f'{len(facts)} strings cannot be saved:', facts)}")
 
 
-def _row_of_value(path: str, kind: str, x: Any) -> SavedLeaf:
-    value = None if x is None else value_text(x)
-    return SavedLeaf(path, kind, value=value, crc=crc32((value or "").encode()))
+def _row_of_value(path: str, x: Any) -> SavedLeaf:
+    if x is None:
+        return SavedLeaf(path, "none", crc=0)
+    kind, value = value_text(x)
+    return SavedLeaf(path, kind, value=value, crc=crc32(value.encode()))
 
 
-def _row_of_array(path: str, kind: str, x: Any) -> SavedLeaf:
-    """The row of an array or of keys, but for how it is stored."""
+def _row_of_array(path: str, x: Any) -> SavedLeaf:
+    """The row of an array or of keys, but for how it is stored. Without elements, it is not."""
     sharding = getattr(x, "sharding", None)
     spec = repr(sharding.spec) if isinstance(sharding, NamedSharding) else None
-    if kind == "key":
-        return SavedLeaf(path, kind, x.shape, str(x.dtype), spec, impl=str(jax.random.key_impl(x)))
-    return SavedLeaf(path, kind, x.shape, str(x.dtype.newbyteorder("=")), spec)
+    crc = None if x.size else 0
+    if is_key(x):
+        impl = str(jax.random.key_impl(x))
+        return SavedLeaf(path, "key", x.shape, str(x.dtype), spec, impl=impl, crc=crc)
+    dtype = str(x.dtype.newbyteorder("="))
+    return SavedLeaf(path, "array", x.shape, dtype, spec, crc=crc)
 
 
 def _meshes(leaves: Iterable[Any]) -> tuple[dict[str, int], ...]:
