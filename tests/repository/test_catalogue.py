@@ -9,7 +9,7 @@ from typing import Any
 import errors_page
 import pytest
 from catalogue import GROUPS, OPS, REASONS, Entry, Group
-from pages import ROOT
+from files import SOURCES, parsed
 from surface import surface
 
 import treeshard as ts
@@ -84,19 +84,11 @@ def test_anchors_are_unique() -> None:
 # ------------------------------------------------------------------ completeness
 
 
-MODULES = {
-    path.relative_to(ROOT / "treeshard").as_posix(): path.read_text()
-    for path in (ROOT / "treeshard").rglob("*.py")
-}
-
-
-def first_arguments(function: str, modules: Iterable[str] = MODULES) -> set[str]:
+def first_arguments(function: str, modules: Iterable[str] = SOURCES) -> set[str]:
     """The strings in the first argument of all calls of a function: the codes that it gets."""
     strings: set[str] = set()
-    for module in modules:
-        if function not in MODULES[module]:
-            continue
-        for node in ast.walk(ast.parse(MODULES[module])):
+    for source in [SOURCES[module] for module in modules if function in SOURCES[module]]:
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.Call) and node.args:
                 called = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
                 if called == function:
@@ -128,31 +120,25 @@ def test_no_class_is_missing() -> None:
     assert classes - NAMES == set()
 
 
-def test_no_finding_is_missing() -> None:
-    # The code of a misfit is the kind of its adjustment.
-    rows = {row.partition(",")[0] for row in _findings._WORDS}
-    codes = rows | _specs.MISFITS | _lint.RELATED
+# The code of a misfit is the kind of its adjustment.
+FINDINGS = {row.partition(",")[0] for row in _findings._WORDS} | _specs.MISFITS | _lint.RELATED
+COMPARING = [f"treeshard/communication/{name}.py" for name in ("_comparison", "_matching")]
+UNPLANNED = first_arguments("_add", COMPARING) | first_arguments("Unplanned", COMPARING)
+
+
+@pytest.mark.parametrize(
+    ("codes", "record", "attribute"),
+    [
+        pytest.param(FINDINGS, ts.Finding, "code", id="findings"),
+        pytest.param(first_arguments("Adjustment") - INTERNAL, ts.Adjustment, "kind", id="specs"),
+        pytest.param(UNPLANNED, Unplanned, "code", id="comparisons"),
+        pytest.param({*_stability._FIXES}, _stability.LeafDifference, "what", id="differences"),
+    ],
+)
+def test_no_code_is_missing(codes: set[str], record: type, attribute: str) -> None:
+    assert codes
     assert codes - NAMES == set()
-    assert in_docstring(ts.Finding, "code") == codes
-
-
-def test_no_adjustment_is_missing() -> None:
-    kinds = first_arguments("Adjustment")
-    assert kinds - NAMES - INTERNAL == set()
-    assert in_docstring(ts.Adjustment, "kind") == kinds - INTERNAL
-
-
-def test_no_code_of_a_comparison_is_missing() -> None:
-    modules = ["communication/_comparison.py", "communication/_matching.py"]
-    codes = first_arguments("_add", modules) | first_arguments("Unplanned", modules)
-    assert codes - NAMES == set()
-    assert in_docstring(Unplanned, "code") == codes
-
-
-def test_no_difference_is_missing() -> None:
-    kinds = set(_stability._FIXES)
-    assert kinds - NAMES == set()
-    assert in_docstring(_stability.LeafDifference, "what") == kinds
+    assert in_docstring(record, attribute) == codes
 
 
 def test_no_word_of_a_comparison_is_missing() -> None:
@@ -163,4 +149,4 @@ def test_no_word_of_a_comparison_is_missing() -> None:
 
 def test_every_name_of_the_catalogue_is_in_the_sources() -> None:
     for name in NAMES:
-        assert any(name in source for source in MODULES.values()), name
+        assert any(name in source for source in SOURCES.values()), name

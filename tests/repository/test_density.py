@@ -1,14 +1,11 @@
 """Functions with many branches are few, and each has a reason."""
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 import pytest
+from files import SOURCES, parsed
 
-import treeshard
-
-ROOT = Path(treeshard.__file__).parents[1]
 LIMIT = 18  # branches that a function may have without a reason
 AT_MOST = 10  # functions that have one
 
@@ -39,12 +36,12 @@ def branches(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def functions(source: str) -> Iterator[tuple[str, int]]:
     """The functions and methods of a source, with their branches."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, branches(node)
 
 
-def above_the_limit(sources: dict[str, str]) -> dict[str, int]:
+def above_the_limit(sources: Mapping[str, str]) -> dict[str, int]:
     """The functions with more branches than the limit, by path and name."""
     return {
         f"{path}:{name}": count
@@ -54,13 +51,8 @@ def above_the_limit(sources: dict[str, str]) -> dict[str, int]:
     }
 
 
-def sources() -> dict[str, str]:
-    files = sorted((ROOT / "treeshard").rglob("*.py"))
-    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
-
-
 def test_functions_with_many_branches_have_a_reason() -> None:
-    assert above_the_limit(sources()).keys() == HARD.keys()
+    assert above_the_limit(SOURCES).keys() == HARD.keys()
 
 
 def test_the_reasons_are_few_and_of_one_line() -> None:

@@ -4,15 +4,16 @@ import ast
 import json
 import pkgutil
 import re
-import tomllib
 from pathlib import Path
 
 import command_line
 import links
 import notebook
 import pytest
+from files import DOCS, EXTRAS, README, ROOT, SOURCES
+from files import PAGES as TEXTS
 from helpers import OFFLOADS
-from pages import ROOT, as_printed, blocks, pages, run
+from pages import as_printed, blocks, pages, run
 from surface import surface
 
 ERRORS = ROOT / "docs" / "errors"  # test_catalogue runs these
@@ -89,19 +90,19 @@ def test_an_error_that_a_page_does_not_show_is_raised(tmp_path: Path) -> None:
         list(run(page))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_block_is_missed(page: Path) -> None:
-    text = page.read_text()
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
+def test_no_block_is_missed(page: str) -> None:
+    text = TEXTS[page]
     assert len(blocks(text)) == len(re.findall(r"```(?:python|console)", text))
 
 
 def test_what_one_compiler_does_is_not_said_of_all() -> None:
-    files = [*pages(), *(ROOT / "treeshard").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    examples = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
     reduces = r"the\s+compiler\b[^()]{0,80}\b(all-reduc|reduce-scatter|scatters|widen)"
     said = [
-        (file.name, sentence)
-        for file in files
-        for sentence in re.split(r"\n\s*\n|(?<=[.!?|])\s", file.read_text())
+        (name, sentence)
+        for name, text in {**TEXTS, **SOURCES, **examples}.items()
+        for sentence in re.split(r"\n\s*\n|(?<=[.!?|])\s", text)
         if re.search(reduces, sentence, re.I)
     ]
     assert said
@@ -137,9 +138,8 @@ def test_a_command_on_a_page_runs(tmp_path: Path) -> None:
 
 def test_the_readme_hides_no_code() -> None:
     """A reader can paste its first block and run it; what it prints follows."""
-    text = (ROOT / "README.md").read_text()
-    assert "```" not in "".join(re.findall(r"<!--.*?-->", text, re.DOTALL))
-    first = blocks(text)[0]
+    assert "```" not in "".join(re.findall(r"<!--.*?-->", README, re.DOTALL))
+    first = blocks(README)[0]
     assert first.printed
     assert len(first.code.splitlines()) <= 25
     assert "ts.unshard(" in first.code
@@ -181,10 +181,9 @@ RAW = "https://raw.githubusercontent.com/treeshard/treeshard/main/"
 
 def test_the_readme_reads_alike_on_a_package_index() -> None:
     """An index shows it without the files beside it."""
-    text = (ROOT / "README.md").read_text()
-    assert [target for target in linked(text) if "://" not in target] == []
-    defined = set(re.findall(r"^\[([^\]]+)\]: ", text, re.MULTILINE))
-    prose = re.sub(r"(?s)```.*?```", "", text)
+    assert [target for target in linked(README) if "://" not in target] == []
+    defined = set(re.findall(r"^\[([^\]]+)\]: ", README, re.MULTILINE))
+    prose = re.sub(r"(?s)```.*?```", "", README)
     assert set(re.findall(r"\]\[([^\]]+)\]", prose)) == defined
 
 
@@ -194,15 +193,11 @@ def slug(title: str) -> str:
 
 def test_the_install_page_lists_the_extras() -> None:
     """What messages and pages tell to type is on the install page, letter for letter."""
-    page = (ROOT / "docs" / "install.md").read_text()
-    listed = re.findall(r"`(pip install 'treeshard\[\w+\]')`", page)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = set(project["optional-dependencies"]) - {"bench", "dev", "docs"}
+    listed = re.findall(r"`(pip install 'treeshard\[\w+\]')`", DOCS["docs/install.md"])
+    extras = EXTRAS.keys() - {"bench", "dev", "docs"}
     assert sorted(listed) == sorted(f"pip install 'treeshard[{extra}]'" for extra in extras)
-    sources = [*(ROOT / "treeshard").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
-    for path in (*sources, ROOT / "README.md"):
-        told = re.findall(r"pip install '?\"?treeshard\S*", path.read_text())
-        for command in told:
+    for path, text in {**SOURCES, **TEXTS}.items():
+        for command in re.findall(r"pip install '?\"?treeshard\S*", text):
             said = re.match(r"pip install 'treeshard\[(\w+|\{extra\})\]'", command)
             assert said, f"{path}: {command}"
             assert said[1] in {*extras, "{extra}"}, f"{path}: {command}"
@@ -212,10 +207,10 @@ def test_the_navigation_lists_every_page_by_its_title() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"- (.+)$", nav, re.MULTILINE)
     listed = [entry for entry in entries if not entry.endswith(":")]
-    assert sorted(listed) == sorted(
-        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
-    ), "a page is listed once, and without a label: its title is the label"
-    titles = [(ROOT / "docs" / page).read_text().partition("\n")[0] for page in listed]
+    assert sorted(f"docs/{page}" for page in listed) == sorted(DOCS), (
+        "a page is listed once, and without a label: its title is the label"
+    )
+    titles = [DOCS[f"docs/{page}"].partition("\n")[0] for page in listed]
     assert all(title.startswith("# ") for title in titles)
     assert len(set(titles)) == len(titles)
 
@@ -233,11 +228,7 @@ WITHOUT_CODE = {
 
 
 def test_a_page_has_code_that_runs_or_a_reason() -> None:
-    without = {
-        str(page.relative_to(ROOT / "docs"))
-        for page in (ROOT / "docs").rglob("*.md")
-        if not blocks(page.read_text())
-    }
+    without = {page.removeprefix("docs/") for page, text in DOCS.items() if not blocks(text)}
     migrations = {page for page in without if page.startswith("coming-from/")}
     assert without - migrations == set(WITHOUT_CODE)
     for page in migrations - {"coming-from/index.md"}:  # test_migration_* run their tables
@@ -247,23 +238,24 @@ def test_a_page_has_code_that_runs_or_a_reason() -> None:
 
 def test_cells_are_short_enough_to_read() -> None:
     """What a row of a migration table has to say beyond this stands under the table."""
-    for page in (ROOT / "docs" / "coming-from").glob("*.md"):
-        for line in page.read_text().splitlines():
+    for page, text in DOCS.items():
+        if not page.startswith("docs/coming-from/"):
+            continue
+        for line in text.splitlines():
             if line.startswith("| "):
-                assert max(len(cell) for cell in line.split(" | ")) <= 250, f"{page.name}: {line}"
+                assert max(len(cell) for cell in line.split(" | ")) <= 250, f"{page}: {line}"
 
 
 def test_code_that_does_not_run_is_code() -> None:
     """```py blocks need packages that the tests do without; the page says so."""
-    for page in (ROOT / "docs").rglob("*.md"):
-        text = page.read_text()
+    for page, text in DOCS.items():
         for code in re.findall(r"^```py\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             ast.parse(code)
             assert "not run by" in " ".join(text.split()), page
 
 
 def test_the_reference_lists_every_public_name() -> None:
-    page = (ROOT / "docs" / "reference.md").read_text()
+    page = DOCS["docs/reference.md"]
     listed = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
     assert sorted(listed) == sorted(surface())
 
@@ -274,10 +266,9 @@ def test_the_names_that_pages_link_are_those_of_the_libraries() -> None:
     for name, address in links.ADDRESSES.items():
         pkgutil.resolve_name(name)
         assert re.fullmatch(r"https://[\w.-]+/[\w./#-]+", address), name
-    texts = [page.read_text() for page in (ROOT / "docs").rglob("*.md")]
     linked = {
         name or text
-        for page in texts
+        for page in DOCS.values()
         for text, name in re.findall(r"\[`([^`\n]+)`\]\[([\w.]*)\]", page)
     }
     assert "jax.jit" in linked
@@ -286,7 +277,7 @@ def test_the_names_that_pages_link_are_those_of_the_libraries() -> None:
 
 def test_the_tutorial_is_the_demo() -> None:
     """What the tutorial defines, and the demo too, is the same in both."""
-    page = "\n".join(block.code for block in blocks((ROOT / "docs" / "tutorial.md").read_text()))
+    page = "\n".join(block.code for block in blocks(DOCS["docs/tutorial.md"]))
     told = _definitions(page)
     demo = _definitions((ROOT / "examples" / "train_fsdp.py").read_text())
     shared = told.keys() & demo.keys()

@@ -3,14 +3,11 @@
 import ast
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from functools import cache
 from typing import NamedTuple
 
 import pytest
-
-import treeshard
-
-ROOT = Path(treeshard.__file__).parent
+from files import SOURCES, parsed
 
 # A module imports from its own package and from the rows above it. Packages in one row do not
 # know each other.
@@ -65,19 +62,17 @@ class Import(NamedTuple):
     relative: bool = False
 
 
-def sources() -> dict[str, str]:
-    """The text of every module, by dotted name: `treeshard._core.mesh`, `treeshard.__init__`."""
-    texts = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        name = ".".join(["treeshard", *path.relative_to(ROOT).with_suffix("").parts])
-        texts[name.removesuffix(".__init__") if path.parent != ROOT else name] = path.read_text()
-    return texts
+def dotted(path: str) -> str:
+    """`treeshard._core.mesh` of `treeshard/_core/mesh.py`; `treeshard.__init__` stays."""
+    name = path.removesuffix(".py").replace("/", ".")
+    return name if name == "treeshard.__init__" else name.removesuffix(".__init__")
 
 
-MODULES = sources()
+MODULES = {dotted(path): source for path, source in SOURCES.items()}
 
 
-def imports(source: str) -> Iterator[Import]:
+@cache
+def imports(source: str) -> tuple[Import, ...]:
     """What a source imports, by statement, `import_module` or `__import__`."""
 
     def visit(node: ast.AST, in_function: bool) -> Iterator[Import]:
@@ -101,7 +96,7 @@ def imports(source: str) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, in_function or isinstance(node, functions))
 
-    return visit(ast.parse(source), False)
+    return tuple(visit(parsed(source), False))
 
 
 def package_of(module: str) -> str:

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from collections.abc import Mapping
 from email import message_from_bytes
@@ -14,13 +13,10 @@ from pathlib import Path
 import floor
 import newest_python
 import pytest
+from files import EXTRAS, PAGES, PROJECT, ROOT, SOURCES
 from large_binaries import large_binaries
 
 import treeshard as ts
-
-ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = PROJECT["optional-dependencies"]
 
 
 def run(*command: object, cwd: Path = ROOT) -> str:
@@ -62,8 +58,7 @@ def test_the_wheel_works_with_its_declared_dependencies_only(built: Path, tmp_pa
 
 def test_the_wheel_has_the_library_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    library = {str(path.relative_to(ROOT)) for path in (ROOT / "treeshard").rglob("*.py")}
-    assert files == library | {"treeshard/__init__.pyi", "treeshard/py.typed"}
+    assert files == SOURCES.keys() | {"treeshard/__init__.pyi", "treeshard/py.typed"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
 
@@ -142,10 +137,7 @@ def test_the_repository_has_one_address() -> None:
     pages = (ROOT / "mkdocs.yml").read_text()
     assert f"repo_url: {source}\n" in pages
     assert f"site_url: {docs}\n" in pages
-    texts = {
-        path: path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
-    }
-    for path, text in texts.items():
+    for path, text in PAGES.items():
         for url in re.findall(r"https://[\w./-]*treeshard[\w./-]*", text):
             raw = source.replace("github.com", "raw.githubusercontent.com")
             assert url.startswith((source, docs.rstrip("/"), raw)), f"{path}: {url}"
@@ -212,7 +204,7 @@ def test_other_bounds_than_lower_bounds_are_rejected() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_pages_state_the_floor(page: str) -> None:
-    text = (ROOT / page).read_text()
+    text = PAGES[page]
     bounds = dict(pin.split("==") for pin in floor.floor())
     jax = ".".join(bounds["jax"].split(".")[:2])
     assert re.search(rf"JAX {re.escape(jax)}\b", text)
@@ -223,8 +215,7 @@ def test_pages_state_the_floor(page: str) -> None:
 
 
 def test_messages_name_existing_extras() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "treeshard").rglob("*.py"))
-    named = extras_named(sources)
+    named = extras_named("".join(SOURCES.values()))
     assert named
     assert named <= set(EXTRAS)
 

@@ -8,9 +8,9 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from files import PAGES, ROOT
 from helpers import compiling_quickly
 from jax.sharding import PartitionSpec as P
-from pages import ROOT
 
 import treeshard as ts
 from examples import train_fsdp
@@ -107,20 +107,15 @@ def test_the_kept_loss_has_the_labels_that_are_drawn(drawn: dict[str, str]) -> N
     assert not stale, "python -m tools.draw_pictures --loss"
 
 
-@pytest.mark.parametrize(
-    "page",
-    [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))],
-    ids=lambda page: str(page.relative_to(ROOT)),
-)
-def test_a_page_shows_pictures_that_there_are(page: Path) -> None:
-    text = page.read_text()
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_pictures_that_there_are(page: str) -> None:
+    text = PAGES[page]
     shown = re.findall(r"!\[[^\]]*\]\(([^)\s]+)", text)
     shown += re.findall(r"^\[[^\]]+\]: https://raw\S*/main/(\S+)$", text, re.MULTILINE)
     shown += re.findall(r'<img[^>]* src="([^"]+)"', text)
-    assert [name for name in shown if not (page.parent / name).is_file()] == []
+    assert [name for name in shown if not ((ROOT / page).parent / name).is_file()] == []
 
 
 def test_every_picture_is_shown() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    text = "".join(page.read_text() for page in pages)
+    text = "".join(PAGES.values())
     assert [path.name for path in PICTURES.iterdir() if f"pictures/{path.name}" not in text] == []

@@ -6,19 +6,15 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
+from files import PAGES, ROOT
 from jax._src.clusters import SlurmCluster
 from jax.sharding import PartitionSpec as P
-from pages import ROOT
 
 import treeshard as ts
 from examples import multiprocess
 from treeshard._core.mesh import parse_axes
 from treeshard.training import init_sharded
 
-PAGES = {
-    str(path.relative_to(ROOT)): path.read_text()
-    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
-}
 HOSTS = PAGES["docs/how-to/several-hosts.md"]
 
 
@@ -99,6 +95,10 @@ def test_bits_are_promised_of_elementwise_initialisers_only(page: str) -> None:
             assert "elementwise" in paragraph.lower()
 
 
+EXAMPLES = {path.name: path.read_text() for path in ROOT.glob("examples/*.py")}
+WORDS = {name: " ".join(text.split()) for name, text in {**PAGES, **EXAMPLES}.items()}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -110,14 +110,13 @@ def test_bits_are_promised_of_elementwise_initialisers_only(page: str) -> None:
     ],
 )
 def test_what_our_own_figures_refute_is_not_said(wrong: str) -> None:
-    texts = {**PAGES, **{path.name: path.read_text() for path in ROOT.glob("examples/*.py")}}
-    assert [page for page, text in texts.items() if re.search(wrong, " ".join(text.split()))] == []
+    assert [page for page, text in WORDS.items() if re.search(wrong, text)] == []
 
 
 def test_the_floor_of_sizes_is_on_the_first_pages_and_where_rules_are_moved() -> None:
     """`MIN_SHARDING_SIZE` replaces a spec that somebody wrote."""
     for page in ("README.md", "docs/index.md", "docs/coming-from/easylm.md"):
-        text = " ".join(PAGES[page].split())
+        text = WORDS[page]
         assert re.search(r"16,?384", text), page
         assert "min_size=0" in text, page
 
@@ -134,6 +133,6 @@ def test_what_does_not_fit_its_rule_is_refused_where_the_page_on_replicated_leav
     assert match(strict=False) == {"w": P()}
     assert initialise(strict=False)[0]["w"].sharding.spec == P()
     assert ts.shard(tree, plan)["w"].sharding.spec == P()
-    said = " ".join(PAGES["docs/how-to/replicated.md"].split())
+    said = WORDS["docs/how-to/replicated.md"]
     assert "`init_sharded` and `match_partition_rules` without `strict=False`." in said
     assert "`shard(tree, plan)` does not" in said

@@ -101,16 +101,13 @@ class Checkpoints:
         )
         self._writing: tuple[int, Writing] | None = None
         self._removing = ThreadPoolExecutor(1, "treeshard-remove")
-        self._held = ExitStack()
         self._closed = False
-        if not read_only:
-            try:
+        with ExitStack() as held:
+            if not read_only:
                 with together("Checkpoints", timeout=timeout):
                     if jax.process_index() == 0:
-                        self._open()
-            except BaseException:
-                self._held.close()
-                raise
+                        _open(self._directory, held)
+            self._held = held.pop_all()
 
     def save(self, step: SupportsIndex, state: PyTree) -> bool:
         """Saves a state, if its step is a multiple of `every`.
@@ -256,27 +253,26 @@ class Checkpoints:
     def __repr__(self) -> str:
         return f"<Checkpoints: {self._directory}, {counted(len(self.steps()), 'step')}>"
 
-    # ------------------------------------------------------------------ inside
-
-    def _open(self) -> None:
-        """Locks the directory, and removes unfinished checkpoints of killed runs."""
-        make_directory(self._directory)
-        if not is_local(self._directory):
-            return
-        self._held.enter_context(Lock(lock_in(self._directory), str(self._directory)))
-        for left in self._directory.iterdir():
-            path = written_by(left)
-            if path is not None:
-                # If its lock is not free, another process is writing it.
-                with suppress(CheckpointError), Lock(lock_of(path), str(path)):
-                    sweep(path)
-
     def _remove_all_but(self, keep: int, saved: int) -> None:
         for step in {*self.steps()[:-keep]} - {saved}:
             try:
                 self._removing.submit(_remove, set_aside(self._directory / str(step)))
             except OSError as error:
                 warn(f"{self._directory}: step {step} cannot be removed: {error}.")
+
+
+def _open(directory: epath.Path, held: ExitStack) -> None:
+    """Locks the directory, and removes unfinished checkpoints of killed runs."""
+    make_directory(directory)
+    if not is_local(directory):
+        return
+    held.enter_context(Lock(lock_in(directory), str(directory)))
+    for left in directory.iterdir():
+        path = written_by(left)
+        if path is not None:
+            # If its lock is not free, another process is writing it.
+            with suppress(CheckpointError), Lock(lock_of(path), str(path)):
+                sweep(path)
 
 
 def _remove(old: epath.Path) -> None:
