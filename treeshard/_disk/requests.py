@@ -299,10 +299,10 @@ def _decided(tree: PyTree, rules: Rules, placing: Placing, where: str) -> list[A
 
 
 def _own_sharding(leaf: Any, where: str) -> Sharding | None:
-    is_numpy = isinstance(leaf, np.ndarray | np.generic)
     # An array that is not committed is on the default device only until a program moves it.
-    if is_numpy or not has_shape(leaf) or not getattr(leaf, "committed", True):
+    if not getattr(leaf, "committed", True):
         return None
-    if isinstance(leaf.sharding, NamedSharding):
-        with_devices(leaf.sharding.mesh, where)  # raises unless the mesh has devices
-    return leaf.sharding
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        with_devices(sharding.mesh, where)  # raises unless the mesh has devices
+    return sharding

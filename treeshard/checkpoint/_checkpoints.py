@@ -96,9 +96,7 @@ class Checkpoints:
         self._keep, self._every, self._background = keep, every, background
         self._timeout, self._read_only, self._progress = timeout, read_only, progress
         with_bar((), "Checkpoints", show=progress)  # raises without tqdm, before anything is done
-        self._begin = partial(
-            begin, fingerprints=fingerprints, on_divergence=on_divergence, timeout=timeout
-        )
+        self._begin = partial(begin, fingerprints=fingerprints, on_divergence=on_divergence)
         self._writing: tuple[int, Writing] | None = None
         self._removing = ThreadPoolExecutor(1, "treeshard-remove")
         self._closed = False
@@ -137,7 +135,7 @@ class Checkpoints:
             return False
         self.wait()
         path = self._directory / str(number)
-        self._writing = number, self._begin(path, state)
+        self._writing = number, self._begin(path, state, timeout=self._timeout)
         if jax.process_index() == 0:
             self._warn_of_later_steps(number)
         if not self._background:
