@@ -20,12 +20,7 @@ from treeshard.communication._dataflow import (
     Value,
     operands,
 )
-from treeshard.communication._device_groups import (
-    UNKNOWN,
-    Groups,
-    groups_of,
-    groups_of_pairs,
-)
+from treeshard.communication._device_groups import UNKNOWN, Groups, groups_of, groups_of_pairs
 from treeshard.communication._hlo import Buffer, Computation, Op
 from treeshard.communication._program import (
     MEGASCALE,
@@ -44,7 +39,6 @@ _NAMED_LIKE_ONE = re.compile(
 
 # Ops whose result has the elements of their operand, perhaps in another shape.
 _WRAPPERS = (
-    "all-reduce",
     "bitcast",
     "call",
     "copy",
@@ -360,7 +354,11 @@ class CollectiveReader:
             return [(Buffer(dtype, None, 0), read)]
         if op.opcode == "send" and read:
             # `(f32[512,8,128], u32[], token[]) send(%bitcast, %after-all), channel_id=2`
-            return self._unjoined(kind, read[0], _sent(kind, read[0], groups))
+            part = _type(read[0])
+            # Of an all-gather, one slice's part is sent.
+            parts = groups.size if kind == "all-gather" else 1
+            payload = part._replace(bytes=_product(part.bytes, parts))
+            return self._unjoined(kind, read[0], payload)
         if not read or len(results) != len(read):
             return [(_UNREAD, read)]
         if kind == "all-to-all" and not op.attribute("dimensions"):
@@ -376,8 +374,10 @@ class CollectiveReader:
     ) -> list[tuple[Buffer, list[Value]]]:
         if op.opcode.startswith("reduce-scatter"):
             # `f32[512,1024] reduce-scatter(%fusion.12)`, of f32[4096,1024]
-            size = _type(operand).bytes or _product(result.bytes, groups.size)
-            return [(result._replace(bytes=size), [operand])]
+            full = _type(operand)
+            if full.bytes is None:
+                full = result._replace(bytes=_product(result.bytes, groups.size))
+            return [(full, [operand])]
         if kind == "reduce-scatter" and operand.op.opcode == "pad":
             # `%pad = f32[4128,1024] pad(%input, %constant.63), padding=0_32x0_0`, on TPUs
             unpadded = operands(operand)[0]
@@ -402,13 +402,10 @@ class CollectiveReader:
 
     def _unwrapped(self, at: Value) -> Value:
         """Where a value was before it got another shape or became an argument."""
-        while at.op.opcode in _WRAPPERS:
-            is_reduced = at.op.opcode == "all-reduce"
-            sources = operands(at) if is_reduced else self.flow.sources(at)
-            if len(sources) != 1:
-                return at
-            at = sources[0]
-        return at
+        at = self.flow.trace(at, lambda each: each.op.opcode not in _WRAPPERS)
+        if at.op.opcode != "all-reduce" or len(at.op.operands) != 1:
+            return at
+        return self._unwrapped(operands(at)[0])
 
     def _shard_in_zeros(self, kind: str, read: Sequence[Value]) -> list[Value]:
         """The shard that each device writes into an array of zeros, if the sum over devices only
@@ -442,9 +439,7 @@ class CollectiveReader:
         """
         if kind != "collective-permute" or not read:
             return None
-        at = read[0]
-        while at.op.opcode != "fusion" and len(sources := self.flow.sources(at)) == 1:
-            at = sources[0]
+        at = self.flow.trace(read[0], lambda each: each.op.opcode == "fusion")
         is_padded = self._padded_scatters.intersection(at.op.called.get("calls", ()))
         return "reduce-scatter" if is_padded else None
 
@@ -454,7 +449,8 @@ class CollectiveReader:
         if kind in ("unknown", "send"):
             return UNKNOWN
         if op.opcode == "send":
-            return self._slices()
+            between = self.between  # slices
+            return Groups(math.prod(between.values()), tuple(between)) if between else UNKNOWN
         if kind == "collective-permute":
             return groups_of_pairs(op.attribute("source_target_pairs"), self.axes)
         groups = op.attribute("replica_groups")
@@ -467,11 +463,6 @@ class CollectiveReader:
             return Groups(1, ())  # among replicas, and there is only one
         of_partitions = kind in ("all-to-all", "ragged-all-to-all", "collective-broadcast")
         return groups_of(groups if of_partitions else "{}", self._devices, self.axes)
-
-    def _slices(self) -> Groups:
-        if not self.between:
-            return UNKNOWN
-        return Groups(math.prod(self.between.values()), tuple(self.between))
 
 
 _UNREAD = Buffer("unknown", None, 0)
@@ -490,14 +481,6 @@ def _results(op: Op) -> Sequence[Buffer]:
 def _type(of: Value) -> Buffer:
     """The array that a value is; the first one of a tuple."""
     return next(iter(of.op.types[of.element or 0 :]), _UNREAD)
-
-
-def _sent(kind: str, operand: Value, groups: Groups) -> Buffer:
-    """The payload of what is sent to other slices: of an all-gather, one slice's part is sent."""
-    buffer = _type(operand)
-    if kind != "all-gather":
-        return buffer
-    return buffer._replace(bytes=_product(buffer.bytes, groups.size))
 
 
 def _path(origins: Sequence[Origins]) -> str | None:

@@ -232,8 +232,7 @@ def _idle_axes(
     if not idle:
         return
     used_and_idle = [axis for axis in sizes if axis in (*batch_axes, *idle)]
-    fact, hint = explain("idle-axis", "", ", ".join(map(repr, idle)), batch_axes=used_and_idle)
-    yield Unplanned("idle-axis", fact, hint)
+    yield explain("idle-axis", detail=", ".join(map(repr, idle)), batch_axes=used_and_idle)
 
 
 def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
@@ -244,11 +243,8 @@ def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
             arrays = [x for operand in operands for x in operand.types if x.rank]
             if arrays:
                 size = bytes_text(total(x.bytes for x in arrays))
-                yield Unplanned(
-                    "to-host",
-                    f"a callback takes {size} to the host in each step, at {graph.source(op)}.",
-                    "Call it on what the step returns, and not in each step, or pass it scalars.",
-                )
+                where = f"{size} to the host in each step, at {graph.source(op)}"
+                yield explain("to-host", detail=where)
 
 
 def _is_callback(op: Op) -> bool:

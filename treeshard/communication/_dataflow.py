@@ -6,7 +6,7 @@ the parameter `state['w']` of the program.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -125,8 +125,18 @@ class Dataflow:
         # `%all-gather-done.1 = f32[16]{0} all-gather-done(%all-gather-start.1)`
         if opcode.endswith(("-done", "-update")):
             return _operand(at, 0, at.element)
-        follow = _SOURCES.get(opcode.removesuffix("-start"))
+        follow = _SOURCES.get(at.op.target or opcode.removesuffix("-start"))
         return [] if follow is None else follow(self, at)
+
+    def trace(self, at: Value, until: Callable[[Value], bool]) -> Value:
+        """The first value that meets a condition, on the way back to what `at` takes its data from;
+        or the last before the way divides or ends."""
+        for _ in range(_MAX_STEPS):
+            sources = self.sources(at)
+            if until(at) or len(sources) != 1:
+                break
+            at = sources[0]
+        return at
 
     def _from_caller(self, at: Value) -> list[Value]:
         """The arguments that the caller passes for a computation's parameter."""
@@ -174,13 +184,6 @@ class Dataflow:
 
     def _updated(self, at: Value) -> list[Value]:
         return operands(at)[:2]  # the others say where
-
-    def _of_custom_call(self, at: Value) -> list[Value]:
-        follow = _SOURCES_OF_TARGETS.get(at.op.target)
-        return [] if follow is None else follow(self, at)
-
-    def _of_first(self, at: Value) -> list[Value]:
-        return _operand(at, 0)
 
     def _unchanged(self, at: Value) -> list[Value]:
         return _operand(at, 0, at.element)
@@ -273,19 +276,17 @@ class Dataflow:
 
     def _resolved(self, at: Value) -> Value:
         """Where a value is computed, or the parameter of a loop that carries it."""
-        for _ in range(_MAX_STEPS):
-            # A loop, perhaps an outer one, may change what it carries.
-            is_carried = at.op.opcode == "parameter" and at.context.role in ("body", "condition")
-            if is_carried or at.op.opcode in _PARTS:
-                return at
-            sources = self.sources(at)
-            if len(sources) != 1:
-                return at
-            at = sources[0]
-        raise _Uncounted
+        return self.trace(at, _is_carried_or_part)
 
 
-# How each op passes data on. In names of `-start` ops, without the suffix: `copy-start(%param.4)`.
+def _is_carried_or_part(at: Value) -> bool:
+    # A loop, perhaps an outer one, may change what it carries.
+    is_carried = at.op.opcode == "parameter" and at.context.role in ("body", "condition")
+    return is_carried or at.op.opcode in _PARTS
+
+
+# How each op passes data on: by its opcode, without the suffix of `copy-start(%param.4)`, or by the
+# target of a custom call.
 _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
     # `%p = (s32[], f32[8]{0}) parameter(0)` of a loop; `%param_1.2 = f32[8]{0} parameter(1)`
     "parameter": Dataflow._from_caller,
@@ -309,7 +310,6 @@ _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
     "concatenate": Dataflow._joined,
     # `f32[4,8]{1,0} dynamic-update-slice(%stacked, %layer, %i, %zero)`: how scans stack results
     "dynamic-update-slice": Dataflow._updated,
-    "custom-call": Dataflow._of_custom_call,
     # `(f32[8]{0}, f32[4]{0}) opt-barrier(%tuple.3)`: of `lax.optimization_barrier`, also in remat
     "opt-barrier": Dataflow._unchanged,
     **dict.fromkeys(
@@ -329,19 +329,17 @@ _SOURCES: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
         ),
         Dataflow._moved,
     ),
-}
-_SOURCES_OF_TARGETS: Mapping[str, Callable[[Dataflow, Value], list[Value]]] = {
     # `f32[1024,512] custom-call(%slice-done.8, %slice-done.9), custom_call_target="ConcatBitcast"`:
     # TPUs copy an array to fast memory in slices, which this joins
     "ConcatBitcast": Dataflow._joined,
     # The ends of an async collective that TPUs spread over a chain of fusions
-    "AsyncCollectiveStart": Dataflow._of_first,
-    "AsyncCollectiveDone": Dataflow._of_first,
+    "AsyncCollectiveStart": Dataflow._moved,
+    "AsyncCollectiveDone": Dataflow._moved,
     # What JAX writes to annotate a value; the partitioner removes them
-    "Sharding": Dataflow._of_first,
-    "SPMDFullToShardShape": Dataflow._of_first,
-    "SPMDShardToFullShape": Dataflow._of_first,
-    "annotate_device_placement": Dataflow._of_first,
+    "Sharding": Dataflow._moved,
+    "SPMDFullToShardShape": Dataflow._moved,
+    "SPMDShardToFullShape": Dataflow._moved,
+    "annotate_device_placement": Dataflow._moved,
 }
 # Ops that pass on a part of what they read, or more: no number of a loop is followed through them.
 _PARTS = ("dynamic-slice", "slice", "concatenate")
@@ -396,19 +394,13 @@ class Executions:
     """Finds some of a program's ops in execution order, from the entry into loops and calls."""
 
     def __init__(self, flow: Dataflow, wanted: Callable[[Op], bool]) -> None:
-        self.flow, self.program = flow, flow.program
+        self.flow = flow
         # By computation, in order: the wanted ops, and the calls of others.
-        self._steps: dict[str, list[tuple[Op, _Call | None]]] = {}
-        self._wanted: list[str] = []
-        callers: dict[str, list[str]] = defaultdict(list)
-        for name, computation in self.program.computations.items():
-            steps = self._steps[name] = list(_steps(computation, wanted))
-            calls = [call for _, call in steps]
-            if None in calls:
-                self._wanted.append(name)
-            for call in filter(None, calls):
-                callers[call.callee].append(name)
-        self._running = _with_callers(self._wanted, callers)
+        self._steps = {
+            name: list(_steps(computation, wanted))
+            for name, computation in flow.program.computations.items()
+        }
+        self._leads: dict[str, bool] = {}
         self._reached: set[str] = set()
 
     def all(self) -> Iterator[tuple[Context, Op, int | None]]:
@@ -416,10 +408,11 @@ class Executions:
 
         The ops of computations without a caller come last, with an unknown number of executions.
         """
-        yield from self._visit(Context(self.program.entry), 1)
-        for name in self._wanted:
-            if name not in self._reached:
-                yield from self._visit(Context(self.program.computations[name]), None)
+        computations = self.flow.program.computations
+        yield from self._visit(Context(self.flow.program.entry), 1)
+        for name, steps in self._steps.items():
+            if name not in self._reached and any(call is None for _, call in steps):
+                yield from self._visit(Context(computations[name]), None)
 
     def _visit(
         self, context: Context, count: int | None
@@ -429,10 +422,20 @@ class Executions:
         for op, call in self._steps[name]:
             if call is None:
                 yield context, op, count
-            elif call.callee in self._running:
+            elif self._leads_to_wanted(call.callee):
                 _check_is_new(call.callee, context)
                 inner = self.flow.enter(context, op, call.callee, call.role, call.branch)
                 yield from self._visit(inner, self._times(context, op, call.role, count))
+
+    def _leads_to_wanted(self, name: str) -> bool:
+        """Whether a computation has wanted ops, itself or in others that it calls."""
+        if name not in self._leads:
+            self._leads[name] = False  # for one that calls itself, in a damaged text
+            self._leads[name] = any(
+                call is None or self._leads_to_wanted(call.callee)
+                for _, call in self._steps.get(name, ())
+            )
+        return self._leads[name]
 
     def _times(self, context: Context, op: Op, role: str, count: int | None) -> int | None:
         if role == "branches" or count is None:
@@ -455,17 +458,6 @@ def _steps(
         for role, callees in op.called.items():
             for branch, callee in enumerate(callees):
                 yield op, _Call(role, branch, callee)
-
-
-def _with_callers(names: Iterable[str], callers: Mapping[str, Sequence[str]]) -> set[str]:
-    """Computations, and those that call them, directly or through others."""
-    reached = set(names)
-    queue = [*reached]
-    while queue:
-        new = set(callers.get(queue.pop(), ())) - reached
-        reached |= new
-        queue += new
-    return reached
 
 
 def _check_is_new(callee: str, context: Context) -> None:

@@ -50,114 +50,113 @@ class Unplanned(NamedTuple):
 # ------------------------------------------------------------------ words
 
 
-class Words(NamedTuple):
-    """The fact and the hint of a difference, as templates of the fields that `explain` fills."""
-
-    fact: str
-    hint: str
-
-
-_WORDS = {
-    "activation": Words(
+# The fact and the hint of each case: its code, and what else chooses among its words. They are
+# templates of the fields that `explain` fills.
+WORDS = {
+    "activation": (
         "unplanned {kind} of computed values, {size}.",
         "Constrain the value to the axes of the batch: {constrain}, and gather weights"
         " with `unshard`.",
     ),
-    "activation, loop": Words(
+    "activation, loop": (
         "unplanned {kind} of computed values, {size}.",
         "Gather the layer's weights at the start of the scan's body, so that the"
         " activations stay where they are: `unshard(layer, layer_specs(specs), axis)`.",
     ),
-    "activation, loop, gathered": Words(
+    "activation, loop, gathered": (
         "unplanned {kind} of computed values, {size}.",
         "Constrain values in the loop to the batch's axes: {constrain}.",
     ),
-    "across-axes": Words(
+    "across-axes": (
         "{kind} between devices that do not form axes of the mesh, {size}.",
         "A reshape splits a sharded dim differently from the mesh. To split a batch for"
         " accumulation, reshape it to (batch / k, k), swap the dims, and constrain it:"
         " `with_sharding_constraint(x, P(None, axis))`.",
     ),
-    "again": Words(
+    "again": (
         "{kind} more often than planned, {size}.",
         "If the forward pass is repeated for the gradients, pass `remat=`. In a loop over"
         " minibatches, gather before the loop and reduce after it: `accumulate_gradients`.",
     ),
-    "again, gradients": Words(
+    "again, gradients": (
         "{kind} of gradients more often than planned, {size}.",
         "The partitioner reduces the gradient of each use of a weight before it adds them."
         " Use `accumulate_gradients` or `treeshard.manual` to reduce once.",
     ),
-    "all-reduce": Words(
+    "all-reduce": (
         "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
         "{on_cpus}Use `training.value_and_grad`, which constrains gradients to the plan's"
         " specs, or reduce-scatter them by hand (`treeshard.manual`).",
     ),
-    "batch": Words(
+    "batch": (
         "{kind} of an argument that is not a parameter, {size}.",
         "If a constraint splits another dim than that of the batch, write {constrain}. To"
         " split a batch for accumulation, reshape it to (batch / k, k) and swap the dims,"
         " or constrain the result: `with_sharding_constraint(x, P(None, axis))`.",
     ),
-    "batch-not-split": Words(
+    "batch-not-split": (
         "weights are gathered along {gathered}, {size}, but the batch is"
         " not split over it: devices along it do the same work.",
         "Split the batch: `batch=P({batch_and_gathered})`. If the axis is for tensor parallelism,"
         " constrain the activations so that the weights stay sharded.",
     ),
-    "by-all-reduce": Words(
+    "by-all-reduce": (
         "{kind} as an all-reduce of shards in arrays of zeros, {size}, which sends twice"
         " the bytes.",
         "Compilers do so for small shards: split the leaf over fewer devices.",
     ),
-    "idle-axis": Words(
+    "idle-axis": (
         "{detail} shards neither the state nor the batch, and nothing is moved"
         " along it: devices along it do the same work.",
         "Split the batch over it too: `batch=P({batch})`.",
     ),
-    "narrower": Words(
+    "narrower": (
         "{kind} in a narrower dtype than the planned {detail}, {size}.",
         "The step casts it, or the compiler does, since its matrix products round to that"
         " dtype. `dtype=` plans for it.",
     ),
-    "not-moved": Words(
+    "not-moved": (
         "the planned {kind} ({detail}) is not in the program.",
         "Check that the step uses the leaf, and that the plan is of this step.",
     ),
-    "not-moved, again": Words(
+    "not-moved, again": (
         "the planned {kind} ({detail}) is not in the program.",
         "The compiler gathers once and keeps the result, which takes memory until the"
         " gradient is computed. In a scan it does not.",
     ),
-    "reduction-inside-loop": Words(
+    "reduction-inside-loop": (
         "{kind} of gradients in each trip of a loop, {size_of_trips}.",
         "Add the gradients of each device in the loop, and reduce them once after it:"
         " `accumulate_gradients(..., axis_names=...)`; by hand, `manual.vary` the weights"
         " before the loop and `sync_gradients` after it.{elsewhere}",
     ),
-    "sharded-further": Words(
+    "sharded-further": (
         "{kind} of a leaf that a step does not have to gather, {size}.",
         "Shard the leaf like the arrays that it is used with: optimizer state with"
         " `Plan.follow`, and weights along the axis of the activations.",
     ),
-    "sharded-further, axis": Words(
+    "sharded-further, axis": (
         "weights are gathered along {detail} too, along which the plan keeps them split, {size}.",
         "Constrain the values that they produce, so that this axis splits the computation:"
         " `with_sharding_constraint(x, P({batch}, ..., {detail}))`.",
     ),
-    "state-unlike-weight": Words(
+    "state-unlike-weight": (
         "{kind} in the update, {size}: the optimizer state is sharded unlike its weight.",
         "Shard it like the weight: `Plan.follow(optimizer_state)`, or one rule for both.",
     ),
-    "unreadable": Words(
+    "to-host": (
+        "a callback takes {detail}.",
+        "Call it on what the step returns, and not in each step, or pass it scalars.",
+    ),
+    "unreadable": (
         "{kind} with unknown axes, bytes or count.",
         "Pass the mesh. A loop whose trips depend on data has no count.",
     ),
-    "unreadable, name": Words(
+    "unreadable, name": (
         "op that looks like a collective, with unknown axes, bytes or count.",
         "Pass the mesh. A loop whose trips depend on data has no count.",
     ),
-    "wider": Words(
+    "wider": (
         "{kind} in a wider dtype than the planned {detail}.",
         "{on_cpus}Cast the weights before the gather: `unshard(w.astype(dtype), ...)`, or"
         " `dtype=` of `manual.value_and_grad`.",
@@ -169,15 +168,15 @@ _ELSEWHERE = " Compilers for TPUs and GPUs may do that by themselves."
 
 
 def explain(
-    code: str,
-    kind: str,
+    case: str,
+    kind: str = "",
     detail: str = "",
     moved: Sequence[Collective] = (),
+    paths: Sequence[str] = (),
     batch_axes: Sequence[str] = (),
     platform: str | None = None,
-) -> tuple[str, str]:
-    """The fact and the hint of a difference. `detail` tells those of one code apart."""
-    words = _WORDS[_case(code, kind, detail)]
+) -> Unplanned:
+    """A difference in the words of its case. `detail` tells those of one case apart."""
     size = bytes_text(total(x.total_bytes for x in moved))
     gathers = [x.axes or () for x in moved if x.kind == "all-gather"]
     gathered = dict.fromkeys(axis for axes in gathers for axis in axes)
@@ -194,22 +193,8 @@ def explain(
         "on_cpus": "" if platform else _ON_CPUS,
         "elsewhere": _ELSEWHERE if platform == "cpu" else "",
     }
-    return words.fact.format_map(fields), words.hint.format_map(fields)
-
-
-def _case(code: str, kind: str, detail: str) -> str:
-    """The key of the words of a difference."""
-    if code == "activation" and detail:
-        return f"activation, {detail}"
-    if code == "again" and kind != "all-gather":
-        return "again, gradients"
-    if code == "not-moved" and "again" in detail:
-        return "not-moved, again"
-    if code == "sharded-further" and detail:
-        return "sharded-further, axis"
-    if code == "unreadable" and kind == "unknown":
-        return "unreadable, name"
-    return code
+    fact, hint = (words.format_map(fields) for words in WORDS[case])
+    return Unplanned(case.partition(",")[0], fact, hint, tuple(moved), tuple(paths))
 
 
 def _size_of_trips(moved: Sequence[Collective]) -> str:

@@ -5,6 +5,7 @@ collectives, so that the ops of a program and the transfers of a plan are seldom
 has no match is filed under a code, by the first rule that applies to it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from treeshard._core.mesh import axis_sizes
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard._core.specs import axes_of, entries
+from treeshard._core.specs import axes_of, dim_entries
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard.communication._collectives import Collective, is_scalar
@@ -27,8 +28,8 @@ class _Expected:
     """A planned transfer, how many of its elements have no match yet, and over which axes."""
 
     def __init__(self, planned: PlannedTransfer) -> None:
-        self.planned, self.axes = planned, frozenset(planned.axes)
-        self.total = self.left = elements(planned.total_bytes, planned.dtype) or 0
+        self.planned, self.path, self.axes = planned, planned.path or "", frozenset(planned.axes)
+        self.total = self.left = elements(planned.total_bytes, planned.dtype)
 
     @property
     def is_untouched(self) -> bool:
@@ -44,21 +45,21 @@ class _Moved(NamedTuple):
 
     `name` is its `op_name`, such as `jit(step)/jvp()/while/body/dot_general`; `leaf` the plan's
     path of the argument that it moves, if that is in the plan. `size` counts the elements of all
-    its executions, and `size_of_one` those of one; both are 0 if it is not readable.
+    its executions, and `size_of_one` those of one.
     """
 
     collective: Collective
     kind: str
     name: str
     leaf: str | None
-    is_readable: bool
     size: int
     size_of_one: int
     axes: frozenset[str]
     is_in_loop: bool
 
 
-Members = dict[tuple[str, str, str], list[tuple[Collective, str | None]]]
+# The collectives of each case, kind and detail, with the leaf that they concern.
+_Filed = dict[tuple[str, str, str], list[tuple[Collective, str | None]]]
 
 
 @dataclass
@@ -83,32 +84,38 @@ class Matcher:
         self.expected = [
             _Expected(x) for x in self.planned if x.path is not None and self.params[x.path].shape
         ]
-        self.of_leaf: dict[str, list[_Expected]] = {}
+        self.of_leaf: dict[str, list[_Expected]] = {path: [] for path in self.params}
         for expected in self.expected:
-            self.of_leaf.setdefault(expected.planned.path or "", []).append(expected)
-        self.differences: Members = {}
-        self.of_compiler: Members = {}
+            self.of_leaf[expected.path].append(expected)
+        self.differences: _Filed = defaultdict(list)
+        self.of_compiler: _Filed = defaultdict(list)
         self.sizes = axis_sizes(self.plan.mesh)
         self.tensor_axes = {*get_names_from_partition_spec(self.plan)} - {*self.batch_axes}
+        layers = {x.path: x.planned.count for x in self.expected}
+        self.sizes_of_gradient = {
+            path: self._sizes(leaf, layers.get(path, 1)) for path, leaf in self.params.items()
+        }
+        self.sizes_of_update = {
+            path: self._sizes(self.params[path]) | self._sizes(state)
+            for path, state in self.state.items()
+            if not self._is_alike(self.params[path], state)
+        }
         # Weights that are gathered along axes that do not split the batch, and in loops.
         self.gathered_for_nothing: set[str] = set()
         self.gathers_in_loop = False
 
     def match(self, collective: Collective) -> None:
-        """Matches one collective, or files it under the code of the difference that it is."""
+        """Matches one collective, or files it under the case of the difference that it is."""
         if collective.axes == () or is_scalar(collective) or collective.completes is not None:
             return
-        path, name = collective.path, collective.op_name or ""
-        size = elements(collective.total_bytes, collective.dtype)
-        size_of_one = elements(collective.bytes, collective.dtype)
+        name = collective.op_name or ""
         moved = _Moved(
             collective,
             collective.kind,
             name,
-            None if path is None else self.names.get(path),
-            None not in (size, collective.wire_bytes),
-            size or 0,
-            size_of_one or 0,
+            None if collective.path is None else self.names.get(collective.path),
+            elements(collective.total_bytes, collective.dtype),
+            elements(collective.bytes, collective.dtype),
             frozenset(collective.axes or ()),
             (collective.count or 0) > 1 or "while/body" in name,
         )
@@ -120,26 +127,27 @@ class Matcher:
 
     def _add(
         self,
-        code: str,
+        case: str,
         moved: _Moved,
         leaf: str | None = None,
         detail: str = "",
         *,
         is_own: bool = False,
     ) -> bool:
-        """Files a collective under a code; `is_own` if it is the compiler's own doing."""
-        members = self.of_compiler if is_own else self.differences
+        """Files a collective under a case; `is_own` if it is the compiler's own doing."""
+        filed = self.of_compiler if is_own else self.differences
         # Reductions of the gradients of such weights belong to their gathers.
-        kind = "all-gather" if code == "batch-not-split" else moved.kind
-        members.setdefault((code, detail, kind), []).append((moved.collective, leaf))
+        kind = "all-gather" if case == "batch-not-split" else moved.kind
+        filed[case, kind, detail].append((moved.collective, leaf))
         return True
 
     # ---------------------------------------------------------------- rules
 
     def _file_unreadable(self, moved: _Moved) -> bool:
-        if moved.is_readable:
+        if None not in (moved.collective.total_bytes, moved.collective.wire_bytes):
             return False
-        return self._add("unreadable", moved, moved.leaf)
+        case = "unreadable, name" if moved.kind == "unknown" else "unreadable"
+        return self._add(case, moved, moved.leaf)
 
     def _file_across_axes(self, moved: _Moved) -> bool:
         if moved.collective.axes is not None:
@@ -154,8 +162,7 @@ class Matcher:
         for expected in self.expected:
             if self._fits(moved, expected):
                 expected.left -= moved.size
-                self._compare_dtypes(moved, expected.planned)
-                self._compare_wire(moved, expected.planned)
+                self._compare(moved, expected.planned)
                 return True
         return False
 
@@ -168,8 +175,8 @@ class Matcher:
         # Gradients and updates have no path, so that only the full size identifies them;
         # of a loop from which some trips were taken out, the size of one trip. GPUs peel one:
         # 11 executions of `%reduce-scatter-start` in the body of the loop, and one outside.
-        one_trip = elements(planned.bytes, planned.dtype) if planned.count > 1 else None
-        is_part = moved.size_of_one == one_trip
+        one_trip = elements(planned.bytes, planned.dtype)
+        is_part = planned.count > 1 and moved.size_of_one == one_trip
         return (expected.left == moved.size or is_part) and moved.leaf in (None, planned.path)
 
     def _match_some_of_axes(self, moved: _Moved) -> bool:
@@ -180,7 +187,7 @@ class Matcher:
             if alike and expected.left == moved.size and moved.axes <= expected.axes:
                 expected.axes -= moved.axes
                 expected.left = moved.size if expected.axes else 0
-                self._compare_dtypes(moved, expected.planned)
+                self._compare(moved, expected.planned)
                 return True
         return False
 
@@ -206,7 +213,7 @@ class Matcher:
         planned_axes = {axis for x in planned for axis in x.planned.axes}
         kept = [axis for axis in moved.collective.axes or () if axis not in planned_axes]
         if planned and kept:
-            return self._add("sharded-further", moved, leaf, ", ".join(map(repr, kept)))
+            return self._add("sharded-further, axis", moved, leaf, ", ".join(map(repr, kept)))
         if leaf in self.params and moved.axes.isdisjoint(self.batch_axes):
             self.gathered_for_nothing.add(leaf)
             _match(self._planned(leaf, "gradient"))
@@ -220,11 +227,17 @@ class Matcher:
         return self._add("batch", moved)
 
     def _file_update(self, moved: _Moved) -> bool:
-        path = self._updated(moved)
-        if path is None:
+        """Whether it seems to move the update of a weight whose optimizer state is sharded unlike
+        it: neither in the forward nor in the backward pass, with the size of one of them."""
+        # `jit(step)/jvp()/dot_general` is of the forward pass
+        is_differentiated = "jvp(" in moved.name or "transpose(" in moved.name
+        if moved.kind in _REDUCTIONS or is_differentiated:
             return False
-        _match(self._planned(path, "gradient", "update"))
-        return self._add("state-unlike-weight", moved, path)
+        for path, sizes in self.sizes_of_update.items():
+            if moved.size_of_one in sizes:
+                _match(self._planned(path, "gradient", "update"))
+                return self._add("state-unlike-weight", moved, path)
+        return False
 
     def _file_tensor_parallel(self, moved: _Moved) -> bool:
         if not moved.axes <= self.tensor_axes:
@@ -236,12 +249,12 @@ class Matcher:
         """Whether it seems to gather a weight that a loop has changed."""
         if not moved.is_in_loop:
             return False
-        for weight in self.of_leaf:
-            for expected in self._planned(weight, "weight"):
-                is_whole = expected.is_untouched and expected.left == moved.size_of_one
-                if is_whole and expected.is_like(moved.collective):
-                    _match(self._planned(weight, "weight"))
-                    return self._add("again", moved, weight)
+        for expected in self.expected:
+            is_whole = expected.is_untouched and expected.left == moved.size_of_one
+            is_weight = expected.planned.why == "weight" and expected.is_like(moved.collective)
+            if is_whole and is_weight:
+                _match(self._planned(expected.path, "weight"))
+                return self._add("again", moved, expected.path)
         return False
 
     def _file_gradient(self, moved: _Moved) -> bool:
@@ -256,37 +269,36 @@ class Matcher:
         _match(self._reductions(path, moved))
         if moved.is_in_loop:
             return self._add("reduction-inside-loop", moved, path)
-        return self._add("again", moved)
+        return self._add("again, gradients", moved)
 
     def _file_activation(self, moved: _Moved) -> bool:
         if not moved.is_in_loop:
             return self._add("activation", moved)
-        return self._add("activation", moved, None, _LOOPS[self.gathers_in_loop])
+        if not self.gathers_in_loop:
+            return self._add("activation, loop", moved)
+        return self._add("activation, loop, gathered", moved)
 
     # ---------------------------------------------------------------- as planned, and not quite
 
-    def _compare_dtypes(self, moved: _Moved, planned: PlannedTransfer) -> None:
-        size, planned_size = (jnp.dtype(x.dtype).itemsize for x in (moved.collective, planned))
+    def _compare(self, moved: _Moved, planned: PlannedTransfer) -> None:
+        """Files a collective that is planned, but in another dtype or by another op."""
+        collective, path = moved.collective, planned.path or ""
+        size, planned_size = (jnp.dtype(x.dtype).itemsize for x in (collective, planned))
         if size > planned_size:
-            is_own = self.platform == "cpu" and self._is_widened(moved.collective, planned)
-            self._add("wider", moved, planned.path, planned.dtype, is_own=is_own)
+            is_own = self.platform == "cpu" and self._is_widened(collective, planned)
+            self._add("wider", moved, path, planned.dtype, is_own=is_own)
         elif size < planned_size:
-            self._add("narrower", moved, planned.path, planned.dtype, is_own=True)
-
-    def _compare_wire(self, moved: _Moved, planned: PlannedTransfer) -> None:
-        sent, payload = moved.collective.wire_bytes or 0, moved.collective.bytes or 0
-        if planned.kind == "all-gather" and sent >= payload:
-            self._add("by-all-reduce", moved, planned.path, is_own=True)
+            self._add("narrower", moved, path, planned.dtype, is_own=True)
+        if planned.kind == "all-gather" and (collective.wire_bytes or 0) >= (collective.bytes or 0):
+            self._add("by-all-reduce", moved, path, is_own=True)
 
     def _is_widened(self, collective: Collective, planned: PlannedTransfer) -> bool:
         """Whether a CPU's compiler chose the wider dtype: it has no collectives of 16-bit floats,
         and gathers before a cast."""
-        own = self.params[planned.path or ""].dtype
-        return (
-            collective.is_widened
-            or own.itemsize <= jnp.dtype(planned.dtype).itemsize
-            or (collective.op_name or "").endswith("convert_element_type")
-        )
+        if self.params[planned.path or ""].dtype.itemsize <= jnp.dtype(planned.dtype).itemsize:
+            return True
+        is_cast = (collective.op_name or "").endswith("convert_element_type")
+        return is_cast or collective.is_widened
 
     # ---------------------------------------------------------------- planned transfers
 
@@ -311,28 +323,11 @@ class Matcher:
         is_of_gradient = moved.is_in_loop or "transpose(" in moved.name
         if moved.kind not in _REDUCTIONS or not is_of_gradient:
             return None
-        layers = {x.planned.path: x.planned.count for x in self.expected}
         fitting = [
-            path
-            for path, leaf in self.params.items()
-            if moved.size_of_one in self._sizes(leaf, layers.get(path, 1))
+            path for path, sizes in self.sizes_of_gradient.items() if moved.size_of_one in sizes
         ]
         # One that is not reduced yet, if there is one.
         return min(fitting, key=lambda path: self._is_reduced(path, moved), default=None)
-
-    def _updated(self, moved: _Moved) -> str | None:
-        """The parameter whose update it seems to move, because its optimizer state is sharded
-        unlike itself: neither in the forward nor in the backward pass, with its size."""
-        # `jit(step)/jvp()/dot_general` is of the forward pass
-        is_differentiated = "jvp(" in moved.name or "transpose(" in moved.name
-        if moved.kind in _REDUCTIONS or is_differentiated:
-            return None
-        for path, state in self.state.items():
-            leaf = self.params[path]
-            sizes = self._sizes(leaf) | self._sizes(state)
-            if moved.size_of_one in sizes and not self._is_alike(leaf, state):
-                return path
-        return None
 
     def _sizes(self, leaf: PlannedLeaf, layers: int = 1) -> set[int]:
         """The elements of a leaf or of one of its layers, in full and split over some axes."""
@@ -343,37 +338,37 @@ class Matcher:
 
     def _is_alike(self, leaf: PlannedLeaf, state: PlannedLeaf) -> bool:
         """Whether optimizer state is sharded as its parameter is, or further."""
-        of_state = [*self._split(state), *[set()] * len(leaf.shape)]
-        return all(axes <= of_state[dim] for dim, axes in enumerate(self._split(leaf)))
+        rank = len(leaf.shape)
+        pairs = zip(self._split(leaf, rank), self._split(state, rank), strict=False)
+        return all(of_leaf <= of_state for of_leaf, of_state in pairs)
 
-    def _split(self, leaf: PlannedLeaf) -> list[set[str]]:
+    def _split(self, leaf: PlannedLeaf, rank: int) -> list[set[str]]:
         """The axes that split each dim."""
         split = {axis for axis, size in self.sizes.items() if size > 1}
-        return [split.intersection(axes_of(entry)) for entry in entries(leaf.given)]
+        return [split.intersection(axes_of(entry)) for entry in dim_entries(leaf.given, rank)]
 
     # ---------------------------------------------------------------- differences
 
     def by_compiler(self) -> Iterator[Unplanned]:
         """The differences that are the compiler's own."""
-        return self._unplanned(self.of_compiler)
+        return self._explained(self.of_compiler)
 
     def unplanned(self) -> Iterator[Unplanned]:
         """The differences, and last the planned transfers that the program does not have."""
-        yield from self._unplanned(self.differences)
-        missing: dict[tuple[str, str], list[str]] = {}
+        yield from self._explained(self.differences)
+        missing: dict[tuple[str, str], list[str]] = defaultdict(list)
         for expected in self.expected:
             if expected.left:
-                key = expected.planned.kind, expected.planned.why
-                missing.setdefault(key, []).append(expected.planned.path or "")
+                missing[expected.planned.kind, expected.planned.why].append(expected.path)
         for (kind, why), paths in missing.items():
-            yield Unplanned("not-moved", *explain("not-moved", kind, why), (), tuple(paths))
+            case = "not-moved, again" if "again" in why else "not-moved"
+            yield explain(case, kind, why, paths=paths)
 
-    def _unplanned(self, members_of: Members) -> Iterator[Unplanned]:
-        for (code, detail, kind), members in members_of.items():
-            moved = tuple(collective for collective, _ in members)
-            paths = tuple(leaf for _, leaf in members if leaf is not None)
-            fact, hint = explain(code, kind, detail, moved, self.batch_axes, self.platform)
-            yield Unplanned(code, fact, hint, moved, paths)
+    def _explained(self, filed: _Filed) -> Iterator[Unplanned]:
+        for (case, kind, detail), members in filed.items():
+            moved = [collective for collective, _ in members]
+            paths = [leaf for _, leaf in members if leaf is not None]
+            yield explain(case, kind, detail, moved, paths, self.batch_axes, self.platform)
 
 
 # The first that applies to a collective settles it, and says so; the last always does.
@@ -391,8 +386,6 @@ _RULES = (
     Matcher._file_gradient,
     Matcher._file_activation,
 )
-# The detail of an activation that is moved in a loop: whether weights are gathered in loops.
-_LOOPS = {False: "loop", True: "loop, gathered"}
 
 
 def _is_done_by(moved: _Moved, parts: Sequence[_Expected]) -> bool:
@@ -407,11 +400,6 @@ def _match(expected: Iterable[_Expected]) -> None:
         transfer.left = 0
 
 
-def elements(size: int | None, dtype: str) -> int | None:
-    """The number of elements in `size` bytes; `None` if it or the dtype is unknown."""
-    if size is None:
-        return None
-    try:
-        return size // jnp.dtype(dtype).itemsize
-    except TypeError:
-        return None
+def elements(size: int | None, dtype: str) -> int:
+    """The number of elements in `size` bytes; 0 if that is unknown."""
+    return 0 if size is None else size // jnp.dtype(dtype).itemsize
