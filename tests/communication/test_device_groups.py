@@ -48,7 +48,7 @@ def test_device_groups_are_read_in_every_notation(spelling: str, groups: Groups)
 
 
 def test_groups_without_a_mesh_have_a_size_but_no_axes() -> None:
-    assert groups_of("[2,4]<=[8]", 8, None) == Groups(4, None)
+    assert groups_of("[2,4]<=[8]", 8, {}) == Groups(4, None)
     assert groups_of("[2,4]<=[8]", None, AXES) == Groups(4, ("fsdp",))
     assert groups_of("{}", None, AXES) == Groups(None, None)
 

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 from treeshard._core.mesh import MeshLike
 from treeshard._core.text import columns, human_bytes
@@ -193,7 +194,7 @@ def assert_collectives(
         of_kind = [x for x in moved if x.kind == kind]
         runs = total(x.count for x in of_kind)
         if count is not None and runs != count:
-            facts.append(f"{kind}: {_or_unknown(runs)} executions, expected {count:,}.")
+            facts.append(f"{kind}: {count_text(runs)} executions, expected {count:,}.")
         facts += _over(kind, of_kind, most)
     facts += _over("all collectives", moved, max_bytes)
     unknown = list(dict.fromkeys(x.op_name or "" for x in moved if x.kind == "unknown"))
@@ -205,10 +206,10 @@ def assert_collectives(
 
 
 def _over(what: str, moved: Sequence[Collective], most: int | None) -> list[str]:
-    size = total(x.total_bytes for x in moved)
+    size = total_bytes(moved)
     if most is None or (size is not None and size <= most):
         return []
-    return [f"{what}: {_or_unknown(size)} bytes, at most {most:,} allowed."]
+    return [f"{what}: {count_text(size)} bytes, at most {most:,} allowed."]
 
 
 def is_scalar(collective: Collective) -> bool:
@@ -220,6 +221,11 @@ def total(numbers: Iterable[int | None]) -> int | None:
     """The sum; `None` if a number is unknown."""
     known = list(numbers)
     return None if None in known else sum(number or 0 for number in known)
+
+
+def total_bytes(collectives: Iterable[Collective]) -> int | None:
+    """What all their executions move; `None` if that is unknown of one."""
+    return total(x.total_bytes for x in collectives)
 
 
 def _product(first: int | None, second: int | None) -> int | None:
@@ -234,7 +240,7 @@ def axes_text(axes: tuple[str, ...] | None) -> str:
     return "unknown" if axes is None else ", ".join(axes) or "none"
 
 
-def _or_unknown(number: int | None, unknown: str = "an unknown number of") -> str:
+def count_text(number: int | None, unknown: str = "an unknown number of") -> str:
     return unknown if number is None else f"{number:,}"
 
 
@@ -248,7 +254,7 @@ def _table(moved: Sequence[Collective]) -> str:
     )
     for (kind, axes, size, count, dtype, moves, source), times in rows.items():
         runs = _product(times, count)
-        counted = _or_unknown(runs, "unknown")
+        counted = count_text(runs, "unknown")
         each = bytes_text(size, "unknown")
         together = bytes_text(_product(size, runs), "unknown")
         row = (kind, axes_text(axes), counted, each, together, dtype, moves or "", source or "")
@@ -266,8 +272,10 @@ class CollectiveReader:
         self.program, self.axes, self.between = read.graph, read.within, read.between
         self.flow = Dataflow(self.program)
         self._devices = self.program.devices
-        if self._devices is None and self.axes is not None:
+        if self._devices is None and self.axes:
             self._devices = math.prod(self.axes.values())
+        # Groups are kept, since a program has few that differ, with all its devices in each.
+        self._groups_of = cache(partial(groups_of, devices=self._devices, axes=self.axes))
         self._arguments = {parameter.op_name for parameter in self.program.parameters}
         # The ids of chains; see `_chains_started`.
         self._started: set[str] = set()
@@ -455,14 +463,14 @@ class CollectiveReader:
             return groups_of_pairs(op.attribute("source_target_pairs"), self.axes)
         groups = op.attribute("replica_groups")
         if op.attribute("use_global_device_ids") or self.program.partitions == 1:
-            return groups_of(groups, self._devices, self.axes)
+            return self._groups_of(groups)
         # The groups number replicas, except for these kinds: they number partitions.
         if self.program.replicas > 1:
             return UNKNOWN
         if not op.attribute("channel_id"):
             return Groups(1, ())  # among replicas, and there is only one
         of_partitions = kind in ("all-to-all", "ragged-all-to-all", "collective-broadcast")
-        return groups_of(groups if of_partitions else "{}", self._devices, self.axes)
+        return self._groups_of(groups if of_partitions else "{}")
 
 
 _UNREAD = Buffer("unknown", None, 0)

@@ -4,7 +4,6 @@ Leaf by leaf, and not by totals: the totals of a step that gathers one weight tw
 at all are right. So arguments of the program are matched to leaves of the plan first, by path.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,10 @@ from treeshard.communication._collectives import (
     CollectiveReader,
     axes_text,
     bytes_text,
+    count_text,
     is_scalar,
     total,
+    total_bytes,
 )
 from treeshard.communication._device_groups import axes_of_sharding
 from treeshard.communication._differences import Unplanned, by_compiler_lines, explain
@@ -65,20 +66,21 @@ def _row(
     planned: Sequence[PlannedTransfer],
     compiled: Sequence[Collective],
 ) -> Row:
+    of_plan = [x for x in planned if (x.kind, x.axes) == (kind, axes)]
+    of_program = [x for x in compiled if (x.kind, x.axes) == (kind, axes)]
     return Row(
         kind,
         axes,
-        sum(x.count for x in planned),
-        sum(x.total_bytes for x in planned),
-        total(x.count for x in compiled),
-        total(x.total_bytes for x in compiled),
+        sum(x.count for x in of_plan),
+        sum(x.total_bytes for x in of_plan),
+        total(x.count for x in of_program),
+        total_bytes(of_program),
     )
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     planned = f"{row.planned_count:,} x, {human_bytes(row.planned_bytes)}"
-    count = "?" if row.count is None else f"{row.count:,}"
-    compiled = f"{count} x, {bytes_text(row.bytes, '? bytes')}"
+    compiled = f"{count_text(row.count, '?')} x, {bytes_text(row.bytes, '? bytes')}"
     return row.kind, axes_text(row.axes), planned, compiled
 
 
@@ -115,16 +117,10 @@ class Comparison:
     @property
     def rows(self) -> list[Row]:
         """Counts and bytes per kind and axes, without scalars such as the loss."""
-        planned: dict[Any, list[PlannedTransfer]] = defaultdict(list)
-        compiled: dict[Any, list[Collective]] = defaultdict(list)
-        for transfer in self.planned:
-            if transfer.path is not None:
-                planned[transfer.kind, transfer.axes].append(transfer)
-        for collective in self.compiled:
-            if not is_scalar(collective):
-                compiled[collective.kind, collective.axes].append(collective)
-        keys = dict.fromkeys([*planned, *compiled])
-        return [_row(kind, axes, planned[kind, axes], compiled[kind, axes]) for kind, axes in keys]
+        planned = [x for x in self.planned if x.path is not None]
+        compiled = [x for x in self.compiled if not is_scalar(x)]
+        keys = dict.fromkeys((x.kind, x.axes) for x in [*planned, *compiled])
+        return [_row(kind, axes, planned, compiled) for kind, axes in keys]
 
     def __str__(self) -> str:
         lines = [("kind", "axes", "planned", "compiled"), *map(_cells, self.rows)]
@@ -144,7 +140,7 @@ class Comparison:
         lines = by_compiler_lines(self.by_compiler, self.platform)
         if not self.tensor_parallel:
             return lines
-        size = bytes_text(total(x.total_bytes for x in self.tensor_parallel))
+        size = bytes_text(total_bytes(self.tensor_parallel))
         activations = counted(len(self.tensor_parallel), "tensor-parallel activation")
         return [f"including {activations}, {size}", *lines]
 
@@ -194,10 +190,10 @@ def compare_communication(
         ((), ['all-reduce'])
     """
     read = read_program(program, plan.mesh if mesh is None else mesh)
-    graph, axes = read.graph, read.axes
+    graph = read.graph
     weights = parameters(plan.leaves, params)
     names = _leaf_names(plan, graph, weights)
-    batch = _batch_of(program, graph, names, axes or {}) if batch is None else batch
+    batch = _batch_of(program, graph, names, read.axes) if batch is None else batch
     planned = predict_communication(
         plan, batch=batch, remat=remat, scan=scan, params=params, dtype=dtype
     )
@@ -242,9 +238,8 @@ def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
             operands = [computation.ops[name] for name in op.operands if name in computation.ops]
             arrays = [x for operand in operands for x in operand.types if x.rank]
             if arrays:
-                size = bytes_text(total(x.bytes for x in arrays))
-                where = f"{size} to the host in each step, at {graph.source(op)}"
-                yield explain("to-host", detail=where)
+                where = f"{bytes_text(total(x.bytes for x in arrays))} to the host in each step"
+                yield explain("to-host", detail=f"{where}, at {graph.source(op)}")
 
 
 def _is_callback(op: Op) -> bool:
@@ -314,7 +309,7 @@ def _batch_of(
     return PartitionSpec(in_order) if in_order else PartitionSpec()
 
 
-def _split_along(parameter: Op, axes: Mapping[str, int], sharding: Any) -> Iterable[str]:
+def _split_along(parameter: Op, axes: Mapping[str, int], sharding: Any = None) -> Iterable[str]:
     """The axes that shard an argument, by the text of the program or by JAX."""
     split = axes_of_sharding(parameter.attribute("sharding"), axes)
     if split is not None:

@@ -154,8 +154,6 @@ class Dataflow:
 
     def _of_loop(self, at: Value, loop: Value) -> list[Value]:
         """What a carried value is before the first trip, and after each."""
-        if at.element is None:
-            return []
         start = _operand(loop, 0, at.element)
         if at.context.role == "condition":
             return start
@@ -169,8 +167,6 @@ class Dataflow:
         return [] if at.element is None else _operand(at, at.element)
 
     def _after_loop(self, at: Value) -> list[Value]:
-        if at.element is None:
-            return []
         return [*_operand(at, 0, at.element), *self._results(at, "body")]
 
     def _of_branches(self, at: Value) -> list[Value]:

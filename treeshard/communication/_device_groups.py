@@ -9,7 +9,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from itertools import compress
 from typing import NamedTuple
 
@@ -48,19 +47,12 @@ class Groups(NamedTuple):
 UNKNOWN = Groups(None, None)
 
 
-def groups_of(text: str, devices: int | None, axes: Mapping[str, int] | None) -> Groups:
-    """The groups in a text. Cached, since a program repeats the same few texts."""
-    sizes = None if axes is None else tuple(axes.items())
-    return _groups_of(text, devices, sizes)
-
-
-@lru_cache(maxsize=4096)
-def _groups_of(text: str, devices: int | None, sizes: tuple[tuple[str, int], ...] | None) -> Groups:
+def groups_of(text: str, devices: int | None, axes: Mapping[str, int]) -> Groups:
+    """The groups in a text; their axes are unknown if `axes` are not those of all devices."""
     try:
         table = _group_table(text, devices)
     except _UNREADABLE:
         return UNKNOWN
-    axes = dict(sizes or ())
     size = table.shape[1]
     if size == 1:
         return Groups(1, ())
@@ -73,10 +65,8 @@ def _groups_of(text: str, devices: int | None, sizes: tuple[tuple[str, int], ...
     return Groups(size, along if is_whole else None)
 
 
-def groups_of_pairs(text: str, axes: Mapping[str, int] | None) -> Groups:
+def groups_of_pairs(text: str, axes: Mapping[str, int]) -> Groups:
     """The mesh axes along which messages are sent: `{{0,1},{1,2}}` is from 0 to 1, from 1 to 2."""
-    if axes is None:
-        return UNKNOWN
     try:
         along = _axes_within(_listed(text).reshape(-1, 2), axes)
     except _UNREADABLE:

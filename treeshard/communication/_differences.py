@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from treeshard._core.specs import entry_of
 from treeshard._core.text import fold_paths, human_bytes
-from treeshard.communication._collectives import Collective, bytes_text, total
+from treeshard.communication._collectives import Collective, bytes_text, total, total_bytes
 from treeshard.errors import counted
 
 
@@ -177,7 +177,7 @@ def explain(
     platform: str | None = None,
 ) -> Unplanned:
     """A difference in the words of its case. `detail` tells those of one case apart."""
-    size = bytes_text(total(x.total_bytes for x in moved))
+    size = bytes_text(total_bytes(moved))
     gathers = [x.axes or () for x in moved if x.kind == "all-gather"]
     gathered = dict.fromkeys(axis for axes in gathers for axis in axes)
     batch = repr(entry_of(batch_axes))
@@ -220,8 +220,7 @@ def by_compiler_lines(own: Iterable[Unplanned], platform: str | None) -> list[st
     for difference in own:
         moved[difference.code] += difference.collectives
     sizes = {
-        code: human_bytes(total(x.total_bytes for x in collectives) or 0)
-        for code, collectives in moved.items()
+        code: human_bytes(total_bytes(collectives) or 0) for code, collectives in moved.items()
     }
     facts = [text.format(sizes[code]) for code, text in _BY_COMPILERS.items() if code in sizes]
     lines: list[str] = []

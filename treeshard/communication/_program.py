@@ -36,12 +36,12 @@ _ARGUMENT = re.compile(rf"(\w+)((?:{_KEY.pattern})*)")
 class ReadProgram(NamedTuple):
     """A program's graph, and its mesh axes: in all, within a slice, and between slices.
 
-    For devices in several slices, the text is that of one. Axes are `None` if they are unknown.
+    For devices in several slices, the text is that of one. There are no axes if they are unknown.
     """
 
     graph: HloProgram
-    axes: Mapping[str, int] | None
-    within: Mapping[str, int] | None
+    axes: Mapping[str, int]
+    within: Mapping[str, int]
     between: Mapping[str, int]
 
 
@@ -52,7 +52,7 @@ def read_program(program: CompiledProgram, mesh: MeshLike | None = None) -> Read
     if mesh is None and isinstance(program, jax.stages.Compiled):
         mesh = _mesh_of(program)
     if mesh is None:
-        return ReadProgram(graph, None, None, {})
+        return ReadProgram(graph, {}, {}, {})
     axes = axis_sizes(mesh)
     count = math.prod(axes.values())
     if graph.devices in (None, count):
