@@ -190,13 +190,8 @@ def assert_collectives(
     moved = collectives(program, mesh)
     facts: list[str] = []
     for kind, budget in zip(KINDS, budgets, strict=True):
-        count, most = budget if isinstance(budget, tuple) else (budget, None)
-        of_kind = [x for x in moved if x.kind == kind]
-        runs = total(x.count for x in of_kind)
-        if count is not None and runs != count:
-            facts.append(f"{kind}: {count_text(runs)} executions, expected {count:,}.")
-        facts += _over(kind, of_kind, most)
-    facts += _over("all collectives", moved, max_bytes)
+        facts += _over(kind, [x for x in moved if x.kind == kind], budget)
+    facts += _over("all collectives", moved, (None, max_bytes))
     unknown = list(dict.fromkeys(x.op_name or "" for x in moved if x.kind == "unknown"))
     if unknown:
         names = ", ".join(unknown[:5])
@@ -205,11 +200,14 @@ def assert_collectives(
         raise CommunicationError("\n".join([*facts, _table(moved)]))
 
 
-def _over(what: str, moved: Sequence[Collective], most: int | None) -> list[str]:
-    size = total_bytes(moved)
-    if most is None or (size is not None and size <= most):
-        return []
-    return [f"{what}: {count_text(size)} bytes, at most {most:,} allowed."]
+def _over(what: str, moved: Sequence[Collective], budget: Budget) -> Iterator[str]:
+    """How some collectives are not within a budget."""
+    count, most = budget if isinstance(budget, tuple) else (budget, None)
+    runs, size = total(x.count for x in moved), total_bytes(moved)
+    if count not in (None, runs):
+        yield f"{what}: {count_text(runs)} executions, expected {count:,}."
+    if most is not None and (size is None or size > most):
+        yield f"{what}: {count_text(size)} bytes, at most {most:,} allowed."
 
 
 def is_scalar(collective: Collective) -> bool:
@@ -277,13 +275,8 @@ class CollectiveReader:
         # Groups are kept, since a program has few that differ, with all its devices in each.
         self._groups_of = cache(partial(groups_of, devices=self._devices, axes=self.axes))
         self._arguments = {parameter.op_name for parameter in self.program.parameters}
-        # The ids of chains; see `_chains_started`.
-        self._started: set[str] = set()
-        self._padded_scatters: set[str] = set()
-        for name, computation in self.program.computations.items():
-            self._started |= _chains_started(computation)
-            if _is_scatter(name) and any(op.opcode == "pad" for op in computation.ops.values()):
-                self._padded_scatters.add(name)
+        computations = self.program.computations.values()
+        self._started = set[str]().union(*map(_chains_started, computations))
 
     def all(self) -> Iterator[Collective]:
         """The collectives that the entry reaches, and those of computations without a caller."""
@@ -294,35 +287,33 @@ class CollectiveReader:
 
     # ---------------------------------------------------------------- one op
 
-    def _moved(self, context: Context, op: Op, kind: str, count: int | None) -> list[Collective]:
+    def _moved(
+        self, context: Context, op: Op, kind: str, count: int | None
+    ) -> Iterator[Collective]:
         groups = self._groups(kind, op)
         is_inserted = "is_spmd_generated" in op.attribute("frontend_attributes")
         op_name, source = self._named(context.computation, op, is_inserted)
         if kind == "unknown" and op_name is None:
             op_name = op.target or op.opcode
-        moved: list[Collective] = []
         for buffer, read in self._buffers(context, kind, op, groups):
             shard = self._shard_in_zeros(kind, read)
             origins = [self.flow.origins(each) for each in shard or read]
-            moved.append(
-                Collective(
-                    kind="all-gather" if shard else kind,
-                    dtype=buffer.dtype,
-                    bytes=buffer.bytes,
-                    wire_bytes=bytes_on_the_wire(kind, buffer.bytes, groups.size),
-                    axes=groups.axes,
-                    count=count,
-                    path=_path(origins),
-                    op_name=op_name,
-                    source=source,
-                    is_async=_is_async(context, op),
-                    rank=buffer.rank,
-                    completes=self._completes(kind, read),
-                    is_widened=_is_widened(op, buffer.dtype, origins),
-                    is_inserted=is_inserted,
-                )
+            yield Collective(
+                kind="all-gather" if shard else kind,
+                dtype=buffer.dtype,
+                bytes=buffer.bytes,
+                wire_bytes=bytes_on_the_wire(kind, buffer.bytes, groups.size),
+                axes=groups.axes,
+                count=count,
+                path=_path(origins),
+                op_name=op_name,
+                source=source,
+                is_async=_is_async(context, op),
+                rank=buffer.rank,
+                completes=self._completes(kind, read),
+                is_widened=_is_widened(op, buffer.dtype, origins),
+                is_inserted=is_inserted,
             )
-        return moved
 
     def _kind_in(self, context: Context, op: Op) -> str:
         """The kind of a collective; empty for a piece of one that is already counted."""
@@ -356,10 +347,8 @@ class CollectiveReader:
     ) -> list[tuple[Buffer, list[Value]]]:
         """Each buffer that an op moves, with its payload as `bytes`, and what it reads."""
         read = operands(Value(context, op))
-        results = _results(op)
         if kind in ("unknown", "ragged-all-to-all"):
-            dtype = next((buffer.dtype for buffer in op.types), "unknown")
-            return [(Buffer(dtype, None, 0), read)]
+            return [(next(iter(op.types), _UNREAD)._replace(bytes=None, rank=0), read)]
         if op.opcode == "send" and read:
             # `(f32[512,8,128], u32[], token[]) send(%bitcast, %after-all), channel_id=2`
             part = _type(read[0])
@@ -367,6 +356,7 @@ class CollectiveReader:
             parts = groups.size if kind == "all-gather" else 1
             payload = part._replace(bytes=_product(part.bytes, parts))
             return self._unjoined(kind, read[0], payload)
+        results = _results(op)
         if not read or len(results) != len(read):
             return [(_UNREAD, read)]
         if kind == "all-to-all" and not op.attribute("dimensions"):
@@ -448,8 +438,9 @@ class CollectiveReader:
         if kind != "collective-permute" or not read:
             return None
         at = self.flow.trace(read[0], lambda each: each.op.opcode == "fusion")
-        is_padded = self._padded_scatters.intersection(at.op.called.get("calls", ()))
-        return "reduce-scatter" if is_padded else None
+        computations = self.program.computations
+        fused = [computations.get(name) for name in at.op.called.get("calls", ())]
+        return "reduce-scatter" if any(map(_is_padded_scatter, filter(None, fused))) else None
 
     # ---------------------------------------------------------------- who takes part
 
@@ -569,6 +560,11 @@ def _is_scatter(computation: str) -> bool:
     `%all-reduce-scatter (input: f32[4096,1024]) -> f32[512,1024] {`
     """
     return computation.startswith("all-reduce-scatter")
+
+
+def _is_padded_scatter(computation: Computation) -> bool:
+    opcodes = {op.opcode for op in computation.ops.values()}
+    return _is_scatter(computation.name) and "pad" in opcodes
 
 
 # How often a ring sends each part of a payload to a neighbour.

@@ -18,7 +18,7 @@ _MAX_STEPS = 10_000
 _MISSING = Op("", "", "", "")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Context:
     """A computation as it is called from one place: by `op` in the context `caller`."""
 
@@ -100,15 +100,13 @@ class Dataflow:
         parameters: set[Op] = set()
         dtypes: set[str] = set()
         computed = False
-        seen: set[object] = set()
+        seen: set[Value] = set()
         queue = [start]
         while queue and len(seen) <= _MAX_STEPS:
             at = queue.pop()
-            calls = ((each.computation.name, each.op) for each in at.context.with_callers())
-            key = (*calls, at.op, at.element)
-            if key in seen:
+            if at in seen:
                 continue
-            seen.add(key)
+            seen.add(at)
             if at.op.opcode == "convert":  # `%convert.8 = bf16[1024,512]{1,0} convert(%param.5)`
                 dtypes.update(buffer.dtype for buffer in at.op.types)
             if at.op.opcode == "parameter" and at.context.computation is self.program.entry:
@@ -386,6 +384,9 @@ class _Call(NamedTuple):
     callee: str
 
 
+_Runs = Iterator[tuple[Context, Op, int | None]]
+
+
 class Executions:
     """Finds some of a program's ops in execution order, from the entry into loops and calls."""
 
@@ -399,7 +400,7 @@ class Executions:
         self._leads: dict[str, bool] = {}
         self._reached: set[str] = set()
 
-    def all(self) -> Iterator[tuple[Context, Op, int | None]]:
+    def all(self) -> _Runs:
         """Each op in each context, and how often it runs; `None` if that depends on data.
 
         The ops of computations without a caller come last, with an unknown number of executions.
@@ -410,9 +411,7 @@ class Executions:
             if name not in self._reached and any(call is None for _, call in steps):
                 yield from self._visit(Context(computations[name]), None)
 
-    def _visit(
-        self, context: Context, count: int | None
-    ) -> Iterator[tuple[Context, Op, int | None]]:
+    def _visit(self, context: Context, count: int | None) -> _Runs:
         name = context.computation.name
         self._reached.add(name)
         for op, call in self._steps[name]:
