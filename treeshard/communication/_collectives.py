@@ -263,6 +263,10 @@ def _table(moved: Sequence[Collective]) -> str:
 # ------------------------------------------------------------------ reading
 
 
+_Payloads = list[tuple[Buffer, list[Value]]]  # arrays that an op moves, and what each reads
+_UNREAD = Buffer("unknown", None, 0)
+
+
 class CollectiveReader:
     """Finds the collectives of a program, in execution order."""
 
@@ -335,16 +339,13 @@ class CollectiveReader:
         """
         op_name, source = op.op_name, self.program.source(op)
         is_unnamed = op_name in self._arguments or (is_inserted and op_name is None)
-        user = self.flow.first_user(computation, op) if source is None and is_unnamed else None
-        if user is None:
-            return op_name, source
-        return user.op_name, self.program.source(user)
+        if source is None and is_unnamed:
+            op = self.flow.first_user(computation, op) or op
+        return op.op_name, self.program.source(op)
 
     # ---------------------------------------------------------------- what it moves
 
-    def _buffers(
-        self, context: Context, kind: str, op: Op, groups: Groups
-    ) -> list[tuple[Buffer, list[Value]]]:
+    def _buffers(self, context: Context, kind: str, op: Op, groups: Groups) -> _Payloads:
         """Each buffer that an op moves, with its payload as `bytes`, and what it reads."""
         read = operands(Value(context, op))
         if kind in ("unknown", "ragged-all-to-all"):
@@ -362,14 +363,14 @@ class CollectiveReader:
         if kind == "all-to-all" and not op.attribute("dimensions"):
             # `(f32[8], f32[8]) all-to-all(%part.0, %part.1)`: the parts of one array
             return [(results[0]._replace(bytes=total(part.bytes for part in results)), read)]
-        buffers: list[tuple[Buffer, list[Value]]] = []
+        buffers: _Payloads = []
         for operand, result in zip(read, results, strict=True):
             buffers += self._of_operand(kind, op, operand, result, groups)
         return buffers
 
     def _of_operand(
         self, kind: str, op: Op, operand: Value, result: Buffer, groups: Groups
-    ) -> list[tuple[Buffer, list[Value]]]:
+    ) -> _Payloads:
         if op.opcode.startswith("reduce-scatter"):
             # `f32[512,1024] reduce-scatter(%fusion.12)`, of f32[4096,1024]
             full = _type(operand)
@@ -382,9 +383,7 @@ class CollectiveReader:
             return [(_type(unpadded), [unpadded])]
         return self._unjoined(kind, operand, result)
 
-    def _unjoined(
-        self, kind: str, operand: Value, buffer: Buffer
-    ) -> list[tuple[Buffer, list[Value]]]:
+    def _unjoined(self, kind: str, operand: Value, buffer: Buffer) -> _Payloads:
         """The arrays that a backend joined into one flat buffer, or that buffer alone."""
         if kind != "all-reduce":
             return [(buffer, [operand])]
@@ -448,8 +447,8 @@ class CollectiveReader:
         if kind in ("unknown", "send"):
             return UNKNOWN
         if op.opcode == "send":
-            between = self.between  # slices
-            return Groups(math.prod(between.values()), tuple(between)) if between else UNKNOWN
+            size = math.prod(self.between.values())
+            return Groups(size, tuple(self.between)) if self.between else UNKNOWN
         if kind == "collective-permute":
             return groups_of_pairs(op.attribute("source_target_pairs"), self.axes)
         groups = op.attribute("replica_groups")
@@ -462,9 +461,6 @@ class CollectiveReader:
             return Groups(1, ())  # among replicas, and there is only one
         of_partitions = kind in ("all-to-all", "ragged-all-to-all", "collective-broadcast")
         return self._groups_of(groups if of_partitions else "{}")
-
-
-_UNREAD = Buffer("unknown", None, 0)
 
 
 def _results(op: Op) -> Sequence[Buffer]:

@@ -1,7 +1,7 @@
 """The words for the ways in which a program differs from its plan.
 
-All of them are templates in tables, so that a page or a test can list them without a program. What
-chooses among them is short: the code, and for some codes what kind of op it is or where it runs.
+All of them are templates in tables, so that a page or a test can list them without a program. Who
+finds a difference names its case: words that were chosen here would need all that is known there.
 """
 
 from collections import Counter, defaultdict
@@ -152,10 +152,6 @@ WORDS = {
         "{kind} with unknown axes, bytes or count.",
         "Pass the mesh. A loop whose trips depend on data has no count.",
     ),
-    "unreadable, name": (
-        "op that looks like a collective, with unknown axes, bytes or count.",
-        "Pass the mesh. A loop whose trips depend on data has no count.",
-    ),
     "wider": (
         "{kind} in a wider dtype than the planned {detail}.",
         "{on_cpus}Cast the weights before the gather: `unshard(w.astype(dtype), ...)`, or"
@@ -182,7 +178,7 @@ def explain(
     gathered = dict.fromkeys(axis for axes in gathers for axis in axes)
     batch = repr(entry_of(batch_axes))
     fields = {
-        "kind": kind,
+        "kind": "op that looks like a collective," if kind == "unknown" else kind,
         "detail": detail,
         "size": size,
         "size_of_trips": _size_of_trips(moved) + size,

@@ -7,7 +7,7 @@ has no match is filed under a code, by the first rule that applies to it.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -78,7 +78,6 @@ class Matcher:
     state: Mapping[str, PlannedLeaf]
     batch_axes: Sequence[str]
     platform: str | None
-    tensor_parallel: list[Collective] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.expected = [
@@ -89,6 +88,7 @@ class Matcher:
             self.of_leaf[expected.path].append(expected)
         self.differences: _Filed = defaultdict(list)
         self.of_compiler: _Filed = defaultdict(list)
+        self.tensor_parallel: list[Collective] = []
         self.sizes = axis_sizes(self.plan.mesh)
         self.tensor_axes = {*get_names_from_partition_spec(self.plan)} - {*self.batch_axes}
         layers = {x.path: x.planned.count for x in self.expected}
@@ -146,8 +146,7 @@ class Matcher:
     def _file_unreadable(self, moved: _Moved) -> bool:
         if None not in (moved.collective.total_bytes, moved.collective.wire_bytes):
             return False
-        case = "unreadable, name" if moved.kind == "unknown" else "unreadable"
-        return self._add(case, moved, moved.leaf)
+        return self._add("unreadable", moved, moved.leaf)
 
     def _file_across_axes(self, moved: _Moved) -> bool:
         if moved.collective.axes is not None:
