@@ -5,7 +5,6 @@ memory map would hide that, but counts as memory of the process, and ends it if 
 So blocks of several shards are joined first, and then written run by run.
 """
 
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,19 +122,16 @@ def _parts_in(block: Region, pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def _cut(region: Region, most: int) -> Iterator[Region]:
-    """Splits a part of an array into parts of at most `most` items, in C order."""
-    items_per_row = [math.prod(lengths(region[dim + 1 :])) for dim in range(len(region))]
-    small_enough = (dim for dim, items in enumerate(items_per_row) if items <= most)
-    dim = next(small_enough, None)
-    if dim is None:  # a scalar
+    """Halves a part of an array until none has more than `most` items; in C order."""
+    if math.prod(lengths(region)) <= most:
         yield region
         return
+    # Of the outermost dim: the rows of either half stay as long as they are in the file.
+    dim = next(dim for dim, length in enumerate(lengths(region)) if length > 1)
     start, stop = region[dim]
-    step = max(1, most // max(1, items_per_row[dim]))
-    spans = [(i, min(i + step, stop)) for i in range(start, stop, step)]
-    single = ([(i, i + 1) for i in range(*span)] for span in region[:dim])
-    for *lead, span in itertools.product(*single, spans):
-        yield (*lead, span, *region[dim + 1 :])
+    middle = (start + stop) // 2
+    for half in ((start, middle), (middle, stop)):
+        yield from _cut((*region[:dim], half, *region[dim + 1 :]), most)
 
 
 def _joined(block: Region, parts: Sequence[Piece]) -> np.ndarray:

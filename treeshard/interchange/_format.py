@@ -16,7 +16,6 @@ import json
 import math
 import os
 import struct
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, BinaryIO, NamedTuple
@@ -112,18 +111,18 @@ def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
     size = os.fstat(file.fileno()).st_size
     _check_header_size(file, size)
     try:
-        tensors = _tensors_by_package(file.name, file.name)
+        tensors = _tensors_by_package(file.name)
     except SafetensorError as error:
         # "Error while deserializing header: incomplete metadata, file not fully covered"
         if "not fully covered" not in str(error):
             raise FormatError(f"{file.name} is not a safetensors file: {error}.") from None
-        full = _full_size(file)
+        tensors, full = _tensors_by_header(file)
         if not shapes_only or size > full:
             raise DamagedError(
                 f"{file.name} is cut short or too long: it has {size} bytes, and by its header"
                 f" {full}. Copy it again."
             ) from None
-        tensors, size = _tensors_of_padded(file, full), full
+        size = full
     # The package opens the path again.
     if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
         raise CheckpointError(f"{file.name} was replaced while it was opened. Load it again.")
@@ -135,35 +134,32 @@ def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
     return _one_after_another(tensors, size - sum(x.nbytes for x in tensors))
 
 
-def _tensors_by_package(path: str, name: str) -> list[Tensor]:
-    """The tensors of a file, without their positions; `name` is what an error calls the file."""
+def _tensors_by_package(path: str) -> list[Tensor]:
+    """The tensors of a file, without their positions."""
     from safetensors import safe_open
 
     try:
         with safe_open(path, "np") as opened:
-            slices = ((name, opened.get_slice(name)) for name in opened.offset_keys())
-            return [Tensor(name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices]
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
     except MemoryError:  # the package maps the file
         raise CheckpointError(
-            f"{name} is larger than this process may map into memory (`ulimit -v`)."
+            f"{path} is larger than this process may map into memory (`ulimit -v`)."
         ) from None
+    return [Tensor(name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()]
 
 
-def _tensors_of_padded(file: BinaryIO, size: int) -> list[Tensor]:
-    """The tensors of a file that was cut short: the package wants one in full."""
-    with tempfile.NamedTemporaryFile() as padded:
-        padded.write(file.read(size))
-        padded.truncate(size)  # sparse, so it takes no space
-        return _tensors_by_package(padded.name, file.name)
+def _tensors_by_header(file: BinaryIO) -> tuple[list[Tensor], int]:
+    """The tensors of a file of another size than its header says, and that size.
 
-
-def _full_size(file: BinaryIO) -> int:
-    """The size of a file by its header, which the package has read before."""
+    The package has checked the header by then: it compares sizes last.
+    """
     (length,) = struct.unpack("<Q", file.read(8))
     raw = json.loads(file.read(length))
     raw.pop(METADATA, None)
-    file.seek(0)
-    return 8 + length + max((entry["data_offsets"][1] for entry in raw.values()), default=0)
+    entries = sorted(raw.items(), key=lambda item: item[1]["data_offsets"])
+    ends = [entry["data_offsets"][1] for _, entry in entries]
+    tensors = [Tensor(name, entry["dtype"], tuple(entry["shape"])) for name, entry in entries]
+    return tensors, 8 + length + max(ends, default=0)
 
 
 def _check_header_size(file: BinaryIO, size: int) -> None:

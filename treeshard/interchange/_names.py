@@ -8,7 +8,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import NamedTuple
 
 from treeshard.errors import MismatchError, listed
 
@@ -21,14 +20,6 @@ _SHARED = (
     " call the number of a layer `(?P<layer>\\d+)`."
 )
 _GAPS = "{name}: of {count:,} layers, there is none with number {missing}."
-
-
-class _Place(NamedTuple):
-    """Where a tensor goes: the first pair that matches, the name (`None`: nowhere), its layer."""
-
-    pair: int
-    name: str | None
-    layer: int
 
 
 def map_tensors(
@@ -62,40 +53,28 @@ def map_tensors(
         The names of Hugging Face's checkpoints, and the maps from regular expressions of big_vision
         and kauldron.
     """
-    patterns = [(re.compile(pattern), name) for pattern, name in pairs]
-    places = {tensor: _place(tensor, patterns) for tensor in names}
-    used = {place.pair for place in places.values() if place is not None}
-    facts = [_UNMATCHED.format(tensor=x) for x, place in places.items() if place is None]
-    facts += [
-        _UNUSED.format(i=i, pattern=pattern)
-        for i, (pattern, _) in enumerate(pairs)
-        if i not in used
-    ]
-    layers_of = _by_name(places)
+    patterns = [re.compile(pattern) for pattern, _ in pairs]
+    facts: list[str] = []
+    used: set[int] = set()
+    layers_of: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for tensor in dict.fromkeys(names):
+        matches = ((i, pattern.fullmatch(tensor)) for i, pattern in enumerate(patterns))
+        i, match = next((x for x in matches if x[1]), (-1, None))
+        if match is None:
+            facts.append(_UNMATCHED.format(tensor=tensor))
+            continue
+        used.add(i)
+        name = pairs[i][1]
+        if name is not None:
+            layer = int(match.groupdict().get("layer") or _NO_LAYER)
+            layers_of[match.expand(name)][layer].append(tensor)
+    unused = [(i, pattern) for i, (pattern, _) in enumerate(pairs) if i not in used]
+    facts += [_UNUSED.format(i=i, pattern=pattern) for i, pattern in unused]
     for name, layers in layers_of.items():
         facts += _misfits(name, layers)
     if facts:
         raise MismatchError(f"map_tensors: {listed(f'{len(facts)} names do not fit:', facts)}")
     return {name: _tensors_of(layers) for name, layers in layers_of.items()}
-
-
-def _place(tensor: str, patterns: Iterable[tuple[re.Pattern[str], str | None]]) -> _Place | None:
-    for i, (pattern, name) in enumerate(patterns):
-        match = pattern.fullmatch(tensor)
-        if match is None:
-            continue
-        layer = match.groupdict().get("layer") or _NO_LAYER
-        return _Place(i, None if name is None else match.expand(name), int(layer))
-    return None
-
-
-def _by_name(places: Mapping[str, _Place | None]) -> dict[str, dict[int, list[str]]]:
-    """The tensors of each name, by layer."""
-    layers_of: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for tensor, place in places.items():
-        if place is not None and place.name is not None:
-            layers_of[place.name][place.layer].append(tensor)
-    return layers_of
 
 
 def _misfits(name: str, layers: Mapping[int, list[str]]) -> Iterator[str]:
