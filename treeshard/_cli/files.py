@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from treeshard.errors import (
     short,
 )
 from treeshard.interchange._byte_ranges import Piece, full_piece
-from treeshard.interchange._files import NewFiles, lay_out_files, write_files
+from treeshard.interchange._files import lay_out_files, write_files
 from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._tensors import tensor_names
 
@@ -122,9 +123,10 @@ def run_export(options: argparse.Namespace) -> tuple[str, int]:
             Tensor(name, code_of(parse_dtype(leaf.dtype)) or "", leaf.shape)
             for name, leaf in leaves.items()
         ]
-        new = lay_out_files(file_path(options.out), rows, most, metadata, "export")
-        write_files(new, _values(tree, leaves), "export", TIMEOUT)
-    return _report(leaves, left_out, new), 0
+        out = file_path(options.out)
+        files = lay_out_files(out, rows, most, metadata)
+        write_files(out, files, _values(tree, leaves), "export", TIMEOUT)
+    return _report(leaves, left_out, [file.path for file in files]), 0
 
 
 def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[str, list[Piece]]]:
@@ -170,7 +172,7 @@ def _select(
         which = f" with a path that {options.only!r} matches" if options.only else ""
         paths = ", ".join([*(leaf.path for leaf in tree.contents.leaves[:5]), "..."])
         raise CheckpointError(_NO_ARRAY.format(path=path, which=which, paths=paths))
-    names = _renamed([leaf.path for leaf in arrays], options.rename)
+    names = _renamed(arrays, options.rename)
     return {names[leaf.path]: leaf for leaf in arrays}, others
 
 
@@ -178,9 +180,11 @@ def _has_code(leaf: SavedLeaf) -> bool:
     return leaf.kind == "array" and code_of(parse_dtype(leaf.dtype)) is not None
 
 
-def _report(leaves: dict[str, SavedLeaf], left_out: Sequence[SavedLeaf], new: NewFiles) -> str:
+def _report(
+    leaves: dict[str, SavedLeaf], left_out: Sequence[SavedLeaf], paths: Sequence[Path]
+) -> str:
     total = human_bytes(sum(leaf.bytes for leaf in leaves.values()))
-    *parts, last = [file.path for file in new.files]
+    *parts, last = paths
     files = f"{counted(len(parts), 'file')} and {last}" if parts else str(last)
     lines = [f"{counted(len(leaves), 'tensor')}, {total}: {files}"]
     if left_out:
@@ -207,13 +211,14 @@ def _wants_bar() -> bool:
     return sys.stderr.isatty() and find_spec("tqdm") is not None
 
 
-def _renamed(paths: Iterable[str], rules: Sequence[str]) -> dict[str, str]:
-    """The new names of leaves by their paths, from rules `REGEX=>NEW` applied in order."""
+def _renamed(arrays: Iterable[SavedLeaf], rules: Sequence[str]) -> dict[str, str]:
+    """The new names of arrays by their paths, from rules `REGEX=>NEW` applied in order."""
     pairs = [_read_rule(rule) for rule in rules]
-    flat = {path: path for path in sorted(paths)}
     rename = partial(_rename, pairs=pairs)
-    names = tensor_names(list(flat), flat, rename, "export")
-    return dict(zip(flat, names.values(), strict=True))
+    flat = {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
+    names = tensor_names(flat, rename, "export")
+    # JAX flattens a dict by its sorted keys.
+    return dict(zip(sorted(flat), names.values(), strict=True))
 
 
 def _rename(path: str, pairs: Iterable[tuple[re.Pattern[str], str]]) -> str:

@@ -101,14 +101,15 @@ def save_safetensors(
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)
         rows = [Tensor(name, code_of(x.dtype) or "", x.shape) for name, x in tensors.items()]
-        new = lay_out_files(to, rows, most, metadata, where)
+        files = lay_out_files(to, rows, most, metadata)
         facts["the path"] = str(to)
-        facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in new.files}
+        facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in files}
         facts |= {x.name: f"{x.code}{list(x.shape)}" for x in rows}
     writer_of_each = zip(tensors, writers(list(tensors.values()), where, timeout), strict=True)
     mine = [name for name, writer in writer_of_each if writer in (None, jax.process_index())]
     names_with_bar = with_bar(mine, where, unit="tensor", show=progress)
-    write_files(new, ((name, pieces_of(tensors[name])) for name in names_with_bar), where, timeout)
+    values = ((name, pieces_of(tensors[name])) for name in names_with_bar)
+    write_files(to, files, values, where, timeout)
 
 
 # ------------------------------------------------------------------ load

@@ -14,8 +14,11 @@ compared with the headers of the files, and it cannot name files elsewhere on th
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -40,31 +43,16 @@ class NewFile(NamedTuple):
     tensors: list[Tensor]
 
 
-class NewFiles(NamedTuple):
-    """The files of one save, the last of several their index; `path` stands for all of them."""
-
-    path: Path
-    files: list[NewFile]
-
-    def has(self, name: str) -> bool:
-        """Whether a save at this path may have written a file of this name."""
-        # Another count of files has other names: these are of an earlier save, with other tensors.
-        stem, suffix = re.escape(self.path.stem), re.escape(self.path.suffix)
-        numbered = re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}{suffix}", name)
-        return bool(numbered) or name in (self.path.name, _index_of(self.path).name)
-
-
 def lay_out_files(
     path: Path,
     tensors: Sequence[Tensor],
     most: int | None,
     metadata: Mapping[str, str] | None,
-    where: str,
-) -> NewFiles:
+) -> list[NewFile]:
     """Assigns tensors to one file at `path`, or to several numbered files and an index.
 
     There are several if the tensors together have more than `most` bytes. Each of them has at most
-    `most` bytes, unless a single tensor has more.
+    `most` bytes, unless a single tensor has more. The index comes last.
     """
     groups = _grouped(tensors, most)
     count = len(groups)
@@ -78,9 +66,7 @@ def lay_out_files(
     for file in files:
         if file.path.is_dir():
             raise CheckpointError(f"{file.path} is a directory. Pass the path of a file.")
-    with _as_checkpoint_error(where, path):
-        next(path.parent.iterdir(), None)  # raises if there is no such directory
-    return NewFiles(path, files)
+    return files
 
 
 def _index_text(files: Iterable[NewFile]) -> bytes:
@@ -106,35 +92,39 @@ def _grouped(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:
 
 
 def write_files(
-    new: NewFiles, values: Iterable[tuple[str, Iterable[Piece]]], where: str, timeout: float
+    path: Path,
+    files: Sequence[NewFile],
+    values: Iterable[tuple[str, Iterable[Piece]]],
+    where: str,
+    timeout: float,
 ) -> None:
-    """Writes the files of one save; all of them get their names at the end, or none.
+    """Writes the files of one save at `path`; all of them get their names at the end, or none.
 
     `values` are names of tensors, each with the pieces that this process writes.
     """
-    paths = [file.path for file in new.files]
-    with (
-        _as_checkpoint_error(where, new.path),
-        new_files(new.path, paths, new.has, where, timeout) as opened,
-    ):
-        pairs = [*zip(new.files, opened, strict=True)]
-        positions = {x.name: (file, x) for part, file in pairs for x in part.tensors}
-        for name, pieces in values:
-            file, tensor = positions[name]
-            write(file, tensor.start, tensor.shape, pieces)
-        if jax.process_index() == 0:
-            for part, file in pairs:
-                write_bytes(file, 0, part.head)
-
-
-@contextmanager
-def _as_checkpoint_error(where: str, path: Path) -> Iterator[None]:
+    paths = [file.path for file in files]
+    earlier = partial(_may_have_written, path)
     try:
-        yield
+        with new_files(path, paths, earlier, where, timeout) as opened:
+            pairs = [*zip(files, opened, strict=True)]
+            positions = {x.name: (to, x) for file, to in pairs for x in file.tensors}
+            for name, pieces in values:
+                to, tensor = positions[name]
+                write(to, tensor.start, tensor.shape, pieces)
+            if jax.process_index() == 0:
+                for file, to in pairs:
+                    write_bytes(to, 0, file.head)
     except OSError as error:
         raise CheckpointError(
             f"{where}: {path} cannot be written: {error}. Existing files are unchanged."
         ) from error
+
+
+def _may_have_written(path: Path, name: str) -> bool:
+    """Whether a save at `path` may have written a file of this name."""
+    # Another count of files has other names: these are of an earlier save, with other tensors.
+    numbered = rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}"
+    return name in (path.name, _index_of(path).name) or bool(re.fullmatch(numbered, name))
 
 
 def _index_of(path: Path) -> Path:
@@ -167,10 +157,8 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
         names = dict.fromkeys(index.values())
         by_file = {name: _open_one(path.with_name(name), open_files, shapes_only) for name in names}
         _check_index(path, index, by_file)
-        stored: dict[str, Stored] = {}
-        for tensors in by_file.values():
-            stored |= tensors
-        yield {name: x for name, x in stored.items() if name in index}
+        tensors = chain.from_iterable(x.items() for x in by_file.values())
+        yield {name: stored for name, stored in tensors if name in index}
 
 
 def _open_one(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:
@@ -209,15 +197,14 @@ def _read_index(path: Path) -> dict[str, str]:
     index = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(index, dict) or {*map(type, index.values())} - {str}:
         raise FormatError(f"{path} has no 'weight_map', the file of each tensor.")
-    missing: list[str] = []
-    for name in dict.fromkeys(index.values()):
+    names = dict.fromkeys(index.values())
+    for name in names:
         if not _is_plain(name):
             raise FormatError(
                 f"{path} names {name!r}, which is not the name of a file beside it. Files outside"
                 " its directory are not read."
             )
-        if not path.with_name(name).exists():
-            missing.append(f"{name} is missing.")
+    missing = [f"{name} is missing." for name in names if not path.with_name(name).exists()]
     if missing:
         headline = f"it names {len(missing)} files that are missing:"
         raise CheckpointError(f"{path}: {listed(headline, missing)}")
@@ -232,9 +219,9 @@ def _is_plain(name: str) -> bool:
 def _check_index(
     path: Path, index: Mapping[str, str], by_file: Mapping[str, Mapping[str, Stored]]
 ) -> None:
-    holders: dict[str, list[str]] = {name: [] for name in index}
+    holders: dict[str, list[str]] = defaultdict(list)
     for file, tensors in by_file.items():
-        for name in tensors.keys() & index.keys():
+        for name in tensors:
             holders[name].append(file)
     facts: list[str] = []
     for name, file in index.items():

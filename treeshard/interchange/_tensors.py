@@ -38,15 +38,15 @@ _INVALID = "{path}: its name would be {name!a}, {why}"
 _SHARED = "{name}: the name of {keys}. Give them different names with `rename`."
 
 
-def tensor_names(
-    paths: Sequence[str | None], tree: PyTree, rename: Names | None, where: str
-) -> dict[int, str]:
-    """The names of tensors, by leaf index; `paths` has `None` for leaves that are not tensors.
+def tensor_names(tree: PyTree, rename: Names | None, where: str) -> dict[int, str]:
+    """The names of the arrays of a tree, by leaf index; `None` is a leaf.
 
     Raises `CheckpointError` if leaves would share a name, if the format does not allow a name, or
     if a mapping has other paths.
     """
-    path_of = {i: path for i, path in enumerate(paths) if path is not None}
+    leaves = tree_leaves(tree, is_leaf=is_none)
+    paths = leaf_paths(tree, is_leaf=is_none)
+    path_of = {i: path for i, path in enumerate(paths) if has_shape(leaves[i])}
     facts: list[str] = []
     names: dict[int, str] = {}
     if isinstance(rename, Mapping):
@@ -60,18 +60,11 @@ def tensor_names(
             facts.append(_INVALID.format(path=path, name=name, why=why))
         else:
             names[i] = name
-    shared = shared_names((names.get(i) for i in range(len(paths))), tree, is_leaf=is_none)
+    shared = shared_names(map(names.get, range(len(leaves))), tree, is_leaf=is_none)
     facts += [_SHARED.format(name=name, keys=" and ".join(shared[name])) for name in shared]
     if facts:
         raise CheckpointError(f"{where}: {listed(f'{len(facts)} names are invalid:', facts)}")
     return names
-
-
-def _names_of_arrays(tree: PyTree, rename: Names | None, where: str) -> dict[int, str]:
-    leaves = tree_leaves(tree, is_leaf=is_none)
-    named = zip(leaf_paths(tree, is_leaf=is_none), leaves, strict=True)
-    paths = [path if has_shape(leaf) else None for path, leaf in named]
-    return tensor_names(paths, tree, rename, where)
 
 
 def _renamed(path: str, rename: Names | None) -> Any:
@@ -106,7 +99,7 @@ def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
             misfits[i] = misfit
     raise_unmovable(tree, misfits, where)
     leaves = tree_leaves(tree, is_leaf=is_none)
-    return {name: leaves[i] for i, name in _names_of_arrays(tree, rename, where).items()}
+    return {name: leaves[i] for i, name in tensor_names(tree, rename, where).items()}
 
 
 _NO_KEYS = (
@@ -159,11 +152,10 @@ def tensor_request(
     where: str,
 ) -> Request:
     """Compares the requested tensors with the stored ones. Without `like`, all are requested."""
-
     types = {
         name: LeafType("array", x.tensor.shape, str(x.tensor.dtype)) for name, x in stored.items()
     }
-    names = partial(_names_of_arrays, rename=rename, where=where)
+    names = partial(tensor_names, rename=rename, where=where)
     request = read_request(types, like, placing, cast=cast, names=names, where=where)
     packed: dict[str, str] = {}
     for leaf in request.to_read().values():
