@@ -55,7 +55,7 @@ class Computation:
         start: What its differentiated or updated leaves are before it runs.
         batch: The leaves of the batch, on the host.
         first: How many of its results do not follow from other ones.
-        bases: The leaf of `start` that each result is a change of, by index; `None` for a value.
+        bases: The leaf of `start` that a result is a change of: both by index.
         notes: What was seen while a result was traced, by layout name and index of the result.
     """
 
@@ -76,7 +76,7 @@ class Computation:
         self.notes: dict[tuple[str, int], Cause] = {}
         self.paths: list[str] = []
         self.specs: list[PartitionSpec] = []
-        self.bases: list[int | None] = []
+        self.bases: dict[int, int] = {}
         self.first = 0
         self._functions: dict[str, Any] = {}  # by layout
 
@@ -109,7 +109,9 @@ class Computation:
         return _shards(self._on_mesh(layout, arrays, data))
 
     def _on_mesh(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
-        with jax.set_mesh(layout.mesh):  # which constraints with a bare `PartitionSpec` need
+        # Constraints with a bare `PartitionSpec` need a mesh, and `_shards` must be without: in it,
+        # JAX computes nothing from the shard of one device.
+        with jax.set_mesh(layout.mesh):
             return self._call(layout, arrays, data)
 
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
@@ -161,7 +163,6 @@ class Gradients(Computation):
         self.paths = ["loss", *(plan.leaves[i].path for i in self.differentiated)]
         self.specs = [PartitionSpec(), *(plan.leaves[i].given for i in self.differentiated)]
         self.first = len(self.paths)
-        self.bases += [None] * self.first
 
     def is_by_hand(self, layout: Layout) -> bool:
         return layout.check_vma is not None
@@ -276,7 +277,7 @@ class Steps(Computation):
         self.paths = [f"step {n}: {name}" for n in (1, 2) for name in names]
         self.first, others = len(names), len(self._aux)
         self.specs = [*(leaf.given for leaf in leaves), *[PartitionSpec()] * others] * 2
-        self.bases = [*range(count), *[None] * others] * 2
+        self.bases = {n * self.first + i: i for n in (0, 1) for i in range(count)}
         return out
 
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:

@@ -66,12 +66,15 @@ class Diagnosis:
         self.computation, self.rows, self.layout = computation, rows, rows.layout
         self.expected, self.result = expected, result
 
-    def errors(self, i: int) -> list[float]:
-        """The difference of each device's shard from the reference, in units of its noise."""
-        reference = self.expected.reference[i]
+    def errors(self, i: int, predicted: Mapping[Any, np.ndarray] | None = None) -> list[float]:
+        """The difference of each device's shard from a full result, in units of its noise.
+
+        `predicted` has a full result for each device; by default it is the reference.
+        """
+        predicted = predicted or dict.fromkeys(self.result[i], self.expected.reference[i])
         return [
-            distance(x, reference[index]) / self.expected.of(i, index)
-            for index, x in self.result[i].values()
+            distance(x, predicted[device][index]) / self.expected.of(i, index)
+            for device, (index, x) in self.result[i].items()
         ]
 
     def cause(self, i: int) -> Cause:
@@ -110,19 +113,12 @@ class Diagnosis:
         if reference.size == 1 or not reference.any():  # any number is a multiple of another
             return
         factor, rest = multiple_of(self.result[i], reference)
-        predicted = dict.fromkeys(self.result[i], reference)
+        errors = self.errors(i, dict.fromkeys(self.result[i], factor * reference))
+        limit = 2 * LIMIT * max(abs(factor), 1)  # the factor scales the noise too
         # Noise that is as large as the values would allow any factor.
-        if rest < 0.3 and self._is(i, predicted, factor):
+        if rest < 0.3 and max(errors) <= limit:
             shown = f"x {factor:.3f}" if abs(factor) > 0.1 else f"x {factor:.3g}"
             yield Cause(_MULTIPLE, short=shown, measured=shown, multiple=factor)
-
-    def _is(self, i: int, predicted: Mapping[Any, np.ndarray], factor: float = 1.0) -> bool:
-        """Whether all shards are a prediction times a factor, which scales its noise too."""
-        limit = 2 * LIMIT * max(abs(factor), 1)
-        return all(
-            distance(x, factor * predicted[device][index]) <= limit * self.expected.of(i, index)
-            for device, (index, x) in self.result[i].items()
-        )
 
     def _moved(self, i: int, reference: np.ndarray) -> Iterator[Cause]:
         """Each device has a shard of the right result, but not all have their own."""
@@ -147,7 +143,7 @@ class Diagnosis:
         # The most axes first: along those where all devices have the same rows, nothing is missing.
         for reduced in reversed(subsets(self.rows.axes)):
             means = self.rows.mean_over(reduced, i)
-            if means is None or not self._is(i, means):
+            if means is None or max(self.errors(i, means)) > 2 * LIMIT:
                 continue
             unreduced = [axis for axis in self.rows.axes if axis not in reduced]
             if unreduced:

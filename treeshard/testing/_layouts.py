@@ -7,7 +7,6 @@ minutes, and a difference would not show what it depends on.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import jax
@@ -146,9 +145,11 @@ def _with_other_sizes(planned: Layout, batch: PyTree) -> list[Layout]:
         count //= 2
     shapes = [x for x in _factors(count, len(sizes)) if x != sizes and math.prod(x) > 1]
     shapes.sort(key=lambda shape: (shape.count(1), shape))
-    layouts = (planned.on(devices, shape, "mesh") for shape in shapes)
-    fitting = (layout for layout in layouts if _divides(layout, batch))
-    return [*islice(fitting, 1)]
+    for shape in shapes:
+        layout = planned.on(devices, shape, "mesh")
+        if _divides(layout, batch):
+            return [layout]
+    return []
 
 
 def _factors(count: int, rank: int) -> Iterator[tuple[int, ...]]:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from treeshard._core.arrays import is_array, is_key
 from treeshard.testing._computations import Computation, Shards
 from treeshard.testing._layouts import Layout
 from treeshard.training._pitfalls import equations
@@ -41,8 +40,8 @@ class Tolerance:
 
     Attributes:
         reference: The results.
-        noise: The largest difference that was measured, element by element; `None` for integers
-            and keys, which must be equal.
+        noise: The largest difference that was measured, element by element, by the index of the
+            result. Integers and keys have none: they must be equal.
         eps: The relative rounding error of the least precise dtype of the computation.
         notes: What was measured in another way than usual, in words.
         random: Whether the computation draws random numbers.
@@ -54,10 +53,11 @@ class Tolerance:
         eqns = list(equations(computation.trace(layout)))
         self.eps = _least_precision(eqns, layout.mesh.devices.flat[0].platform)
         self.random = any(eqn.primitive.name in _DRAWS for eqn in eqns)
-        self.noise = [np.zeros(x.shape) if _is_float(x) else None for x in self.reference]
+        floats = [i for i, x in enumerate(self.reference) if _is_float(x)]
+        self.noise = {i: np.zeros(self.reference[i].shape) for i in floats}
         # A change of a leaf is rounded as the leaf is, which may be much larger.
-        starts: list[Any] = [None if b is None else computation.start[b] for b in computation.bases]
-        self._rounding = [_rounding_of(x) for x in starts]
+        starts = ((i, computation.start[base]) for i, base in computation.bases.items())
+        self._rounding = {i: _rounding_of(x) for i, x in starts if _is_float(x)}
         random = np.random.default_rng(0)
         moved = [self._add(sample) for sample in _of_rounded(computation, layout, self.eps, random)]
         most = _NOT_ROUNDING * max(self.eps, *moved)
@@ -76,42 +76,41 @@ class Tolerance:
     def widened(self, others: Sequence[Sequence[np.ndarray]]) -> "Tolerance":
         """The noise, at least as large as the distances of other results."""
         other = copy(self)
-        other.noise = [None if x is None else x.copy() for x in self.noise]
+        other.noise = dict(self.noise)
         for sample in others:
             other._add(sample)
         return other
 
     def of(self, i: int, index: Any = ...) -> float:
         """The noise of a shard of a result, as a Euclidean norm."""
-        noise = self.noise[i]
-        if noise is None:
+        if i not in self.noise:
             return 1e-30
-        part, rounding = noise[index], self._rounding[i]
+        noise = self.noise[i]
+        part = noise[index]
         # No shard has less than its share of the leaf's noise.
         share = norm(noise) * (part.size / max(noise.size, 1)) ** 0.5
         floor = self.eps * norm(finite(self.reference[i][index]))
-        if rounding.shape:
-            floor += norm(rounding[index])
+        if i in self._rounding:
+            floor += norm(self._rounding[i][index])
         return max(norm(part), share) + floor / 2 + float(np.finfo("float32").tiny)
 
     def is_hidden(self, i: int) -> bool:
         """Whether the noise of a result is so large that a factor of 2 would not be seen."""
-        noise = self.noise[i]
-        return noise is not None and 0 < norm(self.reference[i]) < 2 * LIMIT * norm(noise)
+        noise = norm(self.noise.get(i, 0.0))
+        return 0 < norm(self.reference[i]) < 2 * LIMIT * noise
 
     def _add(self, sample: Sequence[np.ndarray], most: float = float("inf")) -> float:
         """Takes a sample as noise, if the results together differ by no more than `most`.
 
         Returns by how much they do, relative to their norm.
         """
-        rows = zip(sample, self.reference, self.noise, strict=True)
-        moved = [(finite(x.astype("float64") - y), y, z) for x, y, z in rows if z is not None]
-        total = norm([norm(finite(y)) for _, y, _ in moved])
-        far = norm([norm(d) for d, _, _ in moved])
+        moved = {i: finite(sample[i].astype("float64") - self.reference[i]) for i in self.noise}
+        total = norm([norm(finite(self.reference[i])) for i in moved])
+        far = norm([norm(x) for x in moved.values()])
         relative = far / total if total else 0.0
         if relative <= most:
-            for d, _, z in moved:
-                np.maximum(z, np.abs(d), out=z)
+            for i, x in moved.items():
+                self.noise[i] = np.maximum(self.noise[i], np.abs(x))
         return relative
 
 
@@ -190,13 +189,11 @@ def finite(x: Any) -> Any:
 
 
 def _is_float(x: Any) -> bool:
-    return is_array(x) and not is_key(x) and jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _rounding_of(x: Any) -> np.ndarray:
-    """How far one rounding moves each number; without dims for what is not rounded."""
-    if not _is_float(x):
-        return np.zeros(())
+    """How far one rounding moves each number."""
     return np.abs(x) * float(jnp.finfo(x.dtype).eps)
 
 

@@ -46,17 +46,11 @@ class OwnRows:
 
     Attributes:
         axes: The mesh axes that split the batch.
-        position: The index of each device along every axis.
     """
 
     def __init__(self, computation: Computation, layout: Layout) -> None:
         self.computation, self.layout = computation, layout
-        mesh = layout.mesh
         self.axes = computation.batch_axes(layout)
-        self.position = {
-            device: dict(zip(mesh.axis_names, index, strict=True))
-            for index, device in np.ndenumerate(mesh.devices)
-        }
         self._results: dict[Axes, dict[Any, Results] | None] = {}
 
     def mean_over(self, reduced: Axes, i: int) -> dict[Any, np.ndarray] | None:
@@ -67,14 +61,13 @@ class OwnRows:
         results = self.results()
         if results is None:
             return None
-        groups: dict[Any, list[np.ndarray]] = {}
-        for device, of_device in results.items():
-            groups.setdefault(self._kept(device, reduced), []).append(of_device[i])
-        means = {group: _mean(values) for group, values in groups.items()}
-        return {device: means[self._kept(device, reduced)] for device in results}
-
-    def _kept(self, device: Any, reduced: Axes) -> tuple[int, ...]:
-        return tuple(n for axis, n in self.position[device].items() if axis not in reduced)
+        mesh = self.layout.mesh
+        values = np.stack([results[device][i].astype("float64") for device in mesh.devices.flat])
+        values = values.reshape(*mesh.devices.shape, *values.shape[1:])
+        dims = tuple(map(mesh.axis_names.index, reduced))
+        means = np.broadcast_to(values.mean(dims, keepdims=True), values.shape)
+        # The dots keep a scalar an array.
+        return {device: means[*index, ...] for index, device in np.ndenumerate(mesh.devices)}
 
     def results(self, folded: Axes = ()) -> dict[Any, Results] | None:
         """The results of each device, with keys folded by its `axis_index` over some axes."""
@@ -94,25 +87,20 @@ class OwnRows:
         # Devices that differ along other axes than the batch's have the same rows.
         computed: dict[Any, Results] = {}
         results: dict[Any, Results] = {}
-        for device in self.position:
+        for position, device in np.ndenumerate(mesh.devices):
+            number = 0
+            for axis in folded:  # as in `jax.lax.axis_index`, the last axis counts fastest
+                index_along = position[mesh.axis_names.index(axis)]
+                number = number * mesh.shape[axis] + index_along
             indices = [index[device] for index in maps]
-            number = self._axis_index(device, folded)
             key = number, str(indices)
             if key not in computed:
-                batch = map(_rows_of, computation.batch, indices)
+                batch = [x[index] for x, index in zip(computation.batch, indices, strict=True)]
                 if folded:
-                    batch = (_folded(x, number) for x in batch)
-                computed[key] = computation.alone(self.layout.alone(), batch=list(batch))
+                    batch = [_folded(x, number) for x in batch]
+                computed[key] = computation.alone(self.layout.alone(), batch=batch)
             results[device] = computed[key]
         return results
-
-    def _axis_index(self, device: Any, axes: Axes) -> int:
-        """`jax.lax.axis_index(axes)`, which counts the last axis fastest."""
-        sizes = self.layout.mesh.shape
-        number = 0
-        for axis in axes:
-            number = number * sizes[axis] + self.position[device][axis]
-        return number
 
     def keyed(self) -> Iterator[tuple[Axes, Results]]:
         """The result of all devices, if each folds its key by its index along some axes.
@@ -128,7 +116,8 @@ class OwnRows:
         for order in orders:
             results = self.results(order)
             if results is not None:
-                yield order, [_mean(values) for values in zip(*results.values(), strict=True)]
+                of_devices = zip(*results.values(), strict=True)
+                yield order, [np.asarray(np.mean(x, 0, "float64")) for x in of_devices]
 
 
 def with_own_keys(
@@ -179,15 +168,6 @@ def subsets(axes: Sequence[str]) -> list[Axes]:
 def named(axes: Sequence[str]) -> str:
     """Axes in words: "`data` and `fsdp`"."""
     return " and ".join(f"`{axis}`" for axis in axes)
-
-
-def _mean(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.asarray(np.mean([x.astype("float64") for x in arrays], axis=0))
-
-
-def _rows_of(x: Any, index: tuple[slice, ...]) -> Any:
-    """The rows of a device; a scalar, such as a key, has no dims to index."""
-    return x[index] if np.ndim(x) else x
 
 
 def _folded(x: Any, number: int) -> Any:
