@@ -46,6 +46,10 @@ from treeshard.training._step import Step
 Shards = dict[Any, tuple[tuple[slice, ...], np.ndarray]]
 
 
+_ABSENT = Cause("by_hand returns no gradient for it.", "Return one for every leaf.", "absent")
+_OTHER_SHAPE = "each device has a gradient of {grad}, and its shard is {shard}."
+
+
 class Computation:
     """A computation that runs in any layout, from values on the host.
 
@@ -238,16 +242,13 @@ class Gradients(Computation):
 
     def _fitting(self, key: tuple[str, int], grad: Any, shard: Any) -> Any:
         """The gradient, or zeros and a note if it is absent or has another shape than its shard."""
-        if is_array(grad) and grad.shape == shard.shape:
+        if not is_array(grad):
+            self.notes[key] = _ABSENT
+        elif grad.shape == shard.shape:
             return grad
-        cause = Cause("by_hand returns no gradient for it.", "Return one for every leaf.", "absent")
-        if is_array(grad):
-            fact = (
-                f"each device has a gradient of {array_text(grad)}, and its shard is"
-                f" {array_text(shard)}."
-            )
-            cause = Cause(fact, "Return the gradient of the shard.", "shape")
-        self.notes[key] = cause
+        else:
+            fact = _OTHER_SHAPE.format(grad=array_text(grad), shard=array_text(shard))
+            self.notes[key] = Cause(fact, "Return the gradient of the shard.", "shape")
         return shard * 0  # varies along the same axes as the shard, as `check_vma` wants
 
 

@@ -255,15 +255,13 @@ def _axes_of(numbers: Sequence[float], shapes: Sequence[Mapping[str, int]]) -> A
     A number that is the same on all meshes may be a constant, and axes that others would explain
     as well are not proven.
     """
-    if not numbers or max(numbers) < 1.5 * min(numbers):
+    if max(numbers) < 1.5 * min(numbers):
         return ()
-    axes_of_meshes = [axis for axis in shapes[0] if any(shape[axis] > 1 for shape in shapes)]
-    matches = [
-        axes
-        for axes in subsets(axes_of_meshes)
-        if all(
-            math.isclose(number, math.prod(shape[axis] for axis in axes), rel_tol=0.01)
-            for number, shape in zip(numbers, shapes, strict=True)
-        )
-    ]
+    sizes = {axis: np.array([shape[axis] for shape in shapes]) for axis in shapes[0]}
+    split = [axis for axis in sizes if sizes[axis].max() > 1]
+    matches: list[Axes] = []
+    for axes in subsets(split):
+        products = math.prod(sizes[axis] for axis in axes)
+        if np.allclose(numbers, products, rtol=0.01, atol=0):
+            matches.append(axes)
     return matches[0] if len(matches) == 1 else ()
