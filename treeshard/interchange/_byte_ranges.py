@@ -37,7 +37,11 @@ def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> 
     time.
     """
     for block, parts in _blocks(pieces):
-        data = _joined(block, parts)
+        data = parts[0].items
+        if len(parts) > 1:
+            data = np.empty(lengths(block), data.dtype)
+            for region, items in parts:
+                data[within(region, block)] = items
         little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
         _transfer(os.pwrite, file, at, shape, block, little)
 
@@ -132,12 +136,3 @@ def _cut(region: Region, most: int) -> Iterator[Region]:
     middle = (start + stop) // 2
     for half in ((start, middle), (middle, stop)):
         yield from _cut((*region[:dim], half, *region[dim + 1 :]), most)
-
-
-def _joined(block: Region, parts: Sequence[Piece]) -> np.ndarray:
-    if len(parts) == 1:
-        return parts[0].items
-    data = np.empty(lengths(block), parts[0].items.dtype)
-    for region, items in parts:
-        data[within(region, block)] = items
-    return data

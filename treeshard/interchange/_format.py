@@ -15,7 +15,6 @@ the checks that files of strangers need; two parsers could disagree about what a
 import json
 import math
 import os
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, BinaryIO, NamedTuple
@@ -92,7 +91,7 @@ def lay_out(
         raise FormatError(
             f"The header would be {error} Split the file (`max_file_size=`), or shorten names."
         ) from None
-    head = struct.pack("<Q", len(text)) + text
+    head = len(text).to_bytes(8, "little") + text
     return head, _one_after_another(ordered, len(head))
 
 
@@ -153,7 +152,8 @@ def _tensors_by_header(file: BinaryIO) -> tuple[list[Tensor], int]:
 
     The package has checked the header by then: it compares sizes last.
     """
-    (length,) = struct.unpack("<Q", file.read(8))
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
     raw = json.loads(file.read(length))
     raw.pop(METADATA, None)
     entries = sorted(raw.items(), key=lambda item: item[1]["data_offsets"])
@@ -165,17 +165,17 @@ def _tensors_by_header(file: BinaryIO) -> tuple[list[Tensor], int]:
 def _check_header_size(file: BinaryIO, size: int) -> None:
     """Refuses a header that would take long to parse, and much memory."""
     length = int.from_bytes(file.read(8), "little")
-    # The package refuses headers of more than 100 MB, and those longer than their file.
-    if MOST_BYTES < length <= size:
+    if length > size:  # which the package refuses before it reads the header
+        return
+    if length > MOST_BYTES:
         raise FormatError(
             f"{file.name} has a header of {human_bytes(length)}. At most"
             f" {human_bytes(MOST_BYTES)} are read."
         )
     try:
-        check_size(file.read(min(length, size)))
+        check_size(file.read(length))
     except FormatError as error:
         raise FormatError(f"{file.name} has a header that is {error}") from None
-    file.seek(0)
 
 
 def _one_after_another(tensors: Sequence[Tensor], first: int) -> list[Tensor]:
