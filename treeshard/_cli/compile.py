@@ -46,7 +46,7 @@ _VERDICTS = {
 def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     """Prints what a compiled step moves, needs and costs. Returns 1 if it does not fit, or moves
     what nobody planned."""
-    share_freed_memory()
+    _share_freed_memory()
     model = model_options(options)
     mesh = mesh_for(options.mesh, options.topology)
     step, state, batch = load_step(options.function, mesh)
@@ -60,7 +60,7 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     return to_text(compiled, compiled.communication(**model))
 
 
-def share_freed_memory() -> None:
+def _share_freed_memory() -> None:
     """Has all threads of a compiler allocate from one arena. By default glibc gives threads arenas
     of their own, and memory that one thread has freed is of no use to the others."""
     if sys.platform != "linux":
@@ -141,6 +141,7 @@ def _as_text(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
 
 def _as_json(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
     memory, cost = compiled.memory(), compiled.cost()
+    # `asdict` has the fields of a record, and not its properties, such as the total.
     report = {
         "plan": json.loads(compiled.plan.to_json()),
         "fits": memory.fits,

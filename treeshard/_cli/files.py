@@ -116,7 +116,7 @@ def run_export(options: argparse.Namespace) -> tuple[str, int]:
     """Writes the arrays of a stored tree to safetensors."""
     _off_accelerators()
     most = None if options.max_file_size is None else parse_bytes(options.max_file_size)
-    metadata = dict(map(_entry, options.metadata))
+    metadata = dict(_split("--metadata", x, "=", "'format=pt'") for x in options.metadata)
     with open_stored(options.path, options.step) as tree:
         leaves, left_out = _select(tree, options)
         rows = [
@@ -141,13 +141,6 @@ def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[st
     raise_damages(tree.contents.path, damages)
 
 
-def _entry(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise FormatError(f"--metadata {text!r} has no '='. Write it as 'format=pt'.")
-    return key, value
-
-
 _MISFITS = "{path}: {listed}\n--skip leaves them out; --only selects the leaves to export."
 _NO_ARRAY = "{path} has no array to export{which}. It has {paths}"
 
@@ -158,12 +151,9 @@ def _select(
     """The leaves to write, by the names of their tensors, and the leaves to leave out."""
     only = parse_pattern(options.only or "", "--only")
     path = tree.contents.path
-    arrays: list[SavedLeaf] = []
-    others: list[SavedLeaf] = []
-    for leaf in tree.contents.leaves:
-        if leaf.kind != "none" and only.search(leaf.path):
-            kind = arrays if _has_code(leaf) else others
-            kind.append(leaf)
+    leaves = [x for x in tree.contents.leaves if x.kind != "none" and only.search(x.path)]
+    arrays = [leaf for leaf in leaves if _has_code(leaf)]
+    others = [leaf for leaf in leaves if not _has_code(leaf)]
     if others and not options.skip:
         facts = [f"{leaf.path}: {describe_leaf(leaf)}" for leaf in others]
         misfits = listed("safetensors cannot hold these leaves:", facts, headed=True)
@@ -213,7 +203,8 @@ def _wants_bar() -> bool:
 
 def _renamed(arrays: Iterable[SavedLeaf], rules: Sequence[str]) -> dict[str, str]:
     """The new names of arrays by their paths, from rules `REGEX=>NEW` applied in order."""
-    pairs = [_read_rule(rule) for rule in rules]
+    pairs = [_split("--rename", rule, "=>", "'REGEX=>NEW', '/=>.'") for rule in rules]
+    pairs = [(parse_pattern(old, "--rename"), new) for old, new in pairs]
     rename = partial(_rename, pairs=pairs)
     flat = {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
     names = tensor_names(flat, rename, "export")
@@ -230,8 +221,9 @@ def _rename(path: str, pairs: Iterable[tuple[re.Pattern[str], str]]) -> str:
     return path
 
 
-def _read_rule(rule: str) -> tuple[re.Pattern[str], str]:
-    old, arrow, new = rule.partition("=>")
-    if not arrow:
-        raise FormatError(f"--rename {rule!r} has no '=>'. Write it as 'REGEX=>NEW', '/=>.'.")
-    return parse_pattern(old, "--rename"), new
+def _split(option: str, text: str, mark: str, example: str) -> tuple[str, str]:
+    """What is before and after the first mark in the value of an option."""
+    before, separator, after = text.partition(mark)
+    if not separator:
+        raise FormatError(f"{option} {text!r} has no {mark!r}. Write it as {example}.")
+    return before, after

@@ -55,13 +55,11 @@ def _import(text: str, name: str) -> ModuleType:
         sys.path.insert(0, directory)
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # The module itself or a package that it is in, and not one that it imports.
-        if f"{name}.".startswith(f"{error.name}."):
-            told = _NO_MODULE.format(text=text, name=error.name, directory=directory)
-            raise FormatError(told) from error
-        raise _failed(f"{text}: importing {name}", error) from error
     except Exception as error:
+        # The module itself or a package that it is in, and not one that it imports.
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            message = _NO_MODULE.format(text=text, name=error.name, directory=directory)
+            raise FormatError(message) from error
         raise _failed(f"{text}: importing {name}", error) from error
 
 

@@ -122,8 +122,9 @@ def _struct(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def _shape_and_dtype(value: Any) -> tuple[Any, Any]:
-    if isinstance(value, list) and len(value) == 2:
+    if isinstance(value, list) and len(value) == 2:  # [[8, 4], "float32"]
         return value[0], value[1]
+    # {"shape": [8, 4], "dtype": "float32"}
     if not isinstance(value, dict) or not value.keys() >= {"shape", "dtype"}:
         raise FormatError(f"{value!r} has no shape and dtype. {_SHAPES}")
     extra = value.keys() - {"shape", "dtype"}
@@ -183,9 +184,11 @@ def _rule(raw: Any, key: str) -> tuple[str, Any]:
 def _action(text: str) -> Any:
     if text == "None":
         return None
-    if text.startswith(("P(", "PartitionSpec(")):
+    if text.startswith(("P(", "PartitionSpec(")):  # P('fsdp', None)
         return parse_spec(text)
-    return parse_names(text) if text.startswith("(") else parse_strategy(text)
+    if text.startswith("("):  # ('embed', 'heads')
+        return parse_names(text)
+    return parse_strategy(text)  # shard_dim('tensor', -1) | fsdp('fsdp')
 
 
 def _known(raw: Mapping[str, Any], known: Sequence[str], key: str) -> None:

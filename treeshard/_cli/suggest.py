@@ -51,6 +51,7 @@ def run_suggest(options: argparse.Namespace) -> tuple[str, int]:
 
 def _strategies(options: argparse.Namespace) -> list[str | Strategy] | None:
     """Names, and those that `STRATEGIES` of the user's module lists."""
+    # `load_function` has imported it.
     module = sys.modules[options.function.partition(":")[0]]
     users = {strategy.name: strategy for strategy in getattr(module, "STRATEGIES", ())}
     if options.strategies is None:
