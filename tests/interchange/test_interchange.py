@@ -260,7 +260,7 @@ def test_a_header_longer_than_what_is_read_is_not_written(file, monkeypatch) -> 
 
 def test_a_path_that_cannot_be_written_raises(tmp_path) -> None:
     nowhere = tmp_path / "nowhere" / "model.safetensors"
-    with pytest.raises(ts.CheckpointError, match="model.safetensors: cannot be written to: No such"):
+    with pytest.raises(ts.CheckpointError, match="safetensors: cannot be written to: No such"):
         save_safetensors(nowhere, blocks())
     with pytest.raises(ts.CheckpointError, match="is a directory. Pass the path of a file."):
         save_safetensors(tmp_path, blocks())
