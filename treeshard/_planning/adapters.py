@@ -54,13 +54,11 @@ def follow(base: str, *, blocks: bool = False) -> Tactic:
 class Follow(Step):
     """Shards a leaf as its base. `following` decides it, once the base is decided."""
 
+    name = "follow"
     base: str
     blocks: bool = False
     min_size = 0
-    looks_at = "shape"
-
-    def __repr__(self) -> str:
-        return f"follow({self.base!r}{', blocks=True' if self.blocks else ''})"
+    by_shape = True
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         return spec, ()

@@ -7,9 +7,9 @@ plan shows which one decided, and leaves of one shape share its result.
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -53,6 +53,7 @@ class Step:
     """One step of a tactic: refines the spec that the previous steps returned.
 
     Attributes:
+        name: The name of the function that makes it.
         min_size: The step's own threshold in elements; `None` uses the call's.
         by_shape: Whether its result depends only on the leaf's shape and itemsize. Leaves for
             which these are equal then share one decision.
@@ -61,11 +62,25 @@ class Step:
         memory: The kind of memory that it puts the leaf in; `None` for that of the devices.
     """
 
+    name: ClassVar[str]
     memory: str | None = None
     min_size: int | None = None
     by_shape: bool = False
     reads_boxes: bool = False
     fsdp_axes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """The call that makes it, without the options that have their defaults."""
+        arguments: list[str] = []
+        for field in fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, field.name)
+            if field.name == "axes":
+                arguments.append(repr(entry_of(value)))
+            elif field.default is MISSING:
+                arguments.append(repr(value))
+            elif value != field.default:
+                arguments.append(f"{field.name}={value!r}")
+        return f"{self.name}({', '.join(arguments)})"
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         """Returns the refined spec, and what could not be done.
@@ -308,10 +323,6 @@ def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
     return axes
 
 
-def _memory_text(memory: str | None) -> str:
-    return "" if memory is None else f", memory={memory!r}"
-
-
 def _value_in(leaf: Any) -> Any:
     return jax.tree.leaves(leaf)[0] if is_box(leaf) else leaf
 
@@ -323,12 +334,10 @@ def _value_in(leaf: Any) -> Any:
 class Replicate(Step):
     """Replicates a leaf."""
 
+    name = "replicate"
     memory: str | None = None
     min_size = 0  # applies to leaves of every size
     by_shape = True
-
-    def __repr__(self) -> str:
-        return f"replicate({_memory_text(self.memory)[2:]})"
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         if all(map(_is_free, entries(spec))):
@@ -341,19 +350,12 @@ class Replicate(Step):
 class Fsdp(Step):
     """Shards the largest free dim that the axes divide."""
 
+    name = "fsdp"
     axes: tuple[str, ...]
     min_size: int | None = None
     skip: tuple[int, ...] = ()
     memory: str | None = None
     by_shape = True
-
-    def __repr__(self) -> str:
-        options = [repr(entry_of(self.axes))]
-        if self.min_size is not None:
-            options.append(f"min_size={self.min_size}")
-        if self.skip:
-            options.append(f"skip={self.skip}")
-        return f"fsdp({', '.join(options)}{_memory_text(self.memory)})"
 
     @property
     def fsdp_axes(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -385,16 +387,12 @@ class Fsdp(Step):
 class ShardDim(Step):
     """Shards one given dim."""
 
+    name = "shard_dim"
     axes: tuple[str, ...]
     dim: int
     ignore_ndim_error: bool = False
     memory: str | None = None
     by_shape = True
-
-    def __repr__(self) -> str:
-        ignore = ", ignore_ndim_error=True" if self.ignore_ndim_error else ""
-        memory = _memory_text(self.memory)
-        return f"shard_dim({entry_of(self.axes)!r}, {self.dim}{ignore}{memory})"
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         shape = tuple(leaf.shape)
@@ -428,9 +426,8 @@ class ByNames(Step):
     reads_boxes = True
 
     def __repr__(self) -> str:
-        if self.rules is None or isinstance(self.rules, PartitionAxis):
-            return f"logical_partitioning({'' if self.rules is None else repr(self.rules)})"
-        return f"logical_partitioning({list(self.rules)})"
+        rules = list(self.rules) if isinstance(self.rules, tuple) else self.rules
+        return f"logical_partitioning({'' if rules is None else repr(rules)})"
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         if not is_box(leaf):
