@@ -355,8 +355,7 @@ def test_kept_dims(shape, full, field, dims) -> None:
 
 def test_follow_matches_leaves_and_dims() -> None:
     params = {"b": struct(8), "w": struct(8, 16)}
-    leaves, treedef = jax.tree.flatten(params)
-    original = Original(treedef, [x.shape for x in leaves], [P("data")] * 2)
+    original = Original(jax.tree.structure(params), planned(params, P("data")).leaves)
     state = {"count": struct(), "ema": params, "v_col": {"w": struct(16)}, "other": struct(7)}
     assert follow(state, original) == [
         Followed(P()),

@@ -6,7 +6,7 @@ the leaf that it was made from, dim by dim; `mirrors` says which leaf and which 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec
@@ -19,41 +19,23 @@ from treeshard._core.specs import axes_of, entries
 from treeshard._planning.matching import Decision, PlannedLeaf
 from treeshard._planning.mirrors import Followed, Original, follow
 from treeshard._planning.tactics import fsdp
-from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves
+from treeshard._planning.tree_walk import Shape, name_leaves
 from treeshard.errors import SpecError
 
 _ALONE = Decision(PartitionSpec(), PartitionSpec())
 
 
-class Source(NamedTuple):
-    """The planned tree that others hold copies of.
-
-    Attributes:
-        treedef: Its structure.
-        leaves: A `PlannedLeaf` for each of its leaves; `None` for non-arrays.
-    """
-
-    treedef: TreeDef
-    leaves: Sequence[PlannedLeaf | None]
-
-    def follow(self, tree: PyTree) -> list[Followed]:
-        """The counterpart of every leaf of a tree."""
-        shapes = [None if leaf is None else leaf.shape for leaf in self.leaves]
-        specs = [None if leaf is None else leaf.given for leaf in self.leaves]
-        return follow(tree, Original(self.treedef, shapes, specs))
-
-
-def copied_leaves(source: Source, tree: PyTree) -> list[PlannedLeaf]:
+def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
     """The plan of every array of a tree that holds copies."""
     leaves, treedef = tree_flatten(tree)
-    rows = zip(name_leaves(tree, treedef).paths, leaves, source.follow(tree), strict=True)
+    rows = zip(name_leaves(tree, treedef).paths, leaves, follow(tree, original), strict=True)
     decisions: dict[tuple[Any, ...], Decision] = {}  # equal ones are one object, as in `plan`
     copies: list[PlannedLeaf] = []
     for path, leaf, followed in rows:
         if not has_shape(leaf):
             continue
         shape = tuple(leaf.shape)
-        counterpart = None if followed.like is None else source.leaves[followed.like]
+        counterpart = original.counterpart(followed)
         if counterpart is None:
             copies.append(PlannedLeaf(path, shape, leaf.dtype, _ALONE))
             continue
@@ -72,14 +54,14 @@ def _decision(of_counterpart: Decision, spec: PartitionSpec) -> Decision:
     return Decision(spec, spec, rule, pattern, memory=memory)
 
 
-def resized(before: Source, after: Source, tree: PyTree) -> PyTree:
+def resized(tree: PyTree, before: Original, after: Original) -> list[Any]:
     """The structs of a tree of copies, with the dims as long as those of `after`.
 
     `before` and `after` are the same tree, planned with padding or without, or for two meshes.
     """
     structs: list[Any] = []
-    for leaf, followed in zip(tree_leaves(tree), before.follow(tree), strict=True):
-        counterpart = None if followed.like is None else after.leaves[followed.like]
+    for leaf, followed in zip(tree_leaves(tree), follow(tree, before), strict=True):
+        counterpart = after.counterpart(followed)
         if counterpart is not None:
             leaf = ShapeDtypeStruct(_lengths(leaf.shape, followed, counterpart.shape), leaf.dtype)
         structs.append(leaf)

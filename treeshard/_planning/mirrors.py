@@ -5,19 +5,20 @@ structure, possibly with missing leaves or small lists in the place of leaves, l
 matched by structure; elsewhere by the ends of their paths.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.paths import children_with_keys, leaf_paths, path_under, paths_of
 from treeshard._core.specs import dim_entries, with_entries
-from treeshard._planning.matching import Shape
+from treeshard._planning.matching import PlannedLeaf, Shape
 from treeshard._planning.tree_walk import TreeDef
 
 Dims = tuple[int | None, ...]
@@ -41,29 +42,23 @@ _ALONE = Followed(PartitionSpec())
 
 
 class Original:
-    """The tree that others mirror: the shape of each leaf, `None` for non-array leaves, and its
-    spec or `NamedSharding`, where `None` counts as `P()`."""
+    """The planned tree that others mirror: a `PlannedLeaf` for each leaf, `None` for non-arrays."""
 
-    def __init__(self, treedef: TreeDef, shapes: Sequence[Shape | None], specs: Sequence[Any]):
-        self.treedef, self.shapes = treedef, shapes
-        self.specs = [_bare(spec) for spec in specs]
+    def __init__(self, treedef: TreeDef, leaves: Sequence[PlannedLeaf | None]):
+        self.treedef, self.leaves = treedef, leaves
+        # Scalars and non-arrays, of shape `()`, have no dims to follow.
+        self.shapes = [() if leaf is None else leaf.shape for leaf in leaves]
+        self.specs = [PartitionSpec() if leaf is None else leaf.given for leaf in leaves]
         self._kept: dict[tuple[int, Dims], PartitionSpec] = {}
-        # For each leaf, what a counterpart of the same shape gets.
-        self.same = [
-            Followed(spec, index, tuple(range(len(shape)))) if shape else _ALONE
-            for index, (spec, shape) in enumerate(zip(self.specs, shapes, strict=True))
-        ]
 
     @cached_property
     def names(self) -> dict[str, dict[Any, int]]:
         """For each path, the arrays that have it: one index for each shape and spec."""
-        names: dict[str, dict[Any, int]] = {}
-        for index, (path, shape) in enumerate(
-            zip(paths_of(self.treedef), self.shapes, strict=True)
-        ):
-            if shape is not None:
-                names.setdefault(path, {}).setdefault((shape, self.specs[index]), index)
-        return names
+        names: dict[str, dict[Any, int]] = defaultdict(dict)
+        for index, path in enumerate(paths_of(self.treedef)):
+            if self.leaves[index] is not None:
+                names[path].setdefault((self.shapes[index], self.specs[index]), index)
+        return dict(names)
 
     @cached_property
     def endings(self) -> dict[str, dict[Any, int]]:
@@ -81,21 +76,19 @@ class Original:
                     endings[ending] = dropped, members
         return {ending: indices for ending, (_, indices) in endings.items()}
 
+    def counterpart(self, followed: Followed) -> PlannedLeaf | None:
+        """The leaf that a leaf follows."""
+        return None if followed.like is None else self.leaves[followed.like]
+
     def kept(self, index: int, dims: Dims) -> Followed:
         """The spec of a leaf that keeps these dims of the original's leaf `index`."""
         spec = self.specs[index]
         key = id(spec), dims  # the leaves of a model share a few specs
         if key not in self._kept:
-            of_dims = dim_entries(spec, len(self.shapes[index] or ()))
+            of_dims = dim_entries(spec, len(self.shapes[index]))
             new = [None if dim is None else of_dims[dim] for dim in dims]
             self._kept[key] = with_entries(spec, new)
         return Followed(self._kept[key], index, dims)
-
-
-def _bare(spec: Any) -> PartitionSpec:
-    if spec is None:
-        return PartitionSpec()
-    return spec.spec if isinstance(spec, NamedSharding) else spec
 
 
 def follow(tree: Any, original: Original) -> list[Followed]:
@@ -155,19 +148,16 @@ class _Follower:
         return True
 
     def _of(self, leaf: Any, index: int, field: str) -> Followed:
-        original = self.original
-        full = original.shapes[index]
+        full = self.original.shapes[index]
         shape = getattr(leaf, "shape", ())
-        if shape == full:
-            return original.same[index]
         if not shape or not full or not has_shape(leaf):
             return _ALONE
         dims = kept_dims(tuple(shape), full, field)
-        return _ALONE if dims is None else original.kept(index, dims)
+        return _ALONE if dims is None else self.original.kept(index, dims)
 
     def _parts(self, part: TreeDef, leaves: list[Any], index: int) -> list[Followed] | None:
         """The leaves in the place of one leaf: none, a moment per dim, or halves; else `None`."""
-        full = self.original.shapes[index] or ()
+        full = self.original.shapes[index]
         followed: list[Followed] = []
         for position, leaf in enumerate(leaves):
             flat = part.num_nodes == part.num_leaves + 1 and has_shape(leaf)
@@ -216,7 +206,7 @@ class _Follower:
         field, indices = owner
         kept: list[Followed] = []
         for index in indices:
-            dims = dims_of(self.original.shapes[index] or (), field)
+            dims = dims_of(self.original.shapes[index], field)
             if dims is not None:
                 kept.append(self.original.kept(index, dims))
         is_clear = kept and all(other.spec == kept[0].spec for other in kept)

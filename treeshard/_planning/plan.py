@@ -21,11 +21,12 @@ from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import axes_of, entries, with_entries
 from treeshard._core.text import human_bytes
 from treeshard._planning.adapters import following
-from treeshard._planning.copies import Source, copied_leaves, resized, sharded_further
+from treeshard._planning.copies import copied_leaves, resized, sharded_further
 from treeshard._planning.findings import Finding
 from treeshard._planning.lint import collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
 from treeshard._planning.matching import SMALL, PlannedLeaf, decide
+from treeshard._planning.mirrors import Original
 from treeshard._planning.padding import padded_leaves, unpadded_leaf
 from treeshard._planning.plan_json import (
     StoredAction,
@@ -296,13 +297,13 @@ class Plan(SpecCarrier):
     def _following(self, source: "Plan") -> "Plan":
         """This plan, which follows another one, as it follows `source` instead."""
         assert self._source is not None
-        structs = resized(self._source._as_source(), source._as_source(), self._bare())
+        structs = resized(self._bare(), self._source._original(), source._original())
         tree = self._split.treedef.unflatten(structs)
         followed = source.follow(tree, extra_axis=self._extra_axis)
         return followed.with_same_arrays(self._same_arrays)
 
-    def _as_source(self) -> Source:
-        return Source(self._split.treedef, self.leaf_at_each_index())
+    def _original(self) -> Original:
+        return Original(self._split.treedef, self.leaf_at_each_index())
 
     def follow(self, tree: PyTree, *, extra_axis: str | Sequence[str] = ()) -> "Plan":
         """Plans a tree that holds copies of this plan's tree: optimizer state, an average,
@@ -345,7 +346,7 @@ class Plan(SpecCarrier):
             `optax.tree_map_params`, for states that hold copies of the parameters; ZeRO stage
             1: Rajbhandari et al. 2020, arXiv:1910.02054.
         """
-        leaves = copied_leaves(self._as_source(), tree)
+        leaves = copied_leaves(tree, self._original())
         if extra_axis:
             leaves = sharded_further(leaves, extra_axis, self.mesh, self.min_size)
         split = StaticSplit(*tree_flatten(tree), has_shape)
