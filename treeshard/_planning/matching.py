@@ -28,12 +28,7 @@ from treeshard._core.specs import (
 )
 from treeshard._planning.logical import resolve_names
 from treeshard._planning.tactics import Tactic, min_size_in_force, too_small
-from treeshard._planning.tree_walk import (
-    Shape,
-    TreeDef,
-    name_leaves,
-    shape_of_each,
-)
+from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves, shape_of_each
 from treeshard.errors import ShardingRuleError, SpecError, listed
 
 ReadRules = list[tuple[re.Pattern[str], Any]]  # compiled patterns and their actions
@@ -275,9 +270,26 @@ class _Rule:
         if math.prod(shape) < self.call.min_size:
             return self._replicated_for_its_size(shape)
         asked = self._called(path, leaf) if callable(self.action) else self.action
-        asked = PartitionSpec() if asked is None else asked
+        return self._projected(PartitionSpec() if asked is None else asked, shape)
+
+    def _projected(
+        self,
+        asked: PartitionSpec,
+        shape: Shape,
+        notes: tuple[Adjustment, ...] = (),
+        memory: str | None = None,
+    ) -> Decision:
         given, dropped = project(asked, self.call.mesh, shape)
-        return Decision(asked, given, self.index, self.pattern.pattern, dropped)
+        return self._decision(asked, given, notes + dropped, memory)
+
+    def _decision(
+        self,
+        asked: PartitionSpec,
+        given: PartitionSpec,
+        notes: tuple[Adjustment, ...],
+        memory: str | None = None,
+    ) -> Decision:
+        return Decision(asked, given, self.index, self.pattern.pattern, notes, memory)
 
     def _by_tactic(self, tactic: Tactic, path: str, shape: Shape, leaf: Any) -> Decision:
         call = self.call
@@ -289,10 +301,7 @@ class _Rule:
         except SpecError as error:
             call.not_specs.append(f"{path}: rule {self.index}, {self.pattern.pattern!r}: {error}")
             asked, notes = PartitionSpec(), ()
-        given, dropped = project(asked, call.mesh, shape)
-        return Decision(
-            asked, given, self.index, self.pattern.pattern, notes + dropped, tactic.memory
-        )
+        return self._projected(asked, shape, notes, tactic.memory)
 
     def _called(self, path: str, leaf: Any) -> PartitionSpec | None:
         """What the function returns for a leaf; `None`, and an error of the call, if no spec."""
@@ -310,19 +319,16 @@ class _Rule:
         note = too_small(size, self.call.min_size)
         if callable(self.action):
             # A function is not called for small leaves, so it counts as sharding them.
-            return Decision(
-                PartitionSpec(), PartitionSpec(), self.index, self.pattern.pattern, (note,)
-            )
+            return self._decision(PartitionSpec(), PartitionSpec(), (note,))
         asked = PartitionSpec() if self.action is None else self.action
+        if not entries(with_entries(asked, entries(asked))):
+            return self._decision(asked, PartitionSpec(), ())
         possible, misfits = project(asked, mesh, shape)
-        is_split = bool(entries(possible))
-        if is_split and mesh is not None:
-            is_split = shard_size(shape, possible, mesh) < size
+        is_split = mesh is None or shard_size(shape, possible, mesh) < size
         if size > 1 and (is_split or misfits):
             why = " ".join([note.why, *(misfit.why for misfit in misfits)])
             note = Adjustment("explicit-spec-too-small", why)
-        notes = (note,) if entries(with_entries(asked, entries(asked))) else ()
-        return Decision(asked, PartitionSpec(), self.index, self.pattern.pattern, notes)
+        return self._decision(asked, PartitionSpec(), (note,))
 
 
 # ------------------------------------------------------------------ which leaves are parameters
@@ -371,18 +377,13 @@ def _mirrors(floats: Sequence[PlannedLeaf]) -> set[str]:
         if leaf.shape:
             branch, _, tail = leaf.path.partition("/")
             branches[branch].append(leaf.path)
-            if tail:
-                having[tail].add(branch)
+            having[tail].add(branch)
     mirrors: set[str] = set()
     for branch, paths in branches.items():
-        sources: set[str] | None = None
+        sources = branches.keys() - {branch}
         for path in paths:
-            found: set[str] = set()
-            found = found.union(*(having[tail] for tail in tails(path) if tail in having))
-            sources = (found if sources is None else sources & found) - {branch}
-            if not sources:
-                break
-        else:
+            sources &= set().union(*(having.get(tail, ()) for tail in tails(path)))
+        if sources:
             mirrors.add(branch)
     return mirrors
 
