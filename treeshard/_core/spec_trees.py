@@ -19,6 +19,7 @@ from treeshard._core.specs import (
     MISFITS,
     UNCONSTRAINED,
     Adjustment,
+    all_axes,
     axes_of,
     entries,
     is_logical,
@@ -69,7 +70,7 @@ def get_names_from_partition_spec(specs: SpecTree) -> list[str]:
     tree = specs.specs if isinstance(specs, SpecCarrier) else specs
     for leaf in tree_leaves(tree, is_leaf=is_spec):
         # The entries of a spec may be given on their own too: a tree of names.
-        axes = [a for e in entries(leaf) for a in axes_of(e)] if is_spec(leaf) else axes_of(leaf)
+        axes = all_axes(entries(leaf) if is_spec(leaf) else [leaf])
         names.update(dict.fromkeys(axes))
     return list(names)
 

@@ -7,7 +7,8 @@ nothing, and says for every axis why it was dropped.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -85,6 +86,16 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
     return tuple(entry) if isinstance(entry, tuple) else ()
 
 
+def all_axes(of_dims: Iterable[Entry]) -> list[str]:
+    """The mesh axes of several entries, one after the other."""
+    return list(chain.from_iterable(map(axes_of, of_dims)))
+
+
+def part_count(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """The number of parts into which axes of these sizes split a dim."""
+    return math.prod(map(sizes.__getitem__, axes))
+
+
 def entry_of(axes: Sequence[str]) -> Entry:
     """One entry from its axes: `None`, the name, or a tuple of names."""
     if not axes:
@@ -116,8 +127,7 @@ def fill_unconstrained(spec: PartitionSpec, now: PartitionSpec) -> PartitionSpec
     requested = entries(spec)
     if UNCONSTRAINED not in requested:
         return spec
-    used = [axis for entry in requested for axis in axes_of(entry)]
-    current = dim_entries(without_axes(now, used), len(requested))
+    current = dim_entries(without_axes(now, all_axes(requested)), len(requested))
     both = zip(requested, current, strict=False)
     filled = [current if entry is UNCONSTRAINED else entry for entry, current in both]
     return with_entries(spec, filled)
@@ -219,11 +229,11 @@ def _dividing_axes(
     """The longest prefix of the axes that divides the dim."""
     length = shape[dim]
     end = len(axes)
-    while length % math.prod(sizes[axis] for axis in axes[:end]):
+    while length % part_count(axes[:end], sizes):
         end -= 1
     if end == len(axes):
         return axes, []
-    parts = math.prod(sizes[axis] for axis in axes)
+    parts = part_count(axes, sizes)
     padded = -(-length // parts) * parts
     why = _WHY["indivisible"].format(
         spec=spec, dim=dim, shape=shape, length=length, parts=parts, padded=padded
@@ -235,7 +245,7 @@ def _beyond_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> list[Adjustment
     """The axes in entries beyond the rank."""
     requested = entries(spec)
     extra = requested[len(shape) :]
-    axes = tuple(axis for entry in extra for axis in axes_of(entry))
+    axes = tuple(all_axes(extra))
     if not axes:
         return []
     why = _WHY["rank"].format(
@@ -251,10 +261,9 @@ def _beyond_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> list[Adjustment
 def shard_size(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> int:
     """The number of elements of the largest shard of an array of `shape`."""
     sizes = axis_sizes(mesh)
-    of_dims = dim_entries(spec, len(shape))
     elements = 1
-    for dim, length in enumerate(shape):
-        elements *= -(-length // math.prod(sizes[axis] for axis in axes_of(of_dims[dim])))
+    for length, entry in zip(shape, dim_entries(spec, len(shape)), strict=False):
+        elements *= -(-length // part_count(axes_of(entry), sizes))
     return elements
 
 

@@ -13,7 +13,15 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.specs import Adjustment, Entry, axes_of, dim_entries, with_entries
+from treeshard._core.specs import (
+    Adjustment,
+    Entry,
+    all_axes,
+    axes_of,
+    dim_entries,
+    part_count,
+    with_entries,
+)
 from treeshard._planning.matching import Decision, PlannedLeaf
 from treeshard._planning.tactics import Refined, Step, Tactic
 
@@ -148,7 +156,7 @@ def _spec_like(
     notes: list[Adjustment] = []
     for dim, source in _dims(base, of_base, shape, blocks).items():
         entry = of_base[source]
-        if shape[dim] % math.prod(sizes[axis] for axis in axes_of(entry)) == 0:
+        if shape[dim] % part_count(axes_of(entry), sizes) == 0:
             new[dim] = entry
         elif shape[dim] == (base.unpadded or base.shape)[source]:
             notes.append(Adjustment("indivisible", f"{base.path} is padded.", axes_of(entry), dim))
@@ -170,7 +178,7 @@ def _dims(
     if len(shape) == len(of_shape):
         both = enumerate(zip(shape, of_shape, strict=True))
         return {dim: dim for dim, (length, whole) in both if _fits(length, whole, blocks)}
-    if _is_packed(shape, base.shape) and not any(map(axes_of, of_base[1:])):
+    if _is_packed(shape, base.shape) and not all_axes(of_base[1:]):
         return {0: 0}
     choices = [[i for i, m in enumerate(of_shape) if m == n] for n in shape]
     return {dim: found[0] for dim, found in enumerate(choices) if len(found) == 1}

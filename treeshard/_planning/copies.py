@@ -15,7 +15,7 @@ from jax.tree_util import tree_flatten, tree_leaves
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes, axis_tuple, check_axes
 from treeshard._core.paths import PyTree
-from treeshard._core.specs import axes_of, entries
+from treeshard._core.specs import all_axes, entries
 from treeshard._planning.matching import Decision, PlannedLeaf
 from treeshard._planning.mirrors import Followed, Original, follow
 from treeshard._planning.tactics import fsdp
@@ -96,7 +96,7 @@ def sharded_further(
 
 
 def _further(leaf: PlannedLeaf, axes: tuple[str, ...], mesh: AnyMesh, min_size: int) -> Decision:
-    used = {axis for entry in entries(leaf.given) for axis in axes_of(entry)}
+    used = all_axes(entries(leaf.given))
     free = [axis for axis in axes if axis not in used]
     if not free:
         return leaf.decision

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.specs import axes_of, entries, is_logical
+from treeshard._core.specs import axes_of, entries, is_logical, part_count
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.findings import Finding, finding, finding_of, rule_text
 from treeshard._planning.lint_state import (
@@ -338,7 +338,7 @@ def _split_dims(leaf: PlannedLeaf, mesh: AnyMesh) -> list[int]:
     """The dims that are split into more than one part."""
     sizes = axis_sizes(mesh)
     specs = enumerate(entries(leaf.given))
-    return [d for d, entry in specs if math.prod(sizes[axis] for axis in axes_of(entry)) > 1]
+    return [dim for dim, entry in specs if part_count(axes_of(entry), sizes) > 1]
 
 
 # ------------------------------------------------------------------ stacked layers

@@ -4,14 +4,13 @@ A plan has paths and no optimizers, so these are recognised by the names of thei
 has them.
 """
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.specs import axes_of, entries, entry_of
+from treeshard._core.specs import all_axes, axes_of, entries, entry_of, part_count
 from treeshard._core.text import human_bytes
 from treeshard._planning.findings import Finding, finding
 from treeshard._planning.matching import PlannedLeaf, state_with_parameters, tails
@@ -75,7 +74,7 @@ def unsharded_state(
     wasted = sum(leaf.bytes for leaf in missed)
     if not further or not total or wasted < _SMALL_SHARE * total:
         return
-    parts = math.prod(sizes[axis] for axis in further)
+    parts = part_count(further, sizes)
     yield finding(
         "zero1-no-op" if wasted == total else "zero1-no-op, in part",
         [leaf.path for leaf in missed],
@@ -135,7 +134,7 @@ def _roots(leaves: Sequence[PlannedLeaf], pattern: re.Pattern[str]) -> set[str]:
 
 
 def _axes(leaf: PlannedLeaf) -> set[str]:
-    return {axis for entry in entries(leaf.given) for axis in axes_of(entry)}
+    return set(all_axes(entries(leaf.given)))
 
 
 def _meant(leaf: PlannedLeaf, rules: Sequence[tuple[Any, Any]]) -> set[str]:
@@ -150,4 +149,4 @@ def _meant(leaf: PlannedLeaf, rules: Sequence[tuple[Any, Any]]) -> set[str]:
 def _contracted_axes(leaf: PlannedLeaf) -> set[str]:
     """The axes that shard the last two dims."""
     before_matrix = len(leaf.shape) - 2
-    return {axis for entry in entries(leaf.given)[before_matrix:] for axis in axes_of(entry)}
+    return set(all_axes(entries(leaf.given)[before_matrix:]))

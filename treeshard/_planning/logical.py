@@ -20,6 +20,7 @@ from treeshard._core.mesh import MeshLike
 from treeshard._core.specs import (
     UNCONSTRAINED,
     Entry,
+    all_axes,
     axes_of,
     entries,
     entry_of,
@@ -143,7 +144,7 @@ class PartitionAxis:
             if dim is UNCONSTRAINED:
                 dims.append(dim)
                 continue
-            axes = [axis for name in axes_of(dim) for axis in axes_of(known[_short(name)])]
+            axes = all_axes(known[_short(name)] for name in axes_of(dim))
             free = [axis for axis in dict.fromkeys(axes) if axis not in used]
             used.update(free)
             dims.append(entry_of(free))
@@ -332,8 +333,7 @@ def _by_priority(names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]) -
     dims: list[Entry] = []
     for dim in names:
         if isinstance(dim, tuple):  # the axes of its names, one after the other
-            axes = [axis for name in dim for axis in axes_of(entry_by_name.get(name))]
-            dims.append(entry_of(axes))
+            dims.append(entry_of(all_axes(map(entry_by_name.get, dim))))
         else:
             dims.append(entry_by_name.get(dim) if isinstance(dim, str) else dim)
     return PartitionSpec(*dims)

@@ -4,7 +4,6 @@ JAX accepts an uneven sharding of intermediates only: arguments and results of `
 divisible. So padding is a second plan, with longer shapes, and programs see ordinary arrays.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +11,15 @@ from typing import Any
 from jax import ShapeDtypeStruct
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.specs import axes_of, dim_entries, entry_of, project, with_entries
+from treeshard._core.specs import (
+    all_axes,
+    axes_of,
+    dim_entries,
+    entry_of,
+    part_count,
+    project,
+    with_entries,
+)
 from treeshard._planning.adapters import following
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.tactics import Fsdp
@@ -37,12 +44,12 @@ def padded_leaf(leaf: PlannedLeaf, mesh: AnyMesh) -> PlannedLeaf:
     new = dim_entries(leaf.given, len(shape))
     others = []
     for note in leaf.adjustments:
-        used = {axis for entry in new for axis in axes_of(entry)}
-        if note.kind not in _BY_PADDING or note.dim is None or used.intersection(note.axes):
+        is_free = set(all_axes(new)).isdisjoint(note.axes)
+        if note.kind not in _BY_PADDING or note.dim is None or not is_free:
             others.append(note)
             continue
         axes = (*axes_of(new[note.dim]), *note.axes)
-        parts = math.prod(sizes[axis] for axis in axes)
+        parts = part_count(axes, sizes)
         new[note.dim] = entry_of(axes)
         shape[note.dim] = -(-shape[note.dim] // parts) * parts
     if tuple(shape) == leaf.shape:

@@ -4,7 +4,7 @@ A plan is a value and not a tree of shardings: it keeps the rules and the shapes
 made again for another mesh, explain itself, and be compared, before anything is allocated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,14 +18,14 @@ from treeshard._core.arrays import StaticSplit, has_shape, same_arrays
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, axis_sizes, describe_mesh
 from treeshard._core.paths import PyTree, is_box, paths_of, shared_names
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
-from treeshard._core.specs import axes_of, entries, with_entries
+from treeshard._core.specs import all_axes, entries, with_entries
 from treeshard._core.text import human_bytes
 from treeshard._planning.adapters import following
 from treeshard._planning.copies import copied_leaves, resized, sharded_further
 from treeshard._planning.findings import Finding
 from treeshard._planning.lint import collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
-from treeshard._planning.matching import SMALL, PlannedLeaf, decide
+from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, Shape, decide
 from treeshard._planning.mirrors import Original
 from treeshard._planning.padding import padded_leaves, unpadded_leaf
 from treeshard._planning.plan_json import (
@@ -168,10 +168,11 @@ class Plan(SpecCarrier):
         """
         axes: set[str] = set()
         for decision in {leaf.decision for leaf in self.leaves}:
-            action = None if decision.rule is None else self.rules[decision.rule][1]
+            if decision.rule is None:
+                continue
+            action = self.rules[decision.rule][1]
             if isinstance(action, Tactic | StoredAction):
-                used = (axis for entry in entries(decision.given) for axis in axes_of(entry))
-                axes.update(action.fsdp_axes.intersection(used))
+                axes |= action.fsdp_axes.intersection(all_axes(entries(decision.given)))
         return frozenset(axes)
 
     # -------------------------------------------------------------- errors and warnings
@@ -226,11 +227,12 @@ class Plan(SpecCarrier):
         paths = [None if leaf is None else leaf.path for leaf in self.leaf_at_each_index()]
         return shared_names(paths, self.specs)
 
-    def _check_paths(self) -> None:
-        """Raises `ShardingRuleError` if leaves share a path."""
-        if shared := list(map(str, collisions(self._shared_paths()))):
-            message = listed(f"{len(shared)} paths belong to several leaves:", shared)
-            raise ShardingRuleError(message)
+    def _shared_path_error(self) -> ShardingRuleError | None:
+        """The error if leaves share a path."""
+        shared = list(map(str, collisions(self._shared_paths())))
+        if not shared:
+            return None
+        return ShardingRuleError(listed(f"{len(shared)} paths belong to several leaves:", shared))
 
     def check(self) -> None:
         """Raises if there are errors among `findings`.
@@ -244,20 +246,19 @@ class Plan(SpecCarrier):
             ShardingWarning: If leaves are replicated for `min_size` although their action is
                 a spec, as in `match_partition_rules`.
         """
-        rows = ((leaf.path, leaf.shape, leaf.decision) for leaf in self.leaves)
-        error = rules_error(rows, self.mesh)
-        try:
-            self._check_paths()
-        except ShardingRuleError as shared:
-            raise (type(error)(f"{error}\n{shared}") if error else shared) from None
-        if error:
-            raise error
+        errors = [rules_error(self._rows(), self.mesh), self._shared_path_error()]
+        errors = [error for error in errors if error is not None]
+        if errors:
+            raise type(errors[0])("\n".join(map(str, errors)))
         self.warn_of_small_leaves()
 
     def warn_of_small_leaves(self) -> None:
         """Warns once of all leaves that are replicated for `min_size` although a rule has a spec
         for them."""
-        warn_of_moves(((leaf.path, leaf.shape, leaf.decision) for leaf in self.leaves), SMALL)
+        warn_of_moves(self._rows(), SMALL)
+
+    def _rows(self) -> Iterator[tuple[str, Shape, Decision]]:
+        return ((leaf.path, leaf.shape, leaf.decision) for leaf in self.leaves)
 
     # -------------------------------------------------------------- other plans
 
@@ -455,12 +456,10 @@ class Plan(SpecCarrier):
         Raises:
             ShardingRuleError: If leaves share a path.
         """
-        self._check_paths()
-        return to_json(
-            StoredPlan(
-                self.mesh, self.rules, self.min_size, self.leaves, self._mirrors, self._logical
-            )
-        )
+        if error := self._shared_path_error():
+            raise error
+        stored = self.mesh, self.rules, self.min_size, self.leaves, self._mirrors, self._logical
+        return to_json(StoredPlan(*stored))
 
     @staticmethod
     def from_json(text: str, *, like: PyTree | None = None) -> "Plan":

@@ -18,7 +18,15 @@ from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import axis_sizes, manual_axes
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree, layer_specs
-from treeshard._core.specs import axes_of, entries, entry_of, is_spec, without_axes
+from treeshard._core.specs import (
+    all_axes,
+    axes_of,
+    entries,
+    entry_of,
+    is_spec,
+    part_count,
+    without_axes,
+)
 from treeshard._core.text import fold_paths
 from treeshard._planning.matching import PlannedLeaf, parameters
 from treeshard._planning.plan import Plan
@@ -37,8 +45,8 @@ def default_batch(plan: Plan) -> PartitionSpec:
 def row_axes(batch: SpecTree) -> tuple[str, ...]:
     """The axes over which specs of a batch split its rows, which are dim 0."""
     specs = [x for x in tree_leaves(batch, is_leaf=is_spec) if is_spec(x)]
-    axes = (axis for spec in specs for entry in entries(spec)[:1] for axis in axes_of(entry))
-    return tuple(dict.fromkeys(axes))
+    on_dim_0 = [entry for spec in specs for entry in entries(spec)[:1]]
+    return tuple(dict.fromkeys(all_axes(on_dim_0)))
 
 
 @dataclass(frozen=True, eq=False)  # part of the key of jit's caches: comparing plans takes long
@@ -139,8 +147,7 @@ class PlanInForce:
         local = without_axes(spec, [axis for axis in sizes if axis not in manual])
         here = list(shape)
         for dim, entry in enumerate(entries(local)):
-            for axis in axes_of(entry):
-                here[dim] //= sizes[axis]
+            here[dim] //= part_count(axes_of(entry), sizes)
         return tuple(here)
 
 

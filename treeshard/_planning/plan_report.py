@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from treeshard._core.arrays import array_text, common, holders, lengths, region_of
 from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh, same_axes
 from treeshard._core.paths import pair
-from treeshard._core.specs import Adjustment, axes_of, dim_entries, entries
+from treeshard._core.specs import Adjustment, all_axes, axes_of, dim_entries, entries, part_count
 from treeshard._core.text import columns, fold, html_table, human_bytes
 from treeshard._planning.matching import SMALL, PlannedLeaf
 from treeshard._planning.plan_json import kind_of
@@ -84,7 +84,7 @@ def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
         of_memory[leaf.memory] += leaf.bytes_per_device(mesh)
     per_device = sum(of_memory.values())
     elsewhere = [f"{human_bytes(size)} in {kind}" for kind, size in of_memory.items() if kind]
-    replicated = sum(not any(map(axes_of, entries(leaf.given))) for leaf in leaves)
+    replicated = sum(not all_axes(entries(leaf.given)) for leaf in leaves)
     small = sum(any(note.kind in SMALL for note in leaf.adjustments) for leaf in leaves)
     unused = f"\n{small:,} of them have a spec that `min_size` leaves unused." if small else ""
     ratio = f", {per_device * devices / total:.2f}x an even split" if total else ""
@@ -226,8 +226,7 @@ def _received(
     for length, *both in zip(new.shape, _axes(old), _axes(new), strict=True):
         splitting = [[axis for axis in axes if sizes[axis] > 1] for axes in both]
         short, long = sorted(splitting, key=len)
-        parts = math.prod(sizes[axis] for axis in long)
-        overlap *= -(-length // parts) if long[: len(short)] == short else 0
+        overlap *= -(-length // part_count(long, sizes)) if long[: len(short)] == short else 0
     return shard - overlap, None
 
 

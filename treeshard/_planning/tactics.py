@@ -27,11 +27,12 @@ from treeshard._core.specs import (
     MISFITS,
     Adjustment,
     Entry,
-    axes_of,
+    all_axes,
     dim_entries,
     entries,
     entry_of,
     is_spec,
+    part_count,
     project,
     with_entries,
 )
@@ -365,7 +366,7 @@ class Fsdp(Step):
         shape = tuple(leaf.shape)
         if conflicts := _axis_conflicts(spec, self.axes, mesh):
             return spec, conflicts
-        count = math.prod(axis_sizes(mesh)[axis] for axis in self.axes)
+        count = part_count(self.axes, axis_sizes(mesh))
         new = dim_entries(spec, len(shape))
         skipped = {dim % len(shape) for dim in self.skip if -len(shape) <= dim < len(shape)}
         free = [
@@ -453,7 +454,7 @@ class ByNames(Step):
             return resolve_by(rules, box.names, mesh)
         # As in Flax, a name in any other box is a mesh axis if it has no rule.
         axes = axis_sizes(mesh)
-        are_axes = axes.keys() >= {name for dim in box.names for name in axes_of(dim)}
+        are_axes = axes.keys() >= set(all_axes(box.names))
         if rules is None or (isinstance(rules, PartitionAxis) and are_axes):
             return PartitionSpec(*box.names)
         if not isinstance(rules, PartitionAxis):
@@ -493,7 +494,7 @@ def _axis_conflicts(
         return tuple(
             Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,)) for axis in absent
         )
-    if used := tuple(a for entry in entries(spec) for a in axes_of(entry) if a in axes):
+    if used := tuple(axis for axis in all_axes(entries(spec)) if axis in axes):
         why = f"{spec} uses {', '.join(map(repr, used))} already. An axis can split only one dim."
         return (Adjustment("axis-already-used", why, used),)
     return ()

@@ -5,6 +5,7 @@ cannot be made of each part: leaves that none of them matches have a spec of the
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import MeshLike, axis_sizes, unknown_axis
-from treeshard._core.specs import Entry, axes_of, entries, entry_of, with_entries
+from treeshard._core.specs import Entry, all_axes, entries, entry_of, with_entries
 from treeshard.errors import ShardingRuleError, UnknownAxisInRuleError, listed
 
 _NOT_SHARDED = ("None", "_")
@@ -95,9 +96,9 @@ def _read(rule: str) -> _Rule:
     except (re.error, OverflowError, RecursionError) as error:
         raise ShardingRuleError(f"the pattern does not compile: {error}.") from None
     spec = PartitionSpec(*[_dim(dim.strip()) for dim in dims.split(".")])
-    axes = [axis for entry in entries(spec) for axis in axes_of(entry)]
-    if twice := [axis for axis in dict.fromkeys(axes) if axes.count(axis) > 1]:
-        raise ShardingRuleError(f"{twice[0]!r} occurs twice. An axis can split only one dim.")
+    for axis, count in Counter(all_axes(entries(spec))).items():
+        if count > 1:
+            raise ShardingRuleError(f"{axis!r} occurs twice. An axis can split only one dim.")
     return _Rule(compiled, with_entries(spec, entries(spec)))
 
 
@@ -117,8 +118,7 @@ def _check(rules: list[_Rule], mesh: MeshLike) -> None:
     bad = [
         f"{rule.pattern.pattern!r}: {unknown_axis(axis, sizes)}"
         for rule in rules
-        for entry in entries(rule.spec)
-        for axis in axes_of(entry)
+        for axis in all_axes(entries(rule.spec))
         if axis not in sizes
     ]
     if bad:
