@@ -27,13 +27,7 @@ from treeshard._core.specs import (
     project,
     with_entries,
 )
-from treeshard.errors import (
-    SpecError,
-    TreeShardError,
-    UnknownAxisError,
-    listed,
-    misfit_error,
-)
+from treeshard.errors import SpecError, TreeShardError, UnknownAxisError, listed, misfit_error
 
 # A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `SpecCarrier`.
 SpecTree = Any

@@ -7,7 +7,7 @@ nothing, and says for every axis why it was dropped.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -112,7 +112,7 @@ def with_entries(spec: PartitionSpec, new: Sequence[Entry]) -> PartitionSpec:
     return spec.update(partitions=tuple(trimmed))
 
 
-def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """`spec` without some axes, in every dim."""
     kept: list[Entry] = []
     for entry in entries(spec):

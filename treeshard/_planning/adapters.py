@@ -6,7 +6,7 @@ any order of leaves.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,78 +79,55 @@ def following(
     pad: Callable[[PlannedLeaf], PlannedLeaf] = lambda leaf: leaf,
 ) -> dict[int, Decision]:
     """The decisions of leaves that follow a base, by index. `pad` is called on each base."""
-    steps = {
-        number: step
-        for number, (_, action) in enumerate(rules)
-        for step in (action.steps if isinstance(action, Tactic) else ())
-        if isinstance(step, Follow)
-    }
-    followers = {i: steps[x.rule] for i, x in enumerate(leaves) if x.rule in steps} if steps else {}
-    if not followers:
+    steps: dict[int | None, Follow] = {}
+    for number, (_, action) in enumerate(rules):
+        of_rule = action.steps if isinstance(action, Tactic) else ()
+        steps.update((number, step) for step in of_rule if isinstance(step, Follow))
+    if not steps:
         return {}
-    decided = _Followers(leaves, followers, mesh, pad)
-    return {i: decided.of(i, frozenset([i])) for i in followers}
+    index_of = {leaf.path: i for i, leaf in enumerate(leaves)}
+    decided: dict[int, Decision] = {}
 
-
-class _Followers:
-    """Decides leaves that follow a base, which may follow another one: the base first."""
-
-    def __init__(
-        self,
-        leaves: Sequence[PlannedLeaf],
-        steps: Mapping[int, Follow],
-        mesh: AnyMesh,
-        pad: Callable[[PlannedLeaf], PlannedLeaf],
-    ):
-        self.leaves, self.steps, self.mesh, self.pad = leaves, steps, mesh, pad
-        self.index_of = {leaf.path: i for i, leaf in enumerate(leaves)}
-        self.decided: dict[int, Decision] = {}
-
-    def of(self, index: int, waiting: frozenset[int]) -> Decision:
-        """The decision of a leaf. Those that wait for it cannot be its base."""
-        leaf = self.leaves[index]
-        if index not in self.steps:
+    def decide(index: int, waiting: frozenset[int]) -> Decision:
+        """The decision of a leaf. A base may follow another one; `waiting` breaks circles."""
+        leaf = leaves[index]
+        if leaf.rule not in steps:
             return leaf.decision
-        if index not in self.decided:
-            step = self.steps[index]
-            base = next((i for i in self._candidates(index) if i not in waiting), None)
+        if index not in decided:
+            step = steps[leaf.rule]
+            bases = [index_of[x] for x in _base_paths(leaf.path, step.base) if x in index_of]
+            base = next((i for i in bases if i not in waiting), None)
             if base is None:
-                self.decided[index] = _without_base(leaf.decision, step)
+                decided[index] = _without_base(leaf.decision, step)
             else:
-                of_base = self.of(base, waiting | {base})
-                padded = self.pad(self.leaves[base]._replace(decision=of_base))
-                self.decided[index] = _like(leaf, step, padded, self.mesh)
-        return self.decided[index]
+                of_base = decide(base, waiting | {base})
+                padded = pad(leaves[base]._replace(decision=of_base))
+                decided[index] = _as_base(leaf, padded, mesh, step.blocks)
+        return decided[index]
 
-    def _candidates(self, index: int) -> Iterator[int]:
-        """The leaves that may be the base of a leaf, best first."""
-        keys, base = self.leaves[index].path.split("/"), self.steps[index].base
-        for count in reversed(range(len(keys))):
-            ancestor, rest = keys[:count], keys[count + 1 :]
-            for path in ("/".join([*ancestor, base]), "/".join([*ancestor, base, *rest])):
-                if path in self.index_of:
-                    yield self.index_of[path]
+    followers = [i for i, leaf in enumerate(leaves) if leaf.rule in steps]
+    return {i: decide(i, frozenset([i])) for i in followers}
 
 
-def _like(leaf: PlannedLeaf, step: Follow, base: PlannedLeaf, mesh: AnyMesh) -> Decision:
-    spec, notes = _spec_like(base, leaf.shape, mesh, step.blocks)
-    own = leaf.decision._replace(asked=spec, given=spec, adjustments=notes)
-    return own._replace(memory=base.memory)
+def _base_paths(path: str, base: str) -> Iterator[str]:
+    """Where the base of a leaf may be, the nearest first."""
+    keys = path.split("/")
+    for count in reversed(range(len(keys))):
+        yield "/".join([*keys[:count], base])
+        yield "/".join([*keys[:count], base, *keys[count + 1 :]])
 
 
-def _without_base(own: Decision, step: Follow) -> Decision:
+def _without_base(undecided: Decision, step: Follow) -> Decision:
     why = (
         f"no leaf {step.base!r} is beside it or its ancestors, so it is replicated. Give the path"
         " of the base relative to an ancestor of the leaf."
     )
-    return own._replace(adjustments=(Adjustment("no-base", why),))
+    return undecided._replace(adjustments=(Adjustment("no-base", why),))
 
 
-def _spec_like(
-    base: PlannedLeaf, shape: tuple[int, ...], mesh: AnyMesh, blocks: bool
-) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
-    """The spec of a leaf of this shape, and what of the base's could not be followed."""
-    sizes = axis_sizes(mesh)
+def _as_base(leaf: PlannedLeaf, base: PlannedLeaf, mesh: AnyMesh, blocks: bool) -> Decision:
+    """The decision of a leaf by that of its base, and what of it could not be followed."""
+    shape, sizes = leaf.shape, axis_sizes(mesh)
     of_base = dim_entries(base.given, len(base.shape))
     new: list[Entry] = [None] * len(shape)
     notes: list[Adjustment] = []
@@ -167,7 +144,10 @@ def _spec_like(
                 " smaller blocks."
             )
             notes.append(Adjustment("cuts-block", why, axes_of(entry), dim))
-    return with_entries(base.given, new), tuple(notes)
+    spec = with_entries(base.given, new)
+    return leaf.decision._replace(
+        asked=spec, given=spec, adjustments=tuple(notes), memory=base.memory
+    )
 
 
 def _dims(

@@ -28,13 +28,7 @@ from treeshard._planning.logical import ReadLogicalRules, current_logical_rules,
 from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, Shape, decide
 from treeshard._planning.mirrors import Original
 from treeshard._planning.padding import padded_leaves, unpadded_leaf
-from treeshard._planning.plan_json import (
-    StoredAction,
-    StoredPlan,
-    arrange,
-    from_json,
-    to_json,
-)
+from treeshard._planning.plan_json import StoredAction, StoredPlan, arrange, from_json, to_json
 from treeshard._planning.plan_report import PlanDiff, describe, describe_html, diff
 from treeshard._planning.rules import Rules, read_rules, rules_error, warn_of_moves
 from treeshard._planning.tactics import Tactic, min_size_in_force

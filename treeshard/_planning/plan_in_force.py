@@ -11,22 +11,14 @@ from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map, tree_structure
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import axis_sizes, manual_axes
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree, layer_specs
-from treeshard._core.specs import (
-    all_axes,
-    axes_of,
-    entries,
-    entry_of,
-    is_spec,
-    part_count,
-    without_axes,
-)
+from treeshard._core.specs import all_axes, entries, entry_of, is_spec, without_axes
 from treeshard._core.text import fold_paths
 from treeshard._planning.matching import PlannedLeaf, parameters
 from treeshard._planning.plan import Plan
@@ -92,20 +84,21 @@ class PlanInForce:
         arrays = tree_map(lambda x: x if has_shape(x) else None, tree)
         shapes = [tuple(x.shape) for x in tree_leaves(arrays)]
         paths_of: dict[tuple[Any, ...], str] = {}
-        of_parameters: dict[tuple[Any, ...], str] = {}
+        of_parameters: set[tuple[Any, ...]] = set()
         structure = tree_structure(arrays)
         for start in subtrees(self.plan, structure):
             leaves = self.plan.leaves[start : start + structure.num_leaves]
             specs = self._fitting(leaves, shapes)
-            if specs is not None:
-                paths_of.setdefault(specs, _name(leaves))
-                if self._parameters.issuperset(leaf.path for leaf in leaves):
-                    of_parameters.setdefault(specs, _name(leaves))
-        if len(of_parameters) == 1:  # optimizer state has the structure of its parameters
-            paths_of = of_parameters
-        if len(paths_of) == 1:
-            [specs] = paths_of
-            return tree_structure(arrays).unflatten(specs)
+            if specs is None:
+                continue
+            paths_of.setdefault(specs, ", ".join(fold_paths([x.path for x in leaves])[:3]))
+            if self._parameters.issuperset(leaf.path for leaf in leaves):
+                of_parameters.add(specs)
+        # Optimizer state has the structure of its parameters.
+        for candidates in (of_parameters, paths_of.keys()):
+            if len(candidates) == 1:
+                [specs] = candidates
+                return structure.unflatten(specs)
         shown = ", ".join(str(shape) for shape in shapes[:5]) + (", ..." if shapes[5:] else "")
         if not paths_of:
             raise SpecError(
@@ -123,32 +116,32 @@ class PlanInForce:
         return frozenset(leaf.path for leaf in parameters(self.plan.leaves))
 
     def _fitting(
-        self, leaves: Sequence[PlannedLeaf], shapes: Sequence[tuple[int, ...]]
+        self, leaves: Sequence[PlannedLeaf], shapes: list[tuple[int, ...]]
     ) -> tuple[Any, ...] | None:
         """The specs of arrays of these shapes, if leaves or their slices have them."""
-        specs = [without_axes(leaf.given, ()) for leaf in leaves]  # one form of equal specs
-        rows = zip(leaves, specs, strict=True)
-        here = [self._shape_here(leaf.shape, spec) for leaf, spec in rows]
-        if here == list(shapes):
+        # `P("data", None)` is not equal to `P("data")`, and both mean the same.
+        specs = [without_axes(leaf.given, ()) for leaf in leaves]
+        here = [self._shape_here(leaf) for leaf in leaves]
+        full = [leaf.shape for leaf in leaves]
+        if here == shapes:
             return tuple(specs)
-        if [leaf.shape for leaf in leaves] == list(shapes):
+        if full == shapes:
             return (None,) * len(specs)
-        if [shape[1:] for shape in here] == list(shapes) and all(here):
+        if not all(full):  # scalars have no slices
+            return None
+        if [shape[1:] for shape in here] == shapes:
             paths = [leaf.path for leaf in leaves]
             sliced = layer_specs(dict(zip(paths, specs, strict=True)))
             return tuple(sliced[path] for path in paths)
-        if [leaf.shape[1:] for leaf in leaves] == list(shapes) and all(here):
+        if [shape[1:] for shape in full] == shapes:
             return (None,) * len(specs)
         return None
 
-    def _shape_here(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
+    def _shape_here(self, leaf: PlannedLeaf) -> tuple[int, ...]:
         """The shape of a leaf where this is traced: inside `shard_map`, that of a shard."""
-        sizes, manual = axis_sizes(self.plan.mesh), manual_axes()
-        local = without_axes(spec, [axis for axis in sizes if axis not in manual])
-        here = list(shape)
-        for dim, entry in enumerate(entries(local)):
-            here[dim] //= part_count(axes_of(entry), sizes)
-        return tuple(here)
+        mesh = self.plan.mesh
+        local = without_axes(leaf.given, axis_sizes(mesh).keys() - manual_axes())
+        return NamedSharding(mesh, local).shard_shape(leaf.shape)
 
 
 def subtrees(plan: Plan, treedef: Any) -> Iterator[int]:
@@ -165,10 +158,6 @@ def subtrees(plan: Plan, treedef: Any) -> Iterator[int]:
             start += child.num_leaves
 
     return walk(plan.structure_of_arrays, 0) if count else iter(())
-
-
-def _name(leaves: Sequence[PlannedLeaf]) -> str:
-    return ", ".join(fold_paths([leaf.path for leaf in leaves])[:3])
 
 
 # Part of the key of jit's caches, unlike a plain `ContextVar`. While a state is initialised, it is
