@@ -22,6 +22,7 @@ from treeshard._core.specs import (
     Entry,
     all_axes,
     axes_of,
+    dim_entries,
     entries,
     entry_of,
     is_mesh_axes,
@@ -136,7 +137,7 @@ class PartitionAxis:
             raise SpecError(f"mode={mode!r} is neither 'train' nor 'generation'.{hint}")
         _check_names(names)
         known = self._axes_by_name(mode)
-        if unknown := [name for name in _flat_names(names) if _short(name) not in known]:
+        if unknown := [name for name in all_axes(names) if _short(name) not in known]:
             raise SpecError(_unknown_names(unknown, known))
         used: set[str] = set()
         dims: list[Entry] = []
@@ -151,13 +152,10 @@ class PartitionAxis:
         return _on_mesh(PartitionSpec(*dims), mesh)
 
     def _axes_by_name(self, mode: Mode) -> dict[str, Entry]:
-        axes_of_name = {_short(each.name): getattr(self, each.name) for each in fields(self)}
-        if mode == "train":
-            return axes_of_name
-        return {
-            name: axes_of_name.get(f"generation_{name}", axes)
-            for name, axes in axes_of_name.items()
-        }
+        by_name = {_short(each.name): getattr(self, each.name) for each in fields(self)}
+        if mode == "generation":
+            by_name |= {name: by_name.get(f"generation_{name}", by_name[name]) for name in by_name}
+        return by_name
 
 
 def _short(name: str) -> str:
@@ -247,7 +245,7 @@ def resolve_by(
 ) -> PartitionSpec:
     """Resolves names by rules, and projects the spec on the mesh and the shape, if given."""
     _check_names(names)
-    if twice := [name for name, count in Counter(_flat_names(names)).items() if count > 1]:
+    if twice := [name for name, count in Counter(all_axes(names)).items() if count > 1]:
         raise SpecError(
             f"{tuple(names)}: {', '.join(map(repr, twice))} occurs twice, and an axis can split"
             " only one dim. Use a different name for each dim, and give each name a rule."
@@ -257,15 +255,17 @@ def resolve_by(
             f"{tuple(names)} names {counted(len(names), 'dim')}, but shape {shape} has"
             f" {len(shape)}. Give at most one name per dim."
         )
-    if isinstance(rules, PartitionAxis):
-        return _on_mesh(rules.resolve(*names), mesh, shape)
-    return _on_mesh(_by_priority(names, rules), mesh, shape)
+    is_by_dim = isinstance(rules, PartitionAxis)
+    spec = rules.resolve(*names) if is_by_dim else _by_priority(names, rules)
+    return _on_mesh(spec, mesh, shape)
 
 
 def names_without_rule(names: Sequence[Entry], rules: ReadLogicalRules) -> list[str]:
     """The names that have no rule, in order; none for a `PartitionAxis`, which raises instead."""
-    ruled = None if isinstance(rules, PartitionAxis) else {name for name, _ in rules}
-    return [name for name in _flat_names(names) if ruled is not None and name not in ruled]
+    if isinstance(rules, PartitionAxis):
+        return []
+    ruled = dict(rules)
+    return [name for name in all_axes(names) if name not in ruled]
 
 
 def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
@@ -313,16 +313,14 @@ def _what_is_wrong(rule: Any) -> str | None:
 
 
 def _entry(axes: Any) -> Entry:
-    if axes is UNCONSTRAINED:
-        return axes
-    return entry_of([axes] if isinstance(axes, str) else axes or ())
+    return entry_of(axes) if isinstance(axes, tuple | list) else axes
 
 
 # ------------------------------------------------------------------ resolving names
 
 
 def _by_priority(names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]) -> PartitionSpec:
-    undecided = set(_flat_names(names))
+    undecided = set(all_axes(names))
     entry_by_name: dict[str, Entry] = {}
     used: set[str] = set()
     for name, entry in rules:
@@ -334,14 +332,9 @@ def _by_priority(names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]) -
     for dim in names:
         if isinstance(dim, tuple):  # the axes of its names, one after the other
             dims.append(entry_of(all_axes(map(entry_by_name.get, dim))))
-        else:
+        else:  # `UNCONSTRAINED` and `None` stay
             dims.append(entry_by_name.get(dim) if isinstance(dim, str) else dim)
     return PartitionSpec(*dims)
-
-
-def _flat_names(names: Sequence[Entry]) -> list[str]:
-    """The names of all dims, one after the other."""
-    return [name for dim in names for name in axes_of(dim)]
 
 
 def _check_names(names: Any) -> None:
@@ -365,4 +358,4 @@ def _on_mesh(
     """Projects a spec on a mesh and a shape, and keeps its number of entries."""
     count = len(entries(spec))
     projected, _ = project(spec, mesh, shape)
-    return PartitionSpec(*entries(projected), *[None] * (count - len(entries(projected))))
+    return PartitionSpec(*dim_entries(projected, count))

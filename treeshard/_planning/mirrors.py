@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.tree_util import tree_flatten
+from jax.tree_util import tree_flatten, tree_structure
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.paths import children_with_keys, leaf_paths, path_under, paths_of
@@ -120,32 +120,25 @@ class _Follower:
 
     def _copy(self, treedef: TreeDef, path: str) -> bool:
         """Whether a subtree is a copy of the original. If so, its leaves are followed."""
-        like = self.original.treedef
         field = path.rpartition("/")[2]
         start = len(self.followed)
-        parts: list[TreeDef] = []
         try:
-            identical = treedef == like
-            if not identical and not _is_extension(treedef, like, parts):
-                return False
+            parts = _parts_of(treedef, self.original.treedef)
         except Exception:  # comparing static fields may raise: they may be arrays, for example
             return False
-        if identical:
-            leaves = self.leaves[start : start + like.num_leaves]
-            self.followed += [self._of(leaf, index, field) for index, leaf in enumerate(leaves)]
-            return True
         followed: list[Followed] = []
         for index, part in enumerate(parts):
             leaves = self.leaves[start : start + part.num_leaves]
             start += part.num_leaves
-            if _is_leaf(part):
+            if part == _LEAF:
                 followed.append(self._of(leaves[0], index, field))
-            elif (several := self._parts(part, leaves, index)) is not None:
-                followed += several
-            else:
+                continue
+            several = self._parts(part, leaves, index)
+            if several is None:
                 return False
+            followed += several
         self.followed += followed
-        return True
+        return bool(parts)
 
     def _of(self, leaf: Any, index: int, field: str) -> Followed:
         full = self.original.shapes[index]
@@ -213,23 +206,28 @@ class _Follower:
         return kept[0] if is_clear else None
 
 
-def _is_leaf(treedef: TreeDef) -> bool:
-    return treedef.num_nodes == treedef.num_leaves == 1
+_LEAF = tree_structure(0)
 
 
-def _is_extension(treedef: TreeDef, like: TreeDef, parts: list[TreeDef]) -> bool:
-    """Whether `treedef` is `like` with any subtrees in the place of leaves. These are added to
-    `parts`.
+def _parts_of(treedef: TreeDef, original: TreeDef) -> list[TreeDef]:
+    """What `treedef` has in the place of each leaf of `original`; nothing if it is no such tree.
 
-    `flatten_up_to` needs the tree itself, and prints all its values if the answer is no.
+    `flatten_up_to` needs the tree itself, and prints all its values if the structures differ.
     """
-    if _is_leaf(like):
-        parts.append(treedef)
-        return True
-    children, alike = treedef.children(), like.children()
-    if len(children) != len(alike) or treedef.node_data() != like.node_data():
-        return False
-    return all(_is_extension(*pair, parts) for pair in zip(children, alike, strict=True))
+    if treedef == original:  # most copies are: half the time of following them
+        return [_LEAF] * treedef.num_leaves
+    if original == _LEAF:
+        return [treedef]
+    children, originals = treedef.children(), original.children()
+    if len(children) != len(originals) or treedef.node_data() != original.node_data():
+        return []
+    parts: list[TreeDef] = []
+    for child, of_original in zip(children, originals, strict=True):
+        of_child = _parts_of(child, of_original)
+        if not of_child and of_original.num_leaves:
+            return []
+        parts += of_child
+    return parts
 
 
 _Owner = tuple[str, Iterable[int]]  # the field that holds a copy; indices of original leaves

@@ -163,24 +163,34 @@ def read_rules(rules: Rules, read_action: Callable[[Any], Any] = check_action) -
     read: ReadRules = []
     bad: list[str] = []
     for index, rule in enumerate(rules):
-        if not isinstance(rule, tuple | list) or len(rule) != 2:
-            pair = 'A rule is a pair (pattern, action), such as ("norm|bias", None).'
-            bad.append(f"rule {index} is not a pair: {rule!r}. {pair}")
-            continue
-        pattern, action = rule
         try:
-            compiled = re.compile(pattern)
-        except (re.error, TypeError, OverflowError, RecursionError) as error:
-            why = f"rule {index}: the pattern {pattern!r} does not compile: {error}."
-            bad.append(f"{why} To match a special character, put a backslash before it.")
-            continue
-        if not isinstance(compiled.pattern, str):
-            bad.append(f"rule {index}: the pattern {pattern!r} is bytes. Paths are str.")
-            continue
-        try:
-            read.append((compiled, read_action(action)))
+            read.append(_read_rule(rule, read_action))
         except ShardingRuleError as error:
-            bad.append(f"rule {index}, {pattern!r}: {error}")
+            bad.append(f"rule {index}{error}")
     if bad:
         raise ShardingRuleError(listed(f"{len(bad)} rules are malformed:", bad))
     return read
+
+
+def _read_rule(rule: Any, read_action: Callable[[Any], Any]) -> tuple[re.Pattern[str], Any]:
+    """Reads one rule. Errors go on from the number of the rule."""
+    if not isinstance(rule, tuple | list) or len(rule) != 2:
+        raise ShardingRuleError(
+            f" is not a pair: {rule!r}. A rule is a pair (pattern, action), such as"
+            ' ("norm|bias", None).'
+        )
+    pattern, action = rule
+    try:
+        compiled = re.compile(pattern)
+    # A large count, `a{9999999999}`, overflows, and deep nesting recurses.
+    except (re.error, TypeError, OverflowError, RecursionError) as error:
+        raise ShardingRuleError(
+            f": the pattern {pattern!r} does not compile: {error}. To match a special character,"
+            " put a backslash before it."
+        ) from None
+    if not isinstance(compiled.pattern, str):
+        raise ShardingRuleError(f": the pattern {pattern!r} is bytes. Paths are str.")
+    try:
+        return compiled, read_action(action)
+    except ShardingRuleError as error:
+        raise ShardingRuleError(f", {pattern!r}: {error}") from None
