@@ -377,20 +377,14 @@ def _stacks(leaves: Iterable[PlannedLeaf]) -> set[str]:
     lengths: dict[str, set[int]] = defaultdict(set)
     ranks: dict[str, set[int]] = defaultdict(set)
     for leaf in leaves:
-        if leaf.size == 1:
+        if leaf.size == 1:  # a step count, or the epsilon of a norm
             continue
         rank = sum(length != 1 for length in leaf.shape)
         for path in _ancestors(leaf.path):
             lengths[path].add(leaf.shape[0])
             ranks[path].add(rank)
-    return {
-        path
-        for path, on_dim_0 in lengths.items()
-        if len(on_dim_0) == 1
-        and max(on_dim_0) > 1
-        and len(ranks[path]) > 1
-        and min(ranks[path]) > 1
-    }
+    several = {path for path in ranks if len(ranks[path]) > 1 and min(ranks[path]) > 1}
+    return {path for path in several if len(lengths[path]) == 1 and max(lengths[path]) > 1}
 
 
 def _ancestors(path: str) -> list[str]:

@@ -4,13 +4,14 @@ A plan has paths and no optimizers, so these are recognised by the names of thei
 has them.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.specs import all_axes, axes_of, entries, entry_of, part_count
+from treeshard._core.specs import all_axes, axes_of, entries, entry_of
 from treeshard._core.text import human_bytes
 from treeshard._planning.findings import Finding, finding
 from treeshard._planning.matching import PlannedLeaf, state_with_parameters, tails
@@ -18,7 +19,9 @@ from treeshard._planning.plan_json import kind_of
 
 # A part of the optimizer state below this share is not worth a warning.
 _SMALL_SHARE = 0.05
-# How optimizers that multiply matrices name their state.
+# How optimizers that multiply matrices name their state, such as `MuonState(count, mu, ns_coeffs)`
+# at `opt_state/inner_states/muon/...`, which `optax.contrib.muon` makes by partitioning; SOAP has
+# `GG`, and Shampoo `statistics` and `preconditioners`.
 _MATRIX = re.compile(
     r"(^|/)(\w*(muon|shampoo|soap)\w*|ns_coeffs|GG|preconditioners?|statistics)(/|$)",
     re.IGNORECASE,
@@ -63,24 +66,23 @@ def unsharded_state(
 
     ZeRO-1 is recognised by axes that shard state and not its parameter, or that are to do so.
     """
-    sizes = axis_sizes(mesh)
     pairs = state_with_parameters(leaves)
-    further: set[str] = set()
+    meant: set[str] = set()
     for leaf, parameter in pairs:
-        further |= _meant(leaf, rules) - _meant(parameter, rules)
-    further = {axis for axis in further if sizes.get(axis, 1) > 1}
-    missed = [leaf for leaf, _ in pairs if leaf.shape and not _axes(leaf) & further]
+        meant |= _meant(leaf, rules) - _meant(parameter, rules)
+    further = {axis: size for axis, size in axis_sizes(mesh).items() if axis in meant and size > 1}
+    missed = [leaf for leaf, _ in pairs if leaf.shape and further.keys().isdisjoint(_axes(leaf))]
     total = sum(leaf.bytes for leaf, _ in pairs)
     wasted = sum(leaf.bytes for leaf in missed)
     if not further or not total or wasted < _SMALL_SHARE * total:
         return
-    parts = part_count(further, sizes)
+    parts = math.prod(further.values())
     yield finding(
         "zero1-no-op" if wasted == total else "zero1-no-op, in part",
         [leaf.path for leaf in missed],
         missed[0].rule,
         wasted - wasted // parts,
-        axes=" and ".join(f"{axis!r}" for axis in sizes if axis in further),
+        axes=" and ".join(map(repr, further)),
         waste=human_bytes(wasted),
         share=wasted / total,
         parts=parts,
@@ -102,15 +104,15 @@ def matrix_optimizers(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[
         return
     weights = _matrices(leaves, {root.partition("/")[0] for root in roots})
     split_axes = {axis for axis, size in axis_sizes(mesh).items() if size > 1}
-    contracted: list[PlannedLeaf] = []
+    contracted: dict[str, PlannedLeaf] = {}
     for leaf in leaves:
         if leaf.path.startswith(roots):
             weight = next((weights[tail] for tail in tails(leaf.path) if tail in weights), None)
             if weight is not None and _contracted_axes(weight) & split_axes:
-                contracted.append(weight)
+                contracted.setdefault(weight.path, weight)
     if contracted:
-        paths = dict.fromkeys(leaf.path for leaf in contracted)
-        yield finding("matrix-optimizer", paths, contracted[0].rule)
+        first = next(iter(contracted.values()))
+        yield finding("matrix-optimizer", contracted, first.rule)
 
 
 def _matrices(leaves: Sequence[PlannedLeaf], state_branches: set[str]) -> dict[str, PlannedLeaf]:

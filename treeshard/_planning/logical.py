@@ -245,6 +245,7 @@ def resolve_by(
 ) -> PartitionSpec:
     """Resolves names by rules, and projects the spec on the mesh and the shape, if given."""
     _check_names(names)
+    # Flax too refuses names that occur twice, but for `None` and `UNCONSTRAINED`.
     if twice := [name for name, count in Counter(all_axes(names)).items() if count > 1]:
         raise SpecError(
             f"{tuple(names)}: {', '.join(map(repr, twice))} occurs twice, and an axis can split"
@@ -320,6 +321,8 @@ def _entry(axes: Any) -> Entry:
 
 
 def _by_priority(names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]) -> PartitionSpec:
+    # As in Flax, rules are tried in the order of the list, and not dims in the order of the array:
+    # by ("a", "x"), ("b", "x") and ("b", "y"), ("b", "a") becomes P("y", "x").
     undecided = set(all_axes(names))
     entry_by_name: dict[str, Entry] = {}
     used: set[str] = set()
@@ -356,6 +359,7 @@ def _on_mesh(
     spec: PartitionSpec, mesh: MeshLike | None, shape: tuple[int, ...] | None = None
 ) -> PartitionSpec:
     """Projects a spec on a mesh and a shape, and keeps its number of entries."""
+    # MaxText has one list of rules for all meshes, so rules name axes that a mesh may lack.
     count = len(entries(spec))
     projected, _ = project(spec, mesh, shape)
     return PartitionSpec(*dim_entries(projected, count))

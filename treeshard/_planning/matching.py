@@ -179,6 +179,7 @@ def decide(
     rule_of = _first_matches(rules, arrays, whole_paths)
     decisions: list[Decision] = []
     for path, shape, leaf, in_box in zip(names.paths, shapes, leaves, shown, strict=True):
+        # EasyLM replicates scalars before it tries a rule, so its lists have none for counters.
         if not shape:
             decisions.append(_REPLICATED)
         elif path not in rule_of:
@@ -225,6 +226,7 @@ def _with_specs(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
 
 def _in_boxes(tree: Any) -> list[Any]:
     """The leaves, where a leaf that is alone in a box is replaced by the box."""
+    # A box may hold a tree: `nnx.Param({"q": ..., "k": ...})`, whose names fit none of its leaves.
     shown: list[Any] = []
     for leaf in tree_flatten(tree, is_leaf=is_box)[0]:
         inside = tree_flatten(leaf)[0] if is_box(leaf) else [leaf]
@@ -335,7 +337,11 @@ class _Rule:
 
 
 def parameters(leaves: Sequence[PlannedLeaf], pattern: str | None = None) -> list[PlannedLeaf]:
-    """The leaves that have gradients."""
+    """The leaves that have gradients: floats, but for branches that mirror another one.
+
+    In a state of `params/mlp/w` and `opt_state/0/mu/mlp/w`, the branch `opt_state` mirrors
+    `params`, since all its paths end in paths of `params`.
+    """
     # bfloat16 and float8 are not among numpy's inexact dtypes, but among those of jax.numpy.
     floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if pattern is not None:

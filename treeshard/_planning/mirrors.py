@@ -173,6 +173,8 @@ class _Follower:
         without one, to the leaves whose paths share the longest end with it. Of several, all
         that its shape fits must give it the same spec."""
         original = self.original
+        # `0/mu/mlp/w` is the array `mlp/w`; `0/mu/mlp/w/1` its second part, as SM3 has one for each
+        # dim; of an optimizer for `mlp` alone, it is `0/mu/w`, which only ends as that path does.
         parent, _, key = path.rpartition("/")
         position = int(key) if key.isdecimal() else -1
         own, above = _owners(path, original.names), _owners(parent, original.names)
@@ -280,6 +282,7 @@ def kept_dims(shape: Shape, full: Shape, field: str) -> Dims | None:
 def _factor_dims(full: Shape, field: str) -> Dims | None:
     """The dims that a factor of this name keeps: a row factor drops the longest, a column
     factor the second longest. This is Adafactor's rule, which sorts equal lengths as numpy."""
+    # optax has `FactoredState(count, v_row, v_col, v)`; other fields tell nothing of their dims.
     if len(full) < 2 or not ("row" in field or "col" in field):
         return None
     by_length = np.argsort(full).tolist()

@@ -61,6 +61,8 @@ def to_json(plan: StoredPlan) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+# {"path": "mlp/w", "shape": [512, 64], "dtype": "float32", "asked": "P('fsdp',)",
+#  "given": "P('fsdp',)", "rule": 0, "adjustments": []}
 def _leaf_to_json(leaf: PlannedLeaf) -> dict[str, Any]:
     return {
         "path": leaf.path,
@@ -74,6 +76,7 @@ def _leaf_to_json(leaf: PlannedLeaf) -> dict[str, Any]:
     }
 
 
+# {"pattern": "w", "flags": 0, "kind": "tactic", "action": "fsdp('fsdp')", "fsdp_axes": ["fsdp"]}
 def _rule_to_json(pattern: Any, action: Any) -> dict[str, Any]:
     compiled = re.compile(pattern)
     kind = kind_of(action)
@@ -92,6 +95,7 @@ def _logical_to_json(
     rules: ReadLogicalRules | dict[str, Any] | None,
 ) -> dict[str, Any] | None:
     """Rules for logical names; their axes are written as specs of one dim."""
+    # {"kind": "rules", "axes": [["batch", "P(('data', 'fsdp'),)"], ["embed", "P(None,)"]]}
     if rules is None or isinstance(rules, dict):
         return rules
     fields = dataclasses.asdict(rules).items() if isinstance(rules, PartitionAxis) else rules
@@ -266,10 +270,10 @@ class _LeafReader:
 
 def _read_unpadded(raw: Any, shape: Shape) -> Shape:
     unpadded = tuple(raw)
-    if len(unpadded) == len(shape):
-        pairs = zip(unpadded, shape, strict=True)
-        if all(type(n) is int and 0 < n <= padded for n, padded in pairs):
-            return unpadded
+    pairs = zip(unpadded, shape, strict=True)  # raises for another rank
+    # `True` is an int of Python, and a number of JSON is not.
+    if all(type(n) is int and 0 < n <= padded for n, padded in pairs):
+        return unpadded
     raise FormatError("'unpadded' is not a shape within 'shape'.")
 
 

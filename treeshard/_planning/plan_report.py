@@ -5,6 +5,7 @@ Repeated layers are one line: a model of 80 layers has thousands of leaves and s
 
 import html
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -79,11 +80,12 @@ def _note(adjustment: Adjustment) -> str:
 def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
     devices = math.prod(axis_sizes(mesh).values())
     total = sum(leaf.bytes for leaf in leaves)
-    of_memory = dict.fromkeys([None, *(leaf.memory for leaf in leaves)], 0)
+    of_memory: Counter[str | None] = Counter()
     for leaf in leaves:
         of_memory[leaf.memory] += leaf.bytes_per_device(mesh)
-    per_device = sum(of_memory.values())
-    elsewhere = [f"{human_bytes(size)} in {kind}" for kind, size in of_memory.items() if kind]
+    per_device = of_memory.total()
+    on_device = human_bytes(of_memory.pop(None, 0))
+    sizes = [on_device, *(f"{human_bytes(size)} in {kind}" for kind, size in of_memory.items())]
     replicated = sum(not all_axes(entries(leaf.given)) for leaf in leaves)
     small = sum(any(note.kind in SMALL for note in leaf.adjustments) for leaf in leaves)
     unused = f"\n{small:,} of them have a spec that `min_size` leaves unused." if small else ""
@@ -92,7 +94,7 @@ def _totals(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> str:
         f"{counted(len(leaves), 'leaf')}, {counted(sum(leaf.size for leaf in leaves), 'element')},"
         f" {human_bytes(total)} in all; {counted(replicated, 'leaf')}"
         f" {'is' if replicated == 1 else 'are'} replicated.{unused}\n"
-        f"{human_bytes(of_memory[None])}{''.join(f' and {x}' for x in elsewhere)} on the fullest of"
+        f"{' and '.join(sizes)} on the fullest of"
         f" {counted(devices, 'device')} ({describe_mesh(mesh)}){ratio}."
     )
 
@@ -222,6 +224,8 @@ def _received(
     if not same_axes(*meshes):
         return shard, None
     sizes = axis_sizes(after)
+    # By P("a") a device of mesh (a=2, b=2) has a half, and by P(("a", "b")) a quarter of that half;
+    # by P("b") it has a half that may be the other one.
     overlap = itemsize
     for length, *both in zip(new.shape, _axes(old), _axes(new), strict=True):
         splitting = [[axis for axis in axes if sizes[axis] > 1] for axes in both]
@@ -243,10 +247,10 @@ def _elements_moved(
         missing = math.prod(lengths(region)) - (math.prod(lengths(kept)) if kept is not None else 0)
         received = max(received, missing)
     shards = holders(before, shape)
-    sent = sum(
-        math.prod(lengths(part)) * len(receivers.keys() - among)
-        for region, receivers in holders(after, shape).items()
-        for shard, among in shards.items()
-        if (part := common(shard, region)) is not None
-    )
+    sent = 0
+    for region, receivers in holders(after, shape).items():
+        for shard, senders in shards.items():
+            part = common(shard, region)
+            if part is not None:
+                sent += math.prod(lengths(part)) * len(receivers.keys() - senders)
     return received, sent

@@ -341,7 +341,7 @@ class Replicate(Step):
     by_shape = True
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        if all(map(_is_free, entries(spec))):
+        if not any(entries(spec)):  # JAX reads `()` as `None`, and `UNCONSTRAINED` is true
             return with_entries(spec, ()), ()
         why = f"an earlier tactic sharded it as {spec}, so it cannot be replicated. Drop either."
         return spec, (Adjustment("already-sharded", why),)
@@ -372,8 +372,10 @@ class Fsdp(Step):
         free = [
             (length, dim)
             for dim, length in enumerate(shape)
-            if length and dim not in skipped and _is_free(new[dim])
+            if length and dim not in skipped and new[dim] is None
         ]
+        # big_vision tries dims in the order of `np.argsort(shape)[::-1]`: of equal lengths the last
+        # one first, and so a square matrix by its columns.
         candidates = [each for each in free if each[0] % count == 0]
         if not candidates:
             why = f"no free dim of shape {shape} is divisible by {count}."
@@ -400,7 +402,7 @@ class ShardDim(Step):
         if not -len(shape) <= self.dim < len(shape):
             return spec, () if self.ignore_ndim_error else (self._beyond(shape),)
         new = dim_entries(spec, len(shape))
-        if not _is_free(new[self.dim]):
+        if new[self.dim] is not None:
             why = (
                 f"an earlier tactic already sharded dim {self.dim}: {spec}. Give all its axes to"
                 " one tactic, outermost first, or choose another dim."
@@ -436,7 +438,7 @@ class ByNames(Step):
         box = names_in(leaf)
         if not any(box.names):
             return spec, ()
-        if not all(map(_is_free, entries(spec))):
+        if any(entries(spec)):
             why = f"an earlier tactic sharded it as {spec}. Put logical_partitioning first."
             return spec, (Adjustment("already-sharded", why),)
         shape = tuple(jax.tree.leaves(leaf)[0].shape)
@@ -471,18 +473,17 @@ class NamesInBox(NamedTuple):
 
 def names_in(box: Any) -> NamesInBox:
     """The names of dims in a box: Linen's `names`, or the `out_sharding` of nnx."""
+    # Linen: `nn.Partitioned(value, names, mesh)`, whose names are mesh axes, and
+    # `nn.LogicallyPartitioned(value, names, mesh, rules)`, whose names need rules.
     if hasattr(type(box), "replace_boxed"):
         rules = getattr(box, "rules", None)
         return NamesInBox(tuple(getattr(box, "names", ())), rules, hasattr(box, "rules"))
+    # nnx: `nnx.with_partitioning(init, names, sharding_rules=...)` keeps them in the metadata of a
+    # `Variable`; `out_sharding` may also be a finished spec.
     metadata = box.get_metadata()
     names: Any = metadata.get("out_sharding") or ()
     names = entries(names) if is_spec(names) else tuple(names)
     return NamesInBox(names, metadata.get("sharding_rules"))
-
-
-def _is_free(entry: Entry) -> bool:
-    """Whether a dim with this entry is not sharded."""
-    return entry is None or entry == ()
 
 
 def _axis_conflicts(

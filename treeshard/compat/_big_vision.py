@@ -71,6 +71,7 @@ def infer_sharding(tree: PyTree, strategy: Strategy, mesh: MeshLike) -> SpecTree
         The function of this name in big_vision.
     """
     mesh = as_mesh(mesh, make_mesh)
+    # `u.make_mask_trees` of big_vision matches with `re.fullmatch`, the first pattern first.
     decided = decide(read_rules(strategy, _read_ops), tree, mesh, 0, whole_paths=True)
     if decided.adjusted:
         matched = [row for row in decided.rows() if row[2].rule is not None]
@@ -100,6 +101,7 @@ def _warn_of_unmatched(decided: Decided) -> None:
 
 def _unboxed(tree: Any, shardings: list[Any]) -> Any:
     """The tree of the shardings, where each box around a single leaf is replaced as a whole."""
+    # big_vision maps over `nn.unbox(params)`, and `jax.jit` takes a sharding for a whole box.
     boxes, treedef = tree_flatten(tree, is_leaf=is_box)
     replaced: list[Any] = []
     rest = iter(shardings)
@@ -122,6 +124,7 @@ class _FsdpByBytes(Fsdp):
         return f"fsdp({axes!r}, min_size_to_shard_mb={self.min_size_to_shard_mb})"
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
+        # In big_vision too, a leaf of exactly this many bytes stays whole.
         if prod(leaf.shape) * leaf.dtype.itemsize <= self.min_size_to_shard_mb * 2**20:
             return spec, ()
         return super().refine(spec, mesh, path, leaf)
@@ -146,6 +149,8 @@ class _UserOp(Step):
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         shape = tuple(leaf.shape)
+        # Ops of big_vision replace an entry of a full spec, and return a plain tuple:
+        # `cur_spec[:i] + (axis,) + cur_spec[i+1:]`.
         cur_spec = spec.update(partitions=tuple(dim_entries(spec, len(shape))))
         returned = self.update(cur_spec, mesh, path, leaf)
         is_plain = isinstance(returned, tuple) and all(map(is_mesh_axes, returned))
@@ -158,6 +163,7 @@ class _UserOp(Step):
         return project(with_entries(new, entries(new)), mesh, shape)
 
 
+# big_vision registers ops as "shardings.fsdp" and calls each without the prefix.
 _ops: dict[str, MakeTactic] = {**TACTICS, "fsdp": _fsdp}
 
 

@@ -93,6 +93,8 @@ def get_partition_spec(tree: PyTree) -> SpecTree:
 
 
 def _named_sharding(leaf: Any) -> NamedSharding | None:
+    # On Auto axes, the type of a tracer has a sharding too, which says nothing: the compiler
+    # chooses after the trace.
     if isinstance(leaf, Tracer):
         sharding = jax.typeof(leaf).sharding
         return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
@@ -109,6 +111,7 @@ def _spec(leaf: Any) -> PartitionSpec | None:
         return PartitionSpec()
     if isinstance(leaf, Tracer) or not is_array(leaf):
         return None
+    # An array on one device has a `SingleDeviceSharding`, which has no spec.
     on_one_device = not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1
     return PartitionSpec() if on_one_device else None
 

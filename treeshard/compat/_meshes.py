@@ -61,7 +61,7 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
         Array(8, dtype=int32, weak_type=True)
     """
     names = axis_tuple(axis_names, "get_mesh_axis_size")
-    check_bound(names, "get_mesh_axis_size")
+    check_bound(names, "get_mesh_axis_size")  # JAX's own error is a bare `NameError`
     return math.prod(jax.lax.axis_size(name) for name in names)
 
 
@@ -87,4 +87,5 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int
     """
     names = axis_tuple(axis_names, "get_submesh_device_index")
     check_bound(names, "get_submesh_device_index")
+    # JAX counts several axes row-major, as it does the shards of `P(("a", "b"))`.
     return jax.lax.axis_index(tuple(names)) if names else 0

@@ -16,6 +16,7 @@ from treeshard._core.mesh import MeshLike, axis_sizes, unknown_axis
 from treeshard._core.specs import Entry, all_axes, entries, entry_of, with_entries
 from treeshard.errors import ShardingRuleError, UnknownAxisInRuleError, listed
 
+# EasyDeL passes each dim to `PartitionSpec` as it is written, and so reads "None" as an axis.
 _NOT_SHARDED = ("None", "_")
 
 
@@ -65,6 +66,7 @@ def create_pattern_based_partition_spec(
     if bad:
         facts = listed(f"{len(bad)} rules are malformed:", bad)
         raise ShardingRuleError(f"{text!r}: {facts}\n{_HOW}")
+    # EasyDeL takes the mesh in force for `None`, and raises without one, though specs need none.
     if mesh is not None:
         _check(rules, mesh)
     otherwise = PartitionSpec() if default_spec is None else default_spec
@@ -86,6 +88,7 @@ _HOW = 'Write pattern->dims, such as "embed->tensor.fsdp, attention|mlp->fsdp".'
 
 
 def _read(rule: str) -> _Rule:
+    # EasyDeL skips a rule without an arrow silently.
     pattern, arrow, dims = rule.partition("->")
     if not arrow:
         raise ShardingRuleError("there is no '->' between the pattern and its dims.")

@@ -67,6 +67,7 @@ def _operands(node: ast.expr) -> list[ast.expr]:
 
 
 def _tactic(node: ast.expr, text: str, tactics: Mapping[str, MakeTactic]) -> Tactic:
+    # "replicate" is a call without arguments, as big_vision's `Registry.lookup` takes it.
     called = node.func if isinstance(node, ast.Call) else node
     if not isinstance(called, ast.Name | ast.Attribute):
         _refuse(node, text, f"is not a call of a tactic. {_HOW}")
