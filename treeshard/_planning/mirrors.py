@@ -29,12 +29,12 @@ class Followed(NamedTuple):
 
     Attributes:
         spec: Its spec.
-        like: The index of its counterpart among the original's leaves; `None` without one.
+        source: The index of its counterpart among the original's leaves; `None` without one.
         dims: For each of its dims the dim of the counterpart, `None` for a new one.
     """
 
     spec: PartitionSpec
-    like: int | None = None
+    source: int | None = None
     dims: Dims = ()
 
 
@@ -78,7 +78,7 @@ class Original:
 
     def counterpart(self, followed: Followed) -> PlannedLeaf | None:
         """The leaf that a leaf follows."""
-        return None if followed.like is None else self.leaves[followed.like]
+        return None if followed.source is None else self.leaves[followed.source]
 
     def kept(self, index: int, dims: Dims) -> Followed:
         """The spec of a leaf that keeps these dims of the original's leaf `index`."""

@@ -110,25 +110,26 @@ def _by_spec(leaves: list[PlacedLeaf]) -> dict[PartitionSpec | None, dict[str, i
 def _communication(
     leaves: list[PlacedLeaf], batch: Any
 ) -> dict[tuple[str, tuple[str, ...]], dict[str, int]] | None:
-    on_meshes = [
-        (leaf, leaf.sharding) for leaf in leaves if isinstance(leaf.sharding, NamedSharding)
-    ]
-    meshes = {sharding.mesh for _, sharding in on_meshes}
+    planned: list[PlannedLeaf] = []
+    meshes: set[AnyMesh] = set()
+    for leaf in leaves:
+        if isinstance(leaf.sharding, NamedSharding):
+            meshes.add(leaf.sharding.mesh)
+            decision = Decision(leaf.sharding.spec, leaf.sharding.spec)
+            planned.append(PlannedLeaf(leaf.path, leaf.shape, leaf.dtype, decision))
+    if not meshes:
+        return {}
     if len(meshes) > 1:
         return None
+    [mesh] = meshes
+    split = StaticSplit(planned, tree_structure([0] * len(planned)), lambda _: True)
+    plan = Plan(mesh, (), 0, tuple(planned), split)
+    batch = PartitionSpec(mesh.axis_names) if batch is None else batch
     totals: dict[tuple[str, tuple[str, ...]], dict[str, int]] = {}
-    for mesh in meshes:
-        planned = tuple(
-            PlannedLeaf(leaf.path, leaf.shape, leaf.dtype, Decision(sharding.spec, sharding.spec))
-            for leaf, sharding in on_meshes
-        )
-        split = StaticSplit(planned, tree_structure([0] * len(planned)), lambda _: True)
-        plan = Plan(mesh, (), 0, planned, split)
-        batch = PartitionSpec(mesh.axis_names) if batch is None else batch
-        for transfer in predict_communication(plan, batch=batch):
-            total = totals.setdefault((transfer.kind, transfer.axes), {"count": 0, "bytes": 0})
-            total["count"] += transfer.count
-            total["bytes"] += transfer.total_bytes
+    for transfer in predict_communication(plan, batch=batch):
+        total = totals.setdefault((transfer.kind, transfer.axes), {"count": 0, "bytes": 0})
+        total["count"] += transfer.count
+        total["bytes"] += transfer.total_bytes
     return totals
 
 

@@ -7,7 +7,7 @@ cannot be made of each part: leaves that none of them matches have a spec of the
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -74,16 +74,12 @@ def create_pattern_based_partition_spec(
     def partition_spec(path: str, leaf: Any) -> PartitionSpec:
         if not has_shape(leaf) or not leaf.shape:
             return PartitionSpec()
-        return next((rule.spec for rule in rules if rule.pattern.search(path)), otherwise)
+        return next((spec for pattern, spec in rules if pattern.search(path)), otherwise)
 
     return partition_spec
 
 
-class _Rule(NamedTuple):
-    pattern: re.Pattern[str]
-    spec: PartitionSpec
-
-
+_Rule = tuple[re.Pattern[str], PartitionSpec]
 _HOW = 'Write pattern->dims, such as "embed->tensor.fsdp, attention|mlp->fsdp".'
 
 
@@ -102,7 +98,7 @@ def _read(rule: str) -> _Rule:
     for axis, count in Counter(all_axes(entries(spec))).items():
         if count > 1:
             raise ShardingRuleError(f"{axis!r} occurs twice. An axis can split only one dim.")
-    return _Rule(compiled, with_entries(spec, entries(spec)))
+    return compiled, with_entries(spec, entries(spec))
 
 
 def _dim(text: str) -> Entry:
@@ -119,9 +115,9 @@ def _dim(text: str) -> Entry:
 def _check(rules: list[_Rule], mesh: MeshLike) -> None:
     sizes = axis_sizes(mesh)
     bad = [
-        f"{rule.pattern.pattern!r}: {unknown_axis(axis, sizes)}"
-        for rule in rules
-        for axis in all_axes(entries(rule.spec))
+        f"{pattern.pattern!r}: {unknown_axis(axis, sizes)}"
+        for pattern, spec in rules
+        for axis in all_axes(entries(spec))
         if axis not in sizes
     ]
     if bad:
