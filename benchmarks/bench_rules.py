@@ -190,7 +190,7 @@ def main() -> None:
     cases: list[tuple[str, str, Any, Rules]] = [
         ("LLM of dicts, 10 rules", "<= 1.5", llama, rules_of(10)),
         ("LLM of dicts, 30 rules", "<= 1.5", llama, rules_of(30)),
-        ("LLM of dicts, 100 rules", "", llama, rules_of(100)),
+        ("LLM of dicts, 100 rules", "<= 1.5", llama, rules_of(100)),
         ("LLM of dicts, 30 rules, the model's first", "<= 1.5", llama, rules_of(30, first=True)),
         ("LLM of dicts, 100 rules, the model's first", "<= 1.5", llama, rules_of(100, first=True)),
         ("all names different, 30 rules", "<= 1.5", unique, rules_of(30)),

@@ -57,7 +57,7 @@ def main() -> None:
     llama = llm()
     cases = [
         ("LLM of dicts, 10 patterns", "", llama, strategy_of(10)),
-        ("LLM of dicts, 30 patterns", "<= 3.5", llama, strategy_of(30)),
+        ("LLM of dicts, 30 patterns", "<= 2", llama, strategy_of(30)),
         ("LLM of dicts, 100 patterns", "", llama, strategy_of(100)),
         ("Equinox modules, 30 patterns", "", modules(), strategy_of(30)),
         ("all names different, 30 patterns", "", all_different(), strategy_of(30)),
