@@ -55,20 +55,20 @@ def data_of(x: Any) -> Any:
     return jax.random.key_data(x) if is_key(x) else x
 
 
-def same_arrays(leaves: Iterable[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:
+def same_arrays(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     """The arrays that are one object with an earlier leaf: their path, and that of the earlier one.
 
     An array of one element does not count: programs share constants.
     """
-    first: dict[int, str] = {}
+    if len(set(map(id, leaves))) == len(leaves):
+        return ()
+    first: dict[int, int] = {}
     pairs: list[tuple[str, str]] = []
-    for path, x in list(leaves):  # all at once: the ids of objects that are gone come again
-        if not isinstance(x, jax.Array | np.ndarray) or x.size <= 1:
-            continue
-        if id(x) in first:
-            pairs.append((path, first[id(x)]))
-        else:
-            first[id(x)] = path
+    for index, x in enumerate(leaves):
+        if isinstance(x, jax.Array | np.ndarray) and x.size > 1:
+            earlier = first.setdefault(id(x), index)
+            if earlier != index:
+                pairs.append((paths[index], paths[earlier]))
     return tuple(pairs)
 
 

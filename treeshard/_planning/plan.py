@@ -353,7 +353,7 @@ class Plan(SpecCarrier):
             _source=self,
             _extra_axis=extra_axis,
             _mirrors=True,
-            _same_arrays=same_arrays(zip((leaf.path for leaf in leaves), arrays, strict=True)),
+            _same_arrays=same_arrays([leaf.path for leaf in leaves], arrays),
         )
 
     def with_same_arrays(self, pairs: Sequence[tuple[str, str]]) -> "Plan":
@@ -568,5 +568,5 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
         tuple(leaves),
         split,
         current_logical_rules(),
-        _same_arrays=same_arrays(zip(decided.paths, decided.leaves, strict=True)),
+        _same_arrays=same_arrays(decided.paths, decided.leaves),
     )
