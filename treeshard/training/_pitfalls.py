@@ -29,8 +29,7 @@ _MARK = "_treeshard_has_own_memory"
 def mark_as_separate(arrays: Sequence[Any]) -> None:
     """Says of arrays that a compiled step has just returned that no two of them share memory."""
     for x in arrays:
-        if not isinstance(x, Tracer):
-            setattr(x, _MARK, True)
+        setattr(x, _MARK, True)
 
 
 def separated(
