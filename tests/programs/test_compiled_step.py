@@ -240,11 +240,26 @@ def test_types_of_tuples_are_nested() -> None:
             """,
             4,
         ),
+        (
+            # One element of the result is the operand itself, and the other is new.
+            """
+            %a = f32[1024]{0} negate(%p)
+            %both = (f32[1024]{0}, f32[1024]{0}) call(%a), to_apply=%with_negated
+            %again = f32[1024]{0} get-tuple-element(%both), index=0
+            """,
+            4 + 4,
+        ),
     ],
-    ids=["element", "tpu", "other", "several reduced at once", "received", "barrier"],
+    ids=["element", "tpu", "other", "several reduced at once", "received", "barrier", "called"],
 )
 def test_buffers_are_live_as_long_as_compilers_keep_them(lines: str, kibibytes: int) -> None:
     program = HloProgram(f"""HloModule step, is_scheduled=true
+
+%with_negated (q: f32[1024]) -> (f32[1024], f32[1024]) {{
+  %q = f32[1024]{{0}} parameter(0)
+  %n = f32[1024]{{0}} negate(%q)
+  ROOT %t = (f32[1024]{{0}}, f32[1024]{{0}}) tuple(%q, %n)
+}}
 
 ENTRY %main (p: f32[1024]) -> f32[] {{
   %p = f32[1024]{{0}} parameter(0)

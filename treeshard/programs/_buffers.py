@@ -180,6 +180,8 @@ class Schedule:
         result = _new_buffers(read_type(op.type_text), op, computation)
         if op.opcode in ("fusion", "custom-call"):
             return self._in_place(op, result, operands)
+        if op.opcode == "call":
+            return self._returned(op, result, operands)
         if op.opcode == "copy-start" and isinstance(result, list):
             result[1] = first
         if op.opcode in _RETURNS_OPERANDS and isinstance(result, list):
@@ -201,6 +203,23 @@ class Schedule:
             return result
         updated = self._updated_operand(op)
         return result if updated is None else operands[updated]
+
+    def _returned(self, op: Op, result: BufferTree, operands: list[BufferTree]) -> BufferTree:
+        """The result of a call, which may return operands as they are."""
+        # The CPU's compiler calls small loops, whose results are the memory of their operands:
+        #   %while.24_computation (tuple.32: (s32[], f32[8])) -> (s32[], f32[8]) {
+        #     %tuple.32 = (s32[], f32[8]{0}) parameter(0)
+        #     ROOT %while.30 = (s32[], f32[8]{0}) while(%tuple.32), body=%region_0, ...
+        #   }
+        #   %call.4 = (s32[], f32[8]{0}) call(%tuple.25), to_apply=%while.24_computation
+        body = self.program.computations[op.called["calls"][0]]
+        values = self.values(body)
+        operand_of: dict[Buffer, Buffer] = {}
+        for inner in body.ops.values():
+            if inner.opcode == "parameter":
+                passed = flat(operands[inner.index or 0])
+                operand_of |= zip(flat(values[inner.name]), passed, strict=False)
+        return _with_operands(result, values.get(body.root, []), operand_of)
 
     def _updated_operand(self, op: Op) -> int | None:
         """The operand that a fusion updates in place, if its result is such an update."""
@@ -277,6 +296,20 @@ def _new_buffers(array: ArrayTree, op: Op, computation: Computation) -> BufferTr
     if isinstance(array, list):
         return [_new_buffers(member, op, computation) for member in array]
     return Buffer(array, op, computation)
+
+
+def _with_operands(
+    result: BufferTree, returned: BufferTree, operand_of: Mapping[Buffer, Buffer]
+) -> BufferTree:
+    """A call's result, with an operand's memory where the computation returned a parameter."""
+    if isinstance(result, list):
+        if not isinstance(returned, list):
+            return result
+        pairs = zip(result, returned, strict=False)
+        return [_with_operands(new, inner, operand_of) for new, inner in pairs]
+    if isinstance(returned, list):
+        return result
+    return operand_of.get(returned, result)
 
 
 def _finished(op: Op, started: BufferTree) -> BufferTree:
