@@ -1,5 +1,6 @@
 """Compiles a training step into one program, also for states with leaves that are not arrays."""
 
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
@@ -69,7 +70,11 @@ class Step:
             new, aux = program(arrays, program.batch.dynamic(data))
             return program.state.combine(new), aux
         data = program.batch.dynamic(self._batches.place(data, data_def))
-        arrays = self._checked(program, arrays, data)
+        if np.ndarray in set(map(type, arrays)):
+            program.warn_of_host_leaves(arrays)
+        # One device raises and leaves the arrays as they are, so they are looked at after that.
+        if self._mesh.size > 1 or not program.is_traced:
+            arrays = self._usable(program, arrays, data)
         with in_turn(self._processes), jax.set_mesh(self._mesh):
             new, aux = self._run(program, arrays, data)
         return program.state.combine(new), aux
@@ -97,13 +102,11 @@ class Step:
         self._programs.append(program)
         return program
 
-    def _checked(self, program: Program, arrays: list[Any], data: list[Any]) -> list[Any]:
+    def _usable(self, program: Program, arrays: list[Any], data: list[Any]) -> list[Any]:
         """The arrays of a state that can be passed, and donated: JAX would end the process if
         several devices get deleted arrays, or one array twice to donate."""
         if _has_deleted(arrays):
             raise _deleted(arrays, program.leaves)
-        if np.ndarray in set(map(type, arrays)):
-            program.warn_of_host_leaves(arrays)
         return separated(arrays, data, program.leaves, self._name) if self._donate else arrays
 
     def _run(self, program: Program, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
@@ -117,13 +120,18 @@ class Step:
         except TreeShardError:
             raise
         except Exception as error:
+            # "Buffer has been deleted or donated", or "Attempt to donate the same buffer twice"
+            if re.search("deleted|donate", str(error)):
+                usable = self._usable(program, arrays, data)
+                if usable is not arrays:
+                    return self._run(program, usable, data)
             if (problem := _misplaced(arrays, program)) is None:
                 raise
             raise problem from error
         if self._processes:
             call = count_step(self._processes)
             set_origin((*new, *tree_leaves(aux)), self._processes, call)
-        if self._donate:
+        if self._donate and self._mesh.size > 1:
             mark_as_separate(new)
         return new, aux
 
