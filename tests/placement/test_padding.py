@@ -161,6 +161,14 @@ def test_padded_leaves_stay_in_their_memory() -> None:
     assert_same(ts.gather(ts.pad_leaves(true, plan)), ts.gather(state))
 
 
+def test_two_leaves_of_one_path_stay_two() -> None:
+    tree = {"a/b": np.arange(10, dtype="int32"), "a": {"b": np.arange(10, 20, dtype="int32")}}
+    plan = ts.plan(tree, [(".*", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0).padded()
+    padded = ts.pad_leaves(jax.tree.map(jnp.asarray, tree), plan)
+    assert_same(ts.unpad_leaves(padded, plan), tree)
+    np.testing.assert_array_equal(padded["a"]["b"][:10], tree["a"]["b"])
+
+
 def test_shapes_are_converted_too_and_plans_without_padding_change_nothing() -> None:
     plan = ts.plan({"w": struct(10, 4), "f": jax.nn.relu}, [("w", P("fsdp"))], "fsdp=8", min_size=0)
     padded = plan.padded()

@@ -125,12 +125,15 @@ class _Change(NamedTuple):
 
 def _resized_on_devices(changes: Sequence[_Change], where: str) -> list[jax.Array]:
     # It may be on a single device, or sharded in another way; then it moves first.
-    sources = {x.path: x.array for x in changes}
-    shardings = {x.path: x.sharding for x in changes}
+    names = [x.path for x in changes]
+    if len(set(names)) < len(names):  # one path of two leaves: {"a/b": x, "a": {"b": y}}
+        names = [f"{name} ({i})" for i, name in enumerate(names)]
+    sources = {name: x.array for name, x in zip(names, changes, strict=True)}
+    shardings = {name: x.sharding for name, x in zip(names, changes, strict=True)}
     placed = place(sources, shardings, None, Call(where, replicate_then_split))
     shapes = tuple(x.new_shape for x in changes)
     program = _program(shapes, tuple(x.new_sharding for x in changes))
-    return program([placed[x.path] for x in changes])
+    return program([placed[name] for name in names])
 
 
 @lru_cache(64)
