@@ -218,3 +218,32 @@ def test_weights_that_are_gathered_and_few_activations_are_not_reported() -> Non
     for hint, rows in ((True, 256), (False, 8)):
         step, plan = token_step(hint)
         step(state_of(plan), TOKENS[:rows, : rows // 8])  # a warning would be an error
+
+
+def test_by_hand_the_specs_of_parameters_are_those_of_the_plan() -> None:
+    params = {"w": np.arange(128, dtype="float32").reshape(8, 16) / 100}
+    plan = ts.plan({"params": params}, [("w", P("fsdp"))], ts.make_mesh(HSDP), min_size=0)
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((x @ ts.unshard(p)["w"].T) ** 2)
+
+    def step(state: Any, x: Any) -> Any:
+        value, grads = value_and_grad(loss, ("data", "fsdp"))(state["params"], x)
+        return {"params": grads}, value
+
+    run = ts.shard_map_step(step, plan, batch=BOTH, donate=False)
+    grads, _ = run(ts.shard({"params": params}, plan), X)
+    expected = jax.grad(lambda p, x: jnp.mean((x @ p["w"].T) ** 2))(params, X)
+    np.testing.assert_allclose(ts.gather(grads)["params"]["w"], expected["w"], rtol=1e-5)
+
+
+def test_by_hand_parameters_that_the_plan_lacks_are_an_error_with_the_way_out() -> None:
+    plan = ts.plan({"w": struct(8, 16)}, [("w", P("fsdp"))], ts.make_mesh(HSDP), min_size=0)
+
+    def step(state: Any, x: Any) -> Any:
+        value, _ = value_and_grad(lambda p, x: jnp.mean(x) * p.sum(), BOTH[0])(state["w"][:1], x)
+        return state, value
+
+    message = "value_and_grad: the plan has no subtree .* Pass the specs of the parameters: `value_"
+    with pytest.raises(ts.SpecError, match=message):
+        ts.shard_map_step(step, plan, batch=BOTH).lower(plan.structs, struct(16))

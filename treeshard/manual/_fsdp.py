@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.dtypes import float0
 from jax.sharding import AbstractMesh, PartitionSpec
-from jax.tree_util import tree_flatten
+from jax.tree_util import tree_flatten, tree_leaves
 from jax.typing import DTypeLike
 
 from treeshard._core.arrays import StaticSplit, has_gradient, is_array
@@ -30,7 +30,7 @@ from treeshard._core.mesh import (
     still_differs,
     vary_array,
 )
-from treeshard._core.paths import PyTree
+from treeshard._core.paths import PyTree, is_box
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.specs import (
     axes_of,
@@ -41,6 +41,7 @@ from treeshard._core.specs import (
     with_entries,
     without_axes,
 )
+from treeshard._planning.plan_in_force import current_plan
 from treeshard._planning.tactics import fsdp, min_size_in_force
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
 from treeshard.manual._boxes import (
@@ -455,6 +456,20 @@ def _averaged(leaf: Leaf, axes: tuple[str, ...]) -> Any:
 # ------------------------------------------------------------------ value and grad
 
 
+def _specs_in_force(params: PyTree) -> SpecTree:
+    """The specs of parameters in the plan of the step; `None` if boxes have them, or nothing."""
+    step = current_plan()
+    if step is None or any(is_box(x) for x in tree_leaves(params, is_leaf=is_box)):
+        return None
+    try:
+        return step.specs_of(params)
+    except SpecError as error:
+        raise SpecError(
+            f"value_and_grad: {error} Pass the specs of the parameters:"
+            " `value_and_grad(loss, axis_names, specs)`."
+        ) from None
+
+
 def value_and_grad(
     loss: Callable[..., Any],
     axis_names: AxisNames,
@@ -476,7 +491,7 @@ def value_and_grad(
             `has_aux` a pair of a scalar and anything.
         axis_names: The axes to gather and average over: all that shard the batch, and all
             that shard parameters to save memory.
-        specs: As in `gather_params`.
+        specs: As in `gather_params`; inside `shard_map_step`, by default those of its plan.
         has_aux: Whether `loss` returns more than the scalar. `aux` is returned as it is, this
             device's own: reduce it yourself.
         dtype: As in `gather_params`.
@@ -490,7 +505,8 @@ def value_and_grad(
         gradients are sharded like `params`; those of leaves that are not floating are `None`.
 
     Raises:
-        SpecError: When called, if `specs` does not fit `params`; under `check_vma=True`, if
+        SpecError: When called, if `specs` does not fit `params`; if the plan of the step has no
+            subtree like `params`, or several with different specs; under `check_vma=True`, if
             the loss varies over an axis that is not in `axis_names` and over which no
             parameter varies: its gradients would be sums over that axis.
         UnknownAxisError: When called, if an axis is not bound here.
@@ -509,12 +525,13 @@ def value_and_grad(
 
     def value_and_grad_of_loss(params: PyTree, *args: Any) -> tuple[Any, PyTree]:
         check_bound(axes, where, "`jax.value_and_grad` under `jax.jit` is enough")
+        own = _specs_in_force(params) if specs is None else specs
         leaves, treedef = tree_flatten(params)
         split = StaticSplit(leaves, treedef, has_gradient)
 
         def local(differentiated: list[Any]) -> tuple[Any, Any]:
             tree = split.combine(differentiated)
-            out = loss(gather_params(tree, axes, specs, dtype=dtype) if gather else tree, *args)
+            out = loss(gather_params(tree, axes, own, dtype=dtype) if gather else tree, *args)
             value, aux = out if has_aux else (out, None)
             _check_axes_named(value, leaves, axes)
             # A loss that `pmean` has reduced does not vary: its gradient would be divided by the
@@ -525,7 +542,7 @@ def value_and_grad(
         # layer of a scan. What varies is averaged once, by `sync_gradients`.
         start = vary(split.dynamic(leaves), axes)
         (value, aux), grads = jax.value_and_grad(local, has_aux=True)(start)
-        grads = sync_gradients(split.without_static(grads), axes, specs)
+        grads = sync_gradients(split.without_static(grads), axes, own)
         value = lax.pmean(value, axes) if axes else value
         return ((value, aux) if has_aux else value), grads
 
