@@ -162,3 +162,43 @@ def test_copies_that_init_sharded_returns_are_separate() -> None:
     state, plan = ts.init_sharded(init, rules=[(".*", P("fsdp"))], mesh="fsdp=8", min_size=0)
     state, _ = jit_step(keep, plan, batch=P("fsdp"))(state, np.ones((8, 2), "float32"))
     np.testing.assert_array_equal(state["ema"], np.ones((16, 4)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_deleted_and_shared_arrays_given_to_a_program_that_has_run(devices, compiled) -> None:
+    mesh = ts.make_mesh("fsdp=-1", devices=jax.devices()[:devices])
+    state = {"params": placed(mesh=mesh), "ema": placed(mesh=mesh)}
+    plan = ts.plan(state, [(".*", P("fsdp"))], mesh, min_size=0)
+    step, batch = jit_step(add, plan, batch=P()), np.ones((8, 2), "float32")
+    if compiled:
+        step.compile(plan.structs, batch)
+    first, _ = step(state, batch)
+    second, _ = step(first, batch)
+    with pytest.raises(ts.DeletedLeafError, match="params: deleted, or donated to an earlier step"):
+        step({"params": first["params"], "ema": second["ema"]}, batch)
+    with pytest.warns(ts.ShardingWarning, match="params: it shares its memory with ema"):
+        third, _ = step({**second, "ema": second_handle(second["params"])}, batch)
+    np.testing.assert_array_equal(third["params"], third["ema"])
+
+
+def test_a_program_that_fails_while_it_runs_is_not_called_a_deleted_state() -> None:
+    # On several devices, the CPU's runtime ends the process when a callback raises.
+    mesh = ts.make_mesh("fsdp=1", devices=jax.devices()[:1])
+    fails = []
+
+    def look(x: np.ndarray) -> np.ndarray:
+        if fails:
+            raise ValueError("the callback failed")
+        return x
+
+    def run(state, batch):
+        seen = jax.pure_callback(look, jax.ShapeDtypeStruct((), "float32"), batch.sum())
+        return {name: x + seen for name, x in state.items()}, 0
+
+    state = {"params": placed(mesh=mesh)}
+    step, batch = jit_step(run, ts.plan(state, [(".*", P())], mesh), batch=P()), np.ones((8, 2))
+    state, _ = step(state, batch.astype("float32"))
+    fails.append(True)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the callback failed"):
+        jax.block_until_ready(step(state, batch.astype("float32")))

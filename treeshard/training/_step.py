@@ -1,6 +1,5 @@
 """Compiles a training step into one program, also for states with leaves that are not arrays."""
 
-import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import update_wrapper
@@ -72,7 +71,7 @@ class Step:
         data = program.batch.dynamic(self._batches.place(data, data_def))
         if np.ndarray in set(map(type, arrays)):
             program.warn_of_host_leaves(arrays)
-        # One device raises and leaves the arrays as they are, so they are looked at after that.
+        # On one device JAX refuses such arrays, and leaves them as they are: `_run` looks then.
         if self._mesh.size > 1 or not program.is_traced:
             arrays = self._usable(program, arrays, data)
         with in_turn(self._processes), jax.set_mesh(self._mesh):
@@ -120,8 +119,9 @@ class Step:
         except TreeShardError:
             raise
         except Exception as error:
-            # "Buffer has been deleted or donated", or "Attempt to donate the same buffer twice"
-            if re.search("deleted|donate", str(error)):
+            # A program that fails while it runs has deleted what was donated to it by then.
+            has_run = isinstance(error, jax.errors.JaxRuntimeError) and _has_deleted(arrays)
+            if not has_run:
                 usable = self._usable(program, arrays, data)
                 if usable is not arrays:
                     return self._run(program, usable, data)
