@@ -37,7 +37,6 @@ def names() -> dict[str, Any]:
         **vars(ts.compat),
         **vars(ts.communication),
         **vars(ts.checkpoint),
-        **vars(ts.compat),
         **vars(ts.interchange),
         **vars(ts.testing),
         **vars(ts.training),
