@@ -178,6 +178,14 @@ def test_devices_with_equal_bytes_share_a_bar(mesh: Mesh, tmp_path: Path) -> Non
         assert device in shown
 
 
+def test_a_bar_names_no_device_that_the_tree_is_not_on(tmp_path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices())[[0, 2, 3]], ("a",))
+    ts.draw(ts.shard(np.ones(3), P("a"), mesh), to=tmp_path / "x.svg")
+    shown = words(tmp_path / "x.svg")
+    assert "2..3" in shown
+    assert "0.." not in shown
+
+
 def test_bars_are_as_long_as_the_bytes_they_show(tmp_path: Path) -> None:
     first, second = jax.devices()[:2]
     ts.draw(

@@ -115,10 +115,11 @@ def test_keys_are_compared_too(mesh: Mesh) -> None:
     assert said(keys, other) == ["w: dtype key<fry> -> key<rbg>"]
 
 
-def test_leaves_that_are_not_arrays() -> None:
+def test_leaves_that_are_not_arrays(mesh: Mesh) -> None:
     assert said("adam", "sgd") == ["w: value 'adam' -> 'sgd'"]
     assert said(jax.nn.relu, jax.nn.relu) == []
     assert said("adam", np.ones(2)) == ["w: value 'adam' -> an array"]
+    assert said(NamedSharding(mesh, P()), "adam") == ["w: value an array -> 'adam'"]
 
     class Odd:
         def __eq__(self, other: object) -> bool:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from treeshard._core.arrays import is_array
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, entries
-from treeshard._core.text import fold, human_bytes
+from treeshard._core.text import consecutive, fold, human_bytes
 from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, largest_part, placed_leaves
 from treeshard.errors import FormatError, LeafError, counted
 
@@ -269,14 +269,15 @@ def as_svg(shown: Any) -> str:
 
 
 def _device_chart(leaves: list[PlacedLeaf]) -> Any:
-    """A bar for each run of devices that hold equally many bytes."""
+    """A bar for each run of consecutive devices that hold equally many bytes."""
     from rich.bar import Bar
     from rich.table import Table
 
     table = Table("device", "bytes per device", "", box=None)
     size_of = bytes_by_device(leaves)
     most = max(size_of.values(), default=0) or 1  # rich divides by it
-    runs = [(size, [*run]) for size, run in groupby(size_of, key=size_of.__getitem__)]
+    alike = groupby(size_of, key=size_of.__getitem__)
+    runs = [(size, ids) for size, run in alike for ids in consecutive(run)]
     for size, ids in runs[:_BARS]:
         name = f"{ids[0]}" if len(ids) == 1 else f"{ids[0]}..{ids[-1]}"
         table.add_row(name, Bar(most, 0, size, width=40), human_bytes(size))

@@ -177,14 +177,17 @@ def _diff(a: list[tuple[str, _Facts]], b: list[tuple[str, _Facts]]) -> ShardingD
 
 def _changes(old: _Facts, new: _Facts) -> list[tuple[str, str, str]]:
     """What differs, with its state before and after."""
-    both = (old, new)
-    if any("shape" in facts for facts in both) and any(list(facts) == ["value"] for facts in both):
+    if _is_only_a_value(old) != _is_only_a_value(new):
         return [("value", _as_value(old), _as_value(new))]
     return [
         (what, fact.words, new[what].words)
         for what, fact in old.items()
         if what in new and not _equal(fact.value, new[what].value)
     ]
+
+
+def _is_only_a_value(facts: _Facts) -> bool:
+    return list(facts) == ["value"]
 
 
 def _as_value(facts: _Facts) -> str:
