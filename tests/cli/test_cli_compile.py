@@ -1,6 +1,7 @@
 """`treeshard compile`: its report, exit codes and errors. Here the devices are simulated CPUs."""
 
 import json
+import re
 import sys
 import textwrap
 
@@ -53,6 +54,18 @@ def fails(mesh):
 def other_batch(mesh):
     step, state, batch = make(mesh)
     return step, state, jax.ShapeDtypeStruct((64, 32), "float32")
+
+def tensor_parallel(mesh):
+    params = {k: jax.ShapeDtypeStruct((64, 64), "float32") for k in ("up", "down")}
+    plan = ts.plan(params, [("up", P(None, "fsdp")), ("down", P("fsdp"))], mesh, min_size=0)
+
+    @ts.jit_step(plan=plan, batch=P("data"))
+    def step(state, x):
+        loss = lambda p: jnp.mean((jax.nn.relu(x @ p["up"]) @ p["down"]) ** 2)
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    return step, plan.structs, jax.ShapeDtypeStruct((64, 64), "float32")
 """
 
 
@@ -99,6 +112,15 @@ def test_what_nobody_planned_is_exit_code_1(run) -> None:
     code, out, _ = run("activations", "--scan", ".*")
     assert code == 1
     assert "It moves what was not planned: activation" in out
+
+
+def test_activations_that_a_plan_cannot_predict_are_counted(run) -> None:
+    code, out, _ = run("tensor_parallel", "--mesh", "data=2,fsdp=4")
+    assert code == 0
+    last = out.rstrip().splitlines()[-1]
+    assert re.search(
+        "It moves what is planned, and [0-9]+ tensor-parallel activations?, of which", last
+    )
 
 
 def test_a_model_that_gathers_again_says_so_by_an_option(run) -> None:

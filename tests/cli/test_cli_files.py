@@ -213,6 +213,9 @@ def test_verify_counts_leaves_without_checksums(go, tmp_path) -> None:
     code, out, _ = go("verify", tmp_path / "x")
     assert code == 0
     assert "except 1 that have no checksum but can be read." in out
+    save(tmp_path / "y", {"w": np.ones(4)}, fingerprints=False)
+    code, out, _ = go("verify", tmp_path / "y")
+    assert (code, out) == (0, "y: 1 leaf, 32 B. All can be read, but none has a checksum.\n")
 
 
 def test_verify_lists_all_damaged_leaves(go, tmp_path) -> None:

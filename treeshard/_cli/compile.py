@@ -22,7 +22,7 @@ from treeshard._cli.functions import call_function, load_function, wrong_result
 from treeshard._core.make_mesh import make_mesh, simulate_devices
 from treeshard._core.mesh import describe_mesh, parse_axes
 from treeshard._core.text import human_bytes, parse_dtype, parse_pattern
-from treeshard.errors import DoesNotFitError
+from treeshard.errors import DoesNotFitError, counted
 from treeshard.programs import CompiledStep
 from treeshard.training._step import Step
 
@@ -132,11 +132,17 @@ def _as_text(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
     parts = [str(compiled.plan), f"communication:\n{moved}", f"memory:\n{memory}"]
     parts.append(f"cost, {compiled.cost()}")
     verdict = _VERDICTS[memory.fits].format(size=human_bytes(memory.total))
-    moves = "It moves what is planned."
+    return "\n\n".join([*parts, f"{verdict} {_moves(moved)}"]), _code(memory.fits, moved)
+
+
+def _moves(moved: Any) -> str:
     if moved.unplanned:
         codes = dict.fromkeys(difference.code for difference in moved.unplanned)
-        moves = f"It moves what was not planned: {', '.join(codes)}."
-    return "\n\n".join([*parts, f"{verdict} {moves}"]), _code(memory.fits, moved)
+        return f"It moves what was not planned: {', '.join(codes)}."
+    if moved.tensor_parallel:
+        activations = counted(len(moved.tensor_parallel), "tensor-parallel activation")
+        return f"It moves what is planned, and {activations}, of which a plan says nothing."
+    return "It moves what is planned."
 
 
 def _as_json(compiled: CompiledStep, moved: Any) -> tuple[str, int]:

@@ -90,6 +90,7 @@ _UNVERIFIABLE = (
     "{path}: {total}. Headers and sizes are correct. The format has no checksums, so the values"
     " cannot be verified."
 )
+_NO_CHECKSUMS = "{path}: {total}. All can be read, but none has a checksum."
 _MATCH = "{path}: {total}. All match their checksums{but}."
 _DAMAGED = "{path}: {count:,} of {leaves} damaged:"
 
@@ -105,6 +106,8 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
         head = _DAMAGED.format(path=path, count=len(damages), leaves=counted(len(leaves), "leaf"))
         return "\n".join([head, *damages]), 1
     bare = sum(leaf.crc is None for leaf in leaves)
+    if 0 < bare == len(leaves):
+        return _NO_CHECKSUMS.format(path=path, total=total), 0
     but = f", except {bare:,} that have no checksum but can be read" if bare else ""
     return _MATCH.format(path=path, total=total, but=but), 0
 
