@@ -97,10 +97,14 @@ def holes_as_a_tensor(file: Path) -> None:
     os.truncate(file, file.stat().st_size + 2**42)
 
 
-def long_header_and_holes(file: Path) -> None:
-    """A header that is longer than its file, a terabyte that takes no room on disk."""
-    header(b"{}", size=2**63)(file)
-    os.truncate(file, 2**40)
+def header_in_holes(size: int) -> Make:
+    """A file of a terabyte that takes no room on disk, with a header of this size."""
+
+    def make(file: Path) -> None:
+        header(b"{}", size=size)(file)
+        os.truncate(file, 2**40)
+
+    return make
 
 
 def index_of(name: str) -> Make:
@@ -128,7 +132,8 @@ TENSORS |= {
     "a header of 10 MB of brackets": header(b"[" * TEN_MB),
     "ten million empty lists": header(b"[" + b"[]," * TEN_MB + b"[]]"),
     "a header of 2**63 bytes": header(b"{}", size=2**63),
-    "a header of 2**63 bytes, in a terabyte of holes": long_header_and_holes,
+    "a header of 2**63 bytes, in a terabyte of holes": header_in_holes(2**63),
+    "a header of 2**39 bytes of holes": header_in_holes(2**39),
     "a shape beyond any machine": header(json.dumps({"w": tensor([2**62], 4)}).encode(), b"abcd"),
     "a tensor of 4 TiB of holes": holes_as_a_tensor,
     "a number of a million digits": header(b'{"w":{"shape":[1' + b"0" * 10**6 + b"]}}"),
