@@ -168,7 +168,8 @@ def test_a_users_op(last) -> None:
     assert specs(tree, [("w", "last('data')")]) == {"w": P(None, "data")}
     assert specs(tree, [("w", "fsdp('model', 0) | last('data')")]) == {"w": P(None, "data")}
     assert specs(tree, [("w", "last('x', answer=('data', None))")]) == {"w": P("data")}
-    assert "8 is not divisible" not in message_of({"w": struct(8, 7)}, [("w", "last('data')")])
+    text = message_of({"w": struct(8, 7)}, [("w", "last('data') | fsdp('model', 0)")])
+    assert "last('data'): P(None, 'data') splits dim 1 of shape (8, 7) into 2 parts" in text
     assert last.__doc__ == "Shards the last dim."
     assert repr(last("data", answer=None)) == "last('data', answer=None)"
     signature = "The signature is last(axis, *, answer=None)."
