@@ -16,6 +16,7 @@ import treeshard as ts
 from tests.multiprocess import launcher, right_results_checks
 from treeshard import manual, testing
 from treeshard.errors import WrongResultError
+from treeshard.testing._diagnosis import _axes_of
 
 SOAK = os.environ.get("TREESHARD_SOAK", "0") not in ("", "0")
 BOTH = ("data", "fsdp")
@@ -431,11 +432,12 @@ def by_order(p: Any, x: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("loss", "batch", "says"),
+    ("loss", "batch", "verdict", "says"),
     [
         (
             by_order,
             BATCH,
+            "Nothing is wrong.",
             [
                 "the result depends on the order of the rows, so other orders are not noise",
                 "not finite on one device either: loss",
@@ -446,6 +448,7 @@ def by_order(p: Any, x: Any) -> jax.Array:
         (
             dropout,
             KEYED,
+            "Nothing was compared.",
             [
                 "the result depends on the order of the rows, so other orders are not noise",
                 "minibatches: not compared, since the loss draws random numbers, and minibatches"
@@ -455,12 +458,36 @@ def by_order(p: Any, x: Any) -> jax.Array:
     ],
     ids=["order", "random"],
 )
-def test_what_cannot_be_compared_is_said(loss: Any, batch: Any, says: list[str]) -> None:
+def test_what_cannot_be_compared_is_said(
+    loss: Any, batch: Any, verdict: str, says: list[str]
+) -> None:
     plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
     specs = SPLIT if batch is KEYED else SPREAD
     layouts = [chosen(plan, batch, "minibatches", specs)]
     report = testing.check_gradients(loss, PARAMS, batch, plan, layouts=layouts)
     assert report.notes == tuple(says)
+    assert str(report).startswith(f"check_gradients: {verdict}\n")
+
+
+def test_a_layout_that_raised_is_not_said_to_be_right() -> None:
+    def of_all_rows(p: Any, x: Any) -> jax.Array:
+        if len(x) < 16:
+            raise ValueError("too few rows")
+        return loss(p, x)
+
+    plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
+    layouts = [chosen(plan, BATCH, name, SPREAD) for name in ("plan", "minibatches")]
+    report = testing.check_gradients(of_all_rows, PARAMS, BATCH, plan, layouts=layouts)
+    assert str(report).startswith(
+        "check_gradients: Nothing is wrong in 1 of 2 layouts; the others were not compared.\n"
+    )
+    assert report.notes == ("minibatches: not compared, since it raised ValueError: too few rows",)
+
+
+def test_axes_that_others_would_explain_as_well_are_not_proven() -> None:
+    shapes = [{"data": n, "fsdp": n, "tensor": 1} for n in (2, 4)]
+    assert _axes_of([2.0, 4.0], shapes) == ()
+    assert _axes_of([4.0, 16.0], shapes) == ("data", "fsdp")
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -73,7 +73,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether all results are right."""
+        """Whether no result is wrong in the layouts that were compared."""
         return not self.problems
 
     def __str__(self) -> str:
@@ -82,6 +82,14 @@ class Report:
         return "\n".join([head, *self._table(), "", *self.layouts, *self.notes, *below])
 
     def _verdict(self) -> str:
+        compared = {name for row in self.cells.values() for name in row}
+        if not compared:
+            return "Nothing was compared."
+        if self.ok and len(compared) < len(self.layouts):
+            return (
+                f"Nothing is wrong in {len(compared)} of {len(self.layouts)} layouts; the others"
+                " were not compared."
+            )
         if self.ok:
             return "Nothing is wrong."
         count = len(self.problems)
