@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import treeshard as ts
 from treeshard.programs import Strategy, Suggestion, suggest
 from treeshard.programs._candidates import Candidate, Estimate, candidates
 from treeshard.programs._suggest import _Compiling, _Target
+from treeshard.programs._suggestions import Verdict, ranked
 
 S = jax.ShapeDtypeStruct
 WIDTH, ROWS = 256, 64
@@ -122,6 +124,43 @@ def test_what_does_not_fit_is_never_suggested() -> None:
         assert row.verdict.need > 3 * 2**20
         assert "does not fit: " in row.outcome
         assert "are temporaries" in row.outcome
+
+
+def test_where_the_memory_is_not_known_no_more_are_compiled() -> None:
+    found = suggest(make, devices=8, strategies=["FSDP", "HSDP"], top=1)
+    assert [row.verdict is not None for row in found.rows] == [True, *[False] * 5]
+    assert found.best.fits is None
+
+
+def test_what_a_loop_moves_an_unknown_number_of_times_is_unknown() -> None:
+    def looping(mesh: Any, rules: Any) -> Any:
+        plan = ts.plan({"w": S((WIDTH, WIDTH), "float32")}, rules, mesh)
+
+        def update(w: jax.Array, batch: jax.Array) -> jax.Array:
+            def loss(w: jax.Array) -> jax.Array:
+                return jnp.mean((batch @ ts.unshard(w, P("fsdp"), "fsdp")) ** 2)
+
+            return w - jax.grad(loss)(w)
+
+        def step(state: Any, batch: jax.Array) -> Any:
+            w = jax.lax.while_loop(lambda w: jnp.sum(w) > 1, lambda w: update(w, batch), state["w"])
+            return {"w": w}, jnp.sum(w)
+
+        return ts.jit_step(step, plan), plan.structs, S((ROWS, WIDTH), "float32")
+
+    found = suggest(looping, devices=8, strategies=["FSDP"], memory="1GB")
+    verdict = found.best.verdict
+    assert (verdict.moved, verdict.exposed) == (None, None)
+    assert str(found).splitlines()[2].split()[-4:-1] == 3 * ["unknown"]
+
+
+def test_what_sends_an_unknown_number_of_bytes_comes_last() -> None:
+    rows = [
+        Suggestion(Candidate(TENSOR, {}), None, Verdict(1, 2, exposed=exposed), None)
+        for exposed in (None, 2000, 1000)
+    ]
+    ordered = ranked(rows, "8 x cpu", None).rows
+    assert [row.verdict.exposed for row in ordered] == [1000, 2000, None]
 
 
 def test_each_impossible_candidate_has_its_reason() -> None:
@@ -386,6 +425,9 @@ def test_what_needs_more_than_one_that_was_refused_is_not_compiled(state, option
     other = Candidate(hsdp, {"data": 4, "fsdp": 2}, options)
     row = Suggestion(other, Estimate(state * 2**20, 0, 0.0), None, None)
     assert compiling._refused_alike(row) == reason
+    # A tensor axis splits what is beside the state too.
+    smaller = replace(other, axes={"data": 2, "fsdp": 2, "tensor": 2})
+    assert compiling._refused_alike(replace(row, candidate=smaller)) is None
 
 
 # ------------------------------------------------------------------ candidates

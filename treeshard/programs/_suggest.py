@@ -37,6 +37,7 @@ from treeshard._core.topologies import (
     parse_topology,
     topology_devices,
 )
+from treeshard.communication._collectives import total
 from treeshard.errors import DoesNotFitError, MeshError, TreeShardError, did_you_mean, listed
 from treeshard.programs._candidates import (
     BATCH_AXES,
@@ -91,7 +92,8 @@ def suggest(
         global_batch: Passed on to `make` as `global_batch=`.
         strategies: Names, `"DP"`, `"ZeRO-1"`, `"FSDP"` or `"HSDP"`, and `Strategy`s of your own,
             such as one with rules for a `tensor` axis. By default the four names.
-        top: How many that fit are compiled.
+        top: How many that fit are compiled. Where the memory of the devices is not known, all
+            count as if they fit.
         budget: Seconds, after which nothing more is compiled. What runs then is ended.
         chip: Peaks and links of the device, instead of the published ones.
         progress: Whether to write a line to stderr for each program that is compiled.
@@ -315,7 +317,7 @@ class _Compiling:
                 stopped = "the budget of time was over"
             except KeyboardInterrupt:
                 stopped = "interrupted"
-            fitting += rows[i].fits is True and not rows[i].lost
+            fitting += rows[i].verdict is not None and not rows[i].lost
         if rows and len(self.failed) == len(rows):
             raise TreeShardError(
                 listed("suggest: the function failed for every mesh:", self.failed)
@@ -387,7 +389,7 @@ def _verdict(
         capacity=target.capacity or memory.capacity,
         temporaries=memory.temporaries,
         planned=sum(row.planned_bytes for row in compared.rows),
-        moved=sum(row.bytes for row in compared.rows),
+        moved=total(row.bytes for row in compared.rows),
         exposed=cost.exposed_bytes,
         exposed_seconds=cost.exposed_seconds,
         seconds=cost.seconds,

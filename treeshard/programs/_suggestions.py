@@ -87,7 +87,8 @@ class Suggestion:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the compiled program fits; `None` if it was not compiled, or nobody knows."""
+        """Whether the compiled program fits; `None` if it was not compiled, or the device's memory
+        is not known."""
         if self.verdict is None or self.verdict.capacity is None:
             return None
         return self.verdict.need <= self.verdict.capacity
@@ -131,7 +132,7 @@ class Suggestions:
         rows: Those that fit, as far as is known.
         losers: All others; `outcome` of each has the reason.
         target: The devices.
-        stopped: Why not everything was compiled; `None` if it was.
+        stopped: Why compiling ended early; `None` if it did not.
 
     Examples:
         >>> print(ts.programs.Suggestions((), (), "8 x cpu", None).code())
@@ -145,7 +146,8 @@ class Suggestions:
 
     @property
     def best(self) -> Suggestion | None:
-        """The first that was compiled and fits; without a compiler, the first estimate."""
+        """The first that was compiled and fits, as far as is known; without a compiler, the first
+        estimate."""
         return self.rows[0] if self.rows else None
 
     def code(self) -> str:
@@ -246,9 +248,9 @@ def ranked(all_rows: Sequence[Suggestion], target: str, stopped: str | None) -> 
     rows = [row for row in all_rows if not row.lost]
     losers = [row for row in all_rows if row.lost]
     exposed = [_exposed(row.verdict) for row in rows if row.verdict is not None]
-    least_seconds, least_bytes = min(exposed, default=(0.0, 0))
+    least_seconds, least_bytes = min(exposed, default=(0.0, 0.0))
 
-    def order(row: Suggestion) -> tuple[int, float, int, float]:
+    def order(row: Suggestion) -> tuple[int, float, int | float, float]:
         if row.verdict is None:
             return 2, 0.0, 0, 0.0  # as their estimates ordered them
         seconds, size = _exposed(row.verdict)
@@ -261,12 +263,12 @@ def ranked(all_rows: Sequence[Suggestion], target: str, stopped: str | None) -> 
     return Suggestions(tuple(rows), tuple(losers), target, stopped)
 
 
-def _exposed(verdict: Verdict) -> tuple[float, int]:
-    return _known_or_last(verdict.exposed_seconds), verdict.exposed or 0
+def _exposed(verdict: Verdict) -> tuple[float, int | float]:
+    return _known_or_last(verdict.exposed_seconds), _known_or_last(verdict.exposed)
 
 
-def _known_or_last(seconds: float | None) -> float:
-    return math.inf if seconds is None else seconds
+def _known_or_last(amount: int | float | None) -> int | float:
+    return math.inf if amount is None else amount
 
 
 def _action_code(action: Any) -> str:
