@@ -336,6 +336,22 @@ def test_a_backend_that_widens_a_dtype_is_reported() -> None:
     )
 
 
+def test_a_cast_to_float64_is_not_the_cpus_own(fsdp_mesh: jax.sharding.Mesh) -> None:
+    plan = ts.plan({"w": struct(8, 8)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        w = ts.unshard(state["w"].astype("float64"), P("fsdp"), "fsdp")
+        return state, jnp.sum(x @ w)
+
+    with jax.enable_x64(True):
+        lowered = jit_step(step, plan, batch=P("fsdp")).lower(
+            plan.structs, jax.ShapeDtypeStruct((8, 8), "float64")
+        )
+        compared = ts.compare_communication(plan, lowered.compile())
+    assert [x.paths for x in compared.unplanned if x.code == "wider"] == [("w",)]
+    assert "16-bit floats" not in str(compared)
+
+
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_what_is_the_cpus_own_is_a_finding_elsewhere(
     platform: str, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,8 @@ from treeshard.communication._differences import Unplanned, explain
 from treeshard.communication._forecast import PlannedTransfer
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
+# What is planned and what XLA's compiler for CPUs moves instead.
+_WIDENED_ON_CPUS = (("bfloat16", "float32"), ("float16", "float32"))
 
 
 class _Expected:
@@ -294,6 +296,8 @@ class Matcher:
     def _is_widened(self, collective: Collective, planned: PlannedTransfer) -> bool:
         """Whether a CPU's compiler chose the wider dtype: it has no collectives of 16-bit floats,
         and gathers before a cast."""
+        if (planned.dtype, collective.dtype) not in _WIDENED_ON_CPUS:
+            return False
         if self.params[planned.path or ""].dtype.itemsize <= jnp.dtype(planned.dtype).itemsize:
             return True
         is_cast = (collective.op_name or "").endswith("convert_element_type")
