@@ -160,6 +160,7 @@ def assert_collectives(
     """Checks how often a program runs each kind of collective, and how many bytes it moves.
 
     An op that looks like a collective but cannot be read fails the check, whatever the budgets.
+    The rare kinds, such as `"send"`, have no budget of their own: `max_bytes` counts them too.
 
     Args:
         program: As in `collectives`.
