@@ -205,3 +205,20 @@ def test_the_module_has_the_assertions_of_the_other_packages() -> None:
     assert testing.assert_stable_step is ts.assert_stable_step
     assert testing.diff_shardings is ts.diff_shardings
     assert testing.assert_collectives is ts.assert_collectives
+
+
+def test_the_memory_of_arrays_is_compared_where_it_is_said(mesh) -> None:
+    params = {"w": np.ones((8, 8), "float32")}
+    on_host, on_device = (
+        ts.plan(params, [("w", ts.fsdp("fsdp", min_size=0, memory=memory))], mesh)
+        for memory in ("pinned_host", None)
+    )
+    placed = ts.shard(params, on_host)
+    testing.assert_trees_sharded_as(placed, on_host)
+    testing.assert_trees_sharded_as(placed, {"w": placed["w"].sharding})
+    testing.assert_trees_sharded_as(placed, on_host.specs)
+    with pytest.raises(AssertionError, match="w: is in the memory 'pinned_host', expected 'device"):
+        testing.assert_trees_sharded_as(placed, on_device)
+    for expected in (on_host, {"w": placed["w"].sharding}):
+        with pytest.raises(AssertionError, match="'device', expected 'pinned_host'"):
+            testing.assert_trees_sharded_as(ts.shard(params, on_device), expected)

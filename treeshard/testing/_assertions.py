@@ -32,7 +32,7 @@ def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool =
     environment to write the file, the first time and after an intended change.
 
     Plans are equal if their meshes have the same axes and sizes, and their leaves the same
-    paths, shapes, dtypes and specs. Their rules may differ.
+    paths, shapes, dtypes, specs and kinds of memory. Their rules may differ.
 
     Args:
         plan: The plan. It needs no devices: plan from `jax.eval_shape` and a mesh as text.
@@ -80,7 +80,8 @@ def assert_trees_sharded_as(tree: PyTree, expected: SpecTree) -> None:
         tree: Arrays, or `jax.ShapeDtypeStruct`s with shardings. Non-array leaves are ignored.
         expected: A `Plan`, a tree of `PartitionSpec`s or `NamedSharding`s with the structure
             of `tree`, or a prefix of one. Arrays for which it is `None` are not checked. A
-            plan checks meshes, shapes and dtypes too, and a `NamedSharding` its mesh.
+            plan checks meshes, shapes, dtypes and kinds of memory too, and a `NamedSharding`
+            its mesh and its kind of memory.
 
     Raises:
         UnexpectedShardingError: If an array is sharded differently; the message lists all of
@@ -127,13 +128,19 @@ def assert_trees_sharded_as(tree: PyTree, expected: SpecTree) -> None:
 
 def _difference(leaf: Any, spec: Any, mesh: AnyMesh | None, planned: Any) -> str | None:
     """How an array differs from what is expected; `None` if it does not."""
+    memory = None  # which a bare spec leaves open
     if isinstance(spec, NamedSharding):
-        spec, mesh = spec.spec, spec.mesh
+        spec, mesh, memory = spec.spec, spec.mesh, spec.memory_kind
+    elif planned is not None and mesh is not None:
+        # With devices, the kind of their own memory where the plan names none.
+        memory = NamedSharding(mesh, spec, memory_kind=planned.memory).memory_kind
     if planned is not None and (planned.shape, planned.dtype) != (leaf.shape, leaf.dtype):
         return f"is {array_text(leaf)}, expected {array_text(planned)}."
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return f"is a {type(leaf).__name__} without a sharding, expected {spec}."
+    if memory is not None and sharding.memory_kind not in (None, memory):
+        return f"is in the memory {sharding.memory_kind!r}, expected {memory!r}."
     actual = sharding
     if isinstance(sharding, NamedSharding):
         if mesh is not None and not same_axes(sharding.mesh, mesh):
@@ -152,6 +159,7 @@ def _is_same(sharding: Sharding, spec: PartitionSpec, mesh: AnyMesh | None, ndim
     if mesh is None:
         return sharding.is_fully_replicated and not any(map(axes_of, entries(spec)))
     try:
-        return NamedSharding(mesh, spec).is_equivalent_to(sharding, ndim)
+        expected = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
+        return expected.is_equivalent_to(sharding, ndim)
     except ValueError:  # the mesh lacks an axis of the spec
         return False
