@@ -135,6 +135,8 @@ def test_a_plan_that_was_read_says_what_its_rules_were_and_does_not_apply_them(r
     for read in (back, back.follow({"mu": model()})):
         with pytest.raises(ts.FormatError, match=NO_RULES_IN_JSON):
             read.on("data=8,fsdp=1")
+        with pytest.raises(ts.FormatError, match=NO_RULES_IN_JSON):
+            read.padded()
     assert decided.on(MESH) == decided
 
 

@@ -278,16 +278,19 @@ class Plan(SpecCarrier):
             return self._following(self._source.on(mesh))
         if any(leaf.unpadded for leaf in self.leaves):
             return self.unpadded().on(mesh).padded()
-        actions = [action for _, action in self.rules]
-        has_stored = any(isinstance(action, StoredAction) for action in actions)
+        self._check_has_rules()
+        with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
+            planned = plan(self._bare(), self.rules, mesh, min_size=self.min_size)
+        return planned.with_same_arrays(self._same_arrays)
+
+    def _check_has_rules(self) -> None:
+        """Raises `FormatError` if the plan was read from JSON, and has no rules to apply."""
+        has_stored = any(isinstance(action, StoredAction) for _, action in self.rules)
         if self._mirrors or has_stored or isinstance(self._logical, dict):
             raise FormatError(
                 "The plan was read from JSON, which stores what the rules decided and not the rules"
                 " themselves. Plan again, with `plan(tree, rules, mesh)`."
             )
-        with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
-            planned = plan(self._bare(), self.rules, mesh, min_size=self.min_size)
-        return planned.with_same_arrays(self._same_arrays)
 
     def _following(self, source: "Plan") -> "Plan":
         """This plan, which follows another one, as it follows `source` instead."""
@@ -371,6 +374,9 @@ class Plan(SpecCarrier):
         `treeshard.pad_leaves` and `treeshard.unpad_leaves` convert trees between both, and
         `init_sharded(..., pad=True)` initialises one with padding.
 
+        Raises:
+            FormatError: If the plan was read from JSON without padding: JSON does not store rules.
+
         Examples:
             >>> tree = {"embed": jax.ShapeDtypeStruct((50257, 64), "float32")}
             >>> padded = plan(tree, [("embed", P("tensor"))], make_mesh("tensor=8")).padded()
@@ -381,8 +387,8 @@ class Plan(SpecCarrier):
             return self._following(self._source.padded())
         if any(leaf.unpadded for leaf in self.leaves):
             return self
-        rules = () if self._mirrors else self.rules
-        return replace(self, leaves=padded_leaves(self.leaves, rules, self.mesh))
+        self._check_has_rules()
+        return replace(self, leaves=padded_leaves(self.leaves, self.rules, self.mesh))
 
     def unpadded(self) -> "Plan":
         """Plans the tree of a padded plan with its true shapes, as checkpoints store it.
@@ -461,7 +467,7 @@ class Plan(SpecCarrier):
 
         It can be compared and printed, and trees can be sharded and restored by it. Its mesh is
         abstract, so functions that move arrays need a mesh beside it. It cannot plan for another
-        mesh (`on`): JSON does not store rules.
+        mesh (`on`) or with padding (`padded`): JSON does not store rules.
 
         Args:
             text: The JSON.
