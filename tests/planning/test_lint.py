@@ -61,6 +61,7 @@ def test_every_code_is_provoked_and_avoided(code, tree, wrong, right) -> None:
 
 ARRAY = np.ones((64, 16), "float32")
 ONE = np.zeros(1, "float32")
+NAMES = np.array(["cat", "dog"])
 LAYERS = [{"w": np.ones((64, 16), "float32")} for _ in range(3)]
 
 
@@ -102,8 +103,9 @@ def test_one_array_at_two_paths_is_planned_as_two(tree, paths, text) -> None:
         eqx.nn.Shared({"a": ARRAY, "b": ARRAY}, itemgetter("b"), itemgetter("a")),
         {"a": ARRAY, "b": ARRAY.copy()},
         {"a": ONE, "b": ONE, "f": jax.nn.relu, "g": jax.nn.relu},
+        {"a": NAMES, "b": NAMES, "w": ARRAY},
     ],
-    ids=["shared", "copied", "not arrays"],
+    ids=["shared", "copied", "not arrays", "text"],
 )
 def test_arrays_that_are_not_the_same_have_no_finding(tree: Any) -> None:
     assert "same-array" not in {finding.code for finding in findings(tree, [(".*", None)])}

@@ -202,7 +202,8 @@ def _same_arrays(
     by_path = {leaf.path: leaf for leaf in leaves}
     of_branches: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for later, first in pairs:
-        of_branches[_where_they_differ(later, first)].append((later, first))
+        if later in by_path:  # numpy arrays of text are leaves that nothing places
+            of_branches[_where_they_differ(later, first)].append((later, first))
     for members in of_branches.values():
         paths = [later for later, _ in members]
         firsts = ", ".join(fold_paths([first for _, first in members]))
