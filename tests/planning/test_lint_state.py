@@ -74,6 +74,14 @@ def test_state_that_zero_1_does_not_reach(rules: Any, options: Any, says: str | 
     assert found == (says and f"warning zero1-no-op: {says}{fix}")
 
 
+def test_the_bytes_that_zero_1_could_save_are_those_of_a_device() -> None:
+    layer = {"kernel": struct(512, 64), "odd": struct(509, 64)}
+    rules = [("mu/kernel", P("data", "fsdp")), (".*", P(None, "fsdp"))]
+    plan = ts.plan({"params": layer, "opt": {"mu": layer}}, rules, "data=2,fsdp=4", min_size=0)
+    (finding,) = plan.findings
+    assert (finding.code, finding.wasted) == ("zero1-no-op", 509 * 64 * 4 // 4 // 2)
+
+
 def test_state_that_zero_1_reaches() -> None:
     layer = {name: x for name, x in LAYER.items() if name != "odd"}
     state = {"params": layer, "opt": {"mu": layer, "nu": layer}}

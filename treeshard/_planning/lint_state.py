@@ -73,18 +73,19 @@ def unsharded_state(
     further = {axis: size for axis, size in axis_sizes(mesh).items() if axis in meant and size > 1}
     missed = [leaf for leaf, _ in pairs if leaf.shape and further.keys().isdisjoint(_axes(leaf))]
     total = sum(leaf.bytes for leaf, _ in pairs)
-    wasted = sum(leaf.bytes for leaf in missed)
-    if not further or not total or wasted < _SMALL_SHARE * total:
+    in_missed = sum(leaf.bytes for leaf in missed)
+    if not further or not total or in_missed < _SMALL_SHARE * total:
         return
     parts = math.prod(further.values())
+    per_device = sum(leaf.bytes_per_device(mesh) for leaf in missed)
     yield finding(
-        "zero1-no-op" if wasted == total else "zero1-no-op, in part",
+        "zero1-no-op" if in_missed == total else "zero1-no-op, in part",
         [leaf.path for leaf in missed],
         missed[0].rule,
-        wasted - wasted // parts,
+        per_device - per_device // parts,
         axes=" and ".join(map(repr, further)),
-        waste=human_bytes(wasted),
-        share=wasted / total,
+        waste=human_bytes(in_missed),
+        share=in_missed / total,
         parts=parts,
     )
 
