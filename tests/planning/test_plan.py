@@ -436,6 +436,15 @@ def test_between_different_meshes_every_shard_counts_in_full() -> None:
     assert "The mesh changes from data=2, fsdp=4 to data=4, fsdp=2." in str(difference)
 
 
+def test_into_another_memory_goes_the_full_shard(mesh) -> None:
+    tree = {"w": struct(16, 8)}
+    for of_mesh, sent in ((mesh, 0), (MESH, None)):  # all of one process; of unknown processes
+        one = planned(tree, [("w", ts.fsdp("fsdp", min_size=0))], of_mesh)
+        two = planned(tree, [("w", ts.fsdp("fsdp", min_size=0, memory="pinned_host"))], of_mesh)
+        difference = one.diff(two)
+        assert (difference.bytes, difference.sent) == (16 * 8, sent)
+
+
 # ------------------------------------------------------------------ tables
 
 

@@ -205,17 +205,25 @@ def _axes(leaf: PlannedLeaf) -> list[tuple[str, ...]]:
 def _received(
     old: PlannedLeaf | None, new: PlannedLeaf, meshes: tuple[AnyMesh, AnyMesh]
 ) -> tuple[int, int | None]:
-    """The most bytes of a leaf that a device receives, and what processes send of it.
+    """The most bytes of a leaf that a device receives, and what processes send of it."""
+    shard = new.bytes_per_device(meshes[1])
+    if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+        return shard, None
+    received, sent = _moved(old, new, meshes)
+    # Into another memory goes the full shard; what processes send of it is the same.
+    return (received if old.memory == new.memory else shard), sent
+
+
+def _moved(
+    old: PlannedLeaf, new: PlannedLeaf, meshes: tuple[AnyMesh, AnyMesh]
+) -> tuple[int, int | None]:
+    """The same for a leaf that both plans have, as if it stayed in one memory.
 
     Without devices, an upper bound: if both meshes have the same axes, each device is assumed to
     keep its position; otherwise all of the shard counts. Along one dim, the old and the new shard
     of a device overlap for certain only if the axes of one spec begin with those of the other.
     """
     shard, itemsize = new.bytes_per_device(meshes[1]), new.dtype.itemsize
-    if old is None or (old.shape, old.dtype) != (new.shape, new.dtype):
-        return shard, None
-    if old.memory != new.memory:
-        return shard, 0
     before, after = meshes
     if isinstance(before, Mesh) and isinstance(after, Mesh):
         shardings = NamedSharding(before, old.given), NamedSharding(after, new.given)
