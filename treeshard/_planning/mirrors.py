@@ -212,7 +212,7 @@ _LEAF = tree_structure(0)
 
 
 def _parts_of(treedef: TreeDef, original: TreeDef) -> list[TreeDef]:
-    """What `treedef` has in the place of each leaf of `original`; nothing if it is no such tree.
+    """What `treedef` has in the place of each leaf of `original`; `[]` for another structure.
 
     `flatten_up_to` needs the tree itself, and prints all its values if the structures differ.
     """

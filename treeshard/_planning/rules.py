@@ -62,9 +62,9 @@ def match_partition_rules(
 
     Raises:
         ShardingRuleError: If a rule is malformed, logical names do not resolve, or a
-            function or tactic does not return a spec. If `strict`, also if leaves are
-            unmatched or their specs do not fit; all are listed. It is an `UnknownAxisError`
-            too if rules use an axis that the mesh lacks.
+            function does not return a spec. If `strict`, also if leaves are unmatched or
+            their specs do not fit; all are listed. It is an `UnknownAxisError` too if rules
+            use an axis that the mesh lacks.
         NoMeshError: If the rules contain tactics, and there is no mesh.
 
     Warns:

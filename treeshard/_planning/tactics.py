@@ -86,7 +86,7 @@ class Step:
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
         """Returns the refined spec, and what could not be done.
 
-        Raises `SpecError` if a user's update did not return a spec.
+        Raises `SpecError` if there is none: logical names do not resolve, for example.
         """
         raise NotImplementedError
 
@@ -148,7 +148,7 @@ class Tactic:
     ) -> Refined:
         """Applies the steps in turn, each to leaves of at least its own `min_size`, or this one.
 
-        `leaf` may be a box. Raises `SpecError` if an update did not return a spec.
+        `leaf` may be a box. Raises `SpecError` as the steps do.
         """
         value = _value_in(leaf)
         size = math.prod(value.shape)
