@@ -93,6 +93,10 @@ def test_one_array_at_two_paths_is_planned_as_two(tree, paths, text) -> None:
     )
     assert plan.bytes_per_device() == 1024 * len(plan.leaves)
     assert plan.on("fsdp=8").findings[0].code == "same-array"
+    copies = plan.follow({"mu": tree})
+    for each in (copies, copies.on("fsdp=8"), copies.padded()):
+        (finding,) = each.findings
+        assert finding.paths == tuple(f"mu/{path}" for path in paths)
     assert not ts.Plan.from_json(plan.to_json()).findings  # which says so in its docstring
     assert not ts.plan(plan.structs, SPLIT, MESH, min_size=0).findings
 
