@@ -279,6 +279,7 @@ class Plan(SpecCarrier):
         if any(leaf.unpadded for leaf in self.leaves):
             return self.unpadded().on(mesh).padded()
         self._check_has_rules()
+        assert not isinstance(self._logical, dict)
         with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
             planned = plan(self._bare(), self.rules, mesh, min_size=self.min_size)
         return planned.with_same_arrays(self._same_arrays)
