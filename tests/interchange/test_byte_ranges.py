@@ -65,6 +65,15 @@ def test_what_was_written_is_read_back(file, monkeypatch, split, block, data) ->
         assert items.tobytes() == x[tuple(slice(*span) for span in region)].tobytes()
 
 
+def test_bytes_between_pieces_stay(file) -> None:
+    os.pwrite(file, b"\xff" * 16, 0)  # of another process
+    x = np.arange(16, dtype="uint8").reshape(4, 4)
+    write(
+        file, 0, x.shape, [Piece(((i, i + 1), (i, i + 1)), x[i : i + 1, i : i + 1]) for i in (0, 3)]
+    )
+    assert os.pread(file, 16, 0) == b"\x00" + b"\xff" * 14 + b"\x0f"
+
+
 def test_every_byte_is_written_once_and_neighbours_in_one_call(file, monkeypatch) -> None:
     x = random_array(np.dtype("float32"), (64, 64))
     columns = [Piece(((0, 64), (i, i + 8)), x[:, i : i + 8]) for i in (24, 0, 16, 8)]

@@ -14,6 +14,7 @@ from saved_tensors import blocks, entry, package_bytes, random_array, write_raw
 
 import treeshard as ts
 from treeshard.interchange import _format, load_safetensors, save_safetensors
+from treeshard.interchange._files import open_tensors
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,16 @@ def test_a_file_that_is_too_short_or_too_long_is_damaged(file, change) -> None:
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(ts.DamagedError, match="is cut short or too long: .* Copy it again."):
         load_safetensors(file)
+
+
+def test_the_shapes_of_a_file_that_is_cut_short_are_in_the_order_of_its_data(file) -> None:
+    header = {"last": entry(shape=[2], offsets=[1, 3]), "first": entry()}
+    for data in (b"abc", b""):
+        write_raw(file, header, data)
+        with open_tensors(file, shapes_only=True) as stored:
+            starts = {name: x.tensor.start for name, x in stored.items()}
+        assert list(starts) == ["first", "last"]
+        assert starts["last"] == starts["first"] + 1
 
 
 def test_a_file_that_is_replaced_while_it_is_opened_raises(file, monkeypatch) -> None:

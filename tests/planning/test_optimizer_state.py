@@ -289,6 +289,13 @@ def test_a_tree_with_other_keys_is_not_a_copy() -> None:
     assert set(jax.tree.leaves(state_specs)) == {P()}
 
 
+def test_a_tree_with_other_keys_in_one_branch_is_not_a_copy() -> None:
+    params = {"a": {"x": struct(8)}, "b": struct(8)}
+    state = {"a": {"y": struct(8)}, "b": struct(8)}
+    state_specs = state_specs_of(state, params, {"a": P("data"), "b": P("fsdp")})
+    assert state_specs == {"a": {"y": P()}, "b": P("fsdp")}
+
+
 def test_the_state_of_a_part_of_the_parameters() -> None:
     params = {"params": {"dense": {"w": struct(8, 4)}, "x": {"dense": {"w": struct(8, 4)}}}}
     specs = {"params": {"dense": {"w": P("data")}, "x": {"dense": {"w": P("fsdp")}}}}
