@@ -336,6 +336,24 @@ def test_vmap_over_an_ensemble(check_vma: bool) -> None:
     assert_close(run(members, BATCH), wanted)
 
 
+def test_parameters_that_were_gathered_before_have_averaged_gradients() -> None:
+    """In a step, their specs in the plan are those of the shards, and not theirs."""
+    params = {"w": PARAMS["w"], "v": PARAMS["v"]}
+    plan = ts.plan({"params": params}, [(".*", ts.fsdp("fsdp"))], MESHES["1x8"], min_size=0)
+
+    def loss(p: Any, batch: Any) -> jax.Array:
+        return local(PARAMS | p, batch)
+
+    def step(state: Any, batch: Any) -> Any:
+        full = ts.unshard(state["params"])
+        _, grads = manual.value_and_grad(loss, BOTH)(full, batch)
+        return state, grads
+
+    run = ts.shard_map_step(step, plan, batch=P("fsdp"), donate=False)
+    _, grads = run(ts.shard({"params": params}, plan), BATCH)
+    assert_close(grads, jax.grad(loss)(params, BATCH))
+
+
 @checks
 def test_partly_manual(check_vma: bool) -> None:
     """Over the axis `tensor`, the compiler partitions the code."""

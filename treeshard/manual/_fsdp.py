@@ -37,6 +37,7 @@ from treeshard._core.specs import (
     dim_entries,
     entries,
     entry_of,
+    is_spec,
     project,
     with_entries,
     without_axes,
@@ -462,12 +463,14 @@ def _specs_in_force(params: PyTree) -> SpecTree:
     if step is None or any(is_box(x) for x in tree_leaves(params, is_leaf=is_box)):
         return None
     try:
-        return step.specs_of(params)
+        specs = step.specs_of(params)
     except SpecError as error:
         raise SpecError(
             f"value_and_grad: {error} Pass the specs of the parameters:"
             " `value_and_grad(loss, axis_names, specs)`."
         ) from None
+    # Parameters that were gathered before have none. Their gradients are averaged over all axes.
+    return specs if tree_leaves(specs, is_leaf=is_spec) else PartitionSpec()
 
 
 def value_and_grad(
@@ -491,7 +494,8 @@ def value_and_grad(
             `has_aux` a pair of a scalar and anything.
         axis_names: The axes to gather and average over: all that shard the batch, and all
             that shard parameters to save memory.
-        specs: As in `gather_params`; inside `shard_map_step`, by default those of its plan.
+        specs: As in `gather_params`; inside `shard_map_step`, by default those of its plan, or
+            `P()` for parameters that `unshard` has gathered.
         has_aux: Whether `loss` returns more than the scalar. `aux` is returned as it is, this
             device's own: reduce it yourself.
         dtype: As in `gather_params`.
