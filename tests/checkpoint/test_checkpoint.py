@@ -567,7 +567,12 @@ def test_without_fingerprints_damage_is_not_detected(small, tmp_path: Path) -> N
     save(tmp_path / "x", small[1], fingerprints=False)
     assert str(inspect(tmp_path / "x")).endswith(" 5 have no fingerprint.")
     flip_in(tmp_path / "x", small[1]["ids"].tobytes())
-    verify(tmp_path / "x")
+    with pytest.warns(ts.ShardingWarning) as told:
+        verify(tmp_path / "x")
+    assert str(told[0].message) == (
+        f"verify: {tmp_path}/x: 5 leaves can be read, but nothing tells whether the bytes are as"
+        " saved, since `fingerprints=False` saved no checksums."
+    )
 
 
 def test_unreadable_leaves_are_named(small, damaged: Path) -> None:

@@ -31,6 +31,7 @@ from treeshard.checkpoint._checkpoints import Checkpoints
 from treeshard.checkpoint._paths import checkpoint_path
 from treeshard.checkpoint._restore import damages_of, restore, table_at
 from treeshard.checkpoint._save import begin
+from treeshard.errors import counted, warn
 
 __all__ = [
     "Checkpoints",
@@ -140,6 +141,7 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
     """Reads every leaf of a checkpoint and compares its bytes with the saved checksum.
 
     It needs no model, no mesh and no other process, and host memory for a few leaves at a time.
+    Leaves that were saved with `fingerprints=False` have no checksum, and are only read.
 
     Args:
         path: The checkpoint.
@@ -150,14 +152,24 @@ def verify(path: PathLike, *, progress: bool = False) -> None:
         CheckpointError, FormatError: As `inspect`.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
+    Warns:
+        ShardingWarning: If leaves have no checksum.
+
     Examples:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(f"{folder}/mlp", {"w": np.ones((8, 4), np.float32)})
         ...     verify(f"{folder}/mlp")
     """
     checkpoint = checkpoint_path(path)
-    rows = with_bar(table_at(checkpoint).leaves, "verify", show=progress)
+    leaves = table_at(checkpoint).leaves
+    rows = with_bar(leaves, "verify", show=progress)
     raise_damages(checkpoint, {row.path: why for row, why in damages_of(checkpoint, rows) if why})
+    bare = [row for row in leaves if row.crc is None]
+    if bare:
+        warn(
+            f"verify: {checkpoint}: {counted(len(bare), 'leaf')} can be read, but nothing tells"
+            " whether the bytes are as saved, since `fingerprints=False` saved no checksums."
+        )
 
 
 def __dir__() -> list[str]:

@@ -88,7 +88,7 @@ def restore(
         partial: Whether leaves may be missing from the checkpoint or from `like`. Leaves that are
             not in the checkpoint keep their values from `like`, and a `ShardingWarning` lists
             them.
-        verify: Whether to compare checksums, which reads the arrays in memory once more: 11 to
+        verify: Whether to compare the saved checksums, which reads the arrays once more: 11 to
             32% of the time of a restore from the page cache, less from a slower disk.
         timeout: Seconds to wait for other processes; waits for their reads have no limit.
         progress: Whether to show a progress bar with a step per array (needs `tqdm`).

@@ -67,7 +67,7 @@ def pack(tree: PyTree) -> Packed:
     numpy scalars are arrays of shape `()`. Raises as `checkpoint.save` does for leaves and paths.
     """
     misfits = {i: _unstorable(x) for i, x in enumerate(tree_leaves(tree))}
-    raise_unmovable(tree, {i: misfit for i, misfit in misfits.items() if misfit}, WHERE)
+    raise_unmovable(tree, misfits, WHERE)
     leaves = tree_leaves(tree, is_leaf=is_none)
     named = [(path, leaves[i]) for i, path in paths_of(tree, WHERE, CheckpointError).items()]
     _check_unicode(named)

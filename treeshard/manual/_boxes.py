@@ -230,7 +230,7 @@ def leaves_with_specs(tree: PyTree, specs: SpecTree, where: str) -> tuple[list[L
     """
     if specs is None:
         leaves, treedef = _leaves_in_boxes(tree)
-        # The names in boxes may be logical ones of Flax, so they are not held against a mesh.
+        # The names in boxes may be logical ones of Flax, so no mesh is asked whether it has them.
         mesh = None
     else:
         leaves, treedef = _leaves_beside(tree, specs)
