@@ -357,7 +357,7 @@ def check_if_read_fails_on_one_process_all_raise(context: Context) -> None:
 
 
 def check_parts_are_joined(context: Context) -> None:
-    whole = {"x": arange(16, 6), "y": arange(16, dtype=np.float64)}
+    whole = {"x": arange(16, 6), "y": np.arange(16, dtype=">f8")}
     rows = slice(*(16 // context.count * (context.index + i) for i in (0, 1)))
     mine = {name: x[rows] for name, x in whole.items()} | {"name": "train", "kept": arange(2)}
     specs = {"x": P(("data", "fsdp")), "y": P(("data", "fsdp")), "name": P(), "kept": None}
