@@ -78,8 +78,8 @@ def check_gradients(
         A `Report`, whose `str()` has a table of layouts and leaves.
 
     Raises:
-        WrongResultError: If something differs by more than rounding. Its message is the report;
-            it is an `AssertionError`.
+        WrongResultError: If something differs by more than rounding, or nothing was compared. Its
+            message is the report; it is an `AssertionError`.
         SpecError: If the plan is not of `params`; if `by_hand` is given, and neither `batch_specs`
             nor the plan says how the batch is split.
         StateError: If `by_hand` does not return `(loss, grads)`.
@@ -114,7 +114,8 @@ def check_step(step: Step, state: PyTree, batch: PyTree) -> Report:
         A `Report`, as `check_gradients`.
 
     Raises:
-        WrongResultError: If something differs by more than rounding; it is an `AssertionError`.
+        WrongResultError: If something differs by more than rounding, or nothing was compared; it is
+            an `AssertionError`.
         SpecError: If the state does not match the plan of the step.
         MeshError: If the plan's mesh has one device.
 

@@ -73,16 +73,20 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no result is wrong in the layouts that were compared."""
-        return not self.problems
+        """Whether no result is wrong in the layouts that were compared, of which there are some."""
+        return bool(self._compared()) and not self.problems
 
     def __str__(self) -> str:
         head = f"{self.what}: {self._verdict()}"
         below = [f"\n{text}" for text in self._problems()]
         return "\n".join([head, *self._table(), "", *self.layouts, *self.notes, *below])
 
+    def _compared(self) -> set[str]:
+        """The names of the layouts that were compared."""
+        return {name for row in self.cells.values() for name in row}
+
     def _verdict(self) -> str:
-        compared = {name for row in self.cells.values() for name in row}
+        compared = self._compared()
         if not compared:
             return "Nothing was compared."
         if self.ok and len(compared) < len(self.layouts):
