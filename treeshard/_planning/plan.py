@@ -80,8 +80,13 @@ class Plan(SpecCarrier):
 
     @property
     def structs(self) -> PyTree:
-        """The tree with a `ShapeDtypeStruct` that has a sharding at every array; non-array
-        leaves as they are."""
+        """The tree of types: a `ShapeDtypeStruct` with its sharding at every array; non-array
+        leaves as they are.
+
+        It stands for the tree where only types matter, as in `jax.eval_shape`, `step.lower` and
+        `step.compile`. On Explicit axes, `jax.typeof` of one prints as in the plan:
+        `float32[512@fsdp,64]`.
+        """
         pairs = zip(self.leaves, self.sharding_of_each(), strict=True)
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in pairs]
         return self.with_arrays(structs)

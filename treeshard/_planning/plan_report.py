@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from treeshard._core.arrays import array_text, common, holders, lengths, region_of
-from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh, same_axes
+from treeshard._core.mesh import AnyMesh, axes_of_type, axis_sizes, describe_mesh, same_axes
 from treeshard._core.paths import pair
 from treeshard._core.specs import Adjustment, all_axes, axes_of, dim_entries, entries, part_count
 from treeshard._core.text import columns, fold, html_table, human_bytes
@@ -46,9 +46,21 @@ def _rows(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> list[tu
     for path, members in alike:
         leaf = members[0]
         size = human_bytes(leaf.bytes_per_device(mesh) * len(members))
-        row = (path or "(the tree)", array_text(leaf), _where(leaf), size, _reason(leaf, rules))
+        array = type_text(leaf, mesh)
+        row = (path or "(the tree)", array, _where(leaf), size, _reason(leaf, rules))
         rows.append(row)
     return rows
+
+
+def type_text(leaf: PlannedLeaf, mesh: AnyMesh) -> str:
+    """`float32[512,64]`; on Explicit axes the type that JAX prints, `float32[512@fsdp,64]`."""
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    dims: list[str] = []
+    for length, entry in zip(leaf.shape, dim_entries(leaf.given, len(leaf.shape)), strict=True):
+        axes = [axis for axis in axes_of(entry) if axis in explicit]
+        together = ",".join(axes) if len(axes) < 2 else f"({','.join(axes)})"
+        dims.append(f"{length}@{together}" if axes else str(length))
+    return f"{leaf.dtype}[{','.join(dims)}]"
 
 
 def _where(leaf: PlannedLeaf) -> str:
