@@ -105,10 +105,30 @@ def test_an_uneven_spec_is_kept_if_dims_need_not_be_divisible() -> None:
     assert project(P("fsdp", "data"), MESH, (6,), divisible=False)[1][0].kind == "rank"
 
 
-def test_project_keeps_unreduced_axes() -> None:
-    spec = P("data", "nope", unreduced={"fsdp"})
-    assert project(spec, MESH, (4, 4))[0] == P("data", unreduced={"fsdp"})
+def test_project_keeps_the_types_that_traced_values_have() -> None:
+    explicit = MESH.update(axis_types=(AxisType.Explicit,) * len(MESH.axis_names))
+    spec = P("data", "nope", unreduced={"fsdp"}, reduced={"model"})
     assert entries(spec) == ("data", "nope")
+    typed, notes = project(spec, explicit, (4, 4), typed=True)
+    assert typed == P("data", unreduced={"fsdp"})
+    assert [note.axes for note in notes] == [("nope",), ("model",)]
+    assert {note.kind for note in notes} == {"axis-not-in-mesh"}
+    own, notes = project(spec, explicit, (4, 4), manual=frozenset({"fsdp"}), typed=True)
+    assert own == P("data")
+    assert notes[1].kind == "axis-is-manual"
+    alone = P("data", reduced={"fsdp"})
+    assert project(alone, explicit, (4, 4), typed=True) == (alone, ())
+    assert project(alone, None, (4, 4), typed=True) == (alone, ())
+
+
+@pytest.mark.parametrize("mesh", [MESH, None])
+def test_project_drops_types_where_values_have_none(mesh) -> None:
+    spec = P("data", unreduced={"fsdp"})
+    plain, [note] = project(spec, mesh, (4, 4))
+    assert plain == P("data")
+    assert (note.kind, note.axes) == ("reduced-type", ("fsdp",))
+    if mesh is not None:  # its axes are Auto, in a trace too
+        assert project(spec, mesh, (4, 4), typed=True) == (plain, (note,))
 
 
 ENTRIES = st.one_of(

@@ -301,6 +301,7 @@ def lay(
     manual: frozenset[str] = frozenset(),
     name: str = "specs",
     resolve: Callable[[Any], Any] | None = None,
+    typed: bool = False,
 ) -> list[LaidSpec | None]:
     """Lays specs beside a tree: each leaf's spec, projected on its mesh and shape.
 
@@ -317,6 +318,7 @@ def lay(
         manual: As in `project`.
         name: See `specs`.
         resolve: See `specs`.
+        typed: As in `project`.
     """
     if mesh is None and isinstance(specs, SpecCarrier):
         mesh = specs.mesh
@@ -339,7 +341,7 @@ def lay(
         shape = tuple(leaf.shape)
         key = (spec, own_mesh, memory_kind, shape)
         if key not in cache:
-            given, adjustments = project(spec, own_mesh, shape, manual=manual)
+            given, adjustments = project(spec, own_mesh, shape, manual=manual, typed=typed)
             cache[key] = LaidSpec(spec, given, own_mesh, memory_kind, adjustments)
         laid.append(cache[key])
     return laid

@@ -11,10 +11,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from treeshard._core.jax_private import spec_entries
-from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes, unknown_axis
+from treeshard._core.mesh import (
+    AnyMesh,
+    MeshLike,
+    as_mesh,
+    axes_of_type,
+    axis_sizes,
+    unknown_axis,
+)
 from treeshard.errors import counted
 
 Entry = Any  # the entry of a spec for one dim: None, a name, a tuple of names, UNCONSTRAINED
@@ -26,7 +33,7 @@ class Adjustment(NamedTuple):
 
     Attributes:
         kind: `"axis-not-in-mesh"`, `"axis-already-used"`, `"axis-is-manual"`,
-            `"already-sharded"`, `"indivisible"`, `"rank"`, `"too-small"`,
+            `"already-sharded"`, `"indivisible"`, `"rank"`, `"reduced-type"`, `"too-small"`,
             `"explicit-spec-too-small"`, `"no-dim"`,
             `"no-base"`, `"cuts-block"` or `"unmatched"`.
         why: The reason in words, and the fix.
@@ -44,7 +51,14 @@ class Adjustment(NamedTuple):
 # The kinds that are mistakes in a spec, as opposed to decisions, such as a leaf that stays
 # replicated because it is small.
 MISFITS = frozenset(
-    {"axis-not-in-mesh", "axis-already-used", "already-sharded", "indivisible", "rank"}
+    {
+        "axis-not-in-mesh",
+        "axis-already-used",
+        "already-sharded",
+        "indivisible",
+        "rank",
+        "reduced-type",
+    }
 )
 
 
@@ -112,6 +126,16 @@ def with_entries(spec: PartitionSpec, new: Sequence[Entry]) -> PartitionSpec:
     return spec.update(partitions=tuple(trimmed))
 
 
+def with_types(
+    spec: PartitionSpec, unreduced: Collection[str], reduced: Collection[str]
+) -> PartitionSpec:
+    """`spec` with other `unreduced` and `reduced` axes."""
+    if unreduced:
+        return spec.update(unreduced=frozenset(unreduced), reduced=frozenset(reduced))
+    # JAX 0.12 refuses to drop the axes of a spec that says how they are reduced.
+    return PartitionSpec(*entries(spec), reduced=frozenset(reduced))
+
+
 def without_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """`spec` without some axes, in every dim."""
     kept: list[Entry] = []
@@ -140,13 +164,15 @@ def project(
     *,
     manual: frozenset[str] = frozenset(),
     divisible: bool = True,
+    typed: bool = False,
 ) -> tuple[PartitionSpec, tuple[Adjustment, ...]]:
     """Projects a spec on a mesh and a shape: returns the part that is possible there, and what is
     not.
 
     Drops axes that the mesh lacks, Manual axes and repeated axes (an axis goes to the first dim
     that names it). Per dim, keeps the longest prefix of axes that divides it. Drops entries beyond
-    the rank. No axis moves to another dim. If nothing has to change, returns `spec` itself.
+    the rank, and `unreduced` and `reduced` axes where values have no such types. No axis moves to
+    another dim. If nothing has to change, returns `spec` itself.
 
     Args:
         spec: The requested spec.
@@ -155,6 +181,8 @@ def project(
         manual: Axes along which the code already runs once per device, so that specs must not
             name them.
         divisible: Whether axes must divide their dim. If not, the spec may be uneven.
+        typed: Whether the spec is of a value that is traced, which may be `unreduced` or `reduced`
+            over Explicit axes. Arrays are placed by specs that name no such axes.
     """
     requested = entries(spec)
     rank = len(requested) if shape is None else len(shape)
@@ -177,9 +205,17 @@ def project(
         given.append(entry if len(kept) == len(axes) else entry_of(kept))
     if shape is not None:
         adjustments += _beyond_rank(spec, shape)
+    result, dropped = spec, []
+    if spec.unreduced or spec.reduced:
+        has_types = typed and (mesh is None or not axes_of_type(as_mesh(mesh), AxisType.Auto))
+        if not has_types:
+            result, dropped = _untyped(spec, mesh)
+        elif mesh is not None:
+            result, dropped = _typed(spec, mesh, manual)
+    adjustments += dropped
     if not adjustments and len(requested) <= rank:
         return spec, ()
-    return with_entries(spec, given), tuple(adjustments)
+    return with_entries(result, given), tuple(adjustments)
 
 
 # Why an adjustment was made, and the fix, by its kind.
@@ -191,7 +227,41 @@ _WHY = {
         " by {parts}. Pad it to {padded}, or use another dim or axis."
     ),
     "rank": "{spec} has {entries}, but shape {shape} has {dims}. Drop {last}.",
+    "reduced-type": (
+        "{names} are part of a type, which values have inside jit, under `jax.set_mesh` of a mesh"
+        " of Explicit axes alone.{auto} Elsewhere, write {plain}."
+    ),
 }
+
+
+def _untyped(spec: PartitionSpec, mesh: MeshLike | None) -> tuple[PartitionSpec, list[Adjustment]]:
+    """A spec without its `unreduced` and `reduced` axes."""
+    names = [f"`{name}` axes" for name in ("unreduced", "reduced") if getattr(spec, name)]
+    auto = () if mesh is None else axes_of_type(as_mesh(mesh), AxisType.Auto)
+    plain = with_types(spec, (), ())
+    why = _WHY["reduced-type"].format(
+        names=" and ".join(names),
+        auto=f" Auto here: {', '.join(map(repr, auto))}." if auto else "",
+        plain=plain,
+    )
+    axes = tuple(sorted(spec.unreduced | spec.reduced))
+    return plain, [Adjustment("reduced-type", why, axes)]
+
+
+def _typed(
+    spec: PartitionSpec, mesh: MeshLike, manual: frozenset[str]
+) -> tuple[PartitionSpec, list[Adjustment]]:
+    """A spec with those of its `unreduced` and `reduced` axes that values can have on a mesh."""
+    sizes = axis_sizes(mesh)
+    dropped: list[Adjustment] = []
+    for axis in sorted(spec.unreduced | spec.reduced):
+        if axis not in sizes:
+            dropped.append(Adjustment("axis-not-in-mesh", unknown_axis(axis, sizes), (axis,)))
+        elif axis in manual:
+            why = _WHY["axis-is-manual"].format(axis=axis)
+            dropped.append(Adjustment("axis-is-manual", why, (axis,)))
+    gone = {axis for note in dropped for axis in note.axes}
+    return with_types(spec, spec.unreduced - gone, spec.reduced - gone), dropped
 
 
 def _free_axes(

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
-from jax.tree_util import tree_flatten, tree_leaves
+from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
 from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import facts_of
+from treeshard._core.spec_trees import lay, raise_misfits
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import Shape, empty_value, is_none, kind_of
 from treeshard._planning.plan import Plan, plan
@@ -268,6 +269,7 @@ def read_request(
     if placing.rules is not None:
         shardings = _decided(tree, placing.rules, placing, where)
     else:
+        _check_placements(tree, where)
         shardings = [_own_sharding(leaf, where) for leaf in leaves]
     requested: dict[int, RequestedLeaf] = {}
     for i, name in names(tree).items():
@@ -296,6 +298,21 @@ def _decided(tree: PyTree, rules: Rules, placing: Placing, where: str) -> list[A
     decided = plan(tree, rules, with_devices(placing.mesh, where), min_size=placing.min_size)
     decided.check()
     return tree_leaves(decided.shardings, is_leaf=is_none)
+
+
+def _check_placements(tree: PyTree, where: str) -> None:
+    """Raises `SpecError` for arrays that request a type which only traced values have."""
+    typed = tree_map(_typed_sharding, tree)
+    laid = lay(tree, typed)
+    misfits = {i: x for i, spec in enumerate(laid) if spec and (x := spec.misfit({"reduced-type"}))}
+    raise_misfits(tree, misfits, where)
+
+
+def _typed_sharding(leaf: Any) -> NamedSharding | None:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return sharding if sharding.spec.unreduced or sharding.spec.reduced else None
 
 
 def _own_sharding(leaf: Any, where: str) -> Sharding | None:

@@ -42,7 +42,7 @@ from treeshard._core.processes import (
 from treeshard._core.spec_trees import SpecCarrier, SpecTree, flatten_specs, is_spec_entry
 from treeshard._placement.moves import through_host, unchanged
 from treeshard._placement.shard import Call, place
-from treeshard._placement.targets import raise_unmovable, resolver, unmovable
+from treeshard._placement.targets import raise_unmovable, resolver, unreadable
 from treeshard._placement.transport import deliver
 
 To = Literal["all"] | int
@@ -79,7 +79,7 @@ def gather(
 
     Raises:
         DeletedLeafError: If a leaf was deleted or donated. Nothing is copied.
-        LeafError: If a leaf is a tracer or a `ShapeDtypeStruct`. Nothing is copied.
+        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, or unreduced. Nothing is copied.
         ProcessError: If processes do not make the same call with the same tree, or one of them
             does not make it within `timeout`, or fails. Nothing is copied.
         ValueError: If `to` is neither `"all"` nor the index of a process.
@@ -249,7 +249,7 @@ def _check_receiver(to: To, where: str) -> None:
 def _check_readable(call: _Call) -> None:
     # numpy arrays can always be copied, whatever their dtype.
     of_jax = jax.Array | jax.ShapeDtypeStruct
-    misfits = {i: unmovable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}
+    misfits = {i: unreadable(x) for i, x in enumerate(call.leaves) if isinstance(x, of_jax)}
     raise_unmovable(call.tree, misfits, call.where, call.prefix)
 
 

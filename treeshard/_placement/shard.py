@@ -99,8 +99,8 @@ def shard(
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh does not have.
         SpecError: If a spec names an axis twice, has more entries than the leaf has dims,
-            does not divide a dim, or leaves one `UNCONSTRAINED`; or if `specs` does not fit the
-            tree.
+            does not divide a dim, leaves one `UNCONSTRAINED`, or is `unreduced` or `reduced`; or
+            if `specs` does not fit the tree.
         DeletedLeafError: If a leaf was deleted or donated.
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct` (without `read`), masked, or of a
             dtype that JAX does not support.

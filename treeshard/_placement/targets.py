@@ -17,7 +17,7 @@ from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import AnyMesh, get_incontext_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import LaidSpec, Misfit, SpecCarrier, SpecTree, lay, raise_misfits
-from treeshard._core.specs import MISFITS, is_logical, is_spec
+from treeshard._core.specs import MISFITS, is_logical, is_spec, with_types
 from treeshard._planning.logical import resolve_names
 from treeshard.errors import DeletedLeafError, LeafError
 
@@ -135,6 +135,23 @@ def unmovable(leaf: Any) -> Misfit | None:
             LeafError, "JAX does not support this dtype. Convert it with `.astype` first."
         )
     return None
+
+
+def unreadable(leaf: Any) -> Misfit | None:
+    """As `unmovable`, for what copies shards to the host: those of a waiting sum are no parts."""
+    misfit = unmovable(leaf)
+    if misfit is not None or not isinstance(leaf, jax.Array):
+        return misfit
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
+        return None
+    axes = ", ".join(map(repr, sorted(sharding.spec.unreduced)))
+    plain = with_types(sharding.spec, (), ())
+    return Misfit(
+        LeafError,
+        f"it is unreduced along {axes}: each device holds a summand, not a shard. Return it from"
+        f" the jitted function as `jax.sharding.reshard(x, {plain})`.",
+    )
 
 
 @cache

@@ -17,7 +17,8 @@ class Finding(NamedTuple):
 
     Attributes:
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
-            `"already-sharded"`, `"indivisible"`, `"path-collision"`. Warnings: `"dead-rule"`,
+            `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
+            `"dead-rule"`,
             `"shadowed-rule"`, `"explicit-spec-too-small"`, `"same-array"`, `"no-base"`,
             `"cuts-block"`, `"left-whole"`, `"scan-dim"`, `"axis-order"`, `"zero1-no-op"`,
             `"matrix-optimizer"`, `"not-elementwise"`, `"name-without-rule"`.

@@ -28,7 +28,7 @@ from treeshard._disk.leaves import (
     value_of,
     value_text,
 )
-from treeshard._placement.targets import raise_unmovable, unmovable
+from treeshard._placement.targets import raise_unmovable, unreadable
 from treeshard.checkpoint._array_store import chunk_shape, stored_dtype
 from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed
 
@@ -118,7 +118,7 @@ def in_its_dtype(row: SavedLeaf, stored: jax.Array | np.ndarray | None) -> Any:
 
 def _unstorable(x: Any) -> Misfit | None:
     if has_shape(x):
-        if misfit := unmovable(x):
+        if misfit := unreadable(x):
             return misfit
         if is_key(x) and not isinstance(jax.random.key_impl(x), str):
             why = "its PRNG implementation has no name, so no other program could restore it."

@@ -22,7 +22,7 @@ from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import is_none
 from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, read_request
 from treeshard._disk.untrusted import check_memory
-from treeshard._placement.targets import raise_unmovable, unmovable
+from treeshard._placement.targets import raise_unmovable, unreadable
 from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
 from treeshard.interchange._byte_ranges import Piece, full_piece, read
 from treeshard.interchange._files import Stored
@@ -113,7 +113,7 @@ _NO_DTYPE = (
 
 
 def _unwritable(leaf: Any) -> Misfit | None:
-    misfit = unmovable(leaf)
+    misfit = unreadable(leaf)
     if misfit:
         return misfit
     if is_key(leaf):

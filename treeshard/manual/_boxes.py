@@ -291,12 +291,15 @@ def _are_slices(values: Sequence[Any], planned: Sequence[PlannedLeaf | None]) ->
     return bool(ranks) and all(rank + 1 == stacked for rank, stacked in ranks)
 
 
+# Whether dims are divisible means nothing here: the values may be shards already.
+_MISFITS = frozenset({"rank", "axis-not-in-mesh", "reduced-type"})
+
+
 def _raise_misfits(tree: PyTree, laid_specs: Sequence[LaidSpec | None], where: str) -> None:
-    """Raises for specs that are too long, or name an axis that the mesh lacks."""
-    # Whether dims are divisible means nothing here: the values may be shards already.
+    """Raises for specs that are too long, name an axis that the mesh lacks, or are of a type."""
     misfits: dict[int, Misfit] = {}
     for i, laid in enumerate(laid_specs):
-        if laid is not None and (misfit := laid.misfit({"rank", "axis-not-in-mesh"})):
+        if laid is not None and (misfit := laid.misfit(_MISFITS)):
             misfits[i] = misfit
     too_long = any(laid is not None and laid.misfit({"rank"}) for laid in laid_specs)
     # Often these are the specs of stacked layers, for one layer inside a scan.
