@@ -323,6 +323,35 @@ WHOLE = Group(
             """,
         ),
         Entry(
+            "reduced-type",
+            "A spec has `unreduced` or `reduced` axes. They are part of a type that values have"
+            " inside jit, on a mesh of Explicit axes alone, and no array is placed by them:"
+            " `shard`, a plan and the specs of a batch refuse them for all leaves at once. Inside"
+            " jit, on such a mesh, `with_sharding_constraint` takes them.",
+            """
+            rules = [("w", P(None, "fsdp", reduced={"data"}))]
+            print(*ts.plan({"w": w}, rules, mesh).findings)
+            """,
+            """
+            types = {"data": "explicit", "fsdp": "explicit"}
+            explicit = ts.make_mesh("data=2,fsdp=4", axis_types=types)
+            plan = ts.plan({"w": w}, [("w", P(None, "fsdp"))], explicit)
+            assert not plan.findings
+
+
+            def loss(w, x):
+                w = ts.with_sharding_constraint(w, P(None, "fsdp", reduced={"data"}))
+                return jnp.mean(x @ w)
+
+
+            def step(state, x):
+                return {"w": jax.grad(loss)(state["w"], x)}, None
+
+
+            jit_step(step, plan, batch=P("data"))(ts.shard({"w": w}, plan), w.T)
+            """,
+        ),
+        Entry(
             "too-small",
             "The leaf has fewer elements than `min_size`, so it is replicated: gathering many"
             " small arrays costs more time than their memory is worth. The threshold is the"
@@ -728,6 +757,27 @@ STEPS = Group(
             """,
         ),
         Entry(
+            "ShardingTypeError",
+            "JAX cannot tell how the result of a line is split over Explicit axes, which"
+            " `jax.make_mesh` makes. The message has the line, the leaves in it, and other ways to"
+            " write it. Each was traced with its gradient, and compiled for what it moves; paste"
+            " one of them. It is also a `TypeError`.",
+            """
+            explicit = jax.make_mesh((2, 4), ("data", "fsdp"))
+            plan = ts.plan({"w": w}, [("w", P(None, "fsdp"))], explicit)
+            loss = lambda state, x: (x @ state["w"]).mean()
+            rows = P(("data", "fsdp"))
+            step = jit_step(lambda state, x: (state, loss(state, x)), plan, batch=rows)
+            step({"w": w}, np.ones((16, 1024), "float32"))
+            """,
+            """
+            loss = lambda state, x: (x @ ts.unshard(state["w"])).mean()
+            rows = P(("data", "fsdp"))
+            step = jit_step(lambda state, x: (state, loss(state, x)), plan, batch=rows)
+            step({"w": w}, np.ones((16, 1024), "float32"))
+            """,
+        ),
+        Entry(
             "SpecError",
             "The state is not the one that the plan was made for, or a batch is not divisible.",
             """
@@ -815,7 +865,9 @@ AGAIN = Group(
         Entry(
             "axis types",
             "The axes of one mesh are Auto, and those of the other Explicit, as `jax.make_mesh`"
-            " makes them. `ts.make_mesh` makes Auto axes by default.",
+            " makes them. `ts.make_mesh` makes Auto axes by default. A step takes a state of the"
+            " other kind without a copy; a `jax.jit` of your own compiles again"
+            " ([Explicit axes](../guide/explicit-axes.md)).",
             """
             theirs = jax.make_mesh((2, 4), ("data", "fsdp"))
             print(ts.diff_shardings(placed(P("data")), placed(P("data"), theirs)))

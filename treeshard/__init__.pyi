@@ -22,6 +22,8 @@ from ._placement.gather import make_shard_and_gather_fns as make_shard_and_gathe
 from ._placement.padding import pad_leaves as pad_leaves
 from ._placement.padding import unpad_leaves as unpad_leaves
 from ._placement.process_local import from_process_local as from_process_local
+from ._placement.products import lookup as lookup
+from ._placement.products import matmul as matmul
 from ._placement.shard import reshard as reshard
 from ._placement.shard import shard as shard
 from ._planning.adapters import follow as follow

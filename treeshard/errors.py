@@ -30,6 +30,7 @@ __all__ = [
     "NoMeshError",
     "ProcessError",
     "ShardingRuleError",
+    "ShardingTypeError",
     "ShardingWarning",
     "SpecError",
     "StateError",
@@ -128,6 +129,10 @@ class LeafError(TreeShardError, TypeError):
 
 class StateError(TreeShardError, TypeError):
     """A training state changed in a way that one compiled step cannot express."""
+
+
+class ShardingTypeError(TreeShardError, TypeError):
+    """JAX cannot tell how the result of an operation is split over Explicit axes."""
 
 
 class ProcessError(TreeShardError, RuntimeError):

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.helpers import struct
+from tests.training import gradient_programs
 from treeshard.manual import value_and_grad
 
 HSDP = "data=2,fsdp=4"
@@ -135,7 +136,7 @@ def test_on_explicit_axes_the_types_have_the_specs() -> None:
     mesh = ts.make_mesh("fsdp=8", axis_types={"fsdp": "explicit"})
     plan = ts.plan({"w": struct(8, 16)}, [("w", P("fsdp"))], mesh, min_size=0)
     full = ask(plan, lambda s: s["w"], P("fsdp"), lambda w: jax.typeof(ts.unshard(w)).sharding.spec)
-    assert full == P(None, None)
+    assert full == P(None, None, reduced={"fsdp"})  # its gradient waits to be scattered
 
 
 def test_without_a_plan_or_a_mesh_nothing_is_gathered() -> None:
@@ -218,6 +219,12 @@ def test_weights_that_are_gathered_and_few_activations_are_not_reported() -> Non
     for hint, rows in ((True, 256), (False, 8)):
         step, plan = token_step(hint)
         step(state_of(plan), TOKENS[:rows, : rows // 8])  # a warning would be an error
+
+
+def test_weights_that_are_gathered_in_each_minibatch_are_not_reported() -> None:
+    case = gradient_programs.CASES["fsdp in passes"]
+    step, plan, x = gradient_programs.step_of(case, ts.make_mesh(case.axes), 256)
+    step.compile(plan.structs, x)  # a warning would be an error
 
 
 def test_by_hand_the_specs_of_parameters_are_those_of_the_plan() -> None:

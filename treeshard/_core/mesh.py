@@ -44,6 +44,18 @@ def axes_of_type(mesh: AnyMesh, kind: AxisType) -> tuple[str, ...]:
     return tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == kind)
 
 
+def is_all_explicit(mesh: AnyMesh | None) -> bool:
+    """Whether every axis of a mesh is Explicit. JAX types values as `reduced` only there."""
+    kinds = () if mesh is None else mesh.axis_types
+    return bool(kinds) and all(kind == AxisType.Explicit for kind in kinds)
+
+
+def can_wait(mesh: AnyMesh | None) -> bool:
+    """Whether gradients can wait for their sums. JAX 0.10 to 0.12 cannot lower what scatters one
+    that waits over a mesh of one device."""
+    return mesh is not None and mesh.size > 1 and is_all_explicit(mesh)
+
+
 def describe_mesh(mesh: MeshLike | None) -> str:
     """`data=2, fsdp=4`, as messages show a mesh."""
     return "no mesh" if mesh is None else describe_sizes(axis_sizes(mesh))

@@ -23,9 +23,11 @@ from treeshard._core.mesh import (
     axes_of_type,
     axis_sizes,
     axis_tuple,
+    can_wait,
     context_mesh,
     describe_mesh,
     get_incontext_mesh,
+    is_all_explicit,
     manual_axes,
     same_axes,
 )
@@ -40,10 +42,19 @@ from treeshard._core.spec_trees import (
     raise_misfits,
     specs_of_leaves,
 )
-from treeshard._core.specs import Adjustment, fill_unconstrained, project, without_axes
+from treeshard._core.specs import (
+    UNCONSTRAINED,
+    Adjustment,
+    all_axes,
+    dim_entries,
+    entries,
+    fill_unconstrained,
+    project,
+    without_axes,
+)
 from treeshard._placement.shard import shard
 from treeshard._planning.logical import resolve_names
-from treeshard._planning.plan_in_force import PlanInForce, current_plan, plan_in_force
+from treeshard._planning.plan_in_force import INITIALISING, PlanInForce, current_plan, plan_in_force
 from treeshard.errors import SpecError, did_you_mean, listed, warn
 
 Uneven = Literal["warn", "error", "drop", "keep"]
@@ -87,7 +98,8 @@ def with_sharding_constraint(
         tree: Any pytree. Leaves that are not arrays pass through.
         shardings: A tree of `PartitionSpec`s or `NamedSharding`s with the structure of
             `tree`, a prefix of one, or a `Plan`. `UNCONSTRAINED` leaves a dim as it is. Tuples
-            of logical names are resolved by the rules of `logical_axis_rules`.
+            of logical names are resolved by the rules of `logical_axis_rules`. In a trace, where
+            all axes of the mesh are Explicit, specs may be `unreduced` or `reduced`.
         mesh: The mesh, or its axes as text; by default the sharding's or the plan's, else the
             current mesh.
         uneven: What to do where axes do not divide a dim: `"warn"` drops them and warns once
@@ -99,9 +111,10 @@ def with_sharding_constraint(
         A tree of the same structure.
 
     Raises:
-        SpecError: If a spec names axes beyond its leaf's rank, `shardings` does not fit
-            the tree, logical names do not resolve, or `uneven` is unknown; with `"error"`
-            and `"keep"`, also for uneven dims.
+        SpecError: If a spec names axes beyond its leaf's rank, or is `unreduced` or `reduced`
+            elsewhere than in a trace on Explicit axes alone; if `shardings` does not fit the tree,
+            logical names do not resolve, or `uneven` is unknown; with `"error"` and `"keep"`, also
+            for uneven dims.
 
     Warns:
         ShardingWarning: If axes were dropped because they do not divide a dim
@@ -134,7 +147,7 @@ def unshard(
     is enough. It finds the specs in the plan of that step, by the structure and the shapes of
     `tree`; for one layer inside a scan, by the shapes of the stacked layers without dim 0. Inside
     `shard_map_step` it gathers as `manual.gather_params` does, and leaves full arrays unchanged.
-    On a mesh with Explicit axes, the types of the arrays have the specs. While `init_sharded`
+    On a mesh of Explicit axes, the types of the arrays have the specs. While `init_sharded`
     makes a state, and without a mesh, it returns `tree` unchanged.
 
     Args:
@@ -171,7 +184,7 @@ def unshard(
     """
     step = current_plan()
     if specs is None:
-        specs = _specs_here(tree, step)
+        specs = _specs_here(tree, step, axis)
         if specs is None:
             return tree
     axes = _axes_to_gather(axis, step)
@@ -187,6 +200,8 @@ def unshard(
     mesh, treedef = as_mesh(mesh, make_mesh), tree_structure(tree)
     gathered = [_gathered(spec, axes) for spec in leaf_specs]
     if is_tracing():
+        if step is not None and step.waits and can_wait(context_mesh()):
+            tree = _for_scatter(tree, gathered, axes, step.rows)
         # The gradient of a leaf that is constrained to its own specs is constrained to them too.
         # Compilers may otherwise all-reduce full gradients, where a reduce-scatter is enough.
         pairs = zip(leaf_specs, gathered, strict=True)
@@ -201,19 +216,39 @@ _NO_PLAN = (
 )
 
 
-def _specs_here(tree: PyTree, step: PlanInForce | None) -> SpecTree | None:
+def _specs_here(tree: PyTree, step: PlanInForce | None, axis: Any) -> SpecTree | None:
     """The specs of a tree by its types or by the plan in force; `None` if nothing has them."""
+    if plan_in_force.value is INITIALISING:
+        return None
     mesh = context_mesh()
-    if mesh is not None and axes_of_type(mesh, AxisType.Explicit):
-        return tree_map(lambda x: jax.typeof(x).sharding.spec if is_array(x) else None, tree)
+    # Types do not name Auto axes. A plan does.
+    if is_all_explicit(mesh) or (step is None and _are_explicit(axis, mesh)):
+        return tree_map(_spec_of_type, tree)
     if step is None:
-        if mesh is not None and mesh.size > 1 and plan_in_force.value is None:
+        if mesh is not None and mesh.size > 1:
             warn(f"unshard: no plan is in force, so nothing is gathered. Pass specs, {_NO_PLAN}.")
         return None
     try:
         return step.specs_of(tree)
     except SpecError as error:
         raise SpecError(f"unshard: {error} Pass its specs: `unshard(tree, specs, axis)`.") from None
+
+
+def _are_explicit(axis: str | Sequence[str] | None, mesh: AnyMesh | None) -> bool:
+    if mesh is None or axis is None:
+        return False
+    return set(axis_tuple(axis, "unshard")) <= {*axes_of_type(mesh, AxisType.Explicit)}
+
+
+def _spec_of_type(x: Any) -> PartitionSpec | None:
+    """The spec of an array by its type, which leaves its Auto axes as they are."""
+    if not is_array(x):
+        return None
+    sharding = jax.typeof(x).sharding
+    if is_all_explicit(sharding.mesh):
+        return sharding.spec
+    dims = dim_entries(sharding.spec, x.ndim)
+    return sharding.spec.update(partitions=tuple(UNCONSTRAINED if d is None else d for d in dims))
 
 
 def _axes_to_gather(axis: str | Sequence[str] | None, step: PlanInForce | None) -> tuple[str, ...]:
@@ -232,6 +267,24 @@ def _warn_of_misspelled(axes: Sequence[str], leaf_specs: Sequence[Any]) -> None:
         hint = did_you_mean(name, named, _NEAR_MISS)
         if hint:
             warn(f"unshard: no spec names the axis {name!r}, so nothing is gathered.{hint}")
+
+
+def _for_scatter(
+    tree: PyTree, gathered: list[Any], axes: Sequence[str], rows: Sequence[str]
+) -> PyTree:
+    """The tree with those leaves gathered for use in products; takes them out of `gathered`."""
+    from treeshard._placement.reduced import PRODUCTS, gathered_for_scatter, waiting_over
+
+    leaves, treedef = tree_flatten(tree)
+    elsewhere = manual_axes() | vmapped_axes()
+    for i, x in enumerate(leaves):
+        # Biases and scales are added and multiplied: JAX has no types for that.
+        if gathered[i] is None or elsewhere or x.ndim not in PRODUCTS:
+            continue
+        split = get_names_from_partition_spec(jax.typeof(x).sharding.spec)
+        x = waiting_over(x, [axis for axis in rows if axis not in split])
+        leaves[i], gathered[i] = gathered_for_scatter(x, axes), None
+    return treedef.unflatten(leaves)
 
 
 def _gathered(spec: Any, axes: tuple[str, ...]) -> Any:
@@ -266,6 +319,7 @@ def _targets(
         manual=manual,
         name="shardings",
         resolve=resolve_names,
+        typed=tracing,
     )
     pairs = zip(tree_leaves(tree), laid_specs, strict=True)
     return [_target_of(leaf, laid, tracing, manual, keep_uneven) for leaf, laid in pairs]
@@ -339,7 +393,9 @@ def _report(tree: PyTree, targets: Sequence[LaidSpec | None], uneven: Uneven, wh
     warnings: list[str] = []
     is_uneven = False
     paths = leaf_paths(tree)
-    kinds = {"rank", "indivisible"} if uneven in ("error", "keep") else {"rank"}
+    kinds = {"rank", "reduced-type"}
+    if uneven in ("error", "keep"):
+        kinds.add("indivisible")
     for i, target in adjusted.items():
         misfit = target.misfit(kinds)
         if misfit is not None:
@@ -412,7 +468,7 @@ def _constrain(x: Any, target: LaidSpec) -> Any:
     explicit = axes_of_type(mesh, AxisType.Explicit)
     if explicit:
         x = _reshard(x, mesh.abstract_mesh, without_axes(target.spec, auto))
-    if not auto:
+    if not auto or _is_left_to_types(x, without_axes(target.spec, explicit)):
         return x
     # A constraint that is executed at once, in un-jitted grad and vmap, would undo the Explicit
     # part: it runs in a jit of its own. Inside `jit(vmap(..., spmd_axis_name=...))`, that jit
@@ -438,6 +494,14 @@ def _constrain(x: Any, target: LaidSpec) -> Any:
         if even == target.spec:
             raise
         return constrain(x, on_auto(even))
+
+
+def _is_left_to_types(x: Any, spec: PartitionSpec) -> bool:
+    """Whether a constraint of Auto axes would do nothing but harm: it names none, and leaves a dim
+    unconstrained. Beside a dim that is split over Explicit axes, JAX gathers such a dim."""
+    of_dims = entries(spec)
+    split = all_axes(entries(jax.typeof(x).sharding.spec))
+    return bool(split) and UNCONSTRAINED in of_dims and not all_axes(of_dims)
 
 
 _jitted_constraint = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1)

@@ -49,11 +49,14 @@ class PlanInForce:
         plan: The plan of the state.
         rows: The axes over which the rows of the batch are split.
         gather: Inside `shard_map_step`, gathers a tree of shards: `gather(tree, axes, specs)`.
+        waits: On Explicit axes, whether gathered weights are typed so that their gradients wait
+            to be scattered. Not every operation of JAX takes such a type.
     """
 
     plan: Plan
     rows: tuple[str, ...]
     gather: Callable[[PyTree, Sequence[str], SpecTree], PyTree] | None = None
+    waits: bool = False
 
     @property
     def gathered_axes(self) -> tuple[str, ...]:
@@ -164,6 +167,10 @@ def subtrees(plan: Plan, treedef: Any) -> Iterator[int]:
 # `INITIALISING`: nothing is sharded yet.
 plan_in_force = jax.make_user_context(None)
 INITIALISING = "initialising"
+
+# Whether gradients are summed later, by the function that accumulates them. Made here, and not in a
+# module that is imported while a step is traced: JAX forgets all traces when a context is made.
+summed_later = jax.make_user_context(False)
 
 
 def current_plan() -> PlanInForce | None:

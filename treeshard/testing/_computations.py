@@ -39,7 +39,7 @@ from treeshard.manual import gather_params
 from treeshard.testing._layouts import Layout
 from treeshard.testing._report import Cause
 from treeshard.training._gradients import accumulate_gradients
-from treeshard.training._pitfalls import user_line
+from treeshard.training._pitfalls import explaining_types, user_line
 from treeshard.training._step import Step
 
 # The values of a result: of each device, the index of its shard, and the shard itself.
@@ -115,7 +115,8 @@ class Computation:
     def _on_mesh(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
         # Constraints with a bare `PartitionSpec` need a mesh, and `_shards` must be without: in it,
         # JAX computes nothing from the shard of one device.
-        with jax.set_mesh(layout.mesh):
+        in_force = PlanInForce(layout.plan, row_axes(layout.batch_specs))
+        with jax.set_mesh(layout.mesh), explaining_types(layout.mesh, in_force):
             return self._call(layout, arrays, data)
 
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:

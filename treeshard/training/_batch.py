@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map
 
@@ -103,8 +104,11 @@ def struct_of(x: Any) -> Any:
     """The form of an array, which is all that compiling needs; other leaves as they are."""
     if not has_shape(x):
         return x
+    # JAX narrows 64-bit numbers of numpy when it places them, and 0.12 warns of a struct of them.
+    is_number = jax.numpy.issubdtype(x.dtype, np.number)
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype) if is_number else x.dtype
     # An array that is weakly typed, such as `jnp.asarray(1.0)`, is traced as another program.
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+    return jax.ShapeDtypeStruct(x.shape, dtype, weak_type=getattr(x, "weak_type", False))
 
 
 def structs_of(tree: PyTree) -> PyTree:

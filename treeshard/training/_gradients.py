@@ -1,7 +1,7 @@
 """Gradients that are sharded and reduced as the plan says, in one pass or in several."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -11,16 +11,18 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
 from treeshard._core.arrays import StaticSplit, array_text, has_gradient, is_array
-from treeshard._core.jax_private import varying_axes, vmapped_axes
+from treeshard._core.jax_private import is_tracing, varying_axes_of_type, vmapped_axes
 from treeshard._core.mesh import (
     AnyMesh,
     axes_of_type,
     axis_sizes,
     axis_tuple,
+    can_wait,
     check_axes,
     context_mesh,
     get_axes_size_in_mesh,
     get_incontext_mesh,
+    is_all_explicit,
     manual_axes,
     vary_array,
 )
@@ -32,6 +34,7 @@ from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, current_plan, default_batch, row_axes
 from treeshard.errors import LeafError, SpecError, listed
 from treeshard.training._metrics import Metrics
+from treeshard.training._pitfalls import explaining_types
 
 GradFn = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
 
@@ -121,6 +124,7 @@ def value_and_grad(
         split = StaticSplit(leaves, treedef, has_gradient)
         grad_specs = split.dynamic(specs_of_leaves(own, params))
         axes = () if mesh is None else _separate_axes(mesh, grad_specs, axis_names, step)
+        rows = _explicit_rows(axis_names, step)
 
         def local(arrays: list[Any], args: Any) -> tuple[Any, Any, list[Any]]:
             def run(arrays: list[Any]) -> tuple[Any, Any]:
@@ -129,11 +133,19 @@ def value_and_grad(
 
             # The partitioner shards a gradient like what it is computed from, which may be full:
             # the constraint is what turns its all-reduce into a reduce-scatter.
-            (value, aux), grads = jax.value_and_grad(run, has_aux=True)(arrays)
+            differentiate = jax.value_and_grad(run, has_aux=True)
+            if rows:
+                from treeshard.training._waiting import by_waiting
+
+                return by_waiting(differentiate, arrays, split.dynamic(leaf_paths(params)), rows)
+            (value, aux), grads = differentiate(arrays)
             return value, aux, with_sharding_constraint(grads, grad_specs, mesh)
 
         run = _over(axes, local, mesh) if mesh is not None and axes else local
-        value, aux, grads = run(split.dynamic(leaves), args)
+        # A step explains errors itself, after it tried all that it can.
+        is_in_step = step is not None and step is not given
+        with nullcontext() if mesh is None or is_in_step else explaining_types(mesh, step):
+            value, aux, grads = run(split.dynamic(leaves), args)
         return ((value, aux) if has_aux else value), split.without_static(grads)
 
     return value_and_grad_of_loss
@@ -173,10 +185,29 @@ def _separate_axes(
     else:
         named = axis_tuple(axis_names, "value_and_grad")
         check_axes(named, sizes, "value_and_grad: axis_names")
-    # `accumulate_gradients` maps over parts itself. On Explicit axes, types say what is reduced.
+    # `accumulate_gradients` maps over parts itself.
     done = {*manual_axes(), *vmapped_axes()}
-    auto = axes_of_type(context_mesh() or mesh, AxisType.Auto)
-    return tuple(a for a in sizes if a in named and sizes[a] > 1 and a in auto and a not in done)
+    # On Explicit axes types say what is reduced. By hand, only Auto axes may be left.
+    here = context_mesh() or mesh
+    others = set(axes_of_type(here, AxisType.Explicit)).difference(named)
+    if others or is_all_explicit(here):
+        return ()
+    return tuple(a for a in sizes if a in named and sizes[a] > 1 and a not in done)
+
+
+def _has_explicit(mesh: AnyMesh | None) -> bool:
+    return mesh is not None and bool(axes_of_type(mesh, AxisType.Explicit))
+
+
+def _explicit_rows(
+    axis_names: str | Sequence[str] | None, step: PlanInForce | None
+) -> tuple[str, ...]:
+    """The axes over which gradients wait for one sum, where types say what waits."""
+    if not is_tracing() or not can_wait(context_mesh()):
+        return ()
+    if axis_names is not None:
+        return axis_tuple(axis_names, "value_and_grad")
+    return step.rows if step else ()
 
 
 def _over(axes: tuple[str, ...], local: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
@@ -316,24 +347,42 @@ def accumulate_gradients(
     parts = 1 if in_shard_map else get_axes_size_in_mesh(names)
     _check_divides(batch, num_minibatches, parts)
     keys = None if key is None else jax.random.split(key, num_minibatches)
-    if parts > 1:
+    # On Explicit axes the types of gradients say what is not reduced yet.
+    if parts > 1 and not _has_explicit(context_mesh()):
         return _in_parts(grad_fn, batch, num_minibatches, keys, parts, names)
+    if is_tracing() and can_wait(context_mesh()):
+        in_passes = partial(_summed_up, grad_fn, batch, num_minibatches, keys)
+        from treeshard.training._waiting import accumulated_by_waiting
+
+        grads, metrics = accumulated_by_waiting(in_passes)
+        return jax.tree.map(lambda x: x / num_minibatches, grads), metrics
     grads, metrics = _accumulated(grad_fn, batch, num_minibatches, keys)
-    if names:
+    if in_shard_map and names:
         grads = jax.tree.map(lambda x: jax.lax.pmean(x, names), grads)
     return grads, metrics
 
 
 def _accumulated(grad_fn: GradFn, batch: PyTree, count: int, keys: Any) -> tuple[PyTree, PyTree]:
     """The mean of the gradients and the sum of the metrics of minibatches."""
+    grads, metrics = _summed_up(grad_fn, batch, count, keys)
+    return jax.tree.map(lambda x: x / count, grads), metrics
+
+
+def _summed_up(grad_fn: GradFn, batch: PyTree, count: int, keys: Any) -> tuple[PyTree, PyTree]:
+    """The sums of the gradients and of the metrics of minibatches."""
     minibatches = jax.tree.map(partial(_split, count=count), batch)
 
     def add(total: Any, minibatch_and_key: tuple[Any, Any]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, grad_fn(*minibatch_and_key)), None
 
-    structs = jax.eval_shape(grad_fn, *jax.tree.map(lambda x: x[0], (minibatches, keys)))
-    (grads, metrics), _ = jax.lax.scan(add, jax.tree.map(_zeros, structs), (minibatches, keys))
-    return jax.tree.map(lambda x: x / count, grads), metrics
+    types: list[Any] = []
+
+    def typed(minibatch_and_key: tuple[Any, Any]) -> None:
+        types.append(jax.tree.map(jax.typeof, grad_fn(*minibatch_and_key)))
+
+    # The structs that `eval_shape` returns have no sharding on a mesh that has Auto axes too.
+    jax.eval_shape(typed, jax.tree.map(lambda x: x[0], (minibatches, keys)))
+    return jax.lax.scan(add, jax.tree.map(_zeros, types[0]), (minibatches, keys))[0]
 
 
 def _in_parts(
@@ -435,6 +484,10 @@ def _split(x: Any, count: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
 
 
-def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    # The carry of a scan must keep its type, of which the axes along which it varies are a part.
-    return vary_array(jnp.zeros_like(struct), sorted(varying_axes(struct)))
+def _zeros(type_: Any) -> jax.Array:
+    # The carry of a scan must keep its type: how it is sharded, the axes whose sum it waits for,
+    # and the axes along which it varies.
+    zeros = jnp.zeros(type_.shape, type_.dtype)
+    if jax.typeof(zeros).sharding != type_.sharding:
+        zeros = jax.sharding.reshard(zeros, type_.sharding.spec)
+    return vary_array(zeros, sorted(varying_axes_of_type(type_)))

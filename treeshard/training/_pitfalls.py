@@ -7,7 +7,8 @@ program for several: the step warns of both.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,18 @@ from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
 from treeshard._core.arrays import data_of
+from treeshard._core.mesh import AnyMesh
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import PlanInForce
 from treeshard.errors import TreeShardError, counted, listed, own_lines, warn
+
+if TYPE_CHECKING:
+    from treeshard.communication._comparison import Comparison
+    from treeshard.communication._differences import Unplanned
+    from treeshard.communication._forecast import PlannedTransfer
 
 # Set on the arrays that a step returned: each has memory of its own, so only the same object may
 # be in a tree twice. Asking for the buffers of 1000 arrays takes longer than calling a step.
@@ -118,14 +126,9 @@ def warn_of_activations(compiled: Any, plan: Plan, batch: SpecTree, where: str) 
         compared = compare_communication(plan, compiled, batch=batch)
     except TreeShardError:  # a program that names its arguments otherwise
         return
-    paths: set[str] = set()
-    size = 0
-    for difference in compared.unplanned:
-        if difference.code == "not-moved":
-            paths.update(difference.paths)
-        if difference.code == "activation":
-            size += sum(collective.total_bytes or 0 for collective in difference.collectives)
-    kept = [transfer for transfer in compared.planned if transfer.path in paths]
+    kept = _not_gathered(compared)
+    activations = [x for each in _unplanned(compared, "activation") for x in each.collectives]
+    size = sum(x.total_bytes or 0 for x in activations)
     weights = [x for x in kept if (x.kind, x.why) == ("all-gather", "weight")]
     least = max(_WORTH_A_WARNING, sum(transfer.total_bytes for transfer in kept))
     if not weights or size <= least:
@@ -138,6 +141,39 @@ def warn_of_activations(compiled: Any, plan: Plan, batch: SpecTree, where: str) 
         " as much, begin the layers that use them with"
         " `weights = treeshard.unshard(weights)`."
     )
+
+
+def _not_gathered(compared: "Comparison") -> list["PlannedTransfer"]:
+    """The planned transfers of leaves that a program neither gathers as planned nor otherwise."""
+    paths = {path for each in _unplanned(compared, "not-moved") for path in each.paths}
+    for difference in _unplanned(compared, "again"):
+        if any(x.kind == "all-gather" for x in difference.collectives):
+            paths -= set(difference.paths)
+    return [transfer for transfer in compared.planned if transfer.path in paths]
+
+
+def _unplanned(compared: "Comparison", code: str) -> list["Unplanned"]:
+    return [difference for difference in compared.unplanned if difference.code == code]
+
+
+# ------------------------------------------------------------------ types on Explicit axes
+
+
+@contextmanager
+def explaining_types(mesh: AnyMesh, step: PlanInForce | None) -> Iterator[None]:
+    """Raises JAX's errors about types on Explicit axes as `ShardingTypeError`, with the way out."""
+    try:
+        yield
+    except Exception as error:
+        # 3 modules that a loop without errors does not need.
+        from treeshard.training._type_errors import explained
+
+        better = None
+        with suppress(Exception):  # what cannot be explained is raised as it is
+            better = explained(error, mesh, step)
+        if better is None:
+            raise
+        raise better from error
 
 
 # ------------------------------------------------------------------ arrays on one device

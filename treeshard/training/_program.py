@@ -6,6 +6,8 @@ state that comes back with another structure or sharding and compile again for i
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,9 +22,10 @@ from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.text import fold_paths
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import PlanInForce
 from treeshard.errors import SpecError, StateError, listed, warn
 from treeshard.training._batch import BatchPlacement
-from treeshard.training._pitfalls import warn_of_device_puts
+from treeshard.training._pitfalls import equations, explaining_types, warn_of_device_puts
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -45,7 +48,7 @@ class Program:
     def __init__(
         self,
         fn: StepFn,
-        plan: Plan,
+        in_force: PlanInForce,
         state: StaticSplit,
         batch: StaticSplit,
         placement: BatchPlacement,
@@ -53,7 +56,8 @@ class Program:
         donate: bool,
         per_device: bool,
     ) -> None:
-        self.fn, self.state, self.batch = fn, state, batch
+        self.fn, self.in_force, plan = fn, in_force, in_force.plan
+        self.state, self.batch = state, batch
         self.placement, self.per_device = placement, per_device
         self.paths = leaf_paths(state.combine(range(len(state.indices))))
         array_paths = state.dynamic(self.paths)
@@ -63,7 +67,8 @@ class Program:
         unique = len(set(array_paths)) == len(array_paths)
         self.names = _Names(array_paths if unique else [f"{i}" for i in range(len(array_paths))])
         self._once_on_host: set[int] = set()  # the arrays that a call had as numpy arrays
-        self.run = self._jitted(donate)
+        self._donate = donate
+        self.run = self._jitted(in_force)
 
     def matches(self, leaves: list[Any], treedef: Any, data: list[Any], data_def: Any) -> bool:
         """Whether this is the program for a state and a batch."""
@@ -79,20 +84,34 @@ class Program:
 
     def trace(self, arrays: Sequence[Any], data: list[Any]) -> jax.stages.Traced:
         """Traces the step, and warns of pitfalls that the trace shows, once."""
-        traced = self.run.trace(self.named(arrays), data)
+        traced = self._traced(self.named(arrays), data)
         if not self.is_traced:
             self.is_traced = True
             warn_of_device_puts(traced.jaxpr, self.placement.where)
         return traced
+
+    def _traced(self, state: "_Named", data: list[Any]) -> jax.stages.Traced:
+        if self.in_force.waits:
+            with suppress(Exception):
+                traced = self.run.trace(state, data)
+                from treeshard._placement.reduced import loses_sums
+
+                if not loses_sums(equations(traced.jaxpr.jaxpr)):
+                    return traced
+            # JAX has no types for all that can be done with weights whose gradients wait.
+            self.in_force = replace(self.in_force, waits=False)
+            self.run = self._jitted(self.in_force)
+        with explaining_types(self.placement.mesh, self.in_force):
+            return self.run.trace(state, data)
 
     def named(self, arrays: Sequence[Any]) -> "_Named":
         return _Named(arrays, self.names)
 
     # -------------------------------------------------------------- the traced function
 
-    def _jitted(self, donate: bool) -> Any:
+    def _jitted(self, in_force: PlanInForce) -> Any:
         mesh = self.placement.mesh
-        body = self._sharded_body if self.per_device else self._constrained_body
+        body = in_force.inside(self._sharded_body if self.per_device else self._constrained_body)
 
         def run(state: _Named, data: list[Any]) -> tuple[_Named, Any]:
             # An op on arrays in host and in device memory is an error in JAX: they are copied
@@ -114,7 +133,7 @@ class Program:
             run,
             in_shardings=(shardings, None),
             out_shardings=(shardings, None),
-            donate_argnums=0 if donate else (),
+            donate_argnums=0 if self._donate else (),
         )
 
     def _constrained_body(self, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:

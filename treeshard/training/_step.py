@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_leaves
 
 from treeshard._core.arrays import StaticSplit, has_shape
 from treeshard._core.jax_private import is_tracing
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.meetings import count_step, in_turn, set_origin
+from treeshard._core.mesh import axes_of_type, can_wait
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
+from treeshard._placement.shard import shard
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, row_axes
@@ -52,9 +54,10 @@ class Step:
         gather = None
         if per_device:
             from treeshard.manual import gather_params as gather
-        in_force = PlanInForce(plan, row_axes(batch), gather)
-        self._fn, self._donate, self.is_by_hand = in_force.inside(fn), donate, per_device
-        self._plain = fn
+        waits = can_wait(self._mesh) and not per_device
+        self._has_types = bool(axes_of_type(self._mesh, AxisType.Explicit))
+        self._in_force = PlanInForce(plan, row_axes(batch), gather, waits)
+        self._fn, self._donate, self.is_by_hand = fn, donate, per_device
         self._batches = BatchPlacement(batch, self._mesh, self._processes, self._name)
         self._programs: list[Program] = []
 
@@ -71,6 +74,8 @@ class Step:
         data = program.batch.dynamic(self._batches.place(data, data_def))
         if np.ndarray in set(map(type, arrays)):
             program.warn_of_host_leaves(arrays)
+        if self._has_types:
+            arrays = _placed(arrays, program)
         # On one device JAX refuses such arrays, and leaves them as they are: `_run` looks then.
         if self._mesh.size > 1 or not program.is_traced:
             arrays = self._usable(program, arrays, data)
@@ -80,7 +85,7 @@ class Step:
 
     def on(self, plan: Plan, batch: SpecTree) -> "Step":
         """Returns the same step for another plan of its state, and other specs of its batch."""
-        return Step(self._plain, plan, batch, donate=self._donate, per_device=self.is_by_hand)
+        return Step(self._fn, plan, batch, donate=self._donate, per_device=self.is_by_hand)
 
     # -------------------------------------------------------------- a call
 
@@ -91,7 +96,7 @@ class Step:
                 return program
         program = Program(
             self._fn,
-            self.plan,
+            self._in_force,
             StaticSplit(leaves, treedef, has_shape),
             StaticSplit(data, data_def, _is_data),
             self._batches,
@@ -111,6 +116,7 @@ class Step:
     def _run(self, program: Program, arrays: list[Any], data: list[Any]) -> tuple[list[Any], Any]:
         try:
             if not program.is_traced:
+                arrays = _on_the_mesh(arrays, program)
                 traced = program.trace(arrays, data)
                 if not self.is_by_hand:
                     # JAX keeps this program for the call, so that it compiles once.
@@ -125,6 +131,9 @@ class Step:
                 usable = self._usable(program, arrays, data)
                 if usable is not arrays:
                     return self._run(program, usable, data)
+            retyped = _on_the_mesh(arrays, program)
+            if retyped is not arrays:
+                return self._run(program, retyped, data)
             if (problem := _misplaced(arrays, program)) is None:
                 raise
             raise problem from error
@@ -208,9 +217,11 @@ class Step:
         # Readers of compiled programs are 10 modules, which a training loop does not need.
         from treeshard.communication._comparison import compare_communication
 
+        with _context_of(self._mesh):
+            compiled = self.lower(state, batch).compile()
         return compare_communication(
             self.plan,
-            self.lower(state, batch).compile(),
+            compiled,
             batch=self.batch_specs,
             remat=remat,
             scan=scan,
@@ -226,8 +237,13 @@ class Step:
             data[i] = data[i].update(sharding=target)
         program = self._program(leaves, treedef, data, data_def)
         data = program.batch.dynamic(data)
+        # On Explicit axes the sharding of an argument is part of the type that is traced.
+        arrays = [
+            x.update(sharding=sharding)
+            for x, sharding in zip(program.state.dynamic(leaves), program.shardings, strict=True)
+        ]
         with _context_of(self._mesh):
-            return program, program.trace(program.state.dynamic(leaves), data), data
+            return program, program.trace(arrays, data), data
 
     def _warn_of_activations(self, compiled: jax.stages.Compiled) -> None:
         if set(get_names_from_partition_spec(self.plan)) & set(row_axes(self.batch_specs)):
@@ -243,6 +259,39 @@ def _context_of(mesh: Mesh) -> AbstractContextManager[Any]:
     # `jit` compiles once per mesh context, so every call runs in the same one. Inside another
     # jit the context cannot be set, and does not change either.
     return nullcontext() if is_tracing() else jax.set_mesh(mesh)
+
+
+def _placed(arrays: list[Any], program: Program) -> list[Any]:
+    """The arrays, with those placed that are nowhere yet: their types do not say how they are
+    sharded, and JAX would trace another program for them."""
+    nowhere = [i for i, x in enumerate(arrays) if not getattr(x, "committed", False)]
+    if not nowhere:
+        return arrays
+    placed = shard([arrays[i] for i in nowhere], [program.shardings[i] for i in nowhere])
+    new = dict(zip(nowhere, placed, strict=True))
+    return [new.get(i, x) for i, x in enumerate(arrays)]
+
+
+def _on_the_mesh(arrays: list[Any], program: Program) -> list[Any]:
+    """The arrays, with those of a mesh of the same devices and other types of axes on the plan's.
+
+    Nothing is copied: only the type that JAX traces differs.
+    """
+    pairs = zip(arrays, program.shardings, strict=True)
+    others = [i for i, (x, planned) in enumerate(pairs) if _differs_in_type(x, planned)]
+    if not others:
+        return arrays
+    moved = arrays.copy()
+    for i in others:
+        moved[i] = jax.device_put(arrays[i], program.shardings[i])
+    return moved
+
+
+def _differs_in_type(x: Any, planned: NamedSharding) -> bool:
+    if not _is_live(x) or not isinstance(x.sharding, NamedSharding):
+        return False
+    kinds = x.sharding.mesh.axis_types
+    return kinds != planned.mesh.axis_types and x.sharding.is_equivalent_to(planned, x.ndim)
 
 
 # ------------------------------------------------------------------ errors of a call

@@ -1,0 +1,112 @@
+"""`lookup` and `matmul` on Explicit axes: results and gradients of one device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+
+TABLE = np.random.default_rng(0).standard_normal((16, 8)).astype("float32")
+IDS = np.arange(48, dtype="int32").reshape(16, 3) % 5
+ROWS = P(("data", "fsdp"))
+
+
+@pytest.fixture(params=["auto", "explicit"])
+def mesh(request: pytest.FixtureRequest) -> Mesh:
+    return ts.make_mesh("data=2,fsdp=4", axis_types=request.param)
+
+
+@pytest.fixture
+def explicit() -> Mesh:
+    return jax.make_mesh((2, 4), ("data", "fsdp"))
+
+
+def summed_sines(rows: Any) -> Any:
+    return jnp.sum(jnp.sin(rows))
+
+
+GRADIENT = jax.grad(lambda table: summed_sines(table[IDS]))(TABLE)
+
+
+LOOK_UPS = pytest.mark.parametrize(
+    "look_up",
+    [
+        ts.lookup,
+        lambda table, ids: jax.vmap(lambda i: ts.lookup(table, i))(ids),
+        lambda table, ids: jax.vmap(jax.vmap(lambda i: ts.lookup(table, i)))(ids),
+    ],
+    ids=["all", "each row", "each id"],
+)
+
+
+@pytest.mark.parametrize("spec", [P(), P("fsdp"), P(None, "fsdp")], ids=str)
+@LOOK_UPS
+def test_lookup(mesh: Mesh, spec: P, look_up: Any) -> None:
+    loss = lambda table, ids: summed_sines(look_up(table, ids))  # noqa: E731
+    table, ids = ts.shard(TABLE, spec, mesh), ts.shard(IDS, ROWS, mesh)
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(look_up)(table, ids), TABLE[IDS])
+        gradient = jax.jit(jax.grad(loss))(table, ids)
+    np.testing.assert_allclose(gradient, GRADIENT, atol=1e-5)
+
+
+@LOOK_UPS
+@pytest.mark.parametrize("rows", [ROWS, P("data"), P()], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "over"),
+    [
+        (P(), ("data",)),
+        (P(), ("data", "fsdp")),
+        (P("fsdp"), ("data",)),
+        (P(None, "fsdp"), ("data",)),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_a_table_that_waits_for_its_sum(
+    explicit: Mesh, spec: P, over: tuple[str, ...], rows: P, look_up: Any
+) -> None:
+    """JAX's own lookup has a wrong one, if the table is split or ids are not."""
+
+    def gradient(table: Any, ids: Any) -> Any:
+        table = jax.sharding.reshard(table, spec.update(reduced=frozenset(over)))
+        found = jax.grad(lambda table: summed_sines(look_up(table, ids)))(table)
+        return jax.sharding.reshard(found, spec)
+
+    table, ids = ts.shard(TABLE, spec, explicit), ts.shard(IDS, rows, explicit)
+    with jax.set_mesh(explicit):
+        np.testing.assert_allclose(jax.jit(gradient)(table, ids), GRADIENT, atol=1e-5)
+
+
+@pytest.mark.parametrize("index", [3, np.int32(3), jnp.int32(3)], ids=["int", "numpy", "jax"])
+def test_one_row(mesh: Mesh, index: Any) -> None:
+    with jax.set_mesh(mesh):
+        table = ts.shard(TABLE, P("fsdp"), mesh)
+        np.testing.assert_array_equal(ts.lookup(table, index), TABLE[3])
+    np.testing.assert_array_equal(ts.lookup(jnp.asarray(TABLE), index), TABLE[3])
+
+
+@pytest.mark.parametrize("axis", ["fsdp", None], ids=["row parallel", "of full matrices"])
+def test_matmul(mesh: Mesh, axis: str | None) -> None:
+    x = np.random.default_rng(1).standard_normal((4, 16)).astype("float32")
+    placed = ts.shard(x, P("data", axis), mesh), ts.shard(TABLE, P(axis), mesh)
+    loss = lambda x, w: summed_sines(ts.matmul(x, w))  # noqa: E731
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(ts.matmul)(*placed), x @ TABLE, atol=1e-5)
+        gradients = jax.jit(jax.grad(loss, (0, 1)))(*placed)
+    expected = jax.grad(loss, (0, 1))(x, TABLE)
+    for got, want in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_the_mesh_of_the_types_is_enough(explicit: Mesh) -> None:
+    table, ids = ts.shard(TABLE, P("fsdp"), explicit), ts.shard(IDS, ROWS, explicit)
+    for look_up in (ts.lookup, jax.jit(ts.lookup)):
+        np.testing.assert_array_equal(look_up(table, ids), TABLE[IDS])
+    x = ts.shard(np.ones((4, 16), "float32"), P("data", "fsdp"), explicit)
+    for product in (ts.matmul, jax.jit(ts.matmul)):
+        np.testing.assert_allclose(product(x, table), np.ones((4, 16)) @ TABLE, atol=1e-5)

@@ -1,0 +1,208 @@
+"""Specs that are `unreduced` or `reduced`: types of traced values, by which no array is placed."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard import checkpoint, compat, manual
+
+W = np.arange(32, dtype="float32").reshape(8, 4)
+TREE = {"a": {"w": W}, "b": W + 1}
+KINDS = ("unreduced", "reduced")
+
+
+def mesh_of(*explicit: str) -> Mesh:
+    kinds = {name: "explicit" if name in explicit else "auto" for name in ("data", "fsdp")}
+    return ts.make_mesh("data=2,fsdp=4", axis_types=kinds)
+
+
+AUTO, MIXED, EXPLICIT = mesh_of(), mesh_of("data"), mesh_of("data", "fsdp")
+MESHES = {"auto": AUTO, "mixed": MIXED, "explicit": EXPLICIT}
+
+
+def typed(kind: str) -> P:
+    return P("fsdp", **{kind: {"data"}})
+
+
+def rules(spec: P) -> list[tuple[str, Any]]:
+    return [(".*", spec)]
+
+
+def initialised(spec: P, mesh: Mesh) -> Any:
+    def init() -> Any:
+        return jax.tree.map(jnp.asarray, TREE)
+
+    return ts.init_sharded(init, rules=rules(spec), mesh=mesh, min_size=0)
+
+
+def stepped(make: Callable[..., Any], spec: P, mesh: Mesh) -> Any:
+    plan = ts.plan(TREE, rules(P(None, "data")), mesh, min_size=0)
+    step = make(lambda state, batch: (state, 0), plan, batch=spec, donate=False)
+    return step(ts.shard(TREE, plan), TREE)
+
+
+def traced(f: Callable[[Any], Any], mesh: Mesh) -> Any:
+    with jax.set_mesh(mesh):
+        return jax.jit(f)(TREE)
+
+
+def restored(spec: P, mesh: Mesh, folder: str) -> Any:
+    checkpoint.save(f"{folder}/tree", TREE)
+    return checkpoint.restore(f"{folder}/tree", TREE, rules=rules(spec), mesh=mesh, min_size=0)
+
+
+PLACING: dict[str, Callable[[P, Mesh, str], Any]] = {
+    "shard": lambda spec, mesh, _: ts.shard(TREE, spec, mesh),
+    "reshard": lambda spec, mesh, _: ts.reshard(ts.shard(TREE, P(), mesh), spec, mesh),
+    "from_process_local": lambda spec, mesh, _: ts.from_process_local(TREE, spec, mesh),
+    "with_sharding_constraint": lambda spec, mesh, _: ts.with_sharding_constraint(TREE, spec, mesh),
+    "unshard": lambda spec, mesh, _: ts.unshard(TREE, spec, "fsdp", mesh),
+    "plan": lambda spec, mesh, _: ts.plan(TREE, rules(spec), mesh, min_size=0).check(),
+    "match_partition_rules": lambda spec, mesh, _: ts.match_partition_rules(
+        rules(spec), TREE, mesh, min_size=0
+    ),
+    "rules without a mesh": lambda spec, mesh, _: ts.match_partition_rules(
+        rules(spec), TREE, min_size=0
+    ),
+    "init_sharded": lambda spec, mesh, _: initialised(spec, mesh),
+    "jit_step": lambda spec, mesh, _: stepped(ts.jit_step, spec, mesh),
+    "shard_map_step": lambda spec, mesh, _: stepped(ts.shard_map_step, spec, mesh),
+    "restore": restored,
+    "analyze": lambda spec, mesh, _: compat.analyze_sharding_strategy(TREE, spec, mesh),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize("name", PLACING)
+def test_no_array_is_placed_by_a_type(name: str, axes: str, kind: str, tmp_path: Any) -> None:
+    mesh = MESHES[axes]
+    expected = ts.ShardingRuleError if name in _BY_RULES else ts.SpecError
+    with pytest.raises(expected) as error:
+        PLACING[name](typed(kind), mesh, str(tmp_path))
+    message = str(error.value)
+    spec = "P(" if name == "unshard" else "P('fsdp', "
+    for path in ("a/w", "b"):
+        assert re.search(rf"{path}: .*8, ?4.*{re.escape(spec)}{kind}={{'data'}}", message), message
+    assert f"`{kind}` axes are part of a type, which values have inside jit" in message
+    assert f"write {'P()' if name == 'unshard' else repr(P('fsdp'))}." in message
+    if "without" not in name:
+        assert "data=2, fsdp=4" in message
+        auto = {"auto": " Auto here: 'data', 'fsdp'.", "mixed": " Auto here: 'fsdp'."}.get(axes, "")
+        assert f"Explicit axes alone.{auto} Elsewhere" in message
+
+
+_BY_RULES = (
+    "plan",
+    "match_partition_rules",
+    "rules without a mesh",
+    "init_sharded",
+    "restore",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_has_it_as_a_finding_and_places_arrays_without_it(kind: str) -> None:
+    plan = ts.plan(TREE, rules(typed(kind)), EXPLICIT, min_size=0)
+    assert [x.code for x in plan.findings] == ["reduced-type"]
+    assert [leaf.given for leaf in plan.leaves] == [P("fsdp")] * 2
+    assert ts.shard(TREE, plan)["b"].sharding.spec == P("fsdp")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nor_is_an_array_restored_by_one(kind: str, tmp_path: Any) -> None:
+    checkpoint.save(tmp_path / "tree", TREE)
+    sharding = NamedSharding(EXPLICIT, typed(kind))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), TREE)
+    with pytest.raises(ts.SpecError, match=rf"(?s)restore: 2 leaves.* a/w: .*{kind}.* b: .*{kind}"):
+        checkpoint.restore(tmp_path / "tree", like)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nor_by_functions_made_of_specs(kind: str) -> None:
+    shard_fns, _ = ts.make_shard_and_gather_fns({"b": typed(kind)}, EXPLICIT)
+    with pytest.raises(ts.SpecError, match=f"b: .*`{kind}` axes are part of a type"):
+        shard_fns["b"](W)
+    gather = jax.shard_map(
+        lambda tree: manual.gather_params(tree, "fsdp", typed(kind)),
+        mesh=AUTO,
+        in_specs=P("fsdp"),
+        out_specs=P(),
+    )
+    with pytest.raises(
+        ts.SpecError, match=f"gather_params: 2 specs do not fit:.*\n.*`{kind}` axes"
+    ):
+        jax.jit(gather)(TREE)
+
+
+# ------------------------------------------------------------------ in a trace
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axes", ["auto", "mixed"])
+def test_no_constraint_where_an_axis_is_auto(axes: str, kind: str) -> None:
+    for name, constrain in {
+        "with_sharding_constraint": lambda x: ts.with_sharding_constraint(x, typed(kind)),
+        "unshard": lambda x: ts.unshard(x, typed(kind), "fsdp"),
+    }.items():
+        with pytest.raises(ts.SpecError, match=f"{name}: 2 constraints .*\n  a/w: .*{kind}.*Auto"):
+            traced(constrain, MESHES[axes])
+
+
+def test_a_mesh_that_is_not_in_force_gives_values_no_types() -> None:
+    with pytest.raises(ts.SpecError, match=r"under `jax\.set_mesh`.*Auto here: 'data', 'fsdp'\."):
+        jax.jit(lambda x: ts.with_sharding_constraint(x, P(reduced={"data"}), EXPLICIT))(W)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_constraint_types_values_on_explicit_axes(kind: str) -> None:
+    types = []
+
+    def there_and_back(tree: Any) -> Any:
+        tree = ts.with_sharding_constraint(tree, typed(kind))
+        types.append(jax.typeof(tree["b"]).sharding.spec)
+        return ts.with_sharding_constraint(tree, P("fsdp"))
+
+    with jax.set_mesh(EXPLICIT):
+        out = jax.jit(there_and_back)(ts.shard(TREE, P("fsdp")))
+    assert getattr(types[0], kind) == {"data"}
+    np.testing.assert_array_equal(out["b"], TREE["b"])
+
+
+def test_without_a_mesh_it_does_nothing() -> None:
+    assert ts.with_sharding_constraint(W, P(reduced={"data"})) is W
+    assert jax.jit(lambda x: ts.with_sharding_constraint(x, P(reduced={"data"})))(W).shape == (8, 4)
+
+
+def test_axes_that_the_mesh_lacks_are_dropped() -> None:
+    def constrained(tree: Any) -> Any:
+        spec = P("fsdp", reduced={"data", "model"})
+        return ts.with_sharding_constraint(tree, spec)["b"]
+
+    assert jax.typeof(traced(constrained, EXPLICIT)).sharding.spec.reduced == {"data"}
+
+
+# ------------------------------------------------------------------ arrays of such a type
+
+
+def test_a_sum_that_waits_cannot_be_read(tmp_path: Any) -> None:
+    with jax.set_mesh(EXPLICIT):
+        split = ts.shard(W, P("fsdp"))
+        waiting = {"w": jax.sharding.reshard(split, P("fsdp", unreduced={"data"}))}
+        summed = jax.sharding.reshard(waiting["w"], P("fsdp", None))
+    way_out = r"w: float32\[8,4\]: it is unreduced along 'data'.*reshard\(x, P\('fsdp', None\)\)"
+    with pytest.raises(ts.errors.LeafError, match=way_out):
+        ts.gather(waiting)
+    with pytest.raises(ts.errors.LeafError, match=way_out):
+        checkpoint.save(tmp_path / "tree", waiting)
+    with pytest.raises(ts.errors.LeafError, match=way_out):
+        ts.interchange.save_safetensors(tmp_path / "w.safetensors", waiting)
+    np.testing.assert_array_equal(ts.gather(summed), W)

@@ -1,0 +1,244 @@
+"""Seven programs, written once for meshes of Auto, Explicit and mixed axes, and their plans."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+
+
+class Model(NamedTuple):
+    """Parameters, `loss(params, batch)` as a mean over rows, a batch, and rules of FSDP x TP."""
+
+    params: dict[str, np.ndarray]
+    loss: Callable[[Any, Any], Any]
+    batch: tuple[np.ndarray, np.ndarray]
+    rules: list[tuple[str, Any]]
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    drawn = np.random.default_rng([seed, *shape]).standard_normal(shape)
+    return (0.3 * drawn).astype("float32")
+
+
+def explicit_axes(x: Any) -> tuple[str, ...]:
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty:
+        return ()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def spec_of(x: Any) -> Any:
+    return jax.typeof(x).sharding.spec
+
+
+def with_result(f: Callable[..., Any], out: P, x: Any) -> Any:
+    """`f(..., out_sharding=out)` if `x` is on Explicit axes, else `f(...)`."""
+    return lambda *args: f(*args, out_sharding=out) if explicit_axes(x) else f(*args)
+
+
+def mlp() -> Model:
+    def loss(p: Any, batch: Any) -> Any:
+        x, y = batch
+        p = ts.unshard(p)
+        return jnp.mean((ts.matmul(jnp.tanh(x @ p["up"] + p["b"]), p["down"]) - y) ** 2)
+
+    params = {"up": numbers(16, 64), "b": numbers(64), "down": numbers(64, 16)}
+    batch = numbers(16, 16), numbers(16, 16, seed=1)
+    rules = [("up", P("fsdp", "tensor")), ("b", P("tensor")), ("down", P("tensor", "fsdp"))]
+    return Model(params, loss, batch, rules)
+
+
+def convolution(x: Any, kernels: Any) -> Any:
+    def convolve(x: Any, kernels: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, kernels, (1, 1), "SAME")
+
+    axes = explicit_axes(x)
+    if not axes:
+        return convolve(x, kernels)
+    out = P(spec_of(x)[0], spec_of(kernels)[0], None, None)
+    return jax.sharding.auto_axes(convolve, axes=axes)(x, kernels, out_sharding=out)
+
+
+def convolutional() -> Model:
+    def loss(p: Any, batch: Any) -> Any:
+        x, y = batch
+        p = ts.unshard(p)
+        x = convolution(x, p["kernels"])
+        x = (x - x.mean((2, 3), keepdims=True)) * p["scale"][:, None, None]
+        return jnp.mean((ts.matmul(jax.nn.relu(x).mean((2, 3)), p["head"]) - y) ** 2)
+
+    params = {"kernels": numbers(8, 3, 3, 3), "scale": numbers(8), "head": numbers(8, 16)}
+    batch = numbers(16, 3, 8, 8), numbers(16, 16)
+    rules = [("kernels", P("tensor")), ("scale", P("tensor")), ("head", P("tensor", "fsdp"))]
+    return Model(params, loss, batch, rules)
+
+
+def attention() -> Model:
+    def one(p: Any, x: Any) -> Any:
+        q, k, v = jnp.moveaxis(jnp.einsum("td,dnhk->tnhk", x, p["qkv"]), 1, 0)
+        weights = jax.nn.softmax(jnp.einsum("thk,shk->hts", q, k))
+        heads = jnp.einsum("hts,shk->thk", weights, v)
+        project = with_result(jnp.einsum, P(None, None), x)
+        return project("thk,hkd->td", heads, p["out"])
+
+    def loss(p: Any, batch: Any) -> Any:
+        x, y = batch
+        p = ts.unshard(p)
+        return jnp.mean((jax.vmap(lambda x: one(p, x))(x) - y) ** 2)
+
+    params = {"qkv": numbers(16, 3, 4, 8), "out": numbers(4, 8, 16)}
+    batch = numbers(16, 8, 16), numbers(16, 8, 16, seed=1)
+    rules = [("qkv", P("fsdp", None, "tensor")), ("out", P("tensor", None, "fsdp"))]
+    return Model(params, loss, batch, rules)
+
+
+def layers() -> Model:
+    def layer(x: Any, p: Any) -> Any:
+        p = ts.unshard(p)
+        return jnp.tanh(ts.matmul(jnp.tanh(x @ p["up"] + p["b"]), p["down"])), None
+
+    def loss(p: Any, batch: Any) -> Any:
+        x, y = batch
+        return jnp.mean((jax.lax.scan(jax.checkpoint(layer), x, p)[0] - y) ** 2)
+
+    params = {"up": numbers(4, 16, 32), "b": numbers(4, 32), "down": numbers(4, 32, 16)}
+    batch = numbers(16, 16), numbers(16, 16, seed=1)
+    rules = [
+        ("up", P(None, "fsdp", "tensor")),
+        ("b", P(None, "tensor")),
+        ("down", P(None, "tensor", "fsdp")),
+    ]
+    return Model(params, loss, batch, rules)
+
+
+def language() -> Model:
+    def loss(p: Any, batch: Any) -> Any:
+        ids, following = batch
+        p = ts.unshard(p)
+        x = ts.lookup(p["embedding"], ids)
+        x = x + ts.matmul(jnp.tanh(x @ p["up"]), p["down"])
+        x = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * p["scale"]
+        likely = jax.nn.log_softmax(x @ p["embedding"].T)
+        return -jnp.mean(jnp.take_along_axis(likely, following[..., None], -1))
+
+    params = {
+        "embedding": numbers(32, 16),
+        "up": numbers(16, 32),
+        "down": numbers(32, 16),
+        "scale": numbers(16),
+    }
+    drawn = np.random.default_rng(0).integers(0, 32, (16, 9))
+    rules = [
+        ("embedding", P("fsdp")),
+        ("up", P("fsdp", "tensor")),
+        ("down", P("tensor", "fsdp")),
+        ("scale", None),
+    ]
+    return Model(params, loss, (drawn[:, :-1], drawn[:, 1:]), rules)
+
+
+def experts() -> Model:
+    def loss(p: Any, batch: Any) -> Any:
+        x, y = batch
+        p = ts.unshard(p)
+        gates = jax.nn.softmax(x @ p["gate"])
+        inner = jnp.tanh(jnp.einsum("bd,edf->ebf", x, p["up"]))
+        each = jnp.einsum("ebf,efd->ebd", inner, p["down"])
+        combine = with_result(jnp.einsum, P(*spec_of(x)), x)
+        return jnp.mean((combine("be,ebd->bd", gates, each) - y) ** 2)
+
+    params = {"gate": numbers(16, 4), "up": numbers(4, 16, 32), "down": numbers(4, 32, 16)}
+    batch = numbers(16, 16), numbers(16, 16, seed=1)
+    rules = [
+        ("gate", P("fsdp")),
+        ("up", P("tensor", "fsdp")),
+        ("down", P("tensor", None, "fsdp")),
+    ]
+    return Model(params, loss, batch, rules)
+
+
+def recurrent() -> Model:
+    def loss(p: Any, batch: Any) -> Any:
+        x, y = batch
+        p = ts.unshard(p)
+
+        def cell(state: Any, x: Any) -> Any:
+            update = jax.nn.sigmoid(x @ p["w_update"] + ts.matmul(state, p["u_update"]))
+            new = jnp.tanh(x @ p["w_new"] + ts.matmul(state, p["u_new"]))
+            return (1 - update) * state + update * new, None
+
+        start = jnp.zeros_like(x[:, 0] @ p["w_new"])
+        return jnp.mean((jax.lax.scan(cell, start, jnp.moveaxis(x, 1, 0))[0] - y) ** 2)
+
+    params = {name: numbers(16, 16, seed=i) for i, name in enumerate(GATES)}
+    batch = numbers(16, 8, 16), numbers(16, 16, seed=9)
+    rules = [("w_", P("fsdp", "tensor")), ("u_", P(None, "tensor"))]
+    return Model(params, loss, batch, rules)
+
+
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+GATES = ("w_update", "u_update", "w_new", "u_new")
+MODELS = {
+    "mlp": mlp,
+    "convolutional": convolutional,
+    "attention": attention,
+    "layers": layers,
+    "language": language,
+    "experts": experts,
+    "recurrent": recurrent,
+}
+STRATEGIES = {
+    "fsdp": "fsdp=8",
+    "hsdp": "data=2,fsdp=4",
+    "zero-1": "data=2,fsdp=4",
+    "fsdp x tp": "fsdp=4,tensor=2",
+}
+KINDS = ("auto", "explicit", "first", "last")
+
+
+def mesh_of(strategy: str, kind: str, topology: str | None = None) -> Mesh:
+    """The mesh of a strategy, of which all, the first, the last or no axis is Explicit."""
+    axes = STRATEGIES[strategy]
+    names = [axis.split("=")[0] for axis in axes.split(",")]
+    explicit = {"auto": [], "explicit": names, "first": names[:1], "last": names[-1:]}[kind]
+    kinds = {name: "explicit" if name in explicit else "auto" for name in names}
+    return ts.make_mesh(axes, axis_types=kinds, topology=topology)
+
+
+def state_of(model: Model) -> dict[str, Any]:
+    """The parameters, and the state of their optimizer."""
+    return {"params": model.params, "opt": OPTIMIZER.init(model.params)}
+
+
+def plan_of(model: Model, strategy: str, mesh: Mesh) -> ts.Plan:
+    by_fsdp = ts.fsdp("fsdp", min_size=0)
+    rules = {
+        "fsdp": [(".*", by_fsdp)],
+        "hsdp": [(".*", by_fsdp)],
+        "zero-1": [("params/", None), ("opt/", by_fsdp)],
+        "fsdp x tp": model.rules,
+    }[strategy]
+    return ts.plan(state_of(model), rules, mesh, min_size=0)
+
+
+def rows_of(mesh: Mesh) -> P:
+    return P(tuple(axis for axis in ("data", "fsdp") if axis in mesh.axis_names))
+
+
+def make_step(model: Model, plan: ts.Plan, differentiate: Any) -> Any:
+    """A step of SGD with momentum."""
+
+    def step(state: Any, batch: Any) -> Any:
+        value, grads = differentiate(model.loss)(state["params"], batch)
+        updates, opt = OPTIMIZER.update(grads, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    return ts.jit_step(step, plan, batch=rows_of(plan.mesh))

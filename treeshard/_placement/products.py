@@ -1,0 +1,112 @@
+"""Two operations that JAX types on Explicit axes only if it is told how, for meshes of any axes.
+
+`table[ids]` and `x @ w` with a split contraction raise `ShardingTypeError` there: the result could
+be sharded in several ways. One of these is what models mean nearly always.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from treeshard._core.jax_private import vmapped_axes
+from treeshard._core.mesh import axes_of_type
+from treeshard._core.specs import all_axes, axes_of, dim_entries
+from treeshard._placement.reduced import not_reduced
+
+
+def lookup(table: Any, ids: Any) -> jax.Array:
+    """The rows of a table at some indices, `table[ids]`, on a mesh with axes of any type.
+
+    On Explicit axes the result is split like `ids`, and its last dims like those of the table.
+    On Auto axes and without a mesh it is `table[ids]`.
+
+    Args:
+        table: An array of shape `(rows, ...)`, such as an embedding.
+        ids: An array of integers, of any shape. One that is not in the table reads the nearest
+            row, as JAX does.
+
+    Returns:
+        An array of shape `(*ids.shape, *table.shape[1:])`.
+
+    Examples:
+        >>> mesh = jax.make_mesh((8,), ("fsdp",))  # Explicit axes
+        >>> with jax.set_mesh(mesh):
+        ...     ids = jax.device_put(jnp.arange(16), P("fsdp"))
+        ...     jax.typeof(lookup(jnp.ones((32, 4)), ids))
+        ShapedArray(float32[16@fsdp,4])
+
+    Source:
+        `table.at[ids].get(out_sharding=...)`, JAX's own way.
+    """
+    by_ids = _explicit_entries(ids)
+    by_table = _explicit_entries(table)
+    if by_ids is None and by_table is None:
+        return table[ids]
+    if not jnp.ndim(ids):  # one index is a slice to JAX, whose result takes no sharding in a `vmap`
+        return lookup(table, jnp.expand_dims(ids, 0))[0]
+    split = by_ids or [None] * jnp.ndim(ids)
+    whole = jax.typeof(table).sharding.spec
+    if whole.reduced and not any(by_table or ()) and whole.reduced == {*all_axes(split)}:
+        # On each device by itself, so that the gradient waits for its sum.
+        rows = PartitionSpec(*split)
+        return jax.shard_map(_rows_of, in_specs=(whole, rows), out_specs=rows)(table, ids)
+    # The gradient of JAX 0.10 to 0.12 is wrong for a table that is `reduced`.
+    table = not_reduced(table)
+    used = {*all_axes(split), *vmapped_axes()}
+    rest = [None if set(axes_of(e)) & used else e for e in (by_table or [None])[1:]]
+    return table.at[ids].get(out_sharding=_sharding([*split, *rest], table, ids))
+
+
+def _rows_of(table: Any, ids: Any) -> Any:
+    return table[ids]
+
+
+def matmul(x: Any, w: Any) -> jax.Array:
+    """The product of activations and a matrix, `x @ w`, on a mesh with axes of any type.
+
+    On Explicit axes, the dim that is contracted may be split: the parts are then summed. This is
+    the row-parallel product of tensor parallelism. The result is split like the first dims of `x`
+    and the last dim of `w`. On Auto axes and without a mesh it is `x @ w`.
+
+    Args:
+        x: An array of shape `(..., k)`.
+        w: An array of shape `(k, n)`.
+
+    Returns:
+        An array of shape `(..., n)`.
+
+    Examples:
+        >>> mesh = jax.make_mesh((2, 4), ("data", "tensor"))  # Explicit axes
+        >>> with jax.set_mesh(mesh):
+        ...     x = jax.device_put(jnp.ones((8, 16)), P("data", "tensor"))
+        ...     w = jax.device_put(jnp.ones((16, 4)), P("tensor"))
+        ...     jax.typeof(matmul(x, w))
+        ShapedArray(float32[8@data,4])
+
+    Source:
+        `jnp.matmul(x, w, out_sharding=...)`, JAX's own way; row-parallel layers are Megatron's
+        (https://arxiv.org/abs/1909.08053).
+    """
+    by_x, by_w = _explicit_entries(x), _explicit_entries(w)
+    if by_x is None and by_w is None:
+        return x @ w
+    rows = (by_x or [None] * jnp.ndim(x))[:-1]
+    columns = (by_w or [None, None])[1:]
+    return jnp.matmul(x, w, out_sharding=_sharding([*rows, *columns], x, w))
+
+
+def _sharding(by_dims: list[Any], *operands: Any) -> NamedSharding:
+    """A sharding on the mesh of the operands' types, which need not be the current mesh."""
+    meshes = [jax.typeof(x).sharding.mesh for x in operands]
+    mesh = next(mesh for mesh in meshes if not mesh.empty)
+    return NamedSharding(mesh, PartitionSpec(*by_dims))
+
+
+def _explicit_entries(x: Any) -> list[Any] | None:
+    """The entries of a value's type, one for each dim; `None` if no axis is Explicit."""
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh.empty or not axes_of_type(sharding.mesh, AxisType.Explicit):
+        return None
+    return dim_entries(sharding.spec, jnp.ndim(x))

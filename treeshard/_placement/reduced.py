@@ -1,0 +1,117 @@
+"""Weights that are gathered so that their gradients are scattered, on meshes with Explicit axes.
+
+There the type of a value says what its gradient is. Of a weight that is replicated, the gradient
+is replicated too: each product that uses it ends in an all-reduce of the whole gradient. Of a
+weight that is `reduced` over some axes, as `float32[512,64]{R:fsdp}`, it is a sum that waits,
+`{U:fsdp}`, until it is scattered. A `jax.sharding.reshard` of it would still be an all-reduce in
+the compilers of JAX 0.10 to 0.12, and only a gather by hand, in `shard_map`, is scattered back.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import jax
+from jax.numpy import inexact, issubdtype
+from jax.sharding import AxisType, PartitionSpec
+
+from treeshard._core.mesh import axes_of_type
+from treeshard._core.specs import axes_of, dim_entries, entries, with_types, without_axes
+
+# The ranks of weights that are used in products: matrices, and one for each expert. JAX does not
+# type convolutions of such weights, nor sums with them.
+PRODUCTS = (2, 3)
+
+
+def waiting_over(x: Any, axes: Collection[str]) -> Any:
+    """`x`, typed so that its gradient is not summed yet over some axes that do not split it.
+
+    Its gradient is summed where this was called, and not where `x` is used.
+    """
+    spec = jax.typeof(x).sharding.spec
+    over = spec.reduced | set(axes)
+    return x if over == spec.reduced else jax.sharding.reshard(x, spec.update(reduced=over))
+
+
+def not_reduced(x: Any) -> Any:
+    """`x`, typed so that its gradient is summed where it is used."""
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, spec.update(reduced=frozenset())) if spec.reduced else x
+
+
+def summed(x: Any) -> Any:
+    """`x`, whose sum over some axes waits, after the sum."""
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, with_types(spec, (), spec.reduced)) if spec.unreduced else x
+
+
+# What may be done with values that are `reduced`, and with gradients that wait. JAX 0.10 to 0.12
+# have no rules for some other operations, and wrong ones for more: in `jnp.stack`, in `auto_axes`,
+# inside `jax.checkpoint`, gradients come out 2 or 8 times too large, or one device's alone.
+_BODIES = {"cond", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", "scan", "shard_map"}
+_MOVES = {"copy", "reshape", "reshard", "slice", "dynamic_slice", "squeeze", "transpose"}
+_OF_REDUCED = {*_BODIES, *_MOVES, "convert_element_type", "dot_general"}
+_OF_WAITING = {
+    *(*_BODIES, *_MOVES),
+    *("add", "add_any", "broadcast_in_dim", "dynamic_update_slice", "neg", "pad"),
+}
+
+
+def loses_sums(equations: Iterable[Any]) -> bool:
+    """Whether a trace does more with `reduced` values, or with sums that wait, than what is right.
+
+    Args:
+        equations: All of the trace, those of inner programs too.
+    """
+    return any(map(_loses_sums, equations))
+
+
+def _loses_sums(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    specs = [_spec(x) for x in eqn.invars]
+    is_reduced = any(spec.reduced for spec in specs)
+    waits = any(spec.unreduced for spec in specs)
+    if not (is_reduced or waits):
+        return False
+    if name == "convert_element_type" and waits:
+        return not issubdtype(eqn.outvars[0].aval.dtype, inexact)
+    if (is_reduced and name not in _OF_REDUCED) or (waits and name not in _OF_WAITING):
+        return True
+    return name == "reshard" and _changes_more_than_sums(*eqn.invars, *eqn.outvars)
+
+
+def _changes_more_than_sums(before: Any, after: Any) -> bool:
+    """Whether a reshard splits a value otherwise, or takes it to Auto axes."""
+    to_auto = axes_of_type(after.aval.sharding.mesh, AxisType.Auto)
+    return bool(to_auto) or entries(_spec(before)) != entries(_spec(after))
+
+
+def _spec(variable: Any) -> PartitionSpec:
+    sharding = getattr(variable.aval, "sharding", None)
+    return PartitionSpec() if sharding is None else sharding.spec
+
+
+def gathered_for_scatter(x: Any, axes: Collection[str]) -> Any:
+    """`x`, gathered over some axes that split it. Its gradient is scattered over them.
+
+    Over axes that `x` is `reduced` over, its gradient waits further.
+    """
+    spec = jax.typeof(x).sharding.spec
+    gathered = {axis for entry in dim_entries(spec, x.ndim) for axis in axes_of(entry)} & {*axes}
+    result = without_axes(spec, gathered).update(reduced=spec.reduced | gathered)
+    if not all(_is_minor(entry, gathered) for entry in dim_entries(spec, x.ndim)):
+        return jax.sharding.reshard(x, result)
+
+    def gather(x: Any) -> Any:
+        for dim, entry in enumerate(dim_entries(spec, x.ndim)):
+            over = tuple(axis for axis in axes_of(entry) if axis in gathered)
+            if over:
+                x = jax.lax.all_gather(x, over, axis=dim, tiled=True, to="reduced")
+        return x
+
+    return jax.shard_map(gather, in_specs=spec, out_specs=result)(x)
+
+
+def _is_minor(entry: Any, axes: Collection[str]) -> bool:
+    """Whether the gathered parts of a dim lie side by side: its other axes split it first."""
+    kept = [axis not in axes for axis in axes_of(entry)]
+    return kept == sorted(kept, reverse=True)

@@ -1,0 +1,159 @@
+"""Gradients on Explicit axes: one sum of each over the axes that do not split it, after all loops.
+
+A gradient of a weight that is typed as `reduced` over the axes of the batch is a sum that waits
+(`{U:data}`), through scans and additions, until `jax.sharding.reshard` ends it: one all-reduce of
+shards in each step. JAX has no such types for biases, convolutions and a few more operations; the
+leaves that are used so are found by tracing, and reduced where they are used.
+"""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+from jax.tree_util import tree_flatten
+
+from treeshard._core.arrays import StaticSplit
+from treeshard._core.spec_trees import get_names_from_partition_spec
+from treeshard._placement.reduced import loses_sums, summed, waiting_over
+from treeshard._planning.plan_in_force import summed_later
+from treeshard.training._pitfalls import equations
+
+
+def by_waiting(
+    differentiate: Callable[..., Any],
+    arrays: list[Any],
+    paths: Sequence[str],
+    rows: Sequence[str],
+) -> tuple[Any, Any, list[Any]]:
+    """The value, `aux` and gradients of a loss; these wait for their sum over `rows`.
+
+    The loss is traced once if all weights can wait, at most four times if some cannot, and three
+    times if it raises an error of its own.
+
+    Args:
+        differentiate: `arrays -> ((value, aux), grads)`.
+        arrays: The parameters.
+        paths: Their paths. Layers of one kind are used alike.
+        rows: The axes that split the rows of the batch.
+    """
+    structure: list[StaticSplit] = []
+
+    def run(arrays: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        (value, aux), grads = differentiate(arrays)
+        leaves, treedef = tree_flatten(aux)
+        structure.append(StaticSplit(leaves, treedef))
+        return value, structure[-1].dynamic(leaves), grads
+
+    def with_waiting(chosen: Collection[int]) -> tuple[Any, list[Any], list[Any]]:
+        typed = list(arrays)
+        for i in chosen:
+            typed[i] = waiting_over(arrays[i], _not_splitting(rows, arrays[i]))
+        # What was traced before an error is dropped with this `jit`.
+        traceable = jax.jit(run, inline=True)
+        traced = traceable.trace(typed)  # JAX keeps it for the call, as long as this is alive
+        if loses_sums(equations(traced.jaxpr.jaxpr)):
+            raise TypeError("JAX has no right rule for one of the uses")
+        return traceable(typed)
+
+    can_wait = {i for i, x in enumerate(arrays) if x.ndim > 1 and _not_splitting(rows, x)}
+    others = lambda: can_wait - _in_sums(run, arrays, paths)  # noqa: E731
+    value, aux, grads = _with_most(can_wait, others, with_waiting, lambda: run(arrays))
+    if not summed_later.value:
+        grads = [summed(x) for x in grads]
+    return value, structure[-1].combine(aux), grads
+
+
+def _not_splitting(rows: Sequence[str], x: Any) -> list[str]:
+    split = get_names_from_partition_spec(jax.typeof(x).sharding.spec)
+    return [axis for axis in rows if axis not in split]
+
+
+def _with_most(
+    can_wait: Collection[int],
+    likely: Callable[[], Collection[int]],
+    trace: Callable[[Collection[int]], Any],
+    plain: Callable[[], Any],
+) -> Any:
+    """What `trace` returns for all that can wait; else for those that likely can; else `plain()`,
+    which raises if it is the loss that is wrong."""
+    if can_wait:
+        with suppress(Exception):
+            return trace(can_wait)
+        with suppress(Exception):
+            return trace(likely())
+    return plain()
+
+
+# ------------------------------------------------------------------ which weights can wait
+
+# What keeps the type of a weight: its gradient goes back through them as it is.
+_KEEPS = (
+    *("all_gather", "all_gather_reduced", "convert_element_type", "copy", "dynamic_slice"),
+    *("reshape", "reshard", "sharding_constraint", "slice", "squeeze", "transpose"),
+)
+
+
+def _in_sums(run: Callable[..., Any], arrays: list[Any], paths: Sequence[str]) -> set[int]:
+    """The arrays that are used elsewhere than in products, and those of their kind, by a trace.
+
+    JAX has rules for weights in products whose gradients wait, and few others.
+    """
+    jaxpr = jax.jit(run).trace(arrays).jaxpr.jaxpr
+    # What the loss closes over comes first.
+    closed_over = len(jaxpr.invars) - len(arrays)
+    found: set[int] = set()
+    _follow(jaxpr, [*[set[int]()] * closed_over, *({i} for i in range(len(arrays)))], found)
+    kinds = [re.sub(r"\d+", "*", path) for path in paths]
+    alike = {kinds[i] for i in found}
+    return {i for i, kind in enumerate(kinds) if kind in alike}
+
+
+def _follow(jaxpr: Any, given: Sequence[set[int]], found: set[int]) -> list[set[int]]:
+    """Adds to `found` the weights that are used elsewhere than in products.
+
+    Takes the weights that each argument of the program is, and returns those that each result is.
+    """
+    weights = dict(zip(jaxpr.invars, given, strict=True))
+    nothing = set[int]()
+
+    def weights_in(variables: Sequence[Any]) -> list[set[int]]:
+        return [nothing if isinstance(x, Literal) else weights.get(x, nothing) for x in variables]
+
+    for eqn in jaxpr.eqns:
+        used = weights_in(eqn.invars)
+        here = nothing.union(*used)
+        if not here or eqn.primitive.name == "dot_general":
+            continue
+        parts = [x for x in jax.tree.leaves(list(eqn.params.values())) if hasattr(x, "eqns")]
+        inner = getattr(parts[0], "jaxpr", parts[0]) if len(parts) == 1 else None
+        if inner is not None and len(inner.invars) == len(used):
+            weights |= dict(zip(eqn.outvars, _follow(inner, used, found), strict=True))
+        elif eqn.primitive.name in _KEEPS and not _is_gathered(eqn):
+            weights[eqn.outvars[0]] = here
+        else:
+            found |= here
+    return weights_in(jaxpr.outvars)
+
+
+def _is_gathered(eqn: Any) -> bool:
+    """Whether a weight is whole afterwards, and not `reduced`: products then sum its gradient over
+    the axes that split it, and JAX lets no axis of a product wait alone."""
+    before, after = (x[0].aval.sharding.spec for x in (eqn.invars, eqn.outvars))
+    kept = {*get_names_from_partition_spec(after), *after.reduced}
+    return not kept.issuperset(get_names_from_partition_spec(before))
+
+
+def accumulated_by_waiting(accumulate: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Sums of gradients and metrics over minibatches, summed over devices after all of them."""
+    # Not in the handler of an error: Python would show both.
+    with suppress(Exception), summed_later(True):
+        traceable = jax.jit(accumulate, inline=True)
+        traced = traceable.trace()
+        if loses_sums(equations(traced.jaxpr.jaxpr)):
+            raise TypeError("JAX has no right rule for what is done with the sums")
+        grads, metrics = traceable()
+        return jax.tree.map(summed, grads), metrics
+    return accumulate()  # what is done with them in each pass has no type
