@@ -1,0 +1,103 @@
+"""Steps on Explicit axes of devices that are not attached: what is traced, and dry runs.
+
+`make test-targets` runs this with the compilers of these devices; other runs skip it.
+"""
+
+import json
+import os
+from typing import Any
+
+import jax
+import pytest
+
+import treeshard as ts
+from tests.training.explicit_programs import (
+    MODELS,
+    STRATEGIES,
+    make_step,
+    mesh_of,
+    plan_of,
+    state_of,
+)
+from treeshard._cli import main
+
+if "TREESHARD_TARGETS" not in os.environ:
+    pytest.skip("make test-targets runs it", allow_module_level=True)
+
+TARGETS = ["v5e:2x4", "h100:8"]
+KINDS = [
+    (strategy, kind)
+    for strategy, axes in STRATEGIES.items()
+    for kind in ("explicit", "first", "auto")
+    if "," in axes or kind != "first"
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def broadcasting() -> Any:
+    """Allows biases to be added to rows."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def watched_step(model: Any, plan: ts.Plan) -> tuple[Any, list[Any]]:
+    """A step of a model, and a list of the types of each of its traces."""
+    traced: list[Any] = []
+    step = make_step(model, plan, ts.training.value_and_grad)
+
+    def watched(state: Any, batch: Any) -> Any:
+        traced.append([jax.typeof(x).str_short() for x in jax.tree.leaves((state, batch))])
+        return step.__wrapped__(state, batch)
+
+    return ts.jit_step(watched, plan, batch=step.batch_specs), traced
+
+
+@pytest.mark.parametrize(("strategy", "kind"), KINDS)
+def test_absent_devices_trace_what_a_call_traces(strategy: str, kind: str) -> None:
+    for make in MODELS.values():
+        model = make()
+        plan = plan_of(model, strategy, mesh_of(strategy, kind))
+        step, called = watched_step(model, plan)
+        step.lower(ts.shard(state_of(model), plan), model.batch)
+        for target in TARGETS:
+            absent = plan_of(model, strategy, mesh_of(strategy, kind, target))
+            step, traced = watched_step(model, absent)
+            step.lower(absent.structs, model.batch)
+            step.lower(state_of(model), model.batch)
+            assert traced == called
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_absent_devices_can_be_compiled_for(strategy: str, target: str) -> None:
+    for name in ("mlp", "convolutional", "layers", "language", "experts"):
+        model = MODELS[name]()
+        plan = plan_of(model, strategy, mesh_of(strategy, "explicit", target))
+        compiled = make_step(model, plan, ts.training.value_and_grad).compile(
+            plan.structs, model.batch
+        )
+        assert compiled.memory().fits
+        assert compiled.cost().even_flops
+        assert [row for row in compiled.communication().rows if row.count]
+
+
+def dry(mesh: jax.sharding.Mesh) -> Any:
+    """HSDP on Explicit axes of the devices of a mesh, for `treeshard compile`."""
+    model = MODELS["layers"]()
+    kinds = dict.fromkeys(mesh.axis_names, "explicit")
+    mesh = ts.make_mesh(dict(mesh.shape), devices=list(mesh.devices.flat), axis_types=kinds)
+    plan = plan_of(model, "hsdp", mesh)
+    return make_step(model, plan, ts.training.value_and_grad), plan.structs, model.batch
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_dry_run_is_of_that_program(target: str, capsys: Any) -> None:
+    options = ["--topology", target, "--mesh=data=2,fsdp=4", "--scan=params", "--json"]
+    main(["compile", f"{__name__}:dry", *options])
+    found = json.loads(capsys.readouterr().out)["communication"]["rows"]
+    step, state, batch = dry(ts.make_mesh("data=2,fsdp=4", topology=target))
+    rows = step.compile(state, batch).communication(scan="params").rows
+    assert [(x["kind"], x["count"], x["bytes"]) for x in found] == [
+        (row.kind, row.count, row.bytes) for row in rows
+    ]
+    assert {row.kind for row in rows} == {"all-gather", "reduce-scatter", "all-reduce"}
