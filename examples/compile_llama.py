@@ -25,6 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AxisType, auto_axes
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -102,9 +103,9 @@ def layer(x, w, size):
     h = rms_norm(x, w["attention_norm"])
     q, k, v = ((h @ w[name]).reshape(batch, tokens, -1, width // size.heads) for name in "qkv")
     attended = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-    x += attended.reshape(batch, tokens, width) @ w["o"]
+    x += ts.matmul(attended.reshape(batch, tokens, width), w["o"])
     h = rms_norm(x, w["mlp_norm"])
-    return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+    return x + ts.matmul(jax.nn.silu(h @ w["gate"]) * (h @ w["up"]), w["down"])
 
 
 # ------------------------------------------------------------------ the step
@@ -154,6 +155,9 @@ def make_llama(
     state = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
     plan = ts.plan(state, default_rules(mesh) if rules is None else rules, mesh)
     rows = P(tuple(axis for axis in mesh.axis_names if axis != "tensor"))
+    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    if AxisType.Explicit in mesh.axis_types:  # which do not type a lookup in logits that are split
+        cross_entropy = auto_axes(cross_entropy, out_sharding=rows)
 
     def use(weights):
         """Casts weights, then gathers them for use: in this order half the bytes move."""
@@ -164,12 +168,12 @@ def make_llama(
             x = layer(x, use(weights), size)
             return ts.with_sharding_constraint(x, rows), None
 
-        x = use(params["embed"])[batch[:, :-1]]
+        x = ts.lookup(use(params["embed"]), batch[:, :-1])
         x = ts.with_sharding_constraint(x, rows)
         x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params["layers"])
         x = rms_norm(x, params["norm"].astype(x.dtype))
         logits = (x @ use(params["head"])).astype("float32")
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+        return cross_entropy(logits, batch[:, 1:]).mean()
 
     @jit_step(plan=plan, batch=rows)
     def step(state, batch):
@@ -209,6 +213,7 @@ def parse(argv=None):
     parser.add_argument("--mesh", default="fsdp=-1", help='such as "fsdp=64,tensor=4"')
     parser.add_argument("--batch", type=int, help="sequences per step; by default 1 per device")
     parser.add_argument("--tokens", type=int, default=4096, help="of a sequence")
+    parser.add_argument("--explicit", action="store_true", help="a mesh with Explicit axes")
     return parser.parse_args(argv)
 
 
@@ -216,7 +221,8 @@ def main(argv=None, size=None):
     args = parse(argv)
     if args.topology is None:
         ts.simulate_devices(8)
-    mesh = ts.make_mesh(args.mesh, topology=args.topology)
+    kind = "explicit" if args.explicit else "auto"
+    mesh = ts.make_mesh(args.mesh, topology=args.topology, axis_types=kind)
     step, state, batch = make_llama(
         mesh, size=size or args.size, global_batch=args.batch, tokens=args.tokens
     )

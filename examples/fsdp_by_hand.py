@@ -108,7 +108,8 @@ def make_step(args, optimizer, plan):
 
 def train(title, rules, args, batch):
     """Trains by one set of rules; returns the losses and the final state."""
-    mesh = ts.make_mesh("data=-1")
+    kind = "explicit" if args.explicit else "auto"
+    mesh = ts.make_mesh("data=-1", axis_types=kind)
     optimizer = optax.adamw(args.lr)
     key = jax.random.key(args.seed)
     state, plan = init_sharded(make_init(args, optimizer), key, rules=rules, mesh=mesh)
@@ -148,6 +149,7 @@ def parse(argv=None):
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--explicit", action="store_true", help="a mesh with Explicit axes")
     return parser.parse_args(argv)
 
 

@@ -114,13 +114,15 @@ def parse(argv=None):
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--explicit", action="store_true", help="a mesh with Explicit axes")
     return parser.parse_args(argv)
 
 
 def main(argv=None):
     args = parse(argv)
     ts.simulate_devices(8)  # JAX still prefers real accelerators
-    mesh = ts.make_mesh("data=-1")
+    kind = "explicit" if args.explicit else "auto"
+    mesh = ts.make_mesh("data=-1", axis_types=kind)
     batch = ts.shard(make_batch(args), P("data"), mesh)
     init_key, key = jax.random.split(jax.random.key(args.seed))
 

@@ -19,8 +19,7 @@ import sys
 from pathlib import Path
 
 import jax
-from jax.sharding import PartitionSpec as P
-from train_fsdp import RULES, add_sizes, make_init, make_optimizer, make_train_step, read_text
+from train_fsdp import ROWS, RULES, add_sizes, make_init, make_optimizer, make_train_step, read_text
 from train_fsdp import batches as whole_batches
 
 import treeshard as ts
@@ -35,18 +34,18 @@ PROCESSES, DEVICES = 2, 4
 def worker(args):
     join(args)
     optimizer = make_optimizer(args)
-    mesh = ts.make_mesh("data=2,fsdp=-1")
-    batch_specs = P(("data", "fsdp"))
+    kind = "explicit" if args.explicit else "auto"
+    mesh = ts.make_mesh("data=2,fsdp=-1", axis_types=kind)
     state, plan = init_sharded(
         make_init(args, optimizer), jax.random.key(args.seed), rules=RULES, mesh=mesh
     )
-    step = jit_step(make_train_step(optimizer), plan, batch=batch_specs)
+    step = jit_step(make_train_step(optimizer), plan, batch=ROWS)
     with Checkpoints(args.directory, every=args.every, keep=2) as checkpoints:
         done, state = checkpoints.restore_latest(plan) or (0, state)
         if done:
             say(f"resumes after step {done}")
         for i, part in my_batches(args, done):
-            batch = ts.from_process_local(part, batch_specs, mesh)
+            batch = ts.from_process_local(part, ROWS, mesh)
             state, loss = step(state, batch)
             checkpoints.save(i, state)
             say(f"step {i} loss {float(loss):.6f}")

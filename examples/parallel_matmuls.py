@@ -3,8 +3,8 @@
     python examples/parallel_matmuls.py
 
 FSDP splits rows of the input and gathers weights; tensor parallelism splits weights and gathers
-activations. The first three run once per device, on its shards (`jax.shard_map`); the fourth is
-plain code, for which the compiler derives the same from the shardings of its inputs.
+activations. The first three run once per device, on its shards (`jax.shard_map`); the fourth says
+how each array is split where it is used, and the compiler derives the rest.
 """
 
 import argparse
@@ -49,9 +49,16 @@ def both(x, up, down):
     return tensor_parallel(x, up, down)
 
 
+def constrained(x, up, down):
+    """The third as it is written for one device, with the shardings in which arrays are used."""
+    x, up, down = ts.with_sharding_constraint((x, up, down), USED)
+    return ts.matmul(jax.nn.relu(x @ up), down)
+
+
 # The specs of x, up and down, and of the result.
 FSDP = (P("data"), P("data"), P("data")), P("data")
 TENSOR = (P(None, "model"), P(None, "model"), P("model")), P(None, "model")
+USED = P("data"), P(None, "model"), P("model")
 BOTH = (P("data", "model"), P("data", "model"), P("model", "data")), P("data", "model")
 
 
@@ -61,7 +68,9 @@ def by_hand(mesh, f, in_specs, out_specs):
 
 def by_jit(mesh, in_specs, out_specs):
     shardings = tuple(NamedSharding(mesh, spec) for spec in in_specs)
-    return jax.jit(product, in_shardings=shardings, out_shardings=NamedSharding(mesh, out_specs))
+    return jax.jit(
+        constrained, in_shardings=shardings, out_shardings=NamedSharding(mesh, out_specs)
+    )
 
 
 def sent(compiled):
@@ -79,13 +88,15 @@ def parse(argv=None):
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--features", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--explicit", action="store_true", help="a mesh with Explicit axes")
     return parser.parse_args(argv)
 
 
 def main(argv=None):
     args = parse(argv)
     ts.simulate_devices(8)  # JAX still prefers real accelerators
-    mesh = ts.make_mesh(args.mesh)
+    kind = "explicit" if args.explicit else "auto"
+    mesh = ts.make_mesh(args.mesh, axis_types=kind)
     shapes = (args.rows, args.features), (args.features, args.hidden), (args.hidden, args.features)
     rng = np.random.default_rng(0)
     inputs = tuple((rng.normal(size=s) / np.sqrt(s[0])).astype(np.float32) for s in shapes)
@@ -100,11 +111,12 @@ def main(argv=None):
     wrong = False
     for name, (f, specs) in ways.items():
         placed = ts.shard(inputs, specs, mesh)
-        out = f(*placed)
+        with jax.set_mesh(mesh):
+            out, compiled = f(*placed), f.lower(*placed).compile()
         error = np.abs(ts.gather(out) - wanted).max() / np.abs(wanted).max()
         wrong |= bool(error > 1e-5)
         print(f"{name:<25} off by {error:.1e}; result sharded as {out.sharding.spec}")
-        print(f"{'':<25} sends {sent(f.lower(*placed).compile())}")
+        print(f"{'':<25} sends {sent(compiled)}")
     if wrong:
         sys.exit("a product on several devices differs from the product on one")
 

@@ -12,6 +12,7 @@ import time
 
 import jax
 import optax
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -74,6 +75,12 @@ def training_state(dtype="bfloat16"):
     return {"params": decoder(dtype), "grads": decoder(dtype), "opt_state": moments}
 
 
+def mesh_of(text, kind):
+    """A mesh without devices, of axes of one kind."""
+    sizes = dict(axis.split("=") for axis in text.split(","))
+    return AbstractMesh(tuple(map(int, sizes.values())), tuple(sizes), (kind,) * len(sizes))
+
+
 def gigabytes(count):
     return f"{count / 1e9:,.2f} GB"
 
@@ -119,6 +126,7 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", action="append", help="a mesh to plan for; may be repeated")
     parser.add_argument("--memory", default="80GB", help="memory of a device for the state")
+    parser.add_argument("--explicit", action="store_true", help="a mesh with Explicit axes")
     return parser.parse_args(argv)
 
 
@@ -127,9 +135,11 @@ def main(argv=None):
     memory = float(args.memory.upper().removesuffix("GB")) * 1e9
     state = training_state()
     plans = {}
+    kind = AxisType.Explicit if args.explicit else AxisType.Auto
     for text in args.mesh or MESHES:
         start = time.perf_counter()
-        plans[text] = ts.plan(state, RULES, text), time.perf_counter() - start
+        plan = ts.plan(state, RULES, mesh_of(text, kind))
+        plans[text] = plan, time.perf_counter() - start
 
     total = sum(leaf.bytes for leaf in next(iter(plans.values()))[0].leaves)
     params = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))

@@ -109,7 +109,7 @@ class EquinoxLayer(eqx.Module):
 
     def __call__(self, x):
         def every(linear, x):
-            return x @ linear.weight.T
+            return ts.matmul(x, linear.weight.T)
 
         inner = normalize(x, self.norm1)
         q, k, v = (every(linear, inner) for linear in (self.q, self.k, self.v))
@@ -144,8 +144,10 @@ class NnxLayer(nnx.Module):
         inner = normalize(x, self.norm1[...])
         q, k, v = (linear(inner) for linear in (self.q, self.k, self.v))
         found = attend(*(y.reshape(*y.shape[:-1], self.heads, -1) for y in (q, k, v)))
-        x = x + self.o(found.reshape(q.shape))
-        return x + self.down(jax.nn.gelu(self.up(normalize(x, self.norm2[...]))))
+        # A row-parallel product is the one that Explicit axes do not type on their own.
+        x = x + ts.matmul(found.reshape(q.shape), self.o.kernel[...])
+        hidden = jax.nn.gelu(self.up(normalize(x, self.norm2[...])))
+        return x + ts.matmul(hidden, self.down.kernel[...])
 
 
 def nnx_layer(args):
@@ -189,7 +191,8 @@ def by_hand(layer, plan):
 
 def compare(title, params, call, weights, rules, x, args):
     """Runs the layer on one device and in both ways; returns the largest relative error."""
-    mesh = ts.make_mesh("data=2,tensor=2", devices=jax.devices()[:4])
+    kind = "explicit" if args.explicit else "auto"
+    mesh = ts.make_mesh("data=2,tensor=2", devices=jax.devices()[:4], axis_types=kind)
     plan = ts.plan(params, rules, mesh, min_size=0)
     plan.check()
     print(f"{title}\n{plan}")
@@ -225,6 +228,7 @@ def parse(argv=None):
     parser.add_argument("--time", type=int, default=128)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--explicit", action="store_true", help="a mesh with Explicit axes")
     return parser.parse_args(argv)
 
 

@@ -6,7 +6,9 @@
 It runs on the accelerators of this machine, or else on 8 simulated CPU devices. Sharding is in
 three places: `main` makes the mesh, the state and the step, `Transformer` says where its weights
 are gathered (`unshard`), and the step takes gradients that are sharded like them
-(`value_and_grad`). The rest is a model and a loop as you would write them for one device.
+(`value_and_grad`). With `--explicit`, the mesh has Explicit axes, as `jax.make_mesh` makes; for
+these, `Transformer` looks up its embedding by `lookup`, and `make_train_step` shards the keys of
+the rows like the rows. The rest is a model and a loop as you would write them for one device.
 """
 
 import argparse
@@ -36,6 +38,7 @@ RULES = [
     ("norm", None),  # replicate
     (".*", ts.fsdp("fsdp")),  # shard the largest divisible dim
 ]
+ROWS = P(("data", "fsdp"))  # of a batch; axes that a mesh does not have are left out
 
 # ------------------------------------------------------------------ the model
 
@@ -125,7 +128,7 @@ class Transformer(eqx.Module):
             return eqx.combine(weights, static)(x, key), None
 
         keys = None if key is None else jax.random.split(key, len(arrays.norm1.weight))
-        x, _ = jax.lax.scan(layer, jax.vmap(embed)(tokens), (arrays, keys))
+        x, _ = jax.lax.scan(layer, ts.lookup(embed.weight, tokens), (arrays, keys))
         return jax.vmap(head)(jax.vmap(self.norm)(x))
 
 
@@ -171,7 +174,7 @@ def make_train_step(optimizer, plan=None):
 
     def train_step(state, batch):
         key, next_key = jax.random.split(state.key)
-        keys = jax.random.split(key, len(batch))
+        keys = ts.with_sharding_constraint(jax.random.split(key, len(batch)), ROWS)
         loss, grads = value_and_grad(loss_fn, plan)(state.model, batch, keys)
         updates, opt_state = optimizer.update(
             grads, state.opt_state, eqx.filter(state.model, eqx.is_array)
@@ -220,6 +223,7 @@ def add_sizes(parser, *, steps, layers):
     parser.add_argument("--warmup", type=int, default=20, help="steps")
     parser.add_argument("--dropout", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--explicit", action="store_true", help="a mesh with Explicit axes")
     parser.add_argument("--text-bytes", type=int, default=4_000_000)
 
 
@@ -231,7 +235,8 @@ def main(argv=None):
     init, key = make_init(args, optimizer), jax.random.key(args.seed)
 
     # All that the loop says about sharding.
-    mesh = ts.make_mesh(args.mesh)
+    kind = "explicit" if args.explicit else "auto"
+    mesh = ts.make_mesh(args.mesh, axis_types=kind)
     state, plan = init_sharded(init, key, rules=RULES, mesh=mesh)
     batch_specs = P(mesh.axis_names)
     step = jit_step(make_train_step(optimizer), plan, batch=batch_specs)
@@ -310,7 +315,8 @@ def go_on_elsewhere(state, step, plan, text, args):
     path = args.out.with_name("train_fsdp_state")
     shutil.rmtree(path, ignore_errors=True)  # from an earlier run
     save(path, state)
-    other_plan = plan.on(ts.make_mesh(args.other_mesh))
+    kind = "explicit" if args.explicit else "auto"
+    other_plan = plan.on(ts.make_mesh(args.other_mesh, axis_types=kind))
     other = restore(path, other_plan)
     other_step = jit_step(
         make_train_step(make_optimizer(args)),

@@ -6,11 +6,12 @@ import re
 
 import equinox as eqx
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from examples import train_fsdp
+from examples import compile_llama, train_fsdp
 from treeshard.training import init_sharded, jit_step
 
 pytestmark = pytest.mark.usefixtures("compile_cache", "quick_compiles", "standard_promotion")
@@ -33,13 +34,19 @@ def test_the_demo_says_where_its_sharding_is() -> None:
     assert "the step takes gradients that are sharded like them" in " ".join(said.split())
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=-1", "data=4,fsdp=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [["--mesh=fsdp=-1"], ["--mesh=data=4,fsdp=2"], ["--mesh=data=4,fsdp=2", "--explicit"]],
+    ids=" ".join,
+)
 def test_train_fsdp(mesh, tmp_path, capfd) -> None:
     out = tmp_path / "deep" / "loss.png"
-    train_fsdp.main([*TINY, f"--mesh={mesh}", "--steps=21", "--warmup=5", f"--out={out}"])
+    train_fsdp.main([*TINY, *mesh, "--steps=21", "--warmup=5", f"--out={out}"])
     printed = capfd.readouterr()
     text = printed.out
-    assert re.search(r"model/blocks/attn/q/weight +float32\[2,64,64\]", text)
+    assert (
+        re.search(r"model/blocks/attn/q/weight +float32\[2,64,64\]", text) or "--explicit" in mesh
+    )
     before, after = map(float, re.search(r"byte: (\S+) before, (\S+) after", text).groups())
     assert after < before - 1
     assert len(re.findall(r"cpu:\d holds", text)) == 8
@@ -97,3 +104,52 @@ def test_weights_are_gathered_where_the_example_says(fsdp_mesh) -> None:
     layer = {(width, width), (4 * width, width), (width, 4 * width), (256, width)}
     # The compiler may keep the stacked dim, of one layer, in front.
     assert {tuple(d for d in shape if d != 1) for shape in gathered} <= layer
+
+
+LLAMA = compile_llama.Size(layers=2, width=64, hidden=128, heads=4, kv_heads=2, vocabulary=256)
+
+
+@pytest.fixture
+def ranks():
+    """Its norms multiply a batch by a vector."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+LLAMA_MESHES = pytest.mark.parametrize("mesh", ["data=2,fsdp=4", "fsdp=4,tensor=2"])
+
+
+@LLAMA_MESHES
+def test_compile_llama_on_both_kinds_of_axes(mesh, ranks, capsys) -> None:
+    planned = []
+    for axes in ([], ["--explicit"]):
+        arguments = [f"--mesh={mesh}", "--tokens=16", "--batch=16", *axes]
+        compared, _, _ = compile_llama.main(arguments, size=LLAMA)
+        planned.append(
+            [(row.kind, row.axes, row.planned_bytes) for row in compared.rows if row.planned_count]
+        )
+    assert "float32[2,128@" in capsys.readouterr().out
+    assert planned[0] == planned[1]
+
+
+@LLAMA_MESHES
+def test_a_llama_trains_alike_on_both_kinds_of_axes(mesh, ranks) -> None:
+    """Computed in bfloat16, and the gradients in other orders."""
+
+    def drawn(path, x):
+        seed = [len(path), *path.encode()]
+        return (0.2 * np.random.default_rng(seed).standard_normal(x.shape)).astype(x.dtype)
+
+    batch = np.random.default_rng(0).integers(0, 256, (16, 17)).astype("int32")
+    losses = []
+    for kind in ("auto", "explicit"):
+        devices = ts.make_mesh(mesh, axis_types=kind)
+        step, state, _ = compile_llama.make_llama(devices, size=LLAMA, tokens=16)
+        state = ts.named_tree_map(drawn, state)
+        state = ts.shard({**state, "opt": jax.tree.map(np.zeros_like, state["opt"])}, step.plan)
+        losses.append([])
+        for _ in range(4):
+            state, loss = step(state, batch)
+            losses[-1].append(float(loss))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    assert losses[0][-1] < losses[0][0] - 0.001

@@ -24,6 +24,9 @@ def promotion():
         yield
 
 
+AXES = pytest.mark.parametrize("axes", [[], ["--explicit"]], ids=["auto", "explicit"])
+
+
 def losses_in(text: str, title: str) -> np.ndarray:
     return np.array(re.search(rf"^{title}: losses (.*)$", text, re.M)[1].split(), float)
 
@@ -52,6 +55,18 @@ def test_fsdp_by_hand(capsys) -> None:
     means = re.search(r"last step\n  accuracy +(\S+)\n  loss +(\S+)", sharded)
     assert float(means[1]) > 0.3
     assert float(means[2]) == pytest.approx(losses_in(text, "fully sharded")[-1], abs=1e-4)
+
+
+@pytest.mark.parametrize("example", [fsdp_by_hand, fsdp_flax], ids=["equinox", "flax"])
+def test_a_step_by_hand_is_the_same_on_explicit_axes(example, capsys) -> None:
+    printed = []
+    for axes in ([], ["--explicit"]):
+        example.main([*TINY, "--steps=3", *axes])
+        printed.append(capsys.readouterr().out)
+    auto, explicit = (re.findall(r"losses (.*)|accuracy +(\S+)", text) for text in printed)
+    assert auto == explicit
+    if example is fsdp_by_hand:
+        assert "float32[32,48@data]" in printed[1]
 
 
 def gap_in(text: str) -> float:
@@ -84,6 +99,7 @@ def test_the_defaults_are_the_tutorials() -> None:
     for example in (fsdp_by_hand, fsdp_flax):
         args = vars(example.parse([]))
         args.pop("whole", None)
+        assert not args.pop("explicit")
         assert args == {
             "steps": 15,
             "batch": 128,
@@ -118,9 +134,10 @@ def test_fsdp_flax(capsys) -> None:
     assert {x.data.shape for x in kernel.addressable_shards} == {(6, 32)}
 
 
+@AXES
 @pytest.mark.parametrize("mesh", ["data=2,model=4", "data=4,model=2"])
-def test_parallel_matmuls(mesh: str, capsys) -> None:
-    parallel_matmuls.main([f"--mesh={mesh}", "--rows=16", "--features=8", "--hidden=32"])
+def test_parallel_matmuls(mesh: str, axes: list[str], capsys) -> None:
+    parallel_matmuls.main([f"--mesh={mesh}", "--rows=16", "--features=8", "--hidden=32", *axes])
     text = capsys.readouterr().out
     errors = [float(x) for x in re.findall(r"off by (\S+);", text)]
     assert len(errors) == 4
@@ -140,14 +157,16 @@ def test_a_wrong_product_ends_in_an_error(monkeypatch) -> None:
         parallel_matmuls.main(["--rows=16", "--features=8", "--hidden=32"])
 
 
-def test_tensor_parallel(capsys) -> None:
-    tensor_parallel.main(["--time=4", "--width=16", "--heads=4"])
+@AXES
+def test_tensor_parallel(axes: list[str], capsys) -> None:
+    tensor_parallel.main(["--time=4", "--width=16", "--heads=4", *axes])
     text = capsys.readouterr().out
     errors = re.findall(r"outputs are off by (\S+), gradients by (\S+)", text)
     assert len(errors) == 4  # Equinox and nnx, by jit and by hand
     assert max(float(x) for pair in errors for x in pair) <= 1e-5
-    assert re.search(r"up/weight +float32\[64,16\] +P\('tensor', None\)", text)
-    assert re.search(r"up/kernel +float32\[16,64\] +P\(None, 'tensor'\)", text)
+    split = "@tensor" if axes else ""
+    assert re.search(rf"up/weight +float32\[64{split},16\] +P\('tensor', None\)", text)
+    assert re.search(rf"up/kernel +float32\[16,64{split}\] +P\(None, 'tensor'\)", text)
 
 
 def test_attention_is_scaled_by_the_width_of_a_head() -> None:
@@ -162,7 +181,7 @@ def test_attention_is_scaled_by_the_width_of_a_head() -> None:
 
 def test_the_notebooks_sizes() -> None:
     args = vars(tensor_parallel.parse([]))
-    assert args == {"batch": 2, "time": 128, "width": 1024, "heads": 16}
+    assert args == {"batch": 2, "time": 128, "width": 1024, "heads": 16, "explicit": False}
 
 
 # ------------------------------------------------------------------ the benchmark of collectives

@@ -45,6 +45,21 @@ def test_it_resumes_from_the_last_checkpoint(run) -> None:
     assert sorted(path.name for path in directory.iterdir() if path.name.isdigit()) == ["6", "8"]
 
 
+def test_on_explicit_axes_the_losses_are_the_same(run, env, tmp_path) -> None:
+    command = [sys.executable, SCRIPT, *TINY, f"--directory={tmp_path}/run", "--kill-at=3"]
+    done = subprocess.run(
+        [*command, "--steps=4", "--explicit"], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    explicit = losses_of(done.stdout)
+    assert explicit.keys() == {1, 2, 3, 4}
+    assert explicit == pytest.approx({i: losses_of(run[1])[i] for i in explicit}, abs=1e-5)
+
+
+def losses_of(printed: str) -> dict[int, float]:
+    return {int(i): float(loss) for i, loss in re.findall(r"step (\d+) loss (\S+)", printed)}
+
+
 def test_it_removes_only_what_it_made(tmp_path) -> None:
     kept = tmp_path / "run" / "results.txt"
     kept.parent.mkdir()

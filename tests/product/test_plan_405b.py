@@ -42,3 +42,13 @@ def test_the_figures_by_hand(capsys) -> None:
 def test_it_starts_no_devices() -> None:
     state = plan_405b.training_state()
     assert {type(x) for x in jax.tree.leaves(state)} == {jax.ShapeDtypeStruct}
+
+
+def test_on_explicit_axes_it_prints_types(capsys) -> None:
+    arguments = ["--mesh=data=8,fsdp=64,tensor=8"]
+    ((auto, _),) = plan_405b.main(arguments).values()
+    capsys.readouterr()
+    ((explicit, _),) = plan_405b.main([*arguments, "--explicit"]).values()
+    assert explicit == auto
+    assert plan_405b.moved_in_a_step(explicit) == plan_405b.moved_in_a_step(auto)
+    assert "bfloat16[16384@fsdp,53248@tensor]" in capsys.readouterr().out
