@@ -83,7 +83,7 @@ jax.ShapeDtypeStructs. In train.py:
       return step, plan.structs, jax.ShapeDtypeStruct((256, 4096), "int32")
 
   treeshard compile train:make_step --topology v5e-256 --mesh data=4,fsdp=64
-  treeshard compile train:make_step --topology h100:2x8 --scan layers --remat layers
+  treeshard compile train:make_step --topology h100:2x8
   treeshard compile train:make_step            # for 8 simulated CPUs
 
 Prints the plan, what the program moves, the memory and the time that it needs at least. The last is
@@ -227,7 +227,4 @@ def _add_path(add: Callable[..., Any]) -> None:
 def _add_step(add: Callable[..., Any]) -> None:
     add("function", metavar="MODULE:FUNCTION", help="returns (step, state, batch)")
     add("--topology", metavar="NAME", help="such as v5e-256, v5p:8x8x8 or h100:2x8")
-    add("--scan", metavar="REGEX", help="leaves that are layers of a scan, stacked on dim 0")
-    add("--remat", metavar="REGEX", help="weights gathered again for the backward pass")
-    add("--dtype", metavar="DTYPE", help="in which weights are gathered, instead of their own")
     add("--json", action="store_true", help="print the report as JSON")

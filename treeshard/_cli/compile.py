@@ -21,7 +21,7 @@ import jax
 from treeshard._cli.functions import call_function, load_function, wrong_result
 from treeshard._core.make_mesh import make_mesh, simulate_devices
 from treeshard._core.mesh import describe_mesh, parse_axes
-from treeshard._core.text import human_bytes, parse_dtype, parse_pattern
+from treeshard._core.text import human_bytes
 from treeshard.errors import DoesNotFitError, counted
 from treeshard.programs import CompiledStep
 from treeshard.training._step import Step
@@ -47,7 +47,6 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     """Prints what a compiled step moves, needs and costs. Returns 1 if it does not fit, or moves
     what nobody planned."""
     _share_freed_memory()
-    model = model_options(options)
     mesh = mesh_for(options.mesh, options.topology)
     step, state, batch = load_step(options.function, mesh)
     devices = f"{mesh.size:,} x {mesh.devices.flat[0].device_kind} ({describe_mesh(mesh)})"
@@ -57,7 +56,7 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     except DoesNotFitError as error:
         return _refusal(step, error, options.json), 1
     to_text = _as_json if options.json else _as_text
-    return to_text(compiled, compiled.communication(**model))
+    return to_text(compiled, compiled.communication())
 
 
 def _share_freed_memory() -> None:
@@ -68,14 +67,6 @@ def _share_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # musl, of Alpine Linux, has none
         libc.mallopt(_M_ARENA_MAX, 1)
-
-
-def model_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What options say of the model, as `compare_communication` takes it."""
-    for option in ("scan", "remat"):
-        parse_pattern(getattr(options, option) or "", f"--{option}")
-    dtype = parse_dtype(options.dtype) if options.dtype else None
-    return {"scan": options.scan or False, "remat": options.remat or False, "dtype": dtype}
 
 
 def mesh_for(axes: str | None, topology: str | None) -> jax.sharding.Mesh:

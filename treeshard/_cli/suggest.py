@@ -10,7 +10,6 @@ import sys
 
 import jax
 
-from treeshard._cli.compile import model_options
 from treeshard._cli.functions import call_function, load_function
 from treeshard._core.make_mesh import simulate_devices
 from treeshard.errors import FormatError, did_you_mean
@@ -22,7 +21,6 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 def run_suggest(options: argparse.Namespace) -> tuple[str, int]:
     """Prints meshes and strategies, the best first. Returns 1 if none is known to fit."""
-    model = model_options(options)
     budget = None if options.budget is None else _seconds(options.budget)
     if options.topology is None and options.devices is not None:
         # Before anything asks JAX for its devices: the count of simulated ones is then fixed.
@@ -41,7 +39,6 @@ def run_suggest(options: argparse.Namespace) -> tuple[str, int]:
             top=options.top,
             budget=budget,
             progress=True,
-            **model,
         ),
     )
     text = suggestion.to_json() if options.json else str(suggestion)

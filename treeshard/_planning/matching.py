@@ -70,6 +70,7 @@ class PlannedLeaf(NamedTuple):
         dtype: Its dtype, which may be that of PRNG keys.
         decision: What the rules decided; its fields are also properties of the leaf.
         unpadded: The shape without padding, if dims are padded; see `Plan.padded`.
+        role: What a step does with it, such as `"trained, gathered"`; see `Step.plan_of`.
     """
 
     path: str
@@ -77,6 +78,7 @@ class PlannedLeaf(NamedTuple):
     dtype: Any
     decision: Decision
     unpadded: Shape | None = None
+    role: str | None = None
 
     @property
     def asked(self) -> PartitionSpec | None:

@@ -25,29 +25,35 @@ Rules = Sequence[tuple[Any, Any]]
 
 
 _HEADS = ("path", "array", "spec", "per device", "why")
+_WITH_ROLES = (*_HEADS[:-1], "in the step", "why")
 _BYTES = 3  # the right-aligned column
 
 
 def describe(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
     """A plan as aligned columns, followed by its totals."""
-    table = columns([_HEADS, *_rows(leaves, rules, mesh)], right=_BYTES)
+    table = columns([_heads(leaves), *_rows(leaves, rules, mesh)], right=_BYTES)
     return f"{table}\n{_totals(leaves, mesh)}"
 
 
 def describe_html(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> str:
     """A plan as an HTML table, for notebooks."""
     totals = html.escape(_totals(leaves, mesh)).replace("\n", "<br>")
-    return f"{html_table([_HEADS, *_rows(leaves, rules, mesh)], _BYTES)}<p>{totals}</p>"
+    return f"{html_table([_heads(leaves), *_rows(leaves, rules, mesh)], _BYTES)}<p>{totals}</p>"
+
+
+def _heads(leaves: Sequence[PlannedLeaf]) -> tuple[str, ...]:
+    return _WITH_ROLES if any(leaf.role for leaf in leaves) else _HEADS
 
 
 def _rows(leaves: Sequence[PlannedLeaf], rules: Rules, mesh: AnyMesh) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    alike = fold((x.path, (x.shape, x.unpadded, x.dtype, x.decision), x) for x in leaves)
+    alike = fold((x.path, (x.shape, x.unpadded, x.dtype, x.decision, x.role), x) for x in leaves)
     for path, members in alike:
         leaf = members[0]
         size = human_bytes(leaf.bytes_per_device(mesh) * len(members))
         array = type_text(leaf, mesh)
-        row = (path or "(the tree)", array, _where(leaf), size, _reason(leaf, rules))
+        role = [] if leaf.role is None else [leaf.role]
+        row = (path or "(the tree)", array, _where(leaf), size, *role, _reason(leaf, rules))
         rows.append(row)
     return rows
 

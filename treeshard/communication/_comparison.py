@@ -14,11 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves
 from jax.typing import DTypeLike
 
-from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes
+from treeshard._core.mesh import AnyMesh, MeshLike, axis_sizes, check_axes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.text import columns, human_bytes
-from treeshard._planning.matching import PlannedLeaf, parameters, state_of_parameters
+from treeshard._planning.matching import PlannedLeaf, parameters
 from treeshard._planning.plan import Plan
+from treeshard._trace.roles import Roles
 from treeshard.communication._collectives import (
     Collective,
     CollectiveReader,
@@ -34,13 +35,15 @@ from treeshard.communication._differences import Unplanned, by_compiler_lines, e
 from treeshard.communication._forecast import (
     Leaves,
     PlannedTransfer,
-    predict_communication,
+    predict_by_role,
+    roles_by_name,
 )
 from treeshard.communication._hlo import HloProgram, Op
 from treeshard.communication._matching import Matcher
 from treeshard.communication._program import (
     MEGASCALE,
     CompiledProgram,
+    ReadProgram,
     argument_path,
     platform_of,
     read_program,
@@ -190,24 +193,43 @@ def compare_communication(
         ((), ['all-reduce'])
     """
     read = read_program(program, plan.mesh if mesh is None else mesh)
-    graph = read.graph
     weights = parameters(plan.leaves, params)
-    names = _leaf_names(plan, graph, weights)
-    batch = _batch_of(program, graph, names, read.axes) if batch is None else batch
-    planned = predict_communication(
-        plan, batch=batch, remat=remat, scan=scan, params=params, dtype=dtype
+    names = _leaf_names(plan, read.graph, weights)
+    if batch is None:
+        batch = _batch_of(program, read.graph, names, read.axes)
+    check_axes(
+        get_names_from_partition_spec(batch), axis_sizes(plan.mesh), "compare_communication: batch"
     )
-    compiled = list(CollectiveReader(read).all())
+    roles = roles_by_name(plan, batch, remat=remat, scan=scan, params=params, dtype=dtype)
+    return _compared(plan, program, read, names, batch, roles)
+
+
+def compare_step(
+    plan: Plan, program: jax.stages.Compiled, batch: SpecTree, roles: Roles
+) -> Comparison:
+    """Compares what a step's program moves with what its plan predicts for these roles."""
+    read = read_program(program, plan.mesh)
+    used = [leaf for leaf in plan.leaves if roles[leaf.path].is_used]
+    return _compared(plan, program, read, _leaf_names(plan, read.graph, used), batch, roles)
+
+
+def _compared(
+    plan: Plan,
+    program: CompiledProgram,
+    read: ReadProgram,
+    names: Mapping[str, str | None],
+    batch: SpecTree,
+    roles: Roles,
+) -> Comparison:
+    planned, compiled = predict_by_role(plan, batch, roles), list(CollectiveReader(read).all())
     batch_axes, platform = get_names_from_partition_spec(batch), platform_of(program)
-    by_path = {leaf.path: leaf for leaf in weights}
-    state = state_of_parameters(plan.leaves, params)
-    matcher = Matcher(plan, planned, names, by_path, state, batch_axes, platform)
+    matcher = Matcher(plan, planned, names, roles, batch_axes, platform)
     for collective in compiled:
         matcher.match(collective)
     return Comparison(
         tuple(planned),
         tuple(compiled),
-        (*matcher.unplanned(), *_idle_axes(plan, batch_axes, compiled), *_to_host(graph)),
+        (*matcher.unplanned(), *_idle_axes(plan, batch_axes, compiled), *_to_host(read.graph)),
         tuple(matcher.tensor_parallel),
         tuple(matcher.by_compiler()),
         platform,

@@ -20,14 +20,17 @@ class Unplanned(NamedTuple):
     Attributes:
         code: `"activation"`, `"batch"`, `"batch-not-split"` (weights are gathered along an axis
             that does not split the batch), `"idle-axis"` (an axis that nothing uses), `"again"`
-            (moved more often than planned), `"reduction-inside-loop"` (a gradient reduced in each
-            trip of a loop), `"sharded-further"` (a leaf that a step should not gather, or along an
-            axis along which it should stay split), `"state-unlike-weight"` (optimizer state on
-            other dims), `"all-reduce"` (where a reduce-scatter was planned), `"wider"` or
-            `"narrower"` (in another dtype), `"by-all-reduce"` (an all-gather that a compiler
-            makes an all-reduce), `"across-axes"` (between
-            devices that do not form axes of the mesh), `"to-host"` (a callback takes an array to
-            the host), `"unreadable"`, or `"not-moved"` (planned, but not in the program).
+            (moved more often than planned), `"merged"` (gathered less often than the step asks),
+            `"each-use"` (the gradient of each use of a weight reduced by itself),
+            `"matrix-optimizer"` (matrices that the optimizer multiplies),
+            `"reduction-inside-loop"` (a gradient reduced in each trip of a loop),
+            `"sharded-further"` (a leaf that a step should not gather, or along an axis along which
+            it should stay split), `"state-unlike-weight"` (optimizer state on other dims),
+            `"all-reduce"` (where a reduce-scatter was planned), `"wider"` or `"narrower"` (in
+            another dtype), `"by-all-reduce"` (an all-gather that a compiler makes an all-reduce),
+            `"across-axes"` (between devices that do not form axes of the mesh), `"to-host"` (a
+            callback takes an array to the host), `"unreadable"`, or `"not-moved"` (planned, but not
+            in the program).
         fact: What was found.
         hint: What to do about it, or why nothing can be done.
         collectives: The ops; empty for `"not-moved"`.
@@ -105,10 +108,24 @@ WORDS = {
         " the bytes.",
         "Compilers do so for small shards: split the leaf over fewer devices.",
     ),
+    "each-use": (
+        "{kind} of gradients for each use of a weight, {size}.",
+        "Compilers reduce the gradient of each use before they add these. On Explicit axes"
+        " `training.value_and_grad` adds them first, and so does `treeshard.manual`.",
+    ),
     "idle-axis": (
         "{detail} shards neither the state nor the batch, and nothing is moved"
         " along it: devices along it do the same work.",
         "Split the batch over it too: `batch=P({batch})`.",
+    ),
+    "matrix-optimizer": (
+        "{kind} of matrices that the optimizer multiplies, {size}.",
+        "Stack the layers and shard the stacked dim, so that each device updates whole matrices:"
+        " `P(axis, None, None)`; or gather each matrix once, before the update.",
+    ),
+    "merged": (
+        "gathered once in the program, and more often in the step.",
+        "The compiler saw that these gathers are alike.",
     ),
     "narrower": (
         "{kind} in a narrower dtype than the planned {detail}, {size}.",

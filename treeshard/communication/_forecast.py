@@ -6,19 +6,22 @@ it says what *has* to be moved, which is what a program is compared with.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from treeshard._core.mesh import AnyMesh, axis_sizes, check_axes
+from treeshard._core.mesh import axis_sizes, check_axes
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import axes_of, entries, shard_size
+from treeshard._core.text import fold_paths
 from treeshard._planning.matching import PlannedLeaf, parameters, state_of_parameters
 from treeshard._planning.plan import Plan
+from treeshard._trace.roles import ONLY_UPDATED, TRAINED, Role, Roles
+from treeshard._trace.uses import Gather
+from treeshard.errors import SpecError, listed
 
 Leaves = bool | str  # all leaves, none, or those whose path matches a pattern (`re.search`)
 
@@ -102,17 +105,86 @@ def predict_communication(
     Source:
         ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054.
     """
-    sizes = axis_sizes(plan.mesh)
-    batch_axes = get_names_from_partition_spec(batch)
-    check_axes(batch_axes, sizes, "predict_communication: batch")
-    along = tuple(axis for axis in sizes if axis in batch_axes and sizes[axis] > 1)
-    forecast = _Forecast(plan.mesh, along, dtype)
-    transfers: list[PlannedTransfer] = []
+    check_axes(
+        get_names_from_partition_spec(batch), axis_sizes(plan.mesh), "predict_communication: batch"
+    )
+    roles = roles_by_name(plan, batch, remat=remat, scan=scan, params=params, dtype=dtype)
+    return predict_by_role(plan, batch, roles)
+
+
+def roles_by_name(
+    plan: Plan,
+    batch: SpecTree,
+    *,
+    remat: Leaves = False,
+    scan: Leaves = False,
+    params: str | None = None,
+    dtype: DTypeLike | None = None,
+) -> Roles:
+    """The roles that leaves seem to have, by their paths, where there is no trace."""
+    along = batch_axes(plan, batch)
     state = state_of_parameters(plan.leaves, params)
+    roles = {leaf.path: Role(ONLY_UPDATED) for leaf in plan.leaves}
     for leaf in parameters(plan.leaves, params):
+        axes = frozenset(get_names_from_partition_spec(leaf.given)).intersection(along)
         layers = leaf.shape[0] if leaf.shape and _chosen(scan, leaf) else 1
-        whys = ["weight", "weight, again for its gradient"] if _chosen(remat, leaf) else ["weight"]
-        transfers += forecast.of_leaf(leaf, state.get(leaf.path), layers, whys)
+        name = str(jnp.dtype(leaf.dtype if dtype is None else dtype))
+        again = [False, True] if _chosen(remat, leaf) else [False]
+        gathers = tuple(Gather(axes, name, layers, layers, x) for x in again) if axes else ()
+        sources = frozenset({state[leaf.path].path} if leaf.path in state else ())
+        roles[leaf.path] = Role(TRAINED, gathers, frozenset(), sources)
+    return roles
+
+
+def check_options(
+    plan: Plan,
+    roles: Roles,
+    *,
+    remat: Leaves = False,
+    scan: Leaves = False,
+    params: str | None = None,
+    dtype: DTypeLike | None = None,
+) -> None:
+    """Raises `SpecError` if options say other things of a step than its trace."""
+
+    def gathers(which: Leaves) -> list[Gather]:
+        chosen = [leaf for leaf in plan.leaves if _chosen(which, leaf)]
+        return [gather for leaf in chosen for gather in roles[leaf.path].gathers]
+
+    facts: list[str] = []
+    if remat and not any(gather.is_again for gather in gathers(remat)):
+        facts.append(f"remat={remat!r}: it gathers none of these leaves a second time.")
+    if scan and not any(gather.parts > 1 for gather in gathers(scan)):
+        facts.append(f"scan={scan!r}: it gathers none of these leaves layer by layer.")
+    dtypes = sorted({gather.dtype for gather in gathers(True)})
+    if dtype is not None and str(jnp.dtype(dtype)) not in dtypes:
+        facts.append(
+            f"dtype={str(jnp.dtype(dtype))!r}: it gathers weights as {' and '.join(dtypes)}. Cast"
+            " them before: `unshard(w.astype(dtype))`."
+        )
+    if params is not None:
+        trained = {path for path, role in roles.items() if role.name == TRAINED}
+        others = trained ^ {leaf.path for leaf in parameters(plan.leaves, params)}
+        facts += [
+            f"params={params!r}: {path} is {roles[path].name} in it."
+            for path in fold_paths(sorted(others))[:5]
+        ]
+    if facts and (params is not None or gathers(True)):
+        headline = "communication: options contradict the trace of the step:"
+        raise SpecError(f"{listed(headline, facts, headed=True)}\nLeave them out: the trace tells.")
+
+
+def batch_axes(plan: Plan, batch: SpecTree) -> tuple[str, ...]:
+    """The axes over which a batch is split, in the mesh's order."""
+    named = get_names_from_partition_spec(batch)
+    return tuple(axis for axis, size in axis_sizes(plan.mesh).items() if axis in named and size > 1)
+
+
+def predict_by_role(plan: Plan, batch: SpecTree, roles: Roles) -> list[PlannedTransfer]:
+    """Lists what a step has to move, by what it does with each leaf."""
+    along = batch_axes(plan, batch)
+    forecast = _Forecast(plan, along, roles)
+    transfers = [transfer for leaf in plan.leaves for transfer in forecast.of_leaf(leaf)]
     if along:
         transfers.append(PlannedTransfer("all-reduce", along, 4, 1, "float32", None, "loss"))
     return transfers
@@ -122,52 +194,75 @@ def _chosen(which: Leaves, leaf: PlannedLeaf) -> bool:
     return which if isinstance(which, bool) else re.search(which, leaf.path) is not None
 
 
-@dataclass(frozen=True)
 class _Forecast:
     """What each leaf has to move; `along` are the axes of the batch, in the mesh's order."""
 
-    mesh: AnyMesh
-    along: tuple[str, ...]
-    dtype: DTypeLike | None
+    def __init__(self, plan: Plan, along: tuple[str, ...], roles: Roles) -> None:
+        self.along, self.roles, self.mesh = along, roles, plan.mesh
+        self.leaves = {leaf.path: leaf for leaf in plan.leaves}
 
-    def of_leaf(
-        self, leaf: PlannedLeaf, state: PlannedLeaf | None, layers: int, whys: Sequence[str]
-    ) -> Iterator[PlannedTransfer]:
-        """The gathers of a parameter, then the reductions of its gradient, then its update."""
-        dtype = jnp.dtype(leaf.dtype if self.dtype is None else self.dtype)
-        transfer = partial(_transfer, leaf.path, dtype, layers)
-        # Axis by axis: each gather has the result of the one before.
+    def of_leaf(self, leaf: PlannedLeaf) -> Iterator[PlannedTransfer]:
+        """The gathers of a leaf, then the reductions of its gradient, then its update."""
+        role = self.roles[leaf.path]
+        for gather in role.gathers:
+            yield from self._gathers(leaf, gather)
+        if role.name == TRAINED:
+            yield from self._of_gradient(leaf, role)
+
+    def _gathers(self, leaf: PlannedLeaf, gather: Gather) -> Iterator[PlannedTransfer]:
+        why = "weight, again for its gradient" if gather.is_again else "weight"
+        # Dim by dim: each gather has the result of the one before.
+        size = shard_size(leaf.shape, leaf.given, self.mesh) // gather.parts
+        for axes in self._dims(leaf, gather.axes):
+            size *= self._parts(axes)
+            yield _transfer(leaf.path, gather.dtype, "all-gather", axes, size, gather.times, why)
+
+    def _of_gradient(self, leaf: PlannedLeaf, role: Role) -> Iterator[PlannedTransfer]:
+        """What is moved of a gradient: scattered over the axes over which the leaf is gathered, and
+        over those that shard its optimizer state; reduced over the others."""
+        gathers = role.gathers or (Gather(frozenset(), str(leaf.dtype), 1, 1, False),)
+        gathered = frozenset[str]().union(*(gather.axes for gather in gathers))
+        parts = max(gather.parts for gather in gathers)
+        scattered = self._dims(leaf, gathered)
         size = shard_size(leaf.shape, leaf.given, self.mesh)
-        gathered: list[tuple[str, ...]] = []
-        for entry in entries(leaf.given):
-            axes = self._in_order(axes_of(entry))
-            if axes:
-                size *= self._parts(axes)
-                gathered.append(axes)
-                yield from (transfer("all-gather", axes, size, why) for why in whys)
-        for axes in gathered:
-            yield transfer("reduce-scatter", axes, size, "gradient")
+        size *= self._parts(axis for axes in scattered for axis in axes)
+        for axes in scattered:
+            yield _transfer(
+                leaf.path,
+                gathers[0].dtype,
+                "reduce-scatter",
+                axes,
+                size // parts,
+                parts,
+                "gradient",
+            )
             size //= self._parts(axes)
-        yield from self._of_gradient(
-            leaf, state, {axis for axes in gathered for axis in axes}, size
-        )
-
-    def _of_gradient(
-        self, leaf: PlannedLeaf, state: PlannedLeaf | None, reduced: set[str], size: int
-    ) -> Iterator[PlannedTransfer]:
-        """What is moved of a gradient that is reduced along some axes of the batch already."""
-        transfer = partial(_transfer, leaf.path, jnp.dtype(leaf.dtype), 1)
-        further: tuple[str, ...] = ()  # the axes that shard the optimizer state, but not the leaf
-        if state is not None and state.shape == leaf.shape:
-            further = self._in_order({*get_names_from_partition_spec(state.given)} - reduced)
-        rest = self._in_order({*self.along} - reduced - {*further})
-        part = size // self._parts(further)
+        transfer = partial(_transfer, leaf.path, str(leaf.dtype))
+        done = {*gathered, *role.split}
+        further = self._in_order(self._axes_of_state(leaf, role) - done)
         if further:
-            yield transfer("reduce-scatter", further, size, "gradient")
+            yield transfer("reduce-scatter", further, size, 1, "gradient")
+        rest = self._in_order({*self.along} - done - {*further})
         if rest:
-            yield transfer("all-reduce", rest, part, "gradient")
+            yield transfer("all-reduce", rest, size // self._parts(further), 1, "gradient")
         if further:
-            yield transfer("all-gather", further, size, "update")
+            yield transfer("all-gather", further, size, 1, "update")
+
+    def _axes_of_state(self, leaf: PlannedLeaf, role: Role) -> set[str]:
+        """The axes that shard the optimizer state of a leaf: an array of its shape, from which its
+        new value is computed."""
+        state = [self.leaves[path] for path in sorted(role.sources)]
+        return {
+            axis
+            for source in state
+            if source.shape == leaf.shape
+            for axis in get_names_from_partition_spec(source.given)
+        }
+
+    def _dims(self, leaf: PlannedLeaf, axes: Collection[str]) -> list[tuple[str, ...]]:
+        """Those of some axes that split each dim of a leaf."""
+        of_dims = [self._in_order({*axes_of(entry)} & {*axes}) for entry in entries(leaf.given)]
+        return [of_dim for of_dim in of_dims if of_dim]
 
     def _in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Those of some axes that split the batch."""
@@ -180,13 +275,8 @@ class _Forecast:
 
 
 def _transfer(
-    path: str,
-    dtype: np.dtype,
-    count: int,
-    kind: str,
-    axes: tuple[str, ...],
-    size: int,
-    why: str,
+    path: str, dtype: str, kind: str, axes: tuple[str, ...], size: int, count: int, why: str
 ) -> PlannedTransfer:
-    payload = size * dtype.itemsize // count
-    return PlannedTransfer(kind, axes, payload, count, str(dtype), path, why)
+    """A transfer of `size` elements in each of `count` executions."""
+    payload = size * jnp.dtype(dtype).itemsize
+    return PlannedTransfer(kind, axes, payload, count, dtype, path, why)

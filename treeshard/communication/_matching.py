@@ -17,6 +17,7 @@ from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.specs import axes_of, dim_entries
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
+from treeshard._trace.roles import TRAINED, Roles
 from treeshard.communication._collectives import Collective, is_scalar
 from treeshard.communication._differences import Unplanned, explain
 from treeshard.communication._forecast import PlannedTransfer
@@ -68,22 +69,23 @@ _Filed = dict[tuple[str, str, str], list[tuple[Collective, str | None]]]
 class Matcher:
     """Matches collectives to planned transfers, one by one, and collects those without a match.
 
-    `names` has the plan's path of each argument, or `None`; `state` a leaf of the optimizer state
-    of each parameter. `tensor_parallel` fills with collectives of computed values along axes that
-    shard parameters but not the batch.
+    `names` has the plan's path of each argument, or `None`. `tensor_parallel` fills with
+    collectives of computed values along axes that shard parameters but not the batch, or along
+    which parameters stay split where they are used.
     """
 
     plan: Plan
     planned: Sequence[PlannedTransfer]
     names: Mapping[str, str | None]
-    params: Mapping[str, PlannedLeaf]
-    state: Mapping[str, PlannedLeaf]
+    roles: Roles
     batch_axes: Sequence[str]
     platform: str | None
 
     def __post_init__(self) -> None:
+        leaves = {leaf.path: leaf for leaf in self.plan.leaves}
+        self.params = {path: leaf for path, leaf in leaves.items() if self.roles[path].is_used}
         self.expected = [
-            _Expected(x) for x in self.planned if x.path is not None and self.params[x.path].shape
+            _Expected(x) for x in self.planned if x.path is not None and leaves[x.path].shape
         ]
         self.of_leaf: dict[str, list[_Expected]] = {path: [] for path in self.params}
         for expected in self.expected:
@@ -93,14 +95,23 @@ class Matcher:
         self.tensor_parallel: list[Collective] = []
         self.sizes = axis_sizes(self.plan.mesh)
         self.tensor_axes = {*get_names_from_partition_spec(self.plan)} - {*self.batch_axes}
+        self.tensor_axes.update(*(role.split for role in self.roles.values()))
         layers = {x.path: x.planned.count for x in self.expected}
         self.sizes_of_gradient = {
-            path: self._sizes(leaf, layers.get(path, 1)) for path, leaf in self.params.items()
+            path: self._sizes(leaf, layers.get(path, 1))
+            for path, leaf in self.params.items()
+            if self.roles[path].name == TRAINED
         }
         self.sizes_of_update = {
-            path: self._sizes(self.params[path]) | self._sizes(state)
-            for path, state in self.state.items()
-            if not self._is_alike(self.params[path], state)
+            path: self._sizes(leaf) | self._sizes(leaves[source])
+            for path, leaf in self.params.items()
+            for source in self.roles[path].sources
+            if leaves[source].shape == leaf.shape and not self._is_alike(leaf, leaves[source])
+        }
+        self.computed = {
+            path
+            for path, role in self.roles.items()
+            if any(gather.is_changed for gather in role.gathers)
         }
         # Weights that are gathered along axes that do not split the batch, and in loops.
         self.gathered_for_nothing: set[str] = set()
@@ -171,9 +182,11 @@ class Matcher:
         planned = expected.planned
         if not expected.is_like(moved.collective) or expected.left < moved.size:
             return False
-        if planned.kind == "all-gather" and planned.why != "update":
+        is_weight = planned.kind == "all-gather" and planned.why != "update"
+        if is_weight and not (expected.path in self.computed and moved.leaf is None):
             return moved.leaf == planned.path
-        # Gradients and updates have no path, so that only the full size identifies them;
+        # Gradients, updates and weights that the step changes before it gathers them have no path,
+        # so that only the full size identifies them;
         # of a loop from which some trips were taken out, the size of one trip. GPUs peel one:
         # 11 executions of `%reduce-scatter-start` in the body of the loop, and one outside.
         one_trip = elements(planned.bytes, planned.dtype)
@@ -225,7 +238,8 @@ class Matcher:
     def _file_argument(self, moved: _Moved) -> bool:
         if moved.collective.path is None or moved.leaf is not None:
             return False
-        return self._add("batch", moved)
+        # Rows of the batch that are sent to experts
+        return self._file_tensor_parallel(moved) or self._add("batch", moved)
 
     def _file_update(self, moved: _Moved) -> bool:
         """Whether it seems to move the update of a weight whose optimizer state is sharded unlike
@@ -272,6 +286,23 @@ class Matcher:
             return self._add("reduction-inside-loop", moved, path)
         return self._add("again, gradients", moved)
 
+    def _file_each_use(self, moved: _Moved) -> bool:
+        """Whether it reduces the gradient of one of several uses of a weight, as of a table that is
+        embedding and head."""
+        if moved.kind not in _REDUCTIONS or moved.is_in_loop:
+            return False
+        for path, sizes in self.sizes_of_gradient.items():
+            is_like = self.roles[path].uses > 1 and moved.size_of_one in sizes
+            if is_like and self._is_reduced(path, moved):
+                return self._add("each-use", moved, path)
+        return False
+
+    def _file_matrix_optimizer(self, moved: _Moved) -> bool:
+        is_differentiated = "jvp(" in moved.name or "transpose(" in moved.name
+        if is_differentiated or not any(role.is_multiplied for role in self.roles.values()):
+            return False
+        return self._add("matrix-optimizer", moved)
+
     def _file_activation(self, moved: _Moved) -> bool:
         if not moved.is_in_loop:
             return self._add("activation", moved)
@@ -315,7 +346,7 @@ class Matcher:
 
     def _reductions(self, path: str, moved: _Moved) -> list[_Expected]:
         axes = moved.axes or {*self.batch_axes}
-        return [x for x in self._planned(path, "gradient") if x.axes <= axes]
+        return [x for x in self._planned(path, "gradient") if not x.axes.isdisjoint(axes)]
 
     # ---------------------------------------------------------------- computed values
 
@@ -354,14 +385,26 @@ class Matcher:
 
     def by_compiler(self) -> Iterator[Unplanned]:
         """The differences that are the compiler's own."""
-        return self._explained(self.of_compiler)
+        yield from self._explained(self.of_compiler)
+        merged = [x.path for x in self.expected if self._is_merged(x)]
+        if merged:
+            yield explain("merged", paths=merged)
+
+    def _is_merged(self, expected: _Expected) -> bool:
+        """Whether the step gathers a leaf twice in the same way, and the program once."""
+        if expected.planned.kind != "all-gather" or not expected.is_untouched:
+            return False
+        return any(
+            other.planned == expected.planned and not other.left
+            for other in self.of_leaf[expected.path]
+        )
 
     def unplanned(self) -> Iterator[Unplanned]:
         """The differences, and last the planned transfers that the program does not have."""
         yield from self._explained(self.differences)
         missing: dict[tuple[str, str], list[str]] = defaultdict(list)
         for expected in self.expected:
-            if expected.left:
+            if expected.left and not self._is_merged(expected):
                 missing[expected.planned.kind, expected.planned.why].append(expected.path)
         for (kind, why), paths in missing.items():
             case = "not-moved, again" if "again" in why else "not-moved"
@@ -386,7 +429,9 @@ _RULES = (
     Matcher._file_update,
     Matcher._file_tensor_parallel,
     Matcher._file_computed_weight,
+    Matcher._file_each_use,
     Matcher._file_gradient,
+    Matcher._file_matrix_optimizer,
     Matcher._file_activation,
 )
 

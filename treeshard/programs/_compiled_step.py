@@ -18,7 +18,9 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import parse_bytes
 from treeshard._core.topologies import Chip
 from treeshard._planning.plan import Plan
-from treeshard.communication._comparison import Comparison, compare_communication
+from treeshard._trace.roles import Roles, roles_of
+from treeshard.communication._comparison import Comparison, compare_step
+from treeshard.communication._forecast import batch_axes, check_options
 from treeshard.communication._program import ReadProgram, read_program
 from treeshard.errors import DoesNotFitError
 from treeshard.programs._cost import Cost, cost_of
@@ -65,16 +67,28 @@ class CompiledStep:
         """The text of the program, which `collectives` reads."""
         return self.compiled.as_text() or ""
 
+    @cached_property
+    def roles(self) -> Roles:
+        """What the step does with each leaf of its state, by path, from its trace."""
+        return roles_of(self.jaxpr.jaxpr, self.plan, batch_axes(self.plan, self.batch_specs))
+
     def communication(self, **options: Any) -> Comparison:
         """Compares what the program moves with the plan.
 
+        What the step does with each leaf follows from its trace: see `Step.plan_of`.
+
         Args:
-            options: `remat`, `scan`, `params` and `dtype`, as in `compare_communication`.
+            options: `remat`, `scan`, `params` and `dtype`, as in `predict_communication`. None has
+                to be given: they are compared with the trace.
 
         Returns:
             A `Comparison`.
+
+        Raises:
+            SpecError: If an option contradicts the trace.
         """
-        return compare_communication(self.plan, self.compiled, batch=self.batch_specs, **options)
+        check_options(self.plan, self.roles, **options)
+        return compare_step(self.plan, self.compiled, self.batch_specs, self.roles)
 
     def memory(self) -> Memory:
         """Tells what the program needs in the memory of one device, and what is live at the peak.
@@ -82,7 +96,7 @@ class CompiledStep:
         Returns:
             A `Memory`.
         """
-        return memory_of(self.compiled, self._read.graph, self.plan, self.batch)
+        return memory_of(self.compiled, self._read.graph, self.plan, self.roles, self.batch)
 
     def cost(self, chip: Chip | None = None) -> Cost:
         """Estimates what the program computes and moves, and the least time that this takes.

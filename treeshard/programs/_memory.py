@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.text import columns, fold_paths, human_bytes
 from treeshard._core.topologies import chip_of
-from treeshard._planning.matching import parameters
 from treeshard._planning.plan import Plan
+from treeshard._trace.roles import Roles
 from treeshard.communication._collectives import bytes_text
 from treeshard.communication._dataflow import Context, Dataflow, value
 from treeshard.communication._hlo import HloProgram
@@ -152,7 +153,11 @@ class Memory:
 
 
 def memory_of(
-    compiled: jax.stages.Compiled, program: HloProgram, plan: Plan, batch: Sequence[Any]
+    compiled: jax.stages.Compiled,
+    program: HloProgram,
+    plan: Plan,
+    roles: Roles,
+    batch: Sequence[Any],
 ) -> Memory:
     """Reads the memory of a compiled step; `program` is its text, parsed, and `batch` has
     shardings."""
@@ -162,7 +167,7 @@ def memory_of(
     # The compiler for CPUs, which have one memory, counts what is on the host with the rest.
     counted_host = host if device.platform == "cpu" else 0
     memory = Memory(
-        _kinds(plan, batch),
+        _kinds(plan, roles, batch),
         arguments=analysis.argument_size_in_bytes - counted_host,
         results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
         temporaries=temporaries_of(analysis, device.platform),
@@ -201,9 +206,10 @@ def temporaries_of(analysis: Any, platform: str) -> int:
     return min(temporaries, analysis.peak_memory_in_bytes - others)
 
 
-def _kinds(plan: Plan, batch: Sequence[Any]) -> dict[str, int]:
-    """The bytes of a step's arguments in a device's memory, by kind."""
-    weights = [leaf for leaf in parameters(plan.leaves) if leaf.memory is None]
+def _kinds(plan: Plan, roles: Roles, batch: Sequence[Any]) -> dict[str, int]:
+    """The bytes of a step's arguments in a device's memory, by kind: parameters are used."""
+    used = [leaf for leaf in plan.leaves if roles[leaf.path].is_used and leaf.memory is None]
+    weights = [leaf for leaf in used if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     of_weights = sum(leaf.bytes_per_device(plan.mesh) for leaf in weights)
     of_batch = sum(_local_bytes(x) for x in batch if has_shape(x))
     others = plan.bytes_per_device() - of_weights

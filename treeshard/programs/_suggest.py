@@ -66,9 +66,6 @@ def suggest(
     budget: int | float | None = None,
     chip: Chip | None = None,
     progress: bool = False,
-    scan: bool | str = False,
-    remat: bool | str = False,
-    dtype: Any = None,
 ) -> Suggestions:
     """Finds the mesh and the rules with which a model trains on given devices, with reasons.
 
@@ -97,10 +94,6 @@ def suggest(
         budget: Seconds, after which nothing more is compiled. What runs then is ended.
         chip: Peaks and links of the device, instead of the published ones.
         progress: Whether to write a line to stderr for each program that is compiled.
-        scan: As in `predict_communication`, for the comparison of a program with its plan.
-        remat: Likewise, which weights are gathered again. Where `make` offers `remat`, those of
-            candidates with it, by default all.
-        dtype: Likewise.
 
     Returns:
         `Suggestions`, the best first. Ctrl-C stops it and returns what is known by then.
@@ -143,9 +136,8 @@ def suggest(
         else:
             order.append(Suggestion(candidate, estimate, None, None))
     order.sort(key=_by_estimate)
-    model = {"scan": scan, "remat": remat, "dtype": dtype}
     end = math.inf if budget is None else time.monotonic() + budget
-    compiling = _Compiling(make, target, fixed, model, end, progress)
+    compiling = _Compiling(make, target, fixed, end, progress)
     rows, stopped = compiling.run(order, top)
     return ranked([*rows, *dropped], str(target), stopped)
 
@@ -297,7 +289,6 @@ class _Compiling:
     make: Callable[..., Any]
     target: _Target
     fixed: Mapping[str, Any]
-    model: Mapping[str, Any]
     end: float
     progress: bool
     # What does not fit, with the bytes beside its state.
@@ -331,7 +322,7 @@ class _Compiling:
         if alike is not None:
             return replace(row, reason=alike)
         started = time.monotonic()
-        work = partial(_verdict, self.make, self.target, row.candidate, self.fixed, self.model)
+        work = partial(_verdict, self.make, self.target, row.candidate, self.fixed)
         verdict = _in_child(work, self.end - started)
         if isinstance(verdict, str):
             row = replace(row, reason=_FAILED.format(error=verdict))
@@ -368,7 +359,6 @@ def _verdict(
     target: _Target,
     candidate: Candidate,
     fixed: Mapping[str, Any],
-    model: Mapping[str, Any],
 ) -> Verdict:
     """Compiles a candidate, and reads what the compiler says."""
     options = {**candidate.options, **fixed}
@@ -380,10 +370,7 @@ def _verdict(
             raise
         return Verdict(error.need, error.capacity)
     memory, cost = compiled.memory(), compiled.cost(target.chip)
-    remat = model["remat"]  # which weights the plan expects to be gathered again
-    if "remat" in candidate.options:
-        remat = candidate.remat and (remat or True)
-    compared = compiled.communication(**{**model, "remat": remat})
+    compared = compiled.communication()
     return Verdict(
         need=memory.total,
         capacity=target.capacity or memory.capacity,

@@ -25,6 +25,7 @@ from treeshard._planning.plan_in_force import PlanInForce
 from treeshard.errors import TreeShardError, counted, listed, own_lines, warn
 
 if TYPE_CHECKING:
+    from treeshard._trace.roles import Roles
     from treeshard.communication._comparison import Comparison
     from treeshard.communication._differences import Unplanned
     from treeshard.communication._forecast import PlannedTransfer
@@ -114,16 +115,18 @@ def _buffers(x: Any) -> list[Any]:
 _WORTH_A_WARNING = 2**20  # bytes
 
 
-def warn_of_activations(compiled: Any, plan: Plan, batch: SpecTree, where: str) -> None:
+def warn_of_activations(
+    compiled: Any, plan: Plan, batch: SpecTree, roles: "Roles", where: str
+) -> None:
     """Warns if a compiled step moves activations in place of weights, and more bytes of them.
 
     Weights that the plan shards over the axes of the batch are then never gathered. Less than a
     MiB is not worth a warning.
     """
-    from treeshard.communication._comparison import compare_communication
+    from treeshard.communication._comparison import compare_step
 
     try:
-        compared = compare_communication(plan, compiled, batch=batch)
+        compared = compare_step(plan, compiled, batch, roles)
     except TreeShardError:  # a program that names its arguments otherwise
         return
     kept = _not_gathered(compared)

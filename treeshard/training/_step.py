@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_leaves
 
@@ -29,6 +31,7 @@ from treeshard.training._pitfalls import mark_as_separate, separated, warn_of_ac
 from treeshard.training._program import Program, StepFn
 
 if TYPE_CHECKING:
+    from treeshard._trace.roles import Roles
     from treeshard.communication._comparison import Comparison
     from treeshard.programs._compiled_step import CompiledStep
 
@@ -120,7 +123,7 @@ class Step:
                 traced = program.trace(arrays, data)
                 if not self.is_by_hand:
                     # JAX keeps this program for the call, so that it compiles once.
-                    self._warn_of_activations(traced.lower().compile())
+                    self._warn_of_activations(traced.lower().compile(), traced.jaxpr)
             new, aux = program(arrays, data)
         except TreeShardError:
             raise
@@ -185,7 +188,7 @@ class Step:
         )
         program.compiled = step.compiled
         if not self.is_by_hand:
-            self._warn_of_activations(step.compiled)
+            self._warn_of_activations(step.compiled, traced.jaxpr)
         return step
 
     def communication(
@@ -200,34 +203,80 @@ class Step:
     ) -> "Comparison":
         """Compares the communication of the compiled step with the plan, without running it.
 
+        Which leaves are trained, how often each is gathered and in which dtype follows from the
+        trace of the step: see `plan_of`. No option has to be given.
+
         Args:
             state: The state, or `plan.structs`.
             batch: A batch, or `jax.ShapeDtypeStruct`s of one.
-            remat: Which weights are gathered a second time for the backward pass: all, or
-                those whose path matches this pattern.
-            scan: Which leaves are layers stacked on dim 0 that a scan runs over: all, or
-                those whose path matches this pattern.
-            params: A pattern for the paths of the parameters, if they cannot be told from the
-                plan.
-            dtype: The dtype in which weights are gathered; by default their own.
+            remat: As in `predict_communication`. All four are compared with the trace.
+            scan: As in `predict_communication`.
+            params: As in `predict_communication`.
+            dtype: As in `predict_communication`.
 
         Returns:
             A `Comparison`, as `treeshard.compare_communication` returns it.
+
+        Raises:
+            SpecError: If an option contradicts the trace.
         """
         # Readers of compiled programs are 10 modules, which a training loop does not need.
-        from treeshard.communication._comparison import compare_communication
+        from treeshard.communication._comparison import compare_step
+        from treeshard.communication._forecast import check_options
 
+        _, traced, _ = self._traced(state, batch)
+        roles = self._roles(traced.jaxpr)
+        check_options(self.plan, roles, remat=remat, scan=scan, params=params, dtype=dtype)
         with _context_of(self._mesh):
-            compiled = self.lower(state, batch).compile()
-        return compare_communication(
-            self.plan,
-            compiled,
-            batch=self.batch_specs,
-            remat=remat,
-            scan=scan,
-            params=params,
-            dtype=dtype,
-        )
+            compiled = traced.lower().compile()
+        return compare_step(self.plan, compiled, self.batch_specs, roles)
+
+    def plan_of(self, state: PyTree, batch: PyTree) -> Plan:
+        """The plan of the state, with what the step does with each leaf: `print` it.
+
+        Nothing is compiled. The role of a leaf is read from the trace of the step:
+
+        - `trained`: a gradient is taken of it, and its new value depends on that;
+        - `frozen`: it is used, and returned as it is;
+        - `used, updated`: used, and changed without a gradient of its own, as target networks are;
+        - `updated only`: changed and not used, as moments and averages are;
+        - `passed through`: neither.
+
+        `gathered` says that it is needed whole along axes of the batch, `split` that it stays split
+        along such axes where it is used, as experts do.
+
+        Args:
+            state: The state, or `plan.structs`.
+            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+
+        Returns:
+            The plan; each of its `leaves` has a `role`.
+
+        Raises:
+            SpecError, StateError: As when the step is called.
+
+        Examples:
+            >>> state = {"w": jnp.ones((8, 8)), "average": jnp.ones((8, 8))}
+            >>> plan = ts.plan(state, [(".*", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+            >>> @ts.jit_step(plan=plan, batch=P("fsdp"))
+            ... def step(state, batch):
+            ...     loss_of = lambda w: jnp.mean((batch @ w) ** 2)
+            ...     loss, grad = jax.value_and_grad(loss_of)(state["w"])
+            ...     w = state["w"] - 0.1 * grad
+            ...     return {"w": w, "average": 0.9 * state["average"] + 0.1 * w}, loss
+            >>> roles = step.plan_of(plan.structs, np.ones((16, 8), "float32"))
+            >>> {leaf.path: leaf.role for leaf in roles.leaves}
+            {'average': 'updated only', 'w': 'trained, gathered'}
+        """
+        roles = self._roles(self._traced(state, batch)[1].jaxpr)
+        leaves = tuple(leaf._replace(role=str(roles[leaf.path])) for leaf in self.plan.leaves)
+        return replace(self.plan, leaves=leaves)
+
+    def _roles(self, jaxpr: ClosedJaxpr) -> "Roles":
+        from treeshard._trace.roles import roles_of
+        from treeshard.communication._forecast import batch_axes
+
+        return roles_of(jaxpr.jaxpr, self.plan, batch_axes(self.plan, self.batch_specs))
 
     def _traced(self, state: PyTree, batch: PyTree) -> tuple[Program, jax.stages.Traced, list[Any]]:
         """The step, traced for arguments of this form, and structs of the batch's arrays."""
@@ -245,9 +294,10 @@ class Step:
         with _context_of(self._mesh):
             return program, program.trace(arrays, data), data
 
-    def _warn_of_activations(self, compiled: jax.stages.Compiled) -> None:
+    def _warn_of_activations(self, compiled: jax.stages.Compiled, jaxpr: ClosedJaxpr) -> None:
         if set(get_names_from_partition_spec(self.plan)) & set(row_axes(self.batch_specs)):
-            warn_of_activations(compiled, self.plan, self.batch_specs, self._name)
+            roles = self._roles(jaxpr)
+            warn_of_activations(compiled, self.plan, self.batch_specs, roles, self._name)
 
 
 def _is_data(x: Any) -> bool:

@@ -1,0 +1,431 @@
+"""Steps whose leaves have other roles than their names and shapes say, for several test files.
+
+Each is an ordinary program with `unshard` where a layer begins: averages of the weights, frozen
+parts, experts, loops over time, two optimizers, a target network.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from helpers import struct
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+
+WIDTH, LAYERS, ROWS, EXPERTS, TIME = 64, 4, 64, 4, 6
+
+
+class Program(NamedTuple):
+    """A step, and structs of its state and batch.
+
+    `roles` has the role of some leaves, by a part of their path.
+    """
+
+    step: ts.Step
+    plan: ts.Plan
+    batch: Any
+    roles: dict[str, str]
+
+
+def _made(
+    mesh: Any,
+    init: Callable[[jax.Array], Any],
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    batch: Any,
+    roles: dict[str, str],
+    rules: Any = None,
+) -> Program:
+    """The program on a mesh; rows are split over all its axes."""
+    state = jax.eval_shape(init, jax.random.key(0))
+    axis = "fsdp" if "fsdp" in mesh.shape else "expert"
+    rules = rules or [(".*", ts.fsdp(axis))]
+    plan = ts.plan(state, rules, mesh, min_size=256)
+    made = ts.jit_step(step, plan, batch=P(tuple(mesh.shape)))
+    return Program(made, plan, batch, roles)
+
+
+def _dense(key: jax.Array, *shape: int) -> jax.Array:
+    return jax.random.normal(key, shape) * shape[-2] ** -0.5
+
+
+def _mlp(key: jax.Array) -> Any:
+    names = [f"layer{i}" for i in range(LAYERS)]
+    keys = jax.random.split(key, LAYERS)
+    return {
+        name: {"w": _dense(k, WIDTH, WIDTH), "b": jnp.zeros(WIDTH)}
+        for name, k in zip(names, keys, strict=True)
+    }
+
+
+def _apply(params: Any, x: jax.Array) -> jax.Array:
+    for name in sorted(params):
+        layer = ts.unshard(params[name])
+        x = jnp.tanh(x @ layer["w"] + layer["b"][None])
+    return x
+
+
+def _loss(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((_apply(params, batch["x"]) - batch["y"]) ** 2)
+
+
+BATCH = {"x": struct(ROWS, WIDTH), "y": struct(ROWS, WIDTH)}
+
+
+def _averaged(mesh: Any, *, copied: bool) -> Program:
+    optimizer = optax.adamw(1e-3)
+
+    def init(key: jax.Array) -> Any:
+        params = _mlp(key)
+        average = jax.tree.map(jnp.copy, params) if copied else params
+        return {"params": params, "ema": average, "opt": optimizer.init(params)}
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        loss, grads = jax.value_and_grad(_loss)(state["params"], batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        ema = jax.tree.map(lambda e, p: 0.99 * e + 0.01 * p, state["ema"], params)
+        return {"params": params, "ema": ema, "opt": opt}, loss
+
+    roles = {"params/": "trained", "ema/": "updated only", "opt/": "updated only"}
+    return _made(mesh, init, step, BATCH, roles)
+
+
+def average(mesh: Any) -> Program:
+    return _averaged(mesh, copied=True)
+
+
+def average_of_same_arrays(mesh: Any) -> Program:
+    return _averaged(mesh, copied=False)
+
+
+def lora(mesh: Any) -> Program:
+    """Low-rank factors on a frozen base."""
+    optimizer = optax.adam(1e-3)
+
+    def init(key: jax.Array) -> Any:
+        base = _mlp(key)
+        factors = {name: {"a": _dense(key, WIDTH, 8), "b": jnp.zeros((8, WIDTH))} for name in base}
+        return {"base": base, "lora": factors, "opt": optimizer.init(factors)}
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        def loss(factors: Any) -> jax.Array:
+            x = batch["x"]
+            for name in sorted(state["base"]):
+                layer, low = ts.unshard(state["base"][name]), ts.unshard(factors[name])
+                x = jnp.tanh(x @ layer["w"] + (x @ low["a"]) @ low["b"] + layer["b"][None])
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["lora"])
+        updates, opt = optimizer.update(grads, state["opt"])
+        return {**state, "lora": optax.apply_updates(state["lora"], updates), "opt": opt}, value
+
+    roles = {"base/": "frozen", "lora/": "trained", "opt/": "updated only"}
+    return _made(mesh, init, step, BATCH, roles)
+
+
+def frozen_tower(mesh: Any) -> Program:
+    """A vision tower whose updates an optimizer sets to zero."""
+
+    def init(key: jax.Array) -> Any:
+        params = {"vision": _mlp(key), "head": _mlp(jax.random.split(key)[0])}
+        return {"params": params, "opt": optimizer.init(params)}
+
+    labels = {"vision": "frozen", "head": "trained"}
+    optimizer = optax.multi_transform(
+        {"frozen": optax.set_to_zero(), "trained": optax.adamw(1e-3)}, labels
+    )
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = _apply(params["vision"], batch["x"])
+        return jnp.mean((_apply(params["head"], x) - batch["y"]) ** 2)
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    roles = {"params/vision": "frozen", "params/head": "trained", "opt/": "updated only"}
+    return _made(mesh, init, step, BATCH, roles)
+
+
+# ------------------------------------------------------------------ experts
+
+
+def _experts(key: jax.Array) -> Any:
+    return {
+        "router": _dense(key, WIDTH, EXPERTS),
+        "experts": {
+            "up": _dense(key, EXPERTS, WIDTH, 2 * WIDTH),
+            "up_b": jnp.zeros((EXPERTS, 2 * WIDTH)),
+            "down": _dense(key, EXPERTS, 2 * WIDTH, WIDTH),
+        },
+        "head": _dense(key, WIDTH, WIDTH),
+    }
+
+
+_EXPERT_RULES = [("experts/.*", ts.shard_dim("expert", 0)), (".*", None)]
+
+
+def _trained(mesh: Any, init: Any, loss: Any, batch: Any, rules: Any, roles: Any) -> Program:
+    optimizer = optax.adam(1e-3)
+
+    def start(key: jax.Array) -> Any:
+        params = init(key)
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        updates, opt = optimizer.update(grads, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    return _made(mesh, start, step, batch, {"opt/": "updated only", **roles}, rules)
+
+
+def experts_by_constraints(mesh: Any) -> Program:
+    """Each group of rows sends an equal number to each expert, as compilers partition it."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]  # groups, rows, width
+        gates = jax.nn.softmax(x @ params["router"])
+        chosen = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS)
+        sent = jnp.einsum("gsm,gse->egsm", x, chosen)
+        sent = ts.with_sharding_constraint(sent, P("expert", "data"))
+        up = jnp.einsum("egsm,emf->egsf", sent, params["experts"]["up"])
+        hidden = jax.nn.relu(up + params["experts"]["up_b"][:, None, None])
+        done = jnp.einsum("egsf,efm->egsm", hidden, params["experts"]["down"])
+        done = ts.with_sharding_constraint(done, P("expert", "data"))
+        back = jnp.einsum("egsm,gse->gsm", done, gates * chosen)
+        back = ts.with_sharding_constraint(back, P(("data", "expert")))
+        return jnp.mean((back @ params["head"] - batch["y"]) ** 2)
+
+    shape = (ROWS, 8, WIDTH)
+    batch = {"x": struct(*shape), "y": struct(*shape)}
+    roles = {"params/experts": "trained, split", "params/router": "trained"}
+    return _trained(mesh, _experts, loss, batch, _EXPERT_RULES, roles)
+
+
+def experts_by_hand(mesh: Any) -> Program:
+    """The same rows, sent by `all_to_all` inside `shard_map`."""
+
+    def layer(x: jax.Array, gates: jax.Array, experts: Any) -> jax.Array:
+        sent = jnp.einsum("sm,se->esm", x, gates)
+        sent = jax.lax.all_to_all(sent, "expert", 0, 1, tiled=True)
+        hidden = jax.nn.relu(
+            jnp.einsum("esm,emf->esf", sent, experts["up"]) + experts["up_b"][:, None]
+        )
+        done = jnp.einsum("esf,efm->esm", hidden, experts["down"])
+        done = jax.lax.all_to_all(done, "expert", 1, 0, tiled=True)
+        return jnp.einsum("esm,se->sm", done, gates)
+
+    rows = P(("data", "expert"))
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        gates = jax.nn.softmax(batch["x"] @ params["router"])
+        run = jax.shard_map(layer, in_specs=(rows, rows, P("expert")), out_specs=rows)
+        back = run(batch["x"], gates, params["experts"])
+        return jnp.mean((back @ params["head"] - batch["y"]) ** 2)
+
+    roles = {"params/experts": "trained, split", "params/router": "trained"}
+    return _trained(mesh, _experts, loss, BATCH, _EXPERT_RULES, roles)
+
+
+# ------------------------------------------------------------------ loops and ties
+
+
+def tied_heads(mesh: Any) -> Program:
+    """One table for embedding and head."""
+
+    def init(key: jax.Array) -> Any:
+        return {"embed": _dense(key, 128, WIDTH), "mlp": _mlp(key)}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        table = ts.unshard(params["embed"])
+        logits = _apply(params["mlp"], table[batch["ids"]]) @ table.T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["next"]).mean()
+
+    ids = jax.ShapeDtypeStruct((ROWS,), "int32")
+    return _trained(mesh, init, loss, {"ids": ids, "next": ids}, None, {"params/": "trained"})
+
+
+def gru(mesh: Any) -> Program:
+    """A recurrent cell over time, whose weights are gathered once."""
+
+    def init(key: jax.Array) -> Any:
+        return {
+            "ih": _dense(key, WIDTH, 3 * WIDTH),
+            "hh": _dense(key, WIDTH, 3 * WIDTH),
+            "b": jnp.zeros(3 * WIDTH),
+        }
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        cell = ts.unshard(params)
+
+        def tick(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            r, z, n = jnp.split(x @ cell["ih"] + cell["b"][None], 3, -1)
+            hr, hz, hn = jnp.split(h @ cell["hh"], 3, -1)
+            r, z = jax.nn.sigmoid(r + hr), jax.nn.sigmoid(z + hz)
+            return (1 - z) * jnp.tanh(n + r * hn) + z * h, None
+
+        xs = jnp.moveaxis(batch["x"], 1, 0)
+        h, _ = jax.lax.scan(tick, jnp.zeros_like(xs[0]), xs)
+        return jnp.mean((h - batch["y"]) ** 2)
+
+    batch = {"x": struct(ROWS, TIME, WIDTH), "y": struct(ROWS, WIDTH)}
+    return _trained(mesh, init, loss, batch, None, {"params/": "trained"})
+
+
+def accumulated_layers(mesh: Any) -> Program:
+    """Gradients of two minibatches, of layers in a scan that are computed again."""
+    optimizer = optax.adam(1e-3)
+
+    def init(key: jax.Array) -> Any:
+        params = {"w": _dense(key, LAYERS, WIDTH, WIDTH), "b": jnp.zeros((LAYERS, WIDTH))}
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        @jax.checkpoint
+        def layer(x: jax.Array, of_layer: Any) -> tuple[jax.Array, None]:
+            of_layer = ts.unshard(of_layer)
+            return jnp.tanh(x @ of_layer["w"] + of_layer["b"][None]), None
+
+        x, _ = jax.lax.scan(layer, batch["x"], params)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        gradients = ts.training.value_and_grad(loss)
+
+        def of_minibatch(batch: Any, key: Any) -> tuple[Any, Any]:
+            value, grads = gradients(state["params"], batch)
+            return grads, value
+
+        grads, value = ts.training.accumulate_gradients(
+            of_minibatch, batch, 2, axis_names=("data", "fsdp")
+        )
+        updates, opt = optimizer.update(grads, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    return _made(
+        mesh,
+        init,
+        step,
+        BATCH,
+        {"params/": "trained", "opt/": "updated only"},
+        [("w$", P(None, "fsdp")), (".*", None)],
+    )
+
+
+# ------------------------------------------------------------------ several optimizers
+
+
+def two_optimizers(mesh: Any) -> Program:
+    def init(key: jax.Array) -> Any:
+        first, second = _mlp(key), _mlp(jax.random.split(key)[0])
+        return {
+            "first": first,
+            "second": second,
+            "opts": (adam.init(first), momentum.init(second)),
+        }
+
+    adam, momentum = optax.adamw(1e-3), optax.sgd(1e-2, momentum=0.9)
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        def loss(first: Any, second: Any) -> jax.Array:
+            return jnp.mean((_apply(second, _apply(first, batch["x"])) - batch["y"]) ** 2)
+
+        parts = state["first"], state["second"]
+        value, grads = jax.value_and_grad(loss, (0, 1))(*parts)
+        new, opts = [], []
+        for optimizer, part, grad, opt in zip(
+            (adam, momentum), parts, grads, state["opts"], strict=True
+        ):
+            updates, opt = optimizer.update(grad, opt, part)
+            new.append(optax.apply_updates(part, updates))
+            opts.append(opt)
+        return {"first": new[0], "second": new[1], "opts": tuple(opts)}, value
+
+    roles = {"first/": "trained", "second/": "trained", "opts/": "updated only"}
+    return _made(mesh, init, step, BATCH, roles)
+
+
+def muon(mesh: Any) -> Program:
+    """Muon on matrices, Adam on the rest."""
+    optimizer = optax.contrib.muon(1e-2)
+
+    def init(key: jax.Array) -> Any:
+        params = _mlp(key)
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = jax.value_and_grad(_loss)(state["params"], batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    moments = "opt/inner_states/muon/inner_state/0/mu"
+    roles = {"params/": "trained", moments: "updated only"}
+    return _made(mesh, init, step, BATCH, roles)
+
+
+def actor_and_critic(mesh: Any) -> Program:
+    """An actor, a critic and its target network, which follows it."""
+    optimizer = optax.adam(1e-3)
+
+    def init(key: jax.Array) -> Any:
+        actor, critic = _mlp(key), _mlp(jax.random.split(key)[0])
+        return {
+            "actor": actor,
+            "critic": critic,
+            "target": jax.tree.map(jnp.copy, critic),
+            "opts": {"actor": optimizer.init(actor), "critic": optimizer.init(critic)},
+        }
+
+    def updated(name: str, grads: Any, state: Any) -> tuple[Any, Any]:
+        updates, opt = optimizer.update(grads, state["opts"][name])
+        return optax.apply_updates(state[name], updates), opt
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        aim = 0.9 * _apply(state["target"], batch["x"]) + batch["y"]
+
+        def critic_loss(critic: Any) -> jax.Array:
+            return jnp.mean((_apply(critic, batch["x"]) - aim) ** 2)
+
+        def actor_loss(actor: Any) -> jax.Array:
+            return -jnp.mean(_apply(state["critic"], _apply(actor, batch["x"])))
+
+        value, grads = jax.value_and_grad(critic_loss)(state["critic"])
+        critic, critic_opt = updated("critic", grads, state)
+        actor, actor_opt = updated("actor", jax.grad(actor_loss)(state["actor"]), state)
+        target = optax.incremental_update(critic, state["target"], 0.005)
+        opts = {"actor": actor_opt, "critic": critic_opt}
+        return {"actor": actor, "critic": critic, "target": target, "opts": opts}, value
+
+    roles = {
+        "actor/": "trained",
+        "critic/": "trained",
+        "target/": "used, updated",
+        "opts/": "updated only",
+    }
+    return _made(mesh, init, step, BATCH, roles)
+
+
+PROGRAMS: dict[str, Callable[[Any], Program]] = {
+    "average": average,
+    "average of the same arrays": average_of_same_arrays,
+    "low-rank factors": lora,
+    "frozen tower": frozen_tower,
+    "experts by constraints": experts_by_constraints,
+    "experts by hand": experts_by_hand,
+    "tied heads": tied_heads,
+    "recurrent": gru,
+    "accumulated layers": accumulated_layers,
+    "two optimizers": two_optimizers,
+    "muon": muon,
+    "actor and critic": actor_and_critic,
+}
+
+
+def axes_of(name: str) -> str:
+    """The mesh that a program is for."""
+    return "data=2,expert=4" if name.startswith("experts") else "data=2,fsdp=4"

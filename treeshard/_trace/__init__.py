@@ -1,0 +1,1 @@
+"""What a traced step does with each leaf of its state."""

@@ -1,0 +1,126 @@
+"""What a step does with each leaf of its state, from its trace.
+
+Names do not tell: an average of the weights has the paths and the shapes of the weights, and a
+frozen base those of a trained one.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
+
+from treeshard._core.mesh import axis_sizes
+from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.plan import Plan
+from treeshard._trace.uses import Gather, Place, Uses, Walk
+from treeshard._trace.values import OF_ARRAYS, OF_SCALARS, Value, leaf_value
+
+# What a step does with a leaf: by whether it uses it, takes its gradient, and changes it.
+TRAINED = "trained"
+FROZEN = "frozen"
+UPDATED = "used, updated"
+ONLY_UPDATED = "updated only"
+PASSED = "passed through"
+
+
+class Role(NamedTuple):
+    """What a step does with one leaf.
+
+    Attributes:
+        name: `"trained"` (used, and its gradient is taken), `"frozen"` (used, and returned as it
+            is), `"used, updated"` (used, and changed without a gradient, as target networks are),
+            `"updated only"` (as moments and averages are) or `"passed through"`.
+        gathers: Where it is needed whole.
+        split: The axes of the batch over which it stays split where it is used.
+        sources: The paths of the leaves of which its new value is made, element by element.
+        uses: How many ops of the forward pass use it.
+        is_multiplied: Whether the update multiplies it by others, as matrix optimizers do.
+    """
+
+    name: str
+    gathers: tuple[Gather, ...] = ()
+    split: frozenset[str] = frozenset()
+    sources: frozenset[str] = frozenset()
+    uses: int = 1
+    is_multiplied: bool = False
+
+    @property
+    def is_used(self) -> bool:
+        return self.name in (TRAINED, FROZEN, UPDATED)
+
+    def __str__(self) -> str:
+        how = ["gathered"] if self.gathers else []
+        if self.split:
+            how.append("split")
+        return f"{self.name}, {' and '.join(how)}" if how else self.name
+
+
+Roles = dict[str, Role]
+
+
+def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
+    """The role of each leaf of a plan, by its path.
+
+    Args:
+        jaxpr: The trace of a step: its first arguments, and its first results, are the leaves.
+        plan: The plan of the state.
+        batch_axes: The mesh axes that split the batch.
+    """
+    leaves = plan.leaves
+    # Gradients that nobody uses, as of leaves that an optimizer masks, are not computed.
+    program, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    uses = _walked(program, leaves, frozenset(batch_axes), axis_sizes(plan.mesh))
+    finals = program.outvars[: len(leaves)]
+    roles: Roles = {}
+    for number, (leaf, before) in enumerate(zip(leaves, program.invars, strict=False)):
+        after = finals[number]
+        is_constant = isinstance(after, Literal) or after in program.invars
+        is_changed = after is not before if is_constant else number in uses.changed
+        name = _name(number, leaf, uses, is_changed=is_changed)
+        of_leaf = tuple(gather for (owner, _), gather in uses.gathers.items() if owner == number)
+        sources = uses.sources[number] - {number} - uses.used
+        roles[leaf.path] = Role(
+            name,
+            of_leaf,
+            frozenset(uses.split[number]),
+            frozenset(leaves[source].path for source in sources),
+            len(uses.ops[number]),
+            number in uses.multiplied,
+        )
+    return roles
+
+
+def _walked(program: Any, leaves: Sequence[PlannedLeaf], along: frozenset[str], sizes: Any) -> Uses:
+    uses = Uses(along)
+    scalars = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape) == 1]
+    state = [leaf_value(i, leaf.given, leaf.shape) for i, leaf in enumerate(leaves)]
+    others = [Value()] * (len(program.invars) - len(leaves))
+    finals: dict[Any, tuple[int, ...]] = {}
+    for number, variable in enumerate(program.outvars[: len(leaves)]):
+        if not isinstance(variable, Literal):
+            finals[variable] = (*finals.get(variable, ()), number)
+    Walk(uses, scalars).run(program, [*state, *others], finals, Place())
+    return uses
+
+
+def _name(number: int, leaf: PlannedLeaf, uses: Uses, *, is_changed: bool) -> str:
+    if number not in uses.used:
+        return ONLY_UPDATED if is_changed else PASSED
+    is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    if is_float and _has_gradient(number, uses, set()):
+        return TRAINED
+    return UPDATED if is_changed else FROZEN
+
+
+def _has_gradient(number: int, uses: Uses, seen: set[int]) -> bool:
+    """Whether the new value of a leaf depends on a gradient, and not through the new value of
+    another leaf that is used, as an average of the weights does."""
+    seen.add(number)
+    of_leaf = uses.gradients[number]
+    if not of_leaf.isdisjoint({OF_ARRAYS, OF_SCALARS}):
+        return True
+    others = [other for other in of_leaf if other not in seen and other not in uses.used]
+    return any(_has_gradient(other, uses, seen) for other in others)

@@ -1,0 +1,516 @@
+"""Follows the leaves of a state through the trace of a step, to where they are used.
+
+JAX writes no word about gradients into a trace, but the name of the transformation that made an
+equation: `jvp()` of the forward pass, `transpose(jvp())` of the backward pass. What a leaf is used
+for there needs it whole; what the update does with it, element by element, needs each device's
+shard. So both are told apart by these names and by what depends on gradients.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+from jax.sharding import AxisType
+
+from treeshard._core.jax_private import shard_map_axes
+from treeshard._core.mesh import axes_of_type
+from treeshard._trace.values import (
+    ELEMENTWISE,
+    KEEP_ELEMENTS,
+    OF_ARRAYS,
+    OF_SCALARS,
+    PASS_ON,
+    Dims,
+    Value,
+    dims_of,
+    joined,
+    laid_out,
+    met,
+)
+
+_GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
+_FORWARD, _BACKWARD = "forward", "backward"
+
+
+class Gather(NamedTuple):
+    """A leaf, or each of its layers, that is needed whole.
+
+    Attributes:
+        axes: The mesh axes over which it is gathered.
+        dtype: In which dtype.
+        parts: Into how many layers the leaf is cut, of which each is gathered by itself.
+        times: How often in a step, over all layers.
+        is_again: Whether it is for the backward pass.
+        is_changed: Whether its elements are no longer those of the leaf.
+    """
+
+    axes: frozenset[str]
+    dtype: str
+    parts: int
+    times: int
+    is_again: bool
+    is_changed: bool = False
+
+
+class Place(NamedTuple):
+    """Where in a trace an equation stands.
+
+    Attributes:
+        region: `"forward"` or `"backward"` if it is differentiated, else `""`.
+        trips: How often it runs.
+        path: The equations that it stands in.
+        loop: As much of `path` as leads to the innermost loop or repeated forward pass.
+        repeat: The same for the innermost repeated forward pass.
+        manual: The mesh axes over which it runs once per device.
+    """
+
+    region: str = ""
+    trips: int = 1
+    path: tuple[int, ...] = ()
+    loop: tuple[int, ...] = ()
+    repeat: tuple[int, ...] = ()
+    manual: frozenset[str] = frozenset()
+
+
+@dataclass
+class Uses:
+    """What was found of each leaf, by its number.
+
+    Attributes:
+        along: The mesh axes that split the batch: weights are gathered over them.
+        used: The leaves that the forward pass uses.
+        ops: The equations of the forward pass that use each.
+        multiplied: The leaves that the update uses otherwise than element by element.
+        gathers: Where each is needed whole.
+        split: The axes of the batch over which each stays split where it is used.
+        sources: The leaves from which the new value of each is computed, element by element.
+        gradients: What the new value of each depends on.
+        changed: The leaves whose new values are not the old ones.
+    """
+
+    along: frozenset[str]
+    used: set[int] = field(default_factory=set)
+    ops: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    multiplied: set[int] = field(default_factory=set)
+    gathers: dict[tuple[int, tuple[Any, ...]], Gather] = field(default_factory=dict)
+    split: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    sources: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    gradients: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    changed: set[int] = field(default_factory=set)
+
+
+class Walk:
+    """One pass over a trace, which fills `uses`."""
+
+    def __init__(self, uses: Uses, scalars: Collection[int]) -> None:
+        self.uses, self.scalars = uses, frozenset(scalars)
+        self.is_recording = True
+        self.asked: dict[Any, Gather] = {}  # the gathers that the step asks for
+
+    def run(
+        self, jaxpr: Any, given: Sequence[Value], finals: Mapping[Any, tuple[int, ...]], at: Place
+    ) -> list[Value]:
+        """The values that a jaxpr returns for these arguments.
+
+        `finals` has the variables that are the new values of leaves.
+        """
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
+
+        def read(variable: Any) -> Value:
+            if isinstance(variable, Literal):
+                return Value(
+                    is_zero=getattr(variable.aval, "shape", None) == () and variable.val == 0
+                )
+            return values.get(variable, Value())
+
+        for eqn in jaxpr.eqns:
+            here = at._replace(region=_region(eqn) or at.region)
+            operands = [read(variable) for variable in eqn.invars]
+            results = self._results(eqn, operands, finals, here)
+            for variable, result in zip(eqn.outvars, results, strict=True):
+                result = result._replace(
+                    gradients=self._gradients(variable, operands, result, here)
+                )
+                if variable in finals:
+                    result = self._final(finals[variable], result)
+                values[variable] = result
+        return [read(variable) for variable in jaxpr.outvars]
+
+    def _gradients(
+        self, variable: Any, operands: Sequence[Value], result: Value, at: Place
+    ) -> frozenset[int]:
+        """What a value depends on. A norm of gradients, which is a scalar, is no gradient of an
+        array that it scales."""
+        is_scalar = math.prod(variable.aval.shape) == 1
+        if at.region == _BACKWARD:
+            return frozenset({OF_SCALARS if is_scalar else OF_ARRAYS})
+        known = result.gradients.union(*(operand.gradients for operand in operands))
+        return frozenset(number for number in known if is_scalar == self._is_scalar(number))
+
+    def _is_scalar(self, number: int) -> bool:
+        return number == OF_SCALARS or number in self.scalars
+
+    def _final(self, leaves: tuple[int, ...], new: Value) -> Value:
+        """The new value of a leaf, as what reads it sees it: as that leaf."""
+        owner = next((leaf for leaf in leaves if leaf in new.leaves), leaves[0])
+        for leaf in leaves:
+            self.uses.sources[leaf] |= new.leaves if leaf == owner else {owner}
+            if new.is_changed or leaf not in new.leaves:
+                self.uses.changed.add(leaf)
+        self.uses.gradients[owner] |= new.gradients
+        for leaf in leaves:
+            if leaf != owner and new.gradients:
+                self.uses.gradients[leaf].add(owner)
+        gradients = frozenset({owner}) if new.gradients else frozenset[int]()
+        return new._replace(leaves=frozenset({owner}) & new.leaves, gradients=gradients)
+
+    # ---------------------------------------------------------------- one equation
+
+    def _results(
+        self, eqn: Any, operands: list[Value], finals: Mapping[Any, tuple[int, ...]], at: Place
+    ) -> list[Value]:
+        name = eqn.primitive.name
+        if run := _PROGRAMS.get(name):
+            return run(self, eqn, operands, finals, at)
+        if name in PASS_ON:
+            return list(operands)
+        if name in ("sharding_constraint", "reshard"):
+            return [self._constrained(eqn, operands[0], at)]
+        if name in _GATHERS:
+            return [self._gathered(eqn, operands[0], at)]
+        if name in ELEMENTWISE:
+            return [self._computed(eqn, operands, at)]
+        if name == "dot_general":
+            return [self._multiplied(eqn, operands, at)]
+        new = laid_out(eqn, operands[0]) if operands else None
+        if new is not None:
+            return [new]
+        inner = bodies(eqn)
+        if len(inner) == 1 and len(inner[0].invars) == len(operands):
+            return self._call(inner[0], eqn, operands, finals, at)
+        for variable, operand in zip(eqn.invars, operands, strict=True):
+            self._use(eqn, variable, operand, at)
+        return [Value() for _ in eqn.outvars]
+
+    def _computed(self, eqn: Any, operands: list[Value], at: Place) -> Value:
+        """The result of an op on each element."""
+        size = math.prod(eqn.outvars[0].aval.shape)
+        whole: list[Value] = []
+        for variable, operand in zip(eqn.invars, operands, strict=True):
+            is_broadcast = operand.leaves and operand.size < size
+            if is_broadcast:
+                others = [x for x in operands if x is not operand]
+                self._use(eqn, variable, operand, at, _aligned(operand, others))
+            if math.prod(variable.aval.shape) == size and not is_broadcast:
+                whole.append(operand)
+        name = eqn.primitive.name
+        zeros = [operand.is_zero for operand in operands]
+        if (name == "mul" and any(zeros)) or (name == "div" and zeros[0]):
+            return Value(is_zero=True)
+        if not whole:
+            return Value(is_zero=all(zeros) and name in ("add", "sub"))
+        keeps = name in KEEP_ELEMENTS or (name in ("add", "sub") and zeros[-1])
+        keeps = keeps or (name == "add" and zeros[0])
+        new = joined(whole)
+        changed = new.is_changed or not keeps
+        return new._replace(is_changed=changed, is_zero=new.is_zero and (keeps or name == "neg"))
+
+    def _multiplied(self, eqn: Any, operands: list[Value], at: Place) -> Value:
+        """The result of a product. A dim over which it runs independently may stay split."""
+        contracted, batched = eqn.params["dimension_numbers"]
+        along = [set[str](), set[str]()]
+        kept: list[Value] = []
+        for side in (0, 1):
+            dims = operands[side].dims
+            along[side] = {axis for dim in batched[side] if dims for axis in dims[dim]}
+            kept.append(self._use(eqn, eqn.invars[side], operands[side], at, along[side]))
+        left, right = (
+            value.dims or ((),) * x.aval.ndim for value, x in zip(kept, eqn.invars, strict=True)
+        )
+        of_batch = [left[i] or right[j] for i, j in zip(*batched, strict=True)]
+        others = [
+            axes
+            for side, dims in enumerate((left, right))
+            for dim, axes in enumerate(dims)
+            if dim not in contracted[side] and dim not in batched[side]
+        ]
+        return Value(dims=_once(of_batch + others))
+
+    def _constrained(self, eqn: Any, value: Value, at: Place) -> Value:
+        """The result of a constraint, which may gather its operand."""
+        sharding = eqn.params.get("sharding") or eqn.params["dst_sharding"]
+        rank = eqn.outvars[0].aval.ndim
+        dims = list(dims_of(sharding.spec, rank)) if hasattr(sharding, "spec") else [()] * rank
+        before = value.dims or ((),) * rank
+        for dim in eqn.params.get("unconstrained_dims", ()):
+            dims[dim] = before[dim]
+        named = {axis for dim in dims for axis in dim}
+        # Inside `shard_map`, and on axes that JAX has no types for, a spec says nothing of others.
+        silent = at.manual
+        if eqn.primitive.name == "reshard":
+            silent = at.manual | {*axes_of_type(sharding.mesh, AxisType.Auto)}
+        after = value._replace(
+            dims=tuple(
+                (*(axis for axis in old if axis in silent and axis not in named), *new)
+                for old, new in zip(before, dims, strict=True)
+            )
+        )
+        return self._gather(eqn, eqn.invars[0], value, after, at)
+
+    def _gathered(self, eqn: Any, value: Value, at: Place) -> Value:
+        """The result of an all-gather by hand."""
+        axes = eqn.params["axis_name"]
+        axes = {axes} if isinstance(axes, str) else set(axes)
+        after = value.without(axes)._replace(size=value.size * eqn.params["axis_size"])
+        return self._gather(eqn, eqn.invars[0], value, after, at)
+
+    # ---------------------------------------------------------------- what is used
+
+    def _use(
+        self, eqn: Any, variable: Any, value: Value, at: Place, split: Collection[str] = ()
+    ) -> Value:
+        """Notes that an op uses a value whole, but for the axes `split`; returns it so."""
+        if not value.leaves:
+            return value
+        kept = value.axes & {*split, *at.manual}
+        needless = self.uses.along & (value.axes - kept)
+        is_sum = all(math.prod(x.aval.shape) == 1 for x in eqn.outvars)
+        is_scalar = math.prod(variable.aval.shape) == 1
+        if not self._is_use(value, at):
+            self._note(self.uses.multiplied, () if is_sum or is_scalar else value.leaves)
+        elif at.region or not (is_sum or is_scalar):
+            self._note(self.uses.used, value.leaves)
+            if self.is_recording:
+                self.uses.gathers |= {key: self.asked[key] for key in value.gathers}
+            if not is_sum:
+                self._note_op(eqn, value, kept & self.uses.along, at)
+                # A loop may use the whole of what it does not change: one gather before it is
+                # enough. Layers that it cuts out are gathered one by one.
+                is_layer = value.parts > 1
+                where, times = (at.loop, at.trips) if is_layer else (at.repeat, 1)
+                self._add(variable, value, needless, times, where, at)
+        return value.without(needless)
+
+    def _note_op(self, eqn: Any, value: Value, split: Collection[str], at: Place) -> None:
+        for leaf in value.leaves if self.is_recording else ():
+            self.uses.split[leaf].update(split)
+            if at.region == _FORWARD:
+                self.uses.ops[leaf].add(id(eqn))
+
+    def _note(self, found: set[int], leaves: Collection[int]) -> None:
+        if self.is_recording:
+            found.update(leaves)
+
+    def _gather(self, eqn: Any, variable: Any, value: Value, after: Value, at: Place) -> Value:
+        """The result of an op that gathers. It is counted where it is used, so that an update that
+        is gathered is not."""
+        axes = self.uses.along & (value.axes - after.axes)
+        if not value.leaves or not axes:
+            return after
+        # Each call is one gather, though some compilers see that two are alike.
+        key = (min(value.leaves), (*at.path, id(eqn), id(variable)))
+        dtype, is_again = str(variable.aval.dtype), at.region == _BACKWARD
+        self.asked[key] = Gather(axes, dtype, value.parts, at.trips, is_again, value.is_changed)
+        return after._replace(gathers=value.gathers | {key})
+
+    def _is_use(self, value: Value, at: Place) -> bool:
+        """Whether what happens here is of a loss, and not of the update."""
+        return bool(at.region) or not value.gradients
+
+    def _add(
+        self,
+        variable: Any,
+        value: Value,
+        axes: Collection[str],
+        times: int,
+        where: tuple[int, ...],
+        at: Place,
+    ) -> None:
+        if not axes or not self.is_recording:
+            return
+        # Of several leaves that are added up first, the sum is gathered.
+        leaf, dtype = min(value.leaves), str(variable.aval.dtype)
+        key = (value.part, frozenset(axes), dtype, where)
+        is_again = at.region == _BACKWARD
+        gather = Gather(frozenset(axes), dtype, value.parts, times, is_again, value.is_changed)
+        self.uses.gathers.setdefault((leaf, key), gather)
+
+    # ---------------------------------------------------------------- programs in an equation
+
+    def _call(
+        self,
+        inner: Any,
+        eqn: Any,
+        operands: list[Value],
+        finals: Mapping[Any, tuple[int, ...]],
+        at: Place,
+    ) -> list[Value]:
+        """A jitted function and the like. One that `jax.checkpoint` repeats for the gradients
+        starts from its arguments again."""
+        path = (*at.path, id(eqn))
+        at = at._replace(path=path)
+        if eqn.params.get("differentiated"):
+            at = at._replace(loop=path, repeat=path)
+        return self.run(inner, operands, _inner_finals(eqn, inner, finals), at)
+
+    def _shard_map(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
+        manual = frozenset(shard_map_axes(eqn.params))
+        inner = bodies(eqn)[0]
+        given: list[Value] = []
+        for variable, inside, value, spec in zip(
+            eqn.invars, inner.invars, operands, eqn.params["in_specs"], strict=True
+        ):
+            dims = dims_of(spec, variable.aval.ndim)
+            named = {axis for dim in dims for axis in dim}
+            # An argument whose spec does not name an axis is whole along it.
+            value = self._gather(eqn, variable, value, value.without(manual - named), at)
+            if not value.dims:
+                value = value._replace(dims=dims)
+            given.append(value._replace(size=math.prod(inside.aval.shape)))
+        place = at._replace(manual=at.manual | manual)
+        results = self._call(inner, eqn, given, finals, place)
+        return [
+            result._replace(size=math.prod(variable.aval.shape))
+            for variable, result in zip(eqn.outvars, results, strict=True)
+        ]
+
+    def _scan(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
+        """A scan: its first arguments are the same in each trip, the last are cut into slices."""
+        inner, length = bodies(eqn)[0], eqn.params["length"]
+        is_cut = [
+            x.aval.shape != y.aval.shape for x, y in zip(eqn.invars, inner.invars, strict=True)
+        ]
+        is_stacked = [
+            x.aval.shape != y.aval.shape for x, y in zip(eqn.outvars, inner.outvars, strict=True)
+        ]
+        carried = is_stacked.count(False)
+        first = is_cut.count(False) - carried
+        given = [
+            _layer(value, variable.aval.shape) if cut else value
+            for value, variable, cut in zip(operands, inner.invars, is_cut, strict=True)
+        ]
+        place = _in_loop(at, eqn, length)
+        results = self._loop(inner, given, slice(first, first + carried), eqn, finals, place)
+        stacked = [
+            _stacked(value, variable.aval.shape, length)
+            for value, variable in zip(results[carried:], eqn.outvars[carried:], strict=True)
+        ]
+        return [*results[:carried], *stacked]
+
+    def _while(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
+        first = eqn.params["cond_nconsts"]
+        given = operands[first:]
+        inner = getattr(eqn.params["body_jaxpr"], "jaxpr", eqn.params["body_jaxpr"])
+        carried = slice(eqn.params["body_nconsts"], len(given))
+        return self._loop(inner, given, carried, eqn, finals, _in_loop(at, eqn, 1))
+
+    def _loop(
+        self,
+        inner: Any,
+        given: list[Value],
+        carried: slice,
+        eqn: Any,
+        finals: Mapping[Any, tuple[int, ...]],
+        at: Place,
+    ) -> list[Value]:
+        """What a loop returns, when what holds before its first trip holds after each."""
+        count = carried.stop - carried.start
+        inside = _inner_finals(eqn, inner, finals)
+        was_recording, self.is_recording = self.is_recording, False
+        for _ in range(_MOST_ROUNDS):
+            results = self.run(inner, given, inside, at)
+            before = given[carried]
+            after = [met(x, y) for x, y in zip(before, results[:count], strict=True)]
+            if after == before:
+                break
+            given = [*given[: carried.start], *after, *given[carried.stop :]]
+        self.is_recording = was_recording
+        return self.run(inner, given, inside, at)
+
+    def _cond(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
+        results: list[Value] = []
+        for branch in bodies(eqn):
+            of_branch = self._call(branch, eqn, operands[1:], finals, at)
+            pairs = zip(results, of_branch, strict=True)
+            results = [met(x, y) for x, y in pairs] if results else of_branch
+        return results
+
+
+_MOST_ROUNDS = 8
+_PROGRAMS: Mapping[str, Callable[..., list[Value]]] = {
+    "cond": Walk._cond,
+    "scan": Walk._scan,
+    "shard_map": Walk._shard_map,
+    "while": Walk._while,
+}
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """The jaxprs that an equation runs: of a jit, a scan, the branches of a cond, ..."""
+    found: list[Any] = []
+    for value in eqn.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(part, "eqns"):
+                found.append(getattr(part, "jaxpr", part))
+    return found
+
+
+def _region(eqn: Any) -> str:
+    name = str(eqn.source_info.name_stack)
+    if "transpose(" in name:
+        return _BACKWARD
+    return _FORWARD if "jvp(" in name else ""
+
+
+def _in_loop(at: Place, eqn: Any, trips: int) -> Place:
+    path = (*at.path, id(eqn))
+    return at._replace(path=path, loop=path, trips=at.trips * trips)
+
+
+def _inner_finals(
+    eqn: Any, inner: Any, finals: Mapping[Any, tuple[int, ...]]
+) -> dict[Any, tuple[int, ...]]:
+    """The variables of an inner program that are the new values of leaves."""
+    pairs = zip(eqn.outvars, inner.outvars, strict=False)
+    return {y: finals[x] for x, y in pairs if x in finals and not isinstance(y, Literal)}
+
+
+def _layer(value: Value, shape: Sequence[int]) -> Value:
+    """One slice of dim 0 of a value."""
+    whole = max(value.size, 1)
+    size = math.prod(shape)
+    return value._replace(
+        dims=value.dims[1:], size=size, parts=value.parts * max(whole // max(size, 1), 1)
+    )
+
+
+def _stacked(value: Value, shape: Sequence[int], length: int) -> Value:
+    """What a scan returns of all slices, such as weights that the backward pass needs."""
+    parts = value.parts // length if value.parts % length == 0 else 1
+    return value._replace(
+        dims=((), *value.dims) if value.dims else (), size=math.prod(shape), parts=parts
+    )
+
+
+def _aligned(value: Value, others: Sequence[Value]) -> set[str]:
+    """The axes that split the same dims of a value and of one that it is combined with."""
+    return {
+        axis
+        for other in others
+        for mine, its in zip(value.dims, other.dims, strict=False)
+        for axis in mine
+        if axis in its
+    }
+
+
+def _once(dims: Sequence[tuple[str, ...]]) -> Dims:
+    """The dims, each axis at its first dim only."""
+    seen: set[str] = set()
+    result: list[tuple[str, ...]] = []
+    for axes in dims:
+        result.append(tuple(axis for axis in axes if axis not in seen))
+        seen |= {*axes}
+    return tuple(result)

@@ -1,0 +1,186 @@
+"""What is known of a value in a trace: the leaves that it comes from, and how it is split.
+
+A weight is seldom used as it is: it is cast, transposed, scaled, and cut into layers first. All of
+that runs on each device's shard, so what such a value is must not get lost on the way to its use.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from treeshard._core.specs import axes_of, dim_entries
+
+Dims = tuple[tuple[str, ...], ...]  # the mesh axes that split each dim
+
+
+class Value(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        leaves: The leaves of the state whose elements it has, perhaps changed one by one.
+        dims: The mesh axes that split each dim, as far as they are known.
+        size: Its number of elements before it was broadcast.
+        parts: Into how many slices its leaf was cut, of which it is one.
+        part: Which of these, to tell them apart.
+        is_changed: Whether elements differ from those of the leaf.
+        is_zero: Whether all elements are 0, as updates of frozen leaves are.
+        gathers: The gathers that made it whole.
+        gradients: What it depends on: gradients of arrays (`OF_ARRAYS`) and of scalars
+            (`OF_SCALARS`), and new values of leaves that depend on such, by their numbers.
+    """
+
+    leaves: frozenset[int] = frozenset()
+    dims: Dims = ()
+    size: int = 0
+    parts: int = 1
+    part: tuple[Any, ...] = ()
+    is_changed: bool = False
+    is_zero: bool = False
+    gathers: frozenset[Any] = frozenset()
+    gradients: frozenset[int] = frozenset()
+
+    def without(self, axes: Collection[str]) -> "Value":
+        """This value, no longer split over some axes."""
+        dims = tuple(tuple(axis for axis in dim if axis not in axes) for dim in self.dims)
+        return self._replace(dims=dims)
+
+    @property
+    def axes(self) -> set[str]:
+        """All axes that split it."""
+        return {axis for dim in self.dims for axis in dim}
+
+
+OF_ARRAYS, OF_SCALARS = -1, -2
+
+
+def leaf_value(number: int, spec: Any, shape: Sequence[int]) -> Value:
+    """A leaf of the state, as it enters the step."""
+    return Value(frozenset({number}), dims_of(spec, len(shape)), math.prod(shape))
+
+
+def dims_of(spec: Any, rank: int) -> Dims:
+    """The axes of each dim of a `PartitionSpec`."""
+    return tuple(axes_of(entry) for entry in dim_entries(spec, rank))
+
+
+def joined(values: Sequence[Value]) -> Value:
+    """A value that is computed from several of one shape, element by element."""
+    values = [value for value in values if not value.is_zero] or [values[0]]
+    of_leaves = [value for value in values if value.leaves]
+    like = (of_leaves or [x for x in values if x.axes] or values)[0]
+    leaves = frozenset[int]().union(*(value.leaves for value in values))
+    gathers = frozenset[Any]().union(*(value.gathers for value in values))
+    return like._replace(leaves=leaves, gathers=gathers, gradients=frozenset())
+
+
+def met(first: Value, second: Value) -> Value:
+    """What holds for both of two values, such as those of two branches."""
+    gradients = first.gradients | second.gradients
+    is_zero = first.is_zero and second.is_zero
+    if first.is_zero or second.is_zero:
+        known = second if first.is_zero else first
+        return known._replace(is_zero=is_zero, gradients=gradients)
+    changed = first.is_changed or second.is_changed
+    leaves = first.leaves & second.leaves
+    if first.leaves != second.leaves and leaves:
+        changed = True
+    dims = first.dims if first.dims == second.dims else ()
+    return first._replace(
+        leaves=leaves, dims=dims, is_changed=changed, is_zero=False, gradients=gradients
+    )
+
+
+# ------------------------------------------------------------------ ops that only lay out anew
+
+# Ops that run on each element by itself.
+ELEMENTWISE = frozenset(
+    {
+        *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2"),
+        *("atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh", "div"),
+        *("eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag"),
+        *("integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul"),
+        *("ne", "neg", "nextafter", "not", "one_minus_square", "or", "pow", "real"),
+        *("reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt"),
+        *("square", "stop_gradient", "sub", "tan", "tanh", "xor"),
+    }
+)
+# Of these, the ones that keep each element, as far as its dtype holds it.
+KEEP_ELEMENTS = ("convert_element_type", "copy", "reduce_precision", "stop_gradient")
+# Ops that return each of their operands as it is.
+PASS_ON = ("device_put", "optimization_barrier", "pvary", "copy_p")
+
+
+def laid_out(eqn: Any, value: Value) -> Value | None:
+    """The result of an op that moves elements within an array; `None` for other ops."""
+    of_dims = _DIMS.get(eqn.primitive.name)
+    if of_dims is None:
+        return None
+    shape, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    dims = value.dims or ((),) * len(shape)
+    new = value._replace(dims=of_dims(dims, shape, result, eqn.params))
+    if math.prod(result) < math.prod(shape):
+        new = _sliced(new, eqn, shape, result)
+    return new
+
+
+def _sliced(value: Value, eqn: Any, shape: Sequence[int], result: Sequence[int]) -> Value:
+    """One layer of several, if a dim is cut to length 1; else a part of one layer."""
+    # slice[start_indices=(2, 0) limit_indices=(3, 64)] of float32[4,64] is layer 2
+    cut = [dim for dim, length in enumerate(result) if length == 1 < shape[dim]]
+    starts = eqn.params.get("start_indices")
+    which = id(eqn) if starts is None else tuple(starts[dim] for dim in cut)
+    return value._replace(
+        size=math.prod(result),
+        parts=value.parts * math.prod(shape[dim] for dim in cut),
+        part=(*value.part, which) if cut else value.part,
+    )
+
+
+def _transposed(dims: Dims, shape: Any, result: Any, params: Mapping[str, Any]) -> Dims:
+    return tuple(dims[dim] for dim in params["permutation"])
+
+
+def _squeezed(dims: Dims, shape: Any, result: Any, params: Mapping[str, Any]) -> Dims:
+    return tuple(axes for dim, axes in enumerate(dims) if dim not in params["dimensions"])
+
+
+def _broadcast(dims: Dims, shape: Any, result: Any, params: Mapping[str, Any]) -> Dims:
+    placed = dict(zip(params["broadcast_dimensions"], dims, strict=True))
+    return tuple(placed.get(dim, ()) for dim in range(len(result)))
+
+
+def _same(dims: Dims, shape: Any, result: Any, params: Mapping[str, Any]) -> Dims:
+    return dims
+
+
+def _reshaped(dims: Dims, shape: Any, result: Any, params: Mapping[str, Any]) -> Dims:
+    """The axes of the dims that a reshape joins go to the first dim that they become."""
+    new: list[tuple[str, ...]] = [()] * len(result)
+    i = j = 0
+    while i < len(shape) and j < len(result):
+        # [8, 4, 16] to [32, 16]: the dims 0 and 1 of 32 elements become dim 0
+        axes, before, after, first = dims[i], shape[i], result[j], j
+        while before != after:
+            if before < after:
+                i += 1
+                before *= shape[i]
+                axes += dims[i]
+            else:
+                j += 1
+                after *= result[j]
+        while first < j and result[first] == 1:
+            first += 1
+        new[first] = axes
+        i, j = i + 1, j + 1
+    return tuple(new)
+
+
+_DIMS = {
+    "broadcast_in_dim": _broadcast,
+    "dynamic_slice": _same,
+    "reshape": _reshaped,
+    "rev": _same,
+    "slice": _same,
+    "squeeze": _squeezed,
+    "transpose": _transposed,
+}
