@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import treeshard as ts
 from benchmarks.suggest_cases import between_marks
-from examples.compile_llama import MODEL, make_llama
+from examples.compile_llama import make_llama
 from treeshard.communication._collectives import bytes_on_the_wire, total
 
 HERE = Path(__file__).parent
@@ -43,7 +43,7 @@ def compile_one(pod: Pod) -> dict[str, Any]:
     mesh = ts.make_mesh(pod.mesh, topology=pod.topology)
     step, state, batch = make_llama(mesh, size=pod.size)
     program = step.compile(state, batch)
-    moved, memory, cost = program.communication(**MODEL), program.memory(), program.cost()
+    moved, memory, cost = program.communication(), program.memory(), program.cost()
     gathers = [one for one in moved.planned if one.kind == "all-gather"]
     named = {(one.path, one.axes) for one in gathers}
     found = [one for one in moved.compiled if one.kind == "all-gather" and one.path is not None]

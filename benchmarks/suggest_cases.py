@@ -215,9 +215,6 @@ def suggested(case: Case, top: int) -> Suggestions:
         strategies=[*NAMES, *([case.tensor] if case.tensor else [])],
         top=top,
         progress=True,
-        scan="layers",
-        remat="layers",
-        dtype="bfloat16",
     )
 
 

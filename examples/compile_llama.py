@@ -7,13 +7,11 @@
 It needs the compiler of these devices (`pip install 'treeshard[tpu]'` or `'treeshard[cuda]'`) and
 neither the devices nor memory for the model: there are only shapes. The same from the command line:
 
-    treeshard compile examples.compile_llama:llama_8b --topology v5e-256 \\
-        --scan layers --remat layers --dtype bfloat16
+    treeshard compile examples.compile_llama:llama_8b --topology v5e-256
 
 and which mesh and strategy to take (it compiles several):
 
-    treeshard suggest examples.compile_llama:llama_8b --topology v5e-256 --global-batch 256 \\
-        --scan layers --remat layers --dtype bfloat16
+    treeshard suggest examples.compile_llama:llama_8b --topology v5e-256 --global-batch 256
 """
 
 import argparse
@@ -199,9 +197,6 @@ llama_1b, llama_3b, llama_8b, llama_70b, llama_405b = (
     partial(make_llama, size=size) for size in SIZES
 )
 
-# What a plan does not know of the model: layers are scanned, computed again for the gradients, and
-# their weights gathered in bfloat16.
-MODEL = {"scan": "layers", "remat": "layers", "dtype": "bfloat16"}
 
 # ------------------------------------------------------------------ the report
 
@@ -231,7 +226,7 @@ def main(argv=None, size=None):
     start = time.perf_counter()
     compiled = step.compile(state, batch)
     print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    compared, memory, cost = compiled.communication(**MODEL), compiled.memory(), compiled.cost()
+    compared, memory, cost = compiled.communication(), compiled.memory(), compiled.cost()
     for title, part in (("communication", compared), ("memory", memory), ("cost", cost)):
         print(f"---- {title}\n{part}\n")
     return compared, memory, cost

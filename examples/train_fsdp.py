@@ -246,7 +246,7 @@ def main(argv=None):
     with jax.set_mesh(mesh):
         grads = raw_gradients(state.model, ts.shard(first, batch_specs), plan)
     print("Communication of the compiled step, compared with the plan:")
-    print(step.communication(state, first, scan="blocks", remat="blocks"), "\n")
+    print(step.communication(state, first), "\n")
     before = bits_per_byte(state.model, held_out, args)
 
     losses, started = [], time.perf_counter()

@@ -63,7 +63,7 @@ def draw_sharding(state, step, batch, mesh, folder):
     plan = ts.plan(state.model, train_fsdp.RULES, mesh)
     (folder / "plan.svg").write_text(as_svg(Text(str(plan))), encoding="utf-8")
     ts.draw(state.model, to=folder / "bytes.svg")
-    moved = step.communication(state, batch, scan="blocks", remat="blocks")
+    moved = step.communication(state, batch)
     draw_communication(moved, folder / "communication.svg")
 
 

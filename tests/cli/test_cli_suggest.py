@@ -60,7 +60,6 @@ def test_what_is_only_estimated_does_not_count_as_fitting(run) -> None:
     [
         (["--strategies=FSDP2"], "--strategies: there is no 'FSDP2'. Did you mean 'FSDP'?"),
         (["--budget=soon"], "--budget: 'soon' is not a time. Write 90s, 10m or 2h."),
-        (["--scan=("], "--scan '(': the pattern does not compile"),
         (["--global-batch=8"], "the function does not take it"),
         (["--memory=lots"], "'lots' is not an amount of memory"),
     ],

@@ -94,19 +94,21 @@ def test_the_first_exposes_no_more_than_any_other_that_was_compiled(compiled) ->
     assert compiled.losers == ()
 
 
-def test_options_need_no_defaults_and_what_is_fixed_is_read_as_the_model_says() -> None:
+def test_options_need_no_defaults_and_what_is_fixed_is_read_from_the_trace() -> None:
     def needed(mesh: Any, rules: Any, remat: bool, accumulate: int) -> Any:
         return make(mesh, rules, remat)
 
     found = suggest(needed, devices=8, strategies=["FSDP"], top=0, memory="1GB")
     assert len(found.rows) == 4
 
+    def once(mesh: Any, rules: Any) -> Any:
+        return make(mesh, rules, False)
+
     def always(mesh: Any, rules: Any) -> Any:
         return make(mesh, rules, True)
 
-    for remat in (False, True):  # of a function that repeats the forward pass in any case
-        found = suggest(always, devices=8, strategies=["FSDP"], top=1, memory="1GB",
-                        remat=remat)  # fmt: skip
+    for function, remat in ((once, False), (always, True)):
+        found = suggest(function, devices=8, strategies=["FSDP"], top=1, memory="1GB")
         gathered = {False: 8, True: 12}[remat]  # MiB: 4 gathered, 4 scattered, 4 gathered again
         assert found.best.verdict.planned == pytest.approx(gathered * 2**20, rel=0.01)
 
@@ -420,7 +422,7 @@ def test_devices_that_another_process_cannot_open_are_only_estimated(
 def test_what_needs_more_than_one_that_was_refused_is_not_compiled(state, options, reason) -> None:
     hsdp = Strategy("HSDP", ("data", "fsdp"), [(".*", ts.fsdp("fsdp"))])
     target = _Target(None, 8, None, 8 * 2**20)
-    compiling = _Compiling(make, target, {}, {}, math.inf, False)
+    compiling = _Compiling(make, target, {}, math.inf, False)
     compiling.refused.append((Candidate(hsdp, {"data": 2, "fsdp": 4}), 4 * 2**20))
     other = Candidate(hsdp, {"data": 4, "fsdp": 2}, options)
     row = Suggestion(other, Estimate(state * 2**20, 0, 0.0), None, None)

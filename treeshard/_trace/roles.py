@@ -6,6 +6,7 @@ frozen base those of a trained one.
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -91,6 +92,12 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
             number in uses.multiplied,
         )
     return roles
+
+
+def with_roles(plan: Plan, roles: Roles) -> Plan:
+    """The plan, whose leaves say what a step does with them."""
+    leaves = tuple(leaf._replace(role=str(roles[leaf.path])) for leaf in plan.leaves)
+    return replace(plan, leaves=leaves)
 
 
 def _walked(program: Any, leaves: Sequence[PlannedLeaf], along: frozenset[str], sizes: Any) -> Uses:

@@ -45,6 +45,8 @@ class Gather(NamedTuple):
         times: How often in a step, over all layers.
         is_again: Whether it is for the backward pass.
         is_changed: Whether its elements are no longer those of the leaf.
+        is_counted: Whether it is counted for this leaf: of leaves that are added up first, the sum
+            is gathered, and counted for the first.
     """
 
     axes: frozenset[str]
@@ -53,6 +55,7 @@ class Gather(NamedTuple):
     times: int
     is_again: bool
     is_changed: bool = False
+    is_counted: bool = True
 
 
 class Place(NamedTuple):
@@ -283,16 +286,26 @@ class Walk:
             self._note(self.uses.multiplied, () if is_sum or is_scalar else value.leaves)
         elif at.region or not (is_sum or is_scalar):
             self._note(self.uses.used, value.leaves)
-            if self.is_recording:
-                self.uses.gathers |= {key: self.asked[key] for key in value.gathers}
+            self._count({key: self.asked[key] for key in value.gathers})
             if not is_sum:
                 self._note_op(eqn, value, kept & self.uses.along, at)
-                # A loop may use the whole of what it does not change: one gather before it is
-                # enough. Layers that it cuts out are gathered one by one.
-                is_layer = value.parts > 1
-                where, times = (at.loop, at.trips) if is_layer else (at.repeat, 1)
-                self._add(variable, value, needless, times, where, at)
+                self._count(self._needed(variable, value, needless, at))
         return value.without(needless)
+
+    def _needed(
+        self, variable: Any, value: Value, axes: Collection[str], at: Place
+    ) -> dict[Any, Gather]:
+        """The gathers of a value that an op needs whole."""
+        # A loop may use the whole of what it does not change: one gather before it is enough.
+        # Layers that it cuts out are gathered one by one.
+        is_layer = value.parts > 1
+        where, times = (at.loop, at.trips) if is_layer else (at.repeat, 1)
+        which = (value.part, frozenset(axes), str(variable.aval.dtype), where)
+        return _gathers(variable, value, axes, times, which, at) if axes else {}
+
+    def _count(self, gathers: dict[Any, Gather]) -> None:
+        if self.is_recording:
+            self.uses.gathers = gathers | self.uses.gathers
 
     def _note_op(self, eqn: Any, value: Value, split: Collection[str], at: Place) -> None:
         for leaf in value.leaves if self.is_recording else ():
@@ -311,32 +324,14 @@ class Walk:
         if not value.leaves or not axes:
             return after
         # Each call is one gather, though some compilers see that two are alike.
-        key = (min(value.leaves), (*at.path, id(eqn), id(variable)))
-        dtype, is_again = str(variable.aval.dtype), at.region == _BACKWARD
-        self.asked[key] = Gather(axes, dtype, value.parts, at.trips, is_again, value.is_changed)
-        return after._replace(gathers=value.gathers | {key})
+        where = (*at.path, id(eqn), id(variable))
+        asked = _gathers(variable, value, axes, at.trips, where, at)
+        self.asked |= asked
+        return after._replace(gathers=value.gathers | asked.keys())
 
     def _is_use(self, value: Value, at: Place) -> bool:
         """Whether what happens here is of a loss, and not of the update."""
         return bool(at.region) or not value.gradients
-
-    def _add(
-        self,
-        variable: Any,
-        value: Value,
-        axes: Collection[str],
-        times: int,
-        where: tuple[int, ...],
-        at: Place,
-    ) -> None:
-        if not axes or not self.is_recording:
-            return
-        # Of several leaves that are added up first, the sum is gathered.
-        leaf, dtype = min(value.leaves), str(variable.aval.dtype)
-        key = (value.part, frozenset(axes), dtype, where)
-        is_again = at.region == _BACKWARD
-        gather = Gather(frozenset(axes), dtype, value.parts, times, is_again, value.is_changed)
-        self.uses.gathers.setdefault((leaf, key), gather)
 
     # ---------------------------------------------------------------- programs in an equation
 
@@ -446,6 +441,22 @@ _PROGRAMS: Mapping[str, Callable[..., list[Value]]] = {
     "shard_map": Walk._shard_map,
     "while": Walk._while,
 }
+
+
+def _gathers(
+    variable: Any, value: Value, axes: Collection[str], times: int, which: Any, at: Place
+) -> dict[tuple[int, Any], Gather]:
+    """A gather of a value, for each leaf that it comes from; `which` tells gathers apart."""
+    one = Gather(
+        frozenset(axes),
+        str(variable.aval.dtype),
+        value.parts,
+        times,
+        at.region == _BACKWARD,
+        value.is_changed,
+    )
+    first = min(value.leaves)
+    return {(leaf, which): one._replace(is_counted=leaf == first) for leaf in value.leaves}
 
 
 def bodies(eqn: Any) -> list[Any]:

@@ -165,10 +165,9 @@ def check_options(
     if params is not None:
         trained = {path for path, role in roles.items() if role.name == TRAINED}
         others = trained ^ {leaf.path for leaf in parameters(plan.leaves, params)}
-        facts += [
-            f"params={params!r}: {path} is {roles[path].name} in it."
-            for path in fold_paths(sorted(others))[:5]
-        ]
+        for role in sorted({roles[path].name for path in others}):
+            alike = fold_paths(sorted(path for path in others if roles[path].name == role))
+            facts.append(f"params={params!r}: {role} in it: {', '.join(alike[:5])}.")
     if facts and (params is not None or gathers(True)):
         headline = "communication: options contradict the trace of the step:"
         raise SpecError(f"{listed(headline, facts, headed=True)}\nLeave them out: the trace tells.")
@@ -205,7 +204,8 @@ class _Forecast:
         """The gathers of a leaf, then the reductions of its gradient, then its update."""
         role = self.roles[leaf.path]
         for gather in role.gathers:
-            yield from self._gathers(leaf, gather)
+            if gather.is_counted:
+                yield from self._gathers(leaf, gather)
         if role.name == TRAINED:
             yield from self._of_gradient(leaf, role)
 

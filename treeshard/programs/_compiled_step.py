@@ -18,7 +18,7 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import parse_bytes
 from treeshard._core.topologies import Chip
 from treeshard._planning.plan import Plan
-from treeshard._trace.roles import Roles, roles_of
+from treeshard._trace.roles import Roles, roles_of, with_roles
 from treeshard.communication._comparison import Comparison, compare_step
 from treeshard.communication._forecast import batch_axes, check_options
 from treeshard.communication._program import ReadProgram, read_program
@@ -36,11 +36,12 @@ class CompiledStep:
     """The program of a step for one form of state and batch.
 
     Attributes:
-        plan: The plan of the state.
+        plan: The plan of the state, with the role of each leaf: see `Step.plan_of`.
         batch_specs: The specs of the batch.
         batch: Structs of the batch, with their shardings.
         compiled: JAX's own object.
         jaxpr: The step as JAX traced it.
+        roles: What the step does with each leaf of its state, by path.
 
     Examples:
         >>> mesh = ts.make_mesh("fsdp=8")
@@ -61,16 +62,12 @@ class CompiledStep:
     batch: Sequence[Any]
     compiled: jax.stages.Compiled
     jaxpr: ClosedJaxpr
+    roles: Roles
 
     @cached_property
     def text(self) -> str:
         """The text of the program, which `collectives` reads."""
         return self.compiled.as_text() or ""
-
-    @cached_property
-    def roles(self) -> Roles:
-        """What the step does with each leaf of its state, by path, from its trace."""
-        return roles_of(self.jaxpr.jaxpr, self.plan, batch_axes(self.plan, self.batch_specs))
 
     def communication(self, **options: Any) -> Comparison:
         """Compares what the program moves with the plan.
@@ -142,7 +139,8 @@ def compile_step(
             parse_bytes(need),
             parse_bytes(available),
         ) from error
-    step = CompiledStep(plan, batch_specs, batch, compiled, jaxpr)
+    roles = roles_of(jaxpr.jaxpr, plan, batch_axes(plan, batch_specs))
+    step = CompiledStep(with_roles(plan, roles), batch_specs, batch, compiled, jaxpr, roles)
     if device.platform == "gpu" and not is_attached(device):
         step.memory().assert_fits()
     return step

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any
 
@@ -268,9 +267,9 @@ class Step:
             >>> {leaf.path: leaf.role for leaf in roles.leaves}
             {'average': 'updated only', 'w': 'trained, gathered'}
         """
-        roles = self._roles(self._traced(state, batch)[1].jaxpr)
-        leaves = tuple(leaf._replace(role=str(roles[leaf.path])) for leaf in self.plan.leaves)
-        return replace(self.plan, leaves=leaves)
+        from treeshard._trace.roles import with_roles
+
+        return with_roles(self.plan, self._roles(self._traced(state, batch)[1].jaxpr))
 
     def _roles(self, jaxpr: ClosedJaxpr) -> "Roles":
         from treeshard._trace.roles import roles_of

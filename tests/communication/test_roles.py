@@ -1,0 +1,288 @@
+"""What a step is planned to move follows from what its trace does with each leaf, without options.
+
+`role_programs` are ordinary steps that names and shapes mislead. `tests/targets` has the same for
+TPUs and GPUs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import struct
+from jax.sharding import PartitionSpec as P
+from role_programs import PROGRAMS, axes_of
+
+import treeshard as ts
+from treeshard.errors import SpecError
+
+# What these programs do move more than once, or in the update.
+TRUE_FINDINGS = {
+    "tied heads": {"each-use"},  # the gradients of lookup and head
+    "recurrent": {"reduction-inside-loop"},  # over time
+    "muon": {"matrix-optimizer"},
+}
+
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_leaf_has_its_role_and_what_is_compiled_is_what_is_planned(name: str) -> None:
+    program = PROGRAMS[name](ts.make_mesh(axes_of(name)))
+    planned = program.step.plan_of(program.plan.structs, program.batch)
+    assert planned == program.plan
+    for leaf in planned.leaves:
+        for part, role in program.roles.items():
+            if leaf.path.startswith(part):
+                assert str(leaf.role).startswith(role), (leaf.path, leaf.role)
+    compared = program.step.communication(program.plan.structs, program.batch)
+    assert {each.code for each in compared.unplanned} == TRUE_FINDINGS.get(name, set())
+    # The CPU's compiler all-reduces full gradients.
+    assert {each.code for each in compared.by_compiler} <= {"all-reduce"}
+    gathered = [row for row in compared.rows if row.kind == "all-gather" and row.planned_count]
+    for row in gathered:
+        assert (row.count, row.bytes) == (row.planned_count, row.planned_bytes)
+    has_gathers = not name.startswith("experts")
+    assert bool(gathered) == has_gathers
+
+
+def test_the_report_shows_roles_in_a_column() -> None:
+    program = PROGRAMS["actor and critic"](ts.make_mesh("fsdp=8"))
+    head, *rows, _, _ = str(program.step.plan_of(program.plan.structs, program.batch)).split("\n")
+    assert head.split()[-4:] == ["in", "the", "step", "why"]
+    roles = {row.split()[0]: row for row in rows}
+    assert " trained, gathered " in roles["actor/layer{0..3}/w"]
+    assert " used, updated, gathered " in roles["target/layer{0..3}/w"]
+    assert " updated only " in roles["opts/actor/0/count"]
+
+
+# ------------------------------------------------------------------ one leaf at a time
+
+
+def roles_of(
+    state: Any, fn: Any, batch: Any = None, axes: str = "fsdp=8", rules: Any = None
+) -> Any:
+    """The roles of a state's leaves in a step."""
+    plan = ts.plan(state, rules or [(".*", ts.fsdp("fsdp"))], ts.make_mesh(axes), min_size=0)
+    step = ts.jit_step(fn, plan, batch=P("fsdp"))
+    batch = struct(16, 16) if batch is None else batch
+    return {leaf.path: leaf.role for leaf in step.plan_of(plan.structs, batch).leaves}
+
+
+def _loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean((x @ w) ** 2)
+
+
+SQUARE = struct(16, 16)
+
+
+def test_what_is_used_and_how_it_changes() -> None:
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        def loss(w: jax.Array, scale: jax.Array) -> jax.Array:
+            return _loss(w * scale + state["frozen"], x) + jnp.sum(state["steps"])
+
+        value, (grad, of_scale) = jax.value_and_grad(loss, (0, 1))(state["w"], state["scale"])
+        moment = 0.9 * state["moment"] + grad
+        w = state["w"] - 0.1 * moment
+        return {
+            "w": w,
+            "scale": state["scale"] - of_scale,
+            "frozen": state["frozen"],
+            "moment": moment,
+            "average": 0.9 * state["average"] + 0.1 * w,
+            "lagging": state["w"],
+            "unused": state["unused"],
+            "steps": state["steps"] + 1,
+        }, value
+
+    names = ("w", "frozen", "moment", "average", "lagging", "unused")
+    state = {name: SQUARE for name in names} | {"scale": struct(), "steps": struct()}
+    assert roles_of(state, step) == {
+        "w": "trained, gathered",
+        "scale": "trained",
+        "frozen": "frozen, gathered",
+        "moment": "updated only",
+        "average": "updated only",
+        "lagging": "updated only",
+        "unused": "passed through",
+        "steps": "used, updated",
+    }
+
+
+@pytest.mark.parametrize("way", ["scale of all gradients", "skipped if not finite", "one vector"])
+def test_what_all_gradients_decide_makes_no_leaf_trained(way: str) -> None:
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        loss = lambda w: _loss(w, x @ state["frozen"])  # noqa: E731
+        value, grad = jax.value_and_grad(loss)(state["w"])
+        frozen, w = state["frozen"], state["w"]
+        if way == "scale of all gradients":
+            grad = grad / jnp.maximum(1, jnp.linalg.norm(grad))
+            frozen = frozen + 0 * grad[0, 0]
+        elif way == "skipped if not finite":
+            is_finite = jnp.isfinite(grad).all()
+            grad = jnp.where(is_finite, grad, 0)
+            frozen = jax.lax.cond(is_finite, lambda: frozen, lambda: 1 * frozen)
+        else:
+            both = jnp.concatenate([w.ravel(), frozen.ravel()])
+            both = both - jnp.pad(grad.ravel(), (0, frozen.size))
+            w = both[: w.size].reshape(w.shape)
+            return {"w": w, "frozen": frozen}, value
+        return {"w": w - grad, "frozen": frozen}, value
+
+    roles = roles_of({"w": SQUARE, "frozen": SQUARE}, step)
+    assert roles["w"] == "trained, gathered"
+    assert roles["frozen"].startswith(("frozen", "used, updated"))
+
+
+def test_a_weight_that_is_gathered_again_is_planned_so() -> None:
+    def transfers(layer: Any) -> list[tuple[int, str]]:
+        def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+            def loss(w: jax.Array) -> jax.Array:
+                return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+            value, grad = jax.value_and_grad(loss)(state)
+            return state - grad, value
+
+        plan = ts.plan(
+            struct(4, 16, 16), [(".*", P(None, "fsdp"))], ts.make_mesh("fsdp=8"), min_size=0
+        )
+        run = ts.jit_step(step, plan, batch=P("fsdp"))
+        compared = run.communication(plan.structs, SQUARE)
+        assert not compared.unplanned
+        return [(x.count, x.why) for x in compared.planned if x.kind == "all-gather"]
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ ts.unshard(w)), None
+
+    assert transfers(layer) == [(4, "weight")]
+    again = [(4, "weight"), (4, "weight, again for its gradient")]
+    assert transfers(jax.checkpoint(layer)) == again
+
+
+def test_the_dtype_of_a_gather_is_in_the_trace() -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[Any, Any]:
+        def loss(w: jax.Array) -> jax.Array:
+            w = ts.unshard(w.astype("bfloat16"))
+            return jnp.mean((x.astype("bfloat16") @ w).astype("float32") ** 2)
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - grad, value
+
+    plan = ts.plan(SQUARE, [(".*", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+    compared = ts.jit_step(step, plan, batch=P("fsdp")).communication(plan.structs, SQUARE)
+    dtypes = {x.kind: x.dtype for x in compared.planned if x.path is not None}
+    assert dtypes == {"all-gather": "bfloat16", "reduce-scatter": "bfloat16"}
+
+
+def test_members_of_an_ensemble_stay_where_they_are() -> None:
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        def loss(member: Any, x: jax.Array) -> jax.Array:
+            return jnp.mean((x @ member["w"] + member["b"][None]) ** 2)
+
+        value, grads = jax.vmap(jax.value_and_grad(loss))(state, x)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    state = {"w": struct(8, 16, 16), "b": struct(8, 16)}
+    rules = [(".*", P("fsdp"))]
+    plan = ts.plan(state, rules, ts.make_mesh("fsdp=8"), min_size=0)
+    run = ts.jit_step(step, plan, batch=P("fsdp"))
+    roles = {x.path: x.role for x in run.plan_of(plan.structs, struct(8, 4, 16)).leaves}
+    assert roles == {"w": "trained, split", "b": "trained, split"}
+    compared = run.communication(plan.structs, struct(8, 4, 16))
+    assert not compared.unplanned
+    assert not [x for x in compared.compiled if x.bytes]
+
+
+def test_a_second_loss_that_gathers_the_same_weights() -> None:
+    """Each call of `unshard` is planned; a compiler may see that two are alike."""
+    program = PROGRAMS["actor and critic"](ts.make_mesh("data=2,fsdp=4"))
+    compared = program.step.communication(program.plan.structs, program.batch)
+    critic = [x for x in compared.planned if x.path == "critic/layer0/w" and x.why == "weight"]
+    assert len(critic) == 2
+
+
+def test_options_that_contradict_the_trace() -> None:
+    program = PROGRAMS["low-rank factors"](ts.make_mesh("fsdp=8"))
+    structs, batch = program.plan.structs, program.batch
+    with pytest.raises(SpecError) as caught:
+        program.step.communication(
+            structs, batch, remat="base", scan="lora", dtype="bfloat16", params="^base"
+        )
+    lines = str(caught.value).split("\n")
+    assert lines[0] == "communication: options contradict the trace of the step:"
+    assert "remat='base': it gathers none of these leaves a second time." in lines[1]
+    assert "scan='lora': it gathers none of these leaves layer by layer." in lines[2]
+    assert "dtype='bfloat16': it gathers weights as float32." in lines[3]
+    assert "params='^base': frozen in it: base/layer{0..3}/b, base/layer{0..3}/w." in lines[4]
+    assert "params='^base': trained in it: lora/layer{0..3}/a, lora/layer{0..3}/b." in lines[5]
+    assert lines[-1] == "Leave them out: the trace tells."
+    again = program.step.communication(structs, batch, dtype="float32", params="^lora")
+    assert not again.unplanned
+
+
+# ------------------------------------------------------------------ what is still found
+
+
+def _codes(step: Any, state: Any, batch: Any, rules: Any, axes: str = "fsdp=8") -> set[str]:
+    plan = ts.plan(state, rules, ts.make_mesh(axes), min_size=0)
+    run = ts.jit_step(step, plan, batch=P("fsdp"))
+    return {each.code for each in run.communication(plan.structs, batch).unplanned}
+
+
+def _sgd(loss: Any) -> Any:
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        value, grads = jax.value_and_grad(loss)(state, x)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    return step
+
+
+def test_activations_are_found_where_weights_should_be_gathered() -> None:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
+
+    state = {"up": struct(16, 64), "down": struct(64, 16)}
+    rules = [("up", P(None, "fsdp")), ("down", P("fsdp"))]
+    assert "activation" in _codes(_sgd(loss), state, SQUARE, rules)
+    assert "not-moved" in _codes(_sgd(loss), state, SQUARE, rules)
+    gathered = _sgd(lambda p, x: loss(ts.unshard(p), x))
+    assert not _codes(gathered, state, SQUARE, rules)
+
+
+def test_an_average_that_is_sharded_unlike_its_weight_is_found() -> None:
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        loss = lambda w: _loss(ts.unshard(w, P("fsdp"), "fsdp"), x)  # noqa: E731
+        value, grad = jax.value_and_grad(loss)(state["w"])
+        w = state["w"] - grad
+        return {"w": w, "average": 0.9 * state["average"] + 0.1 * w}, value
+
+    state = {"w": SQUARE, "average": SQUARE}
+    assert _codes(step, state, SQUARE, [("average", P(None, "fsdp")), ("w", P("fsdp"))])
+    assert not _codes(step, state, SQUARE, [(".*", P("fsdp"))])
+
+
+def test_a_weight_that_each_trip_of_a_loop_gathers_is_found() -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[Any, Any]:
+        def of_minibatch(total: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+            value, grad = jax.value_and_grad(_loss)(w, x)
+            return total + grad, value
+
+        minibatches = jnp.moveaxis(x.reshape(-1, 4, 16), 1, 0)
+        grad, values = jax.lax.scan(of_minibatch, jnp.zeros_like(w), minibatches)
+        return w - grad, values.mean()
+
+    assert "reduction-inside-loop" in _codes(step, SQUARE, struct(64, 16), [(".*", P("fsdp"))])
+
+
+def test_a_state_that_is_used_split_further_is_found() -> None:
+    """A leaf that the loss does not use, and that the step gathers."""
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        value, grad = jax.value_and_grad(lambda w: _loss(ts.unshard(w), x))(state["w"])
+        moment = 0.9 * state["moment"] + grad
+        whitened = ts.with_sharding_constraint(state["moment"], P()) @ moment
+        return {"w": state["w"] - whitened, "moment": moment}, value
+
+    state = {"w": SQUARE, "moment": SQUARE}
+    assert _codes(step, state, SQUARE, [(".*", P("fsdp"))])
