@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from helpers import struct
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
@@ -171,13 +172,16 @@ _EXPERT_RULES = [("experts/.*", ts.shard_dim("expert", 0)), (".*", None)]
 
 def _trained(mesh: Any, init: Any, loss: Any, batch: Any, rules: Any, roles: Any) -> Program:
     optimizer = optax.adam(1e-3)
+    is_explicit = AxisType.Explicit in mesh.axis_types
 
     def start(key: jax.Array) -> Any:
         params = init(key)
         return {"params": params, "opt": optimizer.init(params)}
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        # On Explicit axes this one adds up the gradients of all uses first.
+        of = ts.training.value_and_grad if is_explicit else jax.value_and_grad
+        value, grads = of(loss)(state["params"], batch)
         updates, opt = optimizer.update(grads, state["opt"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
 
@@ -243,7 +247,7 @@ def tied_heads(mesh: Any) -> Program:
 
     def loss(params: Any, batch: Any) -> jax.Array:
         table = ts.unshard(params["embed"])
-        logits = _apply(params["mlp"], table[batch["ids"]]) @ table.T
+        logits = _apply(params["mlp"], ts.lookup(table, batch["ids"])) @ table.T
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["next"]).mean()
 
     ids = jax.ShapeDtypeStruct((ROWS,), "int32")
@@ -426,6 +430,18 @@ PROGRAMS: dict[str, Callable[[Any], Program]] = {
 }
 
 
-def axes_of(name: str) -> str:
-    """The mesh that a program is for."""
-    return "data=2,expert=4" if name.startswith("experts") else "data=2,fsdp=4"
+# JAX has no types for what optax's Muon does, nor for these constraints.
+ONLY_AUTO = ("experts by constraints", "muon")
+# What the programs do move more than once, or in the update, on Auto axes.
+TRUE_FINDINGS = {
+    "tied heads": {"each-use"},  # the gradients of lookup and head
+    "muon": {"matrix-optimizer"},
+}
+
+
+def made(name: str, kind: str = "auto", topology: str | None = None) -> Program:
+    """A program on the mesh that it is for."""
+    axes = ("data", "expert") if name.startswith("experts") else ("data", "fsdp")
+    sizes = dict(zip(axes, (2, 4), strict=True))
+    mesh = ts.make_mesh(sizes, topology=topology, axis_types=dict.fromkeys(axes, kind))
+    return PROGRAMS[name](mesh)

@@ -304,8 +304,8 @@ class Walk:
         return _gathers(variable, value, axes, times, which, at) if axes else {}
 
     def _count(self, gathers: dict[Any, Gather]) -> None:
-        if self.is_recording:
-            self.uses.gathers = gathers | self.uses.gathers
+        for key, gather in gathers.items() if self.is_recording else ():
+            self.uses.gathers.setdefault(key, gather)
 
     def _note_op(self, eqn: Any, value: Value, split: Collection[str], at: Place) -> None:
         for leaf in value.leaves if self.is_recording else ():

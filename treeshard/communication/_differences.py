@@ -223,6 +223,7 @@ def _size_of_trips(moved: Sequence[Collective]) -> str:
 _BY_COMPILERS = {
     "all-reduce": "all-reduces full gradients ({}) where a reduce-scatter was planned",
     "wider": "moves 16-bit floats as float32",
+    "merged": "gathers once what the step gathers more often",
     "by-all-reduce": "gathers {} by all-reduces, which send twice the bytes",
 }
 

@@ -281,7 +281,10 @@ class Matcher:
             return self._add("batch-not-split", moved, path)
         if not moved.is_in_loop and not self._is_reduced(path, moved):
             return False
-        _match(self._reductions(path, moved))
+        for expected in self._reductions(path, moved):
+            # Over some axes in the loop, and over the others after it
+            expected.axes -= moved.axes
+            expected.left = expected.left if expected.axes else 0
         if moved.is_in_loop:
             return self._add("reduction-inside-loop", moved, path)
         return self._add("again, gradients", moved)
