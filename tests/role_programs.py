@@ -414,6 +414,112 @@ def actor_and_critic(mesh: Any) -> Program:
     return _made(mesh, init, step, BATCH, roles)
 
 
+def critic_first(mesh: Any) -> Program:
+    """An actor whose loss uses the critic that was just updated, and that is averaged after."""
+    optimizer = optax.adam(1e-3)
+
+    def init(key: jax.Array) -> Any:
+        actor, critic = _mlp(key), _mlp(jax.random.split(key)[0])
+        opts = {"actor": optimizer.init(actor), "critic": optimizer.init(critic)}
+        return {"actor": actor, "critic": critic, "average": critic, "opts": opts}
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = jax.value_and_grad(_loss)(state["critic"], batch)
+        updates, critic_opt = optimizer.update(grads, state["opts"]["critic"])
+        critic = optax.apply_updates(state["critic"], updates)
+
+        def actor_loss(actor: Any) -> jax.Array:
+            return -jnp.mean(_apply(critic, _apply(actor, batch["x"])))
+
+        grads = jax.grad(actor_loss)(state["actor"])
+        updates, actor_opt = optimizer.update(grads, state["opts"]["actor"])
+        actor = optax.apply_updates(state["actor"], updates)
+        average = optax.incremental_update(critic, state["average"], 0.01)
+        value = value, _loss(critic, batch)  # a test of the new weights
+        opts = {"actor": actor_opt, "critic": critic_opt}
+        return {"actor": actor, "critic": critic, "average": average, "opts": opts}, value
+
+    roles = {
+        "actor/": "trained",
+        "critic/": "trained",
+        "average/": "updated only",
+        "opts/": "updated only",
+    }
+    return _made(mesh, init, step, BATCH, roles)
+
+
+def self_distillation(mesh: Any) -> Program:
+    """A teacher that is an average of its student, with a mean over the rows of its outputs; in a
+    jitted function of the user's own."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def init(key: jax.Array) -> Any:
+        student = _mlp(key)
+        opt = optimizer.init(student)
+        return {"student": student, "teacher": student, "opt": opt, "center": jnp.zeros((1, WIDTH))}
+
+    @jax.jit
+    def updated(state: Any, grads: Any) -> tuple[Any, Any, Any]:
+        updates, opt = optimizer.update(grads, state["opt"], state["student"])
+        student = optax.apply_updates(state["student"], updates)
+        return student, opt, optax.incremental_update(student, state["teacher"], 0.01)
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        aim = _apply(state["teacher"], batch["y"])
+
+        def loss(student: Any) -> jax.Array:
+            return jnp.mean((_apply(student, batch["x"]) - aim + state["center"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["student"])
+        student, opt, teacher = updated(state, grads)
+        center = 0.9 * state["center"] + 0.1 * aim.mean(0, keepdims=True)
+        return {"student": student, "teacher": teacher, "opt": opt, "center": center}, value
+
+    roles = {
+        "student/": "trained",
+        "teacher/": "used, updated",
+        "opt/": "updated only",
+        "center": "used, updated",
+    }
+    return _made(mesh, init, step, BATCH, roles)
+
+
+def batch_norm(mesh: Any) -> Program:
+    """A convolutional net with statistics of the batch, and running averages of them."""
+    optimizer = optax.adam(1e-3)
+
+    def init(key: jax.Array) -> Any:
+        params = {
+            "conv": jax.random.normal(key, (3, 3, 8, WIDTH)),
+            "scale": jnp.ones(WIDTH),
+            "head": _dense(key, WIDTH, WIDTH),
+        }
+        running = {"mean": jnp.zeros(WIDTH)}
+        return {"params": params, "running": running, "opt": optimizer.init(params)}
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+            params = ts.unshard(params)
+            dims = ("NHWC", "HWIO", "NHWC")
+            x = jax.lax.conv_general_dilated(
+                batch["images"], params["conv"], (1, 1), "SAME", dimension_numbers=dims
+            )
+            mean = x.mean((0, 1, 2))
+            x = jax.nn.relu((x - mean[None, None, None]) * params["scale"][None, None, None])
+            x = x.mean((1, 2))
+            return jnp.mean((x @ params["head"] - batch["y"]) ** 2), mean
+
+        (value, mean), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
+        updates, opt = optimizer.update(grads, state["opt"])
+        params = optax.apply_updates(state["params"], updates)
+        running = {"mean": 0.9 * state["running"]["mean"] + 0.1 * mean}
+        return {"params": params, "running": running, "opt": opt}, value
+
+    batch = {"images": struct(ROWS, 4, 4, 8), "y": struct(ROWS, WIDTH)}
+    roles = {"params/": "trained", "running/": "updated only", "opt/": "updated only"}
+    return _made(mesh, init, step, batch, roles)
+
+
 PROGRAMS: dict[str, Callable[[Any], Program]] = {
     "average": average,
     "average of the same arrays": average_of_same_arrays,
@@ -427,11 +533,14 @@ PROGRAMS: dict[str, Callable[[Any], Program]] = {
     "two optimizers": two_optimizers,
     "muon": muon,
     "actor and critic": actor_and_critic,
+    "critic first": critic_first,
+    "self-distillation": self_distillation,
+    "batch norm": batch_norm,
 }
 
 
 # JAX has no types for what optax's Muon does, nor for these constraints.
-ONLY_AUTO = ("experts by constraints", "muon")
+ONLY_AUTO = ("experts by constraints", "muon", "batch norm")
 # What the programs do move more than once, or in the update, on Auto axes.
 TRUE_FINDINGS = {
     "tied heads": {"each-use"},  # the gradients of lookup and head

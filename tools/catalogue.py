@@ -1140,23 +1140,105 @@ MOVES = Group(
         ),
         Entry(
             "again",
-            "A gather, or the reduction of a gradient, runs more often than planned: once for each"
-            " use of a weight, or once for each microbatch. With `manual.value_and_grad`, each leaf"
-            " is gathered and reduced once.",
+            "A gather, or the reduction of a gradient, runs more often than planned. Here the"
+            " compiler gathers a weight for each use. `unshard` says where it is gathered.",
             """
-            def tied(params, x):
-                w = ts.unshard(params, plan, "fsdp")["w"]
-                return jnp.mean((jnp.tanh(x @ w) @ w.T) ** 2)
-
-
-            print(unplanned(descend(tied))["again"])
-            """,
-            """
-            def tied(params, x):
+            def twice(params, x):
                 return jnp.mean((jnp.tanh(x @ params["w"]) @ params["w"].T) ** 2)
 
 
-            assert not unplanned(by_hand(tied), make=shard_map_step)
+            print(unplanned(descend(twice))["again"])
+            """,
+            """
+            def gathered(params, x):
+                return twice(ts.unshard(params), x)
+
+
+            assert "again" not in unplanned(descend(gathered))
+            """,
+        ),
+        Entry(
+            "each-use",
+            "A weight that is used several times, such as a table that is embedding and head, has a"
+            " gradient for each use. The compiler reduces each by itself, and adds them after that."
+            " With `manual.value_and_grad`, they are added first.",
+            """
+            def gathered(params, x):
+                w = ts.unshard(params)["w"]
+                return jnp.mean((jnp.tanh(x @ w) @ w.T) ** 2)
+
+
+            print(unplanned(descend(gathered))["each-use"])
+            """,
+            """
+            def local(params, x):
+                return jnp.mean((jnp.tanh(x @ params["w"]) @ params["w"].T) ** 2)
+
+
+            assert not unplanned(by_hand(local), make=shard_map_step)
+            """,
+        ),
+        Entry(
+            "matrix-optimizer",
+            "The update multiplies matrices, as Muon and Shampoo do, and the plan splits them. Each"
+            " product gathers or reduces. If layers are stacked and the stacked dim is split, each"
+            " device has whole matrices.",
+            """
+            def whitened(loss):
+                def step(state, x):
+                    value, grads = jax.value_and_grad(loss)(state["model"], x)
+                    mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads)
+                    update = lambda m: m @ (m.swapaxes(-1, -2) @ m)
+                    model = jax.tree.map(lambda p, m: p - 0.1 * update(m), state["model"], mu)
+                    return {"model": model, "mu": mu}, value
+
+                return step
+
+
+            def split(params):
+                state = {"model": params, "mu": jax.tree.map(np.copy, params)}
+                return ts.plan(state, [(".*", P("fsdp"))], line, min_size=0)
+
+
+            print(unplanned(whitened(loss), split(params))["matrix-optimizer"])
+            """,
+            """
+            def layers(params, x):
+                for w in ts.unshard(params)["w"]:
+                    x = jnp.tanh(x @ w)
+                return jnp.mean(x**2)
+
+
+            stacked = {"w": np.ones((8, 16, 16), "float32")}
+            assert "matrix-optimizer" not in unplanned(whitened(layers), split(stacked))
+            """,
+        ),
+        Entry(
+            "merged",
+            "No fault: the step calls `unshard` more often than the program gathers, since the"
+            " compiler saw that these gathers are alike. `by_compiler` has it.",
+            """
+            def minibatches(params, x):
+                def trip(total, x):
+                    value, grads = jax.value_and_grad(loss)(params, x)
+                    return jax.tree.map(jnp.add, total, grads), value
+
+                x = ts.with_sharding_constraint(
+                    x.reshape(8, 4, 16).swapaxes(0, 1), P(None, "fsdp")
+                )
+                grads, values = jax.lax.scan(trip, jax.tree.map(jnp.zeros_like, params), x)
+                return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), values.mean()
+
+
+            def own(step):
+                compared = jit_step(step, plan, batch=P("fsdp")).communication(plan.structs, batch)
+                return {one.code: one for one in compared.by_compiler}
+
+
+            print(own(minibatches)["merged"])
+            """,
+            """
+            assert "merged" not in own(descend(loss))
             """,
         ),
         Entry(
@@ -1315,7 +1397,13 @@ MOVES = Group(
                 return jnp.mean((x.astype("bfloat16") @ w).astype("float32") ** 2)
 
 
-            print(unplanned(descend(cast_late), dtype="bfloat16")["wider"])
+            def compared(loss):
+                step = jit_step(descend(loss), plan, batch=P("fsdp"))
+                program = step.lower(plan.structs, batch).compile()
+                return ts.compare_communication(plan, program, dtype="bfloat16").unplanned
+
+
+            print(*compared(cast_late))
             """,
             """
             def cast_early(params, x):
@@ -1323,7 +1411,7 @@ MOVES = Group(
                 return jnp.mean((x.astype("bfloat16") @ w).astype("float32") ** 2)
 
 
-            assert not unplanned(descend(cast_early), dtype="bfloat16")
+            assert not compared(cast_early)
             """,
         ),
         Entry(
@@ -1333,7 +1421,8 @@ MOVES = Group(
             " matrix products round to bfloat16. `by_compiler` has it.",
             """
             step = jit_step(descend(loss), plan, batch=P("fsdp"))
-            compared = step.communication(plan.structs, batch, dtype="float64")
+            program = step.lower(plan.structs, batch).compile()
+            compared = ts.compare_communication(plan, program, dtype="float64")
             print(next(one for one in compared.by_compiler if one.code == "narrower"))
             """,
             """
@@ -1393,17 +1482,27 @@ MOVES = Group(
         ),
         Entry(
             "not-moved",
-            "A planned transfer is not in the program: a leaf is not used, or the plan is that of"
-            " another step.",
+            "A planned transfer is not in the program: computed values are moved instead of a"
+            " weight, or the plan is that of another step. Here the compiler leaves the weights"
+            " split, and gathers rows.",
             """
-            def decay(params, batch):
-                return jax.tree.map(lambda p: 0.9 * p, params), batch.sum()
+            up_down = {"up": np.ones((16, 64), "float32"), "down": np.ones((64, 16), "float32")}
+            rules = [("up", P(None, "fsdp")), ("down", P("fsdp"))]
+            mlp_plan = ts.plan(up_down, rules, line, min_size=0)
 
 
-            print(unplanned(decay)["not-moved"])
+            def mlp(params, x):
+                return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
+
+
+            print(unplanned(descend(mlp), mlp_plan)["not-moved"])
             """,
             """
-            assert "not-moved" not in unplanned(descend(loss))
+            def gathering(params, x):
+                return mlp(ts.unshard(params), x)
+
+
+            assert "not-moved" not in unplanned(descend(gathering), mlp_plan)
             """,
         ),
         Entry(

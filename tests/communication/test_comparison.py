@@ -134,11 +134,11 @@ def test_activations_of_tensor_parallelism_are_listed_apart() -> None:
     gathers = [(x.path, x.bytes) for x in compared.compiled if x.kind == "all-gather"]
     assert sorted(gathers, key=str) == [("state/down", KIB), ("state/up", KIB)]
     assert compared.unplanned == ()
-    assert compared.tensor_parallel
-    assert {x.axes for x in compared.tensor_parallel} == {("tensor",)}
-    assert not any(x.path for x in compared.tensor_parallel)
+    assert compared.activations
+    assert {x.axes for x in compared.activations} == {("tensor",)}
+    assert not any(x.path for x in compared.activations)
     note, own = compared.reasons
-    assert note == "including 1 tensor-parallel activation, 128 B"
+    assert note == "including 1 activation along tensor, 128 B, of which a plan says nothing"
     assert own.startswith("The CPU compiler all-reduces full gradients")
     assert f"{note}\n{own}" in str(compared)
 
@@ -398,9 +398,11 @@ def test_a_planned_transfer_that_the_program_lacks(fsdp_mesh: jax.sharding.Mesh)
     compared = ts.compare_communication(plan, program, batch=P("fsdp"))
     assert [str(x) for x in compared.unplanned] == [
         "not-moved: w: the planned all-gather (weight) is not in the program. Check that the step"
-        " uses the leaf, and that the plan is of this step.",
+        " uses the leaf, and that the plan is of this step. If computed values are moved instead,"
+        " call `unshard` where the weight is used.",
         "not-moved: w: the planned reduce-scatter (gradient) is not in the program. Check that the"
-        " step uses the leaf, and that the plan is of this step.",
+        " step uses the leaf, and that the plan is of this step. If computed values are moved"
+        " instead, call `unshard` where the weight is used.",
     ]
     assert [(row.kind, row.planned_count, row.count) for row in compared.rows] == [
         ("all-gather", 1, 0),

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from helpers import struct
 from jax.sharding import PartitionSpec as P
@@ -50,12 +51,14 @@ def test_on_explicit_axes_all_that_is_compiled_is_planned(name: str) -> None:
         assert {each.code for each in compared.unplanned} == {"reduction-inside-loop"}
         return
     assert not compared.unplanned
-    # Both losses gather the critic. The compiler sees that these gathers are alike.
-    merged = {"merged"} if name == "actor and critic" else set()
+    # Two losses gather the same critic. The compiler sees that these gathers are alike.
+    merged = {"merged"} if "critic" in name else set()
     assert {each.code for each in compared.by_compiler} == merged
     for row in compared.rows:
         if row.kind != "all-to-all" and not (merged and row.kind == "all-gather"):
-            assert (row.count, row.bytes) == (row.planned_count, row.planned_bytes)
+            sums = [x for x in compared.batch_sums if (x.kind, x.axes) == (row.kind, row.axes)]
+            assert row.count == row.planned_count + len(sums)
+            assert row.bytes == row.planned_bytes + sum(x.bytes or 0 for x in sums)
 
 
 def test_the_report_shows_roles_in_a_column() -> None:
@@ -205,6 +208,45 @@ def test_members_of_an_ensemble_stay_where_they_are() -> None:
     assert not [x for x in compared.compiled if x.bytes]
 
 
+@pytest.mark.parametrize("trips", [None, 3])
+def test_keys_of_chains_stay_where_they_are(trips: int | None) -> None:
+    def transition(chain: Any) -> Any:
+        key, draw = jax.random.split(chain["key"])
+        return {"x": chain["x"] + jax.random.normal(draw, (8,)), "key": key}
+
+    def step(state: Any, _: jax.Array) -> tuple[Any, Any]:
+        if trips is None:
+            return jax.vmap(transition)(state), None
+        return jax.lax.fori_loop(0, trips, lambda _, s: jax.vmap(transition)(s), state), None
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 32))
+    plan = ts.plan(
+        {"x": struct(32, 8), "key": keys}, [(".*", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0
+    )
+    run = ts.jit_step(step, plan, batch=P("fsdp"))
+    roles = {leaf.path: leaf.role for leaf in run.plan_of(plan.structs, struct(8)).leaves}
+    assert roles == {"x": "updated only", "key": "used, updated, split"}
+    compared = run.communication(plan.structs, struct(8))
+    assert compared.compiled == compared.unplanned == ()
+
+
+def test_several_steps_in_a_call_move_what_each_moves() -> None:
+    optimizer = optax.adam(1e-3)
+
+    def train(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        value, grad = jax.value_and_grad(lambda w: _loss(ts.unshard(w), x))(state["w"])
+        updates, opt = optimizer.update(grad, state["opt"])
+        return {"w": optax.apply_updates(state["w"], updates), "opt": opt}, value
+
+    state = {"w": SQUARE, "opt": jax.eval_shape(optimizer.init, SQUARE)}
+    plan = ts.plan(state, [(".*", ts.fsdp("fsdp"))], ts.make_mesh("fsdp=8"), min_size=256)
+    run = ts.jit_step(lambda s, xs: jax.lax.scan(train, s, xs), plan, batch=P(None, "fsdp"))
+    compared = run.communication(plan.structs, struct(4, 16, 16))
+    assert not compared.unplanned
+    moved = {(x.kind, x.count) for x in compared.planned if x.path == "w"}
+    assert moved == {("all-gather", 4), ("reduce-scatter", 4)}
+
+
 def test_a_second_loss_that_gathers_the_same_weights() -> None:
     """Each call of `unshard` is planned; a compiler may see that two are alike."""
     program = made("actor and critic")
@@ -284,6 +326,50 @@ def test_a_weight_that_each_trip_of_a_loop_gathers_is_found() -> None:
         return w - grad, values.mean()
 
     assert "reduction-inside-loop" in _codes(step, SQUARE, struct(64, 16), [(".*", P("fsdp"))])
+
+
+def test_a_weight_that_is_gathered_for_each_use_is_found() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ w) @ w.T) ** 2)
+
+    rules = [(".*", P("fsdp"))]
+    assert "again" in _codes(_sgd(loss), SQUARE, SQUARE, rules)
+    once = _sgd(lambda w, x: loss(ts.unshard(w), x))
+    assert _codes(once, SQUARE, SQUARE, rules) == {"each-use"}
+
+
+def test_a_gather_in_each_trip_that_the_compiler_makes_once_is_not_missing() -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[Any, Any]:
+        def of_minibatch(total: jax.Array, x: jax.Array) -> tuple[jax.Array, Any]:
+            value, grad = jax.value_and_grad(lambda w: _loss(ts.unshard(w), x))(w)
+            return total + grad, value
+
+        minibatches = jnp.moveaxis(x.reshape(-1, 4, 16), 1, 0)
+        grad, values = jax.lax.scan(of_minibatch, jnp.zeros_like(w), minibatches)
+        return w - grad, values.mean()
+
+    plan = ts.plan(SQUARE, [(".*", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+    compared = ts.jit_step(step, plan, batch=P("fsdp")).communication(SQUARE, struct(64, 16))
+    [row] = [row for row in compared.rows if row.kind == "all-gather"]
+    assert (row.count, row.planned_count) == (1, 4)
+    assert {each.code for each in compared.unplanned} == {"reduction-inside-loop"}
+    assert "merged" in {each.code for each in compared.by_compiler}
+
+
+def test_sums_over_all_rows_are_listed_apart_unless_they_replace_weights() -> None:
+    program = made("batch norm")
+    compared = program.step.communication(program.plan.structs, program.batch)
+    # The mean of the forward pass, and what its gradients need.
+    assert {x.kind for x in compared.batch_sums} == {"all-reduce"}
+    assert {x.bytes for x in compared.batch_sums} == {64 * 4}
+    assert "over all rows, such as batch norm's, " in str(compared)
+
+    def sums(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(
+            jnp.tanh((x[:, :, None] * w[None]).sum(1)) ** 2
+        )  # `x @ w`, split over `fsdp`
+
+    assert "activation" in _codes(_sgd(sums), SQUARE, SQUARE, [(".*", P("fsdp"))])
 
 
 def test_a_state_that_is_used_split_further_is_found() -> None:

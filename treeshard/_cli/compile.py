@@ -130,9 +130,12 @@ def _moves(moved: Any) -> str:
     if moved.unplanned:
         codes = dict.fromkeys(difference.code for difference in moved.unplanned)
         return f"It moves what was not planned: {', '.join(codes)}."
-    if moved.tensor_parallel:
-        activations = counted(len(moved.tensor_parallel), "tensor-parallel activation")
-        return f"It moves what is planned, and {activations}, of which a plan says nothing."
+    others = {"activation": moved.activations, "batch sum": moved.batch_sums}
+    counts = [counted(len(members), noun) for noun, members in others.items() if members]
+    if counts:
+        return (
+            f"It moves what is planned, and {' and '.join(counts)}, of which a plan says nothing."
+        )
     return "It moves what is planned."
 
 

@@ -38,6 +38,7 @@ class Role(NamedTuple):
         split: The axes of the batch over which it stays split where it is used.
         sources: The paths of the leaves of which its new value is made, element by element.
         uses: How many ops of the forward pass use it.
+        updates: How often a step updates it: in each trip of a loop over steps.
         is_multiplied: Whether the update multiplies it by others, as matrix optimizers do.
     """
 
@@ -46,6 +47,7 @@ class Role(NamedTuple):
     split: frozenset[str] = frozenset()
     sources: frozenset[str] = frozenset()
     uses: int = 1
+    updates: int = 1
     is_multiplied: bool = False
 
     @property
@@ -89,6 +91,7 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
             frozenset(uses.split[number]),
             frozenset(leaves[source].path for source in sources),
             len(uses.ops[number]),
+            uses.updates.get(number, 1),
             number in uses.multiplied,
         )
     return roles
@@ -104,7 +107,7 @@ def _walked(program: Any, leaves: Sequence[PlannedLeaf], along: frozenset[str], 
     uses = Uses(along)
     scalars = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape) == 1]
     state = [leaf_value(i, leaf.given, leaf.shape) for i, leaf in enumerate(leaves)]
-    others = [Value()] * (len(program.invars) - len(leaves))
+    others = [Value(is_of_batch=True)] * (len(program.invars) - len(leaves))
     finals: dict[Any, tuple[int, ...]] = {}
     for number, variable in enumerate(program.outvars[: len(leaves)]):
         if not isinstance(variable, Literal):

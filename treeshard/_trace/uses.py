@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.sharding import AxisType
 
@@ -21,6 +23,7 @@ from treeshard._trace.values import (
     ELEMENTWISE,
     KEEP_ELEMENTS,
     OF_ARRAYS,
+    OF_KEYS,
     OF_SCALARS,
     PASS_ON,
     Dims,
@@ -29,6 +32,7 @@ from treeshard._trace.values import (
     joined,
     laid_out,
     met,
+    of_key,
 )
 
 _GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
@@ -40,7 +44,8 @@ class Gather(NamedTuple):
 
     Attributes:
         axes: The mesh axes over which it is gathered.
-        dtype: In which dtype.
+        dtype: In which dtype; that of a key is `uint32`.
+        itemsize: The bytes of one element, or of one key.
         parts: Into how many layers the leaf is cut, of which each is gathered by itself.
         times: How often in a step, over all layers.
         is_again: Whether it is for the backward pass.
@@ -51,6 +56,7 @@ class Gather(NamedTuple):
 
     axes: frozenset[str]
     dtype: str
+    itemsize: int
     parts: int
     times: int
     is_again: bool
@@ -90,6 +96,7 @@ class Uses:
         gathers: Where each is needed whole.
         split: The axes of the batch over which each stays split where it is used.
         sources: The leaves from which the new value of each is computed, element by element.
+        updates: How often each that a loop trains is updated in a step.
         gradients: What the new value of each depends on.
         changed: The leaves whose new values are not the old ones.
     """
@@ -101,6 +108,7 @@ class Uses:
     gathers: dict[tuple[int, tuple[Any, ...]], Gather] = field(default_factory=dict)
     split: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     sources: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    updates: dict[int, int] = field(default_factory=dict)
     gradients: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     changed: set[int] = field(default_factory=set)
 
@@ -110,7 +118,7 @@ class Walk:
 
     def __init__(self, uses: Uses, scalars: Collection[int]) -> None:
         self.uses, self.scalars = uses, frozenset(scalars)
-        self.is_recording = True
+        self.is_recording = self.is_counting = True
         self.asked: dict[Any, Gather] = {}  # the gathers that the step asks for
 
     def run(
@@ -134,24 +142,24 @@ class Walk:
             operands = [read(variable) for variable in eqn.invars]
             results = self._results(eqn, operands, finals, here)
             for variable, result in zip(eqn.outvars, results, strict=True):
-                result = result._replace(
-                    gradients=self._gradients(variable, operands, result, here)
-                )
                 if variable in finals:
                     result = self._final(finals[variable], result)
                 values[variable] = result
         return [read(variable) for variable in jaxpr.outvars]
 
-    def _gradients(
+    def _depending(
         self, variable: Any, operands: Sequence[Value], result: Value, at: Place
-    ) -> frozenset[int]:
-        """What a value depends on. A norm of gradients, which is a scalar, is no gradient of an
-        array that it scales."""
+    ) -> Value:
+        """The result of an op, with what it depends on. A norm of gradients, which is a scalar, is
+        not a gradient of an array that it scales; nor does a loss make it one of the batch."""
         is_scalar = math.prod(variable.aval.shape) == 1
         if at.region == _BACKWARD:
-            return frozenset({OF_SCALARS if is_scalar else OF_ARRAYS})
+            gradients = frozenset({OF_SCALARS if is_scalar else OF_ARRAYS})
+            return result._replace(gradients=gradients, is_of_batch=False)
         known = result.gradients.union(*(operand.gradients for operand in operands))
-        return frozenset(number for number in known if is_scalar == self._is_scalar(number))
+        gradients = frozenset(x for x in known if is_scalar == self._is_scalar(x))
+        is_of_batch = not is_scalar and any(operand.is_of_batch for operand in operands)
+        return result._replace(gradients=gradients, is_of_batch=is_of_batch)
 
     def _is_scalar(self, number: int) -> bool:
         return number == OF_SCALARS or number in self.scalars
@@ -175,9 +183,19 @@ class Walk:
     def _results(
         self, eqn: Any, operands: list[Value], finals: Mapping[Any, tuple[int, ...]], at: Place
     ) -> list[Value]:
-        name = eqn.primitive.name
-        if run := _PROGRAMS.get(name):
+        if run := _PROGRAMS.get(eqn.primitive.name):
             return run(self, eqn, operands, finals, at)
+        inner = bodies(eqn)
+        if len(inner) == 1 and len(inner[0].invars) == len(operands):
+            return self._call(inner[0], eqn, operands, finals, at)
+        if any(operand.is_of_batch for operand in operands):
+            # An evaluation of the new weights is no part of the update.
+            at = at._replace(region=at.region or _FORWARD)
+        pairs = zip(eqn.outvars, self._of_op(eqn, operands, at), strict=True)
+        return [self._depending(variable, operands, result, at) for variable, result in pairs]
+
+    def _of_op(self, eqn: Any, operands: list[Value], at: Place) -> list[Value]:
+        name = eqn.primitive.name
         if name in PASS_ON:
             return list(operands)
         if name in ("sharding_constraint", "reshard"):
@@ -186,14 +204,16 @@ class Walk:
             return [self._gathered(eqn, operands[0], at)]
         if name in ELEMENTWISE:
             return [self._computed(eqn, operands, at)]
+        if name in OF_KEYS:
+            return [of_key(eqn, operands[0])]
+        if name == "random_bits":
+            self._use(eqn, eqn.invars[0], operands[0], at, operands[0].axes)
+            return [of_key(eqn, operands[0])._replace(leaves=frozenset())]
         if name == "dot_general":
             return [self._multiplied(eqn, operands, at)]
         new = laid_out(eqn, operands[0]) if operands else None
         if new is not None:
             return [new]
-        inner = bodies(eqn)
-        if len(inner) == 1 and len(inner[0].invars) == len(operands):
-            return self._call(inner[0], eqn, operands, finals, at)
         for variable, operand in zip(eqn.invars, operands, strict=True):
             self._use(eqn, variable, operand, at)
         return [Value() for _ in eqn.outvars]
@@ -281,7 +301,7 @@ class Walk:
         kept = value.axes & {*split, *at.manual}
         needless = self.uses.along & (value.axes - kept)
         is_sum = all(math.prod(x.aval.shape) == 1 for x in eqn.outvars)
-        is_scalar = math.prod(variable.aval.shape) == 1
+        is_scalar = math.prod(variable.aval.shape) == 1 and not _is_key(variable)
         if not self._is_use(value, at):
             self._note(self.uses.multiplied, () if is_sum or is_scalar else value.leaves)
         elif at.region or not (is_sum or is_scalar):
@@ -299,12 +319,12 @@ class Walk:
         # A loop may use the whole of what it does not change: one gather before it is enough.
         # Layers that it cuts out are gathered one by one.
         is_layer = value.parts > 1
-        where, times = (at.loop, at.trips) if is_layer else (at.repeat, 1)
-        which = (value.part, frozenset(axes), str(variable.aval.dtype), where)
+        where, times = (at.loop, at.trips) if is_layer else ((value.loop, at.repeat), value.trips)
+        which = (value.part, value.is_changed, frozenset(axes), str(variable.aval.dtype), where)
         return _gathers(variable, value, axes, times, which, at) if axes else {}
 
     def _count(self, gathers: dict[Any, Gather]) -> None:
-        for key, gather in gathers.items() if self.is_recording else ():
+        for key, gather in gathers.items() if self.is_counting else ():
             self.uses.gathers.setdefault(key, gather)
 
     def _note_op(self, eqn: Any, value: Value, split: Collection[str], at: Place) -> None:
@@ -414,16 +434,28 @@ class Walk:
         """What a loop returns, when what holds before its first trip holds after each."""
         count = carried.stop - carried.start
         inside = _inner_finals(eqn, inner, finals)
-        was_recording, self.is_recording = self.is_recording, False
+        was_recording, was_counting = self.is_recording, self.is_counting
+        # The first trip uses what later ones may no longer have, such as a key that it splits.
+        self.is_counting = False
         for _ in range(_MOST_ROUNDS):
             results = self.run(inner, given, inside, at)
+            self.is_recording = False
             before = given[carried]
             after = [met(x, y) for x, y in zip(before, results[:count], strict=True)]
             if after == before:
                 break
             given = [*given[: carried.start], *after, *given[carried.stop :]]
-        self.is_recording = was_recording
-        return self.run(inner, given, inside, at)
+        self.is_recording, self.is_counting = was_recording, was_counting
+        given[carried] = [_of_loop(x, at) for x in given[carried]]
+        results = self.run(inner, given, inside, at)
+        self._note_updates(results[:count], at)
+        return results
+
+    def _note_updates(self, carried: Sequence[Value], at: Place) -> None:
+        """Notes that each trip of a loop updates a leaf by its gradient."""
+        for value in carried:
+            if self.is_recording and value.is_changed and value.gradients:
+                self.uses.updates |= dict.fromkeys(value.leaves, at.trips)
 
     def _cond(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
         results: list[Value] = []
@@ -447,9 +479,11 @@ def _gathers(
     variable: Any, value: Value, axes: Collection[str], times: int, which: Any, at: Place
 ) -> dict[tuple[int, Any], Gather]:
     """A gather of a value, for each leaf that it comes from; `which` tells gathers apart."""
+    dtype = variable.aval.dtype
     one = Gather(
         frozenset(axes),
-        str(variable.aval.dtype),
+        "uint32" if _is_key(variable) else str(dtype),
+        dtype.itemsize,
         value.parts,
         times,
         at.region == _BACKWARD,
@@ -457,6 +491,11 @@ def _gathers(
     )
     first = min(value.leaves)
     return {(leaf, which): one._replace(is_counted=leaf == first) for leaf in value.leaves}
+
+
+def _is_key(variable: Any) -> bool:
+    dtype = getattr(variable.aval, "dtype", None)  # tokens have none
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def bodies(eqn: Any) -> list[Any]:
@@ -479,6 +518,13 @@ def _region(eqn: Any) -> str:
 def _in_loop(at: Place, eqn: Any, trips: int) -> Place:
     path = (*at.path, id(eqn))
     return at._replace(path=path, loop=path, trips=at.trips * trips)
+
+
+def _of_loop(value: Value, at: Place) -> Value:
+    """What a loop carries: each trip changes it, or none does."""
+    if not value.is_changed or not value.leaves:
+        return value
+    return value._replace(loop=at.loop, trips=at.trips)
 
 
 def _inner_finals(

@@ -27,6 +27,9 @@ class Value(NamedTuple):
         gathers: The gathers that made it whole.
         gradients: What it depends on: gradients of arrays (`OF_ARRAYS`) and of scalars
             (`OF_SCALARS`), and new values of leaves that depend on such, by their numbers.
+        is_of_batch: Whether it is computed from the batch, and is not a gradient.
+        loop: The innermost loop that changes it, by its place, if one does.
+        trips: How often that loop runs.
     """
 
     leaves: frozenset[int] = frozenset()
@@ -38,6 +41,9 @@ class Value(NamedTuple):
     is_zero: bool = False
     gathers: frozenset[Any] = frozenset()
     gradients: frozenset[int] = frozenset()
+    is_of_batch: bool = False
+    loop: tuple[int, ...] = ()
+    trips: int = 1
 
     def without(self, axes: Collection[str]) -> "Value":
         """This value, no longer split over some axes."""
@@ -75,19 +81,20 @@ def joined(values: Sequence[Value]) -> Value:
 
 def met(first: Value, second: Value) -> Value:
     """What holds for both of two values, such as those of two branches."""
-    gradients = first.gradients | second.gradients
-    is_zero = first.is_zero and second.is_zero
+    common = {
+        "is_zero": first.is_zero and second.is_zero,
+        "gradients": first.gradients | second.gradients,
+        "is_of_batch": first.is_of_batch or second.is_of_batch,
+    }
     if first.is_zero or second.is_zero:
         known = second if first.is_zero else first
-        return known._replace(is_zero=is_zero, gradients=gradients)
+        return known._replace(**common)
     changed = first.is_changed or second.is_changed
     leaves = first.leaves & second.leaves
     if first.leaves != second.leaves and leaves:
         changed = True
     dims = first.dims if first.dims == second.dims else ()
-    return first._replace(
-        leaves=leaves, dims=dims, is_changed=changed, is_zero=False, gradients=gradients
-    )
+    return first._replace(leaves=leaves, dims=dims, is_changed=changed, **common)
 
 
 # ------------------------------------------------------------------ ops that only lay out anew
@@ -106,8 +113,17 @@ ELEMENTWISE = frozenset(
 )
 # Of these, the ones that keep each element, as far as its dtype holds it.
 KEEP_ELEMENTS = ("convert_element_type", "copy", "reduce_precision", "stop_gradient")
+# Ops on each PRNG key by itself, whose results may have other dims at the end.
+OF_KEYS = ("random_fold_in", "random_split", "random_unwrap", "random_wrap")
 # Ops that return each of their operands as it is.
 PASS_ON = ("device_put", "optimization_barrier", "pvary", "copy_p")
+
+
+def of_key(eqn: Any, value: Value) -> Value:
+    """What an op makes of keys: `random_split` makes several of each."""
+    result = eqn.outvars[0].aval.shape
+    dims = (value.dims + ((),) * len(result))[: len(result)] if value.dims else ()
+    return value._replace(dims=dims, size=math.prod(result), is_changed=True)
 
 
 def laid_out(eqn: Any, value: Value) -> Value | None:

@@ -300,9 +300,12 @@ class CollectiveReader:
         op_name, source = self._named(context.computation, op, is_inserted)
         if kind == "unknown" and op_name is None:
             op_name = op.target or op.opcode
-        for buffer, read in self._buffers(context, kind, op, groups):
+        buffers = self._buffers(context, kind, op, groups)
+        for buffer, read in buffers:
             shard = self._shard_in_zeros(kind, read)
             origins = [self.flow.origins(each) for each in shard or read]
+            if len(buffers) > 1:
+                op_name, source = self._named_part(read) or (op_name, source)
             yield Collective(
                 kind="all-gather" if shard else kind,
                 dtype=buffer.dtype,
@@ -343,6 +346,14 @@ class CollectiveReader:
         if source is None and is_unnamed:
             op = self.flow.first_user(computation, op) or op
         return op.op_name, self.program.source(op)
+
+    def _named_part(self, read: Sequence[Value]) -> tuple[str, str | None] | None:
+        """The name and the line of one of the arrays that a combined op moves. Its own name is of
+        all: `op_name="jit(f)/(reduce_sum:transpose(jvp())/dot_general)"`."""
+        for op in (self._unwrapped(each).op for each in read):
+            if op.op_name and op.op_name not in self._arguments:
+                return op.op_name, self.program.source(op)
+        return None
 
     # ---------------------------------------------------------------- what it moves
 

@@ -95,8 +95,9 @@ class Comparison:
         planned: What the plan predicts, leaf by leaf.
         compiled: What the program moves, op by op.
         unplanned: How they differ, and why. Empty if the program moves what was planned.
-        tensor_parallel: Activations that are moved along axes that shard parameters but not the
-            batch. A plan cannot predict their number.
+        activations: Computed values that are moved along axes that split weights where they are
+            used, as in tensor parallelism and between experts. A plan says nothing of them.
+        batch_sums: Sums over all rows of the batch, such as those of batch norm. Likewise.
         by_compiler: What differs only because of the platform's compiler, in every program, as
             opposed to `unplanned`: on CPUs, full gradients that are all-reduced, and 16-bit
             floats that are widened; elsewhere, what is moved in a narrower dtype than planned, and
@@ -113,7 +114,8 @@ class Comparison:
     planned: tuple[PlannedTransfer, ...]
     compiled: tuple[Collective, ...]
     unplanned: tuple[Unplanned, ...]
-    tensor_parallel: tuple[Collective, ...] = ()
+    activations: tuple[Collective, ...] = ()
+    batch_sums: tuple[Collective, ...] = ()
     by_compiler: tuple[Unplanned, ...] = ()
     platform: str | None = None
 
@@ -140,12 +142,19 @@ class Comparison:
 
     def _notes(self) -> list[str]:
         """What differs without being a fault."""
-        lines = by_compiler_lines(self.by_compiler, self.platform)
-        if not self.tensor_parallel:
-            return lines
-        size = bytes_text(total_bytes(self.tensor_parallel))
-        activations = counted(len(self.tensor_parallel), "tensor-parallel activation")
-        return [f"including {activations}, {size}", *lines]
+        lines: list[str] = []
+        if self.activations:
+            axes = dict.fromkeys(axis for x in self.activations for axis in x.axes or ())
+            what = f"{counted(len(self.activations), 'activation')} along {', '.join(axes)}"
+            lines.append(_unpredicted(what, self.activations))
+        if self.batch_sums:
+            what = f"{counted(len(self.batch_sums), 'sum')} over all rows, such as batch norm's"
+            lines.append(_unpredicted(what, self.batch_sums))
+        return [*lines, *by_compiler_lines(self.by_compiler, self.platform)]
+
+
+def _unpredicted(what: str, moved: Sequence[Collective]) -> str:
+    return f"including {what}, {bytes_text(total_bytes(moved))}, of which a plan says nothing"
 
 
 def compare_communication(
@@ -230,7 +239,8 @@ def _compared(
         tuple(planned),
         tuple(compiled),
         (*matcher.unplanned(), *_idle_axes(plan, batch_axes, compiled), *_to_host(read.graph)),
-        tuple(matcher.tensor_parallel),
+        tuple(matcher.activations),
+        tuple(matcher.batch_sums()),
         tuple(matcher.by_compiler()),
         platform,
     )

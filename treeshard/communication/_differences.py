@@ -78,8 +78,8 @@ WORDS = {
     ),
     "again": (
         "{kind} more often than planned, {size}.",
-        "If the forward pass is repeated for the gradients, pass `remat=`. In a loop over"
-        " minibatches, gather before the loop and reduce after it: `accumulate_gradients`.",
+        "Call `unshard` once, before all uses of the weight, and before a loop that does not change"
+        " it. Without a step, `remat=` says that the forward pass is repeated.",
     ),
     "again, gradients": (
         "{kind} of gradients more often than planned, {size}.",
@@ -111,7 +111,8 @@ WORDS = {
     "each-use": (
         "{kind} of gradients for each use of a weight, {size}.",
         "Compilers reduce the gradient of each use before they add these. On Explicit axes"
-        " `training.value_and_grad` adds them first, and so does `treeshard.manual`.",
+        " `training.value_and_grad` adds them first, and so does `treeshard.manual`. Gradients at"
+        " several points, as in SAM and MAML, are reduced one by one.",
     ),
     "idle-axis": (
         "{detail} shards neither the state nor the batch, and nothing is moved"
@@ -134,7 +135,8 @@ WORDS = {
     ),
     "not-moved": (
         "the planned {kind} ({detail}) is not in the program.",
-        "Check that the step uses the leaf, and that the plan is of this step.",
+        "Check that the step uses the leaf, and that the plan is of this step. If computed values"
+        " are moved instead, call `unshard` where the weight is used.",
     ),
     "not-moved, again": (
         "the planned {kind} ({detail}) is not in the program.",

@@ -126,14 +126,41 @@ def roles_by_name(
     state = state_of_parameters(plan.leaves, params)
     roles = {leaf.path: Role(ONLY_UPDATED) for leaf in plan.leaves}
     for leaf in parameters(plan.leaves, params):
-        axes = frozenset(get_names_from_partition_spec(leaf.given)).intersection(along)
         layers = leaf.shape[0] if leaf.shape and _chosen(scan, leaf) else 1
-        name = str(jnp.dtype(leaf.dtype if dtype is None else dtype))
-        again = [False, True] if _chosen(remat, leaf) else [False]
-        gathers = tuple(Gather(axes, name, layers, layers, x) for x in again) if axes else ()
+        gathers = _gathers_of_whole(leaf, along, layers, dtype, is_again=_chosen(remat, leaf))
         sources = frozenset({state[leaf.path].path} if leaf.path in state else ())
         roles[leaf.path] = Role(TRAINED, gathers, frozenset(), sources)
     return roles
+
+
+def roles_on(plan: Plan, batch: SpecTree, known: Roles, *, remat: bool) -> Roles:
+    """The roles on the mesh of a plan, when they are known from a trace for one device: what the
+    step uses is gathered."""
+    along = batch_axes(plan, batch)
+    roles = dict(known)
+    for leaf in plan.leaves:
+        role = known[leaf.path]
+        if role.is_used:
+            gathers = _gathers_of_whole(leaf, along, 1, None, is_again=remat)
+            roles[leaf.path] = role._replace(gathers=gathers)
+    return roles
+
+
+def _gathers_of_whole(
+    leaf: PlannedLeaf,
+    along: Collection[str],
+    layers: int,
+    dtype: DTypeLike | None,
+    *,
+    is_again: bool,
+) -> tuple[Gather, ...]:
+    """The gathers of a leaf that is needed whole, and of its layers one by one."""
+    axes = frozenset(get_names_from_partition_spec(leaf.given)).intersection(along)
+    if not axes:
+        return ()
+    known = leaf.dtype if dtype is None else jnp.dtype(dtype)
+    gather = Gather(axes, str(known), known.itemsize, layers, layers, is_again=False)
+    return (gather, gather._replace(is_again=True)) if is_again else (gather,)
 
 
 def check_options(
@@ -215,38 +242,35 @@ class _Forecast:
         size = shard_size(leaf.shape, leaf.given, self.mesh) // gather.parts
         for axes in self._dims(leaf, gather.axes):
             size *= self._parts(axes)
-            yield _transfer(leaf.path, gather.dtype, "all-gather", axes, size, gather.times, why)
+            payload = size * gather.itemsize
+            yield PlannedTransfer(
+                "all-gather", axes, payload, gather.times, gather.dtype, leaf.path, why
+            )
 
     def _of_gradient(self, leaf: PlannedLeaf, role: Role) -> Iterator[PlannedTransfer]:
         """What is moved of a gradient: scattered over the axes over which the leaf is gathered, and
         over those that shard its optimizer state; reduced over the others."""
-        gathers = role.gathers or (Gather(frozenset(), str(leaf.dtype), 1, 1, False),)
+        gathers = role.gathers
         gathered = frozenset[str]().union(*(gather.axes for gather in gathers))
-        parts = max(gather.parts for gather in gathers)
+        parts = max((gather.parts for gather in gathers), default=1)
         scattered = self._dims(leaf, gathered)
         size = shard_size(leaf.shape, leaf.given, self.mesh)
         size *= self._parts(axis for axes in scattered for axis in axes)
         for axes in scattered:
-            yield _transfer(
-                leaf.path,
-                gathers[0].dtype,
-                "reduce-scatter",
-                axes,
-                size // parts,
-                parts,
-                "gradient",
-            )
+            # The gradient of a weight that is gathered in bfloat16 is reduced in bfloat16.
+            transfer = partial(_transfer, leaf.path, gathers[0].dtype, parts * role.updates)
+            yield transfer("reduce-scatter", axes, size // parts, "gradient")
             size //= self._parts(axes)
-        transfer = partial(_transfer, leaf.path, str(leaf.dtype))
+        transfer = partial(_transfer, leaf.path, str(leaf.dtype), role.updates)
         done = {*gathered, *role.split}
         further = self._in_order(self._axes_of_state(leaf, role) - done)
         if further:
-            yield transfer("reduce-scatter", further, size, 1, "gradient")
+            yield transfer("reduce-scatter", further, size, "gradient")
         rest = self._in_order({*self.along} - done - {*further})
         if rest:
-            yield transfer("all-reduce", rest, size // self._parts(further), 1, "gradient")
+            yield transfer("all-reduce", rest, size // self._parts(further), "gradient")
         if further:
-            yield transfer("all-gather", further, size, 1, "update")
+            yield transfer("all-gather", further, size, "update")
 
     def _axes_of_state(self, leaf: PlannedLeaf, role: Role) -> set[str]:
         """The axes that shard the optimizer state of a leaf: an array of its shape, from which its
@@ -275,7 +299,7 @@ class _Forecast:
 
 
 def _transfer(
-    path: str, dtype: str, kind: str, axes: tuple[str, ...], size: int, count: int, why: str
+    path: str, dtype: str, count: int, kind: str, axes: tuple[str, ...], size: int, why: str
 ) -> PlannedTransfer:
     """A transfer of `size` elements in each of `count` executions."""
     payload = size * jnp.dtype(dtype).itemsize

@@ -5,6 +5,7 @@ collectives, so that the ops of a program and the transfers of a plan are seldom
 has no match is filed under a code, by the first rule that applies to it.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from treeshard.communication._differences import Unplanned, explain
 from treeshard.communication._forecast import PlannedTransfer
 
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
+# The op that a name ends in: `jit(step)/reduce_sum`, or one of several that were combined:
+# `jit(step)/(reduce_sum:transpose(jvp())/dot_general)`
+_SUM = re.compile(r"\breduce_\w+(?=[:)]|$)")
 # What is planned and what XLA's compiler for CPUs moves instead.
 _WIDENED_ON_CPUS = (("bfloat16", "float32"), ("float16", "float32"))
 
@@ -69,9 +73,9 @@ _Filed = dict[tuple[str, str, str], list[tuple[Collective, str | None]]]
 class Matcher:
     """Matches collectives to planned transfers, one by one, and collects those without a match.
 
-    `names` has the plan's path of each argument, or `None`. `tensor_parallel` fills with
-    collectives of computed values along axes that shard parameters but not the batch, or along
-    which parameters stay split where they are used.
+    `names` has the plan's path of each argument, or `None`. `activations` fills with collectives
+    of computed values along axes that shard parameters but not the batch, or along which
+    parameters stay split where they are used.
     """
 
     plan: Plan
@@ -92,10 +96,11 @@ class Matcher:
             self.of_leaf[expected.path].append(expected)
         self.differences: _Filed = defaultdict(list)
         self.of_compiler: _Filed = defaultdict(list)
-        self.tensor_parallel: list[Collective] = []
+        self.activations: list[Collective] = []
+        self.sums: list[_Moved] = []
         self.sizes = axis_sizes(self.plan.mesh)
-        self.tensor_axes = {*get_names_from_partition_spec(self.plan)} - {*self.batch_axes}
-        self.tensor_axes.update(*(role.split for role in self.roles.values()))
+        self.axes_of_activations = {*get_names_from_partition_spec(self.plan)} - {*self.batch_axes}
+        self.axes_of_activations.update(*(role.split for role in self.roles.values()))
         layers = {x.path: x.planned.count for x in self.expected}
         self.sizes_of_gradient = {
             path: self._sizes(leaf, layers.get(path, 1))
@@ -239,7 +244,7 @@ class Matcher:
         if moved.collective.path is None or moved.leaf is not None:
             return False
         # Rows of the batch that are sent to experts
-        return self._file_tensor_parallel(moved) or self._add("batch", moved)
+        return self._file_expected_activation(moved) or self._add("batch", moved)
 
     def _file_update(self, moved: _Moved) -> bool:
         """Whether it seems to move the update of a weight whose optimizer state is sharded unlike
@@ -254,10 +259,10 @@ class Matcher:
                 return self._add("state-unlike-weight", moved, path)
         return False
 
-    def _file_tensor_parallel(self, moved: _Moved) -> bool:
-        if not moved.axes <= self.tensor_axes:
+    def _file_expected_activation(self, moved: _Moved) -> bool:
+        if not moved.axes <= self.axes_of_activations:
             return False
-        self.tensor_parallel.append(moved.collective)
+        self.activations.append(moved.collective)
         return True
 
     def _file_computed_weight(self, moved: _Moved) -> bool:
@@ -299,6 +304,17 @@ class Matcher:
             if is_like and self._is_reduced(path, moved):
                 return self._add("each-use", moved, path)
         return False
+
+    def _file_batch_sum(self, moved: _Moved) -> bool:
+        """Whether it adds up values of all rows, as batch norm does, with the gradients of such."""
+        if moved.kind != "all-reduce" or not moved.axes <= {*self.batch_axes}:
+            return False
+        path = self._gradient(moved)
+        is_gradient = path is not None and (moved.is_in_loop or not self._is_reduced(path, moved))
+        if is_gradient or not _SUM.search(moved.name):
+            return False
+        self.sums.append(moved)
+        return True
 
     def _file_matrix_optimizer(self, moved: _Moved) -> bool:
         is_differentiated = "jvp(" in moved.name or "transpose(" in moved.name
@@ -386,6 +402,14 @@ class Matcher:
 
     # ---------------------------------------------------------------- differences
 
+    def batch_sums(self) -> list[Collective]:
+        """The sums over all rows. If weights are not gathered, they are what is moved instead."""
+        return [] if self._are_weights_missing() else [moved.collective for moved in self.sums]
+
+    def _are_weights_missing(self) -> bool:
+        gathers = [x for x in self.expected if x.planned.kind == "all-gather"]
+        return any(x.is_untouched and not self._is_merged(x) for x in gathers)
+
     def by_compiler(self) -> Iterator[Unplanned]:
         """The differences that are the compiler's own."""
         yield from self._explained(self.of_compiler)
@@ -394,16 +418,23 @@ class Matcher:
             yield explain("merged", paths=merged)
 
     def _is_merged(self, expected: _Expected) -> bool:
-        """Whether the step gathers a leaf twice in the same way, and the program once."""
-        if expected.planned.kind != "all-gather" or not expected.is_untouched:
+        """Whether the step gathers the same more often than the program: twice in one way, or in
+        each trip of a loop that does not change it."""
+        planned = expected.planned
+        if planned.kind != "all-gather" or not expected.left:
             return False
-        return any(
-            other.planned == expected.planned and not other.left
-            for other in self.of_leaf[expected.path]
-        )
+        if expected.is_untouched:
+            of_leaf = self.of_leaf[expected.path]
+            return any(other.planned == planned and not other.left for other in of_leaf)
+        layers = max(gather.parts for gather in self.roles[expected.path].gathers)
+        of_all_layers = layers * elements(planned.bytes, planned.dtype)
+        return expected.left % of_all_layers == 0
 
     def unplanned(self) -> Iterator[Unplanned]:
         """The differences, and last the planned transfers that the program does not have."""
+        if self._are_weights_missing():
+            for moved in self.sums:
+                self._file_activation(moved)
         yield from self._explained(self.differences)
         missing: dict[tuple[str, str], list[str]] = defaultdict(list)
         for expected in self.expected:
@@ -430,9 +461,10 @@ _RULES = (
     Matcher._file_gather,
     Matcher._file_argument,
     Matcher._file_update,
-    Matcher._file_tensor_parallel,
+    Matcher._file_expected_activation,
     Matcher._file_computed_weight,
     Matcher._file_each_use,
+    Matcher._file_batch_sum,
     Matcher._file_gradient,
     Matcher._file_matrix_optimizer,
     Matcher._file_activation,

@@ -21,12 +21,12 @@ from treeshard._core.mesh import describe_sizes
 from treeshard._core.specs import axes_of, entry_of
 from treeshard._core.text import human_bytes
 from treeshard._core.topologies import Chip, Topology
-from treeshard._planning.matching import parameters
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.tactics import fsdp
+from treeshard._trace.roles import Roles
 from treeshard.communication._collectives import bytes_on_the_wire
 from treeshard.communication._device_groups import axes_that_change
-from treeshard.communication._forecast import predict_communication
+from treeshard.communication._forecast import predict_by_role, roles_on
 from treeshard.errors import TreeShardError
 from treeshard.programs._cost import link_seconds
 
@@ -58,10 +58,9 @@ class Strategy(NamedTuple):
 NAMED = ("DP", "ZeRO-1", "FSDP", "HSDP")
 
 
-def named_strategies(state: Any) -> dict[str, Strategy]:
+def named_strategies(roles: Roles) -> dict[str, Strategy]:
     """The strategies that need no rules for the model: data parallel, ZeRO-1, FSDP and HSDP."""
-    leaves = parameters(plan(state, [(".*", None)], "data=1").leaves)
-    branches = sorted({leaf.path.partition("/")[0] for leaf in leaves})
+    branches = sorted({path.partition("/")[0] for path, role in roles.items() if role.is_used})
     weights = f"^({'|'.join(map(re.escape, branches))})(/|$)"
     replicated, split = [(".*", None)], [(".*", fsdp("fsdp"))]
     strategies = [
@@ -183,10 +182,11 @@ _REASONS = {
 class Estimator:
     """Plans candidates: those that differ in their options only, once.
 
-    `arrays` are those of the batch that have rows.
+    `roles` has what the step does with each leaf; `arrays` are those of the batch that have rows.
     """
 
     state: Any
+    roles: Roles
     arrays: Sequence[Any]
     chip: Chip | None
     capacity: int | None
@@ -226,9 +226,10 @@ class Estimator:
         if self.capacity is not None and need > self.capacity:
             sizes = {"need": human_bytes(need), "capacity": human_bytes(self.capacity)}
             return _REASONS["memory"].format(**sizes)
-        of_activations = _transfers_of_activations(planned, candidate, self.arrays)
+        of_activations = _transfers_of_activations(planned, candidate, self.roles, self.arrays)
         transfers = {
-            remat: of_activations + _transfers_of_leaves(planned, candidate, remat)
+            remat: of_activations
+            + _transfers_of_leaves(planned, candidate, self.roles, remat=remat)
             for remat in (False, True)
         }
         return _Planned(need, transfers)
@@ -272,11 +273,14 @@ class _Planned(NamedTuple):
     transfers: Mapping[bool, Counter[_Transfer]]
 
 
-def _transfers_of_leaves(state_plan: Plan, candidate: Candidate, remat: bool) -> Counter[_Transfer]:
+def _transfers_of_leaves(
+    state_plan: Plan, candidate: Candidate, known: Roles, *, remat: bool
+) -> Counter[_Transfer]:
     batch = PartitionSpec(entry_of(tuple(axis for axis in candidate.axes if axis in BATCH_AXES)))
     gathered = state_plan.fsdp_axes()
     transfers: Counter[_Transfer] = Counter()
-    for predicted in predict_communication(state_plan, batch=batch, remat=remat):
+    roles = roles_on(state_plan, batch, known, remat=remat)
+    for predicted in predict_by_role(state_plan, batch, roles):
         in_each_pass = predicted.path is not None and not gathered.isdisjoint(predicted.axes)
         transfer = _Transfer(predicted.kind, predicted.axes, in_each_pass)
         transfers[transfer] += predicted.total_bytes
@@ -284,7 +288,7 @@ def _transfers_of_leaves(state_plan: Plan, candidate: Candidate, remat: bool) ->
 
 
 def _transfers_of_activations(
-    state_plan: Plan, candidate: Candidate, arrays: Sequence[Any]
+    state_plan: Plan, candidate: Candidate, roles: Roles, arrays: Sequence[Any]
 ) -> Counter[_Transfer]:
     """What tensor parallelism sends, roughly: for each weight that is split along an axis that does
     not split the batch, an all-reduce of its other dim, for each row of this device's batch."""
@@ -293,10 +297,10 @@ def _transfers_of_activations(
     # all-reduce in a step (Shoeybi et al. 2019, arXiv:1909.08053, figure 4).
     rows = max(map(_rows, arrays), default=0) // candidate.batch_devices
     transfers: Counter[_Transfer] = Counter()
-    for leaf in parameters(state_plan.leaves):
+    for leaf in state_plan.leaves:
         split_by = [set(axes_of(entry)) - set(BATCH_AXES) for entry in leaf.given]
         axes = tuple(axis for axis in candidate.axes if any(axis in dim for dim in split_by))
-        if not axes or len(leaf.shape) < 2:
+        if not axes or len(leaf.shape) < 2 or not roles[leaf.path].is_used:
             continue
         first_split = next(dim for dim, axes_of_dim in enumerate(split_by) if axes_of_dim)
         other = math.prod(leaf.shape) // leaf.shape[first_split]  # with the layers of a scan

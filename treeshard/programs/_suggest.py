@@ -37,6 +37,7 @@ from treeshard._core.topologies import (
     parse_topology,
     topology_devices,
 )
+from treeshard._trace.roles import Roles
 from treeshard.communication._collectives import total
 from treeshard.errors import DoesNotFitError, MeshError, TreeShardError, did_you_mean, listed
 from treeshard.programs._candidates import (
@@ -122,12 +123,12 @@ def suggest(
     offered = _offered(make, global_batch)
     fixed = {} if global_batch is None else {"global_batch": global_batch}
     chosen = NAMED if strategies is None else strategies
-    state, batch = _shapes(make, chosen, offered, fixed)
+    state, batch, roles = _on_one_device(make, chosen, offered, fixed)
     with_rows = [x for x in tree_leaves(batch) if has_shape(x) and x.shape]
-    estimator = Estimator(state, with_rows, target.chip, target.capacity)
+    estimator = Estimator(state, roles, with_rows, target.chip, target.capacity)
     order: list[Suggestion] = []
     dropped: list[Suggestion] = []
-    strategies = _strategies(chosen, state)
+    strategies = _strategies(chosen, roles)
     slices = slices_of(target.topology)
     for candidate in candidates(strategies, target.devices, slices, offered):
         estimate = estimator.estimate(candidate)
@@ -229,21 +230,22 @@ def _offered(make: Callable[..., Any], global_batch: int | None) -> dict[str, Se
     return {name: values for name, values in _OFFERED.items() if name in names}
 
 
-def _shapes(
+def _on_one_device(
     make: Callable[..., Any],
     chosen: Sequence[str | Strategy],
     offered: Mapping[str, Sequence[Any]],
     fixed: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    """The state and the batch, from a mesh of one device that has the axes of all strategies."""
+) -> tuple[Any, Any, Roles]:
+    """The state, the batch and the roles of leaves, from a mesh of one device with the axes of all
+    strategies."""
     axes = [*BATCH_AXES]
     for strategy in chosen:
         if isinstance(strategy, Strategy):
             axes += strategy.axes
     mesh = make_mesh(dict.fromkeys(axes, 1), devices=jax.devices()[:1])
     options = {name: values[0] for name, values in offered.items()}
-    _, state, batch = _call(make, mesh, [(".*", None)], {**options, **fixed})
-    return state, batch
+    step, state, batch = _call(make, mesh, [(".*", None)], {**options, **fixed})
+    return state, batch, step.roles(state, batch)
 
 
 def _call(make: Callable[..., Any], mesh: Any, rules: Any, options: Mapping[str, Any]) -> Any:
@@ -256,8 +258,8 @@ def _call(make: Callable[..., Any], mesh: Any, rules: Any, options: Mapping[str,
     return made
 
 
-def _strategies(chosen: Sequence[str | Strategy], state: Any) -> list[Strategy]:
-    named = named_strategies(state)
+def _strategies(chosen: Sequence[str | Strategy], roles: Roles) -> list[Strategy]:
+    named = named_strategies(roles)
     for name in chosen:
         if not isinstance(name, Strategy) and name not in named:
             raise TreeShardError(

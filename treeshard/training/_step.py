@@ -224,7 +224,7 @@ class Step:
         from treeshard.communication._forecast import check_options
 
         _, traced, _ = self._traced(state, batch)
-        roles = self._roles(traced.jaxpr)
+        roles = self._roles_in(traced.jaxpr)
         check_options(self.plan, roles, remat=remat, scan=scan, params=params, dtype=dtype)
         with _context_of(self._mesh):
             compiled = traced.lower().compile()
@@ -269,9 +269,25 @@ class Step:
         """
         from treeshard._trace.roles import with_roles
 
-        return with_roles(self.plan, self._roles(self._traced(state, batch)[1].jaxpr))
+        return with_roles(self.plan, self.roles(state, batch))
 
-    def _roles(self, jaxpr: ClosedJaxpr) -> "Roles":
+    def roles(self, state: PyTree, batch: PyTree) -> "Roles":
+        """What the step does with each leaf, as records by path: see `plan_of`.
+
+        Args:
+            state: The state, or `plan.structs`.
+            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+
+        Returns:
+            A `Role` for each leaf: its name, where it is gathered, and how often.
+
+        Raises:
+            SpecError, StateError: As when the step is called.
+        """
+        _, traced, _ = self._traced(state, batch)
+        return self._roles_in(traced.jaxpr)
+
+    def _roles_in(self, jaxpr: ClosedJaxpr) -> "Roles":
         from treeshard._trace.roles import roles_of
         from treeshard.communication._forecast import batch_axes
 
@@ -295,7 +311,7 @@ class Step:
 
     def _warn_of_activations(self, compiled: jax.stages.Compiled, jaxpr: ClosedJaxpr) -> None:
         if set(get_names_from_partition_spec(self.plan)) & set(row_axes(self.batch_specs)):
-            roles = self._roles(jaxpr)
+            roles = self._roles_in(jaxpr)
             warn_of_activations(compiled, self.plan, self.batch_specs, roles, self._name)
 
 
