@@ -15,6 +15,7 @@ ROWS = (
     ("errors",),
     ("_core",),
     ("_planning",),
+    ("_trace",),
     ("_placement", "manual", "_inspection", "communication"),
     ("programs",),
     ("training", "_disk"),
@@ -50,7 +51,7 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard.training._gradients": {"training"},  # what only Explicit axes need
     "treeshard.training._pitfalls": {"communication", "training"},
     "treeshard.training._program": {"_placement"},  # what only Explicit axes need
-    "treeshard.training._step": {"programs", "communication", "manual"},
+    "treeshard.training._step": {"programs", "communication", "manual", "_trace"},
 }
 
 

@@ -147,6 +147,19 @@ def shard_map_axes(params: Mapping[str, Any]) -> Iterable[str]:
     return params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
 
 
+def without_unused(jaxpr: Any) -> Any:
+    """A program without the equations whose results nothing reads. It has all arguments.
+
+    Why: a trace has gradients that the update drops, and no public function removes them.
+    Without it: the trace as it is, in which these gradients count.
+    Versions: all. It can go when JAX has a public function for it.
+    """
+    remove = _private("interpreters.partial_eval", "dce_jaxpr")
+    if remove is None:
+        return jaxpr
+    return remove(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
 def unreduced_kind(name: str) -> dict[str, Any]:
     """The argument of `PartitionSpec` for `unreduced_kind=sum` in the repr of one.
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
-from jax.interpreters import partial_eval
 
+from treeshard._core.jax_private import without_unused
 from treeshard._core.mesh import axis_sizes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
@@ -37,7 +37,7 @@ class Role(NamedTuple):
         gathers: Where it is needed whole.
         split: The axes of the batch over which it stays split where it is used.
         sources: The paths of the leaves of which its new value is made, element by element.
-        uses: How many ops of the forward pass use it.
+        uses: How many ops of the forward pass use it; 0 if that is not known.
         updates: How often a step updates it: in each trip of a loop over steps.
         is_multiplied: Whether the update multiplies it by others, as matrix optimizers do.
     """
@@ -74,7 +74,7 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
     """
     leaves = plan.leaves
     # Gradients that nobody uses, as of leaves that an optimizer masks, are not computed.
-    program, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    program = without_unused(jaxpr)
     uses = _walked(program, leaves, frozenset(batch_axes), axis_sizes(plan.mesh))
     finals = program.outvars[: len(leaves)]
     roles: Roles = {}

@@ -21,15 +21,14 @@ from treeshard._core.jax_private import shard_map_axes
 from treeshard._core.mesh import axes_of_type
 from treeshard._trace.values import (
     ELEMENTWISE,
-    KEEP_ELEMENTS,
     OF_ARRAYS,
     OF_KEYS,
     OF_SCALARS,
     PASS_ON,
     Dims,
     Value,
+    combined,
     dims_of,
-    joined,
     laid_out,
     met,
     of_key,
@@ -227,19 +226,9 @@ class Walk:
             if is_broadcast:
                 others = [x for x in operands if x is not operand]
                 self._use(eqn, variable, operand, at, _aligned(operand, others))
-            if math.prod(variable.aval.shape) == size and not is_broadcast:
+            elif math.prod(variable.aval.shape) == size:
                 whole.append(operand)
-        name = eqn.primitive.name
-        zeros = [operand.is_zero for operand in operands]
-        if (name == "mul" and any(zeros)) or (name == "div" and zeros[0]):
-            return Value(is_zero=True)
-        if not whole:
-            return Value(is_zero=all(zeros) and name in ("add", "sub"))
-        keeps = name in KEEP_ELEMENTS or (name in ("add", "sub") and zeros[-1])
-        keeps = keeps or (name == "add" and zeros[0])
-        new = joined(whole)
-        changed = new.is_changed or not keeps
-        return new._replace(is_changed=changed, is_zero=new.is_zero and (keeps or name == "neg"))
+        return combined(eqn.primitive.name, operands, whole)
 
     def _multiplied(self, eqn: Any, operands: list[Value], at: Place) -> Value:
         """The result of a product. A dim over which it runs independently may stay split."""

@@ -97,7 +97,7 @@ def met(first: Value, second: Value) -> Value:
     return first._replace(leaves=leaves, dims=dims, is_changed=changed, **common)
 
 
-# ------------------------------------------------------------------ ops that only lay out anew
+# ------------------------------------------------------------------ ops
 
 # Ops that run on each element by itself.
 ELEMENTWISE = frozenset(
@@ -117,6 +117,20 @@ KEEP_ELEMENTS = ("convert_element_type", "copy", "reduce_precision", "stop_gradi
 OF_KEYS = ("random_fold_in", "random_split", "random_unwrap", "random_wrap")
 # Ops that return each of their operands as it is.
 PASS_ON = ("device_put", "optimization_barrier", "pvary", "copy_p")
+
+
+def combined(name: str, operands: Sequence[Value], whole: Sequence[Value]) -> Value:
+    """The result of an op on each element, `whole` being the operands of its size."""
+    zeros = [operand.is_zero for operand in operands]
+    if (name == "mul" and any(zeros)) or (name == "div" and zeros[0]):
+        return Value(is_zero=True)
+    if not whole:
+        return Value(is_zero=all(zeros) and name in ("add", "sub"))
+    adds_zero = (name in ("add", "sub") and zeros[-1]) or (name == "add" and zeros[0])
+    keeps = name in KEEP_ELEMENTS or adds_zero
+    new = joined(whole)
+    is_zero = new.is_zero and (keeps or name == "neg")
+    return new._replace(is_changed=new.is_changed or not keeps, is_zero=is_zero)
 
 
 def of_key(eqn: Any, value: Value) -> Value:

@@ -6,6 +6,7 @@ it says what *has* to be moved, which is what a program is compared with.
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -129,7 +130,7 @@ def roles_by_name(
         layers = leaf.shape[0] if leaf.shape and _chosen(scan, leaf) else 1
         gathers = _gathers_of_whole(leaf, along, layers, dtype, is_again=_chosen(remat, leaf))
         sources = frozenset({state[leaf.path].path} if leaf.path in state else ())
-        roles[leaf.path] = Role(TRAINED, gathers, frozenset(), sources)
+        roles[leaf.path] = Role(TRAINED, gathers, frozenset(), sources, uses=0)
     return roles
 
 
@@ -173,31 +174,46 @@ def check_options(
     dtype: DTypeLike | None = None,
 ) -> None:
     """Raises `SpecError` if options say other things of a step than its trace."""
+    facts = [] if params is None else _other_parameters(plan, roles, params)
+    if any(role.gathers for role in roles.values()):
+        facts = [*_other_gathers(plan, roles, remat, scan, dtype), *facts]
+    if facts:
+        headline = "communication: options contradict the trace of the step:"
+        raise SpecError(f"{listed(headline, facts, headed=True)}\nLeave them out: the trace tells.")
+
+
+def _other_gathers(
+    plan: Plan, roles: Roles, remat: Leaves, scan: Leaves, dtype: DTypeLike | None
+) -> Iterator[str]:
+    """What options say of gathers that the trace does not have."""
 
     def gathers(which: Leaves) -> list[Gather]:
         chosen = [leaf for leaf in plan.leaves if _chosen(which, leaf)]
         return [gather for leaf in chosen for gather in roles[leaf.path].gathers]
 
-    facts: list[str] = []
     if remat and not any(gather.is_again for gather in gathers(remat)):
-        facts.append(f"remat={remat!r}: it gathers none of these leaves a second time.")
+        yield f"remat={remat!r}: it gathers none of these leaves a second time."
     if scan and not any(gather.parts > 1 for gather in gathers(scan)):
-        facts.append(f"scan={scan!r}: it gathers none of these leaves layer by layer.")
+        yield f"scan={scan!r}: it gathers none of these leaves layer by layer."
     dtypes = sorted({gather.dtype for gather in gathers(True)})
     if dtype is not None and str(jnp.dtype(dtype)) not in dtypes:
-        facts.append(
+        yield (
             f"dtype={str(jnp.dtype(dtype))!r}: it gathers weights as {' and '.join(dtypes)}. Cast"
             " them before: `unshard(w.astype(dtype))`."
         )
-    if params is not None:
-        trained = {path for path, role in roles.items() if role.name == TRAINED}
-        others = trained ^ {leaf.path for leaf in parameters(plan.leaves, params)}
-        for role in sorted({roles[path].name for path in others}):
-            alike = fold_paths(sorted(path for path in others if roles[path].name == role))
-            facts.append(f"params={params!r}: {role} in it: {', '.join(alike[:5])}.")
-    if facts and (params is not None or gathers(True)):
-        headline = "communication: options contradict the trace of the step:"
-        raise SpecError(f"{listed(headline, facts, headed=True)}\nLeave them out: the trace tells.")
+
+
+def _other_parameters(plan: Plan, roles: Roles, params: str) -> list[str]:
+    """The leaves that a pattern calls parameters and the step does not train, or the reverse."""
+    trained = {path for path, role in roles.items() if role.name == TRAINED}
+    others = sorted(trained ^ {leaf.path for leaf in parameters(plan.leaves, params)})
+    of_role: dict[str, list[str]] = defaultdict(list)
+    for path in others:
+        of_role[roles[path].name].append(path)
+    return [
+        f"params={params!r}: {role} in it: {', '.join(fold_paths(of_role[role])[:5])}."
+        for role in sorted(of_role)
+    ]
 
 
 def batch_axes(plan: Plan, batch: SpecTree) -> tuple[str, ...]:

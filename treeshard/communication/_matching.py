@@ -101,26 +101,25 @@ class Matcher:
         self.sizes = axis_sizes(self.plan.mesh)
         self.axes_of_activations = {*get_names_from_partition_spec(self.plan)} - {*self.batch_axes}
         self.axes_of_activations.update(*(role.split for role in self.roles.values()))
-        layers = {x.path: x.planned.count for x in self.expected}
-        self.sizes_of_gradient = {
-            path: self._sizes(leaf, layers.get(path, 1))
-            for path, leaf in self.params.items()
-            if self.roles[path].name == TRAINED
-        }
-        self.sizes_of_update = {
-            path: self._sizes(leaf) | self._sizes(leaves[source])
-            for path, leaf in self.params.items()
-            for source in self.roles[path].sources
-            if leaves[source].shape == leaf.shape and not self._is_alike(leaf, leaves[source])
-        }
-        self.computed = {
-            path
-            for path, role in self.roles.items()
-            if any(gather.is_changed for gather in role.gathers)
-        }
+        self.sizes_of_gradient: dict[str, set[int]] = {}
+        self.sizes_of_update: dict[str, set[int]] = {}
+        self.computed: set[str] = set()  # what is changed before it is gathered
+        self._read_roles(leaves)
         # Weights that are gathered along axes that do not split the batch, and in loops.
         self.gathered_for_nothing: set[str] = set()
         self.gathers_in_loop = False
+
+    def _read_roles(self, leaves: Mapping[str, PlannedLeaf]) -> None:
+        layers = {x.path: x.planned.count for x in self.expected}
+        for path, leaf in self.params.items():
+            role = self.roles[path]
+            if role.name == TRAINED:
+                self.sizes_of_gradient[path] = self._sizes(leaf, layers.get(path, 1))
+            if any(gather.is_changed for gather in role.gathers):
+                self.computed.add(path)
+            for source in (leaves[path] for path in role.sources):
+                if source.shape == leaf.shape and not self._is_alike(leaf, source):
+                    self.sizes_of_update[path] = self._sizes(leaf) | self._sizes(source)
 
     def match(self, collective: Collective) -> None:
         """Matches one collective, or files it under the case of the difference that it is."""
@@ -311,10 +310,17 @@ class Matcher:
             return False
         path = self._gradient(moved)
         is_gradient = path is not None and (moved.is_in_loop or not self._is_reduced(path, moved))
-        if is_gradient or not _SUM.search(moved.name):
+        if is_gradient or not (_SUM.search(moved.name) or self._is_of_no_gradient(moved)):
             return False
         self.sums.append(moved)
         return True
+
+    def _is_of_no_gradient(self, moved: _Moved) -> bool:
+        """Whether only vectors have its size, each of them used once. TPUs name all results of a
+        fusion alike: the sum over rows is a `transpose(jvp())/dot_general` too."""
+        fitting = self._of_size(moved)
+        is_once = all(self.roles[x].uses == 1 and len(self.params[x].shape) == 1 for x in fitting)
+        return bool(fitting) and is_once and "psum" not in moved.name
 
     def _file_matrix_optimizer(self, moved: _Moved) -> bool:
         is_differentiated = "jvp(" in moved.name or "transpose(" in moved.name
@@ -376,11 +382,16 @@ class Matcher:
         is_of_gradient = moved.is_in_loop or "transpose(" in moved.name
         if moved.kind not in _REDUCTIONS or not is_of_gradient:
             return None
-        fitting = [
+        # One that is not reduced yet, if there is one.
+        return min(
+            self._of_size(moved), key=lambda path: self._is_reduced(path, moved), default=None
+        )
+
+    def _of_size(self, moved: _Moved) -> list[str]:
+        """The leaves whose gradients have its size."""
+        return [
             path for path, sizes in self.sizes_of_gradient.items() if moved.size_of_one in sizes
         ]
-        # One that is not reduced yet, if there is one.
-        return min(fitting, key=lambda path: self._is_reduced(path, moved), default=None)
 
     def _sizes(self, leaf: PlannedLeaf, layers: int = 1) -> set[int]:
         """The elements of a leaf or of one of its layers, in full and split over some axes."""
