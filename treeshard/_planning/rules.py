@@ -165,11 +165,15 @@ def check_order(rules: Any, other: Any, where: str, call: str) -> None:
         )
 
 
+def _is_pattern(x: Any) -> bool:
+    return isinstance(x, str | bytes | re.Pattern)
+
+
 def _are_rules(x: Any) -> bool:
     if not isinstance(x, list | tuple) or not x:
         return False
     pairs = [rule for rule in x if isinstance(rule, tuple | list) and len(rule) == 2]
-    return len(pairs) == len(x) and all(isinstance(rule[0], str | re.Pattern) for rule in pairs)
+    return len(pairs) == len(x) and all(_is_pattern(rule[0]) for rule in pairs)
 
 
 def read_rules(rules: Rules, read_action: Callable[[Any], Any] = check_action) -> ReadRules:
@@ -202,7 +206,7 @@ def _read_rule(rule: Any, read_action: Callable[[Any], Any]) -> tuple[re.Pattern
             ' ("norm|bias", None).'
         )
     pattern, action = rule
-    if isinstance(action, str) and not isinstance(pattern, str | bytes | re.Pattern):
+    if isinstance(action, str) and not _is_pattern(pattern):
         raise ShardingRuleError(
             f": the action {pattern!r} and the pattern {action!r} are swapped. The pattern comes"
             f" first: ({action!r}, {pattern!r})."
