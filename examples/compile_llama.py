@@ -181,7 +181,6 @@ def make_llama(
 
         if accumulate > 1:
             grads, value = accumulate_gradients(grad, batch, accumulate)
-            value /= accumulate
         else:
             grads, value = grad(batch, None)
         updates, opt = optimizer.update(grads, state["opt"], state["params"])

@@ -660,6 +660,22 @@ LEAVES = Group(
     "",
     [
         Entry(
+            "ArgumentError",
+            "An argument is of another kind than the function takes: a class or a function where a"
+            " tree of arrays belongs, or one of two in the wrong order. It is also a `TypeError`.",
+            """
+            class Model:
+                def init(self):
+                    return {"w": w}
+
+
+            ts.plan(Model, [("w", P("fsdp"))], mesh)
+            """,
+            """
+            ts.plan(Model().init(), [("w", P("fsdp"))], mesh)
+            """,
+        ),
+        Entry(
             "SpecError",
             "Specs do not fit the tree or its arrays: another structure, too many entries, a dim"
             " that is not divisible, or a value that is not a spec. It is also a `ValueError`.",

@@ -17,6 +17,7 @@ from typing import TypeVar
 import jax
 
 __all__ = [
+    "ArgumentError",
     "CheckpointError",
     "CommunicationError",
     "DamagedError",
@@ -65,6 +66,11 @@ class TreeShardError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(readable(x) if isinstance(x, str) else x for x in args))
+
+
+class ArgumentError(TreeShardError, TypeError):
+    """An argument is of another kind than the function takes, such as one of two in the wrong
+    order."""
 
 
 class NoMeshError(TreeShardError, RuntimeError):

@@ -116,7 +116,7 @@ def test_every_kind_of_container() -> None:
         (struct(8), P("data")),
         (None, None),
         ({}, {}),
-        (jax.nn.relu, P()),
+        ([jax.nn.relu], [P()]),
         ([struct()], [P()]),
         (
             {"f": jax.nn.relu, "s": "text", "i": 3, "o": np.array([None])},

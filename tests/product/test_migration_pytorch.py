@@ -308,7 +308,7 @@ def test_backward(ours, mesh) -> None:
 @row("model.set_requires_gradient_sync(False)")
 def test_accumulate(ours, mesh) -> None:
     def grads(w: jax.Array, batch: jax.Array, accumulate: Any) -> Any:
-        grad_fn = lambda x, key: (jax.grad(loss)({"w": w}, x)["w"], 0)  # noqa: E731
+        grad_fn = lambda x, key: (jax.grad(loss)({"w": w}, x)["w"], ())  # noqa: E731
         return accumulate(grad_fn=grad_fn, batch=batch)[0]
 
     def once_each(grad_fn: Any, batch: Any) -> Any:

@@ -4,6 +4,7 @@ What the old functions do was read in the tutorials' `data_parallel.py` and `sin
 written down here anew.
 """
 
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -224,16 +225,21 @@ def old_accumulate(grad_fn: Any, batch: np.ndarray, parts: int) -> Any:
     rows = len(batch) // parts
     found = [grad_fn(batch[i * rows : (i + 1) * rows], None) for i in range(parts)]
     grads, metrics = zip(*found, strict=True)
-    return sum(grads) / parts, sum(metrics)
+    return sum(grads) / parts, jax.tree.map(lambda *each: sum(each), *metrics)
 
 
 @row("accumulate_gradients(state, batch, rng, num_minibatches, loss_fn)")
 def test_accumulate_gradients(ours) -> None:
-    grad_fn = lambda x, rng: (x.mean(0), x.sum())  # noqa: E731  (of the mean of x @ w)
+    def grad_fn(x: Any, rng: Any) -> Any:  # of the mean of x @ w
+        return x.mean(0), {"loss": (x.sum(), len(x))}
+
     found = ours(grad_fn=grad_fn, batch=X, num_minibatches=4, rng=None)
-    for mine, theirs in zip(found, old_accumulate(grad_fn, X, 4), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
-    first = lambda x, rng: (x[0], 0)  # noqa: E731
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6),
+        found,
+        old_accumulate(grad_fn, X, 4),
+    )
+    first = lambda x, rng: (x[0], ())  # noqa: E731
     rows = np.arange(8, dtype=np.float32)
     assert old_accumulate(first, rows, 2)[0] == (0 + 4) / 2
     found = ours(grad_fn=first, batch=rows, num_minibatches=2, rng=None)

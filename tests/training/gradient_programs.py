@@ -179,13 +179,12 @@ def in_passes(loss: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., 
     def run(params: Any, x: Any) -> Any:
         def of_a_minibatch(rows: Any, key: Any) -> Any:
             value, grads = value_and_grad(loss)(params, rows)
-            # `rows` are those of one part of the batch, if the axes are named and Auto.
-            return grads, {"value": value * len(rows)}
+            return grads, {"value": value}
 
         # Where axes are not named, gradients of Auto axes are summed over them in each pass.
         named = axes or None
-        grads, sums = accumulate_gradients(of_a_minibatch, x, MINIBATCHES, axis_names=named)
-        return sums["value"] / len(x), grads
+        grads, means = accumulate_gradients(of_a_minibatch, x, MINIBATCHES, axis_names=named)
+        return means["value"], grads
 
     return run
 

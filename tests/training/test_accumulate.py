@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.helpers import struct
+from treeshard.errors import LeafError
 from treeshard.manual import gather_params, sync_gradients, vary
 from treeshard.training import Metrics, accumulate_gradients
 
@@ -140,7 +141,7 @@ def test_in_shard_map_full_parameters_are_averaged_once(fsdp_mesh, check_vma) ->
         grads, metrics = accumulate_gradients(
             lambda b, _: grad_fn(params, b), batch, 4, axis_names="fsdp"
         )
-        return grads, metrics.reduce("fsdp")
+        return grads, metrics
 
     sharded = jax.shard_map(
         f, mesh=fsdp_mesh, in_specs=(P(), P("fsdp")), out_specs=P(), check_vma=check_vma
@@ -181,14 +182,14 @@ def test_keys_differ_from_call_to_call(fsdp_mesh) -> None:
 
     _, total = accumulate_gradients(all_keys, jnp.zeros(8), 4, jax.random.key(0))
     alone = [jax.random.uniform(k) for k in jax.random.split(jax.random.key(0), 4)]
-    np.testing.assert_allclose(total[0], sum(alone), rtol=1e-6)
+    np.testing.assert_allclose(total[0], sum(alone) / 4, rtol=1e-6)
     with jax.set_mesh(fsdp_mesh):
         _, spread = jax.jit(
             lambda x, k: accumulate_gradients(all_keys, x, 2, k, axis_names="fsdp")
         )(jnp.zeros(32), jax.random.key(0))
     keys = [jax.random.split(k, 8) for k in jax.random.split(jax.random.key(0), 2)]
     alone = [jax.random.uniform(k) for ks in keys for k in ks]
-    np.testing.assert_allclose(spread[0], sum(alone), rtol=1e-5)
+    np.testing.assert_allclose(spread[0], sum(alone) / 16, rtol=1e-5)
 
 
 def test_batches_that_are_not_divisible(fsdp_mesh) -> None:
@@ -209,3 +210,96 @@ def test_batches_that_are_not_divisible(fsdp_mesh) -> None:
         accumulate_gradients(lambda b, _: (b, b), jnp.zeros(24), 2, axis_names="fsdp")
     with jax.set_mesh(fsdp_mesh), pytest.raises(ts.UnknownAxisError, match="Did you mean 'fsdp'"):
         accumulate_gradients(lambda b, _: (b, b), jnp.zeros(24), 2, axis_names="fdsp")
+
+
+# ------------------------------------------------------------------ metrics
+
+
+ROWS = np.arange(64, dtype="float32")
+TYPES = {kind: ts.make_mesh("data=2,fsdp=4", axis_types=kind) for kind in ("auto", "explicit")}
+
+
+def metrics_of(rows, key):
+    pair = rows.sum(), len(rows)
+    metrics = {
+        "mean": rows.mean(),
+        "each": jnp.stack([rows.mean(), -rows.mean()]),
+        "pair": pair,
+        "nested": [{"metrics": Metrics({"rows": pair}), "none": None}],
+        "constant": 1.5,
+    }
+    return jnp.zeros(()), metrics
+
+
+def by_hand(mesh, axis_names):
+    accumulate = lambda x: accumulate_gradients(metrics_of, x, 2, axis_names=axis_names)  # noqa: E731
+    rows = P(("data", "fsdp"))
+    return jax.jit(jax.shard_map(accumulate, mesh=mesh, in_specs=rows, out_specs=P()))
+
+
+def in_a_program(mesh, axis_names):
+    def accumulated(x):
+        x = ts.with_sharding_constraint(x, P(("data", "fsdp")), mesh)
+        return accumulate_gradients(metrics_of, x, 2, axis_names=axis_names)
+
+    return jax.jit(accumulated)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "axis_names"),
+    [
+        (in_a_program, "auto", None),
+        (in_a_program, "auto", "data"),
+        (in_a_program, "auto", ("data", "fsdp")),
+        (in_a_program, "explicit", None),
+        (in_a_program, "explicit", ("data", "fsdp")),
+        (by_hand, "auto", ("data", "fsdp")),
+        (by_hand, "explicit", ("data", "fsdp")),
+        (lambda mesh, axis_names: in_a_program(mesh, axis_names).__wrapped__, "auto", "fsdp"),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_numbers_come_back_as_means_and_pairs_as_sums(way, kind, axis_names) -> None:
+    mesh = TYPES[kind]
+    with jax.set_mesh(mesh):
+        _, metrics = way(mesh, axis_names)(ts.shard(ROWS, P(("data", "fsdp")), mesh))
+    assert metrics["mean"] == ROWS.mean()
+    np.testing.assert_array_equal(metrics["each"], [ROWS.mean(), -ROWS.mean()])
+    assert metrics["pair"] == (ROWS.sum(), 64)
+    assert metrics["nested"][0]["metrics"].pairs == {"rows": (ROWS.sum(), 64)}
+    assert metrics["constant"] == 1.5
+
+
+def test_inside_shard_map_without_axes_metrics_are_of_each_device(fsdp_mesh) -> None:
+    def accumulated(x):
+        _, metrics = accumulate_gradients(metrics_of, x, 2)
+        return metrics["mean"][None], metrics["pair"][1]
+
+    mapped = jax.shard_map(
+        accumulated, mesh=fsdp_mesh, in_specs=P("fsdp"), out_specs=(P("fsdp"), P())
+    )
+    means, count = jax.jit(mapped)(ROWS)
+    np.testing.assert_array_equal(means, ROWS.reshape(8, 8).mean(1))
+    assert count == 8
+
+
+@pytest.mark.parametrize(
+    ("metrics", "facts"),
+    [
+        (3, "metrics: the int 3 has no mean. Return it as a floating-point number to av"),
+        (jnp.int32(3), r"metrics: int32[] has no mean"),
+        ((jnp.float32(1), jnp.int32(2)), "metrics/1: int32[] has no mean"),
+        ({"right": jnp.bool_(True), "key": jax.random.key(0)}, "metrics/right: bool[] has no mean"),
+        ({"loss": 1.0, "note": "warm"}, "metrics/note: the str 'warm' has no mean"),
+        (
+            {"a": [jnp.zeros(3, int)], "b": 2},
+            "  metrics/a/0: int32[3] has no mean.\n  metrics/b: the",
+        ),
+    ],
+    ids=["number", "array", "pair that is no value", "bool", "text", "several"],
+)
+def test_what_is_neither_a_mean_nor_a_pair_is_an_error(metrics, facts) -> None:
+    with pytest.raises(LeafError) as error:
+        accumulate_gradients(lambda rows, key: (rows[0], metrics), jnp.zeros(8), 2)
+    assert facts in str(error.value)
+    assert "`training.Metrics({name: (sum, count)})` to add it up" in str(error.value)

@@ -184,7 +184,7 @@ def accumulating(loss: Any) -> Any:
             return grads, {"value": value}
 
         grads, metrics = accumulate_gradients(grad_fn, x, 2)
-        return metrics["value"] / 2, grads
+        return metrics["value"], grads
 
     return run
 

@@ -18,7 +18,7 @@ from treeshard._core.jax_private import (
     mesh_of_with_statement,
     varying_axes,
 )
-from treeshard.errors import MeshError, NoMeshError, UnknownAxisError, did_you_mean
+from treeshard.errors import MeshError, NoMeshError, UnknownAxisError, did_you_mean, short
 
 AnyMesh = Mesh | AbstractMesh
 # What public functions take: a mesh, or its axes as text, `"data=2,fsdp=4"`.
@@ -198,8 +198,19 @@ def abstract_mesh(axes: Mapping[str, int] | str) -> AbstractMesh:
 
 
 def as_mesh(mesh: M | str, make: Callable[[str], AnyMesh] = abstract_mesh) -> M | AnyMesh:
-    """Turns text into a mesh, by `make_mesh` where arrays are placed; returns others unchanged."""
-    return make(mesh) if isinstance(mesh, str) else mesh
+    """Turns text into a mesh, by `make_mesh` where arrays are placed; returns others unchanged.
+
+    Raises `MeshError` if `mesh` is of another kind.
+    """
+    if isinstance(mesh, str):
+        return make(mesh)
+    if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
+        return mesh
+    axes = f"fsdp={mesh}" if isinstance(mesh, int) else "data=2,fsdp=4"
+    raise MeshError(
+        f"the mesh is {short(repr(mesh))} ({type(mesh).__name__}). Give a mesh, or its axes and"
+        f' their sizes as text: `treeshard.make_mesh("{axes}")`, or `"{axes}"` alone.'
+    )
 
 
 # ------------------------------------------------------------------ inside shard_map

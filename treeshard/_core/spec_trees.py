@@ -129,7 +129,11 @@ def specs_of_leaves(
     """
     if isinstance(specs, SpecCarrier):
         specs = specs.specs
-    prefixes, treedef = flatten_specs(specs, name, resolve)
+    try:
+        prefixes, treedef = flatten_specs(specs, name, resolve)
+    except SpecError:
+        _check_order(specs, tree)
+        raise
     try:
         subtrees = treedef.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError) as error:
@@ -138,6 +142,17 @@ def specs_of_leaves(
     for spec, subtree in zip(prefixes, subtrees, strict=True):
         per_leaf += [spec] * tree_structure(subtree).num_leaves
     return per_leaf
+
+
+def _check_order(specs: SpecTree, tree: PyTree) -> None:
+    """Raises `SpecError` if what is given as specs has arrays, and the tree has specs."""
+    tree = tree.specs if isinstance(tree, SpecCarrier) else tree
+    in_tree = tree_leaves(tree, is_leaf=is_spec)
+    if any(map(has_shape, tree_leaves(specs))) and in_tree and all(map(is_spec, in_tree)):
+        raise SpecError(
+            "the tree and its specs are swapped: the first argument has specs, and the second has"
+            " arrays. The tree comes first: `shard(tree, specs)`, `unshard(tree, specs, axis)`."
+        )
 
 
 def flatten_specs(
@@ -169,7 +184,7 @@ def _one_spec(spec: Any, resolve: Callable[[Any], Any] | None) -> Any:
         return spec
     if not is_logical(spec):
         raise SpecError(
-            f"{spec!r} ({type(spec).__name__}) is not a spec. Give a PartitionSpec, a"
+            f"{_text(spec)} ({type(spec).__name__}) is not a spec. Give a PartitionSpec, a"
             " NamedSharding, or None to leave the subtree as it is."
         )
     if resolve is None:
@@ -178,6 +193,10 @@ def _one_spec(spec: Any, resolve: Callable[[Any], Any] | None) -> Any:
             f" Write P{spec} if these are mesh axes."
         )
     return resolve(spec)
+
+
+def _text(x: Any) -> str:
+    return array_text(x) if has_shape(x) else repr(x)
 
 
 def _first_difference(specs: SpecTree, tree: PyTree, path: str, name: str) -> str | None:

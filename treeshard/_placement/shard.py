@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_flatten
 
+from treeshard._core.arguments import check_tree
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import in_turn, last_meeting, set_origin
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
@@ -31,7 +32,7 @@ from treeshard._core.processes import (
     together,
     with_bar,
 )
-from treeshard._core.spec_trees import SpecTree
+from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._placement.moves import (
     Move,
     Read,
@@ -124,6 +125,8 @@ def shard(
         >>> shard(struct, P("fsdp"), make_mesh("fsdp=8"), read=rows).addressable_shards[1].data
         Array([2, 3], dtype=int32)
     """
+    if not isinstance(tree, SpecCarrier):  # swapped with the tree, of which `lay` tells
+        check_tree(tree, "shard", "shard(tree, specs)")
     call = Call("shard", through_host, read=read, check=check, progress=progress, timeout=timeout)
     return place(tree, specs, mesh, call)
 

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 
+from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import StaticSplit, has_shape, same_arrays
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, axis_sizes, describe_mesh
 from treeshard._core.paths import PyTree, is_box, paths_of, shared_names
@@ -30,7 +31,7 @@ from treeshard._planning.mirrors import Original
 from treeshard._planning.padding import padded_leaves, unpadded_leaf
 from treeshard._planning.plan_json import StoredAction, StoredPlan, arrange, from_json, to_json
 from treeshard._planning.plan_report import PlanDiff, describe, describe_html, diff
-from treeshard._planning.rules import Rules, read_rules, rules_error, warn_of_moves
+from treeshard._planning.rules import Rules, check_order, read_rules, rules_error, warn_of_moves
 from treeshard._planning.tactics import Tactic, min_size_in_force
 from treeshard.errors import FormatError, MeshError, ShardingRuleError, counted, listed
 
@@ -551,8 +552,10 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
         arrays, with the finding `same-array`.
 
     Raises:
-        ShardingRuleError: If a rule is malformed, or a function does not return a spec.
-        MeshError: If text does not say the size of every axis.
+        ShardingRuleError: If a rule is malformed, a function does not return a spec, or the
+            arguments are in another order.
+        ArgumentError: If the tree is a class, a function or another opaque object.
+        MeshError: If `mesh` is not one, or text does not say the size of every axis.
 
     Examples:
         >>> params = {"norm": jax.numpy.ones(64), "weight": jax.numpy.ones((512, 64))}
@@ -560,6 +563,10 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
         >>> decided.specs
         {'norm': P(), 'weight': P('fsdp',)}
     """
+    call = "plan(tree, rules, mesh)"
+    check_order(rules, tree, "plan", call)
+    check_order(rules, mesh, "plan", call)
+    check_tree(tree, "plan", call)
     mesh = as_mesh(mesh)
     decided = decide(read_rules(rules), tree, mesh, min_size)
     warn_of_moves(decided.rows(), frozenset())

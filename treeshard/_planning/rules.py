@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from treeshard._core.arguments import check_tree, described
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, describe_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree
@@ -65,6 +66,8 @@ def match_partition_rules(
             function does not return a spec. If `strict`, also if leaves are unmatched or
             their specs do not fit; all are listed. It is an `UnknownAxisError` too if rules
             use an axis that the mesh lacks.
+        ArgumentError: If the tree is a class, a function or another opaque object.
+        MeshError: If `mesh` is not a mesh.
         NoMeshError: If the rules contain tactics, and there is no mesh.
 
     Warns:
@@ -79,6 +82,9 @@ def match_partition_rules(
     Source:
         The function of this name in EasyLM and EasyDeL.
     """
+    call = "match_partition_rules(rules, tree)"
+    check_order(rules, tree, "match_partition_rules", call)
+    check_tree(tree, "match_partition_rules", call)
     mesh = as_mesh(mesh)
     decided = decide(read_rules(rules), tree, mesh, min_size)
     if decided.adjusted:
@@ -150,6 +156,26 @@ def check_action(action: Any) -> Any:
     raise ShardingRuleError(f"the action is {action!r} ({type(action).__name__}). {_ACTIONS}")
 
 
+def check_order(rules: Any, other: Any, where: str, call: str) -> None:
+    """Raises `ShardingRuleError` if the rules are where another argument belongs."""
+    if _are_rules(other) and not _are_rules(rules):
+        raise ShardingRuleError(
+            f"{where}: the arguments are in the wrong order: the rules are {described(rules)}, and"
+            f" the list of rules is elsewhere. Call `{call}`."
+        )
+
+
+def _is_pattern(x: Any) -> bool:
+    return isinstance(x, str | bytes | re.Pattern)
+
+
+def _are_rules(x: Any) -> bool:
+    if not isinstance(x, list | tuple) or not x:
+        return False
+    pairs = [rule for rule in x if isinstance(rule, tuple | list) and len(rule) == 2]
+    return len(pairs) == len(x) and all(_is_pattern(rule[0]) for rule in pairs)
+
+
 def read_rules(rules: Rules, read_action: Callable[[Any], Any] = check_action) -> ReadRules:
     """Compiles the patterns of rules, and reads their actions.
 
@@ -180,6 +206,11 @@ def _read_rule(rule: Any, read_action: Callable[[Any], Any]) -> tuple[re.Pattern
             ' ("norm|bias", None).'
         )
     pattern, action = rule
+    if isinstance(action, str) and not _is_pattern(pattern):
+        raise ShardingRuleError(
+            f": the action {pattern!r} and the pattern {action!r} are swapped. The pattern comes"
+            f" first: ({action!r}, {pattern!r})."
+        )
     try:
         compiled = re.compile(pattern)
     # A large count, `a{9999999999}`, overflows, and deep nesting recurses.

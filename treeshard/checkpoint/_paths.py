@@ -13,6 +13,7 @@ from pathlib import Path
 
 from etils import epath
 
+from treeshard._core.arguments import check_path
 from treeshard._disk.files import PathLike, file_path
 from treeshard.errors import CheckpointError, DamagedError, did_you_mean
 
@@ -31,6 +32,7 @@ _LEFT = re.compile(rf"(?P<tmp>[0-9]+){re.escape(TEMPORARY)}|\.(?P<lock>[0-9]+)\.
 
 def checkpoint_path(path: PathLike) -> epath.Path:
     """The path, made absolute if it is in a file system; or a `CheckpointError`."""
+    check_path(path, "checkpoint", "save(path, tree)`, `restore(path, like)")
     text = os.fspath(path)
     if "://" in text and not text.startswith("file:///"):
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from treeshard._core.arguments import check_path
 from treeshard._core.mesh import MeshLike
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
@@ -96,7 +97,9 @@ def save_safetensors(
         The format and its order of tensors: github.com/huggingface/safetensors. The names of
         several files, and their index: Hugging Face's `save_pretrained`.
     """
-    where, to = "save_safetensors", file_path(path)
+    where = "save_safetensors"
+    check_path(path, where, "save_safetensors(path, tree)")
+    to = file_path(path)
     with agreeing(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
         tensors = tensors_of(tree, rename, where)

@@ -38,7 +38,7 @@ from treeshard.errors import SpecError, StateError
 from treeshard.manual import gather_params
 from treeshard.testing._layouts import Layout
 from treeshard.testing._report import Cause
-from treeshard.training._gradients import accumulate_gradients
+from treeshard.training._accumulation import accumulate_gradients
 from treeshard.training._pitfalls import explaining_types, user_line
 from treeshard.training._step import Step
 

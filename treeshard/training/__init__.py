@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 from jax.tree_util import tree_leaves
 
+from treeshard._core.arguments import check_tree, described
 from treeshard._core.arrays import array_text, is_array, same_arrays
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.meetings import in_turn, last_meeting, set_origin
@@ -31,8 +32,9 @@ from treeshard._placement.padding import resize
 from treeshard._placement.targets import without_names
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.plan_in_force import INITIALISING, default_batch, plan_in_force
-from treeshard.errors import StateError, warn
-from treeshard.training._gradients import accumulate_gradients, value_and_grad
+from treeshard.errors import ArgumentError, StateError, warn
+from treeshard.training._accumulation import accumulate_gradients
+from treeshard.training._gradients import value_and_grad
 from treeshard.training._metrics import Metrics, print_metrics
 from treeshard.training._step import Step, StepFn
 
@@ -89,6 +91,8 @@ def init_sharded(
     Raises:
         ShardingRuleError: If `strict` and a leaf is unmatched or a spec does not fit; or if
             the rules are malformed. Nothing has been allocated then.
+        ArgumentError: If `fn` is not a function, or returns a class, a function or another
+            opaque object.
         MeshError: If `mesh` is abstract: it has no devices for the tree.
         ProcessError: If the processes of the mesh do not make the same tree by the same rules
             from the same arguments, or one of them fails or does not arrive. Nothing has been
@@ -112,6 +116,13 @@ def init_sharded(
         Shapes first, then a jitted init with `out_shardings`, as in EasyLM and in Flax's
         own guide.
     """
+    call = "init_sharded(fn, key, rules=rules, mesh=mesh)"
+    if not callable(fn):
+        raise ArgumentError(
+            f"init_sharded: fn is {described(fn)}, and not a function that makes the tree. Pass the"
+            f" function and its arguments: `{call}`. A tree that exists already is sharded by"
+            " `shard(tree, plan(tree, rules, mesh))`."
+        )
     mesh = with_devices(mesh, "init_sharded")
     arguments, static_arguments = eqx.partition(args, is_array)
 
@@ -122,6 +133,7 @@ def init_sharded(
 
     def make_and_compare(arguments: Any) -> tuple[PyTree, tuple[tuple[str, str], ...]]:
         tree = make(arguments)
+        check_tree(tree, "init_sharded", call, "what fn returns")
         return tree, same_arrays(leaf_paths(tree), tree_leaves(tree))
 
     processes = participating_processes((), [mesh])
@@ -315,8 +327,15 @@ def _make_step(
     fn: StepFn, plan: Plan | None, batch: SpecTree, *, donate: bool, per_device: bool
 ) -> Step:
     where = "shard_map_step" if per_device else "jit_step"
+    if isinstance(fn, Plan):
+        raise ArgumentError(f"{where}: the function is a Plan. Call `{where}(fn, plan)`.")
     if plan is None:
         raise StateError(f"{where} needs the plan of the state: {where}(fn, plan).")
+    if not isinstance(plan, Plan):
+        raise ArgumentError(
+            f"{where}: the plan is {described(plan)}. Plan the state first:"
+            f" `{where}(fn, plan(state, rules, mesh))`."
+        )
     sizes = axis_sizes(plan.mesh)
     is_default = batch is None
     if is_default:

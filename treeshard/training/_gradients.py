@@ -1,8 +1,7 @@
 """Gradients that are sharded and reduced as the plan says, in one pass or in several."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
 from treeshard._core.arrays import StaticSplit, array_text, has_gradient, is_array
-from treeshard._core.jax_private import is_tracing, varying_axes_of_type, vmapped_axes
+from treeshard._core.jax_private import is_tracing, vmapped_axes
 from treeshard._core.mesh import (
     AnyMesh,
     axes_of_type,
@@ -24,11 +23,10 @@ from treeshard._core.mesh import (
     get_incontext_mesh,
     is_all_explicit,
     manual_axes,
-    vary_array,
 )
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec, specs_of_leaves
-from treeshard._core.specs import axes_of, entries, entry_of, without_axes
+from treeshard._core.specs import entry_of
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, current_plan, default_batch, row_axes
@@ -215,7 +213,7 @@ def _over(axes: tuple[str, ...], local: Callable[..., Any], mesh: AnyMesh) -> Ca
     each = PartitionSpec(entry_of(axes))
 
     def mean(x: Any) -> Any:
-        return jax.lax.pmean(x.astype(_wire_dtype(x, mesh)), axes).astype(x.dtype)
+        return jax.lax.pmean(x.astype(wire_dtype(x, mesh)), axes).astype(x.dtype)
 
     def run(arrays: list[Any], args: Any) -> tuple[Any, Any, list[Any]]:
         _check_rows(args, axes, mesh)
@@ -287,207 +285,8 @@ def _reduced(aux: Any, axes: tuple[str, ...], mean: Callable[[Any], Any]) -> Any
     return tree_map(reduce, aux, is_leaf=is_metrics)
 
 
-# ------------------------------------------------------------------ several passes
-
-
-def accumulate_gradients(
-    grad_fn: GradFn,
-    batch: PyTree,
-    num_minibatches: int,
-    key: jax.Array | None = None,
-    *,
-    axis_names: str | Sequence[str] | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Averages gradients over minibatches that run one after another, to save memory.
-
-    The batch is never gathered: if it is sharded over its first dim, each minibatch takes
-    an equal number of rows from each device.
-
-    Without `axis_names`, `grad_fn` communicates once per minibatch. With `axis_names`, there is
-    one reduction after the loop, and each device needs memory for one full gradient:
-
-    - under `jit_step`, `grad_fn` is called separately for each device's rows of a minibatch,
-      and the result is the mean of these means;
-    - inside `shard_map`, where a minibatch has only this device's rows, `grad_fn` returns this
-      device's gradients of full parameters, not reduced, and they are averaged at the end.
-
-    Args:
-        grad_fn: Called as `grad_fn(minibatch, key)`; returns `(grads, metrics)`, two pytrees of
-            arrays. The gradients must be those of a mean over the minibatch.
-        batch: A pytree of arrays with a common first dim, of `num_minibatches * n` rows.
-        num_minibatches: The number of minibatches.
-        key: Split into one key for each call of `grad_fn`; without it `grad_fn` gets `None`.
-        axis_names: The axes that shard the batch.
-
-    Returns:
-        The mean of the gradients, and the sum of the metrics: over the minibatches, and with
-        `axis_names` over the devices along these axes too.
-
-    Raises:
-        SpecError: If the number of rows is not divisible by the number of minibatches, or
-            the rows of a minibatch not by the size of the axes; lists all such leaves, and the
-            nearest sizes that are. If `num_minibatches` is less than 1.
-        UnknownAxisError: If the mesh lacks one of `axis_names`.
-        NoMeshError: If `axis_names` is given and no mesh is in force.
-
-    Examples:
-        >>> def grad_fn(minibatch, key):
-        ...     return jax.grad(lambda w: (minibatch * w).mean())(2.0), {"rows": len(minibatch)}
-        >>> grads, metrics = accumulate_gradients(grad_fn, jnp.arange(8.0), 4)
-        >>> float(grads), int(metrics["rows"])
-        (3.5, 8)
-
-    Source:
-        The function of this name in the UvA deep-learning tutorials.
-    """
-    if num_minibatches < 1:
-        raise SpecError(f"accumulate_gradients: num_minibatches is {num_minibatches}, not >= 1.")
-    names = () if axis_names is None else axis_tuple(axis_names, "accumulate_gradients")
-    in_shard_map = set(names) <= manual_axes()
-    parts = 1 if in_shard_map else get_axes_size_in_mesh(names)
-    _check_divides(batch, num_minibatches, parts)
-    keys = None if key is None else jax.random.split(key, num_minibatches)
-    # On Explicit axes the types of gradients say what is not reduced yet.
-    if parts > 1 and not _has_explicit(context_mesh()):
-        return _in_parts(grad_fn, batch, num_minibatches, keys, parts, names)
-    if is_tracing() and can_wait(context_mesh()):
-        in_passes = partial(_summed_up, grad_fn, batch, num_minibatches, keys)
-        from treeshard.training._waiting import accumulated_by_waiting
-
-        grads, metrics = accumulated_by_waiting(in_passes)
-        return jax.tree.map(lambda x: x / num_minibatches, grads), metrics
-    grads, metrics = _accumulated(grad_fn, batch, num_minibatches, keys)
-    if in_shard_map and names:
-        grads = jax.tree.map(lambda x: jax.lax.pmean(x, names), grads)
-    return grads, metrics
-
-
-def _accumulated(grad_fn: GradFn, batch: PyTree, count: int, keys: Any) -> tuple[PyTree, PyTree]:
-    """The mean of the gradients and the sum of the metrics of minibatches."""
-    grads, metrics = _summed_up(grad_fn, batch, count, keys)
-    return jax.tree.map(lambda x: x / count, grads), metrics
-
-
-def _summed_up(grad_fn: GradFn, batch: PyTree, count: int, keys: Any) -> tuple[PyTree, PyTree]:
-    """The sums of the gradients and of the metrics of minibatches."""
-    minibatches = jax.tree.map(partial(_split, count=count), batch)
-
-    def add(total: Any, minibatch_and_key: tuple[Any, Any]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, grad_fn(*minibatch_and_key)), None
-
-    types: list[Any] = []
-
-    def typed(minibatch_and_key: tuple[Any, Any]) -> None:
-        types.append(jax.tree.map(jax.typeof, grad_fn(*minibatch_and_key)))
-
-    # The structs that `eval_shape` returns have no sharding on a mesh that has Auto axes too.
-    jax.eval_shape(typed, jax.tree.map(lambda x: x[0], (minibatches, keys)))
-    return jax.lax.scan(add, jax.tree.map(_zeros, types[0]), (minibatches, keys))[0]
-
-
-def _in_parts(
-    grad_fn: GradFn, batch: PyTree, count: int, keys: Any, parts: int, names: tuple[str, ...]
-) -> tuple[PyTree, PyTree]:
-    """Accumulates for each part of the batch along some axes, then reduces once over the parts.
-
-    Along other axes, the rows of a part stay split, and the compiler partitions `grad_fn`.
-    """
-    if keys is not None:
-        keys = jax.vmap(partial(jax.random.split, num=parts))(keys)
-
-    def part(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
-        own = None if keys is None else keys[:, 0]
-        grads, metrics = _accumulated(grad_fn, batch, count, own)
-        # Results that differ between devices need a dim that `out_specs` joins them on.
-        return grads, jax.tree.map(lambda x: x[None], metrics)
-
-    def stacked(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
-        grads, metrics = part(batch, keys)
-        return jax.tree.map(lambda x: x[None], grads), metrics
-
-    def on_each(f: Callable[..., Any], grad_specs: Any) -> Callable[..., Any]:
-        each = jax.shard_map(
-            f,
-            in_specs=(by_rows, PartitionSpec(None, *by_rows)),
-            out_specs=(grad_specs, by_rows),
-            axis_names=set(names),
-            check_vma=False,
-        )
-        return jax.jit(each)
-
-    by_rows, step = PartitionSpec(entry_of(names)), current_plan()
-    specs = None
-    if step is not None:
-        structs, _ = jax.eval_shape(on_each(stacked, by_rows), batch, keys)
-        with suppress(SpecError):  # gradients of no part of the state, or of several
-            specs = step.specs_of(
-                jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), structs)
-            )
-    if step is None or specs is None:
-        grads, metrics = on_each(stacked, by_rows)(batch, keys)
-        grads = jax.tree.map(lambda x: x.mean(0), grads)
-    else:
-        others = [axis for axis in axis_sizes(step.plan.mesh) if axis not in names]
-        mean = partial(_scattered_mean, names=names, mesh=step.plan.mesh)
-
-        def reduced(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
-            grads, metrics = part(batch, keys)
-            return jax.tree.map(mean, grads, specs), metrics
-
-        own = jax.tree.map(lambda spec: without_axes(spec, others), specs)
-        grads, metrics = on_each(reduced, own)(batch, keys)
-    return grads, jax.tree.map(lambda x: x.sum(0), metrics)
-
-
-def _scattered_mean(x: Any, spec: PartitionSpec, names: tuple[str, ...], mesh: AnyMesh) -> Any:
-    """The mean over `names`, of which this device keeps the shard that `spec` says."""
-    total = x.astype(_wire_dtype(x, mesh))
-    for dim, entry in enumerate(entries(spec)):
-        if over := tuple(axis for axis in axes_of(entry) if axis in names):
-            # Without `tiled`, the dim must be as long as the axis, and is dropped.
-            total = jax.lax.psum_scatter(total, over, scatter_dimension=dim, tiled=True)
-    used = get_names_from_partition_spec(spec)
-    if rest := tuple(axis for axis in names if axis not in used):
-        total = jax.lax.psum(total, rest)
-    return (total / get_axes_size_in_mesh(names, mesh)).astype(x.dtype)
-
-
-def _wire_dtype(x: Any, mesh: AnyMesh) -> Any:
+def wire_dtype(x: Any, mesh: AnyMesh) -> Any:
     """The dtype in which an array is reduced: XLA for CPUs aborts if 16-bit floats are reduced over
     some axes by hand, and over others by the compiler."""
     on_cpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
     return "float32" if on_cpus and x.dtype.itemsize < 4 else x.dtype
-
-
-def _check_divides(batch: PyTree, count: int, parts: int) -> None:
-    facts = [
-        f"{path or 'the batch'}: {len(x)} rows are not divisible by {count} minibatches"
-        f"{f' on {parts} devices' if parts > 1 else ''}. Use {_nearest(len(x), count * parts)}."
-        for path, x in zip(leaf_paths(batch), jax.tree.leaves(batch), strict=True)
-        if len(x) % (count * parts)
-    ]
-    if facts:
-        raise SpecError(listed("accumulate_gradients: the batch is not divisible:", facts))
-
-
-def _nearest(rows: int, unit: int) -> str:
-    below, above = rows // unit * unit, -(-rows // unit) * unit
-    return f"{below} or {above}" if below else str(above)
-
-
-def _split(x: Any, count: int) -> jax.Array:
-    """Reshapes `(rows, ...)` to `(count, rows / count, ...)`.
-
-    Minibatch `i` gets the rows `i`, `i + count`, ..., so no row has to move to another device.
-    """
-    x = jnp.asarray(x)
-    return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
-
-
-def _zeros(type_: Any) -> jax.Array:
-    # The carry of a scan must keep its type: how it is sharded, the axes whose sum it waits for,
-    # and the axes along which it varies.
-    zeros = jnp.zeros(type_.shape, type_.dtype)
-    if jax.typeof(zeros).sharding != type_.sharding:
-        zeros = jax.sharding.reshard(zeros, type_.sharding.spec)
-    return vary_array(zeros, sorted(varying_axes_of_type(type_)))

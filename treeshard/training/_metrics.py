@@ -1,11 +1,16 @@
 """Metrics as sums and counts, which can be added over minibatches, steps and devices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import all_leaves, tree_leaves, tree_map
+
+from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.paths import PyTree, leaf_paths, path_under
+from treeshard.errors import LeafError, listed
 
 
 @jax.tree_util.register_dataclass
@@ -86,3 +91,56 @@ def print_metrics(
     width = max(map(len, means), default=0)
     for name, mean in means.items():
         print(f"  {name:<{width}}  {mean:.4f}")
+
+
+# ------------------------------------------------------------------ what is added up, and averaged
+
+
+def map_metrics(
+    add: Callable[[Any], Any], average: Callable[[Any], Any], metrics: PyTree
+) -> PyTree:
+    """Applies `add` to the arrays of `Metrics` and of pairs (sum, count), `average` to the others.
+
+    Pairs are values of a dict, as `Metrics.pairs` has them: a tuple of two, the second an integer.
+    """
+
+    def of_node(x: Any) -> Any:
+        if isinstance(x, Metrics):
+            return tree_map(add, x)
+        if type(x) is not dict:
+            return average(x)
+        return {
+            name: tree_map(add, value) if _is_pair(value) else map_metrics(add, average, value)
+            for name, value in x.items()
+        }
+
+    return tree_map(of_node, metrics, is_leaf=lambda x: type(x) is dict or isinstance(x, Metrics))
+
+
+def check_metrics(metrics: PyTree, where: str) -> None:
+    """Raises `LeafError` if leaves can be neither added up nor averaged."""
+    rest = map_metrics(lambda x: None, lambda x: x, metrics)
+    facts = [
+        f"{path_under('metrics', path)}: {_text(x)} has no mean."
+        for path, x in zip(leaf_paths(rest), tree_leaves(rest), strict=True)
+        if not _has_dtype(x, jnp.inexact)
+    ]
+    if facts:
+        raise LeafError(
+            f"{where}: {listed('metrics can be neither averaged nor added up:', facts)} Return it"
+            " as a floating-point number to average it, or in"
+            " `training.Metrics({name: (sum, count)})` to add it up."
+        )
+
+
+def _is_pair(x: Any) -> bool:
+    return type(x) is tuple and len(x) == 2 and _has_dtype(x[1], jnp.integer)
+
+
+def _has_dtype(x: Any, kind: Any) -> bool:
+    # Texts would be read as the names of dtypes.
+    return not isinstance(x, str) and all_leaves([x]) and jnp.issubdtype(jnp.result_type(x), kind)
+
+
+def _text(x: Any) -> str:
+    return array_text(x) if has_shape(x) else f"the {type(x).__name__} {x!r}"

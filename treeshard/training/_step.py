@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_leaves
 
+from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import StaticSplit, has_shape
 from treeshard._core.jax_private import is_tracing
 from treeshard._core.make_mesh import is_attached, with_devices
@@ -24,7 +25,7 @@ from treeshard._placement.shard import shard
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, row_axes
-from treeshard.errors import DeletedLeafError, SpecError, TreeShardError, listed
+from treeshard.errors import ArgumentError, DeletedLeafError, SpecError, TreeShardError, listed
 from treeshard.training._batch import BatchPlacement, structs_of
 from treeshard.training._pitfalls import mark_as_separate, separated, warn_of_activations
 from treeshard.training._program import Program, StepFn
@@ -63,7 +64,14 @@ class Step:
         self._batches = BatchPlacement(batch, self._mesh, self._processes, self._name)
         self._programs: list[Program] = []
 
-    def __call__(self, state: PyTree, batch: PyTree) -> tuple[PyTree, Any]:
+    def __call__(self, state: PyTree, batch: PyTree, *others: Any) -> tuple[PyTree, Any]:
+        if others:
+            raise ArgumentError(
+                f"{self._name}: the step takes (state, batch), and was called with"
+                f" {2 + len(others)} arguments. Put a key, or what else it needs, in the batch:"
+                " `step(state, (batch, key))`; or in the state, which returns a new key:"
+                ' `{"params": params, "key": key}`.'
+            )
         if not self._is_attached:
             with_devices(self._mesh, self._name)  # raises
         leaves, treedef = tree_flatten(state)
@@ -96,6 +104,7 @@ class Step:
         for program in self._programs:
             if program.matches(leaves, treedef, data, data_def):
                 return program
+        check_tree(treedef.unflatten(leaves), self._name, "step(state, batch)", "the state")
         program = Program(
             self._fn,
             self._in_force,

@@ -1,0 +1,285 @@
+"""Gradients of a batch in several passes, reduced once after them.
+
+The parts of a batch along the axes of a mesh are mapped by `jax.vmap`, and not by `jax.shard_map`:
+`grad_fn` closes over the parameters, and inside `shard_map` JAX cannot differentiate a loop by what
+it closes over from outside.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from treeshard._core.jax_private import is_tracing, varying_axes_of_type
+from treeshard._core.mesh import (
+    AnyMesh,
+    axes_of_type,
+    axis_sizes,
+    axis_tuple,
+    can_wait,
+    context_mesh,
+    get_axes_size_in_mesh,
+    get_incontext_mesh,
+    manual_axes,
+    vary_array,
+)
+from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.spec_trees import get_names_from_partition_spec
+from treeshard._core.specs import UNCONSTRAINED, axes_of, entries, without_axes
+from treeshard._placement.constraint import with_sharding_constraint
+from treeshard._planning.plan_in_force import current_plan
+from treeshard.errors import SpecError, listed
+from treeshard.training._gradients import wire_dtype
+from treeshard.training._metrics import check_metrics, map_metrics
+
+GradFn = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
+
+
+def accumulate_gradients(
+    grad_fn: GradFn,
+    batch: PyTree,
+    num_minibatches: int,
+    key: jax.Array | None = None,
+    *,
+    axis_names: str | Sequence[str] | None = None,
+) -> tuple[PyTree, PyTree]:
+    """Averages gradients over minibatches that run one after another, to save memory.
+
+    Floating-point metrics, such as a mean loss, are averaged too. `Metrics`, and dicts of pairs
+    (sum, count) as in `{"loss": (losses.sum(), len(losses))}`, are added up. An integer or a
+    boolean alone could be either, and is an error.
+
+    The batch is never gathered: if it is sharded over its first dim, each minibatch takes
+    an equal number of rows from each device.
+
+    Without `axis_names`, `grad_fn` communicates once per minibatch. With `axis_names`, there is
+    one reduction after the loop, and each device needs memory for one full gradient:
+
+    - under `jit_step`, `grad_fn` is called for each device's rows of a minibatch, as by `jax.vmap`
+      with these `axis_name`s, and the result is the mean of these means;
+    - inside `shard_map`, where a minibatch has only this device's rows, `grad_fn` returns this
+      device's gradients of full parameters, not reduced, and they are averaged at the end.
+
+    Args:
+        grad_fn: Called as `grad_fn(minibatch, key)`; returns `(grads, metrics)`, two pytrees of
+            arrays. The gradients must be those of a mean over the minibatch.
+        batch: A pytree of arrays with a common first dim, of `num_minibatches * n` rows.
+        num_minibatches: The number of minibatches.
+        key: Split into one key for each call of `grad_fn`; without it `grad_fn` gets `None`.
+        axis_names: The axes that shard the batch.
+
+    Returns:
+        The means of the gradients, and the means or sums of the metrics: over the minibatches,
+        and with `axis_names` over the devices along these axes too.
+
+    Raises:
+        SpecError: If the number of rows is not divisible by the number of minibatches, or
+            the rows of a minibatch not by the size of the axes; lists all such leaves, and the
+            nearest sizes that are. If `num_minibatches` is less than 1.
+        LeafError: If metrics that are not in `Metrics` or in a pair are integers, booleans or
+            keys, which have no mean. Lists all of them.
+        UnknownAxisError: If the mesh lacks one of `axis_names`.
+        NoMeshError: If `axis_names` is given and no mesh is in force.
+
+    Examples:
+        >>> def grad_fn(minibatch, key):
+        ...     value, grad = jax.value_and_grad(lambda w: (minibatch * w).mean())(2.0)
+        ...     return grad, {"value": value, "largest": (minibatch.max(), 1)}
+        >>> grad, metrics = accumulate_gradients(grad_fn, jnp.arange(8.0), 4)
+        >>> float(grad), float(metrics["value"])  # means
+        (3.5, 7.0)
+        >>> total, count = metrics["largest"]
+        >>> float(total), int(count)
+        (22.0, 4)
+
+    Source:
+        The function of this name in the UvA deep-learning tutorials.
+    """
+    if num_minibatches < 1:
+        raise SpecError(f"accumulate_gradients: num_minibatches is {num_minibatches}, not >= 1.")
+    names = () if axis_names is None else axis_tuple(axis_names, "accumulate_gradients")
+    by_hand = tuple(axis for axis in names if axis in manual_axes())
+    mapped = tuple(axis for axis in names if axis not in by_hand)
+    parts = get_axes_size_in_mesh(mapped) if mapped else 1
+    _check_divides(batch, num_minibatches, parts)
+    keys = None if key is None else jax.random.split(key, num_minibatches)
+    # On Explicit axes the types of gradients say what is not reduced yet.
+    if parts > 1 and not _has_explicit(context_mesh()):
+        grads, metrics = _in_parts(grad_fn, batch, num_minibatches, keys, mapped)
+    else:
+        grads, metrics = _in_passes(grad_fn, batch, num_minibatches, keys)
+    if by_hand:
+        over_devices = lambda x: jax.lax.pmean(x, by_hand)  # noqa: E731
+        grads = jax.tree.map(over_devices, grads)
+        metrics = map_metrics(lambda x: jax.lax.psum(x, by_hand), over_devices, metrics)
+    return grads, metrics
+
+
+def _has_explicit(mesh: AnyMesh | None) -> bool:
+    return mesh is not None and bool(axes_of_type(mesh, AxisType.Explicit))
+
+
+def _in_passes(grad_fn: GradFn, batch: PyTree, count: int, keys: Any) -> tuple[PyTree, PyTree]:
+    """The means of the gradients, and the means or sums of the metrics, of minibatches."""
+    in_passes = partial(_summed_up, grad_fn, count, batch, keys)
+    if is_tracing() and can_wait(context_mesh()):
+        from treeshard.training._waiting import accumulated_by_waiting
+
+        grads, metrics = accumulated_by_waiting(in_passes)
+    else:
+        grads, metrics = in_passes()
+    mean = lambda x: x / count  # noqa: E731
+    return jax.tree.map(mean, grads), map_metrics(lambda x: x, mean, metrics)
+
+
+def _summed_up(
+    grad_fn: GradFn,
+    count: int,
+    batch: PyTree,
+    keys: Any,
+    pinned: Callable[[Any], Any] = lambda total: total,
+) -> tuple[PyTree, PyTree]:
+    """The sums of the gradients and of the metrics of minibatches.
+
+    `pinned` is applied to each sum in each pass.
+    """
+    minibatches = jax.tree.map(partial(_split, count=count), batch)
+
+    def add(total: Any, minibatch_and_key: tuple[Any, Any]) -> tuple[Any, None]:
+        new = jax.tree.map(jnp.add, total, grad_fn(*minibatch_and_key))
+        return jax.tree.map(pinned, new), None
+
+    types: list[Any] = []
+
+    def typed(minibatch_and_key: tuple[Any, Any]) -> None:
+        grads, metrics = grad_fn(*minibatch_and_key)
+        check_metrics(metrics, "accumulate_gradients")
+        types.append(jax.tree.map(jax.typeof, (grads, metrics)))
+
+    # The structs that `eval_shape` returns have no sharding on a mesh that has Auto axes too.
+    jax.eval_shape(typed, jax.tree.map(lambda x: x[0], (minibatches, keys)))
+    return jax.lax.scan(add, jax.tree.map(_zeros, types[0]), (minibatches, keys))[0]
+
+
+# ------------------------------------------------------------------ parts of the batch
+
+
+def _in_parts(
+    grad_fn: GradFn, batch: PyTree, count: int, keys: Any, names: tuple[str, ...]
+) -> tuple[PyTree, PyTree]:
+    """Accumulates for each part of the batch along some axes, then reduces once over the parts.
+
+    Along other axes, the rows of a part stay split, and the compiler partitions `grad_fn`.
+    """
+    sizes = [get_axes_size_in_mesh(name) for name in names]
+    parts, dims = math.prod(sizes), tuple(range(len(names)))
+
+    def part_by_part(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        x = x.reshape(*sizes, -1, *x.shape[1:])
+        # The rows of a part may be split over other axes.
+        rest = [UNCONSTRAINED] * (x.ndim - len(names))
+        return with_sharding_constraint(x, PartitionSpec(*names, *rest))
+
+    def key_of_each_part(keys: Any) -> Any:
+        keys = jnp.moveaxis(jax.vmap(partial(jax.random.split, num=parts))(keys), 1, 0)
+        return keys.reshape(*sizes, *keys.shape[1:])
+
+    def pinned(total: Any) -> Any:
+        # Inside `vmap` the constraint is that devices have the sums of their part alone. The
+        # compiler might reduce them in each pass otherwise.
+        return with_sharding_constraint(total, PartitionSpec(*[UNCONSTRAINED] * total.ndim))
+
+    def in_parts(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
+        run = partial(_summed_up, grad_fn, count, pinned=pinned)
+        for name in reversed(names):
+            run = jax.vmap(run, axis_name=name, spmd_axis_name=name)
+        each_key = None if keys is None else key_of_each_part(keys)
+        return run(jax.tree.map(part_by_part, batch), each_key)
+
+    grads, metrics = jax.jit(in_parts)(batch, keys)
+    metrics = map_metrics(lambda x: x.sum(dims), lambda x: x.sum(dims) / (count * parts), metrics)
+    return _mean_of_parts(jax.tree.map(lambda x: x / count, grads), names), metrics
+
+
+def _mean_of_parts(grads: PyTree, names: tuple[str, ...]) -> PyTree:
+    """The mean over the first dims, along `names`; sharded as the plan in force says, if any."""
+    step, dims, specs = current_plan(), len(names), None
+    if step is not None:
+        with suppress(SpecError):  # gradients of no part of the state, or of several
+            specs = step.specs_of(
+                jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[dims:], x.dtype), grads)
+            )
+    if step is None or specs is None:
+        return jax.tree.map(lambda x: x.mean(tuple(range(dims))), grads)
+    mean = partial(_scattered_mean, names=names, mesh=step.plan.mesh)
+    others = [axis for axis in axis_sizes(step.plan.mesh) if axis not in names]
+
+    def of_this_device(grads: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, spec: mean(x.reshape(x.shape[dims:]), spec), grads, specs)
+
+    scatter = jax.shard_map(
+        of_this_device,
+        # `shard_map` refuses any other mesh than the one in force.
+        mesh=None if context_mesh() is not None else get_incontext_mesh(),
+        in_specs=PartitionSpec(*names),
+        out_specs=jax.tree.map(lambda spec: without_axes(spec, others), specs),
+        axis_names=set(names),
+        check_vma=False,
+    )
+    return jax.jit(scatter)(grads)
+
+
+def _scattered_mean(x: Any, spec: PartitionSpec, names: tuple[str, ...], mesh: AnyMesh) -> Any:
+    """The mean over `names`, of which this device keeps the shard that `spec` says."""
+    total = x.astype(wire_dtype(x, mesh))
+    for dim, entry in enumerate(entries(spec)):
+        if over := tuple(axis for axis in axes_of(entry) if axis in names):
+            # Without `tiled`, the dim must be as long as the axis, and is dropped.
+            total = jax.lax.psum_scatter(total, over, scatter_dimension=dim, tiled=True)
+    used = get_names_from_partition_spec(spec)
+    if rest := tuple(axis for axis in names if axis not in used):
+        total = jax.lax.psum(total, rest)
+    return (total / get_axes_size_in_mesh(names, mesh)).astype(x.dtype)
+
+
+# ------------------------------------------------------------------ rows
+
+
+def _check_divides(batch: PyTree, count: int, parts: int) -> None:
+    facts = [
+        f"{path or 'the batch'}: {len(x)} rows are not divisible by {count} minibatches"
+        f"{f' on {parts} devices' if parts > 1 else ''}. Use {_nearest(len(x), count * parts)}."
+        for path, x in zip(leaf_paths(batch), jax.tree.leaves(batch), strict=True)
+        if len(x) % (count * parts)
+    ]
+    if facts:
+        raise SpecError(listed("accumulate_gradients: the batch is not divisible:", facts))
+
+
+def _nearest(rows: int, unit: int) -> str:
+    below, above = rows // unit * unit, -(-rows // unit) * unit
+    return f"{below} or {above}" if below else str(above)
+
+
+def _split(x: Any, count: int) -> jax.Array:
+    """Reshapes `(rows, ...)` to `(count, rows / count, ...)`.
+
+    Minibatch `i` gets the rows `i`, `i + count`, ..., so no row has to move to another device.
+    """
+    x = jnp.asarray(x)
+    return jnp.moveaxis(x.reshape(-1, count, *x.shape[1:]), 1, 0)
+
+
+def _zeros(type_: Any) -> jax.Array:
+    # The carry of a scan must keep its type: how it is sharded, the axes whose sum it waits for,
+    # and the axes along which it varies.
+    zeros = jnp.zeros(type_.shape, type_.dtype)
+    if jax.typeof(zeros).sharding != type_.sharding:
+        zeros = jax.sharding.reshard(zeros, type_.sharding.spec)
+    return vary_array(zeros, sorted(varying_axes_of_type(type_)))
