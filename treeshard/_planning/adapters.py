@@ -206,7 +206,7 @@ def _dims_of_factor(
     """The dims of a LoRA factor that have the role of a dim of its base; `None` if no other leaf
     makes it a factor. And why no dim has one, if either could be the rank."""
     of_shape = base.unpadded or base.shape
-    roles: list[dict[int, int]] = []
+    roles: list[dict[int, tuple[int, ...]]] = []
     for other in others:
         for left, right, is_left in ((shape, other, True), (other, shape, False)):
             dims = factor_dims(left, right, of_shape, is_left=is_left)
