@@ -94,43 +94,60 @@ def following(
         steps.update((number, step) for step in of_rule if isinstance(step, Follow))
     if not steps:
         return {}
-    index_of = {leaf.path: i for i, leaf in enumerate(leaves)}
-    followers = [i for i, leaf in enumerate(leaves) if leaf.rule in steps]
-    bases_of: dict[int, list[int]] = {}
-    factors_of: dict[int, list[int]] = defaultdict(list)  # the followers of each base
-    for i in followers:
-        step = steps[leaves[i].rule]
-        paths = _base_paths(leaves[i].path, step.base)
-        bases_of[i] = [index_of[path] for path in paths if index_of.get(path, i) != i]
-        if bases_of[i] and not step.blocks:
-            factors_of[bases_of[i][0]].append(i)
-    originals = _by_tail(leaves, [i for i in followers if bases_of[i]])
-    decided: dict[int, Decision] = {}
+    return _Followers(leaves, steps, mesh, pad).decisions()
 
-    def decide(index: int, waiting: frozenset[int]) -> Decision:
+
+class _Followers:
+    """The leaves that follow a base, and their bases."""
+
+    def __init__(
+        self,
+        leaves: Sequence[PlannedLeaf],
+        steps: Mapping[int | None, Follow],
+        mesh: AnyMesh,
+        pad: Callable[[PlannedLeaf], PlannedLeaf],
+    ):
+        self.leaves, self.steps, self.mesh, self.pad = leaves, steps, mesh, pad
+        self.decided: dict[int, Decision] = {}
+        self.bases_of: dict[int, list[int]] = {}
+        self.factors_of: dict[int, list[int]] = defaultdict(list)  # the followers of each base
+        index_of = {leaf.path: i for i, leaf in enumerate(leaves)}
+        for i, leaf in enumerate(leaves):
+            if leaf.rule not in steps:
+                continue
+            step = steps[leaf.rule]
+            paths = _base_paths(leaf.path, step.base)
+            bases = [index_of[path] for path in paths if index_of.get(path, i) != i]
+            self.bases_of[i] = bases
+            if bases and not step.blocks:
+                self.factors_of[bases[0]].append(i)
+        self.originals = _by_tail(leaves, [i for i, bases in self.bases_of.items() if bases])
+
+    def decisions(self) -> dict[int, Decision]:
+        return {i: self._decide(i, frozenset([i])) for i in self.bases_of}
+
+    def _decide(self, index: int, waiting: frozenset[int]) -> Decision:
         """The decision of a leaf. A base may follow another one; `waiting` breaks circles."""
-        leaf = leaves[index]
-        if leaf.rule not in steps:
+        leaf = self.leaves[index]
+        if leaf.rule not in self.steps:
             return leaf.decision
-        if index not in decided:
-            decided[index] = follow_base(index, steps[leaf.rule], waiting)
-        return decided[index]
+        if index not in self.decided:
+            self.decided[index] = self._followed(index, self.steps[leaf.rule], waiting)
+        return self.decided[index]
 
-    def follow_base(index: int, step: Follow, waiting: frozenset[int]) -> Decision:
-        leaf = leaves[index]
-        base = next((i for i in bases_of[index] if i not in waiting), None)
+    def _followed(self, index: int, step: Follow, waiting: frozenset[int]) -> Decision:
+        leaf = self.leaves[index]
+        base = next((i for i in self.bases_of[index] if i not in waiting), None)
         if base is None:
-            original = _original(leaf, leaves, originals)
+            original = _original(leaf, self.leaves, self.originals)
             if original is None or original in waiting:
                 return _without_base(leaf.decision, step)
-            as_original = decide(original, waiting | {original})
+            as_original = self._decide(original, waiting | {original})
             return as_original._replace(rule=leaf.rule, pattern=leaf.pattern)
-        of_base = decide(base, waiting | {base})
-        padded = pad(leaves[base]._replace(decision=of_base))
-        others = [leaves[i].shape for i in factors_of[base] if i != index]
-        return _as_base(leaf, padded, mesh, step.blocks, others)
-
-    return {i: decide(i, frozenset([i])) for i in followers}
+        of_base = self._decide(base, waiting | {base})
+        padded = self.pad(self.leaves[base]._replace(decision=of_base))
+        others = [self.leaves[i].shape for i in self.factors_of[base] if i != index]
+        return _as_base(leaf, padded, self.mesh, step.blocks, others)
 
 
 def _by_tail(leaves: Sequence[PlannedLeaf], indices: Iterable[int]) -> dict[str, int]:
