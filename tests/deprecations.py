@@ -29,6 +29,11 @@ TOLERATED = {
         "optax still exports its deprecated optimizers, and their states must get specs.",
         date(2027, 6, 30),
     ),
+    "haliax": Tolerated(
+        r"jax\.(core|experimental|interpreters)\.\S+ is deprecated",
+        "haliax uses old names of JAX, such as that of shard_map.",
+        date(2027, 6, 30),
+    ),
     "fork": Tolerated(
         ".*use of fork",
         "Tests fork processes on purpose, before JAX has threads.",

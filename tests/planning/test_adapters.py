@@ -32,7 +32,8 @@ BASE = ("weight", P("fsdp", "tensor"))
         ((512, 256), False, P("fsdp", "tensor")),  # a moving average, int8 values
         ((512, 4), True, P("fsdp", "tensor")),  # scales of blocks of 64 inputs
         ((16, 256), True, P("fsdp", "tensor")),  # of blocks of 32 outputs
-        ((512, 1), True, P("fsdp")),  # of whole rows
+        ((512, 1), True, P("fsdp")),  # of whole rows: one block belongs to every shard
+        ((1, 1), True, P()),
         ((512,), False, P("fsdp")),
         ((256,), False, P("tensor")),
         ((7,), False, P()),
@@ -42,13 +43,107 @@ BASE = ("weight", P("fsdp", "tensor"))
 def test_roles_of_dims(shape: Any, blocks: bool, spec: P) -> None:
     tree = {"layer": {"weight": struct(512, 256), "own": struct(*shape)}}
     plan = ts.plan(tree, [BASE, ("own", ts.follow("weight", blocks=blocks))], MESH, min_size=0)
-    if shape == (512, 1):  # one block cannot be split
-        assert [x.code for x in plan.findings if x.code == "cuts-block"] == ["cuts-block"]
-    else:
-        assert not [x for x in plan.findings if x.code != "left-whole"]
+    assert not [x for x in plan.findings if x.code != "left-whole"]
     assert plan.specs["layer"]["own"] == spec
     assert Plan.from_json(plan.to_json(), like=tree) == plan
     assert plan.on(MESH) == plan
+
+
+# The shapes of a base and of its factors, and the specs of both by that of the base.
+FACTORS: dict[str, tuple[Any, P, Any, Any, P, P]] = {
+    "in x out": ((32, 64), P("fsdp", "tensor"), (32, 4), (4, 64), P("fsdp"), P(None, "tensor")),
+    "out x in": ((64, 32), P("fsdp", "tensor"), (4, 32), (64, 4), P(None, "tensor"), P("fsdp")),
+    "the rank is as long as a dim": (
+        (32, 4),
+        P("fsdp", "tensor"),
+        (32, 4),
+        (4, 4),
+        P("fsdp"),
+        P(None, "tensor"),
+    ),
+    "the rank is the number of heads": (
+        (32, 4, 8),
+        P("fsdp", "tensor"),
+        (32, 4),
+        (4, 4, 8),
+        P("fsdp"),
+        P(None, "tensor"),
+    ),
+    "heads and their dims as one": (
+        (32, 4, 8),
+        P("fsdp", "tensor"),
+        (32, 4),
+        (4, 32),
+        P("fsdp"),
+        P(None, "tensor"),
+    ),
+    "a dim inside of one that is merged": (
+        (32, 4, 8),
+        P("fsdp", None, "tensor"),
+        (32, 4),
+        (4, 32),
+        P("fsdp"),
+        P(),
+    ),
+    "heads and their dims, to the outputs": (
+        (4, 8, 32),
+        P("tensor", None, "fsdp"),
+        (32, 4),
+        (4, 32),
+        P("tensor"),
+        P(None, "fsdp"),
+    ),
+    "stacked layers": (
+        (8, 32, 64),
+        P(None, "fsdp", "tensor"),
+        (8, 32, 4),
+        (8, 4, 64),
+        P(None, "fsdp"),
+        P(None, None, "tensor"),
+    ),
+    "stacked experts": (
+        (8, 32, 64),
+        P("fsdp", None, "tensor"),
+        (8, 32, 8),
+        (8, 8, 64),
+        P("fsdp"),
+        P("fsdp", None, "tensor"),
+    ),
+    "any dim may be the rank": ((8, 8), P("fsdp", "tensor"), (8, 8), (8, 8), P(), P()),
+}
+
+
+@pytest.mark.parametrize("case", FACTORS.values(), ids=FACTORS)
+@pytest.mark.parametrize("names", ["kernel_lora_{}", "lora_{}/kernel"])
+def test_the_rank_of_a_factor_is_not_sharded(case: Any, names: str) -> None:
+    shape, spec, a, b, of_a, of_b = case
+    paths = [f"q/{names.format(name)}" for name in "ab"]
+    tree = {"q/kernel": struct(*shape), "q/bias": struct(shape[-1])}
+    tree |= {paths[0]: struct(*a), paths[1]: struct(*b)}
+    rules = [("lora", ts.follow("kernel")), ("kernel", spec), ("bias", None)]
+    plan = ts.plan(tree, rules, MESH, min_size=0)
+    assert [plan.specs[path] for path in paths] == [of_a, of_b]
+    if of_a == of_b == P():
+        why = f"any dim of shape {a} may be the rank of the factor, so it is replicated."
+        assert [x.why for x in plan.leaves[-1].adjustments] == [why]
+
+
+def test_moments_of_factors_follow_them_where_the_base_is_frozen() -> None:
+    params = {"q": {"kernel": struct(32, 4, 8), "lora_a": struct(32, 4), "lora_b": struct(4, 32)}}
+    labels = {"q": {"kernel": "freeze", "lora_a": "adam", "lora_b": "adam"}}
+    optimizers = {"adam": optax.adam(0.1), "freeze": optax.set_to_zero()}
+    optimizer = optax.partition(optimizers, labels)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    rules = [("lora", ts.follow("kernel")), ("kernel", P("fsdp", "tensor")), (".*", None)]
+    plan = ts.plan(state, rules, MESH, min_size=0)
+    given = {leaf.path: leaf.given for leaf in plan.leaves}
+    moments = [path for path in given if "/mu/" in path or "/nu/" in path]
+    assert len(moments) == 4
+    for path in moments:
+        assert given[path] == given["params/q/" + path.rpartition("/")[2]] != P()
+    assert not [x for x in plan.findings if x.code == "no-base"]
+    follows = ts.plan(params, rules, MESH, min_size=0).follow(state["opt_state"])
+    assert follows.specs == plan.specs["opt_state"]
 
 
 def test_flat_numbers_follow_rows() -> None:

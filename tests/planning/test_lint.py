@@ -360,6 +360,12 @@ def test_an_axis_of_size_one_does_not_shard() -> None:
 # ------------------------------------------------------------------ stacked layers
 
 
+HEADS: dict[str, Any] = {
+    **{name: {"kernel": struct(4, 32, 8), "bias": struct(4, 8)} for name in ("q", "k", "v")},
+    "out": {"kernel": struct(4, 8, 32), "bias": struct(32)},
+}
+
+
 @pytest.mark.parametrize(
     "tree",
     [
@@ -367,15 +373,45 @@ def test_an_axis_of_size_one_does_not_shard() -> None:
         {"conv": {"weight": struct(8, 4, 3, 3), "bias": struct(8, 1, 1)}},
         {"attn": {name: struct(8, 8) for name in "qkvo"}},
         {"query": {"kernel": struct(16, 8, 4), "bias": struct(8, 4)}},
+        HEADS,
+        {"decoder": {"0": {"attn": HEADS}, "1": {"attn": HEADS}}},
+        {"decoder": {"k": {"w": struct(4, 32, 8), "b": struct(4, 8)}, "x": struct(32, 64)}},
+        {"mha": {"in": struct(4, 32, 8), "in_b": struct(4, 8), "out": struct(4, 8, 32)}},
         {"experts": {"up": struct(8, 16, 32), "scale": struct(8, 16)}},
         {"blocks": {"norm": struct(1, 8), "up": struct(1, 8, 16)}},
     ],
-    ids=["linear", "convolution", "attention", "heads", "experts", "one-layer"],
+    ids=[
+        "linear",
+        "convolution",
+        "attention",
+        "heads",
+        "heads-first",
+        "heads-of-layers",
+        "heads-by-name",
+        "heads-by-shape",
+        "experts",
+        "one-layer",
+    ],
 )
 def test_arrays_that_are_not_stacked_may_be_sharded_on_dim_0(tree) -> None:
     mesh = AbstractMesh((1,), ("fsdp",), axis_types=(AxisType.Auto,)) if "blocks" in tree else MESH
     codes = {finding.code for finding in findings(tree, [("", P("fsdp"))], mesh=mesh)}
     assert "scan-dim" not in codes
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        {"h": {"attn": {"q": struct(4, 32, 32)}, "norm": struct(4, 32)}},
+        {"h": {"norm": struct(4, 32), "up": struct(4, 32, 128), "bias": struct(4, 128)}},
+        {"layers": {"q": struct(4, 32, 8), "q_norm": struct(4, 8)}},
+        {"h": {"attn": HEADS["q"], "up": struct(4, 32, 32), "norm": struct(4, 32)}},
+    ],
+    ids=["full-matrices", "feed-forward", "attention-by-name", "with-more-than-heads"],
+)
+def test_a_stack_is_told_from_heads(stack) -> None:
+    codes = {finding.code for finding in findings(stack, [("", P("fsdp"))])}
+    assert "scan-dim" in codes
 
 
 def test_a_stack_is_found_in_optimizer_state_too() -> None:

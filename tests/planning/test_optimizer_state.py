@@ -422,6 +422,30 @@ def test_another_mesh_keeps_the_extra_axis() -> None:
         plan.on("data=2")
 
 
+# ------------------------------------------------------------------ memory
+
+
+def test_an_average_in_host_memory(mesh) -> None:
+    params = {"w": np.ones((8, 16), "float32"), "scale": np.float32(1)}
+    plan = ts.plan(params, [("w", P("fsdp"))], mesh, min_size=0)
+    average = plan.follow({"ema": params, "row": np.ones(3)}, memory="pinned_host")
+    memories = {leaf.path: leaf.memory for leaf in average.leaves}
+    assert memories == {"ema/scale": None, "ema/w": "pinned_host", "row": "pinned_host"}
+    assert average.specs["ema"] == plan.specs
+    placed = ts.shard({"ema": params, "row": np.ones(3, "float32")}, average)
+    assert placed["ema"]["w"].sharding.memory_kind == "pinned_host"
+    assert placed["ema"]["scale"].sharding.memory_kind == "device"
+    for other in (average.on(mesh), average.padded()):
+        assert {leaf.path: leaf.memory for leaf in other.leaves} == memories
+    further = plan.follow({"ema": params}, extra_axis="data", memory="pinned_host")
+    assert str(further.placements["ema"]["w"].spec) == "P('fsdp', 'data')"
+    # A copy of what is in host memory is there too.
+    copies = average.follow({"mu": {"ema": params}})
+    assert [leaf.memory for leaf in copies.leaves] == [None, "pinned_host"]
+    with pytest.raises(ts.MeshError, match="places leaves in disk"):
+        ts.shard(params, plan.follow(params, memory="disk"))
+
+
 # ------------------------------------------------------------------ errors
 
 

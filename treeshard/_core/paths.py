@@ -1,7 +1,8 @@
 """The paths of leaves: `layers/0/attn/q/weight`.
 
-`jax.tree_util.keystr` with a separator gives them, but for Flax boxes: a weight would have the path
-`w/value` or `w`, as it is boxed or not, and rules for one would miss the other.
+`jax.tree_util.keystr` with a separator gives them, but for arrays in wrappers, as Flax and haliax
+have them: a weight would have the path `w/value`, `w/0` or `w`, as it is wrapped or not, and rules
+for one would miss the others.
 """
 
 from collections import Counter, defaultdict
@@ -24,12 +25,24 @@ def is_box(x: Any) -> bool:
     )
 
 
+def is_named_array(x: Any) -> bool:
+    """Whether `x` is a `haliax.NamedArray`: an array with a named `Axis` for each dim."""
+    # Its class registers itself with JAX, and its array is the only child.
+    kind = type(x)
+    return hasattr(kind, "resolve_axis") and hasattr(kind, "axis_size") and hasattr(x, "axes")
+
+
+def is_wrapper(x: Any) -> bool:
+    """Whether `x` wraps an array and adds nothing to its path: a Flax box or a `NamedArray`."""
+    return is_box(x) or is_named_array(x)
+
+
 def leaf_paths(tree: PyTree, *, is_leaf: IsLeaf = None) -> list[str]:
     """Returns the path of every leaf of a tree, in the order in which JAX flattens it.
 
     Dict keys, field names and indices are joined by `/`. A tree that is itself a leaf has
-    the path `""`. A Flax box is one leaf, so its `value` is not part of the path. Two leaves
-    may share a path, as in `{"a/b": 1, "a": {"b": 2}}`.
+    the path `""`. A Flax box is one leaf, so its `value` is not part of the path, and so is a
+    `NamedArray` of haliax. Two leaves may share a path, as in `{"a/b": 1, "a": {"b": 2}}`.
 
     Args:
         tree: Any pytree.
@@ -78,13 +91,13 @@ def children_with_keys(node: Any) -> list[tuple[str, Any]]:
 
 def _named_leaves(tree: PyTree, sep: str, is_leaf: IsLeaf) -> tuple[list[str], list[Any]]:
     def stop(x: Any) -> bool:
-        return is_box(x) or (is_leaf is not None and is_leaf(x))
+        return is_wrapper(x) or (is_leaf is not None and is_leaf(x))
 
     paths: list[str] = []
     leaves: list[Any] = []
     for keys, leaf in tree_flatten_with_path(tree, is_leaf=stop)[0]:
-        if is_box(leaf) and not (is_leaf is not None and is_leaf(leaf)):
-            # The first key inside a box is its field `value`.
+        if is_wrapper(leaf) and not (is_leaf is not None and is_leaf(leaf)):
+            # The first key inside a wrapper is its field, `value` or `0`.
             inside = tree_flatten_with_path(leaf, is_leaf=is_leaf)[0]
             paths += [keystr((*keys, *sub[1:]), simple=True, separator=sep) for sub, _ in inside]
             leaves += [value for _, value in inside]

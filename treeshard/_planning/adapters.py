@@ -6,7 +6,8 @@ any order of leaves.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from treeshard._core.specs import (
     part_count,
     with_entries,
 )
-from treeshard._planning.matching import Decision, PlannedLeaf
+from treeshard._planning.matching import Decision, PlannedLeaf, Shape, tails
 from treeshard._planning.tactics import Refined, Step, Tactic
 
 
@@ -33,11 +34,19 @@ def follow(base: str, *, blocks: bool = False) -> Tactic:
     first. If `base` is a branch, the base leaf is in it at the rest of the leaf's path: for
     `ema/mlp/w` and `"params"` it is `params/mlp/w`.
 
-    A leaf of the base's rank takes the axes of the base in each dim of the same length. Other dims,
-    such as the rank of a LoRA factor, are not sharded. With `blocks`, a dim also takes the axes if
-    it has one entry for each block of the base's dim, as the scales of quantised weights have. A
-    leaf of lower rank takes the axes of the dim of equal length, if the base has one only. A flat
-    leaf, such as packed numbers of 4 bits, is split as dim 0 of a base that is sharded on no other.
+    Two leaves of one base whose product has its shape are the factors of a LoRA adapter, `(in, r)`
+    and `(r, out)`: the dim that they share, the rank, is not sharded, whatever its length, and the
+    others take the axes of the base's dims. A dim that is as long as several dims of the base
+    together, such as heads and the dims of a head, takes the axes of the first of them.
+
+    Of other leaves, one of the base's rank takes the axes of the base in each dim of the same
+    length. With `blocks`, a dim also takes the axes if it has one entry for each block of the
+    base's dim, as the scales of quantised weights have; a dim of one block is not sharded. A leaf
+    of lower rank takes the axes of the dim of equal length, if the base has one only. A flat leaf,
+    such as packed numbers of 4 bits, is split as dim 0 of a base that is sharded on no other.
+
+    A leaf without a base whose path ends in that of another leaf of its shape, such as the moment
+    of a factor, is sharded as that one.
 
     `plan` and `init_sharded` know bases; `match_partition_rules` replicates such leaves.
 
@@ -85,28 +94,74 @@ def following(
         steps.update((number, step) for step in of_rule if isinstance(step, Follow))
     if not steps:
         return {}
-    index_of = {leaf.path: i for i, leaf in enumerate(leaves)}
-    decided: dict[int, Decision] = {}
+    return _Followers(leaves, steps, mesh, pad).decisions()
 
-    def decide(index: int, waiting: frozenset[int]) -> Decision:
-        """The decision of a leaf. A base may follow another one; `waiting` breaks circles."""
-        leaf = leaves[index]
-        if leaf.rule not in steps:
-            return leaf.decision
-        if index not in decided:
+
+class _Followers:
+    """The leaves that follow a base, and their bases."""
+
+    def __init__(
+        self,
+        leaves: Sequence[PlannedLeaf],
+        steps: Mapping[int | None, Follow],
+        mesh: AnyMesh,
+        pad: Callable[[PlannedLeaf], PlannedLeaf],
+    ):
+        self.leaves, self.steps, self.mesh, self.pad = leaves, steps, mesh, pad
+        self.decided: dict[int, Decision] = {}
+        self.bases_of: dict[int, list[int]] = {}
+        self.factors_of: dict[int, list[int]] = defaultdict(list)  # the followers of each base
+        index_of = {leaf.path: i for i, leaf in enumerate(leaves)}
+        for i, leaf in enumerate(leaves):
+            if leaf.rule not in steps:
+                continue
             step = steps[leaf.rule]
-            bases = [index_of[x] for x in _base_paths(leaf.path, step.base) if x in index_of]
-            base = next((i for i in bases if i not in waiting), None)
-            if base is None:
-                decided[index] = _without_base(leaf.decision, step)
-            else:
-                of_base = decide(base, waiting | {base})
-                padded = pad(leaves[base]._replace(decision=of_base))
-                decided[index] = _as_base(leaf, padded, mesh, step.blocks)
-        return decided[index]
+            paths = _base_paths(leaf.path, step.base)
+            bases = [index_of[path] for path in paths if index_of.get(path, i) != i]
+            self.bases_of[i] = bases
+            if bases and not step.blocks:
+                self.factors_of[bases[0]].append(i)
+        self.originals = _by_tail(leaves, [i for i, bases in self.bases_of.items() if bases])
 
-    followers = [i for i, leaf in enumerate(leaves) if leaf.rule in steps]
-    return {i: decide(i, frozenset([i])) for i in followers}
+    def decisions(self) -> dict[int, Decision]:
+        return {i: self._decide(i, frozenset([i])) for i in self.bases_of}
+
+    def _decide(self, index: int, waiting: frozenset[int]) -> Decision:
+        """The decision of a leaf. A base may follow another one; `waiting` breaks circles."""
+        leaf = self.leaves[index]
+        if leaf.rule not in self.steps:
+            return leaf.decision
+        if index not in self.decided:
+            self.decided[index] = self._followed(index, self.steps[leaf.rule], waiting)
+        return self.decided[index]
+
+    def _followed(self, index: int, step: Follow, waiting: frozenset[int]) -> Decision:
+        leaf = self.leaves[index]
+        base = next((i for i in self.bases_of[index] if i not in waiting), None)
+        if base is None:
+            original = _original(leaf, self.leaves, self.originals)
+            if original is None or original in waiting:
+                return _without_base(leaf.decision, step)
+            as_original = self._decide(original, waiting | {original})
+            return as_original._replace(rule=leaf.rule, pattern=leaf.pattern)
+        of_base = self._decide(base, waiting | {base})
+        padded = self.pad(self.leaves[base]._replace(decision=of_base))
+        others = [self.leaves[i].shape for i in self.factors_of[base] if i != index]
+        return _as_base(leaf, padded, self.mesh, step.blocks, others)
+
+
+def _by_tail(leaves: Sequence[PlannedLeaf], indices: Iterable[int]) -> dict[str, int]:
+    """Leaves by their paths without the first key, which is the branch of a state."""
+    return {leaves[i].path.partition("/")[2]: i for i in indices}
+
+
+def _original(
+    leaf: PlannedLeaf, leaves: Sequence[PlannedLeaf], by_tail: Mapping[str, int]
+) -> int | None:
+    """The leaf that a leaf is a moment of: of the same shape, at the end of the leaf's path."""
+    # The base may be frozen, and then the optimizer's state has the moments of the factors alone.
+    indices = [by_tail[tail] for tail in tails(leaf.path) if tail in by_tail]
+    return next((i for i in indices if leaves[i].shape == leaf.shape), None)
 
 
 def _base_paths(path: str, base: str) -> Iterator[str]:
@@ -125,13 +180,25 @@ def _without_base(undecided: Decision, step: Follow) -> Decision:
     return undecided._replace(adjustments=(Adjustment("no-base", why),))
 
 
-def _as_base(leaf: PlannedLeaf, base: PlannedLeaf, mesh: AnyMesh, blocks: bool) -> Decision:
-    """The decision of a leaf by that of its base, and what of it could not be followed."""
+def _as_base(
+    leaf: PlannedLeaf, base: PlannedLeaf, mesh: AnyMesh, blocks: bool, others: Iterable[Shape]
+) -> Decision:
+    """The decision of a leaf by that of its base, and what of it could not be followed.
+
+    `others` are the shapes of the other leaves that follow this base.
+    """
     shape, sizes = leaf.shape, axis_sizes(mesh)
     of_base = dim_entries(base.given, len(base.shape))
     new: list[Entry] = [None] * len(shape)
     notes: list[Adjustment] = []
-    for dim, source in _dims(base, of_base, shape, blocks).items():
+    dims, why = None, ""
+    if not blocks:
+        dims, why = _dims_of_factor(base, of_base, shape, others)
+    if why:
+        notes.append(Adjustment("no-dim", why))
+    if dims is None:
+        dims = _dims(base, of_base, shape, blocks)
+    for dim, source in dims.items():
         entry = of_base[source]
         if shape[dim] % part_count(axes_of(entry), sizes) == 0:
             new[dim] = entry
@@ -148,6 +215,72 @@ def _as_base(leaf: PlannedLeaf, base: PlannedLeaf, mesh: AnyMesh, blocks: bool) 
     return leaf.decision._replace(
         asked=spec, given=spec, adjustments=tuple(notes), memory=base.memory
     )
+
+
+def _dims_of_factor(
+    base: PlannedLeaf, of_base: list[Entry], shape: Shape, others: Iterable[Shape]
+) -> tuple[dict[int, int] | None, str]:
+    """The dims of a LoRA factor that have the role of a dim of its base; `None` if no other leaf
+    makes it a factor. And why no dim has one, if either could be the rank."""
+    of_shape = base.unpadded or base.shape
+    roles: list[dict[int, tuple[int, ...]]] = []
+    for other in others:
+        for left, right, is_left in ((shape, other, True), (other, shape, False)):
+            dims = factor_dims(left, right, of_shape, is_left=is_left)
+            if dims is not None and dims not in roles:
+                roles.append(dims)
+    if not roles:
+        return None, ""
+    if len(roles) > 1:
+        why = f"any dim of shape {shape} may be the rank of the factor, so it is replicated."
+        return {}, why
+    # Dims of the base that are one dim of the factor: its shards are theirs if the first is split.
+    own = {dim: group[0] for dim, group in roles[0].items()}
+    inner = [source for group in roles[0].values() for source in group[1:]]
+    if base.unpadded is not None or any(of_base[source] is not None for source in inner):
+        own = {dim: group[0] for dim, group in roles[0].items() if len(group) == 1}
+    return own, ""
+
+
+def factor_dims(
+    left: Shape, right: Shape, base: Shape, *, is_left: bool
+) -> dict[int, tuple[int, ...]] | None:
+    """The dims of a factor, each with the dims of the base that it has the role of; `None` if
+    `left @ right` has another shape than the base.
+
+    Factors are `(in, r)` and `(r, out)`, or `(n, in, r)` and `(n, r, out)` for n layers or experts.
+    Dims of the base may be one dim of a factor: `(r, 32)` for heads `(4, 8)`.
+    """
+    if len(left) < 2 or len(right) < 2:
+        return None
+    for batch in range(min(len(left), len(right)) - 1):
+        if left[:batch] != right[:batch] or left[-1] != right[batch]:
+            continue
+        groups = _merged(left[:-1] + right[batch + 1 :], base)
+        if groups is None:
+            continue
+        if is_left:
+            return dict(enumerate(groups[: len(left) - 1]))
+        # Behind the dims of the batch, `right` has the rank first.
+        own = [*groups[:batch], None, *groups[len(left) - 1 :]]
+        return {dim: group for dim, group in enumerate(own) if group is not None}
+    return None
+
+
+def _merged(shape: Shape, base: Shape) -> list[tuple[int, ...]] | None:
+    """For each dim of `shape`, the consecutive dims of the base that it has merged; `None` if it
+    is not a reshaping of that kind."""
+    groups: list[tuple[int, ...]] = []
+    start = 0
+    for length in shape:
+        end = start + 1
+        while end < len(base) and math.prod(base[start:end]) < length:
+            end += 1
+        if start >= len(base) or math.prod(base[start:end]) != length:
+            return None
+        groups.append(tuple(range(start, end)))
+        start = end
+    return groups if start == len(base) else None
 
 
 def _dims(
@@ -174,4 +307,5 @@ def _is_packed(shape: tuple[int, ...], of_base: tuple[int, ...]) -> bool:
 
 def _fits(length: int, of_base: int, blocks: bool) -> bool:
     """Whether a dim is that of the base, or has an entry for each block of it."""
-    return length == of_base or (blocks and length > 0 and of_base % length == 0)
+    # One block of the whole dim belongs to every shard.
+    return length == of_base or (blocks and length > 1 and of_base % length == 0)

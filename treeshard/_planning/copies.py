@@ -3,8 +3,12 @@
 Rules cannot decide them: a pattern that begins with `^` misses a copy, and the path of a factored
 moment ends in that of its parameter, which has another shape. So each leaf takes the decision of
 the leaf that it was made from, dim by dim; `mirrors` says which leaf and which dims.
+
+Of a state that rules decide together with its parameters, this holds for one kind of leaf:
+`histories`.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,8 +19,8 @@ from jax.tree_util import tree_flatten, tree_leaves
 from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes, axis_tuple, check_axes
 from treeshard._core.paths import PyTree
-from treeshard._core.specs import all_axes, entries
-from treeshard._planning.matching import Decision, PlannedLeaf
+from treeshard._core.specs import all_axes, entries, with_entries
+from treeshard._planning.matching import Decision, PlannedLeaf, tails
 from treeshard._planning.mirrors import Followed, Original, follow
 from treeshard._planning.tactics import fsdp
 from treeshard._planning.tree_walk import Shape, name_leaves
@@ -52,6 +56,65 @@ def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
 def _decision(of_counterpart: Decision, spec: PartitionSpec) -> Decision:
     rule, pattern, memory = of_counterpart.rule, of_counterpart.pattern, of_counterpart.memory
     return Decision(spec, spec, rule, pattern, memory=memory)
+
+
+# ------------------------------------------------------------------ among the leaves of one tree
+
+
+def histories(leaves: Sequence[PlannedLeaf]) -> dict[int, Decision]:
+    """The decisions of stacked copies of parameters, by index.
+
+    L-BFGS keeps the last updates of each parameter, `(memory_size, *shape)`. Its rule was written
+    for the parameter: by `P("fsdp")` it would split the memory.
+    """
+    # A shape alone says little: a layer `w` and a stack of others end in the same key too. So a
+    # history has the rule of its parameter, and stands in a branch that has a copy of it as well.
+    shapes = {leaf.shape for leaf in leaves}
+    stacked = [i for i, x in enumerate(leaves) if len(x.shape) > 1 and x.shape[1:] in shapes]
+    if not stacked:
+        return {}
+    parameters: dict[tuple[str, Shape], list[PlannedLeaf]] = defaultdict(list)
+    for leaf in leaves:
+        parameters[leaf.path.partition("/")[2], leaf.shape].append(leaf)
+    histories: dict[int, Decision] = {}
+    for i in stacked:
+        history = leaves[i]
+        for tail in tails(history.path):
+            of_tail = parameters.get((tail, history.shape[1:]), [])
+            alike = [x for x in of_tail if x.rule == history.rule and x.rule is not None]
+            if alike and _has_copy(leaves, history, tail):
+                histories[i] = _stacked(alike[0].decision)
+                break
+    return histories
+
+
+def _has_copy(leaves: Sequence[PlannedLeaf], history: PlannedLeaf, tail: str) -> bool:
+    """Whether the branch of a history also has a copy of its parameter."""
+    branch = history.path.partition("/")[0] + "/"
+    shape, ending = history.shape[1:], f"/{tail}"
+    of_shape = (leaf.path for leaf in leaves if leaf.shape == shape)
+    # The parameter itself may be in a branch of the same name, one key below it.
+    return any(
+        path.startswith(branch) and path.endswith(ending) and path != branch + tail
+        for path in of_shape
+    )
+
+
+def _stacked(decision: Decision) -> Decision:
+    """The decision of a parameter, for a stack of its copies."""
+    asked, given = (
+        None if spec is None else with_entries(spec, (None, *entries(spec)))
+        for spec in (decision.asked, decision.given)
+    )
+    assert given is not None
+    adjustments = tuple(
+        note if note.dim is None else note._replace(dim=note.dim + 1)
+        for note in decision.adjustments
+    )
+    return decision._replace(asked=asked, given=given, adjustments=adjustments)
+
+
+# ------------------------------------------------------------------ further, and elsewhere
 
 
 def resized(tree: PyTree, before: Original, after: Original) -> list[Any]:
@@ -93,6 +156,18 @@ def sharded_further(
             refined[key] = _further(leaf, axes, mesh, min_size)
         further.append(leaf._replace(decision=refined[key]))
     return further
+
+
+def in_memory(leaves: Iterable[PlannedLeaf], memory: str) -> list[PlannedLeaf]:
+    """The leaves in a kind of memory; scalars stay where they are, as with tactics."""
+    decisions: dict[Decision, Decision] = {}
+    moved: list[PlannedLeaf] = []
+    for leaf in leaves:
+        decision = leaf.decision
+        if leaf.shape:
+            decision = decisions.setdefault(decision, decision._replace(memory=memory))
+        moved.append(leaf._replace(decision=decision))
+    return moved
 
 
 def _further(leaf: PlannedLeaf, axes: tuple[str, ...], mesh: AnyMesh, min_size: int) -> Decision:

@@ -21,7 +21,7 @@ from treeshard._planning.lint_state import (
     unsharded_state,
 )
 from treeshard._planning.logical import ReadLogicalRules, names_without_rule, read_logical_rules
-from treeshard._planning.matching import SMALL, PlannedLeaf
+from treeshard._planning.matching import SMALL, PlannedLeaf, Shape
 from treeshard._planning.padding import padded_leaf
 from treeshard._planning.tactics import ByNames, Tactic
 from treeshard.errors import did_you_mean
@@ -351,8 +351,8 @@ def _scan_dims(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding
     Stacked layers are recognised by their shapes: all arrays of a subtree have the same
     length above 1 on dim 0, each has at least one more dim, and they have at least two
     different ranks, as stacked vectors and matrices do. Dims of length 1 do not count: the
-    bias of a convolution has them. Stacked experts have such shapes too, but are sharded on
-    dim 0 on purpose; they are recognised by their name.
+    bias of a convolution has them. Stacked experts and the heads of an attention have such shapes
+    too, but are sharded on dim 0 on purpose: see `_EXPERTS` and `_are_heads`.
     """
     split = [members for members in _kinds(leaves) if 0 in _split_dims(members[0], mesh)]
     suspects = [leaf for members in split for leaf in members if not _EXPERTS.search(leaf.path)]
@@ -371,21 +371,53 @@ def _scan_dims(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding
 
 
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+# Words in the names of stacked layers, and of the weights of an attention.
+_LAYERS = re.compile("layer(?!_?norm)|block|stack|scan|repeat", re.IGNORECASE)
+_ATTENTION = re.compile(
+    "att(ention|n)|heads?(_|/|$)|query|(^|/)(w_?)?(q|k|v|qkv|kv)(_proj|_einsum)?(/|$)",
+    re.IGNORECASE,
+)
 
 
 def _stacks(leaves: Iterable[PlannedLeaf]) -> set[str]:
     """The paths of subtrees that look like stacked layers."""
-    lengths: dict[str, set[int]] = defaultdict(set)
-    ranks: dict[str, set[int]] = defaultdict(set)
+    members: dict[str, dict[tuple[str, Shape], None]] = defaultdict(dict)
     for leaf in leaves:
         if leaf.size == 1:  # a step count, or the epsilon of a norm
             continue
-        rank = sum(length != 1 for length in leaf.shape)
         for path in _ancestors(leaf.path):
-            lengths[path].add(leaf.shape[0])
-            ranks[path].add(rank)
-    several = {path for path in ranks if len(ranks[path]) > 1 and min(ranks[path]) > 1}
-    return {path for path in several if len(lengths[path]) == 1 and max(lengths[path]) > 1}
+            members[path][leaf.path, leaf.shape] = None
+    return {path for path, inside in members.items() if _is_stack(path, list(inside))}
+
+
+def _is_stack(path: str, inside: Sequence[tuple[str, Shape]]) -> bool:
+    lengths = {shape[0] for _, shape in inside}
+    if len(lengths) > 1 or max(lengths) == 1:
+        return False
+    ranks = {sum(length != 1 for length in shape) for _, shape in inside}
+    if len(ranks) == 1 or min(ranks) == 1:
+        return False
+    return not _are_heads(path, inside)
+
+
+def _are_heads(path: str, inside: Sequence[tuple[str, Shape]]) -> bool:
+    """Whether the leaves of a subtree are an attention's, `(heads, embed, dims of a head)`.
+
+    Their names tell, or else their shapes: `heads * dims == embed`, and vectors of `dims`.
+    """
+    if _LAYERS.search(path):
+        return False
+    if all(_ATTENTION.search(leaf) for leaf, _ in inside):
+        return True
+    matrices = [shape for _, shape in inside if len(shape) == 3]
+    vectors = {shape[1] for _, shape in inside if len(shape) == 2}
+    if len(matrices) + sum(len(shape) == 2 for _, shape in inside) < len(inside):
+        return False
+    dims = {tuple(sorted(shape[1:])) for shape in matrices}
+    if len(dims) != 1:
+        return False
+    of_head, embed = dims.pop()
+    return vectors <= {of_head} and inside[0][1][0] * of_head == embed
 
 
 def _ancestors(path: str) -> list[str]:

@@ -215,11 +215,16 @@ _in_force = jax.make_user_context(None)
 
 
 def current_logical_rules() -> ReadLogicalRules | None:
-    """The rules in force: treeshard's, else those of Flax if it is loaded, else `None`."""
+    """The rules in force: treeshard's, else those of Flax or of haliax, else `None`."""
     if _in_force.value is not None:
         return _in_force.value
     # Linen and nnx both keep the rules of their contexts in this module.
     ambient = getattr(sys.modules.get("flax.core.spmd"), "get_logical_axis_rules", tuple)()
+    if not ambient:
+        # A dict from names to mesh axes, or `None` outside of `hax.axis_mapping(...)`.
+        haliax = sys.modules.get("haliax.partitioning")
+        mapping = getattr(haliax, "current_thread_local_mapping", dict)() or {}
+        ambient = tuple(mapping.items())
     return read_logical_rules(ambient) if ambient else None
 
 

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten
 
 from treeshard._core.mesh import AnyMesh, current_or_given
-from treeshard._core.paths import is_box
 from treeshard._core.specs import (
     MISFITS,
     Adjustment,
@@ -27,6 +26,7 @@ from treeshard._core.specs import (
     with_entries,
 )
 from treeshard._planning.logical import resolve_names
+from treeshard._planning.named_dims import leaves_with_names
 from treeshard._planning.tactics import Tactic, min_size_in_force, too_small
 from treeshard._planning.tree_walk import Shape, TreeDef, name_leaves, shape_of_each
 from treeshard.errors import ShardingRuleError, SpecError, listed
@@ -175,7 +175,7 @@ def decide(
     call = _Call(mesh, tactic_mesh, min_size_in_force(min_size), [])
     leaves, treedef = tree_flatten(tree)
     names, shapes = name_leaves(tree, treedef), shape_of_each(leaves)
-    shown = _in_boxes(tree) if any(tactic.reads_boxes for tactic in tactics) else leaves
+    shown = leaves_with_names(tree) if any(tactic.reads_boxes for tactic in tactics) else leaves
     rules = [_Rule(i, pattern, action, call) for i, (pattern, action) in enumerate(rules_in_use)]
     arrays = [path for path, shape in zip(names.paths, shapes, strict=True) if shape]
     rule_of = _first_matches(rules, arrays, whole_paths)
@@ -224,16 +224,6 @@ def _with_specs(read: ReadRules, mesh: AnyMesh | None) -> ReadRules:
         headline = f"{len(bad)} rules have logical names that do not resolve:"
         raise ShardingRuleError(listed(headline, bad))
     return rules
-
-
-def _in_boxes(tree: Any) -> list[Any]:
-    """The leaves, where a leaf that is alone in a box is replaced by the box."""
-    # A box may hold a tree: `nnx.Param({"q": ..., "k": ...})`, whose names fit none of its leaves.
-    shown: list[Any] = []
-    for leaf in tree_flatten(tree, is_leaf=is_box)[0]:
-        inside = tree_flatten(leaf)[0] if is_box(leaf) else [leaf]
-        shown += [leaf] if len(inside) == 1 else inside
-    return shown
 
 
 # ------------------------------------------------------------------ the decision of a rule

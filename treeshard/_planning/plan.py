@@ -17,12 +17,12 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_structure
 from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import StaticSplit, has_shape, same_arrays
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, axis_sizes, describe_mesh
-from treeshard._core.paths import PyTree, is_box, paths_of, shared_names
+from treeshard._core.paths import PyTree, is_wrapper, paths_of, shared_names
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import all_axes, entries, with_entries
 from treeshard._core.text import human_bytes
 from treeshard._planning.adapters import following
-from treeshard._planning.copies import copied_leaves, resized, sharded_further
+from treeshard._planning.copies import copied_leaves, histories, in_memory, resized, sharded_further
 from treeshard._planning.findings import Finding
 from treeshard._planning.lint import collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
@@ -63,6 +63,7 @@ class Plan(SpecCarrier):
     # that was read from JSON does not know it.
     _source: "Plan | None" = None
     _extra_axis: str | Sequence[str] = ()
+    _memory: str | None = None
     _mirrors: bool = False
     # The paths of arrays that are one object with another leaf, and of that leaf.
     _same_arrays: tuple[tuple[str, str], ...] = ()
@@ -206,8 +207,8 @@ class Plan(SpecCarrier):
         """
         boxes: dict[str, Any] = {}
         if any(isinstance(action, Tactic) and action.reads_boxes for _, action in self.rules):
-            nodes, treedef = tree_flatten(self.structs, is_leaf=is_box)
-            boxes = {p: x for p, x in zip(paths_of(treedef), nodes, strict=True) if is_box(x)}
+            nodes, treedef = tree_flatten(self.structs, is_leaf=is_wrapper)
+            boxes = {p: x for p, x in zip(paths_of(treedef), nodes, strict=True) if is_wrapper(x)}
         rules = () if self._mirrors else self.rules  # the rules did not decide a mirror
         shared = self._shared_paths()
         # Of a plan that was read, no action has names to resolve.
@@ -304,13 +305,15 @@ class Plan(SpecCarrier):
         assert self._source is not None
         structs = resized(self._bare(), self._source._original(), source._original())
         tree = self._split.treedef.unflatten(structs)
-        followed = source.follow(tree, extra_axis=self._extra_axis)
+        followed = source.follow(tree, extra_axis=self._extra_axis, memory=self._memory)
         return followed.with_same_arrays(self._same_arrays)
 
     def _original(self) -> Original:
         return Original(self._split.treedef, self.leaf_at_each_index())
 
-    def follow(self, tree: PyTree, *, extra_axis: str | Sequence[str] = ()) -> "Plan":
+    def follow(
+        self, tree: PyTree, *, extra_axis: str | Sequence[str] = (), memory: str | None = None
+    ) -> "Plan":
         """Plans a tree that holds copies of this plan's tree: optimizer state, an average,
         gradients.
 
@@ -331,6 +334,9 @@ class Plan(SpecCarrier):
                 further than the originals, as ZeRO-1 does: the largest free dim that is
                 divisible. Leaves of fewer elements than the plan's `min_size` keep their spec,
                 and axes that a leaf's spec already has are not added.
+            memory: The kind of memory for the tree, as in `fsdp`, such as `"pinned_host"` for an
+                average that no step computes with. Scalars stay on the devices. By default,
+                each leaf is in the memory of its counterpart.
 
         Returns:
             A `Plan` for `tree` on the same mesh. Each leaf has the rule of its counterpart,
@@ -354,6 +360,8 @@ class Plan(SpecCarrier):
         leaves = copied_leaves(tree, self._original())
         if extra_axis:
             leaves = sharded_further(leaves, extra_axis, self.mesh, self.min_size)
+        if memory is not None:
+            leaves = in_memory(leaves, memory)
         split = StaticSplit(*tree_flatten(tree), has_shape)
         arrays = split.dynamic(tree_leaves(tree))
         return replace(
@@ -362,6 +370,7 @@ class Plan(SpecCarrier):
             _split=split,
             _source=self,
             _extra_axis=extra_axis,
+            _memory=memory,
             _mirrors=True,
             _same_arrays=same_arrays([leaf.path for leaf in leaves], arrays),
         )
@@ -578,6 +587,8 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
     ]
     pairs = tuple((pattern, action) for pattern, action in rules)
     for i, decision in following(leaves, pairs, mesh).items():
+        leaves[i] = leaves[i]._replace(decision=decision)
+    for i, decision in histories(leaves).items():
         leaves[i] = leaves[i]._replace(decision=decision)
     split = StaticSplit(decided.leaves, decided.treedef, has_shape)
     return Plan(

@@ -74,8 +74,11 @@ def _where(leaf: PlannedLeaf) -> str:
 
 
 def _reason(leaf: PlannedLeaf, rules: Rules) -> str:
-    if leaf.rule is None:
-        why = "" if leaf.shape else "scalar"
+    if not leaf.shape and leaf.rule is None:
+        why = "scalar"
+    elif leaf.rule is None:
+        # Unmatched leaves have an adjustment; others are in a plan that follows another one.
+        why = "" if leaf.adjustments else "no counterpart"
     else:
         action = rules[leaf.rule][1]
         kind = kind_of(action)

@@ -9,9 +9,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from operator import index
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import jax
 from jax.sharding import PartitionSpec
 
 from treeshard._core.mesh import (
@@ -22,16 +21,13 @@ from treeshard._core.mesh import (
     current_or_given,
     unknown_axis,
 )
-from treeshard._core.paths import is_box
 from treeshard._core.specs import (
     MISFITS,
     Adjustment,
-    Entry,
     all_axes,
     dim_entries,
     entries,
     entry_of,
-    is_spec,
     part_count,
     project,
     with_entries,
@@ -45,6 +41,7 @@ from treeshard._planning.logical import (
     resolve_by,
     resolve_names,
 )
+from treeshard._planning.named_dims import NamesInBox, has_names, names_in, value_of
 from treeshard.errors import ShardingRuleError, SpecError, counted, misfit_error
 
 Refined = tuple[PartitionSpec, tuple[Adjustment, ...]]
@@ -120,7 +117,7 @@ class Tactic:
         if misfits := [each for each in adjustments if each.kind in MISFITS]:
             why = " ".join(misfit.why for misfit in misfits)
             error = misfit_error({misfit.kind for misfit in misfits}, SpecError)
-            raise error(f"{path} {tuple(_value_in(leaf).shape)}, {self!r}: {why}")
+            raise error(f"{path} {tuple(value_of(leaf).shape)}, {self!r}: {why}")
         return refined
 
     @property
@@ -150,7 +147,7 @@ class Tactic:
 
         `leaf` may be a box. Raises `SpecError` as the steps do.
         """
-        value = _value_in(leaf)
+        value = value_of(leaf)
         size = math.prod(value.shape)
         adjustments: list[Adjustment] = []
         for step in self.steps:
@@ -248,16 +245,17 @@ def shard_dim(
 
 
 def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
-    """Shards leaves by the names of dims in their Flax boxes.
+    """Shards leaves by the names of their dims, in Flax boxes or as haliax has them.
 
     Boxes are `nn.LogicallyPartitioned`, `nn.Partitioned`, and nnx variables with sharding
-    metadata. Names in `LogicallyPartitioned` are always resolved by rules. In the others, as
-    in Flax, a name without a rule is a mesh axis. Leaves without a box keep their spec.
+    metadata. haliax has names in the axes of a `NamedArray`, and in `hax.field(axis_names=...)`.
+    Names in `LogicallyPartitioned` and of haliax are always resolved by rules. In the other
+    boxes, as in Flax, a name without a rule is a mesh axis. Leaves without names keep their spec.
 
     Args:
-        rules: As in `logical_axis_rules`. By default the box's own rules, else those in
-            force when the tactic is applied: of `logical_axis_rules`, or of Flax's context
-            of that name.
+        rules: As in `logical_axis_rules`; `list(mapping.items())` of an axis mapping of haliax.
+            By default the box's own rules, else those in force when the tactic is applied: of
+            `logical_axis_rules`, of Flax's context of that name, or of `hax.axis_mapping`.
 
     Returns:
         A tactic, for use as the action of a rule. It must come before tactics that shard
@@ -273,7 +271,8 @@ def logical_partitioning(rules: LogicalRules | None = None) -> Tactic:
         P('fsdp', 'tensor')
 
     Source:
-        big_vision's tactic of this name; `flax.linen.logical_to_mesh_axes`.
+        big_vision's tactic of this name; `flax.linen.logical_to_mesh_axes`;
+        `haliax.partitioning.pspec_for`.
     """
     return Tactic((ByNames(None if rules is None else read_logical_rules(rules)),))
 
@@ -322,10 +321,6 @@ def axes_to_shard(axis: str | Sequence[str], where: str) -> tuple[str, ...]:
     if not axes or len(set(axes)) < len(axes):
         raise SpecError(f"{where}({axis!r}): give at least one axis, and each once.")
     return axes
-
-
-def _value_in(leaf: Any) -> Any:
-    return jax.tree.leaves(leaf)[0] if is_box(leaf) else leaf
 
 
 # ------------------------------------------------------------------ steps
@@ -423,7 +418,7 @@ class ShardDim(Step):
 
 @dataclass(frozen=True, repr=False)
 class ByNames(Step):
-    """Shards a leaf by the names of dims in its box."""
+    """Shards a leaf by the names of its dims."""
 
     rules: ReadLogicalRules | None = None
     reads_boxes = True
@@ -433,7 +428,7 @@ class ByNames(Step):
         return f"logical_partitioning({'' if rules is None else repr(rules)})"
 
     def refine(self, spec: PartitionSpec, mesh: AnyMesh, path: str, leaf: Any) -> Refined:
-        if not is_box(leaf):
+        if not has_names(leaf):
             return spec, ()
         box = names_in(leaf)
         if not any(box.names):
@@ -441,11 +436,11 @@ class ByNames(Step):
         if any(entries(spec)):
             why = f"an earlier tactic sharded it as {spec}. Put logical_partitioning first."
             return spec, (Adjustment("already-sharded", why),)
-        shape = tuple(jax.tree.leaves(leaf)[0].shape)
+        shape = tuple(value_of(leaf).shape)
         projected, adjustments = project(self._spec(box, mesh), mesh, shape)
         return with_entries(projected, entries(projected)), adjustments
 
-    def _spec(self, box: "NamesInBox", mesh: AnyMesh) -> PartitionSpec:
+    def _spec(self, box: NamesInBox, mesh: AnyMesh) -> PartitionSpec:
         rules = self.rules
         if rules is None:
             own = box.rules is not None
@@ -463,27 +458,6 @@ class ByNames(Step):
             ruled = {name for name, _ in rules}
             rules += tuple((axis, axis) for axis in axes if axis not in ruled)
         return resolve_by(rules, box.names, mesh)
-
-
-class NamesInBox(NamedTuple):
-    names: tuple[Entry, ...]
-    rules: Any = None  # the box's own
-    logical: bool = False  # whether names are never mesh axes
-
-
-def names_in(box: Any) -> NamesInBox:
-    """The names of dims in a box: Linen's `names`, or the `out_sharding` of nnx."""
-    # Linen: `nn.Partitioned(value, names, mesh)`, whose names are mesh axes, and
-    # `nn.LogicallyPartitioned(value, names, mesh, rules)`, whose names need rules.
-    if hasattr(type(box), "replace_boxed"):
-        rules = getattr(box, "rules", None)
-        return NamesInBox(tuple(getattr(box, "names", ())), rules, hasattr(box, "rules"))
-    # nnx: `nnx.with_partitioning(init, names, sharding_rules=...)` keeps them in the metadata of a
-    # `Variable`; `out_sharding` may also be a finished spec.
-    metadata = box.get_metadata()
-    names: Any = metadata.get("out_sharding") or ()
-    names = entries(names) if is_spec(names) else tuple(names)
-    return NamesInBox(names, metadata.get("sharding_rules"))
 
 
 def _axis_conflicts(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.paths import children_with_keys, is_box
+from treeshard._core.paths import children_with_keys, is_wrapper
 
 Shape = tuple[int, ...]
 TreeDef = Any  # jax.tree_util.PyTreeDef, which type checkers do not accept as a type
@@ -57,7 +57,7 @@ class _Walk:
         return endings
 
     def _of_children(self, node: Any, treedef: TreeDef) -> list[str]:
-        is_boxed = is_box(node)  # a box has no part in the paths
+        is_boxed = is_wrapper(node)  # a wrapper has no part in the paths
         self.boxed = self.boxed or is_boxed
         endings: list[str] = []
         for (name, child), child_def in zip(

@@ -27,8 +27,8 @@ from treeshard._core.spec_trees import (
 )
 from treeshard._core.specs import axes_of, dim_entries, entries
 from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.named_dims import names_in
 from treeshard._planning.plan import Plan
-from treeshard._planning.tactics import names_in
 
 Shape = tuple[int, ...]
 Names = tuple[str | tuple[str, ...] | None, ...]

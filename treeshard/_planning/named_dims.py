@@ -1,0 +1,113 @@
+"""The names of dims that leaves carry: in Flax boxes, and as haliax has them.
+
+Flax has two kinds of boxes, Linen's and the variables of nnx. haliax has arrays with an `Axis` for
+each dim, and module fields that name the dims of a plain array. None of them is imported: a tree
+that has them shows how they look.
+"""
+
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from jax.tree_util import tree_flatten, tree_leaves
+
+from treeshard._core.paths import children_with_keys, is_box, is_named_array, is_wrapper
+from treeshard._core.specs import Entry, entries, is_spec
+
+
+class FieldArray(NamedTuple):
+    """An array in a field of a module that names its dims, as `hax.field(axis_names=...)` does."""
+
+    array: Any
+    names: tuple[str, ...]
+
+
+class NamesInBox(NamedTuple):
+    """The names of a leaf's dims.
+
+    Attributes:
+        names: An entry for each dim.
+        rules: The box's own rules.
+        logical: Whether names are never mesh axes.
+    """
+
+    names: tuple[Entry, ...]
+    rules: Any = None
+    logical: bool = False
+
+
+def has_names(leaf: Any) -> bool:
+    """Whether a leaf, as `leaves_with_names` shows it, may have names of dims."""
+    return isinstance(leaf, FieldArray) or is_wrapper(leaf)
+
+
+def names_in(leaf: Any) -> NamesInBox:
+    """The names of dims in a leaf that `has_names`."""
+    if isinstance(leaf, FieldArray):
+        return NamesInBox(leaf.names, logical=True)
+    if is_named_array(leaf):
+        return NamesInBox(_names_of_axes(leaf), logical=True)
+    # Linen: `nn.Partitioned(value, names, mesh)`, whose names are mesh axes, and
+    # `nn.LogicallyPartitioned(value, names, mesh, rules)`, whose names need rules.
+    if hasattr(type(leaf), "replace_boxed"):
+        rules = getattr(leaf, "rules", None)
+        return NamesInBox(tuple(getattr(leaf, "names", ())), rules, hasattr(leaf, "rules"))
+    # nnx: `nnx.with_partitioning(init, names, sharding_rules=...)` keeps them in the metadata of a
+    # `Variable`; `out_sharding` may also be a finished spec.
+    metadata = leaf.get_metadata()
+    names: Any = metadata.get("out_sharding") or ()
+    names = entries(names) if is_spec(names) else tuple(names)
+    return NamesInBox(names, metadata.get("sharding_rules"))
+
+
+def _names_of_axes(array: Any) -> tuple[str, ...]:
+    """The names of a `NamedArray`'s axes; none if its array has other dims.
+
+    A tree map keeps the axes: a factored moment has those of its parameter.
+    """
+    shape = tuple(value_of(array).shape)
+    is_for_array = tuple(axis.size for axis in array.axes) == shape
+    return tuple(axis.name for axis in array.axes) if is_for_array else ()
+
+
+def value_of(leaf: Any) -> Any:
+    """The array of a leaf, as `leaves_with_names` shows it."""
+    if isinstance(leaf, FieldArray):
+        return leaf.array
+    return tree_leaves(leaf)[0] if is_wrapper(leaf) else leaf
+
+
+def leaves_with_names(tree: Any) -> list[Any]:
+    """The leaves, in JAX's order, each with what has the names of its dims.
+
+    A leaf that is alone in a box or in a `NamedArray` is replaced by that, and an array in a field
+    that names its dims by a `FieldArray`.
+    """
+    shown: list[Any] = []
+    for node in tree_flatten(tree, is_leaf=lambda x: is_wrapper(x) or bool(_named_fields(x)))[0]:
+        if is_wrapper(node):
+            # A box may hold a tree: `nnx.Param({"q": ..., "k": ...})`, whose names fit none of it.
+            inside = tree_leaves(node)
+            shown += [node] if len(inside) == 1 else inside
+        elif names_of_fields := _named_fields(node):
+            for field, child in children_with_keys(node):
+                leaves = leaves_with_names(child)
+                is_array = len(leaves) == 1 and leaves[0] is child and not is_box(child)
+                names = names_of_fields.get(field) if is_array else None
+                shown += leaves if names is None else [FieldArray(child, names)]
+        else:
+            shown.append(node)
+    return shown
+
+
+def _named_fields(node: Any) -> dict[str, tuple[str, ...]]:
+    return _named_fields_of(type(node))
+
+
+@lru_cache(4096)
+def _named_fields_of(kind: type) -> dict[str, tuple[str, ...]]:
+    """The fields of a class that name the dims of an array, and these names."""
+    if not is_dataclass(kind):
+        return {}
+    names = {field.name: field.metadata.get("axis_names") for field in fields(kind)}
+    return {name: tuple(of_field) for name, of_field in names.items() if of_field}
