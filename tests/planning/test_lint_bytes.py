@@ -143,6 +143,12 @@ def test_axes_that_the_leaf_or_the_batch_uses_are_not_idle(rules, mesh) -> None:
     assert left_whole({**LAYER, "more": struct(4096, 512)}, rules, mesh) == []
 
 
+def test_a_vector_is_split_as_far_as_its_matrix() -> None:
+    tree = {"w": struct(2048, 2048), "b": struct(2**20)}
+    rules = [("w", P("fsdp", "tensor")), ("b", P("tensor"))]
+    assert left_whole(tree, rules, "fsdp=4,tensor=8") == []
+
+
 def test_zero_1_keeps_parameters_replicated_along_the_batch() -> None:
     state = {"params": {"mlp": LAYER}, "opt": {"mu": {"mlp": LAYER}}}
     rules = [("opt", ts.fsdp(("data", "fsdp"))), (".*", ts.fsdp("fsdp"))]

@@ -8,9 +8,9 @@ leaf that `fsdp` splits into 4 parts on 32 devices wastes as much as four that i
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import all_axes, entries, entry_of, part_count
@@ -44,48 +44,64 @@ def left_whole(
     them over other axes, are reported together, if they waste at least `LARGE_PART` of what a
     device holds. `names_lost` says why logical names of a leaf got no axis.
     """
-    sizes = axis_sizes(mesh)
     free = _free_axes(leaves, mesh)
-    alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
+    alike: dict[_Kind, list[PlannedLeaf]] = defaultdict(list)
     per_device = 0
     for members in kinds(leaves):
         leaf = members[0]
         if leaf.decision.errors:
             continue
         per_device += leaf.bytes_per_device(mesh) * len(members)
-        if not leaf.shape or leaf.size < max(min_size, 1):
+        if leaf.size < max(min_size, 1) or (is_intended(leaf, rules) and not names_lost(leaf)):
             continue
-        if is_intended(leaf, rules) and not names_lost(leaf):
-            continue
-        split = all_axes(entries(leaf.given))
-        idle = tuple(axis for axis in free if axis not in split)
-        is_split = part_count(split, sizes) > 1
-        by = (leaf.rule, leaf.adjustments) if is_split else (leaf.shape, leaf.decision)
-        alike[idle, by, is_split] += members
+        kind = _kind(leaf, free, mesh)
+        if kind is not None:
+            alike[kind] += members
     findings: list[Finding] = []
-    for (idle, _, is_split), members in alike.items():
-        parts = part_count(idle, sizes)
+    for kind, members in alike.items():
         now = [leaf.bytes_per_device(mesh) for leaf in members]
+        parts = part_count(kind.idle, axis_sizes(mesh))
         wasted = sum(size - -(-size // parts) for size in now)
         if wasted == 0 or wasted < LARGE_PART * per_device:
             continue
-        leaf = members[0]
-        values = {
-            "idle": _with_sizes(idle, sizes),
-            "shape": leaf.shape,
-            "waste": human_bytes(wasted),
-            "now": human_bytes(sum(now)),
-            "times": parts,
-        }
-        if is_split:
+        values = {"idle": _with_sizes(kind.idle, mesh), "waste": human_bytes(wasted)}
+        if kind.is_split:
             row = "left-whole, in part"
-            why, fix = _why_in_part(members, rules, idle, mesh, names_lost)
+            values |= {"now": human_bytes(sum(now)), "times": str(parts)}
+            why, fix = _why_in_part(members, rules, kind.idle, mesh, names_lost)
         else:
             row = "left-whole"
+            values |= {"shape": str(members[0].shape)}
             why, fix = _why_replicated(members, mesh, names_lost)
         paths = [member.path for member in members]
-        findings.append(finding(row, paths, leaf.rule, wasted, **values, why=why, fix=fix))
+        values |= {"why": why, "fix": fix}
+        findings.append(finding(row, paths, members[0].rule, wasted, **values))
     return sorted(findings, key=lambda finding: -finding.wasted)
+
+
+class _Kind(NamedTuple):
+    """What the leaves of one finding have in common.
+
+    Attributes:
+        idle: The axes that are idle for them.
+        by: What decided them: the shape too, where that is why they are not split at all.
+        is_split: Whether other axes split them.
+    """
+
+    idle: tuple[str, ...]
+    by: tuple[Any, ...]
+    is_split: bool
+
+
+def _kind(leaf: PlannedLeaf, free: Sequence[str], mesh: AnyMesh) -> _Kind | None:
+    """The kind of a leaf, where it may be reported."""
+    split = all_axes(entries(leaf.given))
+    idle = tuple(axis for axis in free if axis not in split)
+    if part_count(split, axis_sizes(mesh)) == 1:
+        return _Kind(idle, (leaf.shape, leaf.decision), False)
+    # A bias takes its axis from the matrix beside it.
+    is_vector = sum(length > 1 for length in leaf.shape) == 1
+    return None if is_vector else _Kind(idle, (leaf.rule, leaf.adjustments), True)
 
 
 def kinds(leaves: Sequence[PlannedLeaf]) -> list[list[PlannedLeaf]]:
@@ -132,7 +148,8 @@ def _free_axes(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> list[str]:
     return free
 
 
-def _with_sizes(axes: Sequence[str], sizes: Mapping[str, int]) -> str:
+def _with_sizes(axes: Sequence[str], mesh: AnyMesh) -> str:
+    sizes = axis_sizes(mesh)
     return " and ".join(f"{axis!r} ({sizes[axis]})" for axis in axes)
 
 
