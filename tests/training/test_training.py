@@ -459,9 +459,7 @@ def test_inside_another_jit(initialised, step, fsdp_mesh) -> None:
 def test_static_leaves_may_differ_between_calls(fsdp_mesh) -> None:
     state = {"w": jnp.ones(8), "rate": 0.5}
     plan = ts.plan(state, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
-    step = jit_step(
-        lambda s, b: ({**s, "w": s["w"] - s["rate"]}, None), plan, batch=P(), donate=False
-    )
+    step = jit_step(lambda s, b: ({**s, "w": s["w"] - s["rate"]}, None), plan, donate=False)
     placed = ts.shard(state, plan)
     for rate in (0.5, 0.25, 0.5):
         new, _ = step({**placed, "rate": rate}, {})
@@ -505,9 +503,7 @@ def test_what_a_step_must_not_change(case, fsdp_mesh) -> None:
     state = {"w": jnp.ones(8), "count": 0, "flag": False, "act": jnp.sin, "pair": [1, 2]}
     plan = ts.plan(state, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
     placed = ts.shard(state, plan)
-    step = jit_step(
-        (lambda s, b: s) if change is None else (lambda s, b: (change(s), None)), plan, batch=P()
-    )
+    step = jit_step((lambda s, b: s) if change is None else (lambda s, b: (change(s), None)), plan)
     with pytest.raises(ts.StateError, match=message):
         step(placed, {})
     assert not placed["w"].is_deleted()
