@@ -156,9 +156,9 @@ def cut_heads(
 def _with_heads(leaves: Sequence[PlannedLeaf]) -> Iterator[tuple[PlannedLeaf, _Heads]]:
     """The leaves with a dim of attention heads, and that dim."""
     seen: set[str] = set()
-    for block, members in _blocks(leaves).items():
+    for members in _blocks(leaves).values():
         for leaf, heads in (*_separate_heads(members), *_fused_heads(members)):
-            if leaf.path not in seen and block is not None:
+            if leaf.path not in seen:
                 seen.add(leaf.path)
                 yield leaf, heads
 
@@ -197,14 +197,15 @@ def _fused_heads(block: Sequence[PlannedLeaf]) -> Iterator[tuple[PlannedLeaf, _H
     if len(head_sizes) != 1 or len(common) != 1:
         return
     [size], [embed] = head_sizes, common
-    fused = [
-        (leaf, dim)
-        for leaf in matrices
-        for dim in range(len(leaf.shape) - 2, len(leaf.shape))
-        if leaf.shape[dim] != embed
-    ]
+    fused = [each for leaf in matrices for each in _dims_unlike(leaf, embed)]
     # A norm over all heads, as in OLMo 2, has the length of the queries.
     longest = max((leaf.shape[dim] for leaf, dim in fused), default=0)
     for leaf, dim in fused:
-        if leaf.shape[dim] % size == 0 and size < max(longest, embed):
+        if leaf.shape[dim] % size == 0 and size < longest:
             yield leaf, _Heads(dim, leaf.shape[dim] // size, size)
+
+
+def _dims_unlike(leaf: PlannedLeaf, length: int) -> list[tuple[PlannedLeaf, int]]:
+    """Of the last two dims of a leaf, those of another length."""
+    rank = len(leaf.shape)
+    return [(leaf, dim) for dim in (rank - 2, rank - 1) if leaf.shape[dim] != length]

@@ -362,25 +362,34 @@ def _warn_of_idle_axes(
     where: str, plan: Plan, batch: SpecTree, split: Sequence[str], *, is_default: bool
 ) -> None:
     """Warns of axes along which all devices do the same work, because the batch is not split."""
-    sizes = axis_sizes(plan.mesh)
-    unsplit = [axis for axis in sizes if sizes[axis] > 1 and axis not in split]
-    of_state = get_names_from_partition_spec(plan)
-    idle = {
-        "gathered": plan.fsdp_axes().intersection(unsplit),
-        "sequence": {x for x in unsplit if is_default and use_of(x) == "sequence"},
-        "unclear": {x for x in unsplit if is_default and x in of_state and may_split_rows(x)},
-        # Who writes batch=P() means it.
-        "unused": {x for x in unsplit if x not in of_state and (split or is_default)},
-    }
+    idle = _idle_axes(plan, split, is_default=is_default)
     why = next((why for why, axes in idle.items() if axes), None)
     if why is None:
         return
+    in_batch = {*split, *idle[why]}
     message = _IDLE[why].format(
-        axes=", ".join(repr(axis) for axis in sizes if axis in idle[why]),
+        axes=", ".join(map(repr, idle[why])),
         batch=batch,
-        split=_batch_text([axis for axis in sizes if axis in {*split, *idle[why]}]),
+        split=_batch_text([axis for axis in axis_sizes(plan.mesh) if axis in in_batch]),
     )
     warn(f"{where}: {message}")
+
+
+def _idle_axes(plan: Plan, split: Sequence[str], *, is_default: bool) -> dict[str, list[str]]:
+    """The axes that do not split the batch and seem to have to, by the reason, in this order."""
+    unsplit = [axis for axis, size in axis_sizes(plan.mesh).items() if size > 1]
+    unsplit = [axis for axis in unsplit if axis not in split]
+    gathered, of_state = plan.fsdp_axes(), get_names_from_partition_spec(plan)
+    unused = [axis for axis in unsplit if axis not in of_state]
+    reasons = {"gathered": [axis for axis in unsplit if axis in gathered]}
+    if is_default:
+        used = [axis for axis in unsplit if axis in of_state]
+        reasons["sequence"] = [axis for axis in unsplit if use_of(axis) == "sequence"]
+        reasons["unclear"] = [axis for axis in used if may_split_rows(axis)]
+    # Who writes batch=P() means it.
+    if split or is_default:
+        reasons["unused"] = unused
+    return reasons
 
 
 def _batch_text(axes: Sequence[str]) -> str:
