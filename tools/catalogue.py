@@ -209,11 +209,11 @@ RULES = Group(
             "A rule matches no leaf, or only scalars, which need no rule. Usually its pattern is"
             " misspelt, and a later rule takes its leaves.",
             """
-            plan = ts.plan({"mlp": w}, [("mpl", P("fsdp")), (".*", P("data"))], mesh)
+            plan = ts.plan({"mlp": w}, [("mpl", P(None, "fsdp")), (".*", P("fsdp"))], mesh)
             print(*plan.findings)
             """,
             """
-            plan = ts.plan({"mlp": w}, [("mlp", P("fsdp")), (".*", P("data"))], mesh)
+            plan = ts.plan({"mlp": w}, [("mlp", P(None, "fsdp")), (".*", P("fsdp"))], mesh)
             assert not plan.findings
             """,
         ),
@@ -223,11 +223,11 @@ RULES = Group(
             " leaf is a fallback, and not reported.",
             """
             tree = {"mlp": {"w": w}, "head": 2 * w}
-            rules = [("w|head", P("data")), ("mlp", P("fsdp"))]
+            rules = [("w|head", P("fsdp")), ("mlp", P(None, "fsdp"))]
             print(*ts.plan(tree, rules, mesh).findings)
             """,
             """
-            rules = [("mlp", P("fsdp")), ("w|head", P("data"))]
+            rules = [("mlp", P(None, "fsdp")), ("w|head", P("fsdp"))]
             assert not ts.plan(tree, rules, mesh).findings
             """,
         ),
@@ -256,6 +256,21 @@ RULES = Group(
             with ts.logical_axis_rules([("embed", "fsdp"), ("mlp", None)]):
                 plan = ts.plan({"w": w}, [("w", ("embed", "mlp"))], mesh)
             assert not plan.findings
+            """,
+        ),
+        Entry(
+            "contested-axis",
+            "Two logical names of a leaf want one axis. A list of logical rules gives it to the"
+            " name whose rule comes first, a `PartitionAxis` to the name whose dim comes first,"
+            " and here these differ: whoever replaces one by the other gets another plan.",
+            """
+            with ts.logical_axis_rules([("vocab", "fsdp"), ("embed", "fsdp")]):
+                plan = ts.plan({"w": w}, [("w", ("embed", "vocab"))], mesh)
+            print(*plan.findings)
+            """,
+            """
+            with ts.logical_axis_rules([("vocab", "fsdp"), ("embed", None)]):
+                assert not ts.plan({"w": w}, [("w", ("embed", "vocab"))], mesh).findings
             """,
         ),
         Entry(
@@ -308,7 +323,7 @@ WHOLE = Group(
             print(*ts.plan(stack, [(".*", P("data", "fsdp"))], mesh).findings)
             """,
             """
-            rules = [("scale", P("data")), (".*", P("data", "fsdp"))]
+            rules = [("scale", P(("data", "fsdp"))), (".*", P("data", "fsdp"))]
             assert not ts.plan(stack, rules, mesh).findings
             """,
         ),
@@ -333,14 +348,14 @@ WHOLE = Group(
             print(*ts.plan({"w": w}, rules, mesh).findings)
             """,
             """
-            types = {"data": "explicit", "fsdp": "explicit"}
-            explicit = ts.make_mesh("data=2,fsdp=4", axis_types=types)
-            plan = ts.plan({"w": w}, [("w", P(None, "fsdp"))], explicit)
+            types = {"data": "explicit", "tensor": "explicit"}
+            explicit = ts.make_mesh("data=2,tensor=4", axis_types=types)
+            plan = ts.plan({"w": w}, [("w", P(None, "tensor"))], explicit)
             assert not plan.findings
 
 
             def loss(w, x):
-                w = ts.with_sharding_constraint(w, P(None, "fsdp", reduced={"data"}))
+                w = ts.with_sharding_constraint(w, P(None, "tensor", reduced={"data"}))
                 return jnp.mean(x @ w)
 
 
@@ -399,13 +414,70 @@ WHOLE = Group(
         ),
         Entry(
             "left-whole",
-            "A leaf of at least `min_size` elements is replicated, and sharding it would save at"
-            " least 1% of the memory that a device needs. The finding says why it is replicated.",
+            "A leaf of at least `min_size` elements is not split over axes that are idle for it:"
+            " neither it nor the batch is split over them, by their names. Splitting it evenly"
+            " over them would save at least 1% of the memory that a device needs. The finding says"
+            " which axes, what they cost, and why. A rule that names leaves and replicates them,"
+            " with `None`, `P()` or `replicate()`, means it, and is not reported; one that matches"
+            " all paths is.",
             """
-            print(*ts.plan({"w": w}, [("w", None)], mesh).findings)
+            print(*ts.plan({"w": w}, [(".*", None)], mesh).findings)
+            print(*ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], "fsdp=2,tensor=4").findings)
             """,
             """
             assert not ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], mesh).findings
+            assert not ts.plan({"w": w}, [("w", None)], mesh).findings
+            rules = [("w", ts.fsdp(("fsdp", "tensor")))]
+            assert not ts.plan({"w": w}, rules, "fsdp=2,tensor=4").findings
+            """,
+        ),
+        Entry(
+            "unlike-siblings",
+            "A few layers are sharded unlike the others, which have the same names and shapes: a"
+            " pattern leaves them out, or it stops amid a number, and `layers/1` matches"
+            " `layers/10` too. A rule that matches some layers alone, by their full numbers, means"
+            " it.",
+            """
+            layers = [{"w": np.ones((128, 128))} for _ in range(12)]
+            rules = [("layers/1", P(None, "fsdp")), (".*", P("fsdp"))]
+            print(*ts.plan({"layers": layers}, rules, mesh).findings)
+            """,
+            """
+            rules = [("layers/1/", P(None, "fsdp")), (".*", P("fsdp"))]
+            assert not ts.plan({"layers": layers}, rules, mesh).findings
+            """,
+        ),
+        Entry(
+            "state-unlike-weight",
+            "A rule of its own shards optimizer state unlike its parameter, and not further in"
+            " the same dims, as ZeRO-1 does. Each step then moves the gradient, or the update.",
+            """
+            state = {"params": {"w": w}, "opt": {"mu": {"w": w + 1}}}
+            rules = [("mu", P(None, "fsdp")), (".*", P("fsdp"))]
+            print(*ts.plan(state, rules, mesh).findings)
+            """,
+            """
+            assert not ts.plan(state, [(".*", P("fsdp"))], mesh).findings
+            zero_1 = [("mu", P(("data", "fsdp"))), (".*", P("fsdp"))]
+            assert not ts.plan(state, zero_1, mesh).findings
+            """,
+            about="by its rule",
+        ),
+        Entry(
+            "cuts-head",
+            "An axis along which weights are not gathered splits attention heads into parts, so"
+            " that each product of queries and keys is summed over devices. Heads are recognised"
+            " by shapes: projections `(embed, heads, size)` and `(heads, size, embed)` of one"
+            " module; or, where heads are fused in one dim, a norm of queries or keys beside them,"
+            " which has the size of a head.",
+            """
+            attention = {"q": np.ones((128, 8, 64)), "out": np.ones((8, 64, 128))}
+            rules = [("q", P(None, None, "tensor")), ("out", P("tensor"))]
+            print(*ts.plan({"attn": attention}, rules, "data=2,tensor=4").findings)
+            """,
+            """
+            rules = [("q", P(None, "tensor")), ("out", P("tensor"))]
+            assert not ts.plan({"attn": attention}, rules, "data=2,tensor=4").findings
             """,
         ),
         Entry(
@@ -569,8 +641,9 @@ WHOLE = Group(
         ),
         Entry(
             "ShardingWarning",
-            "`fsdp` shards parameters over an axis, but the batch is not sharded over it, so all"
-            " devices along that axis do the same work.",
+            "Parameters are sharded over an axis along which they are gathered for use, by the"
+            " `fsdp` tactic or by a spec whose axis has such a name, but the batch is not split"
+            " over it, so all devices along that axis do the same work.",
             """
             plan = ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], mesh)
             step = jit_step(lambda state, batch: (state, 0), plan, batch=P("data"))
@@ -579,6 +652,19 @@ WHOLE = Group(
             step = jit_step(lambda state, batch: (state, 0), plan, batch=P(("data", "fsdp")))
             """,
             about="a batch",
+        ),
+        Entry(
+            "ShardingWarning",
+            "No `batch=` is given, and the name of an axis that shards parameters does not say"
+            " whether it splits the batch: FSDP needs that, and tensor parallelism must not do it.",
+            """
+            plan = ts.plan({"w": w}, [("w", P("shard"))], ts.make_mesh("data=2,shard=4"))
+            step = jit_step(lambda state, batch: (state, 0), plan)
+            """,
+            """
+            step = jit_step(lambda state, batch: (state, 0), plan, batch=P(("data", "shard")))
+            """,
+            about="the default batch",
         ),
         Entry(
             "ShardingWarning",
@@ -732,7 +818,7 @@ memory.assert_fits()
             " make the step with `donate=False`. It is also a `RuntimeError`.",
             """
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
-            step = jit_step(lambda state, x: ({"w": state["w"] + x}, 0), plan, batch=P())
+            step = jit_step(lambda state, x: ({"w": state["w"] + x}, 0), plan)
             state = ts.shard({"w": w}, plan)
             new, loss = step(state, w[0])
             step(state, w[0])

@@ -60,9 +60,17 @@ def test_plan_is_printed(run) -> None:
         "norm             float32[64]      P()                   256 B  rule 0 'norm'",
         "3 leaves, 4,160 elements, 8.2 KiB in all; 1 leaf is replicated.",
         "2.2 KiB on the fullest of 32 devices (data=8, fsdp=4), 8.73x an even split.",
+    ]
+
+
+def test_findings_are_printed_below_the_plan(run) -> None:
+    code, out, err = run(mesh="fsdp=4,tensor=8")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-2:] == [
         "",
-        "warning left-whole: norm: shape (64,) is replicated, 248 B more per device than an even"
-        " split: rule 0 'norm' says so. Give it a spec or `fsdp`, unless this is intended.",
+        "warning left-whole: layers/{0..1}/q: not split over the idle 'tensor' (8): 2.0 KiB per"
+        " device, 8x an even split, 1.8 KiB more: rule 1 'q$', P('fsdp', None). Split another dim"
+        " over 'tensor', as in P('fsdp', 'tensor').",
     ]
 
 
@@ -77,7 +85,7 @@ def test_plan_as_json(run) -> None:
     assert code == 1
     report = json.loads(out)
     assert (report["bytes_per_device"], report["memory"], report["fits"]) == (8448, 10**6, True)
-    assert [finding["code"] for finding in report["findings"]] == ["indivisible", "left-whole"]
+    assert [finding["code"] for finding in report["findings"]] == ["indivisible"]
     assert report["findings"][0]["paths"] == ["layers/0/q", "layers/1/q"]
     decided = ts.Plan.from_json(json.dumps(report["plan"]))
     assert decided.bytes_per_device() == 8448

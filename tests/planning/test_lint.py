@@ -48,7 +48,7 @@ STACK = {"blocks": {"norm": struct(4, 8), "mlp": {"up": struct(4, 8, 16)}}, "out
         ("indivisible", {"w": struct(6, 16)}, SPLIT, [("w", P(None, "fsdp"))]),
         ("dead-rule", W, [("v", None), *SPLIT], SPLIT),
         ("shadowed-rule", W, [*SPLIT, ("w$", None), ("x|w", None)], [*SPLIT, ("w$", None)]),
-        ("left-whole", W, [("w", None)], SPLIT),
+        ("left-whole", W, [(".*", None)], SPLIT),
         ("scan-dim", STACK, [("", P("fsdp"))], [("", P(None, "fsdp"))]),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -202,8 +202,8 @@ LAYERS = {"layers": [{"q": struct(8, 6), "norm": struct(8)} for _ in range(80)]}
         (
             {"w": struct(9, 8)},
             [("w", ts.fsdp("fsdp", skip=(1,)))],
-            "warning left-whole: w: shape (9, 8) is replicated, 252 B more per device than an even"
-            " split: rule 0 'w', no free dim of shape (9, 8) is divisible by 4."
+            "warning left-whole: w: shape (9, 8) is replicated, 216 B more per device than an even"
+            " split over 'fsdp' (4): rule 0 'w', no free dim of shape (9, 8) is divisible by 4."
             " Pad dim 0 to 12, or use another axis. `Plan.padded` does so under `jit`,"
             " `manual.shard_params(..., pad=True)` by hand: 96 B per device instead of 288 B, with"
             " 96 B of padding in all.",
@@ -211,8 +211,8 @@ LAYERS = {"layers": [{"q": struct(8, 6), "norm": struct(8)} for _ in range(80)]}
         (
             {"w": struct(8, 8)},
             [("w", ts.fsdp("fsdp", skip=(0, 1)))],
-            "warning left-whole: w: shape (8, 8) is replicated, 224 B more per device than an even"
-            " split: rule 0 'w', no free dim of shape (8, 8) is divisible by 4."
+            "warning left-whole: w: shape (8, 8) is replicated, 192 B more per device than an even"
+            " split over 'fsdp' (4): rule 0 'w', no free dim of shape (8, 8) is divisible by 4."
             " Free a dim, or use another axis.",
         ),
         (
@@ -229,15 +229,16 @@ LAYERS = {"layers": [{"q": struct(8, 6), "norm": struct(8)} for _ in range(80)]}
         ),
         (
             W,
-            [("w", None)],
-            "warning left-whole: w: shape (8, 16) is replicated, 448 B more per device than an even"
-            " split: rule 0 'w' says so. Give it a spec or `fsdp`, unless this is intended.",
+            [(".*", None)],
+            "warning left-whole: w: shape (8, 16) is replicated, 384 B more per device than an even"
+            " split over 'fsdp' (4): rule 0 '.*' says so. Give it a spec or `fsdp`; if this is"
+            " intended, a rule that names it, with None.",
         ),
         (
             {"w": struct(7, 9)},
             [("w", ts.fsdp("fsdp"))],
-            "warning left-whole: w: shape (7, 9) is replicated, 220 B more per device than an even"
-            " split: rule 0 'w', no free dim of shape (7, 9) is divisible by 4."
+            "warning left-whole: w: shape (7, 9) is replicated, 189 B more per device than an even"
+            " split over 'fsdp' (4): rule 0 'w', no free dim of shape (7, 9) is divisible by 4."
             " Pad dim 0 to 8, or use another axis. `Plan.padded` does so under `jit`,"
             " `manual.shard_params(..., pad=True)` by hand: 72 B per device instead of 252 B, with"
             " 36 B of padding in all.",
@@ -245,8 +246,9 @@ LAYERS = {"layers": [{"q": struct(8, 6), "norm": struct(8)} for _ in range(80)]}
         (
             W,
             [("w", ts.fsdp("fsdp", min_size=999))],
-            "warning left-whole: w: shape (8, 16) is replicated, 448 B more per device than an even"
-            " split: rule 0 'w', 128 elements, fewer than min_size=999. Lower `min_size`.",
+            "warning left-whole: w: shape (8, 16) is replicated, 384 B more per device than an even"
+            " split over 'fsdp' (4): rule 0 'w', 128 elements, fewer than min_size=999. Lower"
+            " `min_size`.",
         ),
         (
             STACK,
@@ -343,7 +345,7 @@ def test_replicated_leaves_are_ordered_by_what_they_waste() -> None:
 
 
 def test_small_leaves_and_small_savings_are_not_findings() -> None:
-    rules = [("w", P(("data", "fsdp"))), ("b", None)]
+    rules = [("w", P(("data", "fsdp"))), (".*", None)]
     tree = {"w": struct(4096, 64), "b": struct(64)}
     assert findings(tree, rules) == ()  # 224 of 131,328 bytes
     assert len(findings(tree | {"b": struct(4096)}, rules)) == 1
@@ -445,7 +447,7 @@ def test_names_without_a_rule_in_boxes() -> None:
     def boxed(*names: str) -> Any:
         return {"w": nn.LogicallyPartitioned(struct(8, 16), names), "v": struct(8)}
 
-    rules = [("w", ts.logical_partitioning(LOGICAL)), ("v", P("fsdp"))]
+    rules = [("w", ts.logical_partitioning(LOGICAL)), ("v", P(("data", "fsdp")))]
     (finding,) = findings(boxed("embed", "mlp"), rules)
     assert (finding.code, finding.paths) == ("name-without-rule", ("w",))
     assert "logical name 'mlp'" in finding.fact
@@ -455,3 +457,49 @@ def test_names_without_a_rule_in_boxes() -> None:
             boxed("embed", "mlp"), [("", ts.logical_partitioning())], MESH, min_size=99
         )
     assert [x.code for x in decided.findings] == ["name-without-rule"]
+
+
+AXES = ts.PartitionAxis(tensor_parallel_axis="fsdp")
+
+
+@pytest.mark.parametrize(
+    ("rules", "names", "text"),
+    [
+        pytest.param(
+            [("vocab", "fsdp"), ("embed", "fsdp")],
+            ("embed", "vocab"),
+            "warning contested-axis: w: rule 0 'w': two of the names ('embed', 'vocab') want one"
+            " axis. The list, by the order of rules, gives P(None, 'fsdp'); a `PartitionAxis`, by"
+            " that of dims, would give P('fsdp',). Give each name an axis of its own, or remember"
+            " it where rules move from one to the other.",
+            id="a list",
+        ),
+        pytest.param(
+            AXES,
+            ("vocab", "hidden_state_axis"),
+            "warning contested-axis: w: rule 0 'w': two of the names ('vocab', 'hidden_state_axis')"
+            " want one axis. The `PartitionAxis`, by the order of dims, gives P('fsdp',); a list,"
+            " by that of rules, would give P(None, 'fsdp'). Give each name an axis of its own, or"
+            " remember it where rules move from one to the other.",
+            id="a PartitionAxis",
+        ),
+        pytest.param([("vocab", "fsdp"), ("embed", "fsdp")], ("vocab", "embed"), None, id="agree"),
+        pytest.param([("vocab", "tp"), ("embed", "tp")], ("embed", "vocab"), None, id="no axis"),
+        pytest.param(
+            [("vocab", "fsdp"), ("embed", "fsdp"), ("embed", "data")],
+            ("embed", "vocab"),
+            None,
+            id="two rules of a name",
+        ),
+        pytest.param(AXES, ("hidden_state", "vocab"), None, id="the order of the fields"),
+        pytest.param(ts.PartitionAxis(), ("vocab", "hidden_state"), None, id="none of the mesh"),
+    ],
+)
+def test_an_axis_that_two_names_want(rules, names, text) -> None:
+    with ts.logical_axis_rules(rules):
+        plan = ts.plan(W, [("w", names)], MESH, min_size=0)
+    told = [str(finding) for finding in plan.findings if finding.code == "contested-axis"]
+    assert told == ([] if text is None else [text])
+    in_box = {"w": nn.LogicallyPartitioned(struct(8, 16), names)}
+    plan = ts.plan(in_box, [("w", ts.logical_partitioning(rules))], MESH, min_size=0)
+    assert [x for x in map(str, plan.findings) if "contested-axis" in x] == told

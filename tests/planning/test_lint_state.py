@@ -102,3 +102,33 @@ def test_state_that_zero_1_reaches() -> None:
 def test_a_matrix_optimizer_on_sharded_matrices(tree: Any, rules: Any, paths: str | None) -> None:
     found = findings(tree, rules).get("matrix-optimizer")
     assert found is None if paths is None else f"matrix-optimizer: {paths}: a matrix" in str(found)
+
+
+PAIR = {"params": {"mlp": {"w": struct(64, 64)}}, "opt": {"mu": {"mlp": {"w": struct(64, 64)}}}}
+
+
+@pytest.mark.parametrize(
+    ("rules", "is_told"),
+    [
+        ([("mu", P(None, "fsdp")), ("w", P("fsdp"))], True),
+        ([("mu", ts.fsdp("data")), ("w", P("fsdp"))], True),
+        ([("mu", P("data", "fsdp")), ("w", P("fsdp"))], True),
+        ([("w", P("fsdp"))], False),
+        ([("mu", P("fsdp", "data")), ("w", P("fsdp"))], False),  # ZeRO-1
+        ([("mu", P(("data", "fsdp"))), ("w", P("fsdp"))], False),
+        ([("mu", ts.fsdp("data")), ("w", None)], False),
+        ([("mu", None), ("w", P("fsdp"))], False),  # by name
+        ([("mu", P(("fsdp", "data"))), ("w", P(("data", "fsdp")))], False),  # axis-order
+    ],
+)
+def test_state_that_is_split_unlike_its_parameter(rules: Any, is_told: bool) -> None:
+    assert ("state-unlike-weight" in findings(PAIR, rules)) == is_told
+
+
+def test_the_text_names_the_parameter_and_both_rules() -> None:
+    rules = [("mu", P(None, "fsdp")), ("w", P("fsdp"))]
+    assert findings(PAIR, rules)["state-unlike-weight"] == (
+        "warning state-unlike-weight: opt/mu/mlp/w: P(None, 'fsdp') by rule 0 'mu', while its"
+        " parameter, params/mlp/w, has P('fsdp',) by rule 1 'w': each step moves one of them to the"
+        " sharding of the other. Use one rule for both, or `Plan.follow`."
+    )

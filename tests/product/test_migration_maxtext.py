@@ -279,9 +279,17 @@ def test_gather_over_fsdp(ours) -> None:
 @row("assert_params_sufficiently_sharded(params, mesh, tolerance)")
 def test_findings(ours, mesh) -> None:
     params = {"w": struct(512, 512), "odd": struct(511, 511), "norm": struct(512)}
-    (found,) = ours(params=params, rules=[(".*", ts.fsdp("fsdp"))], mesh=mesh)
+    rules = [(".*", ts.fsdp(("fsdp", "tensor")))]
+    (found,) = ours(params=params, rules=rules, mesh=mesh)
     assert (found.code, found.paths) == ("left-whole", ("odd",))
-    assert "no free dim of shape (511, 511) is divisible by 4" in str(found)
+    assert "no free dim of shape (511, 511) is divisible by 8" in str(found)
+    # As there, a parameter that is split over some axes and not over others is told of too.
+    in_part = ours(params=params, rules=[(".*", ts.fsdp("fsdp"))], mesh=mesh)
+    assert [(found.code, found.paths) for found in in_part] == [
+        ("left-whole", ("odd",)),
+        ("left-whole", ("w",)),
+    ]
+    assert "not split over the idle 'tensor' (2): 256.0 KiB per device" in str(in_part[1])
 
 
 @row("checkpoint_manager.restore(step, args=restore_args)")

@@ -20,9 +20,8 @@ def test_it_shows_meshes_side_by_side(capsys) -> None:
     assert [line[-5] for line in lines[1:]] == ["NO", "yes", "yes", "yes", "yes"]
     # An eighth of the weights (tensor=8) in bf16: gathered, gathered again, scattered.
     assert abs(int(lines[2][-4]) - 3 * 2 * 405.9 / 8) < 1.5
-    assert "warning left-whole" in out
-    assert "rule 0 'norm' says so" in out
-    assert "no findings: no large leaf is replicated." in out
+    # A rule names the norms and replicates them.
+    assert out.count("no findings: no large leaf is replicated.") == len(plans)
     assert "params/layers/{0..125}/mlp/gate " in out
     assert not any(f.severity == "error" for plan, _ in plans.values() for f in plan.findings)
 

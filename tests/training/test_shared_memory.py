@@ -117,7 +117,7 @@ def test_keys_and_moved_arrays() -> None:
     other = ts.reshard(p, P("data"), ts.make_mesh("data=8"))  # relabelled, without a copy
     state = {"a": p, "b": ts.reshard(other, P("fsdp"), mesh), "key": key, "key2": key}
     plan = ts.plan(state, [("key", None), (".*", P("fsdp"))], mesh, min_size=0)
-    step = jit_step(lambda s, b: ({**s, "a": s["a"] + 1}, b.sum()), plan, batch=P())
+    step = jit_step(lambda s, b: ({**s, "a": s["a"] + 1}, b.sum()), plan)
     with pytest.warns(ts.ShardingWarning) as told:
         state, _ = step(state, np.ones((8, 2), "float32"))
     assert "b: it shares its memory with a," in str(told[0].message)
@@ -170,7 +170,7 @@ def test_deleted_and_shared_arrays_given_to_a_program_that_has_run(devices, comp
     mesh = ts.make_mesh("fsdp=-1", devices=jax.devices()[:devices])
     state = {"params": placed(mesh=mesh), "ema": placed(mesh=mesh)}
     plan = ts.plan(state, [(".*", P("fsdp"))], mesh, min_size=0)
-    step, batch = jit_step(add, plan, batch=P()), np.ones((8, 2), "float32")
+    step, batch = jit_step(add, plan), np.ones((8, 2), "float32")
     if compiled:
         step.compile(plan.structs, batch)
     first, _ = step(state, batch)

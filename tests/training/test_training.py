@@ -277,13 +277,14 @@ def test_batch_specs_are_checked_when_the_step_is_made(initialised) -> None:
 
 def test_a_batch_that_is_not_split_over_the_fsdp_axis_warns(mesh) -> None:
     plan = ts.plan(init(jax.random.key(0)), RULES, mesh)
-    with pytest.warns(
-        ts.ShardingWarning, match=r"over 'fsdp', but the.*batch=P\(\('data', 'fsdp'\)"
-    ):
+    with pytest.warns(ts.ShardingWarning, match=r"over 'fsdp', and .*batch=P\(\('data', 'fsdp'\)"):
         jit_step(train_step, plan, batch=P("data"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jit_step(train_step, plan, batch=P(("data", "fsdp")))
+
+
+SPECS = [("weight", P("fsdp")), (".*", None)]
 
 
 @pytest.mark.parametrize(
@@ -295,6 +296,13 @@ def test_a_batch_that_is_not_split_over_the_fsdp_axis_warns(mesh) -> None:
         ("data=2,shard=4", [(".*", ts.fsdp("shard", min_size=0))], P(("data", "shard"))),
         ("data=8", [(".*", None)], P("data")),
         ("data=2,tensor=4", [("layers/0/weight", P("tensor")), (".*", None)], P("data")),
+        ("data=2,fsdp=4", SPECS, P(("data", "fsdp"))),
+        ("data=2,fsdp=4", [(".*", lambda path, leaf: P("fsdp"))], P(("data", "fsdp"))),
+        ("data=2,fsdp=4", [(".*", ts.shard_dim("fsdp", 0))], P(("data", "fsdp"))),
+        ("dp=2,fsdp=2,mp=2", [("weight", P("fsdp", "mp")), (".*", None)], P(("dp", "fsdp"))),
+        ("data=2,fsdp=4", [(".*", None)], P(("data", "fsdp"))),
+        ("dcn_data=2,ici_fsdp=4", [(".*", None)], P(("dcn_data", "ici_fsdp"))),
+        ("fsdp=2,tensor=4", [(".*", ts.fsdp(("fsdp", "tensor")))], P(("fsdp", "tensor"))),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -305,24 +313,70 @@ def test_a_batch_is_split_over_the_data_and_fsdp_axes_by_default(shape, rules, s
         assert make(train_step, plan).batch_specs == spec
 
 
+GATHERED = "parameters are sharded over {!r}, and gathered along it for use, but the batch is not"
+UNCLEAR = "no `batch=` is given, and the name {!r} does not say whether it splits the batch"
+
+
 @pytest.mark.parametrize(
     ("shape", "spec", "batch", "message"),
     [
-        ("fsdp=8", P("fsdp"), None, "no `batch=` is given, and the plan implies none"),
+        # A spec and a tactic are told apart by nothing but the names of axes.
+        ("data=2,fsdp=4", P("fsdp"), P("data"), GATHERED.format("fsdp")),
+        ("data=2,fsdp=4", ts.fsdp("fsdp"), P("data"), GATHERED.format("fsdp")),
+        ("data=2,fsdp=4", P("data"), P("fsdp"), GATHERED.format("data")),
+        ("fsdp=8", P("fsdp"), P(), GATHERED.format("fsdp")),
+        ("fsdp=8", P("fsdp"), None, None),
+        ("data=2,fsdp=4", P("fsdp"), None, None),
         ("data=2,fsdp=4", P("fsdp"), P("fsdp"), "'data' shards neither the state nor the batch"),
-        ("fsdp=8", P("fsdp"), P(), None),
-        ("fsdp=8", P(), P(), None),
-        ("data=2,tensor=4", P("tensor"), None, None),
         ("data=2,fsdp=4", P("fsdp"), P(("data", "fsdp")), None),
+        ("fsdp=8", P(), P(), None),
+        ("tensor=8", P("tensor"), None, None),
+        ("data=2,tensor=4", P("tensor"), None, None),
+        ("data=2,pp=4", P("pp"), None, None),
+        ("tensor=8", P(), None, "'tensor' shards neither the state nor the batch"),
+        ("data=2,shard=4", P("shard"), None, UNCLEAR.format("shard")),
+        ("devices=8", P("devices"), None, UNCLEAR.format("devices")),
+        ("devices=8", P("devices"), P(), None),
+        ("devices=8", ts.fsdp("devices"), None, None),
+        ("data=2,ep=4", P("ep"), None, UNCLEAR.format("ep")),
+        ("data=2,fsdp=2,sp=2", P(("fsdp", "sp")), None, "no `batch=` is given, and 'sp' splits"),
         ("data=2,fsdp=1,sp=4", P("fsdp"), P("data", "sp"), None),
     ],
 )
 def test_an_axis_that_does_not_split_the_batch(shape, spec, batch, message, recwarn) -> None:
     plan = ts.plan({"w": struct(16, 16)}, [("w", spec)], ts.make_mesh(shape), min_size=0)
     jit_step(lambda state, batch: (state, 0), plan, batch=batch)
-    assert [str(one.message).partition(" (batch=")[0] for one in recwarn] == (
-        [] if message is None else [f"jit_step: {message}"]
-    )
+    told = [str(one.message) for one in recwarn]
+    assert len(told) == (message is not None)
+    assert all(text.startswith(f"jit_step: {message}") for text in told)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "text"),
+    [
+        (
+            "data=2,fsdp=2,sp=2",
+            P(("fsdp", "sp")),
+            "no `batch=` is given, and 'sp' splits sequences by its name: the batch is not split"
+            " over it (batch=P(('data', 'fsdp'),)). If dim 1 of the batch is a sequence, pass"
+            " batch=P(('data', 'fsdp'), 'sp'). To split activations alone, pass"
+            " batch=P(('data', 'fsdp'),).",
+        ),
+        (
+            "data=2,shard=4",
+            P("shard"),
+            "no `batch=` is given, and the name 'shard' does not say whether it splits the batch,"
+            " which is not split over it (batch=P('data',)). If parameters are gathered along it"
+            " for use, as in FSDP, pass batch=P(('data', 'shard')): without that, all devices along"
+            " it do the same work. Otherwise, as in tensor parallelism, pass batch=P('data',).",
+        ),
+    ],
+)
+def test_the_warning_says_which_batch_to_pass(shape, spec, text) -> None:
+    plan = ts.plan({"w": struct(16, 16)}, [("w", spec)], ts.make_mesh(shape), min_size=0)
+    with pytest.warns(ts.ShardingWarning) as told:
+        jit_step(lambda state, batch: (state, 0), plan)
+    assert [str(one.message) for one in told] == [f"jit_step: {text}"]
 
 
 def test_device_put_to_one_device_inside_the_step() -> None:
@@ -405,9 +459,7 @@ def test_inside_another_jit(initialised, step, fsdp_mesh) -> None:
 def test_static_leaves_may_differ_between_calls(fsdp_mesh) -> None:
     state = {"w": jnp.ones(8), "rate": 0.5}
     plan = ts.plan(state, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
-    step = jit_step(
-        lambda s, b: ({**s, "w": s["w"] - s["rate"]}, None), plan, batch=P(), donate=False
-    )
+    step = jit_step(lambda s, b: ({**s, "w": s["w"] - s["rate"]}, None), plan, donate=False)
     placed = ts.shard(state, plan)
     for rate in (0.5, 0.25, 0.5):
         new, _ = step({**placed, "rate": rate}, {})
@@ -451,9 +503,7 @@ def test_what_a_step_must_not_change(case, fsdp_mesh) -> None:
     state = {"w": jnp.ones(8), "count": 0, "flag": False, "act": jnp.sin, "pair": [1, 2]}
     plan = ts.plan(state, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
     placed = ts.shard(state, plan)
-    step = jit_step(
-        (lambda s, b: s) if change is None else (lambda s, b: (change(s), None)), plan, batch=P()
-    )
+    step = jit_step((lambda s, b: s) if change is None else (lambda s, b: (change(s), None)), plan)
     with pytest.raises(ts.StateError, match=message):
         step(placed, {})
     assert not placed["w"].is_deleted()

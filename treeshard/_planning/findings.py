@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from treeshard._core.specs import MISFITS, Adjustment
 from treeshard._core.text import fold_paths
-from treeshard._planning.matching import SMALL_FIX
+from treeshard._planning.matching import SMALL_FIX, PlannedLeaf
 
 
 class Finding(NamedTuple):
@@ -21,14 +21,15 @@ class Finding(NamedTuple):
             `"dead-rule"`,
             `"shadowed-rule"`, `"explicit-spec-too-small"`, `"same-array"`, `"no-base"`,
             `"cuts-block"`, `"left-whole"`, `"scan-dim"`, `"axis-order"`, `"zero1-no-op"`,
-            `"matrix-optimizer"`, `"not-elementwise"`, `"name-without-rule"`.
+            `"matrix-optimizer"`, `"not-elementwise"`, `"name-without-rule"`, `"contested-axis"`,
+            `"unlike-siblings"`, `"state-unlike-weight"`, `"cuts-head"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.
         fix: What to do about it.
         paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
         rule: The index of the rule concerned, or `None`.
-        wasted: For replicated leaves (`"left-whole"`, `"zero1-no-op"`) and for `"indivisible"`,
-            the bytes that each device could save.
+        wasted: For leaves that axes do not split (`"left-whole"`, `"zero1-no-op"`) and for
+            `"indivisible"`, the bytes that each device could save.
     """
 
     code: str
@@ -85,8 +86,38 @@ _WORDS = {
         "Add ({name!r}, None) to the logical rules if this is intended.",
     ),
     "left-whole": (
-        "shape {shape} is replicated, {waste} more per device than an even split: {why}",
+        "shape {shape} is replicated, {waste} more per device than an even split over {idle}:"
+        " {why}",
         "{fix}",
+    ),
+    "left-whole, in part": (
+        "not split over the idle {idle}: {now} per device, {times}x an even split, {waste} more:"
+        " {why}",
+        "{fix}",
+    ),
+    "contested-axis": (
+        "{by}: two of the names {names!r} want one axis. {order} gives {given}; {other_order} would"
+        " give {other}.",
+        "Give each name an axis of its own, or remember it where rules move from one to the other.",
+    ),
+    "unlike-siblings": (
+        "{given} by {by}, unlike {count} other layers, which have {common}{common_by}.",
+        "Let one rule decide all of them, or name this layer in a pattern, if this is intended.",
+    ),
+    "unlike-siblings, number": (
+        "{given} by {by}, which does not say where the number of {key!r} begins and ends, and so"
+        " matches these too.",
+        "Write {key!r}.",
+    ),
+    "state-unlike-weight": (
+        "{given} by {by}, while its parameter, {parameter}, has {of_parameter} by {parameter_by}:"
+        " each step moves one of them to the sharding of the other.",
+        "Use one rule for both, or `Plan.follow`.",
+    ),
+    "cuts-head": (
+        "{given} by {by} splits dim {dim}, which is {heads}, into {parts} parts over {axes}: not"
+        " between heads. Each product of queries and keys is then summed over devices.",
+        "Split another dim over {axes}, or fewer heads over a smaller axis.",
     ),
     "scan-dim": (
         "{spec} shards dim 0{by}, on which {length} layers seem to be stacked. A scan over them"
@@ -154,3 +185,10 @@ def _severity(code: str) -> Literal["error", "warning"]:
 def rule_text(rule: int | None, pattern: str | None) -> str:
     """`rule 2 'attn/out'`."""
     return f"rule {rule} {pattern!r}"
+
+
+def decided_by(leaf: PlannedLeaf) -> str:
+    """The rule that decided a leaf, in words."""
+    if leaf.rule is None:
+        return "no rule"
+    return rule_text(leaf.rule, leaf.pattern)

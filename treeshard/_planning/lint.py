@@ -4,30 +4,39 @@ They read the decisions and decide nothing, so a plan can be made of rules with 
 these are told at once, with what each costs, and not one per attempt as JAX raises them.
 """
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.specs import axes_of, entries, is_logical, part_count
+from treeshard._core.specs import all_axes, axes_of, entries, is_logical, part_count, without_axes
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.findings import Finding, finding, finding_of, rule_text
+from treeshard._planning.lint_bytes import kinds, left_whole, padding
+from treeshard._planning.lint_layers import cut_heads, unlike_siblings
 from treeshard._planning.lint_state import (
     axis_orders,
     matrix_optimizers,
     padded_state,
+    state_unlike_weights,
     unsharded_state,
 )
-from treeshard._planning.logical import ReadLogicalRules, names_without_rule, read_logical_rules
+from treeshard._planning.logical import (
+    PartitionAxis,
+    ReadLogicalRules,
+    by_other_order,
+    lost_axes,
+    names_without_rule,
+    read_logical_rules,
+    resolve_by,
+)
 from treeshard._planning.matching import SMALL, PlannedLeaf, Shape
-from treeshard._planning.padding import padded_leaf
 from treeshard._planning.tactics import ByNames, Tactic
 from treeshard.errors import did_you_mean
 
-# Replicated leaves are reported if they waste at least this part of a device's bytes.
-LARGE_PART = 0.01
 # The adjustments of leaves that belong to another leaf.
 RELATED = frozenset({"no-base", "cuts-block"})
 # The number of paths searched for one that a misspelt pattern may mean.
@@ -43,37 +52,47 @@ def find(
     shared: Mapping[str, Sequence[str]],
     boxes: Mapping[str, Any],
     same_arrays: Sequence[tuple[str, str]],
+    gathered: Collection[str],
+    *,
+    mirrors: bool,
 ) -> tuple[Finding, ...]:
     """All findings of a plan: errors first; replicated leaves ordered by what they waste.
 
-    Without `rules`, only the leaves are checked. `shared` has the key paths of leaves that
-    share a path, `boxes` the Flax boxes of leaves, by path, and `same_arrays` the paths of
-    leaves that were one object, the later path first.
+    Of a plan that `mirrors` another one, only the leaves are checked: `rules` decided those of the
+    other. `shared` has the key paths of leaves that share a path, `boxes` the Flax boxes of leaves,
+    by path, `same_arrays` the paths of leaves that were one object, the later path first, and
+    `gathered` the axes along which parameters are gathered for use.
     """
+    names = _Names(rules, logical_rules, boxes, mesh)
+    own_rules = () if mirrors else rules
     return (
         *_misfits(leaves, mesh),
         *collisions(shared),
-        *_unused_rules(leaves, rules),
+        *(() if mirrors else _unused_rules(leaves, rules)),
         *_unused_specs(leaves, min_size),
         *_related(leaves),
         *_same_arrays(leaves, same_arrays, mesh),
-        *_left_whole(leaves, mesh, min_size),
+        *left_whole(leaves, rules, mesh, min_size, names.lost),
         *_scan_dims(leaves, mesh),
         *axis_orders(leaves, mesh),
-        *unsharded_state(leaves, rules, mesh),
+        *unsharded_state(leaves, own_rules, mesh),
+        *state_unlike_weights(leaves, rules, mesh, min_size),
         *matrix_optimizers(leaves, mesh),
         *padded_state(leaves),
-        *(_names_without_rule(leaves, rules, logical_rules, boxes) if rules else ()),
+        *unlike_siblings(leaves),
+        *cut_heads(leaves, mesh, gathered),
+        *(() if mirrors else names.without_rule(leaves)),
+        *(() if mirrors else names.contested(leaves)),
     )
 
 
 # ------------------------------------------------------------------ errors
 
 
-def _misfits(leaves: Iterable[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
+def _misfits(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
     """The errors that `match_partition_rules` raises for, one finding per kind of error."""
     alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
-    for members in _kinds(leaves):
+    for members in kinds(leaves):
         leaf = members[0]
         for note in leaf.decision.errors:
             shape = leaf.shape if note.kind == "unmatched" else None
@@ -85,18 +104,10 @@ def _misfits(leaves: Iterable[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding]:
             key = re.escape(paths[0].rpartition("/")[2])
             yield finding("unmatched", paths, shape=shape, key=key)
         elif note.kind == "indivisible":
-            how, saved = _padding(members, mesh)
+            how, saved = padding(members, mesh)
             yield finding_of(note, rule, pattern, paths, how, saved)
         else:
             yield finding_of(note, rule, pattern, paths)
-
-
-def _kinds(leaves: Iterable[PlannedLeaf]) -> list[list[PlannedLeaf]]:
-    """Groups leaves by shape, dtype and decision. Most models have few groups."""
-    kinds: dict[Any, list[PlannedLeaf]] = defaultdict(list)
-    for leaf in leaves:
-        kinds[leaf.shape, leaf.dtype, id(leaf.decision)].append(leaf)
-    return list(kinds.values())
 
 
 def collisions(shared: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
@@ -223,116 +234,77 @@ def _where_they_differ(path: str, other: str) -> tuple[str, str]:
 # ------------------------------------------------------------------ logical names
 
 
-def _names_without_rule(
-    leaves: Iterable[PlannedLeaf],
-    rules: Sequence[tuple[Any, Any]],
-    logical_rules: ReadLogicalRules | None,
-    boxes: Mapping[str, Any],
-) -> Iterator[Finding]:
-    """Logical names without a logical rule, whose dims are therefore not sharded."""
-    paths: dict[Any, list[str]] = defaultdict(list)
-    known: set[str] = set()
-    for leaf in leaves:
+class _Names:
+    """The logical names that decide leaves, and the rules for them."""
+
+    def __init__(
+        self,
+        rules: Sequence[tuple[Any, Any]],
+        in_force: ReadLogicalRules | None,
+        boxes: Mapping[str, Any],
+        mesh: AnyMesh,
+    ) -> None:
+        self.rules, self.in_force, self.boxes = rules, in_force, boxes
+        self.sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
+
+    def of(self, leaf: PlannedLeaf) -> Iterator[tuple[tuple[Any, ...], ReadLogicalRules]]:
+        """The names of a leaf's dims, and the rules for them."""
         if leaf.rule is None:
-            continue
-        action, box = rules[leaf.rule][1], boxes.get(leaf.path)
-        for names, by in _named(action, box, logical_rules):
-            if isinstance(by, tuple):
-                known.update(name for name, _ in by)
-            for name in names_without_rule(names, by):
-                paths[leaf.rule, leaf.pattern, name].append(leaf.path)
-    for (index, pattern, name), members in paths.items():
-        rule, hint = rule_text(index, pattern), did_you_mean(name, known)
-        yield finding("name-without-rule", members, index, by=rule, name=name, hint=hint)
+            return
+        action = self.rules[leaf.rule][1]
+        box: Any = self.boxes.get(leaf.path)
+        if is_logical(action) and self.in_force is not None:
+            yield action, self.in_force
+        # A box without an attribute `rules` names mesh axes, not logical names.
+        elif isinstance(action, Tactic) and hasattr(box, "rules"):
+            for step in action.steps:
+                if isinstance(step, ByNames):
+                    own = step.rules if step.rules is not None else box.rules
+                    by = self.in_force if own is None else read_logical_rules(own)
+                    if by is not None:
+                        yield tuple(box.names), by
 
+    def lost(self, leaf: PlannedLeaf) -> list[str]:
+        """Why dims of a leaf are not sharded although their names have axes."""
+        return [fact for names, by in self.of(leaf) for fact in lost_axes(names, by, self.sizes)]
 
-def _named(
-    action: Any, box: Any, in_force: ReadLogicalRules | None
-) -> Iterator[tuple[Sequence[Any], ReadLogicalRules]]:
-    """The logical names that decide a leaf, and the rules for them."""
-    if is_logical(action) and in_force is not None:
-        yield action, in_force
-    # A box without an attribute `rules` names mesh axes, not logical names.
-    elif isinstance(action, Tactic) and hasattr(box, "rules"):
-        for step in action.steps:
-            if isinstance(step, ByNames):
-                own = step.rules if step.rules is not None else box.rules
-                by = in_force if own is None else read_logical_rules(own)
-                if by is not None:
-                    yield box.names, by
+    def without_rule(self, leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
+        """Logical names without a logical rule, whose dims are therefore not sharded."""
+        paths: dict[Any, list[str]] = defaultdict(list)
+        known: set[str] = set()
+        for leaf in leaves:
+            for names, by in self.of(leaf):
+                if isinstance(by, tuple):
+                    known.update(name for name, _ in by)
+                for name in names_without_rule(names, by):
+                    paths[leaf.rule, leaf.pattern, name].append(leaf.path)
+        for (index, pattern, name), members in paths.items():
+            rule, hint = rule_text(index, pattern), did_you_mean(name, known)
+            yield finding("name-without-rule", members, index, by=rule, name=name, hint=hint)
 
+    def contested(self, leaves: Iterable[PlannedLeaf]) -> Iterator[Finding]:
+        """Axes that two names of a leaf want, and that a list of rules gives to one of them and a
+        `PartitionAxis` to the other."""
+        paths: dict[Any, list[str]] = defaultdict(list)
+        for leaf in leaves:
+            for names, by in self.of(leaf):
+                paths[leaf.rule, leaf.pattern, names, by].append(leaf.path)
+        for (index, pattern, names, by), members in paths.items():
+            other = by_other_order(names, by)
+            given = resolve_by(by, names)
+            if other is None or self._on_mesh(given) == self._on_mesh(other):
+                continue
+            forms = ["The list, by the order of rules,", "a `PartitionAxis`, by that of dims,"]
+            if isinstance(by, PartitionAxis):
+                forms = ["The `PartitionAxis`, by the order of dims,", "a list, by that of rules,"]
+            rule = rule_text(index, pattern)
+            values = {"order": forms[0], "given": self._on_mesh(given)}
+            values |= {"other_order": forms[1], "other": self._on_mesh(other)}
+            yield finding("contested-axis", members, index, by=rule, names=names, **values)
 
-# ------------------------------------------------------------------ replicated leaves
-
-
-def _left_whole(leaves: Iterable[PlannedLeaf], mesh: AnyMesh, min_size: int) -> list[Finding]:
-    """Large leaves that are replicated, ordered by the bytes that an even split would save.
-
-    Leaves with fewer elements than `min_size` are replicated on purpose. Leaves of one
-    shape and decision are reported together, if they waste at least `LARGE_PART` of what a
-    device holds.
-    """
-    devices = math.prod(axis_sizes(mesh).values())
-    alike: dict[Any, list[PlannedLeaf]] = defaultdict(list)
-    per_device = 0
-    for members in _kinds(leaves):
-        leaf = members[0]
-        if leaf.decision.errors:
-            continue
-        per_device += leaf.bytes_per_device(mesh) * len(members)
-        if leaf.shape and leaf.size >= max(min_size, 1) and not _split_dims(leaf, mesh):
-            alike[leaf.shape, leaf.decision] += members
-    findings: list[Finding] = []
-    for members in alike.values():
-        leaf = members[0]
-        wasted = sum(member.bytes - -(-member.bytes // devices) for member in members)
-        if wasted == 0 or wasted < LARGE_PART * per_device:
-            continue
-        paths = [member.path for member in members]
-        why, fix = _why_replicated(members, mesh)
-        values = {"shape": leaf.shape, "waste": human_bytes(wasted), "why": why, "fix": fix}
-        findings.append(finding("left-whole", paths, leaf.rule, wasted, **values))
-    return sorted(findings, key=lambda finding: -finding.wasted)
-
-
-# What to do about a leaf that its rule left whole, by the last adjustment.
-_SHARD_IT = {
-    "too-small": "Lower `min_size`.",
-    "no-dim": "Free a dim, or use another axis.",
-    "no-dim, padded": "Pad dim {dim} to {length}, or use another axis. {how}",
-}
-
-
-def _why_replicated(members: Sequence[PlannedLeaf], mesh: AnyMesh) -> tuple[str, str]:
-    """Why leaves of one shape and decision are replicated, and the fix."""
-    leaf = members[0]
-    if leaf.rule is None:
-        why = "it has no counterpart in the plan that this one follows."
-        return why, "Plan it by rules of its own."
-    by = rule_text(leaf.rule, leaf.pattern)
-    if not leaf.adjustments:
-        return f"{by} says so.", "Give it a spec or `fsdp`, unless this is intended."
-    note = leaf.adjustments[-1]
-    why = f"{by}, {note.why}"
-    if note.kind != "no-dim" or note.dim is None:
-        return why, _SHARD_IT.get(note.kind, "Change the rule, or the shape.")
-    length = padded_leaf(leaf, mesh).shape[note.dim]
-    how, _ = _padding(members, mesh)
-    return why, _SHARD_IT["no-dim, padded"].format(dim=note.dim, length=length, how=how)
-
-
-def _padding(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> tuple[str, int]:
-    """Both ways of padding leaves and what they cost, as a sentence; and the bytes that each
-    device saves by it."""
-    padded = [padded_leaf(leaf, mesh) for leaf in leaves]
-    before, after = (sum(x.bytes_per_device(mesh) for x in each) for each in (leaves, padded))
-    more = sum(x.bytes for x in padded) - sum(x.bytes for x in leaves)
-    text = (
-        f"`Plan.padded` does so under `jit`, `manual.shard_params(..., pad=True)` by hand:"
-        f" {human_bytes(after)} per device instead of {human_bytes(before)}, with"
-        f" {human_bytes(more)} of padding in all."
-    )
-    return text, before - after
+    def _on_mesh(self, spec: PartitionSpec) -> PartitionSpec:
+        """A spec without the axes that split nothing on this mesh."""
+        return without_axes(spec, set(all_axes(entries(spec))) - self.sizes.keys())
 
 
 def _split_dims(leaf: PlannedLeaf, mesh: AnyMesh) -> list[int]:
@@ -354,7 +326,7 @@ def _scan_dims(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> Iterator[Finding
     bias of a convolution has them. Stacked experts and the heads of an attention have such shapes
     too, but are sharded on dim 0 on purpose: see `_EXPERTS` and `_are_heads`.
     """
-    split = [members for members in _kinds(leaves) if 0 in _split_dims(members[0], mesh)]
+    split = [members for members in kinds(leaves) if 0 in _split_dims(members[0], mesh)]
     suspects = [leaf for members in split for leaf in members if not _EXPERTS.search(leaf.path)]
     if not suspects:
         return

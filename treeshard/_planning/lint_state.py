@@ -7,13 +7,14 @@ has them.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
-from treeshard._core.specs import all_axes, axes_of, entries, entry_of
+from treeshard._core.specs import all_axes, axes_of, dim_entries, entries, entry_of
 from treeshard._core.text import human_bytes
-from treeshard._planning.findings import Finding, finding
+from treeshard._planning.findings import Finding, decided_by, finding
+from treeshard._planning.lint_bytes import is_intended
 from treeshard._planning.matching import PlannedLeaf, state_with_parameters, tails
 from treeshard._planning.plan_json import kind_of
 
@@ -88,6 +89,46 @@ def unsharded_state(
         share=in_missed / total,
         parts=parts,
     )
+
+
+def state_unlike_weights(
+    leaves: Sequence[PlannedLeaf],
+    rules: Sequence[tuple[Any, Any]],
+    mesh: AnyMesh,
+    min_size: int,
+) -> Iterator[Finding]:
+    """Optimizer state that is split unlike its parameter, and not further in the same dims.
+
+    State that is split further is as in ZeRO-1. `axis_orders` tells of other orders in one dim.
+    """
+    sizes = axis_sizes(mesh)
+    alike: dict[Any, list[tuple[PlannedLeaf, PlannedLeaf]]] = defaultdict(list)
+    for leaf, parameter in state_with_parameters(leaves):
+        is_wrong = leaf.decision.errors or parameter.decision.errors
+        if is_wrong or leaf.size < min_size or is_intended(leaf, rules):
+            continue
+        dims = zip(_split_by(leaf, sizes), _split_by(parameter, sizes), strict=True)
+        if not all(of_parameter <= own for own, of_parameter in dims):
+            key = leaf.rule, leaf.given, parameter.rule, parameter.given
+            alike[key].append((leaf, parameter))
+    for pairs in alike.values():
+        leaf, parameter = pairs[0]
+        yield finding(
+            "state-unlike-weight",
+            [each.path for each, _ in pairs],
+            leaf.rule,
+            given=leaf.given,
+            by=decided_by(leaf),
+            parameter=parameter.path,
+            of_parameter=parameter.given,
+            parameter_by=decided_by(parameter),
+        )
+
+
+def _split_by(leaf: PlannedLeaf, sizes: Mapping[str, int]) -> list[set[str]]:
+    """The axes that split each dim."""
+    dims = dim_entries(leaf.given, len(leaf.shape))
+    return [{axis for axis in axes_of(entry) if sizes[axis] > 1} for entry in dims]
 
 
 def padded_state(leaves: Sequence[PlannedLeaf]) -> Iterator[Finding]:

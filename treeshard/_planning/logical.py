@@ -6,7 +6,7 @@ applies depends on the axes that the other dims of the same array have taken.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -139,17 +139,7 @@ class PartitionAxis:
         known = self._axes_by_name(mode)
         if unknown := [name for name in all_axes(names) if _short(name) not in known]:
             raise SpecError(_unknown_names(unknown, known))
-        used: set[str] = set()
-        dims: list[Entry] = []
-        for dim in names:
-            if dim is UNCONSTRAINED:
-                dims.append(dim)
-                continue
-            axes = all_axes(known[_short(name)] for name in axes_of(dim))
-            free = [axis for axis in dict.fromkeys(axes) if axis not in used]
-            used.update(free)
-            dims.append(entry_of(free))
-        return _on_mesh(PartitionSpec(*dims), mesh)
+        return _on_mesh(_by_dims(_without_suffix(names), known), mesh)
 
     def _axes_by_name(self, mode: Mode) -> dict[str, Entry]:
         by_name = {_short(each.name): getattr(self, each.name) for each in fields(self)}
@@ -160,6 +150,15 @@ class PartitionAxis:
 
 def _short(name: str) -> str:
     return name.removesuffix("_axis")
+
+
+def _without_suffix(names: Sequence[Entry]) -> list[Entry]:
+    """Names of dims without their `_axis`; `None` and `UNCONSTRAINED` as they are."""
+    short: list[Entry] = []
+    for dim in names:
+        of_dim = axes_of(dim)
+        short.append(entry_of([_short(name) for name in of_dim]) if of_dim else dim)
+    return short
 
 
 def _unknown_names(unknown: list[str], known: dict[str, Entry]) -> str:
@@ -274,6 +273,57 @@ def names_without_rule(names: Sequence[Entry], rules: ReadLogicalRules) -> list[
     return [name for name in all_axes(names) if name not in ruled]
 
 
+def lost_axes(
+    names: Sequence[Entry], rules: ReadLogicalRules, sizes: Mapping[str, int]
+) -> list[str]:
+    """Why dims are not sharded although their names have axes, on a mesh of these sizes."""
+    given = entries(resolve_by(rules, names))
+    taker_of = {
+        axis: name for name, entry in zip(names, given, strict=True) for axis in axes_of(entry)
+    }
+    short_names, pairs = _as_list(names, rules)
+    facts: list[str] = []
+    for name, short_name, entry in zip(names, short_names, given, strict=True):
+        wanted = all_axes(axes for each, axes in pairs if each in axes_of(short_name))
+        if not wanted or any(axis in sizes for axis in axes_of(entry)):
+            continue
+        taken = [axis for axis in wanted if taker_of.get(axis, name) != name]
+        # A rule of a list applies if all its axes are free, also those that the mesh lacks.
+        free = [repr(axis) for axis in wanted if axis in sizes and axis not in taker_of]
+        if taken:
+            more = f", and with it {', '.join(dict.fromkeys(free))}" if free else ""
+            facts.append(f"{name!r} loses {taken[0]!r} to {taker_of[taken[0]]!r}{more}.")
+        elif not free:
+            absent = ", ".join(map(repr, dict.fromkeys(wanted)))
+            hint = did_you_mean(wanted[0], sizes)
+            facts.append(f"{name!r} has {absent}, which the mesh lacks.{hint}")
+    return facts
+
+
+def by_other_order(names: Sequence[Entry], rules: ReadLogicalRules) -> PartitionSpec | None:
+    """What names would become by the same rules in their other form: by a list in the order of the
+    fields of a `PartitionAxis`, or by the order of the dims instead of that of a list.
+
+    `None` if a name has no rule, several, or `UNCONSTRAINED`: a `PartitionAxis` cannot say that.
+    """
+    short_names, pairs = _as_list(names, rules)
+    if isinstance(rules, PartitionAxis):
+        return _by_priority(short_names, pairs)
+    counts = Counter(name for name, axes in pairs if axes is not UNCONSTRAINED)
+    if any(counts[name] != 1 for name in all_axes(names)):
+        return None
+    return _by_dims(names, dict(pairs))
+
+
+def _as_list(
+    names: Sequence[Entry], rules: ReadLogicalRules
+) -> tuple[Sequence[Entry], tuple[tuple[str, Entry], ...]]:
+    """Names and their rules as a list, also if they are those of a `PartitionAxis`."""
+    if not isinstance(rules, PartitionAxis):
+        return names, rules
+    return _without_suffix(names), tuple(rules._axes_by_name("train").items())
+
+
 def read_logical_rules(rules: LogicalRules) -> ReadLogicalRules:
     """Normalises rules to a hashable form. Raises `ShardingRuleError` listing all bad rules."""
     if isinstance(rules, PartitionAxis):
@@ -342,6 +392,21 @@ def _by_priority(names: Sequence[Entry], rules: tuple[tuple[str, Entry], ...]) -
             dims.append(entry_of(all_axes(map(entry_by_name.get, dim))))
         else:  # `UNCONSTRAINED` and `None` stay
             dims.append(entry_by_name.get(dim) if isinstance(dim, str) else dim)
+    return PartitionSpec(*dims)
+
+
+def _by_dims(names: Sequence[Entry], axes_by_name: Mapping[str, Entry]) -> PartitionSpec:
+    # An axis goes to the first dim that has it, and a dim gets those of its axes that are left.
+    used: set[str] = set()
+    dims: list[Entry] = []
+    for dim in names:
+        if dim is UNCONSTRAINED:
+            dims.append(dim)
+            continue
+        axes = all_axes(axes_by_name[name] for name in axes_of(dim))
+        free = [axis for axis in dict.fromkeys(axes) if axis not in used]
+        used.update(free)
+        dims.append(entry_of(free))
     return PartitionSpec(*dims)
 
 

@@ -22,6 +22,7 @@ from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import all_axes, entries, with_entries
 from treeshard._core.text import human_bytes
 from treeshard._planning.adapters import following
+from treeshard._planning.axis_names import splits_rows
 from treeshard._planning.copies import copied_leaves, histories, in_memory, resized, sharded_further
 from treeshard._planning.findings import Finding
 from treeshard._planning.lint import collisions, find
@@ -162,18 +163,26 @@ class Plan(SpecCarrier):
         return sum(leaf.bytes_per_device(self.mesh) for leaf in leaves)
 
     def fsdp_axes(self) -> frozenset[str]:
-        """The axes over which the `fsdp` tactic sharded parameters.
+        """The axes over which parameters are sharded, and gathered for use.
 
-        Parameters are gathered along these axes for use, so devices along them do the same
-        work unless the batch is sharded over them too.
+        They are those of the `fsdp` tactic, whatever their names; and those of specs, logical
+        names and functions that split a batch by their names: `data`, `dp`, `batch`, `replica`,
+        `fsdp`, also as part of a name (`dcn_data`, `fsdp_transpose`). Devices along them do the
+        same work unless the batch is sharded over them too.
+
+        Examples:
+            >>> tree = {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}
+            >>> decided = plan(tree, [("w", P("fsdp", "tensor"))], make_mesh("fsdp=4,tensor=2"))
+            >>> decided.fsdp_axes()
+            frozenset({'fsdp'})
         """
         axes: set[str] = set()
         for decision in {leaf.decision for leaf in self.leaves}:
-            if decision.rule is None:
-                continue
-            action = self.rules[decision.rule][1]
+            split = set(all_axes(entries(decision.given)))
+            axes.update(filter(splits_rows, split))
+            action = None if decision.rule is None else self.rules[decision.rule][1]
             if isinstance(action, Tactic | StoredAction):
-                axes |= action.fsdp_axes.intersection(all_axes(entries(decision.given)))
+                axes |= action.fsdp_axes & split
         return frozenset(axes)
 
     # -------------------------------------------------------------- errors and warnings
@@ -193,10 +202,19 @@ class Plan(SpecCarrier):
 
         - rules that match no leaf, and rules whose leaves are all taken by earlier rules
           (except a last rule that matches every leaf, which is a fallback);
-        - leaves of at least `min_size` elements that are replicated, if sharding them would
-          save at least 1% of the memory that a device needs; largest saving first;
+        - leaves of at least `min_size` elements that are not split over axes which are idle for
+          them (`left-whole`), if splitting them evenly would save at least 1% of the memory that a
+          device needs; largest saving first. An axis is idle for a leaf if neither the leaf nor,
+          by the axis's name, the batch is split over it: see `jit_step`. Leaves that a rule names
+          and replicates (`None`, `P()` or `replicate()`) are meant, unless its pattern matches
+          every path;
         - leaves that seem to be layers stacked on dim 0 and are sharded on that dim;
-        - logical names without a rule;
+        - a few layers that are sharded unlike the others (`unlike-siblings`);
+        - optimizer state that a rule of its own shards unlike its parameter
+          (`state-unlike-weight`), or that an axis does not reach;
+        - attention heads that an axis splits into parts (`cuts-head`);
+        - logical names without a rule, and axes that two names want, which a list of rules and a
+          `PartitionAxis` would give to different ones (`contested-axis`);
         - specs that are not used because their leaves have fewer elements than `min_size`;
         - arrays that are in the tree at two paths (`same-array`), which become two arrays. Shapes
           and JSON do not show them: the plan of `jax.eval_shape`'s result lacks this finding;
@@ -209,19 +227,20 @@ class Plan(SpecCarrier):
         if any(isinstance(action, Tactic) and action.reads_boxes for _, action in self.rules):
             nodes, treedef = tree_flatten(self.structs, is_leaf=is_wrapper)
             boxes = {p: x for p, x in zip(paths_of(treedef), nodes, strict=True) if is_wrapper(x)}
-        rules = () if self._mirrors else self.rules  # the rules did not decide a mirror
         shared = self._shared_paths()
         # Of a plan that was read, no action has names to resolve.
         logical = None if isinstance(self._logical, dict) else self._logical
         return find(
             self.leaves,
-            rules,
+            self.rules,
             self.mesh,
             self.min_size,
             logical,
             shared,
             boxes,
             self._same_arrays,
+            self.fsdp_axes(),
+            mirrors=self._mirrors,
         )
 
     def _shared_paths(self) -> dict[str, list[str]]:

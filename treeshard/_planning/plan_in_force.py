@@ -20,6 +20,7 @@ from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree, layer_specs
 from treeshard._core.specs import all_axes, entries, entry_of, is_spec, without_axes
 from treeshard._core.text import fold_paths
+from treeshard._planning.axis_names import splits_rows
 from treeshard._planning.matching import PlannedLeaf, parameters
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError
@@ -28,9 +29,10 @@ T = TypeVar("T")
 
 
 def default_batch(plan: Plan) -> PartitionSpec:
-    """The spec of a batch by default: dim 0 over the axes of `fsdp`, `data` and `replica`."""
-    of_fsdp = plan.fsdp_axes()
-    split = [axis for axis in axis_sizes(plan.mesh) if axis in (*of_fsdp, "data", "replica")]
+    """The spec of a batch by default: dim 0 over the axes along which the plan gathers parameters,
+    and those that split a batch by their names."""
+    gathered = plan.fsdp_axes()
+    split = [axis for axis in axis_sizes(plan.mesh) if axis in gathered or splits_rows(axis)]
     return PartitionSpec(entry_of(split)) if split else PartitionSpec()
 
 

@@ -30,6 +30,7 @@ from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._core.specs import entry_of
 from treeshard._placement.padding import resize
 from treeshard._placement.targets import without_names
+from treeshard._planning.axis_names import may_split_rows, use_of
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.plan_in_force import INITIALISING, default_batch, plan_in_force
 from treeshard.errors import ArgumentError, StateError, warn
@@ -218,9 +219,13 @@ def jit_step(
             old one's structure, shapes and dtypes.
         plan: The plan of the state, as `init_sharded` returns it.
         batch: The specs of the batch: a tree of them, or one for all its leaves. By default
-            dim 0 of each leaf is split over the axes that the plan's `fsdp` tactics use and
-            the axes `data` and `replica`, as far as the mesh has them: `P(("data", "fsdp"))`
-            on a mesh of both. Scalars are replicated.
+            dim 0 of each leaf is split over the axes along which parameters are gathered for use
+            (`Plan.fsdp_axes`: those of `fsdp` tactics, and of specs whose axes have such names),
+            and over the other axes of the mesh for data, by their names: `data`, `dp`, `batch`,
+            `replica`, `fsdp`. That is `P(("data", "fsdp"))` on a mesh of both. Axes for tensor
+            parallelism (`tensor`, `tp`, `model`, `mp`) and pipelines (`stage`, `pp`) do not split
+            it. A spec does not say what an axis of another name is for, nor how `sp` and `ep`
+            split a batch: such axes do not split it, with a warning. Scalars are replicated.
         donate: Whether the new state reuses the memory of the old state, which is deleted. Arrays
             of the state that share memory, as in `{"params": p, "ema": p}`, are copied then.
 
@@ -244,12 +249,13 @@ def jit_step(
         MeshError: If the plan was made for an abstract mesh.
 
     Warns:
-        ShardingWarning: If the batch is not split over an axis over which `fsdp` shards
-            parameters, or, while it is split over others, over one that shards no leaf of the
-            state: all devices along it do the same work. If `batch` is not given and its
-            default splits nothing. When called, if arrays of the state are copied because they
-            share memory (names the paths of both), if leaves of the state are numpy arrays
-            again, or if `fn` uses `device_put` to one device, which has no effect.
+        ShardingWarning: If the batch is not split over an axis along which parameters are
+            gathered (`Plan.fsdp_axes`), or, while it is split over others, over one that shards
+            no leaf of the state: all devices along it do the same work. If `batch` is not given
+            and the name of an axis does not say whether it splits the batch. When called, if
+            arrays of the state are copied because they share memory (names the paths of both),
+            if leaves of the state are numpy arrays again, or if `fn` uses `device_put` to one
+            device, which has no effect.
 
     Examples:
         >>> mesh = ts.make_mesh("fsdp=8")
@@ -348,18 +354,25 @@ def _make_step(
 
 
 _IDLE = {
-    "fsdp": (
-        "parameters are sharded by fsdp over {axes}, but the batch is not (batch={batch}), so all"
-        " devices along it do the same work. Split the batch too: batch=P({split!r})."
+    "gathered": (
+        "parameters are sharded over {axes}, and gathered along it for use, but the batch is not"
+        " split over it (batch={batch}), so all devices along it do the same work. Split the batch"
+        " too: batch={split}."
+    ),
+    "unclear": (
+        "no `batch=` is given, and the name {axes} does not say whether it splits the batch, which"
+        " is not split over it (batch={batch}). If parameters are gathered along it for use, as in"
+        " FSDP, pass batch={split}: without that, all devices along it do the same work. Otherwise,"
+        " as in tensor parallelism, pass batch={batch}."
+    ),
+    "sequence": (
+        "no `batch=` is given, and {axes} splits sequences by its name: the batch is not split over"
+        " it (batch={batch}). If dim 1 of the batch is a sequence, pass batch={split}. To split"
+        " activations alone, pass batch={batch}."
     ),
     "unused": (
         "{axes} shards neither the state nor the batch (batch={batch}), so all devices along it do"
-        " the same work. Split the batch too: batch=P({split!r})."
-    ),
-    "default": (
-        "no `batch=` is given, and the plan implies none (batch={batch}), so every device gets all"
-        " of it. For tensor parallelism alone, pass batch=P(). Else split the batch:"
-        " batch=P({split!r})."
+        " the same work. Split the batch too: batch={split}."
     ),
 }
 
@@ -368,27 +381,42 @@ def _warn_of_idle_axes(
     where: str, plan: Plan, batch: SpecTree, split: Sequence[str], *, is_default: bool
 ) -> None:
     """Warns of axes along which all devices do the same work, because the batch is not split."""
-    sizes = axis_sizes(plan.mesh)
-    unsplit = [axis for axis in sizes if sizes[axis] > 1 and axis not in split]
-    by_fsdp = plan.fsdp_axes().intersection(unsplit)
-    unused = set(unsplit).difference(get_names_from_partition_spec(plan))
-    idle = by_fsdp | unused
-    if by_fsdp:
-        why, axes = "fsdp", by_fsdp
-    elif is_default and unsplit and not split:
-        # A spec does not say whether it is for FSDP or for tensor parallelism.
-        why, axes = "default", unsplit
-        idle = idle or unsplit
-    elif unused and split:  # who writes batch=P() means it
-        why, axes = "unused", unused
-    else:
+    idle = _idle_axes(plan, split, is_default=is_default)
+    why = next((why for why, axes in idle.items() if axes), None)
+    if why is None:
         return
+    in_batch = {*split, *idle[why]}
     message = _IDLE[why].format(
-        axes=", ".join(repr(axis) for axis in sizes if axis in axes),
+        axes=", ".join(map(repr, idle[why])),
         batch=batch,
-        split=entry_of([axis for axis in sizes if axis in {*split, *idle}]),
+        split=_batch_text([axis for axis in axis_sizes(plan.mesh) if axis in in_batch]),
     )
     warn(f"{where}: {message}")
+
+
+def _idle_axes(plan: Plan, split: Sequence[str], *, is_default: bool) -> dict[str, list[str]]:
+    """The axes that do not split the batch and seem to have to, by the reason, in this order."""
+    unsplit = [axis for axis, size in axis_sizes(plan.mesh).items() if size > 1]
+    unsplit = [axis for axis in unsplit if axis not in split]
+    gathered, of_state = plan.fsdp_axes(), get_names_from_partition_spec(plan)
+    unused = [axis for axis in unsplit if axis not in of_state]
+    reasons = {"gathered": [axis for axis in unsplit if axis in gathered]}
+    if is_default:
+        used = [axis for axis in unsplit if axis in of_state]
+        reasons["sequence"] = [axis for axis in unsplit if use_of(axis) == "sequence"]
+        reasons["unclear"] = [axis for axis in used if may_split_rows(axis)]
+    # Who writes batch=P() means it.
+    if split or is_default:
+        reasons["unused"] = unused
+    return reasons
+
+
+def _batch_text(axes: Sequence[str]) -> str:
+    """The spec of a batch over these axes, as one writes it: `P(("data", "fsdp"), "sp")`."""
+    sequence = [axis for axis in axes if use_of(axis) == "sequence"]
+    rows = [axis for axis in axes if axis not in sequence]
+    dims = [entry_of(rows), entry_of(sequence)] if sequence else [entry_of(rows)]
+    return f"P({', '.join(map(repr, dims))})"
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,44 @@
+"""What a mesh axis is for, by its name.
+
+`P("x")` may be for FSDP, where the weight is gathered for use and the axis splits the batch, or for
+tensor parallelism, where it must not. A spec does not say which; by convention the axis's name
+does. The names are those of `PartitionAxis` (dp, fsdp, tp, sp, ep), EasyLM, T5X, MaxText, AXLearn,
+Levanter and torchtitan. Nothing is assumed of an axis with another name.
+"""
+
+import re
+from typing import Literal
+
+AxisUse = Literal["data", "fsdp", "sequence", "tensor", "expert", "stage"]
+
+_WORDS: dict[AxisUse, str] = {
+    "data": "data dp ddp batch replica replicate",
+    "fsdp": "fsdp hsdp zero",
+    "sequence": "sp seq sequence cp context",
+    "tensor": "tp tensor mp model mdl",
+    "expert": "ep expert experts",
+    "stage": "pp pipe pipeline stage stages",
+}
+_USES: dict[str, AxisUse] = {word: use for use, words in _WORDS.items() for word in words.split()}
+# The uses whose axes split the rows of a batch, and those whose axes do not.
+_ROWS = ("data", "fsdp")
+_NOT_ROWS = ("tensor", "stage")
+
+
+def use_of(axis: str) -> AxisUse | None:
+    """What an axis is for, by the first word of its name that is known; `None` if none is.
+
+    `dcn_data` is for data, `fsdp_transpose` for FSDP, `tensor_sequence` for tensor parallelism.
+    """
+    words = re.findall("[a-z]+", axis.lower())
+    return next((_USES[word] for word in words if word in _USES), None)
+
+
+def splits_rows(axis: str) -> bool:
+    """Whether an axis splits dim 0 of a batch, by its name."""
+    return use_of(axis) in _ROWS
+
+
+def may_split_rows(axis: str) -> bool:
+    """Whether an axis may split dim 0 of a batch: its name does not say that it does not."""
+    return use_of(axis) not in _NOT_ROWS

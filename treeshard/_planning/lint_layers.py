@@ -1,0 +1,211 @@
+"""The checks of layers and attention heads: a layer unlike the others, and heads that are cut.
+
+A plan has paths and shapes and no model. Layers are recognised by the numbers in paths, and heads
+by shapes that only attention has together.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import permutations
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from treeshard._core.mesh import AnyMesh, axis_sizes
+from treeshard._core.specs import axes_of, dim_entries, entries, part_count, with_entries
+from treeshard._planning.findings import Finding, decided_by, finding
+from treeshard._planning.matching import PlannedLeaf
+from treeshard.errors import counted
+
+# ------------------------------------------------------------------ layers
+
+# The number of a layer: a key, as in `layers/3/w`, or the end of the key of a module that has
+# modules, as in `block_3/mlp/w`. In `Dense_3/kernel` it tells weights apart, and not layers.
+_NUMBER = re.compile(r"(?:^|(?<=/))\d+(?=/)|(?<=[A-Za-z_])\d+(?=/[^/]+/)")
+# Layers are unlike the others if they are at most this part of them. One of three may differ, and
+# half of them too, for a reason.
+_UNLIKE_PART = 1 / 4
+
+
+def unlike_siblings(leaves: Sequence[PlannedLeaf]) -> Iterator[Finding]:
+    """Layers that are sharded unlike most others, by a rule that is not about them alone.
+
+    A rule whose pattern does not match all layers is meant for those that it matches, unless it
+    stops amid a number: `layers/1` matches `layers/10` too.
+    """
+    for siblings in _siblings(leaves):
+        specs = Counter(map(_short_spec, siblings))
+        if len(specs) == 1:
+            continue
+        common, count = specs.most_common(1)[0]
+        typical = next(leaf for leaf in siblings if _short_spec(leaf) == common)
+        groups: dict[object, list[PlannedLeaf]] = defaultdict(list)
+        for leaf in siblings:
+            groups[leaf.rule, _short_spec(leaf)].append(leaf)
+        for members in groups.values():
+            pattern = members[0].pattern
+            if pattern is not None and not _matches_all(pattern, siblings):
+                yield from _with_cut_numbers(members, pattern)
+            elif _short_spec(members[0]) != common and len(members) <= _UNLIKE_PART * len(siblings):
+                yield _unlike(members, typical, count)
+
+
+def _matches_all(pattern: str, leaves: Sequence[PlannedLeaf]) -> bool:
+    return all(re.search(pattern, leaf.path) for leaf in leaves)
+
+
+def _siblings(leaves: Sequence[PlannedLeaf]) -> list[list[PlannedLeaf]]:
+    """The leaves of one name and shape in several layers."""
+    alike: dict[object, list[PlannedLeaf]] = defaultdict(list)
+    for leaf in leaves:
+        name = _NUMBER.sub("*", leaf.path)
+        if name != leaf.path and leaf.shape and not leaf.decision.errors:
+            alike[name, leaf.shape, leaf.dtype].append(leaf)
+    return list(alike.values())
+
+
+def _unlike(members: Sequence[PlannedLeaf], typical: PlannedLeaf, count: int) -> Finding:
+    """The finding about layers that a rule shards unlike `count` others."""
+    leaf = members[0]
+    paths = [member.path for member in members]
+    of_others = "" if leaf.rule == typical.rule else f" by {decided_by(typical)}"
+    values = {"given": leaf.given, "by": decided_by(leaf), "count": count}
+    values |= {"common": typical.given, "common_by": of_others}
+    return finding("unlike-siblings", paths, leaf.rule, **values)
+
+
+def _with_cut_numbers(members: Sequence[PlannedLeaf], pattern: str) -> Iterator[Finding]:
+    """The finding about layers that a rule takes for another one, whose number theirs contain."""
+    of_key: dict[str, dict[str, None]] = defaultdict(dict)
+    for meant, other in permutations([member.path for member in members], 2):
+        key = _cut_number(pattern, meant, other)
+        if key is not None:
+            of_key[key][other] = None
+    for key, others in of_key.items():
+        # A pattern for every other layer matches several numbers that contain no other.
+        if len(others) == len(members) - 1:
+            values = {"given": members[0].given, "by": decided_by(members[0]), "key": key}
+            yield finding("unlike-siblings, number", others, members[0].rule, **values)
+
+
+def _cut_number(pattern: str, meant: str, other: str) -> str | None:
+    """The key of a number in `meant` that a pattern takes for a part of that in `other`."""
+    for match in _NUMBER.finditer(meant):
+        before, number, after = meant[: match.start()], match[0], meant[match.end() :]
+        longer = other.removeprefix(before).removesuffix(after)
+        if before + longer + after != other or len(longer) <= len(number):
+            continue
+        # Other digits show that the pattern is not about `longer` itself, as `layers/(1|10)/` is.
+        begins = longer.startswith(number) and re.search(pattern, f"{before}{number}777{after}")
+        ends = longer.endswith(number) and re.search(pattern, f"{before}777{number}{after}")
+        if begins or ends:
+            return "/".join(f"{before}{number}".split("/")[-2:]) + "/"
+    return None
+
+
+def _short_spec(leaf: PlannedLeaf) -> PartitionSpec:
+    """`P("data", None)` is not equal to `P("data")`, and both mean the same."""
+    return with_entries(leaf.given, entries(leaf.given))
+
+
+# ------------------------------------------------------------------ attention heads
+
+_HEAD_NORM = re.compile(r"(?:^|/|_)(?:(?:q|k|query|key)_?(?:layer_?)?norm|norm_?[qk])(?:/|$)")
+
+
+class _Heads(NamedTuple):
+    """A dim that holds attention heads."""
+
+    dim: int
+    heads: int  # 1 if the dim is inside of a head
+    size: int  # of a head
+
+
+def cut_heads(
+    leaves: Sequence[PlannedLeaf], mesh: AnyMesh, gathered: Collection[str]
+) -> Iterator[Finding]:
+    """Dims of attention heads that are split into parts of heads.
+
+    Weights are not split along the axes in `gathered` when they are used. Heads are recognised in
+    two ways: by projections to and from them, of shapes `(embed, heads, size)` and
+    `(heads, size, embed)`; and, where heads are fused in one dim, by a norm of queries or keys,
+    which has the size of a head.
+    """
+    sizes = axis_sizes(mesh)
+    alike: dict[object, list[PlannedLeaf]] = defaultdict(list)
+    for leaf, heads in _with_heads(leaves):
+        entry = dim_entries(leaf.given, len(leaf.shape))[heads.dim]
+        axes = tuple(axis for axis in axes_of(entry) if axis not in gathered)
+        if heads.heads % part_count(axes, sizes):
+            alike[leaf.rule, leaf.given, heads, axes].append(leaf)
+    for (rule, given, heads, axes), members in alike.items():  # pyright: ignore
+        yield finding(
+            "cuts-head",
+            [member.path for member in members],
+            rule,
+            given=given,
+            by=decided_by(members[0]),
+            dim=heads.dim,
+            heads=f"{counted(heads.heads, 'head')} of {heads.size}",
+            axes=" and ".join(map(repr, axes)),
+            parts=part_count(axes, sizes),
+        )
+
+
+def _with_heads(leaves: Sequence[PlannedLeaf]) -> Iterator[tuple[PlannedLeaf, _Heads]]:
+    """The leaves with a dim of attention heads, and that dim."""
+    seen: set[str] = set()
+    for members in _blocks(leaves).values():
+        for leaf, heads in (*_separate_heads(members), *_fused_heads(members)):
+            if leaf.path not in seen:
+                seen.add(leaf.path)
+                yield leaf, heads
+
+
+def _blocks(leaves: Sequence[PlannedLeaf]) -> dict[str, list[PlannedLeaf]]:
+    """The leaves of each subtree that may be an attention module: `attn/q` or `attn/q/kernel`."""
+    blocks: dict[str, list[PlannedLeaf]] = defaultdict(list)
+    for leaf in leaves:
+        keys = leaf.path.split("/")
+        for depth in (1, 2):
+            if len(keys) > depth:
+                blocks["/".join(keys[:-depth])].append(leaf)
+    return blocks
+
+
+def _separate_heads(block: Sequence[PlannedLeaf]) -> Iterator[tuple[PlannedLeaf, _Heads]]:
+    """Of leaves `(embed, heads, size)` and `(heads, size, embed)`, the dim of a head's size."""
+    ends = {leaf.shape[-3:] for leaf in block if len(leaf.shape) >= 3}
+    for embed, heads, size in ends:
+        if embed == size or (heads, size, embed) not in ends:
+            continue
+        for leaf in block:
+            rank, end = len(leaf.shape), leaf.shape[-3:]
+            if end[::2] == (embed, size) and end != (heads, size, embed):
+                yield leaf, _Heads(rank - 1, 1, size)
+            elif end[1:] == (size, embed):
+                yield leaf, _Heads(rank - 2, 1, size)
+
+
+def _fused_heads(block: Sequence[PlannedLeaf]) -> Iterator[tuple[PlannedLeaf, _Heads]]:
+    """Of matrices beside a norm of queries or keys, the dim that is not that of the others."""
+    norms = [leaf for leaf in block if leaf.shape and _HEAD_NORM.search(leaf.path)]
+    matrices = [leaf for leaf in block if len(leaf.shape) >= 2 and leaf not in norms]
+    head_sizes = {leaf.shape[-1] for leaf in norms}
+    common = set.intersection(*(set(leaf.shape[-2:]) for leaf in matrices)) if matrices else set()
+    if len(head_sizes) != 1 or len(common) != 1:
+        return
+    [size], [embed] = head_sizes, common
+    fused = [each for leaf in matrices for each in _dims_unlike(leaf, embed)]
+    # A norm over all heads, as in OLMo 2, has the length of the queries.
+    longest = max((leaf.shape[dim] for leaf, dim in fused), default=0)
+    for leaf, dim in fused:
+        if leaf.shape[dim] % size == 0 and size < longest:
+            yield leaf, _Heads(dim, leaf.shape[dim] // size, size)
+
+
+def _dims_unlike(leaf: PlannedLeaf, length: int) -> list[tuple[PlannedLeaf, int]]:
+    """Of the last two dims of a leaf, those of another length."""
+    rank = len(leaf.shape)
+    return [(leaf, dim) for dim in (rank - 2, rank - 1) if leaf.shape[dim] != length]
