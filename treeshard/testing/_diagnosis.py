@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard.testing._computations import Computation, Shards
+from treeshard.testing._computations import Axes, Computation, Shards, subsets
 from treeshard.testing._layouts import Layout
-from treeshard.testing._noise import LIMIT, Tolerance, distance, finite, multiple_of, norm
-from treeshard.testing._own_rows import Axes, OwnRows, named, subsets
-from treeshard.testing._report import Cause
+from treeshard.testing._noise import LIMIT, Tolerance, distance, errors_of, finite, norm
+from treeshard.testing._own_rows import OwnRows, multiple_in, named
+from treeshard.testing._report import DIFFERS, Cause
 
 Index = tuple[slice, ...]
 
@@ -30,7 +30,6 @@ _ZERO = "zero on all devices."
 _MOVED = "has other devices' shards in {wrong} of {all} places: {here} has the numbers of {there}."
 _SHARDS = "{what} in {wrong} of {all} shards, such as {here}; right in the others."
 _DEVICES = "{what} on {wrong} of {all} devices; right on the others."
-_DIFFERS = "differs by more than rounding"
 _MULTIPLE = "a multiple of the right result"
 
 _UNREDUCED = "not reduced along {axes}: each device keeps its own."
@@ -52,8 +51,8 @@ _USE_MEAN = "Use `jax.lax.pmean` instead of `psum`, or `manual.value_and_grad`."
 _DIVIDE = "Divide by the size, as `manual.value_and_grad` does: `pmean` would average other rows."
 # Under `jit` a program means the same in all layouts, whatever the partitioner makes of it.
 _BY_JIT = (
-    "If the code has no `shard_map` and takes no number from the mesh, the compiler is wrong:"
-    " report it, with this program, to JAX."
+    "If the code has no `shard_map` and takes no number from the mesh or from"
+    " `jax.device_count()`, the compiler is wrong: report it, with this program, to JAX."
 )
 
 
@@ -67,15 +66,19 @@ class Diagnosis:
         self.expected, self.result = expected, result
 
     def errors(self, i: int, predicted: Mapping[Any, np.ndarray] | None = None) -> list[float]:
-        """The difference of each device's shard from a full result, in units of its noise.
+        """The difference of each device's shard from a full result, in units of its noise."""
+        return errors_of(self.result[i], self.expected, i, predicted)
 
-        `predicted` has a full result for each device; by default it is the reference.
-        """
-        predicted = predicted or dict.fromkeys(self.result[i], self.expected.reference[i])
-        return [
-            distance(x, predicted[device][index]) / self.expected.of(i, index)
-            for device, (index, x) in self.result[i].items()
-        ]
+    def is_wrong(self, i: int) -> bool:
+        """Whether a result is further from the right one than rounding takes it."""
+        note = (self.layout.name, i) in self.computation.notes
+        return note or max(self.errors(i)) > LIMIT
+
+    def visible(self, i: int) -> float | None:
+        """The smallest relative error that would be seen; `None` of what must be equal."""
+        if i not in self.expected.noise:
+            return None
+        return min(self.expected.visible(i, index) for index, _ in self.result[i].values())
 
     def cause(self, i: int) -> Cause:
         """What is wrong with a result, and why, if the numbers prove it."""
@@ -103,22 +106,13 @@ class Diagnosis:
             yield Cause(_NOT_FINITE.format(wrong=wrong, all=len(shards)), short="not finite")
         if not any(np.any(x) for _, x in shards):
             yield Cause(_ZERO, short="zero")
-        yield from self._multiple(i, reference)
+        factor = multiple_in(self.result[i], self.expected, i)
+        if factor is not None:
+            shown = f"x {factor:.3f}" if abs(factor) > 0.1 else f"x {factor:.3g}"
+            yield Cause(_MULTIPLE, short=shown, measured=shown, multiple=factor)
         yield from self._moved(i, reference)
         yield from self._own_rows(i)
         yield from self._partly(i)
-
-    def _multiple(self, i: int, reference: np.ndarray) -> Iterator[Cause]:
-        """All devices have the right result, times a number."""
-        if reference.size == 1 or not reference.any():  # any number is a multiple of another
-            return
-        factor, rest = multiple_of(self.result[i], reference)
-        errors = self.errors(i, dict.fromkeys(self.result[i], factor * reference))
-        limit = 2 * LIMIT * max(abs(factor), 1)  # the factor scales the noise too
-        # Noise that is as large as the values would allow any factor.
-        if rest < 0.3 and max(errors) <= limit:
-            shown = f"x {factor:.3f}" if abs(factor) > 0.1 else f"x {factor:.3g}"
-            yield Cause(_MULTIPLE, short=shown, measured=shown, multiple=factor)
 
     def _moved(self, i: int, reference: np.ndarray) -> Iterator[Cause]:
         """Each device has a shard of the right result, but not all have their own."""
@@ -185,10 +179,7 @@ class Diagnosis:
         if not math.isfinite(far):
             return Cause(_ELSEWHERE, short="not finite")
         size = norm([norm(finite(reference[index])) for index, _ in shards])
-        share = f"{100 * far / size:.3g}% of its size" if size else "from zero"
-        error = max(self.errors(i))
-        measured = f"{share}, {error:.3g} times the noise"
-        return Cause(_DIFFERS, short=f"{error:.1e} noise", measured=measured)
+        return Cause(DIFFERS, short=f"off {100 * far / size:.2g}%" if size else "not zero")
 
     def _indices(self, i: int) -> dict[str, Index]:
         """The distinct shards of a result."""
