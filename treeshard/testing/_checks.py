@@ -51,6 +51,10 @@ _NOT_WIDE = "compared in {dtypes} only, since the program does not run in wider 
 _NOT_WIDE_HERE = "compared in one precision only, since in the other it raised {error}"
 _KEPT_DTYPES = "{kernels}: runs in its own dtypes also where all else is compared in {wide}"
 _SEES_LITTLE = "warning: errors of up to {worst} would not be seen in {paths}"
+_NO_OWN_ROWS = (
+    "the rows of one device alone cannot be computed, so it is not known whether a missing"
+    " reduction would change anything: {error}"
+)
 _KEPT_KEY = (
     "{paths}: the step returns this key as it was, so each step draws the same random numbers"
     " unless it is folded with a number that changes"
@@ -268,7 +272,10 @@ class _Comparison:
             self.notes += [note for note in each.tolerance.notes if note not in self.notes]
         if kept := kept_keys(computation, own.tolerance):
             self.notes.append(_KEPT_KEY.format(paths=", ".join(kept)))
-        self.gaps = gaps(*self.precisions[0], layout)
+        rows = OwnRows(self.precisions[0].computation, layout)
+        self.gaps = gaps(*self.precisions[0], rows)
+        if rows.error is not None:
+            self.notes.append(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
         self.cells: dict[str, dict[str, str]] = {path: {} for path in computation.paths}
         self.visible: dict[str, float] = {}
         self.causes: dict[str, dict[int, Cause]] = {}
@@ -425,7 +432,7 @@ class _Comparison:
         if not unexplained:
             return found
         order = computation.forward_order(next(iter(ran.values())).alone())
-        fact = _UNEXPLAINED.format(first=min(unexplained, key=order.index))
+        fact = _UNEXPLAINED.format(first=order[min(map(order.index, unexplained))])
         return [x._replace(fact=fact) if x.fact.startswith(DIFFERS) else x for x in found]
 
 

@@ -41,7 +41,7 @@ from treeshard._placement.shard import shard
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, row_axes
 from treeshard.errors import SpecError, StateError
-from treeshard.manual import gather_params, vary
+from treeshard.manual import gather_params
 from treeshard.testing._layouts import Layout
 from treeshard.testing._report import Cause
 from treeshard.testing._widening import Widening
@@ -53,7 +53,7 @@ from treeshard.training._step import Step
 Shards = dict[Any, tuple[tuple[slice, ...], np.ndarray]]
 Axes = tuple[str, ...]
 # The index of a device along each axis, and the size of the axis.
-Position = Mapping[str, tuple[Any, int]]
+Position = Mapping[str, tuple[Any, Any]]
 
 # Parameters are moved off their values once, by this part of their scale.
 _MOVED = 1e-2
@@ -122,6 +122,10 @@ class Computation:
         wide._functions = {}
         return wide
 
+    def after(self, results: Sequence[np.ndarray]) -> list[Any]:
+        """What its leaves are after the first of two steps."""
+        raise NotImplementedError
+
     def key_orders(self, layout: Layout) -> list[Axes]:
         """The axes, in order, by whose index a device may have folded its key."""
         # `fold_in` of another index is another key, so each order of the axes is a case of its own.
@@ -130,7 +134,12 @@ class Computation:
         return [order for some in subsets(layout.split_axes) for order in permutations(some)]
 
     def of_device(
-        self, layout: Layout, batch: list[Any], position: Position, order: Axes
+        self,
+        layout: Layout,
+        batch: list[Any],
+        position: Position,
+        order: Axes,
+        start: list[Any] | None = None,
     ) -> list[np.ndarray]:
         """What a device gets from its rows, with keys folded by its index along some axes."""
         if order:
@@ -139,7 +148,7 @@ class Computation:
                 index, size = position[axis]
                 number = number * size + index
             batch = [jax.random.fold_in(x, number) if is_raw_key(x) else x for x in batch]
-        return self.alone(layout.alone(), batch=batch)
+        return self.alone(layout.alone(), start, batch)
 
     def run(
         self,
@@ -379,15 +388,26 @@ class Steps(Computation):
         return subsets(layout.split_axes) if self.step.is_by_hand else [()]
 
     def of_device(
-        self, layout: Layout, batch: list[Any], position: Position, order: Axes
+        self,
+        layout: Layout,
+        batch: list[Any],
+        position: Position,
+        order: Axes,
+        start: list[Any] | None = None,
     ) -> list[np.ndarray]:
         alone = layout.alone()
         if not self.step.is_by_hand:
-            return self.alone(alone, batch=batch)
+            return self.alone(alone, start, batch)
         # The key may be in the state, and folded after it was split: the step itself folds it.
         folded = {axis: (at * (axis in order), size) for axis, (at, size) in position.items()}
-        shards = self.run(replace(alone, name="one of several"), batch=batch, position=folded)
-        return _values(shards)
+        return _values(self.run(replace(alone, name="one of several"), start, batch, folded))
+
+    def after(self, results: Sequence[np.ndarray]) -> list[Any]:
+        start = list(self.start)
+        for i, base in self.bases.items():
+            if i < self.first:
+                start[base] = _after(self.start[base], results[i])
+        return start
 
     def _results(
         self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
@@ -427,7 +447,8 @@ class Steps(Computation):
         return list(state.values()), data
 
     def forward_order(self, layout: Layout) -> list[str]:
-        uses = _first_uses(self.trace(layout).jaxpr)
+        leaves = range(len(self.start))
+        uses = [i for i in _first_uses(self.trace(layout).jaxpr) if i in leaves]
         order = [*uses, *(i for i in range(self.first) if i not in uses)]
         count = len(self.paths)
         return [self.paths[step + i] for step in range(0, count, self.first) for i in order]
@@ -478,13 +499,16 @@ def _devices_are(mesh: Mesh) -> Iterator[None]:
 def _indices_of(position: Position) -> AbstractContextManager[None]:
     """Lets `jax.lax.axis_index` answer as at a position in a larger mesh."""
 
+    original = lax.axis_index
+
     def axis_index(axis_name: Any) -> Any:
         names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
         number = jnp.int32(0)
         for name in names:  # the last axis counts fastest
             index, size = position[name]
             number = number * size + index
-        return vary(number, tuple(names))
+        # Which is 0 on one device, and of the type of what varies along the axis.
+        return original(tuple(names)) + number
 
     return _replaced(lax, {"axis_index": axis_index} if position else {})
 
@@ -511,6 +535,16 @@ def _constantly(answer: Any) -> Callable[..., Any]:
 def _values(result: Sequence[Shards]) -> list[np.ndarray]:
     """The results of one device."""
     return [x for shards in result for _, x in shards.values()]
+
+
+def _after(old: Any, result: np.ndarray) -> Any:
+    """A leaf after a step, from how it changed; of integers and keys, from what they are."""
+    if is_key(old):
+        data = jnp.asarray(result.astype("uint32"))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
+    if jnp.issubdtype(old.dtype, jnp.floating):
+        result = old.astype("float64") + result
+    return np.asarray(result).astype(old.dtype)
 
 
 def _count_finite(arrays: Sequence[np.ndarray]) -> int:

@@ -42,12 +42,11 @@ def check_rows(what: str, computation: Computation, layout: Layout) -> None:
         raise WrongResultError(_ROWS_ALIKE.format(what=what))
 
 
-def gaps(computation: Computation, tolerance: Tolerance, layout: Layout) -> dict[int, str]:
+def gaps(computation: Computation, tolerance: Tolerance, rows: OwnRows) -> dict[int, str]:
     """The results of which a comparison shows nothing, or little: by index, a word of `WHY`.
 
     Integers and keys must be equal to the bit, so they are compared wherever a layout runs.
     """
-    rows = OwnRows(computation, layout)
     means = {i: rows.mean_over(rows.axes, i) for i in tolerance.noise} if rows.axes else {}
     found: dict[int, str] = {}
     for i in tolerance.noise:

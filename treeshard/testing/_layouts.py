@@ -106,7 +106,8 @@ def layouts(
 
     Examples:
         >>> planned = plan({"w": jnp.ones((8, 8))}, [("w", P("fsdp"))], make_mesh("data=2,fsdp=4"))
-        >>> for layout in layouts(planned, np.ones((16, 8), "float32"))[:3]:
+        >>> batch = jax.ShapeDtypeStruct((16, 8), "float32")
+        >>> for layout in layouts(planned, batch)[:3]:
         ...     print(layout)
         plan: data=2, fsdp=4; batch P('data',)
         mesh: data=4, fsdp=2; batch P('data',)

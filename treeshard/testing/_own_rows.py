@@ -38,12 +38,14 @@ class OwnRows:
     Attributes:
         axes: The mesh axes that split the batch.
         order: The axes by whose index devices fold their keys.
+        error: What was raised where the rows of one device alone cannot be computed.
     """
 
     def __init__(self, computation: Computation, layout: Layout) -> None:
         self.computation, self.layout = computation, layout
         self.axes = computation.batch_axes(layout)
         self.order: Axes = ()
+        self.error: Exception | None = None
         self._results: dict[Axes, dict[Any, Results] | None] = {}
 
     def mean_over(self, reduced: Axes, i: int) -> dict[Any, np.ndarray] | None:
@@ -70,11 +72,11 @@ class OwnRows:
         if order not in self._results:
             try:
                 self._results[order] = self._compute(order)
-            except Exception:  # the user's code, which may need the full batch
-                self._results[order] = None
+            except Exception as error:  # the user's code, which may need the full batch
+                self._results[order], self.error = None, error
         return self._results[order]
 
-    def _compute(self, order: Axes) -> dict[Any, Results]:
+    def _compute(self, order: Axes, start: list[Any] | None = None) -> dict[Any, Results]:
         computation, mesh = self.computation, self.layout.mesh
         maps = [
             NamedSharding(mesh, spec).devices_indices_map(np.shape(x))
@@ -90,7 +92,7 @@ class OwnRows:
             key = str((indices, [position[axis] for axis in order]))
             if key not in computed:
                 batch = [x[index] for x, index in zip(computation.batch, indices, strict=True)]
-                computed[key] = computation.of_device(self.layout, batch, position, order)
+                computed[key] = computation.of_device(self.layout, batch, position, order, start)
             results[device] = computed[key]
         return results
 
@@ -107,9 +109,12 @@ class OwnRows:
 
     def mean(self, order: Axes) -> Results:
         """The means over all devices, with keys folded by their index along some axes."""
-        results = self.results(order) or {}
-        of_devices = zip(*results.values(), strict=True)
-        return [np.asarray(np.mean(x, 0, "float64")) for x in of_devices]
+        means = _means(self.results(order) or {})
+        first = self.computation.first
+        if first < len(means):  # the second step starts from what all devices have
+            after = self.computation.after(means)
+            means[first:] = _means(self._compute(order, after))[:first]
+        return means
 
     def explained(self, order: Axes, tolerance: Tolerance, result: Sequence[Shards]) -> int:
         """How many results are those of keys that are folded so, reduced over any of the axes."""
@@ -169,6 +174,11 @@ def multiple_in(shards: Shards, expected: Tolerance, i: int) -> float | None:
     if rest < 0.3 and max(errors) <= 2 * LIMIT * max(abs(factor), 1):
         return factor
     return None
+
+
+def _means(results: dict[Any, Results]) -> Results:
+    of_devices = zip(*results.values(), strict=True)
+    return [np.asarray(np.mean(x, 0, "float64")) for x in of_devices]
 
 
 def _is_right(shards: Shards, expected: Tolerance, i: int) -> bool:
