@@ -149,7 +149,7 @@ LEAF_FAULTS = {
 # What to change depends on whether the axes split the leaf.
 FIXES = {
     "psum along fsdp": "Use `jax.lax.pmean` instead of `psum`",
-    "psum_scatter": "Divide by the size, as `manual.value_and_grad` does: `pmean` would",
+    "psum_scatter": "It is split along `fsdp`: divide the sum by the size",
     "not along data": "Average over `data`: `jax.lax.pmean`",
     "scattered, along the wrong axis": "It is split along `fsdp`, so reduce the full gradient",
     "own slice": "Average over `data`: `jax.lax.pmean`, or `manual.sync_gradients` for gradients."

@@ -369,6 +369,64 @@ def test_a_scalar_has_no_factor() -> None:
     ), report
 
 
+def test_a_sum_of_a_row_parallel_product_is_named() -> None:
+    """Without `check_vma` the gradient of `psum` is `psum`."""
+    plan = planned(PARAMS, ("up", P(None, "fsdp")), ("down", P("fsdp")))
+
+    def body(p: Any, x: Any) -> Any:
+        def local(p: Any) -> jax.Array:
+            return jnp.mean(lax.psum(jnp.tanh(x @ p["up"]) @ p["down"], "fsdp") ** 2)
+
+        value, grads = jax.value_and_grad(local)(manual.vary(p, "data"))
+        return lax.pmean(value, "data"), lax.pmean(grads, "data")
+
+    layouts = ("by hand", "unchecked", "unchecked mesh")
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_gradients(
+            loss, PARAMS, BATCH, plan, by_hand=body, batch_specs=P("data"), layouts=layouts
+        )
+    text = problem(str(raised.value), "up")
+    assert "multiplied by the size of `fsdp`, without `check_vma` only (x 4.000; x 2.000" in text
+    assert "use `manual.leave_parallel`" in text
+
+
+def clipped(grads: Any, params: Any) -> Any:
+    size = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda g: 0.01 * g / size, grads)
+
+
+def by_trust(grads: Any, params: Any) -> Any:
+    """LAMB's ratio of the norms of a parameter and of its update."""
+    norm = lambda x: jnp.sqrt(jnp.sum(x**2))  # noqa: E731
+    return jax.tree.map(lambda g, p: 0.01 * g * norm(p) / norm(g), grads, params)
+
+
+@pytest.mark.parametrize(
+    ("update", "what"),
+    [(clipped, "all leaves"), (by_trust, "`up` and of those of its update")],
+    ids=["clipping", "LAMB"],
+)
+def test_norms_of_shards_in_place_of_leaves_are_named(update: Any, what: str) -> None:
+    plan = planned(PARAMS, (".*", P("fsdp")))
+    of_loss = manual.value_and_grad(loss, BOTH, plan)
+
+    def step(state: Any, x: Any) -> Any:
+        value, grads = of_loss(state, x)
+        changes = update(grads, state)
+        return jax.tree.map(lambda p, change: p - change, state, changes), value
+
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_step(
+            ts.shard_map_step(step, plan, batch=SPREAD), PARAMS, BATCH, layouts=["plan"]
+        )
+    text = problem(str(raised.value), "step 1: up")
+    fact = (
+        "as if each shard were the whole leaf: each device scales by the norm of its own shards of"
+    )
+    assert f"{fact} {what}." in text, str(raised.value)
+    assert "Add the squares over `fsdp` before the root" in text
+
+
 # ------------------------------------------------------------------ steps
 
 

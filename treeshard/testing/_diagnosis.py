@@ -48,7 +48,20 @@ _REDUCE_PARTS = (
 
 _SUMMED = "summed instead of averaged along {axes}"
 _USE_MEAN = "Use `jax.lax.pmean` instead of `psum`, or `manual.value_and_grad`."
-_DIVIDE = "Divide by the size, as `manual.value_and_grad` does: `pmean` would average other rows."
+_DIVIDE = (
+    "It is split along {axes}: divide the sum by the size, as `manual.gather_params` and"
+    " `manual.value_and_grad` do. `pmean` would average different rows."
+)
+_TRANSPOSED = "multiplied by the size of {axes}, without `check_vma` only"
+_LEAVE = (
+    "Without `check_vma` the gradient of `psum` is `psum`: use `manual.leave_parallel` for the sum"
+    " of a row-parallel product, or of a loss."
+)
+_LOCAL_NORM = (
+    "as if each shard were the whole leaf: each device scales by the norm of its own shards of"
+    " {what}."
+)
+_PSUM_SQUARES = "Add the squares over {axes} before the root: `jax.lax.psum(squares, {names!r})`."
 # Under `jit` a program means the same in all layouts, whatever the partitioner makes of it.
 _BY_JIT = (
     "If the code has no `shard_map` and takes no number from the mesh or from"
@@ -111,6 +124,7 @@ class Diagnosis:
             shown = f"x {factor:.3f}" if abs(factor) > 0.1 else f"x {factor:.3g}"
             yield Cause(_MULTIPLE, short=shown, measured=shown, multiple=factor)
         yield from self._moved(i, reference)
+        yield from self._local_norms(i, reference)
         yield from self._own_rows(i)
         yield from self._partly(i)
 
@@ -129,6 +143,62 @@ class Diagnosis:
             here, there = next(iter(moved.items()))
             fact = _MOVED.format(wrong=len(moved), all=len(indices), here=here, there=there)
             yield Cause(fact, short="moved")
+
+    def _local_norms(self, i: int, reference: np.ndarray) -> Iterator[Cause]:
+        """Each device has scaled by a norm of its own shards, as clipping and LAMB do."""
+        split = get_names_from_partition_spec(self.computation.specs[i])
+        axes = [axis for axis in self.layout.split_axes if axis in split]
+        if not axes or i not in self._leaf_paths() or not self.computation.is_by_hand(self.layout):
+            return
+        for what, factors in self._norm_factors(i).items():
+            scaled = {device: factor * reference for device, factor in factors.items()}
+            # A factor scales the noise too.
+            limit = 2 * LIMIT * max(1.0, *factors.values())
+            if all(map(math.isfinite, factors.values())) and max(self.errors(i, scaled)) <= limit:
+                fix = _PSUM_SQUARES.format(axes=named(axes), names=tuple(axes))
+                yield Cause(_LOCAL_NORM.format(what=what), fix, "own norms")
+
+    def _norm_factors(self, i: int) -> dict[str, dict[Any, float]]:
+        """For each norm that may have been used, the factors between its values: of the leaf, or of
+        the tree that it is in, or of the parameter over that of its update."""
+        computation = self.computation
+        paths = self._leaf_paths()
+        words = paths[i].split("/")
+        factors: dict[str, dict[Any, float]] = {}
+        for length in range(len(words), 0, -1):
+            prefix = "/".join(words[:length])
+            inside = [n for n, path in paths.items() if f"{path}/".startswith(f"{prefix}/")]
+            factors[f"`{prefix}`"] = self._ratios(inside)
+        factors["all leaves"] = self._ratios(list(paths))
+        base = computation.bases.get(i)
+        start = None if base is None else np.asarray(computation.start[base], "float64")
+        if start is not None and start.any():
+            updates = factors[f"`{paths[i]}`"]
+            own = {d: norm(start[index]) / norm(start) for d, (index, _) in self.result[i].items()}
+            of_update = {device: ratio * own[device] for device, ratio in updates.items()}
+            factors[f"`{paths[i]}` and of those of its update"] = of_update
+        return factors
+
+    def _leaf_paths(self) -> dict[int, str]:
+        """The paths of the leaves of floats of the first step, by the index of the result."""
+        computation = self.computation
+        leaves = computation.bases or range(
+            1, computation.first
+        )  # the first gradient is after the loss
+        floats = [n for n in leaves if n < computation.first and n in self.expected.noise]
+        return {n: computation.paths[n].removeprefix("step 1: ") for n in floats}
+
+    def _ratios(self, results: Sequence[int]) -> dict[Any, float]:
+        """The norm of some right results over that of a device's shards of them."""
+        ratios: dict[Any, float] = {}
+        for device in self.layout.mesh.devices.flat:
+            references = [self.expected.reference[n].astype("float64") for n in results]
+            shards = [
+                x[self.result[n][device][0]] for n, x in zip(results, references, strict=True)
+            ]
+            own = norm([norm(x) for x in shards])
+            ratios[device] = norm([norm(x) for x in references]) / own if own else math.inf
+        return ratios
 
     def _own_rows(self, i: int) -> Iterator[Cause]:
         """Means over some devices only, of what each gets from its own rows."""
@@ -231,13 +301,19 @@ def _of_factor(
         return {}
     # Where the result is right, the factor is 1. With `check_vma` other code is differentiated.
     kinds = {layout.check_vma for layout in wrong}
-    right = [x for name, x in layouts.items() if name not in causes and x.check_vma in kinds]
+    others = [x for name, x in layouts.items() if name not in causes]
+    right = [x for x in others if x.check_vma in kinds]
     numbers = [*factors.values(), *(1.0 for _ in right)]
     axes = _axes_of(numbers, [layout.mesh.shape for layout in wrong + right])
-    if not axes or any({*axes} - {*computation.batch_axes(layout)} for layout in wrong):
+    if not axes:
         return {}
-    split = {*axes} & {*get_names_from_partition_spec(computation.specs[i])}
-    return {"fact": _SUMMED.format(axes=named(axes)), "fix": _DIVIDE if split else _USE_MEAN}
+    if kinds == {False} and any(layout.check_vma for layout in others):
+        return {"fact": _TRANSPOSED.format(axes=named(axes)), "fix": _LEAVE}
+    if any({*axes} - {*computation.batch_axes(layout)} for layout in wrong):
+        return {}
+    split = [axis for axis in axes if axis in get_names_from_partition_spec(computation.specs[i])]
+    fix = _DIVIDE.format(axes=named(split)) if split else _USE_MEAN
+    return {"fact": _SUMMED.format(axes=named(axes)), "fix": fix}
 
 
 def _axes_of(numbers: Sequence[float], shapes: Sequence[Mapping[str, int]]) -> Axes:

@@ -19,12 +19,12 @@ _ROWS_ALIKE = (
 )
 
 ZERO = "zero"
-_NOISE = "noise"
+_HIDDEN = "hidden"
 _NOT_FINITE = "not finite"
 _ALIKE = "alike"
 WHY = {
     ZERO: "zero on one device, where every factor and every order of shards gives the same",
-    _NOISE: "rounding moves it by as much as its size: a wrong factor would not be seen",
+    _HIDDEN: "rounding moves it by as much as its size: a wrong factor would not be seen",
     _NOT_FINITE: "not finite on one device either",
     _ALIKE: "all devices get the same from their own rows: a missing reduction would not be seen",
 }
@@ -56,7 +56,7 @@ def gaps(computation: Computation, tolerance: Tolerance, rows: OwnRows) -> dict[
         elif not norm(reference):
             found[i] = ZERO
         elif tolerance.visible(i) > 0.5:
-            found[i] = _NOISE
+            found[i] = _HIDDEN
         elif (mean := means.get(i)) and _are_alike(rows, i, mean, LIMIT * tolerance.of(i)):
             found[i] = _ALIKE
     return found

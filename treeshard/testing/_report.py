@@ -68,7 +68,7 @@ class Report:
         what: The check.
         layouts: The layouts, as text: mesh, batch and what else is special about each.
         cells: For each leaf and each layout a word: `ok`; `2.1 noise` for a difference that is
-            larger than the noise of reordering but no more than rounding; `zero`, `noise`,
+            larger than the noise of reordering but no more than rounding; `zero`, `hidden`,
             `alike` or `not finite` where a fault would not show; `not checked`; otherwise what is
             wrong.
         problems: What is wrong. Empty if nothing is.
