@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,6 +50,32 @@ def check_right_gradients_pass(context: Context) -> None:
     body = manual.value_and_grad(loss, AXES, plan)
     report = testing.check_gradients(loss, params, BATCH, plan, layouts=some, by_hand=body)
     assert len(report.cells["w"]) == len(some) == (10 if SOAK else 2), report
+    assert_same_on_all(str(report))
+
+
+def check_right_dropout_passes(context: Context) -> None:
+    """In bfloat16, with a key that each device folds."""
+
+    def dropout(p: Any, batch: Any, axes: Any = ()) -> Any:
+        x, key = batch
+        key = manual.fold_rng_over_axis(key, axes) if axes else key
+        h = jnp.tanh(x.astype("bfloat16") @ p["w"].astype("bfloat16"))
+        h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0)
+        return jnp.mean((h.astype("float32") + p["bias"]) ** 2)
+
+    plan = planned(PARAMS)
+    body = manual.value_and_grad(partial(dropout, axes=AXES), AXES, plan)
+    report = testing.check_gradients(
+        dropout,
+        PARAMS,
+        (BATCH, jax.random.key(0)),
+        plan,
+        layouts=["unchecked"],
+        by_hand=body,
+        batch_specs=(SPLIT, P()),
+    )
+    assert str(report).startswith("check_gradients: Nothing is wrong.\n"), report
+    assert max(report.visible.values()) < 0.01, report
     assert_same_on_all(str(report))
 
 

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from treeshard import manual
+
 WIDTH, VOCABULARY, LENGTH, ROWS = 16, 32, 8, 16
 
 
@@ -184,6 +186,24 @@ def tied(dtype: Any) -> Case:
     return Case(params, {"tokens": tokens(), "mask": mask}, loss)
 
 
-MODELS = {
-    f.__name__: f for f in (eqx_attention, linen_conv, nnx_mlp, scanned, experts, recurrent, tied)
-}
+def dropped(dtype: Any) -> Case:
+    """An MLP with dropout, whose key comes with the batch."""
+    params = {
+        "up": normal(WIDTH, 32, dtype=dtype) / 4,
+        "bias": normal(32, seed=2, dtype=dtype) / 9,
+        "down": normal(32, 8, seed=1, dtype=dtype) / 6,
+    }
+
+    def loss(p: Any, batch: Any, axes: tuple[str, ...] = ()) -> Any:
+        """By hand, `axes` are those that split the batch: each device draws numbers of its own."""
+        x, key = batch
+        key = manual.fold_rng_over_axis(key, axes) if axes else key
+        h = jax.nn.relu(x @ p["up"] + p["bias"][None])
+        h = jnp.where(jax.random.bernoulli(key, 0.8, h.shape), h, 0)
+        return jnp.mean((h @ p["down"]).astype("float32") ** 2)
+
+    return Case(params, (normal(ROWS, WIDTH, dtype=dtype), jax.random.key(3)), loss)
+
+
+FUNCTIONS = (eqx_attention, linen_conv, nnx_mlp, scanned, experts, recurrent, tied, dropped)
+MODELS = {f.__name__: f for f in FUNCTIONS}

@@ -53,7 +53,7 @@ def scattered(g: Any, axes: Any) -> Any:
 WHOLE, ROWS, COLUMNS, SPREAD = P(), P("fsdp"), P(None, "fsdp"), P(BOTH)
 SUM = "summed instead of averaged along"
 OWN = "each device keeps its own"
-MULTIPLE, DIFFERS = "a multiple of the right result", "differs by more than rounding ("
+MULTIPLE, DIFFERS = "a multiple of the right result", "differs by more than rounding, and no cause"
 MOVED = "has other devices' shards in"
 
 
@@ -149,7 +149,7 @@ LEAF_FAULTS = {
 # What to change depends on whether the axes split the leaf.
 FIXES = {
     "psum along fsdp": "Use `jax.lax.pmean` instead of `psum`",
-    "psum_scatter": "Divide by the size, as `manual.value_and_grad` does: `pmean` would",
+    "psum_scatter": "It is split along `fsdp`: divide the sum by the size",
     "not along data": "Average over `data`: `jax.lax.pmean`",
     "scattered, along the wrong axis": "It is split along `fsdp`, so reduce the full gradient",
     "own slice": "Average over `data`: `jax.lax.pmean`, or `manual.sync_gradients` for gradients."
@@ -404,26 +404,16 @@ def test_faults_of_losses_are_found_and_named(name: str) -> None:
     assert case.words in facts_of(raised)[case.leaf]
 
 
-def folding_otherwise(p: Any, batch: Any) -> Any:
-    x, key = batch
-    key = jax.random.fold_in(key, 100 + lax.axis_index(BOTH))
-    return by_library(dropout)(p, (x, key))
-
-
-OWN_NUMBERS = {
-    folding(*BOTH): "each device draws its own random numbers; compared with keys folded by"
-    " axis_index(('data', 'fsdp')) on one device",
-    folding_otherwise: "each device draws random numbers in a way that one device cannot repeat, so"
-    " only differences are seen that are larger than those between keys",
-}
-
-
-@pytest.mark.parametrize("body", OWN_NUMBERS if SOAK else [folding_otherwise])
-def test_devices_may_draw_their_own_numbers(body: Any) -> None:
+def test_devices_may_draw_their_own_numbers() -> None:
     plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
     layouts = [chosen(plan, KEYED, "unchecked", SPLIT)]
-    report = testing.check_gradients(dropout, PARAMS, KEYED, plan, layouts=layouts, by_hand=body)
-    assert report.notes[-1] == f"unchecked: {OWN_NUMBERS[body]}"
+    report = testing.check_gradients(
+        dropout, PARAMS, KEYED, plan, layouts=layouts, by_hand=folding(*BOTH)
+    )
+    assert report.notes[-1] == (
+        "unchecked: each device draws its own random numbers; compared with keys folded by"
+        " axis_index(('data', 'fsdp')) on one device"
+    )
 
 
 def by_order(p: Any, x: Any) -> jax.Array:
@@ -435,13 +425,14 @@ def test_what_cannot_be_compared_is_said() -> None:
     plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
     layouts = [chosen(plan, BATCH, "minibatches", SPREAD)]
     report = testing.check_gradients(by_order, PARAMS, BATCH, plan, layouts=layouts)
+    assert report.not_compared == {"loss": "not finite on one device either"}
     assert report.notes == (
         "the result depends on the order of the rows, so other orders are not noise",
-        "not finite on one device either: loss",
         "minibatches: minibatches change the result on one device too, since the loss is"
         " not a mean of rows of equal weight; compared with minibatches on one device",
     )
-    assert str(report).startswith("check_gradients: Nothing is wrong.\n")
+    head = "check_gradients: Nothing is wrong in 3 of 4 results; the others were not compared.\n"
+    assert str(report).startswith(head)
 
 
 def test_a_check_that_compared_nothing_does_not_pass() -> None:
@@ -453,21 +444,6 @@ def test_a_check_that_compared_nothing_does_not_pass() -> None:
     assert message.startswith("check_gradients: Nothing was compared.\n")
     why = "the loss draws random numbers, and minibatches draw others"
     assert f"minibatches: not compared, since {why}" in message
-
-
-def test_a_layout_that_raised_is_not_said_to_be_right() -> None:
-    def of_all_rows(p: Any, x: Any) -> jax.Array:
-        if len(x) < 16:
-            raise ValueError("too few rows")
-        return loss(p, x)
-
-    plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
-    layouts = [chosen(plan, BATCH, name, SPREAD) for name in ("plan", "minibatches")]
-    report = testing.check_gradients(of_all_rows, PARAMS, BATCH, plan, layouts=layouts)
-    assert str(report).startswith(
-        "check_gradients: Nothing is wrong in 1 of 2 layouts; the others were not compared.\n"
-    )
-    assert report.notes == ("minibatches: not compared, since it raised ValueError: too few rows",)
 
 
 def test_axes_that_others_would_explain_as_well_are_not_proven() -> None:

@@ -34,7 +34,7 @@ def run_check(options: argparse.Namespace) -> tuple[str, int]:
         computation = Gradients(loss, params, batch, planned)
         report = call_function(
             options.function,
-            lambda: check("check_gradients", computation, layouts(planned, batch), _say),
+            lambda: check("check_gradients", computation, layouts(planned, batch), say=_say),
         )
     except WrongResultError as error:
         return str(error), 1

@@ -1,11 +1,14 @@
 """Checks that a computation gives the same numbers in all layouts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
+import jax
 
+from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes, together
 from treeshard._core.spec_trees import SpecTree
@@ -14,11 +17,21 @@ from treeshard._planning.plan import Plan
 from treeshard.errors import MeshError, WrongResultError
 from treeshard.testing._computations import Computation, Gradients, Steps, line_of
 from treeshard.testing._diagnosis import Diagnosis, statements
-from treeshard.testing._layouts import Layout
+from treeshard.testing._evidence import WHY, check_rows, gaps, kept_keys, without_other_step
+from treeshard.testing._layouts import Layout, restored, selected
 from treeshard.testing._layouts import layouts as default_layouts
-from treeshard.testing._noise import LIMIT, Tolerance, norm
+from treeshard.testing._noise import (
+    LIMIT,
+    MATMUL_EPS,
+    Tolerance,
+    float_dtypes,
+    norm,
+    widest_float,
+)
 from treeshard.testing._own_rows import OwnRows, with_own_keys
-from treeshard.testing._report import Cause, Problem, Report
+from treeshard.testing._report import DIFFERS, UNCHECKED, Cause, Problem, Report, percent
+from treeshard.testing._widening import Widening
+from treeshard.training._pitfalls import equations
 from treeshard.training._step import Step
 
 # ------------------------------------------------------------------ words
@@ -26,7 +39,7 @@ from treeshard.training._step import Step
 # A cell of the second step, where the first is wrong already.
 _WRONG_TOO = "wrong too"
 _SECOND_STEP = "step 2 is not explained where step 1 is wrong already"
-_RAISED = "{layout}: not compared, since it raised {kind}: {first}"
+_RAISED = "{layout}: not compared, since it raised {error}, as expected"
 _OTHER_NUMBERS = (
     "{layout}: not compared, since the loss draws random numbers, and minibatches draw others"
 )
@@ -34,8 +47,27 @@ _OTHER_WEIGHTS = (
     "{layout}: minibatches change the result on one device too, since the loss is not a mean of"
     " rows of equal weight; compared with minibatches on one device"
 )
-_HIDDEN = "rounding moves {paths} by as much as their size: a wrong factor would not be seen there"
-_NOT_FINITE = "not finite on one device either: {paths}"
+_NOT_WIDE = "compared in {dtypes} only, since the program does not run in wider dtypes: {error}"
+_NOT_WIDE_HERE = "compared in one precision only, since in the other it raised {error}"
+_KEPT_DTYPES = "{kernels}: runs in its own dtypes also where all else is compared in {wide}"
+_SEES_LITTLE = "warning: errors of up to {worst} would not be seen in {paths}"
+_NO_OWN_ROWS = (
+    "the rows of one device alone cannot be computed, so it is not known whether a missing"
+    " reduction would change anything: {error}"
+)
+_KEPT_KEY = (
+    "{paths}: the step returns this key as it was, so each step draws the same random numbers"
+    " unless it is folded with a number that changes"
+)
+_UNEXPLAINED = (
+    DIFFERS + ", and no cause explains the numbers. `{first}` comes first in the forward pass."
+)
+
+# Layouts whose failure is never expected.
+_MUST_RUN = {"plan", "by hand"}
+# The relative error above which a report warns that smaller ones are not seen.
+_COARSE = 0.01
+_QUIET_SECONDS = 10
 
 
 def check_gradients(
@@ -44,20 +76,26 @@ def check_gradients(
     batch: PyTree,
     plan: Plan,
     *,
-    layouts: Sequence[Layout] | None = None,
+    layouts: Sequence[Layout | str] | None = None,
     by_hand: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     batch_specs: SpecTree = None,
+    expected_to_raise: Collection[str] = (),
 ) -> Report:
     """Checks that the gradients of a loss are the same on one device and in many layouts.
 
     Compares the raw gradients, leaf by leaf, and not the updated parameters: an optimizer such as
     Adam hides a wrong factor. Of what differs the report says what was measured, and a cause if the
-    numbers of all devices prove it: summed instead of averaged along an axis, which takes layouts
-    with other axis sizes to tell, or not reduced along one.
+    numbers of all devices prove it.
 
-    How far rounding moves a result is measured on one device, with the rows of the batch in other
-    orders, with parameters changed in their last bit, and in twice the precision. A result is
-    wrong if it is 12 times further away.
+    A result is wrong if it is further from that of one device than 12 times the rounding noise,
+    which is measured on one device: with the rows of the batch in other orders, parameters changed
+    in their last bit, and twice the precision. A program with floats of 16 or 8 bits is compared
+    twice, with its own dtypes and with float32 in their place. For each leaf the report has the
+    smallest error that would have been seen.
+
+    Parameters are moved once by 1% of their scale, since a head of zeros makes all gradients before
+    it zero. Leaves of which a comparison shows nothing are listed as not compared: those whose
+    gradient is zero all the same, and those of which all devices get the same from their own rows.
 
     It needs several devices: `treeshard.simulate_devices(8)` will do. A fault of the compiler for
     another platform shows on that platform only. On several processes all make the same call.
@@ -66,79 +104,108 @@ def check_gradients(
         loss: Takes `(params, batch)` and returns the loss, or a tuple that starts with it. It
             runs on one device too, so it must not name devices; constraints see the mesh in force.
         params: The parameters, on the host or on devices. Leaves that are not floats are kept.
-        batch: The batch, with enough rows for all layouts; small arrays are enough.
+        batch: The batch, of random numbers, with enough rows for all layouts; small arrays are
+            enough.
         plan: The plan of `params`, on a mesh with devices.
-        layouts: What to compare; by default what `treeshard.testing.layouts` returns.
+        layouts: What to compare: names of layouts, or layouts. By default all that
+            `treeshard.testing.layouts` returns.
         by_hand: Code for `jax.shard_map` that must give the same: takes this device's shards of
             `params` and `batch`, and returns `(loss, grads)` with the shards of the gradients, as
             `manual.value_and_grad` does. It runs with `check_vma` on and off.
         batch_specs: The specs of the batch, by default as in `jit_step`.
+        expected_to_raise: Names of layouts that may raise, as `minibatches` does for a loss that
+            needs all rows. `plan` and `by hand` must run.
 
     Returns:
         A `Report`, whose `str()` has a table of layouts and leaves.
 
     Raises:
-        WrongResultError: If something differs by more than rounding, or nothing was compared. Its
-            message is the report; it is an `AssertionError`.
+        WrongResultError: If something differs by more than rounding, a layout raised, random
+            numbers kept something from being checked, or nothing was compared, as with a batch
+            whose rows are all alike. Its message is the report; it is an `AssertionError`.
         SpecError: If the plan is not of `params`; if `by_hand` is given, and neither `batch_specs`
-            nor the plan says how the batch is split.
+            nor the plan says how the batch is split; if there is no layout of a name.
         StateError: If `by_hand` does not return `(loss, grads)`.
         MeshError: If the plan's mesh has one device, or none.
 
     Examples:
-        >>> params = {"w": np.ones((8, 4), "float32")}
+        >>> random = np.random.default_rng(0)
+        >>> params = {"w": random.normal(size=(8, 4)).astype("float32")}
+        >>> batch = random.normal(size=(16, 8)).astype("float32")
         >>> rules = [("w", fsdp("fsdp", min_size=0))]
         >>> planned = plan(params, rules, make_mesh("data=2,fsdp=4"))
         >>> loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
-        >>> check_gradients(loss, params, np.ones((16, 8), "float32"), planned).ok
+        >>> check_gradients(loss, params, batch, planned).ok
         True
     """
-    chosen = layouts or default_layouts(plan, batch, batch_specs, by_hand=by_hand is not None)
-    return check("check_gradients", Gradients(loss, params, batch, plan, by_hand), chosen)
+    available = default_layouts(plan, batch, batch_specs, by_hand=by_hand is not None)
+    chosen = selected("check_gradients", available, layouts)
+    computation = Gradients(loss, params, batch, plan, by_hand)
+    return check("check_gradients", computation, chosen, expected_to_raise)
 
 
-def check_step(step: Step, state: PyTree, batch: PyTree) -> Report:
+def check_step(
+    step: Step,
+    state: PyTree,
+    batch: PyTree,
+    *,
+    layouts: Sequence[Layout | str] | None = None,
+    expected_to_raise: Collection[str] = (),
+    restore_on: MeshLike | None = None,
+) -> Report:
     """Checks that a training step does the same on one device and in other layouts, twice in a row.
 
     Compares how each of two steps changes every leaf of the state, and the rest that the step
     returns. A first moment shows the scale of the raw gradient, which the parameters of Adam hide.
     The layouts are the plan's mesh, other axis sizes, the axes in another order, and for a step of
-    `jit_step` the batch split over fewer axes. The step is not run on `state` itself.
+    `jit_step` the batch split over fewer axes. The step is not run on `state` itself. In a layout,
+    `jax.device_count()` is the size of its mesh, and 1 on one device, so that a division by it
+    shows. A key that the step returns as it was is noted.
 
     Args:
         step: What `jit_step` or `shard_map_step` returned.
         state: The state, on the host or on devices. It is not donated.
-        batch: The batch.
+        batch: The batch, of random numbers.
+        layouts: What to compare: names of layouts, or layouts. By default all.
+        expected_to_raise: Names of layouts that may raise; `plan` must run.
+        restore_on: A mesh, such as `"data=4,fsdp=2"`, for one more layout, `restored`: the first
+            step on the plan's mesh, then the state is saved and restored on this one, for the
+            second step. On several processes the temporary folder must be one that all see.
 
     Returns:
         A `Report`, as `check_gradients`.
 
     Raises:
-        WrongResultError: If something differs by more than rounding, or nothing was compared; it is
-            an `AssertionError`.
-        SpecError: If the state does not match the plan of the step.
+        WrongResultError: As `check_gradients`; it is an `AssertionError`.
+        SpecError: If the state does not match the plan of the step, or there is no layout of a
+            name.
         MeshError: If the plan's mesh has one device.
 
     Examples:
         >>> planned = plan({"w": jnp.zeros(8)}, [("w", P("fsdp"))], make_mesh("fsdp=8"))
+        >>> batch = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
         >>> def sgd(state, x):
         ...     grad = jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(state["w"])
         ...     return {"w": state["w"] - 0.1 * grad}, ()
         >>> step = jit_step(sgd, planned, batch=P("fsdp"))
-        >>> check_step(step, {"w": jnp.zeros(8)}, np.ones((16, 8), "float32")).ok
+        >>> check_step(step, {"w": jnp.zeros(8)}, batch).ok
         True
     """
-    names = ["plan", "mesh", "axes", *["batch"] * (not step.is_by_hand)]
-    chosen = default_layouts(step.plan, batch, step.batch_specs)
-    chosen = [layout for layout in chosen if layout.name in names]
-    return check("check_step", Steps(step, state, batch), chosen)
+    names = ["plan", "mesh", "axes"] if step.is_by_hand else ["plan", "mesh", "axes", "batch"]
+    available = default_layouts(step.plan, batch, step.batch_specs)
+    available = [layout for layout in available if layout.name in names]
+    if restore_on is not None:
+        available.append(restored(available[0], restore_on))
+    chosen = selected("check_step", available, layouts)
+    return check("check_step", Steps(step, state, batch), chosen, expected_to_raise)
 
 
 def check(
     what: str,
     computation: Computation,
     chosen: Sequence[Layout],
-    say: Callable[[str], None] = lambda text: None,
+    expected_to_raise: Collection[str] = (),
+    say: Callable[[str], None] | None = None,
 ) -> Report:
     """Compares a computation in layouts with one device; tells through `say` what it does."""
     mesh = chosen[0].mesh
@@ -147,117 +214,228 @@ def check(
             f"{what}: the mesh has one device, so there is nothing to compare. On a laptop, call"
             " `treeshard.simulate_devices(8)` first."
         )
+    say = say or _Progress(what)
     # All processes read the same numbers, and so say the same.
     with together(what, among=participating_processes((), [mesh])):
+        check_rows(what, computation, chosen[0])
         say("one device, and its noise")
-        comparison = _Comparison(computation, Tolerance(computation, chosen[0].alone()))
+        comparison = _Comparison(computation, chosen[0])
         for layout in chosen:
             say(str(layout))
             comparison.add(layout)
-        report = comparison.report(what, chosen)
+        report = comparison.report(what, chosen, expected_to_raise)
         if not report.ok:
-            raise WrongResultError(str(report))
+            raise WrongResultError(str(report)) from comparison.first_error()
     return report
+
+
+class _Progress:
+    """Lines on stderr, once a check has taken a while."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.start = what, time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        seconds = time.monotonic() - self.start
+        if seconds > _QUIET_SECONDS and jax.process_index() == 0:
+            print(f"{self.what}: {seconds:.0f} s: {text}", file=sys.stderr, flush=True)
+
+
+class _Precision(NamedTuple):
+    """A computation in some dtypes, and what it gives on one device."""
+
+    computation: Computation
+    tolerance: Tolerance
 
 
 class _Comparison:
     """A computation on one device, and how layouts differ from it.
 
     Attributes:
+        precisions: With wide floats, where the program has narrower ones, and with its own.
+        gaps: The results of which a comparison shows little, by index, and why.
         cells: For each result and layout, a word for the table.
+        visible: For each result, the smallest error that would be seen in all layouts.
         causes: For each layout that ran, what is wrong, by the index of the result.
-        skipped: For each layout that raised, what it raised.
-        notes: What was not compared, or compared in another way.
+        raised: For each layout that raised, what it raised.
+        notes: What was compared in another way.
     """
 
-    def __init__(self, computation: Computation, tolerance: Tolerance) -> None:
-        self.computation, self.tolerance = computation, tolerance
-        self.notes = _doubts(computation, tolerance)
+    def __init__(self, computation: Computation, layout: Layout) -> None:
+        alone = layout.alone()
+        computation.move_off(alone)
+        own = _Precision(computation, Tolerance(computation, alone))
+        self.computation, self.precisions, self.notes = computation, [own], []
+        if (wide := self._widened(own, alone)) is not None:
+            self.precisions.insert(0, wide)
+        for each in self.precisions:
+            self.notes += [note for note in each.tolerance.notes if note not in self.notes]
+        if kept := kept_keys(computation, own.tolerance):
+            self.notes.append(_KEPT_KEY.format(paths=", ".join(kept)))
+        rows = OwnRows(self.precisions[0].computation, layout)
+        self.gaps = gaps(*self.precisions[0], rows)
+        if rows.error is not None:
+            self.notes.append(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
         self.cells: dict[str, dict[str, str]] = {path: {} for path in computation.paths}
+        self.visible: dict[str, float] = {}
         self.causes: dict[str, dict[int, Cause]] = {}
-        self.skipped: dict[str, Exception] = {}
+        self.raised: dict[str, Exception] = {}
+
+    def _widened(self, own: _Precision, alone: Layout) -> _Precision | None:
+        """The computation with wide floats; `None` if its own are, or it cannot be widened."""
+        widening = Widening(widest_float())
+        dtypes = float_dtypes(list(equations(own.computation.trace(alone))))
+        narrow = sorted(str(dtype) for dtype in dtypes if widening.widens(dtype))
+        if not narrow and alone.mesh.devices.flat[0].platform not in MATMUL_EPS:
+            return None
+        try:
+            wide = own.computation.widened(widening)
+            tolerance = Tolerance(wide, alone)
+        except Exception as error:  # what the program calls may take its own dtypes only
+            self.notes.append(_NOT_WIDE.format(dtypes=", ".join(narrow), error=_first_line(error)))
+            return None
+        if widening.kept:
+            kernels = ", ".join(sorted(widening.kept))
+            self.notes.append(_KEPT_DTYPES.format(kernels=kernels, wide=widening.dtype))
+        return _Precision(wide, tolerance)
+
+    # -------------------------------------------------------------- a layout
 
     def add(self, layout: Layout) -> None:
         """Runs a layout and compares its results."""
-        try:
-            expected = self._expected(layout)
-            if expected is None:
-                return
-            result = self.computation.run(layout)
-        except Exception as error:  # the user's code, which may not run in all layouts
-            self.skipped[layout.name] = error
+        diagnoses: list[Diagnosis | None] = []
+        error: Exception | None = None
+        for each in self.precisions:
+            try:
+                diagnoses.append(self._run(*each, layout))
+            except Exception as raised:  # the user's code, which may not run in all layouts
+                error = raised
+        if not diagnoses and error is not None:
+            self.raised[layout.name] = error
+        compared = [each for each in diagnoses if each is not None]
+        if not compared:
             return
-        rows = OwnRows(self.computation, layout)
-        causes = self.causes[layout.name] = {}
-        # Under `jit` a key gives the same numbers in all layouts; in `shard_map` each device draws.
-        if layout.check_vma is not None and expected.random:
-            expected, of_keys, note = with_own_keys(rows, expected, result)
-            if of_keys is not None:
-                causes[0] = of_keys
-            if note:
-                self.notes.append(note)
-        diagnosis = Diagnosis(self.computation, rows, expected, result)
+        if error is not None:
+            self.notes.append(f"{layout.name}: {_NOT_WIDE_HERE.format(error=_first_line(error))}")
+        causes = self.causes.setdefault(layout.name, {})
         for i, path in enumerate(self.computation.paths):
-            self.cells[path][layout.name] = self._cell(diagnosis, i, causes)
+            self.cells[path][layout.name] = self._cell(compared, i, causes)
+            visible = compared[0].visible(i)
+            if visible is not None:
+                self.visible[path] = max(self.visible.get(path, 0.0), visible)
 
-    def _cell(self, diagnosis: Diagnosis, i: int, causes: dict[int, Cause]) -> str:
+    def _run(
+        self, computation: Computation, tolerance: Tolerance, layout: Layout
+    ) -> Diagnosis | None:
+        """The results of a layout, beside what they should be; `None` if that cannot be said."""
+        expected = self._expected(computation, tolerance, layout)
+        if expected is None:
+            return None
+        result = computation.run(layout)
+        rows = OwnRows(computation, layout)
+        # Under `jit` a key gives the same numbers in all layouts; in `shard_map` each device draws.
+        if not computation.is_by_hand(layout) or not expected.random:
+            return Diagnosis(computation, rows, expected, result)
+        right, of_keys, note = with_own_keys(rows, expected, result)
+        if note and note not in self.notes:
+            self.notes.append(note)
+        if right is None:
+            for row in self.cells.values():
+                row[layout.name] = UNCHECKED
+            return None
+        if of_keys is not None:
+            differs = (i for i in range(computation.first) if expected.error(result[i], i) > LIMIT)
+            self.causes.setdefault(layout.name, {})[next(differs, 0)] = of_keys
+        return Diagnosis(computation, rows, right, result)
+
+    def _cell(self, diagnoses: Sequence[Diagnosis], i: int, causes: dict[int, Cause]) -> str:
         """A word for one result in one layout; adds what is wrong to `causes`."""
-        error = max(diagnosis.errors(i))
-        if error <= LIMIT and (diagnosis.layout.name, i) not in self.computation.notes:
-            return "ok" if error < 3 else f"{error:.1f} noise"
+        wrong = [each for each in diagnoses if each.is_wrong(i)]
+        if not wrong and i not in causes:
+            error = max(max(each.errors(i)) for each in diagnoses)
+            right = "ok" if error < 3 else f"{error:.1f} noise"
+            return self.gaps.get(i, right)
         if i >= self.computation.first > min(causes, default=i):
             return _WRONG_TOO
-        cause = causes.setdefault(i, diagnosis.cause(i))
-        return cause.short
+        if i not in causes:
+            causes[i] = wrong[0].cause(i)
+        return causes[i].short
 
-    def _expected(self, layout: Layout) -> Tolerance | None:
+    def _expected(
+        self, computation: Computation, tolerance: Tolerance, layout: Layout
+    ) -> Tolerance | None:
         """What a layout should give; `None` if that cannot be said."""
         if layout.minibatches == 1:
-            return self.tolerance
-        if self.tolerance.random:
+            return tolerance
+        if tolerance.random:
             self.notes.append(_OTHER_NUMBERS.format(layout=layout.name))
             return None
         # A mean of means is another number, also on one device, if rows do not weigh the same.
-        alone = self.computation.alone(layout.alone(layout.minibatches))
-        expected = self.tolerance.with_reference(alone)
-        pairs = zip(alone, self.tolerance.reference, strict=True)
-        far = (norm(x - y) > 2 * LIMIT * self.tolerance.of(i) for i, (x, y) in enumerate(pairs))
-        if any(far):
-            self.notes.append(_OTHER_WEIGHTS.format(layout=layout.name))
+        alone = computation.alone(layout.alone(layout.minibatches))
+        expected = tolerance.with_reference(alone)
+        pairs = zip(alone, tolerance.reference, strict=True)
+        far = (norm(x - y) > 2 * LIMIT * tolerance.of(i) for i, (x, y) in enumerate(pairs))
+        note = _OTHER_WEIGHTS.format(layout=layout.name)
+        if any(far) and note not in self.notes:
+            self.notes.append(note)
         return expected
 
-    def report(self, what: str, chosen: Sequence[Layout]) -> Report:
+    # -------------------------------------------------------------- all layouts
+
+    def first_error(self) -> Exception | None:
+        """What the first layout raised that did."""
+        return next(iter(self.raised.values()), None)
+
+    def report(
+        self, what: str, chosen: Sequence[Layout], expected_to_raise: Collection[str]
+    ) -> Report:
         """All layouts together. Raises what all layouts of a kind raised."""
         # Code that never runs is a mistake of the caller, and its own error says which.
         for by_hand in (False, True):
             names = [x.name for x in chosen if (x.check_vma is not None) == by_hand]
-            if names and {*names} <= self.skipped.keys():
-                raise self.skipped[names[0]]
+            if names and {*names} <= self.raised.keys():
+                raise self.raised[names[0]]
         if any(_WRONG_TOO in row.values() for row in self.cells.values()):
             self.notes.append(_SECOND_STEP)
-        for name, error in self.skipped.items():
-            kind, first = type(error).__name__, str(error).strip().partition("\n")[0][:200]
-            self.notes.append(_RAISED.format(layout=name, kind=kind, first=first))
+        expected = {*expected_to_raise} - _MUST_RUN
+        raised = {name: _first_line(error) for name, error in self.raised.items()}
+        for name in [name for name in raised if name in expected]:
+            self.notes.append(_RAISED.format(layout=name, error=raised.pop(name)))
+        not_compared = without_other_step(self.computation, self.gaps)
+        paths = self.computation.paths
+        visible = {path: x for path, x in self.visible.items() if x < 0.5}
+        if coarse := [path for path, error in visible.items() if error > _COARSE]:
+            worst = percent(max(visible[path] for path in coarse))
+            self.notes.append(_SEES_LITTLE.format(worst=worst, paths=", ".join(fold_paths(coarse))))
         ran = {layout.name: layout for layout in chosen if layout.name in self.causes}
-        problems = tuple(self._problems(ran))
-        return Report(what, tuple(map(str, chosen)), self.cells, problems, tuple(self.notes))
+        return Report(
+            what,
+            tuple(map(str, chosen)),
+            self.cells,
+            tuple(self._problems(ran)),
+            tuple(self.notes),
+            raised,
+            {paths[i]: WHY[word] for i, word in not_compared.items()},
+            visible,
+        )
 
-    def _problems(self, ran: Mapping[str, Layout]) -> Iterator[Problem]:
+    def _problems(self, ran: Mapping[str, Layout]) -> list[Problem]:
         computation = self.computation
         trace = cache(lambda name: computation.trace(ran[name]))
+        found: list[Problem] = []
         for i, (path, spec) in enumerate(zip(computation.paths, computation.specs, strict=True)):
             causes = {name: causes[i] for name, causes in self.causes.items() if i in causes}
             for names, fact, fix in statements(computation, i, causes, ran):
-                line = line_of(trace(names[0]), i)
-                yield Problem(path, spec, tuple(names), fact, fix, line)
+                line = "" if fact.startswith(DIFFERS) else line_of(trace(names[0]), i)
+                found.append(Problem(path, spec, tuple(names), fact, fix, line))
+        unexplained = {x.path for x in found if x.fact.startswith(DIFFERS)}
+        if not unexplained:
+            return found
+        order = computation.forward_order(next(iter(ran.values())).alone())
+        fact = _UNEXPLAINED.format(first=order[min(map(order.index, unexplained))])
+        return [x._replace(fact=fact) if x.fact.startswith(DIFFERS) else x for x in found]
 
 
-def _doubts(computation: Computation, tolerance: Tolerance) -> list[str]:
-    """What comparing with one device cannot show, in words."""
-    notes = list(tolerance.notes)
-    paths = list(enumerate(computation.paths))
-    if hidden := fold_paths(path for i, path in paths if tolerance.is_hidden(i)):
-        notes.append(_HIDDEN.format(paths=", ".join(hidden)))
-    if bad := fold_paths(p for i, p in paths if not np.isfinite(tolerance.reference[i]).all()):
-        notes.append(_NOT_FINITE.format(paths=", ".join(bad)))
-    return notes
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0][:200]
+    return f"{type(error).__name__}: {text}"

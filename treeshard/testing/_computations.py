@@ -5,14 +5,20 @@ of each shard, and so miss those that differ where JAX was told that they are th
 """
 
 import os
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from dataclasses import replace
+from itertools import combinations, permutations
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.extend.core import Var, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves
 
@@ -38,13 +44,19 @@ from treeshard.errors import SpecError, StateError
 from treeshard.manual import gather_params
 from treeshard.testing._layouts import Layout
 from treeshard.testing._report import Cause
+from treeshard.testing._widening import Widening
 from treeshard.training._accumulation import accumulate_gradients
 from treeshard.training._pitfalls import explaining_types, user_line
 from treeshard.training._step import Step
 
 # The values of a result: of each device, the index of its shard, and the shard itself.
 Shards = dict[Any, tuple[tuple[slice, ...], np.ndarray]]
+Axes = tuple[str, ...]
+# The index of a device along each axis, and the size of the axis.
+Position = Mapping[str, tuple[Any, Any]]
 
+# Parameters are moved off their values once, by this part of their scale.
+_MOVED = 1e-2
 
 _ABSENT = Cause("by_hand returns no gradient for it.", "Return one for every leaf.", "absent")
 _OTHER_SHAPE = "each device has a gradient of {grad}, and its shard is {shard}."
@@ -60,6 +72,7 @@ class Computation:
         batch: The leaves of the batch, on the host.
         first: How many of its results do not follow from other ones.
         bases: The leaf of `start` that a result is a change of: both by index.
+        widening: What its traces are rewritten by before they run; `None` if they are not.
         notes: What was seen while a result was traced, by layout name and index of the result.
     """
 
@@ -68,7 +81,7 @@ class Computation:
         self.plan = plan
         self.split = StaticSplit(leaves, treedef, has_shape)
         self.start = [_host(x) for x in self.split.dynamic(leaves)]
-        if [np.shape(data_of(x)) for x in self.start] != [leaf.shape for leaf in plan.leaves]:
+        if [np.shape(x) for x in self.start] != [leaf.shape for leaf in plan.leaves]:
             plan_paths = [leaf.path for leaf in plan.leaves]
             raise SpecError(
                 "the plan is not one of this tree: it has"
@@ -82,7 +95,11 @@ class Computation:
         self.specs: list[PartitionSpec] = []
         self.bases: dict[int, int] = {}
         self.first = 0
+        self.widening: Widening | None = None
+        self.narrow = self  # of which it is a wider form
         self._functions: dict[str, Any] = {}  # by layout
+        self._programs: dict[str, Any] = {}  # by layout
+        self.exact: dict[str, Any] = {}  # results in twice the precision, by layout
 
     def is_by_hand(self, layout: Layout) -> bool:
         """Whether code by hand reduces the results of a layout, and not the compiler."""
@@ -93,39 +110,124 @@ class Computation:
         split = get_names_from_partition_spec(self.batch_specs(layout))
         return tuple(axis for axis, n in layout.mesh.shape.items() if n > 1 and axis in split)
 
+    def move_off(self, layout: Layout) -> None:
+        """Moves the parameters off values, such as zeros, for which a gradient is not general."""
+
+    def widened(self, widening: Widening) -> "Computation":
+        """The same computation with wider floats."""
+        wide = copy(self)
+        wide.start, wide.batch = map(widening.array, self.start), map(widening.array, self.batch)
+        wide.start, wide.batch = list(wide.start), list(wide.batch)
+        wide.widening, wide.narrow = widening, self.narrow
+        wide._functions = {}
+        return wide
+
+    def after(self, results: Sequence[np.ndarray]) -> list[Any]:
+        """What its leaves are after the first of two steps."""
+        raise NotImplementedError
+
+    def key_orders(self, layout: Layout) -> list[Axes]:
+        """The axes, in order, by whose index a device may have folded its key."""
+        # `fold_in` of another index is another key, so each order of the axes is a case of its own.
+        if not any(map(is_raw_key, self.batch)):
+            return [()]
+        return [order for some in subsets(layout.split_axes) for order in permutations(some)]
+
+    def of_device(
+        self,
+        layout: Layout,
+        batch: list[Any],
+        position: Position,
+        order: Axes,
+        start: list[Any] | None = None,
+    ) -> list[np.ndarray]:
+        """What a device gets from its rows, with keys folded by its index along some axes."""
+        if order:
+            number = 0
+            for axis in order:  # as in `jax.lax.axis_index`, the last axis counts fastest
+                index, size = position[axis]
+                number = number * size + index
+            batch = [jax.random.fold_in(x, number) if is_raw_key(x) else x for x in batch]
+        return self.alone(layout.alone(), start, batch)
+
     def run(
-        self, layout: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
+        self,
+        layout: Layout,
+        start: list[Any] | None = None,
+        batch: list[Any] | None = None,
+        position: Position | None = None,
     ) -> list[Shards]:
-        """The results in a layout."""
+        """The results in a layout; with `position`, as `axis_index` answers there."""
         given = [leaf.given for leaf in layout.plan.leaves]
         start = self.start if start is None else start
+        # A step donates its state, and keys are on a device already.
+        start = [jnp.copy(x) if is_key(x) else x for x in start]
         batch = self.batch if batch is None else batch
         pairs = [(start, given), (batch, self.batch_specs(layout))]
         arrays, data = [shard(x, specs, layout.mesh, check="form") for x, specs in pairs]
-        return self._results(layout, arrays, data)
+        return self._results(layout, arrays, data, dict(position or {}))
 
-    def trace(self, layout: Layout) -> Any:
-        """The jaxpr of the computation in a layout."""
-        with jax.set_mesh(layout.mesh):
-            return jax.make_jaxpr(partial(self._call, layout))(self.start, self.batch)
+    def trace(
+        self, layout: Layout, position: Position | None = None, data: Sequence[Any] | None = None
+    ) -> Any:
+        """The jaxpr of the computation in a layout, with its own dtypes; `data` says the shapes."""
+        narrow = self.narrow
+        shapes = [np.shape(x) for x in (narrow.batch if data is None else data)]
+        key = f"{_key(layout)} {shapes}"
+        if key not in narrow._programs:
+            given = [leaf.given for leaf in layout.plan.leaves]
+            arrays = _structs(narrow.start, map(np.shape, narrow.start), given, layout.mesh)
+            specs = narrow.batch_specs(layout)
+            data = _structs(narrow.batch, shapes, specs, layout.mesh)
 
-    def _results(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Shards]:
-        return _shards(self._on_mesh(layout, arrays, data))
+            def call(position: Position, arrays: list[Any], data: list[Any]) -> list[Any]:
+                with _indices_of(position):
+                    return narrow._call(layout, arrays, data)
 
-    def _on_mesh(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
+            with self._in(layout):
+                traced = jax.make_jaxpr(call)(dict(position or {}), arrays, data)
+            narrow._programs[key] = traced
+        return narrow._programs[key]
+
+    def _results(
+        self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
+    ) -> list[Shards]:
+        return _shards(self._on_mesh(layout, arrays, data, position))
+
+    def _on_mesh(
+        self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
+    ) -> list[Any]:
+        if self.widening is None and not position:
+            with self._in(layout):
+                return self._call(layout, arrays, data)
+        traced = self.trace(layout, position, data)
+        key = f"program {id(traced)}"  # which `narrow` keeps
+        if key not in self._functions:
+            closed = traced if self.widening is None else self.widening.program(traced)
+            self._functions[key] = jax.jit(jaxpr_as_fun(closed))
+        with self._in(layout):
+            return self._functions[key](*tree_leaves((position, arrays, data)))
+
+    @contextmanager
+    def _in(self, layout: Layout) -> Iterator[None]:
         # Constraints with a bare `PartitionSpec` need a mesh, and `_shards` must be without: in it,
         # JAX computes nothing from the shard of one device.
         in_force = PlanInForce(layout.plan, row_axes(layout.batch_specs))
-        with jax.set_mesh(layout.mesh), explaining_types(layout.mesh, in_force):
-            return self._call(layout, arrays, data)
+        types = explaining_types(layout.mesh, in_force)
+        with jax.set_mesh(layout.mesh), types, _devices_are(layout.mesh):
+            yield
 
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
         """The results as arrays; traced too."""
         raise NotImplementedError
 
+    def forward_order(self, layout: Layout) -> list[str]:
+        """The results, those of leaves that are used first in front."""
+        raise NotImplementedError
+
     def _function(self, layout: Layout, make: Callable[[Layout], Any]) -> Any:
         """What runs in a layout, made once."""
-        key = f"{layout} {layout.mesh.devices.tolist()}"
+        key = _key(layout)
         if key not in self._functions:
             self._functions[key] = make(layout)
         return self._functions[key]
@@ -134,7 +236,7 @@ class Computation:
         self, layout: Layout, start: list[Any] | None = None, batch: list[Any] | None = None
     ) -> list[np.ndarray]:
         """The results in a layout of one device."""
-        return [x for shards in self.run(layout, start, batch) for _, x in shards.values()]
+        return _values(self.run(layout, start, batch))
 
     def row_dims(self, layout: Layout) -> dict[int, int]:
         """The dim that is the rows of each array of the batch that has one: the first split one."""
@@ -171,6 +273,24 @@ class Gradients(Computation):
 
     def is_by_hand(self, layout: Layout) -> bool:
         return layout.check_vma is not None
+
+    def move_off(self, layout: Layout) -> None:
+        given, random = self.start, np.random.default_rng(0)
+        sizes = [_scale(given[i]) for i in self.differentiated]
+        typical = max(sizes, default=0.0) or 1.0
+        moved = list(given)
+        for i in self.differentiated:
+            moved[i] = _moved(given[i], _MOVED, typical, random)
+        # A variance of zero, say, may not become negative.
+        if _count_finite(self.alone(layout, moved)) >= _count_finite(self.alone(layout, given)):
+            self.start = moved
+
+    def forward_order(self, layout: Layout) -> list[str]:
+        uses = _first_uses(self.trace(layout).jaxpr)
+        results = {i: n for n, i in enumerate(self.differentiated, 1)}
+        order = [results[i] for i in uses if i in results]
+        others = (n for n in range(self.first) if n not in order)
+        return [self.paths[n] for n in (*order, *others)]
 
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
         return self._function(layout, self._make)(arrays, data)
@@ -264,11 +384,41 @@ class Steps(Computation):
     def is_by_hand(self, layout: Layout) -> bool:
         return self.step.is_by_hand
 
-    def _results(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Shards]:
+    def key_orders(self, layout: Layout) -> list[Axes]:
+        return subsets(layout.split_axes) if self.step.is_by_hand else [()]
+
+    def of_device(
+        self,
+        layout: Layout,
+        batch: list[Any],
+        position: Position,
+        order: Axes,
+        start: list[Any] | None = None,
+    ) -> list[np.ndarray]:
+        alone = layout.alone()
+        if not self.step.is_by_hand:
+            return self.alone(alone, start, batch)
+        # The key may be in the state, and folded after it was split: the step itself folds it.
+        folded = {axis: (at * (axis in order), size) for axis, (at, size) in position.items()}
+        return _values(self.run(replace(alone, name="one of several"), start, batch, folded))
+
+    def after(self, results: Sequence[np.ndarray]) -> list[Any]:
+        start = list(self.start)
+        for i, base in self.bases.items():
+            if i < self.first:
+                start[base] = _after(self.start[base], results[i])
+        return start
+
+    def _results(
+        self, layout: Layout, arrays: list[Any], data: list[Any], position: Position
+    ) -> list[Shards]:
         leaves, count, out = self.plan.leaves, len(arrays), []
         before = _shards(arrays)
-        for _ in (1, 2):
-            results = self._on_mesh(layout, arrays, data)
+        for number in (1, 2):
+            if number == 2 and layout.second is not None:
+                arrays, data = self._restored(arrays, layout.second)
+                layout, before = layout.second, _shards(arrays)
+            results = self._on_mesh(layout, arrays, data, position)
             # A copy, since the step donates its state: the next one reuses the memory.
             arrays, after = results[:count], _shards(results)
             changes = [_change(old, new) for old, new in zip(before, after, strict=False)]
@@ -282,6 +432,27 @@ class Steps(Computation):
         self.bases = {n * self.first + i: i for n in (0, 1) for i in range(count)}
         return out
 
+    def _restored(self, arrays: list[Any], layout: Layout) -> tuple[list[Any], list[Any]]:
+        """A state, saved and restored in a layout, and the batch there."""
+        from treeshard import checkpoint  # needs TensorStore
+
+        named = {f"{i:05}": x for i, x in enumerate(arrays)}
+        specs = [leaf.given for leaf in layout.plan.leaves]
+        shapes = [leaf.shape for leaf in layout.plan.leaves]
+        structs = _structs(arrays, shapes, specs, layout.mesh)
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.save(f"{folder}/state", named)
+            state = checkpoint.restore(f"{folder}/state", dict(zip(named, structs, strict=True)))
+        data = shard(self.batch, self.batch_specs(layout), layout.mesh, check="form")
+        return list(state.values()), data
+
+    def forward_order(self, layout: Layout) -> list[str]:
+        leaves = range(len(self.start))
+        uses = [i for i in _first_uses(self.trace(layout).jaxpr) if i in leaves]
+        order = [*uses, *(i for i in range(self.first) if i not in uses)]
+        count = len(self.paths)
+        return [self.paths[step + i] for step in range(0, count, self.first) for i in order]
+
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
         step = self._function(layout, lambda x: self.step.on(x.plan, x.batch_specs))
         state, aux = step(self.split.combine(arrays), self.batch_split.combine(data))
@@ -289,6 +460,118 @@ class Steps(Computation):
         arrays_of_aux = {path_under("aux", path): x for path, x in more if is_array(x)}
         self._aux = list(arrays_of_aux)
         return [*self.split.dynamic(tree_leaves(state)), *arrays_of_aux.values()]
+
+
+# ------------------------------------------------------------------ what surrounds a call
+
+
+def _key(layout: Layout) -> str:
+    return f"{layout} {layout.mesh.devices.tolist()}"
+
+
+def _structs(
+    arrays: Sequence[Any], shapes: Iterable[Any], specs: Sequence[Any], mesh: Mesh
+) -> list[Any]:
+    """The types of sharded arrays of these dtypes."""
+    # On Explicit axes the sharding of an argument is part of its type.
+    parts = zip(arrays, shapes, specs, strict=True)
+    return [
+        jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
+        for x, shape, spec in parts
+    ]
+
+
+@contextmanager
+def _devices_are(mesh: Mesh) -> Iterator[None]:
+    """Lets `jax.device_count()` and its like answer for a mesh.
+
+    On one device of eight it would answer eight, and a program that divides by it where it should
+    not would be wrong by the same factor everywhere.
+    """
+    devices = list(mesh.devices.flat)
+    local = [x for x in devices if x.process_index == jax.process_index()]
+    counts = {"device_count": devices, "local_device_count": local}
+    answers = {name: _constantly(len(x)) for name, x in counts.items()}
+    with _replaced(jax, answers):
+        yield
+
+
+def _indices_of(position: Position) -> AbstractContextManager[None]:
+    """Lets `jax.lax.axis_index` answer as at a position in a larger mesh."""
+
+    original = lax.axis_index
+
+    def axis_index(axis_name: Any) -> Any:
+        names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
+        number = jnp.int32(0)
+        for name in names:  # the last axis counts fastest
+            index, size = position[name]
+            number = number * size + index
+        # Which is 0 on one device, and of the type of what varies along the axis.
+        return original(tuple(names)) + number
+
+    return _replaced(lax, {"axis_index": axis_index} if position else {})
+
+
+@contextmanager
+def _replaced(module: Any, functions: Mapping[str, Any]) -> Iterator[None]:
+    originals = {name: getattr(module, name) for name in functions}
+    for name, function in functions.items():
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(module, name, function)
+
+
+def _constantly(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
+# ------------------------------------------------------------------ values
+
+
+def _values(result: Sequence[Shards]) -> list[np.ndarray]:
+    """The results of one device."""
+    return [x for shards in result for _, x in shards.values()]
+
+
+def _after(old: Any, result: np.ndarray) -> Any:
+    """A leaf after a step, from how it changed; of integers and keys, from what they are."""
+    if is_key(old):
+        data = jnp.asarray(result.astype("uint32"))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
+    if jnp.issubdtype(old.dtype, jnp.floating):
+        result = old.astype("float64") + result
+    return np.asarray(result).astype(old.dtype)
+
+
+def _count_finite(arrays: Sequence[np.ndarray]) -> int:
+    return sum(int(np.isfinite(x).sum()) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _moved(x: Any, by: float, typical: float, random: np.random.Generator) -> Any:
+    """The array with each number changed by a part of its size; zeros alone by one of `typical`."""
+    wide = np.asarray(x).astype("complex128" if np.iscomplexobj(x) else "float64")
+    steps = by * random.standard_normal(wide.shape)
+    wide = wide * (1 + steps) if np.any(wide) else typical * steps
+    return np.asarray(wide).astype(x.dtype)
+
+
+def _scale(x: Any) -> float:
+    """The root of the mean square."""
+    return float(np.linalg.norm(np.asarray(x).ravel().astype("complex128"))) / max(x.size, 1) ** 0.5
+
+
+def subsets(axes: Sequence[str]) -> list[Axes]:
+    """All choices of axes, the smallest first."""
+    return [s for n in range(len(axes) + 1) for s in combinations(axes, n)]
+
+
+def is_raw_key(x: Any) -> bool:
+    """Whether an array is a PRNG key, typed or of two uint32, as `jax.random.PRNGKey` makes it."""
+    return is_key(x) or (getattr(x, "shape", None) == (2,) and x.dtype == np.uint32)
 
 
 def _first(out: Any) -> Any:
@@ -357,3 +640,24 @@ def line_of(jaxpr: Any, index: int) -> str:
     inner = [x for x in params if len(getattr(x, "outvars", ())) == len(eqn.outvars)]
     line = line_of(inner[0], position) if len(inner) == 1 else ""
     return line or user_line(eqn).removeprefix(f"{os.getcwd()}/")
+
+
+def _first_uses(jaxpr: Any) -> list[int]:
+    """The positions of the arguments of a traced program, in the order of their first use.
+
+    A conversion or another operation on an argument alone does not count: casts of all parameters
+    come first.
+    """
+    positions = {x: i for i, x in enumerate(jaxpr.invars)}
+    order: dict[int, None] = {}
+    for eqn in jaxpr.eqns:
+        used = [positions.get(x) if isinstance(x, Var) else None for x in eqn.invars]
+        inner = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
+        inner = [x for x in inner if hasattr(x, "eqns") and len(x.invars) == len(used)]
+        if len(inner) == 1:
+            used = [used[i] for i in _first_uses(inner[0])]
+        elif len(used) == 1 and used[0] is not None:
+            positions.update(dict.fromkeys(eqn.outvars, used[0]))
+            continue
+        order.update((i, None) for i in used if i is not None)
+    return list(order)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from treeshard._core.spec_trees import get_names_from_partition_spec
-from treeshard.testing._computations import Computation, Shards
+from treeshard.testing._computations import Axes, Computation, Shards, subsets
 from treeshard.testing._layouts import Layout
-from treeshard.testing._noise import LIMIT, Tolerance, distance, finite, multiple_of, norm
-from treeshard.testing._own_rows import Axes, OwnRows, named, subsets
-from treeshard.testing._report import Cause
+from treeshard.testing._noise import LIMIT, Tolerance, distance, errors_of, finite, norm
+from treeshard.testing._own_rows import OwnRows, multiple_in, named
+from treeshard.testing._report import DIFFERS, Cause
 
 Index = tuple[slice, ...]
 
@@ -30,7 +30,6 @@ _ZERO = "zero on all devices."
 _MOVED = "has other devices' shards in {wrong} of {all} places: {here} has the numbers of {there}."
 _SHARDS = "{what} in {wrong} of {all} shards, such as {here}; right in the others."
 _DEVICES = "{what} on {wrong} of {all} devices; right on the others."
-_DIFFERS = "differs by more than rounding"
 _MULTIPLE = "a multiple of the right result"
 
 _UNREDUCED = "not reduced along {axes}: each device keeps its own."
@@ -49,11 +48,24 @@ _REDUCE_PARTS = (
 
 _SUMMED = "summed instead of averaged along {axes}"
 _USE_MEAN = "Use `jax.lax.pmean` instead of `psum`, or `manual.value_and_grad`."
-_DIVIDE = "Divide by the size, as `manual.value_and_grad` does: `pmean` would average other rows."
+_DIVIDE = (
+    "It is split along {axes}: divide the sum by the size, as `manual.gather_params` and"
+    " `manual.value_and_grad` do. `pmean` would average different rows."
+)
+_TRANSPOSED = "multiplied by the size of {axes}, without `check_vma` only"
+_LEAVE = (
+    "Without `check_vma` the gradient of `psum` is `psum`: use `manual.leave_parallel` for the sum"
+    " of a row-parallel product, or of a loss."
+)
+_LOCAL_NORM = (
+    "as if each shard were the whole leaf: each device scales by the norm of its own shards of"
+    " {what}."
+)
+_PSUM_SQUARES = "Add the squares over {axes} before the root: `jax.lax.psum(squares, {names!r})`."
 # Under `jit` a program means the same in all layouts, whatever the partitioner makes of it.
 _BY_JIT = (
-    "If the code has no `shard_map` and takes no number from the mesh, the compiler is wrong:"
-    " report it, with this program, to JAX."
+    "If the code has no `shard_map` and takes no number from the mesh or from"
+    " `jax.device_count()`, the compiler is wrong: report it, with this program, to JAX."
 )
 
 
@@ -67,15 +79,19 @@ class Diagnosis:
         self.expected, self.result = expected, result
 
     def errors(self, i: int, predicted: Mapping[Any, np.ndarray] | None = None) -> list[float]:
-        """The difference of each device's shard from a full result, in units of its noise.
+        """The difference of each device's shard from a full result, in units of its noise."""
+        return errors_of(self.result[i], self.expected, i, predicted)
 
-        `predicted` has a full result for each device; by default it is the reference.
-        """
-        predicted = predicted or dict.fromkeys(self.result[i], self.expected.reference[i])
-        return [
-            distance(x, predicted[device][index]) / self.expected.of(i, index)
-            for device, (index, x) in self.result[i].items()
-        ]
+    def is_wrong(self, i: int) -> bool:
+        """Whether a result is further from the right one than rounding takes it."""
+        note = (self.layout.name, i) in self.computation.notes
+        return note or max(self.errors(i)) > LIMIT
+
+    def visible(self, i: int) -> float | None:
+        """The smallest relative error that would be seen; `None` of what must be equal."""
+        if i not in self.expected.noise:
+            return None
+        return min(self.expected.visible(i, index) for index, _ in self.result[i].values())
 
     def cause(self, i: int) -> Cause:
         """What is wrong with a result, and why, if the numbers prove it."""
@@ -103,22 +119,14 @@ class Diagnosis:
             yield Cause(_NOT_FINITE.format(wrong=wrong, all=len(shards)), short="not finite")
         if not any(np.any(x) for _, x in shards):
             yield Cause(_ZERO, short="zero")
-        yield from self._multiple(i, reference)
-        yield from self._moved(i, reference)
-        yield from self._own_rows(i)
-        yield from self._partly(i)
-
-    def _multiple(self, i: int, reference: np.ndarray) -> Iterator[Cause]:
-        """All devices have the right result, times a number."""
-        if reference.size == 1 or not reference.any():  # any number is a multiple of another
-            return
-        factor, rest = multiple_of(self.result[i], reference)
-        errors = self.errors(i, dict.fromkeys(self.result[i], factor * reference))
-        limit = 2 * LIMIT * max(abs(factor), 1)  # the factor scales the noise too
-        # Noise that is as large as the values would allow any factor.
-        if rest < 0.3 and max(errors) <= limit:
+        factor = multiple_in(self.result[i], self.expected, i)
+        if factor is not None:
             shown = f"x {factor:.3f}" if abs(factor) > 0.1 else f"x {factor:.3g}"
             yield Cause(_MULTIPLE, short=shown, measured=shown, multiple=factor)
+        yield from self._moved(i, reference)
+        yield from self._local_norms(i, reference)
+        yield from self._own_rows(i)
+        yield from self._partly(i)
 
     def _moved(self, i: int, reference: np.ndarray) -> Iterator[Cause]:
         """Each device has a shard of the right result, but not all have their own."""
@@ -135,6 +143,62 @@ class Diagnosis:
             here, there = next(iter(moved.items()))
             fact = _MOVED.format(wrong=len(moved), all=len(indices), here=here, there=there)
             yield Cause(fact, short="moved")
+
+    def _local_norms(self, i: int, reference: np.ndarray) -> Iterator[Cause]:
+        """Each device has scaled by a norm of its own shards, as clipping and LAMB do."""
+        split = get_names_from_partition_spec(self.computation.specs[i])
+        axes = [axis for axis in self.layout.split_axes if axis in split]
+        if not axes or i not in self._leaf_paths() or not self.computation.is_by_hand(self.layout):
+            return
+        for what, factors in self._norm_factors(i).items():
+            scaled = {device: factor * reference for device, factor in factors.items()}
+            # A factor scales the noise too.
+            limit = 2 * LIMIT * max(1.0, *factors.values())
+            if all(map(math.isfinite, factors.values())) and max(self.errors(i, scaled)) <= limit:
+                fix = _PSUM_SQUARES.format(axes=named(axes), names=tuple(axes))
+                yield Cause(_LOCAL_NORM.format(what=what), fix, "own norms")
+
+    def _norm_factors(self, i: int) -> dict[str, dict[Any, float]]:
+        """For each norm that may have been used, the factors between its values: of the leaf, or of
+        the tree that it is in, or of the parameter over that of its update."""
+        computation = self.computation
+        paths = self._leaf_paths()
+        words = paths[i].split("/")
+        factors: dict[str, dict[Any, float]] = {}
+        for length in range(len(words), 0, -1):
+            prefix = "/".join(words[:length])
+            inside = [n for n, path in paths.items() if f"{path}/".startswith(f"{prefix}/")]
+            factors[f"`{prefix}`"] = self._ratios(inside)
+        factors["all leaves"] = self._ratios(list(paths))
+        base = computation.bases.get(i)
+        start = None if base is None else np.asarray(computation.start[base], "float64")
+        if start is not None and start.any():
+            updates = factors[f"`{paths[i]}`"]
+            own = {d: norm(start[index]) / norm(start) for d, (index, _) in self.result[i].items()}
+            of_update = {device: ratio * own[device] for device, ratio in updates.items()}
+            factors[f"`{paths[i]}` and of those of its update"] = of_update
+        return factors
+
+    def _leaf_paths(self) -> dict[int, str]:
+        """The paths of the leaves of floats of the first step, by the index of the result."""
+        computation = self.computation
+        leaves = computation.bases or range(
+            1, computation.first
+        )  # the first gradient is after the loss
+        floats = [n for n in leaves if n < computation.first and n in self.expected.noise]
+        return {n: computation.paths[n].removeprefix("step 1: ") for n in floats}
+
+    def _ratios(self, results: Sequence[int]) -> dict[Any, float]:
+        """The norm of some right results over that of a device's shards of them."""
+        ratios: dict[Any, float] = {}
+        for device in self.layout.mesh.devices.flat:
+            references = [self.expected.reference[n].astype("float64") for n in results]
+            shards = [
+                x[self.result[n][device][0]] for n, x in zip(results, references, strict=True)
+            ]
+            own = norm([norm(x) for x in shards])
+            ratios[device] = norm([norm(x) for x in references]) / own if own else math.inf
+        return ratios
 
     def _own_rows(self, i: int) -> Iterator[Cause]:
         """Means over some devices only, of what each gets from its own rows."""
@@ -185,10 +249,7 @@ class Diagnosis:
         if not math.isfinite(far):
             return Cause(_ELSEWHERE, short="not finite")
         size = norm([norm(finite(reference[index])) for index, _ in shards])
-        share = f"{100 * far / size:.3g}% of its size" if size else "from zero"
-        error = max(self.errors(i))
-        measured = f"{share}, {error:.3g} times the noise"
-        return Cause(_DIFFERS, short=f"{error:.1e} noise", measured=measured)
+        return Cause(DIFFERS, short=f"off {100 * far / size:.2g}%" if size else "not zero")
 
     def _indices(self, i: int) -> dict[str, Index]:
         """The distinct shards of a result."""
@@ -240,13 +301,19 @@ def _of_factor(
         return {}
     # Where the result is right, the factor is 1. With `check_vma` other code is differentiated.
     kinds = {layout.check_vma for layout in wrong}
-    right = [x for name, x in layouts.items() if name not in causes and x.check_vma in kinds]
+    others = [x for name, x in layouts.items() if name not in causes]
+    right = [x for x in others if x.check_vma in kinds]
     numbers = [*factors.values(), *(1.0 for _ in right)]
     axes = _axes_of(numbers, [layout.mesh.shape for layout in wrong + right])
-    if not axes or any({*axes} - {*computation.batch_axes(layout)} for layout in wrong):
+    if not axes:
         return {}
-    split = {*axes} & {*get_names_from_partition_spec(computation.specs[i])}
-    return {"fact": _SUMMED.format(axes=named(axes)), "fix": _DIVIDE if split else _USE_MEAN}
+    if kinds == {False} and any(layout.check_vma for layout in others):
+        return {"fact": _TRANSPOSED.format(axes=named(axes)), "fix": _LEAVE}
+    if any({*axes} - {*computation.batch_axes(layout)} for layout in wrong):
+        return {}
+    split = [axis for axis in axes if axis in get_names_from_partition_spec(computation.specs[i])]
+    fix = _DIVIDE.format(axes=named(split)) if split else _USE_MEAN
+    return {"fact": _SUMMED.format(axes=named(axes)), "fix": fix}
 
 
 def _axes_of(numbers: Sequence[float], shapes: Sequence[Mapping[str, int]]) -> Axes:

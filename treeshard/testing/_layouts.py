@@ -5,7 +5,7 @@ minutes, and a difference would not show what it depends on.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves
 
-from treeshard._core.make_mesh import with_devices
-from treeshard._core.mesh import describe_mesh
+from treeshard._core.make_mesh import make_mesh, with_devices
+from treeshard._core.mesh import MeshLike, describe_mesh
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec, specs_of_leaves
 from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import default_batch
-from treeshard.errors import SpecError
+from treeshard.errors import SpecError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Layout:
         remat: Whether the forward pass is computed again for the backward pass.
         check_vma: `None`: `jax.jit` compiles the loss. Otherwise the body runs by hand in
             `jax.shard_map`, with this argument.
+        second: Where the second of two steps runs, on the state that the first saved.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Layout:
     minibatches: int = 1
     remat: bool = False
     check_vma: bool | None = None
+    second: "Layout | None" = None
 
     def __str__(self) -> str:
         parts = [f"{self.name}: {describe_mesh(self.plan.mesh)}", f"batch {self.batch_specs}"]
@@ -52,11 +54,18 @@ class Layout:
             parts.append("jax.checkpoint")
         if self.check_vma is not None:
             parts.append(f"check_vma={self.check_vma}")
+        if self.second is not None:
+            parts.append(f"step 2 restored on {describe_mesh(self.second.plan.mesh)}")
         return "; ".join(parts)
 
     @property
     def mesh(self) -> Mesh:
         return with_devices(self.plan.mesh, "a layout")
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes that have more than one device."""
+        return tuple(axis for axis, size in self.mesh.shape.items() if size > 1)
 
     def on(self, devices: list[Any], sizes: tuple[int, ...], name: str) -> "Layout":
         """The layout on the first devices, with other axis sizes."""
@@ -68,7 +77,7 @@ class Layout:
         """One device of this process, as a mesh of the same axes, and the loss by jit."""
         mine = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
         alone = self.on(mine, (1,) * self.mesh.devices.ndim, "one device")
-        return replace(alone, minibatches=minibatches, remat=False, check_vma=None)
+        return replace(alone, minibatches=minibatches, remat=False, check_vma=None, second=None)
 
 
 def layouts(
@@ -97,7 +106,8 @@ def layouts(
 
     Examples:
         >>> planned = plan({"w": jnp.ones((8, 8))}, [("w", P("fsdp"))], make_mesh("data=2,fsdp=4"))
-        >>> for layout in layouts(planned, np.ones((16, 8), "float32"))[:3]:
+        >>> batch = jax.ShapeDtypeStruct((16, 8), "float32")
+        >>> for layout in layouts(planned, batch)[:3]:
         ...     print(layout)
         plan: data=2, fsdp=4; batch P('data',)
         mesh: data=4, fsdp=2; batch P('data',)
@@ -126,6 +136,30 @@ def layouts(
         chosen.append(replace(planned, name="unchecked", check_vma=False))
         chosen += [replace(x, name=f"unchecked {x.name}", check_vma=False) for x in meshes]
     return tuple(chosen)
+
+
+def selected(
+    what: str, available: Sequence[Layout], chosen: Sequence[Layout | str] | None
+) -> list[Layout]:
+    """The layouts that a caller chose, by name or as they are; by default all."""
+    if not chosen:
+        return list(available)
+    by_name = {layout.name: layout for layout in available}
+    names = [x for x in chosen if isinstance(x, str)]
+    if unknown := [name for name in names if name not in by_name]:
+        hints = [f"{name!r}.{did_you_mean(name, by_name)}" for name in unknown]
+        raise SpecError(
+            f"{what}: there is no layout {' '.join(hints)} There are {', '.join(by_name)}. A layout"
+            " in which a leaf or the batch does not divide is left out."
+        )
+    return [by_name[x] if isinstance(x, str) else x for x in chosen]
+
+
+def restored(planned: Layout, mesh: MeshLike) -> Layout:
+    """The plan's layout for one step, and another mesh for the next."""
+    with_all = make_mesh(mesh) if isinstance(mesh, str) else mesh
+    second = replace(planned, name="restored", plan=planned.plan.on(with_all))
+    return replace(planned, name="restored", second=second)
 
 
 def _backwards(planned: Layout) -> Layout:

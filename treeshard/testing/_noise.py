@@ -15,6 +15,7 @@ import numpy as np
 
 from treeshard.testing._computations import Computation, Shards
 from treeshard.testing._layouts import Layout
+from treeshard.testing._widening import Widening
 from treeshard.training._pitfalls import equations
 
 # A result is wrong if it is further from that of one device than this many times the noise.
@@ -24,7 +25,7 @@ _SAMPLES = 3  # of each kind
 _NOT_ROUNDING = 30.0
 # By default accelerators multiply float32 with fewer bits: GPUs as TF32, with 10 of 23 bits of the
 # mantissa, TPUs as bfloat16, with 7.
-_MATMUL_EPS: Mapping[str, float] = {"gpu": 2.0**-11, "tpu": 2.0**-8}
+MATMUL_EPS: Mapping[str, float] = {"gpu": 2.0**-11, "tpu": 2.0**-8}
 # The primitives that draw random numbers: the functions of `jax.random` bind the first, and code
 # that calls its block cipher itself the second.
 _DRAWS = ("random_bits", "threefry2x32")
@@ -51,7 +52,7 @@ class Tolerance:
         self.notes: list[str] = []
         self.reference = computation.alone(layout)
         eqns = list(equations(computation.trace(layout)))
-        self.eps = _least_precision(eqns, layout.mesh.devices.flat[0].platform)
+        self.eps = _precision(computation, eqns, layout.mesh.devices.flat[0].platform)
         self.random = any(eqn.primitive.name in _DRAWS for eqn in eqns)
         floats = [i for i, x in enumerate(self.reference) if _is_float(x)]
         self.noise = {i: np.zeros(self.reference[i].shape) for i in floats}
@@ -73,14 +74,6 @@ class Tolerance:
         other.reference = list(reference)
         return other
 
-    def widened(self, others: Sequence[Sequence[np.ndarray]]) -> "Tolerance":
-        """The noise, at least as large as the distances of other results."""
-        other = copy(self)
-        other.noise = dict(self.noise)
-        for sample in others:
-            other._add(sample)
-        return other
-
     def of(self, i: int, index: Any = ...) -> float:
         """The noise of a shard of a result, as a Euclidean norm."""
         if i not in self.noise:
@@ -94,10 +87,16 @@ class Tolerance:
             floor += norm(self._rounding[i][index])
         return max(norm(part), share) + floor / 2 + float(np.finfo("float32").tiny)
 
-    def is_hidden(self, i: int) -> bool:
-        """Whether the noise of a result is so large that a factor of 2 would not be seen."""
-        noise = norm(self.noise.get(i, 0.0))
-        return 0 < norm(self.reference[i]) < 2 * LIMIT * noise
+    def error(self, shards: Shards, i: int) -> float:
+        """The largest difference of a shard of a result, in units of its noise."""
+        return max(errors_of(shards, self, i))
+
+    def visible(self, i: int, index: Any = ...) -> float:
+        """The smallest relative error of a shard of a result that is larger than its noise."""
+        size = norm(finite(self.reference[i][index]))
+        if i not in self.noise:  # which must be equal
+            return 0.0
+        return LIMIT * self.of(i, index) / size if size else float("inf")
 
     def _add(self, sample: Sequence[np.ndarray], most: float = float("inf")) -> float:
         """Takes a sample as noise, if the results together differ by no more than `most`.
@@ -143,13 +142,18 @@ def _of_reordered(
 
 def _of_wider(computation: Computation, layout: Layout) -> Iterator[Results]:
     """Results in twice the precision, where that is possible."""
-    start, batch = ([_wider(x) for x in xs] for xs in (computation.start, computation.batch))
-    try:
-        with jax.enable_x64(True):
-            sample = computation.alone(layout, start, batch)
-    except Exception:  # the code has dtypes written in, or the platform has no float64
+    if widest_float() == "float64":
         return
-    yield sample
+    narrow = computation.narrow
+    narrow.trace(layout)  # with the dtypes that code gets without x64
+    if layout.name not in narrow.exact:
+        try:
+            with jax.enable_x64(True):
+                narrow.exact[layout.name] = narrow.widened(Widening("float64")).alone(layout)
+        except Exception:  # the platform has no float64, or the program cannot be widened
+            narrow.exact[layout.name] = None
+    if narrow.exact[layout.name] is not None:
+        yield narrow.exact[layout.name]
 
 
 # ------------------------------------------------------------------ numbers
@@ -169,6 +173,20 @@ def distance(x: Any, reference: Any) -> float:
         same = (x == reference) | (np.isnan(x) & np.isnan(reference))
         far = norm(np.where(same, 0.0, x - reference))
     return far if np.isfinite(far) else float("inf")
+
+
+def errors_of(
+    shards: Shards, expected: Tolerance, i: int, predicted: Mapping[Any, np.ndarray] | None = None
+) -> list[float]:
+    """The difference of each device's shard from a full result, in units of its noise.
+
+    `predicted` has a full result for each device; by default it is the reference.
+    """
+    predicted = predicted or dict.fromkeys(shards, expected.reference[i])
+    return [
+        distance(x, predicted[device][index]) / expected.of(i, index)
+        for device, (index, x) in shards.items()
+    ]
 
 
 def multiple_of(shards: Shards, reference: np.ndarray) -> tuple[float, float]:
@@ -205,14 +223,21 @@ def _perturbed(x: Any, eps: float, random: Any) -> Any:
     return np.asarray(wide).astype(x.dtype)
 
 
-def _wider(x: Any) -> Any:
-    if not _is_float(x):
-        return x
-    return x.astype("float64" if x.dtype.itemsize >= 4 else "float32")
-
-
-def _least_precision(eqns: Sequence[Any], platform: str) -> float:
+def _precision(computation: Computation, eqns: Sequence[Any], platform: str) -> float:
     """The rounding error of the least precise float in a program."""
+    widening = computation.widening
+    if widening is not None and not widening.kept:
+        return float(jnp.finfo(widening.dtype).eps) / 2
+    errors = [float(jnp.finfo(x).eps) / 2 for x in float_dtypes(eqns)]
+    return max([MATMUL_EPS.get(platform, 0.0), *errors])
+
+
+def widest_float() -> Any:
+    """float64 under x64, or float32."""
+    return jax.dtypes.canonicalize_dtype("float64")
+
+
+def float_dtypes(eqns: Sequence[Any]) -> set[Any]:
+    """The dtypes of the floats that equations make."""
     dtypes = {x.aval.dtype for eqn in eqns for x in eqn.outvars if hasattr(x.aval, "dtype")}
-    errors = [float(jnp.finfo(x).eps) / 2 for x in dtypes if jnp.issubdtype(x, jnp.floating)]
-    return max([_MATMUL_EPS.get(platform, 0.0), *errors])
+    return {x for x in dtypes if jnp.issubdtype(x, jnp.floating)}

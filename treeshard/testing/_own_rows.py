@@ -5,27 +5,18 @@ these. Comparing with them proves it, which the size of a difference does not: a
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from treeshard._core.arrays import is_key
-from treeshard.testing._computations import Computation, Shards
+from treeshard.testing._computations import Axes, Computation, Shards, subsets
 from treeshard.testing._layouts import Layout
-from treeshard.testing._noise import Results, Tolerance, multiple_of
+from treeshard.testing._noise import LIMIT, Results, Tolerance, errors_of, multiple_of
 from treeshard.testing._report import Cause
 
-Axes = tuple[str, ...]
-
-# Devices drew the same random numbers as one device if what no factor explains of their results is
-# less than this part of them. Other numbers change about all of a result.
-_ALIKE = 0.02
-
 _UNFOLDED = "the key is not folded along {axes}: devices draw the same random numbers."
-_FOLD = "Fold it: `jax.random.fold_in(key, jax.lax.axis_index({names!r}))`."
+_FOLD = "Fold it: `manual.fold_rng_over_axis(key, {names!r})`."
 _FOLDED = (
     "the key is folded along {axes}, where devices have the same rows: they draw different random"
     " numbers for the same activations."
@@ -35,9 +26,9 @@ _REPEATED = (
     "{layout}: each device draws its own random numbers; compared with keys folded by"
     " axis_index({order!r}) on one device"
 )
-_UNREPEATED = (
-    "{layout}: each device draws random numbers in a way that one device cannot repeat, so only"
-    " differences are seen that are larger than those between keys"
+UNREPEATED = (
+    "{layout}: not checked, since each device draws random numbers in a way that one device cannot"
+    " repeat; fold the key by `manual.fold_rng_over_axis`, or by `fold_in(key, axis_index(axes))`"
 )
 
 
@@ -46,11 +37,15 @@ class OwnRows:
 
     Attributes:
         axes: The mesh axes that split the batch.
+        order: The axes by whose index devices fold their keys.
+        error: What was raised where the rows of one device alone cannot be computed.
     """
 
     def __init__(self, computation: Computation, layout: Layout) -> None:
         self.computation, self.layout = computation, layout
         self.axes = computation.batch_axes(layout)
+        self.order: Axes = ()
+        self.error: Exception | None = None
         self._results: dict[Axes, dict[Any, Results] | None] = {}
 
     def mean_over(self, reduced: Axes, i: int) -> dict[Any, np.ndarray] | None:
@@ -58,7 +53,10 @@ class OwnRows:
 
         `None` if the rows of one device alone cannot be computed.
         """
-        results = self.results()
+        return self._mean_over(reduced, i, self.order)
+
+    def _mean_over(self, reduced: Axes, i: int, order: Axes) -> dict[Any, np.ndarray] | None:
+        results = self.results(order)
         if results is None:
             return None
         mesh = self.layout.mesh
@@ -69,16 +67,16 @@ class OwnRows:
         # The dots keep a scalar an array.
         return {device: means[*index, ...] for index, device in np.ndenumerate(mesh.devices)}
 
-    def results(self, folded: Axes = ()) -> dict[Any, Results] | None:
-        """The results of each device, with keys folded by its `axis_index` over some axes."""
-        if folded not in self._results:
+    def results(self, order: Axes = ()) -> dict[Any, Results] | None:
+        """The results of each device, with keys folded by its index along some axes."""
+        if order not in self._results:
             try:
-                self._results[folded] = self._compute(folded)
-            except Exception:  # the user's code, which may need the full batch
-                self._results[folded] = None
-        return self._results[folded]
+                self._results[order] = self._compute(order)
+            except Exception as error:  # the user's code, which may need the full batch
+                self._results[order], self.error = None, error
+        return self._results[order]
 
-    def _compute(self, folded: Axes) -> dict[Any, Results]:
+    def _compute(self, order: Axes, start: list[Any] | None = None) -> dict[Any, Results]:
         computation, mesh = self.computation, self.layout.mesh
         maps = [
             NamedSharding(mesh, spec).devices_indices_map(np.shape(x))
@@ -87,93 +85,116 @@ class OwnRows:
         # Devices that differ along other axes than the batch's have the same rows.
         computed: dict[Any, Results] = {}
         results: dict[Any, Results] = {}
-        for position, device in np.ndenumerate(mesh.devices):
-            number = 0
-            for axis in folded:  # as in `jax.lax.axis_index`, the last axis counts fastest
-                index_along = position[mesh.axis_names.index(axis)]
-                number = number * mesh.shape[axis] + index_along
+        for place, device in np.ndenumerate(mesh.devices):
+            pairs = zip(mesh.shape.items(), place, strict=True)
+            position = {axis: (at, size) for (axis, size), at in pairs}
             indices = [index[device] for index in maps]
-            key = number, str(indices)
+            key = str((indices, [position[axis] for axis in order]))
             if key not in computed:
                 batch = [x[index] for x, index in zip(computation.batch, indices, strict=True)]
-                if folded:
-                    batch = [_folded(x, number) for x in batch]
-                computed[key] = computation.alone(self.layout.alone(), batch=batch)
+                computed[key] = computation.of_device(self.layout, batch, position, order, start)
             results[device] = computed[key]
         return results
 
-    def keyed(self) -> Iterator[tuple[Axes, Results]]:
-        """The result of all devices, if each folds its key by its index along some axes.
+    # -------------------------------------------------------------- random numbers
 
-        Yields:
-            The axes, outermost first, and the mean over all devices.
-        """
-        # `fold_in` of another index is another key, so each order of the axes is a case of its own.
-        orders: list[Axes] = [()]
-        if any(map(_is_raw_key, self.computation.batch)):
-            axes = [a for a, size in self.layout.mesh.shape.items() if size > 1]
-            orders = [order for some in subsets(axes) for order in permutations(some)]
-        for order in orders:
+    def distinct_orders(self) -> Iterator[Axes]:
+        """The ways to fold keys that give different results, the fewest axes first."""
+        seen: list[dict[Any, Results]] = []
+        for order in self.computation.key_orders(self.layout):
             results = self.results(order)
-            if results is not None:
-                of_devices = zip(*results.values(), strict=True)
-                yield order, [np.asarray(np.mean(x, 0, "float64")) for x in of_devices]
+            if results is not None and not any(_equal(results, other) for other in seen):
+                seen.append(results)
+                yield order
+
+    def mean(self, order: Axes) -> Results:
+        """The means over all devices, with keys folded by their index along some axes."""
+        means = _means(self.results(order) or {})
+        first = self.computation.first
+        if first < len(means):  # the second step starts from what all devices have
+            after = self.computation.after(means)
+            means[first:] = _means(self._compute(order, after))[:first]
+        return means
+
+    def explained(self, order: Axes, tolerance: Tolerance, result: Sequence[Shards]) -> int:
+        """How many results are those of keys that are folded so, reduced over any of the axes."""
+        expected = tolerance.with_reference(self.mean(order))
+        count = 0
+        for i in range(self.computation.first):
+            means = (self._mean_over(reduced, i, order) for reduced in subsets(self.axes))
+            own = (max(errors_of(result[i], expected, i, x)) <= 2 * LIMIT for x in means if x)
+            count += any(own) or multiple_in(result[i], expected, i) is not None
+        return count
 
 
 def with_own_keys(
     rows: OwnRows, tolerance: Tolerance, result: Sequence[Shards]
-) -> tuple[Tolerance, Cause | None, str]:
+) -> tuple[Tolerance | None, Cause | None, str]:
     """What to compare a result with, if devices may have drawn random numbers by themselves.
 
     One device can repeat them if it knows the key of each: one for all rows, the same on each
-    device, or a key folded by `axis_index`. Returns the results to compare with, what is wrong with
-    the keys, and a note.
+    device, or a key folded by `axis_index`. Code that does not reduce its results is known by
+    the results of single devices. Returns the results to compare with, what is wrong with the
+    keys, and a note; `None` if no device can repeat the numbers.
     """
-    if _unlikeness(result, tolerance.reference) < _ALIKE:
+    indices = range(rows.computation.first)
+    if all(tolerance.error(result[i], i) <= LIMIT for i in indices):
         return tolerance, None, ""
-    name = rows.layout.name
-    keyed = list(rows.keyed())
-    alike = [(order, x) for order, x in keyed if _unlikeness(result, x) <= _ALIKE]
-    if len(alike) != 1:  # in none of these ways, or random numbers hardly matter
-        widened = tolerance.widened([x for _, x in keyed])
-        return widened, None, _UNREPEATED.format(layout=name)
-    [(order, repeated)] = alike
-    expected = tolerance.with_reference(repeated)
+    counts = {order: rows.explained(order, tolerance, result) for order in rows.distinct_orders()}
+    as_one_device = sum(_is_right(result[i], tolerance, i) for i in indices)
+    most = max(counts.values(), default=0)
+    best = [order for order, count in counts.items() if count == most]
+    if as_one_device > most:
+        return tolerance, None, ""
+    if as_one_device == most or len(best) > 1:  # in no way, or in several
+        return None, None, UNREPEATED.format(layout=rows.layout.name)
+    [order] = best
+    rows.order = order
+    expected = tolerance.with_reference(rows.mean(order))
     if missing := sorted({*rows.axes} - {*order}):
         fact, fix = _UNFOLDED.format(axes=named(missing)), _FOLD.format(names=missing)
         return expected, Cause(fact, fix, "same key"), ""
     if extra := sorted({*order} - {*rows.axes}):
         return expected, Cause(_FOLDED.format(axes=named(extra)), _FOLD_LESS, "other key"), ""
-    return expected, None, _REPEATED.format(layout=name, order=order)
+    return expected, None, _REPEATED.format(layout=rows.layout.name, order=order)
 
 
-def _unlikeness(result: Sequence[Shards], reference: Sequence[np.ndarray]) -> float:
-    """The median over results of the part that is not a multiple of the reference.
+def multiple_in(shards: Shards, expected: Tolerance, i: int) -> float | None:
+    """The factor by which all devices have a multiple of the right result; `None` if they do not.
 
-    Zeros, which are a multiple of anything, do not count.
+    Any number is a multiple of any other, so a result needs several that are not noise.
     """
-    parts: list[float] = []
-    for shards, expected in zip(result, reference, strict=True):
-        if np.any(expected) and any(np.any(x) for _, x in shards.values()):
-            _, rest = multiple_of(shards, expected)
-            parts.append(rest)
-    return float(np.median(parts)) if parts else 0.0
+    reference = expected.reference[i].astype("float64")
+    sizes = np.sort(np.abs(reference).ravel())
+    if sizes.size < 2 or not np.isfinite(sizes).all() or sizes[-2] <= LIMIT * expected.of(i):
+        return None
+    factor, rest = multiple_of(shards, reference)
+    errors = errors_of(shards, expected, i, dict.fromkeys(shards, factor * reference))
+    # The factor scales the noise too. Noise that is as large as the values would allow any factor.
+    if rest < 0.3 and max(errors) <= 2 * LIMIT * max(abs(factor), 1):
+        return factor
+    return None
 
 
-def subsets(axes: Sequence[str]) -> list[Axes]:
-    """All choices of axes, the smallest first."""
-    return [s for n in range(len(axes) + 1) for s in combinations(axes, n)]
+def _means(results: dict[Any, Results]) -> Results:
+    of_devices = zip(*results.values(), strict=True)
+    return [np.asarray(np.mean(x, 0, "float64")) for x in of_devices]
+
+
+def _is_right(shards: Shards, expected: Tolerance, i: int) -> bool:
+    if expected.error(shards, i) <= LIMIT:
+        return True
+    return multiple_in(shards, expected, i) is not None
+
+
+def _equal(results: dict[Any, Results], others: dict[Any, Results]) -> bool:
+    for device, arrays in results.items():
+        for x, y in zip(arrays, others[device], strict=True):
+            if not np.array_equal(x, y, equal_nan=x.dtype.kind == "f"):
+                return False
+    return True
 
 
 def named(axes: Sequence[str]) -> str:
     """Axes in words: "`data` and `fsdp`"."""
     return " and ".join(f"`{axis}`" for axis in axes)
-
-
-def _folded(x: Any, number: int) -> Any:
-    return jax.random.fold_in(x, number) if _is_raw_key(x) else x
-
-
-def _is_raw_key(x: Any) -> bool:
-    """Whether an array is a PRNG key, typed or of two uint32, as `jax.random.PRNGKey` makes it."""
-    return is_key(x) or (getattr(x, "shape", None) == (2,) and x.dtype == np.uint32)

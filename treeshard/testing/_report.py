@@ -4,14 +4,15 @@ A report has all layouts, where an assertion would stop at the first difference:
 wrong, and by how much on each mesh, tells more than any of them alone.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from treeshard._core.text import fold
+from treeshard._core.text import fold, fold_paths
 
 
 class Cause(NamedTuple):
@@ -52,6 +53,13 @@ class Problem(NamedTuple):
     line: str = ""
 
 
+# Cells that say nothing of a result.
+UNCHECKED = "not checked"
+# How the fact begins that is said of results without a known cause.
+DIFFERS = "differs by more than rounding"
+_LOSS = "loss"  # is no gradient
+
+
 @dataclass(frozen=True)
 class Report:
     """How the results of a computation differ between layouts; `str()` of it is a table and words.
@@ -60,9 +68,15 @@ class Report:
         what: The check.
         layouts: The layouts, as text: mesh, batch and what else is special about each.
         cells: For each leaf and each layout a word: `ok`; `2.1 noise` for a difference that is
-            larger than the noise of reordering but no more than rounding; otherwise what is wrong.
+            larger than the noise of reordering but no more than rounding; `zero`, `hidden`,
+            `alike` or `not finite` where a fault would not show; `not checked`; otherwise what is
+            wrong.
         problems: What is wrong. Empty if nothing is.
-        notes: What was not compared, or compared in another way, and why.
+        notes: What was compared in another way, and why.
+        raised: For each layout that raised, though that was not expected, what it raised.
+        not_compared: For each leaf on which no comparison shows a fault, why.
+        visible: For each leaf of floats that was compared, the smallest relative error that would
+            have been seen in every layout: 0.01 is 1%.
     """
 
     what: str
@@ -70,55 +84,100 @@ class Report:
     cells: Mapping[str, Mapping[str, str]]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    raised: Mapping[str, str] = field(default_factory=dict)
+    not_compared: Mapping[str, str] = field(default_factory=dict)
+    visible: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Whether no result is wrong in the layouts that were compared, of which there are some."""
-        return bool(self._compared()) and not self.problems
+        """Whether something was compared, nothing is wrong, nothing raised, and all was checked."""
+        return bool(self._compared()) and not self._complaints()
 
     def __str__(self) -> str:
         head = f"{self.what}: {self._verdict()}"
+        raised = [f"{name} raised {what}" for name, what in self.raised.items()]
+        missing = [f"not compared: {text}" for text in self._missing()]
         below = [f"\n{text}" for text in self._problems()]
-        return "\n".join([head, *self._table(), "", *self.layouts, *self.notes, *below])
+        lines = [head, *raised, *self._table(), "", *self.layouts, *missing, *self.notes, *below]
+        return "\n".join(lines)
 
     def _compared(self) -> set[str]:
-        """The names of the layouts that were compared."""
-        return {name for row in self.cells.values() for name in row}
+        """The leaves of floats that were compared somewhere, the value of the loss aside."""
+        return {*self.visible} - {*self.not_compared} - {_LOSS}
+
+    def _unchecked(self) -> int:
+        return sum(UNCHECKED in row.values() for row in self.cells.values())
+
+    def _complaints(self) -> list[str]:
+        """Why the report is not ok, in words."""
+        counts = [
+            (len(self.problems), "result is wrong", "results are wrong"),
+            (len(self.raised), "layout raised", "layouts raised"),
+            (self._unchecked(), "result is not checked", "results are not checked"),
+        ]
+        return [f"{n} {one if n == 1 else several}" for n, one, several in counts if n]
 
     def _verdict(self) -> str:
-        compared = self._compared()
-        if not compared:
-            return "Nothing was compared."
-        if self.ok and len(compared) < len(self.layouts):
-            return (
-                f"Nothing is wrong in {len(compared)} of {len(self.layouts)} layouts; the others"
-                " were not compared."
-            )
-        if self.ok:
-            return "Nothing is wrong."
-        count = len(self.problems)
-        return f"{count} results are wrong." if count > 1 else "1 result is wrong."
+        nothing = [] if self._compared() else ["Nothing was compared"]
+        complaints = nothing + self._complaints()
+        if complaints:
+            return f"{', '.join(complaints)}."
+        ran = {name for row in self.cells.values() for name in row}
+        leaves, layouts = len(self.cells), len(self.layouts)
+        parts: list[str] = []
+        if self.not_compared:
+            parts.append(f"{leaves - len(self.not_compared)} of {leaves} results")
+        if len(ran) < layouts:
+            parts.append(f"{len(ran)} of {layouts} layouts")
+        if parts:
+            return f"Nothing is wrong in {' and '.join(parts)}; the others were not compared."
+        return "Nothing is wrong."
+
+    def _missing(self) -> list[str]:
+        """A line for each reason why leaves were not compared."""
+        paths: dict[str, list[str]] = defaultdict(list)
+        for path, why in self.not_compared.items():
+            paths[why].append(path)
+        return [f"{', '.join(fold_paths(some))} ({why})" for why, some in paths.items()]
 
     def _table(self) -> list[str]:
         """A row for each leaf, those of repeated layers folded if they have the same cells."""
         names = [text.partition(":")[0] for text in self.layouts]
-        rows = [("leaf", *names)]
-        leaves = ((path, tuple(cells.items()), cells) for path, cells in self.cells.items())
-        for path, (cells, *_) in fold(leaves):
-            rows.append((path, *(cells.get(name, "-") for name in names)))
+        rows = [("leaf", *names, "sees")]
+        leaves = ((path, tuple(cells.items()), path) for path, cells in self.cells.items())
+        for folded, paths in fold(leaves):
+            cells = self.cells[paths[0]]
+            rows.append((folded, *(cells.get(name, "-") for name in names), self._sees(paths)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         padded = ([*map(str.ljust, row, widths)] for row in rows)
         return ["  ".join(cells).rstrip() for cells in padded]
+
+    def _sees(self, paths: Sequence[str]) -> str:
+        """The smallest error that would have been seen in each of some leaves."""
+        errors = [self.visible[path] for path in paths if path in self.visible]
+        return percent(max(errors)) if errors else "-"
 
     def _problems(self) -> list[str]:
         """A line for each cause, with the leaves that it has made wrong, repeated layers folded."""
         alike: dict[Any, list[Problem]] = defaultdict(list)
         for problem in self.problems:
-            alike[problem[2:]].append(problem)
+            # Where no cause is known the table says in which layouts each leaf is wrong.
+            is_open = problem.fact.startswith(DIFFERS)
+            alike[problem[3:] if is_open else problem[2:]].append(problem)
         lines: list[str] = []
-        for (layouts, fact, fix, line), members in alike.items():
+        for members in alike.values():
             folded = fold((p.path, p.spec, p) for p in members)
             leaves = "; ".join(f"{path} {inside[0].spec}" for path, inside in folded)
+            layouts = dict.fromkeys(name for p in members for name in p.layouts)
+            _, _, _, fact, fix, line = members[0]
             parts = [f"In: {', '.join(layouts)}.", f"Made at {line}." if line else "", fix]
             lines.append(f"{leaves}: {fact}\n  {' '.join(filter(None, parts))}")
         return lines
+
+
+def percent(error: float) -> str:
+    """A relative error in percent, rounded up to one digit."""
+    if error >= 1:
+        return "100%" if error < math.inf else "-"
+    digit = 10.0 ** math.floor(math.log10(max(error, 1e-12)))
+    return f"{100 * math.ceil(error / digit) * digit:.6g}%"

@@ -1,0 +1,498 @@
+"""Verdicts carry their evidence: what was not compared is not said to be right."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard import manual, testing
+from treeshard.errors import SpecError, WrongResultError
+
+BOTH = ("data", "fsdp")
+SPREAD = P(BOTH)
+MESH = "data=2,fsdp=4"
+pytestmark = pytest.mark.usefixtures("quick_compiles", "standard_promotion")
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+BATCH = normal(16, 8, seed=3)
+PARAMS = {"up": normal(8, 16) / 3, "down": normal(16, 8, seed=2) / 4}
+
+
+def planned(tree: Any, *rules: Any, mesh: str = MESH) -> ts.Plan:
+    return ts.plan(tree, [*rules, (".*", None)], ts.make_mesh(mesh), min_size=0)
+
+
+def loss(p: Any, x: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
+
+
+def checked(
+    loss: Any,
+    params: Any,
+    batch: Any,
+    body: Any = None,
+    *,
+    layouts: Sequence[str] = ("unchecked",),
+    specs: Any = SPREAD,
+    **options: Any,
+) -> str:
+    """The report of a check by hand, wrong or right."""
+    plan = planned(params)
+    options |= {"by_hand": body, "batch_specs": specs, "layouts": layouts}
+    try:
+        return str(testing.check_gradients(loss, params, batch, plan, **options))
+    except WrongResultError as error:
+        return str(error)
+
+
+def averaged(loss: Any, *unreduced: str) -> Any:
+    """A body by hand that averages all gradients but those of some leaves."""
+
+    def body(p: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(manual.vary(p, BOTH), batch)
+        mean = lax.pmean(grads, BOTH)
+        return lax.pmean(value, BOTH), mean | {name: grads[name] for name in unreduced}
+
+    return body
+
+
+def problem(report: str, leaf: str) -> str:
+    """What a report says of a leaf."""
+    texts = [text for text in report.split("\n\n")[2:] if f"{leaf} P(" in text.partition("):")[0]]
+    return "\n".join(texts)
+
+
+# ------------------------------------------------------------------ random numbers
+
+
+def dropout(p: Any, batch: Any) -> jax.Array:
+    x, key = batch
+    h = jnp.tanh(x @ p["up"])
+    h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0)
+    return jnp.mean((h @ p["down"]) ** 2)
+
+
+def folding(body: Any) -> Any:
+    def folded(p: Any, batch: Any) -> Any:
+        x, key = batch
+        return body(p, (x, manual.fold_rng_over_axis(key, BOTH)))
+
+    return folded
+
+
+KEYED = (BATCH, jax.random.key(0))
+OF_KEYED = (SPREAD, P())
+
+
+def test_a_forgotten_mean_behind_dropout_is_found() -> None:
+    body = folding(averaged(dropout, "up", "down"))
+    layouts = ("plan", "by hand", "unchecked")
+    report = checked(dropout, PARAMS, KEYED, body, specs=OF_KEYED, layouts=layouts)
+    for leaf in PARAMS:
+        assert "not reduced along `data` and `fsdp`" in problem(report, leaf), report
+    # JAX refuses what may differ between devices and is said not to.
+    head, refused = report.splitlines()[:2]
+    assert head == "check_gradients: 2 results are wrong, 1 layout raised."
+    assert refused.startswith("by hand raised ValueError: ")
+    assert "out_specs" in refused
+
+
+def test_one_forgotten_mean_behind_dropout_is_found() -> None:
+    report = checked(dropout, PARAMS, KEYED, folding(averaged(dropout, "up")), specs=OF_KEYED)
+    assert report.startswith("check_gradients: 1 result is wrong.\n"), report
+    assert "not reduced along `data` and `fsdp`" in problem(report, "up")
+
+
+def test_numbers_that_one_device_cannot_repeat_are_not_checked() -> None:
+    def body(p: Any, batch: Any) -> Any:
+        x, key = batch
+        return averaged(dropout)(p, (x, jax.random.fold_in(key, 100 + lax.axis_index(BOTH))))
+
+    report = checked(dropout, PARAMS, KEYED, body, specs=OF_KEYED)
+    head = "check_gradients: Nothing was compared, 3 results are not checked.\n"
+    assert report.startswith(head), report
+    assert "\nup    not checked" in report
+    assert "unchecked: not checked, since each device draws random numbers in a way that" in report
+
+
+def noisy_step(plan: ts.Plan, reduce: Any) -> Any:
+    """A step by hand whose key is in its state, split, and then folded."""
+
+    def step(state: Any, x: Any) -> Any:
+        key, own = jax.random.split(state["key"])
+        own = manual.fold_rng_over_axis(own, "data")
+        params = manual.vary({"up": state["up"], "down": state["down"]}, "data")
+        value, grads = jax.value_and_grad(dropout)(params, (x, own))
+        grads = reduce(grads)
+        new = {name: state[name] - 0.1 * grads[name] for name in grads}
+        return {**new, "key": key}, lax.pmean(value, "data")
+
+    return ts.shard_map_step(step, plan, batch=P("data"))
+
+
+def test_a_key_in_the_state_is_repeated() -> None:
+    state = {**PARAMS, "key": jax.random.key(1)}
+    plan = planned(state, mesh="data=8")
+    right = noisy_step(plan, lambda grads: lax.pmean(grads, "data"))
+    report = testing.check_step(right, state, BATCH, layouts=["plan"])
+    assert str(report).startswith("check_step: Nothing is wrong.\n"), report
+    wrong = noisy_step(plan, lambda grads: lax.psum(grads, "data"))
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_step(wrong, state, BATCH, layouts=["plan", "mesh"])
+    assert "summed instead of averaged along `data`" in problem(str(raised.value), "step 1: up")
+
+
+# ------------------------------------------------------------------ layouts that raise
+
+
+def test_a_loss_that_raises_on_the_plans_mesh_is_not_right() -> None:
+    def one_way(p: Any, x: Any) -> jax.Array:
+        if ts.get_axes_size_in_mesh("data") == 2:
+            raise ValueError("two is not supported")
+        return loss(p, x)
+
+    plan = planned(PARAMS)
+    names = ("plan", "mesh")
+    for expected in ((), names):
+        with pytest.raises(WrongResultError) as raised:
+            testing.check_gradients(
+                one_way, PARAMS, BATCH, plan, layouts=names, expected_to_raise=expected
+            )
+        head, first = str(raised.value).splitlines()[:2]
+        assert head == "check_gradients: 1 layout raised."
+        assert first == "plan raised ValueError: two is not supported"
+        assert str(raised.value.__cause__) == "two is not supported"
+
+
+def test_layouts_may_raise_if_the_caller_says_so() -> None:
+    def of_all_rows(p: Any, x: Any) -> jax.Array:
+        if len(x) < 16:
+            raise ValueError("too few rows")
+        return loss(p, x)
+
+    layouts = ("plan", "minibatches")
+    report = checked(of_all_rows, PARAMS, BATCH, layouts=layouts)
+    assert report.startswith(
+        "check_gradients: 1 layout raised.\nminibatches raised ValueError: too few rows\n"
+    )
+    report = checked(of_all_rows, PARAMS, BATCH, layouts=layouts, expected_to_raise=["minibatches"])
+    assert report.startswith(
+        "check_gradients: Nothing is wrong in 1 of 2 layouts; the others were not compared.\n"
+    )
+    why = "minibatches: not compared, since it raised ValueError: too few rows, as expected"
+    assert why in report
+
+
+# ------------------------------------------------------------------ data
+
+
+def adapted(p: Any, x: Any) -> jax.Array:
+    """LoRA, whose second factor is initialised with zeros."""
+    return jnp.mean((jnp.tanh(x @ PARAMS["up"]) + x @ p["a"] @ p["b"] - 1) ** 2)
+
+
+ADAPTER = {"a": normal(8, 4, seed=5), "b": np.zeros((4, 16), "float32")}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda g: g, "not reduced along `data` and `fsdp`"),
+        (lambda g: 8 * lax.pmean(g, BOTH), "a multiple of the right result (x 8.000)"),
+        (lambda g: jnp.roll(lax.pmean(g, BOTH), 1, 0), "differs by more than rounding"),
+    ],
+    ids=["unsynchronised", "8-fold", "rotated"],
+)
+def test_zeros_hide_no_fault_of_the_layers_before_them(change: Any, words: str) -> None:
+    def body(p: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(adapted)(p, x)
+        return lax.pmean(value, BOTH), {"a": change(grads["a"]), "b": lax.pmean(grads["b"], BOTH)}
+
+    report = checked(adapted, ADAPTER, BATCH, body)
+    assert report.startswith("check_gradients: 1 result is wrong.\n"), report
+    assert words in problem(report, "a")
+
+
+def test_a_batch_of_equal_rows_is_refused() -> None:
+    for batch in (np.ones((16, 8), "float32"), np.tile(BATCH[:1], (16, 1))):
+        report = checked(loss, PARAMS, batch, averaged(loss, "up"))
+        assert report.startswith("check_gradients: Nothing was compared.\n")
+        assert "All rows of the batch are equal" in report
+    # Each device has the same rows.
+    report = checked(loss, PARAMS, np.tile(BATCH[:2], (8, 1)), averaged(loss, "up"))
+    assert report.startswith("check_gradients: Nothing was compared.\n"), report
+    assert "\nup    alike" in report
+    assert "all devices get the same from their own rows" in report
+
+
+def test_leaves_without_a_gradient_are_not_said_to_be_right() -> None:
+    params = PARAMS | {"unused": normal(4, 4), "decayed": normal(4)}
+
+    def decaying(p: Any, x: Any) -> jax.Array:
+        return loss(p, x) + jnp.sum(p["decayed"] ** 2)
+
+    report = checked(decaying, params, BATCH, averaged(decaying), layouts=("plan",))
+    assert report.startswith(
+        "check_gradients: Nothing is wrong in 3 of 5 results; the others were not compared.\n"
+    ), report
+    assert "not compared: decayed (all devices get the same from their own rows" in report
+    assert "not compared: unused (zero on one device" in report
+
+
+# ------------------------------------------------------------------ precision
+
+
+def with_a_cast(dtype: Any) -> Any:
+    """A loss with one cast that has nothing to do with most leaves."""
+
+    def cast(p: Any, x: Any) -> jax.Array:
+        return loss(p, x) + jnp.mean((x @ p["other"]).astype(dtype).astype("float32") ** 2)
+
+    return cast
+
+
+def computing_in(dtype: Any) -> Any:
+    def cast(p: Any, x: Any) -> jax.Array:
+        small = {name: w.astype(dtype) for name, w in p.items()}
+        h = jnp.tanh(x.astype(dtype) @ small["up"]) @ small["down"]
+        return jnp.mean(h.astype("float32") ** 2) + jnp.mean((x @ p["other"]) ** 2)
+
+    return cast
+
+
+OTHER = PARAMS | {"other": normal(8, 4, seed=7)}
+
+
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        with_a_cast("bfloat16"),
+        with_a_cast("float8_e4m3fn"),
+        computing_in("bfloat16"),
+    ],
+    ids=["bfloat16 cast", "float8 cast", "bfloat16"],
+)
+def test_narrow_floats_hide_no_small_error(narrow: Any) -> None:
+    right = averaged(narrow)
+
+    def wrong(p: Any, x: Any) -> Any:
+        value, grads = right(p, x)
+        return value, grads | {"up": 1.002 * grads["up"]}
+
+    report = checked(narrow, OTHER, BATCH, wrong)
+    assert report.startswith("check_gradients: 1 result is wrong.\n"), report
+    assert "a multiple of the right result (x 1.002)" in problem(report, "up")
+    report = checked(narrow, OTHER, BATCH, right)
+    assert report.startswith("check_gradients: Nothing is wrong.\n"), report
+
+
+def test_a_mean_over_tokens_by_each_device_is_found_in_bfloat16() -> None:
+    def masked(p: Any, batch: Any) -> jax.Array:
+        x, mask = batch
+        up, down = (p[name].astype("bfloat16") for name in ("up", "down"))
+        h = jnp.tanh(x.astype("bfloat16") @ up) @ down
+        rows = jnp.mean(h.astype("float32") ** 2, axis=1)
+        return jnp.sum(rows * mask) / jnp.sum(mask)
+
+    mask = np.ones(16, "float32")
+    mask[0] = 0
+    report = checked(masked, PARAMS, (BATCH, mask), averaged(masked))
+    assert "each device's own result, averaged" in problem(report, "up"), report
+
+
+def test_an_error_that_is_just_visible_is_seen() -> None:
+    right = averaged(computing_in("bfloat16"))
+    options = {"layouts": ["unchecked"], "batch_specs": SPREAD}
+    args = computing_in("bfloat16"), OTHER, BATCH, planned(OTHER)
+    report = testing.check_gradients(*args, by_hand=right, **options)
+    assert set(report.visible) == {"loss", *OTHER}
+    assert max(report.visible.values()) < 1e-4
+    factor = 1 + 2 * report.visible["down"]
+
+    def wrong(p: Any, x: Any) -> Any:
+        value, grads = right(p, x)
+        return value, grads | {"down": factor * grads["down"]}
+
+    with pytest.raises(WrongResultError, match="down P"):
+        testing.check_gradients(*args, by_hand=wrong, **options)
+
+
+def test_what_cannot_be_widened_is_compared_in_its_own_dtype() -> None:
+    def rounded(x: Any) -> Any:
+        return x.astype("bfloat16")
+
+    @jax.custom_vjp
+    def called(x: Any) -> Any:
+        result = jax.ShapeDtypeStruct(x.shape, "bfloat16")
+        return jax.pure_callback(rounded, result, x, vmap_method="sequential")
+
+    called.defvjp(lambda x: (called(x), ()), lambda _, g: (g.astype("float32"),))
+
+    def with_callback(p: Any, x: Any) -> jax.Array:
+        return jnp.mean(called(jnp.tanh(x @ p["up"]) @ p["down"]).astype("float32") ** 2)
+
+    report = checked(with_callback, PARAMS, BATCH, averaged(with_callback))
+    note = "pure_callback: runs in its own dtypes also where all else is compared in float32"
+    assert note in report
+    assert "warning: errors of up to" in report, report
+
+
+# ------------------------------------------------------------------ causes
+
+
+def test_a_scalar_has_no_factor() -> None:
+    params = PARAMS | {"scale": np.float32(0.7)}
+
+    def scaled(p: Any, x: Any) -> jax.Array:
+        return loss(p, x * p["scale"])
+
+    def body(p: Any, x: Any) -> Any:
+        value, grads = averaged(scaled)(p, x)
+        return value, grads | {"scale": 4 * grads["scale"], "up": grads["up"] ** 2}
+
+    report = checked(scaled, params, BATCH, body)
+    # Without a cause they are one group, with the leaf that the forward pass uses first.
+    [text] = report.split("\n\n")[2:]
+    assert text.startswith(
+        "scale P(); up P(): differs by more than rounding, and no cause explains the numbers."
+        " `scale` comes first in the forward pass."
+    ), report
+
+
+def test_a_sum_of_a_row_parallel_product_is_named() -> None:
+    """Without `check_vma` the gradient of `psum` is `psum`."""
+    plan = planned(PARAMS, ("up", P(None, "fsdp")), ("down", P("fsdp")))
+
+    def body(p: Any, x: Any) -> Any:
+        def local(p: Any) -> jax.Array:
+            return jnp.mean(lax.psum(jnp.tanh(x @ p["up"]) @ p["down"], "fsdp") ** 2)
+
+        value, grads = jax.value_and_grad(local)(manual.vary(p, "data"))
+        return lax.pmean(value, "data"), lax.pmean(grads, "data")
+
+    layouts = ("by hand", "unchecked", "unchecked mesh")
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_gradients(
+            loss, PARAMS, BATCH, plan, by_hand=body, batch_specs=P("data"), layouts=layouts
+        )
+    text = problem(str(raised.value), "up")
+    assert "multiplied by the size of `fsdp`, without `check_vma` only (x 4.000; x 2.000" in text
+    assert "use `manual.leave_parallel`" in text
+
+
+def clipped(grads: Any, params: Any) -> Any:
+    size = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda g: 0.01 * g / size, grads)
+
+
+def by_trust(grads: Any, params: Any) -> Any:
+    """LAMB's ratio of the norms of a parameter and of its update."""
+    norm = lambda x: jnp.sqrt(jnp.sum(x**2))  # noqa: E731
+    return jax.tree.map(lambda g, p: 0.01 * g * norm(p) / norm(g), grads, params)
+
+
+@pytest.mark.parametrize(
+    ("update", "what"),
+    [(clipped, "all leaves"), (by_trust, "`up` and of those of its update")],
+    ids=["clipping", "LAMB"],
+)
+def test_norms_of_shards_in_place_of_leaves_are_named(update: Any, what: str) -> None:
+    plan = planned(PARAMS, (".*", P("fsdp")))
+    of_loss = manual.value_and_grad(loss, BOTH, plan)
+
+    def step(state: Any, x: Any) -> Any:
+        value, grads = of_loss(state, x)
+        changes = update(grads, state)
+        return jax.tree.map(lambda p, change: p - change, state, changes), value
+
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_step(
+            ts.shard_map_step(step, plan, batch=SPREAD), PARAMS, BATCH, layouts=["plan"]
+        )
+    text = problem(str(raised.value), "step 1: up")
+    fact = (
+        "as if each shard were the whole leaf: each device scales by the norm of its own shards of"
+    )
+    assert f"{fact} {what}." in text, str(raised.value)
+    assert "Add the squares over `fsdp` before the root" in text
+
+
+# ------------------------------------------------------------------ steps
+
+
+def sgd(state: Any, x: Any) -> Any:
+    value, grads = jax.value_and_grad(loss)(state, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def test_a_division_by_the_number_of_devices_shows() -> None:
+    def divided(state: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(state, x)
+        return {n: state[n] - 0.1 * g / jax.device_count() for n, g in grads.items()}, value
+
+    step = ts.jit_step(divided, planned(PARAMS), batch=SPREAD)
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_step(step, PARAMS, BATCH, layouts=["plan"])
+    assert "a multiple of the right result (x 0.125)" in problem(str(raised.value), "step 1: up")
+    assert jax.device_count() == 8
+
+
+def test_a_key_that_a_step_does_not_change_is_noted() -> None:
+    def step(state: Any, x: Any) -> Any:
+        params = {name: state[name] for name in PARAMS}
+        value, grads = jax.value_and_grad(dropout)(params, (x, state["key"]))
+        return state | {n: state[n] - 0.1 * g for n, g in grads.items()}, value
+
+    state = {**PARAMS, "key": jax.random.key(1)}
+    report = testing.check_step(
+        ts.jit_step(step, planned(state), batch=SPREAD), state, BATCH, layouts=["plan"]
+    )
+    note = (
+        "key: the step returns this key as it was, so each step draws the same random numbers"
+        " unless it is folded with a number that changes"
+    )
+    assert note in report.notes
+
+
+def test_a_restored_state_goes_on() -> None:
+    plan = planned(PARAMS, ("up", P("fsdp")), ("down", P("data", "fsdp")))
+    step = ts.jit_step(sgd, plan, batch=SPREAD)
+    report = testing.check_step(
+        step, PARAMS, BATCH, layouts=["restored"], restore_on="data=4,fsdp=2"
+    )
+    assert report.layouts == (
+        "restored: data=2, fsdp=4; batch P(('data', 'fsdp'),); step 2 restored on data=4, fsdp=2",
+    )
+    assert report.cells["step 2: up"] == {"restored": "ok"}
+
+    def by_size(state: Any, x: Any) -> Any:
+        new, value = sgd(state, x)
+        grown = ts.get_axes_size_in_mesh("data") / 2
+        return jax.tree.map(lambda old, p: old + grown * (p - old), state, new), value
+
+    step = ts.jit_step(by_size, plan, batch=SPREAD)
+    with pytest.raises(WrongResultError) as raised:
+        testing.check_step(step, PARAMS, BATCH, layouts=["restored"], restore_on="data=4,fsdp=2")
+    assert "step 2: up" in str(raised.value)
+
+
+def test_layouts_are_chosen_by_name() -> None:
+    plan = planned(PARAMS)
+    report = testing.check_gradients(loss, PARAMS, BATCH, plan, layouts=["axes"])
+    assert [text.partition(":")[0] for text in report.layouts] == ["axes"]
+    with pytest.raises(SpecError) as raised:
+        testing.check_gradients(loss, PARAMS, BATCH, plan, layouts=["axis"])
+    assert str(raised.value).startswith("check_gradients: there is no layout 'axis'. Did you mean")
+    step = ts.jit_step(sgd, plan, batch=SPREAD)
+    with pytest.raises(SpecError, match="There are plan, mesh, axes, batch"):
+        testing.check_step(step, PARAMS, BATCH, layouts=["remat"])

@@ -1,0 +1,190 @@
+"""A traced program with wider floats: what its own dtypes round away, the wider ones show.
+
+bfloat16 keeps 8 bits of a number, so a gradient that is wrong by 1% is not further from the right
+one than rounding takes it. The program is rewritten, not its inputs alone: code that casts its
+inputs to bfloat16 would round all the same.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core.primitives import convert_element_type_p
+from jax.lax import Precision
+
+# What reads the bits of a number, or has code for its dtypes, runs in its own.
+_CALLS = {
+    "custom_partitioning",
+    "debug_callback",
+    "ffi_call",
+    "io_callback",
+    "pallas_call",
+    "pure_callback",
+    "tpu_custom_call",
+    "triton_kernel_call",
+}
+_KEPT = {"bitcast_convert_type", *_CALLS}
+# Their gradients are traced already; what is left of them is the function itself.
+_INLINED = {"custom_jvp_call", "custom_vjp_call"}
+_BITS = {"float32": (8, 23), "float64": (11, 52)}  # of the exponent, and of the mantissa
+
+
+class Widening:
+    """Rewrites programs so that floats narrower than a dtype have that dtype.
+
+    Attributes:
+        dtype: float32, or float64.
+        kept: The names of calls that had to keep their dtypes: custom kernels and callbacks.
+    """
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+        self.kept: set[str] = set()
+        # With the original, which must live as long as its address is a key.
+        self._jaxprs: dict[int, tuple[Any, Jaxpr]] = {}
+
+    def widens(self, dtype: Any) -> bool:
+        """Whether an array of this dtype becomes a wider one."""
+        return self.dtype_of(dtype) != dtype
+
+    def dtype_of(self, dtype: Any) -> Any:
+        """The dtype that takes the place of another."""
+        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < self.dtype.itemsize:
+            return self.dtype
+        if self.dtype == "float64" and dtype == "complex64":
+            return np.dtype("complex128")
+        return dtype
+
+    def array(self, x: Any) -> Any:
+        """An array or a number of the host, in its wider dtype."""
+        dtype = getattr(x, "dtype", None)
+        return np.asarray(x).astype(self.dtype_of(dtype)) if dtype and self.widens(dtype) else x
+
+    def program(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        """A program and all programs in it."""
+        return ClosedJaxpr(self._jaxpr(closed.jaxpr), [self.array(x) for x in closed.consts])
+
+    # -------------------------------------------------------------- programs
+
+    def _jaxpr(self, jaxpr: Any) -> Jaxpr:
+        if id(jaxpr) not in self._jaxprs:
+            values: dict[Var, Any] = {}
+            variables = [*jaxpr.constvars, *jaxpr.invars]
+            values.update((x, self._variable(x)) for x in variables)
+            wide = jaxpr.replace(
+                constvars=[values[x] for x in jaxpr.constvars],
+                invars=[values[x] for x in jaxpr.invars],
+                eqns=list(self._equations(jaxpr, values)),
+                outvars=[self._value(x, values) for x in jaxpr.outvars],
+            )
+            self._jaxprs[id(jaxpr)] = jaxpr, wide
+        return self._jaxprs[id(jaxpr)][1]
+
+    def _equations(self, jaxpr: Any, values: dict[Var, Any]) -> Iterator[JaxprEqn]:
+        """The equations; `values` gets what they define."""
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            invars = [self._value(x, values) for x in eqn.invars]
+            if name in _INLINED:
+                yield from self._inlined(eqn, invars, values)
+                continue
+            outvars = [self._variable(x) for x in eqn.outvars]
+            values.update(zip(eqn.outvars, outvars, strict=True))
+            if name in _KEPT:
+                yield from self._kept(eqn, invars, outvars)
+            else:
+                params = {key: self._param(x) for key, x in eqn.params.items()}
+                params.update(self._exact(name, eqn.params))
+                yield eqn.replace(invars=invars, outvars=outvars, params=params)
+
+    def _inlined(self, eqn: Any, invars: list[Any], values: dict[Var, Any]) -> Iterator[JaxprEqn]:
+        closed = eqn.params["call_jaxpr"]
+        inner = closed.jaxpr
+        own: dict[Var, Any] = dict(zip(inner.invars, invars, strict=True))
+        for variable, const in zip(inner.constvars, closed.consts, strict=True):
+            own[variable] = Literal(self.array(const), self._aval(variable.aval))
+        yield from self._equations(inner, own)
+        results = (self._value(x, own) for x in inner.outvars)
+        values.update(zip(eqn.outvars, results, strict=True))
+
+    def _kept(self, eqn: Any, invars: list[Any], outvars: list[Any]) -> Iterator[JaxprEqn]:
+        """An equation in its own dtypes, between conversions."""
+        if eqn.primitive.name in _CALLS and any(map(self._changes, (*eqn.invars, *eqn.outvars))):
+            self.kept.add(eqn.primitive.name)
+        narrow = list(invars)
+        for i, original in enumerate(eqn.invars):
+            if self._changes(original):
+                narrow[i] = Var(original.aval)
+                yield _conversion(eqn, invars[i], narrow[i])
+        results = [Var(x.aval) if self._changes(x) else wide for x, wide in _pairs(eqn, outvars)]
+        yield eqn.replace(invars=narrow, outvars=results)
+        for original, result, wide in zip(eqn.outvars, results, outvars, strict=True):
+            if self._changes(original):
+                yield _conversion(eqn, result, wide)
+
+    def _exact(self, name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters that would round what the dtypes no longer do."""
+        if name == "reduce_precision":
+            exponent, mantissa = _BITS[self.dtype.name]
+            return {"exponent_bits": exponent, "mantissa_bits": mantissa}
+        # By default accelerators multiply float32 with fewer bits.
+        if name == "dot_general":
+            return {"precision": (Precision.HIGHEST, Precision.HIGHEST)}
+        if name == "conv_general_dilated":
+            return {"precision": (Precision.HIGHEST, Precision.HIGHEST)}
+        return {}
+
+    # -------------------------------------------------------------- values
+
+    def _changes(self, x: Any) -> bool:
+        return self._aval(x.aval) is not x.aval
+
+    def _variable(self, x: Any) -> Var:
+        return Var(self._aval(x.aval))
+
+    def _value(self, x: Any, values: Mapping[Var, Any]) -> Any:
+        if isinstance(x, Literal):
+            return Literal(self.array(x.val), self._aval(x.aval)) if self._changes(x) else x
+        return values[x]
+
+    def _aval(self, aval: Any) -> Any:
+        if hasattr(aval, "inner_aval"):  # of a reference
+            inner = self._aval(aval.inner_aval)
+            return aval if inner is aval.inner_aval else aval.update(inner_aval=inner)
+        dtype = getattr(aval, "dtype", None)
+        if dtype is None or not self.widens(dtype):
+            return aval
+        return aval.update(dtype=self.dtype_of(dtype))
+
+    def _param(self, x: Any) -> Any:
+        """A parameter of an equation: dtypes, types and programs may be anywhere in it."""
+        if isinstance(x, ClosedJaxpr):
+            return self.program(x)
+        if isinstance(x, Jaxpr):
+            return self._jaxpr(x)
+        if isinstance(x, np.dtype):
+            return self.dtype_of(x)
+        if type(x) in (tuple, list):
+            return type(x)(map(self._param, x))
+        if type(x) is dict:
+            return {key: self._param(value) for key, value in x.items()}
+        if hasattr(x, "dtype") and hasattr(x, "shape") and hasattr(x, "update"):
+            return self._aval(x)
+        return x
+
+
+def _pairs(eqn: Any, outvars: list[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(eqn.outvars, outvars, strict=True)
+
+
+def _conversion(eqn: Any, x: Any, result: Any) -> JaxprEqn:
+    params = {"new_dtype": result.aval.dtype, "weak_type": False, "sharding": None}
+    return eqn.replace(
+        primitive=convert_element_type_p,
+        invars=[x],
+        outvars=[result],
+        params=params,
+        effects=frozenset(),
+    )
