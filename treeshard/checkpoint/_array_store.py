@@ -206,6 +206,15 @@ def copies(arrays: Arrays) -> dict[str, Copy]:
     return copied
 
 
+def with_copies(arrays: Arrays, copied: Mapping[str, Copy]) -> dict[str, jax.Array | np.ndarray]:
+    """The arrays, with the copies of numpy arrays in their place: these may change meanwhile."""
+    result = dict(arrays)
+    for leaf, x in arrays.items():
+        if isinstance(x, np.ndarray) and copied[leaf].parts:
+            [(_, result[leaf])] = copied[leaf].parts
+    return result
+
+
 def _copied_shards(x: Any, shards: list[Any]) -> Parts:
     # On the host, `np.asarray` of a shard is a view of memory that a donation gives away.
     as_numpy = np.array if to_read(x) is x else np.asarray

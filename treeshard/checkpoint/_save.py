@@ -27,7 +27,13 @@ from treeshard._core.paths import PyTree
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, agreeing, exchange, with_bar
 from treeshard._disk.files import Lock, flush, flush_tree, make_directory
 from treeshard._disk.leaves import SavedLeaf
-from treeshard.checkpoint._array_store import copies, merge, write_arrays, written_by
+from treeshard.checkpoint._array_store import (
+    copies,
+    merge,
+    with_copies,
+    write_arrays,
+    written_by,
+)
 from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._paths import (
     ARRAYS,
@@ -106,7 +112,10 @@ def begin(
                     if first:
                         _create(path)
                 created = True
-                written = thread.submit(write_arrays, partial_path(path), copies(packed.arrays))
+                copied = copies(packed.arrays)
+                # What is written has the checksums that are saved.
+                packed = packed._replace(arrays=with_copies(packed.arrays, copied))
+                written = thread.submit(write_arrays, partial_path(path), copied)
                 # While the thread writes, this one reads the arrays for their checksums.
                 table = _table(packed, timeout, on_divergence) if fingerprints else packed.table
                 text = to_text(table)
