@@ -16,7 +16,7 @@ import jax
 from etils import epath
 
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import TIMEOUT, together, with_bar
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, together, with_bar
 from treeshard._disk.files import Lock, PathLike, make_directory
 from treeshard.checkpoint._paths import (
     checkpoint_path,
@@ -30,7 +30,16 @@ from treeshard.checkpoint._paths import (
 )
 from treeshard.checkpoint._restore import RestoreOptions, restore
 from treeshard.checkpoint._save import Writing, begin
-from treeshard.errors import CheckpointError, counted, warn
+from treeshard.errors import (
+    CheckpointError,
+    ProcessError,
+    TreeShardError,
+    counted,
+    listed,
+    warn,
+)
+
+LATEST = "restore_latest"
 
 
 class Checkpoints:
@@ -155,7 +164,8 @@ class Checkpoints:
     ) -> tuple[int, PyTree] | None:
         """Reads the checkpoint of the latest step, after waiting for writes in progress.
 
-        If another run removes it meanwhile, a read-only reader reads the later one.
+        If another run removes it meanwhile, a read-only reader reads the later one. All processes
+        return the same step, or all raise.
 
         Args:
             like: The tree to restore, as in `treeshard.checkpoint.restore`.
@@ -163,7 +173,8 @@ class Checkpoints:
                 `progress`, as in `treeshard.checkpoint.restore`.
 
         Returns:
-            The step and the state; or `None` if there is no checkpoint yet.
+            The step and the state; or `None` if there is no checkpoint yet. What cannot be looked
+            at is an error, and never `None`.
 
         Raises:
             CheckpointError, DamagedError, MismatchError, ProcessError: As `wait` and
@@ -172,19 +183,45 @@ class Checkpoints:
         self.wait()
         step = self._agreed_latest()
         while step is not None:
-            try:
-                return step, self.restore(step, like, **options)
-            except CheckpointError:
-                # Its writer may have replaced it by a later one.
-                later = self._agreed_latest() if self._read_only else step
-                if later == step:
-                    raise
-                step = later
+            state, error = self._read_by_all(step, like, options)
+            if error is None:
+                return step, state
+            # Its writer may have replaced it by a later one.
+            later = self._agreed_latest() if self._read_only else step
+            if later in (step, None):
+                raise error
+            step = later
         return None
+
+    def _read_by_all(
+        self, step: int, like: PyTree, options: RestoreOptions
+    ) -> tuple[PyTree, TreeShardError | None]:
+        """The state of a step; or on every process an error, if any cannot read the checkpoint.
+
+        A process that returned what it read would leave the others waiting for it. Raises errors
+        that another step would not change.
+        """
+        state: PyTree = None
+        error: TreeShardError | None = None
+        with together(LATEST, timeout=AS_LONG_AS_IT_TAKES) as outcomes:
+            try:
+                state = self.restore(step, like, **options)
+            except (CheckpointError, ProcessError) as raised:
+                error = raised
+                outcomes.append(f"{type(raised).__name__}: {raised}".encode())
+        unread = {i: text.decode() for i, text in enumerate(outcomes) if text}
+        if not unread:
+            return state, None
+        facts = [f"process {i} raised {text}" for i, text in unread.items()]
+        error = error or ProcessError(f"{LATEST}: {listed('Several processes failed:', facts)}")
+        # A `ProcessError` alone is about the call, and not about the checkpoint.
+        if all(text.startswith(ProcessError.__name__) for text in unread.values()):
+            raise error
+        return None, error
 
     def _agreed_latest(self) -> int | None:
         """The latest step as process 0 sees it: others may see changes to the directory later."""
-        with together("restore_latest", timeout=self._timeout) as of_process:
+        with together(LATEST, timeout=self._timeout) as of_process:
             of_process.append(json.dumps(self.latest).encode())
         return json.loads(of_process[0])
 
@@ -212,7 +249,11 @@ class Checkpoints:
         return restore(path, like, **{**by_default, **options})
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of the complete checkpoints, ascending."""
+        """The steps of the complete checkpoints, ascending.
+
+        Raises:
+            CheckpointError: If the directory, or a checkpoint in it, cannot be looked at.
+        """
         return steps_in(self._directory)
 
     @property

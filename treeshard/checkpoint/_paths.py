@@ -58,33 +58,66 @@ def is_local(path: epath.Path) -> bool:
 # ------------------------------------------------------------------ reading
 
 
+def is_there(path: epath.Path) -> bool:
+    """Whether anything is at `path`.
+
+    Raises `CheckpointError` if that cannot be known: a disk that does not answer is not empty.
+    """
+    if not is_local(path):
+        return path.exists()
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    return True
+
+
 def is_complete(path: epath.Path) -> bool:
     """Whether a checkpoint at `path`, if there is one, is complete."""
-    return TEMPORARY not in path.name and (is_local(path) or (path / COMMITTED).exists())
+    return TEMPORARY not in path.name and (is_local(path) or is_there(path / COMMITTED))
 
 
 def steps_in(directory: epath.Path) -> tuple[int, ...]:
     """The steps of which a directory holds complete checkpoints, ascending.
 
-    Directories that treeshard did not write do not count, whatever their name.
+    Directories that treeshard did not write do not count, whatever their name. Raises
+    `CheckpointError` if one of them cannot be looked at.
     """
-    if not directory.is_dir():
-        return ()
+    before: list[str] | None = None
+    while True:
+        names = _names_in(directory)
+        paths = [directory / name for name in names if _STEP.fullmatch(name)]
+        steps = [path for path in paths if _is_ours(path) and is_complete(path)]
+        # A writer with `keep=1` replaces a step by the next. A listing may name the one that is
+        # gone by now, or, since it takes a while, neither.
+        gone_now = [path for path in paths if path not in steps and not os.path.lexists(path)]
+        if (steps and not gone_now) or names == before:
+            return tuple(sorted(int(path.name) for path in steps))
+        before = names
+
+
+def _names_in(directory: epath.Path) -> list[str]:
+    """The names in a directory, sorted; none if it does not exist."""
+    if not (is_local(directory) or directory.is_dir()):
+        return []
     try:
-        named = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
+        return sorted(path.name for path in directory.iterdir())
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be listed: {error.strerror}.") from None
-    return tuple(sorted(int(path.name) for path in named if _is_ours(path) and is_complete(path)))
 
 
 def _is_ours(path: epath.Path) -> bool:
     """Whether there is a checkpoint at `path`, perhaps one whose table of leaves is lost."""
-    return (path / TABLE / TABLE_FILE).exists() or (path / ARRAYS / SEAL).exists()
+    return is_there(path / TABLE / TABLE_FILE) or is_there(path / ARRAYS / SEAL)
 
 
 def table_text(path: epath.Path) -> str:
     """The table of leaves of a checkpoint; the error for anything else says what is there."""
-    if path.exists() and not is_complete(path):
+    if not is_complete(path) and is_there(path):
         steps = _steps(path.parent)
         raise CheckpointError(f"{path} is incomplete: its writer did not finish.{steps}")
     try:
@@ -103,8 +136,17 @@ def seal(path: epath.Path) -> str:
     """The CRC-32 of the table that was saved with the arrays, as text; empty if it is lost."""
     try:
         return (path / ARRAYS / SEAL).read_bytes().decode()
-    except (OSError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         return ""
+    except OSError as error:
+        raise CheckpointError(f"{path}: its seal cannot be read: {error}.") from None
+
+
+def was_removed(path: epath.Path) -> bool:
+    """Whether a checkpoint that was there is gone; not if it cannot be looked at."""
+    with suppress(CheckpointError):
+        return not is_there(path)
+    return False
 
 
 def gone(path: epath.Path) -> CheckpointError:
@@ -126,7 +168,7 @@ _SOMETHING_ELSE = "{path} is not a checkpoint: it has no table of leaves."
 
 def _none_at(path: epath.Path) -> CheckpointError:
     """The error for a path without a table of leaves, which says what is there."""
-    if not path.exists():
+    if not is_there(path):
         near = _steps(path.parent) or did_you_mean(path.name, _visible_names(path.parent))
         return CheckpointError(_NOTHING.format(path=path, near=near))
     steps = steps_in(path)
@@ -147,7 +189,10 @@ def _visible_names(directory: epath.Path) -> list[str]:
 
 
 def _steps(directory: epath.Path) -> str:
-    steps = steps_in(directory)
+    """What an error adds about the steps in a directory, if it has any and can be listed."""
+    steps: tuple[int, ...] = ()
+    with suppress(CheckpointError):
+        steps = steps_in(directory)
     if not steps:
         return ""
     if len(steps) == 1:
@@ -182,7 +227,7 @@ def check_vacant(path: epath.Path) -> None:
         raise CheckpointError(
             f"{path}: names with {TEMPORARY!r} are reserved for unfinished checkpoints."
         )
-    if not path.exists():
+    if not is_there(path):
         return
     what = "file"
     if path.is_dir():
