@@ -10,11 +10,13 @@ import errno
 import fcntl
 import os
 import platform
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -39,28 +41,33 @@ def file_path(path: PathLike) -> Path:
 # ------------------------------------------------------------------ durability
 
 
-def flush(path: PathLike) -> None:
+def flush(path: PathLike) -> int:
     """Waits until the contents of a file, or the names in a directory, are on the disk.
 
-    A file that is on the disk can still be lost if its name is not.
+    A file that is on the disk can still be lost if its name is not. Returns its size in bytes.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+        return os.fstat(handle).st_size
     except OSError as error:
         # Some file systems cannot flush directories: there the system decides when.
         if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
+        return 0
     finally:
         os.close(handle)
 
 
-def flush_tree(directory: PathLike) -> None:
-    """Flushes all files and directories in a directory, and itself."""
+def flush_tree(directory: PathLike) -> dict[Path, int]:
+    """Flushes all files and directories in a directory, and itself. Returns the files' sizes."""
+    sizes: dict[Path, int] = {}
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            flush(os.path.join(folder, name))
+            file = Path(folder, name)
+            sizes[file] = flush(file)
         flush(folder)
+    return sizes
 
 
 def make_directory(path: os.PathLike[str]) -> None:
@@ -74,6 +81,50 @@ def make_directory(path: os.PathLike[str]) -> None:
             flush(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be created: {error.strerror}.") from None
+
+
+# ------------------------------------------------------------------ shared directories
+
+# Seconds until a file that another machine created must be visible. Network file systems remember
+# for a while that a name was absent.
+_VISIBLE_WITHIN = 10.0
+
+
+def new_mark(file: Any) -> bytes:
+    """Creates a file that other processes should see, with random contents, which it returns.
+
+    The path is one of `pathlib`, or of `etils.epath` for object stores.
+    """
+    mark = os.urandom(16)
+    file.write_bytes(mark)
+    return mark
+
+
+def check_mark(file: Any, mark: bytes, timeout: float) -> None:
+    """Raises `CheckpointError` unless this process sees the file that process 0 created.
+
+    Every machine may have a directory of this name: what one writes there, the others do not have.
+    """
+    until = time.monotonic() + min(_VISIBLE_WITHIN, timeout / 2)  # before the others give up
+    while not _has_mark(file, mark):
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"process {jax.process_index()}, on {platform.node()}, does not see the file that"
+                f" process 0 created in {file.parent}. Save to a directory that all processes"
+                " share."
+            )
+        with suppress(OSError):  # a network file system asks its server when a directory is opened
+            list(file.parent.iterdir())
+        time.sleep(0.05)
+
+
+def _has_mark(file: Any, mark: bytes) -> bool:
+    try:
+        return file.read_bytes() == mark
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from None
 
 
 # ------------------------------------------------------------------ locks
@@ -199,7 +250,9 @@ def new_files(
                 files += [held.enter_context(_created(path, mark)) for path in hidden]
         with together(what, timeout=timeout):
             if not first:
-                files += [held.enter_context(_of_process_0(path, marks[0])) for path in hidden]
+                files += [
+                    held.enter_context(_of_process_0(path, marks[0], timeout)) for path in hidden
+                ]
         with together(what, timeout=AS_LONG_AS_IT_TAKES):
             yield files
             for file in files:
@@ -230,22 +283,14 @@ def _created(path: Path, mark: bytes) -> Iterator[int]:
 
 
 @contextmanager
-def _of_process_0(path: Path, mark: bytes) -> Iterator[int]:
+def _of_process_0(path: Path, mark: bytes, timeout: float) -> Iterator[int]:
     """Opens the file of process 0, unless another machine has a different one of this name."""
+    check_mark(path, mark, timeout)
+    file = os.open(path, os.O_RDWR)
     try:
-        file = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        file = None
-    try:
-        if file is None or os.pread(file, len(mark), 0) != mark:
-            raise CheckpointError(
-                f"Process {jax.process_index()} does not see the file that process 0 created in"
-                f" {path.parent}. Save to a directory that all processes share."
-            )
         yield file
     finally:
-        if file is not None:
-            os.close(file)
+        os.close(file)
 
 
 def _rename(hidden: Sequence[Path], paths: Sequence[Path], stale: Sequence[Path]) -> None:

@@ -17,8 +17,9 @@ from etils import epath
 
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, together, with_bar
-from treeshard._disk.files import Lock, PathLike, make_directory
+from treeshard._disk.files import Lock, PathLike, check_mark, make_directory, new_mark
 from treeshard.checkpoint._paths import (
+    MARK,
     checkpoint_path,
     is_local,
     lock_in,
@@ -111,10 +112,21 @@ class Checkpoints:
         self._closed = False
         with ExitStack() as held:
             if not read_only:
-                with together("Checkpoints", timeout=timeout):
-                    if jax.process_index() == 0:
-                        _open(self._directory, held)
+                self._open(held)
             self._held = held.pop_all()
+
+    def _open(self, held: ExitStack) -> None:
+        """Locks the directory, and checks that all processes share it."""
+        mark = self._directory / f".{MARK}"
+        with ExitStack() as until_seen:
+            with together("Checkpoints", timeout=self._timeout) as marks:
+                if jax.process_index() == 0:
+                    _lock(self._directory, held)
+                    marks.append(new_mark(mark))
+                    until_seen.callback(mark.unlink)
+            with together("Checkpoints", timeout=self._timeout):
+                if jax.process_index() != 0:
+                    check_mark(mark, marks[0], self._timeout)
 
     def save(self, step: SupportsIndex, state: PyTree) -> bool:
         """Saves a state, if its step is a multiple of `every`.
@@ -300,7 +312,7 @@ class Checkpoints:
                 warn(f"{self._directory}: step {step} cannot be removed: {error}.")
 
 
-def _open(directory: epath.Path, held: ExitStack) -> None:
+def _lock(directory: epath.Path, held: ExitStack) -> None:
     """Locks the directory, and removes unfinished checkpoints of killed runs."""
     make_directory(directory)
     if not is_local(directory):

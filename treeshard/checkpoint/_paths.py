@@ -19,6 +19,7 @@ from treeshard.errors import CheckpointError, DamagedError, did_you_mean
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
 TABLE_FILE = "table.json"
 SEAL = "table.crc32"  # the CRC-32 of the table that was saved with these arrays
+MARK = "treeshard-mark"  # which every process must see before it writes
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of the name of an incomplete checkpoint
 COMMITTED = "commit_success.txt"  # marks a complete checkpoint where directories cannot be renamed
 
