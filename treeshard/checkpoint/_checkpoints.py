@@ -8,7 +8,7 @@ from readers, so that none ever sees half of one; then a thread removes the file
 import json
 import operator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import SupportsIndex, Unpack
 
@@ -17,17 +17,16 @@ from etils import epath
 
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, together, with_bar
-from treeshard._disk.files import Lock, PathLike, check_mark, make_directory, new_mark
+from treeshard._disk.files import Lock, PathLike, check_mark, make_directory, new_mark, tell_removed
 from treeshard.checkpoint._paths import (
     MARK,
     checkpoint_path,
     is_local,
     lock_in,
-    lock_of,
     set_aside,
     steps_in,
-    sweep,
-    written_by,
+    sweep_left,
+    sweep_run,
 )
 from treeshard.checkpoint._restore import RestoreOptions, restore
 from treeshard.checkpoint._save import Writing, begin
@@ -47,8 +46,9 @@ class Checkpoints:
     """The checkpoints of a training run, in one directory, by step.
 
     They are written in the background: `save` returns once the state may change or be donated.
-    Until `close`, a lock keeps other runs from writing to the directory, and unfinished
-    checkpoints of killed runs are removed. On object stores there is no lock and no such removal.
+    Until `close`, a lock keeps other runs from writing to the directory. Unfinished checkpoints of
+    killed runs are removed, with a `ShardingWarning` that names them. On object stores there is no
+    lock and no such removal.
 
     Use it in a `with` statement, the same on every process.
 
@@ -70,7 +70,7 @@ class Checkpoints:
 
     Raises:
         CheckpointError: If another run is writing to the directory: it says which. If the directory
-            cannot be written to.
+            cannot be written to, or a process does not see what process 0 creates in it.
         ProcessError: If other processes fail, or do not arrive.
         ValueError: If `keep` or `every` is not positive.
         ImportError: If `progress` is set and `tqdm` is not installed.
@@ -313,17 +313,15 @@ class Checkpoints:
 
 
 def _lock(directory: epath.Path, held: ExitStack) -> None:
-    """Locks the directory, and removes unfinished checkpoints of killed runs."""
+    """Locks the directory, and removes what killed runs left."""
     make_directory(directory)
     if not is_local(directory):
         return
-    held.enter_context(Lock(lock_in(directory), str(directory)))
-    for left in directory.iterdir():
-        path = written_by(left)
-        if path is not None:
-            # If its lock is not free, another process is writing it.
-            with suppress(CheckpointError), Lock(lock_of(path), str(path)):
-                sweep(path)
+    lock = held.enter_context(Lock(lock_in(directory), str(directory)))
+    removed = sweep_left(directory)
+    if lock.is_held:
+        removed |= sweep_run(directory)
+    tell_removed("Checkpoints", directory, removed)
 
 
 def _remove(old: epath.Path) -> None:

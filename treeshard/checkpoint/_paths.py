@@ -13,7 +13,7 @@ from pathlib import Path
 
 from etils import epath
 
-from treeshard._disk.files import PathLike, file_path
+from treeshard._disk.files import Lock, PathLike, file_path, lock_of_killed
 from treeshard.errors import CheckpointError, DamagedError, did_you_mean
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
@@ -26,8 +26,9 @@ COMMITTED = "commit_success.txt"  # marks a complete checkpoint where directorie
 _LOCK = "treeshard-lock"
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
-# `12.orbax-checkpoint-tmp`, `12.orbax-checkpoint-tmp-removed` or `.12.treeshard-lock`
-_LEFT = re.compile(rf"(?P<tmp>[0-9]+){re.escape(TEMPORARY)}|\.(?P<lock>[0-9]+)\.{_LOCK}$")
+_LEFT_STEP = re.compile(rf"(?P<step>[0-9]+){re.escape(TEMPORARY)}")  # with `-removed`, or not
+# `.step_7.treeshard-lock`, or that of a run: `.treeshard-lock`
+_LOCK_FILE = re.compile(rf"(\.(?P<name>.+))?\.{_LOCK}", re.DOTALL)
 
 
 def checkpoint_path(path: PathLike) -> epath.Path:
@@ -216,12 +217,6 @@ def lock_in(directory: epath.Path) -> Path:
     return Path(directory / f".{_LOCK}")
 
 
-def written_by(left: epath.Path) -> epath.Path | None:
-    """The step that a leftover lock or temporary directory belongs to, if `left` is one."""
-    match = _LEFT.match(left.name)
-    return match and left.with_name(match["tmp"] or match["lock"])
-
-
 def check_vacant(path: epath.Path) -> None:
     """Raises `CheckpointError` unless a checkpoint can be created at `path`."""
     if TEMPORARY in path.name:
@@ -239,14 +234,65 @@ def check_vacant(path: epath.Path) -> None:
     )
 
 
-def sweep(path: epath.Path) -> None:
-    """Removes what failed saves of a checkpoint left behind. No save may be running."""
+def sweep(path: epath.Path) -> dict[str, int]:
+    """Removes what failed saves of a checkpoint left behind. No save may be running.
+
+    Returns the bytes of each directory that was removed.
+    """
+    removed: dict[str, int] = {}
     if not is_local(path):
-        return
+        return removed
     for left in path.parent.iterdir():
         if left.name.startswith(f"{path.name}{TEMPORARY}") and left.is_dir():
+            size = _bytes_in(left)
             with suppress(OSError):
                 shutil.rmtree(left)
+                removed[left.name] = size
+    return removed
+
+
+def sweep_left(directory: epath.Path) -> dict[str, int]:
+    """Removes what killed saves left in a directory: what a lock that nobody holds belongs to.
+
+    Returns as `sweep`.
+    """
+    removed: dict[str, int] = {}
+    if not is_local(directory):
+        return removed
+    for name in _names_in(directory):
+        match = _LOCK_FILE.fullmatch(name)
+        lock = match and lock_of_killed(Path(directory / name))
+        if match is None or lock is None:
+            continue
+        with lock:
+            of_run = match["name"] is None
+            removed |= sweep_run(directory) if of_run else sweep(directory / match["name"])
+    return removed
+
+
+def sweep_run(directory: epath.Path) -> dict[str, int]:
+    """Removes the unfinished and half-removed steps of a run that was killed. Returns as `sweep`.
+
+    Its lock must be held.
+    """
+    removed: dict[str, int] = {}
+    for name in _names_in(directory):
+        match = _LEFT_STEP.match(name)
+        if match is None:
+            continue
+        path = directory / match["step"]
+        # If its lock is not free, another process is writing it.
+        with suppress(CheckpointError), Lock(lock_of(path), str(path)) as lock:
+            if lock.is_held:
+                removed |= sweep(path)
+    return removed
+
+
+def _bytes_in(directory: epath.Path) -> int:
+    files = Path(directory).rglob("*")
+    with suppress(OSError):
+        return sum(file.lstat().st_size for file in files if file.is_file())
+    return 0
 
 
 def partial_path(path: epath.Path) -> epath.Path:

@@ -34,6 +34,7 @@ from treeshard._disk.files import (
     flush_tree,
     make_directory,
     new_mark,
+    tell_removed,
 )
 from treeshard._disk.leaves import SavedLeaf
 from treeshard.checkpoint._array_store import (
@@ -57,6 +58,7 @@ from treeshard.checkpoint._paths import (
     lock_of,
     partial_path,
     sweep,
+    sweep_left,
 )
 from treeshard.checkpoint._table import WHERE, LeafTable, Packed, pack, to_text
 from treeshard.errors import CheckpointError, counted, listed, warn
@@ -193,7 +195,7 @@ def _locked(path: epath.Path) -> AbstractContextManager[Any]:
 def _create(path: epath.Path) -> bytes:
     """Creates the unfinished checkpoint; returns the mark that every process must see in it."""
     partial = partial_path(path)
-    sweep(path)
+    tell_removed(WHERE, path.parent, sweep(path) | sweep_left(path.parent))
     partial.mkdir()
     (partial / ARRAYS).mkdir()
     return new_mark(partial / MARK)
