@@ -205,7 +205,9 @@ def test_leftovers_of_killed_writers_are_removed_but_not_those_of_live_ones(
     for name in ("5.orbax-checkpoint-tmp", "4.orbax-checkpoint-tmp-removed", "x"):
         (tmp_path / name / "state").mkdir(parents=True)
     (tmp_path / ".5.treeshard-lock").write_text("process 9")
-    with ts.checkpoint.Checkpoints(tmp_path) as checkpoints:
+    with pytest.warns(ts.ShardingWarning, match="removed what killed saves had left"):
+        checkpoints = Checkpoints(tmp_path)
+    with checkpoints:
         assert files_in(tmp_path) == [".treeshard-lock", "x"]
         checkpoints.save(5, state_at(5))
     assert files_in(tmp_path) == ["5", "x"]
@@ -224,7 +226,9 @@ def test_names_like_those_of_leftovers_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "5.orbax-checkpoint-tmp-0").write_text("mine")
     for i in range(1, 9):
         (tmp_path / f"5.orbax-checkpoint-tmp-{i}" / "state").mkdir(parents=True)
-    with Checkpoints(tmp_path) as checkpoints:
+    with pytest.warns(ts.ShardingWarning, match=r"-tmp-\d \(0 B\) and 3 more."):
+        checkpoints = Checkpoints(tmp_path)
+    with checkpoints:
         checkpoints.save(5, state_at(5))
     assert files_in(tmp_path) == sorted([*mine, "5", "5.orbax-checkpoint-tmp-0"])
 
@@ -238,7 +242,8 @@ def test_a_second_writer_of_one_checkpoint_is_refused(tmp_path: Path) -> None:
         save(tmp_path / "y", state_at(1))
     left = tmp_path / "x.orbax-checkpoint-tmp"
     left.mkdir()
-    save(tmp_path / "x", state_at(1))
+    with pytest.warns(ts.ShardingWarning, match="save: removed what killed saves had left in"):
+        save(tmp_path / "x", state_at(1))
     assert files_in(tmp_path) == ["x", "y"]
 
 
@@ -362,6 +367,8 @@ def test_a_failure_in_the_checksums_leaves_no_files(error, tmp_path: Path, monke
 def test_opening_a_directory_removes_leftovers_of_killed_writers(tmp_path: Path) -> None:
     (tmp_path / ".33.treeshard-lock").write_text("process 9")
     (tmp_path / "34.orbax-checkpoint-tmp-1").mkdir()
-    with Checkpoints(tmp_path):
+    with pytest.warns(ts.ShardingWarning, match="34.orbax-checkpoint-tmp-1"):
+        checkpoints = Checkpoints(tmp_path)
+    with checkpoints:
         assert [path.name for path in tmp_path.iterdir()] == [".treeshard-lock"]
     assert not list(tmp_path.iterdir())

@@ -103,23 +103,27 @@ def test_tensors_are_flushed_before_they_replace_others(tmp_path: Path) -> None:
 
 
 def test_no_index_names_tensors_of_two_saves(tmp_path: Path) -> None:
-    """The old index is durably gone before the first file is replaced; the new one comes last."""
+    """The old index durably names the old files before one is replaced; the new one comes last."""
     path, tensors = tmp_path / "model.safetensors", {"a": np.ones(300), "b": np.ones(300)}
     save_safetensors(path, tensors, max_file_size=2400)
     with recorded() as calls:
         save_safetensors(path, tensors, max_file_size=2400)
     names = [(name, Path(file).name) for name, file in calls]
     index = "model.safetensors.index.json"
-    gone = names.index(("unlink", index))
+    moved = names.index(("replace", f"..earlier-{index}.part"))
     first, last = (
         names.index(("replace", f".model-0000{i}-of-00002.safetensors.part")) for i in (1, 2)
     )
     new = names.index(("replace", f".{index}.part"))
+    removed = names.index(("unlink", ".earlier-model-00001-of-00002.safetensors"), moved)
     flush = ("fsync", tmp_path.name)
-    assert gone < first < last < new
-    assert flush in names[gone:first]
+    assert ("fsync", f"..earlier-{index}.part") in names[:moved]
+    assert flush in names[:moved]
+    assert moved < first < last < new < removed
+    assert flush in names[moved:first]
     assert flush in names[last:new]
-    assert flush in names[new:]
+    assert flush in names[new:removed]
+    assert flush in names[removed:]
     assert load_safetensors(path).keys() == tensors.keys()
 
 
@@ -141,7 +145,8 @@ def test_leftovers_of_a_killed_save_of_tensors_are_removed(tmp_path: Path) -> No
     code = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False).returncode
     assert code == -9
     assert len(list(tmp_path.glob(".model*.part"))) == 3
-    save_safetensors(path, {"a": np.ones(3)})
+    with pytest.warns(ts.ShardingWarning, match=r"removed what killed .*\.model-0000"):
+        save_safetensors(path, {"a": np.ones(3)})
     assert sorted(x.name for x in tmp_path.iterdir()) == [mine.name, path.name]
 
 

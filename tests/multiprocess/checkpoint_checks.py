@@ -3,6 +3,7 @@
 import shutil
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -18,7 +19,7 @@ from tests.full_disk import files_of_at_most
 from tests.helpers import files_in
 from tests.multiprocess.worker import Context, arriving_last
 from treeshard._core.processes import exchange
-from treeshard.checkpoint import Checkpoints, inspect, restore, save, verify
+from treeshard.checkpoint import Checkpoints, _checkpoints, inspect, restore, save, verify
 
 FSDP = [("bias|whole", None), (".*", ts.fsdp("fsdp", min_size=0))]
 TENSOR = [
@@ -230,6 +231,48 @@ def check_damage_is_an_error_on_all(context: Context) -> None:
     exchange("damaged", b"")
     with pytest.raises(ts.DamagedError, match=f"{path}: wide: its bytes have the CRC-32"):
         restore(path, state)
+
+
+def check_readers_agree_on_a_step(context: Context) -> None:
+    """The writer replaces a step when process 0 has read it, and process 1 has not."""
+    tree = {"w": host_state()["wide"]}
+    real = _checkpoints.restore
+    for name, like in {"flat": None, "like": tree}.items():
+        run, mark = context.directory / f"read-{name}", context.directory / f"read-{name}-by-0"
+        save(run / "1", tree)
+        save(run / "later", tree)
+
+        def first(*args: Any, mark: Path = mark, **options: Any) -> Any:
+            found = real(*args, **options)
+            mark.touch()
+            return found
+
+        def second(*args: Any, run: Path = run, mark: Path = mark, **options: Any) -> Any:
+            until = time.monotonic() + (0.5 if args[1] else 30)  # with `like`, 0 waits for this one
+            while (run / "1").exists() and time.monotonic() < until and not mark.exists():
+                time.sleep(0.01)
+            if (run / "1").exists():
+                (run / "1").rename(run / "removed")
+                (run / "later").rename(run / "2")
+            return real(*args, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_checkpoints, "restore", [first, second][context.index])
+            found = Checkpoints(run, read_only=True, timeout=10).restore_latest(like)
+        assert found is not None
+        assert found[0] == 2, name
+        assert found[1]["w"].tobytes() == tree["w"].tobytes()
+
+
+def check_a_step_that_one_reader_cannot_read_is_an_error_on_all(context: Context) -> None:
+    run = context.directory / "read-flat"
+    with pytest.MonkeyPatch.context() as patch:
+        if context.index == 1:
+            patch.setattr(_checkpoints, "restore", lambda *args, **options: restore(run / "gone"))
+        error = [ts.ProcessError, ts.CheckpointError][context.index]
+        says = "read-flat/gone. The directory has step 2."
+        with pytest.raises(error, match=f"There is no checkpoint at {context.directory}/{says}"):
+            Checkpoints(run, read_only=True, timeout=10).restore_latest()
 
 
 def check_differing_requests_are_refused(context: Context) -> None:

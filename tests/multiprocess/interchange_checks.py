@@ -231,7 +231,7 @@ def check_a_directory_that_is_not_shared_raises(context: Context) -> None:
     os.chdir(own)
     try:
         with pytest.raises(ProcessError if context.index == 0 else CheckpointError) as told:
-            save_safetensors("model.safetensors", spread(), timeout=30)
+            save_safetensors("model.safetensors", spread(), timeout=4)
     finally:
         os.chdir(previous)
     assert "does not see the file that process 0 created in" in str(told.value)

@@ -66,6 +66,7 @@ def launch(
     args: Sequence[str] = (),
     timeout: float = 300.0,
     env: Mapping[str, str] = MappingProxyType({}),
+    prefixes: Mapping[int, Sequence[str]] = MappingProxyType({}),
 ) -> Verdicts:
     """Runs the checks of worker modules in fresh processes.
 
@@ -77,11 +78,12 @@ def launch(
         args: What the workers find as `context.args`.
         timeout: Seconds until everything is ended.
         env: What is added to the environment, or replaces `QUICK_COMPILES` in it.
+        prefixes: What the commands of some processes begin with, as `unshare` does.
     """
     several = [modules] if isinstance(modules, ModuleType) else modules
     names = ",".join(module.__name__ for module in several)
     for last in (False, True):  # somebody may take the port between its choice and its use
-        verdicts = _launch_once(names, directory, processes, devices, args, timeout, env)
+        verdicts = _launch_once(names, directory, processes, devices, args, timeout, env, prefixes)
         if last or not any("address already in use" in log.lower() for log in verdicts.logs):
             return verdicts
     raise AssertionError("not reached")
@@ -112,6 +114,7 @@ def _launch_once(
     args: Sequence[str],
     timeout: float,
     env: Mapping[str, str],
+    prefixes: Mapping[int, Sequence[str]],
 ) -> Verdicts:
     directory.mkdir(parents=True, exist_ok=True)
     logs = [directory / f"process-{i}.log" for i in range(processes)]
@@ -123,7 +126,8 @@ def _launch_once(
     try:
         for i in range(processes):
             where = [str(port), str(i), str(processes), str(devices), str(directory)]
-            command = [*PYTHON, "-m", "tests.multiprocess.worker", modules, *where, *args]
+            python = [*prefixes.get(i, ()), *PYTHON]
+            command = [*python, "-m", "tests.multiprocess.worker", modules, *where, *args]
             started.append(start(command, logs[i], {**QUICK_COMPILES, **env}))
         wait_for_all(started, timeout)
     finally:

@@ -10,15 +10,19 @@ import errno
 import fcntl
 import os
 import platform
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, together
+from treeshard._core.text import human_bytes
 from treeshard.errors import CheckpointError, warn
 
 PathLike = str | os.PathLike[str]
@@ -39,28 +43,33 @@ def file_path(path: PathLike) -> Path:
 # ------------------------------------------------------------------ durability
 
 
-def flush(path: PathLike) -> None:
+def flush(path: PathLike) -> int:
     """Waits until the contents of a file, or the names in a directory, are on the disk.
 
-    A file that is on the disk can still be lost if its name is not.
+    A file that is on the disk can still be lost if its name is not. Returns its size in bytes.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+        return os.fstat(handle).st_size
     except OSError as error:
         # Some file systems cannot flush directories: there the system decides when.
         if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
+        return 0
     finally:
         os.close(handle)
 
 
-def flush_tree(directory: PathLike) -> None:
-    """Flushes all files and directories in a directory, and itself."""
+def flush_tree(directory: PathLike) -> dict[Path, int]:
+    """Flushes all files and directories in a directory, and itself. Returns the files' sizes."""
+    sizes: dict[Path, int] = {}
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            flush(os.path.join(folder, name))
+            file = Path(folder, name)
+            sizes[file] = flush(file)
         flush(folder)
+    return sizes
 
 
 def make_directory(path: os.PathLike[str]) -> None:
@@ -74,6 +83,50 @@ def make_directory(path: os.PathLike[str]) -> None:
             flush(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be created: {error.strerror}.") from None
+
+
+# ------------------------------------------------------------------ shared directories
+
+# Seconds until a file that another machine created must be visible. Network file systems remember
+# for a while that a name was absent.
+_VISIBLE_WITHIN = 10.0
+
+
+def new_mark(file: Any) -> bytes:
+    """Creates a file that other processes should see, with random contents, which it returns.
+
+    The path is one of `pathlib`, or of `etils.epath` for object stores.
+    """
+    mark = os.urandom(16)
+    file.write_bytes(mark)
+    return mark
+
+
+def check_mark(file: Any, mark: bytes, timeout: float) -> None:
+    """Raises `CheckpointError` unless this process sees the file that process 0 created.
+
+    Every machine may have a directory of this name: what one writes there, the others do not have.
+    """
+    until = time.monotonic() + min(_VISIBLE_WITHIN, timeout / 2)  # before the others give up
+    while not _has_mark(file, mark):
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"process {jax.process_index()}, on {platform.node()}, does not see the file that"
+                f" process 0 created in {file.parent}. Save to a directory that all processes"
+                " share."
+            )
+        with suppress(OSError):  # a network file system asks its server when a directory is opened
+            list(file.parent.iterdir())
+        time.sleep(0.05)
+
+
+def _has_mark(file: Any, mark: bytes) -> bool:
+    try:
+        return file.read_bytes() == mark
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from None
 
 
 # ------------------------------------------------------------------ locks
@@ -95,10 +148,15 @@ class Lock:
     `CheckpointError` of a second one.
     """
 
-    def __init__(self, file: Path, what: str) -> None:
+    def __init__(self, file: Path, what: str, *, to_sweep: bool = False) -> None:
         self._file = file
-        self._handle: int | None = _lock(file, what)
+        self._handle: int | None = _lock(file, what, to_sweep=to_sweep)
         _locks.add(self)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether others are kept out: not after `release`, nor without locks in the system."""
+        return self._handle is not None
 
     def release(self) -> None:
         """Releases the lock. A second call does nothing."""
@@ -120,17 +178,36 @@ class Lock:
             os.close(handle)
 
 
+def lock_of_killed(file: Path) -> Lock | None:
+    """Takes the lock that a killed writer has left, so that what else it left may be removed.
+
+    `None` if a living one holds it, on this machine or another, or if that cannot be known.
+    """
+    with suppress(CheckpointError):
+        lock = Lock(file, str(file), to_sweep=True)
+        return lock if lock.is_held else None
+    return None
+
+
 # An `flock` belongs to the open file, which a fork shares, and ends when its last handle is closed.
 _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [lock.close_copy() for lock in _locks])
 
 
-def _lock(file: Path, what: str) -> int | None:
-    """A handle of the locked file; `None` if the file system has no locks."""
+_SWEEPS = "removes what a killed one left"
+_TRIES = 3  # before a lock counts as held: a sweep of others has each for a moment
+
+
+def _lock(file: Path, what: str, *, to_sweep: bool) -> int | None:
+    """A handle of the locked file; `None` if the file system has no locks.
+
+    With `to_sweep` the file must exist, and writers wait until the lock is free again.
+    """
     me = f"process {os.getpid()} on {platform.node()}"
+    tries = 1 if to_sweep else _TRIES
     while True:
         try:
-            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            handle = os.open(file, os.O_RDWR | (0 if to_sweep else os.O_CREAT), 0o666)
         except OSError as error:
             raise CheckpointError(f"{what}: cannot be written to: {error.strerror}.") from None
         try:
@@ -138,17 +215,24 @@ def _lock(file: Path, what: str) -> int | None:
         except BlockingIOError:
             holder = os.read(handle, 200).decode(errors="replace")
             os.close(handle)
+            if to_sweep or not holder.endswith(_SWEEPS):
+                tries -= 1
+            if tries:
+                time.sleep(0.01)
+                continue
             why = _IS_OF_ANOTHER.format(holder or "an unknown process")
             if holder.startswith(f"{me},"):
                 why = _IS_OURS
             raise CheckpointError(f"{what}: {why}") from None
         except OSError as error:
             os.close(handle)
-            warn(_NO_LOCKS.format(what, error.strerror))
+            if not to_sweep:
+                warn(_NO_LOCKS.format(what, error.strerror))
             return None
         if _is_open_as(file, handle):
             os.ftruncate(handle, 0)
-            os.write(handle, f"{me}, since {datetime.now():%Y-%m-%d %H:%M:%S}".encode())
+            since = f"since {datetime.now():%Y-%m-%d %H:%M:%S}"
+            os.write(handle, f"{me}, {_SWEEPS if to_sweep else since}".encode())
             return handle
         os.close(handle)  # its holder removed it after we had opened it: lock the new one
 
@@ -160,6 +244,21 @@ def _is_open_as(file: Path, handle: int) -> bool:
         return False
 
 
+# ------------------------------------------------------------------ what killed writers left
+
+
+def tell_removed(what: str, directory: PathLike, removed: Mapping[str, int]) -> None:
+    """Warns of leftovers that were removed: their names, and the bytes that they had."""
+    if not removed:
+        return
+    names = [f"{name} ({human_bytes(size)})" for name, size in removed.items()]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    warn(
+        f"{what}: removed what killed saves had left in {os.fspath(directory)}:"
+        f" {', '.join(names[:5])}{more}."
+    )
+
+
 # ------------------------------------------------------------------ new files
 
 _PART = ".part"
@@ -167,53 +266,86 @@ _PART = ".part"
 
 @contextmanager
 def new_files(
-    name: Path, paths: Sequence[Path], earlier: Callable[[str], bool], what: str, timeout: float
+    name: Path,
+    paths: Sequence[Path],
+    belongs: Callable[[Path, str], bool],
+    keep_earlier: Callable[[], None],
+    what: str,
+    timeout: float,
 ) -> Iterator[list[int]]:
     """Opens files under hidden names beside `paths`, the same files on every process.
 
     Once all processes have left the block without an error, the files are renamed to `paths`, in
     this order, and replace existing ones. After an error on any process they are removed. The last
-    of several is their index; an existing one is removed before the others are replaced.
+    of several is their index: its rename decides which files are read.
 
     Args:
         name: The path that is locked: one run at a time writes files under it.
         paths: The files.
-        earlier: Whether a file of this name beside `name` belongs to it. At the end, those of
-            earlier saves are removed; at the beginning, those that killed ones left unfinished.
+        belongs: Whether a file of this name belongs to a save at a path. At the end, those of
+            earlier saves are removed; at the beginning, those that killed ones left unfinished,
+            also of other paths in this directory.
+        keep_earlier: Called before the first of several files is replaced. It keeps earlier files
+            that the existing index names under other names, and has the index name these.
         what: The operation, as in `together`.
         timeout: Seconds to wait for other processes; waits for their writes have no limit.
     """
     first = jax.process_index() == 0
     hidden = [path.with_name(f".{path.name}{_PART}") for path in paths]
-    stale: list[Path] = []
     files: list[int] = []
     with ExitStack() as held:
         with together(what, timeout=timeout) as marks:
             if first:
                 mark = os.urandom(16)
                 marks.append(mark)
-                held.enter_context(Lock(name.with_name(f".{name.name}.lock"), f"{what}: {name}"))
-                beside = [path for path in name.parent.iterdir() if path not in paths]
-                stale = [path for path in beside if earlier(path.name)]
-                _remove_unfinished(beside, earlier)
+                lock_file = name.with_name(f".{name.name}{_LOCK}")
+                lock = held.enter_context(Lock(lock_file, f"{what}: {name}"))
+                beside = [path for path in name.parent.iterdir() if path != lock_file]
+                removed = _remove_left(beside, belongs)
+                if lock.is_held:
+                    removed |= _remove_unfinished(beside, partial(belongs, name))
+                tell_removed(what, name.parent, removed)
                 files += [held.enter_context(_created(path, mark)) for path in hidden]
         with together(what, timeout=timeout):
             if not first:
-                files += [held.enter_context(_of_process_0(path, marks[0])) for path in hidden]
+                files += [
+                    held.enter_context(_of_process_0(path, marks[0], timeout)) for path in hidden
+                ]
         with together(what, timeout=AS_LONG_AS_IT_TAKES):
             yield files
             for file in files:
                 os.fsync(file)
         with together(what, timeout=AS_LONG_AS_IT_TAKES):
             if first:
-                _rename(hidden, paths, stale)
+                _rename(name, hidden, paths, keep_earlier)
+                _remove_earlier(name, paths, belongs, what)
 
 
-def _remove_unfinished(beside: Iterable[Path], earlier: Callable[[str], bool]) -> None:
+_LOCK = ".treeshard-files-lock"
+
+
+def _remove_left(beside: Sequence[Path], belongs: Callable[[Path, str], bool]) -> dict[str, int]:
+    """Removes what killed saves at other paths left unfinished; returns the bytes of each file."""
+    removed: dict[str, int] = {}
+    for path in beside:
+        if not (path.name.startswith(".") and path.name.endswith(_LOCK)):
+            continue
+        lock = lock_of_killed(path)
+        if lock is not None:
+            with lock:
+                name = path.with_name(path.name[1:].removesuffix(_LOCK))
+                removed |= _remove_unfinished(beside, partial(belongs, name))
+    return removed
+
+
+def _remove_unfinished(beside: Iterable[Path], belongs: Callable[[str], bool]) -> dict[str, int]:
+    removed: dict[str, int] = {}
     for path in beside:
         is_hidden = path.name.startswith(".") and path.name.endswith(_PART)
-        if is_hidden and earlier(path.name[1:].removesuffix(_PART)) and path.is_file():
+        if is_hidden and belongs(path.name[1:].removesuffix(_PART)) and path.is_file():
+            removed[path.name] = path.stat().st_size
             path.unlink()
+    return removed
 
 
 @contextmanager
@@ -226,39 +358,51 @@ def _created(path: Path, mark: bytes) -> Iterator[int]:
         yield file
     finally:
         os.close(file)
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
 
 
 @contextmanager
-def _of_process_0(path: Path, mark: bytes) -> Iterator[int]:
+def _of_process_0(path: Path, mark: bytes, timeout: float) -> Iterator[int]:
     """Opens the file of process 0, unless another machine has a different one of this name."""
+    check_mark(path, mark, timeout)
+    file = os.open(path, os.O_RDWR)
     try:
-        file = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        file = None
-    try:
-        if file is None or os.pread(file, len(mark), 0) != mark:
-            raise CheckpointError(
-                f"Process {jax.process_index()} does not see the file that process 0 created in"
-                f" {path.parent}. Save to a directory that all processes share."
-            )
         yield file
     finally:
-        if file is not None:
-            os.close(file)
+        os.close(file)
 
 
-def _rename(hidden: Sequence[Path], paths: Sequence[Path], stale: Sequence[Path]) -> None:
-    """Renames the files, in an order that power loss does not change."""
-    directory, index = paths[-1].parent, paths[-1]
+def _rename(
+    name: Path, hidden: Sequence[Path], paths: Sequence[Path], keep_earlier: Callable[[], None]
+) -> None:
+    """Renames the files, in an order that power loss does not change. The last step decides."""
+    directory = name.parent
     if len(paths) > 1:
-        index.unlink(missing_ok=True)
-        flush(directory)  # no index names files of two saves
+        keep_earlier()
+        flush(directory)
         for before, after in zip(hidden[:-1], paths[:-1], strict=True):
             before.replace(after)
         flush(directory)
-    hidden[-1].replace(index)
-    flush(directory)
-    for path in stale:
-        path.unlink(missing_ok=True)
-    flush(directory)
+    hidden[-1].replace(paths[-1])
+    if name not in paths and name.exists():
+        flush(directory)
+        name.unlink()  # a file of this name is read in place of the index
+
+
+def _remove_earlier(
+    name: Path, paths: Sequence[Path], belongs: Callable[[Path, str], bool], what: str
+) -> None:
+    """Removes the files of earlier saves, once the new ones are durable."""
+    directory = name.parent
+    try:
+        flush(directory)
+        for path in sorted(directory.iterdir()):
+            if path not in paths and belongs(name, path.name):
+                path.unlink()
+        flush(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"{what}: {name} is saved, but power loss may undo that, or files of an earlier save"
+            f" are still there: {error}. Save again."
+        ) from None

@@ -59,7 +59,8 @@ def leaf_type(x: Any) -> LeafType | None:
     if not has_shape(x):
         return LeafType(kind)
     is_numpy = isinstance(x, np.ndarray | np.generic)
-    return LeafType(kind, tuple(x.shape), str(x.dtype), on_devices=not is_numpy)
+    dtype = x.dtype.newbyteorder("=") if is_numpy else x.dtype  # the byte order is not saved
+    return LeafType(kind, tuple(x.shape), str(dtype), on_devices=not is_numpy)
 
 
 # ------------------------------------------------------------------ differences
@@ -238,9 +239,17 @@ class Request(NamedTuple):
         """The like-tree with the values that were read, given with their leaf indices."""
         leaves = list(self.leaves)
         for i, value in values:
-            # A numpy scalar is read as an array of shape `()`, which `[()]` turns into one.
-            leaves[i] = value[()] if isinstance(leaves[i], np.generic) else value
+            leaves[i] = _like_numpy(value, leaves[i])
         return self.treedef.unflatten(leaves)
+
+
+def _like_numpy(value: Any, leaf: Any) -> Any:
+    """The value that was read for a leaf, as a numpy scalar or in the byte order that it has."""
+    if isinstance(leaf, np.generic):
+        return value[()]  # it was read as an array of shape `()`
+    if isinstance(leaf, np.ndarray) and isinstance(value, np.ndarray):
+        return value.astype(leaf.dtype, copy=False)
+    return value
 
 
 def read_request(

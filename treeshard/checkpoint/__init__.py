@@ -80,15 +80,16 @@ def save(
             support.
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If `path` exists, if another run is writing there (not detected on object
-            stores, which have no locks), or if it cannot be written; if several leaves have the
-            same path; if replicas differ.
+            stores, which have no locks), or if it cannot be written; if the processes do not
+            share its directory; if several leaves have the same path; if replicas differ.
         ProcessError: If the processes save different trees; if one of them fails before anything
             is written, or does not arrive.
         ValueError: If `on_divergence` is another word.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
     Warns:
-        ShardingWarning: With `on_divergence="warn"`, if replicas differ.
+        ShardingWarning: With `on_divergence="warn"`, if replicas differ. If killed saves had left
+            unfinished checkpoints in this directory, which are removed.
 
     Examples:
         >>> w = shard(np.ones((256, 64), np.float32), P("fsdp"), make_mesh("fsdp=8"))

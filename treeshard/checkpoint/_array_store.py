@@ -206,6 +206,15 @@ def copies(arrays: Arrays) -> dict[str, Copy]:
     return copied
 
 
+def with_copies(arrays: Arrays, copied: Mapping[str, Copy]) -> dict[str, jax.Array | np.ndarray]:
+    """The arrays, with the copies of numpy arrays in their place: these may change meanwhile."""
+    result = dict(arrays)
+    for leaf, x in arrays.items():
+        if isinstance(x, np.ndarray) and copied[leaf].parts:
+            [(_, result[leaf])] = copied[leaf].parts
+    return result
+
+
 def _copied_shards(x: Any, shards: list[Any]) -> Parts:
     # On the host, `np.asarray` of a shard is a view of memory that a donation gives away.
     as_numpy = np.array if to_read(x) is x else np.asarray
@@ -220,9 +229,16 @@ def _copy_of_process_0(x: Any) -> Parts:
     return [(_full(x.shape), np.array(x))]
 
 
-def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> None:
-    """Writes what this process stores, and frees it. `merge` makes it visible."""
+def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> int:
+    """Writes what this process stores, and frees it. `merge` makes it visible.
+
+    Returns how many parts of arrays this process has written, and descriptions of arrays: those are
+    written by process 0, even of arrays that it has no part of.
+    """
     context = _context()
+    count = sum(len(x.parts) for x in copied.values())
+    if jax.process_index() == 0:
+        count += len(copied)
     # The writes of a transaction are one, and are held in memory until it is committed.
     transaction = tensorstore.Transaction()
     how = {"create": True} if jax.process_index() == 0 else _ADD
@@ -242,6 +258,7 @@ def write_arrays(path: epath.Path, copied: Mapping[str, Copy]) -> None:
     for future in small:
         future.copy.result()
     transaction.commit_async().result()
+    return count
 
 
 def _begin(path: epath.Path, leaf: str, x: Copy, context: Any, how: dict[str, Any]) -> Any:
@@ -276,16 +293,18 @@ def _write(store: Any, region: Region, data: np.ndarray) -> Callable[[], Any]:
     return partial(store[_index(region)].write, data, can_reference_source_data_indefinitely=True)
 
 
-def merge(path: epath.Path, leaves: Iterable[str]) -> None:
-    """Merges what the processes have written, and describes it for Orbax."""
+def merge(path: epath.Path, writers: Iterable[int], leaves: Iterable[str]) -> None:
+    """Merges what the processes `writers` have written, and describes it for Orbax."""
     context, transaction = _context(), tensorstore.Transaction(atomic=True)
     database = {**_database(path), "config": _NEW_DATABASE}
     merged = tensorstore.KvStore.open(database, context=context).result()
-    for process in range(jax.process_count()):
-        if written_by(path, process).exists():
-            part = tensorstore.KvStore.open(_database(path, process), context=context).result()
-            # Copies entries of the index. They refer to the files of the process.
-            part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
+    for process in writers:
+        folder = written_by(path, process)
+        if not folder.exists():  # TensorStore would create it
+            raise CheckpointError(f"what process {process} has written is not in {folder}.")
+        part = tensorstore.KvStore.open(_database(path, process), context=context).result()
+        # Copies entries of the index. They refer to the files of the process.
+        part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_async().result()
     (path / ARRAYS / "_METADATA").write_text(json.dumps(_for_orbax(map(store_key, leaves))))
 

@@ -8,7 +8,7 @@ from readers, so that none ever sees half of one; then a thread removes the file
 import json
 import operator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import SupportsIndex, Unpack
 
@@ -16,29 +16,39 @@ import jax
 from etils import epath
 
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import TIMEOUT, together, with_bar
-from treeshard._disk.files import Lock, PathLike, make_directory
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, together, with_bar
+from treeshard._disk.files import Lock, PathLike, check_mark, make_directory, new_mark, tell_removed
 from treeshard.checkpoint._paths import (
+    MARK,
     checkpoint_path,
     is_local,
     lock_in,
-    lock_of,
     set_aside,
     steps_in,
-    sweep,
-    written_by,
+    sweep_left,
+    sweep_run,
 )
 from treeshard.checkpoint._restore import RestoreOptions, restore
 from treeshard.checkpoint._save import Writing, begin
-from treeshard.errors import CheckpointError, counted, warn
+from treeshard.errors import (
+    CheckpointError,
+    ProcessError,
+    TreeShardError,
+    counted,
+    listed,
+    warn,
+)
+
+LATEST = "restore_latest"
 
 
 class Checkpoints:
     """The checkpoints of a training run, in one directory, by step.
 
     They are written in the background: `save` returns once the state may change or be donated.
-    Until `close`, a lock keeps other runs from writing to the directory, and unfinished
-    checkpoints of killed runs are removed. On object stores there is no lock and no such removal.
+    Until `close`, a lock keeps other runs from writing to the directory. Unfinished checkpoints of
+    killed runs are removed, with a `ShardingWarning` that names them. On object stores there is no
+    lock and no such removal.
 
     Use it in a `with` statement, the same on every process.
 
@@ -60,7 +70,7 @@ class Checkpoints:
 
     Raises:
         CheckpointError: If another run is writing to the directory: it says which. If the directory
-            cannot be written to.
+            cannot be written to, or a process does not see what process 0 creates in it.
         ProcessError: If other processes fail, or do not arrive.
         ValueError: If `keep` or `every` is not positive.
         ImportError: If `progress` is set and `tqdm` is not installed.
@@ -102,10 +112,21 @@ class Checkpoints:
         self._closed = False
         with ExitStack() as held:
             if not read_only:
-                with together("Checkpoints", timeout=timeout):
-                    if jax.process_index() == 0:
-                        _open(self._directory, held)
+                self._open(held)
             self._held = held.pop_all()
+
+    def _open(self, held: ExitStack) -> None:
+        """Locks the directory, and checks that all processes share it."""
+        mark = self._directory / f".{MARK}"
+        with ExitStack() as until_seen:
+            with together("Checkpoints", timeout=self._timeout) as marks:
+                if jax.process_index() == 0:
+                    _lock(self._directory, held)
+                    marks.append(new_mark(mark))
+                    until_seen.callback(mark.unlink)
+            with together("Checkpoints", timeout=self._timeout):
+                if jax.process_index() != 0:
+                    check_mark(mark, marks[0], self._timeout)
 
     def save(self, step: SupportsIndex, state: PyTree) -> bool:
         """Saves a state, if its step is a multiple of `every`.
@@ -155,7 +176,8 @@ class Checkpoints:
     ) -> tuple[int, PyTree] | None:
         """Reads the checkpoint of the latest step, after waiting for writes in progress.
 
-        If another run removes it meanwhile, a read-only reader reads the later one.
+        If another run removes it meanwhile, a read-only reader reads the later one. All processes
+        return the same step, or all raise.
 
         Args:
             like: The tree to restore, as in `treeshard.checkpoint.restore`.
@@ -163,7 +185,8 @@ class Checkpoints:
                 `progress`, as in `treeshard.checkpoint.restore`.
 
         Returns:
-            The step and the state; or `None` if there is no checkpoint yet.
+            The step and the state; or `None` if there is no checkpoint yet. What cannot be looked
+            at is an error, and never `None`.
 
         Raises:
             CheckpointError, DamagedError, MismatchError, ProcessError: As `wait` and
@@ -172,19 +195,45 @@ class Checkpoints:
         self.wait()
         step = self._agreed_latest()
         while step is not None:
-            try:
-                return step, self.restore(step, like, **options)
-            except CheckpointError:
-                # Its writer may have replaced it by a later one.
-                later = self._agreed_latest() if self._read_only else step
-                if later == step:
-                    raise
-                step = later
+            state, error = self._read_by_all(step, like, options)
+            if error is None:
+                return step, state
+            # Its writer may have replaced it by a later one.
+            later = self._agreed_latest() if self._read_only else step
+            if later in (step, None):
+                raise error
+            step = later
         return None
+
+    def _read_by_all(
+        self, step: int, like: PyTree, options: RestoreOptions
+    ) -> tuple[PyTree, TreeShardError | None]:
+        """The state of a step; or on every process an error, if any cannot read the checkpoint.
+
+        A process that returned what it read would leave the others waiting for it. Raises errors
+        that another step would not change.
+        """
+        state: PyTree = None
+        error: TreeShardError | None = None
+        with together(LATEST, timeout=AS_LONG_AS_IT_TAKES) as outcomes:
+            try:
+                state = self.restore(step, like, **options)
+            except (CheckpointError, ProcessError) as raised:
+                error = raised
+                outcomes.append(f"{type(raised).__name__}: {raised}".encode())
+        unread = {i: text.decode() for i, text in enumerate(outcomes) if text}
+        if not unread:
+            return state, None
+        facts = [f"process {i} raised {text}" for i, text in unread.items()]
+        error = error or ProcessError(f"{LATEST}: {listed('Several processes failed:', facts)}")
+        # A `ProcessError` alone is about the call, and not about the checkpoint.
+        if all(text.startswith(ProcessError.__name__) for text in unread.values()):
+            raise error
+        return None, error
 
     def _agreed_latest(self) -> int | None:
         """The latest step as process 0 sees it: others may see changes to the directory later."""
-        with together("restore_latest", timeout=self._timeout) as of_process:
+        with together(LATEST, timeout=self._timeout) as of_process:
             of_process.append(json.dumps(self.latest).encode())
         return json.loads(of_process[0])
 
@@ -212,7 +261,11 @@ class Checkpoints:
         return restore(path, like, **{**by_default, **options})
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of the complete checkpoints, ascending."""
+        """The steps of the complete checkpoints, ascending.
+
+        Raises:
+            CheckpointError: If the directory, or a checkpoint in it, cannot be looked at.
+        """
         return steps_in(self._directory)
 
     @property
@@ -259,18 +312,16 @@ class Checkpoints:
                 warn(f"{self._directory}: step {step} cannot be removed: {error}.")
 
 
-def _open(directory: epath.Path, held: ExitStack) -> None:
-    """Locks the directory, and removes unfinished checkpoints of killed runs."""
+def _lock(directory: epath.Path, held: ExitStack) -> None:
+    """Locks the directory, and removes what killed runs left."""
     make_directory(directory)
     if not is_local(directory):
         return
-    held.enter_context(Lock(lock_in(directory), str(directory)))
-    for left in directory.iterdir():
-        path = written_by(left)
-        if path is not None:
-            # If its lock is not free, another process is writing it.
-            with suppress(CheckpointError), Lock(lock_of(path), str(path)):
-                sweep(path)
+    lock = held.enter_context(Lock(lock_in(directory), str(directory)))
+    removed = sweep_left(directory)
+    if lock.is_held:
+        removed |= sweep_run(directory)
+    tell_removed("Checkpoints", directory, removed)
 
 
 def _remove(old: epath.Path) -> None:

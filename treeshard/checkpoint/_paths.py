@@ -14,20 +14,22 @@ from pathlib import Path
 from etils import epath
 
 from treeshard._core.arguments import check_path
-from treeshard._disk.files import PathLike, file_path
+from treeshard._disk.files import Lock, PathLike, file_path, lock_of_killed
 from treeshard.errors import CheckpointError, DamagedError, did_you_mean
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
 TABLE_FILE = "table.json"
 SEAL = "table.crc32"  # the CRC-32 of the table that was saved with these arrays
+MARK = "treeshard-mark"  # which every process must see before it writes
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of the name of an incomplete checkpoint
 COMMITTED = "commit_success.txt"  # marks a complete checkpoint where directories cannot be renamed
 
 _LOCK = "treeshard-lock"
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
-# `12.orbax-checkpoint-tmp`, `12.orbax-checkpoint-tmp-removed` or `.12.treeshard-lock`
-_LEFT = re.compile(rf"(?P<tmp>[0-9]+){re.escape(TEMPORARY)}|\.(?P<lock>[0-9]+)\.{_LOCK}$")
+_LEFT_STEP = re.compile(rf"(?P<step>[0-9]+){re.escape(TEMPORARY)}")  # with `-removed`, or not
+# `.step_7.treeshard-lock`, or that of a run: `.treeshard-lock`
+_LOCK_FILE = re.compile(rf"(\.(?P<name>.+))?\.{_LOCK}", re.DOTALL)
 
 
 def checkpoint_path(path: PathLike) -> epath.Path:
@@ -60,33 +62,66 @@ def is_local(path: epath.Path) -> bool:
 # ------------------------------------------------------------------ reading
 
 
+def is_there(path: epath.Path) -> bool:
+    """Whether anything is at `path`.
+
+    Raises `CheckpointError` if that cannot be known: a disk that does not answer is not empty.
+    """
+    if not is_local(path):
+        return path.exists()
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    return True
+
+
 def is_complete(path: epath.Path) -> bool:
     """Whether a checkpoint at `path`, if there is one, is complete."""
-    return TEMPORARY not in path.name and (is_local(path) or (path / COMMITTED).exists())
+    return TEMPORARY not in path.name and (is_local(path) or is_there(path / COMMITTED))
 
 
 def steps_in(directory: epath.Path) -> tuple[int, ...]:
     """The steps of which a directory holds complete checkpoints, ascending.
 
-    Directories that treeshard did not write do not count, whatever their name.
+    Directories that treeshard did not write do not count, whatever their name. Raises
+    `CheckpointError` if one of them cannot be looked at.
     """
-    if not directory.is_dir():
-        return ()
+    before: list[str] | None = None
+    while True:
+        names = _names_in(directory)
+        paths = [directory / name for name in names if _STEP.fullmatch(name)]
+        steps = [path for path in paths if _is_ours(path) and is_complete(path)]
+        # A writer with `keep=1` replaces a step by the next. A listing may name the one that is
+        # gone by now, or, since it takes a while, neither.
+        gone_now = [path for path in paths if path not in steps and not os.path.lexists(path)]
+        if (steps and not gone_now) or names == before:
+            return tuple(sorted(int(path.name) for path in steps))
+        before = names
+
+
+def _names_in(directory: epath.Path) -> list[str]:
+    """The names in a directory, sorted; none if it does not exist."""
+    if not (is_local(directory) or directory.is_dir()):
+        return []
     try:
-        named = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
+        return sorted(path.name for path in directory.iterdir())
+    except FileNotFoundError:
+        return []
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be listed: {error.strerror}.") from None
-    return tuple(sorted(int(path.name) for path in named if _is_ours(path) and is_complete(path)))
 
 
 def _is_ours(path: epath.Path) -> bool:
     """Whether there is a checkpoint at `path`, perhaps one whose table of leaves is lost."""
-    return (path / TABLE / TABLE_FILE).exists() or (path / ARRAYS / SEAL).exists()
+    return is_there(path / TABLE / TABLE_FILE) or is_there(path / ARRAYS / SEAL)
 
 
 def table_text(path: epath.Path) -> str:
     """The table of leaves of a checkpoint; the error for anything else says what is there."""
-    if path.exists() and not is_complete(path):
+    if not is_complete(path) and is_there(path):
         steps = _steps(path.parent)
         raise CheckpointError(f"{path} is incomplete: its writer did not finish.{steps}")
     try:
@@ -105,8 +140,17 @@ def seal(path: epath.Path) -> str:
     """The CRC-32 of the table that was saved with the arrays, as text; empty if it is lost."""
     try:
         return (path / ARRAYS / SEAL).read_bytes().decode()
-    except (OSError, UnicodeDecodeError):
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         return ""
+    except OSError as error:
+        raise CheckpointError(f"{path}: its seal cannot be read: {error}.") from None
+
+
+def was_removed(path: epath.Path) -> bool:
+    """Whether a checkpoint that was there is gone; not if it cannot be looked at."""
+    with suppress(CheckpointError):
+        return not is_there(path)
+    return False
 
 
 def gone(path: epath.Path) -> CheckpointError:
@@ -128,7 +172,7 @@ _SOMETHING_ELSE = "{path} is not a checkpoint: it has no table of leaves."
 
 def _none_at(path: epath.Path) -> CheckpointError:
     """The error for a path without a table of leaves, which says what is there."""
-    if not path.exists():
+    if not is_there(path):
         near = _steps(path.parent) or did_you_mean(path.name, _visible_names(path.parent))
         return CheckpointError(_NOTHING.format(path=path, near=near))
     steps = steps_in(path)
@@ -149,7 +193,10 @@ def _visible_names(directory: epath.Path) -> list[str]:
 
 
 def _steps(directory: epath.Path) -> str:
-    steps = steps_in(directory)
+    """What an error adds about the steps in a directory, if it has any and can be listed."""
+    steps: tuple[int, ...] = ()
+    with suppress(CheckpointError):
+        steps = steps_in(directory)
     if not steps:
         return ""
     if len(steps) == 1:
@@ -172,19 +219,13 @@ def lock_in(directory: epath.Path) -> Path:
     return Path(directory / f".{_LOCK}")
 
 
-def written_by(left: epath.Path) -> epath.Path | None:
-    """The step that a leftover lock or temporary directory belongs to, if `left` is one."""
-    match = _LEFT.match(left.name)
-    return match and left.with_name(match["tmp"] or match["lock"])
-
-
 def check_vacant(path: epath.Path) -> None:
     """Raises `CheckpointError` unless a checkpoint can be created at `path`."""
     if TEMPORARY in path.name:
         raise CheckpointError(
             f"{path}: names with {TEMPORARY!r} are reserved for unfinished checkpoints."
         )
-    if not path.exists():
+    if not is_there(path):
         return
     what = "file"
     if path.is_dir():
@@ -195,14 +236,65 @@ def check_vacant(path: epath.Path) -> None:
     )
 
 
-def sweep(path: epath.Path) -> None:
-    """Removes what failed saves of a checkpoint left behind. No save may be running."""
+def sweep(path: epath.Path) -> dict[str, int]:
+    """Removes what failed saves of a checkpoint left behind. No save may be running.
+
+    Returns the bytes of each directory that was removed.
+    """
+    removed: dict[str, int] = {}
     if not is_local(path):
-        return
+        return removed
     for left in path.parent.iterdir():
         if left.name.startswith(f"{path.name}{TEMPORARY}") and left.is_dir():
+            size = _bytes_in(left)
             with suppress(OSError):
                 shutil.rmtree(left)
+                removed[left.name] = size
+    return removed
+
+
+def sweep_left(directory: epath.Path) -> dict[str, int]:
+    """Removes what killed saves left in a directory: what a lock that nobody holds belongs to.
+
+    Returns as `sweep`.
+    """
+    removed: dict[str, int] = {}
+    if not is_local(directory):
+        return removed
+    for name in _names_in(directory):
+        match = _LOCK_FILE.fullmatch(name)
+        lock = match and lock_of_killed(Path(directory / name))
+        if match is None or lock is None:
+            continue
+        with lock:
+            of_run = match["name"] is None
+            removed |= sweep_run(directory) if of_run else sweep(directory / match["name"])
+    return removed
+
+
+def sweep_run(directory: epath.Path) -> dict[str, int]:
+    """Removes the unfinished and half-removed steps of a run that was killed. Returns as `sweep`.
+
+    Its lock must be held.
+    """
+    removed: dict[str, int] = {}
+    for name in _names_in(directory):
+        match = _LEFT_STEP.match(name)
+        if match is None:
+            continue
+        path = directory / match["step"]
+        # If its lock is not free, another process is writing it.
+        with suppress(CheckpointError), Lock(lock_of(path), str(path)) as lock:
+            if lock.is_held:
+                removed |= sweep(path)
+    return removed
+
+
+def _bytes_in(directory: epath.Path) -> int:
+    files = Path(directory).rglob("*")
+    with suppress(OSError):
+        return sum(file.lstat().st_size for file in files if file.is_file())
+    return 0
 
 
 def partial_path(path: epath.Path) -> epath.Path:

@@ -33,7 +33,7 @@ from treeshard.checkpoint._checksums import (
     of_registers,
     registers,
 )
-from treeshard.checkpoint._paths import checkpoint_path, gone, seal, table_text
+from treeshard.checkpoint._paths import checkpoint_path, gone, seal, table_text, was_removed
 from treeshard.checkpoint._table import LeafTable, from_text, in_its_dtype, paths_of, unpack
 from treeshard.errors import CheckpointError, DamagedError, FormatError, MismatchError
 
@@ -139,9 +139,9 @@ def restore(
     try:
         arrays = _read_together(checkpoint, leaves, verify=verify, among=among, progress=progress)
     except CheckpointError:
-        if checkpoint.exists():
-            raise
-        raise gone(checkpoint) from None
+        if was_removed(checkpoint):
+            raise gone(checkpoint) from None
+        raise
     return request.tree(zip(requested, _values(leaves, arrays), strict=True))
 
 

@@ -9,14 +9,16 @@ and readers ignore the temporary name, so they need not know about writers.
 no step could donate its state until everything is written.
 """
 
+import json
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import jax
@@ -25,13 +27,29 @@ from etils import epath
 from treeshard._core.arrays import array_text
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, agreeing, exchange, with_bar
-from treeshard._disk.files import Lock, flush, flush_tree, make_directory
+from treeshard._disk.files import (
+    Lock,
+    check_mark,
+    flush,
+    flush_tree,
+    make_directory,
+    new_mark,
+    tell_removed,
+)
 from treeshard._disk.leaves import SavedLeaf
-from treeshard.checkpoint._array_store import copies, merge, write_arrays, written_by
+from treeshard.checkpoint._array_store import (
+    Copy,
+    copies,
+    merge,
+    with_copies,
+    write_arrays,
+    written_by,
+)
 from treeshard.checkpoint._checksums import checksums
 from treeshard.checkpoint._paths import (
     ARRAYS,
     COMMITTED,
+    MARK,
     SEAL,
     TABLE,
     TABLE_FILE,
@@ -40,9 +58,10 @@ from treeshard.checkpoint._paths import (
     lock_of,
     partial_path,
     sweep,
+    sweep_left,
 )
 from treeshard.checkpoint._table import WHERE, LeafTable, Packed, pack, to_text
-from treeshard.errors import CheckpointError, listed, warn
+from treeshard.errors import CheckpointError, counted, listed, warn
 
 
 class Writing:
@@ -102,11 +121,14 @@ def begin(
         created = False
         try:
             with _interrupts_deferred():
-                with _stage(path, "begin", timeout):
+                with _stage(path, "begin", timeout) as marks:
                     if first:
-                        _create(path)
+                        marks.append(_create(path))
                 created = True
-                written = thread.submit(write_arrays, partial_path(path), copies(packed.arrays))
+                copied = copies(packed.arrays)
+                # What is written has the checksums that are saved.
+                packed = packed._replace(arrays=with_copies(packed.arrays, copied))
+                written = thread.submit(_write, path, marks[0], copied, timeout)
                 # While the thread writes, this one reads the arrays for their checksums.
                 table = _table(packed, timeout, on_divergence) if fingerprints else packed.table
                 text = to_text(table)
@@ -170,60 +192,118 @@ def _locked(path: epath.Path) -> AbstractContextManager[Any]:
     return Lock(lock_of(path), str(path)) if is_local(path) else nullcontext()
 
 
-def _create(path: epath.Path) -> None:
+def _create(path: epath.Path) -> bytes:
+    """Creates the unfinished checkpoint; returns the mark that every process must see in it."""
     partial = partial_path(path)
-    sweep(path)
+    tell_removed(WHERE, path.parent, sweep(path) | sweep_left(path.parent))
     partial.mkdir()
     (partial / ARRAYS).mkdir()
+    return new_mark(partial / MARK)
+
+
+class _Written(NamedTuple):
+    """What a process has written: parts of arrays, and its files and their bytes.
+
+    `files` and `size` are 0 for process 0 and in object stores, where nothing is flushed.
+    """
+
+    parts: int
+    files: int = 0
+    size: int = 0
+
+
+def _write(path: epath.Path, mark: bytes, copied: Mapping[str, Copy], timeout: float) -> int:
+    partial = partial_path(path)
+    if jax.process_index() != 0:
+        check_mark(partial / MARK, mark, timeout)
+    return write_arrays(partial, copied)
 
 
 def _finish(
-    path: epath.Path, written: Future[None], text: str, leaves: Sequence[str], held: ExitStack
+    path: epath.Path, written: Future[int], text: str, leaves: Sequence[str], held: ExitStack
 ) -> None:
     """Waits for the arrays, and gives the checkpoint its name, durably."""
     me, partial = jax.process_index(), partial_path(path)
     with held:
-        with _stage(path, "written", AS_LONG_AS_IT_TAKES):
-            written.result()
+        with _stage(path, "written", AS_LONG_AS_IT_TAKES) as reports:
+            own = _Written(written.result())
             if me == 0:
                 (partial / TABLE).mkdir()
                 (partial / TABLE / TABLE_FILE).write_text(text)
                 (partial / ARRAYS / SEAL).write_text(str(crc32(text.encode())))
             elif is_local(path):
                 # On a network file system, `fsync` covers what its own machine wrote.
-                flush_tree(written_by(partial, me))
+                sizes = flush_tree(written_by(partial, me))
+                own = _Written(own.parts, len(sizes), sum(sizes.values()))
+            reports.append(json.dumps(own).encode())
         with _stage(path, "committed", AS_LONG_AS_IT_TAKES):
             if me == 0:
-                merge(partial, leaves)
-                _commit(path, partial)
+                every = [_Written(*json.loads(report)) for report in reports]
+                merge(partial, [i for i, x in enumerate(every) if x.parts], leaves)
+                _commit(path, partial, text, every)
 
 
-def _commit(path: epath.Path, partial: epath.Path) -> None:
-    """Makes a written checkpoint visible under its name."""
+def _commit(path: epath.Path, partial: epath.Path, text: str, every: Sequence[_Written]) -> None:
+    """Makes a written checkpoint visible under its name, if it can be read back."""
+    (partial / MARK).unlink()
     if not is_local(path):
+        _check_table(partial, text)
         (path / COMMITTED).write_text("")
         return
     # The rename may reach the disk before the files do, unless these are flushed first; and it is
     # on the disk only once the directory that has the name is.
-    flush_tree(partial)
+    sizes = flush_tree(partial)
+    _check_table(partial, text)
+    _check_sizes(partial, sizes, every)
     partial.rename(path)
     flush(path.parent)
 
 
+def _check_table(partial: epath.Path, text: str) -> None:
+    if (partial / TABLE / TABLE_FILE).read_text() != text:
+        raise CheckpointError("the table of leaves that was written reads otherwise.")
+
+
+def _check_sizes(partial: epath.Path, sizes: Mapping[Path, int], every: Sequence[_Written]) -> None:
+    """Compares the files that other processes have written with those that process 0 sees."""
+    arrays = Path(partial / ARRAYS)
+    seen: dict[Path, list[int]] = defaultdict(list)  # the sizes of the files in each folder
+    for file, size in sizes.items():
+        if arrays in file.parents:
+            seen[arrays / file.relative_to(arrays).parts[0]].append(size)
+    for process, there in enumerate(every[1:], 1):
+        folder = Path(written_by(partial, process))
+        here = seen[folder]
+        if (len(here), sum(here)) != (there.files, there.size):
+            raise CheckpointError(
+                f"process {process} has written {counted(there.files, 'file')} of {there.size:,}"
+                f" bytes, and process 0 sees {counted(len(here), 'file')} of {sum(here):,} bytes"
+                f" in {folder}. Save to a directory that all processes share."
+            )
+
+
 @contextmanager
-def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[None]:
-    """A part of a save on all processes: if it raises on one, even for a Ctrl-C, all raise."""
+def _stage(path: epath.Path, name: str, timeout: float) -> Iterator[list[bytes]]:
+    """A part of a save on all processes: if it raises on one, even for a Ctrl-C, all raise.
+
+    Yields a list, to which the block may append a message to the others; after the block, it has
+    the message of each process, as that of `together`.
+    """
+    messages: list[bytes] = []
     raised: BaseException | None = None
     try:
-        yield
+        yield messages
     except BaseException as error:
         raised = error
-    message = "" if raised is None else f"{type(raised).__name__}: {raised}"
+    outcome = b"+" + b"".join(messages)
+    if raised is not None:
+        outcome = f"-{type(raised).__name__}: {raised}".encode()
     lane = f"save {path}"
-    messages = exchange(f"{lane}: {name}", message.encode(), timeout=timeout, lane=lane)
+    outcomes = exchange(f"{lane}: {name}", outcome, timeout=timeout, lane=lane)
     if raised is not None and not isinstance(raised, Exception):
         raise raised  # a Ctrl-C stays one
-    failures = {i: text.decode() for i, text in enumerate(messages) if text}
+    messages[:] = [text[1:] for text in outcomes]
+    failures = {i: text[1:].decode() for i, text in enumerate(outcomes) if text[:1] == b"-"}
     if not failures:
         return
     if jax.process_count() > 1:

@@ -52,7 +52,8 @@ def save_safetensors(
     No array is gathered: every process writes the shards that it holds (the first copy of each)
     to their positions in the file, and needs a few megabytes of memory for that. Saves are
     atomic: the file gets its name when it is complete and on disk, and after an error on any
-    process the earlier file is unchanged.
+    process the earlier file is unchanged. Several files are read from when their index is renamed.
+    If they replace files of the same names, hard links keep these until then.
 
     An array at two paths is written for each. Hugging Face's libraries write tied weights once, and
     tie them again when they load: for these, save a tree without the other path.
@@ -78,12 +79,17 @@ def save_safetensors(
             than a byte), or a leaf has no values (tracers, `ShapeDtypeStruct`s).
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If two leaves would have the same name, or the format does not allow a
-            name; if the files cannot be written; if another run is writing them.
+            name; if the files cannot be written; if another run is writing them; if the processes
+            do not share the directory.
         FormatError: If `max_file_size` is not an amount of bytes, or the header exceeds
             64 MiB.
         ProcessError: If the processes pass different trees, or one of them failed or did not
             arrive.
         ImportError: If `progress` is set and `tqdm` is not installed.
+
+    Warns:
+        ShardingWarning: If killed saves had left unfinished files in this directory, which are
+            removed.
 
     Examples:
         >>> mlp = {"w": shard(np.ones((8, 4), np.float32), P("fsdp"), make_mesh("fsdp=8"))}

@@ -13,10 +13,11 @@ compared with the headers of the files, and it cannot name files elsewhere on th
 """
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import BinaryIO, NamedTuple
 
 import jax
 
-from treeshard._disk.files import new_files
+from treeshard._disk.files import flush, new_files
 from treeshard._disk.untrusted import open_file, parse, read_file
 from treeshard.errors import CheckpointError, FormatError, listed
 from treeshard.interchange._byte_ranges import Piece, write, write_bytes
@@ -98,14 +99,15 @@ def write_files(
     where: str,
     timeout: float,
 ) -> None:
-    """Writes the files of one save at `path`; all of them get their names at the end, or none.
+    """Writes the files of one save at `path`; all of them are read from the end on, or none.
 
     `values` are names of tensors, each with the pieces that this process writes.
     """
     paths = [file.path for file in files]
-    earlier = partial(_may_have_written, path)
     try:
-        with new_files(path, paths, earlier, where, timeout) as opened:
+        with new_files(
+            path, paths, _may_have_written, partial(_keep_earlier, paths), where, timeout
+        ) as opened:
             pairs = [*zip(files, opened, strict=True)]
             positions = {x.name: (to, x) for file, to in pairs for x in file.tensors}
             for name, pieces in values:
@@ -116,15 +118,66 @@ def write_files(
                     write_bytes(to, 0, file.head)
     except OSError as error:
         raise CheckpointError(
-            f"{where}: {path} cannot be written: {error}. Existing files are unchanged."
+            f"{where}: {path} cannot be written: {error}. What was saved before is unchanged."
         ) from error
+
+
+_EARLIER = ".earlier-"
 
 
 def _may_have_written(path: Path, name: str) -> bool:
     """Whether a save at `path` may have written a file of this name."""
     # Another count of files has other names: these are of an earlier save, with other tensors.
     numbered = rf"{re.escape(path.stem)}-\d{{5}}-of-\d{{5}}{re.escape(path.suffix)}"
+    name = name.removeprefix(_EARLIER)
     return name in (path.name, _index_of(path).name) or bool(re.fullmatch(numbered, name))
+
+
+def _keep_earlier(paths: Sequence[Path]) -> None:
+    """Keeps the files of an earlier save that others will replace, as `.earlier-model-00001-...`.
+
+    Several files cannot be replaced at once, but their index can: until then, the earlier one names
+    the earlier files, whatever happens.
+    """
+    *replaced, index = paths
+    try:
+        raw = parse(read_file(index))
+        holders = raw["weight_map"]
+        names = {path.name for path in replaced} & {*holders.values()}
+    except FileNotFoundError:
+        return
+    except (FormatError, TypeError, KeyError, AttributeError):  # nobody can read it
+        index.unlink()
+        return
+    if not names:
+        return
+    for name in names:
+        kept = index.with_name(_EARLIER + name)
+        kept.unlink(missing_ok=True)  # of a save that was killed, and not in the index
+        with suppress(FileNotFoundError):  # the earlier save has lost it
+            _link(index.with_name(name), kept)
+    moved = {x: _EARLIER + name if name in names else name for x, name in holders.items()}
+    hidden = index.with_name(f".{_EARLIER}{index.name}.part")
+    try:
+        hidden.write_text(json.dumps({**raw, "weight_map": moved}, indent=2))
+        flush(hidden)
+        flush(index.parent)
+        hidden.replace(index)
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def _link(path: Path, to: Path) -> None:
+    try:
+        to.hardlink_to(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"{path} would be replaced, and hard links cannot be made here, which would keep the"
+            f" earlier files until all are replaced ({error.strerror}). Remove it first, or save to"
+            " another path"
+        ) from None
 
 
 def _index_of(path: Path) -> Path:
@@ -153,12 +206,35 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
         if not path.name.endswith(".json"):
             yield _open_one(path, open_files, shapes_only)
             return
-        index = _read_index(path)
-        names = dict.fromkeys(index.values())
-        by_file = {name: _open_one(path.with_name(name), open_files, shapes_only) for name in names}
-        _check_index(path, index, by_file)
-        tensors = chain.from_iterable(x.items() for x in by_file.values())
-        yield {name: stored for name, stored in tensors if name in index}
+        yield _open_several(path, open_files, shapes_only)
+
+
+def _open_several(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:
+    """Opens an index and its files, which are of one save: until the index stays the same."""
+    while True:
+        before = os.stat(path)
+        with ExitStack() as opened:
+            try:
+                index = _read_index(path)
+                names = dict.fromkeys(index.values())
+                by_file = {
+                    name: _open_one(path.with_name(name), opened, shapes_only) for name in names
+                }
+                _check_index(path, index, by_file)
+            except (CheckpointError, FormatError, OSError):
+                if _is_same(before, os.stat(path)):
+                    raise
+                continue
+            if _is_same(before, os.stat(path)):
+                open_files.enter_context(opened.pop_all())
+                tensors = chain.from_iterable(x.items() for x in by_file.values())
+                return {name: stored for name, stored in tensors if name in index}
+
+
+def _is_same(file: os.stat_result, other: os.stat_result) -> bool:
+    """Whether a file is still the same, and not another one of this name."""
+    facts = (file.st_dev, file.st_ino, file.st_mtime_ns, file.st_size)
+    return facts == (other.st_dev, other.st_ino, other.st_mtime_ns, other.st_size)
 
 
 def _open_one(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:

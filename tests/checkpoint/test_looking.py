@@ -1,0 +1,181 @@
+"""What could not be looked at is an error, and never an older step or none."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import treeshard as ts
+from treeshard.checkpoint import Checkpoints, save
+
+TREE = {"w": np.ones((8, 4), np.float32), "step": 0}
+
+
+@pytest.fixture
+def run() -> Iterator[Path]:
+    """A run with two steps, in a directory that another user may enter."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    for step in (1, 2):
+        save(folder / "run" / str(step), {**TREE, "step": step})
+    yield folder / "run"
+    os.seteuid(os.getuid())
+    (folder / "run").chmod(0o755)
+    shutil.rmtree(folder)
+
+
+Breaking = Callable[[Path, pytest.MonkeyPatch], None]
+
+
+def forbidden(name: str) -> Breaking:
+    def forbid(run: Path, patch: pytest.MonkeyPatch) -> None:
+        (run / name).chmod(0)
+        if os.getuid() == 0:  # root may read everything
+            os.seteuid(65534)
+
+    return forbid
+
+
+def linked_to_itself(run: Path, patch: pytest.MonkeyPatch) -> None:
+    (run / "3").symlink_to(run / "3")
+
+
+def failing(call: str, number: int, name: str) -> Breaking:
+    """A system call that fails for each path that contains `name`, as a disk or its server does."""
+
+    def fail(run: Path, patch: pytest.MonkeyPatch) -> None:
+        real = getattr(os, call)
+
+        def once(path: Any, *args: Any, **options: Any) -> Any:
+            if str(path).startswith(f"{run}/{name}".rstrip("/")):
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *args, **options)
+
+        patch.setattr(os, call, once)
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("breaking", "message"),
+    [
+        (forbidden("2"), "/run/2/leaves/table.json cannot be read: Permission denied."),
+        (forbidden(""), "/run cannot be listed: Permission denied."),
+        (linked_to_itself, "/run/3/leaves/table.json cannot be read: Too many levels of symbolic"),
+        (failing("stat", errno.EIO, "2"), "/run/2/leaves/table.json cannot be read: Input/output"),
+        (failing("stat", errno.ESTALE, "2"), "/run/2/leaves/table.json cannot be read: Stale file"),
+        (failing("stat", errno.EIO, ""), "/leaves/table.json cannot be read: Input/output error."),
+        (failing("listdir", errno.EIO, ""), "/run cannot be listed: Input/output error."),
+        (failing("listdir", errno.ESTALE, ""), "/run cannot be listed: Stale file handle."),
+    ],
+    ids=["step", "run", "loop", "EIO", "ESTALE", "EIO of all", "EIO listing", "ESTALE listing"],
+)  # fmt: skip
+def test_a_step_that_cannot_be_looked_at_is_an_error(
+    run: Path, breaking: Breaking, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Checkpoints(run, read_only=True)
+    assert reader.steps() == (1, 2)
+    breaking(run, monkeypatch)
+    for look in (reader.steps, lambda: reader.latest, lambda: reader.restore_latest(TREE)):
+        with pytest.raises(ts.CheckpointError) as told:
+            look()
+        assert message in str(told.value)
+        assert not isinstance(told.value, ts.DamagedError)
+
+
+def test_a_seal_that_cannot_be_read_is_no_damage(run: Path) -> None:
+    forbidden("2/state")(run, pytest.MonkeyPatch())
+    with pytest.raises(ts.CheckpointError, match="2: its seal cannot be read: .*denied") as told:
+        Checkpoints(run, read_only=True).restore_latest(TREE)
+    assert not isinstance(told.value, ts.DamagedError)
+
+
+@pytest.mark.parametrize("what", ["no directory", "no steps", "a dangling link", "a file"])
+def test_what_is_absent_is_none(what: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    if what != "no directory":
+        run.mkdir()
+    if what == "a dangling link":
+        (run / "3").symlink_to(run / "nowhere")
+    if what == "a file":
+        (run / "3").write_text("mine")
+    reader = Checkpoints(run, read_only=True)
+    assert reader.restore_latest(TREE) is None
+    assert reader.steps() == ()
+
+
+def test_a_file_in_the_place_of_a_run_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(ts.CheckpointError, match="run cannot be listed: Not a directory."):
+        Checkpoints(tmp_path / "run", read_only=True).restore_latest(TREE)
+
+
+# ------------------------------------------------------------------ beside a writer
+
+
+def replaced(writer: Checkpoints, step: int) -> None:
+    """Saves a step; with `keep=1`, it takes the place of the one before."""
+    writer.save(step, {**TREE, "step": step})
+    writer.wait()
+
+
+def test_a_step_that_goes_after_it_was_listed_is_listed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, real, steps = Checkpoints(tmp_path, read_only=True), os.listdir, [2, 3]
+    with Checkpoints(tmp_path, keep=1) as writer:
+        replaced(writer, 1)
+
+        def then_replaced(path: Any) -> list[str]:
+            names = real(path)
+            if steps and path == str(tmp_path):
+                monkeypatch.setattr(os, "listdir", real)
+                replaced(writer, steps.pop(0))
+                monkeypatch.setattr(os, "listdir", then_replaced)
+            return names
+
+        monkeypatch.setattr(os, "listdir", then_replaced)
+        found = reader.restore_latest(TREE)
+        assert found is not None
+        assert found[0] == 3
+
+
+def test_a_listing_that_misses_both_steps_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may read the name of the new step too early, and that of the old one too late."""
+    real = os.listdir
+    save(tmp_path / "2", TREE)
+    first = [".treeshard-lock", "1.orbax-checkpoint-tmp-removed"]
+    monkeypatch.setattr(os, "listdir", lambda path: first.copy() if first else real(path))
+    reader = Checkpoints(tmp_path, read_only=True)
+
+    def once(path: Any) -> list[str]:
+        names = first.copy() or real(path)
+        first.clear()
+        return names
+
+    monkeypatch.setattr(os, "listdir", once)
+    assert reader.latest == 2
+
+
+def test_a_reader_whose_step_goes_without_a_later_one_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "1", TREE)
+    reader = Checkpoints(tmp_path, read_only=True)
+    real = ts.checkpoint._checkpoints.restore
+
+    def gone(path: Any, *args: Any, **options: Any) -> Any:
+        shutil.rmtree(tmp_path / "1")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(ts.checkpoint._checkpoints, "restore", gone)
+    with pytest.raises(ts.CheckpointError, match=f"There is no checkpoint at {tmp_path}/1"):
+        reader.restore_latest(TREE)

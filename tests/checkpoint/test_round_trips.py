@@ -1,0 +1,147 @@
+"""A checkpoint that its writer made, its reader reads: shapes, dtypes, byte orders and meshes."""
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from treeshard.checkpoint import restore, save, verify
+from treeshard.interchange import load_safetensors, save_safetensors
+
+# The first dim may be anything, as that of an embedding; the others are small.
+FIRST = st.sampled_from([0, 1, 2, 3, 7, 8, 13, 64, 8191, 2**16, 100_003])
+OTHERS = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8]), max_size=3)
+HUGE = st.tuples(st.sampled_from([2**31, 2**40]), st.just(0), st.integers(0, 3))
+SHAPES = st.one_of(
+    st.just(()), st.builds(lambda first, others: (first, *others), FIRST, OTHERS), HUGE
+)
+OF_NUMPY = ["bool", "int8", "uint16", "int32", "int64", "float16", "float32", "float64"]
+OF_NUMPY += ["complex64", "complex128", "uint64"]
+OTHER = ["bfloat16", "int4", "uint2", "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn"]
+DTYPES = st.one_of(
+    st.builds(lambda order, name: np.dtype(name).newbyteorder(order), st.sampled_from("<>"),
+              st.sampled_from(OF_NUMPY)),
+    st.sampled_from([np.dtype(getattr(ml_dtypes, name)) for name in OTHER]),
+)  # fmt: skip
+MESHES = {"fsdp=8": {"fsdp": 8}, "data=2,fsdp=4": {"data": 2, "fsdp": 4}}
+
+
+class Drawn(NamedTuple):
+    """A leaf: a numpy array, a view of one, or an array on a mesh, which `mesh` and `spec` name."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    seed: int
+    kind: str
+    mesh: str = ""
+    spec: tuple[str | None, ...] = ()
+
+    def values(self) -> np.ndarray:
+        most = 2 if self.dtype.kind in "Vb" else 100  # the small dtypes of ml_dtypes hold 0 and 1
+        numbers = np.random.default_rng(self.seed).integers(0, most, self.shape)
+        return numbers.astype(self.dtype)
+
+    def leaf(self) -> Any:
+        values = self.values()
+        if self.kind == "transposed":
+            return values.T.copy(order="C").T
+        if self.kind == "reversed":
+            return values[..., ::-1].copy()[..., ::-1]
+        if self.kind == "numpy":
+            return values
+        return jax.device_put(values, NamedSharding(ts.make_mesh(self.mesh), P(*self.spec)))
+
+
+@st.composite
+def leaves(draw: Any) -> Drawn:
+    shape, dtype, seed = draw(SHAPES), draw(DTYPES), draw(st.integers(0, 9))
+    kind = draw(st.sampled_from(["mesh", "numpy", "transposed", "reversed"]))
+    fits_devices = dtype.isnative and jax.dtypes.canonicalize_dtype(dtype) == dtype
+    if kind != "mesh" or not fits_devices:
+        return Drawn(shape, dtype, seed, kind if shape and kind != "mesh" else "numpy")
+    mesh = draw(st.sampled_from([*MESHES]))
+    left = dict(MESHES[mesh])
+    spec: list[str | None] = []
+    for length in shape:  # JAX shards evenly only
+        fitting = [axis for axis, size in left.items() if length % size == 0]
+        spec.append(draw(st.sampled_from([None, *fitting])))
+        left.pop(spec[-1] or "", None)
+    return Drawn(shape, dtype, seed, "mesh", mesh, tuple(spec))
+
+
+def assert_is(found: Any, values: np.ndarray, like: Any) -> None:
+    assert (found.shape, found.dtype) == (like.shape, like.dtype)
+    assert isinstance(found, np.ndarray) == isinstance(like, np.ndarray)
+    same_order = np.asarray(found).astype(values.dtype)
+    assert same_order.tobytes() == values.tobytes()
+
+
+BIG_ENDIAN = [
+    Drawn((2, 3), np.dtype(">f4"), 0, "numpy"),
+    Drawn((0, 3), np.dtype(">i8"), 0, "numpy"),
+]
+
+
+@given(drawn=st.lists(leaves(), min_size=1, max_size=4))
+@example(drawn=BIG_ENDIAN)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_tree_comes_back_into_itself(drawn: list[Drawn]) -> None:
+    tree = {f"{i}": x.leaf() for i, x in enumerate(drawn)}
+    with tempfile.TemporaryDirectory() as directory:
+        save(f"{directory}/x", tree)
+        verify(f"{directory}/x")
+        again, flat = restore(f"{directory}/x", tree), restore(f"{directory}/x")
+    for i, x in enumerate(drawn):
+        values = x.values()
+        assert_is(again[f"{i}"], values, tree[f"{i}"])
+        assert_is(flat[f"{i}"], values, values.astype(x.dtype.newbyteorder("=")))
+
+
+def test_safetensors_have_no_byte_order(tmp_path: Path) -> None:
+    tree = {"w": np.arange(6, dtype=">f4").reshape(2, 3)}
+    save_safetensors(tmp_path / "w.safetensors", tree)
+    again = load_safetensors(tmp_path / "w.safetensors", tree)["w"]
+    assert_is(again, tree["w"], tree["w"])
+    assert load_safetensors(tmp_path / "w.safetensors")["w"].dtype == np.dtype("<f4")
+
+
+# ------------------------------------------------------------------ leaves that change meanwhile
+
+
+@contextmanager
+def changing(x: np.ndarray) -> Iterator[None]:
+    """Another thread adds to an array all the time, as the workers of a data loader do."""
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            x[...] += 1
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_numpy_leaf_that_changes_during_a_save_is_restored(tmp_path: Path) -> None:
+    tree = {"w": np.zeros((1024, 512), np.int32), "small": np.zeros(8, np.int32)}
+    with changing(tree["w"]), changing(tree["small"]):
+        for i in range(3):
+            save(tmp_path / f"{i}", tree)
+    for i in range(3):
+        verify(tmp_path / f"{i}")
+        assert restore(tmp_path / f"{i}", tree)["w"].shape == (1024, 512)
