@@ -75,7 +75,7 @@ def parse_pattern(text: str, option: str) -> re.Pattern[str]:
     """Compiles the regular expression that an option has."""
     try:
         return re.compile(text)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise FormatError(f"{option} {text!r}: the pattern does not compile: {error}.") from None
 
 

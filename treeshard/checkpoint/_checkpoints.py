@@ -7,6 +7,7 @@ from readers, so that none ever sees half of one; then a thread removes the file
 
 import json
 import operator
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -17,10 +18,11 @@ from etils import epath
 
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import TIMEOUT, together, with_bar
-from treeshard._disk.files import Lock, PathLike, make_directory
+from treeshard._disk.files import Lock, PathLike, make_directory, remove_tree
 from treeshard.checkpoint._paths import (
     checkpoint_path,
     is_local,
+    latest_in,
     lock_in,
     lock_of,
     set_aside,
@@ -99,7 +101,7 @@ class Checkpoints:
         self._begin = partial(begin, fingerprints=fingerprints, on_divergence=on_divergence)
         self._writing: tuple[int, Writing] | None = None
         self._removing = ThreadPoolExecutor(1, "treeshard-remove")
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         with ExitStack() as held:
             if not read_only:
                 with together("Checkpoints", timeout=timeout):
@@ -217,25 +219,41 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The latest step with a complete checkpoint; `None` without any."""
-        return max(self.steps(), default=None)
+        """The latest step with a complete checkpoint; `None` without any.
+
+        A step that lacks files, as while `rsync` copies it, does not count, and a
+        `ShardingWarning` names it.
+        """
+        return latest_in(self._directory)
 
     def wait(self) -> None:
         """Waits for writes in progress to complete.
 
         Raises:
-            CheckpointError: If one could not be written. It is raised once.
+            CheckpointError: If one could not be written. It is raised once. If this process was
+                forked from one that is saving.
         """
         if self._writing is None:
             return
+        if self._process != os.getpid():  # a fork has no threads, so nothing here would end
+            raise CheckpointError(
+                f"{self._directory}: process {self._process} is saving step {self._writing[0]}, and"
+                f" this one, {os.getpid()}, was forked from it. Only process {self._process} can"
+                " wait for the save."
+            )
         (step, writing), self._writing = self._writing, None
         writing.wait(progress=self._progress)
         if self._keep is not None and jax.process_index() == 0:
             self._remove_all_but(self._keep, step)
 
     def close(self) -> None:
-        """Waits as `wait` does, and releases the directory for other writers."""
+        """Waits as `wait` does, and releases the directory for other writers.
+
+        In a process that was forked from the one that opened it, it does neither.
+        """
         self._closed = True
+        if self._process != os.getpid():  # the locks and the save are those of the other process
+            return
         try:
             self.wait()
         finally:
@@ -275,6 +293,6 @@ def _open(directory: epath.Path, held: ExitStack) -> None:
 
 def _remove(old: epath.Path) -> None:
     try:
-        old.rmtree()
+        remove_tree(old) if is_local(old) else old.rmtree()
     except OSError as error:
         warn(f"{old} cannot be removed: {error}.")

@@ -37,6 +37,7 @@ from treeshard.checkpoint._paths import (
     TABLE_FILE,
     check_vacant,
     is_local,
+    list_files,
     lock_of,
     partial_path,
     sweep,
@@ -203,6 +204,7 @@ def _commit(path: epath.Path, partial: epath.Path) -> None:
     if not is_local(path):
         (path / COMMITTED).write_text("")
         return
+    list_files(partial)
     # The rename may reach the disk before the files do, unless these are flushed first; and it is
     # on the disk only once the directory that has the name is.
     flush_tree(partial)
