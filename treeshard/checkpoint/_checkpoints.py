@@ -17,7 +17,7 @@ import jax
 from etils import epath
 
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import TIMEOUT, together, with_bar
+from treeshard._core.processes import TIMEOUT, agreeing, together, with_bar
 from treeshard._disk.files import Lock, PathLike, make_directory, remove_tree
 from treeshard.checkpoint._paths import (
     checkpoint_path,
@@ -63,7 +63,8 @@ class Checkpoints:
     Raises:
         CheckpointError: If another run is writing to the directory: it says which. If the directory
             cannot be written to.
-        ProcessError: If other processes fail, or do not arrive.
+        ProcessError: If the processes pass another directory, `keep` or `every`; if others fail, or
+            do not arrive.
         ValueError: If `keep` or `every` is not positive.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
@@ -104,7 +105,9 @@ class Checkpoints:
         self._closed, self._process = False, os.getpid()
         with ExitStack() as held:
             if not read_only:
-                with together("Checkpoints", timeout=timeout):
+                with agreeing("Checkpoints", timeout=timeout) as facts:
+                    facts["the directory"] = str(self._directory)
+                    facts["keep"], facts["every"] = str(keep), str(every)
                     if jax.process_index() == 0:
                         _open(self._directory, held)
             self._held = held.pop_all()
