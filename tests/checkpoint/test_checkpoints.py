@@ -1,9 +1,12 @@
 """The checkpoints of a training run."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +307,71 @@ def test_a_background_failure_is_raised_once(tmp_path: Path) -> None:
             checkpoints.close()
     checkpoints.close()
     assert files_in(tmp_path) == ["2"]
+
+
+def test_a_step_that_is_being_copied_is_not_the_latest(tmp_path: Path) -> None:
+    """As `rsync` copies it: file by file, each under another name until it is complete."""
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_at(step) | BIG)
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "run/1", copy / "1")
+    reader = Checkpoints(copy, read_only=True)
+    sources = sorted(path for path in (tmp_path / "run/2").rglob("*") if path.is_file())
+    targets = [copy / source.relative_to(tmp_path / "run") for source in sources]
+    for source, target in zip(sources, targets, strict=True):
+        with warnings.catch_warnings(action="ignore", category=ts.ShardingWarning):
+            assert reader.latest == 1
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target.with_name(f".{target.name}.Xa3b9k"))
+        target.with_name(f".{target.name}.Xa3b9k").rename(target)
+    assert reader.latest == 2
+    os.truncate(targets[-1], 0)
+    lost = rf"{copy}/2 lacks 1 file or part of them, such as .*: it is being copied, or dam"
+    with pytest.warns(ts.ShardingWarning, match=lost):
+        assert (reader.restore_latest() or (0, 0))[0] == 1
+
+
+def test_a_process_that_was_forked_during_a_save_does_not_wait_for_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    error, child, parent = done.stdout.splitlines()
+    assert error == (
+        f"CheckpointError: {tmp_path}/run: process {parent} is saving step 1, and this one,"
+        f" {child}, was forked from it. Only process {parent} can wait for the save."
+    )
+    assert files_in(tmp_path / "run") == ["1"]
+
+
+FORKED = """
+import os, sys
+import numpy as np
+from treeshard.checkpoint import Checkpoints, _save
+may_end, end = os.pipe()
+merge = _save.merge
+_save.merge = lambda *args: (os.read(may_end, 1), merge(*args))  # the save goes on until then
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(1, {"w": np.ones(8)})
+child = os.fork()
+if child == 0:
+    try:
+        with checkpoints:
+            checkpoints.wait()
+    except RuntimeError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    print(os.getpid(), flush=True)
+    os._exit(7)  # as the children of multiprocessing end
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7
+os.write(end, b".")
+checkpoints.close()
+print(os.getpid())
+"""
 
 
 INTERRUPTED = """

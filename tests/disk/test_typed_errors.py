@@ -13,10 +13,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard._core.text import parse_names, parse_spec
-from treeshard.checkpoint import Checkpoints, _array_store, inspect, restore, save, verify
+from treeshard._core.text import parse_names, parse_pattern, parse_spec
+from treeshard._disk import untrusted
+from treeshard._disk.files import remove_tree
+from treeshard.checkpoint import Checkpoints, _array_store, _save, inspect, restore, save, verify
 from treeshard.compat._strategies import parse_strategy
-from treeshard.interchange import load_safetensors, save_safetensors
+from treeshard.interchange import _format, load_safetensors, save_safetensors
 
 TREE = {"w": np.ones((8, 4), np.float32)}
 
@@ -165,3 +167,102 @@ def test_names_cannot_command_the_terminal(tmp_path: Path) -> None:
     with pytest.raises(ts.MismatchError) as told:
         restore(tmp_path / "x", {"w": np.ones(2, np.float32)})
     assert "\x1b" not in str(told.value)
+
+
+@pytest.mark.parametrize("brackets", ["(" * 5_000 + ")" * 5_000, "(a|" * 1_000 + "b)" * 1_000])
+def test_nested_brackets_in_a_rule_are_an_error_of_each_reader(brackets: str) -> None:
+    shapes = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+    plan = ts.plan(shapes, [("w", P("fsdp"))], "fsdp=4", min_size=0)
+    text = plan.to_json().replace('"pattern": "w"', f'"pattern": "{brackets}"')
+    with pytest.raises(ts.FormatError, match=r"rules\[0\] cannot be read: maximum recursion"):
+        ts.Plan.from_json(text)
+    with pytest.raises(ts.ShardingRuleError, match="does not compile"):
+        ts.plan(shapes, [(brackets, P("fsdp"))], "fsdp=4")
+    for strategy in (brackets, f"fsdp({brackets})"):
+        with pytest.raises(ts.ShardingRuleError, match="the strategy"):
+            parse_strategy(strategy)
+    with pytest.raises(ts.FormatError, match="the pattern does not compile"):
+        parse_pattern(brackets, "--only")
+
+
+# ------------------------------------------------------------------ what cannot be stored
+
+
+def test_object_stores_without_their_package_name_it() -> None:
+    for scheme, package in (("gs", "gcsfs"), ("s3", "s3fs")):
+        path = f"{scheme}://bucket/run"
+        calls = [lambda p=path: save(p, TREE), lambda p=path: restore(p)]
+        for call in [*calls, lambda p=path: inspect(p), lambda p=path: Checkpoints(p)]:
+            with pytest.raises(ts.CheckpointError) as told:
+                call()
+            assert str(told.value) == (
+                f"{path}: reading and writing {scheme}:// needs {package}. Install with"
+                f" `pip install {package}`, or pass a local path."
+            )
+
+
+def test_leaves_beyond_the_limits_of_the_array_store_are_told_before_arrays_are_copied(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(_save, "copies", None)  # which copies them
+    with pytest.raises(ts.LeafError, match=r"w: .* it has 33 dims, and the array store has at mo"):
+        save(tmp_path / "x", {"w": np.ones((1,) * 33, np.float32)})
+    with pytest.raises(ts.LeafError, match=r"its path has 70,000 bytes in the array store, which"):
+        save(tmp_path / "x", {"w" * 70_000: TREE["w"]})
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_tensors_than_a_header_may_have_are_refused_before_they_are_named(
+    tmp_path: Path, monkeypatch
+) -> None:
+    file = tmp_path / "m.safetensors"
+    monkeypatch.setattr(_format, "MOST_ITEMS", 20)
+    monkeypatch.setattr(untrusted, "MOST_ITEMS", 20)
+    tree = {f"{i}": TREE["w"] for i in range(3)}
+
+    def rename(path: str) -> str:
+        raise AssertionError(path)
+
+    with pytest.raises(ts.FormatError, match=r"^3 tensors in one file have a header of more val"):
+        save_safetensors(file, tree, rename=rename)
+    many = {f"{i}": TREE["w"] for i in range(20)}
+    with pytest.raises(ts.FormatError, match=r"The index would be JSON of about 23 values"):
+        save_safetensors(file, many, max_file_size=128)
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------ deep directories
+
+
+def nest(folder: Path, depth: int = 1_100) -> None:
+    """Creates directories in each other; the path of the last is too long for the system."""
+    folder.mkdir(parents=True)
+    inner = folder / "0"
+    inner.mkdir()
+    for i in range(1, depth):
+        outer = folder / f"{i}"
+        outer.mkdir()
+        inner = inner.rename(outer / "directory").parent
+
+
+def test_nested_directories_keep_no_run_from_opening_and_saving(tmp_path: Path) -> None:
+    temporary = ".orbax-checkpoint-tmp"
+    with Checkpoints(tmp_path / "run") as run:
+        run.save(1, TREE)
+    nest(tmp_path / "run/1/extra")
+    nest(tmp_path / f"run/2{temporary}/state")
+    verify(tmp_path / "run/1")
+    with Checkpoints(tmp_path / "run", keep=1) as run:
+        run.save(2, TREE)
+    assert os.listdir(tmp_path / "run") == ["2"]
+
+
+def test_what_a_link_refers_to_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    with pytest.raises(OSError, match="link is a link, and what it refers to is not removed"):
+        remove_tree(tmp_path / "link")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/link").symlink_to(tmp_path / "kept")
+    remove_tree(tmp_path / "run")
+    assert (tmp_path / "kept").is_dir()

@@ -80,6 +80,53 @@ def check_a_read_of_another_step_is_told(context: Context) -> None:
     assert_all_can_go_on(context)
 
 
+def check_a_read_that_is_skipped_between_batches_is_told(context: Context) -> None:
+    """The array is one of the user's own `jit`; `from_process_local` made a batch in each step."""
+    twice = jax.jit(lambda v: 2 * v)
+    batches = iter([global_of(context, step) for step in range(1)])
+    twice(next(batches)).block_until_ready()
+    for step in (2, 3):
+        x = twice(global_of(context, step))
+        if step == 2 and context.index == 1:
+            continue  # which skips the read
+        text = told(gathered(x))
+        break
+    assert " calls of from_process_local on process 1. A process skipped a call, or" in text, text
+    if context.index != 1:
+        global_of(context, 3)
+    assert_all_can_go_on(context)
+
+
+def check_a_read_that_is_skipped_before_another_line_is_told(context: Context) -> None:
+    x = jax.jit(lambda v: 2 * v)(global_of(context, 1))
+    errors = []
+
+    def two_reads(skips: bool) -> None:
+        if not skips:
+            ts.gather(x, timeout=20)
+        ts.gather(x, timeout=20)
+
+    for step in range(2):
+        try:
+            two_reads(step == 1 and context.index == 1)
+        except ts.ProcessError as error:
+            errors.append(str(error))
+    (text,) = errors
+    assert text.startswith("gather: the processes make this call at other lines, and nothing was")
+    assert "Before, all of them had made it at one line together, and then at the other." in text
+
+    def of_process_0() -> np.ndarray:
+        return ts.gather(x, timeout=20)
+
+    def of_others() -> np.ndarray:
+        return ts.gather(x, timeout=20)
+
+    for _ in range(3):  # lines that both are right
+        got = of_others() if context.index else of_process_0()
+        np.testing.assert_array_equal(got, full(2))
+    assert_all_can_go_on(context)
+
+
 def check_a_step_that_one_process_skips_is_told(context: Context) -> None:
     state = {"w": ts.shard(full(0), P("data"), mesh())}
     plan = ts.plan(state, [("w", P("data"))], mesh(), min_size=0)

@@ -8,14 +8,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from treeshard._cli.patterns import in_time
 from treeshard._cli.stored_trees import StoredTree, open_stored
 from treeshard._core.processes import TIMEOUT, with_bar
 from treeshard._core.text import human_bytes, parse_bytes, parse_dtype, parse_pattern
@@ -154,7 +154,8 @@ def _select(
     """The leaves to write, by the names of their tensors, and the leaves to leave out."""
     only = parse_pattern(options.only or "", "--only")
     path = tree.contents.path
-    leaves = [x for x in tree.contents.leaves if x.kind != "none" and only.search(x.path)]
+    with in_time(f"--only {options.only!r}"):
+        leaves = [x for x in tree.contents.leaves if x.kind != "none" and only.search(x.path)]
     arrays = [leaf for leaf in leaves if _has_code(leaf)]
     others = [leaf for leaf in leaves if not _has_code(leaf)]
     if others and not options.skip:
@@ -204,24 +205,25 @@ def _wants_bar() -> bool:
     return sys.stderr.isatty() and find_spec("tqdm") is not None
 
 
-def _renamed(arrays: Iterable[SavedLeaf], rules: Sequence[str]) -> dict[str, str]:
+def _renamed(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, str]:
     """The new names of arrays by their paths, from rules `REGEX=>NEW` applied in order."""
     pairs = [_split("--rename", rule, "=>", "'REGEX=>NEW', '/=>.'") for rule in rules]
     pairs = [(parse_pattern(old, "--rename"), new) for old, new in pairs]
-    rename = partial(_rename, pairs=pairs)
+    rename = {x.path: x.path for x in arrays}
+    for old, new in pairs:
+        with in_time(f"--rename {old.pattern!r}"):
+            rename = {path: _replaced(old, new, name) for path, name in rename.items()}
     flat = {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
     names = tensor_names(flat, rename, "export")
     # JAX flattens a dict by its sorted keys.
     return dict(zip(sorted(flat), names.values(), strict=True))
 
 
-def _rename(path: str, pairs: Iterable[tuple[re.Pattern[str], str]]) -> str:
-    for old, new in pairs:
-        try:
-            path = old.sub(new, path)
-        except (re.error, IndexError) as error:  # IndexError: `\g<name>` of no group
-            raise FormatError(f"--rename: {new!r} is not a replacement: {error}.") from None
-    return path
+def _replaced(old: re.Pattern[str], new: str, name: str) -> str:
+    try:
+        return old.sub(new, name)
+    except (re.error, IndexError) as error:  # IndexError: `\g<name>` of no group
+        raise FormatError(f"--rename: {new!r} is not a replacement: {error}.") from None
 
 
 def _split(option: str, text: str, mark: str, example: str) -> tuple[str, str]:

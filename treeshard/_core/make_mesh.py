@@ -23,6 +23,7 @@ from treeshard._core.mesh import (
     describe_sizes,
     parse_axes,
 )
+from treeshard._core.whereabouts import listen_to_others
 from treeshard.errors import MeshError, NoDevicesError, warn
 
 AxisTypeName = Literal["auto", "explicit"]
@@ -83,6 +84,7 @@ def make_mesh(
     check_axes(list(slow), sizes, "make_mesh")
     types = _axis_types(axis_types, sizes)
     devices = _devices(devices, topology)
+    listen_to_others()
     sizes, slow = _fill(sizes, slow, len(devices))
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if dcn_axes is None and slices > 1:

@@ -10,12 +10,16 @@ threads of one process call at once: then all processes raise, before any data m
 repair after that: processes that are not at the same point of their program are told so at the next
 meeting too, and a run starts again.
 
-What cannot be noticed here: a process that skips one of several calls that look the same, if its
-arrays come from `jax` functions. Arrays that treeshard made are known by the call that made them.
+At each meeting the processes also say how many steps and batches of treeshard they have made, and
+at which lines of the user's code they are. So a process that skips one of several calls that look
+the same is noticed if its arrays are treeshard's, which are known by the call that made them; if a
+step or a batch of treeshard's was made since; or if the calls are at different lines. What is not
+noticed: a call that is skipped in a loop around it, if all else in the loop is JAX's.
 """
 
 import hashlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,11 +30,16 @@ import jax
 from jax.core import Tracer
 
 from treeshard._core.jax_private import coordination_client
+from treeshard._core.text import in_groups
+from treeshard._core.whereabouts import Wait, answers_to, user_place, waiting
 from treeshard.errors import ProcessError, counted
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
-# For waits while others do work of unknown length. If one of them dies, JAX itself ends the rest.
+# A call with at least this timeout asks absent processes where they are, before it raises.
+ASKS_FROM = 10.0
+# For waits while others do work of unknown length. If one of them dies, JAX itself ends the rest;
+# if one hangs, all say where they are after the timeout of the call.
 AS_LONG_AS_IT_TAKES = 7 * 86400.0
 
 
@@ -86,6 +95,15 @@ def count_step(among: Sequence[int]) -> str:
     return f"step {sequence.steps}"
 
 
+def count_batch(among: Sequence[int]) -> None:
+    """Counts a batch that these processes made without a meeting.
+
+    Threads that make batches in advance are at another batch on each process.
+    """
+    if among and threading.current_thread() is threading.main_thread():
+        _sequence(among).batches += 1
+
+
 def last_meeting() -> str:
     """Names the last meeting of this thread."""
     return _last.meeting
@@ -114,11 +132,17 @@ _last = threading.local()
 
 
 class _Call(NamedTuple):
-    """What a process says at a meeting: it must be the same on all."""
+    """What a process says at a meeting: all but the place must be the same on all."""
 
     what: str
     thread: str
     steps: int
+    batches: int
+    place: str
+
+    @property
+    def compared(self) -> tuple[Any, ...]:
+        return self[:-1]
 
 
 class _Sequence:
@@ -132,18 +156,44 @@ class _Sequence:
         self._own_keys: list[str] = []  # to be deleted, once all have read them
         self._me = jax.process_index()
         self.lock = threading.RLock()
-        self.number, self.steps = 0, 0
+        self.number, self.steps, self.batches = 0, 0, 0
+        self._patience = TIMEOUT  # the timeout of the last call that had one
+        self._place = ""  # of the last call that the user's code made
+        self._have_one_version = False
+        self._common: set[str] = set()  # places of calls that all processes have made together
 
     def meet(self, what: str, mine: bytes, timeout: float, *, moves: bool) -> list[bytes]:
         client = _client()
         thread = "" if self._lane else threading.current_thread().name
+        if timeout < AS_LONG_AS_IT_TAKES:
+            self._patience = timeout
+        # A thread in the background goes on with a call that the user's code has made.
+        self._place = user_place(sys._getframe()) or self._place
         with self.lock:
-            call = _Call(what, thread, self.steps if moves else 0)
+            counts = (self.steps, self.batches) if moves else (0, 0)
+            call = _Call(what, thread, *counts, self._place)
             messages = self._attend(client, call, mine, timeout)
         calls = {i: call for i, (call, _) in messages.items()}
-        if len(set(calls.values())) > 1:
+        if _differ(calls):
             raise ProcessError(_different(what, calls))
+        if moves:
+            self._check_places(what, {i: call.place for i, call in calls.items()})
         return [messages[i][1] for i in self._participants]
+
+    def _check_places(self, what: str, places: dict[int, str]) -> None:
+        """Raises if the processes are at other lines, each of which all had made together before.
+
+        Other lines alone are no mistake: `if process_index() == 0:` has one in each branch.
+        """
+        if len(set(places.values())) == 1:
+            self._common |= set(places.values())
+        elif set(places.values()) <= self._common:
+            raise ProcessError(
+                f"{what}: the processes make this call at other lines, and nothing was done:"
+                f" {in_groups(places)}. Before, all of them had made it at one line together, and"
+                " then at the other. A process skipped a call, or made one more. All of them must"
+                " make the same calls in the same order."
+            )
 
     def _attend(
         self, client: Any, call: _Call, mine: bytes, timeout: float
@@ -154,16 +204,25 @@ class _Sequence:
         self.number += 1
         client.key_value_set_bytes(key, json.dumps(call).encode() + b"\n" + mine)
         self._own_keys.append(key)
-        began = time.monotonic()
+        wait = Wait(
+            call.what,
+            call.place,
+            meeting,
+            self._participants,
+            min(timeout, self._patience),
+            lambda: set(self._messages(client, meeting)),
+        )
         try:
-            # The service decides once how a barrier ends. A process that comes to one that has
-            # failed gets the same error at once, so all processes count the same meetings.
-            client.wait_at_barrier(meeting, max(1, round(1000 * timeout)), self._participants)
+            with waiting(wait):
+                # The service decides once how a barrier ends. A process that comes to one that has
+                # failed gets the same error at once, so all processes count the same meetings.
+                self._check_versions(client, wait, timeout)
+                left = timeout - (time.monotonic() - wait.began)
+                client.wait_at_barrier(meeting, max(1, round(1000 * left)), self._participants)
             messages = self._messages(client, meeting)
         except jax.errors.JaxRuntimeError as error:
-            waited = time.monotonic() - began
             calls = {i: made for i, (made, _) in self._messages(client, meeting).items()}
-            raise ProcessError(self._failure(call.what, calls, error, waited, timeout)) from None
+            raise ProcessError(self._failure(wait, calls, error, timeout)) from None
         _last.meeting = f"meeting {self.number - 1}{self._lane and f' ({self._lane})'}"
         # The service keeps values until they are deleted. All have come to this meeting, so they
         # have read the messages of those before.
@@ -171,6 +230,33 @@ class _Sequence:
             client.key_value_delete(old)
         self._own_keys = [key]
         return messages
+
+    def _check_versions(self, client: Any, wait: Wait, timeout: float) -> None:
+        """Raises, at the first meeting, if the processes have other versions of treeshard.
+
+        Meetings of other versions may have other names, so that the processes would wait for each
+        other. How versions are told here must therefore never change.
+        """
+        if self._have_one_version:
+            return
+        # `treeshard-version/3` is `0.4.0`
+        own = sys.modules["treeshard"].__version__
+        client.key_value_set(f"treeshard-version/{self._me}", own, allow_overwrite=True)
+        pause, longest = 0.005, max(0.2, len(self._participants) / 500)
+        while time.monotonic() < wait.began + timeout:
+            pairs = client.key_value_dir_get("treeshard-version/")
+            versions = {int(key.rpartition("/")[2]): version for key, version in pairs}
+            told = {i: versions[i] for i in self._participants if i in versions}
+            if len(set(told.values())) > 1:
+                raise ProcessError(
+                    f"{wait.what}: the processes have different versions of treeshard:"
+                    f" {in_groups(told)}. Nothing was done. Install one version on all of them."
+                )
+            if len(told) == len(self._participants):
+                self._have_one_version = True
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
     def _messages(self, client: Any, meeting: str) -> dict[int, tuple[_Call, bytes]]:
         messages = {}
@@ -180,14 +266,20 @@ class _Sequence:
         return messages
 
     def _failure(
-        self, what: str, calls: Mapping[int, _Call], error: Exception, waited: float, timeout: float
+        self, wait: Wait, calls: Mapping[int, _Call], error: Exception, timeout: float
     ) -> str:
-        if len(set(calls.values())) > 1:
-            return _different(what, calls)
+        waited = time.monotonic() - wait.began
+        if _differ(calls):
+            return _different(wait.what, calls)
         absent = [i for i in self._participants if i not in calls]
         # The status of a barrier whose time is over; any other is of a process or service lost.
         lost = "DEADLINE_EXCEEDED" not in str(error)
-        return _absent(what, absent, waited if lost else timeout, error, lost=lost)
+        if lost:
+            return _absent(wait.what, absent, waited, error, lost=True)
+        wait.tell()
+        where = answers_to(wait.meeting, absent, 3) if timeout >= ASKS_FROM else {}
+        found = [f" Process {i} is {text}." for i, text in where.items() if i in absent]
+        return _absent(wait.what, absent, timeout, error, lost=False) + "".join(found[:4])
 
 
 _sequences: dict[Any, _Sequence] = {}
@@ -232,40 +324,44 @@ def _absent(what: str, absent: Sequence[int], after: float, error: Exception, *,
     )
 
 
+def _differ(calls: Mapping[int, _Call]) -> bool:
+    return len({call.compared for call in calls.values()}) > 1
+
+
+def _lines(calls: Mapping[int, _Call]) -> str:
+    """Says at which line each process makes its call, if they are at different ones."""
+    lines = {i: call.place.partition(" < ")[0] for i, call in calls.items()}
+    if len(set(lines.values())) == 1 or "" in lines.values():
+        return ""
+    return f" Their lines: {in_groups(lines)}."
+
+
+_THREADS = (
+    "Calls from several threads may come in another order on each process: make them from one"
+    " thread."
+)
+
+
 def _different(what: str, calls: Mapping[int, _Call]) -> str:
-    whats, threads, steps = (set(column) for column in zip(*calls.values(), strict=True))
-    rows = {
-        i: made
-        + (f" in the thread {thread!r}" if len(threads) > 1 else "")
-        + (f" after {counted(count, 'step')}" if len(whats) == 1 and len(steps) > 1 else "")
-        for i, (made, thread, count) in calls.items()
-    }
+    columns = zip(*calls.values(), strict=True)
+    several = [len(set(column)) > 1 for column in columns]
+    whats, threads, steps, batches, _ = several
+    rows: dict[int, str] = {}
+    for i, call in calls.items():
+        rows[i] = call.what
+        if threads:
+            rows[i] += f" in the thread {call.thread!r}"
+        if steps and not whats:
+            rows[i] += f" after {counted(call.steps, 'step')}"
+        elif batches and not whats:
+            rows[i] += f" after {call.batches:,} calls of from_process_local"
     why = "A process skipped a call, or made one more."
-    if len(threads) > 1:
-        why = (
-            "Calls from several threads may come in another order on each process: make them from"
-            " one thread."
-        )
-    elif len(whats) == 1:
+    if threads:
+        why = _THREADS
+    elif steps and not whats:
         why = "A process skipped a step, or made one more."
     return (
         f"{what}: the processes do not make the same call, and nothing was done: {in_groups(rows)}."
         f" {why} All of them must make the same calls in the same order."
+        f"{_lines(calls)}"
     )
-
-
-def in_groups(row: dict[int, str]) -> str:
-    """`P('fsdp',) on processes 0, 1; P() on process 2`"""
-    by_fact: dict[str, list[int]] = {}
-    for i, fact in row.items():
-        by_fact.setdefault(fact, []).append(i)
-    return "; ".join(f"{fact} on {_named(on)}" for fact, on in by_fact.items())
-
-
-def _named(processes: Sequence[int]) -> str:
-    if len(processes) == 1:
-        return f"process {processes[0]}"
-    first, last = processes[0], processes[-1]
-    if len(processes) > 2 and last - first + 1 == len(processes):
-        return f"processes {first} to {last}"
-    return "processes " + ", ".join(map(str, processes))

@@ -24,10 +24,11 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from treeshard._core.arrays import array_text, is_array, numbers
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
-from treeshard._core.meetings import TIMEOUT, exchange, in_groups, indices, origin
+from treeshard._core.meetings import TIMEOUT, exchange, indices, origin
 from treeshard._core.mesh import AnyMesh, describe_mesh
 from treeshard._core.specs import entries, with_entries
-from treeshard._core.text import consecutive
+from treeshard._core.text import consecutive, in_groups
+from treeshard._core.whereabouts import listen_to_others
 from treeshard.errors import ProcessError, listed
 
 # ------------------------------------------------------------------ failing together, agreeing
@@ -151,6 +152,7 @@ def participating_processes(
     """
     if jax.process_count() == 1:
         return []
+    listen_to_others()
     me = jax.process_index()
     shardings = {x.sharding for x in leaves if is_spread(x)}
     devices = {device for sharding in shardings for device in sharding.device_set}

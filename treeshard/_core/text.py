@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from string import ascii_letters
 from typing import Any, TypeVar
@@ -75,7 +75,7 @@ def parse_pattern(text: str, option: str) -> re.Pattern[str]:
     """Compiles the regular expression that an option has."""
     try:
         return re.compile(text)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise FormatError(f"{option} {text!r}: the pattern does not compile: {error}.") from None
 
 
@@ -198,6 +198,32 @@ def html_table(rows: Sequence[Sequence[str]], right: int = 3) -> str:
 
     body = "".join(line("td", row) for row in rows[1:])
     return f"<table><thead>{line('th', rows[0])}</thead><tbody>{body}</tbody></table>"
+
+
+# ------------------------------------------------------------------ processes
+
+
+def in_groups(row: Mapping[int, str]) -> str:
+    """Facts by process: `P('fsdp',) on processes 0, 1; P() on process 2`."""
+    return "; ".join(f"{fact} on {processes}" for processes, fact in grouped(row))
+
+
+def grouped(row: Mapping[int, str]) -> list[tuple[str, str]]:
+    """The processes that have each fact, named, and the fact."""
+    by_fact: dict[str, list[int]] = {}
+    for i, fact in row.items():
+        by_fact.setdefault(fact, []).append(i)
+    return [(named_processes(on), fact) for fact, on in by_fact.items()]
+
+
+def named_processes(processes: Sequence[int]) -> str:
+    """`process 3`, `processes 0, 2` or `processes 0 to 7`."""
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    first, last = processes[0], processes[-1]
+    if len(processes) > 2 and last - first + 1 == len(processes):
+        return f"processes {first} to {last}"
+    return "processes " + ", ".join(map(str, processes))
 
 
 # ------------------------------------------------------------------ folding

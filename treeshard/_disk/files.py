@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,29 @@ def make_directory(path: os.PathLike[str]) -> None:
             flush(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be created: {error.strerror}.") from None
+
+
+def remove_tree(directory: PathLike) -> None:
+    """Removes a directory and all that is in it, however deep.
+
+    `shutil.rmtree` recurses before Python 3.13, and so fails for 1,000 nested directories. Here
+    each directory is first moved to the top, where its path is not too long for the system either.
+    """
+    top = Path(directory)
+    if top.is_symlink():
+        raise OSError(errno.ELOOP, f"{top} is a link, and what it refers to is not removed")
+    folders, moved = [top], count()
+    for folder in folders:  # which grows
+        with os.scandir(folder) as entries:
+            inside = list(entries)
+        for entry in inside:
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(Path(entry.path).rename(top / f"{next(moved)}.to-be-removed"))
+            else:
+                os.unlink(entry.path)
+        if folder is not top:
+            folder.rmdir()
+    top.rmdir()
 
 
 # ------------------------------------------------------------------ shared directories

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
 from treeshard._core.make_mesh import make_mesh
-from treeshard._core.meetings import set_origin
+from treeshard._core.meetings import count_batch, set_origin
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
@@ -92,6 +92,7 @@ def from_process_local(
         return place(tree, specs, mesh, Call(WHERE, through_host))
     leaves, treedef = tree_flatten(tree)
     processes = tuple(participating_processes((), meshes_of(specs, mesh)))
+    count_batch(processes)
     call = next(_calls[processes])  # counted before anything can fail on one process
     shardings = _joint_shardings(tree, leaves, specs, mesh)
     rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]

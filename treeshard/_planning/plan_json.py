@@ -182,11 +182,24 @@ def from_json(text: str) -> StoredPlan:
     return StoredPlan(mesh, rules, min_size, leaves, mirrors, logical)
 
 
+# What reading a part of a plan may raise. Python's parser of patterns recurses at each bracket, and
+# a large count, `a{9999999999}`, overflows.
+_UNREADABLE = (
+    TreeShardError,
+    ValueError,
+    TypeError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    re.error,
+)
+
+
 def _read(where: str, read: Callable[[Any], Any], raw: Any) -> Any:
     """`read(raw)`, with one error for everything that may be wrong in `raw`."""
     try:
         return read(raw)
-    except (TreeShardError, ValueError, TypeError, LookupError, OverflowError, re.error) as error:
+    except _UNREADABLE as error:
         text = json.dumps(raw)
         shown = text if len(text) <= 200 else f"{text[:200]}..."
         why = str(error).rstrip(".")

@@ -7,6 +7,7 @@ from readers, so that none ever sees half of one; then a thread removes the file
 
 import json
 import operator
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -16,12 +17,21 @@ import jax
 from etils import epath
 
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, together, with_bar
-from treeshard._disk.files import Lock, PathLike, check_mark, make_directory, new_mark, tell_removed
+from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
+from treeshard._disk.files import (
+    Lock,
+    PathLike,
+    check_mark,
+    make_directory,
+    new_mark,
+    remove_tree,
+    tell_removed,
+)
 from treeshard.checkpoint._paths import (
     MARK,
     checkpoint_path,
     is_local,
+    latest_in,
     lock_in,
     set_aside,
     steps_in,
@@ -71,7 +81,8 @@ class Checkpoints:
     Raises:
         CheckpointError: If another run is writing to the directory: it says which. If the directory
             cannot be written to, or a process does not see what process 0 creates in it.
-        ProcessError: If other processes fail, or do not arrive.
+        ProcessError: If the processes pass another directory, `keep` or `every`; if others fail, or
+            do not arrive.
         ValueError: If `keep` or `every` is not positive.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
@@ -109,9 +120,12 @@ class Checkpoints:
         self._begin = partial(begin, fingerprints=fingerprints, on_divergence=on_divergence)
         self._writing: tuple[int, Writing] | None = None
         self._removing = ThreadPoolExecutor(1, "treeshard-remove")
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         with ExitStack() as held:
             if not read_only:
+                with agreeing("Checkpoints", timeout=timeout) as facts:
+                    facts["the directory"] = str(self._directory)
+                    facts["keep"], facts["every"] = str(keep), str(every)
                 self._open(held)
             self._held = held.pop_all()
 
@@ -270,25 +284,41 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The latest step with a complete checkpoint; `None` without any."""
-        return max(self.steps(), default=None)
+        """The latest step with a complete checkpoint; `None` without any.
+
+        A step that lacks files, as while `rsync` copies it, does not count, and a
+        `ShardingWarning` names it.
+        """
+        return latest_in(self._directory)
 
     def wait(self) -> None:
         """Waits for writes in progress to complete.
 
         Raises:
-            CheckpointError: If one could not be written. It is raised once.
+            CheckpointError: If one could not be written. It is raised once. If this process was
+                forked from one that is saving.
         """
         if self._writing is None:
             return
+        if self._process != os.getpid():  # a fork has no threads, so nothing here would end
+            raise CheckpointError(
+                f"{self._directory}: process {self._process} is saving step {self._writing[0]}, and"
+                f" this one, {os.getpid()}, was forked from it. Only process {self._process} can"
+                " wait for the save."
+            )
         (step, writing), self._writing = self._writing, None
         writing.wait(progress=self._progress)
         if self._keep is not None and jax.process_index() == 0:
             self._remove_all_but(self._keep, step)
 
     def close(self) -> None:
-        """Waits as `wait` does, and releases the directory for other writers."""
+        """Waits as `wait` does, and releases the directory for other writers.
+
+        In a process that was forked from the one that opened it, it does neither.
+        """
         self._closed = True
+        if self._process != os.getpid():  # the locks and the save are those of the other process
+            return
         try:
             self.wait()
         finally:
@@ -326,6 +356,6 @@ def _lock(directory: epath.Path, held: ExitStack) -> None:
 
 def _remove(old: epath.Path) -> None:
     try:
-        old.rmtree()
+        remove_tree(old) if is_local(old) else old.rmtree()
     except OSError as error:
         warn(f"{old} cannot be removed: {error}.")

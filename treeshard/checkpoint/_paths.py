@@ -5,20 +5,22 @@ once or not at all. Object stores cannot rename one: there a file that is writte
 names are those of Orbax, so that its tools ignore incomplete checkpoints, too.
 """
 
+import json
 import os
 import re
-import shutil
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from etils import epath
 
 from treeshard._core.arguments import check_path
-from treeshard._disk.files import Lock, PathLike, file_path, lock_of_killed
-from treeshard.errors import CheckpointError, DamagedError, did_you_mean
+from treeshard._disk.files import Lock, PathLike, file_path, lock_of_killed, remove_tree
+from treeshard.errors import CheckpointError, DamagedError, counted, did_you_mean, warn
 
 ARRAYS, TABLE = "state", "leaves"  # the parts of a checkpoint
 TABLE_FILE = "table.json"
+FILES = "files.json"  # beside the table: the size of each file of the arrays
 SEAL = "table.crc32"  # the CRC-32 of the table that was saved with these arrays
 MARK = "treeshard-mark"  # which every process must see before it writes
 TEMPORARY = ".orbax-checkpoint-tmp"  # suffix of the name of an incomplete checkpoint
@@ -37,13 +39,7 @@ def checkpoint_path(path: PathLike) -> epath.Path:
     check_path(path, "checkpoint", "save(path, tree)`, `restore(path, like)")
     text = os.fspath(path)
     if "://" in text and not text.startswith("file:///"):
-        try:
-            return epath.Path(text)
-        except KeyError:
-            scheme = text.partition("://")[0]
-            raise CheckpointError(
-                f"{text}: there is no access to {scheme}://. Pass a local path, gs:// or s3://."
-            ) from None
+        return _in_object_store(text)
     absolute = os.path.abspath(file_path(path))
     # TensorStore would write the arrays elsewhere, or not find them.
     if "\\" in absolute:
@@ -52,6 +48,31 @@ def checkpoint_path(path: PathLike) -> epath.Path:
             " or use another."
         )
     return epath.Path(absolute)
+
+
+# The packages with which etils reads object stores, by fsspec, unless TensorFlow is installed.
+_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
+
+
+def _in_object_store(text: str) -> epath.Path:
+    scheme = text.partition("://")[0]
+    try:
+        path = epath.Path(text)
+    except KeyError:
+        raise CheckpointError(
+            f"{text}: there is no access to {scheme}://. Pass a local path, gs:// or s3://."
+        ) from None
+    package = _PACKAGES.get(scheme)
+    if package is None or find_spec("tensorflow") is not None:
+        return path
+    missing = [name for name in ("fsspec", package) if find_spec(name) is None]
+    if missing:
+        names = " ".join(missing)
+        raise CheckpointError(
+            f"{text}: reading and writing {scheme}:// needs {' and '.join(missing)}. Install with"
+            f" `pip install {names}`, or pass a local path."
+        )
+    return path
 
 
 def is_local(path: epath.Path) -> bool:
@@ -112,6 +133,42 @@ def _names_in(directory: epath.Path) -> list[str]:
         return []
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be listed: {error.strerror}.") from None
+
+
+def latest_in(directory: epath.Path) -> int | None:
+    """The latest step of which all files are there; `None` without any.
+
+    A program that copies checkpoints, such as `rsync`, creates the directory of a step first. Such
+    a step has all its files later. One that lost files has not: a warning names it.
+    """
+    for step in reversed(steps_in(directory)):
+        path = directory / str(step)
+        lacking = _lacking(path)
+        if not lacking:
+            return step
+        warn(
+            f"{path} lacks {counted(len(lacking), 'file')} or part of them, such as {lacking[0]}:"
+            " it is being copied, or damaged. It does not count as the latest step."
+        )
+    return None
+
+
+def _lacking(path: epath.Path) -> list[str]:
+    """The files of its arrays that a checkpoint lacks, or has in another size than it saved."""
+    if not is_local(path):
+        return []
+    try:
+        sizes = json.loads((path / TABLE / FILES).read_bytes())
+        return [name for name, size in sizes.items() if _size_of(path / ARRAYS / name) != size]
+    except (OSError, ValueError, AttributeError):
+        return [f"{TABLE}/{FILES}"]
+
+
+def _size_of(file: epath.Path) -> int | None:
+    try:
+        return os.stat(file).st_size
+    except OSError:
+        return None
 
 
 def _is_ours(path: epath.Path) -> bool:
@@ -219,6 +276,14 @@ def lock_in(directory: epath.Path) -> Path:
     return Path(directory / f".{_LOCK}")
 
 
+def list_files(path: epath.Path) -> None:
+    """Writes down the files of the arrays of a checkpoint, all of which are written."""
+    arrays = Path(path / ARRAYS)
+    files = [file for file in sorted(arrays.rglob("*")) if file.is_file()]
+    sizes = {str(file.relative_to(arrays)): file.stat().st_size for file in files}
+    (path / TABLE / FILES).write_text(json.dumps(sizes, indent=0))
+
+
 def check_vacant(path: epath.Path) -> None:
     """Raises `CheckpointError` unless a checkpoint can be created at `path`."""
     if TEMPORARY in path.name:
@@ -248,7 +313,7 @@ def sweep(path: epath.Path) -> dict[str, int]:
         if left.name.startswith(f"{path.name}{TEMPORARY}") and left.is_dir():
             size = _bytes_in(left)
             with suppress(OSError):
-                shutil.rmtree(left)
+                remove_tree(left)
                 removed[left.name] = size
     return removed
 

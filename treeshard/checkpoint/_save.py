@@ -55,6 +55,7 @@ from treeshard.checkpoint._paths import (
     TABLE_FILE,
     check_vacant,
     is_local,
+    list_files,
     lock_of,
     partial_path,
     sweep,
@@ -250,6 +251,7 @@ def _commit(path: epath.Path, partial: epath.Path, text: str, every: Sequence[_W
         _check_table(partial, text)
         (path / COMMITTED).write_text("")
         return
+    list_files(partial)
     # The rename may reach the disk before the files do, unless these are flushed first; and it is
     # on the disk only once the directory that has the name is.
     sizes = flush_tree(partial)

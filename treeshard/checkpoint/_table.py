@@ -29,8 +29,14 @@ from treeshard._disk.leaves import (
     value_text,
 )
 from treeshard._placement.targets import raise_unmovable, unreadable
-from treeshard.checkpoint._array_store import chunk_shape, stored_dtype
-from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed
+from treeshard.checkpoint._array_store import (
+    LONGEST_KEY,
+    MOST_DIMS,
+    chunk_shape,
+    store_key,
+    stored_dtype,
+)
+from treeshard.errors import CheckpointError, DamagedError, FormatError, LeafError, listed, short
 
 WHERE = "save"
 
@@ -71,6 +77,7 @@ def pack(tree: PyTree) -> Packed:
     leaves = tree_leaves(tree, is_leaf=is_none)
     named = [(path, leaves[i]) for i, path in paths_of(tree, WHERE, CheckpointError).items()]
     _check_unicode(named)
+    _check_length(path for path, x in named if has_shape(x))
     rows: list[SavedLeaf] = []
     arrays: dict[str, jax.Array | np.ndarray] = {}
     for path, x in named:
@@ -123,6 +130,9 @@ def _unstorable(x: Any) -> Misfit | None:
         if is_key(x) and not isinstance(jax.random.key_impl(x), str):
             why = "its PRNG implementation has no name, so no other program could restore it."
             return Misfit(LeafError, f"{why} Save `jax.random.key_data` of it.")
+        if len(x.shape) > MOST_DIMS:
+            why = f"it has {len(x.shape)} dims, and the array store has at most {MOST_DIMS}."
+            return Misfit(LeafError, f"{why} Reshape it.")
         return None
     # numpy's strings are Python's too.
     if isinstance(x, np.ndarray | np.generic) and not isinstance(x, str | bytes):
@@ -144,6 +154,17 @@ def _check_unicode(named: Iterable[tuple[str, Any]]) -> None:
             facts.append(f"{path!a}: it is not valid Unicode ({error.reason}). Save it as bytes.")
     if facts:
         raise LeafError(f"{WHERE}: {listed(f'{len(facts)} strings cannot be saved:', facts)}")
+
+
+def _check_length(paths: Iterable[str]) -> None:
+    facts = [
+        f"{short(path)}: its path has {size:,} bytes in the array store, which takes"
+        f" {LONGEST_KEY:,}. Shorten the keys."
+        for path in paths
+        if (size := len(store_key(path))) > LONGEST_KEY
+    ]
+    if facts:
+        raise LeafError(f"{WHERE}: {listed(f'{len(facts)} paths are too long:', facts)}")
 
 
 def _row_of_value(path: str, x: Any) -> SavedLeaf:

@@ -9,8 +9,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
+from jax.tree_util import tree_leaves
 
 from treeshard._core.arguments import check_path
+from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import MeshLike
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
@@ -19,7 +21,7 @@ from treeshard._disk.requests import Placing
 from treeshard._planning.rules import Rules
 from treeshard.errors import CheckpointError
 from treeshard.interchange._files import lay_out_files, open_tensors, write_files
-from treeshard.interchange._format import Tensor, code_of
+from treeshard.interchange._format import Tensor, check_count, code_of
 from treeshard.interchange._names import map_tensors
 from treeshard.interchange._tensors import (
     Names,
@@ -108,6 +110,8 @@ def save_safetensors(
     to = file_path(path)
     with agreeing(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
+        if most is None:
+            check_count(sum(map(has_shape, tree_leaves(tree))))
         tensors = tensors_of(tree, rename, where)
         rows = [Tensor(name, code_of(x.dtype) or "", x.shape) for name, x in tensors.items()]
         files = lay_out_files(to, rows, most, metadata)

@@ -26,7 +26,7 @@ from typing import BinaryIO, NamedTuple
 import jax
 
 from treeshard._disk.files import flush, new_files
-from treeshard._disk.untrusted import open_file, parse, read_file
+from treeshard._disk.untrusted import check_size, open_file, parse, read_file
 from treeshard.errors import CheckpointError, FormatError, listed
 from treeshard.interchange._byte_ranges import Piece, write, write_bytes
 from treeshard.interchange._format import Tensor, lay_out, read_header
@@ -77,7 +77,12 @@ def _index_text(files: Iterable[NewFile]) -> bytes:
         "metadata": {"total_size": sum(tensor.nbytes for tensor, _ in holders)},
         "weight_map": {tensor.name: name for tensor, name in holders},
     }
-    return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
+    text = f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
+    try:
+        check_size(text)
+    except FormatError as error:
+        raise FormatError(f"The index would be {error} Shorten names.") from None
+    return text
 
 
 def _grouped(tensors: Sequence[Tensor], most: int | None) -> list[list[Tensor]]:

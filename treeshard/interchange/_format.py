@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from treeshard._core.text import human_bytes, parse_dtype
-from treeshard._disk.untrusted import MOST_BYTES, check_size
+from treeshard._disk.untrusted import MOST_BYTES, MOST_ITEMS, check_size
 from treeshard.errors import CheckpointError, DamagedError, FormatError, listed
 
 # In the order of the package's enum of dtypes, by which it sorts the tensors of a file.
@@ -68,6 +68,20 @@ class Tensor(NamedTuple):
 def code_of(dtype: Any) -> str | None:
     """The format's code for a dtype; `None` if the format does not have that dtype."""
     return _CODES.get(dtype.name)
+
+
+# The fewest values of an entry, as `check_size` counts them: `"b":{"dtype":"F32","shape":[8],
+# "data_offsets":[0,32]},` has 4 commas, 2 brackets and a brace that open.
+_ITEMS_OF_TENSOR = 7
+
+
+def check_count(count: int) -> None:
+    """Raises `FormatError` if one file cannot hold so many tensors, before their names are made."""
+    if count * _ITEMS_OF_TENSOR > MOST_ITEMS:
+        raise FormatError(
+            f"{count:,} tensors in one file have a header of more values than the {MOST_ITEMS:,}"
+            " that are read. Split the file (`max_file_size=`)."
+        )
 
 
 def lay_out(

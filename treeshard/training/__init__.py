@@ -197,6 +197,7 @@ def jit_step(
     *,
     batch: SpecTree = None,
     donate: bool = True,
+    watch: float | None = None,
 ) -> Any:
     """Compiles a training step once, with the state sharded by the plan before and after it.
 
@@ -228,6 +229,9 @@ def jit_step(
             split a batch: such axes do not split it, with a warning. Scalars are replicated.
         donate: Whether the new state reuses the memory of the old state, which is deleted. Arrays
             of the state that share memory, as in `{"params": p, "ema": p}`, are copied then.
+        watch: Seconds after which a step that has not ended is reported on stderr, once: every
+            process says in which step and at which lines of your code it is. By default nothing
+            is watched. It holds one array of each running step, the smallest.
 
     Returns:
         A callable `step(state, batch) -> (state, aux)`. It places numpy batches on the
@@ -247,6 +251,7 @@ def jit_step(
             them fails or does not arrive.
         DeletedLeafError: When called, if the state was donated to an earlier step.
         MeshError: If the plan was made for an abstract mesh.
+        ValueError: If `watch` is not positive.
 
     Warns:
         ShardingWarning: If the batch is not split over an axis along which parameters are
@@ -269,8 +274,8 @@ def jit_step(
         128.0
     """
     if fn is None:
-        return partial(jit_step, plan=plan, batch=batch, donate=donate)
-    return _make_step(fn, plan, batch, donate=donate, per_device=False)
+        return partial(jit_step, plan=plan, batch=batch, donate=donate, watch=watch)
+    return _make_step(fn, plan, batch, donate=donate, per_device=False, watch=watch)
 
 
 def shard_map_step(
@@ -279,6 +284,7 @@ def shard_map_step(
     *,
     batch: SpecTree = None,
     donate: bool = True,
+    watch: float | None = None,
 ) -> Any:
     """Compiles a training step whose code runs once per device, on its shards, as in `shard_map`.
 
@@ -295,6 +301,7 @@ def shard_map_step(
         plan: The plan of the state.
         batch: The specs of the batch, as in `jit_step`.
         donate: Whether the new state reuses the memory of the old state, which is deleted.
+        watch: As in `jit_step`.
 
     Returns:
         A callable like that of `jit_step`.
@@ -303,6 +310,7 @@ def shard_map_step(
         StateError: When called, if leaves of the new state, or `aux`, may differ between
             devices; lists all of them, with the axes.
         UnknownAxisError, SpecError, StateError, DeletedLeafError, MeshError: As `jit_step`.
+        ValueError: As `jit_step`.
 
     Warns:
         ShardingWarning: As `jit_step`.
@@ -325,12 +333,18 @@ def shard_map_step(
         The shard_map training steps of the UvA deep-learning tutorials.
     """
     if fn is None:
-        return partial(shard_map_step, plan=plan, batch=batch, donate=donate)
-    return _make_step(fn, plan, batch, donate=donate, per_device=True)
+        return partial(shard_map_step, plan=plan, batch=batch, donate=donate, watch=watch)
+    return _make_step(fn, plan, batch, donate=donate, per_device=True, watch=watch)
 
 
 def _make_step(
-    fn: StepFn, plan: Plan | None, batch: SpecTree, *, donate: bool, per_device: bool
+    fn: StepFn,
+    plan: Plan | None,
+    batch: SpecTree,
+    *,
+    donate: bool,
+    per_device: bool,
+    watch: float | None,
 ) -> Step:
     where = "shard_map_step" if per_device else "jit_step"
     if isinstance(fn, Plan):
@@ -350,7 +364,7 @@ def _make_step(
     split = get_names_from_partition_spec(batch)
     check_axes(split, sizes, f"{where}: batch")
     _warn_of_idle_axes(where, plan, batch, split, is_default=is_default)
-    return Step(fn, plan, batch, donate=donate, per_device=per_device)
+    return Step(fn, plan, batch, donate=donate, per_device=per_device, watch=watch)
 
 
 _IDLE = {

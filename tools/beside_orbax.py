@@ -1,0 +1,375 @@
+"""Writes docs/guide/checkpoints-beside-orbax.md: what Orbax and treeshard do when things go wrong.
+
+    python -m tools.beside_orbax
+
+Each row does the same to checkpoints of both libraries, in processes of their own, and counts what
+came of it. Nothing in the table but what is done and what Orbax promises is written by hand.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "guide" / "checkpoints-beside-orbax.md"
+LIBRARIES = ("orbax", "treeshard")
+KILLS = 6
+LONGEST = 120  # seconds for one row of a library
+SHAPE = (256, 256)
+
+RIGHT, WRONG = "right values", "**wrong values without a word**"
+
+
+class Row(NamedTuple):
+    """What is done to a checkpoint.
+
+    Attributes:
+        what: As the table says it.
+        promise: What Orbax's documentation says of it.
+        run: Gets the name of a library and an empty directory, and returns what came of it. Runs
+            in a process of its own.
+        processes: How many run it together.
+    """
+
+    what: str
+    promise: str
+    run: Callable[[str, Path], str]
+    processes: int = 1
+
+
+# ------------------------------------------------------------------ the libraries
+
+
+class Orbax:
+    """A run's checkpoints by Orbax, as its guide on training loops saves them."""
+
+    def __init__(self, directory: Path) -> None:
+        import orbax.checkpoint as ocp
+
+        self._ocp, self._manager = ocp, ocp.CheckpointManager(directory)
+
+    def save(self, step: int, tree: Any) -> None:
+        self._manager.save(step, args=self._ocp.args.StandardSave(tree))
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def latest(self) -> int | None:
+        return self._manager.latest_step()
+
+    def restore(self, step: int, like: Any) -> Any:
+        return self._manager.restore(step, args=self._ocp.args.StandardRestore(like))
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class Treeshard:
+    """A run's checkpoints by treeshard."""
+
+    def __init__(self, directory: Path) -> None:
+        from treeshard.checkpoint import Checkpoints
+
+        self._checkpoints = Checkpoints(directory, timeout=20)
+
+    def save(self, step: int, tree: Any) -> None:
+        self._checkpoints.save(step, tree)
+
+    def wait(self) -> None:
+        self._checkpoints.wait()
+
+    def latest(self) -> int | None:
+        return self._checkpoints.latest
+
+    def restore(self, step: int, like: Any) -> Any:
+        return self._checkpoints.restore(step, like)
+
+    def close(self) -> None:
+        self._checkpoints.close()
+
+
+def run_of(library: str, directory: Path) -> Orbax | Treeshard:
+    return Orbax(directory) if library == "orbax" else Treeshard(directory)
+
+
+# ------------------------------------------------------------------ a state, and its values
+
+
+def mesh() -> Any:
+    return ts.make_mesh("data=-1")
+
+
+def state(step: int) -> dict[str, Any]:
+    """Random numbers, which no compression makes small, and a numpy array."""
+    draw = np.random.default_rng(step)
+    w = draw.standard_normal(SHAPE).astype(np.float32)
+    return {"w": ts.shard(w, P("data"), mesh()), "counts": np.full(1000, step, np.int32)}
+
+
+def is_right(tree: Any, step: int) -> bool:
+    expected = state(step)
+    return all(
+        np.array_equal(ts.gather(tree[name]), ts.gather(expected[name])) for name in expected
+    )
+
+
+def restored(library: str, directory: Path, step: int) -> str:
+    """What a restore gives: right or wrong values, or an error."""
+    try:
+        run = run_of(library, directory)
+        return RIGHT if is_right(run.restore(step, state(0)), step) else WRONG
+    except Exception:
+        return "an error"
+
+
+def counted(outcomes: Counter[str]) -> str:
+    return "; ".join(f"{count} x {outcome}" for outcome, count in sorted(outcomes.items()))
+
+
+# ------------------------------------------------------------------ what is done
+
+
+def killed(library: str, directory: Path) -> str:
+    """Kills runs that save step after step, and restores what is there."""
+    draw = random.Random(0)
+    outcomes: Counter[str] = Counter()
+    for i in range(KILLS):
+        folder = directory / f"{i}"
+        command = [sys.executable, "-m", "tools.beside_orbax", "--loop", library, str(folder)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()  # the first step is saved
+        time.sleep(draw.uniform(0.05, 0.6))
+        process.kill()
+        process.wait()
+        run = run_of(library, folder)
+        step = run.latest()
+        run.close()
+        outcomes["no step" if step is None else restored(library, folder, step)] += 1
+    return counted(outcomes)
+
+
+def save_on_and_on(library: str, directory: Path) -> None:
+    run = run_of(library, directory)
+    for step in range(1, 1000):
+        run.save(step, state(step))
+        run.wait()
+        print(step, flush=True)
+
+
+def each_file(library: str, directory: Path, damage: Callable[[Path], None]) -> str:
+    """Damages one file of a checkpoint at a time."""
+    run = run_of(library, directory / "whole")
+    run.save(1, state(1))
+    run.close()
+    files = [path for path in sorted((directory / "whole/1").rglob("*")) if path.is_file()]
+    outcomes: Counter[str] = Counter()
+    for i, file in enumerate(files):
+        if not file.stat().st_size:
+            continue
+        folder = directory / f"{i}"
+        shutil.copytree(directory / "whole", folder)
+        damage(folder / file.relative_to(directory / "whole"))
+        outcomes[restored(library, folder, 1)] += 1
+    return counted(outcomes)
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def change_a_leaf(library: str, directory: Path) -> str:
+    """Changes a numpy array in place as soon as `save` has returned; many times."""
+    outcomes: Counter[str] = Counter()
+    for i in range(10):
+        run = run_of(library, directory / f"{i}")
+        tree = state(1)
+        tree["counts"] = np.full(2_000_000, 1, np.int32)
+        run.save(1, tree)
+        tree["counts"][:] = -1
+        run.close()
+        again = run_of(library, directory / f"{i}").restore(1, tree)
+        outcomes[RIGHT if (again["counts"] == 1).all() else WRONG] += 1
+    return counted(outcomes)
+
+
+def save_a_stale_replica(library: str, directory: Path) -> str:
+    """Saves an array whose replicas differ: one device missed an update."""
+    parts = [np.full(8, i == 0, np.float32) for i in range(jax.device_count())]
+    buffers = [jax.device_put(x, device) for x, device in zip(parts, jax.devices(), strict=True)]
+    sharding = NamedSharding(mesh(), P())
+    x = jax.make_array_from_single_device_arrays((8,), sharding, buffers)
+    try:
+        run = run_of(library, directory)
+        run.save(1, {"x": x})
+        run.close()
+    except Exception:
+        return "an error"
+    return "**one replica is saved without a word**"
+
+
+def save_over_stale_shards(library: str, directory: Path) -> str:
+    """Saves a step of which a killed run left files behind."""
+    run = run_of(library, directory)
+    run.save(1, state(1))
+    run.close()
+    (directory / "1").rename(directory / "2.orbax-checkpoint-tmp")
+    run = run_of(library, directory)
+    run.save(2, state(2))
+    run.close()
+    left = "" if not list(directory.glob("*tmp*")) else ", and the files stay"
+    return f"{restored(library, directory, 2)}{left}"
+
+
+def save_to_own_disks(library: str, directory: Path) -> str:
+    """Two processes save to a path that is another directory for each of them."""
+    own = directory / f"{jax.process_index()}"
+    (own / "run").mkdir(parents=True)
+    os.chdir(own)
+    path = Path("/proc/self/cwd/run")  # one path on both, as on two hosts
+    try:
+        run = run_of(library, path)
+        run.save(1, state(1))
+        run.close()
+    except Exception:
+        return "an error"
+    again = restored(library, path, 1)
+    return f"**saved without a word**; a restore gives {again}"
+
+
+# ------------------------------------------------------------------ the table
+
+NO_PROMISE = "none is documented"
+ROWS = [
+    Row(
+        f"{KILLS} runs are killed (`kill -9`) while they save",
+        "a save appears whole or not at all",
+        killed,
+    ),
+    Row(
+        "A bit of a file changes; each file once",
+        NO_PROMISE,
+        lambda library, directory: each_file(library, directory, flip),
+    ),
+    Row(
+        "A file is cut in half; each file once",
+        NO_PROMISE,
+        lambda library, directory: each_file(library, directory, cut),
+    ),
+    Row(
+        "A file is lost; each file once",
+        NO_PROMISE,
+        lambda library, directory: each_file(library, directory, Path.unlink),
+    ),
+    Row(
+        "A numpy leaf changes as soon as a save in the background has returned; 10 saves",
+        "a save copies the arrays before it returns",
+        change_a_leaf,
+    ),
+    Row("A replica of an array is stale", NO_PROMISE, save_a_stale_replica),
+    Row(
+        "A killed run has left shards of the step that is saved",
+        "unfinished saves are ignored",
+        save_over_stale_shards,
+    ),
+    Row(
+        "Two processes save to directories that they do not share",
+        "the directory must be shared",
+        save_to_own_disks,
+        processes=2,
+    ),
+]
+HEAD = """# Checkpoints beside Orbax
+
+What happens to checkpoints of Orbax {orbax} and of treeshard when things go wrong, with the
+settings that each has by default: `CheckpointManager` with `StandardSave`, and `Checkpoints`.
+`python -m tools.beside_orbax` in the repository does all of it and writes this page. An error is an
+exception; which one it is, is not compared. Power cuts are not in the table: `make soak` makes them
+for treeshard alone.
+
+| what is done | what Orbax promises | what happened with Orbax | what happened with treeshard |
+|---|---|---|---|
+"""
+
+
+def outcome(index: int, library: str) -> str:
+    """Runs a row in processes of their own."""
+    from tests.multiprocess.launcher import end, free_port, start, wait_for_all
+
+    processes, port = ROWS[index].processes, free_port()
+    with tempfile.TemporaryDirectory() as where:
+        logs = [Path(where) / f"{i}.log" for i in range(processes)]
+        command = [sys.executable, "-m", "tools.beside_orbax", "--row", str(index), library, where]
+        started = [
+            start([*command, str(port), str(i)], log, {"PYTHONWARNINGS": "ignore"})
+            for i, log in enumerate(logs)
+        ]
+        try:
+            wait_for_all(started, LONGEST)
+            hang = any(process.poll() is None for process in started)
+        finally:
+            end(started)
+        said = {_outcome_in(log) for log in logs}
+    if None in said:
+        return f"**hangs**, for {LONGEST} s at least" if hang else "the process ends"
+    return " / ".join(sorted(filter(None, said)))
+
+
+def _outcome_in(log: Path) -> str | None:
+    lines = [x for x in log.read_text(errors="replace").splitlines() if x.startswith('{"outcome"')]
+    return json.loads(lines[-1])["outcome"] if lines else None
+
+
+def run_row(index: int, library: str, where: str, port: str, process: int) -> None:
+    from tests.multiprocess.worker import join
+
+    row = ROWS[index]
+    if row.processes > 1:
+        join(port, process, row.processes, 1)
+    else:
+        ts.simulate_devices(2)
+    print(json.dumps({"outcome": row.run(library, Path(where) / "checkpoints")}), flush=True)
+
+
+def write() -> None:
+    from importlib.metadata import version
+
+    lines = []
+    for index, row in enumerate(ROWS):
+        cells = [row.what, row.promise, *(outcome(index, library) for library in LIBRARIES)]
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    PAGE.write_text(HEAD.format(orbax=version("orbax-checkpoint")) + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["--loop", library, directory]:
+            ts.simulate_devices(2)
+            save_on_and_on(library, Path(directory))
+        case ["--row", index, library, where, port, process]:
+            run_row(int(index), library, where, port, int(process))
+        case _:
+            write()
