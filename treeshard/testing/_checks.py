@@ -390,11 +390,7 @@ class _Comparison:
         self, what: str, chosen: Sequence[Layout], expected_to_raise: Collection[str]
     ) -> Report:
         """All layouts together. Raises what all layouts of a kind raised."""
-        # Code that never runs is a mistake of the caller, and its own error says which.
-        for by_hand in (False, True):
-            names = [x.name for x in chosen if (x.check_vma is not None) == by_hand]
-            if names and {*names} <= self.raised.keys():
-                raise self.raised[names[0]]
+        self._raise_common(chosen)
         if any(_WRONG_TOO in row.values() for row in self.cells.values()):
             self.notes.append(_SECOND_STEP)
         expected = {*expected_to_raise} - _MUST_RUN
@@ -404,9 +400,10 @@ class _Comparison:
         not_compared = without_other_step(self.computation, self.gaps)
         paths = self.computation.paths
         visible = {path: x for path, x in self.visible.items() if x < 0.5}
-        if coarse := [path for path, error in visible.items() if error > _COARSE]:
-            worst = percent(max(visible[path] for path in coarse))
-            self.notes.append(_SEES_LITTLE.format(worst=worst, paths=", ".join(fold_paths(coarse))))
+        coarse = {path: error for path, error in visible.items() if error > _COARSE}
+        if coarse:
+            worst, some = percent(max(coarse.values())), ", ".join(fold_paths(coarse))
+            self.notes.append(_SEES_LITTLE.format(worst=worst, paths=some))
         ran = {layout.name: layout for layout in chosen if layout.name in self.causes}
         return Report(
             what,
@@ -418,6 +415,13 @@ class _Comparison:
             {paths[i]: WHY[word] for i, word in not_compared.items()},
             visible,
         )
+
+    def _raise_common(self, chosen: Sequence[Layout]) -> None:
+        # Code that never runs is a mistake of the caller, and its own error says which.
+        for by_hand in (False, True):
+            names = [x.name for x in chosen if (x.check_vma is not None) == by_hand]
+            if names and {*names} <= self.raised.keys():
+                raise self.raised[names[0]]
 
     def _problems(self, ran: Mapping[str, Layout]) -> list[Problem]:
         computation = self.computation

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard.testing._computations import Axes, Computation, Shards, subsets
@@ -294,15 +295,15 @@ def _with_numbers(fact: str, numbers: Mapping[str, str]) -> str:
 def _of_factor(
     computation: Computation, i: int, causes: Mapping[str, Cause], layouts: Mapping[str, Layout]
 ) -> dict[str, str]:
-    """What is said of a factor, if it is that of a sum over the axes that split the batch."""
+    """What is said of a factor by hand, if it is the size of axes on all meshes."""
     factors = {name: c.multiple for name, c in causes.items() if c.multiple is not None}
     wrong = [layouts[name] for name in factors]
     if not factors or not all(map(computation.is_by_hand, wrong)):
         return {}
     # Where the result is right, the factor is 1. With `check_vma` other code is differentiated.
     kinds = {layout.check_vma for layout in wrong}
-    others = [x for name, x in layouts.items() if name not in causes]
-    right = [x for x in others if x.check_vma in kinds]
+    others = [layouts[name] for name in layouts.keys() - causes.keys()]
+    right = [layout for layout in others if layout.check_vma in kinds]
     numbers = [*factors.values(), *(1.0 for _ in right)]
     axes = _axes_of(numbers, [layout.mesh.shape for layout in wrong + right])
     if not axes:
@@ -311,8 +312,13 @@ def _of_factor(
         return {"fact": _TRANSPOSED.format(axes=named(axes)), "fix": _LEAVE}
     if any({*axes} - {*computation.batch_axes(layout)} for layout in wrong):
         return {}
-    split = [axis for axis in axes if axis in get_names_from_partition_spec(computation.specs[i])]
-    fix = _DIVIDE.format(axes=named(split)) if split else _USE_MEAN
+    return _summed(computation.specs[i], axes)
+
+
+def _summed(spec: PartitionSpec, axes: Axes) -> dict[str, str]:
+    """What is said of a sum in place of a mean; no mean may mix the shards of a leaf."""
+    split = {*axes} & {*get_names_from_partition_spec(spec)}
+    fix = _DIVIDE.format(axes=named(sorted(split))) if split else _USE_MEAN
     return {"fact": _SUMMED.format(axes=named(axes)), "fix": fix}
 
 
