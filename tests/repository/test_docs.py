@@ -220,6 +220,7 @@ WITHOUT_CODE = {
     "concepts.md": "definitions",
     "errors.md": "an index; the entries have code",
     "glossary.md": "definitions",
+    "guide/checkpoints-beside-orbax.md": "written by `python -m tools.beside_orbax`",
     "how-to/several-hosts.md": "clusters; test_recipes checks its commands",
     "numbers.md": "written by the benchmarks",
     "reference.md": "the docstrings' examples run",

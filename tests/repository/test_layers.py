@@ -45,7 +45,9 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard._cli": {"*"},  # each command
     "treeshard._cli.functions": {"?"},  # the user's modules
     "treeshard._cli.stored_trees": {"checkpoint"},  # needs TensorStore
-    "treeshard._core.make_mesh": {"_core"},  # kinds of devices that are not attached
+    "treeshard._core.make_mesh": {"_core"},  # absent devices, and what several processes need
+    "treeshard._core.meetings": {"_core"},  # what only several processes need
+    "treeshard._core.processes": {"_core"},  # the same
     "treeshard._placement.constraint": {"_placement"},  # what only Explicit axes need
     "treeshard._placement.moves": {"_placement"},  # what only several processes need
     "treeshard.testing._computations": {"checkpoint"},  # needs TensorStore
@@ -53,7 +55,7 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard.training._gradients": {"training"},  # what only Explicit axes need
     "treeshard.training._pitfalls": {"communication", "training"},
     "treeshard.training._program": {"_placement"},  # what only Explicit axes need
-    "treeshard.training._step": {"programs", "communication", "manual", "_trace"},
+    "treeshard.training._step": {"programs", "communication", "manual", "_trace", "training"},
 }
 
 

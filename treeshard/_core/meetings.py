@@ -24,15 +24,17 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 
 from treeshard._core.jax_private import coordination_client
 from treeshard._core.text import in_groups
-from treeshard._core.whereabouts import Wait, answers_to, user_place, waiting
 from treeshard.errors import ProcessError, counted
+
+if TYPE_CHECKING:
+    from treeshard._core.whereabouts import Wait
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
@@ -163,12 +165,14 @@ class _Sequence:
         self._common: set[str] = set()  # places of calls that all processes have made together
 
     def meet(self, what: str, mine: bytes, timeout: float, *, moves: bool) -> list[bytes]:
+        from treeshard._core import whereabouts
+
         client = _client()
         thread = "" if self._lane else threading.current_thread().name
         if timeout < AS_LONG_AS_IT_TAKES:
             self._patience = timeout
         # A thread in the background goes on with a call that the user's code has made.
-        self._place = user_place(sys._getframe()) or self._place
+        self._place = whereabouts.user_place(sys._getframe()) or self._place
         with self.lock:
             counts = (self.steps, self.batches) if moves else (0, 0)
             call = _Call(what, thread, *counts, self._place)
@@ -199,12 +203,14 @@ class _Sequence:
         self, client: Any, call: _Call, mine: bytes, timeout: float
     ) -> dict[int, tuple[_Call, bytes]]:
         """The calls and messages of one meeting, by process."""
+        from treeshard._core import whereabouts
+
         meeting = f"{self._name}/{self.number}"
         key = f"{meeting}/{self._me}"
         self.number += 1
         client.key_value_set_bytes(key, json.dumps(call).encode() + b"\n" + mine)
         self._own_keys.append(key)
-        wait = Wait(
+        wait = whereabouts.Wait(
             call.what,
             call.place,
             meeting,
@@ -213,7 +219,7 @@ class _Sequence:
             lambda: set(self._messages(client, meeting)),
         )
         try:
-            with waiting(wait):
+            with whereabouts.waiting(wait):
                 # The service decides once how a barrier ends. A process that comes to one that has
                 # failed gets the same error at once, so all processes count the same meetings.
                 self._check_versions(client, wait, timeout)
@@ -231,7 +237,7 @@ class _Sequence:
         self._own_keys = [key]
         return messages
 
-    def _check_versions(self, client: Any, wait: Wait, timeout: float) -> None:
+    def _check_versions(self, client: Any, wait: "Wait", timeout: float) -> None:
         """Raises, at the first meeting, if the processes have other versions of treeshard.
 
         Meetings of other versions may have other names, so that the processes would wait for each
@@ -266,8 +272,10 @@ class _Sequence:
         return messages
 
     def _failure(
-        self, wait: Wait, calls: Mapping[int, _Call], error: Exception, timeout: float
+        self, wait: "Wait", calls: Mapping[int, _Call], error: Exception, timeout: float
     ) -> str:
+        from treeshard._core import whereabouts
+
         waited = time.monotonic() - wait.began
         if _differ(calls):
             return _different(wait.what, calls)
@@ -277,7 +285,7 @@ class _Sequence:
         if lost:
             return _absent(wait.what, absent, waited, error, lost=True)
         wait.tell()
-        where = answers_to(wait.meeting, absent, 3) if timeout >= ASKS_FROM else {}
+        where = whereabouts.answers_to(wait.meeting, absent, 3) if timeout >= ASKS_FROM else {}
         found = [f" Process {i} is {text}." for i, text in where.items() if i in absent]
         return _absent(wait.what, absent, timeout, error, lost=False) + "".join(found[:4])
 

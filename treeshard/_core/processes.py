@@ -28,7 +28,6 @@ from treeshard._core.meetings import TIMEOUT, exchange, indices, origin
 from treeshard._core.mesh import AnyMesh, describe_mesh
 from treeshard._core.specs import entries, with_entries
 from treeshard._core.text import consecutive, in_groups
-from treeshard._core.whereabouts import listen_to_others
 from treeshard.errors import ProcessError, listed
 
 # ------------------------------------------------------------------ failing together, agreeing
@@ -152,6 +151,8 @@ def participating_processes(
     """
     if jax.process_count() == 1:
         return []
+    from treeshard._core.whereabouts import listen_to_others
+
     listen_to_others()
     me = jax.process_index()
     shardings = {x.sharding for x in leaves if is_spread(x)}
