@@ -57,7 +57,7 @@ def other_batch(mesh):
 
 def tensor_parallel(mesh):
     params = {k: jax.ShapeDtypeStruct((64, 64), "float32") for k in ("up", "down")}
-    plan = ts.plan(params, [("up", P(None, "fsdp")), ("down", P("fsdp"))], mesh, min_size=0)
+    plan = ts.plan(params, [("up", P(None, "tensor")), ("down", P("tensor"))], mesh, min_size=0)
 
     @ts.jit_step(plan=plan, batch=P("data"))
     def step(state, x):
@@ -115,7 +115,7 @@ def test_what_nobody_planned_is_exit_code_1(run) -> None:
 
 
 def test_activations_that_a_plan_cannot_predict_are_counted(run) -> None:
-    code, out, _ = run("tensor_parallel", "--mesh", "data=2,fsdp=4")
+    code, out, _ = run("tensor_parallel", "--mesh", "data=2,tensor=4")
     assert code == 0
     last = out.rstrip().splitlines()[-1]
     assert re.search("It moves what is planned, and [0-9]+ activations?, of which", last)

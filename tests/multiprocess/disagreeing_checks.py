@@ -264,8 +264,9 @@ def check_parts_that_differ(context: Context) -> None:
 def check_parts_are_compared_once(context: Context) -> None:
     part = {"x": np.ones((2, 5), np.float32)}
     ts.from_process_local(part, P("data"), mesh())
-    if context.index == 1:  # no other process calls it now
-        ts.from_process_local(part, P("data"), mesh(), timeout=0.2)
+    if context.index != 1:  # process 1 waits for none of the others
+        time.sleep(0.5)
+    ts.from_process_local(part, P("data"), mesh(), timeout=0.2)
 
 
 def check_bad_parts_are_all_named(context: Context) -> None:

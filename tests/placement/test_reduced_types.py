@@ -44,7 +44,7 @@ def initialised(spec: P, mesh: Mesh) -> Any:
 
 
 def stepped(make: Callable[..., Any], spec: P, mesh: Mesh) -> Any:
-    plan = ts.plan(TREE, rules(P(None, "data")), mesh, min_size=0)
+    plan = ts.plan(TREE, rules(P(None, "fsdp")), mesh, min_size=0)
     step = make(lambda state, batch: (state, 0), plan, batch=spec, donate=False)
     return step(ts.shard(TREE, plan), TREE)
 

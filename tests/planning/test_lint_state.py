@@ -117,7 +117,7 @@ PAIR = {"params": {"mlp": {"w": struct(64, 64)}}, "opt": {"mu": {"mlp": {"w": st
         ([("mu", P("fsdp", "data")), ("w", P("fsdp"))], False),  # ZeRO-1
         ([("mu", P(("data", "fsdp"))), ("w", P("fsdp"))], False),
         ([("mu", ts.fsdp("data")), ("w", None)], False),
-        ([("mu", None), ("w", P("fsdp"))], False),  # by name
+        ([("mu", None), ("w", P("fsdp"))], True),
         ([("mu", P(("fsdp", "data"))), ("w", P(("data", "fsdp")))], False),  # axis-order
     ],
 )

@@ -174,7 +174,7 @@ def test_step(ours, mesh) -> None:
     np.testing.assert_allclose(out["w"], expected["w"], rtol=1e-6)
     assert found == total
     (_, (data,)), _ = step.lower(plan.structs, batch).compile().input_shardings
-    assert data.is_equivalent_to(NamedSharding(mesh, P("dp")), 1)
+    assert data.is_equivalent_to(NamedSharding(mesh, P(("dp", "fsdp"))), 1)
     with pytest.raises(ts.SpecError, match="v: the plan has no such array"):
         step(out | {"v": jnp.ones(4)}, batch)
 

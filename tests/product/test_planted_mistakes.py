@@ -345,7 +345,7 @@ CASES = {
         FSDP, {"batch": P(), "loss": constrained_as(P())}, {"batch": P("fsdp")}, "batch=P"
     ),
     "batch forgotten, specs": Case(
-        FSDP, {"batch": None, "loss": constrained_as(P())}, {"batch": P("fsdp")}, "batch=P"
+        FSDP, {"batch": P(), "loss": constrained_as(P())}, {"batch": P("fsdp")}, "batch=P"
     ),
     "batch over data only, fsdp tactic": Case(
         HSDP, {"rules": BY_TACTIC, "batch": P("data")}, {"rules": BY_TACTIC}, "batch=P"

@@ -48,6 +48,7 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard._core.make_mesh": {"_core"},  # absent devices, and what several processes need
     "treeshard._core.meetings": {"_core"},  # what only several processes need
     "treeshard._core.processes": {"_core"},  # the same
+    "treeshard._planning.plan": {"_planning"},  # checks and texts of plans
     "treeshard._placement.constraint": {"_placement"},  # what only Explicit axes need
     "treeshard._placement.moves": {"_placement"},  # what only several processes need
     "treeshard.testing._computations": {"checkpoint"},  # needs TensorStore

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from examples.compile_llama import MODEL, Size, make_llama
+from examples.compile_llama import Size, make_llama
 from treeshard import training
 from treeshard.manual import gather_params, value_and_grad
 from treeshard.training import accumulate_gradients, jit_step, shard_map_step
@@ -244,7 +244,7 @@ def sequences(mesh: jax.sharding.Mesh, *, hidden: Any = None) -> Case:
 def decoder(mesh: jax.sharding.Mesh) -> Case:
     """The Llama of the example, made small."""
     step, _, batch = make_llama(mesh, size=Size(LAYERS, 512, 2048, 8, 8, 8192), tokens=256)
-    return Case(step.plan, step, batch, **MODEL)
+    return Case(step.plan, step, batch)
 
 
 def exchange(mesh: jax.sharding.Mesh, *, kind: str) -> Case:

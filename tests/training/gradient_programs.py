@@ -225,7 +225,8 @@ def assert_reduced(compiled: jax.stages.Compiled, expected: Sequence[Reduced], w
     found: dict[tuple[str, Any], list[int]] = {}
     of_activations = set()
     for one in collectives(compiled):
-        if one.kind == "all-gather" or not one.rank:
+        # The loss of a part of the batch is a `float32[1]`.
+        if one.kind == "all-gather" or not one.rank or one.bytes == 4:
             continue
         if one.axes == ("tensor",):
             of_activations.add(one.kind)

@@ -604,7 +604,9 @@ def test_results_that_differ_from_device_to_device(mesh) -> None:
         assert part in message
     with pytest.raises(ts.StateError, match="shard_map_step needs the plan"):
         shard_map_step(train_step, batch=P("fsdp"))
-    with pytest.warns(ts.ShardingWarning, match="shard_map_step: parameters are sharded by fsdp"):
+    with pytest.warns(
+        ts.ShardingWarning, match="shard_map_step: parameters are sharded over 'fsdp'"
+    ):
         shard_map_step(
             train_step, ts.plan(state, [("", ts.fsdp("fsdp", min_size=0))], mesh), batch=P("data")
         )

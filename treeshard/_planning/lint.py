@@ -76,7 +76,7 @@ def find(
         *_scan_dims(leaves, mesh),
         *axis_orders(leaves, mesh),
         *unsharded_state(leaves, own_rules, mesh),
-        *state_unlike_weights(leaves, rules, mesh, min_size),
+        *state_unlike_weights(leaves, mesh, min_size),
         *matrix_optimizers(leaves, mesh),
         *padded_state(leaves),
         *unlike_siblings(leaves),

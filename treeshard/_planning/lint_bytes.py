@@ -96,8 +96,12 @@ class _Kind(NamedTuple):
 def _kind(leaf: PlannedLeaf, free: Sequence[str], mesh: AnyMesh) -> _Kind | None:
     """The kind of a leaf, where it may be reported."""
     split = all_axes(entries(leaf.given))
-    idle = tuple(axis for axis in free if axis not in split)
-    if part_count(split, axis_sizes(mesh)) == 1:
+    # Its rule was to split it over these, whatever their names say.
+    meant = {axis for note in leaf.adjustments if note.kind == "no-dim" for axis in note.axes}
+    sizes = axis_sizes(mesh)
+    may_split = {*free, *(axis for axis in meant if sizes[axis] > 1)} - {*split}
+    idle = tuple(axis for axis in sizes if axis in may_split)
+    if part_count(split, sizes) == 1:
         return _Kind(idle, (leaf.shape, leaf.decision), False)
     # A bias takes its axis from the matrix beside it.
     is_vector = sum(length > 1 for length in leaf.shape) == 1

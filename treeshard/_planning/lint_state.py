@@ -14,7 +14,6 @@ from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import all_axes, axes_of, dim_entries, entries, entry_of
 from treeshard._core.text import human_bytes
 from treeshard._planning.findings import Finding, decided_by, finding
-from treeshard._planning.lint_bytes import is_intended
 from treeshard._planning.matching import PlannedLeaf, state_with_parameters, tails
 from treeshard._planning.plan_json import kind_of
 
@@ -93,7 +92,6 @@ def unsharded_state(
 
 def state_unlike_weights(
     leaves: Sequence[PlannedLeaf],
-    rules: Sequence[tuple[Any, Any]],
     mesh: AnyMesh,
     min_size: int,
 ) -> Iterator[Finding]:
@@ -105,7 +103,7 @@ def state_unlike_weights(
     alike: dict[Any, list[tuple[PlannedLeaf, PlannedLeaf]]] = defaultdict(list)
     for leaf, parameter in state_with_parameters(leaves):
         is_wrong = leaf.decision.errors or parameter.decision.errors
-        if is_wrong or leaf.size < min_size or is_intended(leaf, rules):
+        if is_wrong or leaf.size < min_size:
             continue
         dims = zip(_split_by(leaf, sizes), _split_by(parameter, sizes), strict=True)
         if not all(of_parameter <= own for own, of_parameter in dims):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -24,17 +24,18 @@ from treeshard._core.text import human_bytes
 from treeshard._planning.adapters import following
 from treeshard._planning.axis_names import splits_rows
 from treeshard._planning.copies import copied_leaves, histories, in_memory, resized, sharded_further
-from treeshard._planning.findings import Finding
-from treeshard._planning.lint import collisions, find
 from treeshard._planning.logical import ReadLogicalRules, current_logical_rules, logical_axis_rules
 from treeshard._planning.matching import SMALL, Decision, PlannedLeaf, Shape, decide
 from treeshard._planning.mirrors import Original
 from treeshard._planning.padding import padded_leaves, unpadded_leaf
 from treeshard._planning.plan_json import StoredAction, StoredPlan, arrange, from_json, to_json
-from treeshard._planning.plan_report import PlanDiff, describe, describe_html, diff
 from treeshard._planning.rules import Rules, check_order, read_rules, rules_error, warn_of_moves
 from treeshard._planning.tactics import Tactic, min_size_in_force
 from treeshard.errors import FormatError, MeshError, ShardingRuleError, counted, listed
+
+if TYPE_CHECKING:  # a training loop needs neither
+    from treeshard._planning.findings import Finding
+    from treeshard._planning.plan_report import PlanDiff
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -188,7 +189,7 @@ class Plan(SpecCarrier):
     # -------------------------------------------------------------- errors and warnings
 
     @cached_property
-    def findings(self) -> tuple[Finding, ...]:
+    def findings(self) -> "tuple[Finding, ...]":
         """The plan's errors and warnings, each with its fix: errors first.
 
         `check` raises the errors:
@@ -223,6 +224,8 @@ class Plan(SpecCarrier):
 
         A pattern with exponential backtracking can make this hang, as it can `plan`.
         """
+        from treeshard._planning.lint import find  # a training loop needs none of its modules
+
         boxes: dict[str, Any] = {}
         if any(isinstance(action, Tactic) and action.reads_boxes for _, action in self.rules):
             nodes, treedef = tree_flatten(self.structs, is_leaf=is_wrapper)
@@ -249,6 +252,8 @@ class Plan(SpecCarrier):
 
     def _shared_path_error(self) -> ShardingRuleError | None:
         """The error if leaves share a path."""
+        from treeshard._planning.lint import collisions
+
         shared = list(map(str, collisions(self._shared_paths())))
         if not shared:
             return None
@@ -442,7 +447,7 @@ class Plan(SpecCarrier):
         leaves = tuple(unpadded_leaf(leaf, self.mesh) for leaf in self.leaves)
         return replace(self, leaves=leaves)
 
-    def diff(self, other: "Plan") -> PlanDiff:
+    def diff(self, other: "Plan") -> "PlanDiff":
         """Compares this plan with another one, leaf by leaf, and says how many bytes move.
 
         Leaves are matched by path. The bytes of a leaf are the part of its new shard that a
@@ -465,6 +470,8 @@ class Plan(SpecCarrier):
             >>> one.diff(two).bytes, two.diff(one).bytes
             (0, 3670016)
         """
+        from treeshard._planning.plan_report import diff
+
         return diff(self.leaves, other.leaves, (self.mesh, other.mesh))
 
     def __eq__(self, other: object) -> bool:
@@ -543,6 +550,8 @@ class Plan(SpecCarrier):
         A line has the leaf's path, its dtype and shape, its spec, the bytes that it takes on
         a device (in total, for repeated layers), and the reason.
         """
+        from treeshard._planning.plan_report import describe
+
         return describe(self.leaves, self.rules, self.mesh)
 
     def __str__(self) -> str:
@@ -550,6 +559,8 @@ class Plan(SpecCarrier):
 
     def _repr_html_(self) -> str:
         """The plan as a table, for notebooks."""
+        from treeshard._planning.plan_report import describe_html
+
         return describe_html(self.leaves, self.rules, self.mesh)
 
     def __repr__(self) -> str:

@@ -160,14 +160,16 @@ def _lacking(path: epath.Path) -> list[str]:
     try:
         sizes = json.loads((path / TABLE / FILES).read_bytes())
         return [name for name, size in sizes.items() if _size_of(path / ARRAYS / name) != size]
-    except (OSError, ValueError, AttributeError):
+    except (FileNotFoundError, ValueError, AttributeError):
         return [f"{TABLE}/{FILES}"]
+    except OSError:  # it cannot be looked at: whoever reads the step gets the error
+        return []
 
 
 def _size_of(file: epath.Path) -> int | None:
     try:
         return os.stat(file).st_size
-    except OSError:
+    except FileNotFoundError:
         return None
 
 

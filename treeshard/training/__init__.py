@@ -363,8 +363,9 @@ def _make_step(
     batch = without_names(batch, plan.mesh)
     split = get_names_from_partition_spec(batch)
     check_axes(split, sizes, f"{where}: batch")
+    step = Step(fn, plan, batch, donate=donate, per_device=per_device, watch=watch)
     _warn_of_idle_axes(where, plan, batch, split, is_default=is_default)
-    return Step(fn, plan, batch, donate=donate, per_device=per_device, watch=watch)
+    return step
 
 
 _IDLE = {
