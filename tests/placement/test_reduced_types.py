@@ -1,6 +1,7 @@
 """Specs that are `unreduced` or `reduced`: types of traced values, by which no array is placed."""
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +45,10 @@ def initialised(spec: P, mesh: Mesh) -> Any:
 
 
 def stepped(make: Callable[..., Any], spec: P, mesh: Mesh) -> Any:
-    plan = ts.plan(TREE, rules(P(None, "fsdp")), mesh, min_size=0)
-    step = make(lambda state, batch: (state, 0), plan, batch=spec, donate=False)
+    plan = ts.plan(TREE, rules(P(None, "data")), mesh, min_size=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ts.ShardingWarning)  # `data` does not split the batch
+        step = make(lambda state, batch: (state, 0), plan, batch=spec, donate=False)
     return step(ts.shard(TREE, plan), TREE)
 
 
