@@ -104,6 +104,9 @@ def test_a_named_array_is_one_leaf() -> None:
     ]
 
 
+@pytest.mark.skipif(
+    not hasattr(jax.core, "is_constant_dim"), reason="haliax 1.4 calls what JAX 0.12 does not have"
+)
 @tolerated("haliax")
 def test_an_axis_mapping_plans_trains_and_restores(tmp_path: Any) -> None:
     mesh, key = ts.make_mesh("data=4,model=2"), jax.random.key(0)

@@ -32,6 +32,7 @@ from treeshard._trace.values import (
     laid_out,
     met,
     of_key,
+    unstacked,
 )
 
 _GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
@@ -203,6 +204,8 @@ class Walk:
             return [self._gathered(eqn, operands[0], at)]
         if name in ELEMENTWISE:
             return [self._computed(eqn, operands, at)]
+        if name == "unstack":
+            return unstacked(eqn, operands[0])
         if name in OF_KEYS:
             return [of_key(eqn, operands[0])]
         if name == "random_bits":

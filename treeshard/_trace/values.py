@@ -153,6 +153,17 @@ def laid_out(eqn: Any, value: Value) -> Value | None:
     return new
 
 
+def unstacked(eqn: Any, value: Value) -> list[Value]:
+    """The slices of one dim: `u:key<fry>[4] v:key<fry>[4] = unstack[axis=1] t`, since JAX 0.12."""
+    axis, count = eqn.params["axis"], len(eqn.outvars)
+    one = value._replace(
+        dims=(*value.dims[:axis], *value.dims[axis + 1 :]),
+        size=value.size // count,
+        parts=value.parts * count,
+    )
+    return [one._replace(part=(*value.part, i)) for i in range(count)]
+
+
 def _sliced(value: Value, eqn: Any, shape: Sequence[int], result: Sequence[int]) -> Value:
     """One layer of several, if a dim is cut to length 1; else a part of one layer."""
     # slice[start_indices=(2, 0) limit_indices=(3, 64)] of float32[4,64] is layer 2
