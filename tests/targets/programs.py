@@ -244,7 +244,7 @@ def sequences(mesh: jax.sharding.Mesh, *, hidden: Any = None) -> Case:
 def decoder(mesh: jax.sharding.Mesh) -> Case:
     """The Llama of the example, made small."""
     step, _, batch = make_llama(mesh, size=Size(LAYERS, 512, 2048, 8, 8, 8192), tokens=256)
-    return Case(step.plan, step, batch)
+    return Case(step.plan, step, batch, scan="layers", remat="layers", dtype="bfloat16")
 
 
 def exchange(mesh: jax.sharding.Mesh, *, kind: str) -> Case:

@@ -211,6 +211,11 @@ def _over(what: str, moved: Sequence[Collective], budget: Budget) -> Iterator[st
         yield f"{what}: {count_text(size)} bytes, at most {most:,} allowed."
 
 
+def _is_tiny(buffer: Buffer) -> bool:
+    """Whether it is as small as a scalar: the loss of a part of a batch may be a `float32[1]`."""
+    return buffer.bytes is not None and buffer.bytes <= 4
+
+
 def is_scalar(collective: Collective) -> bool:
     """Whether it reduces a scalar, such as a loss, which no plan has."""
     return collective.kind == "all-reduce" and collective.rank == 0 and collective.bytes is not None
@@ -317,7 +322,7 @@ class CollectiveReader:
                 op_name=op_name,
                 source=source,
                 is_async=_is_async(context, op),
-                rank=buffer.rank,
+                rank=0 if _is_tiny(buffer) else buffer.rank,
                 completes=self._completes(kind, read),
                 is_widened=_is_widened(op, buffer.dtype, origins),
                 is_inserted=is_inserted,
@@ -404,7 +409,7 @@ class CollectiveReader:
             # `f32[4194305]{0} concatenate(%param_0.84, %param_1.132)`: GPUs, a gradient and a loss
             return [(_type(self._unwrapped(part)), [part]) for part in operands(joined)]
         scalar = _type(joined)
-        if joined.op.types and scalar.rank == 0:
+        if joined.op.types and (scalar.rank == 0 or _is_tiny(scalar)):
             # `%all-reduce.17 = f32[1,1,128] all-reduce(%bitcast.16)`, of f32[]: padded to a tile
             return [(scalar, [operand])]
         return [(buffer, [operand])]
