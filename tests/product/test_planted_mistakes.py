@@ -344,9 +344,6 @@ CASES = {
     "batch not split, specs": Case(
         FSDP, {"batch": P(), "loss": constrained_as(P())}, {"batch": P("fsdp")}, "batch=P"
     ),
-    "batch forgotten, specs": Case(
-        FSDP, {"batch": P(), "loss": constrained_as(P())}, {"batch": P("fsdp")}, "batch=P"
-    ),
     "batch over data only, fsdp tactic": Case(
         HSDP, {"rules": BY_TACTIC, "batch": P("data")}, {"rules": BY_TACTIC}, "batch=P"
     ),
