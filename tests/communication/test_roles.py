@@ -247,6 +247,14 @@ def test_several_steps_in_a_call_move_what_each_moves() -> None:
     assert moved == {("all-gather", 4), ("reduce-scatter", 4)}
 
 
+def test_a_weight_of_one_element_is_not_missed() -> None:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((x @ ts.unshard(p["w"]) * p["scale"][None]) ** 2)
+
+    state = {"w": SQUARE, "scale": struct(1)}
+    assert not _codes(_sgd(loss), state, SQUARE, [("scale", None), (".*", P("fsdp"))])
+
+
 def test_a_second_loss_that_gathers_the_same_weights() -> None:
     """Each call of `unshard` is planned; a compiler may see that two are alike."""
     program = made("actor and critic")

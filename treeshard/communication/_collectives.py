@@ -211,9 +211,13 @@ def _over(what: str, moved: Sequence[Collective], budget: Budget) -> Iterator[st
         yield f"{what}: {count_text(size)} bytes, at most {most:,} allowed."
 
 
+# The bytes of what is as small as a scalar.
+TINY = 4
+
+
 def _is_tiny(buffer: Buffer) -> bool:
     """Whether it is as small as a scalar: the loss of a part of a batch may be a `float32[1]`."""
-    return buffer.bytes is not None and buffer.bytes <= 4
+    return buffer.bytes is not None and buffer.bytes <= TINY
 
 
 def is_scalar(collective: Collective) -> bool:

@@ -19,7 +19,7 @@ from treeshard._core.specs import axes_of, dim_entries
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import TRAINED, Roles
-from treeshard.communication._collectives import Collective, is_scalar
+from treeshard.communication._collectives import TINY, Collective, is_scalar
 from treeshard.communication._differences import Unplanned, explain
 from treeshard.communication._forecast import PlannedTransfer
 
@@ -88,9 +88,9 @@ class Matcher:
     def __post_init__(self) -> None:
         leaves = {leaf.path: leaf for leaf in self.plan.leaves}
         self.params = {path: leaf for path, leaf in leaves.items() if self.roles[path].is_used}
-        self.expected = [
-            _Expected(x) for x in self.planned if x.path is not None and leaves[x.path].shape
-        ]
+        # What is as small as a scalar has no match: `match` leaves scalars out.
+        of_leaves = [x for x in self.planned if x.path is not None and leaves[x.path].shape]
+        self.expected = [_Expected(x) for x in of_leaves if x.bytes > TINY]
         self.of_leaf: dict[str, list[_Expected]] = {path: [] for path in self.params}
         for expected in self.expected:
             self.of_leaf[expected.path].append(expected)
@@ -119,7 +119,8 @@ class Matcher:
                 self.computed.add(path)
             for source in (leaves[path] for path in role.sources):
                 if source.shape == leaf.shape and not self._is_alike(leaf, source):
-                    self.sizes_of_update[path] = self._sizes(leaf) | self._sizes(source)
+                    sizes = self.sizes_of_update.setdefault(path, self._sizes(leaf))
+                    sizes |= self._sizes(source)
 
     def match(self, collective: Collective) -> None:
         """Matches one collective, or files it under the case of the difference that it is."""
