@@ -247,6 +247,52 @@ def test_several_steps_in_a_call_move_what_each_moves() -> None:
     assert moved == {("all-gather", 4), ("reduce-scatter", 4)}
 
 
+def test_a_weight_that_a_loop_changes_is_gathered_in_each_trip() -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[Any, Any]:
+        def descend(w: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            value, grad = jax.value_and_grad(_loss)(w, x)
+            return w - 0.1 * grad, value
+
+        return jax.lax.scan(descend, w, length=3)
+
+    assert not _codes(step, SQUARE, SQUARE, [(".*", P("fsdp"))])
+
+
+def test_new_weights_are_gathered_beside_the_old_ones() -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[Any, Any]:
+        value, grad = jax.value_and_grad(_loss)(w, x)
+        return w - 0.1 * grad, (value, _loss(w - 0.1 * grad, x))
+
+    assert not _codes(step, SQUARE, SQUARE, [(".*", P("fsdp"))])
+
+
+def test_a_product_of_the_update_is_named_apart_from_what_it_is_combined_with() -> None:
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        value, grad = jax.value_and_grad(lambda w: _loss(ts.unshard(w), x))(state["w"])
+        moment = 0.9 * state["moment"] + grad
+        return {"w": state["w"] - moment @ (moment.T @ moment), "moment": moment}, value
+
+    state = {"w": SQUARE, "moment": SQUARE}
+    assert _codes(step, state, SQUARE, [(".*", P("fsdp"))]) == {"matrix-optimizer"}
+
+
+def test_what_only_the_first_trip_of_a_loop_uses_is_used() -> None:
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        def loss(state: Any) -> jax.Array:
+            tick = lambda h, _: (jnp.tanh(x + h @ state["w"]), None)  # noqa: E731
+            start = jnp.broadcast_to(state["start"], x.shape)
+            return jnp.mean(jax.lax.scan(tick, start, length=3)[0])
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    roles = roles_of({"w": SQUARE, "start": struct(1, 16)}, step)
+    assert {path: role.split(",")[0] for path, role in roles.items()} == {
+        "w": "trained",
+        "start": "trained",
+    }
+
+
 def test_a_weight_of_one_element_is_not_missed() -> None:
     def loss(p: Any, x: jax.Array) -> jax.Array:
         return jnp.mean((x @ ts.unshard(p["w"]) * p["scale"][None]) ** 2)
@@ -372,12 +418,17 @@ def test_sums_over_all_rows_are_listed_apart_unless_they_replace_weights() -> No
     assert {x.bytes for x in compared.batch_sums} == {64 * 4}
     assert "over all rows, such as batch norm's, " in str(compared)
 
-    def sums(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.mean(
-            jnp.tanh((x[:, :, None] * w[None]).sum(1)) ** 2
-        )  # `x @ w`, split over `fsdp`
+    def over_classes(w: jax.Array, x: jax.Array) -> jax.Array:
+        logits = ts.with_sharding_constraint(x @ w, P(None, "fsdp"))
+        return jnp.mean(jax.nn.logsumexp(logits, axis=1))
 
-    assert "activation" in _codes(_sgd(sums), SQUARE, SQUARE, [(".*", P("fsdp"))])
+    plan = ts.plan(SQUARE, [(".*", P(None, "fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+    instead = ts.jit_step(_sgd(over_classes), plan, batch=P("fsdp")).communication(SQUARE, SQUARE)
+    found = {
+        x.kind for each in instead.unplanned if each.code == "activation" for x in each.collectives
+    }
+    assert found == {"all-reduce"}
+    assert not instead.batch_sums
 
 
 def test_a_state_that_is_used_split_further_is_found() -> None:

@@ -118,7 +118,7 @@ class Walk:
 
     def __init__(self, uses: Uses, scalars: Collection[int]) -> None:
         self.uses, self.scalars = uses, frozenset(scalars)
-        self.is_recording = self.is_counting = True
+        self.is_counting = True  # gathers: not while what a loop carries is still unknown
         self.asked: dict[Any, Gather] = {}  # the gathers that the step asks for
 
     def run(
@@ -295,9 +295,9 @@ class Walk:
         is_sum = all(math.prod(x.aval.shape) == 1 for x in eqn.outvars)
         is_scalar = math.prod(variable.aval.shape) == 1 and not _is_key(variable)
         if not self._is_use(value, at):
-            self._note(self.uses.multiplied, () if is_sum or is_scalar else value.leaves)
+            self.uses.multiplied.update(() if is_sum or is_scalar else value.leaves)
         elif at.region or not (is_sum or is_scalar):
-            self._note(self.uses.used, value.leaves)
+            self.uses.used.update(value.leaves)
             self._count({key: self.asked[key] for key in value.gathers})
             if not is_sum:
                 self._note_op(eqn, value, kept & self.uses.along, at)
@@ -320,14 +320,10 @@ class Walk:
             self.uses.gathers.setdefault(key, gather)
 
     def _note_op(self, eqn: Any, value: Value, split: Collection[str], at: Place) -> None:
-        for leaf in value.leaves if self.is_recording else ():
+        for leaf in value.leaves:
             self.uses.split[leaf].update(split)
             if at.region == _FORWARD:
                 self.uses.ops[leaf].add(id(eqn))
-
-    def _note(self, found: set[int], leaves: Collection[int]) -> None:
-        if self.is_recording:
-            found.update(leaves)
 
     def _gather(self, eqn: Any, variable: Any, value: Value, after: Value, at: Place) -> Value:
         """The result of an op that gathers. It is counted where it is used, so that an update that
@@ -426,18 +422,15 @@ class Walk:
         """What a loop returns, when what holds before its first trip holds after each."""
         count = carried.stop - carried.start
         inside = _inner_finals(eqn, inner, finals)
-        was_recording, was_counting = self.is_recording, self.is_counting
-        # The first trip uses what later ones may no longer have, such as a key that it splits.
-        self.is_counting = False
+        was_counting, self.is_counting = self.is_counting, False
         for _ in range(_MOST_ROUNDS):
             results = self.run(inner, given, inside, at)
-            self.is_recording = False
             before = given[carried]
             after = [met(x, y) for x, y in zip(before, results[:count], strict=True)]
             if after == before:
                 break
             given = [*given[: carried.start], *after, *given[carried.stop :]]
-        self.is_recording, self.is_counting = was_recording, was_counting
+        self.is_counting = was_counting
         given[carried] = [_of_loop(x, at) for x in given[carried]]
         results = self.run(inner, given, inside, at)
         self._note_updates(results[:count], at)
@@ -446,7 +439,7 @@ class Walk:
     def _note_updates(self, carried: Sequence[Value], at: Place) -> None:
         """Notes that each trip of a loop updates a leaf by its gradient."""
         for value in carried:
-            if self.is_recording and value.is_changed and value.gradients:
+            if self.is_counting and value.is_changed and value.gradients:
                 self.uses.updates |= dict.fromkeys(value.leaves, at.trips)
 
     def _cond(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
