@@ -21,6 +21,8 @@ with tolerated("haliax"):
     import haliax as hax
     from haliax.partitioning import pspec_for
 
+    CALLS_OF_HALIAX = hasattr(jax.core, "is_constant_dim")
+
 pytestmark = pytest.mark.usefixtures("standard_promotion", "quick_compiles")
 
 Embed, Mlp, Heads, Layers = hax.make_axes(embed=16, mlp=32, heads=4, layers=3)
@@ -104,9 +106,7 @@ def test_a_named_array_is_one_leaf() -> None:
     ]
 
 
-@pytest.mark.skipif(
-    not hasattr(jax.core, "is_constant_dim"), reason="haliax 1.4 calls what JAX 0.12 does not have"
-)
+@pytest.mark.skipif(not CALLS_OF_HALIAX, reason="haliax 1.4 calls what JAX 0.12 does not have")
 @tolerated("haliax")
 def test_an_axis_mapping_plans_trains_and_restores(tmp_path: Any) -> None:
     mesh, key = ts.make_mesh("data=4,model=2"), jax.random.key(0)

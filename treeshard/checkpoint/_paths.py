@@ -29,6 +29,7 @@ COMMITTED = "commit_success.txt"  # marks a complete checkpoint where directorie
 _LOCK = "treeshard-lock"
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 _STEP = re.compile("0|[1-9][0-9]*")
+_REMOVED = "-removed"  # behind the name of a step that is being removed
 _LEFT_STEP = re.compile(rf"(?P<step>[0-9]+){re.escape(TEMPORARY)}")  # with `-removed`, or not
 # `.step_7.treeshard-lock`, or that of a run: `.treeshard-lock`
 _LOCK_FILE = re.compile(rf"(\.(?P<name>.+))?\.{_LOCK}", re.DOTALL)
@@ -303,15 +304,18 @@ def check_vacant(path: epath.Path) -> None:
     )
 
 
-def sweep(path: epath.Path) -> dict[str, int]:
+def sweep(path: epath.Path, *, half_removed: bool = False) -> dict[str, int]:
     """Removes what failed saves of a checkpoint left behind. No save may be running.
 
-    Returns the bytes of each directory that was removed.
+    `half_removed` is for what a killed run had begun to remove. A run that is alive removes such
+    in a thread of its own. Returns the bytes of each directory that was removed.
     """
     removed: dict[str, int] = {}
     if not is_local(path):
         return removed
     for left in path.parent.iterdir():
+        if left.name.endswith(_REMOVED) and not half_removed:
+            continue
         if left.name.startswith(f"{path.name}{TEMPORARY}") and left.is_dir():
             size = _bytes_in(left)
             with suppress(OSError):
@@ -353,7 +357,7 @@ def sweep_run(directory: epath.Path) -> dict[str, int]:
         # If its lock is not free, another process is writing it.
         with suppress(CheckpointError), Lock(lock_of(path), str(path)) as lock:
             if lock.is_held:
-                removed |= sweep(path)
+                removed |= sweep(path, half_removed=True)
     return removed
 
 
@@ -372,6 +376,6 @@ def partial_path(path: epath.Path) -> epath.Path:
 def set_aside(path: epath.Path) -> epath.Path:
     """Marks a checkpoint as incomplete, so that it can then be removed slowly."""
     if is_local(path):
-        return path.rename(path.with_name(f"{path.name}{TEMPORARY}-removed"))
+        return path.rename(path.with_name(f"{path.name}{TEMPORARY}{_REMOVED}"))
     (path / COMMITTED).unlink(missing_ok=True)
     return path

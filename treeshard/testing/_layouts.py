@@ -109,9 +109,9 @@ def layouts(
         >>> batch = jax.ShapeDtypeStruct((16, 8), "float32")
         >>> for layout in layouts(planned, batch)[:3]:
         ...     print(layout)
-        plan: data=2, fsdp=4; batch P('data',)
-        mesh: data=4, fsdp=2; batch P('data',)
-        axes: fsdp=4, data=2; batch P('data',)
+        plan: data=2, fsdp=4; batch P(('data', 'fsdp'),)
+        mesh: data=4, fsdp=2; batch P(('data', 'fsdp'),)
+        axes: fsdp=4, data=2; batch P(('data', 'fsdp'),)
     """
     batch_specs = default_batch(plan) if batch_specs is None else batch_specs
     split = get_names_from_partition_spec(batch_specs)
