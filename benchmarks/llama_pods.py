@@ -62,7 +62,6 @@ def compile_one(pod: Pod) -> dict[str, Any]:
         "gathers_found": total(one.count for one in found),
         "sends_planned": total(wire),
         "sends": sends,
-        "exposed_seconds": cost.exposed_seconds,
         "findings": [one.code for one in moved.unplanned],
         "with": {name: version(name) for name in ("jax", "libtpu")},
     }
@@ -76,7 +75,6 @@ def table(results: list[dict[str, Any]]) -> str:
         "memory of a chip",
         "weight gathers, planned and found",
         "a chip sends, planned and compiled",
-        "exposed",
     ]
     lines = [heads, ["---"] * len(heads)]
     for one in results:
@@ -87,7 +85,6 @@ def table(results: list[dict[str, Any]]) -> str:
                 f"{one['need'] / 2**30:.1f} of {one['capacity'] / 2**30:.1f} GiB",
                 f"{one['gathers_planned']:,}, {one['gathers_found']:,}",
                 f"{one['sends_planned'] / 2**30:.1f}, {one['sends'] / 2**30:.1f} GiB",
-                f"{one['exposed_seconds']:.2f} s",
             ]
         )
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)

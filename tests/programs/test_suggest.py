@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.programs import Strategy, Suggestion, suggest
-from treeshard.programs._candidates import Candidate, Estimate, candidates
-from treeshard.programs._suggest import _Compiling, _Target
+from treeshard.programs._candidates import Candidate, Estimate, candidates, named_strategies
+from treeshard.programs._suggest import _Compiling, _Target, compile_in_turn, probes_of
 from treeshard.programs._suggestions import Verdict, ranked
 
 S = jax.ShapeDtypeStruct
@@ -88,8 +88,9 @@ def compiled() -> Any:
 def test_the_first_exposes_no_more_than_any_other_that_was_compiled(compiled) -> None:
     assert compiled.stopped is None
     assert all(row.verdict is not None for row in compiled.rows)
+    # CPUs have no published peaks, and so no times: what is sent decides.
     exposed = [row.verdict.exposed for row in compiled.rows]
-    assert exposed[0] <= 1.05 * min(exposed)
+    assert exposed[0] <= 1.03 * min(exposed)
     assert {name for name, _ in _keys(compiled)} == {"DP", "FSDP", "HSDP", "FSDP x TP"}
     assert compiled.losers == ()
 
@@ -128,9 +129,11 @@ def test_what_does_not_fit_is_never_suggested() -> None:
         assert "are temporaries" in row.outcome
 
 
-def test_where_the_memory_is_not_known_no_more_are_compiled() -> None:
+def test_one_of_each_option_is_compiled() -> None:
+    # Where the memory is not known, all count as if they fit.
     found = suggest(make, devices=8, strategies=["FSDP", "HSDP"], top=1)
-    assert [row.verdict is not None for row in found.rows] == [True, *[False] * 5]
+    assert [row.candidate.remat for row in found.rows if row.verdict] == [False, True]
+    assert len(found.rows) == 6
     assert found.best.fits is None
 
 
@@ -163,6 +166,80 @@ def test_what_sends_an_unknown_number_of_bytes_comes_last() -> None:
     ]
     ordered = ranked(rows, "8 x cpu", None).rows
     assert [row.verdict.exposed for row in ordered] == [1000, 2000, None]
+
+
+def timed(
+    name: str, seconds: float, need: int = 1, *, exposed: float = 0.0, remat: bool = False,
+    complete: bool = True,
+) -> Suggestion:  # fmt: skip
+    strategies = named_strategies({})
+    axes = {"DP": "data", "ZeRO-1": "data", "FSDP": "fsdp", "HSDP": "data fsdp"}[name].split()
+    candidate = Candidate(strategies[name], dict.fromkeys(axes, 2), {"remat": remat})
+    verdict = Verdict(
+        need, 99, exposed_seconds=exposed, seconds=seconds, exposed=0, is_complete=complete
+    )
+    return Suggestion(candidate, Estimate(1, 1, 1.0), verdict, None)
+
+
+@pytest.mark.parametrize(
+    ("rows", "order"),
+    [
+        ([timed("FSDP", 2.0), timed("DP", 3.0), timed("HSDP", 1.0)], [2, 0, 1]),
+        # Within 3%, the simplest comes first, and then the next simple one.
+        ([timed("HSDP", 1.0), timed("FSDP", 1.01), timed("ZeRO-1", 1.02), timed("DP", 1.03)],
+         [3, 2, 1, 0]),
+        ([timed("HSDP", 1.0), timed("DP", 1.04), timed("FSDP", 1.02)], [2, 0, 1]),
+        ([timed("FSDP", 1.0, remat=True), timed("FSDP", 1.02)], [1, 0]),
+        # Of what takes equally long and is equally simple, what exposes least, then the memory.
+        ([timed("FSDP", 1.0, exposed=0.2), timed("FSDP", 1.0, 5, exposed=0.1),
+          timed("FSDP", 1.0, 4, exposed=0.1)], [2, 1, 0]),
+        # A time that lacks something is after all that lack nothing.
+        ([timed("DP", 0.5, complete=False), timed("HSDP", 1.0)], [1, 0]),
+    ],
+    ids=["time", "simplest", "no chain", "options", "ties", "incomplete"],
+)  # fmt: skip
+def test_the_fastest_is_first_and_of_equals_the_simplest(rows, order) -> None:
+    assert list(ranked(rows, "8 x cpu", None).rows) == [rows[i] for i in order]
+
+
+@pytest.mark.parametrize(
+    ("times", "fitting", "compiled"),
+    [
+        # With remat it is faster: so the next are tried with it.
+        ({"F": 3.0, "T": 1.0}, "FT", ["F0", "T0", "T1", "T2"]),
+        ({"F": 1.0, "T": 3.0}, "FT", ["F0", "T0", "F1", "F2"]),
+        # Without it nothing fits.
+        ({"F": 1.0, "T": 3.0}, "T", ["F0", "F1", "F2", "F3", "T0", "T1", "T2"]),
+        ({"F": 1.0, "T": 3.0}, "", ["F0", "F1", "F2", "F3", "T0", "T1", "T2", "T3"]),
+    ],
+)
+def test_candidates_are_compiled_with_the_fastest_options(times, fitting, compiled) -> None:
+    rows = [
+        Suggestion(
+            Candidate(TENSOR, {"fsdp": i}, {"remat": remat}), Estimate(1, 1, 1.0), None, None
+        )
+        for remat in (False, True)
+        for i in range(4)
+    ]
+    judged: list[str] = []
+
+    def judge(row: Suggestion) -> Suggestion:
+        option = "FT"[row.candidate.remat]
+        judged.append(f"{option}{row.candidate.axes['fsdp']}")
+        need = 1 if option in fitting else 3
+        return replace(row, verdict=Verdict(need, 2, seconds=times[option]))
+
+    compile_in_turn(rows, 3, [{"remat": False}, {"remat": True}], judge)
+    assert judged == compiled
+
+
+def test_each_value_of_an_option_is_tried_with_the_first_of_the_others() -> None:
+    assert probes_of({}) == [{}]
+    assert probes_of({"remat": (False, True), "accumulate": (1, 4)}) == [
+        {"remat": False, "accumulate": 1},
+        {"remat": True, "accumulate": 1},
+        {"remat": False, "accumulate": 4},
+    ]
 
 
 def test_each_impossible_candidate_has_its_reason() -> None:
@@ -509,13 +586,15 @@ def test_only_what_the_step_uses_is_estimated_to_move() -> None:
     assert two.state_bytes == 2 * one.state_bytes
 
 
-def test_what_sends_equally_much_is_ordered_by_its_state() -> None:
+def test_what_sends_longer_comes_later() -> None:
     def plain(mesh: Any, rules: Any) -> Any:
         return make(mesh, rules)
 
+    # All send about the same bytes; the largest `fsdp` has the least state. On 8 x 8 chips, 16 and
+    # more are in both dims of the torus, where a collective uses more links.
     found = suggest(plain, topology="v5e-64", strategies=["HSDP", "FSDP"], top=0)
     sizes = [row.candidate.axes["fsdp"] for row in found.rows]
-    assert sizes == [64, 32, 16, 8, 4, 2]
+    assert sizes == [64, 32, 16, 2, 4, 8]
 
 
 def test_activations_of_tensor_parallelism_count() -> None:

@@ -37,7 +37,6 @@ def test_what_the_text_beside_the_table_says() -> None:
         assert "all-reduce" in all_reduced["findings"]
     assert halves["findings"] == ["activation", "not-moved"]  # of the embedding and the head
     assert halves["need"] > whole["need"]
-    assert 0.45 <= halves["exposed_seconds"] / whole["exposed_seconds"] <= 0.6  # "half as long"
     used = RESULTS[0]["with"]
     page = llama_pods.PAGES[1].read_text()
     assert f"with JAX {used['jax']} and libtpu {used['libtpu']}:" in page

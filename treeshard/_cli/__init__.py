@@ -86,8 +86,8 @@ jax.ShapeDtypeStructs. In train.py:
   treeshard compile train:make_step --topology h100:2x8
   treeshard compile train:make_step            # for 8 simulated CPUs
 
-Prints the plan, what the program moves, the memory and the time that it needs at least. The last is
-an estimate that no chip has confirmed.
+Prints the plan, what the program moves, the memory and the time that it needs. The last is
+an estimate with an error bar.
 
 exit code: 0, or 1 if it does not fit or moves what was not planned, or 2 if the input is invalid
 """

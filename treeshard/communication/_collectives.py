@@ -13,6 +13,7 @@ from functools import cache, partial
 
 from treeshard._core.mesh import MeshLike
 from treeshard._core.text import columns, human_bytes
+from treeshard.communication._algorithms import links_used
 from treeshard.communication._dataflow import (
     Context,
     Dataflow,
@@ -81,6 +82,7 @@ class Collective:
         is_widened: Whether the text shows that the backend widened the dtype: the data has a
             narrower one before.
         is_inserted: Whether XLA marks it as inserted by its partitioner; only newer versions do.
+        links: How many links of each chip it uses at once, if the text says so, as for TPUs.
 
     Examples:
         >>> Collective("all-gather", "float32", 4096, 3584, ("fsdp",), count=12).total_bytes
@@ -101,6 +103,7 @@ class Collective:
     completes: str | None = None
     is_widened: bool = False
     is_inserted: bool = False
+    links: int | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -309,6 +312,7 @@ class CollectiveReader:
         op_name, source = self._named(context.computation, op, is_inserted)
         if kind == "unknown" and op_name is None:
             op_name = op.target or op.opcode
+        links = links_used(op) or links_used(context.op)
         buffers = self._buffers(context, kind, op, groups)
         for buffer, read in buffers:
             shard = self._shard_in_zeros(kind, read)
@@ -330,6 +334,7 @@ class CollectiveReader:
                 completes=self._completes(kind, read),
                 is_widened=_is_widened(op, buffer.dtype, origins),
                 is_inserted=is_inserted,
+                links=links,
             )
 
     def _kind_in(self, context: Context, op: Op) -> str:

@@ -298,10 +298,28 @@ def _read_computation(name: str, lines: Iterator[tuple[int, str]]) -> Computatio
         is_root, op, result, opcode = match.groups()
         if op in computation.ops:
             raise FormatError(f"line {number} defines {op!r} a second time: the text is damaged.")
-        computation.ops[op] = Op(op, opcode, result, line[match.end() :])
+        text = line[match.end() :]
+        if text.endswith("{"):
+            text += _rest_of_op(lines)
+        computation.ops[op] = Op(op, opcode, result, text)
         if is_root:
             computation.root = op
     raise FormatError(f"the program ends inside its computation {name!r}: the text is truncated.")
+
+
+def _rest_of_op(lines: Iterator[tuple[int, str]]) -> str:
+    """The further lines of an op, of a Pallas kernel with metadata of its own:
+
+    frontend_attributes={kernel_metadata={
+    "xprof_metadata":"{\\"block_q\\": 128}"
+    }}, metadata={op_name="jit(f)/pallas_call"}
+    """
+    text = ""
+    for _, line in lines:
+        text += line
+        if line.startswith("}}"):
+            break
+    return text
 
 
 def _check_is_no_op(number: int, line: str, computation: str) -> None:

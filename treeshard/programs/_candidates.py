@@ -28,7 +28,7 @@ from treeshard.communication._collectives import bytes_on_the_wire
 from treeshard.communication._device_groups import axes_that_change
 from treeshard.communication._forecast import predict_by_role, roles_on
 from treeshard.errors import TreeShardError
-from treeshard.programs._cost import link_seconds
+from treeshard.programs._links import Links, arranged_torus
 
 # The axes that split the batch; devices along all others compute parts of one example.
 BATCH_AXES = ("data", "fsdp")
@@ -94,8 +94,13 @@ class Candidate:
         if self.slices == 1:
             return self.mesh, None
         outer = next(iter(self.axes))
-        within = describe_sizes({**self.axes, outer: self.axes[outer] // self.slices})
-        return within.replace(" ", ""), f"{outer}={self.slices}"
+        return describe_sizes(self.within).replace(" ", ""), f"{outer}={self.slices}"
+
+    @property
+    def within(self) -> dict[str, int]:
+        """The sizes of the axes within a slice."""
+        outer = next(iter(self.axes))
+        return {**self.axes, outer: self.axes[outer] // self.slices}
 
     @property
     def batch_devices(self) -> int:
@@ -111,6 +116,14 @@ class Candidate:
     def remat(self) -> bool:
         """Whether the forward pass is repeated for the gradients."""
         return bool(self.options.get("remat"))
+
+    @property
+    def complexity(self) -> tuple[int, bool, int]:
+        """Its place in an order from the simplest: replicated, ZeRO-1, FSDP, two axes and more."""
+        rules, axes = self.strategy.rules, self.strategy.axes
+        is_replicated = all(action is None for _, action in rules)
+        kind = 0 if is_replicated else 1 if axes == ("data",) else 1 + len(self.axes)
+        return kind, self.remat, self.passes
 
     @property
     def described(self) -> str:
@@ -190,6 +203,7 @@ class Estimator:
     arrays: Sequence[Any]
     chip: Chip | None
     capacity: int | None
+    topology: Topology | None = None
     plans: "dict[tuple[int, str], _Planned | str]" = field(default_factory=dict)
 
     def estimate(self, candidate: Candidate) -> Estimate | str:
@@ -204,13 +218,14 @@ class Estimator:
         if isinstance(planned, str):
             return planned
         moved, seconds = 0, 0.0
-        between = _network_axes(candidate)
+        torus = arranged_torus(candidate.within, self.topology)
+        links = Links(self.chip, _network_axes(candidate), torus)
         for transfer, size in planned.transfers[candidate.remat].items():
             if transfer.in_each_pass:
                 size *= candidate.passes
             devices = math.prod(candidate.axes[axis] for axis in transfer.axes)
             sent = bytes_on_the_wire(transfer.kind, size, devices)
-            seconds += link_seconds(sent, transfer.axes, self.chip, between) or 0.0
+            seconds += links.seconds(transfer.kind, sent, transfer.axes) or 0.0
             moved += size
         return Estimate(planned.state_bytes, moved, seconds)
 

@@ -5,9 +5,10 @@ call fails; so what it says of its memory is compared with the data sheet here.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -95,16 +96,22 @@ class CompiledStep:
         """
         return memory_of(self.compiled, self._read.graph, self.plan, self.roles, self.batch)
 
-    def cost(self, chip: Chip | None = None) -> Cost:
-        """Estimates what the program computes and moves, and the least time that this takes.
+    def cost(
+        self, chip: Chip | None = None, *, kernels: Mapping[str, int] = MappingProxyType({})
+    ) -> Cost:
+        """Estimates what the program computes and moves, and the time that this takes.
 
         Args:
             chip: Peaks and links of the device, instead of the published ones.
+            kernels: The operations of kernels that do not say it themselves, by a part of their
+                name: `{"splash_mha_dkv": 10**12}`, each time that a device runs one. It goes before
+                the `cost_estimate` of a Pallas kernel.
 
         Returns:
-            A `Cost`, from published peaks; no chip has confirmed it.
+            A `Cost`, from published peaks. What it could not count is listed in it, and the rest is
+            a lower bound.
         """
-        return cost_of(self._read, self.jaxpr, self.plan, chip)
+        return cost_of(self._read, self.jaxpr, self.plan, chip, kernels)
 
     @cached_property
     def _read(self) -> ReadProgram:

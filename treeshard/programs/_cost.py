@@ -1,40 +1,51 @@
-"""What a compiled step computes and moves on one device, and the least time that this takes.
+"""What a compiled step computes and moves on one device, and the time that this takes.
 
 The compiler has a cost analysis of its own. It counts the body of a loop once, says neither which
 bytes are collectives nor whether these overlap with other work, and differs between backends; so
-the ops are counted here, and only peaks that are published turn counts into times.
+the ops are counted here, and only peaks that are published turn counts into times. Each time has an
+error bar: the published runs of `benchmarks/published_runs.py` lie within it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
-import numpy as np
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh
 
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.text import columns, human_bytes
 from treeshard._core.topologies import Chip, chip_of
 from treeshard._planning.plan import Plan
-from treeshard.communication._collectives import (
-    Collective,
-    CollectiveReader,
-    bytes_text,
-    total,
-)
+from treeshard.communication._collectives import Collective, CollectiveReader
 from treeshard.communication._dataflow import Dataflow
-from treeshard.communication._device_groups import axes_that_change
 from treeshard.communication._differences import collective_lines
 from treeshard.communication._program import ReadProgram
-from treeshard.programs._flops import compiled_flops, traced_flops
+from treeshard.programs._flops import (
+    Kernels,
+    compiled_flops,
+    least_flops,
+    traced_flops,
+    written_out_attention,
+)
+from treeshard.programs._links import Links, network_axes, torus_of
 from treeshard.programs._memory import host_bytes
 from treeshard.programs._traffic import memory_traffic
 
-_ESTIMATE = "an estimate from published peaks that no chip has confirmed"
+# The least share of a peak that the published runs imply: see the table of
+# docs/guide/the-pod-you-do-not-have.md.
+REACHED = 0.6
+_ESTIMATE = (
+    f"an estimate from published peaks, of which published runs reached {REACHED:.0%} or more"
+)
 _REPEATED = (
     "Each device does {share:.2f} x an even share of the step's operations: devices repeat each"
     " other's work. Split the batch over every axis that does not split the computation."
+)
+_WRITTEN_OUT = (
+    "Attention is written out: its scores, {scores}, go through memory. A kernel keeps them on the"
+    " chip, which changes memory and time: jax.nn.dot_product_attention(implementation='cudnn') on"
+    " GPUs, splash_attention of jax.experimental.pallas.ops.tpu on TPUs."
 )
 _MOST_SHARE = 1.05  # rounding, and the padding of small dims
 
@@ -43,9 +54,10 @@ _MOST_SHARE = 1.05  # rounding, and the padding of small dims
 class Cost:
     """The work of one step on one device, and a roofline; `str()` of it is a table.
 
-    The seconds divide the work by the published peaks of the device, rings assumed. **No chip has
-    confirmed them**: they serve to compare programs and to see what bounds them, not to predict
-    the time of a step. What cannot be counted is `None`.
+    The seconds divide the work by the published peaks of the device, and by the links between chips
+    that each collective uses. They are estimates, to compare programs and to see what bounds them.
+    The error bar of each reaches to `1 / 0.6` of it: published runs reached 60% of the peaks or
+    more. What cannot be counted is in `unknown`, and the rest of its row is a lower bound.
 
     Attributes:
         flops: Floating-point operations of matrix products and convolutions in the program, with
@@ -61,22 +73,27 @@ class Cost:
         hidden_seconds: The time of the collectives that can overlap with other work.
         exposed_seconds: The time of those that cannot.
         exposed: The collectives that cannot overlap, the slowest first.
-        unknown: Why something could not be counted.
+        unknown: What could not be counted.
         device: The kind of device.
+        least_seconds: A bound: this program takes no less than its matrix products at the peak, or
+            than what it sends over all links of the chip at once.
+        incomplete: The rows that lack something, such as `"compute"` without a kernel.
+        advice: What would change the memory and the time.
 
     Examples:
         >>> cost = ts.programs.Cost(
-        ...     4 * 10**12, 10**12, 2**33, 0, 2**30, 0.02, 0.01, 0.0, 0.03, (), (), "TPU v5 lite"
+        ...     4 * 10**12, 10**12, 2**33, 0, 2**30, 0.02, 0.01, 0.0, 0.03, (), (), "TPU v5 lite",
+        ...     least_seconds=0.02,
         ... )
-        >>> cost.bound, round(cost.seconds, 3)
-        ('collectives, exposed', 0.05)
+        >>> cost.bound, round(cost.seconds, 3), [round(x, 3) for x in cost.range]
+        ('collectives, exposed', 0.05, [0.02, 0.083])
     """
 
-    flops: int | None
+    flops: int
     even_flops: int | None
-    memory_bytes: int | None
-    hidden_bytes: int | None
-    exposed_bytes: int | None
+    memory_bytes: int
+    hidden_bytes: int
+    exposed_bytes: int
     compute_seconds: float | None
     memory_seconds: float | None
     hidden_seconds: float | None
@@ -84,17 +101,23 @@ class Cost:
     exposed: tuple[Collective, ...]
     unknown: tuple[str, ...]
     device: str
+    least_seconds: float | None = None
+    incomplete: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
 
     @property
     def bound(self) -> str | None:
         """What takes longest: `"compute"`, `"memory"`, `"collectives, hidden"` or `"collectives,
         exposed"`; `None` if some of it is unknown."""
+        if self.incomplete:
+            return None
         times = self._times()
         return max(times, key=times.__getitem__, default=None)
 
     @property
     def seconds(self) -> float | None:
-        """The least time at these peaks: the longest of what can overlap, and what is exposed."""
+        """The time at these peaks: the longest of what can overlap, and what is exposed; without
+        what `unknown` lists. `None` if the peaks are not known."""
         times = self._times()
         if not times:
             return None
@@ -102,50 +125,71 @@ class Cost:
         return max(times.values()) + exposed
 
     @property
+    def range(self) -> tuple[float, float] | None:
+        """The error bar of `seconds`: from the bound to what a chip takes that reaches 60% of its
+        peaks; `None` if some of it is unknown."""
+        if self.seconds is None or self.incomplete:
+            return None
+        return self.least_seconds or 0.0, self.seconds / REACHED
+
+    @property
     def share(self) -> float | None:
         """The operations of a device, x an even share of the step's; `None` if unknown."""
-        return self.flops / self.even_flops if self.flops and self.even_flops else None
+        if not self.flops or not self.even_flops or "compute" in self.incomplete:
+            return None
+        return self.flops / self.even_flops
 
     def _rows(self) -> list[tuple[str, str, float | None]]:
         return [
             ("compute", _operations(self.flops), self.compute_seconds),
-            ("memory", _size(self.memory_bytes), self.memory_seconds),
-            ("collectives, hidden", _size(self.hidden_bytes), self.hidden_seconds),
-            ("collectives, exposed", _size(self.exposed_bytes), self.exposed_seconds),
+            ("memory", human_bytes(self.memory_bytes), self.memory_seconds),
+            ("collectives, hidden", human_bytes(self.hidden_bytes), self.hidden_seconds),
+            ("collectives, exposed", human_bytes(self.exposed_bytes), self.exposed_seconds),
         ]
 
     def _times(self) -> dict[str, float]:
-        """The seconds of each kind of work; empty if one is unknown."""
+        """The seconds of each kind of work; empty if the peaks are not known."""
         rows = self._rows()
         times = {name: seconds for name, _, seconds in rows if seconds is not None}
         return times if len(times) == len(rows) else {}
 
     def __str__(self) -> str:
-        rows = [(name, size, _time(seconds)) for name, size, seconds in self._rows()]
+        rows: list[tuple[str, str, str]] = []
+        for name, size, seconds in self._rows():
+            is_least = name in self.incomplete
+            rows.append((name, f"> {size}" if is_least else size, _bar(seconds, is_least)))
         lines = [f"per step and {self.device}, {_ESTIMATE}:", columns(rows, right=1)]
-        if self.seconds is not None:
-            lines.append(f"at least {_time(self.seconds)}, bound by {self.bound}")
+        if self.seconds is not None and self.incomplete:
+            lines.append(f"{_time(self.seconds)}, and the time of what is unknown")
+        elif self.range is not None:
+            least, most = map(_time, self.range)
+            lines.append(f"about {_time(self.seconds)}, bound by {self.bound}")
+            lines.append(f"at least {least}, and {most} where a chip reaches {REACHED:.0%} of them")
         if self.share is not None and self.share > _MOST_SHARE:
             lines.append(_REPEATED.format(share=self.share))
         lines += [f"unknown: {reason}" for reason in self.unknown]
+        lines += self.advice
         if exposed := collective_lines(self.exposed, 5):
             lines += ["exposed, the slowest first:", *exposed]
         return "\n".join(lines)
 
 
-def _operations(count: int | None) -> str:
-    if count is None:
-        return "unknown"
+def _operations(count: int) -> str:
     power = min(len(str(count)) - 1, 18) // 3
     return f"{count / 1000**power:,.1f} {('', 'K', 'M', 'G', 'T', 'P', 'E')[power]}FLOP"
 
 
-def _size(count: int | None) -> str:
-    return bytes_text(count, "unknown")
-
-
 def _time(seconds: float | None) -> str:
     return "unknown" if seconds is None else f"{1000 * seconds:,.2f} ms"
+
+
+def _bar(seconds: float | None, is_least: bool) -> str:
+    """A time with its error bar: `100.00 to 166.67 ms`; `> 100.00 ms` if it lacks something."""
+    if seconds is not None and is_least:
+        return f"> {_time(seconds)}"
+    if not seconds:
+        return _time(seconds)
+    return f"{1000 * seconds:,.2f} to {_time(seconds / REACHED)}"
 
 
 # ------------------------------------------------------------------ from a program
@@ -159,96 +203,110 @@ class _Transfer(NamedTuple):
     seconds: float | None
 
 
-def cost_of(read: ReadProgram, jaxpr: ClosedJaxpr, plan: Plan, chip: Chip | None = None) -> Cost:
+def cost_of(
+    read: ReadProgram,
+    jaxpr: ClosedJaxpr,
+    plan: Plan,
+    chip: Chip | None = None,
+    kernels: Kernels = MappingProxyType({}),
+) -> Cost:
     """Adds up the work of a program, which is the step `jaxpr`, compiled for the plan's mesh."""
     mesh = with_devices(plan.mesh, "cost", compile_only=True)
     device = mesh.devices.flat[0]
     chip = chip or chip_of(device)
     flow = Dataflow(read.graph)
-    flops, traced = compiled_flops(flow), traced_flops(jaxpr.jaxpr)
-    memory_bytes = memory_traffic(flow)
+    flops, traced = compiled_flops(flow, kernels), traced_flops(jaxpr.jaxpr, kernels)
+    traffic = memory_traffic(flow)
     host = host_bytes(plan)
-    transfers = _transfers(read, mesh, chip)
-    hidden = [transfer for transfer in transfers if transfer.collective.is_async]
-    exposed = [transfer for transfer in transfers if not transfer.collective.is_async]
-    exposed.sort(key=lambda transfer: -(transfer.seconds or 0))
+    links = Links(chip, network_axes(mesh), torus_of(mesh.devices, mesh.axis_names, chip))
+    transfers = _transfers(read, links)
+    hidden = _Sent([transfer for transfer in transfers if transfer.collective.is_async])
+    exposed = _Sent([transfer for transfer in transfers if not transfer.collective.is_async])
+    lacking = {
+        "compute": bool(flops.unknown),
+        "memory": not traffic.is_complete or host > 0,
+        "collectives, hidden": hidden.lacks_some,
+        "collectives, exposed": exposed.lacks_some,
+    }
     reasons = {
-        "bytes of memory in a loop or a branch that depends on data": memory_bytes is None,
+        "bytes of memory in a loop or a branch that depends on data": not traffic.is_complete,
         f"the peaks of {device.device_kind}": chip is None,
         f"the time to copy {human_bytes(host)} of the state from the host and back": host > 0,
-        "bytes of collectives, see `communication()`": _total_sent(transfers) is None,
+        "bytes of collectives, see `communication()`": hidden.lacks_bytes or exposed.lacks_bytes,
     }
     return Cost(
         flops=flops.number,
-        even_flops=None if traced.number is None else -(-traced.number // mesh.size),
-        memory_bytes=memory_bytes,
-        hidden_bytes=_total_sent(hidden),
-        exposed_bytes=_total_sent(exposed),
+        even_flops=None if traced.unknown else -(-traced.number // mesh.size),
+        memory_bytes=traffic.bytes,
+        hidden_bytes=hidden.bytes,
+        exposed_bytes=exposed.bytes,
         compute_seconds=_seconds(flops.number, chip and chip.flops),
-        memory_seconds=_seconds(memory_bytes, chip and chip.memory_bandwidth),
-        hidden_seconds=_total_seconds(hidden),
-        exposed_seconds=_total_seconds(exposed),
-        exposed=tuple(transfer.collective for transfer in exposed if transfer.sent != 0),
-        unknown=(
-            *sorted(flops.unknown | traced.unknown),
-            *(reason for reason, is_unknown in reasons.items() if is_unknown),
-        ),
+        memory_seconds=_seconds(traffic.bytes, chip and chip.memory_bandwidth),
+        hidden_seconds=hidden.seconds if chip else None,
+        exposed_seconds=exposed.seconds if chip else None,
+        exposed=exposed.slowest_first,
+        unknown=(*sorted(flops.unknown | traced.unknown), *_those_true(reasons)),
         device=device.device_kind,
+        least_seconds=_least_seconds(flow, transfers, links),
+        incomplete=_those_true(lacking),
+        advice=_advice(jaxpr),
     )
 
 
-def _transfers(read: ReadProgram, mesh: Mesh, chip: Chip | None) -> list[_Transfer]:
-    between = _network_axes(mesh)
+def _those_true(facts: Mapping[str, bool]) -> tuple[str, ...]:
+    return tuple(name for name, is_true in facts.items() if is_true)
+
+
+def _least_seconds(flow: Dataflow, transfers: Sequence[_Transfer], links: Links) -> float | None:
+    if links.chip is None:
+        return None
+    sending = links.least_seconds((each.sent, each.collective.axes) for each in transfers)
+    return max(least_flops(flow) / links.chip.flops, sending)
+
+
+def _advice(jaxpr: ClosedJaxpr) -> tuple[str, ...]:
+    scores = written_out_attention(jaxpr)
+    return () if scores is None else (_WRITTEN_OUT.format(scores=scores),)
+
+
+class _Sent(NamedTuple):
+    """What a device sends in some collectives, as far as it is known."""
+
+    transfers: Sequence[_Transfer]
+
+    @property
+    def bytes(self) -> int:
+        return sum(transfer.sent or 0 for transfer in self.transfers)
+
+    @property
+    def seconds(self) -> float:
+        return sum((transfer.seconds or 0.0 for transfer in self.transfers), 0.0)
+
+    @property
+    def lacks_bytes(self) -> bool:
+        return any(transfer.sent is None for transfer in self.transfers)
+
+    @property
+    def lacks_some(self) -> bool:
+        """Whether the bytes or the axes of one are not known."""
+        return any(each.sent is None or each.collective.axes is None for each in self.transfers)
+
+    @property
+    def slowest_first(self) -> tuple[Collective, ...]:
+        ordered = sorted(self.transfers, key=lambda transfer: -(transfer.seconds or 0))
+        return tuple(transfer.collective for transfer in ordered if transfer.sent != 0)
+
+
+def _transfers(read: ReadProgram, links: Links) -> list[_Transfer]:
     transfers: list[_Transfer] = []
     for collective in CollectiveReader(read).all():
         sent = None
         if collective.wire_bytes is not None and collective.count is not None:
             sent = collective.wire_bytes * collective.count
-        seconds = link_seconds(sent, collective.axes, chip, between)
+        seconds = links.seconds(collective.kind, sent, collective.axes, collective.links)
         transfers.append(_Transfer(collective, sent, seconds))
     return transfers
 
 
-def _total_sent(transfers: Iterable[_Transfer]) -> int | None:
-    return total(transfer.sent for transfer in transfers)
-
-
-def _total_seconds(transfers: Iterable[_Transfer]) -> float | None:
-    times = [transfer.seconds for transfer in transfers]
-    known = [seconds for seconds in times if seconds is not None]
-    return sum(known, 0.0) if len(known) == len(times) else None
-
-
-def _seconds(amount: int | None, per_second: float | None) -> float | None:
-    return None if amount is None or per_second is None else amount / per_second
-
-
-def link_seconds(
-    sent: int | None, axes: Sequence[str] | None, chip: Chip | None, between: set[str]
-) -> float | None:
-    """The time to send bytes along mesh axes: over two links of a torus, over all links of a GPU,
-    or over a device's share of the network for the axes `between` slices or nodes."""
-    if sent == 0:
-        return 0.0
-    if chip is None or sent is None or axes is None:
-        return None
-    if not between.isdisjoint(axes):
-        return sent / chip.network_bandwidth
-    # A ring along an axis of a torus sends in both directions at once. The links of a GPU are
-    # published together, since any of them reaches every other GPU of the node.
-    links = 2 if chip.dims else 1
-    return sent / (links * chip.link_bandwidth)
-
-
-def _network_axes(mesh: Mesh) -> set[str]:
-    """The axes that run over the network: between slices of TPUs, or nodes of GPUs."""
-    numbers = np.vectorize(_slice_or_node)(mesh.devices)
-    return axes_that_change(numbers, mesh.axis_names)
-
-
-def _slice_or_node(device: Any) -> int:
-    # GPUs do not tell their node: a process stands for it. Where TPUs have one slice, JAX may leave
-    # out `slice_index`.
-    if device.platform == "gpu":
-        return device.process_index
-    return getattr(device, "slice_index", 0)
+def _seconds(amount: int, per_second: float | None) -> float | None:
+    return None if per_second is None else amount / per_second

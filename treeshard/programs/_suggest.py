@@ -50,7 +50,15 @@ from treeshard.programs._candidates import (
     named_strategies,
     slices_of,
 )
-from treeshard.programs._suggestions import Suggestion, Suggestions, Verdict, ranked
+from treeshard.programs._suggestions import (
+    Measure,
+    Suggestion,
+    Suggestions,
+    Verdict,
+    fastest_first,
+    ranked,
+    simplest_first,
+)
 
 _OFFERED = {"remat": (False, True), "accumulate": (1, 4)}
 
@@ -71,8 +79,10 @@ def suggest(
     """Finds the mesh and the rules with which a model trains on given devices, with reasons.
 
     It plans every factoring of the devices into the axes of every strategy, drops what cannot be,
-    and orders the rest by what their plans send over which links. Then it compiles one after the
-    other for the devices, until `top` of them fit, and ranks these by what the compiler says.
+    and orders the rest by what their plans send over which links. Then it compiles for the devices
+    the first of each value of an option, such as `remat`, and with the fastest options one after
+    the other until `top` of them fit. These it ranks by time, then by what exposes least, then by
+    memory; within 3% of each other, the simplest comes first: replicated, ZeRO-1, FSDP, two axes.
 
     Args:
         make: `make(mesh, rules)` returns `(step, state, batch)`: a step of `jit_step` or
@@ -90,8 +100,8 @@ def suggest(
         global_batch: Passed on to `make` as `global_batch=`.
         strategies: Names, `"DP"`, `"ZeRO-1"`, `"FSDP"` or `"HSDP"`, and `Strategy`s of your own,
             such as one with rules for a `tensor` axis. By default the four names.
-        top: How many that fit are compiled. Where the memory of the devices is not known, all
-            count as if they fit.
+        top: How many that fit are compiled with the fastest options; 0 for none at all. Where the
+            memory of the devices is not known, all count as if they fit.
         budget: Seconds, after which nothing more is compiled. What runs then is ended.
         chip: Peaks and links of the device, instead of the published ones.
         progress: Whether to write a line to stderr for each program that is compiled.
@@ -125,7 +135,7 @@ def suggest(
     chosen = NAMED if strategies is None else strategies
     state, batch, roles = _on_one_device(make, chosen, offered, fixed)
     with_rows = [x for x in tree_leaves(batch) if has_shape(x) and x.shape]
-    estimator = Estimator(state, roles, with_rows, target.chip, target.capacity)
+    estimator = Estimator(state, roles, with_rows, target.chip, target.capacity, target.topology)
     order: list[Suggestion] = []
     dropped: list[Suggestion] = []
     strategies = _strategies(chosen, roles)
@@ -136,20 +146,37 @@ def suggest(
             dropped.append(Suggestion(candidate, None, None, estimate))
         else:
             order.append(Suggestion(candidate, estimate, None, None))
-    order.sort(key=_by_estimate)
+    order = in_order(order)
     end = math.inf if budget is None else time.monotonic() + budget
-    compiling = _Compiling(make, target, fixed, end, progress)
+    compiling = _Compiling(make, target, fixed, end, progress, probes_of(offered))
     rows, stopped = compiling.run(order, top)
     return ranked([*rows, *dropped], str(target), stopped)
 
 
+def in_order(rows: Sequence[Suggestion]) -> list[Suggestion]:
+    """The order of compiling: by what plans send, and the simplest of those that send as long."""
+    return [*simplest_first(sorted(rows, key=_by_estimate), _sending_time)]
+
+
+def _sending_time(row: Suggestion) -> Measure:
+    """The time in which its plan sends; where the links are not known, the bytes decide."""
+    assert row.estimate is not None
+    return Measure(0, row.estimate.seconds or row.estimate.moved_bytes)
+
+
 def _by_estimate(row: Suggestion) -> tuple[float, bool, int, int]:
     assert row.estimate is not None
-    # Where the links are not known, the bytes decide. Rounded: on a torus, every HSDP sends as much
-    # as FSDP, and then the one with the least state comes first.
-    links = row.estimate.seconds or float(row.estimate.moved_bytes)
+    # Rounded: where plans send the same, the one with the least state comes first.
+    sending = float(f"{_sending_time(row).amount:.3g}")
     candidate = row.candidate
-    return float(f"{links:.3g}"), candidate.remat, candidate.passes, row.estimate.state_bytes
+    return sending, candidate.remat, candidate.passes, row.estimate.state_bytes
+
+
+def probes_of(offered: Mapping[str, Sequence[Any]]) -> Sequence[Mapping[str, Any]]:
+    """Choices that have each value of each option, with the first values of the others."""
+    first = {name: values[0] for name, values in offered.items()}
+    others = [{**first, name: value} for name, values in offered.items() for value in values[1:]]
+    return [first, *others]
 
 
 # ------------------------------------------------------------------ the devices
@@ -286,31 +313,32 @@ _LIKELY_BESIDE = 0.75
 
 @dataclass
 class _Compiling:
-    """Compiles one candidate after the other, until enough of them fit."""
+    """Compiles one candidate after the other, until enough of them fit.
+
+    `probes` are choices of options, of each of which one is compiled first.
+    """
 
     make: Callable[..., Any]
     target: _Target
     fixed: Mapping[str, Any]
     end: float
     progress: bool
+    probes: Sequence[Mapping[str, Any]] = ({},)
     # What does not fit, with the bytes beside its state.
     refused: list[tuple[Candidate, int]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
     def run(self, order: Sequence[Suggestion], top: int) -> tuple[Sequence[Suggestion], str | None]:
         """The rows, with verdicts; and why not all were compiled that could be."""
-        rows, fitting = list(order), 0
+        rows = list(order)
         stopped = self.target.missing()
-        for i, row in enumerate(order):
-            if stopped is not None or fitting >= top:
-                break
+        if stopped is None and top > 0:
             try:
-                rows[i] = self._judge(row)
+                compile_in_turn(rows, top, self.probes, self._judge)
             except TimeoutError:
                 stopped = "the budget of time was over"
             except KeyboardInterrupt:
                 stopped = "interrupted"
-            fitting += rows[i].verdict is not None and not rows[i].lost
         if rows and len(self.failed) == len(rows):
             raise TreeShardError(
                 listed("suggest: the function failed for every mesh:", self.failed)
@@ -356,6 +384,38 @@ class _Compiling:
         return None
 
 
+def compile_in_turn(
+    rows: list[Suggestion],
+    top: int,
+    probes: Sequence[Mapping[str, Any]],
+    judge: Callable[[Suggestion], Suggestion],
+) -> None:
+    """Replaces rows by what `judge` returns, which compiles them: the first that fits of each
+    choice of options, then with the choice of the fastest of these, until `top` of it fit."""
+
+    def compile_some(number: int, options: Mapping[str, Any] | None) -> None:
+        chosen = [
+            i for i, row in enumerate(rows) if options is None or row.candidate.options == options
+        ]
+        for i in chosen:
+            if len(_that_fit([rows[j] for j in chosen])) >= number:
+                return
+            if rows[i].verdict is None and rows[i].reason is None:
+                rows[i] = judge(rows[i])
+
+    for options in probes:
+        compile_some(1, options)
+    found = fastest_first(_that_fit(rows))
+    if found:
+        compile_some(top, found[0].candidate.options)
+    # There may be fewer, or none fits but those with several options that save memory.
+    compile_some(top, None)
+
+
+def _that_fit(rows: Sequence[Suggestion]) -> list[Suggestion]:
+    return [row for row in rows if row.verdict is not None and not row.lost]
+
+
 def _verdict(
     make: Callable[..., Any],
     target: _Target,
@@ -379,9 +439,10 @@ def _verdict(
         temporaries=memory.temporaries,
         planned=sum(row.planned_bytes for row in compared.rows),
         moved=total(row.bytes for row in compared.rows),
-        exposed=cost.exposed_bytes,
+        exposed=None if "collectives, exposed" in cost.incomplete else cost.exposed_bytes,
         exposed_seconds=cost.exposed_seconds,
         seconds=cost.seconds,
+        is_complete=not cost.incomplete,
         share=cost.share,
         findings=compared.reasons,
     )

@@ -1,22 +1,22 @@
 """What `suggest` found: candidates in order, with numbers or the reason why they lost.
 
-The order is by what devices send while they wait, and not by the least time: the time is from
-published peaks, the bytes are counted.
+The order is by time, which is what people pay for. It is an estimate, so that a few percent decide
+nothing: of candidates that are as fast, the simplest comes first.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from treeshard._core.text import columns, human_bytes
 from treeshard.communication._collectives import bytes_text
 from treeshard.programs._candidates import Candidate, Estimate
 
-_HEADS = ("", "strategy", "mesh", "memory", "moved", "exposed", "least time", "by")
+_HEADS = ("", "strategy", "mesh", "memory", "moved", "exposed", "time", "by")
 _SHOWN = 10  # rows of the table
-_CLOSE = 1.05  # numbers that differ by less are equal: then the least time decides
+CLOSE = 1.03  # of times that differ by less, the simplest candidate comes first
 _MOST_SHARE = 1.5  # norms and other small work may be repeated
 _OUTCOMES = {
     "estimated": "estimated from its plan",
@@ -39,8 +39,9 @@ class Verdict:
         planned: The payload that the plan predicts, in bytes per step.
         moved: The payload that the program moves.
         exposed: The bytes that it sends while it waits.
-        exposed_seconds: The time of these, and `seconds` the least time of a step, as in `Cost`.
+        exposed_seconds: The time of these, and `seconds` that of a step, as in `Cost`.
         seconds: See there.
+        is_complete: Whether nothing is missing in these times, such as that of a kernel.
         share: The operations of a device, x an even share of the step's.
         findings: How the program differs from the plan.
     """
@@ -53,6 +54,7 @@ class Verdict:
     exposed: int | None = None
     exposed_seconds: float | None = None
     seconds: float | None = None
+    is_complete: bool = True
     share: float | None = None
     findings: Sequence[str] = ()
 
@@ -126,7 +128,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """Meshes and strategies for a model, the best first; `str()` of it is a table with reasons.
+    """Meshes and strategies for a model, the fastest first; `str()` of it is a table with reasons.
 
     Attributes:
         rows: Those that fit, as far as is known.
@@ -226,7 +228,9 @@ def _cells(row: Suggestion) -> tuple[str, ...]:
     if verdict.capacity is not None:
         need = f"{need} of {human_bytes(verdict.capacity)}"
     moved, exposed = (bytes_text(size, "unknown") for size in (verdict.moved, verdict.exposed))
-    time = "unknown" if verdict.seconds is None else f"{1000 * verdict.seconds:,.1f} ms"
+    time = "unknown"
+    if verdict.seconds is not None:
+        time = f"{'' if verdict.is_complete else '> '}{1000 * verdict.seconds:,.1f} ms"
     return name, mesh, need, moved, exposed, time, "compiler"
 
 
@@ -244,27 +248,58 @@ def _json_entry(row: Suggestion) -> dict[str, Any]:
 
 
 def ranked(all_rows: Sequence[Suggestion], target: str, stopped: str | None) -> Suggestions:
-    """Orders candidates: those that were compiled and fit by what they expose, then by time."""
+    """Orders candidates: those that were compiled and fit by their times, others as they come."""
     rows = [row for row in all_rows if not row.lost]
     losers = [row for row in all_rows if row.lost]
-    exposed = [_exposed(row.verdict) for row in rows if row.verdict is not None]
-    least_seconds, least_bytes = min(exposed, default=(0.0, 0.0))
-
-    def order(row: Suggestion) -> tuple[int, float, int | float, float]:
-        if row.verdict is None:
-            return 2, 0.0, 0, 0.0  # as their estimates ordered them
-        seconds, size = _exposed(row.verdict)
-        time = _known_or_last(row.verdict.seconds)
-        if seconds <= _CLOSE * least_seconds and size <= _CLOSE * least_bytes:
-            return 0, 0.0, 0, time
-        return 1, seconds, size, time
-
-    rows.sort(key=order)
-    return Suggestions(tuple(rows), tuple(losers), target, stopped)
+    compiled = [row for row in rows if row.verdict is not None]
+    estimated = [row for row in rows if row.verdict is None]
+    return Suggestions((*fastest_first(compiled), *estimated), tuple(losers), target, stopped)
 
 
-def _exposed(verdict: Verdict) -> tuple[float, int | float]:
-    return _known_or_last(verdict.exposed_seconds), _known_or_last(verdict.exposed)
+def fastest_first(compiled: Sequence[Suggestion]) -> Sequence[Suggestion]:
+    """The fastest first, then what exposes least, then what needs the least memory; but the
+    simplest before those that are hardly faster."""
+    left = sorted(compiled, key=lambda row: (time_of(row), *_then(row)))
+    return simplest_first(left, time_of)
+
+
+class Measure(NamedTuple):
+    """What decides between candidates. Those of a lower `kind` come first."""
+
+    kind: int
+    amount: int | float
+
+    def is_close_to(self, least: "Measure") -> bool:
+        return self.kind == least.kind and self.amount <= CLOSE * least.amount
+
+
+def time_of(row: Suggestion) -> Measure:
+    """The time of a compiled candidate: a known one, one that lacks something, or where no peaks
+    are known, what it sends while it waits."""
+    verdict = row.verdict
+    assert verdict is not None
+    if verdict.seconds is not None:
+        return Measure(0 if verdict.is_complete else 1, verdict.seconds)
+    return Measure(2, _known_or_last(verdict.exposed))
+
+
+def _then(row: Suggestion) -> tuple[int | float, int]:
+    assert row.verdict is not None
+    return _known_or_last(row.verdict.exposed_seconds), row.verdict.need
+
+
+def simplest_first(
+    ordered: Sequence[Suggestion], measure: Callable[[Suggestion], Measure]
+) -> Sequence[Suggestion]:
+    """Takes in turn the simplest of those that are about as good as the best that is left."""
+    left, taken = list(ordered), list[Suggestion]()
+    while left:
+        best = measure(left[0])
+        close = [row for row in left if measure(row).is_close_to(best)]
+        first = min(close, key=lambda row: row.candidate.complexity)
+        left.remove(first)
+        taken.append(first)
+    return taken
 
 
 def _known_or_last(amount: int | float | None) -> int | float:

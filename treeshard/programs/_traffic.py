@@ -5,6 +5,7 @@ of a scan over all of them.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from treeshard.communication._collectives import total
 from treeshard.communication._dataflow import Context, Dataflow, Executions
@@ -33,21 +34,29 @@ _SLICES = ("dynamic-slice", "gather", "slice", "slice-start")
 _UPDATE = "dynamic-update-slice"
 
 
-def memory_traffic(flow: Dataflow) -> int | None:
-    """The bytes that a step reads and writes in main memory; `None` if that depends on data.
+class Traffic(NamedTuple):
+    """Bytes; a lower bound if what a loop or a branch reads and writes depends on data."""
+
+    bytes: int
+    is_complete: bool
+
+
+def memory_traffic(flow: Dataflow) -> Traffic:
+    """The bytes that a step reads and writes in main memory.
 
     Each op reads its operands once and writes its results once; the inside of a fusion does not go
     through memory.
     """
-    traffic = _Traffic(flow.program)
-    counts: list[int | None] = []
+    traffic = _Touched(flow.program)
+    size_of_all, is_complete = 0, True
     for context, op, times in Executions(flow, _moves_bytes).all():
         if not _is_scheduled(flow.program, context):
             continue
         size = traffic.bytes(context.computation, op)
-        if size:
-            counts.append(None if times is None else times * size)
-    return total(counts)
+        if size and times is None:
+            is_complete = False
+        size_of_all += size * (times or 0)
+    return Traffic(size_of_all, is_complete)
 
 
 def _moves_bytes(op: Op) -> bool:
@@ -61,7 +70,7 @@ def _is_scheduled(program: HloProgram, context: Context) -> bool:
     return context.op.opcode in _RUNS_OTHERS
 
 
-class _Traffic:
+class _Touched:
     """What each op of a program reads and writes."""
 
     def __init__(self, program: HloProgram) -> None:
