@@ -34,7 +34,7 @@ from treeshard.programs._traffic import memory_traffic
 
 # The least share of a peak that the published runs imply: see the table of
 # docs/guide/the-pod-you-do-not-have.md.
-REACHED = 0.6
+REACHED = 0.5
 _ESTIMATE = (
     f"an estimate from published peaks, of which published runs reached {REACHED:.0%} or more"
 )
@@ -56,7 +56,7 @@ class Cost:
 
     The seconds divide the work by the published peaks of the device, and by the links between chips
     that each collective uses. They are estimates, to compare programs and to see what bounds them.
-    The error bar of each reaches to `1 / 0.6` of it: published runs reached 60% of the peaks or
+    The error bar of each reaches to twice of it: published runs reached half of the peaks or
     more. What cannot be counted is in `unknown`, and the rest of its row is a lower bound.
 
     Attributes:
@@ -86,7 +86,7 @@ class Cost:
         ...     least_seconds=0.02,
         ... )
         >>> cost.bound, round(cost.seconds, 3), [round(x, 3) for x in cost.range]
-        ('collectives, exposed', 0.05, [0.02, 0.083])
+        ('collectives, exposed', 0.05, [0.02, 0.1])
     """
 
     flops: int
@@ -126,7 +126,7 @@ class Cost:
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """The error bar of `seconds`: from the bound to what a chip takes that reaches 60% of its
+        """The error bar of `seconds`: from the bound to what a chip takes that reaches half of its
         peaks; `None` if some of it is unknown."""
         if self.seconds is None or self.incomplete:
             return None
