@@ -260,7 +260,7 @@ import re, sys
 from treeshard._cli import main
 main([
     "compile", "examples.compile_llama:llama_8b", "--topology=v5e-256", "--mesh=fsdp=64,tensor=4",
-    "--scan=layers", "--remat=layers", "--dtype=bfloat16", "--json",
+    "--json",
 ])
 peak = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]
 print(f"\\n{int(peak) * 1024}")
