@@ -91,6 +91,12 @@ WORDS = {
         "{on_cpus}Use `training.value_and_grad`, which constrains gradients to the plan's"
         " specs, or reduce-scatter them by hand (`treeshard.manual`).",
     ),
+    "all-reduce, scattered": (
+        "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
+        "{on_cpus}The step scatters them already, by a constraint or by hand, so this is the"
+        " compiler's choice. TPUs' compiler makes it along an axis that covers all dims of a torus:"
+        " give another axis one of these dims, as in `data=4,fsdp=16` for `fsdp=64`.",
+    ),
     "batch": (
         "{kind} of an argument that is not a parameter, {size}.",
         "If a constraint splits another dim than that of the batch, write {constrain}. To"

@@ -93,7 +93,9 @@ class CompiledStep:
         Returns:
             A `Memory`.
         """
-        return memory_of(self.compiled, self._read.graph, self.plan, self.roles, self.batch)
+        return memory_of(
+            self.compiled, self._read.graph, self.plan, self.roles, self.batch, self.jaxpr
+        )
 
     def cost(self, chip: Chip | None = None) -> Cost:
         """Estimates what the program computes and moves, and the least time that this takes.

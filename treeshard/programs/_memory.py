@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import is_attached, with_devices
@@ -18,6 +19,7 @@ from treeshard._core.text import columns, fold_paths, human_bytes
 from treeshard._core.topologies import chip_of
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import Roles
+from treeshard._trace.uses import Means, means_of
 from treeshard.communication._collectives import bytes_text
 from treeshard.communication._dataflow import Context, Dataflow, value
 from treeshard.communication._hlo import HloProgram
@@ -158,6 +160,7 @@ def memory_of(
     plan: Plan,
     roles: Roles,
     batch: Sequence[Any],
+    jaxpr: ClosedJaxpr,
 ) -> Memory:
     """Reads the memory of a compiled step; `program` is its text, parsed, and `batch` has
     shardings."""
@@ -177,7 +180,7 @@ def memory_of(
         at_peak=_live_at_peak(program),
         host=host,
     )
-    return replace(memory, advice=tuple(advise(memory, plan)))
+    return replace(memory, advice=tuple(advise(memory, plan, means_of(jaxpr.jaxpr))))
 
 
 def host_bytes(plan: Plan) -> int:
@@ -261,6 +264,19 @@ _ADVICE = {
         "Put `jax.checkpoint` around the layers: {size} of values of the forward pass are kept for"
         " the gradients, of which the largest is {largest}."
     ),
+    "gather later, repeats": (
+        "Gather the weights of each layer inside of the function that `jax.checkpoint` repeats:"
+        " {count} gathered ones are live at once, {size}."
+    ),
+    "repeat more": (
+        "Repeat more of the forward pass: {size} of its values are kept for the gradients, of which"
+        " the largest is {largest}. Put `jax.checkpoint` around what is outside of it, or keep less"
+        " by its `policy=`."
+    ),
+    "split more": (
+        "Split the batch over more devices, or into more minibatches: {size} are values that grow"
+        " with their rows, or gathered weights."
+    ),
     "split": (
         "Split the batch over more devices, or run it in minibatches (`accumulate_gradients`):"
         " {size} are values that grow with its rows, or gathered weights."
@@ -269,14 +285,14 @@ _ADVICE = {
 _WORTH = 0.1  # parts of all memory that are worth a line
 
 
-def advise(memory: Memory, plan: Plan) -> list[str]:
+def advise(memory: Memory, plan: Plan, means: Means) -> list[str]:
     """A sentence for each thing that would save a tenth of the memory of a step or more."""
     least = _WORTH * memory.total
     advice = [
         _donate(memory, plan, least),
         _shard(plan, least),
-        _gather_later(memory, plan, least),
-        _repeat(memory, least) or _split(memory),
+        _gather_later(memory, plan, least, means),
+        _repeat(memory, least, means) or _split(memory, means),
     ]
     return [sentence for sentence in advice if sentence is not None]
 
@@ -299,16 +315,17 @@ def _shard(plan: Plan, least: float) -> str | None:
     return _ADVICE["shard"].format(size=human_bytes(size), paths=paths)
 
 
-def _gather_later(memory: Memory, plan: Plan, least: float) -> str | None:
+def _gather_later(memory: Memory, plan: Plan, least: float, means: Means) -> str | None:
     paths = {f"state/{leaf.path}" for leaf in plan.leaves}
     weights = [buffer for buffer in memory.at_peak if buffer.path in paths]
     size = sum(buffer.bytes for buffer in weights)
     if size < least or len(weights) <= 2:
         return None
-    return _ADVICE["gather later"].format(count=len(weights), size=human_bytes(size))
+    case = "gather later, repeats" if means.repeats else "gather later"
+    return _ADVICE[case].format(count=len(weights), size=human_bytes(size))
 
 
-def _repeat(memory: Memory, least: float) -> str | None:
+def _repeat(memory: Memory, least: float, means: Means) -> str | None:
     # JAX names the ops of a step by what traced them: `jit(step)/jvp()/dot_general` in the forward
     # pass, `jit(step)/transpose(jvp())/dot_general` in the backward pass, with `checkpoint` between
     # where it is repeated. What a scan keeps for the gradients has no name.
@@ -320,10 +337,12 @@ def _repeat(memory: Memory, least: float) -> str | None:
     size = sum(buffer.bytes for buffer in kept)
     if size < least:
         return None
-    return _ADVICE["repeat"].format(size=human_bytes(size), largest=kept[0].array)
+    case = "repeat more" if means.repeats else "repeat"
+    return _ADVICE[case].format(size=human_bytes(size), largest=kept[0].array)
 
 
-def _split(memory: Memory) -> str | None:
+def _split(memory: Memory, means: Means) -> str | None:
     if memory.temporaries < memory.total / 2:
         return None
-    return _ADVICE["split"].format(size=human_bytes(memory.temporaries))
+    case = "split more" if means.accumulates else "split"
+    return _ADVICE[case].format(size=human_bytes(memory.temporaries))
