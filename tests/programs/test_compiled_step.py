@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from treeshard._core.topologies import usable_memory
 from treeshard._trace.uses import Means
 from treeshard.communication._hlo import HloProgram
 from treeshard.programs import LiveBuffer, Memory
@@ -118,6 +119,55 @@ def test_what_does_not_fit_or_cannot_be_known_is_an_error() -> None:
     with pytest.raises(ts.errors.DoesNotFitError, match=r"needs 2.0 GiB .* has 1.0 GiB"):
         small.assert_fits()
     dataclasses.replace(memory, capacity=2**31).assert_fits()
+
+
+GPU = Memory({}, 60 * 2**30, 0, 0, 0, None, "NVIDIA H100 80GB HBM3", ())
+
+
+@pytest.mark.parametrize(
+    ("variables", "gib", "fits"),
+    [
+        ({}, 59.4, False),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, 71.2, True),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, 39.6, False),
+        ({"XLA_CLIENT_MEM_FRACTION": ""}, 59.4, False),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 79.1, True),
+    ],
+)
+def test_on_gpus_what_jax_allocates_decides(variables, gib, fits, monkeypatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    h100 = ts.programs.CHIPS["h100"]
+    memory = dataclasses.replace(GPU, capacity=usable_memory(h100), device_memory=h100.memory)
+    assert round(memory.capacity / 2**30, 1) == gib
+    assert memory.fits == fits
+    said = f"of {gib} GiB on NVIDIA H100 80GB HBM3"
+    if memory.capacity < h100.memory:
+        said += ", of whose 79.1 GiB JAX allocates no more"
+    assert said in str(memory).split("\n")
+    v5e = ts.programs.CHIPS["v5e"]
+    assert usable_memory(v5e) == v5e.memory
+
+
+def test_what_does_not_fit_by_default_is_told_how_it_may() -> None:
+    h100 = ts.programs.CHIPS["h100"]
+    memory = dataclasses.replace(GPU, capacity=usable_memory(h100), device_memory=h100.memory)
+    with pytest.raises(ts.errors.DoesNotFitError) as caught:
+        memory.assert_fits()
+    assert str(caught.value).startswith(
+        "The step needs 60.0 GiB per device, and JAX allocates 59.4 GiB of the 79.1 GiB of NVIDIA"
+        " H100 80GB HBM3. It may fit with XLA_CLIENT_MEM_FRACTION=0.78 in the environment.\n"
+    )
+    larger = dataclasses.replace(memory, arguments=78 * 2**30)
+    with pytest.raises(ts.errors.DoesNotFitError, match=r"of NVIDIA H100 80GB HBM3\.\n"):
+        larger.assert_fits()
+
+
+def test_a_fraction_that_is_no_number_is_an_error(monkeypatch) -> None:
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
+    message = "^XLA_CLIENT_MEM_FRACTION is 'most', and not a number, such as 0.9.$"
+    with pytest.raises(ts.errors.FormatError, match=message):
+        usable_memory(ts.programs.CHIPS["h100"])
 
 
 def test_a_program_that_the_compiler_refuses_does_not_fit(fsdp_mesh, monkeypatch) -> None:

@@ -274,7 +274,9 @@ def collective_lines(moved: Sequence[Collective], most: int) -> list[str]:
 def collective_line(collective: Collective) -> str:
     size = bytes_text(collective.bytes, "unknown bytes")
     times = "? times" if collective.count is None else counted(collective.count, "time")
-    axes = "unknown axes" if collective.axes is None else " and ".join(map(repr, collective.axes))
+    axes = " and ".join(map(repr, collective.axes or collective.within or ()))
+    if collective.axes is None:
+        axes = f"parts of {axes}" if collective.within else "unknown axes"
     parts = [f"{collective.kind} of {size} ({collective.dtype}) along {axes}, {times}"]
     if collective.is_inserted:
         parts.append("inserted by the partitioner")
