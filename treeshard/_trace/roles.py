@@ -17,7 +17,7 @@ from treeshard._core.mesh import axis_sizes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._trace.uses import Gather, Place, Uses, Walk
-from treeshard._trace.values import OF_ARRAYS, OF_SCALARS, Value, leaf_value
+from treeshard._trace.values import OF_ARRAYS, OF_SCALARS, Value, dims_of, leaf_value
 
 # What a step does with a leaf: by whether it uses it, takes its gradient, and changes it.
 TRAINED = "trained"
@@ -40,6 +40,9 @@ class Role(NamedTuple):
         uses: How many ops of the forward pass use it; 0 if that is not known.
         updates: How often a step updates it: in each trip of a loop over steps.
         is_multiplied: Whether the update multiplies it by others, as matrix optimizers do.
+        is_scattered: Whether the step says that each device gets its shard of the gradient: it
+            constrains it to the leaf's specs, as `training.value_and_grad` does, or scatters it by
+            hand.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Role(NamedTuple):
     uses: int = 1
     updates: int = 1
     is_multiplied: bool = False
+    is_scattered: bool = False
 
     @property
     def is_used(self) -> bool:
@@ -93,8 +97,17 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
             len(uses.ops[number]),
             uses.updates.get(number, 1),
             number in uses.multiplied,
+            _is_scattered(leaf, uses),
         )
     return roles
+
+
+def _is_scattered(leaf: PlannedLeaf, uses: Uses) -> bool:
+    if (leaf.shape, dims_of(leaf.given, len(leaf.shape))) in uses.constrained:
+        return True
+    layers = leaf.shape[0] if leaf.shape else 1
+    of_one_layer = leaf.size // max(layers, 1)
+    return not uses.scattered.isdisjoint({leaf.size, of_one_layer})
 
 
 def with_roles(plan: Plan, roles: Roles) -> Plan:

@@ -99,6 +99,8 @@ class Uses:
         updates: How often each that a loop trains is updated in a step.
         gradients: What the new value of each depends on.
         changed: The leaves whose new values are not the old ones.
+        constrained: The shapes of gradients that the step constrains, with the axes of each dim.
+        scattered: The elements of arrays that the step reduce-scatters by hand.
     """
 
     along: frozenset[str]
@@ -111,6 +113,8 @@ class Uses:
     updates: dict[int, int] = field(default_factory=dict)
     gradients: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     changed: set[int] = field(default_factory=set)
+    constrained: set[tuple[tuple[int, ...], Dims]] = field(default_factory=set)
+    scattered: set[int] = field(default_factory=set)
 
 
 class Walk:
@@ -202,6 +206,8 @@ class Walk:
             return [self._constrained(eqn, operands[0], at)]
         if name in _GATHERS:
             return [self._gathered(eqn, operands[0], at)]
+        if name == "reduce_scatter":
+            self.uses.scattered.add(math.prod(eqn.invars[0].aval.shape))
         if name in ELEMENTWISE:
             return [self._computed(eqn, operands, at)]
         if name == "unstack":
@@ -273,6 +279,9 @@ class Walk:
                 for old, new in zip(before, dims, strict=True)
             )
         )
+        # In the backward pass, a constraint is the transpose of one of the forward pass.
+        if not at.region and OF_ARRAYS in value.gradients:
+            self.uses.constrained.add((eqn.outvars[0].aval.shape, tuple(map(tuple, dims))))
         return self._gather(eqn, eqn.invars[0], value, after, at)
 
     def _gathered(self, eqn: Any, value: Value, at: Place) -> Value:
@@ -491,6 +500,33 @@ def bodies(eqn: Any) -> list[Any]:
             if hasattr(part, "eqns"):
                 found.append(getattr(part, "jaxpr", part))
     return found
+
+
+class Means(NamedTuple):
+    """What a step does to need less memory, so that nobody advises it.
+
+    Attributes:
+        repeats: Whether it repeats a part of the forward pass, by `jax.checkpoint`.
+        accumulates: Whether it runs minibatches, by `accumulate_gradients`.
+    """
+
+    repeats: bool = False
+    accumulates: bool = False
+
+
+ACCUMULATES = "accumulate_gradients"  # the scope in which it adds gradients up
+
+
+def means_of(jaxpr: Any) -> Means:
+    """What the trace of a step says of its means to need less memory."""
+    repeats = accumulates = False
+    for eqn in jaxpr.eqns:
+        parts = [means_of(body) for body in bodies(eqn)]
+        # remat2[differentiated=True jaxpr={ ... }] is in the backward pass
+        repeats |= bool(eqn.params.get("differentiated")) or any(x.repeats for x in parts)
+        is_sum = ACCUMULATES in str(eqn.source_info.name_stack)
+        accumulates |= is_sum or any(x.accumulates for x in parts)
+    return Means(repeats, accumulates)
 
 
 def _region(eqn: Any) -> str:

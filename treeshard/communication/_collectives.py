@@ -81,6 +81,8 @@ class Collective:
         is_widened: Whether the text shows that the backend widened the dtype: the data has a
             narrower one before.
         is_inserted: Whether XLA marks it as inserted by its partitioner; only newer versions do.
+        within: The mesh axes along which the devices of a group differ, where groups span only
+            a part of them, as with `axis_index_groups`; else `None`.
 
     Examples:
         >>> Collective("all-gather", "float32", 4096, 3584, ("fsdp",), count=12).total_bytes
@@ -101,6 +103,7 @@ class Collective:
     completes: str | None = None
     is_widened: bool = False
     is_inserted: bool = False
+    within: tuple[str, ...] | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -330,6 +333,7 @@ class CollectiveReader:
                 completes=self._completes(kind, read),
                 is_widened=_is_widened(op, buffer.dtype, origins),
                 is_inserted=is_inserted,
+                within=groups.within,
             )
 
     def _kind_in(self, context: Context, op: Op) -> str:

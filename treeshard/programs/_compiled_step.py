@@ -1,7 +1,7 @@
 """A step that is compiled and not yet run, and what its program tells.
 
 Only TPUs' compiler refuses a program that does not fit. That of GPUs compiles it, and the first
-call fails; so what it says of its memory is compared with the data sheet here.
+call fails; so what it says of its memory is compared here with what JAX allocates.
 """
 
 import re
@@ -93,7 +93,9 @@ class CompiledStep:
         Returns:
             A `Memory`.
         """
-        return memory_of(self.compiled, self._read.graph, self.plan, self.roles, self.batch)
+        return memory_of(
+            self.compiled, self._read.graph, self.plan, self.roles, self.batch, self.jaxpr
+        )
 
     def cost(self, chip: Chip | None = None) -> Cost:
         """Estimates what the program computes and moves, and the least time that this takes.
@@ -122,7 +124,7 @@ def compile_step(
     """Compiles a lowered step, with options of the compiler.
 
     Raises `DoesNotFitError` if the compiler says that it does not fit; or, for GPUs that are not
-    attached, if their data sheet does.
+    attached, if it needs more than JAX allocates on them.
     """
     device = with_devices(plan.mesh, "compile", compile_only=True).devices.flat[0]
     try:

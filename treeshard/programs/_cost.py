@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from treeshard._core.make_mesh import with_devices
-from treeshard._core.text import columns, human_bytes
+from treeshard._core.text import columns
 from treeshard._core.topologies import Chip, chip_of
 from treeshard._planning.plan import Plan
 from treeshard.communication._collectives import (
@@ -29,7 +29,7 @@ from treeshard.communication._differences import collective_lines
 from treeshard.communication._program import ReadProgram
 from treeshard.programs._flops import compiled_flops, traced_flops
 from treeshard.programs._memory import host_bytes
-from treeshard.programs._traffic import memory_traffic
+from treeshard.programs._traffic import host_traffic, memory_traffic
 
 _ESTIMATE = "an estimate from published peaks that no chip has confirmed"
 _REPEATED = (
@@ -63,6 +63,9 @@ class Cost:
         exposed: The collectives that cannot overlap, the slowest first.
         unknown: Why something could not be counted.
         device: The kind of device.
+        to_host_bytes: Bytes that the program copies to the memory of the device's host, such as
+            what a policy of `jax.checkpoint` offloads. Their time is not known.
+        from_host_bytes: Bytes that it copies back.
 
     Examples:
         >>> cost = ts.programs.Cost(
@@ -84,6 +87,8 @@ class Cost:
     exposed: tuple[Collective, ...]
     unknown: tuple[str, ...]
     device: str
+    to_host_bytes: int | None = 0
+    from_host_bytes: int | None = 0
 
     @property
     def bound(self) -> str | None:
@@ -122,6 +127,8 @@ class Cost:
 
     def __str__(self) -> str:
         rows = [(name, size, _time(seconds)) for name, size, seconds in self._rows()]
+        of_host = {"to the host": self.to_host_bytes, "from the host": self.from_host_bytes}
+        rows += [(name, _size(size), "unknown") for name, size in of_host.items() if size != 0]
         lines = [f"per step and {self.device}, {_ESTIMATE}:", columns(rows, right=1)]
         if self.seconds is not None:
             lines.append(f"at least {_time(self.seconds)}, bound by {self.bound}")
@@ -168,15 +175,22 @@ def cost_of(read: ReadProgram, jaxpr: ClosedJaxpr, plan: Plan, chip: Chip | None
     flops, traced = compiled_flops(flow), traced_flops(jaxpr.jaxpr)
     memory_bytes = memory_traffic(flow)
     host = host_bytes(plan)
+    copies = host_traffic(flow)
+    # Programs for CPUs, which have one memory, do not name that of the host.
+    copied = 2 * host if copies == (0, 0) else total(copies)
     transfers = _transfers(read, mesh, chip)
     hidden = [transfer for transfer in transfers if transfer.collective.is_async]
     exposed = [transfer for transfer in transfers if not transfer.collective.is_async]
     exposed.sort(key=lambda transfer: -(transfer.seconds or 0))
+    has_unknown_links = chip is not None and any(
+        transfer.sent is not None and transfer.seconds is None for transfer in transfers
+    )
     reasons = {
         "bytes of memory in a loop or a branch that depends on data": memory_bytes is None,
         f"the peaks of {device.device_kind}": chip is None,
-        f"the time to copy {human_bytes(host)} of the state from the host and back": host > 0,
+        f"the time to copy {_size(copied)} to the host and back": copied != 0,
         "bytes of collectives, see `communication()`": _total_sent(transfers) is None,
+        "the links of collectives between devices that do not form axes": has_unknown_links,
     }
     return Cost(
         flops=flops.number,
@@ -194,6 +208,8 @@ def cost_of(read: ReadProgram, jaxpr: ClosedJaxpr, plan: Plan, chip: Chip | None
             *(reason for reason, is_unknown in reasons.items() if is_unknown),
         ),
         device=device.device_kind,
+        to_host_bytes=copies.to_host,
+        from_host_bytes=copies.from_host,
     )
 
 
@@ -204,9 +220,20 @@ def _transfers(read: ReadProgram, mesh: Mesh, chip: Chip | None) -> list[_Transf
         sent = None
         if collective.wire_bytes is not None and collective.count is not None:
             sent = collective.wire_bytes * collective.count
-        seconds = link_seconds(sent, collective.axes, chip, between)
+        seconds = link_seconds(sent, _axes_of(collective, between), chip, between)
         transfers.append(_Transfer(collective, sent, seconds))
     return transfers
+
+
+def _axes_of(collective: Collective, between: set[str]) -> tuple[str, ...] | None:
+    """The axes whose links a collective uses; `None` if they are not known.
+
+    A part of an axis has the links of the axis. Of an axis that runs over the network, a part may
+    be one slice or node, or cross them.
+    """
+    if collective.axes is not None or collective.within is None:
+        return collective.axes
+    return collective.within if between.isdisjoint(collective.within) else None
 
 
 def _total_sent(transfers: Iterable[_Transfer]) -> int | None:

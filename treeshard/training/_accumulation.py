@@ -33,6 +33,7 @@ from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.specs import UNCONSTRAINED, axes_of, entries, without_axes
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan_in_force import current_plan
+from treeshard._trace.uses import ACCUMULATES
 from treeshard.errors import SpecError, listed
 from treeshard.training._gradients import wire_dtype
 from treeshard.training._metrics import check_metrics, map_metrics
@@ -151,7 +152,9 @@ def _summed_up(
     minibatches = jax.tree.map(partial(_split, count=count), batch)
 
     def add(total: Any, minibatch_and_key: tuple[Any, Any]) -> tuple[Any, None]:
-        new = jax.tree.map(jnp.add, total, grad_fn(*minibatch_and_key))
+        grads_and_metrics = grad_fn(*minibatch_and_key)
+        with jax.named_scope(ACCUMULATES):  # by which reports know it
+            new = jax.tree.map(jnp.add, total, grads_and_metrics)
         return jax.tree.map(pinned, new), None
 
     types: list[Any] = []

@@ -171,6 +171,18 @@ class Step:
 
     # -------------------------------------------------------------- before a call
 
+    def trace(self, state: PyTree, batch: PyTree) -> jax.stages.Traced:
+        """Traces the step for these arguments, without donating them.
+
+        Args:
+            state: The state, or `plan.structs`.
+            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+
+        Returns:
+            What `jax.jit(step).trace` returns: it has the `jaxpr`.
+        """
+        return self._traced(state, batch)[1]
+
     def lower(self, state: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Traces and lowers the step for these arguments, without donating them.
 
@@ -178,7 +190,7 @@ class Step:
             state: The state, or `plan.structs`.
             batch: A batch, or `jax.ShapeDtypeStruct`s of one.
         """
-        return self._traced(state, batch)[1].lower()
+        return self.trace(state, batch).lower()
 
     def compile(
         self,
