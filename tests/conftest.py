@@ -7,15 +7,14 @@ import os
 import pkgutil
 from collections.abc import Iterator
 
+import annotations
 import helpers
 import hypothesis
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jaxtyping import config as jaxtyping_config
-from jaxtyping import install_import_hook
 
-with install_import_hook("treeshard", "annotations.checked"):
+with annotations.checking("treeshard"):
     import treeshard as ts
 
     for module in pkgutil.walk_packages(ts.__path__, "treeshard."):
@@ -34,6 +33,10 @@ jax.config.update("jax_traceback_in_locations_limit", 100)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)
+# The same HLO, compiled in half the time: how fast it runs is not tested. Not where every way is
+# tried, nor for the compilers of TPUs and GPUs.
+QUICKLY = not {"TREESHARD_SOAK", "TREESHARD_TARGETS"} & {*os.environ}
+jax.config.update("jax_disable_most_optimizations", QUICKLY)
 # Where a test enables it, for programs of every size.
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -61,9 +64,8 @@ def fsdp_mesh() -> jax.sharding.Mesh:
 @pytest.fixture
 def unchecked():
     """Runs without annotation checks, to see what treeshard itself says of a wrong type."""
-    jaxtyping_config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping_config.update("jaxtyping_disable", False)
+    with annotations.off():
+        yield
 
 
 @pytest.fixture

@@ -64,11 +64,12 @@ def on(
 @contextmanager
 def compiling_quickly() -> Iterator[None]:
     """Compiles without most of XLA's optimizations, to programs with the same collectives."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 # ------------------------------------------------------------------ comparisons
