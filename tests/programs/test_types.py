@@ -1,67 +1,19 @@
 """The values between arguments and results of a step: by types on Explicit axes, else compiled."""
 
-import math
 import re
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
 import pytest
+import typed_steps
 from helpers import struct
 from jax.sharding import PartitionSpec as P
+from typed_steps import forward, marked, transformer
 
 import treeshard as ts
-from treeshard.programs import StepValue, Types
-
-WIDTH, ROWS, TIME, VOCAB = 64, 16, 32, 512
-ROW = P("fsdp")
-
-
-def marked(mark: str) -> str:
-    """The line of this file that ends in a comment, as `file:line`."""
-    lines = Path(__file__).read_text().splitlines()
-    [number] = [i for i, line in enumerate(lines, 1) if line.endswith(f"  # {mark}")]
-    return f"{__file__}:{number}"
-
-
-def transformer(mesh: Any, layers: int = 4, batch: Any = ROW) -> tuple[Any, Any, Any]:
-    """A step of a small language model, and structs of its state and batch."""
-    shapes = {
-        "embed": (VOCAB, WIDTH),
-        "head": (WIDTH, VOCAB),
-        "layers": {"down": (layers, 4 * WIDTH, WIDTH), "up": (layers, WIDTH, 4 * WIDTH)},
-    }
-    state = jax.tree.map(lambda shape: struct(*shape), shapes, is_leaf=lambda x: type(x) is tuple)
-    rules = [("layers/", ts.fsdp("fsdp", skip=(0,))), (".*", ts.fsdp("fsdp"))]
-    plan = ts.plan(state, rules, mesh, min_size=0)
-    specs = ts.layer_specs(plan.specs["layers"])
-
-    def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-        weights = ts.unshard(weights, specs)  # gathered layer
-        with jax.named_scope("mlp"):
-            hidden = jax.nn.relu(x @ weights["up"])  # hidden
-            return x + hidden @ weights["down"], None  # stream
-
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        x = ts.lookup(ts.unshard(params["embed"]), tokens)
-        x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
-        logits = x @ ts.unshard(params["head"])  # logits
-        return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
-
-    def update(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
-        value, grads = ts.training.value_and_grad(loss)(state, tokens)
-        return jax.tree.map(lambda x, g: x - 0.1 * g, state, grads), value
-
-    return ts.jit_step(update, plan, batch=batch), plan.structs, struct(ROWS, TIME, dtype="int32")
-
-
-def forward(types: Types, mark: str) -> StepValue:
-    """The value of most elements that a line makes in the forward pass."""
-    values = [x for x in types.at(marked(mark)) if x.part == "forward"]
-    return max(values, key=lambda value: math.prod(value.shape))
-
+from treeshard.programs import Types
 
 # ------------------------------------------------------------------ on Explicit axes
 
@@ -119,7 +71,7 @@ def test_the_backward_pass_has_the_lines_of_the_forward_pass(explicit: Types) ->
 
 
 def test_every_line_is_the_users(explicit: Types) -> None:
-    assert {value.line.rpartition(":")[0] for value in explicit} == {__file__}
+    assert {value.line.rpartition(":")[0] for value in explicit} == {typed_steps.__file__}
 
 
 # ------------------------------------------------------------------ on Auto axes
@@ -162,7 +114,7 @@ def test_a_value_that_the_compiler_fused_or_removed_is_said_to_be_so() -> None:
         return jnp.sum(act * 3.0)
 
     types = compiled_types(fn, P("fsdp"), "fsdp=8", 64, 64)
-    where = {mark: types.at(marked(mark))[0] for mark in ("removed", "stored", "fused")}
+    where = {mark: types.at(marked(mark, __file__))[0] for mark in ("removed", "stored", "fused")}
     assert {mark: value.where for mark, value in where.items()} == {
         "removed": "absent",
         "stored": "memory",
@@ -219,9 +171,9 @@ def test_in_shard_map_types_tell_too() -> None:
 
     types = step.types(plan.structs, struct(512, 64))
     assert not types.is_compiled
-    [hidden] = types.at(marked("hidden by hand"))
+    [hidden] = types.at(marked("hidden by hand", __file__))
     assert (hidden.shape, hidden.local_shape, hidden.by_hand) == ((64, 256), (64, 256), ("fsdp",))
-    [full] = types.at(marked("gathered by hand"))
+    [full] = types.at(marked("gathered by hand", __file__))
     assert (full.name, full.shape, full.spec) == ("w", (64, 256), P())
 
 
@@ -233,7 +185,7 @@ def test_how_often_a_loop_runs_may_depend_on_data() -> None:
 
         return jnp.sum(jax.lax.while_loop(lambda c: jnp.sum(c[0]) > c[1], body, (x, 0))[0])
 
-    [value] = compiled_types(fn, P("fsdp"), "fsdp=8", 64, 64).at(marked("in a while"))
+    [value] = compiled_types(fn, P("fsdp"), "fsdp=8", 64, 64).at(marked("in a while", __file__))
     assert (value.times, value.total_bytes, value.bytes) == (None, None, 8 * 64 * 4)
     assert value.axes == ("fsdp",)
 
@@ -268,10 +220,10 @@ def test_a_notebook_and_a_picture_have_the_rows_of_the_table(explicit: Types, tm
     ("asked", "is_found"),
     [
         pytest.param(marked("hidden"), True, id="the whole path"),
-        pytest.param(f"test_types.py:{marked('hidden').rpartition(':')[2]}", True, id="a name"),
-        pytest.param("programs/test_types.py", True, id="a file"),
-        pytest.param("types.py", False, id="a part of a name"),
-        pytest.param("test_types.py:1", False, id="another line"),
+        pytest.param(f"typed_steps.py:{marked('hidden').rpartition(':')[2]}", True, id="a name"),
+        pytest.param("tests/typed_steps.py", True, id="a file"),
+        pytest.param("steps.py", False, id="a part of a name"),
+        pytest.param("typed_steps.py:1", False, id="another line"),
     ],
 )
 def test_rows_of_a_line(explicit: Types, asked: str, is_found: bool) -> None:

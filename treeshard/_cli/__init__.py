@@ -180,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("compile", "compile:run_compile", what, _COMPILE)
     _add_step(add)
     add("--mesh", metavar="AXES", help='such as "data=4,fsdp=64"; by default fsdp has all devices')
+    add("--types", action="store_true", help="print the values that the step computes, too")
 
     what = "find the mesh and the rules for a model on given devices, with reasons"
     add = command("suggest", "suggest:run_suggest", what, _SUGGEST)

@@ -23,7 +23,7 @@ from treeshard._core.make_mesh import make_mesh, simulate_devices
 from treeshard._core.mesh import describe_mesh, parse_axes
 from treeshard._core.text import human_bytes
 from treeshard.errors import DoesNotFitError, counted
-from treeshard.programs import CompiledStep
+from treeshard.programs import CompiledStep, Types
 from treeshard.training._step import Step
 
 _ALL = "fsdp=-1"  # the mesh by default: all devices
@@ -56,7 +56,8 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     except DoesNotFitError as error:
         return _refusal(step, error, options.json), 1
     to_text = _as_json if options.json else _as_text
-    return to_text(compiled, compiled.communication())
+    types = compiled.types() if options.types else None
+    return to_text(compiled, compiled.communication(), types)
 
 
 def _share_freed_memory() -> None:
@@ -118,10 +119,12 @@ def _progress(what: str) -> Iterator[None]:
 # ------------------------------------------------------------------ the report
 
 
-def _as_text(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
+def _as_text(compiled: CompiledStep, moved: Any, types: Types | None) -> tuple[str, int]:
     memory = compiled.memory()
     parts = [str(compiled.plan), f"communication:\n{moved}", f"memory:\n{memory}"]
     parts.append(f"cost, {compiled.cost()}")
+    if types is not None:
+        parts.append(f"{types}")
     verdict = _VERDICTS[memory.fits].format(size=human_bytes(memory.total))
     return "\n\n".join([*parts, f"{verdict} {_moves(moved)}"]), _code(memory.fits, moved)
 
@@ -139,7 +142,7 @@ def _moves(moved: Any) -> str:
     return "It moves what is planned."
 
 
-def _as_json(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
+def _as_json(compiled: CompiledStep, moved: Any, types: Types | None) -> tuple[str, int]:
     memory, cost = compiled.memory(), compiled.cost()
     # `asdict` has the fields of a record, and not its properties, such as the total.
     report = {
@@ -157,6 +160,11 @@ def _as_json(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
         },
         "cost": {"seconds": cost.seconds, "bound": cost.bound, **asdict(cost)},
     }
+    if types is not None:
+        report["types"] = [
+            {**value._asdict(), "spec": None if value.spec is None else str(value.spec)}
+            for value in types
+        ]
     return json.dumps(report), _code(memory.fits, moved)
 
 
