@@ -7,6 +7,7 @@ import textwrap
 
 import jax
 import pytest
+from helpers import compiling_quickly
 
 from treeshard._cli import main
 from treeshard._cli.compile import _about
@@ -180,6 +181,21 @@ def test_a_model_that_gathers_again_needs_no_option(run) -> None:
     code, out, _ = run("again")
     assert code == 0
     assert "trained, gathered" in out.partition("\n\n")[0]
+
+
+def test_types_adds_the_values_of_the_step(run) -> None:
+    with compiling_quickly(False):  # where the compiler keeps a value is an optimization
+        code, out, _ = run("make", "--types", "--json")
+    values = json.loads(out)["types"]
+    assert code == 0
+    # Without `jax.checkpoint` a scan keeps the gathered weights of all layers for the gradients.
+    [kept] = [x for x in values if x["part"] == "forward" and x["name"] == "down"]
+    assert (kept["ops"], kept["shape"], kept["spec"]) == (["scan"], [2, 128, 64], "P()")
+    [grads] = [x for x in values if x["part"] == "update" and x["name"] == "up"]
+    assert (grads["shape"], grads["spec"]) == ([2, 64, 128], "P(None, None, 'fsdp')")
+    assert (grads["local_shape"], grads["where"]) == ([2, 64, 16], "memory")
+    code, out, _ = run("make", "--types")
+    assert "values of a step on fsdp=8, in the compiled program" in out.split("\n\n")[4]
 
 
 @pytest.mark.filterwarnings("ignore:jit_step")  # of the axis that nothing uses
