@@ -97,6 +97,13 @@ def quick_compiles():
 
 
 @pytest.fixture(scope="module")
+def full_compiles():
+    """Compiles with all optimizations, where a test looks at what they make of a program."""
+    with helpers.compiling_quickly(False):
+        yield
+
+
+@pytest.fixture(scope="module")
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compiles equal programs of a test module once."""
     jax.config.update("jax_enable_compilation_cache", True)

@@ -7,7 +7,6 @@ import textwrap
 
 import jax
 import pytest
-from helpers import compiling_quickly
 
 from treeshard._cli import main
 from treeshard._cli.compile import _about
@@ -71,6 +70,9 @@ def tensor_parallel(mesh):
 
     return step, plan.structs, jax.ShapeDtypeStruct((64, 64), "float32")
 """
+
+
+pytestmark = pytest.mark.usefixtures("full_compiles")
 
 
 @pytest.fixture
@@ -184,8 +186,7 @@ def test_a_model_that_gathers_again_needs_no_option(run) -> None:
 
 
 def test_types_adds_the_values_of_the_step(run) -> None:
-    with compiling_quickly(False):  # where the compiler keeps a value is an optimization
-        code, out, _ = run("make", "--types", "--json")
+    code, out, _ = run("make", "--types", "--json")
     values = json.loads(out)["types"]
     assert code == 0
     # Without `jax.checkpoint` a scan keeps the gathered weights of all layers for the gradients.
