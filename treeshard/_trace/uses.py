@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 
 from treeshard._core.jax_private import shard_map_axes
 from treeshard._core.mesh import axes_of_type
+from treeshard._planning.plan_in_force import ACCUMULATES
 from treeshard._trace.values import (
     ELEMENTWISE,
     OF_ARRAYS,
@@ -512,9 +513,6 @@ class Means(NamedTuple):
 
     repeats: bool = False
     accumulates: bool = False
-
-
-ACCUMULATES = "accumulate_gradients"  # the scope in which it adds gradients up
 
 
 def means_of(jaxpr: Any) -> Means:
