@@ -16,9 +16,6 @@ IsLeaf = Callable[[Any], bool] | None
 A = TypeVar("A")
 B = TypeVar("B")
 
-# The scope in which `accumulate_gradients` adds gradients up, in the paths of equations of a trace.
-ACCUMULATES = "accumulate_gradients"
-
 
 def is_box(x: Any) -> bool:
     """Whether `x` is a Flax box around an array: a Linen box, or an nnx variable."""

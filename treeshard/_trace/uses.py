@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 
 from treeshard._core.jax_private import shard_map_axes
 from treeshard._core.mesh import axes_of_type
-from treeshard._core.paths import ACCUMULATES
+from treeshard._planning.plan_in_force import ACCUMULATES
 from treeshard._trace.values import (
     ELEMENTWISE,
     OF_ARRAYS,
