@@ -21,7 +21,7 @@ from treeshard.communication._collectives import bytes_on_the_wire, total
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "llama_pods.json"
-PAGES = [HERE.parent / "README.md", HERE.parent / "docs/guide/the-pod-you-do-not-have.md"]
+README, PAGE = HERE.parent / "README.md", HERE.parent / "docs/guide/the-pod-you-do-not-have.md"
 
 
 class Pod(NamedTuple):
@@ -90,6 +90,12 @@ def table(results: list[dict[str, Any]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
+def pages(results: list[dict[str, Any]]) -> dict[Path, str]:
+    """The text of each page with its rows. README has the first two."""
+    rows = {README: results[:2], PAGE: results}
+    return {page: between_marks(page.read_text(), table(of)) for page, of in rows.items()}
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(compile_one(Pod(*sys.argv[2:]))))
@@ -102,9 +108,8 @@ def main() -> None:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             results.append(json.loads(done.stdout.splitlines()[-1]))
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    rows = table(json.loads(RESULTS.read_text()))
-    for page in PAGES:
-        page.write_text(between_marks(page.read_text(), rows))
+    for page, text in pages(json.loads(RESULTS.read_text())).items():
+        page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,8 @@ def say(text):
 
 
 def drive(args):
+    # By default SIGTERM ends this process alone, and leaves the others running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     start_empty(args.directory)
     victim = random.randrange(PROCESSES)
     print(f"== {PROCESSES} processes of {DEVICES} devices; process {victim} will be killed")
@@ -154,9 +156,9 @@ def parse(argv=None):
     )
     # Text, since a `Path` makes gs:/bucket of gs://bucket.
     parser.add_argument("--directory", default="out/multiprocess")
-    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
-    parser.add_argument("--kill-at", type=int, default=25, help="the step at which one is killed")
-    add_sizes(parser, steps=40, layers=4)
+    parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
+    parser.add_argument("--kill-at", type=int, default=12, help="the step at which one is killed")
+    add_sizes(parser, steps=30, layers=2)
     parser.add_argument("--worker", action="store_true", help="run as one of the processes")
     parser.add_argument("--coordinator", help="host:port of process 0; clusters provide it")
     parser.add_argument("--process", type=int, help="the index of this process")

@@ -7,15 +7,14 @@ import os
 import pkgutil
 from collections.abc import Iterator
 
+import annotations
 import helpers
 import hypothesis
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from jaxtyping import config as jaxtyping_config
-from jaxtyping import install_import_hook
 
-with install_import_hook("treeshard", "annotations.checked"):
+with annotations.checking("treeshard"):
     import treeshard as ts
 
     for module in pkgutil.walk_packages(ts.__path__, "treeshard."):
@@ -34,9 +33,34 @@ jax.config.update("jax_traceback_in_locations_limit", 100)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_compilation_cache", False)
+# The same HLO, compiled in half the time: how fast it runs is not tested. Not where every way is
+# tried, nor for the compilers of TPUs and GPUs.
+QUICKLY = not {"TREESHARD_SOAK", "TREESHARD_TARGETS"} & {*os.environ}
+jax.config.update("jax_disable_most_optimizations", QUICKLY)
 # Where a test enables it, for programs of every size.
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# Files of a minute or so. With `--dist loadfile` a core would be idle while the last of them runs,
+# so they run first.
+LONG = (
+    "product/test_examples.py",
+    "programs/test_suggest.py",
+    "testing/test_verdicts.py",
+    "testing/test_checks.py",
+    "repository/test_docs.py",
+    "manual/test_manual.py",
+    "training/test_explicit_reports.py",
+    "training/test_training.py",
+    "manual/test_tensor_parallel.py",
+    "communication/test_roles.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of long files first, and leaves the others in their order."""
+    order = {f"tests/{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(LONG)))
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
@@ -61,9 +85,8 @@ def fsdp_mesh() -> jax.sharding.Mesh:
 @pytest.fixture
 def unchecked():
     """Runs without annotation checks, to see what treeshard itself says of a wrong type."""
-    jaxtyping_config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping_config.update("jaxtyping_disable", False)
+    with annotations.off():
+        yield
 
 
 @pytest.fixture
@@ -91,6 +114,13 @@ def standard_promotion():
 def quick_compiles():
     """Compiles without optimizations, for functions that run a few times only."""
     with helpers.compiling_quickly():
+        yield
+
+
+@pytest.fixture(scope="module")
+def full_compiles():
+    """Compiles with all optimizations, where a test looks at what they make of a program."""
+    with helpers.compiling_quickly(False):
         yield
 
 

@@ -62,13 +62,14 @@ def on(
 
 
 @contextmanager
-def compiling_quickly() -> Iterator[None]:
-    """Compiles without most of XLA's optimizations, to programs with the same collectives."""
-    jax.config.update("jax_disable_most_optimizations", True)
+def compiling_quickly(quickly: bool = True) -> Iterator[None]:
+    """Compiles without LLVM's optimizations, to programs of the same HLO; or with them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", quickly)
     try:
         yield
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 # ------------------------------------------------------------------ comparisons

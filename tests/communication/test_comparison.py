@@ -16,8 +16,8 @@ from small_models import LAYERS, MODELS, compiled, plan_of
 import treeshard as ts
 from treeshard._core.mesh import abstract_mesh
 from treeshard.communication import _comparison as comparison
-from treeshard.manual import value_and_grad
-from treeshard.training import jit_step, shard_map_step
+from treeshard.manual import gather_params, value_and_grad
+from treeshard.training import accumulate_gradients, jit_step, shard_map_step
 
 KIB = 1024
 
@@ -369,6 +369,82 @@ def test_what_is_the_cpus_own_is_a_finding_elsewhere(
         " reduce-scatter them by hand (`treeshard.manual`)."
     )
     assert "CPU" not in str(compared)
+
+
+def _by_constraint(loss: Any) -> Any:
+    def differentiate(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        value, grads = jax.value_and_grad(loss)(state, x)
+        return value, ts.with_sharding_constraint(grads, P("fsdp"))
+
+    return differentiate
+
+
+def _in_minibatches(loss: Any) -> Any:
+    def differentiate(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        def grad(x: jax.Array, key: Any) -> tuple[Any, Any]:
+            value, grads = ts.training.value_and_grad(loss)(state, x)
+            return grads, value
+
+        return accumulate_gradients(grad, x, 2)[::-1]
+
+    return differentiate
+
+
+@pytest.mark.parametrize(
+    ("differentiate", "is_scattered", "code", "words"),
+    [
+        (jax.value_and_grad, False, "all-reduce", "Use `training.value_and_grad`, which"),
+        (ts.training.value_and_grad, True, "all-reduce", "The step scatters them already"),
+        (_by_constraint, True, "all-reduce", "The step scatters them already"),
+        # This compiler reduces in each trip.
+        (_in_minibatches, True, "reduction-inside-loop", "Add the gradients of each device"),
+    ],
+    ids=["jax", "training", "constraint", "minibatches"],
+)
+def test_no_step_is_advised_to_do_what_it_does(
+    differentiate: Any,
+    is_scattered: bool,
+    code: str,
+    words: str,
+    fsdp_mesh: jax.sharding.Mesh,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = ts.plan({"w": struct(64, 64)}, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+
+    @jit_step(plan=plan, batch=P("fsdp"))
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        loss = lambda state, x: jnp.mean((x @ ts.unshard(state["w"])) ** 2)  # noqa: E731
+        value, grads = differentiate(loss)(state, x)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    arguments = plan.structs, struct(64, 64)
+    assert step.roles(*arguments)["w"].is_scattered == is_scattered
+    # No other compiler is here: the program is that of CPUs, read as one of TPUs.
+    monkeypatch.setattr(comparison, "platform_of", lambda _: "tpu")
+    hints = {x.code: x.hint for x in step.communication(*arguments).unplanned}
+    assert hints[code].startswith(words)
+
+
+def test_a_step_that_scatters_by_hand_is_known(fsdp_mesh: jax.sharding.Mesh) -> None:
+    shapes = {"w": struct(64, 64), "layers": struct(3, 64, 64)}
+    rules = [("w", P("fsdp")), ("layers", P(None, "fsdp"))]
+    plan = ts.plan(shapes, rules, fsdp_mesh, min_size=0)
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        def body(x: jax.Array, layer: jax.Array) -> tuple[jax.Array, None]:
+            return x @ gather_params(layer, "fsdp", P("fsdp")), None
+
+        x = x @ gather_params(state["w"], "fsdp", P("fsdp"))
+        return jnp.mean(jax.lax.scan(body, x, state["layers"])[0] ** 2)
+
+    @shard_map_step(plan=plan, batch=P("fsdp"))
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        value, grads = value_and_grad(loss, "fsdp", plan.specs, gather=False)(state, x)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    roles = step.roles(plan.structs, struct(64, 64))
+    assert roles["w"].is_scattered
+    assert roles["layers"].is_scattered
 
 
 def test_zero_1_on_a_cpu() -> None:

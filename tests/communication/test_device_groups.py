@@ -19,8 +19,8 @@ AXES = {"data": 2, "fsdp": 4}
         ("{{3,1,0,2},{5,4,7,6}}", Groups(4, ("fsdp",))),
         ("{}", Groups(8, ("data", "fsdp"))),
         ("{{0},{1},{2},{3},{4},{5},{6},{7}}", Groups(1, ())),
-        ("{{0,1},{2,3},{4,5},{6,7}}", Groups(2, None)),  # half of fsdp
-        ("{{0,5},{1,4},{2,6},{3,7}}", Groups(2, None)),
+        ("{{0,1},{2,3},{4,5},{6,7}}", Groups(2, None, ("fsdp",))),  # half of fsdp
+        ("{{0,5},{1,4},{2,6},{3,7}}", Groups(2, None, ("data", "fsdp"))),
         ("[2,4]<=[8]", Groups(4, ("fsdp",))),
         ("[4,2]<=[2,4]T(1,0)", Groups(2, ("data",))),
         ("[1,8]<=[8]", Groups(8, ("data", "fsdp"))),
@@ -29,7 +29,7 @@ AXES = {"data": 2, "fsdp": 4}
         ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", Groups(2, ("data",))),
         ("mesh['a'=8] {'a':(2)4}", Groups(4, ("fsdp",))),
         ("mesh['a'=8] {'a':(1)2}", Groups(2, ("data",))),
-        ("{{0,4},{1,6},{2,5},{3,7}}", Groups(2, None)),
+        ("{{0,4},{1,6},{2,5},{3,7}}", Groups(2, None, ("data", "fsdp"))),
         # Unknown notations, and groups that do not contain every device once.
         ("{{0,1,2},{3,4,5,6,7}}", Groups(None, None)),
         ("{{0,1,2,3}}", Groups(None, None)),

@@ -70,17 +70,18 @@ SPECIAL: dict[str, Make] = {
 }
 
 
-def text(data: bytes) -> Make:
-    return lambda file: file.write_bytes(data)
+def text(make_data: Callable[[], bytes]) -> Make:
+    return lambda file: file.write_bytes(make_data())
 
 
 # ------------------------------------------------------------------ safetensors
 
 
-def header(data: bytes, values: bytes = b"", size: int | None = None) -> Make:
+def header(make_data: Callable[[], bytes], values: bytes = b"", size: int | None = None) -> Make:
     """A safetensors file."""
 
     def make(file: Path) -> None:
+        data = make_data()
         with file.open("wb") as out:
             out.write(struct.pack("<Q", len(data) if size is None else size) + data + values)
 
@@ -93,22 +94,29 @@ def tensor(shape: list[int], end: int, dtype: str = "F32") -> dict[str, Any]:
 
 def holes_as_a_tensor(file: Path) -> None:
     """Four terabytes of zeros, as the header says."""
-    header(json.dumps({"w": tensor([2**40], 2**42)}).encode())(file)
+    header(lambda: json.dumps({"w": tensor([2**40], 2**42)}).encode())(file)
     os.truncate(file, file.stat().st_size + 2**42)
+
+
+def a_million_tensors() -> bytes:
+    empty = ",".join(
+        f'"{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(10**6)
+    )
+    return f"{{{empty}}}".encode()[:99_000_000]
 
 
 def header_in_holes(size: int) -> Make:
     """A file of a terabyte that takes no room on disk, with a header of this size."""
 
     def make(file: Path) -> None:
-        header(b"{}", size=size)(file)
+        header(lambda: b"{}", size=size)(file)
         os.truncate(file, 2**40)
 
     return make
 
 
 def index_of(name: str) -> Make:
-    return text(json.dumps({"metadata": {}, "weight_map": {"w": name}}).encode())
+    return text(lambda: json.dumps({"metadata": {}, "weight_map": {"w": name}}).encode())
 
 
 def index_of_special(make: Make) -> Make:
@@ -119,24 +127,26 @@ def index_of_special(make: Make) -> Make:
     return both
 
 
-MANY = ",".join(f'"{i}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(10**6))
 TENSORS: dict[str, Make] = {f"x.safetensors is {name}": make for name, make in SPECIAL.items()}
 TENSORS |= {
-    "a name of 96 MB": header(b'{"' + b"n" * 96_000_000 + b'":{"dtype":"F3"}}'),
+    "a name of 96 MB": header(lambda: b'{"' + b"n" * 96_000_000 + b'":{"dtype":"F3"}}'),
     "a valid name of 96 MB": header(
-        b'{"' + b"n" * 96_000_000 + b'":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"
+        lambda: b'{"' + b"n" * 96_000_000 + b'":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        b"x",
     ),
-    "metadata of 96 MB": header(b'{"__metadata__":{"a":"' + b"n" * 96_000_000 + b'"}}'),
-    "a million tensors": header(f"{{{MANY}}}".encode()[:99_000_000]),
-    "a header of 99 MB of spaces": header(b"{}" + b" " * 99_000_000),
-    "a header of 10 MB of brackets": header(b"[" * TEN_MB),
-    "ten million empty lists": header(b"[" + b"[]," * TEN_MB + b"[]]"),
-    "a header of 2**63 bytes": header(b"{}", size=2**63),
+    "metadata of 96 MB": header(lambda: b'{"__metadata__":{"a":"' + b"n" * 96_000_000 + b'"}}'),
+    "a million tensors": header(a_million_tensors),
+    "a header of 99 MB of spaces": header(lambda: b"{}" + b" " * 99_000_000),
+    "a header of 10 MB of brackets": header(lambda: b"[" * TEN_MB),
+    "ten million empty lists": header(lambda: b"[" + b"[]," * TEN_MB + b"[]]"),
+    "a header of 2**63 bytes": header(lambda: b"{}", size=2**63),
     "a header of 2**63 bytes, in a terabyte of holes": header_in_holes(2**63),
     "a header of 2**39 bytes of holes": header_in_holes(2**39),
-    "a shape beyond any machine": header(json.dumps({"w": tensor([2**62], 4)}).encode(), b"abcd"),
+    "a shape beyond any machine": header(
+        lambda: json.dumps({"w": tensor([2**62], 4)}).encode(), b"abcd"
+    ),
     "a tensor of 4 TiB of holes": holes_as_a_tensor,
-    "a number of a million digits": header(b'{"w":{"shape":[1' + b"0" * 10**6 + b"]}}"),
+    "a number of a million digits": header(lambda: b'{"w":{"shape":[1' + b"0" * 10**6 + b"]}}"),
 }
 INDEX: dict[str, Make] = {f"the index is {name}": make for name, make in SPECIAL.items()}
 INDEX |= {
@@ -145,9 +155,9 @@ INDEX |= {
 INDEX |= {
     "an index that names /dev/zero": index_of("/dev/zero"),
     "an index that names ../x": index_of("../x.safetensors"),
-    "an index of 99 MB": text(b'{"weight_map":{"' + b"w" * 99_000_000 + b'":"x"}}'),
-    "an index of brackets": text(b"[" * TEN_MB),
-    "an index of ten million lists": text(b"[" + b"[]," * TEN_MB + b"[]]"),
+    "an index of 99 MB": text(lambda: b'{"weight_map":{"' + b"w" * 99_000_000 + b'":"x"}}'),
+    "an index of brackets": text(lambda: b"[" * TEN_MB),
+    "an index of ten million lists": text(lambda: b"[" + b"[]," * TEN_MB + b"[]]"),
     "an index that names a file of 90 MB": index_of("x" * 90_000_000),
 }
 

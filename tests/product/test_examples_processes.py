@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +60,24 @@ def test_on_explicit_axes_the_losses_are_the_same(run, env, tmp_path) -> None:
 
 def losses_of(printed: str) -> dict[int, float]:
     return {int(i): float(loss) for i, loss in re.findall(r"step (\d+) loss (\S+)", printed)}
+
+
+def test_its_processes_end_with_it(env, tmp_path) -> None:
+    command = [sys.executable, SCRIPT, *TINY, f"--directory={tmp_path}/run"]
+    driver = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    while not (workers := children(driver.pid)):
+        assert driver.poll() is None
+        time.sleep(0.1)
+    driver.terminate()
+    driver.stdout.close()
+    assert driver.wait(60) == 1
+    assert [pid for pid in workers if Path(f"/proc/{pid}").exists()] == []
+
+
+def children(pid: int) -> list[str]:
+    """The processes that a process has started: on Linux only."""
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_it_removes_only_what_it_made(tmp_path) -> None:

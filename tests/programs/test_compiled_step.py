@@ -9,6 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from treeshard._core.topologies import usable_memory
+from treeshard._trace.uses import Means
 from treeshard.communication._hlo import HloProgram
 from treeshard.programs import LiveBuffer, Memory
 from treeshard.programs._buffers import peak_of, read_type
@@ -117,6 +119,55 @@ def test_what_does_not_fit_or_cannot_be_known_is_an_error() -> None:
     with pytest.raises(ts.errors.DoesNotFitError, match=r"needs 2.0 GiB .* has 1.0 GiB"):
         small.assert_fits()
     dataclasses.replace(memory, capacity=2**31).assert_fits()
+
+
+GPU = Memory({}, 60 * 2**30, 0, 0, 0, None, "NVIDIA H100 80GB HBM3", ())
+
+
+@pytest.mark.parametrize(
+    ("variables", "gib", "fits"),
+    [
+        ({}, 59.4, False),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.9"}, 71.2, True),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}, 39.6, False),
+        ({"XLA_CLIENT_MEM_FRACTION": ""}, 59.4, False),
+        ({"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 79.1, True),
+    ],
+)
+def test_on_gpus_what_jax_allocates_decides(variables, gib, fits, monkeypatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    h100 = ts.programs.CHIPS["h100"]
+    memory = dataclasses.replace(GPU, capacity=usable_memory(h100), device_memory=h100.memory)
+    assert round(memory.capacity / 2**30, 1) == gib
+    assert memory.fits == fits
+    said = f"of {gib} GiB on NVIDIA H100 80GB HBM3"
+    if memory.capacity < h100.memory:
+        said += ", of whose 79.1 GiB JAX allocates no more"
+    assert said in str(memory).split("\n")
+    v5e = ts.programs.CHIPS["v5e"]
+    assert usable_memory(v5e) == v5e.memory
+
+
+def test_what_does_not_fit_by_default_is_told_how_it_may() -> None:
+    h100 = ts.programs.CHIPS["h100"]
+    memory = dataclasses.replace(GPU, capacity=usable_memory(h100), device_memory=h100.memory)
+    with pytest.raises(ts.errors.DoesNotFitError) as caught:
+        memory.assert_fits()
+    assert str(caught.value).startswith(
+        "The step needs 60.0 GiB per device, and JAX allocates 59.4 GiB of the 79.1 GiB of NVIDIA"
+        " H100 80GB HBM3. It may fit with XLA_CLIENT_MEM_FRACTION=0.78 in the environment.\n"
+    )
+    larger = dataclasses.replace(memory, arguments=78 * 2**30)
+    with pytest.raises(ts.errors.DoesNotFitError, match=r"of NVIDIA H100 80GB HBM3\.\n"):
+        larger.assert_fits()
+
+
+def test_a_fraction_that_is_no_number_is_an_error(monkeypatch) -> None:
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "most")
+    message = "^XLA_CLIENT_MEM_FRACTION is 'most', and not a number, such as 0.9.$"
+    with pytest.raises(ts.errors.FormatError, match=message):
+        usable_memory(ts.programs.CHIPS["h100"])
 
 
 def test_a_program_that_the_compiler_refuses_does_not_fit(fsdp_mesh, monkeypatch) -> None:
@@ -274,7 +325,7 @@ ENTRY %main (p: f32[1024]) -> f32[] {{
 # ------------------------------------------------------------------ what would help
 
 
-def _deep(mesh: jax.sharding.Mesh, *, replicate=False, repeat=False, rows=512):
+def _deep(mesh: jax.sharding.Mesh, *, replicate=False, repeat=False, passes=1, rows=512):
     shapes = {"w": jax.ShapeDtypeStruct((8, 128, 128), "float32")}
     rule = None if replicate else P(None, "fsdp")
     plan = ts.plan(shapes, [(".*", rule)], mesh, min_size=0)
@@ -284,11 +335,22 @@ def _deep(mesh: jax.sharding.Mesh, *, replicate=False, repeat=False, rows=512):
             w = ts.unshard(w, P() if replicate else P("fsdp"), "fsdp")
             return jnp.tanh(jnp.sin(x) @ w), None
 
-        return jnp.mean(jax.lax.scan(jax.checkpoint(body) if repeat else body, x, state["w"])[0])
+        layer = jax.checkpoint(body) if repeat else body
+        return jnp.mean(jax.lax.scan(layer, x, state["w"])[0])
+
+    def grad(x, key=None):
+        value, grads = jax.value_and_grad(loss)(state_of_trace[0], x)
+        return grads, value
+
+    state_of_trace = []
 
     @ts.jit_step(plan=plan, batch=P("fsdp"))
     def step(state, x):
-        value, grads = jax.value_and_grad(loss)(state, x)
+        state_of_trace[:] = [state]
+        if passes > 1:
+            grads, value = ts.training.accumulate_gradients(grad, x, passes)
+        else:
+            grads, value = grad(x)
         return jax.tree.map(jnp.subtract, state, grads), value
 
     return step.compile(plan.structs, jax.ShapeDtypeStruct((rows, 128), "float32")).memory()
@@ -300,11 +362,15 @@ def _deep(mesh: jax.sharding.Mesh, *, replicate=False, repeat=False, rows=512):
         ({"rows": 2**14}, ["Put `jax.checkpoint` around the layers: "]),
         ({"rows": 2**14, "repeat": True}, ["Split the batch over more devices, or run it in"]),
         (
+            {"rows": 2**14, "repeat": True, "passes": 2},
+            ["Split the batch over more devices, or into"],
+        ),
+        (
             {"replicate": True, "rows": 8},
             ["Shard the leaves that are replicated, 512.0 KiB on each", "Split the batch"],
         ),
     ],
-    ids=["activations", "batch", "replicated"],
+    ids=["activations", "batch", "minibatches", "replicated"],
 )
 def test_what_would_help_is_said_and_nothing_else(fsdp_mesh, options, beginnings) -> None:
     memory = _deep(fsdp_mesh, **options)
@@ -330,9 +396,28 @@ def test_gathered_weights_that_pile_up_are_said(fsdp_mesh) -> None:
     plan, _ = _mlp(fsdp_mesh)
     live = [LiveBuffer(2**18, "f32[256,256]", f"state/w{i}", None, None) for i in range(4)]
     memory = Memory({}, 2**20, 0, 2**20, 0, None, "cpu", tuple(live))
-    assert advise(memory, plan)[0] == (
+    assert advise(memory, plan, Means())[0] == (
         "Gather the weights of each layer just before their use, in a scan with `jax.checkpoint`"
         " around the layer: 4 gathered ones are live at once, 1.0 MiB."
     )
+    repeating = advise(memory, plan, Means(repeats=True))
+    assert repeating[0].startswith("Gather the weights of each layer inside of the function that")
     few = dataclasses.replace(memory, at_peak=memory.at_peak[:1])
-    assert not [sentence for sentence in advise(few, plan) if sentence.startswith("Gather")]
+    assert not [
+        sentence for sentence in advise(few, plan, Means()) if sentence.startswith("Gather")
+    ]
+
+
+def test_a_step_that_repeats_a_part_is_told_to_repeat_more(fsdp_mesh) -> None:
+    plan, _ = _mlp(fsdp_mesh)
+    names = ["jit(step)/jvp()/dot_general", "jit(step)/transpose(jvp())/dot_general"]
+    live = [LiveBuffer(2**20, "f32[512,512]", None, name, None) for name in names]
+    memory = Memory({}, 2**20, 0, 2**21, 0, None, "cpu", tuple(live))
+    [sentence] = advise(memory, plan, Means(repeats=True))
+    assert sentence == (
+        "Repeat more of the forward pass: 1.0 MiB of its values are kept for the gradients, of"
+        " which the largest is f32[512,512]. Put `jax.checkpoint` around what is outside of it, or"
+        " keep less by its `policy=`."
+    )
+    [sentence] = advise(memory, plan, Means())
+    assert sentence.startswith("Put `jax.checkpoint` around the layers: 1.0 MiB")

@@ -14,6 +14,7 @@ from treeshard._core.topologies import CHIPS, parse_topology
 from treeshard.communication._dataflow import Dataflow
 from treeshard.communication._program import read_program
 from treeshard.programs import Cost
+from treeshard.programs._buffers import peak_of
 from treeshard.programs._flops import (
     compiled_flops,
     least_flops,
@@ -21,7 +22,7 @@ from treeshard.programs._flops import (
     written_out_attention,
 )
 from treeshard.programs._links import Links, Torus, arranged_torus, torus_of
-from treeshard.programs._traffic import memory_traffic
+from treeshard.programs._traffic import host_traffic, memory_traffic
 
 ROWS, WIDTH, HIDDEN, LAYERS = 64, 16, 32, 3
 PRODUCT = 2 * ROWS * WIDTH * HIDDEN
@@ -262,6 +263,107 @@ ENTRY %main (a: f32[16,1024], i: s32[]) -> f32[16,1024] {
     # update reads a row and two indices, and writes a row.
     expected = (2 * row + 4) + row + (2 * row + 8)
     assert memory_traffic(Dataflow(read_program(text).graph)) == (expected, True)
+
+
+def test_a_fusion_that_updates_several_arrays_in_place_counts_what_it_writes() -> None:
+    text = """HloModule m, is_scheduled=true
+
+%rows (p0: f32[16,1024], p1: f32[16,1024], p2: f32[1,1024], p3: s32[]) -> (f32[16,1024], f32[16,1024], f32[1,1024]) {
+  %p0 = f32[16,1024]{1,0} parameter(0)
+  %p1 = f32[16,1024]{1,0} parameter(1)
+  %p2 = f32[1,1024]{1,0} parameter(2)
+  %p3 = s32[] parameter(3)
+  %zero = s32[] constant(0)
+  %one = f32[16,1024]{1,0} dynamic-update-slice(%p0, %p2, %p3, %zero)
+  %flat = f32[16384]{0} bitcast(%p1)
+  %same = f32[16,1024]{1,0} bitcast(%flat)
+  %row = f32[1,1024]{1,0} negate(%p2)
+  %two = f32[16,1024]{1,0} dynamic-update-slice(%same, %row, %p3, %zero)
+  ROOT %all = (f32[16,1024]{1,0}, f32[16,1024]{1,0}, f32[1,1024]{1,0}) tuple(%one, %two, %row)
+}
+
+ENTRY %main (a: f32[16,1024], b: f32[16,1024], r: f32[1,1024], i: s32[]) -> (f32[16,1024], f32[16,1024], f32[1,1024]) {
+  %a = f32[16,1024]{1,0} parameter(0)
+  %b = f32[16,1024]{1,0} parameter(1)
+  %r = f32[1,1024]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  ROOT %new = (f32[16,1024]{1,0}, f32[16,1024]{1,0}, f32[1,1024]{1,0}) fusion(%a, %b, %r, %i), kind=kLoop, calls=%rows
+}
+"""  # noqa: E501
+    row = 4 * 1024
+    # A row is written into each of two arrays; one is read and one is new; and the index.
+    program = read_program(text).graph
+    assert memory_traffic(Dataflow(program)).bytes == 4 * row + 4
+    assert peak_of(program).bytes == 0
+
+
+OFFLOADED = """HloModule m, is_scheduled=true
+
+%put (p0: f32[4,1024], p1: f32[1,1024], p2: s32[]) -> f32[4,1024] {
+  %p0 = f32[4,1024]{1,0:S(5)} parameter(0)
+  %p1 = f32[1,1024]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %new = f32[4,1024]{1,0:S(5)} dynamic-update-slice(%p0, %p1, %p2, %zero)
+}
+
+ENTRY %main (x: f32[1,1024], i: s32[]) -> f32[1,1024] {
+  %x = f32[1,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %host = f32[4,1024]{1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
+LINES
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "to_host", "from_host", "in_memory"),
+    [
+        # TPUs, asynchronous.
+        (
+            """
+  %us = ((f32[4,1024]{1,0:S(5)}, f32[1,1024]{1,0}, s32[], s32[]), f32[4,1024]{1,0:S(5)}, u32[]{:S(2)}) dynamic-update-slice-start(%host, %x, %i, %i)
+  %ud = f32[4,1024]{1,0:S(5)} dynamic-update-slice-done(%us)
+  %ds = ((f32[4,1024]{1,0:S(5)}, s32[], s32[]), f32[1,1024]{1,0}, u32[]{:S(2)}) dynamic-slice-start(%ud, %i, %i), dynamic_slice_sizes={1,1024}
+  ROOT %dd = f32[1,1024]{1,0} dynamic-slice-done(%ds)
+""",  # noqa: E501
+            1,
+            1,
+            2,
+        ),
+        # GPUs: the same in fusions.
+        (
+            """
+  %us = ((f32[4,1024]{1,0:S(5)}, f32[1,1024]{1,0}, s32[]), f32[4,1024]{1,0:S(5)}, u32[]) fusion-start(%host, %x, %i), kind=kCustom, calls=%put
+  %ud = f32[4,1024]{1,0:S(5)} fusion-done(%us)
+  ROOT %out = f32[1,1024]{1,0} dynamic-slice(%ud, %i, %i), dynamic_slice_sizes={1,1024}
+""",  # noqa: E501
+            1,
+            1,
+            2,
+        ),
+        # Whole arrays.
+        (
+            """
+  %cs = (f32[1,1024]{1,0:S(5)}, f32[1,1024]{1,0}, u32[]{:S(2)}) copy-start(%x)
+  %cd = f32[1,1024]{1,0:S(5)} copy-done(%cs)
+  %rs = (f32[1,1024]{1,0}, f32[1,1024]{1,0:S(5)}, u32[]{:S(2)}) copy-start(%cd)
+  ROOT %rd = f32[1,1024]{1,0} copy-done(%rs)
+""",
+            1,
+            1,
+            2,
+        ),
+        ("  ROOT %out = f32[1,1024]{1,0} negate(%x)", 0, 0, 2),
+    ],
+    ids=["tpu", "gpu", "whole", "none"],
+)
+def test_what_goes_to_the_host_and_back_is_counted(lines, to_host, from_host, in_memory) -> None:
+    flow = Dataflow(read_program(OFFLOADED.replace("LINES", lines.strip("\n"))).graph)
+    row = 4 * 1024
+    assert host_traffic(flow) == (to_host * row, from_host * row)
+    # On the device a row is read, and one is written; indices come on top.
+    assert 0 <= memory_traffic(flow).bytes - in_memory * row <= 64
 
 
 def test_memory_traffic_of_a_loop_counts_its_trips() -> None:
@@ -511,3 +613,37 @@ def test_what_lacks_a_part_is_a_lower_bound() -> None:
     assert "collectives, hidden           1 B  30.00 to 60.00 ms" in text
     assert "70.00 ms, and the time of what is unknown\nunknown: products inside flash" in text
     assert "at least" not in text
+
+
+def _grouped(groups: list[list[int]], mesh: jax.sharding.Mesh) -> ts.programs.CompiledStep:
+    plan = ts.plan({"w": jnp.ones((16, 16))}, [("w", None)], mesh)
+
+    @ts.shard_map_step(plan=plan, batch=P("fsdp"))
+    def step(state, x):
+        x = jnp.tanh(x @ state["w"])
+        x = jax.lax.all_to_all(x, "fsdp", 0, 0, axis_index_groups=groups, tiled=True)
+        return state, jax.lax.pmean(jnp.mean(x @ state["w"]), "fsdp")
+
+    return step.compile(plan.structs, np.ones((ROWS, 16), "float32"))
+
+
+def test_groups_within_an_axis_have_a_time(fsdp_mesh) -> None:
+    compiled = _grouped([[0, 1, 2, 3], [4, 5, 6, 7]], fsdp_mesh)
+    cost = compiled.cost(CHIPS["h100"])
+    [grouped] = [one for one in cost.exposed if one.kind == "all-to-all"]
+    assert (grouped.axes, grouped.within) == (None, ("fsdp",))
+    # Three quarters of 8 rows of 16 floats, and the loss.
+    assert cost.exposed_bytes == 8 * 16 * 4 * 3 // 4 + 2 * 4 * 7 // 8
+    assert cost.exposed_seconds == pytest.approx(cost.exposed_bytes / 450e9)
+    assert cost.unknown == ()
+    assert "all-to-all of 512 B (float32) along parts of 'fsdp', 1 time" in str(cost)
+
+
+def test_parts_of_an_axis_between_nodes_have_no_time_and_a_reason(fsdp_mesh, monkeypatch) -> None:
+    compiled = _grouped([[0, 1, 2, 3], [4, 5, 6, 7]], fsdp_mesh)
+    monkeypatch.setattr("treeshard.programs._cost.network_axes", lambda mesh: {"fsdp"})
+    cost = compiled.cost(CHIPS["h100"])
+    assert cost.incomplete == ("collectives, exposed",)
+    reason = "the links of collectives between devices that do not form axes"
+    assert cost.unknown == (reason,)
+    assert f"unknown: {reason}" in str(cost)

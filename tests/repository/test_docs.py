@@ -150,6 +150,12 @@ def test_the_readme_hides_no_code() -> None:
     assert "ts.unshard(" in first.code
 
 
+def test_the_readme_is_read_in_a_minute() -> None:
+    shown = re.sub(r"\]\([^)]+\)", "]", README)
+    assert len([word for word in shown.split() if re.search(r"\w", word)]) <= 700
+    assert README.index("pip install") < README.index("```python")
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_of_a_page_outside_the_site_exist(page: str) -> None:
     text = (ROOT / page).read_text()

@@ -1,5 +1,6 @@
 """The tests find nothing of the user's, and what one of them leaves behind fails the run."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import annotations
 import isolation
 import pytest
-from beartype.roar import BeartypeCallHintParamViolation
+from beartype.roar import BeartypeCallHintParamViolation, BeartypeCallHintViolation
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,3 +123,49 @@ def test_beartype_reads_nothing_in_a_background_thread() -> None:
         assert thread.submit(annotations.checked, double).result() is double
     with pytest.raises(BeartypeCallHintParamViolation):
         annotations.checked(double)("2")
+
+
+def test_every_annotation_of_a_package_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_a_test.py").write_text("""
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nowhere import Missing
+
+Nested = int | list["Nested"]
+
+@dataclass
+class Point:
+    x: int
+
+    @property
+    def shown(self) -> int:
+        return str(self.x)
+
+def of_an_int(x: int, y: "Missing" = None) -> int:
+    def half() -> int:
+        return x / 2
+    return half()
+
+def deep(x: Nested) -> None:
+    pass
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    with annotations.checking("of_a_test"):
+        module = importlib.import_module("of_a_test")
+    module.deep([1, [2]])
+    for wrong in (
+        lambda: module.of_an_int("2"),
+        lambda: module.of_an_int(2),  # the function inside returns a float
+        lambda: module.Point("2"),
+        lambda: module.Point(2).shown,
+        lambda: module.deep(["2"]),
+    ):
+        with pytest.raises(BeartypeCallHintViolation):
+            wrong()
+    with annotations.off():
+        assert module.of_an_int(2) == 1.0
+    assert list((tmp_path / "__pycache__").glob("of_a_test*")) == []

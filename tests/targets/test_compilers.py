@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from counting import count_bytes
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from programs import CASES, LAYERS, by_jit, case_of
 
@@ -184,6 +186,46 @@ def llama(size: str, topology: str, batch: int, memory: str | None) -> Any:
     return make_llama(mesh, [*moments, *FSDP], size=size, global_batch=batch)
 
 
+def offloading(mesh: jax.sharding.Mesh):
+    """A step whose policy keeps the input of each of 4 layers on the host: bfloat16[512,1024]."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["x"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    shapes = {"w": jax.ShapeDtypeStruct((4, 1024, 1024), "bfloat16")}
+    plan = ts.plan(shapes, [("w", P(None, "fsdp"))], mesh)
+
+    def body(x, w):
+        x = checkpoint_name(x, "x")
+        return jnp.tanh(x @ ts.unshard(w, P("fsdp"), "fsdp")), None
+
+    def loss(state, x):
+        x, _ = jax.lax.scan(jax.checkpoint(body, policy=policy), x, state["w"])
+        return jnp.mean(x.astype("float32") ** 2)
+
+    @ts.jit_step(plan=plan, batch=P("fsdp"))
+    def step(state, x):
+        value, grads = ts.training.value_and_grad(loss)(state, x)
+        return jax.tree.map(jnp.subtract, state, grads), value
+
+    return step, plan.structs, jax.ShapeDtypeStruct((8 * 512, 1024), "bfloat16")
+
+
+@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
+def test_what_a_policy_offloads_is_in_memory_and_cost(target: str) -> None:
+    step, state, batch = offloading(ts.make_mesh("fsdp=8", topology=target))
+    compiled = step.compile(state, batch)
+    memory, cost = compiled.memory(), compiled.cost()
+    of_all_layers = 4 * 512 * 1024 * 2
+    assert (memory.host, memory.offloaded) == (0, of_all_layers)
+    assert (cost.to_host_bytes, cost.from_host_bytes) == (of_all_layers, of_all_layers)
+    assert "the time to copy 8.0 MiB to the host and back" in cost.unknown
+    assert re.search("^and offloaded to it +4.0 MiB$", str(memory), re.MULTILINE)
+    assert re.search("^to the host +4.0 MiB  unknown$", str(cost), re.MULTILINE)
+
+
 @pytest.mark.usefixtures("standard_promotion")
 def test_offloaded_moments_free_their_bytes() -> None:
     # With memory to spare, the compiler for TPUs copies moments to the device as early as it likes.
@@ -193,9 +235,11 @@ def test_offloaded_moments_free_their_bytes() -> None:
     for memory in (None, "pinned_host"):
         step, state, batch = llama("1b", "v5e-8", 16, memory)
         with jax.numpy_rank_promotion("allow"):
-            found = step.compile(state, batch, compiler_options=scarce).memory()
+            compiled = step.compile(state, batch, compiler_options=scarce)
+        found, cost = compiled.memory(), compiled.cost()
         totals[memory] = found.total
     assert found.host == step.plan.bytes_per_device("pinned_host") > 2**30
+    assert cost.to_host_bytes == cost.from_host_bytes == found.host
     assert totals[None] - totals["pinned_host"] >= 0.98 * found.host
 
 
@@ -260,7 +304,7 @@ import re, sys
 from treeshard._cli import main
 main([
     "compile", "examples.compile_llama:llama_8b", "--topology=v5e-256", "--mesh=fsdp=64,tensor=4",
-    "--scan=layers", "--remat=layers", "--dtype=bfloat16", "--json",
+    "--json",
 ])
 peak = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]
 print(f"\\n{int(peak) * 1024}")

@@ -89,7 +89,9 @@ jax.ShapeDtypeStructs. In train.py:
 Prints the plan, what the program moves, the memory and the time that it needs. The last is
 an estimate with an error bar.
 
-exit code: 0, or 1 if it does not fit or moves what was not planned, or 2 if the input is invalid
+exit code: 0 if it fits and moves what is planned, 1 if it does not fit, 3 if it fits and moves
+other than planned (1 with --strict), or 2 if the input is invalid. Where the memory of a device is
+not known, as of simulated CPUs, the report says so, and the code is as if it fits
 """
 _CHECK = """\
 FUNCTION gets nothing and returns (loss, params, batch, rules): a function loss(params, batch), its
@@ -180,6 +182,8 @@ def _parser() -> argparse.ArgumentParser:
     add = command("compile", "compile:run_compile", what, _COMPILE)
     _add_step(add)
     add("--mesh", metavar="AXES", help='such as "data=4,fsdp=64"; by default fsdp has all devices')
+    add("--strict", action="store_true", help="exit with 1 if it moves other than planned")
+    add("--types", action="store_true", help="print the values that the step computes, too")
 
     what = "find the mesh and the rules for a model on given devices, with reasons"
     add = command("suggest", "suggest:run_suggest", what, _SUGGEST)

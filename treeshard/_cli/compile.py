@@ -23,12 +23,20 @@ from treeshard._core.make_mesh import make_mesh, simulate_devices
 from treeshard._core.mesh import describe_mesh, parse_axes
 from treeshard._core.text import human_bytes
 from treeshard.errors import DoesNotFitError, counted
-from treeshard.programs import CompiledStep
+from treeshard.programs import CompiledStep, Types
+from treeshard.programs._compile_time import compile_seconds
 from treeshard.training._step import Step
 
+_A_MOMENT = 5  # seconds
 _ALL = "fsdp=-1"  # the mesh by default: all devices
 _SIMULATED = 8  # CPUs, if neither a topology nor the mesh says how many
 _M_ARENA_MAX = -8  # in glibc's malloc.h
+
+# Exit codes; 2 is that of invalid input. Where the memory of a device is not known, nothing says
+# that the program does not fit.
+_AS_PLANNED = 0
+_REFUSED = 1
+_MOVES_OTHERS = 3
 
 _EXPECTED = (
     "It gets the mesh, and must return (step, state, batch): a step of `jit_step` or"
@@ -44,19 +52,33 @@ _VERDICTS = {
 
 
 def run_compile(options: argparse.Namespace) -> tuple[str, int]:
-    """Prints what a compiled step moves, needs and costs. Returns 1 if it does not fit, or moves
-    what nobody planned."""
+    """Prints what a compiled step moves, needs and costs. Returns one of the exit codes below."""
     _share_freed_memory()
     mesh = mesh_for(options.mesh, options.topology)
     step, state, batch = load_step(options.function, mesh)
-    devices = f"{mesh.size:,} x {mesh.devices.flat[0].device_kind} ({describe_mesh(mesh)})"
+    traced = call_function(options.function, step.trace, state, batch)
+    device = mesh.devices.flat[0]
+    seconds = compile_seconds(traced.jaxpr, mesh.size, device.platform)
+    devices = f"{mesh.size:,} x {device.device_kind} ({describe_mesh(mesh)})"
     try:
-        with _progress(f"compiling {options.function} for {devices}"):
+        with _progress(f"compiling {options.function} for {devices}", _about(seconds)):
             compiled = call_function(options.function, step.compile, state, batch)
     except DoesNotFitError as error:
-        return _refusal(step, error, options.json), 1
+        return _refusal(step, error, options.json), _REFUSED
+    moved = compiled.communication()
     to_text = _as_json if options.json else _as_text
-    return to_text(compiled, compiled.communication())
+    code = _code(compiled.memory().fits, not moved.unplanned, options.strict)
+    types = compiled.types() if options.types else None
+    return to_text(compiled, moved, types), code
+
+
+def _code(fits: bool | None, is_planned: bool, strict: bool) -> int:
+    """The exit code: whether it fits comes first, since what does not fit does not run."""
+    if fits is False:
+        return _REFUSED
+    if is_planned:
+        return _AS_PLANNED
+    return _REFUSED if strict else _MOVES_OTHERS
 
 
 def _share_freed_memory() -> None:
@@ -90,8 +112,21 @@ def load_step(text: str, mesh: jax.sharding.Mesh) -> tuple[Step, Any, Any]:
     return result
 
 
+def _about(seconds: float) -> str:
+    """`usually 30 s to 2 min on two cores`, from half of the estimate to twice as much."""
+    if seconds < _A_MOMENT:
+        return "usually some seconds"
+    return f"usually {_rounded(seconds / 2)} to {_rounded(2 * seconds)} on two cores"
+
+
+def _rounded(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds / 5)) * 5} s"
+    return f"{round(seconds / 60)} min"
+
+
 @contextmanager
-def _progress(what: str) -> Iterator[None]:
+def _progress(what: str, expected: str) -> Iterator[None]:
     """Says on standard error what takes long: in place on a terminal, else once a minute."""
     start, done = time.monotonic(), threading.Event()
     is_terminal = sys.stderr.isatty()
@@ -104,7 +139,7 @@ def _progress(what: str) -> Iterator[None]:
         while not done.wait(1 if is_terminal else 60):
             tell("\r" if is_terminal else "\n")
 
-    print(f"{what} ...", file=sys.stderr, flush=True)
+    print(f"{what}, {expected} ...", file=sys.stderr, flush=True)
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
@@ -118,12 +153,14 @@ def _progress(what: str) -> Iterator[None]:
 # ------------------------------------------------------------------ the report
 
 
-def _as_text(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
+def _as_text(compiled: CompiledStep, moved: Any, types: Types | None) -> str:
     memory = compiled.memory()
     parts = [str(compiled.plan), f"communication:\n{moved}", f"memory:\n{memory}"]
     parts.append(f"cost, {compiled.cost()}")
+    if types is not None:
+        parts.append(f"{types}")
     verdict = _VERDICTS[memory.fits].format(size=human_bytes(memory.total))
-    return "\n\n".join([*parts, f"{verdict} {_moves(moved)}"]), _code(memory.fits, moved)
+    return "\n\n".join([*parts, f"{verdict} {_moves(moved)}"])
 
 
 def _moves(moved: Any) -> str:
@@ -139,7 +176,7 @@ def _moves(moved: Any) -> str:
     return "It moves what is planned."
 
 
-def _as_json(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
+def _as_json(compiled: CompiledStep, moved: Any, types: Types | None) -> str:
     memory, cost = compiled.memory(), compiled.cost()
     # `asdict` has the fields of a record, and not its properties, such as the total.
     report = {
@@ -157,16 +194,17 @@ def _as_json(compiled: CompiledStep, moved: Any) -> tuple[str, int]:
         },
         "cost": {"seconds": cost.seconds, "bound": cost.bound, **asdict(cost)},
     }
-    return json.dumps(report), _code(memory.fits, moved)
+    if types is not None:
+        report["types"] = [
+            {**value._asdict(), "spec": None if value.spec is None else str(value.spec)}
+            for value in types
+        ]
+    return json.dumps(report)
 
 
 def _unplanned(difference: Any) -> dict[str, Any]:
     collectives = [asdict(collective) for collective in difference.collectives]
     return {**difference._asdict(), "collectives": collectives}
-
-
-def _code(fits: bool | None, moved: Any) -> int:
-    return int(fits is False or bool(moved.unplanned))
 
 
 def _refusal(step: Step, error: DoesNotFitError, as_json: bool) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from treeshard._core.jax_private import backends_started
-from treeshard.errors import MeshError, did_you_mean
+from treeshard.errors import FormatError, MeshError, did_you_mean
 
 GIB = 2**30
 
@@ -27,7 +27,8 @@ class Chip:
     Attributes:
         name: As topologies name it, `"v5e"`.
         kind: JAX's `device_kind`.
-        memory: Bytes that programs can use. For TPUs, what their compiler says when it refuses.
+        memory: Bytes of its memory. For TPUs, those that their compiler says when it refuses. Of
+            GPUs, JAX allocates only a part.
         flops: Peak dense bf16 floating-point operations per second.
         memory_bandwidth: Bytes per second, to and from HBM.
         link_bandwidth: Bytes per second and direction: of one link of the torus between TPUs, or
@@ -259,3 +260,32 @@ def _gpu_options(topology: Topology) -> dict[str, Any]:
 def chip_of(device: Any) -> Chip | None:
     """What is known of a device's kind."""
     return next((chip for chip in CHIPS.values() if chip.kind == device.device_kind), None)
+
+
+# ------------------------------------------------------------------ memory
+
+# JAX reads one of the two, and raises if both are set; both in 0.10.2 and 0.12.0.
+_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_DEFAULT_FRACTION = 0.75
+
+
+def usable_memory(chip: Chip) -> int:
+    """The bytes that programs can use on a device: on GPUs, what JAX allocates.
+
+    Raises `FormatError` if the part that the environment names is not a number.
+    """
+    # The allocator `platform` has no limit of its own.
+    is_limited = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() != "platform"
+    if chip.dims or not is_limited:
+        return chip.memory
+    for name in _FRACTION:
+        if text := os.environ.get(name):
+            return int(_fraction(name, text) * chip.memory)
+    return int(_DEFAULT_FRACTION * chip.memory)
+
+
+def _fraction(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise FormatError(f"{name} is {text!r}, and not a number, such as 0.9.") from None

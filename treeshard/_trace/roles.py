@@ -7,17 +7,18 @@ frozen base those of a trained one.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from treeshard._core.jax_private import without_unused
-from treeshard._core.mesh import axis_sizes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._trace.uses import Gather, Place, Uses, Walk
-from treeshard._trace.values import OF_ARRAYS, OF_SCALARS, Value, leaf_value
+from treeshard._trace.values import OF_ARRAYS, OF_SCALARS, Value, dims_of, leaf_value
+
+W = TypeVar("W", bound=Walk)
 
 # What a step does with a leaf: by whether it uses it, takes its gradient, and changes it.
 TRAINED = "trained"
@@ -40,6 +41,9 @@ class Role(NamedTuple):
         uses: How many ops of the forward pass use it; 0 if that is not known.
         updates: How often a step updates it: in each trip of a loop over steps.
         is_multiplied: Whether the update multiplies it by others, as matrix optimizers do.
+        is_scattered: Whether the step says that each device gets its shard of the gradient: it
+            constrains it to the leaf's specs, as `training.value_and_grad` does, or scatters it by
+            hand.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Role(NamedTuple):
     uses: int = 1
     updates: int = 1
     is_multiplied: bool = False
+    is_scattered: bool = False
 
     @property
     def is_used(self) -> bool:
@@ -75,7 +80,7 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
     leaves = plan.leaves
     # Gradients that nobody uses, as of leaves that an optimizer masks, are not computed.
     program = without_unused(jaxpr)
-    uses = _walked(program, leaves, frozenset(batch_axes), axis_sizes(plan.mesh))
+    uses = walked(program, leaves, batch_axes).uses
     finals = program.outvars[: len(leaves)]
     roles: Roles = {}
     for number, (leaf, before) in enumerate(zip(leaves, program.invars, strict=False)):
@@ -93,8 +98,17 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
             len(uses.ops[number]),
             uses.updates.get(number, 1),
             number in uses.multiplied,
+            _is_scattered(leaf, uses),
         )
     return roles
+
+
+def _is_scattered(leaf: PlannedLeaf, uses: Uses) -> bool:
+    if (leaf.shape, dims_of(leaf.given, len(leaf.shape))) in uses.constrained:
+        return True
+    layers = leaf.shape[0] if leaf.shape else 1
+    of_one_layer = leaf.size // max(layers, 1)
+    return not uses.scattered.isdisjoint({leaf.size, of_one_layer})
 
 
 def with_roles(plan: Plan, roles: Roles) -> Plan:
@@ -103,8 +117,10 @@ def with_roles(plan: Plan, roles: Roles) -> Plan:
     return replace(plan, leaves=leaves)
 
 
-def _walked(program: Any, leaves: Sequence[PlannedLeaf], along: frozenset[str], sizes: Any) -> Uses:
-    uses = Uses(along)
+def walked(
+    program: Any, leaves: Sequence[PlannedLeaf], along: Collection[str], walk: type[W] = Walk
+) -> W:
+    """A walk over a program whose first arguments, and first results, are leaves of a state."""
     scalars = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape) == 1]
     state = [leaf_value(i, leaf.given, leaf.shape) for i, leaf in enumerate(leaves)]
     others = [Value(is_of_batch=True)] * (len(program.invars) - len(leaves))
@@ -112,8 +128,9 @@ def _walked(program: Any, leaves: Sequence[PlannedLeaf], along: frozenset[str], 
     for number, variable in enumerate(program.outvars[: len(leaves)]):
         if not isinstance(variable, Literal):
             finals[variable] = (*finals.get(variable, ()), number)
-    Walk(uses, scalars).run(program, [*state, *others], finals, Place())
-    return uses
+    made = walk(Uses(frozenset(along)), scalars)
+    made.run(program, [*state, *others], finals, Place())
+    return made
 
 
 def _name(number: int, leaf: PlannedLeaf, uses: Uses, *, is_changed: bool) -> str:

@@ -82,6 +82,8 @@ class Collective:
         is_widened: Whether the text shows that the backend widened the dtype: the data has a
             narrower one before.
         is_inserted: Whether XLA marks it as inserted by its partitioner; only newer versions do.
+        within: The mesh axes along which the devices of a group differ, where groups span only
+            a part of them, as with `axis_index_groups`; else `None`.
         links: How many links of each chip it uses at once, if the text says so, as for TPUs.
 
     Examples:
@@ -103,6 +105,7 @@ class Collective:
     completes: str | None = None
     is_widened: bool = False
     is_inserted: bool = False
+    within: tuple[str, ...] | None = None
     links: int | None = None
 
     @property
@@ -334,6 +337,7 @@ class CollectiveReader:
                 completes=self._completes(kind, read),
                 is_widened=_is_widened(op, buffer.dtype, origins),
                 is_inserted=is_inserted,
+                within=groups.within,
                 links=links,
             )
 

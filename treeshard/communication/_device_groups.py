@@ -38,10 +38,14 @@ _UNREADABLE = (ValueError, LookupError)
 
 
 class Groups(NamedTuple):
-    """The size of each device group, and the mesh axes that it spans; `None` if unknown."""
+    """The size of each device group, and the mesh axes that it spans; `None` if unknown.
+
+    `within` has the axes along which its devices differ, where it spans only a part of them.
+    """
 
     size: int | None
     axes: tuple[str, ...] | None
+    within: tuple[str, ...] | None = None
 
 
 UNKNOWN = Groups(None, None)
@@ -62,7 +66,7 @@ def groups_of(text: str, devices: int | None, axes: Mapping[str, int]) -> Groups
     # The other coordinates do not change within a group, so that groups as large as their axes
     # are those of whole axes.
     is_whole = math.prod(axes[name] for name in along) == size
-    return Groups(size, along if is_whole else None)
+    return Groups(size, along) if is_whole else Groups(size, None, along)
 
 
 def groups_of_pairs(text: str, axes: Mapping[str, int]) -> Groups:

@@ -91,6 +91,12 @@ WORDS = {
         "{on_cpus}Use `training.value_and_grad`, which constrains gradients to the plan's"
         " specs, or reduce-scatter them by hand (`treeshard.manual`).",
     ),
+    "all-reduce, scattered": (
+        "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
+        "{on_cpus}The step scatters them already, by a constraint or by hand, so this is the"
+        " compiler's choice. TPUs' compiler makes it along an axis that covers all dims of a torus:"
+        " give another axis one of these dims, as in `data=4,fsdp=16` for `fsdp=64`.",
+    ),
     "batch": (
         "{kind} of an argument that is not a parameter, {size}.",
         "If a constraint splits another dim than that of the batch, write {constrain}. To"
@@ -268,7 +274,9 @@ def collective_lines(moved: Sequence[Collective], most: int) -> list[str]:
 def collective_line(collective: Collective) -> str:
     size = bytes_text(collective.bytes, "unknown bytes")
     times = "? times" if collective.count is None else counted(collective.count, "time")
-    axes = "unknown axes" if collective.axes is None else " and ".join(map(repr, collective.axes))
+    axes = " and ".join(map(repr, collective.axes or collective.within or ()))
+    if collective.axes is None:
+        axes = f"parts of {axes}" if collective.within else "unknown axes"
     parts = [f"{collective.kind} of {size} ({collective.dtype}) along {axes}, {times}"]
     if collective.is_inserted:
         parts.append("inserted by the partitioner")

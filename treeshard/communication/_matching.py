@@ -220,7 +220,9 @@ class Matcher:
             for parts in (gradient, *zip(gradient)):  # all of it, or one transfer of it
                 if _is_done_by(moved, parts):
                     _match(parts)
-                    return self._add("all-reduce", moved, is_own=self.platform == "cpu")
+                    is_followed = self.roles[path].is_scattered
+                    case = "all-reduce, scattered" if is_followed else "all-reduce"
+                    return self._add(case, moved, is_own=self.platform == "cpu")
         return False
 
     def _file_gather(self, moved: _Moved) -> bool:

@@ -98,10 +98,19 @@ _NOT_TEMPORARY = frozenset({"after-all", "constant", "parameter", "partition-id"
 # `-start` ops that return their operands before their results:
 #   %ag = (f32[16,128]{1,0}, f32[16,512]{1,0}) all-gather-start(%x), dimensions={1}, ...
 #   %rs = ((f32[4096,1024]{1,0}), f32[1024,1024]{1,0}) reduce-scatter-start(%x), ...
+#   %ds = ((f32[4,8]{1,0:S(5)}, s32[], s32[]), f32[1,8]{1,0}, u32[]) dynamic-slice-start(%x, %i, %j)
 # An all-reduce-start returns its results only, and a copy-start the copy before its operand:
 #   %cs = (f32[8]{0}, f32[8]{0:S(1)}, u32[]{:S(2)}) copy-start(%x)
 _RETURNS_OPERANDS = frozenset(
-    {"all-gather-start", "collective-permute-start", "reduce-scatter-start", "slice-start"}
+    {
+        "all-gather-start",
+        "collective-permute-start",
+        "dynamic-slice-start",
+        "dynamic-update-slice-start",
+        "fusion-start",
+        "reduce-scatter-start",
+        "slice-start",
+    }
 )
 # output_to_operand_aliasing={{0}: (1, {}), {1}: (0, {2})}: element 0 of the result is operand 1,
 # and element 1 is element 2 of operand 0. `{}: (0, {})` is a result that is no tuple.
@@ -186,6 +195,8 @@ class Schedule:
             result[1] = first
         if op.opcode in _RETURNS_OPERANDS and isinstance(result, list):
             result[0] = operands if isinstance(result[0], list) else first
+        if op.opcode == "dynamic-update-slice-start" and isinstance(result, list):
+            result[1] = first
         return result
 
     def _in_place(self, op: Op, result: BufferTree, operands: list[BufferTree]) -> BufferTree:
@@ -199,9 +210,15 @@ class Schedule:
                 result[int(output)] = operand
             else:
                 result = operand
-        if aliases or isinstance(result, list) or op.opcode != "fusion":
+        if aliases or op.opcode != "fusion":
             return result
-        updated = self._updated_operand(op)
+        body = self.program.computations[op.called["calls"][0]]
+        root = body.ops[body.root]
+        if isinstance(result, list) and root.opcode == "tuple":
+            updates = [_updated_parameter(body, name) for name in root.operands]
+            pairs = zip(result, updates, strict=True)
+            return [x if updated is None else operands[updated] for x, updated in pairs]
+        updated = _updated_parameter(body, body.root)
         return result if updated is None else operands[updated]
 
     def _returned(self, op: Op, result: BufferTree, operands: list[BufferTree]) -> BufferTree:
@@ -220,17 +237,6 @@ class Schedule:
                 passed = flat(operands[inner.index or 0])
                 operand_of |= zip(flat(values[inner.name]), passed, strict=False)
         return _with_operands(result, values.get(body.root, []), operand_of)
-
-    def _updated_operand(self, op: Op) -> int | None:
-        """The operand that a fusion updates in place, if its result is such an update."""
-        # %big = f32[16,1024]{1,0} parameter(0)
-        # ROOT %new = f32[16,1024]{1,0} dynamic-update-slice(%big, %row, %i, %zero)
-        body = self.program.computations[op.called["calls"][0]]
-        update = _behind(body, body.root, ("bitcast", "copy"))
-        if update.opcode != "dynamic-update-slice":
-            return None
-        target = _behind(body, update.operands[0], ("bitcast",))
-        return target.index if target.opcode == "parameter" else None
 
     # -------------------------------------------------------------- the peak
 
@@ -327,6 +333,17 @@ def _element(value: BufferTree, number: int) -> BufferTree:
     if not isinstance(value, list) or number >= len(value):
         return []
     return value[number]
+
+
+def _updated_parameter(body: Computation, name: str) -> int | None:
+    """The parameter of a fusion that one of its results updates in place, if it is an update."""
+    # %big = f32[16,1024]{1,0} parameter(0)
+    # ROOT %new = f32[16,1024]{1,0} dynamic-update-slice(%big, %row, %i, %zero)
+    update = _behind(body, name, ("bitcast", "copy"))
+    if update.opcode != "dynamic-update-slice":
+        return None
+    target = _behind(body, update.operands[0], ("bitcast",))
+    return target.index if target.opcode == "parameter" else None
 
 
 def _behind(body: Computation, name: str, opcodes: Sequence[str]) -> Op:

@@ -1,7 +1,7 @@
 """A step that is compiled and not yet run, and what its program tells.
 
 Only TPUs' compiler refuses a program that does not fit. That of GPUs compiles it, and the first
-call fails; so what it says of its memory is compared with the data sheet here.
+call fails; so what it says of its memory is compared here with what JAX allocates.
 """
 
 import re
@@ -19,6 +19,7 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import parse_bytes
 from treeshard._core.topologies import Chip
 from treeshard._planning.plan import Plan
+from treeshard._trace.lines import TracedValue, traced_values
 from treeshard._trace.roles import Roles, roles_of, with_roles
 from treeshard.communication._comparison import Comparison, compare_step
 from treeshard.communication._forecast import batch_axes, check_options
@@ -26,6 +27,7 @@ from treeshard.communication._program import ReadProgram, read_program
 from treeshard.errors import DoesNotFitError
 from treeshard.programs._cost import Cost, cost_of
 from treeshard.programs._memory import Memory, memory_of
+from treeshard.programs._types import ReadValues, Types, types_of
 
 # RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries
 # (64.00G) exceeds available HBM (31.25G).
@@ -94,7 +96,9 @@ class CompiledStep:
         Returns:
             A `Memory`.
         """
-        return memory_of(self.compiled, self._read.graph, self.plan, self.roles, self.batch)
+        return memory_of(
+            self.compiled, self._read.graph, self.plan, self.roles, self.batch, self.jaxpr
+        )
 
     def cost(
         self, chip: Chip | None = None, *, kernels: Mapping[str, int] = MappingProxyType({})
@@ -113,6 +117,24 @@ class CompiledStep:
         """
         return cost_of(self._read, self.jaxpr, self.plan, chip, kernels)
 
+    def types(self, *, min_size: int | None = None) -> Types:
+        """Lists the values that the step computes: their shapes, specs and bytes, and where in the
+        program they are.
+
+        Args:
+            min_size: Values with fewer elements are left out; 16,384 by default.
+
+        Returns:
+            `Types`, as of `Step.types`.
+        """
+        compiled = ReadValues(self._read.graph, self.memory().at_peak)
+        return types_of(self._traced_values, self.plan, min_size, compiled)
+
+    @cached_property
+    def _traced_values(self) -> list[TracedValue]:
+        axes = batch_axes(self.plan, self.batch_specs)
+        return traced_values(self.jaxpr.jaxpr, self.plan, axes)
+
     @cached_property
     def _read(self) -> ReadProgram:
         return read_program(self.compiled, self.plan.mesh)
@@ -129,7 +151,7 @@ def compile_step(
     """Compiles a lowered step, with options of the compiler.
 
     Raises `DoesNotFitError` if the compiler says that it does not fit; or, for GPUs that are not
-    attached, if their data sheet does.
+    attached, if it needs more than JAX allocates on them.
     """
     device = with_devices(plan.mesh, "compile", compile_only=True).devices.flat[0]
     try:

@@ -17,7 +17,7 @@ from treeshard._core.make_mesh import with_devices
 from treeshard._core.text import columns, human_bytes
 from treeshard._core.topologies import Chip, chip_of
 from treeshard._planning.plan import Plan
-from treeshard.communication._collectives import Collective, CollectiveReader
+from treeshard.communication._collectives import Collective, CollectiveReader, total
 from treeshard.communication._dataflow import Dataflow
 from treeshard.communication._differences import collective_lines
 from treeshard.communication._program import ReadProgram
@@ -30,7 +30,7 @@ from treeshard.programs._flops import (
 )
 from treeshard.programs._links import Links, network_axes, torus_of
 from treeshard.programs._memory import host_bytes
-from treeshard.programs._traffic import memory_traffic
+from treeshard.programs._traffic import host_traffic, memory_traffic
 
 # The least share of a peak that the published runs imply: see the table of
 # docs/guide/the-pod-you-do-not-have.md.
@@ -75,6 +75,9 @@ class Cost:
         exposed: The collectives that cannot overlap, the slowest first.
         unknown: What could not be counted.
         device: The kind of device.
+        to_host_bytes: Bytes that the program copies to the memory of the device's host, such as
+            what a policy of `jax.checkpoint` offloads. Their time is not known.
+        from_host_bytes: Bytes that it copies back.
         least_seconds: A bound: this program takes no less than its matrix products at the peak, or
             than what it sends over all links of the chip at once.
         incomplete: The rows that lack something, such as `"compute"` without a kernel.
@@ -101,6 +104,8 @@ class Cost:
     exposed: tuple[Collective, ...]
     unknown: tuple[str, ...]
     device: str
+    to_host_bytes: int | None = 0
+    from_host_bytes: int | None = 0
     least_seconds: float | None = None
     incomplete: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
@@ -158,6 +163,8 @@ class Cost:
         for name, size, seconds in self._rows():
             is_least = name in self.incomplete
             rows.append((name, f"> {size}" if is_least else size, _bar(seconds, is_least)))
+        of_host = {"to the host": self.to_host_bytes, "from the host": self.from_host_bytes}
+        rows += [(name, _size(size), "unknown") for name, size in of_host.items() if size != 0]
         lines = [f"per step and {self.device}, {_ESTIMATE}:", columns(rows, right=1)]
         if self.seconds is not None and self.incomplete:
             lines.append(f"{_time(self.seconds)}, and the time of what is unknown")
@@ -172,6 +179,10 @@ class Cost:
         if exposed := collective_lines(self.exposed, 5):
             lines += ["exposed, the slowest first:", *exposed]
         return "\n".join(lines)
+
+
+def _size(size: int | None) -> str:
+    return "unknown" if size is None else human_bytes(size)
 
 
 def _operations(count: int) -> str:
@@ -196,9 +207,11 @@ def _bar(seconds: float | None, is_least: bool) -> str:
 
 
 class _Transfer(NamedTuple):
-    """A collective with the bytes that a device sends in a step, and their time."""
+    """A collective with the axes whose links it uses, the bytes that a device sends in a step, and
+    their time. `None` if not known."""
 
     collective: Collective
+    axes: tuple[str, ...] | None
     sent: int | None
     seconds: float | None
 
@@ -218,21 +231,27 @@ def cost_of(
     flops, traced = compiled_flops(flow, kernels), traced_flops(jaxpr.jaxpr, kernels)
     traffic = memory_traffic(flow)
     host = host_bytes(plan)
+    copies = host_traffic(flow)
+    # Programs for CPUs, which have one memory, do not name that of the host.
+    copied = 2 * host if copies == (0, 0) else total(copies)
     links = Links(chip, network_axes(mesh), torus_of(mesh.devices, mesh.axis_names, chip))
     transfers = _transfers(read, links)
     hidden = _Sent([transfer for transfer in transfers if transfer.collective.is_async])
     exposed = _Sent([transfer for transfer in transfers if not transfer.collective.is_async])
     lacking = {
         "compute": bool(flops.unknown),
-        "memory": not traffic.is_complete or host > 0,
+        "memory": not traffic.is_complete or copied != 0,
         "collectives, hidden": hidden.lacks_some,
         "collectives, exposed": exposed.lacks_some,
     }
     reasons = {
         "bytes of memory in a loop or a branch that depends on data": not traffic.is_complete,
         f"the peaks of {device.device_kind}": chip is None,
-        f"the time to copy {human_bytes(host)} of the state from the host and back": host > 0,
+        f"the time to copy {_size(copied)} to the host and back": copied != 0,
         "bytes of collectives, see `communication()`": hidden.lacks_bytes or exposed.lacks_bytes,
+        "the links of collectives between devices that do not form axes": (
+            chip is not None and (hidden.lacks_links or exposed.lacks_links)
+        ),
     }
     return Cost(
         flops=flops.number,
@@ -247,6 +266,8 @@ def cost_of(
         exposed=exposed.slowest_first,
         unknown=(*sorted(flops.unknown | traced.unknown), *_those_true(reasons)),
         device=device.device_kind,
+        to_host_bytes=copies.to_host,
+        from_host_bytes=copies.from_host,
         least_seconds=_least_seconds(flow, transfers, links),
         incomplete=_those_true(lacking),
         advice=_advice(jaxpr),
@@ -260,7 +281,7 @@ def _those_true(facts: Mapping[str, bool]) -> tuple[str, ...]:
 def _least_seconds(flow: Dataflow, transfers: Sequence[_Transfer], links: Links) -> float | None:
     if links.chip is None:
         return None
-    sending = links.least_seconds((each.sent, each.collective.axes) for each in transfers)
+    sending = links.least_seconds((each.sent, each.axes) for each in transfers)
     return max(least_flops(flow) / links.chip.flops, sending)
 
 
@@ -287,9 +308,13 @@ class _Sent(NamedTuple):
         return any(transfer.sent is None for transfer in self.transfers)
 
     @property
+    def lacks_links(self) -> bool:
+        """Whether it is not known over which links one is sent."""
+        return any(transfer.sent != 0 and transfer.axes is None for transfer in self.transfers)
+
+    @property
     def lacks_some(self) -> bool:
-        """Whether the bytes or the axes of one are not known."""
-        return any(each.sent is None or each.collective.axes is None for each in self.transfers)
+        return self.lacks_bytes or self.lacks_links
 
     @property
     def slowest_first(self) -> tuple[Collective, ...]:
@@ -303,9 +328,21 @@ def _transfers(read: ReadProgram, links: Links) -> list[_Transfer]:
         sent = None
         if collective.wire_bytes is not None and collective.count is not None:
             sent = collective.wire_bytes * collective.count
-        seconds = links.seconds(collective.kind, sent, collective.axes, collective.links)
-        transfers.append(_Transfer(collective, sent, seconds))
+        axes = _axes_of(collective, links.between)
+        seconds = links.seconds(collective.kind, sent, axes, collective.links)
+        transfers.append(_Transfer(collective, axes, sent, seconds))
     return transfers
+
+
+def _axes_of(collective: Collective, between: set[str]) -> tuple[str, ...] | None:
+    """The axes whose links a collective uses; `None` if they are not known.
+
+    A part of an axis has the links of the axis. Of an axis that runs over the network, a part may
+    be one slice or node, or cross them.
+    """
+    if collective.axes is not None or collective.within is None:
+        return collective.axes
+    return collective.within if between.isdisjoint(collective.within) else None
 
 
 def _seconds(amount: int, per_second: float | None) -> float | None:

@@ -77,13 +77,20 @@ def traced_flops(jaxpr: Jaxpr | ClosedJaxpr, kernels: Kernels = _NO_KERNELS) -> 
     return _added(_equation_flops(eqn, kernels) for eqn in jaxpr.eqns)
 
 
-def _equation_flops(eqn: Any, kernels: Kernels) -> Flops:
+def product_flops(eqn: Any) -> int | None:
+    """The operations of an equation that is a matrix product or a convolution; else `None`."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return Flops(_dot(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, contracted))
-    if name == "conv_general_dilated":
-        return Flops(_traced_convolution(eqn))
+        return _dot(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, contracted)
+    return _traced_convolution(eqn) if name == "conv_general_dilated" else None
+
+
+def _equation_flops(eqn: Any, kernels: Kernels) -> Flops:
+    name, params = eqn.primitive.name, eqn.params
+    product = product_flops(eqn)
+    if product is not None:
+        return Flops(product)
     if _KERNEL.search(name):
         return _kernel_flops(eqn, kernels)
     parts = [traced_flops(inner, kernels) for inner in _inner(params)]

@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.text import columns, fold_paths, human_bytes
-from treeshard._core.topologies import chip_of
+from treeshard._core.topologies import chip_of, usable_memory
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import Roles
+from treeshard._trace.uses import Means, means_of
 from treeshard.communication._collectives import bytes_text
 from treeshard.communication._dataflow import Context, Dataflow, value
 from treeshard.communication._hlo import HloProgram
@@ -26,6 +28,7 @@ from treeshard.errors import DoesNotFitError
 from treeshard.programs._buffers import Buffer, peak_of
 
 _CPU_NOTE = "The temporaries are those of the CPU's program; accelerators need others."
+_MOST_OF_A_GPU = 0.95
 
 
 class LiveBuffer(NamedTuple):
@@ -72,7 +75,8 @@ class Memory:
         results: The bytes of results that do not reuse the memory of donated arguments.
         temporaries: The bytes of intermediate values at most.
         code: The bytes of the program itself, where it is in the device's memory.
-        capacity: The bytes that programs can use on such a device; `None` if that is unknown.
+        capacity: The bytes that programs can use on such a device; `None` if that is unknown. On
+            GPUs, those that JAX allocates: 75% of the memory, or `XLA_CLIENT_MEM_FRACTION`.
         device: The kind of device.
         at_peak: The temporaries that are live when most memory is in use, the largest first. On
             TPUs, buffers in the chip's vector memory are not among them. Their sum is near
@@ -81,6 +85,9 @@ class Memory:
         advice: What would lower the total by a tenth or more, a sentence each.
         host: The bytes of the state that the plan places in the memory of the device's host. They
             are not in `total`.
+        offloaded: The bytes of intermediate values there at most, which policies of
+            `jax.checkpoint` offload. They are not in `total` either.
+        device_memory: The bytes of the device's memory; `None` if that is unknown.
 
     Examples:
         >>> kinds = {"parameters": 2**30, "other state": 2**31, "batch": 2**20}
@@ -99,6 +106,8 @@ class Memory:
     at_peak: tuple[LiveBuffer, ...]
     advice: tuple[str, ...] = ()
     host: int = 0
+    offloaded: int = 0
+    device_memory: int | None = None
 
     @property
     def total(self) -> int:
@@ -123,11 +132,22 @@ class Memory:
             )
         if not self.fits:
             raise DoesNotFitError(
-                f"The step needs {human_bytes(self.total)} per device, and {self.device} has"
-                f" {human_bytes(self.capacity)}.\n{self}",
+                f"The step needs {human_bytes(self.total)} per device, and {self._has()}\n{self}",
                 self.total,
                 self.capacity,
             )
+
+    def _has(self) -> str:
+        """How much there is, and how to have more of it."""
+        size, whole = bytes_text(self.capacity, "unknown"), self.device_memory
+        if whole is None or whole == self.capacity:
+            return f"{self.device} has {size}."
+        has = f"JAX allocates {size} of the {human_bytes(whole)} of {self.device}."
+        # Kernels, and the libraries for collectives, need some of the rest.
+        part = math.ceil(100 * self.total / whole + 2) / 100
+        if part > _MOST_OF_A_GPU:
+            return has
+        return f"{has} It may fit with XLA_CLIENT_MEM_FRACTION={part:.2f} in the environment."
 
     def __str__(self) -> str:
         rows = [(kind, size) for kind, size in self.kinds.items() if size]
@@ -139,8 +159,13 @@ class Memory:
         ]
         if self.host:
             rows.append(("and on the host", self.host))
+        if self.offloaded:
+            rows.append(("and offloaded to it", self.offloaded))
         lines = [columns([(name, human_bytes(size)) for name, size in rows], right=1)]
-        lines.append(f"of {bytes_text(self.capacity, 'unknown')} on {self.device}")
+        of = f"of {bytes_text(self.capacity, 'unknown')} on {self.device}"
+        if self.device_memory not in (None, self.capacity):
+            of += f", of whose {human_bytes(self.device_memory or 0)} JAX allocates no more"
+        lines.append(of)
         if self.device == "cpu":
             lines.append(_CPU_NOTE)
         if self.at_peak:
@@ -158,12 +183,13 @@ def memory_of(
     plan: Plan,
     roles: Roles,
     batch: Sequence[Any],
+    jaxpr: ClosedJaxpr,
 ) -> Memory:
     """Reads the memory of a compiled step; `program` is its text, parsed, and `batch` has
     shardings."""
     analysis: Any = compiled.memory_analysis()
     device = with_devices(plan.mesh, "memory", compile_only=True).devices.flat[0]
-    host = host_bytes(plan)
+    host, chip = host_bytes(plan), chip_of(device)
     # The compiler for CPUs, which have one memory, counts what is on the host with the rest.
     counted_host = host if device.platform == "cpu" else 0
     memory = Memory(
@@ -173,11 +199,13 @@ def memory_of(
         temporaries=temporaries_of(analysis, device.platform),
         code=analysis.generated_code_size_in_bytes,
         capacity=_capacity(device),
+        device_memory=None if chip is None else chip.memory,
         device=device.device_kind,
         at_peak=_live_at_peak(program),
         host=host,
+        offloaded=analysis.host_temp_size_in_bytes,
     )
-    return replace(memory, advice=tuple(advise(memory, plan)))
+    return replace(memory, advice=tuple(advise(memory, plan, means_of(jaxpr.jaxpr))))
 
 
 def host_bytes(plan: Plan) -> int:
@@ -202,6 +230,7 @@ def temporaries_of(analysis: Any, platform: str) -> int:
         + (analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
         + analysis.host_argument_size_in_bytes
         + (analysis.host_output_size_in_bytes - analysis.host_alias_size_in_bytes)
+        + analysis.host_temp_size_in_bytes
     )
     return min(temporaries, analysis.peak_memory_in_bytes - others)
 
@@ -227,7 +256,7 @@ def _capacity(device: Any) -> int | None:
         # limit is what JAX allocates in advance: 75% by default.
         return (device.memory_stats() or {}).get("bytes_limit")
     chip = chip_of(device)
-    return None if chip is None else chip.memory
+    return None if chip is None else usable_memory(chip)
 
 
 def _live_at_peak(program: HloProgram) -> tuple[LiveBuffer, ...]:
@@ -261,6 +290,19 @@ _ADVICE = {
         "Put `jax.checkpoint` around the layers: {size} of values of the forward pass are kept for"
         " the gradients, of which the largest is {largest}."
     ),
+    "gather later, repeats": (
+        "Gather the weights of each layer inside of the function that `jax.checkpoint` repeats:"
+        " {count} gathered ones are live at once, {size}."
+    ),
+    "repeat more": (
+        "Repeat more of the forward pass: {size} of its values are kept for the gradients, of which"
+        " the largest is {largest}. Put `jax.checkpoint` around what is outside of it, or keep less"
+        " by its `policy=`."
+    ),
+    "split more": (
+        "Split the batch over more devices, or into more minibatches: {size} are values that grow"
+        " with their rows, or gathered weights."
+    ),
     "split": (
         "Split the batch over more devices, or run it in minibatches (`accumulate_gradients`):"
         " {size} are values that grow with its rows, or gathered weights."
@@ -269,14 +311,14 @@ _ADVICE = {
 _WORTH = 0.1  # parts of all memory that are worth a line
 
 
-def advise(memory: Memory, plan: Plan) -> list[str]:
+def advise(memory: Memory, plan: Plan, means: Means) -> list[str]:
     """A sentence for each thing that would save a tenth of the memory of a step or more."""
     least = _WORTH * memory.total
     advice = [
         _donate(memory, plan, least),
         _shard(plan, least),
-        _gather_later(memory, plan, least),
-        _repeat(memory, least) or _split(memory),
+        _gather_later(memory, plan, least, means),
+        _repeat(memory, least, means) or _split(memory, means),
     ]
     return [sentence for sentence in advice if sentence is not None]
 
@@ -299,16 +341,17 @@ def _shard(plan: Plan, least: float) -> str | None:
     return _ADVICE["shard"].format(size=human_bytes(size), paths=paths)
 
 
-def _gather_later(memory: Memory, plan: Plan, least: float) -> str | None:
+def _gather_later(memory: Memory, plan: Plan, least: float, means: Means) -> str | None:
     paths = {f"state/{leaf.path}" for leaf in plan.leaves}
     weights = [buffer for buffer in memory.at_peak if buffer.path in paths]
     size = sum(buffer.bytes for buffer in weights)
     if size < least or len(weights) <= 2:
         return None
-    return _ADVICE["gather later"].format(count=len(weights), size=human_bytes(size))
+    case = "gather later, repeats" if means.repeats else "gather later"
+    return _ADVICE[case].format(count=len(weights), size=human_bytes(size))
 
 
-def _repeat(memory: Memory, least: float) -> str | None:
+def _repeat(memory: Memory, least: float, means: Means) -> str | None:
     # JAX names the ops of a step by what traced them: `jit(step)/jvp()/dot_general` in the forward
     # pass, `jit(step)/transpose(jvp())/dot_general` in the backward pass, with `checkpoint` between
     # where it is repeated. What a scan keeps for the gradients has no name.
@@ -320,10 +363,12 @@ def _repeat(memory: Memory, least: float) -> str | None:
     size = sum(buffer.bytes for buffer in kept)
     if size < least:
         return None
-    return _ADVICE["repeat"].format(size=human_bytes(size), largest=kept[0].array)
+    case = "repeat more" if means.repeats else "repeat"
+    return _ADVICE[case].format(size=human_bytes(size), largest=kept[0].array)
 
 
-def _split(memory: Memory) -> str | None:
+def _split(memory: Memory, means: Means) -> str | None:
     if memory.temporaries < memory.total / 2:
         return None
-    return _ADVICE["split"].format(size=human_bytes(memory.temporaries))
+    case = "split more" if means.accumulates else "split"
+    return _ADVICE[case].format(size=human_bytes(memory.temporaries))

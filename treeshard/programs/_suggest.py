@@ -36,6 +36,7 @@ from treeshard._core.topologies import (
     chip_of,
     parse_topology,
     topology_devices,
+    usable_memory,
 )
 from treeshard._trace.roles import Roles
 from treeshard.communication._collectives import total
@@ -239,7 +240,7 @@ def _target_of(
         number, known_chip = devices or len(attached), chip_of(attached[0])
     chip = chip or known_chip
     if memory is None and chip is not None:
-        memory = chip.memory
+        memory = usable_memory(chip)
     return _Target(parsed, number, chip, memory)
 
 

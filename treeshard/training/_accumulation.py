@@ -1,8 +1,8 @@
 """Gradients of a batch in several passes, reduced once after them.
 
-The parts of a batch along the axes of a mesh are mapped by `jax.vmap`, and not by `jax.shard_map`:
-`grad_fn` closes over the parameters, and inside `shard_map` JAX cannot differentiate a loop by what
-it closes over from outside.
+The parts of a batch along the axes of a mesh are taken by `jax.shard_map`, and where JAX cannot
+trace `grad_fn` there by `jax.vmap`: `grad_fn` closes over the parameters, and inside `shard_map`
+JAX cannot differentiate a loop by what it closes over from outside.
 """
 
 import math
@@ -32,7 +32,7 @@ from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.specs import UNCONSTRAINED, axes_of, entries, without_axes
 from treeshard._placement.constraint import with_sharding_constraint
-from treeshard._planning.plan_in_force import current_plan
+from treeshard._planning.plan_in_force import ACCUMULATES, current_plan
 from treeshard.errors import SpecError, listed
 from treeshard.training._gradients import wire_dtype
 from treeshard.training._metrics import check_metrics, map_metrics
@@ -151,7 +151,9 @@ def _summed_up(
     minibatches = jax.tree.map(partial(_split, count=count), batch)
 
     def add(total: Any, minibatch_and_key: tuple[Any, Any]) -> tuple[Any, None]:
-        new = jax.tree.map(jnp.add, total, grad_fn(*minibatch_and_key))
+        grads_and_metrics = grad_fn(*minibatch_and_key)
+        with jax.named_scope(ACCUMULATES):  # by which reports know it
+            new = jax.tree.map(jnp.add, total, grads_and_metrics)
         return jax.tree.map(pinned, new), None
 
     types: list[Any] = []
@@ -195,12 +197,30 @@ def _in_parts(
         # compiler might reduce them in each pass otherwise.
         return with_sharding_constraint(total, PartitionSpec(*[UNCONSTRAINED] * total.ndim))
 
-    def in_parts(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
+    def with_vmap(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
         run = partial(_summed_up, grad_fn, count, pinned=pinned)
         for name in reversed(names):
             run = jax.vmap(run, axis_name=name, spmd_axis_name=name)
-        each_key = None if keys is None else key_of_each_part(keys)
-        return run(jax.tree.map(part_by_part, batch), each_key)
+        return run(batch, keys)
+
+    def with_shard_map(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
+        def part(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
+            own = jax.tree.map(lambda x: x.reshape(x.shape[len(names) :]), (batch, keys))
+            sums = _summed_up(grad_fn, count, *own)
+            return jax.tree.map(lambda x: jnp.expand_dims(x, dims), sums)
+
+        each = PartitionSpec(*names)
+        run = jax.shard_map(
+            part, in_specs=each, out_specs=each, axis_names=set(names), check_vma=False
+        )
+        return run(batch, keys)
+
+    def in_parts(batch: PyTree, keys: Any) -> tuple[PyTree, PyTree]:
+        each = jax.tree.map(part_by_part, batch), None if keys is None else key_of_each_part(keys)
+        # The compiler for TPUs scatters sums inside `shard_map`; inside `vmap` it may all-reduce.
+        with suppress(ValueError):
+            return with_shard_map(*each)
+        return with_vmap(*each)
 
     grads, metrics = jax.jit(in_parts)(batch, keys)
     metrics = map_metrics(lambda x: x.sum(dims), lambda x: x.sum(dims) / (count * parts), metrics)

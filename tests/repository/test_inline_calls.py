@@ -1,0 +1,85 @@
+"""Calls in the prose and in the tables of pages have arguments that their functions take."""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import pytest
+from files import PAGES
+from surface import SUBMODULES, surface
+
+import treeshard as ts
+
+MODULES = [name.removeprefix("treeshard.") for name in SUBMODULES]
+PUBLIC: dict[str, list[Any]] = {}
+for qualified, value in surface().items():
+    PUBLIC.setdefault(qualified.rpartition(".")[2], []).append(value)
+
+
+def inline(text: str) -> list[str]:
+    """The code in backticks, outside blocks; some spans go over a line."""
+    prose = re.sub(r"(?ms)^( *)```.*?^\1```$", "", text)
+    return [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)]
+
+
+def calls(code: str) -> Iterator[ast.Call]:
+    try:
+        tree = ast.parse(code)
+    except SyntaxError:
+        return
+    yield from (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def of_ours(function: ast.expr, page: str) -> Callable[..., Any] | None:
+    """The function of treeshard that a name means, if it is one."""
+    name = ast.unparse(function)
+    if re.fullmatch(r"(ts|treeshard)(\.\w+)+", name):
+        return attrgetter(name.partition(".")[2])(ts)
+    if re.fullmatch(rf"({'|'.join(MODULES)})\.\w+", name):
+        return attrgetter(name)(ts)
+    # Other projects have functions of the same names.
+    named = [] if page.startswith("docs/coming-from/") else PUBLIC.get(name, [])
+    return named[0] if len(named) == 1 else None
+
+
+def takes(function: Callable[..., Any], call: ast.Call) -> None:
+    """Raises if the arguments of a call are not those of the function. `...` stands for any."""
+    if any(isinstance(arg, ast.Starred) for arg in call.args) or None in {
+        k.arg for k in call.keywords
+    }:
+        return
+    given = [arg for arg in call.args if not (isinstance(arg, ast.Constant) and arg.value is ...)]
+    signature = inspect.signature(function)
+    bind = signature.bind if len(given) == len(call.args) else signature.bind_partial
+    bind(*given, **{keyword.arg: keyword.value for keyword in call.keywords})
+
+
+def wrong_calls(text: str, page: str) -> list[str]:
+    wrong = []
+    for code in inline(text):
+        for call in calls(code):
+            if (function := of_ours(call.func, page)) is None:
+                continue
+            try:
+                takes(function, call)
+            except TypeError as error:
+                wrong.append(f"`{code}`: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_inline_calls_have_arguments_that_their_functions_take(page: str) -> None:
+    assert wrong_calls(PAGES[page], page) == []
+
+
+def test_a_wrong_call_is_found() -> None:
+    text = (
+        "| `ts.make_mesh(topology='v5e-256')` | `shard(tree, ..., progres=True)` | `shard(...)` |"
+    )
+    assert wrong_calls(text, "docs/install.md") == [
+        "`ts.make_mesh(topology='v5e-256')`: missing a required argument: 'axes'",
+        "`shard(tree, ..., progres=True)`: got an unexpected keyword argument 'progres'",
+    ]
