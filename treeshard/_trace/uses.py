@@ -35,7 +35,7 @@ from treeshard._trace.values import (
     unstacked,
 )
 
-_GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
+GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 _FORWARD, _BACKWARD = "forward", "backward"
 
 
@@ -213,7 +213,7 @@ class Walk:
             return list(operands)
         if name in ("sharding_constraint", "reshard"):
             return [self._constrained(eqn, operands[0], at)]
-        if name in _GATHERS:
+        if name in GATHERS:
             return [self._gathered(eqn, operands[0], at)]
         if name in ELEMENTWISE:
             return [self._computed(eqn, operands, at)]
