@@ -530,3 +530,23 @@ def test_the_example_of_the_package_runs() -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     assert runner.run(example, out=said.append).failed == 0, "".join(said)
     assert example.examples
+
+
+@pytest.mark.parametrize(
+    ("filters", "count"),
+    [
+        pytest.param({}, 1, id="none"),
+        pytest.param({"line": "model.py:3"}, 1, id="the line"),
+        pytest.param({"line": "model.py"}, 1, id="the file"),
+        pytest.param({"line": "model.py:4"}, 0, id="another line"),
+        pytest.param({"line": "del.py:3"}, 0, id="a part of a file's name"),
+        pytest.param({"leaf": "w"}, 1, id="the leaf"),
+        pytest.param({"leaf": "state/w"}, 1, id="the argument"),
+        pytest.param({"leaf": "state"}, 1, id="all leaves"),
+        pytest.param({"leaf": "v"}, 0, id="another leaf"),
+        pytest.param({"line": "model.py:3", "leaf": "v"}, 0, id="both"),
+    ],
+)
+def test_collectives_of_a_line_and_of_a_leaf(filters: dict[str, str], count: int) -> None:
+    program = GATHERED.replace("OWN", 'metadata={op_name="w"}').replace('"w"', "\"state['w']\"")
+    assert len(ts.collectives(program, "fsdp=8", **filters)) == count

@@ -36,7 +36,7 @@ from treeshard._trace.values import (
     unstacked,
 )
 
-_GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
+GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 _FORWARD, _BACKWARD = "forward", "backward"
 
 
@@ -218,7 +218,7 @@ class Walk:
             return list(operands)
         if name in ("sharding_constraint", "reshard"):
             return [self._constrained(eqn, operands[0], at)]
-        if name in _GATHERS:
+        if name in GATHERS:
             return [self._gathered(eqn, operands[0], at)]
         if name == "reduce_scatter":
             self.uses.scattered.add(math.prod(eqn.invars[0].aval.shape))

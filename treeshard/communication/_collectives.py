@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from treeshard._core.mesh import MeshLike
-from treeshard._core.text import columns, human_bytes
+from treeshard._core.text import columns, human_bytes, is_line
 from treeshard.communication._algorithms import links_used
 from treeshard.communication._dataflow import (
     Context,
@@ -114,7 +114,13 @@ class Collective:
         return _product(self.bytes, self.count)
 
 
-def collectives(program: CompiledProgram, mesh: MeshLike | None = None) -> list[Collective]:
+def collectives(
+    program: CompiledProgram,
+    mesh: MeshLike | None = None,
+    *,
+    line: str | None = None,
+    leaf: str | None = None,
+) -> list[Collective]:
     """Lists what a program moves between devices, with the tree paths of the arrays it moves.
 
     An op on several buffers gives one entry per buffer; only an all-to-all gives one for all,
@@ -127,6 +133,9 @@ def collectives(program: CompiledProgram, mesh: MeshLike | None = None) -> list[
         mesh: The mesh that the program runs on, to name its axes: a mesh, or text such as
             `"data=2,fsdp=4"`. By default it is read from the program's shardings; the text of
             HLO alone does not name axes.
+        line: Only what this line of code moves: `"model.py:31"`, or all lines of `"model.py"`.
+        leaf: Only the data of this leaf, by its path in the plan, `"layers/0/w"`, or of the leaves
+            below `"layers"`.
 
     Returns:
         A `Collective` per buffer, in program order. If a program calls one function from several
@@ -146,7 +155,18 @@ def collectives(program: CompiledProgram, mesh: MeshLike | None = None) -> list[
         >>> moved.kind, moved.axes, moved.bytes, moved.wire_bytes, moved.count
         ('all-gather', ('fsdp',), 2048, 1792, 1)
     """
-    return list(CollectiveReader(read_program(program, mesh)).all())
+    moved = CollectiveReader(read_program(program, mesh)).all()
+    return [
+        x
+        for x in moved
+        if (line is None or is_line(x.source, line)) and (leaf is None or _is_of(x.path, leaf))
+    ]
+
+
+def _is_of(path: str | None, leaf: str) -> bool:
+    """Whether the argument `state/layers/0/w` is a leaf, or below a branch."""
+    argument, _, inside = (path or "").partition("/")
+    return any(f"{each}/".startswith(f"{leaf}/") for each in (inside, f"{argument}/{inside}"))
 
 
 # ------------------------------------------------------------------ budgets

@@ -14,6 +14,7 @@ from treeshard.programs._memory import LiveBuffer, Memory
 from treeshard.programs._suggest import suggest
 from treeshard.programs._suggestions import Suggestion, Suggestions
 from treeshard.programs._types import StepValue, Types
+from treeshard.programs._value_findings import ValueFinding
 
 __all__ = [
     "CHIPS",
@@ -27,6 +28,7 @@ __all__ = [
     "Suggestion",
     "Suggestions",
     "Types",
+    "ValueFinding",
     "suggest",
 ]
 

@@ -354,16 +354,16 @@ class Step:
             >>> [(value.ops[-1], value.spec, value.local_shape) for value in types.values[1:]]
             [('tanh', P('fsdp',), (16, 256))]
         """
-        from treeshard._trace.lines import traced_values
+        from treeshard._trace.lines import traced
         from treeshard.communication._forecast import batch_axes
-        from treeshard.programs._types import types_of
+        from treeshard.programs._types import axes_of_batch, types_of
 
-        _, traced, _ = self._traced(state, batch)
+        _, program, data = self._traced(state, batch)
         axes = batch_axes(self.plan, self.batch_specs)
-        values = traced_values(traced.jaxpr.jaxpr, self.plan, axes)
-        if any(value.open for value in values):
+        trace = traced(program.jaxpr.jaxpr, self.plan, axes)
+        if any(value.open for value in trace.values):
             return self.compile(state, batch).types(min_size=min_size)
-        return types_of(values, self.plan, min_size)
+        return types_of(trace, self.plan, axes_of_batch(axes, data), min_size)
 
     def _roles_in(self, jaxpr: ClosedJaxpr) -> "Roles":
         from treeshard._trace.roles import roles_of

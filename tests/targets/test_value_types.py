@@ -5,6 +5,7 @@ import os
 import pytest
 from jax.sharding import PartitionSpec as P
 from typed_steps import forward, marked, transformer
+from value_faults import CASES, PLANTED, check, mesh_of_type
 
 import treeshard as ts
 
@@ -25,3 +26,10 @@ def test_the_program_tells_what_the_compiler_chose(topology: str) -> None:
         assert value.bytes == 2 * 32 * width * 4, mark
     gathered = [x for x in types.at(marked("gathered layer")) if x.axes == ()]
     assert {value.name for value in gathered} == {"layers/down", "layers/up"}
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8"])
+@pytest.mark.parametrize(("name", "axes"), CASES)
+def test_a_planted_fault_is_found_and_its_twin_is_not(name: str, axes: str, topology: str) -> None:
+    planted = PLANTED[name]
+    check(planted, mesh_of_type(axes, planted.mesh, topology=topology))
