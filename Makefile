@@ -1,6 +1,8 @@
 # `make demo` and `make test` work from a bare clone: each builds .venv and installs into it.
 PYTHON ?= python3
 BIN := .venv/bin
+# A file's tests share a worker, and files begin in the order of tests/conftest.py.
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test test-floor test-newest test-targets soak lint bench docs dist clean
@@ -9,7 +11,7 @@ demo: .venv/installed
 	$(BIN)/python examples/train_fsdp.py $(ARGS)
 
 test: .venv/installed
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 # What takes many minutes: every way of training on every mesh, planned against compiled; ten times
 # as many killed processes and damaged checkpoints; power cuts (as root, on Linux).
@@ -17,16 +19,17 @@ soak: .venv/installed
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/communication/test_comparison.py -k moves_what_is_planned
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_killed_saves.py tests/checkpoint/test_damages.py tests/checkpoint/test_power_loss.py
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/testing/test_checks.py tests/testing/test_no_false_alarms.py
-	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/training/test_explicit_reports.py
+	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/training/test_explicit_reports.py tests/manual/test_tensor_parallel.py
+	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/product/test_examples.py -k train_fsdp
 
 # The tests on the oldest versions that pyproject.toml allows.
 test-floor: .venv-floor/installed
-	.venv-floor/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	.venv-floor/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 # The tests on Python 3.13 and the newest releases of everything: it shows first what JAX changes.
 # `make clean` before it installs them anew; PYTHON_NEWEST=/path/to/python chooses the Python.
 test-newest: .venv-newest/installed
-	.venv-newest/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	.venv-newest/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 # Programs compiled for TPUs and GPUs, with their compilers (1.2 GB) and without such devices.
 test-targets: .venv-targets/installed

@@ -41,6 +41,27 @@ jax.config.update("jax_disable_most_optimizations", QUICKLY)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+# Files of a minute or so. With `--dist loadfile` a core would be idle while the last of them runs,
+# so they run first.
+LONG = (
+    "product/test_examples.py",
+    "programs/test_suggest.py",
+    "testing/test_verdicts.py",
+    "testing/test_checks.py",
+    "repository/test_docs.py",
+    "manual/test_manual.py",
+    "training/test_explicit_reports.py",
+    "training/test_training.py",
+    "manual/test_tensor_parallel.py",
+    "communication/test_roles.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of long files first, and leaves the others in their order."""
+    order = {f"tests/{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(LONG)))
+
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """Shows what tests have counted."""
@@ -93,6 +114,13 @@ def standard_promotion():
 def quick_compiles():
     """Compiles without optimizations, for functions that run a few times only."""
     with helpers.compiling_quickly():
+        yield
+
+
+@pytest.fixture(scope="module")
+def full_compiles():
+    """Compiles with all optimizations, where a test looks at what they make of a program."""
+    with helpers.compiling_quickly(False):
         yield
 
 

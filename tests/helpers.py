@@ -62,10 +62,10 @@ def on(
 
 
 @contextmanager
-def compiling_quickly() -> Iterator[None]:
-    """Compiles without most of XLA's optimizations, to programs with the same collectives."""
+def compiling_quickly(quickly: bool = True) -> Iterator[None]:
+    """Compiles without LLVM's optimizations, to programs of the same HLO; or with them."""
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", quickly)
     try:
         yield
     finally:

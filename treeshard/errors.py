@@ -255,6 +255,14 @@ def own_lines(lines: Iterable[str]) -> list[str]:
     return [x for x in lines if not x.startswith(HIDDEN) and not _PACKAGES.search(x)]
 
 
+def user_line(stack: Iterable[str]) -> str:
+    """The line of a call stack, innermost first, that is the user's: neither treeshard's nor, if
+    others remain, a package's."""
+    lines = list(stack)
+    outside = [line for line in lines if not line.startswith(HIDDEN)]
+    return next(iter(own_lines(outside) or outside or lines), "")
+
+
 def warn(message: str) -> None:
     """Warns at the nearest line outside treeshard and JAX, so that Python's own registry shows
     a message once per line of the user's code."""

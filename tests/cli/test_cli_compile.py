@@ -72,6 +72,9 @@ def tensor_parallel(mesh):
 """
 
 
+pytestmark = pytest.mark.usefixtures("full_compiles")
+
+
 @pytest.fixture
 def run(tmp_path, capsys, monkeypatch, quick_compiles):
     """Runs the command where `steps.py` is; returns its exit code, output and errors."""
@@ -180,6 +183,20 @@ def test_a_model_that_gathers_again_needs_no_option(run) -> None:
     code, out, _ = run("again")
     assert code == 0
     assert "trained, gathered" in out.partition("\n\n")[0]
+
+
+def test_types_adds_the_values_of_the_step(run) -> None:
+    code, out, _ = run("make", "--types", "--json")
+    values = json.loads(out)["types"]
+    assert code == 0
+    # Without `jax.checkpoint` a scan keeps the gathered weights of all layers for the gradients.
+    [kept] = [x for x in values if x["part"] == "forward" and x["name"] == "down"]
+    assert (kept["ops"], kept["shape"], kept["spec"]) == (["scan"], [2, 128, 64], "P()")
+    [grads] = [x for x in values if x["part"] == "update" and x["name"] == "up"]
+    assert (grads["shape"], grads["spec"]) == ([2, 64, 128], "P(None, None, 'fsdp')")
+    assert (grads["local_shape"], grads["where"]) == ([2, 64, 16], "memory")
+    code, out, _ = run("make", "--types")
+    assert "values of a step on fsdp=8, in the compiled program" in out.split("\n\n")[4]
 
 
 @pytest.mark.filterwarnings("ignore:jit_step")  # of the axis that nothing uses

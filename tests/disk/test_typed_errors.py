@@ -268,3 +268,26 @@ def test_what_a_link_refers_to_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "run/link").symlink_to(tmp_path / "kept")
     remove_tree(tmp_path / "run")
     assert (tmp_path / "kept").is_dir()
+
+
+@pytest.mark.parametrize("unlinked", range(6))
+def test_a_removal_that_was_killed_is_taken_up(tmp_path: Path, unlinked: int, monkeypatch) -> None:
+    top = tmp_path / "run"
+    for name in ("a/b/c", "d/e", "f/g"):
+        (top / name).mkdir(parents=True)
+        (top / name / "file").touch()
+        (top / name).with_name("file").touch()
+    left = iter(range(unlinked))
+    unlink = os.unlink
+
+    def killed(path: object) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        unlink(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            remove_tree(top)
+    remove_tree(top)
+    assert not top.exists()

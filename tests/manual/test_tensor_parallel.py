@@ -1,6 +1,7 @@
 """Tensor parallelism: values, raw gradients and collectives, with and without check_vma."""
 
 import math
+import os
 import re
 from collections import Counter
 from functools import partial
@@ -22,6 +23,7 @@ from treeshard import manual
 # Most of the time goes to XLA, and code that runs once need not be fast.
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 checks = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+SOAK = bool(os.environ.get("TREESHARD_SOAK"))  # `make soak`
 ROWS, TIME, WIDTH, HEAD, HIDDEN = 8, 8, 16, 2, 32
 
 
@@ -109,8 +111,18 @@ def specs_of(layout: Layout) -> Any:
 REFERENCE = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(PARAMS, X, Y)
 
 
-@checks
-@pytest.mark.parametrize("name", LAYOUTS)
+# Other shapes of the same mesh run the same code: without checks, `make soak` has them.
+SHAPES_ALONE = {"1x8", "4x2", "sequence split, 1x8", "sequence split, 4x2"}
+UNCHECKED = [name for name in LAYOUTS if SOAK or name not in SHAPES_ALONE]
+
+
+@pytest.mark.parametrize(
+    ("name", "check_vma"),
+    [
+        *(pytest.param(name, True, id=f"{name}-checked") for name in LAYOUTS),
+        *(pytest.param(name, False, id=f"{name}-unchecked") for name in UNCHECKED),
+    ],
+)
 def test_gradients_are_those_of_one_device(name: str, check_vma: bool) -> None:
     """Gradients of split and full parameters and of the input; FSDP and tensor on one mesh."""
     layout, specs = LAYOUTS[name], specs_of(LAYOUTS[name])

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 import re
 
 import equinox as eqx
@@ -34,11 +35,12 @@ def test_the_demo_says_where_its_sharding_is() -> None:
     assert "the step takes gradients that are sharded like them" in " ".join(said.split())
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [["--mesh=fsdp=-1"], ["--mesh=data=4,fsdp=2"], ["--mesh=data=4,fsdp=2", "--explicit"]],
-    ids=" ".join,
-)
+DEMOS = [["--mesh=fsdp=-1"], ["--mesh=data=4,fsdp=2", "--explicit"]]
+if os.environ.get("TREESHARD_SOAK"):  # `make soak`
+    DEMOS.append(["--mesh=data=4,fsdp=2"])
+
+
+@pytest.mark.parametrize("mesh", DEMOS, ids=" ".join)
 def test_train_fsdp(mesh, tmp_path, capfd) -> None:
     out = tmp_path / "deep" / "loss.png"
     train_fsdp.main([*TINY, *mesh, "--steps=21", "--warmup=5", f"--out={out}"])

@@ -45,7 +45,7 @@ CHECKED = [("zero-1", "first"), ("fsdp x tp", "explicit")]
 
 
 def programs(which: list[str], layouts: list[tuple[str, str]] = SOME) -> list[tuple[str, str, str]]:
-    """Models, strategies and kinds of axes: layouts with one of the models each, or all with all."""
+    """Models, strategies and kinds of axes: each layout with one model, or all with all."""
     if "TREESHARD_SOAK" in os.environ:
         return [(name, *layout) for layout in LAYOUTS for name in MODELS]
     return [(which[i % len(which)], *layout) for i, layout in enumerate(layouts)]

@@ -183,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_step(add)
     add("--mesh", metavar="AXES", help='such as "data=4,fsdp=64"; by default fsdp has all devices')
     add("--strict", action="store_true", help="exit with 1 if it moves other than planned")
+    add("--types", action="store_true", help="print the values that the step computes, too")
 
     what = "find the mesh and the rules for a model on given devices, with reasons"
     add = command("suggest", "suggest:run_suggest", what, _SUGGEST)

@@ -23,7 +23,7 @@ from treeshard._core.make_mesh import make_mesh, simulate_devices
 from treeshard._core.mesh import describe_mesh, parse_axes
 from treeshard._core.text import human_bytes
 from treeshard.errors import DoesNotFitError, counted
-from treeshard.programs import CompiledStep
+from treeshard.programs import CompiledStep, Types
 from treeshard.programs._compile_time import compile_seconds
 from treeshard.training._step import Step
 
@@ -68,7 +68,8 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     moved = compiled.communication()
     to_text = _as_json if options.json else _as_text
     code = _code(compiled.memory().fits, not moved.unplanned, options.strict)
-    return to_text(compiled, moved), code
+    types = compiled.types() if options.types else None
+    return to_text(compiled, moved, types), code
 
 
 def _code(fits: bool | None, is_planned: bool, strict: bool) -> int:
@@ -152,10 +153,12 @@ def _progress(what: str, expected: str) -> Iterator[None]:
 # ------------------------------------------------------------------ the report
 
 
-def _as_text(compiled: CompiledStep, moved: Any) -> str:
+def _as_text(compiled: CompiledStep, moved: Any, types: Types | None) -> str:
     memory = compiled.memory()
     parts = [str(compiled.plan), f"communication:\n{moved}", f"memory:\n{memory}"]
     parts.append(f"cost, {compiled.cost()}")
+    if types is not None:
+        parts.append(f"{types}")
     verdict = _VERDICTS[memory.fits].format(size=human_bytes(memory.total))
     return "\n\n".join([*parts, f"{verdict} {_moves(moved)}"])
 
@@ -173,7 +176,7 @@ def _moves(moved: Any) -> str:
     return "It moves what is planned."
 
 
-def _as_json(compiled: CompiledStep, moved: Any) -> str:
+def _as_json(compiled: CompiledStep, moved: Any, types: Types | None) -> str:
     memory, cost = compiled.memory(), compiled.cost()
     # `asdict` has the fields of a record, and not its properties, such as the total.
     report = {
@@ -191,6 +194,11 @@ def _as_json(compiled: CompiledStep, moved: Any) -> str:
         },
         "cost": {"seconds": cost.seconds, "bound": cost.bound, **asdict(cost)},
     }
+    if types is not None:
+        report["types"] = [
+            {**value._asdict(), "spec": None if value.spec is None else str(value.spec)}
+            for value in types
+        ]
     return json.dumps(report)
 
 

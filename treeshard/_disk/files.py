@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import jax
 
@@ -95,13 +95,14 @@ def remove_tree(directory: PathLike) -> None:
     top = Path(directory)
     if top.is_symlink():
         raise OSError(errno.ELOOP, f"{top} is a link, and what it refers to is not removed")
-    folders, moved = [top], count()
+    folders = [top]
     for folder in folders:  # which grows
         with os.scandir(folder) as entries:
             inside = list(entries)
         for entry in inside:
             if entry.is_dir(follow_symlinks=False):
-                folders.append(Path(entry.path).rename(top / f"{next(moved)}.to-be-removed"))
+                # A new name: what was interrupted here may have left others.
+                folders.append(Path(entry.path).rename(top / f"{uuid4().hex}.to-be-removed"))
             else:
                 os.unlink(entry.path)
         if folder is not top:

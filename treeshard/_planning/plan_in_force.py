@@ -170,6 +170,9 @@ def subtrees(plan: Plan, treedef: Any) -> Iterator[int]:
 plan_in_force = jax.make_user_context(None)
 INITIALISING = "initialising"
 
+# The scope in which `accumulate_gradients` adds them up: by its name a trace tells that it does.
+ACCUMULATES = "accumulate_gradients"
+
 # Whether gradients are summed later, by the function that accumulates them. Made here, and not in a
 # module that is imported while a step is traced: JAX forgets all traces when a context is made.
 summed_later = jax.make_user_context(False)

@@ -7,17 +7,18 @@ frozen base those of a trained one.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from treeshard._core.jax_private import without_unused
-from treeshard._core.mesh import axis_sizes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._trace.uses import Gather, Place, Uses, Walk
 from treeshard._trace.values import OF_ARRAYS, OF_SCALARS, Value, dims_of, leaf_value
+
+W = TypeVar("W", bound=Walk)
 
 # What a step does with a leaf: by whether it uses it, takes its gradient, and changes it.
 TRAINED = "trained"
@@ -79,7 +80,7 @@ def roles_of(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Roles:
     leaves = plan.leaves
     # Gradients that nobody uses, as of leaves that an optimizer masks, are not computed.
     program = without_unused(jaxpr)
-    uses = _walked(program, leaves, frozenset(batch_axes), axis_sizes(plan.mesh))
+    uses = walked(program, leaves, batch_axes).uses
     finals = program.outvars[: len(leaves)]
     roles: Roles = {}
     for number, (leaf, before) in enumerate(zip(leaves, program.invars, strict=False)):
@@ -116,8 +117,10 @@ def with_roles(plan: Plan, roles: Roles) -> Plan:
     return replace(plan, leaves=leaves)
 
 
-def _walked(program: Any, leaves: Sequence[PlannedLeaf], along: frozenset[str], sizes: Any) -> Uses:
-    uses = Uses(along)
+def walked(
+    program: Any, leaves: Sequence[PlannedLeaf], along: Collection[str], walk: type[W] = Walk
+) -> W:
+    """A walk over a program whose first arguments, and first results, are leaves of a state."""
     scalars = [i for i, leaf in enumerate(leaves) if math.prod(leaf.shape) == 1]
     state = [leaf_value(i, leaf.given, leaf.shape) for i, leaf in enumerate(leaves)]
     others = [Value(is_of_batch=True)] * (len(program.invars) - len(leaves))
@@ -125,8 +128,9 @@ def _walked(program: Any, leaves: Sequence[PlannedLeaf], along: frozenset[str], 
     for number, variable in enumerate(program.outvars[: len(leaves)]):
         if not isinstance(variable, Literal):
             finals[variable] = (*finals.get(variable, ()), number)
-    Walk(uses, scalars).run(program, [*state, *others], finals, Place())
-    return uses
+    made = walk(Uses(frozenset(along)), scalars)
+    made.run(program, [*state, *others], finals, Place())
+    return made
 
 
 def _name(number: int, leaf: PlannedLeaf, uses: Uses, *, is_changed: bool) -> str:

@@ -19,6 +19,7 @@ from jax.sharding import AxisType
 
 from treeshard._core.jax_private import shard_map_axes
 from treeshard._core.mesh import axes_of_type
+from treeshard._planning.plan_in_force import ACCUMULATES
 from treeshard._trace.values import (
     ELEMENTWISE,
     OF_ARRAYS,
@@ -74,6 +75,9 @@ class Place(NamedTuple):
         loop: As much of `path` as leads to the innermost loop or repeated forward pass.
         repeat: The same for the innermost repeated forward pass.
         manual: The mesh axes over which it runs once per device.
+        unchecked: Those of them for which JAX does not check where devices differ.
+        within: The equations of `path`.
+        is_counted: Whether the trace tells how often it runs.
     """
 
     region: str = ""
@@ -82,6 +86,9 @@ class Place(NamedTuple):
     loop: tuple[int, ...] = ()
     repeat: tuple[int, ...] = ()
     manual: frozenset[str] = frozenset()
+    unchecked: frozenset[str] = frozenset()
+    within: tuple[Any, ...] = ()
+    is_counted: bool = True
 
 
 @dataclass
@@ -142,14 +149,21 @@ class Walk:
             return values.get(variable, Value())
 
         for eqn in jaxpr.eqns:
-            here = at._replace(region=_region(eqn) or at.region)
+            here = at._replace(region=region_of(stack_of(eqn)) or at.region)
             operands = [read(variable) for variable in eqn.invars]
             results = self._results(eqn, operands, finals, here)
+            if self.is_counting:
+                self.note(eqn, operands, results, here)
             for variable, result in zip(eqn.outvars, results, strict=True):
                 if variable in finals:
                     result = self._final(finals[variable], result)
                 values[variable] = result
         return [read(variable) for variable in jaxpr.outvars]
+
+    def note(
+        self, eqn: Any, operands: Sequence[Value], results: Sequence[Value], at: Place
+    ) -> None:
+        """Called once for each equation, after those in it. For subclasses that list them."""
 
     def _depending(
         self, variable: Any, operands: Sequence[Value], result: Value, at: Place
@@ -362,10 +376,9 @@ class Walk:
     ) -> list[Value]:
         """A jitted function and the like. One that `jax.checkpoint` repeats for the gradients
         starts from its arguments again."""
-        path = (*at.path, id(eqn))
-        at = at._replace(path=path)
+        at = _inside(at, eqn)
         if eqn.params.get("differentiated"):
-            at = at._replace(loop=path, repeat=path)
+            at = at._replace(loop=at.path, repeat=at.path)
         return self.run(inner, operands, _inner_finals(eqn, inner, finals), at)
 
     def _shard_map(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
@@ -383,6 +396,8 @@ class Walk:
                 value = value._replace(dims=dims)
             given.append(value._replace(size=math.prod(inside.aval.shape)))
         place = at._replace(manual=at.manual | manual)
+        if not eqn.params["check_vma"]:
+            place = place._replace(unchecked=at.unchecked | manual)
         results = self._call(inner, eqn, given, finals, place)
         return [
             result._replace(size=math.prod(variable.aval.shape))
@@ -417,7 +432,8 @@ class Walk:
         given = operands[first:]
         inner = getattr(eqn.params["body_jaxpr"], "jaxpr", eqn.params["body_jaxpr"])
         carried = slice(eqn.params["body_nconsts"], len(given))
-        return self._loop(inner, given, carried, eqn, finals, _in_loop(at, eqn, 1))
+        place = _in_loop(at, eqn, 1)._replace(is_counted=False)
+        return self._loop(inner, given, carried, eqn, finals, place)
 
     def _loop(
         self,
@@ -453,8 +469,9 @@ class Walk:
 
     def _cond(self, eqn: Any, operands: list[Value], finals: Any, at: Place) -> list[Value]:
         results: list[Value] = []
+        place = at._replace(is_counted=False)
         for branch in bodies(eqn):
-            of_branch = self._call(branch, eqn, operands[1:], finals, at)
+            of_branch = self._call(branch, eqn, operands[1:], finals, place)
             pairs = zip(results, of_branch, strict=True)
             results = [met(x, y) for x, y in pairs] if results else of_branch
         return results
@@ -514,9 +531,6 @@ class Means(NamedTuple):
     accumulates: bool = False
 
 
-ACCUMULATES = "accumulate_gradients"  # the scope in which it adds gradients up
-
-
 def means_of(jaxpr: Any) -> Means:
     """What the trace of a step says of its means to need less memory."""
     repeats = accumulates = False
@@ -529,16 +543,25 @@ def means_of(jaxpr: Any) -> Means:
     return Means(repeats, accumulates)
 
 
-def _region(eqn: Any) -> str:
-    name = str(eqn.source_info.name_stack)
+def region_of(name: str) -> str:
+    """The pass in which JAX traced what has this name: `transpose(jvp(block))/attn`."""
     if "transpose(" in name:
         return _BACKWARD
     return _FORWARD if "jvp(" in name else ""
 
 
+def stack_of(eqn: Any) -> str:
+    """The name that JAX gave an equation, as far as it differs from that of those around it."""
+    return str(eqn.source_info.name_stack)
+
+
+def _inside(at: Place, eqn: Any) -> Place:
+    return at._replace(path=(*at.path, id(eqn)), within=(*at.within, eqn))
+
+
 def _in_loop(at: Place, eqn: Any, trips: int) -> Place:
-    path = (*at.path, id(eqn))
-    return at._replace(path=path, loop=path, trips=at.trips * trips)
+    at = _inside(at, eqn)
+    return at._replace(loop=at.path, trips=at.trips * trips)
 
 
 def _of_loop(value: Value, at: Place) -> Value:

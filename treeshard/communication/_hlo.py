@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from treeshard.errors import HIDDEN, FormatError, own_lines
+from treeshard.errors import FormatError, user_line
 
 # HLO's name of a dtype -> JAX's name, and the bits of an element.
 DTYPES: Mapping[str, tuple[str, int]] = {
@@ -254,10 +254,7 @@ class HloProgram:
         if file:  # `source_file="model.py" source_line=3`, in texts without tables
             line = _first(r"source_line=(\d+)", metadata)
             return f"{file}:{line}" if line else file
-        # The innermost line that is neither treeshard's nor, if others remain, a package's.
-        stack = list(self._stack(_field(metadata, "stack_frame_id")))
-        outside = [line for line in stack if not line.startswith(HIDDEN)]
-        return next(iter(own_lines(outside) or outside or stack), None)
+        return user_line(self._stack(_field(metadata, "stack_frame_id"))) or None
 
     def _stack(self, frame: int) -> Iterator[str]:
         """The lines of a call stack, innermost first.

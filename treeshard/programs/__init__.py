@@ -1,7 +1,8 @@
 """Compiled steps before they run: what memory they need, what they move, what bounds them.
 
 `step.compile(state, batch)` returns a `CompiledStep`, for attached devices and for those of
-`make_mesh(topology=...)`; its `memory()` is a `Memory`, its `cost()` a `Cost`. `suggest` compiles
+`make_mesh(topology=...)`; its `memory()` is a `Memory`, its `cost()` a `Cost`, its `types()` the
+values that it computes, as `Types`. `suggest` compiles
 a step on several meshes, and ranks them.
 """
 
@@ -12,6 +13,7 @@ from treeshard.programs._cost import Cost
 from treeshard.programs._memory import LiveBuffer, Memory
 from treeshard.programs._suggest import suggest
 from treeshard.programs._suggestions import Suggestion, Suggestions
+from treeshard.programs._types import StepValue, Types
 
 __all__ = [
     "CHIPS",
@@ -20,9 +22,11 @@ __all__ = [
     "Cost",
     "LiveBuffer",
     "Memory",
+    "StepValue",
     "Strategy",
     "Suggestion",
     "Suggestions",
+    "Types",
     "suggest",
 ]
 

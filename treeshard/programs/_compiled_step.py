@@ -18,6 +18,7 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import parse_bytes
 from treeshard._core.topologies import Chip
 from treeshard._planning.plan import Plan
+from treeshard._trace.lines import TracedValue, traced_values
 from treeshard._trace.roles import Roles, roles_of, with_roles
 from treeshard.communication._comparison import Comparison, compare_step
 from treeshard.communication._forecast import batch_axes, check_options
@@ -25,6 +26,7 @@ from treeshard.communication._program import ReadProgram, read_program
 from treeshard.errors import DoesNotFitError
 from treeshard.programs._cost import Cost, cost_of
 from treeshard.programs._memory import Memory, memory_of
+from treeshard.programs._types import ReadValues, Types, types_of
 
 # RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries
 # (64.00G) exceeds available HBM (31.25G).
@@ -107,6 +109,24 @@ class CompiledStep:
             A `Cost`, from published peaks; no chip has confirmed it.
         """
         return cost_of(self._read, self.jaxpr, self.plan, chip)
+
+    def types(self, *, min_size: int | None = None) -> Types:
+        """Lists the values that the step computes: their shapes, specs and bytes, and where in the
+        program they are.
+
+        Args:
+            min_size: Values with fewer elements are left out; 16,384 by default.
+
+        Returns:
+            `Types`, as of `Step.types`.
+        """
+        compiled = ReadValues(self._read.graph, self.memory().at_peak)
+        return types_of(self._traced_values, self.plan, min_size, compiled)
+
+    @cached_property
+    def _traced_values(self) -> list[TracedValue]:
+        axes = batch_axes(self.plan, self.batch_specs)
+        return traced_values(self.jaxpr.jaxpr, self.plan, axes)
 
     @cached_property
     def _read(self) -> ReadProgram:

@@ -7,6 +7,7 @@ follows a wrong one changes right code. What nothing predicts gets the measured 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from treeshard.testing._computations import Axes, Computation, Shards, subsets
 from treeshard.testing._layouts import Layout
 from treeshard.testing._noise import LIMIT, Tolerance, distance, errors_of, finite, norm
 from treeshard.testing._own_rows import OwnRows, multiple_in, named
+from treeshard.testing._own_shards import OwnShards
 from treeshard.testing._report import DIFFERS, Cause
 
 Index = tuple[slice, ...]
@@ -63,6 +65,14 @@ _LOCAL_NORM = (
     " {what}."
 )
 _PSUM_SQUARES = "Add the squares over {axes} before the root: `jax.lax.psum(squares, {names!r})`."
+_OWN_SHARDS = (
+    "as if each shard were the whole leaf: `{name}` at {line} has each device's shard alone, and"
+    " nothing from the others."
+)
+_GATHER_FIRST = (
+    "Gather the whole leaf along {axes} before it, add up over {axes} what it sums"
+    " (`jax.lax.psum`), or shard a dim of stacked layers, so that each device has whole ones."
+)
 # Under `jit` a program means the same in all layouts, whatever the partitioner makes of it.
 _BY_JIT = (
     "If the code has no `shard_map` and takes no number from the mesh or from"
@@ -127,6 +137,7 @@ class Diagnosis:
         yield from self._moved(i, reference)
         yield from self._local_norms(i, reference)
         yield from self._own_rows(i)
+        yield from self._own_shards(i)
         yield from self._partly(i)
 
     def _moved(self, i: int, reference: np.ndarray) -> Iterator[Cause]:
@@ -158,6 +169,26 @@ class Diagnosis:
             if all(map(math.isfinite, factors.values())) and max(self.errors(i, scaled)) <= limit:
                 fix = _PSUM_SQUARES.format(axes=named(axes), names=tuple(axes))
                 yield Cause(_LOCAL_NORM.format(what=what), fix, "own norms")
+
+    def _own_shards(self, i: int) -> Iterator[Cause]:
+        """An operation of the update has a shard where it needs the whole leaf, as in Muon, Shampoo
+        and Adafactor."""
+        split = get_names_from_partition_spec(self.computation.specs[i])
+        axes = [axis for axis in self.layout.split_axes if axis in split]
+        is_state = i < self.computation.first and i in self.computation.bases
+        if not axes or not is_state or not self.computation.is_by_hand(self.layout):
+            return
+        found = None if self._shards is None else self._shards.culprit(i)
+        if found is not None:
+            fact = _OWN_SHARDS.format(name=found.name, line=found.line or "an unknown line")
+            yield Cause(fact, _GATHER_FIRST.format(axes=named(axes)), "own shards")
+
+    @cached_property
+    def _shards(self) -> OwnShards | None:
+        try:
+            return OwnShards(self.computation, self.layout)
+        except Exception:  # not every program runs with all of its values as results
+            return None
 
     def _norm_factors(self, i: int) -> dict[str, dict[Any, float]]:
         """For each norm that may have been used, the factors between its values: of the leaf, or of

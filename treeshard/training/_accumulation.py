@@ -32,8 +32,7 @@ from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.specs import UNCONSTRAINED, axes_of, entries, without_axes
 from treeshard._placement.constraint import with_sharding_constraint
-from treeshard._planning.plan_in_force import current_plan
-from treeshard._trace.uses import ACCUMULATES
+from treeshard._planning.plan_in_force import ACCUMULATES, current_plan
 from treeshard.errors import SpecError, listed
 from treeshard.training._gradients import wire_dtype
 from treeshard.training._metrics import check_metrics, map_metrics

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from treeshard._trace.roles import Roles
     from treeshard.communication._comparison import Comparison
     from treeshard.programs._compiled_step import CompiledStep
+    from treeshard.programs._types import Types
 
 
 class Step:
@@ -321,6 +322,48 @@ class Step:
         """
         _, traced, _ = self._traced(state, batch)
         return self._roles_in(traced.jaxpr)
+
+    def types(self, state: PyTree, batch: PyTree, *, min_size: int | None = None) -> "Types":
+        """The values that the step computes, line by line: how each is split, and its bytes.
+
+        On Explicit axes, and in `shard_map_step`, types tell: nothing is compiled. On Auto axes the
+        compiler decides how values are split: the step is compiled, and each value is looked up in
+        its program, which also tells whether it is in memory, fused into another op, or not there.
+        `step.compile(...).types()` looks values up on axes of any type.
+
+        Args:
+            state: The state, or `plan.structs`.
+            batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+            min_size: Values with fewer elements are left out; 16,384 by default.
+
+        Returns:
+            `Types`: print it, iterate over its rows, or `treeshard.draw` it.
+
+        Raises:
+            DoesNotFitError: As `compile`, on Auto axes.
+            SpecError, StateError: As when the step is called.
+
+        Examples:
+            >>> mesh = jax.make_mesh((8,), ("fsdp",))
+            >>> plan = ts.plan({"w": jnp.ones((64, 256))}, [("w", P("fsdp"))], mesh, min_size=0)
+            >>> @ts.jit_step(plan=plan, batch=P("fsdp"))
+            ... def step(state, batch):
+            ...     hidden = jnp.tanh(batch @ ts.unshard(state["w"]))
+            ...     return state, jnp.sum(hidden)
+            >>> types = step.types(plan.structs, np.ones((128, 64), "float32"))
+            >>> [(value.ops[-1], value.spec, value.local_shape) for value in types.values[1:]]
+            [('tanh', P('fsdp',), (16, 256))]
+        """
+        from treeshard._trace.lines import traced_values
+        from treeshard.communication._forecast import batch_axes
+        from treeshard.programs._types import types_of
+
+        _, traced, _ = self._traced(state, batch)
+        axes = batch_axes(self.plan, self.batch_specs)
+        values = traced_values(traced.jaxpr.jaxpr, self.plan, axes)
+        if any(value.open for value in values):
+            return self.compile(state, batch).types(min_size=min_size)
+        return types_of(values, self.plan, min_size)
 
     def _roles_in(self, jaxpr: ClosedJaxpr) -> "Roles":
         from treeshard._trace.roles import roles_of

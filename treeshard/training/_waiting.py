@@ -51,8 +51,9 @@ def by_waiting(
         typed = list(arrays)
         for i in chosen:
             typed[i] = waiting_over(arrays[i], _not_splitting(rows, arrays[i]))
-        # What was traced before an error is dropped with this `jit`.
-        traceable = jax.jit(run, inline=True)
+        # What was traced before an error is dropped with this `jit`. It is not inlined: JAX would
+        # give all its equations the line of this call.
+        traceable = jax.jit(run)
         traced = traceable.trace(typed)  # JAX keeps it for the call, as long as this is alive
         if loses_sums(equations(traced.jaxpr.jaxpr)):
             raise TypeError("JAX has no right rule for one of the uses")
@@ -150,7 +151,7 @@ def accumulated_by_waiting(accumulate: Callable[[], tuple[Any, Any]]) -> tuple[A
     """Sums of gradients and metrics over minibatches, summed over devices after all of them."""
     # Not in the handler of an error: Python would show both.
     with suppress(Exception), summed_later(True):
-        traceable = jax.jit(accumulate, inline=True)
+        traceable = jax.jit(accumulate)
         traced = traceable.trace()
         if loses_sums(equations(traced.jaxpr.jaxpr)):
             raise TypeError("JAX has no right rule for what is done with the sums")

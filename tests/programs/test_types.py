@@ -1,0 +1,238 @@
+"""The values between arguments and results of a step: by types on Explicit axes, else compiled."""
+
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import jax
+import jax.numpy as jnp
+import pytest
+import typed_steps
+from helpers import struct
+from jax.sharding import PartitionSpec as P
+from typed_steps import forward, marked, transformer
+
+import treeshard as ts
+from treeshard.programs import Types
+
+# ------------------------------------------------------------------ on Explicit axes
+
+
+@pytest.fixture(scope="module")
+def explicit() -> Types:
+    step, state, batch = transformer(jax.make_mesh((8,), ("fsdp",)), layers=80)
+    return step.types(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("mark", "name", "shape", "spec", "local", "size", "times"),
+    [
+        pytest.param(
+            *(
+                "gathered layer",
+                "layers/down",
+                (256, 64),
+                P(reduced=frozenset({"fsdp"})),
+                (256, 64),
+            ),
+            *(2**16, 80),
+            id="a gathered weight",
+        ),
+        pytest.param(
+            *("hidden", "mlp", (16, 32, 256), P("fsdp"), (2, 32, 256), 2**16, 80),
+            id="in a scan",
+        ),
+        pytest.param(
+            *("stream", "mlp", (16, 32, 64), P("fsdp"), (2, 32, 64), 2**14, 80),
+            id="two ops of one type",
+        ),
+        pytest.param(
+            *("logits", "", (16, 32, 512), P("fsdp"), (2, 32, 512), 2**17, 1),
+            id="logits",
+        ),
+    ],
+)
+def test_types_tell_before_compiling(
+    explicit: Types, mark, name, shape, spec, local, size, times
+) -> None:
+    value = forward(explicit, mark)
+    assert not explicit.is_compiled
+    assert (value.shape, value.spec, value.local_shape) == (shape, spec, local)
+    assert (value.bytes, value.times, value.where, value.at_peak) == (size, times, "", None)
+    assert value.name == name
+
+
+def test_the_backward_pass_has_the_lines_of_the_forward_pass(explicit: Types) -> None:
+    """The gradient of a gathered weight waits for its sum, and ends scattered."""
+    backward = [x for x in explicit.at(marked("gathered layer")) if x.part == "backward"]
+    scattered = [x for x in backward if x.axes == ("fsdp",)]
+    assert {x.shape for x in scattered} == {(256, 64), (64, 256)}
+    assert {x.local_shape for x in scattered} == {(32, 64), (64, 32)}
+
+
+def test_every_line_is_the_users(explicit: Types) -> None:
+    assert {value.line.rpartition(":")[0] for value in explicit} == {typed_steps.__file__}
+
+
+# ------------------------------------------------------------------ on Auto axes
+
+
+@pytest.fixture(scope="module")
+def auto() -> Types:
+    step, state, batch = transformer(ts.make_mesh("data=2,fsdp=4"), batch=P(("data", "fsdp")))
+    return step.types(state, batch)
+
+
+def test_the_program_tells_what_the_compiler_chose(auto: Types) -> None:
+    """`value_and_grad` runs the loss by hand over `data`; XLA splits the rows over `fsdp`."""
+    assert auto.is_compiled
+    logits = forward(auto, "logits")
+    assert (logits.shape, logits.axes, logits.by_hand) == ((8, 32, 512), ("fsdp",), ("data",))
+    assert (logits.bytes, logits.times) == (2 * 32 * 512 * 4, 1)
+    hidden = forward(auto, "hidden")
+    assert (hidden.axes, hidden.by_hand, hidden.times) == (("fsdp",), ("data",), 4)
+    assert hidden.bytes == 2 * 32 * 256 * 4
+
+
+def test_what_is_gathered_is_live_at_the_peak(auto: Types) -> None:
+    assert any(value.at_peak for value in auto)
+    assert all(value.where == "memory" for value in auto if value.at_peak)
+
+
+def compiled_types(fn: Any, spec: Any, mesh: str, *shape: int, min_size: int = 0) -> Types:
+    """The values of a step whose state is one weight, and whose aux is what `fn` returns."""
+    plan = ts.plan({"w": struct(64, 64)}, [("w", None)], ts.make_mesh(mesh))
+    step = ts.jit_step(lambda state, x: (state, fn(state["w"], x)), plan, batch=spec)
+    return step.types(plan.structs, struct(*shape), min_size=min_size)
+
+
+def test_a_value_that_the_compiler_fused_or_removed_is_said_to_be_so() -> None:
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        same = jnp.transpose(jnp.transpose(x))  # removed
+        hidden = same @ w  # stored
+        act = jnp.tanh(hidden)  # fused
+        return jnp.sum(act * 3.0)
+
+    types = compiled_types(fn, P("fsdp"), "fsdp=8", 64, 64)
+    where = {mark: types.at(marked(mark, __file__))[0] for mark in ("removed", "stored", "fused")}
+    assert {mark: value.where for mark, value in where.items()} == {
+        "removed": "absent",
+        "stored": "memory",
+        "fused": "fused",
+    }
+    assert (where["removed"].bytes, where["removed"].spec) == (None, None)
+    assert where["fused"].local_shape == (8, 64)
+    text = str(types)
+    assert "fused: computed inside of another op, and never in memory" in text
+    assert "absent: the compiler removed it, or made it part of what has another line" in text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "batch", "shape", "axes", "spec", "local"),
+    [
+        pytest.param("data=2,fsdp=4", P("fsdp"), (64, 64), ("fsdp",), P("fsdp"), (16, 64), id="4"),
+        pytest.param("data=2,fsdp=4", P("data"), (64, 64), ("data",), P("data"), (32, 64), id="2"),
+        pytest.param(
+            *("data=2,fsdp=4", P("data", "fsdp"), (64, 64), ("data", "fsdp"), P("data", "fsdp")),
+            (32, 16),
+            id="two dims",
+        ),
+        pytest.param("data=2,fsdp=4", P(), (64, 64), (), P(), (64, 64), id="replicated"),
+        pytest.param(
+            "data=2,fsdp=2,tensor=2", P("data"), (64, 64), None, None, None, id="alike axes"
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:jit_step")
+def test_the_axes_follow_from_the_shapes(mesh, batch, shape, axes, spec, local) -> None:
+    """Two axes of one size leave two answers: then there is none."""
+
+    def constrained(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(ts.with_sharding_constraint(x, batch)) * 3.0)
+
+    types = compiled_types(constrained, batch, mesh, *shape)
+    [value] = [x for x in types if "tanh" in x.ops]
+    assert (value.axes, value.spec, value.local_shape) == (axes, spec, local)
+    assert value.bytes is not None
+
+
+# ------------------------------------------------------------------ by hand
+
+
+def test_in_shard_map_types_tell_too() -> None:
+    """Each device computes with its own rows: nothing has to be compiled, on axes of any type."""
+    plan = ts.plan({"w": struct(64, 256)}, [("w", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+
+    @ts.shard_map_step(plan=plan, batch=P("fsdp"))
+    def step(state: Any, x: jax.Array) -> Any:
+        full = ts.manual.gather_params(state, "fsdp", plan.specs)  # gathered by hand
+        hidden = jnp.tanh(x @ full["w"])  # hidden by hand
+        return state, jax.lax.pmean(jnp.sum(hidden), "fsdp")
+
+    types = step.types(plan.structs, struct(512, 64))
+    assert not types.is_compiled
+    [hidden] = types.at(marked("hidden by hand", __file__))
+    assert (hidden.shape, hidden.local_shape, hidden.by_hand) == ((64, 256), (64, 256), ("fsdp",))
+    [full] = types.at(marked("gathered by hand", __file__))
+    assert (full.name, full.shape, full.spec) == ("w", (64, 256), P())
+
+
+def test_how_often_a_loop_runs_may_depend_on_data() -> None:
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        def body(carry: Any) -> Any:
+            x, i = carry
+            return x @ w, i + 1  # in a while
+
+        return jnp.sum(jax.lax.while_loop(lambda c: jnp.sum(c[0]) > c[1], body, (x, 0))[0])
+
+    [value] = compiled_types(fn, P("fsdp"), "fsdp=8", 64, 64).at(marked("in a while", __file__))
+    assert (value.times, value.total_bytes, value.bytes) == (None, None, 8 * 64 * 4)
+    assert value.axes == ("fsdp",)
+
+
+# ------------------------------------------------------------------ what people see
+
+
+def test_the_table(explicit: Types) -> None:
+    lines = str(explicit).split("\n")
+    assert lines[0] == "values of a step on fsdp=8, by its types, before compiling"
+    assert re.sub(" +", " ", lines[1]) == "line pass name value spec on a device times where"
+    [hidden] = [line for line in lines if f"{marked('hidden')[-3:]} " in line and "forward" in line]
+    assert re.sub(" {2,}", "  ", hidden).split("  ")[1:] == [
+        *("forward", "mlp", "float32[16,32,256]", "P('fsdp',)"),
+        *("[2,32,256] 64.0 KiB", "80"),
+    ]
+    assert re.fullmatch(
+        r"\d+ values of fewer than 16,384 elements \(`min_size`\) left out", lines[-1]
+    )
+
+
+def test_a_notebook_and_a_picture_have_the_rows_of_the_table(explicit: Types, tmp_path) -> None:
+    assert explicit._repr_html_().count("<tr>") == len(explicit) + 1
+    ts.draw(explicit, tmp_path / "types.svg")
+    picture = ElementTree.parse(tmp_path / "types.svg").getroot()
+    text = "".join(picture.itertext()).replace("\xa0", " ")
+    assert "float32[16,32,256]" in text
+    assert "P('fsdp',)" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_found"),
+    [
+        pytest.param(marked("hidden"), True, id="the whole path"),
+        pytest.param(f"typed_steps.py:{marked('hidden').rpartition(':')[2]}", True, id="a name"),
+        pytest.param("tests/typed_steps.py", True, id="a file"),
+        pytest.param("steps.py", False, id="a part of a name"),
+        pytest.param("typed_steps.py:1", False, id="another line"),
+    ],
+)
+def test_rows_of_a_line(explicit: Types, asked: str, is_found: bool) -> None:
+    assert bool(explicit.at(asked)) is is_found
+
+
+def test_small_values_are_counted(explicit: Types) -> None:
+    step, state, batch = transformer(jax.make_mesh((8,), ("fsdp",)), layers=80)
+    more = step.types(state, batch, min_size=0)
+    assert len(more) > len(explicit) > 0
+    assert more.smaller < explicit.smaller
+    assert len(step.types(state, batch, min_size=2**30)) == 0

@@ -1,0 +1,232 @@
+"""Lists the values that a step computes, with the line of the user's code that makes each.
+
+The walk that finds the roles of leaves passes every equation once, and knows what each runs on and
+how often. A second walk for the types of the results would have to know loops, branches and
+`shard_map` again.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jax.sharding import AxisType, PartitionSpec
+
+from treeshard._core.jax_private import shard_map_axes, varying_axes_of_type, without_unused
+from treeshard._core.mesh import axes_of_type
+from treeshard._core.specs import axes_of, dim_entries, entries, with_entries
+from treeshard._planning.plan import Plan
+from treeshard._trace.roles import walked
+from treeshard._trace.uses import Place, Uses, Walk, bodies, region_of, stack_of
+from treeshard._trace.values import Value
+from treeshard.errors import HIDDEN, user_line
+
+CONSTRAINTS = ("sharding_constraint", "reshard")
+
+
+class TracedValue(NamedTuple):
+    """One result of an equation.
+
+    Attributes:
+        eqn: The equation.
+        number: Which of its results.
+        line: The line of the user's code, as `file:line`; empty if there is none.
+        region: `"forward"` or `"backward"` if it is differentiated, else `""`.
+        scope: The names of `jax.named_scope` around it, `encoder/attn`.
+        known: What the walk knows of it: the leaves that it comes from, and more.
+        shape: Its shape as the code sees it: in `shard_map`, that of one device's part.
+        spec: How it is split, as far as its type or a constraint tells.
+        local_shape: The shape of one device's part, by `spec`.
+        open: The mesh axes over which a compiler decides how it is split.
+        by_hand: The axes of `shard_map` along which devices may have different ones.
+        place: Where its equation stands.
+        op: The operation that makes it; for a `shard_map` of the library, the last one in it.
+        is_passed_on: Whether another constraint on the same line takes it, as in `unshard`.
+    """
+
+    eqn: Any
+    number: int
+    line: str
+    region: str
+    scope: str
+    known: Value
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    local_shape: tuple[int, ...]
+    open: frozenset[str]
+    by_hand: frozenset[str]
+    place: Place
+    op: str
+    is_passed_on: bool = False
+
+    @property
+    def dtype(self) -> Any:
+        return self.eqn.outvars[self.number].aval.dtype
+
+
+@dataclass
+class _LineWalk(Walk):
+    """A walk that lists the values which the equations make."""
+
+    uses: Uses
+    scalars: Collection[int]
+    values: list[TracedValue] = field(default_factory=list)
+    constrained: dict[int, str] = field(default_factory=dict)  # the line, by the id of a variable
+    passed_on: set[int] = field(default_factory=set)  # ids of variables
+    arguments: set[int] = field(default_factory=set)  # of the step, the same
+
+    def __post_init__(self) -> None:
+        super().__init__(self.uses, self.scalars)
+
+    def run(
+        self, jaxpr: Any, given: Sequence[Value], finals: Mapping[Any, tuple[int, ...]], at: Place
+    ) -> list[Value]:
+        if not at.path:
+            self.arguments = set(map(id, jaxpr.invars))
+        return super().run(jaxpr, given, finals, at)
+
+    def note(
+        self, eqn: Any, operands: Sequence[Value], results: Sequence[Value], at: Place
+    ) -> None:
+        line = line_of(eqn, at)
+        name = "/".join(map(stack_of, (*at.within, eqn)))
+        ops = self._ops(eqn, line)
+        if eqn.primitive.name in CONSTRAINTS:
+            self._pass_on(eqn, line, results[0])
+        for number in _made_here(eqn):
+            variable = eqn.outvars[number]
+            if not hasattr(variable.aval, "shape"):  # a token
+                continue
+            value = TracedValue(
+                eqn,
+                number,
+                line,
+                region_of(name),
+                scope_of(name),
+                results[number],
+                variable.aval.shape,
+                *_split(eqn, number, at),
+                place=at,
+                op=ops[number],
+            )
+            self.values.append(value)
+
+    def _ops(self, eqn: Any, line: str) -> Sequence[str]:
+        """The operations that make the results of an equation.
+
+        Of what the library does in a `shard_map` for one line of the user's, only the results are
+        kept, and the last operation of each: it has that name in the compiled program.
+        """
+        names = [eqn.primitive.name] * len(eqn.outvars)
+        if eqn.primitive.name != "shard_map":
+            return names
+        kept = [x for x in self.values if x.line != line or id(eqn) not in x.place.path]
+        if len(kept) == len(self.values):
+            return names
+        self.values[:] = kept
+        [inner] = bodies(eqn)
+        makers = {variable: each for each in inner.eqns for variable in each.outvars}
+        ops = (makers.get(x) for x in inner.outvars)
+        return [
+            name if op is None else op.primitive.name for name, op in zip(names, ops, strict=True)
+        ]
+
+    def _pass_on(self, eqn: Any, line: str, known: Value) -> None:
+        """Notes the result of a constraint, and that it takes that of another, if it does. A batch
+        is constrained first of all."""
+        before, after = id(eqn.invars[0]), id(eqn.outvars[0])
+        if self.constrained.get(before) == line:
+            self.passed_on.add(before)
+        if before in self.arguments and known.is_of_batch:
+            self.passed_on.add(after)
+        self.constrained[after] = line
+
+
+def traced_values(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> list[TracedValue]:
+    """The values that a step makes, in the order of its trace, without those that nothing uses.
+
+    Args:
+        jaxpr: The trace of a step: its first arguments, and its first results, are the leaves.
+        plan: The plan of the state.
+        batch_axes: The mesh axes that split the batch.
+    """
+    walk = walked(without_unused(jaxpr), plan.leaves, batch_axes, _LineWalk)
+    return [
+        value._replace(is_passed_on=id(value.eqn.outvars[value.number]) in walk.passed_on)
+        for value in walk.values
+    ]
+
+
+def line_of(eqn: Any, at: Place) -> str:
+    """The line of the user's code that an equation comes from; empty if there is none.
+
+    JAX traces functions such as `jax.nn.relu` once, and later calls have no line of their own in
+    them: then it is the line of the call.
+    """
+    lines = [line for each in (eqn, *reversed(at.within)) for line in _stack_lines(each)]
+    return user_line(line for line in lines if not line.startswith(HIDDEN))
+
+
+def _stack_lines(eqn: Any) -> list[str]:
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    return [f"{frame.file_name}:{frame.line_num}" for frame in frames]
+
+
+# Words of JAX in the names of equations, and the patterns of `einsum`.
+_NO_SCOPE = re.compile(
+    r"jit\([^()]*\)|\b(?:jvp|transpose|vmap|shard_map|rematted_computation|checkpoint|remat2|while"
+    r"|body|cond|closed_call)\b|[^/()]*->[^/()]*"
+)
+
+
+def scope_of(name: str) -> str:
+    """`encoder/attn` of `transpose(jvp(encoder))/rematted_computation/attn/btd,bsd->bts`."""
+    return "/".join(re.findall(r"[^/()]+", _NO_SCOPE.sub("", name)))
+
+
+def _made_here(eqn: Any) -> Iterator[int]:
+    """The numbers of the results that an equation makes, and not the programs in it."""
+    inner = bodies(eqn)
+    if eqn.primitive.name == "scan":
+        # What all trips return of one result is stacked: `float32[4,8,32]` of `float32[8,32]`.
+        pairs = zip(eqn.outvars, inner[0].outvars, strict=True)
+        yield from (i for i, (x, y) in enumerate(pairs) if x.aval.shape != y.aval.shape)
+    elif eqn.primitive.name == "shard_map" or not inner or eqn.primitive.name == "pallas_call":
+        yield from range(len(eqn.outvars))
+
+
+_Split = tuple[PartitionSpec, tuple[int, ...], frozenset[str], frozenset[str]]
+
+
+def _split(eqn: Any, number: int, at: Place) -> _Split:
+    """How a result is split: its spec, its local shape, which axes are open, and which by hand."""
+    aval = eqn.outvars[number].aval
+    mesh, spec = aval.sharding.mesh, aval.sharding.spec
+    by_hand = at.manual & (varying_axes_of_type(aval) | at.unchecked)
+    auto = {*axes_of_type(mesh, AxisType.Auto)} - at.manual
+    if eqn.primitive.name == "shard_map":
+        spec = eqn.params["out_specs"][number]
+        auto -= {*shard_map_axes(eqn.params)}
+    asked = eqn.params.get("sharding")
+    if eqn.primitive.name == "sharding_constraint" and hasattr(asked, "spec"):
+        # sharding_constraint[sharding=NamedSharding(..., P('fsdp')) unconstrained_dims={}] x
+        spec = asked.spec
+        if not eqn.params["unconstrained_dims"]:
+            auto = set()
+    spec = with_entries(spec, entries(spec))  # without trailing `None`s
+    local = shard_shape(aval.shape, spec, mesh.shape)
+    sizes = {axis for axis in auto if mesh.shape[axis] > 1}
+    return spec, local, frozenset(sizes), by_hand
+
+
+def shard_shape(
+    shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The shape of one device's part."""
+    local: list[int] = []
+    for length, entry in zip(shape, dim_entries(spec, len(shape)), strict=True):
+        for axis in axes_of(entry):
+            length = -(-length // sizes[axis])
+        local.append(length)
+    return tuple(local)

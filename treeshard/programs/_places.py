@@ -1,0 +1,219 @@
+"""Finds the values of a trace in the compiled program: how they are split, and where they are.
+
+A compiled program has no shardings any more, only the shapes of one device's parts. JAX's names and
+source lines, which compilers keep, say which equation an op was; the quotient of the two shapes
+says how it is split.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from treeshard._core.specs import (
+    all_axes,
+    axes_of,
+    dim_entries,
+    entries,
+    entry_of,
+    with_entries,
+)
+from treeshard._trace.lines import TracedValue
+from treeshard._trace.uses import region_of
+from treeshard.communication._hlo import Computation, HloProgram, Op
+from treeshard.programs._buffers import Array, read_type
+
+# By line, pass and operation: what an equation and the ops that a compiler made of it share.
+Key = tuple[str, str, str]
+# Ops that move elements, and keep the name of what they move them for.
+_MOVES = frozenset(
+    {
+        "bitcast",
+        "copy",
+        "convert",
+        "dynamic-slice",
+        "reshape",
+        "slice",
+        "transpose",
+    }
+)
+# Ops that are not values of their own.
+_NO_VALUES = frozenset(
+    {
+        "call",
+        "conditional",
+        "constant",
+        "get-tuple-element",
+        "iota",
+        "parameter",
+        "tuple",
+        "while",
+    }
+)
+# What the partitioner moves for an op, such as an operand of a product, has the name of that op.
+_BETWEEN_DEVICES = ("all-gather", "all-to-all", "collective-permute")
+# Operations of JAX whose results are what is moved.
+_MOVERS = frozenset(
+    {
+        "all_gather",
+        "all_gather_invariant",
+        "all_gather_reduced",
+        "all_to_all",
+        "ppermute",
+        "reshard",
+        "sharding_constraint",
+    }
+)
+
+
+class FoundOp(NamedTuple):
+    """An op of the program that an equation became.
+
+    Attributes:
+        shape: That of its result on one device.
+        is_stored: Whether its result takes memory: an op inside a fusion computes into registers.
+        is_move: Whether it only moves elements.
+    """
+
+    shape: tuple[int, ...]
+    is_stored: bool
+    is_move: bool
+
+
+class Placed(NamedTuple):
+    """Where a value is in a compiled program.
+
+    Attributes:
+        where: `"memory"`, `"fused"` (computed inside of another op, and never stored) or `"absent"`
+            (no op of the program has its line and a part of its shape).
+        elements: The elements of one device's part; `None` if that is unknown.
+        axes: The sets of open axes that may split it: several where axes have one size.
+        specs: The specs that it may have; none if its dims are joined or moved in the program.
+    """
+
+    where: str
+    elements: int | None = None
+    axes: tuple[frozenset[str], ...] = ()
+    specs: tuple[PartitionSpec, ...] = ()
+
+
+def ops_by_line(program: HloProgram) -> Mapping[Key, Sequence[FoundOp]]:
+    """The ops of a program, by the line, the pass and the operation that their names tell."""
+    fused = {
+        name
+        for computation in program.computations.values()
+        for op in computation.ops.values()
+        if op.opcode == "fusion"
+        for name in op.called.get("calls", ())
+    }
+    ops: dict[Key, list[FoundOp]] = defaultdict(list)
+    for computation in program.computations.values():
+        stored = _results(computation) if computation.name in fused else None
+        for op in computation.ops.values():
+            name = op.op_name
+            if name is None or op.opcode in _NO_VALUES:
+                continue
+            operation = name.rpartition("/")[2]
+            if op.opcode.startswith(_BETWEEN_DEVICES) and operation not in _MOVERS:
+                continue
+            is_stored = stored is None or op.name in stored
+            key = (program.source(op) or "", region_of(name), operation)
+            ops[key] += [FoundOp(shape, is_stored, op.opcode in _MOVES) for shape in shapes_of(op)]
+    return ops
+
+
+def _results(computation: Computation) -> set[str]:
+    """The ops whose results a fusion stores: `ROOT %tuple.3 = (...) tuple(%add.1, %mul.2)`."""
+    root = computation.ops.get(computation.root)
+    if root is None:
+        return set()
+    return {root.name, *(root.operands if root.opcode == "tuple" else ())}
+
+
+def shapes_of(op: Op) -> Iterator[tuple[int, ...]]:
+    """The shapes of the arrays that an op returns."""
+    tree = read_type(op.type_text)
+    for array in tree if isinstance(tree, list) else [tree]:
+        if isinstance(array, Array):
+            yield dims_of_text(array.text)
+
+
+def dims_of_text(array: str) -> tuple[int, ...]:
+    """16 and 64 of `f32[16,64]`; a dynamic dim counts as its bound, `<=8`."""
+    inside = array.partition("[")[2].rstrip("]")
+    return tuple(int(dim.lstrip("<=")) for dim in inside.split(",") if dim)
+
+
+def key_of(value: TracedValue) -> Key:
+    """The key under which the ops of a value are."""
+    # Of the stacked results of a scan, one trip writes its slice.
+    name = "dynamic_update_slice" if value.op == "scan" else value.op
+    return value.line, value.region, name
+
+
+def placed(value: TracedValue, ops: Sequence[FoundOp], sizes: Mapping[str, int]) -> Placed:
+    """Where a value is, among the ops with its key; `sizes` are those of its open axes."""
+    shape = value.local_shape
+    exact = [op for op in ops if specs_for(shape, op.shape, sizes)]
+    ops = exact or [op for op in ops if _axes_for(shape, op.shape, sizes)]
+    if not ops:
+        return Placed("absent")
+    where = "memory" if any(op.is_stored for op in ops) else "fused"
+    ops = [op for op in ops if not op.is_move] or ops
+    counts = {math.prod(op.shape) for op in ops}
+    if len(counts) > 1:  # ops of other values have the same line and name
+        return Placed(where)
+    axes = _axes_for(shape, ops[0].shape, sizes)
+    specs = {spec: None for op in ops for spec in specs_for(shape, op.shape, sizes)}
+    if axes == [frozenset()]:
+        specs = {PartitionSpec(): None}
+    return Placed(where, counts.pop(), tuple(axes), tuple(_joined(value, x) for x in specs))
+
+
+def _axes_for(
+    shape: Sequence[int], local: Sequence[int], sizes: Mapping[str, int]
+) -> list[frozenset[str]]:
+    """The sets of axes by which an array of one size has parts of another."""
+    exact = specs_for(shape, local, sizes)
+    if exact:
+        return list(dict.fromkeys(frozenset(all_axes(entries(spec))) for spec in exact))
+    whole, part = math.prod(shape), math.prod(local)
+    return [frozenset(axes) for axes in _subsets(sizes) if part * _size(axes, sizes) == whole]
+
+
+def specs_for(
+    shape: Sequence[int], local: Sequence[int], sizes: Mapping[str, int]
+) -> list[PartitionSpec]:
+    """The specs by which an array of one shape has parts of another."""
+    if len(shape) != len(local):
+        return []
+    subsets = _subsets(sizes)
+    choices = [
+        [axes for axes in subsets if -(-whole // _size(axes, sizes)) == part]
+        for whole, part in zip(shape, local, strict=True)
+    ]
+    specs: list[PartitionSpec] = []
+    for each in product(*choices):
+        used = [axis for axes in each for axis in axes]
+        if len(used) == len(set(used)):
+            specs.append(with_entries(PartitionSpec(), [entry_of(axes) for axes in each]))
+    return specs
+
+
+def _joined(value: TracedValue, spec: PartitionSpec) -> PartitionSpec:
+    """What a type tells of a value's spec, and what its program tells."""
+    rank = len(value.shape)
+    pairs = zip(dim_entries(value.spec, rank), dim_entries(spec, rank), strict=True)
+    return with_entries(value.spec, [entry_of([*axes_of(x), *axes_of(y)]) for x, y in pairs])
+
+
+def _subsets(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    counts = range(len(sizes) + 1)
+    return [axes for count in counts for axes in combinations(sizes, count)]
+
+
+def _size(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
