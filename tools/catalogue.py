@@ -29,7 +29,16 @@ class Entry(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The entries of one symptom, with their common setup code: a page of docs/errors/."""
+    """The entries of one symptom, with their common setup code.
+
+    Attributes:
+        page: The page in docs/. One in errors/ is written as a whole, with all code; one elsewhere
+            is written by hand, and ends with what each entry means and prints.
+        title: The symptom.
+        about: What comes before the entries.
+        setup: Code that runs before that of each entry.
+        entries: The names.
+    """
 
     page: str
     title: str
@@ -53,12 +62,497 @@ mesh = ts.make_mesh("data=2,fsdp=4")
 w = np.ones((1024, 64), "float32")
 """
 
-# ------------------------------------------------------------------ where
+# ------------------------------------------------------------------ decide
 
-MESHES = Group(
-    "meshes",
-    "A mesh or an axis is missing",
+RULES = Group(
+    "how-to/fix-rules",
+    "Rules are wrong",
     "",
+    "",
+    [
+        Entry(
+            "ShardingRuleError",
+            "Rules are malformed, do not match a leaf, or do not fit one. The message lists all"
+            " such leaves. `init_sharded`, `match_partition_rules` and `Plan.check` raise it;"
+            " `strict=False` drops what does not fit. It is also a `ValueError`.",
+            """
+            def init():
+                return {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
+
+
+            init_sharded(init, rules=[("up", P("fsdp"))], mesh=mesh)
+            """,
+            """
+            rules = [("up", P("fsdp")), (".*", None)]
+            state, plan = init_sharded(init, rules=rules, mesh=mesh)
+            """,
+        ),
+        Entry(
+            "unmatched",
+            "No rule matches the leaf's path. The plan replicates the leaf.",
+            """
+            plan = ts.plan({"mlp": {"w": w}}, [("^w", P("fsdp"))], mesh)
+            print(*plan.findings, sep="\\n")
+            """,
+            """
+            plan = ts.plan({"mlp": {"w": w}}, [("w", P("fsdp"))], mesh)
+            assert not plan.findings
+            """,
+        ),
+        Entry(
+            "dead-rule",
+            "A rule matches no leaf, or only scalars, which need no rule. Usually its pattern is"
+            " misspelt, and a later rule takes its leaves.",
+            """
+            plan = ts.plan({"mlp": w}, [("mpl", P(None, "fsdp")), (".*", P("fsdp"))], mesh)
+            print(*plan.findings)
+            """,
+            """
+            plan = ts.plan({"mlp": w}, [("mlp", P(None, "fsdp")), (".*", P("fsdp"))], mesh)
+            assert not plan.findings
+            """,
+        ),
+        Entry(
+            "shadowed-rule",
+            "Earlier rules take every leaf that a rule matches. A last rule that matches every"
+            " leaf is a fallback, and not reported.",
+            """
+            tree = {"mlp": {"w": w}, "head": 2 * w}
+            rules = [("w|head", P("fsdp")), ("mlp", P(None, "fsdp"))]
+            print(*ts.plan(tree, rules, mesh).findings)
+            """,
+            """
+            rules = [("mlp", P(None, "fsdp")), ("w|head", P("fsdp"))]
+            assert not ts.plan(tree, rules, mesh).findings
+            """,
+        ),
+        Entry(
+            "path-collision",
+            "Two leaves have the same path, so rules and files cannot distinguish them.",
+            """
+            tree = {"mlp/w": w, "mlp": {"w": w + 1}}
+            print(*ts.plan(tree, [("w", P("fsdp"))], mesh).findings)
+            """,
+            """
+            tree = {"mlp.w": w, "mlp": {"w": w + 1}}
+            assert not ts.plan(tree, [("w", P("fsdp"))], mesh).findings
+            """,
+        ),
+        Entry(
+            "name-without-rule",
+            "The logical name of a dim has no logical rule, so the dim is not sharded. If this is"
+            ' intended, add `("mlp", None)` to the logical rules.',
+            """
+            with ts.logical_axis_rules([("embed", "fsdp")]):
+                plan = ts.plan({"w": w}, [("w", ("embed", "mlp"))], mesh)
+            print(*plan.findings)
+            """,
+            """
+            with ts.logical_axis_rules([("embed", "fsdp"), ("mlp", None)]):
+                plan = ts.plan({"w": w}, [("w", ("embed", "mlp"))], mesh)
+            assert not plan.findings
+            """,
+        ),
+        Entry(
+            "contested-axis",
+            "Two logical names of a leaf request one axis. A list of logical rules gives it to"
+            " the name whose rule comes first, a `PartitionAxis` to the name whose dim comes"
+            " first. In this leaf the two differ, so replacing one by the other changes the plan.",
+            """
+            with ts.logical_axis_rules([("vocab", "fsdp"), ("embed", "fsdp")]):
+                plan = ts.plan({"w": w}, [("w", ("embed", "vocab"))], mesh)
+            print(*plan.findings)
+            """,
+            """
+            with ts.logical_axis_rules([("vocab", "fsdp"), ("embed", None)]):
+                assert not ts.plan({"w": w}, [("w", ("embed", "vocab"))], mesh).findings
+            """,
+        ),
+        Entry(
+            "already-sharded",
+            "A tactic shards or replicates a dim that an earlier tactic of the same rule has"
+            " sharded.",
+            """
+            rules = [("w", ts.shard_dim("data", 0) | ts.shard_dim("fsdp", 0))]
+            print(*ts.plan({"w": w}, rules, mesh).findings)
+            """,
+            """
+            rules = [("w", ts.shard_dim(("data", "fsdp"), 0))]
+            assert not ts.plan({"w": w}, rules, mesh).findings
+            """,
+        ),
+    ],
+)
+
+WHOLE = Group(
+    "how-to/replicated",
+    "A leaf is replicated, or not sharded as requested",
+    "",
+    "",
+    [
+        Entry(
+            "indivisible",
+            "The dim is not divisible by the product of its axes. The longest divisible prefix of"
+            " the axes is kept. (In a jitted function, JAX replicates such an array silently.)",
+            """
+            odd = np.ones((1022, 64), "float32")
+            print(*ts.plan({"w": odd}, [("w", P(("data", "fsdp")))], mesh).findings)
+            """,
+            """
+            rules = [("w", P("data", "fsdp"))]
+            assert not ts.plan({"w": odd}, rules, mesh).findings
+
+            # or with padding, from 1022 to 1024
+            plan = ts.plan({"w": odd}, [("w", P(("data", "fsdp")))], mesh).padded()
+            assert not plan.findings
+            """,
+        ),
+        Entry(
+            "rank",
+            "A spec has more entries than the leaf has dims. The extra entry is dropped; entries"
+            " never move to another dim.",
+            """
+            stack = {"w": w, "scale": np.ones(32768, "float32")}
+            print(*ts.plan(stack, [(".*", P("data", "fsdp"))], mesh).findings)
+            """,
+            """
+            rules = [("scale", P(("data", "fsdp"))), (".*", P("data", "fsdp"))]
+            assert not ts.plan(stack, rules, mesh).findings
+            """,
+        ),
+        Entry(
+            "axis-already-used",
+            "A spec names an axis twice. It shards the first dim that names it.",
+            """
+            print(*ts.plan({"w": w}, [("w", P("fsdp", "fsdp"))], mesh).findings)
+            """,
+            """
+            assert not ts.plan({"w": w}, [("w", P("fsdp", "data"))], mesh).findings
+            """,
+        ),
+        Entry(
+            "reduced-type",
+            "A spec has `unreduced` or `reduced` axes. They are part of the type of a value"
+            " inside jit, on a mesh whose axes are all Explicit. `shard`, a plan and the specs of"
+            " a batch refuse them. Inside jit, on such a mesh, `with_sharding_constraint` takes"
+            " them.",
+            """
+            rules = [("w", P(None, "fsdp", reduced={"data"}))]
+            print(*ts.plan({"w": w}, rules, mesh).findings)
+            """,
+            """
+            types = {"data": "explicit", "tensor": "explicit"}
+            explicit = ts.make_mesh("data=2,tensor=4", axis_types=types)
+            plan = ts.plan({"w": w}, [("w", P(None, "tensor"))], explicit)
+            assert not plan.findings
+
+
+            def loss(w, x):
+                w = ts.with_sharding_constraint(w, P(None, "tensor", reduced={"data"}))
+                return jnp.mean(x @ w)
+
+
+            def step(state, x):
+                return {"w": jax.grad(loss)(state["w"], x)}, None
+
+
+            jit_step(step, plan, batch=P("data"))(ts.shard({"w": w}, plan), w.T)
+            """,
+        ),
+        Entry(
+            "too-small",
+            "The leaf has fewer elements than `min_size`, so it is replicated: gathering many"
+            " small arrays costs more time than their memory is worth. The threshold is the"
+            " `min_size` of the tactic, else of the call, else `MIN_SHARDING_SIZE` from the"
+            " environment, else 16384.",
+            """
+            bias = np.ones(512, "float32")
+            plan = ts.plan({"bias": bias}, [("bias", ts.fsdp("fsdp"))], mesh)
+            for note in plan.leaves[0].adjustments:
+                print(f"{note.kind}: {note.why}")
+            """,
+            """
+            plan = ts.plan({"bias": bias}, [("bias", ts.fsdp("fsdp"))], mesh, min_size=0)
+            assert not plan.leaves[0].adjustments
+            """,
+        ),
+        Entry(
+            "explicit-spec-too-small",
+            "A rule has a spec for a leaf, and the leaf has fewer elements than `min_size`, so it"
+            " is replicated. `Plan.check`, `init_sharded` and `match_partition_rules` warn of all"
+            " such leaves. Tactics are silent: `too-small`.",
+            """
+            bias = np.ones(512, "float32")
+            print(*ts.plan({"bias": bias}, [("bias", P("fsdp"))], mesh).findings)
+            """,
+            """
+            assert not ts.plan({"bias": bias}, [("bias", P("fsdp"))], mesh, min_size=0).findings
+            assert not ts.plan({"bias": bias}, [("bias", None)], mesh).findings
+            """,
+        ),
+        Entry(
+            "no-dim",
+            "`fsdp` finds no dim that is free, not in `skip`, and divisible by the product of its"
+            " axes.",
+            """
+            odd = np.ones((1022, 127), "float32")
+            plan = ts.plan({"w": odd}, [("w", ts.fsdp("fsdp"))], mesh)
+            for note in plan.leaves[0].adjustments:
+                print(f"{note.kind}: {note.why}")
+            """,
+            """
+            plan = ts.plan({"w": odd}, [("w", ts.fsdp("data"))], mesh)
+            assert not plan.leaves[0].adjustments
+            """,
+        ),
+        Entry(
+            "left-whole",
+            "A leaf of at least `min_size` elements is not split over idle axes: axes over which"
+            " neither the leaf nor the batch is split. Splitting it over them would save at least"
+            " 1% of the memory that a device needs. A rule that names leaves and replicates them,"
+            " with `None`, `P()` or `replicate()`, is taken as intended; one that matches all"
+            " paths is not.",
+            """
+            print(*ts.plan({"w": w}, [(".*", None)], mesh).findings)
+            print(*ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], "fsdp=2,tensor=4").findings)
+            """,
+            """
+            assert not ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], mesh).findings
+            assert not ts.plan({"w": w}, [("w", None)], mesh).findings
+            rules = [("w", ts.fsdp(("fsdp", "tensor")))]
+            assert not ts.plan({"w": w}, rules, "fsdp=2,tensor=4").findings
+            """,
+        ),
+        Entry(
+            "unlike-siblings",
+            "A few layers are sharded differently from the others, which have the same names and"
+            " shapes. Either a pattern leaves them out, or it ends in the middle of a number:"
+            " `layers/1` matches `layers/10` too. A rule that names single layers by their full"
+            " numbers is taken as intended.",
+            """
+            layers = [{"w": np.ones((128, 128))} for _ in range(12)]
+            rules = [("layers/1", P(None, "fsdp")), (".*", P("fsdp"))]
+            print(*ts.plan({"layers": layers}, rules, mesh).findings)
+            """,
+            """
+            rules = [("layers/1/", P(None, "fsdp")), (".*", P("fsdp"))]
+            assert not ts.plan({"layers": layers}, rules, mesh).findings
+            """,
+        ),
+        Entry(
+            "state-unlike-weight",
+            "A separate rule shards optimizer state differently from its parameter. Each step"
+            " then moves the gradient, or the update. Sharding it further in the same dims, as"
+            " ZeRO-1 does, is not reported.",
+            """
+            state = {"params": {"w": w}, "opt": {"mu": {"w": w + 1}}}
+            rules = [("mu", P(None, "fsdp")), (".*", P("fsdp"))]
+            print(*ts.plan(state, rules, mesh).findings)
+            """,
+            """
+            assert not ts.plan(state, [(".*", P("fsdp"))], mesh).findings
+            zero_1 = [("mu", P(("data", "fsdp"))), (".*", P("fsdp"))]
+            assert not ts.plan(state, zero_1, mesh).findings
+            """,
+            about="by its rule",
+        ),
+        Entry(
+            "cuts-head",
+            "An axis along which weights are not gathered splits attention heads into parts, so"
+            " each product of queries and keys is summed over devices. Heads are recognised by"
+            " shapes: projections `(embed, heads, size)` and `(heads, size, embed)` of one module;"
+            " or, if heads are fused in one dim, a norm of queries or keys beside them that has"
+            " the size of a head.",
+            """
+            attention = {"q": np.ones((128, 8, 64)), "out": np.ones((8, 64, 128))}
+            rules = [("q", P(None, None, "tensor")), ("out", P("tensor"))]
+            print(*ts.plan({"attn": attention}, rules, "data=2,tensor=4").findings)
+            """,
+            """
+            rules = [("q", P(None, "tensor")), ("out", P("tensor"))]
+            assert not ts.plan({"attn": attention}, rules, "data=2,tensor=4").findings
+            """,
+        ),
+        Entry(
+            "scan-dim",
+            "Leaves that look like layers stacked on dim 0 for a `lax.scan` are sharded on that"
+            " dim. The scan then gathers every layer on every device. Stacked layers are"
+            " recognised by their shapes.",
+            """
+            layers = {"norm": w[:8], "up": np.ones((8, 64, 256), "float32")}
+            rules = [("norm", None), ("up", P("fsdp"))]
+            print(*ts.plan({"layers": layers}, rules, mesh).findings)
+            """,
+            """
+            rules = [("norm", None), ("up", P(None, "fsdp"))]
+            assert not ts.plan({"layers": layers}, rules, mesh).findings
+            """,
+        ),
+        Entry(
+            "axis-order",
+            "A dim is sharded over several axes in another order than in the mesh, or than in"
+            " other leaves. Its shards are then on other devices, and combining it with other"
+            " arrays moves almost all of it, as collective-permutes.",
+            """
+            state = {"params": {"w": w}, "opt": {"mu": {"w": w.copy()}}}
+            rules = [("opt", P(("fsdp", "data"))), (".*", P(("data", "fsdp")))]
+            print(*ts.plan(state, rules, mesh).findings)
+            """,
+            """
+            rules = [(".*", P(("data", "fsdp")))]
+            assert not ts.plan(state, rules, mesh).findings
+            """,
+        ),
+        Entry(
+            "zero1-no-op",
+            "An axis should shard the optimizer state further than the parameters (ZeRO-1), but"
+            " at least 5% of the bytes of that state stay as they are: leaves are too small, or no"
+            " dim is divisible.",
+            """
+            odd = np.ones((1021, 127), "float32")
+            state = {"params": {"w": w, "odd": odd}, "opt": {"mu": {"w": w + 1, "odd": odd + 1}}}
+            rules = [("opt", ts.fsdp("data")), (".*", P())]
+            found = ts.plan(state, rules, "data=8").findings
+            print(next(finding for finding in found if finding.code == "zero1-no-op"))
+            """,
+            """
+            state = {"params": {"w": w}, "opt": {"mu": {"w": w + 1}}}
+            found = ts.plan(state, rules, "data=8").findings
+            assert "zero1-no-op" not in [finding.code for finding in found]
+            """,
+            shows="zero1-no-op",
+        ),
+        Entry(
+            "matrix-optimizer",
+            "Muon, Shampoo or SOAP multiplies a weight's matrices by themselves, and the plan"
+            " shards the dims that it contracts, so each step moves them several times. The state"
+            " of these optimizers is recognised by its names.",
+            """
+            stack = np.ones((8, 128, 128), "float32")
+            state = {"params": {"w": stack}, "opt": {"muon": {"mu": {"w": stack + 1}}}}
+            print(*ts.plan(state, [(".*", P(None, "fsdp"))], mesh).findings)
+            """,
+            """
+            assert not ts.plan(state, [(".*", P("fsdp"))], mesh).findings
+            """,
+        ),
+        Entry(
+            "not-elementwise",
+            "A leaf of optimizer state has padding, and its optimizer computes the update of an"
+            " element from other elements: Adafactor, Muon, Shampoo or SOAP, recognised by the"
+            " names of their state. The padding then changes updates. See [uneven"
+            " leaves](../how-to/uneven-leaves.md).",
+            """
+            odd = np.ones((1021, 128), "float32")
+            state = {"params": {"w": odd}, "opt": {"muon": {"mu": {"w": odd + 1}}}}
+            plan = ts.plan(state, [(".*", ts.shard_dim("fsdp", 0))], mesh).padded()
+            print(*[finding for finding in plan.findings if finding.code == "not-elementwise"])
+            """,
+            """
+            state = {"params": {"w": odd}, "opt": {"adam": {"mu": {"w": odd + 1}}}}
+            plan = ts.plan(state, [(".*", ts.shard_dim("fsdp", 0))], mesh).padded()
+            assert not plan.findings
+            """,
+        ),
+        Entry(
+            "same-array",
+            "One array is in the tree at two paths, such as the weight of an embedding and of the"
+            " last layer. Trees of JAX have value semantics: each path becomes an array of its"
+            " own. To keep one array, make it one leaf, with `equinox.nn.Shared`. See [tied"
+            " weights](../how-to/uneven-leaves.md#tied-weights).",
+            """
+            params = {"embed": w, "head": w}
+            print(*ts.plan(params, [(".*", P("fsdp"))], mesh).findings)
+            """,
+            """
+            import equinox as eqx
+
+            shared = eqx.nn.Shared(params, lambda tree: tree["head"], lambda tree: tree["embed"])
+            assert not ts.plan(shared, [(".*", P("fsdp"))], mesh).findings
+            """,
+        ),
+        Entry(
+            "no-base",
+            "A leaf should `follow` a base leaf, and no leaf has that path beside it or beside"
+            " one of its ancestors. It is replicated.",
+            """
+            tree = {"q": {"weight": w, "a": np.ones((8, 64), "float32")}}
+            rules = [("weight", P("fsdp")), ("a$", ts.follow("kernel"))]
+            print(*ts.plan(tree, rules, mesh).findings)
+            """,
+            """
+            rules = [("weight", P("fsdp")), ("a$", ts.follow("weight"))]
+            assert not ts.plan(tree, rules, mesh).findings
+            """,
+        ),
+        Entry(
+            "cuts-block",
+            "A leaf that follows a base has one entry for each block of the base. The base has"
+            " more shards than blocks, so a shard would hold part of a block. That dim of the leaf"
+            " is replicated.",
+            """
+            tree = {"q": {"weight": w, "scale": np.ones((2, 64), "float32")}}
+            rules = [("weight", P("fsdp")), ("scale", ts.follow("weight", blocks=True))]
+            print(*ts.plan(tree, rules, mesh).findings)
+            """,
+            """
+            tree = {"q": {"weight": w, "scale": np.ones((4, 64), "float32")}}
+            assert not ts.plan(tree, rules, mesh).findings
+            """,
+        ),
+        Entry(
+            "axis-is-manual",
+            "Inside `shard_map`, code already runs once per device along an axis, so"
+            " `with_sharding_constraint` drops that axis. The same layer therefore works inside"
+            " and outside `shard_map`. This is not an error and is not reported.",
+            """
+            def layer(x):
+                y = ts.with_sharding_constraint(x, P("data"), mesh)
+                print(x.shape, "left as it is" if y is x else "constrained")
+                return y
+
+
+            y = jax.jit(layer)(w)
+            y = jax.shard_map(layer, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(w)
+            """,
+            "",
+            shows="left as it is",
+        ),
+        Entry(
+            "ShardingWarning",
+            "The class of all warnings: something is not sharded as requested."
+            " `warnings.simplefilter('error', treeshard.ShardingWarning)` turns it into an error."
+            " In this example a dim is not divisible by the axes of a constraint; `uneven='error'`"
+            " raises, and `'drop'` is silent.",
+            """
+            x = ts.with_sharding_constraint(jnp.ones((16, 6)), P("data", "fsdp"), mesh)
+            """,
+            """
+            x = ts.with_sharding_constraint(jnp.ones((16, 8)), P("data", "fsdp"), mesh)
+            """,
+            about="a constraint",
+        ),
+        Entry(
+            "ShardingWarning",
+            "`infer_sharding` replicates leaves that no pattern matches in full, as big_vision"
+            " does, and lists them.",
+            """
+            shardings = ts.infer_sharding({"mlp": {"w": w}}, [("w", "fsdp('fsdp', 0)")], mesh)
+            """,
+            """
+            shardings = ts.infer_sharding({"mlp": {"w": w}}, [(".*w", "fsdp('fsdp', 0)")], mesh)
+            """,
+            about="a strategy",
+        ),
+    ],
+)
+
+# ------------------------------------------------------------------ move
+
+PLACING = Group(
+    "errors/placing",
+    "A mesh is missing, or a tree cannot be placed or read",
+    "A message lists all leaves with a problem, and nothing was moved.",
     "",
     [
         Entry(
@@ -163,481 +657,170 @@ MESHES = Group(
             assert not plan.findings
             """,
         ),
-    ],
-)
-
-# ------------------------------------------------------------------ decide
-
-RULES = Group(
-    "rules",
-    "Rules are wrong",
-    "`plan.findings` lists all of these at once, from shapes alone. [A broken list,"
-    " fixed](../how-to/fix-rules.md) goes through an example.",
-    "",
-    [
         Entry(
-            "ShardingRuleError",
-            "Rules are malformed, do not match a leaf, or do not fit one. The message lists all"
-            " such leaves. `init_sharded`, `match_partition_rules` and `Plan.check` raise it;"
-            " `strict=False` drops what does not fit. It is also a `ValueError`.",
+            "ArgumentError",
+            "An argument is of another kind than the function takes: a class or a function"
+            " instead of a tree of arrays, or two arguments in the wrong order. It is also a"
+            " `TypeError`.",
             """
-            def init():
-                return {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
+            class Model:
+                def init(self):
+                    return {"w": w}
 
 
-            init_sharded(init, rules=[("up", P("fsdp"))], mesh=mesh)
+            ts.plan(Model, [("w", P("fsdp"))], mesh)
             """,
             """
-            rules = [("up", P("fsdp")), (".*", None)]
-            state, plan = init_sharded(init, rules=rules, mesh=mesh)
+            ts.plan(Model().init(), [("w", P("fsdp"))], mesh)
             """,
         ),
         Entry(
-            "unmatched",
-            "No rule matches the leaf's path. The plan replicates the leaf.",
+            "SpecError",
+            "Specs do not fit the tree or its arrays: another structure, too many entries, a dim"
+            " that is not divisible, or a value that is not a spec. It is also a `ValueError`.",
             """
-            plan = ts.plan({"mlp": {"w": w}}, [("^w", P("fsdp"))], mesh)
-            print(*plan.findings, sep="\\n")
+            tree = {"w": w, "bias": w[0], "rate": 0.1}
+            ts.shard(tree, {"w": P("fsdp"), "b": P(), "rate": None}, mesh)
             """,
             """
-            plan = ts.plan({"mlp": {"w": w}}, [("w", P("fsdp"))], mesh)
-            assert not plan.findings
-            """,
-        ),
-        Entry(
-            "dead-rule",
-            "A rule matches no leaf, or only scalars, which need no rule. Usually its pattern is"
-            " misspelt, and a later rule takes its leaves.",
-            """
-            plan = ts.plan({"mlp": w}, [("mpl", P(None, "fsdp")), (".*", P("fsdp"))], mesh)
-            print(*plan.findings)
-            """,
-            """
-            plan = ts.plan({"mlp": w}, [("mlp", P(None, "fsdp")), (".*", P("fsdp"))], mesh)
-            assert not plan.findings
+            ts.shard(tree, {"w": P("fsdp"), "bias": P(), "rate": None}, mesh)
             """,
         ),
         Entry(
-            "shadowed-rule",
-            "Earlier rules take every leaf that a rule matches. A last rule that matches every"
-            " leaf is a fallback, and not reported.",
+            "LeafError",
+            "A leaf has no values that could be moved: it is traced, a `ShapeDtypeStruct`, or of a"
+            " dtype that JAX does not support. It is also a `TypeError`.",
             """
-            tree = {"mlp": {"w": w}, "head": 2 * w}
-            rules = [("w|head", P("fsdp")), ("mlp", P(None, "fsdp"))]
-            print(*ts.plan(tree, rules, mesh).findings)
+            @jax.jit
+            def double(x):
+                return ts.shard(2 * x, P("fsdp"), mesh)
+
+
+            double(w)
             """,
             """
-            rules = [("mlp", P(None, "fsdp")), ("w|head", P("fsdp"))]
-            assert not ts.plan(tree, rules, mesh).findings
-            """,
-        ),
-        Entry(
-            "path-collision",
-            "Two leaves have the same path, so rules and files cannot distinguish them.",
-            """
-            tree = {"mlp/w": w, "mlp": {"w": w + 1}}
-            print(*ts.plan(tree, [("w", P("fsdp"))], mesh).findings)
-            """,
-            """
-            tree = {"mlp.w": w, "mlp": {"w": w + 1}}
-            assert not ts.plan(tree, [("w", P("fsdp"))], mesh).findings
+            @jax.jit
+            def double(x):
+                return ts.with_sharding_constraint(2 * x, P("fsdp"), mesh)
+
+
+            double(w)
             """,
         ),
         Entry(
-            "name-without-rule",
-            "The logical name of a dim has no logical rule, so the dim is not sharded. If this is"
-            ' intended, add `("mlp", None)` to the logical rules.',
+            "DoesNotFitError",
+            "A program needs more memory than a device has. It is also a `MemoryError`. Split the"
+            " batch further, shard more of the state, or repeat the forward pass for the gradients"
+            " with `jax.checkpoint`.",
             """
-            with ts.logical_axis_rules([("embed", "fsdp")]):
-                plan = ts.plan({"w": w}, [("w", ("embed", "mlp"))], mesh)
-            print(*plan.findings)
+from treeshard.programs import Memory
+
+state = {"parameters": 2**33, "other state": 2**34, "batch": 0}
+memory = Memory(state, 3 * 2**33, 0, 2**30, 0, 16 * 2**30, "TPU v5 lite", ())
+memory.assert_fits()
+""",
+            """
+state = {"parameters": 2**31, "other state": 2**32, "batch": 0}
+memory = Memory(state, 3 * 2**31, 0, 2**30, 0, 16 * 2**30, "TPU v5 lite", ())
+memory.assert_fits()
+""",
+        ),
+        Entry(
+            "DeletedLeafError",
+            "An array was deleted, or donated to a step. Use the state that the step returned, or"
+            " make the step with `donate=False`. It is also a `RuntimeError`.",
+            """
+            plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
+            step = jit_step(lambda state, x: ({"w": state["w"] + x}, 0), plan)
+            state = ts.shard({"w": w}, plan)
+            new, loss = step(state, w[0])
+            step(state, w[0])
             """,
             """
-            with ts.logical_axis_rules([("embed", "fsdp"), ("mlp", None)]):
-                plan = ts.plan({"w": w}, [("w", ("embed", "mlp"))], mesh)
-            assert not plan.findings
+            state = ts.shard({"w": w}, plan)
+            for x in w[:2]:
+                state, loss = step(state, x)
             """,
         ),
         Entry(
-            "contested-axis",
-            "Two logical names of a leaf want one axis. A list of logical rules gives it to the"
-            " name whose rule comes first, a `PartitionAxis` to the name whose dim comes first,"
-            " and here these differ: whoever replaces one by the other gets another plan.",
+            "TreeShardError",
+            "The base of all errors that treeshard raises on purpose. An argument of a wrong type"
+            " is Python's own `TypeError`, and a package that is not installed an `ImportError`,"
+            " which names the extra.",
             """
-            with ts.logical_axis_rules([("vocab", "fsdp"), ("embed", "fsdp")]):
-                plan = ts.plan({"w": w}, [("w", ("embed", "vocab"))], mesh)
-            print(*plan.findings)
+            try:
+                ts.make_mesh("data=3")
+            except ts.TreeShardError as error:
+                print(f"{type(error).__name__}: {error}")
             """,
             """
-            with ts.logical_axis_rules([("vocab", "fsdp"), ("embed", None)]):
-                assert not ts.plan({"w": w}, [("w", ("embed", "vocab"))], mesh).findings
+            ts.make_mesh("data=8")
             """,
-        ),
-        Entry(
-            "already-sharded",
-            "A tactic shards or replicates a dim that an earlier tactic of the same rule has"
-            " sharded.",
-            """
-            rules = [("w", ts.shard_dim("data", 0) | ts.shard_dim("fsdp", 0))]
-            print(*ts.plan({"w": w}, rules, mesh).findings)
-            """,
-            """
-            rules = [("w", ts.shard_dim(("data", "fsdp"), 0))]
-            assert not ts.plan({"w": w}, rules, mesh).findings
-            """,
+            shows="MeshError",
         ),
     ],
 )
 
-WHOLE = Group(
-    "replicated-leaves",
-    "A leaf is replicated, or not sharded as requested",
-    "A plan records these for each leaf, in its text and in `leaf.adjustments`. Those that are"
-    " certainly or probably wrong are also in `plan.findings`. See [why is this leaf"
-    " replicated](../how-to/replicated.md).",
+# ------------------------------------------------------------------ steps
+
+STEPS = Group(
+    "errors/step-state",
+    "A step refuses its state, or warns",
     "",
+    """
+    def count(state, batch):
+        return {"w": state["w"], "step": state["step"] + 1}, batch.sum()
+    """,
     [
         Entry(
-            "indivisible",
-            "The dim is not divisible by the product of its axes. The longest divisible prefix of"
-            " the axes is kept. (In a jitted function, JAX replicates such an array silently.)",
+            "StateError",
+            "A step changes its state in a way that one compiled program cannot: its structure, a"
+            " shape, a dtype, or a non-array leaf. It is also a `TypeError`.",
             """
-            odd = np.ones((1022, 64), "float32")
-            print(*ts.plan({"w": odd}, [("w", P(("data", "fsdp")))], mesh).findings)
+            state = {"w": w, "step": 0}
+            plan = ts.plan(state, [("w", P("fsdp"))], mesh)
+            jit_step(count, plan, batch=P(("data", "fsdp")))(state, w)
             """,
             """
-            rules = [("w", P("data", "fsdp"))]
-            assert not ts.plan({"w": odd}, rules, mesh).findings
-
-            # or with padding, from 1022 to 1024
-            plan = ts.plan({"w": odd}, [("w", P(("data", "fsdp")))], mesh).padded()
-            assert not plan.findings
+            state = {"w": w, "step": jnp.int32(0)}
+            plan = ts.plan(state, [("w", P("fsdp"))], mesh)
+            jit_step(count, plan, batch=P(("data", "fsdp")))(state, w)
             """,
         ),
         Entry(
-            "rank",
-            "A spec has more entries than the leaf has dims. The extra entry is dropped; entries"
-            " never move to another dim.",
+            "ShardingTypeError",
+            "JAX cannot tell how the result of a line is split over Explicit axes, which"
+            " `jax.make_mesh` makes. The message has the line, the leaves in it, and other ways to"
+            " write it. Each was traced with its gradient, and compiled for what it moves; paste"
+            " one of them. It is also a `TypeError`.",
             """
-            stack = {"w": w, "scale": np.ones(32768, "float32")}
-            print(*ts.plan(stack, [(".*", P("data", "fsdp"))], mesh).findings)
+            explicit = jax.make_mesh((2, 4), ("data", "fsdp"))
+            plan = ts.plan({"w": w}, [("w", P(None, "fsdp"))], explicit)
+            loss = lambda state, x: (x @ state["w"]).mean()
+            rows = P(("data", "fsdp"))
+            step = jit_step(lambda state, x: (state, loss(state, x)), plan, batch=rows)
+            step({"w": w}, np.ones((16, 1024), "float32"))
             """,
             """
-            rules = [("scale", P(("data", "fsdp"))), (".*", P("data", "fsdp"))]
-            assert not ts.plan(stack, rules, mesh).findings
-            """,
-        ),
-        Entry(
-            "axis-already-used",
-            "A spec names an axis twice. It shards the first dim that names it.",
-            """
-            print(*ts.plan({"w": w}, [("w", P("fsdp", "fsdp"))], mesh).findings)
-            """,
-            """
-            assert not ts.plan({"w": w}, [("w", P("fsdp", "data"))], mesh).findings
+            loss = lambda state, x: (x @ ts.unshard(state["w"])).mean()
+            rows = P(("data", "fsdp"))
+            step = jit_step(lambda state, x: (state, loss(state, x)), plan, batch=rows)
+            step({"w": w}, np.ones((16, 1024), "float32"))
             """,
         ),
         Entry(
-            "reduced-type",
-            "A spec has `unreduced` or `reduced` axes. They are part of a type that values have"
-            " inside jit, on a mesh of Explicit axes alone, and no array is placed by them:"
-            " `shard`, a plan and the specs of a batch refuse them for all leaves at once. Inside"
-            " jit, on such a mesh, `with_sharding_constraint` takes them.",
+            "SpecError",
+            "The state is not the one that the plan was made for, or a batch is not divisible.",
             """
-            rules = [("w", P(None, "fsdp", reduced={"data"}))]
-            print(*ts.plan({"w": w}, rules, mesh).findings)
+            state = {"w": w, "step": np.int32(0)}
+            plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
+            jit_step(count, plan, batch=P(("data", "fsdp")))(state, w)
             """,
             """
-            types = {"data": "explicit", "tensor": "explicit"}
-            explicit = ts.make_mesh("data=2,tensor=4", axis_types=types)
-            plan = ts.plan({"w": w}, [("w", P(None, "tensor"))], explicit)
-            assert not plan.findings
-
-
-            def loss(w, x):
-                w = ts.with_sharding_constraint(w, P(None, "tensor", reduced={"data"}))
-                return jnp.mean(x @ w)
-
-
-            def step(state, x):
-                return {"w": jax.grad(loss)(state["w"], x)}, None
-
-
-            jit_step(step, plan, batch=P("data"))(ts.shard({"w": w}, plan), w.T)
+            plan = ts.plan(state, [("w", P("fsdp"))], mesh)
+            jit_step(count, plan, batch=P(("data", "fsdp")))(state, w)
             """,
-        ),
-        Entry(
-            "too-small",
-            "The leaf has fewer elements than `min_size`, so it is replicated: gathering many"
-            " small arrays costs more time than their memory is worth. The threshold is the"
-            " `min_size` of the tactic, else of the call, else `MIN_SHARDING_SIZE` from the"
-            " environment, else 16384.",
-            """
-            bias = np.ones(512, "float32")
-            plan = ts.plan({"bias": bias}, [("bias", ts.fsdp("fsdp"))], mesh)
-            for note in plan.leaves[0].adjustments:
-                print(f"{note.kind}: {note.why}")
-            """,
-            """
-            plan = ts.plan({"bias": bias}, [("bias", ts.fsdp("fsdp"))], mesh, min_size=0)
-            assert not plan.leaves[0].adjustments
-            """,
-        ),
-        Entry(
-            "explicit-spec-too-small",
-            "A rule has a spec for a leaf, and the leaf has fewer elements than `min_size`, so it"
-            " is replicated. `Plan.check`, `init_sharded` and `match_partition_rules` warn of all"
-            " such leaves. Tactics are silent: `too-small`.",
-            """
-            bias = np.ones(512, "float32")
-            print(*ts.plan({"bias": bias}, [("bias", P("fsdp"))], mesh).findings)
-            """,
-            """
-            assert not ts.plan({"bias": bias}, [("bias", P("fsdp"))], mesh, min_size=0).findings
-            assert not ts.plan({"bias": bias}, [("bias", None)], mesh).findings
-            """,
-        ),
-        Entry(
-            "no-dim",
-            "`fsdp` finds no dim that is free, not in `skip`, and divisible by the product of its"
-            " axes.",
-            """
-            odd = np.ones((1022, 127), "float32")
-            plan = ts.plan({"w": odd}, [("w", ts.fsdp("fsdp"))], mesh)
-            for note in plan.leaves[0].adjustments:
-                print(f"{note.kind}: {note.why}")
-            """,
-            """
-            plan = ts.plan({"w": odd}, [("w", ts.fsdp("data"))], mesh)
-            assert not plan.leaves[0].adjustments
-            """,
-        ),
-        Entry(
-            "left-whole",
-            "A leaf of at least `min_size` elements is not split over axes that are idle for it:"
-            " neither it nor the batch is split over them, by their names. Splitting it evenly"
-            " over them would save at least 1% of the memory that a device needs. The finding says"
-            " which axes, what they cost, and why. A rule that names leaves and replicates them,"
-            " with `None`, `P()` or `replicate()`, means it, and is not reported; one that matches"
-            " all paths is.",
-            """
-            print(*ts.plan({"w": w}, [(".*", None)], mesh).findings)
-            print(*ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], "fsdp=2,tensor=4").findings)
-            """,
-            """
-            assert not ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], mesh).findings
-            assert not ts.plan({"w": w}, [("w", None)], mesh).findings
-            rules = [("w", ts.fsdp(("fsdp", "tensor")))]
-            assert not ts.plan({"w": w}, rules, "fsdp=2,tensor=4").findings
-            """,
-        ),
-        Entry(
-            "unlike-siblings",
-            "A few layers are sharded unlike the others, which have the same names and shapes: a"
-            " pattern leaves them out, or it stops amid a number, and `layers/1` matches"
-            " `layers/10` too. A rule that matches some layers alone, by their full numbers, means"
-            " it.",
-            """
-            layers = [{"w": np.ones((128, 128))} for _ in range(12)]
-            rules = [("layers/1", P(None, "fsdp")), (".*", P("fsdp"))]
-            print(*ts.plan({"layers": layers}, rules, mesh).findings)
-            """,
-            """
-            rules = [("layers/1/", P(None, "fsdp")), (".*", P("fsdp"))]
-            assert not ts.plan({"layers": layers}, rules, mesh).findings
-            """,
-        ),
-        Entry(
-            "state-unlike-weight",
-            "A rule of its own shards optimizer state unlike its parameter, and not further in"
-            " the same dims, as ZeRO-1 does. Each step then moves the gradient, or the update.",
-            """
-            state = {"params": {"w": w}, "opt": {"mu": {"w": w + 1}}}
-            rules = [("mu", P(None, "fsdp")), (".*", P("fsdp"))]
-            print(*ts.plan(state, rules, mesh).findings)
-            """,
-            """
-            assert not ts.plan(state, [(".*", P("fsdp"))], mesh).findings
-            zero_1 = [("mu", P(("data", "fsdp"))), (".*", P("fsdp"))]
-            assert not ts.plan(state, zero_1, mesh).findings
-            """,
-            about="by its rule",
-        ),
-        Entry(
-            "cuts-head",
-            "An axis along which weights are not gathered splits attention heads into parts, so"
-            " that each product of queries and keys is summed over devices. Heads are recognised"
-            " by shapes: projections `(embed, heads, size)` and `(heads, size, embed)` of one"
-            " module; or, where heads are fused in one dim, a norm of queries or keys beside them,"
-            " which has the size of a head.",
-            """
-            attention = {"q": np.ones((128, 8, 64)), "out": np.ones((8, 64, 128))}
-            rules = [("q", P(None, None, "tensor")), ("out", P("tensor"))]
-            print(*ts.plan({"attn": attention}, rules, "data=2,tensor=4").findings)
-            """,
-            """
-            rules = [("q", P(None, "tensor")), ("out", P("tensor"))]
-            assert not ts.plan({"attn": attention}, rules, "data=2,tensor=4").findings
-            """,
-        ),
-        Entry(
-            "scan-dim",
-            "Leaves seem to be layers stacked on dim 0 for a `lax.scan`, and are sharded on that"
-            " dim. The scan then gathers every layer on every device. Stacked layers are recognised"
-            " by their shapes.",
-            """
-            layers = {"norm": w[:8], "up": np.ones((8, 64, 256), "float32")}
-            rules = [("norm", None), ("up", P("fsdp"))]
-            print(*ts.plan({"layers": layers}, rules, mesh).findings)
-            """,
-            """
-            rules = [("norm", None), ("up", P(None, "fsdp"))]
-            assert not ts.plan({"layers": layers}, rules, mesh).findings
-            """,
-        ),
-        Entry(
-            "axis-order",
-            "A dim is sharded over several axes in another order than the mesh has them, or than"
-            " other leaves. The shards are then on other devices, and whatever combines such arrays"
-            " sends almost all of them, as collective-permutes.",
-            """
-            state = {"params": {"w": w}, "opt": {"mu": {"w": w.copy()}}}
-            rules = [("opt", P(("fsdp", "data"))), (".*", P(("data", "fsdp")))]
-            print(*ts.plan(state, rules, mesh).findings)
-            """,
-            """
-            rules = [(".*", P(("data", "fsdp")))]
-            assert not ts.plan(state, rules, mesh).findings
-            """,
-        ),
-        Entry(
-            "zero1-no-op",
-            "An axis is to shard the optimizer state further than the parameters (ZeRO-1), and"
-            " shards nothing of at least 5% of its bytes: leaves are small, or no dim divides.",
-            """
-            odd = np.ones((1021, 127), "float32")
-            state = {"params": {"w": w, "odd": odd}, "opt": {"mu": {"w": w + 1, "odd": odd + 1}}}
-            rules = [("opt", ts.fsdp("data")), (".*", P())]
-            found = ts.plan(state, rules, "data=8").findings
-            print(next(finding for finding in found if finding.code == "zero1-no-op"))
-            """,
-            """
-            state = {"params": {"w": w}, "opt": {"mu": {"w": w + 1}}}
-            found = ts.plan(state, rules, "data=8").findings
-            assert "zero1-no-op" not in [finding.code for finding in found]
-            """,
-            shows="zero1-no-op",
-        ),
-        Entry(
-            "matrix-optimizer",
-            "Muon, Shampoo or SOAP multiplies a weight's matrices by themselves, and they are"
-            " sharded in the dims that it contracts: it moves them several times in each step."
-            " Their state is recognised by its names.",
-            """
-            stack = np.ones((8, 128, 128), "float32")
-            state = {"params": {"w": stack}, "opt": {"muon": {"mu": {"w": stack + 1}}}}
-            print(*ts.plan(state, [(".*", P(None, "fsdp"))], mesh).findings)
-            """,
-            """
-            assert not ts.plan(state, [(".*", P("fsdp"))], mesh).findings
-            """,
-        ),
-        Entry(
-            "not-elementwise",
-            "A leaf of optimizer state has padding, and its optimizer computes the update of an"
-            " element from others of the leaf: Adafactor, Muon, Shampoo or SOAP, recognised by the"
-            " names of their state. The padding then changes updates. See"
-            " [how to shard uneven leaves](../how-to/uneven-leaves.md).",
-            """
-            odd = np.ones((1021, 128), "float32")
-            state = {"params": {"w": odd}, "opt": {"muon": {"mu": {"w": odd + 1}}}}
-            plan = ts.plan(state, [(".*", ts.shard_dim("fsdp", 0))], mesh).padded()
-            print(*[finding for finding in plan.findings if finding.code == "not-elementwise"])
-            """,
-            """
-            state = {"params": {"w": odd}, "opt": {"adam": {"mu": {"w": odd + 1}}}}
-            plan = ts.plan(state, [(".*", ts.shard_dim("fsdp", 0))], mesh).padded()
-            assert not plan.findings
-            """,
-        ),
-        Entry(
-            "same-array",
-            "An array is in the tree at two paths, such as the weight of an embedding and of the"
-            " last layer, or a moving average that starts as the parameters. Trees of JAX have"
-            " value semantics: each path becomes an array of its own, planned, placed, saved and"
-            " trained apart. To keep one array, make it one leaf, with `equinox.nn.Shared`. See"
-            " [tied weights](../how-to/tied.md).",
-            """
-            params = {"embed": w, "head": w}
-            print(*ts.plan(params, [(".*", P("fsdp"))], mesh).findings)
-            """,
-            """
-            import equinox as eqx
-
-            shared = eqx.nn.Shared(params, lambda tree: tree["head"], lambda tree: tree["embed"])
-            assert not ts.plan(shared, [(".*", P("fsdp"))], mesh).findings
-            """,
-        ),
-        Entry(
-            "no-base",
-            "A leaf shall `follow` a base leaf, and there is none at that path beside it or beside"
-            " one of its ancestors. It is replicated.",
-            """
-            tree = {"q": {"weight": w, "a": np.ones((8, 64), "float32")}}
-            rules = [("weight", P("fsdp")), ("a$", ts.follow("kernel"))]
-            print(*ts.plan(tree, rules, mesh).findings)
-            """,
-            """
-            rules = [("weight", P("fsdp")), ("a$", ts.follow("weight"))]
-            assert not ts.plan(tree, rules, mesh).findings
-            """,
-        ),
-        Entry(
-            "cuts-block",
-            "A leaf that follows a base has an entry for each block of the base, and the base has"
-            " more shards than blocks, so a shard would hold part of a block. That dim of the leaf"
-            " is replicated.",
-            """
-            tree = {"q": {"weight": w, "scale": np.ones((2, 64), "float32")}}
-            rules = [("weight", P("fsdp")), ("scale", ts.follow("weight", blocks=True))]
-            print(*ts.plan(tree, rules, mesh).findings)
-            """,
-            """
-            tree = {"q": {"weight": w, "scale": np.ones((4, 64), "float32")}}
-            assert not ts.plan(tree, rules, mesh).findings
-            """,
-        ),
-        Entry(
-            "axis-is-manual",
-            "Inside `shard_map`, code already runs once per device along an axis, so"
-            " `with_sharding_constraint` drops that axis. The same layer works inside and outside"
-            " `shard_map`. This is not an error, and not reported.",
-            """
-            def layer(x):
-                y = ts.with_sharding_constraint(x, P("data"), mesh)
-                print(x.shape, "left as it is" if y is x else "constrained")
-                return y
-
-
-            y = jax.jit(layer)(w)
-            y = jax.shard_map(layer, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(w)
-            """,
-            "",
-            shows="left as it is",
-        ),
-        Entry(
-            "ShardingWarning",
-            "The class of all warnings: something is not sharded as requested. Turn it into an"
-            ' error with `warnings.simplefilter("error", treeshard.ShardingWarning)`. Here a dim is'
-            ' not divisible by the axes of a constraint; `uneven="error"` raises, and `"drop"` is'
-            " silent.",
-            """
-            x = ts.with_sharding_constraint(jnp.ones((16, 6)), P("data", "fsdp"), mesh)
-            """,
-            """
-            x = ts.with_sharding_constraint(jnp.ones((16, 8)), P("data", "fsdp"), mesh)
-            """,
-            about="a constraint",
+            about="a state",
         ),
         Entry(
             "ShardingWarning",
@@ -722,189 +905,13 @@ WHOLE = Group(
             """,
             about="a donated state",
         ),
-        Entry(
-            "ShardingWarning",
-            "`infer_sharding` replicates leaves that no pattern matches in full, as big_vision"
-            " does, and lists them.",
-            """
-            shardings = ts.infer_sharding({"mlp": {"w": w}}, [("w", "fsdp('fsdp', 0)")], mesh)
-            """,
-            """
-            shardings = ts.infer_sharding({"mlp": {"w": w}}, [(".*w", "fsdp('fsdp', 0)")], mesh)
-            """,
-            about="a strategy",
-        ),
     ],
 )
-
-# ------------------------------------------------------------------ do
-
-LEAVES = Group(
-    "placing",
-    "A tree cannot be placed or read",
-    "The message lists all leaves with a problem, and nothing was moved.",
-    "",
-    [
-        Entry(
-            "ArgumentError",
-            "An argument is of another kind than the function takes: a class or a function where a"
-            " tree of arrays belongs, or one of two in the wrong order. It is also a `TypeError`.",
-            """
-            class Model:
-                def init(self):
-                    return {"w": w}
-
-
-            ts.plan(Model, [("w", P("fsdp"))], mesh)
-            """,
-            """
-            ts.plan(Model().init(), [("w", P("fsdp"))], mesh)
-            """,
-        ),
-        Entry(
-            "SpecError",
-            "Specs do not fit the tree or its arrays: another structure, too many entries, a dim"
-            " that is not divisible, or a value that is not a spec. It is also a `ValueError`.",
-            """
-            tree = {"w": w, "bias": w[0], "rate": 0.1}
-            ts.shard(tree, {"w": P("fsdp"), "b": P(), "rate": None}, mesh)
-            """,
-            """
-            ts.shard(tree, {"w": P("fsdp"), "bias": P(), "rate": None}, mesh)
-            """,
-        ),
-        Entry(
-            "LeafError",
-            "A leaf has no values that could be moved: it is traced, a `ShapeDtypeStruct`, or of a"
-            " dtype that JAX does not support. It is also a `TypeError`.",
-            """
-            @jax.jit
-            def double(x):
-                return ts.shard(2 * x, P("fsdp"), mesh)
-
-
-            double(w)
-            """,
-            """
-            @jax.jit
-            def double(x):
-                return ts.with_sharding_constraint(2 * x, P("fsdp"), mesh)
-
-
-            double(w)
-            """,
-        ),
-        Entry(
-            "DoesNotFitError",
-            "A program needs more memory than a device has. It is also a `MemoryError`. Split the"
-            " batch further, shard more of the state, or repeat the forward pass for the gradients"
-            " with `jax.checkpoint`.",
-            """
-from treeshard.programs import Memory
-
-state = {"parameters": 2**33, "other state": 2**34, "batch": 0}
-memory = Memory(state, 3 * 2**33, 0, 2**30, 0, 16 * 2**30, "TPU v5 lite", ())
-memory.assert_fits()
-""",
-            """
-state = {"parameters": 2**31, "other state": 2**32, "batch": 0}
-memory = Memory(state, 3 * 2**31, 0, 2**30, 0, 16 * 2**30, "TPU v5 lite", ())
-memory.assert_fits()
-""",
-        ),
-        Entry(
-            "DeletedLeafError",
-            "An array was deleted, or donated to a step. Use the state that the step returned, or"
-            " make the step with `donate=False`. It is also a `RuntimeError`.",
-            """
-            plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
-            step = jit_step(lambda state, x: ({"w": state["w"] + x}, 0), plan)
-            state = ts.shard({"w": w}, plan)
-            new, loss = step(state, w[0])
-            step(state, w[0])
-            """,
-            """
-            state = ts.shard({"w": w}, plan)
-            for x in w[:2]:
-                state, loss = step(state, x)
-            """,
-        ),
-    ],
-)
-
-# ------------------------------------------------------------------ the top
-
-STEPS = Group(
-    "step-state",
-    "A step does not take its state",
-    "",
-    """
-    def count(state, batch):
-        return {"w": state["w"], "step": state["step"] + 1}, batch.sum()
-    """,
-    [
-        Entry(
-            "StateError",
-            "A step changes its state in a way that one compiled program cannot: its structure, a"
-            " shape, a dtype, or a non-array leaf. It is also a `TypeError`.",
-            """
-            state = {"w": w, "step": 0}
-            plan = ts.plan(state, [("w", P("fsdp"))], mesh)
-            jit_step(count, plan, batch=P(("data", "fsdp")))(state, w)
-            """,
-            """
-            state = {"w": w, "step": jnp.int32(0)}
-            plan = ts.plan(state, [("w", P("fsdp"))], mesh)
-            jit_step(count, plan, batch=P(("data", "fsdp")))(state, w)
-            """,
-        ),
-        Entry(
-            "ShardingTypeError",
-            "JAX cannot tell how the result of a line is split over Explicit axes, which"
-            " `jax.make_mesh` makes. The message has the line, the leaves in it, and other ways to"
-            " write it. Each was traced with its gradient, and compiled for what it moves; paste"
-            " one of them. It is also a `TypeError`.",
-            """
-            explicit = jax.make_mesh((2, 4), ("data", "fsdp"))
-            plan = ts.plan({"w": w}, [("w", P(None, "fsdp"))], explicit)
-            loss = lambda state, x: (x @ state["w"]).mean()
-            rows = P(("data", "fsdp"))
-            step = jit_step(lambda state, x: (state, loss(state, x)), plan, batch=rows)
-            step({"w": w}, np.ones((16, 1024), "float32"))
-            """,
-            """
-            loss = lambda state, x: (x @ ts.unshard(state["w"])).mean()
-            rows = P(("data", "fsdp"))
-            step = jit_step(lambda state, x: (state, loss(state, x)), plan, batch=rows)
-            step({"w": w}, np.ones((16, 1024), "float32"))
-            """,
-        ),
-        Entry(
-            "SpecError",
-            "The state is not the one that the plan was made for, or a batch is not divisible.",
-            """
-            state = {"w": w, "step": np.int32(0)}
-            plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
-            jit_step(count, plan, batch=P(("data", "fsdp")))(state, w)
-            """,
-            """
-            plan = ts.plan(state, [("w", P("fsdp"))], mesh)
-            jit_step(count, plan, batch=P(("data", "fsdp")))(state, w)
-            """,
-            about="a state",
-        ),
-    ],
-)
-
-# ------------------------------------------------------------------ look
 
 AGAIN = Group(
-    "compiles-again",
+    "how-to/compiles-again",
     "A step compiles again",
-    "`assert_stable_step` runs a step once, and raises if its state changes in a way that makes a"
-    " jitted function compile again. `diff_shardings` finds the same differences between any two"
-    " trees, or a tree and a plan. See [why did it compile"
-    " again](../how-to/compiles-again.md).",
+    "`assert_stable_step` and `diff_shardings` use these words for what differs:",
     """
     def placed(spec, mesh=mesh):
         return {"w": ts.shard(w, spec, mesh)}
@@ -930,7 +937,8 @@ AGAIN = Group(
         ),
         Entry(
             "sharding",
-            'A leaf is sharded differently. `P("data", None)` and `P("data")` are equal.',
+            "A leaf is sharded differently: it was never placed, or the compiler chose another"
+            ' sharding for the result. `P("data", None)` and `P("data")` are equal.',
             """
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
             print(ts.diff_shardings({"w": jnp.asarray(w)}, plan))
@@ -941,7 +949,8 @@ AGAIN = Group(
         ),
         Entry(
             "mesh",
-            "The meshes differ in their axes, their sizes, or the order of their axes.",
+            "The meshes differ in their axes, their sizes, or the order of their axes."
+            " `ts.reshard` moves a tree from one mesh to the other.",
             """
             turned = ts.make_mesh("fsdp=4,data=2")
             print(ts.diff_shardings(placed(P("data")), placed(P("data"), turned)))
@@ -981,7 +990,8 @@ AGAIN = Group(
         ),
         Entry(
             "memory kind",
-            "One array is in device memory, the other in host memory.",
+            "One array is in device memory, the other in host memory. Place both in one memory:"
+            " `jax.device_put` with `sharding.with_memory_kind`.",
             """
             there = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
             host = {"w": jax.device_put(w, there)}
@@ -994,8 +1004,9 @@ AGAIN = Group(
         ),
         Entry(
             "committed",
-            "One array is committed to its devices. The other is not, and JAX may move it to where"
-            " it is used: so are all new arrays of `jnp`. What a step returns is committed.",
+            "One array is committed to its devices. The other is not, and JAX may move it to"
+            " where it is used: new arrays of `jnp` are like that. What a step returns is"
+            " committed. `ts.shard` commits arrays before the first step.",
             """
             count = {"count": jnp.int32(0)}
             print(ts.diff_shardings(count, ts.shard(count, P(), mesh)))
@@ -1007,7 +1018,8 @@ AGAIN = Group(
         ),
         Entry(
             "shape",
-            "A leaf has grown, or the last batch is smaller than the others.",
+            "A leaf has grown, or the last batch is smaller than the others. Allocate the full"
+            " length at the start, and drop or pad the last batch.",
             """
             seen = {"losses": jnp.zeros(0)}
             print(ts.diff_shardings(seen, {"losses": jnp.append(seen["losses"], 0.5)}))
@@ -1019,7 +1031,8 @@ AGAIN = Group(
         ),
         Entry(
             "dtype",
-            "An update in a wider dtype has widened the leaf.",
+            "An update in a wider dtype has widened the leaf. Convert the result:"
+            " `new.astype(old.dtype)`.",
             """
             old, update = {"w": jnp.zeros(8, "bfloat16")}, jnp.ones(8)
             print(ts.diff_shardings(old, {"w": old["w"] + update}))
@@ -1031,7 +1044,8 @@ AGAIN = Group(
         Entry(
             "weak type",
             "A Python number adopts the dtype of the array that it is combined with, and a"
-            " `jnp.float32` does not. To JAX they have different types.",
+            " `jnp.float32` does not. To JAX they have different types. Start with an array:"
+            " `jnp.float32(0.1)`.",
             """
             old = {"rate": 0.1}
             print(ts.diff_shardings(old, {"rate": jnp.float32(old["rate"]) * 0.9}))
@@ -1044,7 +1058,7 @@ AGAIN = Group(
         Entry(
             "value",
             "A non-array leaf is part of the compiled program, so another value needs another"
-            " program.",
+            " program. Make it an array: `jnp.int32(0)`.",
             """
             print(ts.diff_shardings({"step": 0}, {"step": 1}))
             """,
@@ -1054,8 +1068,8 @@ AGAIN = Group(
         ),
         Entry(
             "leaf",
-            "Only one of the trees has the leaf. A state keeps its structure; return new values of"
-            " a step in `aux`.",
+            "Only one of the trees has the leaf. A state must keep its structure; return new"
+            " values of a step in `aux`.",
             """
             print(ts.diff_shardings({"w": w}, {"w": w, "loss": 0.5}))
             """,
@@ -1068,11 +1082,10 @@ AGAIN = Group(
 )
 
 MOVES = Group(
-    "communication",
+    "how-to/all-gather",
     "A step moves more than was planned",
-    "`step.communication(state, batch)` compares what the compiled step moves with its plan, and"
-    " `compare_communication` does it for any program. The differences are listed below the table,"
-    " and as values in `unplanned`. See [why is there an all-gather](../how-to/all-gather.md).",
+    "The first word of each line below the table of `step.communication` names the cause. The"
+    " attribute `unplanned` has the same as values.",
     """
     line = ts.make_mesh("fsdp=8")
     params = {"w": np.ones((16, 16), "float32")}
@@ -1159,9 +1172,9 @@ MOVES = Group(
         ),
         Entry(
             "all-reduce",
-            "Full gradients are all-reduced, where each device needs only its shard: twice the"
-            " bytes. On CPUs the compiler always does this; the report then says so in one line,"
-            " and `by_compiler` has it. The text of a program does not say what it is for.",
+            "Full gradients are all-reduced although each device needs only its shard: twice the"
+            " bytes. The CPU compiler always does this; the report then says so in one line, and"
+            " `by_compiler` has it. The text of a program does not say for which platform it is.",
             """
             program = jit_step(descend(loss), plan, batch=P("fsdp")).lower(plan.structs, batch)
             text = program.compile().as_text()
@@ -1178,8 +1191,9 @@ MOVES = Group(
         Entry(
             "ShardingWarning",
             "The first call of a step found that its program moves more bytes of activations than"
-            " gathering the weights would take, since nothing says where they are gathered. Here,"
-            " after the lookup in an embedding, the compiler does not know that rows are split.",
+            " gathering the weights would take, because nothing says where weights are gathered."
+            " Often this happens after the lookup in an embedding, where the compiler no longer"
+            " knows that rows are split.",
             """
             model = {
                 "embed": np.ones((64, 16), "float32"),
@@ -1221,9 +1235,10 @@ MOVES = Group(
         ),
         Entry(
             "SpecError",
-            "`unshard` and `training.value_and_grad` find the specs of a tree in the plan, by"
-            " its structure and its shapes, or by those of layers stacked on dim 0. Here the tree"
-            " has none of them. Pass the specs, or the tree as it is in the state.",
+            "`unshard` and `training.value_and_grad` find the specs of a tree in the plan, by its"
+            " structure and its shapes, or by those of layers stacked on dim 0. If the tree was"
+            " changed before, such as cut into halves, pass its specs, or call them on the tree as"
+            " it is in the state.",
             """
             def halves(params, x):
                 return jnp.mean((x @ ts.unshard(params["w"][:, :8])) ** 2)
@@ -1242,8 +1257,8 @@ MOVES = Group(
         ),
         Entry(
             "again",
-            "A gather, or the reduction of a gradient, runs more often than planned. Here the"
-            " compiler gathers a weight for each use. `unshard` says where it is gathered.",
+            "A gather, or the reduction of a gradient, runs more often than planned, such as a"
+            " gather for each use of a weight. `unshard` says where it is gathered.",
             """
             def twice(params, x):
                 return jnp.mean((jnp.tanh(x @ params["w"]) @ params["w"].T) ** 2)
@@ -1261,9 +1276,9 @@ MOVES = Group(
         ),
         Entry(
             "each-use",
-            "A weight that is used several times, such as a table that is embedding and head, has a"
-            " gradient for each use. The compiler reduces each by itself, and adds them after that."
-            " With `manual.value_and_grad`, they are added first.",
+            "A weight that is used several times, such as a table that is embedding and head, has"
+            " a gradient for each use. The compiler reduces each one separately and then adds"
+            " them. `manual.value_and_grad` adds them first.",
             """
             def gathered(params, x):
                 w = ts.unshard(params)["w"]
@@ -1282,9 +1297,9 @@ MOVES = Group(
         ),
         Entry(
             "matrix-optimizer",
-            "The update multiplies matrices, as Muon and Shampoo do, and the plan splits them. Each"
-            " product gathers or reduces. If layers are stacked and the stacked dim is split, each"
-            " device has whole matrices.",
+            "The update multiplies matrices, as Muon and Shampoo do, and the plan splits them."
+            " Each product gathers or reduces. If layers are stacked and the stacked dim is split,"
+            " each device has full matrices.",
             """
             def whitened(loss):
                 def step(state, x):
@@ -1317,8 +1332,8 @@ MOVES = Group(
         ),
         Entry(
             "merged",
-            "No fault: the step calls `unshard` more often than the program gathers, since the"
-            " compiler saw that these gathers are alike. `by_compiler` has it.",
+            "Not a fault: the step calls `unshard` more often than the program gathers, because"
+            " the compiler saw that these gathers are alike. `by_compiler` has it.",
             """
             def minibatches(params, x):
                 def trip(total, x):
@@ -1345,9 +1360,9 @@ MOVES = Group(
         ),
         Entry(
             "reduction-inside-loop",
-            "The gradient of a leaf is reduced in each trip of a loop, over minibatches or layers,"
-            " instead of once after it. `accumulate_gradients(..., axis_names=...)` adds up what"
-            " each device has, and reduces once.",
+            "The gradient of a leaf is reduced in each iteration of a loop, over minibatches or"
+            " layers, instead of once after it. `accumulate_gradients(..., axis_names=...)` adds"
+            " up the gradients of each device, and reduces once.",
             """
             def looped(grad):
                 def step(params, x):
@@ -1376,8 +1391,10 @@ MOVES = Group(
         ),
         Entry(
             "sharded-further",
-            "A leaf is gathered that the step could use as it is, if it had the sharding of what"
-            " it is combined with. Here a moment is sharded on another dim than its parameter.",
+            "The step gathers a leaf that it could use as it is, if the leaf were sharded like"
+            " the arrays that it is combined with. This can be optimizer state that is sharded on"
+            " another dim than its parameter, or a weight along an axis that should keep it split,"
+            " such as `tensor`.",
             """
             def momentum(state, x):
                 value, grads = jax.value_and_grad(loss)(state["model"], x)
@@ -1405,8 +1422,8 @@ MOVES = Group(
         ),
         Entry(
             "state-unlike-weight",
-            "Optimizer state is sharded on other dims than its weight, or not at all, so that each"
-            " update moves it, or the gradient.",
+            "Optimizer state is sharded on other dims than its weight, or not at all, so each"
+            " update moves it, or the gradient. See [Shard an optax state](optimizer-state.md).",
             """
             def adam(state, x):
                 value, grads = jax.value_and_grad(loss)(state["model"], x)
@@ -1426,8 +1443,8 @@ MOVES = Group(
         ),
         Entry(
             "to-host",
-            "A callback, such as `io_callback` or `jax.debug.callback`, takes an array to the host"
-            " in each step, and the devices wait for it. Scalars are not reported.",
+            "A callback, such as `io_callback` or `jax.debug.callback`, copies an array to the"
+            " host in each step, and the devices wait for it. Scalars are not reported.",
             """
             def watched(params, x):
                 jax.debug.callback(print, params["w"])
@@ -1469,7 +1486,7 @@ MOVES = Group(
             "across-axes",
             "Data moves between devices that do not form axes of the mesh: a reshape has split a"
             " sharded dim differently from the mesh. The usual cause is a batch that is split for"
-            " gradient accumulation.",
+            " gradient accumulation: use [`accumulate_gradients`](mixed-precision.md#accumulate-gradients).",
             """
             def accumulate(params, x):
                 parts = x.reshape(4, 8, 16)
@@ -1490,9 +1507,9 @@ MOVES = Group(
         ),
         Entry(
             "wider",
-            "Data moves in a wider dtype than planned: weights are cast after they were gathered."
-            " (What is cast before, a CPU's compiler widens again. That is no finding; the report"
-            " says it in one line.)",
+            "Data moves in a wider dtype than planned: weights are converted after they were"
+            " gathered. If they are converted before, a CPU's compiler widens them again; that is"
+            " not a finding, and the report says it in one line.",
             """
             def cast_late(params, x):
                 w = ts.unshard(params, plan, "fsdp")["w"].astype("bfloat16")
@@ -1518,9 +1535,9 @@ MOVES = Group(
         ),
         Entry(
             "narrower",
-            "No fault: something is moved in a narrower dtype than planned, which saves bytes. The"
-            " step casts its weights before it gathers them, or a TPU's compiler does, since its"
-            " matrix products round to bfloat16. `by_compiler` has it.",
+            "Not a fault: something is moved in a narrower dtype than planned, which saves bytes."
+            " Either the step converts its weights before it gathers them, or a TPU's compiler"
+            " does, because its matrix products round to bfloat16. `by_compiler` has it.",
             """
             step = jit_step(descend(loss), plan, batch=P("fsdp"))
             program = step.lower(plan.structs, batch).compile()
@@ -1534,7 +1551,7 @@ MOVES = Group(
         ),
         Entry(
             "by-all-reduce",
-            "When a leaf is split over hundreds of devices, TPUs gather its small shards by an"
+            "If a leaf is split over hundreds of devices, TPUs gather its small shards by an"
             " all-reduce: each device adds its shard to an array of zeros, and twice the bytes are"
             " sent. `by_compiler` has it. Split the leaf over fewer devices.",
             """
@@ -1585,8 +1602,8 @@ MOVES = Group(
         Entry(
             "not-moved",
             "A planned transfer is not in the program: computed values are moved instead of a"
-            " weight, or the plan is that of another step. Here the compiler leaves the weights"
-            " split, and gathers rows.",
+            " weight, or the plan is that of another step. It is usually the other side of"
+            " `activation`.",
             """
             up_down = {"up": np.ones((16, 64), "float32"), "down": np.ones((64, 16), "float32")}
             rules = [("up", P(None, "fsdp")), ("down", P("fsdp"))]
@@ -1627,7 +1644,6 @@ MOVES = Group(
     ],
 )
 
-# The other words in a comparison.
 OPS = {
     "all-gather": "the shards become the full array, on each device",
     "reduce-scatter": "full arrays are added, and each device keeps its shard",
@@ -1650,9 +1666,9 @@ REASONS = {
 # ------------------------------------------------------------------ tests
 
 TESTS = Group(
-    "tests",
+    "how-to/test-your-sharding",
     "A test of sharding fails",
-    "See [test your sharding](../how-to/test-your-sharding.md).",
+    "",
     """
     from treeshard import testing
     """,
@@ -1690,12 +1706,11 @@ TESTS = Group(
         ),
         Entry(
             "WrongResultError",
-            "Gradients, or the results of a step, are not the same in all layouts; or a layout"
-            " raised, random numbers kept something from being checked, or nothing was compared, as"
-            " with a batch whose rows are all alike. The message is the report of"
-            " `check_gradients` or `check_step`, which names a cause if the numbers of all devices"
-            " prove it: see [are my sharded gradients right?](../guide/are-my-gradients-right.md)"
-            " It is also an `AssertionError`.",
+            "The gradients, or the results of a step, differ between layouts. Or the check could"
+            " not compare: a layout raised, random numbers prevented it, or all rows of the batch"
+            " are equal. The message is the report of `check_gradients` or `check_step`, which"
+            " names a cause if the numbers prove one: see [are my sharded gradients"
+            " right?](../guide/are-my-gradients-right.md) It is also an `AssertionError`.",
             """
             random = np.random.default_rng(0)
             params = {"w": random.normal(size=(8, 64)).astype("float32")}
@@ -1723,10 +1738,10 @@ TESTS = Group(
     ],
 )
 
-# ------------------------------------------------------------------ text, disk, processes
+# ------------------------------------------------------------------ disk, text, processes
 
 FILES = Group(
-    "files",
+    "errors/files",
     "A checkpoint, a file or a text cannot be read, or written",
     "",
     """
@@ -1850,7 +1865,7 @@ FILES = Group(
 )
 
 PROCESSES = Group(
-    "processes",
+    "how-to/when-a-step-hangs",
     "Processes fail together",
     "If one process fails, all of them raise, and say which one failed.",
     """
@@ -1925,29 +1940,4 @@ PROCESSES = Group(
     ],
 )
 
-BASE = Group(
-    "any",
-    "Any error",
-    "",
-    "",
-    [
-        Entry(
-            "TreeShardError",
-            "The base of all errors that treeshard raises on purpose. An argument of a wrong type"
-            " is Python's own `TypeError`, and a package that is not installed an `ImportError`,"
-            " which names the extra.",
-            """
-            try:
-                ts.make_mesh("data=3")
-            except ts.TreeShardError as error:
-                print(f"{type(error).__name__}: {error}")
-            """,
-            """
-            ts.make_mesh("data=8")
-            """,
-            shows="MeshError",
-        ),
-    ],
-)
-
-GROUPS = [MESHES, RULES, WHOLE, LEAVES, STEPS, AGAIN, MOVES, TESTS, FILES, PROCESSES, BASE]
+GROUPS = [PLACING, RULES, WHOLE, STEPS, AGAIN, MOVES, TESTS, FILES, PROCESSES]

@@ -1,4 +1,7 @@
-"""Writes docs/errors.md and docs/errors/ from the catalogue: `python tools/errors_page.py`."""
+"""Writes the pages about errors from the catalogue: `python tools/errors_page.py`.
+
+These are docs/errors.md, docs/errors/, and the ends of pages that are written by hand.
+"""
 
 import re
 import tempfile
@@ -7,14 +10,16 @@ from pathlib import Path
 from textwrap import dedent, fill
 
 from catalogue import GROUPS, OPS, REASONS, SETUP, Entry, Group
-from pages import ROOT, run
+from pages import END, ROOT, run
 
 INDEX = ROOT / "docs" / "errors.md"
+FOLDER = INDEX.with_suffix("")
+HEADING = "## What each message means\n"
 
 HEAD = """# Errors and findings
 
-Every error, warning, finding and code of treeshard, a page for each symptom. Each name has code
-that provokes it, what that code prints, and what to do instead. The search finds names too.
+Every error, warning, finding and code of treeshard, a page for each symptom. Each name has its
+meaning, an example of the message, and the way out. The search finds names too.
 """
 
 
@@ -38,15 +43,19 @@ def _portable(text: str) -> str:
     return re.sub(r"/\S+/(?=runs/)", ".../", text)
 
 
-def heading(entry: Entry) -> str:
+def heading(group: Group, entry: Entry) -> str:
     """The first line of a section."""
-    return f"## `{entry.name}`" + (f": {entry.about}" if entry.about else "")
+    level = "##" if whole(group) else "###"
+    return f"{level} `{entry.name}`" + (f": {entry.about}" if entry.about else "")
 
 
 def section(group: Group, entry: Entry) -> str:
     """The section of an entry, with what its code prints."""
     output = printed(group, entry)
-    parts = [f"{heading(entry)}\n", _prose(entry.means), _code(entry.wrong), _text(output)]
+    parts = [f"{heading(group, entry)}\n", _prose(entry.means)]
+    if not whole(group):
+        return "\n".join([*parts, _text(output)])
+    parts += [_code(entry.wrong), _text(output)]
     return "\n".join([*parts, *(["Instead:\n", _code(entry.right)] if entry.right else [])])
 
 
@@ -57,21 +66,42 @@ def pages(section: Callable[[Group, Entry], str] = section) -> dict[Path, str]:
 
 def file(group: Group) -> Path:
     """The file of a group's page."""
-    return INDEX.with_suffix("") / f"{group.page}.md"
+    return INDEX.parent / f"{group.page}.md"
+
+
+def whole(group: Group) -> bool:
+    """Whether all of a group's page is written here."""
+    return file(group).parent == FOLDER
 
 
 def page(group: Group, section: Callable[[Group, Entry], str] = section) -> str:
     """The page of a group."""
-    parts = [f"# {group.title}\n", *([_prose(group.about)] if group.about else [])]
-    parts += ["The examples begin with\n", _code(SETUP + dedent(group.setup))]
+    parts = [f"# {group.title}\n"] if whole(group) else [_by_hand(group), END, HEADING]
+    parts += [_prose(group.about)] if group.about else []
+    parts += [_examples(group)] if whole(group) else []
     parts += [section(group, entry) for entry in group.entries]
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _examples(group: Group) -> str:
+    """What the code of the entries begins with."""
+    begin = "The examples begin with [these lines](../errors.md#the-examples)"
+    return f"{begin}, and:\n\n{_code(group.setup)}" if group.setup else f"{begin}.\n"
+
+
+def _by_hand(group: Group) -> str:
+    """What comes before the mark in a page that is written by hand."""
+    text, mark, _ = file(group).read_text().partition(END)
+    if not mark:
+        raise ValueError(f"{file(group)} has no line {END!r}")
+    return text.rstrip("\n") + "\n"
 
 
 def _index() -> str:
     parts = [HEAD, _contents(), "## The words of a comparison\n"]
     parts += [_table("a `Collective` or a planned transfer", OPS)]
     parts += [_table("why a transfer is planned", REASONS)]
+    parts += ["## The examples\n", "Examples on the pages about errors begin with\n", _code(SETUP)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 

@@ -34,7 +34,7 @@ def test_a_page_is_tested_and_listed(name: str) -> None:
 
 
 def test_pages_are_found() -> None:
-    assert len(NAMES) == 8
+    assert len(NAMES) == 10
 
 
 def test_a_rows_code_is_run(table: Table) -> None:

@@ -1,4 +1,4 @@
-"""docs/errors: every entry prints what its section shows, and no name is missing."""
+"""The pages about errors: every entry prints what its section shows, and no name is missing."""
 
 import ast
 import inspect
@@ -21,7 +21,7 @@ from treeshard.communication._collectives import KINDS, RARE_KINDS
 from treeshard.communication._differences import WORDS, Unplanned
 
 ENTRIES = [(group, entry) for group in GROUPS for entry in group.entries]
-WRITE = "docs/errors is out of date: run `python tools/errors_page.py`."
+WRITE = "A page about errors is out of date: run `python tools/errors_page.py`."
 
 
 def is_class(name: str) -> bool:
@@ -33,7 +33,9 @@ def is_class(name: str) -> bool:
 
 def sections(group: Group) -> dict[str, str]:
     """The sections of a group's page by their first line."""
-    parts = re.split(r"^(?=## )", errors_page.file(group).read_text(), flags=re.MULTILINE)
+    text = errors_page.file(group).read_text()
+    text = text if errors_page.whole(group) else text.partition(errors_page.END)[2]
+    parts = re.split(r"^(?=###? )", text, flags=re.MULTILINE)
     return {part.partition("\n")[0]: part.strip("\n") for part in parts[1:]}
 
 
@@ -67,12 +69,12 @@ def test_codes_that_are_not_raised_are_asserted() -> None:
 
 def test_the_rest_of_the_pages() -> None:
     def section(group: Group, entry: Entry) -> str:
-        return sections(group).get(errors_page.heading(entry), "missing") + "\n"
+        return sections(group).get(errors_page.heading(group, entry), "missing") + "\n"
 
     written = errors_page.pages(section)
     for path, text in written.items():
         assert path.read_text() == text, WRITE
-    assert {*errors_page.INDEX.with_suffix("").iterdir(), errors_page.INDEX} == set(written)
+    assert {*errors_page.FOLDER.iterdir()} == {x for x in written if x.parent == errors_page.FOLDER}
 
 
 def test_anchors_are_unique() -> None:
