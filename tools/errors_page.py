@@ -54,7 +54,8 @@ def section(group: Group, entry: Entry) -> str:
     output = printed(group, entry)
     parts = [f"{heading(group, entry)}\n", _prose(entry.means)]
     if not whole(group):
-        return "\n".join([*parts, _text(output)])
+        # Without the code, output that is not a message says nothing.
+        return "\n".join([*parts, *([_text(output)] if entry.name in output else [])])
     parts += [_code(entry.wrong), _text(output)]
     return "\n".join([*parts, *(["Instead:\n", _code(entry.right)] if entry.right else [])])
 
