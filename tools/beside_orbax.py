@@ -1,4 +1,4 @@
-"""Writes docs/guide/checkpoints-beside-orbax.md: what Orbax and treeshard do when things go wrong.
+"""Writes the table in docs/how-to/checkpoints.md: what Orbax and treeshard do when things go wrong.
 
     python -m tools.beside_orbax
 
@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "guide" / "checkpoints-beside-orbax.md"
+PAGE = ROOT / "docs" / "how-to" / "checkpoints.md"
 LIBRARIES = ("orbax", "treeshard")
 KILLS = 6
 LONGEST = 120  # seconds for one row of a library
@@ -301,17 +301,17 @@ ROWS = [
         processes=2,
     ),
 ]
-HEAD = """# Checkpoints beside Orbax
-
-What happens to checkpoints of Orbax {orbax} and of treeshard when things go wrong, with the
-settings that each has by default: `CheckpointManager` with `StandardSave`, and `Checkpoints`.
-`python -m tools.beside_orbax` in the repository does all of it and writes this page. An error is an
-exception; which one it is, is not compared. Power cuts are not in the table: `make soak` makes them
-for treeshard alone.
+HEAD = """With Orbax {orbax}:
 
 | what is done | what Orbax promises | what happened with Orbax | what happened with treeshard |
 |---|---|---|---|
 """
+MARKS = ("<!-- beside orbax -->\n", "<!-- end of beside orbax -->")
+
+
+def written() -> str:
+    """What the page has between the marks."""
+    return PAGE.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0]
 
 
 def outcome(index: int, library: str) -> str:
@@ -361,7 +361,8 @@ def write() -> None:
         cells = [row.what, row.promise, *(outcome(index, library) for library in LIBRARIES)]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    PAGE.write_text(HEAD.format(orbax=version("orbax-checkpoint")) + "\n".join(lines) + "\n")
+    table = HEAD.format(orbax=version("orbax-checkpoint")) + "\n".join(lines) + "\n"
+    PAGE.write_text(PAGE.read_text().replace(written(), table))
 
 
 if __name__ == "__main__":

@@ -1486,7 +1486,8 @@ MOVES = Group(
             "across-axes",
             "Data moves between devices that do not form axes of the mesh: a reshape has split a"
             " sharded dim differently from the mesh. The usual cause is a batch that is split for"
-            " gradient accumulation: use [`accumulate_gradients`](mixed-precision.md#accumulate-gradients).",
+            " gradient accumulation: use"
+            " [`accumulate_gradients`](mixed-precision.md#accumulate-gradients).",
             """
             def accumulate(params, x):
                 parts = x.reshape(4, 8, 16)

@@ -54,10 +54,17 @@ def section(group: Group, entry: Entry) -> str:
     output = printed(group, entry)
     parts = [f"{heading(group, entry)}\n", _prose(entry.means)]
     if not whole(group):
-        # Without the code, output that is not a message says nothing.
-        return "\n".join([*parts, *([_text(output)] if entry.name in output else [])])
+        message = _message(entry.name, output)
+        return "\n".join([*parts, *([_text(message)] if message else [])])
     parts += [_code(entry.wrong), _text(output)]
     return "\n".join([*parts, *(["Instead:\n", _code(entry.right)] if entry.right else [])])
+
+
+def _message(name: str, output: str) -> str:
+    """The lines of an output from its name on, without the list of ops below a difference."""
+    lines = [line for line in output.splitlines() if not line.startswith("    ")]
+    first = next((i for i, line in enumerate(lines) if name in line), len(lines))
+    return "\n".join(lines[first:])
 
 
 def pages(section: Callable[[Group, Entry], str] = section) -> dict[Path, str]:

@@ -6,7 +6,7 @@ from tools import beside_orbax
 
 
 def test_the_page_has_every_row_with_an_outcome_of_both() -> None:
-    lines = beside_orbax.PAGE.read_text().splitlines()
+    lines = beside_orbax.written().splitlines()
     rows = [[x.strip() for x in line.strip("|").split(" | ")] for line in lines if "| " in line]
     head, *rows = [row for row in rows if not set("".join(row)) <= set("-|")]
     assert [row[:2] for row in rows] == [[row.what, row.promise] for row in beside_orbax.ROWS]
@@ -18,7 +18,7 @@ def test_the_page_has_every_row_with_an_outcome_of_both() -> None:
 def test_a_row_runs(tmp_path) -> None:
     """The one that needs no other process and no restore."""
     index = next(i for i, row in enumerate(beside_orbax.ROWS) if "replica" in row.what)
-    page = beside_orbax.PAGE.read_text()
+    page = beside_orbax.written()
     said = beside_orbax.outcome(index, "treeshard")
     assert said == "an error"
     assert re.search(rf"\| {beside_orbax.ROWS[index].what} \|.*\| {said} \|", page)

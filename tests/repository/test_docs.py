@@ -229,7 +229,6 @@ def test_the_navigation_lists_every_page_by_its_title() -> None:
 WITHOUT_CODE = {
     "architecture.md": "about the sources; test_layers checks it",
     "glossary.md": "definitions",
-    "guide/checkpoints-beside-orbax.md": "written by `python -m tools.beside_orbax`",
     "numbers.md": "written by the benchmarks",
     "policy.md": "what may change",
     "reference.md": "the docstrings' examples run",
