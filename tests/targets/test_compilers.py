@@ -280,7 +280,9 @@ def too_large(mesh: jax.sharding.Mesh, rows: int = 2**26):
 def test_what_is_far_too_large_is_refused_at_once(target: str, capsys) -> None:
     step, state, batch = too_large(ts.make_mesh("fsdp=8", topology=target))
     start = time.process_time()
-    with pytest.raises(ts.errors.DoesNotFitError, match=r"needs .* per device, and .* has"):
+    with pytest.raises(
+        ts.errors.DoesNotFitError, match=r"needs .* per device, and (.* has|JAX allocates .* of)"
+    ):
         step.compile(state, batch)
     assert time.process_time() - start < 10
     assert main(["compile", f"{__name__}:too_large", "--topology", target]) == 1

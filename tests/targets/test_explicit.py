@@ -92,11 +92,11 @@ def dry(mesh: jax.sharding.Mesh) -> Any:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_dry_run_is_of_that_program(target: str, capsys: Any) -> None:
-    options = ["--topology", target, "--mesh=data=2,fsdp=4", "--scan=params", "--json"]
+    options = ["--topology", target, "--mesh=data=2,fsdp=4", "--json"]
     main(["compile", f"{__name__}:dry", *options])
     found = json.loads(capsys.readouterr().out)["communication"]["rows"]
     step, state, batch = dry(ts.make_mesh("data=2,fsdp=4", topology=target))
-    rows = step.compile(state, batch).communication(scan="params").rows
+    rows = step.compile(state, batch).communication().rows
     assert [(x["kind"], x["count"], x["bytes"]) for x in found] == [
         (row.kind, row.count, row.bytes) for row in rows
     ]
