@@ -1,8 +1,8 @@
 """How many links between chips carry a collective, and how long that takes.
 
-The TPU compiler decides it: an all-reduce over 256 chips of v5e runs in rings along both dims of the
-torus, an all-gather over the same chips in one ring. The text of a program says which; where it
-does not, and before there is a program, the dims of the torus that the devices span do.
+The compiler for TPUs decides it: an all-reduce over 256 chips of v5e runs in rings along both dims
+of the torus, an all-gather over the same chips in one ring. The text of a program says which; where
+it does not, and before there is a program, the dims of the torus that the devices span do.
 """
 
 import math
