@@ -1,5 +1,6 @@
 """Gradients on Explicit axes: scattered where weights are gathered, and summed once a step."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -132,9 +133,14 @@ OTHER_USES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+# All four in `make soak`.
+PAIRS = [(P(), jax.value_and_grad), (P("fsdp"), value_and_grad)]
+if os.environ.get("TREESHARD_SOAK"):
+    PAIRS += [(P(), value_and_grad), (P("fsdp"), jax.value_and_grad)]
+
+
 @pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize("differentiate", [jax.value_and_grad, value_and_grad])
-@pytest.mark.parametrize("spec", [P(), P("fsdp")], ids=str)
+@pytest.mark.parametrize(("spec", "differentiate"), PAIRS)
 @pytest.mark.parametrize("use", OTHER_USES.values(), ids=OTHER_USES.keys())
 def test_other_uses_of_a_weight_have_right_gradients(use: Any, spec: P, differentiate: Any) -> None:
     """Beside a product: types must not count one device's part for all, or twice."""
