@@ -81,7 +81,6 @@ def run(tmp_path, capsys, monkeypatch):
     (tmp_path / "steps.py").write_text(textwrap.dedent(MODULE))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    jax.clear_caches()  # functions that JAX compiled have the lines of their first call
 
     def go(function: str, *options: str):
         code = main(["compile", f"steps:{function}", *options])

@@ -94,6 +94,14 @@ def test_the_program_tells_what_the_compiler_chose(auto: Types) -> None:
     assert hidden.bytes == 2 * 32 * 256 * 4
 
 
+def test_what_a_scan_keeps_is_found_in_every_program_of_a_process() -> None:
+    """JAX gives the slices of all scans the line of the first one that it traced."""
+    for _ in range(2):
+        step, state, batch = transformer(ts.make_mesh("data=2,fsdp=4"), batch=P(("data", "fsdp")))
+        [kept] = [x for x in step.types(state, batch) if x.ops == ("scan",) and x.part == "forward"]
+        assert (kept.shape, kept.axes, kept.where) == ((4, 8, 32, 64), ("fsdp",), "memory")
+
+
 def test_what_is_gathered_is_live_at_the_peak(auto: Types) -> None:
     assert any(value.at_peak for value in auto)
     assert all(value.where == "memory" for value in auto if value.at_peak)

@@ -28,6 +28,8 @@ from treeshard.programs._buffers import Array, read_type
 
 # By line, pass and operation: what an equation and the ops that a compiler made of it share.
 Key = tuple[str, str, str]
+# JAX traces it once for all scans, so that it has the line of the first scan of the process.
+_UPDATE = "dynamic_update_slice"
 # Ops that move elements, and keep the name of what they move them for.
 _MOVES = frozenset(
     {
@@ -120,7 +122,8 @@ def ops_by_line(program: HloProgram) -> Mapping[Key, Sequence[FoundOp]]:
             if op.opcode.startswith(_BETWEEN_DEVICES) and operation not in _MOVERS:
                 continue
             is_stored = stored is None or op.name in stored
-            key = (program.source(op) or "", region_of(name), operation)
+            line = "" if operation == _UPDATE else program.source(op) or ""
+            key = (line, region_of(name), operation)
             ops[key] += [FoundOp(shape, is_stored, op.opcode in _MOVES) for shape in shapes_of(op)]
     return ops
 
@@ -150,8 +153,9 @@ def dims_of_text(array: str) -> tuple[int, ...]:
 def key_of(value: TracedValue) -> Key:
     """The key under which the ops of a value are."""
     # Of the stacked results of a scan, one trip writes its slice.
-    name = "dynamic_update_slice" if value.op == "scan" else value.op
-    return value.line, value.region, name
+    if value.op in ("scan", _UPDATE):
+        return "", value.region, _UPDATE
+    return value.line, value.region, value.op
 
 
 def placed(value: TracedValue, ops: Sequence[FoundOp], sizes: Mapping[str, int]) -> Placed:
