@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from jax.sharding import AxisType, PartitionSpec
@@ -107,7 +108,9 @@ class _LineWalk(Walk):
         self, eqn: Any, operands: Sequence[Value], results: Sequence[Value], at: Place
     ) -> None:
         line = line_of(eqn, at)
-        name = "/".join(map(stack_of, (*at.within, eqn)))
+        # JAX 0.12 names the function in a `custom_jvp_call` as the call itself.
+        names = [name for name, _ in groupby(map(stack_of, (*at.within, eqn)))]
+        name = "/".join(names)
         for variable in eqn.invars:
             self.used[id(variable)].append((eqn, region_of(name) or at.region))
         ops = self._ops(eqn, line)
