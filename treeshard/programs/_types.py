@@ -59,7 +59,7 @@ class StepValue(NamedTuple):
             and never stored; `"absent"` if no op of the program has its line and a part of its
             shape; empty before the step is compiled.
         at_peak: Whether one is live when the program needs most memory; `None` before it is
-            compiled.
+            compiled, and if its bytes are unknown.
 
     Examples:
         >>> value = ts.programs.StepValue(
@@ -194,7 +194,9 @@ _NOT_TOLD = "?: the program has parts of several sizes for it, such as before an
 
 def _cells(value: StepValue) -> tuple[str, ...]:
     shape = ",".join(map(str, value.shape))
-    where = "memory, peak" if value.at_peak and value.where == "memory" else value.where
+    where = value.where
+    if where == "memory" and value.at_peak is not False:
+        where = "memory, peak" if value.at_peak else f"memory, peak {_UNKNOWN}"
     return (
         _short_line(value.line),
         value.part,
@@ -389,10 +391,6 @@ def _step_value(row: Sequence[_Found], plan: Plan, peak: _Peak | None) -> StepVa
     sizes = axis_sizes(plan.mesh)
     # The values of which least is known do not hide that another is in memory.
     where = next((x for x in ("memory", "fused", "absent") if any(f.where == x for f in row)), "")
-    at_peak = None
-    if peak is not None:
-        elements = None if split is None else split.elements
-        at_peak = where == "memory" and (value.line, value.region, elements) in peak
     local_shape = None
     if split is not None and split.spec is not None:
         local_shape = shard_shape(value.shape, split.spec, sizes)
@@ -410,8 +408,18 @@ def _step_value(row: Sequence[_Found], plan: Plan, peak: _Peak | None) -> StepVa
         None if split is None else split.elements * value.dtype.itemsize,
         _times([found.value for found in row]),
         where,
-        at_peak,
+        _is_at_peak(value, split, where, peak),
     )
+
+
+def _is_at_peak(
+    value: TracedValue, split: _Split | None, where: str, peak: _Peak | None
+) -> bool | None:
+    if peak is None:
+        return None
+    if where != "memory":
+        return False
+    return None if split is None else (value.line, value.region, split.elements) in peak
 
 
 def _name(values: Sequence[TracedValue], plan: Plan) -> str:
