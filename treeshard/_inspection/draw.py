@@ -59,9 +59,9 @@ def draw(x: Any, to: str | Path | None = None) -> None:
     Source:
         `jax.debug.visualize_array_sharding`, for trees and for ranks above 2.
     """
-    shown = [x] if hasattr(x, "__rich__") else None
-    leaves = placed_leaves(x) if shown is None else []
-    if shown is None and not leaves:
+    is_table = hasattr(x, "__rich__")  # such as `Types`
+    leaves = [] if is_table else placed_leaves(x)
+    if not (is_table or leaves):
         raise LeafError(
             f"draw: there are no arrays in this {type(x).__name__}. Pass a plan, a tree of arrays,"
             " or an array."
@@ -78,10 +78,9 @@ def draw(x: Any, to: str | Path | None = None) -> None:
         raise ImportError(
             "draw needs rich. Install it with `pip install 'treeshard[show]'`."
         ) from error
-    if shown is None:
-        shown = [_tree(leaves)]
-        if is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
-            shown += ["", _parts(leaves[0])]
+    shown = [x if is_table else _tree(leaves)]
+    if is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
+        shown += ["", _parts(leaves[0])]
     if path is None:
         # In a notebook, rich displays HTML. Emoji would turn `:key:` in a path into a picture.
         Console(emoji=False).print(Group(*shown))
