@@ -627,6 +627,23 @@ def _grouped(groups: list[list[int]], mesh: jax.sharding.Mesh) -> ts.programs.Co
     return step.compile(plan.structs, np.ones((ROWS, 16), "float32"))
 
 
+def test_products_in_a_loop_that_depends_on_data_make_the_work_a_lower_bound(fsdp_mesh) -> None:
+    plan = ts.plan({"w": jnp.ones((16, 16))}, [("w", None)], fsdp_mesh)
+
+    @ts.jit_step(plan=plan, batch=P("fsdp"))
+    def step(state, x):
+        def layer(x):
+            return jnp.tanh(x @ state["w"])
+
+        return state, jnp.mean(jax.lax.while_loop(lambda x: jnp.mean(x) > 0.1, layer, x))
+
+    cost = step.compile(plan.structs, np.ones((ROWS, 16), "float32")).cost(CHIPS["h100"])
+    assert "compute" in cost.incomplete
+    assert (cost.bound, cost.range, cost.share) == (None, None, None)
+    assert "> 0.0 FLOP" in str(cost)
+    assert "unknown: products in a loop" in str(cost)
+
+
 def test_groups_within_an_axis_have_a_time(fsdp_mesh) -> None:
     compiled = _grouped([[0, 1, 2, 3], [4, 5, 6, 7]], fsdp_mesh)
     cost = compiled.cost(CHIPS["h100"])
