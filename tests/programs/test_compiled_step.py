@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard._core.topologies import usable_memory
-from treeshard._trace.uses import Means
+from treeshard._trace.uses import Means, means_of
 from treeshard.communication._hlo import HloProgram
 from treeshard.programs import LiveBuffer, Memory
 from treeshard.programs._buffers import peak_of, read_type
@@ -421,3 +421,21 @@ def test_a_step_that_repeats_a_part_is_told_to_repeat_more(fsdp_mesh) -> None:
     )
     [sentence] = advise(memory, plan, Means())
     assert sentence.startswith("Put `jax.checkpoint` around the layers: 1.0 MiB")
+
+
+def test_what_a_step_does_to_need_less_memory_is_read_from_its_trace() -> None:
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    def accumulated(w, x):
+        grad_fn = lambda rows, key: (jax.grad(loss)(w, rows), {})  # noqa: E731
+        return ts.training.accumulate_gradients(grad_fn, x, 2)[0]
+
+    steps = {
+        Means(): jax.grad(loss),
+        Means(repeats=True): jax.grad(jax.checkpoint(loss)),
+        Means(accumulates=True): accumulated,
+    }
+    w, x = jnp.ones((4, 4)), jnp.ones((8, 4))
+    for means, step in steps.items():
+        assert means_of(jax.make_jaxpr(step)(w, x).jaxpr) == means
