@@ -20,7 +20,7 @@ import treeshard as ts
 from tests.multiprocess.launcher import REPOSITORY
 from tests.multiprocess.worker import Context
 from treeshard import ProcessError
-from treeshard._core import meetings
+from treeshard._core import meetings, whereabouts
 from treeshard._core.meetings import exchange
 from treeshard.checkpoint import Checkpoints, _save
 
@@ -55,6 +55,8 @@ def check_all_say_where_they_are_when_one_does_not_come(context: Context) -> Non
             wait_for(text, "where the processes are:")
             for i in range(2):
                 assert f"\n  process {i}: at {FILE}:" in text.getvalue()
+            # They stay: an error that is made at the same time reads them after they were printed.
+            assert whereabouts._answers(whereabouts._state.collected).keys() == {0, 1}
         else:
             wait_for(text, "has waited")
             time.sleep(2)  # the place is asked for twice

@@ -200,6 +200,7 @@ class _State:
         checks: What else is called at each look, with the time.
         seen: The alarms that this process has answered.
         asked: Of its own alarms, for how many looks answers are still waited for.
+        collected: The last of its own alarms whose answers were printed; empty before.
         step: As `set_step` says.
     """
 
@@ -209,6 +210,7 @@ class _State:
         self.checks: list[weakref.WeakMethod[Callable[[float], None]]] = []
         self.seen: set[str] = set()
         self.asked: dict[str, int] = {}
+        self.collected = ""
         self.step: Callable[[], str] | None = None
         self.thread: threading.Thread | None = None
         self.ends = threading.Event()
@@ -290,7 +292,10 @@ def _collect(client: Any, key: str) -> None:
     lines = ["treeshard: where the processes are:", *(f"  {who}: {where}" for who, where in rows)]
     print("\n".join(lines), file=sys.stderr, flush=True)
     client.key_value_delete(f"{_ALARMS}{key}")
-    client.key_value_delete(f"{_ANSWERS}{key}/")
+    # An error that is being made may still read these answers, but none reads those before.
+    if _state.collected:
+        client.key_value_delete(f"{_ANSWERS}{_state.collected}/")
+    _state.collected = key
 
 
 def _answer(client: Any, key: str) -> None:
