@@ -115,6 +115,7 @@ def run(args, kill=None, at=None):
     """Runs the workers to their end, or until `at` and kills one; returns step -> loss."""
     started, losses = start(args), {}
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         for line in started[0].stdout:
             if not line.startswith("[Gloo]"):  # log lines of the network library
                 print("  ", line, end="")
@@ -140,6 +141,8 @@ def start(args):
         address = f"localhost:{probe.getsockname()[1]}"
     given = [word for word in sys.argv[1:] if word != "--worker"]
     command = [sys.executable, __file__, "--worker", f"--coordinator={address}", *given]
+    # A SIGTERM waits until all are started: otherwise one could start and never be ended.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     return [
         subprocess.Popen(
             [*command, f"--process={i}"],
@@ -167,6 +170,7 @@ def parse(argv=None):
 
 def main(argv=None):
     args = parse(argv)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # a worker inherits it blocked
     worker(args) if args.worker else drive(args)
 
 
