@@ -1,10 +1,53 @@
 """Faults planted in the values of a step are found, and their twins have no finding."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import pytest
-from value_faults import CASES, PLANTED, check, mesh_of_type
+from jax.sharding import PartitionSpec as P
+from value_faults import CASES, PLANTED, ROWS, WIDTH, check, mesh_of_type, on, types_of
+
+import treeshard as ts
 
 
 @pytest.mark.parametrize(("name", "axes"), CASES)
 def test_a_planted_fault_is_found_and_its_twin_is_not(name: str, axes: str) -> None:
     planted = PLANTED[name]
     check(planted, mesh_of_type(axes, planted.mesh))
+
+
+def narrowed(p: Any, x: jax.Array) -> jax.Array:
+    narrow = on(jnp.tanh(x).astype(jnp.bfloat16), None, "fsdp")
+    return jnp.sum(jnp.tanh(jnp.cumsum(narrow, axis=0)))
+
+
+def scattered_and_gathered(p: Any, x: jax.Array) -> jax.Array:
+    unreduced = P(unreduced=frozenset({"fsdp"}))
+    product = jnp.einsum("bi,bj->ij", x, jnp.tanh(x), out_sharding=unreduced)
+    return jnp.sum(jnp.cumsum(on(on(product, "fsdp")), axis=0) ** 2)
+
+
+def moved_back_by_the_backward_pass(p: Any, x: jax.Array) -> jax.Array:
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.cumsum(on(jnp.tanh(x), None, "fsdp"), axis=0) ** 2)
+
+    return jnp.sum(jnp.tanh(jax.grad(loss)(x)))
+
+
+def weight_with_as_many_rows(p: Any, x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.tanh(x @ jnp.tanh(ts.unshard(p["w"]))))
+
+
+@pytest.mark.parametrize(
+    ("right", "shape"),
+    [
+        (narrowed, (8 * ROWS, WIDTH)),
+        (scattered_and_gathered, (2 * ROWS, 2 * WIDTH)),
+        (moved_back_by_the_backward_pass, (8 * ROWS, WIDTH)),
+        (weight_with_as_many_rows, (WIDTH, WIDTH)),
+    ],
+)
+def test_what_looks_like_a_fault_is_none(right: Any, shape: tuple[int, ...]) -> None:
+    types = types_of(right, mesh_of_type("explicit", "fsdp=8"), shape=shape)
+    assert types.findings == (), f"{types}"
