@@ -32,8 +32,8 @@ class Group(NamedTuple):
     """The entries of one symptom, with their common setup code.
 
     Attributes:
-        page: The page in docs/. One in errors/ is written as a whole, with all code; one elsewhere
-            is written by hand, and ends with what each entry means and prints.
+        page: The page in docs/. One in errors/ is written as a whole; one elsewhere is written by
+            hand, and ends with the entries.
         title: The symptom.
         about: What comes before the entries.
         setup: Code that runs before that of each entry.
@@ -810,7 +810,8 @@ STEPS = Group(
         ),
         Entry(
             "SpecError",
-            "The state is not the one that the plan was made for, or a batch is not divisible.",
+            "The state is not the one that the plan was made for, or a batch is not divisible. Plan"
+            " the full state, and drop or pad a batch whose rows the axes do not divide.",
             """
             state = {"w": w, "step": np.int32(0)}
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)

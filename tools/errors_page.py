@@ -50,18 +50,14 @@ def heading(group: Group, entry: Entry) -> str:
 
 
 def section(group: Group, entry: Entry) -> str:
-    """The section of an entry, with what its code prints."""
-    output = printed(group, entry)
+    """The section of an entry: what it means, and the message that its code prints."""
+    message = _message(entry.name, printed(group, entry))
     parts = [f"{heading(group, entry)}\n", _prose(entry.means)]
-    if not whole(group):
-        message = _message(entry.name, output)
-        return "\n".join([*parts, *([_text(message)] if message else [])])
-    parts += [_code(entry.wrong), _text(output)]
-    return "\n".join([*parts, *(["Instead:\n", _code(entry.right)] if entry.right else [])])
+    return "\n".join([*parts, _text(message)] if message else parts)
 
 
 def _message(name: str, output: str) -> str:
-    """The lines of an output from its name on, without the list of ops below a difference."""
+    """The lines of an output from a name on, without the list of ops below a difference."""
     lines = [line for line in output.splitlines() if not line.startswith("    ")]
     first = next((i for i, line in enumerate(lines) if name in line), len(lines))
     return "\n".join(lines[first:])
@@ -86,15 +82,8 @@ def page(group: Group, section: Callable[[Group, Entry], str] = section) -> str:
     """The page of a group."""
     parts = [f"# {group.title}\n"] if whole(group) else [_by_hand(group), END, HEADING]
     parts += [_prose(group.about)] if group.about else []
-    parts += [_examples(group)] if whole(group) else []
     parts += [section(group, entry) for entry in group.entries]
     return "\n".join(parts).rstrip("\n") + "\n"
-
-
-def _examples(group: Group) -> str:
-    """What the code of the entries begins with."""
-    begin = "The examples begin with [these lines](../errors.md#the-examples)"
-    return f"{begin}, and:\n\n{_code(group.setup)}" if group.setup else f"{begin}.\n"
 
 
 def _by_hand(group: Group) -> str:
@@ -109,7 +98,6 @@ def _index() -> str:
     parts = [HEAD, _contents(), "## The words of a comparison\n"]
     parts += [_table("a `Collective` or a planned transfer", OPS)]
     parts += [_table("why a transfer is planned", REASONS)]
-    parts += ["## The examples\n", "Examples on the pages about errors begin with\n", _code(SETUP)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
