@@ -72,7 +72,32 @@ def test_the_example_runs(name: str) -> None:
     assert result.failed == 0, "".join(said)
 
 
-FIRST = ["make_mesh", "plan", "match_partition_rules", "shard", "gather", "reshard", "from_process_local", "unshard", "follow", "with_sharding_constraint", "training.init_sharded", "training.jit_step", "training.shard_map_step", "training.value_and_grad", "training.accumulate_gradients", "testing.check_gradients", "testing.check_step", "checkpoint.save", "checkpoint.restore", "programs.suggest", "manual.gather_params", "manual.value_and_grad", "interchange.save_safetensors", "interchange.load_safetensors"]
+FIRST = [
+    "make_mesh",
+    "plan",
+    "match_partition_rules",
+    "shard",
+    "gather",
+    "reshard",
+    "from_process_local",
+    "unshard",
+    "follow",
+    "with_sharding_constraint",
+    "training.init_sharded",
+    "training.jit_step",
+    "training.shard_map_step",
+    "training.value_and_grad",
+    "training.accumulate_gradients",
+    "testing.check_gradients",
+    "testing.check_step",
+    "checkpoint.save",
+    "checkpoint.restore",
+    "programs.suggest",
+    "manual.gather_params",
+    "manual.value_and_grad",
+    "interchange.save_safetensors",
+    "interchange.load_safetensors",
+]
 
 
 @pytest.mark.parametrize("name", FIRST)
