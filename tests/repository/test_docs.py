@@ -25,7 +25,7 @@ PAGES = pages()
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=OFFLOADS if page.stem == "offload" else (), id=name)
+        pytest.param(page, marks=OFFLOADS if page.stem == "optimizer-state" else (), id=name)
         for page in PAGES
         for name in [str(page.relative_to(ROOT))]
     ],
