@@ -5,7 +5,7 @@ BIN := .venv/bin
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-floor test-newest test-targets soak lint bench docs dist clean
+.PHONY: demo test test-floor test-newest test-targets soak lint bench docs dist release clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_fsdp.py $(ARGS)
@@ -58,6 +58,10 @@ docs: .venv/installed-docs
 dist: .venv/installed
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
+
+# Checks the version, builds, tries the wheel in a new environment, and tags; `ARGS=--push` publishes.
+release: .venv/installed
+	$(BIN)/python tools/release.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-bench .venv-floor .venv-newest .venv-python .venv-targets out site

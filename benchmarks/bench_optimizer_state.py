@@ -1,4 +1,4 @@
-"""Where optimizer state is put, by three ways of saying it, and what treeshard's costs.
+"""Where three methods place optimizer state, and what treeshard's method costs.
 
 Each optimizer of optax gets a cell a way: "right" if every leaf of its state gets the spec
 that is written down for it by hand, "wrong" if some do not, "invalid" if a spec cannot be laid

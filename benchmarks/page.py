@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "numbers.md"
 README = ROOT / "README.md"
+SOURCE = "https://github.com/treeshard/treeshard/blob/main/benchmarks/"
 SITE = "https://treeshard.github.io/treeshard/"  # package indexes resolve no relative links
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -144,7 +145,7 @@ page from it.
   both sides.
 - Quartiles are over the rounds. A row without them was counted, or measured once.
 - Rows with a target, and rows beside other ways of doing the same, are shown; all others are in the
-  results.
+  results, with the versions of everything and the processor.
 - `reach` is the target. `missed` marks a figure that does not reach it, `unclear` one whose
   quartiles are on both sides of it.
 - Times are from one machine, and no test asserts them. `make test` also asserts counts and bytes
@@ -169,8 +170,6 @@ def text(found: Results) -> str:
                 f"{chr(10) if rows else ''}{rest:,} figures without a target are in"
                 f" `benchmarks/results/{name}.json`.\n"
             )
-        if own := {key: value for key, value in result["on"].items() if key not in common}:
-            parts.append(f"\nHere also {_setting(own)}.\n")
     return "".join(parts)
 
 
@@ -206,11 +205,12 @@ def _escaped(cell: str) -> str:
 
 
 def _about(name: str) -> str:
-    """What a benchmark's module says of itself, less the command."""
+    """The first lines of a benchmark's module, less the command; the rest is in the module."""
     module = (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
     about = ast.get_docstring(ast.parse(module)) or ""
     about = re.sub(r"(:\s+|\n\s*)python -m \S+.*", lambda m: "." * m[1].startswith(":"), about)
-    return about.strip()
+    first = about.strip().partition("\n\n")[0].rstrip(".:")
+    return f"{first}. ([How it is measured]({SOURCE}{name}.py).)"
 
 
 def _in_common(found: Results) -> dict[str, str]:

@@ -4,7 +4,7 @@ Each candidate is compiled once, and what `ts.suggest` would have compiled is ta
 
     python -m benchmarks.suggest_cases                  # those without a result, and the page
     python -m benchmarks.suggest_cases llama-1b/h100:8  # these
-    python -m benchmarks.suggest_cases --page           # only the table of which-mesh.md
+    python -m benchmarks.suggest_cases --page           # only the table of parallelism.md
 
 It needs the compilers (`pip install 'treeshard[tpu,cuda]'`), none of the devices, and hours. It
 writes suggest_cases.json after each case.
@@ -35,7 +35,7 @@ from treeshard.training import jit_step, value_and_grad
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "suggest_cases.json"
-PAGE = HERE.parent / "docs" / "how-to" / "which-mesh.md"
+PAGE = HERE.parent / "docs" / "how-to" / "parallelism.md"
 NAMES = ("DP", "ZeRO-1", "FSDP", "HSDP")
 
 # ------------------------------------------------------------------ the models

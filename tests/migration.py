@@ -48,11 +48,11 @@ class Ours:
 
 
 class Table:
-    """The rows of a page, by their first code; and which of them have a test."""
+    """The rows of a page or a section, by their first code; and which of them have a test."""
 
-    def __init__(self, page: Path) -> None:
+    def __init__(self, page: Path, section: str = "") -> None:
         self.page = page
-        self.rows = _rows(page.read_text())
+        self.rows = _rows(_section(page.read_text(), section))
         self.tested: set[str] = set()
 
     def row(self, theirs: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -80,8 +80,18 @@ class Table:
         assert not untested, f"{self.page}: rows without a test: {sorted(untested)}"
 
 
-def table(page: str) -> Table:
-    return Table(PAGES / page)
+def table(page: str, section: str = "") -> Table:
+    return Table(PAGES / page, section)
+
+
+def _section(text: str, title: str) -> str:
+    """What stands under a heading of the second level; the whole text without a title."""
+    if not title:
+        return text
+    _, heading, after = text.partition(f"\n## {title}\n")
+    if not heading:
+        raise LookupError(f"no section {title!r}")
+    return after.partition("\n## ")[0]
 
 
 def _rows(text: str) -> dict[str, str]:

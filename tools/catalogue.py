@@ -1,4 +1,4 @@
-"""The table behind docs/errors: every error, warning, finding and code of treeshard.
+"""The table behind docs/errors.md: every error, warning, finding and code of treeshard.
 
 An entry has code that provokes it and code that avoids it. `tests/repository/test_catalogue.py`
 runs both, and finds names in the sources without an entry; `python tools/errors_page.py` writes
@@ -32,8 +32,8 @@ class Group(NamedTuple):
     """The entries of one symptom, with their common setup code.
 
     Attributes:
-        page: The page in docs/. One in errors/ is written as a whole, with all code; one elsewhere
-            is written by hand, and ends with what each entry means and prints.
+        page: The page in docs/. All of errors.md is written; other pages are written by hand, and
+            end with the entries.
         title: The symptom.
         about: What comes before the entries.
         setup: Code that runs before that of each entry.
@@ -550,7 +550,7 @@ WHOLE = Group(
 # ------------------------------------------------------------------ move
 
 PLACING = Group(
-    "errors/placing",
+    "errors",
     "A mesh is missing, or a tree cannot be placed or read",
     "A message lists all leaves with a problem, and nothing was moved.",
     "",
@@ -764,7 +764,7 @@ memory.assert_fits()
 # ------------------------------------------------------------------ steps
 
 STEPS = Group(
-    "errors/step-state",
+    "errors",
     "A step refuses its state, or warns",
     "",
     """
@@ -810,7 +810,8 @@ STEPS = Group(
         ),
         Entry(
             "SpecError",
-            "The state is not the one that the plan was made for, or a batch is not divisible.",
+            "The state is not the one that the plan was made for, or a batch is not divisible. Plan"
+            " the full state, and drop or pad a batch whose rows the axes do not divide.",
             """
             state = {"w": w, "step": np.int32(0)}
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
@@ -1742,7 +1743,7 @@ TESTS = Group(
 # ------------------------------------------------------------------ disk, text, processes
 
 FILES = Group(
-    "errors/files",
+    "errors",
     "A checkpoint, a file or a text cannot be read, or written",
     "",
     """

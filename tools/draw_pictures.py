@@ -4,10 +4,10 @@
     python -m tools.draw_pictures --loss    # also the loss, after a short run
 
 Writes to docs/pictures: the plan as it prints, the sharding of the state with the bytes of each
-device (`ts.draw`), and the communication of a step as planned and as compiled
-(`step.communication`). These are the same files on every machine. The loss next to that of one
-device is not: processors round differently, and the text is the standard library's source. So it
-is drawn only on request.
+device (`ts.draw`), the communication of a step as planned and as compiled (`step.communication`),
+and the model of the quick start. These are the same files on every machine. The loss next to that
+of one device is not: processors round differently, and the text is the standard library's source.
+So it is drawn only on request.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from rich.text import Text
 
 import treeshard as ts
 from examples import train_fsdp
+from tools.pages import ROOT, blocks
 from treeshard._inspection.draw import as_svg
 from treeshard.training import init_sharded, jit_step
 
@@ -47,6 +48,7 @@ def main(argv=None):
     text, _ = train_fsdp.read_text(args.text_bytes)
     first = next(train_fsdp.batches(text, args))
     draw_sharding(state, step, first, mesh, chosen.to)
+    ts.draw(quick_start(), to=chosen.to / "quick-start.svg")
     if not chosen.loss:
         return
 
@@ -65,6 +67,14 @@ def draw_sharding(state, step, batch, mesh, folder):
     ts.draw(state.model, to=folder / "bytes.svg")
     moved = step.communication(state, batch)
     draw_communication(moved, folder / "communication.svg")
+
+
+def quick_start():
+    """The model of docs/quick-start.md, after the blocks that make and train it."""
+    names = {}
+    for block in blocks((ROOT / "docs" / "quick-start.md").read_text())[:3]:
+        exec(block.code, names)
+    return names["state"]["model"]
 
 
 def losses_of(step, state, text, args):

@@ -1,6 +1,6 @@
 """Writes the pages about errors from the catalogue: `python tools/errors_page.py`.
 
-These are docs/errors.md, docs/errors/, and the ends of pages that are written by hand.
+These are docs/errors.md, and the ends of pages that are written by hand.
 """
 
 import re
@@ -13,13 +13,12 @@ from catalogue import GROUPS, OPS, REASONS, SETUP, Entry, Group
 from pages import END, ROOT, run
 
 INDEX = ROOT / "docs" / "errors.md"
-FOLDER = INDEX.with_suffix("")
 HEADING = "## What each message means\n"
 
 HEAD = """# Errors and findings
 
-Every error, warning, finding and code of treeshard, a page for each symptom. Each name has its
-meaning, an example of the message, and the way out. The search finds names too.
+Every error, warning, finding and code of treeshard, by symptom. Each name has its meaning, an
+example of the message, and the way out. The search finds names too.
 """
 
 
@@ -45,23 +44,18 @@ def _portable(text: str) -> str:
 
 def heading(group: Group, entry: Entry) -> str:
     """The first line of a section."""
-    level = "##" if whole(group) else "###"
-    return f"{level} `{entry.name}`" + (f": {entry.about}" if entry.about else "")
+    return f"### `{entry.name}`" + (f": {entry.about}" if entry.about else "")
 
 
 def section(group: Group, entry: Entry) -> str:
-    """The section of an entry, with what its code prints."""
-    output = printed(group, entry)
+    """The section of an entry: what it means, and the message that its code prints."""
+    message = _message(entry.name, printed(group, entry))
     parts = [f"{heading(group, entry)}\n", _prose(entry.means)]
-    if not whole(group):
-        message = _message(entry.name, output)
-        return "\n".join([*parts, *([_text(message)] if message else [])])
-    parts += [_code(entry.wrong), _text(output)]
-    return "\n".join([*parts, *(["Instead:\n", _code(entry.right)] if entry.right else [])])
+    return "\n".join([*parts, _text(message)] if message else parts)
 
 
 def _message(name: str, output: str) -> str:
-    """The lines of an output from its name on, without the list of ops below a difference."""
+    """The lines of an output from a name on, without the list of ops below a difference."""
     lines = [line for line in output.splitlines() if not line.startswith("    ")]
     first = next((i for i, line in enumerate(lines) if name in line), len(lines))
     return "\n".join(lines[first:])
@@ -69,7 +63,8 @@ def _message(name: str, output: str) -> str:
 
 def pages(section: Callable[[Group, Entry], str] = section) -> dict[Path, str]:
     """Every page, by its file."""
-    return {INDEX: _index(), **{file(group): page(group, section) for group in GROUPS}}
+    by_hand = [group for group in GROUPS if not whole(group)]
+    return {INDEX: _index(section), **{file(group): page(group, section) for group in by_hand}}
 
 
 def file(group: Group) -> Path:
@@ -79,22 +74,18 @@ def file(group: Group) -> Path:
 
 def whole(group: Group) -> bool:
     """Whether all of a group's page is written here."""
-    return file(group).parent == FOLDER
+    return file(group) == INDEX
 
 
 def page(group: Group, section: Callable[[Group, Entry], str] = section) -> str:
-    """The page of a group."""
-    parts = [f"# {group.title}\n"] if whole(group) else [_by_hand(group), END, HEADING]
-    parts += [_prose(group.about)] if group.about else []
-    parts += [_examples(group)] if whole(group) else []
-    parts += [section(group, entry) for entry in group.entries]
+    """The page of a group that ends a page written by hand."""
+    parts = [_by_hand(group), END, HEADING, *_sections(group, section)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def _examples(group: Group) -> str:
-    """What the code of the entries begins with."""
-    begin = "The examples begin with [these lines](../errors.md#the-examples)"
-    return f"{begin}, and:\n\n{_code(group.setup)}" if group.setup else f"{begin}.\n"
+def _sections(group: Group, section: Callable[[Group, Entry], str]) -> list[str]:
+    about = [_prose(group.about)] if group.about else []
+    return about + [section(group, entry) for entry in group.entries]
 
 
 def _by_hand(group: Group) -> str:
@@ -105,11 +96,13 @@ def _by_hand(group: Group) -> str:
     return text.rstrip("\n") + "\n"
 
 
-def _index() -> str:
-    parts = [HEAD, _contents(), "## The words of a comparison\n"]
+def _index(section: Callable[[Group, Entry], str]) -> str:
+    parts = [HEAD, _contents()]
+    for group in filter(whole, GROUPS):
+        parts += [f"## {group.title}\n", *_sections(group, section)]
+    parts += ["## The words of a comparison\n"]
     parts += [_table("a `Collective` or a planned transfer", OPS)]
     parts += [_table("why a transfer is planned", REASONS)]
-    parts += ["## The examples\n", "Examples on the pages about errors begin with\n", _code(SETUP)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
@@ -117,17 +110,22 @@ def _contents() -> str:
     """A table of symptoms, with links to their pages and entries."""
     rows = ["| symptom | names |", "|---|---|"]
     for group in GROUPS:
-        page = file(group).relative_to(INDEX.parent)
+        page = "" if whole(group) else str(file(group).relative_to(INDEX.parent))
         links = [f"[`{entry.name}`]({page}#{anchor(entry)})" for entry in group.entries]
         names = {entry.name: link for entry, link in zip(group.entries, links, strict=True)}
-        rows.append(f"| [{group.title}]({page}) | {', '.join(names.values())} |")
+        top = page or f"#{slug(group.title)}"
+        rows.append(f"| [{group.title}]({top}) | {', '.join(names.values())} |")
     return "\n".join(rows) + "\n"
 
 
 def anchor(entry: Entry) -> str:
     """The anchor that mkdocs gives to the heading of an entry."""
-    text = f"{entry.name} {entry.about}".lower()
-    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip())
+    return slug(f"{entry.name} {entry.about}")
+
+
+def slug(title: str) -> str:
+    """The anchor that mkdocs gives to a heading."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
 
 
 def _prose(text: str) -> str:
@@ -149,5 +147,4 @@ def _table(what: str, rows: Mapping[str, str]) -> str:
 
 if __name__ == "__main__":
     for path, text in pages().items():
-        path.parent.mkdir(exist_ok=True)
         path.write_text(text)

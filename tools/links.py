@@ -1,7 +1,8 @@
-"""Tells the site where other libraries describe their names: a hook of `mkdocs build`.
+"""What the site has beyond its pages: hooks of `mkdocs build`.
 
-Types in signatures then link by themselves, and `[text][jax.jit]` in a page is a link. Each line of
-links.txt has a name and its address. The file is kept by hand, so a build needs no network.
+Types in signatures link to where other libraries describe them, and `[text][jax.jit]` in a page is
+a link: each line of links.txt has a name and its address. The file is kept by hand, so a build
+needs no network.
 """
 
 from pathlib import Path
@@ -17,3 +18,15 @@ def on_files(files: Any, config: Any) -> Any:
     for name, address in ADDRESSES.items():
         config.plugins["autorefs"].register_url(name, address)
     return files
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Marks messages on the pages about errors: style.css wraps them."""
+    if not page.url.startswith("errors/"):
+        return html
+    return html.replace('<div class="language-text', '<div class="message language-text')
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """A page asks GitHub for no stars and no versions: it loads nothing from elsewhere."""
+    return output.replace('data-md-component="source"', "")

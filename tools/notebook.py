@@ -12,6 +12,7 @@ from pages import ROOT
 PAGE = ROOT / "docs" / "quick-start.md"
 NOTEBOOK = ROOT / "examples" / "quick_start.ipynb"
 SITE = "https://treeshard.github.io/treeshard/"
+RAW = "https://raw.githubusercontent.com/treeshard/treeshard/main/docs/"
 INSTALL = '# On Colab, Kaggle or a new machine, first:\n# %pip install "{}" optax'.format(
     "treeshard @ git+https://github.com/treeshard/treeshard"
 )
@@ -51,7 +52,8 @@ def _code(text: str) -> dict[str, Any]:
 
 
 def _linked(text: str) -> str:
-    """Prose with links to the site, since a notebook is read elsewhere."""
+    """Prose with links to the site and its pictures, since a notebook is read elsewhere."""
+    text = text.replace("](pictures/", f"]({RAW}pictures/")
     return re.sub(
         r"\]\(([\w/-]+)\.md(#[\w.-]+)?\)", lambda m: f"]({SITE}{m[1]}/{m[2] or ''})", text
     )

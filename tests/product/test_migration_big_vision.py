@@ -20,7 +20,7 @@ from migration import short, table
 import treeshard as ts
 from treeshard.compat._big_vision import _ops
 
-TABLE = table("big-vision.md")
+TABLE = table("big-vision.md", "From big_vision")
 row = TABLE.row
 
 MIB = 2**20

@@ -19,7 +19,7 @@ from migration import table
 
 import treeshard as ts
 
-TABLE = table("easylm.md")
+TABLE = table("easylm.md", "From EasyLM, EasyDeL and eformer")
 row = TABLE.row
 
 PARAMS = {

@@ -1,4 +1,4 @@
-"""docs/coming-from/kauldron.md: kauldron's lines, and ours.
+"""docs/coming-from/big-vision.md: kauldron's lines, and ours.
 
 What the old ones do was read in kauldron's `sharding_utils.py`, and is written down here anew.
 """
@@ -17,7 +17,7 @@ from migration import short, table
 
 import treeshard as ts
 
-TABLE = table("kauldron.md")
+TABLE = table("big-vision.md", "From kauldron")
 row = TABLE.row
 
 

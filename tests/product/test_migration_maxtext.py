@@ -19,7 +19,7 @@ from migration import short, table
 
 import treeshard as ts
 
-TABLE = table("maxtext.md")
+TABLE = table("maxtext.md", "From MaxText, and Flax's logical axis rules")
 row = TABLE.row
 
 # As MaxText's list looks: several rules a name, several axes, what is not sharded said in two ways.

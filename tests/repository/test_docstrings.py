@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import operator
 import tempfile
 from typing import Any
 
@@ -69,6 +70,42 @@ def test_the_example_runs(name: str) -> None:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         result = doctest.DocTestRunner(optionflags=flags).run(examples, out=said.append)
     assert result.failed == 0, "".join(said)
+
+
+FIRST = [
+    "make_mesh",
+    "plan",
+    "match_partition_rules",
+    "shard",
+    "gather",
+    "reshard",
+    "from_process_local",
+    "unshard",
+    "follow",
+    "with_sharding_constraint",
+    "training.init_sharded",
+    "training.jit_step",
+    "training.shard_map_step",
+    "training.value_and_grad",
+    "training.accumulate_gradients",
+    "testing.check_gradients",
+    "testing.check_step",
+    "checkpoint.save",
+    "checkpoint.restore",
+    "programs.suggest",
+    "manual.gather_params",
+    "manual.value_and_grad",
+    "interchange.save_safetensors",
+    "interchange.load_safetensors",
+]
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_lines_are_enough_to_use_the_function(name: str) -> None:
+    """What it does, and an example; the rules follow."""
+    lines = (inspect.getdoc(operator.attrgetter(name)(ts)) or "").splitlines()
+    assert any(">>>" in line for line in lines[:6])
+    assert len(" ".join(lines).split()) <= 550
 
 
 def test_a_wrong_example_is_seen() -> None:

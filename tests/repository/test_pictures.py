@@ -41,6 +41,7 @@ def test_they_show_what_they_say(drawn: dict[str, str]) -> None:
     assert "blocks/attn/q/weight" in text["plan.svg"]
     assert "rule 0 'norm'" in text["plan.svg"]
     assert "bytes per device" in text["bytes.svg"]
+    assert "164.2 KiB on the fullest of 8 devices" in text["quick-start.svg"]
     assert "what a step moves" in text["communication.svg"]
     assert "all-gather fsdp" in text["communication.svg"]
     assert "planned compiled" in text["communication.svg"]

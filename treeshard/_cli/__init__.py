@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 # ------------------------------------------------------------------ arguments
 
 _PLAN = """\
+  treeshard plan --shapes run --rules rules.toml --mesh data=2,fsdp=64 --memory 80GB
+
 shapes, as JSON, or as a checkpoint or safetensors (only the header is read):
   {"layers/0/attn/q": {"shape": [1024, 1024], "dtype": "bfloat16"}, "norm": [[1024], "float32"]}
 
@@ -135,6 +137,9 @@ exit code: 0, or 2 if nothing can be read
 """
 _VERIFY = f"""\
 {_PATH}
+  treeshard verify run                # the latest step
+  treeshard verify run --step 200
+
 Reads every leaf of a checkpoint, and compares its checksum with the saved one. Tensors in
 safetensors files have no checksums: their headers, index and file sizes are checked.
 

@@ -40,6 +40,10 @@ def make_mesh(
 ) -> Mesh:
     """Makes a mesh, with its axes assigned to devices by how these are connected.
 
+    Examples:
+        >>> dict(make_mesh("data=2,fsdp=-1").shape)  # on 8 devices
+        {'data': 2, 'fsdp': 4}
+
     Args:
         axes: Axis names and sizes, outermost first: `{"data": 2, "fsdp": -1}` or
             `"data=2,fsdp=-1"`. One size may be -1: it takes the remaining devices.
@@ -69,10 +73,6 @@ def make_mesh(
     Warns:
         ShardingWarning: If axes share a dim of the torus between TPUs, for which JAX has no mesh
             (except of v5e), or if one axis is split over slices without `dcn_axes`.
-
-    Examples:
-        >>> dict(make_mesh("data=2,fsdp=-1").shape)  # on 8 devices
-        {'data': 2, 'fsdp': 4}
 
     Source:
         `jax.make_mesh` and `jax.experimental.mesh_utils`; the notation of EasyLM's

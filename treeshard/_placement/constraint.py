@@ -85,9 +85,7 @@ def with_sharding_constraint(
     - elsewhere, arrays (numpy's too) are placed as by `shard`;
     - a `jax.ShapeDtypeStruct` gets the sharding.
 
-    Outside a trace, a call that places arrays on a mesh of several processes is a collective
-    call, as of `shard`: all of these processes must make it, and they wait for each other. In a
-    trace, and on devices of this process alone, a call never waits for other processes.
+    Outside a trace, on a mesh of several processes, all of them must make the call, as of `shard`.
 
     A leaf is returned unchanged if its spec is `None`, it is not an array, there is no mesh,
     every axis is Manual, or the context has Manual or Explicit axes of another mesh. An
@@ -139,6 +137,12 @@ def unshard(
 ) -> PyTree:
     """Gathers weights for use: constrains a tree to its specs without the axes of FSDP.
 
+    Examples:
+        >>> split = NamedSharding(make_mesh("data=2,fsdp=4"), P("data", "fsdp"))
+        >>> x = jax.device_put(jnp.ones((8, 4)), split)
+        >>> unshard(x, split, "fsdp").sharding.spec
+        P('data',)
+
     Call it on a layer's weights just before they are used, above all inside a scan over layers:
     the partitioner then gathers the weights instead of moving activations. Without
     `jax.checkpoint` around the layer, a scan keeps every gathered layer for its gradient.
@@ -172,12 +176,6 @@ def unshard(
     Warns:
         ShardingWarning: If `axis` looks like a misspelling of one that the specs name. Without
             `specs`, if a mesh is in force and no plan: nothing is gathered.
-
-    Examples:
-        >>> split = NamedSharding(make_mesh("data=2,fsdp=4"), P("data", "fsdp"))
-        >>> x = jax.device_put(jnp.ones((8, 4)), split)
-        >>> unshard(x, split, "fsdp").sharding.spec
-        P('data',)
 
     Source:
         MaxText gathers a layer's weights this way; the name is PyTorch FSDP2's.

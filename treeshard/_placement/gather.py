@@ -55,6 +55,11 @@ def gather(
 ) -> PyTree:
     """Copies a tree from its devices to host memory.
 
+    Examples:
+        >>> mesh = make_mesh("fsdp=8")
+        >>> gather(shard({"w": np.arange(8)}, P("fsdp"), mesh))
+        {'w': array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)}
+
     Each shard is copied once, directly into the result: host memory peaks at the size of the
     result, and no copy stays cached on the arrays.
 
@@ -84,11 +89,6 @@ def gather(
             does not make it within `timeout`, or fails. Nothing is copied.
         ValueError: If `to` is neither `"all"` nor the index of a process.
         ImportError: If `progress` is set and `tqdm` is not installed.
-
-    Examples:
-        >>> mesh = make_mesh("fsdp=8")
-        >>> gather(shard({"w": np.arange(8)}, P("fsdp"), mesh))
-        {'w': array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)}
     """
     _check_receiver(to, "gather")
     return gather_at("", tree, to, progress, timeout)

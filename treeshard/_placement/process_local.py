@@ -50,6 +50,13 @@ def from_process_local(
 ) -> PyTree:
     """Builds arrays over all processes from the part that each process has: usually a batch.
 
+    Examples:
+        >>> mesh = make_mesh("data=2,fsdp=4")
+        >>> part = {"x": np.ones((16, 3), "float32")}
+        >>> batch = from_process_local(part, P(("data", "fsdp")), mesh)
+        >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
+        ((16, 3), (2, 3))
+
     Along a dim that is sharded over processes, their parts are concatenated in the order of the
     mesh: two processes that pass `(4, d1)` each, with `P("data")`, get an array of shape
     `(8, d1)`. Along other dims each process passes the full length, with the same values.
@@ -76,13 +83,6 @@ def from_process_local(
         LeafError: As `shard`; and if a leaf is already on devices of several processes.
         ProcessError: If processes do not pass parts of the same shapes and dtypes with the same
             specs and mesh, or one of them does not make the call within `timeout`.
-
-    Examples:
-        >>> mesh = make_mesh("data=2,fsdp=4")
-        >>> part = {"x": np.ones((16, 3), "float32")}
-        >>> batch = from_process_local(part, P(("data", "fsdp")), mesh)
-        >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
-        ((16, 3), (2, 3))
 
     Source:
         `jax.make_array_from_process_local_data`.

@@ -60,16 +60,26 @@ def shard(
 ) -> PyTree:
     """Places every array of a tree on the devices of a mesh, sharded by its spec.
 
+    Examples:
+        >>> tree = shard({"w": np.ones((16, 4)), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
+        >>> tree["w"].sharding.spec, tree["w"].addressable_shards[0].data.shape
+        (P('fsdp',), (2, 4))
+
+        An array too large for the host, shard by shard:
+
+        >>> rows = lambda path, index: np.arange(index[0].start, index[0].stop, dtype="int32")
+        >>> struct = jax.ShapeDtypeStruct((16,), "int32")
+        >>> shard(struct, P("fsdp"), make_mesh("fsdp=8"), read=rows).addressable_shards[1].data
+        Array([2, 3], dtype=int32)
+
     Each device receives only its own shard: of a leaf of shape `(d0, d1)` with `P("fsdp")`, a
     shard of shape `(d0 / fsdp, d1)`. All leaves are checked before the first one moves. Nothing
     is compiled for arrays on the host or on a single device, which are copied through the host.
     Arrays on several devices move as by `reshard`.
 
-    On a mesh of several processes, all of them must make the call with the full tree, and each
-    takes its own shards from it. The values must be the same on every process. None of them go
-    over the network, but the processes compare checksums of leaves of at most 64 KiB, or of all
-    with `check="values"`. The full tree does not have to exist: `read` fills leaves that are
-    `jax.ShapeDtypeStruct`s, shard by shard; what it returns is not compared.
+    On a mesh of several processes, all of them call it with the same full tree, and each takes
+    its own shards: no values go over the network. If the full tree does not fit a host, `read`
+    fills leaves that are `jax.ShapeDtypeStruct`s, shard by shard; its results are not compared.
 
     Args:
         tree: Any pytree of numpy and JAX arrays. Other leaves, including Python scalars, pass
@@ -84,46 +94,32 @@ def shard(
             in the leaf's dtype. Called once for each shard that this process holds, leaf by
             leaf.
         check: What several processes compare: `"form"` (paths, shapes, dtypes, specs and mesh);
-            `"small"`, the values of leaves of at most 64 KiB too; `"values"`, those of all leaves,
-            which are read once for it.
+            `"small"`, also checksums of leaves of at most 64 KiB; `"values"`, of all leaves.
         progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`). Leaves
             are then placed one by one.
         timeout: Seconds to wait for other processes.
 
     Returns:
-        The tree with a `jax.Array` in place of each array. It never shares memory with the
-        numpy arrays it came from. 64-bit values become 32-bit ones unless JAX's x64 mode is on,
-        as with `jnp.asarray`. A `jax.Array` that is already sharded this way is returned as the
-        same object, and others may share memory with the result: donating it may delete the
-        source. An array of the host that is in the tree at two paths becomes two arrays.
+        The tree with a `jax.Array` in place of each array. 64-bit values become 32-bit ones
+        unless JAX's x64 mode is on, as with `jnp.asarray`. The result never shares memory with
+        numpy arrays. A `jax.Array` that is already sharded this way is returned as it is, and
+        others may share memory with the result: donating it may delete the source. A numpy
+        array at two paths becomes two arrays.
 
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh does not have.
-        SpecError: If a spec names an axis twice, has more entries than the leaf has dims,
-            does not divide a dim, leaves one `UNCONSTRAINED`, or is `unreduced` or `reduced`; or
-            if `specs` does not fit the tree.
+        SpecError: If a spec does not fit its leaf, names an axis twice, or has `UNCONSTRAINED`,
+            `unreduced` or `reduced` parts; if `specs` does not fit the tree.
         DeletedLeafError: If a leaf was deleted or donated.
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct` (without `read`), masked, or of a
             dtype that JAX does not support.
         NoMeshError: If there is no mesh.
         MeshError: If the mesh is an `AbstractMesh`, which has no devices.
         MismatchError: If `read` returns another shape or dtype than requested.
-        ProcessError: If processes do not make the same call with the same leaves, specs and
-            mesh, or one of them does not make it within `timeout`, or fails. No leaf is placed.
+        ProcessError: If the processes' calls differ, or one fails or does not arrive within
+            `timeout`. No leaf is placed.
         ValueError: If `check` is another word.
         ImportError: If `progress` is set and `tqdm` is not installed.
-
-    Examples:
-        >>> tree = shard({"w": np.ones((16, 4)), "name": "mlp"}, P("fsdp"), make_mesh("fsdp=8"))
-        >>> tree["w"].sharding.spec, tree["w"].addressable_shards[0].data.shape
-        (P('fsdp',), (2, 4))
-
-        An array too large for the host, shard by shard:
-
-        >>> rows = lambda path, index: np.arange(index[0].start, index[0].stop, dtype="int32")
-        >>> struct = jax.ShapeDtypeStruct((16,), "int32")
-        >>> shard(struct, P("fsdp"), make_mesh("fsdp=8"), read=rows).addressable_shards[1].data
-        Array([2, 3], dtype=int32)
     """
     if not isinstance(tree, SpecCarrier):  # swapped with the tree, of which `lay` tells
         check_tree(tree, "shard", "shard(tree, specs)")
@@ -140,6 +136,12 @@ def reshard(
     progress: bool = False,
 ) -> PyTree:
     """Moves a tree to other specs or another mesh, from device to device.
+
+    Examples:
+        >>> mesh = make_mesh("data=2,fsdp=4")
+        >>> tree = shard({"w": np.ones((8, 8))}, P("fsdp"), mesh)
+        >>> reshard(tree, P(None, ("fsdp", "data")), mesh)["w"].sharding.spec
+        P(None, ('fsdp', 'data'))
 
     Leaves that are already sharded this way are not moved. Leaves that move between the same
     devices do so in one compiled program for the whole tree. Leaves on a single device are first
@@ -168,12 +170,6 @@ def reshard(
     Raises:
         UnknownAxisError, SpecError, NoMeshError, MeshError: As `shard`, for specs and meshes.
         DeletedLeafError, LeafError, ProcessError: As `shard`, for leaves and processes.
-
-    Examples:
-        >>> mesh = make_mesh("data=2,fsdp=4")
-        >>> tree = shard({"w": np.ones((8, 8))}, P("fsdp"), mesh)
-        >>> reshard(tree, P(None, ("fsdp", "data")), mesh)["w"].sharding.spec
-        P(None, ('fsdp', 'data'))
     """
     call = Call(
         "reshard", replicate_then_split, sends_local=True, progress=progress, timeout=timeout

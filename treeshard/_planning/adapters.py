@@ -30,6 +30,12 @@ from treeshard._planning.tactics import Refined, Step, Tactic
 def follow(base: str, *, blocks: bool = False) -> Tactic:
     """Shards a leaf as the base leaf that it belongs to, dim by dim.
 
+    Examples:
+        >>> tree = {"weight": np.ones((512, 256)), "a": np.ones((8, 256)), "b": np.ones((512, 8))}
+        >>> rules = [("weight", P("fsdp", "tensor")), ("a|b", follow("weight"))]
+        >>> plan(tree, rules, make_mesh("fsdp=4,tensor=2")).specs
+        {'a': P(None, 'tensor'), 'b': P('fsdp',), 'weight': P('fsdp', 'tensor')}
+
     The base leaf is at the path `base` beside the leaf or beside one of its ancestors, the nearest
     first. If `base` is a branch, the base leaf is in it at the rest of the leaf's path: for
     `ema/mlp/w` and `"params"` it is `params/mlp/w`.
@@ -57,12 +63,6 @@ def follow(base: str, *, blocks: bool = False) -> Tactic:
 
     Returns:
         A tactic, for use as the action of a rule.
-
-    Examples:
-        >>> tree = {"weight": np.ones((512, 256)), "a": np.ones((8, 256)), "b": np.ones((512, 8))}
-        >>> rules = [("weight", P("fsdp", "tensor")), ("a|b", follow("weight"))]
-        >>> plan(tree, rules, make_mesh("fsdp=4,tensor=2")).specs
-        {'a': P(None, 'tensor'), 'b': P('fsdp',), 'weight': P('fsdp', 'tensor')}
     """
     return Tactic((Follow(base, blocks),))
 

@@ -572,6 +572,12 @@ class Plan(SpecCarrier):
 def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = None) -> Plan:
     """Decides how every leaf of a tree is sharded, by the first rule that matches its path.
 
+    Examples:
+        >>> params = {"norm": jax.numpy.ones(64), "weight": jax.numpy.ones((512, 64))}
+        >>> decided = plan(params, [("norm", None), (".*", fsdp("fsdp"))], make_mesh("fsdp=8"))
+        >>> decided.specs
+        {'norm': P(), 'weight': P('fsdp',)}
+
     Nothing is moved and no values are read. A spec that does not fit its leaf raises no
     error: the plan records what was changed, as `adjustments` of the leaf. `Plan.check`
     raises for it.
@@ -595,12 +601,6 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
             arguments are in another order.
         ArgumentError: If the tree is a class, a function or another opaque object.
         MeshError: If `mesh` is not one, or text does not say the size of every axis.
-
-    Examples:
-        >>> params = {"norm": jax.numpy.ones(64), "weight": jax.numpy.ones((512, 64))}
-        >>> decided = plan(params, [("norm", None), (".*", fsdp("fsdp"))], make_mesh("fsdp=8"))
-        >>> decided.specs
-        {'norm': P(), 'weight': P('fsdp',)}
     """
     call = "plan(tree, rules, mesh)"
     check_order(rules, tree, "plan", call)

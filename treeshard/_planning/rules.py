@@ -37,6 +37,11 @@ def match_partition_rules(
 ) -> SpecTree:
     """Chooses the spec of every leaf of a tree by the first rule that matches its path.
 
+    Examples:
+        >>> params = {"mlp": {"weight": jax.numpy.zeros((256, 64)), "bias": jax.numpy.zeros(64)}}
+        >>> match_partition_rules([("bias", None), (".*", P("fsdp"))], params)
+        {'mlp': {'bias': P(), 'weight': P('fsdp',)}}
+
     Paths are those of `leaf_paths`. A pattern may match anywhere in a path (`re.search`), so
     that one list of rules serves both parameters and their copies in optimizer state. A
     pattern anchored with `^` matches at the start of the full path only, and so not in such
@@ -73,11 +78,6 @@ def match_partition_rules(
     Warns:
         ShardingWarning: If leaves are replicated for `min_size` although their action is a spec.
             All are listed. Tactics and functions may leave small leaves replicated silently.
-
-    Examples:
-        >>> params = {"mlp": {"weight": jax.numpy.zeros((256, 64)), "bias": jax.numpy.zeros(64)}}
-        >>> match_partition_rules([("bias", None), (".*", P("fsdp"))], params)
-        {'mlp': {'bias': P(), 'weight': P('fsdp',)}}
 
     Source:
         The function of this name in EasyLM and EasyDeL.

@@ -55,6 +55,15 @@ def save(
 ) -> None:
     """Saves a tree as a checkpoint. Each process writes its own shards; nothing is gathered.
 
+    Examples:
+        >>> w = shard(np.ones((256, 64), np.float32), P("fsdp"), make_mesh("fsdp=8"))
+        >>> state = {"w": w, "key": jax.random.key(0), "step": 7, "act": jax.nn.relu}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/step_7", state)
+        ...     again = restore(f"{folder}/step_7", state, rules=[(".*", P("data"))], mesh=mesh)
+        >>> again["w"].sharding.spec, again["step"], again["act"] is jax.nn.relu
+        (P('data',), 7, True)
+
     Before anything is written, `save` checks that every leaf can be saved, and that all processes
     save the same leaves. Saves are atomic: the checkpoint gets its name once it is complete and
     flushed to the disk, and an error on any process leaves no checkpoint and changes nothing else.
@@ -90,15 +99,6 @@ def save(
     Warns:
         ShardingWarning: With `on_divergence="warn"`, if replicas differ. If killed saves had left
             unfinished checkpoints in this directory, which are removed.
-
-    Examples:
-        >>> w = shard(np.ones((256, 64), np.float32), P("fsdp"), make_mesh("fsdp=8"))
-        >>> state = {"w": w, "key": jax.random.key(0), "step": 7, "act": jax.nn.relu}
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save(f"{folder}/step_7", state)
-        ...     again = restore(f"{folder}/step_7", state, rules=[(".*", P("data"))], mesh=mesh)
-        >>> again["w"].sharding.spec, again["step"], again["act"] is jax.nn.relu
-        (P('data',), 7, True)
     """
     if progress:
         with_bar((), "save")  # raises without tqdm, before anything is written

@@ -71,6 +71,15 @@ def restore(
 ) -> PyTree:
     """Reads a checkpoint directly into shards, on any mesh and any number of processes.
 
+    Examples:
+        >>> like = {"w": jax.ShapeDtypeStruct((256, 64), "float32"), "act": jax.nn.relu}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/mlp", {"w": np.ones((256, 64), np.float32), "act": jax.nn.relu})
+        ...     tree = restore(f"{folder}/mlp", like, rules=[("w", P("fsdp"))], mesh=mesh)
+        ...     flat = restore(f"{folder}/mlp")
+        >>> tree["w"].sharding.spec, list(flat)
+        (P('fsdp',), ['w'])
+
     Before any array is read, the requested leaves are compared with the stored ones; no dtype is
     converted silently. After reading, the checksums are compared with the saved ones.
 
@@ -111,15 +120,6 @@ def restore(
             arrive.
         ValueError: If `mesh` or `min_size` is given without `rules`.
         ImportError: If `progress` is set and `tqdm` is not installed.
-
-    Examples:
-        >>> like = {"w": jax.ShapeDtypeStruct((256, 64), "float32"), "act": jax.nn.relu}
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save(f"{folder}/mlp", {"w": np.ones((256, 64), np.float32), "act": jax.nn.relu})
-        ...     tree = restore(f"{folder}/mlp", like, rules=[("w", P("fsdp"))], mesh=mesh)
-        ...     flat = restore(f"{folder}/mlp")
-        >>> tree["w"].sharding.spec, list(flat)
-        (P('fsdp',), ['w'])
     """
     # A restore to host memory alone needs no other process.
     among = [jax.process_index()] if like is None and rules is None else None

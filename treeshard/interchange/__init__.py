@@ -51,11 +51,17 @@ def save_safetensors(
 ) -> None:
     """Writes the arrays of a tree to a safetensors file, with the same bytes as its own package.
 
-    No array is gathered: every process writes the shards that it holds (the first copy of each)
-    to their positions in the file, and needs a few megabytes of memory for that. Saves are
-    atomic: the file gets its name when it is complete and on disk, and after an error on any
-    process the earlier file is unchanged. Several files are read from when their index is renamed.
-    If they replace files of the same names, hard links keep these until then.
+    Examples:
+        >>> mlp = {"w": shard(np.ones((8, 4), np.float32), P("fsdp"), make_mesh("fsdp=8"))}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     file = f"{directory}/model.safetensors"
+        ...     save_safetensors(file, {"mlp": mlp}, rename=lambda path: path.replace("/", "."))
+        ...     load_safetensors(file)["mlp.w"].shape
+        (8, 4)
+
+    No array is gathered: every process writes the shards that it holds to their positions in the
+    file. Saves are atomic: the file gets its name when it is complete and on disk, and after an
+    error on any process the earlier file, or files with their index, are unchanged.
 
     An array at two paths is written for each. Hugging Face's libraries write tied weights once, and
     tie them again when they load: for these, save a tree without the other path.
@@ -92,14 +98,6 @@ def save_safetensors(
     Warns:
         ShardingWarning: If killed saves had left unfinished files in this directory, which are
             removed.
-
-    Examples:
-        >>> mlp = {"w": shard(np.ones((8, 4), np.float32), P("fsdp"), make_mesh("fsdp=8"))}
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     file = f"{directory}/model.safetensors"
-        ...     save_safetensors(file, {"mlp": mlp}, rename=lambda path: path.replace("/", "."))
-        ...     load_safetensors(file)["mlp.w"].shape
-        (8, 4)
 
     Source:
         The format and its order of tensors: github.com/huggingface/safetensors. The names of
@@ -143,6 +141,15 @@ def load_safetensors(
 ) -> Any:
     """Reads safetensors files directly into shards; each process reads only its own bytes.
 
+    Examples:
+        >>> like = {"w": jax.ShapeDtypeStruct((512, 64), "float32"), "act": jax.nn.relu}
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     file = f"{directory}/mlp.safetensors"
+        ...     save_safetensors(file, {"w": np.ones((512, 64), np.float32)})
+        ...     tree = load_safetensors(file, like, rules=[("w", P("fsdp"))], mesh=mesh)
+        >>> tree["w"].sharding.spec
+        P('fsdp',)
+
     All requested tensors are compared with the stored ones before anything is read. Dtypes are
     converted only if `cast` says so.
 
@@ -184,15 +191,6 @@ def load_safetensors(
             arrive.
         ValueError: If `mesh` or `min_size` is given without `rules`, or `rename` without `like`.
         ImportError: If `progress` is set and `tqdm` is not installed.
-
-    Examples:
-        >>> like = {"w": jax.ShapeDtypeStruct((512, 64), "float32"), "act": jax.nn.relu}
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     file = f"{directory}/mlp.safetensors"
-        ...     save_safetensors(file, {"w": np.ones((512, 64), np.float32)})
-        ...     tree = load_safetensors(file, like, rules=[("w", P("fsdp"))], mesh=mesh)
-        >>> tree["w"].sharding.spec
-        P('fsdp',)
     """
     where, source = "load_safetensors", file_path(path)
     if like is None and rename is not None:

@@ -291,26 +291,30 @@ def gather_params(
 ) -> PyTree:
     """Gathers parameters of which every device has a shard; their gradients are means.
 
+    Examples:
+        >>> def loss(params, x):
+        ...     return jnp.mean(x @ gather_params(params, "fsdp", P("fsdp")))
+        >>> def step(params, x):
+        ...     return sync_gradients(jax.grad(loss)(params, x), "fsdp", P("fsdp"))
+        >>> mesh, w, x = make_mesh("fsdp=8"), jnp.ones((8, 2)), jnp.ones((16, 8))
+        >>> f = jax.shard_map(step, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp"))
+        >>> f(w, x)[0]
+        Array([0.5, 0.5], dtype=float32)
+
     In the forward pass, each leaf is all-gathered over those of `axis_names` that shard it. In
     the backward pass, its gradient is reduce-scattered and divided by the number of devices.
 
-    The order of the arguments is that of the UvA tutorials: the axes before the specs
-    (`treeshard.unshard` takes the specs first).
+    With `sync_gradients`, the gradients are those of the mean loss over all devices, on two
+    conditions: the loss is the mean over *this device's* batch, and both functions get the same
+    axes: all that shard the batch or shard parameters to save memory. If the loss was already
+    reduced by `jax.lax.pmean` with `check_vma=True`, return `vary(loss, axis_names)`, or use
+    `value_and_grad`, which is right for every loss. Take the gradient inside `shard_map` and in
+    reverse mode; `jax.jvp` does not work.
 
-    The gradients of `gather_params` and `sync_gradients` together are those of the mean loss
-    over all devices, on two conditions: the loss is the mean over *this device's* batch, and
-    both functions get the same axes, which are all that shard the batch and all that shard
-    parameters to save memory. If JAX tracks what varies (`check_vma=True`), the gradient of a
-    loss that was reduced already by `jax.lax.pmean` would be divided once more: return
-    `vary(loss, axis_names)` then, or use `value_and_grad`, which is right for every loss. Take
-    the gradient inside `shard_map` and in reverse mode; `jax.jvp` does not work.
-
-    Inside a scan over layers, with `jax.checkpoint` around the layer, no more than one or two
-    layers are gathered at a time. Without it, all gathered weights are kept for the backward
-    pass. The plan of the stacked layers fits one layer too; without a plan, the leaves of a layer
-    have the specs that `layer_specs` returns. Call `vary` on the parameters first: the gradients
-    of leaves that no axis shards are then averaged once, by `sync_gradients`, instead of once per
-    layer.
+    In a scan over layers, put `jax.checkpoint` around the layer: else all gathered weights are
+    kept for the backward pass. The plan of the stacked layers, or `layer_specs`, fits one layer.
+    Call `vary` on the parameters first, so that `sync_gradients` averages the gradients of
+    replicated leaves once, instead of once per layer.
 
     Args:
         params: Any pytree. Leaves that are not arrays pass through.
@@ -332,16 +336,6 @@ def gather_params(
             over an axis because an axis further in still shards it.
         UnknownAxisError: If an axis is not bound here, or a spec has an axis that the mesh
             lacks.
-
-    Examples:
-        >>> def loss(params, x):
-        ...     return jnp.mean(x @ gather_params(params, "fsdp", P("fsdp")))
-        >>> def step(params, x):
-        ...     return sync_gradients(jax.grad(loss)(params, x), "fsdp", P("fsdp"))
-        >>> mesh, w, x = make_mesh("fsdp=8"), jnp.ones((8, 2)), jnp.ones((16, 8))
-        >>> f = jax.shard_map(step, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=P("fsdp"))
-        >>> f(w, x)[0]
-        Array([0.5, 0.5], dtype=float32)
 
     Source:
         The function of this name in the UvA deep-learning tutorials on FSDP; ZeRO stage 3,
@@ -484,6 +478,15 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Makes a gradient function for `shard_map`; the one for `jit` is `training.value_and_grad`.
 
+    Examples:
+        >>> step = value_and_grad(lambda w, x: jnp.mean(x @ w), "fsdp", P("fsdp"))
+        >>> mesh, w, x = make_mesh("fsdp=8"), jnp.ones((8, 2)), jnp.ones((16, 8))
+        >>> f = jax.shard_map(
+        ...     step, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=(P(), P("fsdp"))
+        ... )
+        >>> f(w, x)[1][0]
+        Array([0.5, 0.5], dtype=float32)
+
     It gathers the parameters, differentiates and averages: FSDP in one call. It is right for
     every loss: for the mean over this device's batch (the gradients are then those of the mean
     over all devices), and for a loss that was reduced by `jax.lax.pmean`, `psum`, or a quotient
@@ -514,15 +517,6 @@ def value_and_grad(
             the loss varies over an axis that is not in `axis_names` and over which no
             parameter varies: its gradients would be sums over that axis.
         UnknownAxisError: When called, if an axis is not bound here.
-
-    Examples:
-        >>> step = value_and_grad(lambda w, x: jnp.mean(x @ w), "fsdp", P("fsdp"))
-        >>> mesh, w, x = make_mesh("fsdp=8"), jnp.ones((8, 2)), jnp.ones((16, 8))
-        >>> f = jax.shard_map(
-        ...     step, mesh=mesh, in_specs=(P("fsdp"), P("fsdp")), out_specs=(P(), P("fsdp"))
-        ... )
-        >>> f(w, x)[1][0]
-        Array([0.5, 0.5], dtype=float32)
     """
     where = "value_and_grad"
     axes = axis_tuple(axis_names, where)

@@ -79,11 +79,22 @@ def suggest(
 ) -> Suggestions:
     """Finds the mesh and the rules with which a model trains on given devices, with reasons.
 
-    It plans every factoring of the devices into the axes of every strategy, drops what cannot be,
-    and orders the rest by what their plans send over which links. Then it compiles for the devices
-    the first of each value of an option, such as `remat`, and with the fastest options one after
-    the other until `top` of them fit. These it ranks by time, then by what exposes least, then by
-    memory; within 3% of each other, the simplest comes first: replicated, ZeRO-1, FSDP, two axes.
+    Examples:
+        >>> def make(mesh, rules):
+        ...     plan = ts.plan({"w": jax.ShapeDtypeStruct((512, 512), "float32")}, rules, mesh)
+        ...     def step(state, batch):
+        ...         loss, grads = jax.value_and_grad(lambda p: jnp.sum(batch @ p["w"]))(state)
+        ...         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+        ...     batch = jax.ShapeDtypeStruct((64, 512), "float32")
+        ...     return ts.jit_step(step, plan), plan.structs, batch
+        >>> found = ts.suggest(make, devices=8, strategies=["DP", "FSDP"], memory="1GB")
+        >>> found.best.mesh, found.best.fits
+        ('fsdp=8', True)
+
+    It plans every way to split the devices into the axes of every strategy, and orders them by what
+    their plans send over which links. Then it compiles the first of them with each value of an
+    option, such as `remat`, and with the fastest options one after the other until `top` fit. It
+    ranks these by time, by waiting and by memory; within 3%, the simplest strategy comes first.
 
     Args:
         make: `make(mesh, rules)` returns `(step, state, batch)`: a step of `jit_step` or
@@ -117,18 +128,6 @@ def suggest(
 
     Warns:
         ShardingWarning: As the steps that `make` builds.
-
-    Examples:
-        >>> def make(mesh, rules):
-        ...     plan = ts.plan({"w": jax.ShapeDtypeStruct((512, 512), "float32")}, rules, mesh)
-        ...     def step(state, batch):
-        ...         loss, grads = jax.value_and_grad(lambda p: jnp.sum(batch @ p["w"]))(state)
-        ...         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
-        ...     batch = jax.ShapeDtypeStruct((64, 512), "float32")
-        ...     return ts.jit_step(step, plan), plan.structs, batch
-        >>> found = ts.suggest(make, devices=8, strategies=["DP", "FSDP"], memory="1GB")
-        >>> found.best.mesh, found.best.fits
-        ('fsdp=8', True)
     """
     target = _target_of(topology, devices, memory, chip)
     offered = _offered(make, global_batch)

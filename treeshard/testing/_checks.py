@@ -83,22 +83,26 @@ def check_gradients(
 ) -> Report:
     """Checks that the gradients of a loss are the same on one device and in many layouts.
 
-    Compares the raw gradients, leaf by leaf, and not the updated parameters: an optimizer such as
-    Adam hides a wrong factor. Of what differs the report says what was measured, and a cause if the
-    numbers of all devices prove it.
+    Examples:
+        >>> random = np.random.default_rng(0)
+        >>> params = {"w": random.normal(size=(8, 4)).astype("float32")}
+        >>> batch = random.normal(size=(16, 8)).astype("float32")
+        >>> rules = [("w", fsdp("fsdp", min_size=0))]
+        >>> planned = plan(params, rules, make_mesh("data=2,fsdp=4"))
+        >>> loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
+        >>> check_gradients(loss, params, batch, planned).ok
+        True
 
-    A result is wrong if it is further from that of one device than 12 times the rounding noise,
-    which is measured on one device: with the rows of the batch in other orders, parameters changed
-    in their last bit, and twice the precision. A program with floats of 16 or 8 bits is compared
-    twice, with its own dtypes and with float32 in their place. For each leaf the report has the
-    smallest error that would have been seen.
+    Compares the raw gradients, leaf by leaf: an optimizer such as Adam hides a wrong factor. A
+    result is wrong if it differs from that of one device by more than 12 times the rounding noise,
+    which is measured: with the rows of the batch in other orders, parameters changed in their last
+    bit, and twice the precision. A program with floats of 16 or 8 bits is compared twice, with its
+    own dtypes and with float32. For each leaf the report has the smallest error that would have
+    been seen. Parameters are moved by 1% of their scale first, since a head of zeros makes other
+    gradients zero. Leaves about which a comparison says nothing are listed as not compared.
 
-    Parameters are moved once by 1% of their scale, since a head of zeros makes all gradients before
-    it zero. Leaves of which a comparison shows nothing are listed as not compared: those whose
-    gradient is zero all the same, and those of which all devices get the same from their own rows.
-
-    It needs several devices: `treeshard.simulate_devices(8)` will do. A fault of the compiler for
-    another platform shows on that platform only. On several processes all make the same call.
+    It needs several devices, which may be simulated; a fault of another platform's compiler shows
+    only there. On several processes all make the same call.
 
     Args:
         loss: Takes `(params, batch)` and returns the loss, or a tuple that starts with it. It
@@ -127,16 +131,6 @@ def check_gradients(
             nor the plan says how the batch is split; if there is no layout of a name.
         StateError: If `by_hand` does not return `(loss, grads)`.
         MeshError: If the plan's mesh has one device, or none.
-
-    Examples:
-        >>> random = np.random.default_rng(0)
-        >>> params = {"w": random.normal(size=(8, 4)).astype("float32")}
-        >>> batch = random.normal(size=(16, 8)).astype("float32")
-        >>> rules = [("w", fsdp("fsdp", min_size=0))]
-        >>> planned = plan(params, rules, make_mesh("data=2,fsdp=4"))
-        >>> loss = lambda p, x: jnp.mean((x @ p["w"]) ** 2)
-        >>> check_gradients(loss, params, batch, planned).ok
-        True
     """
     available = default_layouts(plan, batch, batch_specs, by_hand=by_hand is not None)
     chosen = selected("check_gradients", available, layouts)
@@ -154,6 +148,16 @@ def check_step(
     restore_on: MeshLike | None = None,
 ) -> Report:
     """Checks that a training step does the same on one device and in other layouts, twice in a row.
+
+    Examples:
+        >>> planned = plan({"w": jnp.zeros(8)}, [("w", P("fsdp"))], make_mesh("fsdp=8"))
+        >>> batch = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
+        >>> def sgd(state, x):
+        ...     grad = jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(state["w"])
+        ...     return {"w": state["w"] - 0.1 * grad}, ()
+        >>> step = jit_step(sgd, planned, batch=P("fsdp"))
+        >>> check_step(step, {"w": jnp.zeros(8)}, batch).ok
+        True
 
     Compares how each of two steps changes every leaf of the state, and the rest that the step
     returns. A first moment shows the scale of the raw gradient, which the parameters of Adam hide.
@@ -180,16 +184,6 @@ def check_step(
         SpecError: If the state does not match the plan of the step, or there is no layout of a
             name.
         MeshError: If the plan's mesh has one device.
-
-    Examples:
-        >>> planned = plan({"w": jnp.zeros(8)}, [("w", P("fsdp"))], make_mesh("fsdp=8"))
-        >>> batch = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
-        >>> def sgd(state, x):
-        ...     grad = jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(state["w"])
-        ...     return {"w": state["w"] - 0.1 * grad}, ()
-        >>> step = jit_step(sgd, planned, batch=P("fsdp"))
-        >>> check_step(step, {"w": jnp.zeros(8)}, batch).ok
-        True
     """
     names = ["plan", "mesh", "axes"] if step.is_by_hand else ["plan", "mesh", "axes", "batch"]
     available = default_layouts(step.plan, batch, step.batch_specs)

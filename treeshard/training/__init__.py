@@ -65,6 +65,16 @@ def init_sharded(
 ) -> tuple[PyTree, Plan]:
     """Calls `fn(*args)` and returns its result initialised sharded: no device holds all of it.
 
+    Examples:
+        >>> def init(key):
+        ...     return {"w": jax.random.normal(key, (1024, 64)), "step": jnp.int32(0)}
+        >>> mesh = ts.make_mesh("fsdp=8")
+        >>> state, plan = init_sharded(
+        ...     init, jax.random.key(0), rules=[(".*", ts.fsdp("fsdp"))], mesh=mesh
+        ... )
+        >>> state["w"].sharding.spec
+        P('fsdp',)
+
     `fn` is traced once for the shapes, to which the rules are applied. Then it is compiled
     once, and each device computes its own shards. The values are those of
     `jax.jit(fn)(*args)` on one device: bit for bit from elementwise initialisers, and to rounding
@@ -102,16 +112,6 @@ def init_sharded(
     Warns:
         ShardingWarning: If leaves are replicated for `min_size` although their action is a
             spec, as in `treeshard.match_partition_rules`.
-
-    Examples:
-        >>> def init(key):
-        ...     return {"w": jax.random.normal(key, (1024, 64)), "step": jnp.int32(0)}
-        >>> mesh = ts.make_mesh("fsdp=8")
-        >>> state, plan = init_sharded(
-        ...     init, jax.random.key(0), rules=[(".*", ts.fsdp("fsdp"))], mesh=mesh
-        ... )
-        >>> state["w"].sharding.spec
-        P('fsdp',)
 
     Source:
         Shapes first, then a jitted init with `out_shardings`, as in EasyLM and in Flax's
@@ -201,19 +201,22 @@ def jit_step(
 ) -> Any:
     """Compiles a training step once, with the state sharded by the plan before and after it.
 
-    Also a decorator: `@jit_step(plan=plan)`.
+    Examples:
+        >>> mesh = ts.make_mesh("fsdp=8")
+        >>> state = {"w": jnp.zeros(8), "step": jnp.int32(0)}
+        >>> plan = ts.plan(state, [(".*", ts.fsdp("fsdp", min_size=0))], mesh)
+        >>> @jit_step(plan=plan)
+        ... def step(state, batch):
+        ...     return {"w": state["w"] + batch.mean(0), "step": state["step"] + 1}, batch.sum()
+        >>> state, total = step(ts.shard(state, plan), np.ones((16, 8), "float32"))
+        >>> float(total)
+        128.0
 
-    On several processes, all must call the step with batches of one form: the same structure,
-    shapes, dtypes and shardings. Each passes the full batch in numpy arrays, or a batch that
-    `from_process_local` made of their parts. The processes compare the form once, before the
-    first step of that form; later steps exchange nothing outside of the compiled program. Of a
-    batch of global arrays that are sharded by `batch` already, the processes compare nothing,
-    since all of them took part when it was made. If a process passes a form that has to be
-    compared while others pass one that does not, it raises `ProcessError` after 60 seconds, and
-    names the processes that did not arrive. The others wait for it in the step until it calls the
-    step as they do, or ends. If all forms need no comparison and differ, such as the training
-    batch on one process and the test batch on another, the processes run different programs:
-    what JAX does then depends on the platform, and it may wait without end.
+    Also a decorator without arguments but the plan, as here, or `step = jit_step(fn, plan)`. On
+    several processes, all call the step with batches of the same structure, shapes, dtypes and
+    shardings: the full batch in numpy arrays, or a batch of `from_process_local`. They compare
+    this once for each form of numpy batch, and later steps exchange nothing outside of the
+    compiled program.
 
     Args:
         fn: Takes `(state, batch)` and returns `(state, aux)`, where the new state has the
@@ -221,17 +224,14 @@ def jit_step(
         plan: The plan of the state, as `init_sharded` returns it.
         batch: The specs of the batch: a tree of them, or one for all its leaves. By default
             dim 0 of each leaf is split over the axes along which parameters are gathered for use
-            (`Plan.fsdp_axes`: those of `fsdp` tactics, and of specs whose axes have such names),
-            and over the other axes of the mesh for data, by their names: `data`, `dp`, `batch`,
-            `replica`, `fsdp`. That is `P(("data", "fsdp"))` on a mesh of both. Axes for tensor
-            parallelism (`tensor`, `tp`, `model`, `mp`) and pipelines (`stage`, `pp`) do not split
-            it. A spec does not say what an axis of another name is for, nor how `sp` and `ep`
-            split a batch: such axes do not split it, with a warning. Scalars are replicated.
+            (`Plan.fsdp_axes`) and over axes named `data`, `dp`, `batch`, `replica` or `fsdp`:
+            `P(("data", "fsdp"))` on a mesh of both. Axes for tensor parallelism (`tensor`, `tp`,
+            `model`, `mp`) and pipelines (`stage`, `pp`) do not split it; other names do not
+            either, with a warning. Scalars are replicated.
         donate: Whether the new state reuses the memory of the old state, which is deleted. Arrays
             of the state that share memory, as in `{"params": p, "ema": p}`, are copied then.
         watch: Seconds after which a step that has not ended is reported on stderr, once: every
-            process says in which step and at which lines of your code it is. By default nothing
-            is watched. It holds one array of each running step, the smallest.
+            process says in which step and at which lines of your code it is.
 
     Returns:
         A callable `step(state, batch) -> (state, aux)`. It places numpy batches on the
@@ -254,24 +254,11 @@ def jit_step(
         ValueError: If `watch` is not positive.
 
     Warns:
-        ShardingWarning: If the batch is not split over an axis along which parameters are
-            gathered (`Plan.fsdp_axes`), or, while it is split over others, over one that shards
-            no leaf of the state: all devices along it do the same work. If `batch` is not given
-            and the name of an axis does not say whether it splits the batch. When called, if
-            arrays of the state are copied because they share memory (names the paths of both),
+        ShardingWarning: If all devices along an axis do the same work, since it does not split
+            the batch; if `batch` is not given and the name of an axis does not say whether it
+            splits it. When called, if arrays of the state are copied because they share memory,
             if leaves of the state are numpy arrays again, or if `fn` uses `device_put` to one
             device, which has no effect.
-
-    Examples:
-        >>> mesh = ts.make_mesh("fsdp=8")
-        >>> state = {"w": jnp.zeros(8), "step": jnp.int32(0)}
-        >>> plan = ts.plan(state, [(".*", ts.fsdp("fsdp", min_size=0))], mesh)
-        >>> @jit_step(plan=plan)
-        ... def step(state, batch):
-        ...     return {"w": state["w"] + batch.mean(0), "step": state["step"] + 1}, batch.sum()
-        >>> state, total = step(ts.shard(state, plan), np.ones((16, 8), "float32"))
-        >>> float(total)
-        128.0
     """
     if fn is None:
         return partial(jit_step, plan=plan, batch=batch, donate=donate, watch=watch)
@@ -287,6 +274,20 @@ def shard_map_step(
     watch: float | None = None,
 ) -> Any:
     """Compiles a training step whose code runs once per device, on its shards, as in `shard_map`.
+
+    Examples:
+        >>> from treeshard.manual import value_and_grad
+        >>> mesh = ts.make_mesh("fsdp=8")
+        >>> plan = ts.plan({"w": jnp.zeros(8)}, [("w", P("fsdp"))], mesh, min_size=0)
+        >>> grad = value_and_grad(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), "fsdp", plan)
+        >>> @shard_map_step(plan=plan, batch=P("fsdp"))
+        ... def step(state, batch):
+        ...     loss, grads = grad(state, batch)
+        ...     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+        >>> state = ts.shard({"w": np.zeros(8, "float32")}, plan)
+        >>> state, loss = step(state, np.ones((16, 8), "float32"))
+        >>> float(loss)
+        1.0
 
     Like `jit_step`, but `fn` is called inside `jax.shard_map` over all axes of the mesh, with
     this device's shards of the state and of the batch. `fn` itself gathers parameters and
@@ -314,20 +315,6 @@ def shard_map_step(
 
     Warns:
         ShardingWarning: As `jit_step`.
-
-    Examples:
-        >>> from treeshard.manual import value_and_grad
-        >>> mesh = ts.make_mesh("fsdp=8")
-        >>> plan = ts.plan({"w": jnp.zeros(8)}, [("w", P("fsdp"))], mesh, min_size=0)
-        >>> grad = value_and_grad(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), "fsdp", plan)
-        >>> @shard_map_step(plan=plan, batch=P("fsdp"))
-        ... def step(state, batch):
-        ...     loss, grads = grad(state, batch)
-        ...     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
-        >>> state = ts.shard({"w": np.zeros(8, "float32")}, plan)
-        >>> state, loss = step(state, np.ones((16, 8), "float32"))
-        >>> float(loss)
-        1.0
 
     Source:
         The shard_map training steps of the UvA deep-learning tutorials.

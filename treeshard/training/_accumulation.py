@@ -50,6 +50,17 @@ def accumulate_gradients(
 ) -> tuple[PyTree, PyTree]:
     """Averages gradients over minibatches that run one after another, to save memory.
 
+    Examples:
+        >>> def grad_fn(minibatch, key):
+        ...     value, grad = jax.value_and_grad(lambda w: (minibatch * w).mean())(2.0)
+        ...     return grad, {"value": value, "largest": (minibatch.max(), 1)}
+        >>> grad, metrics = accumulate_gradients(grad_fn, jnp.arange(8.0), 4)
+        >>> float(grad), float(metrics["value"])  # means
+        (3.5, 7.0)
+        >>> total, count = metrics["largest"]
+        >>> float(total), int(count)
+        (22.0, 4)
+
     Floating-point metrics, such as a mean loss, are averaged too. `Metrics`, and dicts of pairs
     (sum, count) as in `{"loss": (losses.sum(), len(losses))}`, are added up. An integer or a
     boolean alone could be either, and is an error.
@@ -85,17 +96,6 @@ def accumulate_gradients(
             keys, which have no mean. Lists all of them.
         UnknownAxisError: If the mesh lacks one of `axis_names`.
         NoMeshError: If `axis_names` is given and no mesh is in force.
-
-    Examples:
-        >>> def grad_fn(minibatch, key):
-        ...     value, grad = jax.value_and_grad(lambda w: (minibatch * w).mean())(2.0)
-        ...     return grad, {"value": value, "largest": (minibatch.max(), 1)}
-        >>> grad, metrics = accumulate_gradients(grad_fn, jnp.arange(8.0), 4)
-        >>> float(grad), float(metrics["value"])  # means
-        (3.5, 7.0)
-        >>> total, count = metrics["largest"]
-        >>> float(total), int(count)
-        (22.0, 4)
 
     Source:
         The function of this name in the UvA deep-learning tutorials.

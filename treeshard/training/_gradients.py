@@ -46,20 +46,31 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Makes a gradient function for `jit`; the one for `shard_map` is `manual.value_and_grad`.
 
+    Examples:
+        >>> mesh = ts.make_mesh("data=2,fsdp=4")
+        >>> state = {"w": jnp.zeros(8)}
+        >>> plan = ts.plan(state, [("w", ts.fsdp("fsdp", min_size=0))], mesh)
+        >>> @jit_step(plan=plan)
+        ... def step(state, batch):
+        ...     loss = lambda p, x: jnp.mean((x @ ts.unshard(p)["w"] - 1) ** 2)
+        ...     value, grads = ts.training.value_and_grad(loss)(state, batch)
+        ...     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+        >>> state, value = step(ts.shard(state, plan), np.ones((16, 8), "float32"))
+        >>> float(value)
+        1.0
+
     Like `jax.value_and_grad`, whose results it returns, with less communication and memory:
 
-    - Gradients are constrained to the specs of their parameters. A compiler then reduce-scatters
-      them, where it might otherwise all-reduce and keep full gradients, such as with AdamW.
+    - Gradients are constrained to the specs of their parameters, so that a compiler can
+      reduce-scatter them.
     - Where the batch is split over an axis that shards no parameter, such as `data` of a mesh
       `data=2,fsdp=4` (HSDP), each part of the batch along it is differentiated separately, and
-      the shards of the gradients are averaged over the axis. Compilers otherwise all-reduce full
-      gradients over both axes at once.
+      the shards of the gradients are averaged over the axis.
 
     In the second case, `loss` is called with the rows of one part, so it must be a mean over the
-    rows of `args`: the value and the gradients are means over the parts. For a mean with weights,
-    divide by `jax.lax.pmean(weights.sum(), axis)`, or pass `axis_names=()`. Arrays in `args` are
-    split on dim 0, and scalars and keys are the same for all parts: for other random numbers in
-    each row, pass an array of keys with one key per row. What `loss` closes over is not split.
+    rows of `args`. For a mean with weights, divide by `jax.lax.pmean(weights.sum(), axis)`, or
+    pass `axis_names=()`. Arrays in `args` are split on dim 0; scalars, keys and what `loss` closes
+    over are the same for all parts. For other random numbers in each row, pass a key per row.
 
     Without a mesh, it is `jax.value_and_grad`.
 
@@ -86,19 +97,6 @@ def value_and_grad(
             `manual.value_and_grad` is needed.
         LeafError: When called, if `aux` has scalars that have no mean. Lists all of them.
         UnknownAxisError: When called, if the mesh lacks one of `axis_names`.
-
-    Examples:
-        >>> mesh = ts.make_mesh("data=2,fsdp=4")
-        >>> state = {"w": jnp.zeros(8)}
-        >>> plan = ts.plan(state, [("w", ts.fsdp("fsdp", min_size=0))], mesh)
-        >>> @jit_step(plan=plan)
-        ... def step(state, batch):
-        ...     loss = lambda p, x: jnp.mean((x @ ts.unshard(p)["w"] - 1) ** 2)
-        ...     value, grads = ts.training.value_and_grad(loss)(state, batch)
-        ...     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
-        >>> state, value = step(ts.shard(state, plan), np.ones((16, 8), "float32"))
-        >>> float(value)
-        1.0
 
     Source:
         The twin of `treeshard.manual.value_and_grad`, for code that the compiler partitions.
