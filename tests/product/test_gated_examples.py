@@ -14,7 +14,7 @@ def test_each_step_has_a_lock_for_each_target() -> None:
     assert {path.name for path in (gate.ROOT / "examples" / "locks").iterdir()} == names
 
 
-@pytest.mark.parametrize("step", ["transformer_explicit", "by_hand"])
+@pytest.mark.parametrize("step", ["by_hand"])
 def test_a_step_is_as_locked_on_cpus(step, monkeypatch, capsys) -> None:
     monkeypatch.chdir(gate.ROOT)
     with jax.numpy_rank_promotion("allow"):
