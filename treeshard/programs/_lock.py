@@ -9,6 +9,7 @@ variables. What one of two programs does not tell is not compared, and is report
 import json
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from treeshard import __version__
 from treeshard._core.arrays import array_text
 from treeshard._core.make_mesh import with_devices
 from treeshard._core.mesh import describe_mesh
@@ -123,7 +123,7 @@ def lock_of(compiled: CompiledStep, min_size: int | None = None) -> Lock:
         "jax": jax.__version__,
         "mesh": describe_mesh(compiled.plan.mesh),
         "min_size": types.min_size,
-        "treeshard": __version__,
+        "treeshard": sys.modules["treeshard"].__version__,
         "leaves": _leaves(compiled),
         "collectives": _moved(compiled.communication().compiled),
         "memory": _memory(compiled),
