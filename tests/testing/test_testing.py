@@ -5,8 +5,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import struct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -222,3 +224,41 @@ def test_the_memory_of_arrays_is_compared_where_it_is_said(mesh) -> None:
     for expected in (on_host, {"w": placed["w"].sharding}):
         with pytest.raises(AssertionError, match="'device', expected 'pinned_host'"):
             testing.assert_trees_sharded_as(ts.shard(params, on_device), expected)
+
+
+# ------------------------------------------------------------------ assert_types
+
+
+def gated(*rules: Any) -> tuple[Any, Any, Any]:
+    plan = ts.plan({"w": struct(64, 64)}, list(rules), ts.make_mesh("fsdp=8"), min_size=0)
+
+    @ts.jit_step(plan=plan, batch=P("fsdp"))
+    def step(state, x):
+        loss, grads = ts.training.value_and_grad(
+            lambda state, x: (jnp.tanh(x @ ts.unshard(state["w"])) ** 2).mean()
+        )(state, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+    return step, plan.structs, struct(512, 64)
+
+
+def test_a_step_is_locked_and_what_differs_is_named(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "locks" / "step.lock"
+    arguments = gated(("w", P("fsdp")))
+    with pytest.raises(AssertionError, match="step.lock does not exist. Run this test with TREES"):
+        testing.assert_types(*arguments, file)
+    monkeypatch.setenv("TREESHARD_UPDATE_LOCKS", "1")
+    testing.assert_types(*arguments, file)
+    monkeypatch.delenv("TREESHARD_UPDATE_LOCKS")
+    testing.assert_types(*arguments, str(file))
+    with pytest.raises(ts.errors.UnexpectedShardingError) as caught:
+        testing.assert_types(*gated(("w", None)), file)
+    message = str(caught.value)
+    assert message.startswith(f"The step differs from the one stored in {file}:")
+    assert "  leaf w: spec is P(), was P('fsdp',)." in message
+    assert "  leaf w: role is trained, was trained, gathered." in message
+    assert message.endswith(
+        "run the test with TREESHARD_UPDATE_LOCKS=1 in the environment to store the new step."
+    )
+    testing.assert_types(*gated(("w", None)), file, update=True)
+    testing.assert_types(*gated(("w", None)), file)

@@ -53,16 +53,10 @@ _VERDICTS = {
 
 def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     """Prints what a compiled step moves, needs and costs. Returns one of the exit codes below."""
-    _share_freed_memory()
     mesh = mesh_for(options.mesh, options.topology)
     step, state, batch = load_step(options.function, mesh)
-    traced = call_function(options.function, step.trace, state, batch)
-    device = mesh.devices.flat[0]
-    seconds = compile_seconds(traced.jaxpr, mesh.size, device.platform)
-    devices = f"{mesh.size:,} x {device.device_kind} ({describe_mesh(mesh)})"
     try:
-        with _progress(f"compiling {options.function} for {devices}", _about(seconds)):
-            compiled = call_function(options.function, step.compile, state, batch)
+        compiled = _compiled(options.function, mesh, step, state, batch)
     except DoesNotFitError as error:
         return _refusal(step, error, options.json), _REFUSED
     moved = compiled.communication()
@@ -70,6 +64,24 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     code = _code(compiled.memory().fits, not moved.unplanned, options.strict)
     types = compiled.types() if options.types else None
     return to_text(compiled, moved, types), code
+
+
+def compile_function(options: argparse.Namespace) -> CompiledStep:
+    """Compiles the step of `MODULE:FUNCTION` for the mesh that the options name."""
+    mesh = mesh_for(options.mesh, options.topology)
+    return _compiled(options.function, mesh, *load_step(options.function, mesh))
+
+
+def _compiled(
+    text: str, mesh: jax.sharding.Mesh, step: Step, state: Any, batch: Any
+) -> CompiledStep:
+    _share_freed_memory()
+    traced = call_function(text, step.trace, state, batch)
+    device = mesh.devices.flat[0]
+    seconds = compile_seconds(traced.jaxpr, mesh.size, device.platform)
+    devices = f"{mesh.size:,} x {device.device_kind} ({describe_mesh(mesh)})"
+    with _progress(f"compiling {text} for {devices}", _about(seconds)):
+        return call_function(text, step.compile, state, batch)
 
 
 def _code(fits: bool | None, is_planned: bool, strict: bool) -> int:

@@ -33,6 +33,7 @@ class TracedValue(NamedTuple):
         eqn: The equation.
         number: Which of its results.
         line: The line of the user's code, as `file:line`; empty if there is none.
+        function: The function that has this line, `Block.__call__`; empty if there is none.
         region: `"forward"` or `"backward"` if it is differentiated, else `""`.
         scope: The names of `jax.named_scope` around it, `encoder/attn`.
         known: What the walk knows of it: the leaves that it comes from, and more.
@@ -49,6 +50,7 @@ class TracedValue(NamedTuple):
     eqn: Any
     number: int
     line: str
+    function: str
     region: str
     scope: str
     known: Value
@@ -124,6 +126,7 @@ class _LineWalk(Walk):
                 eqn,
                 number,
                 line,
+                function_of(eqn, at, line),
                 region_of(name),
                 scope_of(name),
                 results[number],
@@ -187,14 +190,28 @@ def line_of(eqn: Any, at: Place) -> str:
     JAX traces functions such as `jax.nn.relu` once, and later calls have no line of their own in
     them: then it is the line of the call.
     """
-    lines = [line for each in (eqn, *reversed(at.within)) for line in _stack_lines(each)]
+    lines = [_line_of_frame(frame) for frame in _stack(eqn, at)]
     return user_line(line for line in lines if not line.startswith(HIDDEN))
 
 
-def _stack_lines(eqn: Any) -> list[str]:
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
-    return [f"{frame.file_name}:{frame.line_num}" for frame in frames]
+# `<locals>` of `make.<locals>.loss`, and comprehensions, which are functions until Python 3.11.
+_NO_FUNCTION = re.compile(r"\.<(?:locals|listcomp|setcomp|dictcomp)>")
+
+
+def function_of(eqn: Any, at: Place, line: str) -> str:
+    """The function that has a line of `line_of`: `make.loss`, or `Block.__call__`."""
+    names = [frame.function_name for frame in _stack(eqn, at) if _line_of_frame(frame) == line]
+    return _NO_FUNCTION.sub("", names[0]) if names else ""
+
+
+def _stack(eqn: Any, at: Place) -> list[Any]:
+    """The frames of an equation's stack and of those around it, the innermost first."""
+    tracebacks = [each.source_info.traceback for each in (eqn, *reversed(at.within))]
+    return [frame for traceback in tracebacks if traceback for frame in traceback.frames]
+
+
+def _line_of_frame(frame: Any) -> str:
+    return f"{frame.file_name}:{frame.line_num}"
 
 
 # Words of JAX in the names of equations, and the patterns of `einsum`.

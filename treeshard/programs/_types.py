@@ -60,6 +60,7 @@ class StepValue(NamedTuple):
             shape; empty before the step is compiled.
         at_peak: Whether one is live when the program needs most memory; `None` before it is
             compiled, and if its bytes are unknown.
+        function: The function that has the line, such as `Block.__call__`; empty if JAX knows none.
 
     Examples:
         >>> value = ts.programs.StepValue(
@@ -84,6 +85,7 @@ class StepValue(NamedTuple):
     times: int | None
     where: str
     at_peak: bool | None
+    function: str = ""
 
     @property
     def total_bytes(self) -> int | None:
@@ -409,6 +411,7 @@ def _step_value(row: Sequence[_Found], plan: Plan, peak: _Peak | None) -> StepVa
         _times([found.value for found in row]),
         where,
         _is_at_peak(value, split, where, peak),
+        value.function,
     )
 
 

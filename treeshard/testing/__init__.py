@@ -2,7 +2,11 @@
 
 from treeshard._inspection.stability import assert_stable_step, diff_shardings
 from treeshard.communication import assert_collectives
-from treeshard.testing._assertions import assert_same_plan, assert_trees_sharded_as
+from treeshard.testing._assertions import (
+    assert_same_plan,
+    assert_trees_sharded_as,
+    assert_types,
+)
 from treeshard.testing._checks import check_gradients, check_step
 from treeshard.testing._layouts import Layout, layouts
 from treeshard.testing._report import Problem, Report
@@ -15,6 +19,7 @@ __all__ = [
     "assert_same_plan",
     "assert_stable_step",
     "assert_trees_sharded_as",
+    "assert_types",
     "check_gradients",
     "check_step",
     "diff_shardings",

@@ -20,8 +20,11 @@ from treeshard._core.spec_trees import SpecCarrier, SpecTree, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError, UnexpectedShardingError, listed
+from treeshard.programs._lock import compare_locks, lock_of, read_lock, write_lock
+from treeshard.training._step import Step
 
 _UPDATE = "TREESHARD_UPDATE_PLANS"
+_UPDATE_LOCKS = "TREESHARD_UPDATE_LOCKS"
 
 
 def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool = False) -> None:
@@ -53,7 +56,7 @@ def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool =
         ...     assert_same_plan(decided, folder + "/mlp.json")
     """
     file = Path(path)
-    if update or os.environ.get(_UPDATE, "0") not in ("", "0"):
+    if update or _is_set(_UPDATE):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(plan.to_json(), encoding="utf-8")
         return
@@ -68,6 +71,80 @@ def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool =
             f"If this is intended, run the test with {_UPDATE}=1 in the environment to store the"
             " new plan."
         )
+
+
+def assert_types(
+    step: Step,
+    state: PyTree,
+    batch: PyTree,
+    path: str | os.PathLike[str],
+    *,
+    update: bool = False,
+    min_size: int | None = None,
+) -> None:
+    """Checks that a step still means and costs what is locked in a file.
+
+    The step is compiled and not run. The file is that of `treeshard gate`, JSON with a line for
+    each fact: specs and roles of the leaves, bytes moved by kind, axes and leaf, memory,
+    operations, and how large values are split. Commit it, and a review shows what a change does.
+    Run the test with `TREESHARD_UPDATE_LOCKS=1` in the environment to write the file, the first
+    time and after an intended change.
+
+    Values are compared by file, function, pass, dtype and shape, and never by line. More than
+    locked by 2% of bytes moved or of operations, or by 5% of memory, is a difference; less is not.
+    What one of the two programs does not tell is not compared.
+
+    Args:
+        step: A step of `jit_step` or `shard_map_step`.
+        state: The state, or `plan.structs`.
+        batch: A batch, or `jax.ShapeDtypeStruct`s of one.
+        path: The file, by convention `*.lock`. Missing directories are created.
+        update: Whether to write the file instead of comparing, whatever the environment.
+        min_size: For a new file: values with fewer elements are left out; 16,384 by default. A
+            stored one keeps its own.
+
+    Raises:
+        UnexpectedShardingError: If the step differs from the stored one; the message lists every
+            leaf, sum and value that differs. If the file does not exist. It is an `AssertionError`.
+        FormatError: If the file is not a lock, or has another format.
+        MeshError: If the file is for other devices or another mesh.
+        DoesNotFitError, SpecError, StateError: As `step.compile`.
+
+    Examples:
+        >>> mesh = make_mesh("fsdp=8")
+        >>> decided = plan({"w": jnp.ones((64, 64))}, [("w", P("fsdp"))], mesh, min_size=0)
+        >>> @jit_step(plan=decided, batch=P("fsdp"))
+        ... def step(state, batch):
+        ...     return state, jnp.sum(batch @ state["w"])
+        >>> batch = np.ones((512, 64), "float32")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     assert_types(step, decided.structs, batch, folder + "/step.lock", update=True)
+        ...     assert_types(step, decided.structs, batch, folder + "/step.lock")
+    """
+    file = Path(path)
+    if update or _is_set(_UPDATE_LOCKS):
+        write_lock(lock_of(step.compile(state, batch), min_size), file)
+        return
+    if not file.exists():
+        raise UnexpectedShardingError(
+            f"{file} does not exist. Run this test with {_UPDATE_LOCKS}=1 in the environment to"
+            " write it."
+        )
+    stored = read_lock(file)
+    lock = lock_of(step.compile(state, batch), stored.record["min_size"])
+    changes, notes = compare_locks(stored, lock, str(file))
+    if changes:
+        facts = [change.text + (f" ({change.line})" if change.line else "") for change in changes]
+        headline = f"The step differs from the one stored in {file}:"
+        lines = [listed(headline, facts, shown=len(facts), headed=True), *notes]
+        raise UnexpectedShardingError(
+            "\n".join(lines) + f"\nIf this is intended, run the test with {_UPDATE_LOCKS}=1 in the"
+            " environment to store the new step."
+        )
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 def assert_trees_sharded_as(tree: PyTree, expected: SpecTree) -> None:
