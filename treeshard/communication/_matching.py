@@ -18,6 +18,7 @@ from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.specs import axes_of, dim_entries
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import BY_MATRIX
 from treeshard._trace.roles import TRAINED, Roles
 from treeshard.communication._collectives import TINY, Collective, is_scalar
 from treeshard.communication._differences import Unplanned, explain
@@ -75,7 +76,7 @@ class Matcher:
 
     `names` has the plan's path of each argument, or `None`. `activations` fills with collectives
     of computed values along axes that shard parameters but not the batch, or along which
-    parameters stay split where they are used.
+    parameters stay split where they are used, `matrices` with those of `training.by_matrix`.
     """
 
     plan: Plan
@@ -97,6 +98,7 @@ class Matcher:
         self.differences: _Filed = defaultdict(list)
         self.of_compiler: _Filed = defaultdict(list)
         self.activations: list[Collective] = []
+        self.matrices: list[Collective] = []
         self.sums: list[_Moved] = []
         self.sizes = axis_sizes(self.plan.mesh)
         self.axes_of_activations = {*get_names_from_partition_spec(self.plan)} - {*self.batch_axes}
@@ -241,6 +243,13 @@ class Matcher:
             return self._add("batch-not-split", moved, leaf)
         _match(planned)  # it is gathered as planned too
         return self._add("again" if planned else "sharded-further", moved, leaf)
+
+    def _file_matrix(self, moved: _Moved) -> bool:
+        """Whether `training.by_matrix` moves it."""
+        if f"{BY_MATRIX}/" not in moved.name:
+            return False
+        self.matrices.append(moved.collective)
+        return True
 
     def _file_argument(self, moved: _Moved) -> bool:
         if moved.collective.path is None or moved.leaf is not None:
@@ -472,6 +481,7 @@ _RULES = (
     Matcher._match_planned,
     Matcher._match_some_of_axes,
     Matcher._match_full_gradient,
+    Matcher._file_matrix,
     Matcher._file_gather,
     Matcher._file_argument,
     Matcher._file_update,
