@@ -40,6 +40,7 @@ from treeshard.training._metrics import Metrics, print_metrics
 from treeshard.training._step import Step, StepFn
 
 if TYPE_CHECKING:
+    from treeshard.training._layers import scan_layers
     from treeshard.training._matrices import by_matrix
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "init_sharded",
     "jit_step",
     "print_metrics",
+    "scan_layers",
     "shard_map_step",
     "value_and_grad",
 ]
@@ -439,10 +441,15 @@ def _batch_text(axes: Sequence[str]) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "by_matrix":  # few training loops need it
+    # Few training loops need these.
+    if name == "by_matrix":
         from treeshard.training._matrices import by_matrix
 
         return by_matrix
+    if name == "scan_layers":
+        from treeshard.training._layers import scan_layers
+
+        return scan_layers
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -364,7 +364,7 @@ def _groups(tree: PyTree, plan: Plan, is_matrix: Callable[[str, Any], bool]) -> 
         before.members.append(i)
     if facts:
         raise SpecError(
-            listed("by_matrix: leaves cannot be stacked:", facts)
-            + " `is_matrix=` can leave them to the optimizer as they are."
+            f"by_matrix: {listed('leaves cannot be stacked:', facts)}"
+            " `is_matrix=` can leave them to the optimizer as they are."
         )
     return list(groups.values())
