@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.programs import Strategy
-from treeshard.training import accumulate_gradients, jit_step, value_and_grad
+from treeshard.training import accumulate_gradients, jit_step, scan_layers, value_and_grad
 
 
 class Size(NamedTuple):
@@ -132,7 +132,15 @@ STRATEGIES = [
 
 
 def make_llama(
-    mesh, rules=None, *, size="8b", remat=True, accumulate=1, global_batch=None, tokens=4096
+    mesh,
+    rules=None,
+    *,
+    size="8b",
+    remat=True,
+    accumulate=1,
+    global_batch=None,
+    tokens=4096,
+    prefetch=0,
 ):
     """A training step on `mesh`, and shapes of its state and batch: what `treeshard compile` and
     `treeshard suggest` take.
@@ -146,6 +154,7 @@ def make_llama(
         global_batch: Sequences per step; by default one per device and minibatch, where the
             devices along `tensor` count as one.
         tokens: The length of a sequence.
+        prefetch: 1 to gather the weights of the next layer while one computes, with `remat`.
     """
     size = SIZES.get(size, size)
     optimizer = optax.adamw(3e-4, weight_decay=0.1)
@@ -162,13 +171,15 @@ def make_llama(
         return ts.unshard(jax.tree.map(lambda w: w.astype("bfloat16"), weights))
 
     def loss(params, batch):
-        def body(x, weights):
-            x = layer(x, use(weights), size)
-            return ts.with_sharding_constraint(x, rows), None
+        def of_layer(x, weights):
+            return ts.with_sharding_constraint(layer(x, weights, size), rows)
 
         x = ts.lookup(use(params["embed"]), batch[:, :-1])
         x = ts.with_sharding_constraint(x, rows)
-        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params["layers"])
+        if remat:
+            x = scan_layers(of_layer, x, params["layers"], gather=use, prefetch=prefetch)
+        else:
+            x, _ = jax.lax.scan(lambda x, w: (of_layer(x, use(w)), None), x, params["layers"])
         x = rms_norm(x, params["norm"].astype(x.dtype))
         logits = (x @ use(params["head"])).astype("float32")
         return cross_entropy(logits, batch[:, 1:]).mean()
@@ -207,6 +218,7 @@ def parse(argv=None):
     parser.add_argument("--mesh", default="fsdp=-1", help='such as "fsdp=64,tensor=4"')
     parser.add_argument("--batch", type=int, help="sequences per step; by default 1 per device")
     parser.add_argument("--tokens", type=int, default=4096, help="of a sequence")
+    parser.add_argument("--prefetch", action="store_true", help="gather the next layer early")
     parser.add_argument("--explicit", action="store_true", help="a mesh with Explicit axes")
     return parser.parse_args(argv)
 
@@ -218,7 +230,11 @@ def main(argv=None, size=None):
     kind = "explicit" if args.explicit else "auto"
     mesh = ts.make_mesh(args.mesh, topology=args.topology, axis_types=kind)
     step, state, batch = make_llama(
-        mesh, size=size or args.size, global_batch=args.batch, tokens=args.tokens
+        mesh,
+        size=size or args.size,
+        global_batch=args.batch,
+        tokens=args.tokens,
+        prefetch=int(args.prefetch),
     )
     print(f"{step.plan}\n")
     print(f"compiling for {mesh.devices.flat[0].device_kind} x {mesh.size:,} ...", file=sys.stderr)

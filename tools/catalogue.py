@@ -426,7 +426,8 @@ WHOLE = Group(
             "matrix-optimizer",
             "Muon, Shampoo or SOAP multiplies a weight's matrices by themselves, and the plan"
             " shards the dims that it contracts, so each step moves them several times. The state"
-            " of these optimizers is recognised by its names.",
+            " of these optimizers is recognised by its names. `by_matrix` gives each device full"
+            " matrices: see [Shard an optax state](optimizer-state.md#muon-shampoo-soap).",
             """
             stack = np.ones((8, 128, 128), "float32")
             state = {"params": {"w": stack}, "opt": {"muon": {"mu": {"w": stack + 1}}}}
@@ -1299,8 +1300,8 @@ MOVES = Group(
         Entry(
             "matrix-optimizer",
             "The update multiplies matrices, as Muon and Shampoo do, and the plan splits them."
-            " Each product gathers or reduces. If layers are stacked and the stacked dim is split,"
-            " each device has full matrices.",
+            " Each product gathers or reduces. With `training.by_matrix`, each device has full"
+            " matrices, and so it has if layers are stacked and the stacked dim is split.",
             """
             def whitened(loss):
                 def step(state, x):

@@ -101,7 +101,11 @@ def test_state_that_zero_1_reaches() -> None:
 )
 def test_a_matrix_optimizer_on_sharded_matrices(tree: Any, rules: Any, paths: str | None) -> None:
     found = findings(tree, rules).get("matrix-optimizer")
-    assert found is None if paths is None else f"matrix-optimizer: {paths}: a matrix" in str(found)
+    if paths is None:
+        assert found is None
+    else:
+        assert f"matrix-optimizer: {paths}: a matrix" in str(found)
+        assert "Use `training.by_matrix(optimizer, plan)`" in str(found)
 
 
 PAIR = {"params": {"mlp": {"w": struct(64, 64)}}, "opt": {"mu": {"mlp": {"w": struct(64, 64)}}}}

@@ -52,6 +52,7 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard._placement.constraint": {"_placement"},  # what only Explicit axes need
     "treeshard._placement.moves": {"_placement"},  # what only several processes need
     "treeshard.testing._computations": {"checkpoint"},  # needs TensorStore
+    "treeshard.training": {"training"},  # what few training loops need
     "treeshard.training._accumulation": {"training"},  # what only Explicit axes need
     "treeshard.training._gradients": {"training"},  # what only Explicit axes need
     "treeshard.training._pitfalls": {"communication", "training"},

@@ -148,8 +148,8 @@ _WORDS = {
         "a matrix optimizer (Muon, Shampoo, SOAP) multiplies these matrices by themselves, and they"
         " are sharded in the dims that it contracts: it gathers or reduces them several times in"
         " each step.",
-        "Stack the layers and shard the stacked dim, so that each device updates full matrices:"
-        " P('fsdp', None, None); or gather each matrix once, before the update.",
+        "Use `training.by_matrix(optimizer, plan)`, which gives each device full matrices for the"
+        " update; or stack the layers and shard the stacked dim: P('fsdp', None, None).",
     ),
 }
 

@@ -17,6 +17,8 @@ from treeshard._planning.findings import Finding, decided_by, finding
 from treeshard._planning.matching import PlannedLeaf, state_with_parameters, tails
 from treeshard._planning.plan_json import kind_of
 
+# Where `by_matrix` keeps stacked matrices. Their padding is matrices that no other sees.
+_STACKS = "/matrices/"
 # A part of the optimizer state below this share is not worth a warning.
 _SMALL_SHARE = 0.05
 # How optimizers that multiply matrices name their state, such as `MuonState(count, mu, ns_coeffs)`
@@ -132,7 +134,8 @@ def _split_by(leaf: PlannedLeaf, sizes: Mapping[str, int]) -> list[set[str]]:
 def padded_state(leaves: Sequence[PlannedLeaf]) -> Iterator[Finding]:
     """Padded leaves in the state of an optimizer that does not treat each element by itself."""
     roots = _roots(leaves, _NOT_ELEMENTWISE)
-    padded = [leaf for leaf in leaves if leaf.unpadded and leaf.path.startswith(tuple(roots))]
+    of_these = [leaf for leaf in leaves if leaf.path.startswith(tuple(roots))]
+    padded = [leaf for leaf in of_these if leaf.unpadded and _STACKS not in leaf.path]
     if padded:
         yield finding("not-elementwise", [leaf.path for leaf in padded], padded[0].rule)
 

@@ -172,6 +172,8 @@ INITIALISING = "initialising"
 
 # The scope in which `accumulate_gradients` adds them up: by its name a trace tells that it does.
 ACCUMULATES = "accumulate_gradients"
+# The scope in which `by_matrix` moves matrices.
+BY_MATRIX = "by_matrix"
 
 # Whether gradients are summed later, by the function that accumulates them. Made here, and not in a
 # module that is imported while a step is traced: JAX forgets all traces when a context is made.

@@ -98,6 +98,8 @@ class Comparison:
         activations: Computed values that are moved along axes that split weights where they are
             used, as in tensor parallelism and between experts. A plan says nothing of them.
         batch_sums: Sums over all rows of the batch, such as those of batch norm. Likewise.
+        matrices: What `training.by_matrix` moves: gradients of matrices to the devices that update
+            them, and the updates back. Likewise.
         by_compiler: What differs only because of the platform's compiler, in every program, as
             opposed to `unplanned`: on CPUs, full gradients that are all-reduced, and 16-bit
             floats that are widened; elsewhere, what is moved in a narrower dtype than planned, and
@@ -116,6 +118,7 @@ class Comparison:
     unplanned: tuple[Unplanned, ...]
     activations: tuple[Collective, ...] = ()
     batch_sums: tuple[Collective, ...] = ()
+    matrices: tuple[Collective, ...] = ()
     by_compiler: tuple[Unplanned, ...] = ()
     platform: str | None = None
 
@@ -150,6 +153,9 @@ class Comparison:
         if self.batch_sums:
             what = f"{counted(len(self.batch_sums), 'sum')} over all rows, such as batch norm's"
             lines.append(_unpredicted(what, self.batch_sums))
+        if self.matrices:
+            what = f"{counted(len(self.matrices), 'exchange')} of matrices for their update"
+            lines.append(_unpredicted(what, self.matrices))
         return [*lines, *by_compiler_lines(self.by_compiler, self.platform)]
 
 
@@ -241,6 +247,7 @@ def _compared(
         (*matcher.unplanned(), *_idle_axes(plan, batch_axes, compiled), *_to_host(read.graph)),
         tuple(matcher.activations),
         tuple(matcher.batch_sums()),
+        tuple(matcher.matrices),
         tuple(matcher.by_compiler()),
         platform,
     )

@@ -127,8 +127,8 @@ WORDS = {
     ),
     "matrix-optimizer": (
         "{kind} of matrices that the optimizer multiplies, {size}.",
-        "Stack the layers and shard the stacked dim, so that each device updates whole matrices:"
-        " `P(axis, None, None)`; or gather each matrix once, before the update.",
+        "Use `training.by_matrix(optimizer, plan)`, which gives each device full matrices for the"
+        " update; or stack the layers and shard the stacked dim: `P(axis, None, None)`.",
     ),
     "merged": (
         "gathered once in the program, and more often in the step.",

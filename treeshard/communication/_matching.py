@@ -6,7 +6,7 @@ has no match is filed under a code, by the first rule that applies to it.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.specs import axes_of, dim_entries
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import BY_MATRIX
 from treeshard._trace.roles import TRAINED, Roles
 from treeshard.communication._collectives import TINY, Collective, is_scalar
 from treeshard.communication._differences import Unplanned, explain
@@ -37,6 +38,7 @@ class _Expected:
     def __init__(self, planned: PlannedTransfer) -> None:
         self.planned, self.path, self.axes = planned, planned.path or "", frozenset(planned.axes)
         self.total = self.left = elements(planned.total_bytes, planned.dtype)
+        self.over: Counter[frozenset[str]] = Counter()  # what is matched over some of the axes
 
     @property
     def is_untouched(self) -> bool:
@@ -75,7 +77,7 @@ class Matcher:
 
     `names` has the plan's path of each argument, or `None`. `activations` fills with collectives
     of computed values along axes that shard parameters but not the batch, or along which
-    parameters stay split where they are used.
+    parameters stay split where they are used, `matrices` with those of `training.by_matrix`.
     """
 
     plan: Plan
@@ -97,6 +99,7 @@ class Matcher:
         self.differences: _Filed = defaultdict(list)
         self.of_compiler: _Filed = defaultdict(list)
         self.activations: list[Collective] = []
+        self.matrices: list[Collective] = []
         self.sums: list[_Moved] = []
         self.sizes = axis_sizes(self.plan.mesh)
         self.axes_of_activations = {*get_names_from_partition_spec(self.plan)} - {*self.batch_axes}
@@ -196,18 +199,30 @@ class Matcher:
         # 11 executions of `%reduce-scatter-start` in the body of the loop, and one outside.
         one_trip = elements(planned.bytes, planned.dtype)
         is_part = planned.count > 1 and moved.size_of_one == one_trip
+        is_part = is_part or self._is_of_some_layers(moved, expected)
         return (expected.left == moved.size or is_part) and moved.leaf in (None, planned.path)
+
+    def _is_of_some_layers(self, moved: _Moved, expected: _Expected) -> bool:
+        """Whether it may reduce the gradients of some layers of a leaf that is not gathered."""
+        shape = self.params[expected.path].shape
+        is_larger = moved.size < expected.total and expected.planned.why == "gradient"
+        return is_larger and len(shape) > 1 and moved.size_of_one * shape[0] == expected.total
 
     def _match_some_of_axes(self, moved: _Moved) -> bool:
         """Whether it is a step of an all-reduce that is planned over more axes, as of a replicated
         leaf that `training.value_and_grad` averages axis by axis."""
         for expected in self.expected:
             alike = expected.planned.kind == moved.kind == "all-reduce"
-            if alike and expected.left == moved.size and moved.axes <= expected.axes:
+            if not alike or not moved.axes <= expected.axes:
+                continue
+            if expected.left != moved.size and not self._is_of_some_layers(moved, expected):
+                continue
+            expected.over[moved.axes] += moved.size
+            if expected.over[moved.axes] == expected.left:
                 expected.axes -= moved.axes
-                expected.left = moved.size if expected.axes else 0
-                self._compare(moved, expected.planned)
-                return True
+                expected.left = expected.left if expected.axes else 0
+            self._compare(moved, expected.planned)
+            return True
         return False
 
     def _match_full_gradient(self, moved: _Moved) -> bool:
@@ -219,7 +234,7 @@ class Matcher:
             gradient = self._planned(path, "gradient")
             for parts in (gradient, *zip(gradient)):  # all of it, or one transfer of it
                 if _is_done_by(moved, parts):
-                    _match(parts)
+                    _match_some(moved, parts)
                     is_followed = self.roles[path].is_scattered
                     case = "all-reduce, scattered" if is_followed else "all-reduce"
                     return self._add(case, moved, is_own=self.platform == "cpu")
@@ -241,6 +256,13 @@ class Matcher:
             return self._add("batch-not-split", moved, leaf)
         _match(planned)  # it is gathered as planned too
         return self._add("again" if planned else "sharded-further", moved, leaf)
+
+    def _file_matrix(self, moved: _Moved) -> bool:
+        """Whether `training.by_matrix` moves it."""
+        if f"{BY_MATRIX}/" not in moved.name:
+            return False
+        self.matrices.append(moved.collective)
+        return True
 
     def _file_argument(self, moved: _Moved) -> bool:
         if moved.collective.path is None or moved.leaf is not None:
@@ -472,6 +494,7 @@ _RULES = (
     Matcher._match_planned,
     Matcher._match_some_of_axes,
     Matcher._match_full_gradient,
+    Matcher._file_matrix,
     Matcher._file_gather,
     Matcher._file_argument,
     Matcher._file_update,
@@ -486,10 +509,23 @@ _RULES = (
 
 
 def _is_done_by(moved: _Moved, parts: Sequence[_Expected]) -> bool:
-    """Whether an all-reduce moves what these transfers would, of which none has a match yet."""
-    axes = frozenset[str]().union(*(x.planned.axes for x in parts))
-    is_whole = [x.left for x in parts[:1]] == [moved.size] and axes == moved.axes
-    return is_whole and all(x.is_untouched for x in parts)
+    """Whether an all-reduce moves what these transfers would, of which none has a match yet; or, of
+    a loop from which some trips were taken out, some of them."""
+    if frozenset[str]().union(*(x.planned.axes for x in parts)) != moved.axes or not parts:
+        return False
+    first = parts[0]
+    one_trip = elements(first.planned.bytes, first.planned.dtype)
+    is_part = first.planned.count > 1 and moved.size_of_one == one_trip
+    if is_part:
+        return moved.size <= first.left
+    return moved.size == first.left and all(x.is_untouched for x in parts)
+
+
+def _match_some(moved: _Moved, parts: Sequence[_Expected]) -> None:
+    """Notes that an all-reduce moves this much of what these transfers would."""
+    of_first = parts[0].total
+    for transfer in parts:
+        transfer.left -= transfer.total * moved.size // of_first
 
 
 def _match(expected: Iterable[_Expected]) -> None:

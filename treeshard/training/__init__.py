@@ -7,7 +7,7 @@ Equinox modules) is part of the program.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -39,13 +39,19 @@ from treeshard.training._gradients import value_and_grad
 from treeshard.training._metrics import Metrics, print_metrics
 from treeshard.training._step import Step, StepFn
 
+if TYPE_CHECKING:
+    from treeshard.training._layers import scan_layers
+    from treeshard.training._matrices import by_matrix
+
 __all__ = [
     "Metrics",
     "Step",
     "accumulate_gradients",
+    "by_matrix",
     "init_sharded",
     "jit_step",
     "print_metrics",
+    "scan_layers",
     "shard_map_step",
     "value_and_grad",
 ]
@@ -419,6 +425,19 @@ def _batch_text(axes: Sequence[str]) -> str:
     rows = [axis for axis in axes if axis not in sequence]
     dims = [entry_of(rows), entry_of(sequence)] if sequence else [entry_of(rows)]
     return f"P({', '.join(map(repr, dims))})"
+
+
+def __getattr__(name: str) -> Any:
+    # Few training loops need these.
+    if name == "by_matrix":
+        from treeshard.training._matrices import by_matrix
+
+        return by_matrix
+    if name == "scan_layers":
+        from treeshard.training._layers import scan_layers
+
+        return scan_layers
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,127 @@
+"""A model whose matrices Muon or Shampoo updates, and what their update may move."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from tests.helpers import struct
+from treeshard.communication import collectives
+from treeshard.training import by_matrix
+
+# Two lone matrices and five stacked ones are of one shape; there is one of another.
+PARAMS = {
+    "first": struct(64, 128),
+    "second": struct(64, 128),
+    "layers": struct(5, 64, 128),
+    "down": struct(128, 64),
+    "bias": struct(128),
+}
+STACKS = {"64x128_float32": 7, "128x64_float32": 1}
+FSDP = [("bias", None), ("layers", P(None, "fsdp")), (".*", P("fsdp"))]
+# Of one shape, in three ways.
+TENSOR = [
+    ("bias", None),
+    ("layers", P(None, "fsdp", "tensor")),
+    ("second", P("tensor", "fsdp")),
+    (".*", P("fsdp", "tensor")),
+]
+
+
+def values(seed: int) -> Any:
+    draw = np.random.default_rng(seed).standard_normal
+    return {name: draw(x.shape).astype("float32") for name, x in PARAMS.items()}
+
+
+def batch(seed: int) -> Any:
+    """Gradients, and rows for the axes that split none."""
+    return values(seed), np.ones(8, "float32")
+
+
+def muon(**options: Any) -> Any:
+    """optax's Muon, of layers too."""
+
+    def dims(params: Any) -> Any:
+        numbers = lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)  # noqa: E731
+        return jax.tree.map(lambda x: numbers(x) if x.ndim > 1 else None, params)
+
+    return optax.contrib.muon(0.1, muon_weight_dimension_numbers=dims, **options)
+
+
+def shampoo() -> Any:
+    """Shampoo, with inverse roots by eigenvectors; it keeps a scalar of each matrix, too."""
+    turned = lambda x: x.swapaxes(-1, -2)  # noqa: E731
+
+    def init_leaf(x: Any) -> dict[str, Any]:
+        if x.ndim < 2:
+            return {}
+        eye = lambda n: jnp.broadcast_to(jnp.eye(n), (*x.shape[:-2], n, n))  # noqa: E731
+        return {"left": eye(x.shape[-2]), "right": eye(x.shape[-1]), "norm": x[..., 0, 0] * 0}
+
+    def root(x: Any) -> Any:
+        eigenvalues, vectors = jnp.linalg.eigh(x)
+        return (vectors * eigenvalues[..., None, :] ** -0.25) @ turned(vectors)
+
+    def update_leaf(g: Any, kept: dict[str, Any]) -> tuple[Any, Any]:
+        if g.ndim < 2:
+            return -g, kept
+        left, right = kept["left"] + g @ turned(g), kept["right"] + turned(g) @ g
+        norm = kept["norm"] + (g**2).sum((-1, -2))
+        return -root(left) @ g @ root(right), {"left": left, "right": right, "norm": norm}
+
+    def init(params: Any) -> Any:
+        return {"count": jnp.int32(0), "of": jax.tree.map(init_leaf, params)}
+
+    def update(grads: Any, state: Any, _params: Any = None) -> Any:
+        leaves, treedef = jax.tree.flatten(grads)
+        new = list(map(update_leaf, leaves, treedef.flatten_up_to(state["of"])))
+        of = treedef.unflatten([kept for _, kept in new])
+        updates = treedef.unflatten([x for x, _ in new])
+        return updates, {"count": state["count"] + 1, "of": of}
+
+    return optax.GradientTransformation(init, update)
+
+
+class Setup(NamedTuple):
+    """An update by matrix: `step(state, batch(seed))` returns the new state, and the updates."""
+
+    step: Any
+    plan: ts.Plan
+    init: Any
+    rules: Any
+
+
+def setup(optimizer: Any, mesh: Mesh, rules: Any = FSDP) -> Setup:
+    """A step whose batch has the gradients, so that it moves what the update does alone."""
+    of_params = ts.plan(PARAMS, rules, mesh, min_size=0)
+    wrapped = by_matrix(optimizer, of_params)
+
+    def init() -> Any:
+        params = jax.tree.map(jnp.asarray, values(0))
+        return {"params": params, "opt": wrapped.init(params)}
+
+    axes = tuple(axis for axis in ("fsdp", "tensor") if axis in mesh.axis_names)
+    of_state = [("opt/matrices/", P(axes)), ("opt/", None), *rules]
+    plan = ts.plan(jax.eval_shape(init), of_state, mesh, min_size=0).padded()
+
+    def update(state: Any, batch: Any) -> Any:
+        updates, opt = wrapped.update(batch[0], state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, updates
+
+    step = ts.jit_step(update, plan, batch=(of_params.specs, P(mesh.axis_names)), donate=False)
+    return Setup(step, plan, init, of_state)
+
+
+def assert_two_exchanges(compiled: Any, axes: tuple[str, ...], parts: int) -> None:
+    """Asserts that each stack goes to the devices that update it and back, and nothing else."""
+    moved = [x for x in collectives(compiled) if x.rank]
+    assert {(x.kind, x.axes) for x in moved} == {("all-to-all", axes)}
+    shards = [64 * 128 * 4 * math.ceil(n / parts) for n in STACKS.values()]
+    assert sorted(x.bytes for x in moved) == sorted(2 * shards)
+    assert all(x.count == 1 for x in moved)
