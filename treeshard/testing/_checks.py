@@ -28,7 +28,7 @@ from treeshard.testing._noise import (
     norm,
     widest_float,
 )
-from treeshard.testing._own_rows import OwnRows, with_own_keys
+from treeshard.testing._own_rows import OF_THE_MEAN_GRADIENT, OwnRows, with_own_keys
 from treeshard.testing._report import DIFFERS, UNCHECKED, Cause, Problem, Report, percent
 from treeshard.testing._widening import Widening
 from treeshard.training._pitfalls import equations
@@ -340,10 +340,16 @@ class _Comparison:
         if of_keys is not None:
             differs = (i for i in range(computation.first) if expected.error(result[i], i) > LIMIT)
             self.causes.setdefault(layout.name, {})[next(differs, 0)] = of_keys
-        return Diagnosis(computation, rows, right, result)
+        unknown = rows.unexplained(right, result)
+        text = OF_THE_MEAN_GRADIENT.format(layout=layout.name)
+        if unknown and text not in self.notes:
+            self.notes.append(text)
+        return Diagnosis(computation, rows, right, result, unknown)
 
     def _cell(self, diagnoses: Sequence[Diagnosis], i: int, causes: dict[int, Cause]) -> str:
         """A word for one result in one layout; adds what is wrong to `causes`."""
+        if any(i in each.unknown for each in diagnoses):
+            return UNCHECKED
         wrong = [each for each in diagnoses if each.is_wrong(i)]
         if not wrong and i not in causes:
             error = max(max(each.errors(i)) for each in diagnoses)

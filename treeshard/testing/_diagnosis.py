@@ -6,7 +6,7 @@ follows a wrong one changes right code. What nothing predicts gets the measured 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -81,13 +81,22 @@ _BY_JIT = (
 
 
 class Diagnosis:
-    """What is wrong with the results of one layout."""
+    """What is wrong with the results of one layout.
+
+    Attributes:
+        unknown: The results of which the right ones are not known.
+    """
 
     def __init__(
-        self, computation: Computation, rows: OwnRows, expected: Tolerance, result: list[Shards]
+        self,
+        computation: Computation,
+        rows: OwnRows,
+        expected: Tolerance,
+        result: list[Shards],
+        unknown: Collection[int] = (),
     ) -> None:
         self.computation, self.rows, self.layout = computation, rows, rows.layout
-        self.expected, self.result = expected, result
+        self.expected, self.result, self.unknown = expected, result, unknown
 
     def errors(self, i: int, predicted: Mapping[Any, np.ndarray] | None = None) -> list[float]:
         """The difference of each device's shard from a full result, in units of its noise."""

@@ -212,7 +212,9 @@ def _is_float(x: Any) -> bool:
 
 def _rounding_of(x: Any) -> np.ndarray:
     """How far one rounding moves each number."""
-    return np.abs(x) * float(jnp.finfo(x.dtype).eps)
+    return np.asarray(
+        np.abs(x) * float(jnp.finfo(x.dtype).eps)
+    )  # NumPy makes a scalar of an array without dims
 
 
 def _perturbed(x: Any, eps: float, random: Any) -> Any:

@@ -5,6 +5,7 @@ these. Comparing with them proves it, which the size of a difference does not: a
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,11 @@ _REPEATED = (
 UNREPEATED = (
     "{layout}: not checked, since each device draws random numbers in a way that one device cannot"
     " repeat; fold the key by `manual.fold_rng_over_axis`, or by `fold_in(key, axis_index(axes))`"
+)
+
+OF_THE_MEAN_GRADIENT = (
+    "{layout}: what is not linear in the gradients is not checked, since each device draws its own"
+    " random numbers, and a step does not return their mean gradient; `check_gradients` compares it"
 )
 
 
@@ -119,12 +125,33 @@ class OwnRows:
     def explained(self, order: Axes, tolerance: Tolerance, result: Sequence[Shards]) -> int:
         """How many results are those of keys that are folded so, reduced over any of the axes."""
         expected = tolerance.with_reference(self.mean(order))
-        count = 0
-        for i in range(self.computation.first):
-            means = (self._mean_over(reduced, i, order) for reduced in subsets(self.axes))
-            own = (max(errors_of(result[i], expected, i, x)) <= 2 * LIMIT for x in means if x)
-            count += any(own) or multiple_in(result[i], expected, i) is not None
-        return count
+        indices = range(self.computation.first)
+        return sum(self.is_explained(order, expected, result, i) for i in indices)
+
+    def is_explained(
+        self, order: Axes, expected: Tolerance, result: Sequence[Shards], i: int
+    ) -> bool:
+        """Whether a result is that of keys that are folded so, reduced over any of the axes."""
+        if multiple_in(result[i], expected, i) is not None:
+            return True
+        means = (self._mean_over(reduced, i, order) for reduced in subsets(self.axes))
+        return any(max(errors_of(result[i], expected, i, x)) <= 2 * LIMIT for x in means if x)
+
+    def unexplained(self, expected: Tolerance, result: Sequence[Shards]) -> frozenset[int]:
+        """The results of a step that follow from the devices' own in no way that is known.
+
+        Of what is linear in the gradients, the mean over the devices is the right result. Others,
+        such as Adam's second moment, are made of the mean gradient, which a step does not return.
+        """
+        first = self.computation.first
+        if not self.order or first == len(expected.reference):
+            return frozenset()
+        of_keys = partial(self.is_explained, self.order, expected, result)
+        unknown = {i for i in range(first) if not of_keys(i)}
+        if unknown:  # the second step starts from them
+            after = range(first, len(expected.reference))
+            unknown.update(i for i in after if expected.error(result[i], i) > LIMIT)
+        return frozenset(unknown)
 
 
 def with_own_keys(
