@@ -179,12 +179,18 @@ class Matcher:
 
     def _match_planned(self, moved: _Moved) -> bool:
         """Whether a transfer of the same kind and axes is planned, and not matched yet."""
-        for expected in self.expected:
+        for expected in self._nearest(moved):
             if self._fits(moved, expected):
                 expected.left -= moved.size
                 self._compare(moved, expected.planned)
                 return True
         return False
+
+    def _nearest(self, moved: _Moved) -> Iterator[_Expected]:
+        """All that is expected, what has exactly the moved size first: the gradient of a final norm
+        has the size of one layer of the other norms."""
+        yield from (x for x in self.expected if x.left == moved.size)
+        yield from (x for x in self.expected if x.left != moved.size)
 
     def _fits(self, moved: _Moved, expected: _Expected) -> bool:
         planned = expected.planned
@@ -211,7 +217,7 @@ class Matcher:
     def _match_some_of_axes(self, moved: _Moved) -> bool:
         """Whether it is a step of an all-reduce that is planned over more axes, as of a replicated
         leaf that `training.value_and_grad` averages axis by axis."""
-        for expected in self.expected:
+        for expected in self._nearest(moved):
             alike = expected.planned.kind == moved.kind == "all-reduce"
             if not alike or not moved.axes <= expected.axes:
                 continue
