@@ -140,7 +140,7 @@ def make_llama(
     accumulate=1,
     global_batch=None,
     tokens=4096,
-    prefetch=0,
+    prefetch=False,
 ):
     """A training step on `mesh`, and shapes of its state and batch: what `treeshard compile` and
     `treeshard suggest` take.
@@ -154,7 +154,7 @@ def make_llama(
         global_batch: Sequences per step; by default one per device and minibatch, where the
             devices along `tensor` count as one.
         tokens: The length of a sequence.
-        prefetch: 1 to gather the weights of the next layer while one computes, with `remat`.
+        prefetch: Whether to gather the weights of the next layer while one computes, with `remat`.
     """
     size = SIZES.get(size, size)
     optimizer = optax.adamw(3e-4, weight_decay=0.1)
@@ -174,12 +174,15 @@ def make_llama(
         def of_layer(x, weights):
             return ts.with_sharding_constraint(layer(x, weights, size), rows)
 
+        def body(x, weights):
+            return of_layer(x, use(weights)), None
+
         x = ts.lookup(use(params["embed"]), batch[:, :-1])
         x = ts.with_sharding_constraint(x, rows)
-        if remat:
-            x = scan_layers(of_layer, x, params["layers"], gather=use, prefetch=prefetch)
+        if prefetch:
+            x = scan_layers(of_layer, x, params["layers"], gather=use)
         else:
-            x, _ = jax.lax.scan(lambda x, w: (of_layer(x, use(w)), None), x, params["layers"])
+            x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params["layers"])
         x = rms_norm(x, params["norm"].astype(x.dtype))
         logits = (x @ use(params["head"])).astype("float32")
         return cross_entropy(logits, batch[:, 1:]).mean()
@@ -234,7 +237,7 @@ def main(argv=None, size=None):
         size=size or args.size,
         global_batch=args.batch,
         tokens=args.tokens,
-        prefetch=int(args.prefetch),
+        prefetch=args.prefetch,
     )
     print(f"{step.plan}\n")
     print(f"compiling for {mesh.devices.flat[0].device_kind} x {mesh.size:,} ...", file=sys.stderr)
