@@ -1,5 +1,6 @@
 """The assertions for users' tests: what they accept, and what they say of what they do not."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -260,5 +261,23 @@ def test_a_step_is_locked_and_what_differs_is_named(tmp_path, monkeypatch) -> No
     assert message.endswith(
         "run the test with TREESHARD_UPDATE_LOCKS=1 in the environment to store the new step."
     )
-    testing.assert_types(*gated(("w", None)), file, update=True)
-    testing.assert_types(*gated(("w", None)), file)
+    assert testing.assert_types(*gated(("w", None)), file, update=True) == ()
+    assert testing.assert_types(*gated(("w", None)), file) == ()
+
+
+def test_what_was_not_compared_with_a_lock_is_returned(tmp_path) -> None:
+    file = tmp_path / "step.lock"
+    arguments = gated(("w", P("fsdp")))
+    testing.assert_types(*arguments, file, update=True, min_size=64)
+    record = json.loads(file.read_text())
+    record["operations"]["on a device"] *= 2
+    record["jax"] = "0.1"
+    for value in record["values"]:
+        value["split"] = ["unknown"]
+    file.write_text(json.dumps(record))
+    version, less, unknown = testing.assert_types(*arguments, file)
+    assert version.startswith("The lock is of JAX 0.1, and this is JAX ")
+    assert less.endswith(": less than locked.")
+    count = len(record["values"])
+    assert count > 1
+    assert unknown.startswith(f"{count} values: how they are split is unknown in a program, so")

@@ -166,7 +166,7 @@ class Findings:
     def _needless(self, x: Known) -> list[str]:
         """The axes of the batch over which a value with its rows is replicated."""
         value = x.value
-        if x.axes is None or value.region == "backward" or x.bytes < LEAST:
+        if x.axes is None or x.bytes < LEAST:
             return []
         if not value.known.is_of_batch or value.known.leaves or not self._has_rows(value):
             return []
@@ -217,7 +217,7 @@ class Findings:
     def _resharded(self, x: Known, before: PartitionSpec) -> Iterator[ValueFinding]:
         value = x.value
         uses = self.trace.uses.get(id(value.eqn.outvars[0]), ())
-        nexts = [use for use, region in uses if region != "backward"]
+        nexts = [use for use, _ in uses]
         if len(nexts) != 1 or nexts[0] is None or nexts[0].primitive.name not in CONSTRAINTS:
             return
         after = self._by_variable.get(id(nexts[0].outvars[0]))

@@ -81,7 +81,7 @@ def assert_types(
     *,
     update: bool = False,
     min_size: int | None = None,
-) -> None:
+) -> tuple[str, ...]:
     """Checks that a step still means and costs what is locked in a file.
 
     The step is compiled and not run. The file is that of `treeshard gate`, JSON with a line for
@@ -103,6 +103,10 @@ def assert_types(
         min_size: For a new file: values with fewer elements are left out; 16,384 by default. A
             stored one keeps its own.
 
+    Returns:
+        A line for each thing that was not compared, is less than locked, or was made by another
+        version of JAX or treeshard. Empty if there is none, or if the file was written.
+
     Raises:
         UnexpectedShardingError: If the step differs from the stored one; the message lists every
             leaf, sum and value that differs. If the file does not exist. It is an `AssertionError`.
@@ -118,13 +122,13 @@ def assert_types(
         ...     return state, jnp.sum(batch @ state["w"])
         >>> batch = np.ones((512, 64), "float32")
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     assert_types(step, decided.structs, batch, folder + "/step.lock", update=True)
-        ...     assert_types(step, decided.structs, batch, folder + "/step.lock")
+        ...     written = assert_types(step, decided.structs, batch, folder + "/lock", update=True)
+        ...     not_compared = assert_types(step, decided.structs, batch, folder + "/lock")
     """
     file = Path(path)
     if update or _is_set(_UPDATE_LOCKS):
         write_lock(lock_of(step.compile(state, batch), min_size), file)
-        return
+        return ()
     if not file.exists():
         raise UnexpectedShardingError(
             f"{file} does not exist. Run this test with {_UPDATE_LOCKS}=1 in the environment to"
@@ -141,6 +145,7 @@ def assert_types(
             "\n".join(lines) + f"\nIf this is intended, run the test with {_UPDATE_LOCKS}=1 in the"
             " environment to store the new step."
         )
+    return notes
 
 
 def _is_set(variable: str) -> bool:
