@@ -68,6 +68,17 @@ def _in_python(command: re.Match[str]) -> str:
     return f"__import__('treeshard._cli')._cli.main({shlex.split(command[1])})"
 
 
+@contextlib.contextmanager
+def _forgotten(folder: str) -> Iterator[None]:
+    """Afterwards modules of a folder are not loaded, such as a page's `train.py`."""
+    try:
+        yield
+    finally:
+        for name, module in [*sys.modules.items()]:
+            if (getattr(module, "__file__", None) or "").startswith(folder):
+                del sys.modules[name]
+
+
 def run(page: Path) -> Iterator[tuple[Block, str]]:
     """Runs a page in an empty directory; yields each block with what it printed.
 
@@ -79,6 +90,7 @@ def run(page: Path) -> Iterator[tuple[Block, str]]:
     with (
         tempfile.TemporaryDirectory() as empty,
         contextlib.chdir(empty),
+        _forgotten(empty),
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
     ):

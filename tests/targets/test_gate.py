@@ -42,3 +42,18 @@ def test_a_step_is_as_locked_on_v5e(step, monkeypatch, capsys) -> None:
     with jax.numpy_rank_promotion("allow"):  # which `compile_llama` needs
         code = main(["gate", *gate.arguments(step, "v5e-2x4")])
     assert code == 0, capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_what_does_not_fit_on_gpus_is_not_locked(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(gate.ROOT)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.00001")
+    lock = tmp_path / "step.lock"
+    command = ["gate", "examples.gated:by_hand", "--topology", "h100:8", "--mesh", "data=8"]
+    with jax.numpy_rank_promotion("allow"):
+        code = main([*command, "--against", str(lock), "--write"])
+    printed = capsys.readouterr()
+    assert code == 1, printed.err
+    assert "  It does NOT fit. " in printed.out
+    assert "--write" not in printed.out
+    assert not lock.exists()

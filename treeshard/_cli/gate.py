@@ -45,14 +45,15 @@ def run_gate(options: argparse.Namespace) -> tuple[str, int]:
     changes, notes = compare_locks(locked, lock, str(path))
     if not changes:
         return "\n".join([*notes, f"as in {path}: {lock}"]), _AS_LOCKED
-    return "\n".join([*notes, _report(changes, path, options.github)]), _DIFFERS
+    way_out = _WAY_OUT.format(path=path)
+    return "\n".join([*notes, _report(changes, path, options.github), way_out]), _DIFFERS
 
 
 def _report(changes: Sequence[Change], path: Path, github: bool) -> str:
     head = f"{counted(len(changes), 'difference')} from {path}:"
     line_of = _annotation if github else _line
     lines = [line_of(change, path) for change in changes]
-    return "\n".join([head, *lines, _WAY_OUT.format(path=path)])
+    return "\n".join([head, *lines])
 
 
 def _line(change: Change, path: Path) -> str:
