@@ -53,8 +53,7 @@ _VERDICTS = {
 
 def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     """Prints what a compiled step moves, needs and costs. Returns one of the exit codes below."""
-    mesh = mesh_for(options.mesh, options.topology)
-    step, state, batch = load_step(options.function, mesh)
+    mesh, step, state, batch = _loaded(options)
     try:
         compiled = _compiled(options.function, mesh, step, state, batch)
     except DoesNotFitError as error:
@@ -68,14 +67,19 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
 
 def compile_function(options: argparse.Namespace) -> CompiledStep:
     """Compiles the step of `MODULE:FUNCTION` for the mesh that the options name."""
+    return _compiled(options.function, *_loaded(options))
+
+
+def _loaded(options: argparse.Namespace) -> tuple[jax.sharding.Mesh, Step, Any, Any]:
+    """The mesh that the options name, and the step, state and batch of `MODULE:FUNCTION` on it."""
+    _share_freed_memory()  # before a compiler has threads
     mesh = mesh_for(options.mesh, options.topology)
-    return _compiled(options.function, mesh, *load_step(options.function, mesh))
+    return mesh, *load_step(options.function, mesh)
 
 
 def _compiled(
     text: str, mesh: jax.sharding.Mesh, step: Step, state: Any, batch: Any
 ) -> CompiledStep:
-    _share_freed_memory()
     traced = call_function(text, step.trace, state, batch)
     device = mesh.devices.flat[0]
     seconds = compile_seconds(traced.jaxpr, mesh.size, device.platform)
