@@ -136,20 +136,14 @@ def row_of(found: Results, bench: str, case: str) -> Mapping[str, Any]:
 INTRO = """\
 # Numbers
 
-Each table is the output of the command above it. `make bench` runs them all, on eight simulated
-devices unless a table says otherwise, stores the output in `benchmarks/results/`, and writes this
-page from it.
+How treeshard compares with other ways to do the same, and where it misses its own targets.
+`make bench` runs all of it, on eight simulated devices unless a title says otherwise.
 
-- The alternatives of one table run round by round, in another order each round. The figure is the
-  median of the rounds. A ratio is the median of the ratios per round, so that a slow minute affects
-  both sides.
-- Quartiles are over the rounds. A row without them was counted, or measured once.
-- Rows with a target, and rows beside other ways of doing the same, are shown; all others are in the
-  results, with the versions of everything and the processor.
-- `reach` is the target. `missed` marks a figure that does not reach it, `unclear` one whose
-  quartiles are on both sides of it.
-- Times are from one machine, and no test asserts them. `make test` also asserts counts and bytes
-  (compiles, collectives, memory).
+- Each figure is the median over rounds. A ratio, such as `x Orbax`, is taken in each round, in
+  which all alternatives run in another order.
+- `reach` is the target. It is `unclear` if the quartiles, in brackets, are on both sides of it.
+- Figures that reach their target and are compared with nothing are only in `benchmarks/results/`,
+  which has all quartiles and versions. Times are from one machine, and no test asserts them.
 
 """
 
@@ -161,42 +155,44 @@ def text(found: Results) -> str:
     if found:
         parts.append(f"Measured with {_setting(common)}.\n")
     for name, result in found.items():
-        parts.append(f"\n## {name}\n\n{_about(name)}\n\n    {result['command']}\n\n")
-        rows = [row for row in result["rows"] if _carries_a_claim(name, row)]
+        rows = [row for row in result["rows"] if _is_shown(name, row)]
         if rows:
-            parts.append(f"{result['title']}{_measured_at(result)}:\n\n{_table(rows)}")
-        if rest := len(result["rows"]) - len(rows):
-            parts.append(
-                f"{chr(10) if rows else ''}{rest:,} figures without a target are in"
-                f" `benchmarks/results/{name}.json`.\n"
-            )
+            parts.append(f"\n## {name}\n\n{_about(name)} {_measured_at(result)}\n\n{_table(rows)}")
     return "".join(parts)
 
 
-def _carries_a_claim(bench: str, row: Mapping[str, Any]) -> bool:
-    """Whether a row has a target, is compared with other ways, or is quoted by the README."""
+def _is_shown(bench: str, row: Mapping[str, Any]) -> bool:
+    """Whether a row is compared with another way, misses its target, or is quoted by the README."""
     claims = [claim for claim in CLAIMS if claim.bench == bench]
     quoted = {case for claim in claims for case in (claim.case, *claim.others.values())}
-    return bool(row["reach"]) or isinstance(row["vs"], Mapping) or row["case"] in quoted
+    is_ratio = row["reach"] and re.search(r", x |times faster", row["case"])
+    is_compared = row["vs"] and isinstance(row["vs"], Mapping)
+    return bool(is_compared or is_ratio or verdict(row) or row["case"] in quoted)
 
 
 def _measured_at(result: Mapping[str, Any]) -> str:
-    """The commit, the date and the rounds of a result, as far as it says them."""
+    """The command, the commit and the date of a result, as far as it says them."""
     if "commit" not in result:
-        return ""
-    rounds = max(row["rounds"] for row in result["rows"])
-    times = "1 round" if rounds == 1 else f"{rounds} rounds"
-    return f" (commit {result['commit']}, {result['date']}, {times})"
+        return f"`{result['command']}`."
+    return f"`{result['command']}`, commit {result['commit']}, {result['date']}."
 
 
 def _table(rows: list[Mapping[str, Any]]) -> str:
-    cells = [("case", "measured", "quartiles", "reach", "others")]
-    cells += [as_cells(row) for row in rows]
+    cells = [("case", "measured", "reach", "others"), *map(_cells, rows)]
     cells = [column for column in zip(*cells, strict=True) if any(column[1:])]
-    right = ["measured", "quartiles"]
     lines = [*zip(*cells, strict=True)]
-    lines.insert(1, tuple("--:" if column[0] in right else "---" for column in cells))
+    lines.insert(1, tuple("--:" if column[0] == "measured" else "---" for column in cells))
     return "".join(f"| {' | '.join(_escaped(cell) for cell in line)} |\n" for line in lines)
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """A row as it stands in a table of the page: quartiles only where they decide."""
+    case, measured, quartiles, reach, others = as_cells(row)
+    if verdict(row) == "unclear":
+        measured = f"{measured} ({quartiles})"
+    if isinstance(row["vs"], Mapping):
+        others = ", ".join(f"{name} {shown(x['measured'])}" for name, x in row["vs"].items())
+    return case, measured, reach, others
 
 
 def _escaped(cell: str) -> str:
@@ -210,7 +206,7 @@ def _about(name: str) -> str:
     about = ast.get_docstring(ast.parse(module)) or ""
     about = re.sub(r"(:\s+|\n\s*)python -m \S+.*", lambda m: "." * m[1].startswith(":"), about)
     first = about.strip().partition("\n\n")[0].rstrip(".:")
-    return f"{first}. ([How it is measured]({SOURCE}{name}.py).)"
+    return f"{first} ([how]({SOURCE}{name}.py))."
 
 
 def _in_common(found: Results) -> dict[str, str]:

@@ -17,9 +17,10 @@ HEADING = "## What each message means\n"
 
 HEAD = """# Errors and findings
 
-Every error, warning, finding and code of treeshard, by symptom. Each name has its meaning, an
-example of the message, and the way out. The search finds names too.
+Every error, warning, finding and code of treeshard, by symptom, with an example of the message.
+Long messages end in `...` here; in full, they say what to do. The search finds names too.
 """
+_LINES = 4  # of a message
 
 
 def printed(group: Group, entry: Entry) -> str:
@@ -58,7 +59,19 @@ def _message(name: str, output: str) -> str:
     """The lines of an output from a name on, without the list of ops below a difference."""
     lines = [line for line in output.splitlines() if not line.startswith("    ")]
     first = next((i for i, line in enumerate(lines) if name in line), len(lines))
-    return "\n".join(lines[first:])
+    shown = [_shortened(line) for line in lines[first : first + _LINES]]
+    return "\n".join([*shown, "..."] if len(lines) > first + _LINES else shown)
+
+
+def _shortened(line: str) -> str:
+    """The first sentences of a line, about thirty words of them."""
+    first, *others = re.split(r"(?<=[.?]) (?=[A-Z`])", line)
+    for sentence in others:
+        longer = f"{first} {sentence}"
+        if len(longer.split()) > 30:
+            return f"{first} ..."
+        first = longer
+    return first
 
 
 def pages(section: Callable[[Group, Entry], str] = section) -> dict[Path, str]:

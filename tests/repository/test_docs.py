@@ -226,7 +226,6 @@ def test_the_navigation_lists_every_page_by_its_title() -> None:
 
 
 WITHOUT_CODE = {
-    "architecture.md": "about the sources; test_layers checks it",
     "errors.md": "messages; test_catalogue runs the code behind them",
     "glossary.md": "definitions",
     "numbers.md": "written by the benchmarks",

@@ -449,10 +449,10 @@ def test_a_check_that_compared_nothing_does_not_pass() -> None:
     assert f"minibatches: not compared, since {why}" in message
 
 
-@pytest.mark.parametrize("quiet_seconds", [0, 1000])
+@pytest.mark.parametrize("quiet_seconds", [0.0, 1000.0])
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_terminal_gets_a_bar_once_a_check_is_long(
-    is_terminal: bool, quiet_seconds: int, monkeypatch: pytest.MonkeyPatch
+    is_terminal: bool, quiet_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)

@@ -235,7 +235,7 @@ def wants_bar() -> bool:
 
 
 def with_bar(
-    items: Sequence[T], what: str, *, unit: str = "leaf", show: bool = True, after: float = 0
+    items: Sequence[T], what: str, *, unit: str = "leaf", show: bool = True, after: float = 0.0
 ) -> Iterator[T]:
     """Iterates over `items` with a progress bar on the terminal of process 0, which says how long
     the rest will take. It appears when `after` seconds are over.

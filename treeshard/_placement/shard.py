@@ -74,7 +74,7 @@ def shard(
 
     Each device receives only its own shard: of a leaf of shape `(d0, d1)` with `P("fsdp")`, a
     shard of shape `(d0 / fsdp, d1)`. All leaves are checked before one moves. On several
-    processes all make the same call with the same tree, and each takes its own shards.
+    processes make the same call with the same tree, and each takes its own shards.
 
     Args:
         tree: Any pytree of numpy and JAX arrays. Other leaves pass through.
