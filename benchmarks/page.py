@@ -141,9 +141,11 @@ How treeshard compares with other ways to do the same, and where it misses its o
 
 - Each figure is the median over rounds. A ratio, such as `x Orbax`, is taken in each round, in
   which all alternatives run in another order.
-- `reach` is the target. It is `unclear` if the quartiles, in brackets, are on both sides of it.
+- A target is shown where a figure misses it, or where that is unclear: the quartiles, in brackets,
+  are on both sides of it.
 - Figures that reach their target and are compared with nothing are only in `benchmarks/results/`,
-  which has all quartiles and versions. Times are from one machine, and no test asserts them.
+  which has all quartiles, commits and versions. Times are from one machine, and no test asserts
+  them.
 
 """
 
@@ -171,14 +173,13 @@ def _is_shown(bench: str, row: Mapping[str, Any]) -> bool:
 
 
 def _measured_at(result: Mapping[str, Any]) -> str:
-    """The command, the commit and the date of a result, as far as it says them."""
-    if "commit" not in result:
-        return f"`{result['command']}`."
-    return f"`{result['command']}`, commit {result['commit']}, {result['date']}."
+    """The command and the date of a result, if it says one."""
+    date = f", {result['date']}" if "date" in result else ""
+    return f"`{result['command']}`{date}."
 
 
 def _table(rows: list[Mapping[str, Any]]) -> str:
-    cells = [("case", "measured", "reach", "others"), *map(_cells, rows)]
+    cells = [("case", "measured", "target", "others"), *map(_cells, rows)]
     cells = [column for column in zip(*cells, strict=True) if any(column[1:])]
     lines = [*zip(*cells, strict=True)]
     lines.insert(1, tuple("--:" if column[0] == "measured" else "---" for column in cells))
@@ -186,10 +187,12 @@ def _table(rows: list[Mapping[str, Any]]) -> str:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """A row as it stands in a table of the page: quartiles only where they decide."""
+    """A row as it stands in a table of the page: quartiles and targets only where they decide."""
     case, measured, quartiles, reach, others = as_cells(row)
     if verdict(row) == "unclear":
         measured = f"{measured} ({quartiles})"
+    elif not verdict(row):
+        reach = ""
     if isinstance(row["vs"], Mapping):
         others = ", ".join(f"{name} {shown(x['measured'])}" for name, x in row["vs"].items())
     return case, measured, reach, others

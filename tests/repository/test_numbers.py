@@ -201,9 +201,9 @@ def test_a_page() -> None:
     text = page.text(found)
     assert text.startswith(page.INTRO + "Measured with python 3.11, jax 1.\n")
     assert text.endswith(
-        """`python -m benchmarks.bench_x`, commit 0123456789, 2026-01-31.
+        """`python -m benchmarks.bench_x`, 2026-01-31.
 
-| case | measured | reach |
+| case | measured | target |
 | --- | --: | --- |
 | only \\| this | 1.5 | 2, missed |
 """
@@ -211,7 +211,7 @@ def test_a_page() -> None:
     assert "\n## bench_import\n\nWhat `import treeshard` costs, beside `import jax` ([how" in text
     assert (
         """
-| case | measured | reach | others |
+| case | measured | target | others |
 | --- | --: | --- | --- |
 | a ratio | 0.5 (0.375 to 0.75) | &lt;= 0.4, unclear | theirs 3 |
 """
