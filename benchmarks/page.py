@@ -159,7 +159,8 @@ def text(found: Results) -> str:
     for name, result in found.items():
         rows = [row for row in result["rows"] if _is_shown(name, row)]
         if rows:
-            parts.append(f"\n## {name}\n\n{_about(name)} {_measured_at(result)}\n\n{_table(rows)}")
+            measured = f"[`{result['command']}`]({SOURCE}{name}.py), {result['date']}"
+            parts.append(f"\n## {name}\n\n{_about(name)}: {measured}.\n\n{_table(rows)}")
     return "".join(parts)
 
 
@@ -170,12 +171,6 @@ def _is_shown(bench: str, row: Mapping[str, Any]) -> bool:
     is_ratio = row["reach"] and re.search(r", x |times faster", row["case"])
     is_compared = row["vs"] and isinstance(row["vs"], Mapping)
     return bool(is_compared or is_ratio or verdict(row) or row["case"] in quoted)
-
-
-def _measured_at(result: Mapping[str, Any]) -> str:
-    """The command and the date of a result, if it says one."""
-    date = f", {result['date']}" if "date" in result else ""
-    return f"`{result['command']}`{date}."
 
 
 def _table(rows: list[Mapping[str, Any]]) -> str:
@@ -209,7 +204,7 @@ def _about(name: str) -> str:
     about = ast.get_docstring(ast.parse(module)) or ""
     about = re.sub(r"(:\s+|\n\s*)python -m \S+.*", lambda m: "." * m[1].startswith(":"), about)
     first = about.strip().partition("\n\n")[0].rstrip(".:")
-    return f"{first} ([how]({SOURCE}{name}.py))."
+    return first
 
 
 def _in_common(found: Results) -> dict[str, str]:

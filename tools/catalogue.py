@@ -74,7 +74,8 @@ RULES = Group(
             "ShardingRuleError",
             "Rules are malformed, do not match a leaf, or do not fit one. `init_sharded`,"
             " `match_partition_rules` and `Plan.check` raise it; `strict=False` drops what does"
-            " not fit. It is also a `ValueError`.",
+            ' not fit. A last rule `(".*", None)` replicates what no other rule matches. It is'
+            " also a `ValueError`.",
             """
             def init():
                 return {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
@@ -114,8 +115,8 @@ RULES = Group(
         ),
         Entry(
             "shadowed-rule",
-            "Earlier rules take every leaf that a rule matches. A last rule that matches every"
-            " leaf is a fallback, and not reported.",
+            "Earlier rules take every leaf that a rule matches: move it up, or remove it. A last"
+            " rule that matches every leaf is a fallback, and not reported.",
             """
             tree = {"mlp": {"w": w}, "head": 2 * w}
             rules = [("w|head", P("fsdp")), ("mlp", P(None, "fsdp"))]
@@ -171,7 +172,7 @@ RULES = Group(
         Entry(
             "already-sharded",
             "A tactic shards or replicates a dim that an earlier tactic of the same rule has"
-            " sharded.",
+            " sharded. Give all its axes to one tactic.",
             """
             rules = [("w", ts.shard_dim("data", 0) | ts.shard_dim("fsdp", 0))]
             print(*ts.plan({"w": w}, rules, mesh).findings)
@@ -321,8 +322,8 @@ WHOLE = Group(
         Entry(
             "unlike-siblings",
             "A few layers are sharded unlike the others with the same names and shapes. A pattern"
-            " leaves them out, or ends within a number: `layers/1` matches `layers/10` too. A rule"
-            " that names single layers in full is taken as intended.",
+            " leaves them out, or ends within a number: `layers/1` matches `layers/10` too, so"
+            " write `layers/1/`. A rule that names single layers in full is taken as intended.",
             """
             layers = [{"w": np.ones((128, 128))} for _ in range(12)]
             rules = [("layers/1", P(None, "fsdp")), (".*", P("fsdp"))]
@@ -557,8 +558,8 @@ PLACING = Group(
         ),
         Entry(
             "MeshError",
-            "A mesh cannot be built: its sizes do not multiply to the number of devices, or its"
-            " text cannot be read. It is also a `ValueError`.",
+            "A mesh cannot be built: its sizes do not multiply to the number of devices (one may"
+            " be -1), or its text cannot be read. It is also a `ValueError`.",
             """
             ts.make_mesh("data=3,fsdp=4")
             """,
@@ -673,8 +674,9 @@ PLACING = Group(
         ),
         Entry(
             "LeafError",
-            "A leaf has no values to move: it is traced, a `ShapeDtypeStruct`, or of a dtype that"
-            " JAX does not support. It is also a `TypeError`.",
+            "A leaf has no values to move: it is traced (inside jit, use"
+            " `with_sharding_constraint`), a `ShapeDtypeStruct`, or of a dtype that JAX does not"
+            " support. It is also a `TypeError`.",
             """
             @jax.jit
             def double(x):
@@ -834,7 +836,7 @@ STEPS = Group(
         Entry(
             "ShardingWarning",
             "Inside a step, `jax.device_put` to one device has no effect: the program runs on all"
-            " devices.",
+            " devices. Do it outside of the step.",
             """
             def shrink(state, batch):
                 half = jax.device_put(batch / 2, jax.devices()[0])
@@ -876,13 +878,14 @@ STEPS = Group(
             "Arrays of the state and of the batch share memory, so the step copies them before it"
             " donates the state. Copy with `jnp.copy`, or use `donate=False`.",
             """
-            p = ts.shard(w, P("data"), mesh)
-            plan = ts.plan({"last": p}, [(".*", P("data"))], mesh)
-            step = jit_step(lambda state, batch: (state, batch.sum()), plan, batch=P("data"))
+            rows = P(("data", "fsdp"))
+            p = ts.shard(w, rows, mesh)
+            plan = ts.plan({"last": p}, [(".*", rows)], mesh)
+            step = jit_step(lambda state, batch: (state, batch.sum()), plan, batch=rows)
             state, total = step({"last": p}, p)
             """,
             """
-            p = ts.shard(w, P("data"), mesh)
+            p = ts.shard(w, rows, mesh)
             state, total = step({"last": jnp.copy(p)}, p)
             """,
             about="a donated state",
@@ -901,8 +904,9 @@ AGAIN = Group(
     [
         Entry(
             "UnstableStepError",
-            "The step changed the type or the sharding of a leaf of its state. It is also an"
-            " `AssertionError`.",
+            "The step changed the type or the sharding of a leaf of its state. Place the state"
+            " with `ts.shard(state, plan)` or `init_sharded`; `jit_step` keeps it so. It is also"
+            " an `AssertionError`.",
             """
             @jax.jit
             def step(state):
@@ -1123,8 +1127,8 @@ MOVES = Group(
         Entry(
             "batch-not-split",
             "Weights are gathered along an axis that does not split the batch, so all devices"
-            " along it do the same work. For tensor parallelism, constrain the activations so that"
-            " the weights stay sharded.",
+            " along it do the same work. Split the batch over it. For tensor parallelism,"
+            " constrain the activations so that the weights stay sharded.",
             """
             print(unplanned(descend(loss), split=P())["batch-not-split"])
             """,
@@ -1134,8 +1138,8 @@ MOVES = Group(
         ),
         Entry(
             "idle-axis",
-            "An axis shards neither the state nor the batch, and nothing moves along it."
-            " `jit_step` warns of it too.",
+            "An axis shards neither the state nor the batch, and nothing moves along it. Split"
+            " the batch over it too. `jit_step` warns of it.",
             """
             two_axes = ts.plan(params, [("w", P("fsdp"))], mesh, min_size=0)
 
@@ -1235,8 +1239,8 @@ MOVES = Group(
         ),
         Entry(
             "again",
-            "A gather, or the reduction of a gradient, runs more often than planned, such as once"
-            " for each use of a weight.",
+            "A gather, or the reduction of a gradient, runs more often than planned. Call"
+            " `unshard` once, before all uses of the weight and before loops.",
             """
             def twice(params, x):
                 return jnp.mean((jnp.tanh(x @ params["w"]) @ params["w"].T) ** 2)
@@ -1422,7 +1426,7 @@ MOVES = Group(
         Entry(
             "to-host",
             "A callback, such as `jax.debug.callback`, copies an array to the host in each step,"
-            " and the devices wait. Scalars are not reported.",
+            " and the devices wait. Call it on what the step returns, or pass it scalars.",
             """
             def watched(params, x):
                 jax.debug.callback(print, params["w"])
@@ -1871,7 +1875,8 @@ PROCESSES = Group(
         Entry(
             "ProcessError",
             "Processes that must act together did not all arrive within `timeout`, do not agree,"
-            " or one failed. It is also a `RuntimeError`.",
+            " or one failed. The message lists the differences by leaf and process. It is also a"
+            " `RuntimeError`.",
             """
             two_processes('''
             try:

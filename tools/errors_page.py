@@ -20,7 +20,7 @@ HEAD = """# Errors and findings
 Every error, warning, finding and code of treeshard, by symptom, with an example of the message.
 Long messages end in `...` here; in full, they say what to do. The search finds names too.
 """
-_LINES = 4  # of a message
+_WORDS = 25
 
 
 def printed(group: Group, entry: Entry) -> str:
@@ -59,19 +59,24 @@ def _message(name: str, output: str) -> str:
     """The lines of an output from a name on, without the list of ops below a difference."""
     lines = [line for line in output.splitlines() if not line.startswith("    ")]
     first = next((i for i, line in enumerate(lines) if name in line), len(lines))
-    shown = [_shortened(line) for line in lines[first : first + _LINES]]
-    return "\n".join([*shown, "..."] if len(lines) > first + _LINES else shown)
+    return _shortened(lines[first:])
 
 
-def _shortened(line: str) -> str:
-    """The first sentences of a line, about thirty words of them."""
-    first, *others = re.split(r"(?<=[.?]) (?=[A-Z`])", line)
-    for sentence in others:
-        longer = f"{first} {sentence}"
-        if len(longer.split()) > 30:
-            return f"{first} ..."
-        first = longer
-    return first
+def _shortened(lines: list[str]) -> str:
+    """The first sentences of a message, about `_WORDS` words of them."""
+    shown: list[str] = []
+    left = _WORDS
+    for line in lines:
+        sentences = re.split(r"(?<=[.?]) (?=[A-Z`])", line)
+        counts = [len(sentence.split()) for sentence in sentences]
+        kept = next((i for i in range(len(counts)) if sum(counts[: i + 1]) > left), len(counts))
+        kept = kept if shown else max(kept, 1)
+        if kept:
+            shown.append(" ".join([*sentences[:kept], *["..."] * (kept < len(counts))]))
+        if kept < len(counts):
+            return "\n".join(shown if kept else [*shown, "..."])
+        left -= sum(counts)
+    return "\n".join(shown)
 
 
 def pages(section: Callable[[Group, Entry], str] = section) -> dict[Path, str]:

@@ -146,12 +146,12 @@ _INSPECT = f"""\
 
 exit code: 0, or 2 if nothing can be read
 """
-_VERIFY = f"""\
-{_PATH}
+_VERIFY = """\
   treeshard verify run                # the latest step
   treeshard verify run --step 200
 
-safetensors files have no checksums: their headers, index and sizes are checked.
+PATH is that of `treeshard inspect`. safetensors files have no checksums: their headers, index and
+sizes are checked.
 
 exit code: 0, or 1 if something is damaged, or 2 if nothing can be read
 """
