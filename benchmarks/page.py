@@ -169,8 +169,7 @@ def _is_shown(bench: str, row: Mapping[str, Any]) -> bool:
     claims = [claim for claim in CLAIMS if claim.bench == bench]
     quoted = {case for claim in claims for case in (claim.case, *claim.others.values())}
     is_ratio = row["reach"] and re.search(r", x |times faster", row["case"])
-    is_compared = row["vs"] and isinstance(row["vs"], Mapping)
-    return bool(is_compared or is_ratio or verdict(row) or row["case"] in quoted)
+    return bool(_ways(row["vs"]) or is_ratio or verdict(row) or row["case"] in quoted)
 
 
 def _table(rows: list[Mapping[str, Any]]) -> str:
@@ -189,7 +188,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
     elif not verdict(row):
         reach = ""
     if isinstance(row["vs"], Mapping):
-        others = ", ".join(f"{name} {shown(x['measured'])}" for name, x in row["vs"].items())
+        others = ", ".join(f"{name} {shown(x['measured'])}" for name, x in _ways(row["vs"]).items())
     return case, measured, reach, others
 
 
