@@ -74,7 +74,7 @@ def shard(
 
     Each device receives only its own shard: of a leaf of shape `(d0, d1)` with `P("fsdp")`, a
     shard of shape `(d0 / fsdp, d1)`. All leaves are checked before one moves. On several
-    processes make the same call with the same tree, and each takes its own shards.
+    processes, all make the same call, with the same tree, and each takes its own shards.
 
     Args:
         tree: Any pytree of numpy and JAX arrays. Other leaves pass through.
@@ -91,8 +91,8 @@ def shard(
 
     Returns:
         The tree, its arrays as `jax.Array`s; 64-bit values become 32-bit ones unless JAX's x64
-        mode is on. The result shares no memory with numpy arrays. It may
-        share memory with a `jax.Array`, so donating it may delete the source.
+        mode is on. It shares no memory with numpy arrays. It may share memory with a
+        `jax.Array`, so donating it may delete the source.
 
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh lacks.

@@ -218,7 +218,7 @@ def jit_step(
         >>> float(total)
         128.0
 
-    It is a decorator, as here, or `step = jit_step(fn, plan)`. On several processes, all pass
+    It is a decorator, or `step = jit_step(fn, plan)`. On several processes, all pass
     batches of one form: the full batch in numpy arrays, or a batch of `from_process_local`.
 
     Args:
@@ -241,9 +241,10 @@ def jit_step(
     Raises:
         UnknownAxisError: If `batch` names an axis that the mesh lacks.
         SpecError: If `batch` has no specs; when called, if batch or state do not fit.
-        StateError: When called, if `fn` changes the state's structure, shapes, dtypes or leaves
-            that are not arrays.
-        ProcessError: When called, if processes pass batches of other forms, or one fails.
+        StateError: When called, if `fn` changes the state's structure, shapes, dtypes or static
+            leaves.
+        ProcessError: When called, if processes pass batches of other forms, or one fails or does
+            not arrive.
         DeletedLeafError: When called, if the state was donated to an earlier step.
         MeshError: If the plan was made for an abstract mesh.
         ValueError: If `watch` is not positive.
