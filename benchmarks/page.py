@@ -5,7 +5,6 @@
 No figure is written by hand: `make bench` measures, writes the results and calls this.
 """
 
-import ast
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -143,9 +142,9 @@ How treeshard compares with other ways to do the same, and where it misses its o
   which all alternatives run in another order.
 - A target is shown where a figure misses it, or where that is unclear: the quartiles, in brackets,
   are on both sides of it.
-- Figures that reach their target and are compared with nothing are only in `benchmarks/results/`,
-  which has all quartiles, commits and versions. Times are from one machine, and no test asserts
-  them.
+- Figures without a target, and those that reach it and are compared with nothing, are only in
+  `benchmarks/results/`, with all quartiles, commits and versions. Times are from one machine, and
+  no test asserts them.
 
 """
 
@@ -160,16 +159,18 @@ def text(found: Results) -> str:
         rows = [row for row in result["rows"] if _is_shown(name, row)]
         if rows:
             measured = f"[`{result['command']}`]({SOURCE}{name}.py), {result['date']}"
-            parts.append(f"\n## {name}\n\n{_about(name)}: {measured}.\n\n{_table(rows)}")
+            parts.append(f"\n## {name}\n\n{result['title']}: {measured}.\n\n")
+            parts.append(_table(rows))
     return "".join(parts)
 
 
 def _is_shown(bench: str, row: Mapping[str, Any]) -> bool:
-    """Whether a row is compared with another way, misses its target, or is quoted by the README."""
+    """Whether a row with a target is compared with another way or misses it, or is quoted by the
+    README."""
     claims = [claim for claim in CLAIMS if claim.bench == bench]
     quoted = {case for claim in claims for case in (claim.case, *claim.others.values())}
-    is_ratio = row["reach"] and re.search(r", x |times faster", row["case"])
-    return bool(_ways(row["vs"]) or is_ratio or verdict(row) or row["case"] in quoted)
+    is_compared = _ways(row["vs"]) or re.search(r", x |times faster", row["case"])
+    return bool((row["reach"] and is_compared) or verdict(row) or row["case"] in quoted)
 
 
 def _table(rows: list[Mapping[str, Any]]) -> str:
@@ -195,15 +196,6 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
 def _escaped(cell: str) -> str:
     # The site's Markdown shows the backslash of an escaped `<`.
     return re.sub(r"([>*_|])", r"\\\1", cell).replace("<", "&lt;")
-
-
-def _about(name: str) -> str:
-    """The first lines of a benchmark's module, less the command; the rest is in the module."""
-    module = (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
-    about = ast.get_docstring(ast.parse(module)) or ""
-    about = re.sub(r"(:\s+|\n\s*)python -m \S+.*", lambda m: "." * m[1].startswith(":"), about)
-    first = about.strip().partition("\n\n")[0].rstrip(".:")
-    return first
 
 
 def _in_common(found: Results) -> dict[str, str]:
