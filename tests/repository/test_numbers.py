@@ -206,9 +206,7 @@ def test_a_page() -> None:
 | only \\| this | 1.5 | 2, missed |
 """
     )
-    assert (
-        "\n## bench_import\n\nWhat `import treeshard` costs, beside `import jax`. Title: [`" in text
-    )
+    assert "\n## bench_import\n\nTitle: [`python -m benchmarks.bench_x`](" in text
     assert (
         """
 | case | measured | target | others |
