@@ -7,6 +7,7 @@ which is frozen while it is copied: a power cut is one moment. Only root can mou
 
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ def mounted(image: Path, where: Path) -> Iterator[Path]:
     try:
         yield where
     finally:
-        run("umount", where)
+        unmount(where)
 
 
 @contextmanager
@@ -39,6 +40,16 @@ def new_disk(directory: Path) -> Iterator[Path]:
         mounted(new_image(below / "disk.img", MIB), directory / "disk") as where,
     ):
         yield where
+
+
+def unmount(where: Path) -> None:
+    """A disk is busy until the last of its files is closed, which may be a moment after a read."""
+    for _ in range(50):
+        try:
+            return run("umount", where)
+        except OSError:
+            time.sleep(0.1)
+    run("umount", where)
 
 
 def new_image(file: Path, size: int) -> Path:
