@@ -2,13 +2,16 @@
 
 A row is found by the first code of its first cell. Its test gets `ours`, which runs the code of
 the second cell, a line for each `<br>`, with what it is given by name, and returns the value of
-the last line. So a page and its test cannot come apart.
+the last line. So a page and its test cannot come apart. The values of the steps that a test runs
+have no finding.
 """
 
 import ast
 import inspect
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import manual, training
+from treeshard.programs import _value_findings
+from treeshard.training._step import Step
 
 PAGES = Path(__file__).parent.parent / "docs" / "coming-from"
 
@@ -65,7 +71,8 @@ class Table:
         def mark(test: Callable[..., None]) -> Callable[..., None]:
             @wraps(test)
             def run(**fixtures: Any) -> None:
-                test(ours, **fixtures)
+                with without_findings():
+                    test(ours, **fixtures)
                 assert ours.ran, "the test does not run the row's code"
 
             _, *rest = inspect.signature(test).parameters.values()
@@ -78,6 +85,28 @@ class Table:
         """Raises for rows that no test is marked with."""
         untested = self.rows.keys() - self.tested
         assert not untested, f"{self.page}: rows without a test: {sorted(untested)}"
+
+
+@contextmanager
+def without_findings() -> Iterator[None]:
+    """Raises if a value of a step that runs inside has a finding, however small the value is."""
+    ran: list[tuple[Step, Any]] = []
+    call = Step.__call__
+
+    def watched(self: Step, state: Any, batch: Any) -> Any:
+        result = call(self, state, batch)
+        ran.append((self, batch))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Step, "__call__", watched)
+        yield
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(_value_findings, "LEAST", 1)
+        warnings.simplefilter("ignore", ts.ShardingWarning)
+        for step, batch in ran:
+            types = step.types(step.plan.structs, batch, min_size=0)
+            assert types.findings == (), f"{types}"
 
 
 def table(page: str, section: str = "") -> Table:
