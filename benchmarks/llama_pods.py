@@ -54,7 +54,8 @@ def write_cost() -> None:
     record = asdict(program_of(PODS[0]).cost())
     transfers = ",\n  ".join(map(json.dumps, record.pop("transfers")))
     head = json.dumps(record)[:-1]
-    COST.write_text(f'{head}, "transfers": [\n  {transfers}\n]}}\n')
+    text = f'{head}, "transfers": [\n  {transfers}\n]}}\n'
+    COST.write_text(text.replace(f"{HERE.parent}/", ""))
 
 
 def read_cost() -> Cost:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
-from rich.bar import Bar
 from rich.table import Table
 from targets.programs import case_of
 
@@ -703,7 +702,9 @@ def rows_of(cost: Cost) -> list[DrawnRow]:
     table = next(part for part in cost.__rich__().renderables if isinstance(part, Table))
     rows: list[DrawnRow] = []
     for *words, bar, time in zip(*(column.cells for column in table.columns), strict=True):
-        ends = (1000 * bar.begin, 1000 * bar.end) if isinstance(bar, Bar) else None
+        ends = None
+        if bar.seconds is not None:
+            ends = (1000 * bar.begin, 1000 * (bar.begin + bar.seconds))
         rows.append(DrawnRow(" ".join(map(str, words)).strip(), ends, str(time)))
     return rows
 
@@ -740,16 +741,20 @@ def test_a_picture_along_time_adds_up_to_the_figures() -> None:
     exposed = lanes["collectives, exposed"][0]
     assert exposed.bar[0] == pytest.approx(1000 * max(seconds[:3]))
     assert exposed.bar[1] == pytest.approx(1000 * cost.seconds)
-    assert {x.leaf for x in cost.transfers if x.collective.rank} == {"up", "down"}
+    assert {x.leaf for x in cost.transfers if x.collective.rank} == {"params/up", "params/down"}
     assert compared.leaves == tuple(x.leaf for x in cost.transfers)
 
 
 def test_a_picture_names_leaves_and_draws_a_loop_once() -> None:
     cost, _ = cost_of_text("scan_remat", CHIPS["v5e"])
     words = [" ".join(row.words.split()) for row in rows_of(cost)]
-    assert "down reduce-scatter fsdp gradient x 4" in words
-    assert [row for row in words if row.startswith("up all-gather fsdp")]
+    assert "params/down reduce-scatter fsdp gradient x 4" in words
+    assert [row for row in words if row.startswith("params/up all-gather fsdp")]
     assert not any("while" in row for row in words)
+    alike = "Gradients of leaves of one size are told apart by their order only."
+    assert alike in map(str, cost.__rich__().renderables)
+    without_up = [x for x in cost.transfers if x.leaf != "params/up"]
+    assert alike not in map(str, replace(cost, transfers=tuple(without_up)).__rich__().renderables)
 
 
 def test_a_picture_says_what_is_unknown(tmp_path) -> None:
@@ -774,14 +779,38 @@ def test_a_picture_says_what_is_unknown(tmp_path) -> None:
         assert said in shown
 
 
+@pytest.mark.parametrize(
+    ("begin", "seconds", "drawn"),
+    [
+        (0.0, 1.0, "█" * 40),
+        (0.5, 0.25, " " * 20 + "█" * 10),
+        (0.5, 0.26, " " * 20 + "█" * 10 + "▍"),
+        (0.99, 1e-6, " " * 39 + "▏"),  # what is short is not zero
+        (0.5, 0.0, " " * 20),
+        (0.5, None, "time unknown"),
+    ],
+)
+def test_a_bar_is_as_long_as_its_time(begin, seconds, drawn) -> None:
+    cost = Cost(1, 1, 1, 0, 1, 0.1, 0.1, 0.0, 1.0, (), (), "TPU v5 lite")
+    bar = next(iter(cost.__rich__().renderables[2].columns[4].cells))
+    whole = bar._replace(begin=begin, seconds=seconds, whole=1.0)
+    assert str(whole.__rich__()) == drawn
+
+
 def test_rows_beyond_the_slowest_are_drawn_as_one() -> None:
-    moved = ts.communication.Collective("all-gather", "float32", 8, 8, ("f",), 1, rank=1)
+    moved = ts.communication.Collective(
+        "all-gather", "float32", 8, 8, ("f",), 1, op_name="jit(step)/jvp()/dot_general", rank=1
+    )
     leaves = [f"{chr(97 + i)}/w" for i in range(14)]
     transfers = [Transfer(moved, leaf, ("f",), 8, 0.001 * (i + 1)) for i, leaf in enumerate(leaves)]
     layers = [Transfer(moved, f"layers/{i}/w", ("f",), 8, 0.5) for i in range(32)]
     cost = Cost(10, 10, 1, 0, 1, 0.02, 0.01, 0.0, 16.105, (*transfers, *layers), (), "TPU v5 lite")
     _, *rows = lanes_of(rows_of(cost))["collectives, exposed"]
     assert len(rows) == 13
-    assert " ".join(rows[-2].words.split()) == "layers/{0..31}/w all-gather f update x 32"
+    assert " ".join(rows[-2].words.split()) == "layers/{0..31}/w all-gather f forward x 32"
     assert (" ".join(rows[-1].words.split()), rows[-1].time) == ("and 3 more x 3", "6.00 ms")
     assert "d/w" in rows[0].words
+    # A program may not say in which pass an op is.
+    unnamed = replace(transfers[0], collective=replace(moved, op_name=None))
+    [_, row] = lanes_of(rows_of(replace(cost, transfers=(unnamed,))))["collectives, exposed"]
+    assert " ".join(row.words.split()) == "a/w all-gather f ? x 1"

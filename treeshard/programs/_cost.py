@@ -230,22 +230,24 @@ class Cost:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("", "", "", "", _scale(self.seconds), "time", box=None)
+        bars = _scale(self.seconds)
+        table = Table("", "", "pass", "runs", bars, "time", box=None, header_style="")
         table.columns[3].justify = table.columns[5].justify = "right"
         for name, size, seconds in self._rows():
             is_exposed = name == "collectives, exposed"
             begin = self._before_exposed() if is_exposed else 0.0
             is_least = name in self.incomplete
             time = f"> {_time(seconds)}" if is_least and seconds is not None else _time(seconds)
-            bar = _bar_of(begin, seconds, self.seconds, _COLOURS[name])
+            bar = _Bar(begin, seconds, self.seconds, _COLOURS[name])
             table.add_row(Text(name, "bold"), Text(size), "", "", bar, Text(time, "bold"))
             of_lane = [x for x in self.transfers if x.collective.is_async != is_exposed]
             for row in _drawn(of_lane) if name in _LANES else ():
-                bar = _bar_of(begin, row.seconds, self.seconds, _COLOURS[name])
+                bar = _Bar(begin, row.seconds, self.seconds, _COLOURS[name])
                 table.add_row(*map(Text, row.cells), bar, Text(_time(row.seconds)))
                 begin += row.seconds or 0.0
         title = f"one step along time, on each {self.device}"
-        notes = [_CAPTION, *self._in_all(), *(f"unknown: {reason}" for reason in self.unknown)]
+        notes = [_CAPTION, *([_ALIKE] if _has_alike(self.transfers) else [])]
+        notes += [*self._in_all(), *(f"unknown: {reason}" for reason in self.unknown)]
         return Group(Text(title, "bold"), "", table, "", *map(Text, notes))
 
     def _before_exposed(self) -> float:
@@ -283,14 +285,17 @@ _COLOURS = {
     "collectives, hidden": "#1b9e77",
     "collectives, exposed": "#d95f02",
 }
-_BAR_WIDTH = 36
+_BAR_WIDTH = 40
+_BLOCKS = ("", *"▏▎▍▌▋▊▉█")  # by eighths of a character
 _MOST_DRAWN = 12  # rows of a lane
 _LONGEST_NAME = 30
 _CAPTION = (
     "Time is computed from published peaks, and not measured. Compute, memory and hidden"
-    " collectives\noverlap. The device waits for exposed ones: these are added at the end, and in the"
-    " program come in between."
+    " collectives overlap.\nThe device waits for exposed ones: these are drawn at the end, and in"
+    " the program come in between."
 )
+_GRADIENT = "gradient"
+_ALIKE = "Gradients of leaves of one size are told apart by their order only."
 
 
 class _Drawn(NamedTuple):
@@ -315,15 +320,27 @@ def _scale(seconds: float | None) -> str:
     return "" if seconds is None else f"0{_time(seconds):>{_BAR_WIDTH - 1}}"
 
 
-def _bar_of(begin: float, seconds: float | None, whole: float | None, colour: str) -> Any:
-    from rich.bar import Bar
-    from rich.text import Text
+class _Bar(NamedTuple):
+    """A bar over a part of the time of a step, or words where that is unknown.
 
-    if seconds is None:
-        return Text("time unknown", "italic")
-    if not whole:
-        return ""
-    return Bar(whole, begin, begin + seconds, width=_BAR_WIDTH, color=colour)
+    It begins at a full character, as `rich.bar` does not, so that the lengths of two can be
+    compared by eye.
+    """
+
+    begin: float
+    seconds: float | None
+    whole: float | None
+    colour: str
+
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        if self.seconds is None or not self.whole:
+            return Text("time unknown" if self.seconds is None else "", "italic")
+        scale = _BAR_WIDTH / self.whole
+        eighths = round(8 * self.seconds * scale) or bool(self.seconds)
+        blocks = _BLOCKS[8] * (eighths // 8) + _BLOCKS[eighths % 8]
+        return Text(" " * int(self.begin * scale) + blocks, self.colour)
 
 
 def _drawn(transfers: Iterable[Transfer]) -> Iterator[_Drawn]:
@@ -344,6 +361,12 @@ def _drawn(transfers: Iterable[Transfer]) -> Iterator[_Drawn]:
             yield _Drawn(f"and {len(rest)} more", "", "", _times(of_rest), _seconds_of(of_rest))
 
 
+def _has_alike(transfers: Iterable[Transfer]) -> bool:
+    """Whether there are gradients of several leaves of one size."""
+    gradients = {(x.leaf, x.bytes) for x in transfers if x.leaf and _what(x)[1] == _GRADIENT}
+    return len({size for _, size in gradients}) < len(gradients)
+
+
 def _name(transfer: Transfer) -> str:
     moved = transfer.collective
     if is_scalar(moved):
@@ -353,12 +376,15 @@ def _name(transfer: Transfer) -> str:
 
 
 def _what(transfer: Transfer) -> tuple[str, str]:
-    """`("all-gather fsdp", "forward")`, `("reduce-scatter fsdp", "gradient")`."""
+    """`("all-gather fsdp", "forward")`, `("reduce-scatter fsdp", "gradient")`.
+
+    Of some ops, programs do not say in which pass they are: `?`.
+    """
     moved = transfer.collective
     is_reduction = moved.kind in ("all-reduce", "reduce-scatter")
-    of_pass = region_of(moved.op_name or "") or "update"
+    of_pass = "?" if moved.op_name is None else region_of(moved.op_name) or "update"
     if transfer.leaf is not None and is_reduction:
-        of_pass = "gradient"
+        of_pass = _GRADIENT
     axes = moved.within if moved.axes is None else moved.axes
     return f"{moved.kind} {axes_text(axes)}", of_pass
 
