@@ -3,14 +3,14 @@
 A row is found by the first code of its first cell. Its test gets `ours`, which runs the code of
 the second cell, a line for each `<br>`, with what it is given by name, and returns the value of
 the last line. So a page and its test cannot come apart. The values of the steps that a test runs
-have no finding.
+have no findings but those that the test names.
 """
 
 import ast
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -61,8 +61,11 @@ class Table:
         self.rows = _rows(_section(page.read_text(), section))
         self.tested: set[str] = set()
 
-    def row(self, theirs: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Marks a test as that of a row; its first argument is the row's code."""
+    def row(
+        self, theirs: str, *, findings: Collection[str] = ()
+    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Marks a test as that of a row; its first argument is the row's code. `findings` are the
+        codes of those of the values of its steps."""
         if theirs not in self.rows:
             raise LookupError(f"{self.page} has no row {theirs!r}. It has {list(self.rows)}.")
         self.tested.add(theirs)
@@ -71,7 +74,7 @@ class Table:
         def mark(test: Callable[..., None]) -> Callable[..., None]:
             @wraps(test)
             def run(**fixtures: Any) -> None:
-                with without_findings():
+                with only_findings(findings):
                     test(ours, **fixtures)
                 assert ours.ran, "the test does not run the row's code"
 
@@ -88,8 +91,8 @@ class Table:
 
 
 @contextmanager
-def without_findings() -> Iterator[None]:
-    """Raises if a value of a step that runs inside has a finding, however small the value is."""
+def only_findings(codes: Collection[str]) -> Iterator[None]:
+    """Raises if the values of the steps that run inside, however small, have other findings."""
     ran: list[tuple[Step, Any]] = []
     call = Step.__call__
 
@@ -104,9 +107,9 @@ def without_findings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(_value_findings, "LEAST", 1)
         warnings.simplefilter("ignore", ts.ShardingWarning)
-        for step, batch in ran:
-            types = step.types(step.plan.structs, batch, min_size=0)
-            assert types.findings == (), f"{types}"
+        types = [step.types(step.plan.structs, batch, min_size=0) for step, batch in ran]
+    found = {finding.code for each in types for finding in each.findings}
+    assert found == {*codes}, "\n".join(map(str, types))
 
 
 def table(page: str, section: str = "") -> Table:
