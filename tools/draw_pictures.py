@@ -6,9 +6,9 @@
 Writes to docs/pictures: the plan as it prints, the sharding of the state with the bytes of each
 device (`ts.draw`), the communication of a step as planned and as compiled (`step.communication`),
 the model of the quick start, and the cost of a step of a Llama along time, as
-`python -m benchmarks.llama_pods --cost` kept it. These are the same files on every machine. The loss next to that
-of one device is not: processors round differently, and the text is the standard library's source.
-So it is drawn only on request.
+`python -m benchmarks.llama_pods --cost` kept it. These are the same files on every machine. The
+loss next to that of one device is not: processors round differently, and the text is the standard
+library's source. So it is drawn only on request.
 """
 
 import argparse

@@ -691,7 +691,7 @@ def cost_of_text(name: str, chip) -> tuple[Cost, ts.communication.Comparison]:
 
 
 class DrawnRow(NamedTuple):
-    """A row of a picture: its words, where its bar begins and ends in milliseconds, and its time."""
+    """A row of a picture: its words, the milliseconds where its bar begins and ends, its time."""
 
     words: str
     bar: tuple[float, float] | None

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec as P
 from helpers import struct
+from jax.sharding import PartitionSpec as P
 from value_faults import CASES, PLANTED, ROWS, WIDTH, check, mesh_of_type, on, types_of
 
 import treeshard as ts

@@ -327,8 +327,9 @@ class Step:
         """The values that the step computes, line by line: how each is split, and its bytes.
 
         On Explicit axes, and in `shard_map_step`, types tell: nothing is compiled, and what is
-        inside of `jax.sharding.auto_axes` is unknown. On Auto axes the compiler decides how values are split: the step is compiled, and each value is looked up in
-        its program, which also tells whether it is in memory, fused into another op, or not there.
+        inside of `jax.sharding.auto_axes` is unknown. On Auto axes the compiler decides how values
+        are split: the step is compiled, and each value is looked up in its program, which also
+        tells whether it is in memory, fused into another op, or not there.
         `step.compile(...).types()` looks values up on axes of any type.
 
         Args:
