@@ -60,12 +60,16 @@ def write_cost() -> None:
 
 def read_cost() -> Cost:
     """The cost that was kept."""
-    record = json.loads(COST.read_text())
+    record = json.loads(COST.read_text(), object_hook=_with_tuples)
     transfers = [
         Transfer(**{**each, "collective": Collective(**each["collective"])})
         for each in record["transfers"]
     ]
     return Cost(**{**record, "transfers": tuple(transfers)})
+
+
+def _with_tuples(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(x) if isinstance(x, list) else x for key, x in record.items()}
 
 
 def compile_one(pod: Pod) -> dict[str, Any]:

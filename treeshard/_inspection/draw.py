@@ -272,11 +272,17 @@ def as_svg(shown: Any) -> str:
 
 
 def _dark(svg: str) -> str:
-    """The style of paper and of black letters where the reader has chosen a dark mode."""
+    """The style of the paper, and of black and grey letters, for readers in a dark mode."""
     # .terminal-1234-r1 { fill: #000000 }
-    black = dict.fromkeys(re.findall(r"(\.[\w-]+) \{ fill: #000000", svg))
-    letters = f"{', '.join(black)} {{ fill: #e6e6e6 }}" if black else ""
-    return f"@media (prefers-color-scheme: dark) {{ .paper {{ fill: #1e2129 }} {letters} }}\n"
+    greys = dict(re.findall(r"(\.[\w-]+) \{ fill: #(..)\2\2", svg))
+    shades = {letters: 0xE6 - int(grey, 16) * 2 // 3 for letters, grey in greys.items()}
+    styles = [
+        f"{letters} {{ fill: #{shade:02x}{shade:02x}{shade:02x} }}"
+        for letters, shade in shades.items()
+    ]
+    return (
+        f"@media (prefers-color-scheme: dark) {{ .paper {{ fill: #1e2129 }} {' '.join(styles)} }}\n"
+    )
 
 
 def _device_chart(leaves: list[PlacedLeaf]) -> Any:
