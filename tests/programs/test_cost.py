@@ -413,6 +413,10 @@ def test_a_step_split_evenly_does_an_even_share(fsdp_mesh) -> None:
     weight = 4 * WIDTH * HIDDEN
     assert cost.exposed_bytes == 2 * weight * 7 // 8 + 2 * 2 * weight * 7 // 8 + 2 * 4 * 7 // 8
     assert (cost.compute_seconds, cost.exposed_seconds, cost.bound) == (None, None, None)
+    # Full gradients are all-reduced; the loss is of no leaf.
+    gathered, reduced = {"up", "down"}, {"up", "down", None}
+    for kind, leaves in (("all-gather", gathered), ("all-reduce", reduced)):
+        assert {x.leaf for x in cost.transfers if x.collective.kind == kind} == leaves
     assert cost.unknown == ("the peaks of cpu",)
     text = str(cost)
     assert text.startswith("per step and cpu, an estimate from published peaks, of which published")
