@@ -14,10 +14,12 @@ test: .venv/installed
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 # What takes many minutes: every way of training on every mesh, planned against compiled; ten times
-# as many killed processes and damaged checkpoints; power cuts (as root, on Linux).
+# as many killed processes and damaged checkpoints; power cuts (as root, on Linux); an object store.
 soak: .venv/installed
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/communication/test_comparison.py -k moves_what_is_planned
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/checkpoint/test_killed_saves.py tests/checkpoint/test_damages.py tests/checkpoint/test_power_loss.py
+	$(BIN)/pip install --quiet -e ".[stores]"
+	$(BIN)/python -m pytest tests/checkpoint/test_object_store.py
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/testing/test_checks.py tests/testing/test_no_false_alarms.py
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/training/test_explicit_reports.py tests/training/test_waiting.py tests/manual/test_tensor_parallel.py
 	TREESHARD_SOAK=1 $(BIN)/python -m pytest tests/product/test_examples.py -k train_fsdp

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "how-to" / "checkpoints.md"
 LIBRARIES = ("orbax", "treeshard")
 KILLS = 6
+CUTS = 10
 LONGEST = 120  # seconds for one row of a library
 SHAPE = (256, 256)
 
@@ -131,11 +133,15 @@ def is_right(tree: Any, step: int) -> bool:
 
 def restored(library: str, directory: Path, step: int) -> str:
     """What a restore gives: right or wrong values, or an error."""
+    run = None
     try:
         run = run_of(library, directory)
         return RIGHT if is_right(run.restore(step, state(0)), step) else WRONG
     except Exception:
         return "an error"
+    finally:
+        if run:
+            run.close()
 
 
 def counted(outcomes: Counter[str]) -> str:
@@ -171,6 +177,47 @@ def save_on_and_on(library: str, directory: Path) -> None:
         run.save(step, state(step))
         run.wait()
         print(step, flush=True)
+
+
+def power_cut(library: str, directory: Path) -> str:
+    """Cuts the power of a disk, in turn while a step is saved and after it was."""
+    from tests.power_loss import after_power_loss, new_disk
+
+    if os.geteuid() != 0:
+        return "not tried: only root can mount a disk"
+    draw = random.Random(0)
+    outcomes: Counter[str] = Counter()
+    directory.mkdir()
+    with new_disk(directory) as disk:
+        run = run_of(library, disk / "run")
+        took = _save_one(run, 1)
+        for step in range(2, CUTS + 2):
+            saving = threading.Thread(target=_save_one, args=[run, step])
+            saving.start()
+            has_returned = step % 2 == 0
+            saving.join(None if has_returned else draw.uniform(0, took))
+            with after_power_loss(disk) as later:
+                outcomes[_found(library, later / "run", step if has_returned else None)] += 1
+            saving.join()
+        run.close()
+    return counted(outcomes)
+
+
+def _save_one(run: Orbax | Treeshard, step: int) -> float:
+    begin = time.monotonic()
+    run.save(step, state(step))
+    run.wait()
+    return time.monotonic() - begin
+
+
+def _found(library: str, directory: Path, expected: int | None) -> str:
+    """What the latest step gives; `expected` is the step whose save has returned."""
+    run = run_of(library, directory)
+    step = run.latest()
+    run.close()
+    if step is None or (expected is not None and step != expected):
+        return "**a step whose save has returned is lost**"
+    return restored(library, directory, step)
 
 
 def each_file(library: str, directory: Path, damage: Callable[[Path], None]) -> str:
@@ -267,6 +314,11 @@ ROWS = [
         f"{KILLS} runs are killed (`kill -9`) while they save",
         "a save appears whole or not at all",
         killed,
+    ),
+    Row(
+        f"The power of a disk is cut while a step is saved, or after; {CUTS} cuts",
+        "a save appears whole or not at all",
+        power_cut,
     ),
     Row(
         "A bit of a file changes; each file once",

@@ -1,15 +1,11 @@
 """Cuts the power of a disk during and right after saves: what is left is whole.
 
-The disk is an ext4 image on a loop device. Its file holds what the device was given; what only the
-system's memory holds is lost in a copy of it, as in a power cut. The file is on a disk of its own,
-which is frozen while it is copied: a power cut is one moment. Only root can mount disks, so this
-runs in `make soak`; `test_durability.py` reads the order of the calls on any machine.
+Only root can mount disks, so this runs in `make soak`; `test_durability.py` reads the order of the
+calls on any machine.
 """
 
 import os
 import random
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,65 +18,24 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
+from tests.power_loss import after_power_loss, new_disk
 from treeshard.checkpoint import Checkpoints, verify
 from treeshard.interchange import load_safetensors, save_safetensors
 
 TRIES = 10  # for each of the cases, of which there are two
-MIB = 48
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("TREESHARD_SOAK"), reason="takes minutes and root: see `make soak`"
 )
 
 
-def run(*command: object) -> None:
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise OSError(f"{command[0]}: {done.stderr.strip()}")
-
-
-@contextmanager
-def mounted(image: Path, where: Path) -> Iterator[Path]:
-    """Mounts an image; without `fsync`, nothing reaches it by itself within minutes."""
-    where.mkdir(exist_ok=True)
-    run("mount", "-o", "loop,commit=900", image, where)
-    try:
-        yield where
-    finally:
-        run("umount", where)
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     try:
-        with (
-            mounted(new_image(tmp_path / "below.img", 2 * MIB), tmp_path / "below") as below,
-            mounted(new_image(below / "disk.img", MIB), tmp_path / "disk") as where,
-        ):
+        with new_disk(tmp_path) as where:
             yield where
     except OSError as error:
         pytest.skip(f"no disk can be made here: {error}")
-
-
-def new_image(file: Path, size: int) -> Path:
-    with file.open("wb") as image:
-        image.truncate(size * 2**20)
-    run("mkfs.ext4", "-q", "-F", file)
-    return file
-
-
-@contextmanager
-def after_power_loss(disk: Path) -> Iterator[Path]:
-    """The disk as it is found when the power comes back."""
-    image, below = disk.parent / "later.img", disk.parent / "below"
-    run("fsfreeze", "--freeze", below)
-    try:
-        shutil.copyfile(below / "disk.img", image)
-    finally:
-        run("fsfreeze", "--unfreeze", below)
-    with mounted(image, disk.parent / "later") as where:
-        yield where
-    image.unlink()
 
 
 @contextmanager
@@ -137,6 +92,7 @@ def cut(disk: Path, save: Callable[[int], None], check: Callable[[Path, int, boo
 
 
 @pytest.mark.parametrize("is_on", [False, True], ids=["alone", "with flushes elsewhere"])
+@pytest.mark.filterwarnings("ignore:Checkpoints. removed what killed saves had left")
 def test_checkpoints(is_on: bool, disk: Path, mesh) -> None:
     with Checkpoints(disk / "run", keep=1) as checkpoints:
 

@@ -167,6 +167,31 @@ def test_a_picture_shows_the_same_tree(plan: ts.Plan, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_letters_can_be_read_in_light_and_in_dark(plan: ts.Plan, tmp_path: Path) -> None:
+    ts.draw(plan, to=tmp_path / "plan.svg")
+    light, dark = (tmp_path / "plan.svg").read_text().split("@media (prefers-color-scheme: dark)")
+    inks = dict(re.findall(r"\.(terminal\S+) \{ fill: (#\w{6})", light))
+    dark_inks = dict(re.findall(r"\.(terminal\S+) \{ fill: (#\w{6})", dark))
+    [paper] = re.findall(r"\.paper \{ fill: (#\w{6})", dark)
+    assert {"#000000", "#666666"} <= {*inks.values()}  # sizes are dim
+    for letters, ink in inks.items():
+        # Those of an axis have its colour on both.
+        least = 3.0 if ink[1:3] != ink[3:5] else 4.5
+        assert contrast(ink, "#ffffff") >= least
+        assert contrast(dark_inks.get(letters, ink), paper) >= least
+
+
 def test_devices_with_equal_bytes_share_a_bar(mesh: Mesh, tmp_path: Path) -> None:
     tree = {
         "all": ts.shard(np.ones(8), P(), mesh),

@@ -1,6 +1,10 @@
 """The cost of a compiled step: operations counted by hand, bytes, and the least time."""
 
+import gzip
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +12,16 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
+from rich.table import Table
+from targets.programs import case_of
 
 import treeshard as ts
 from treeshard._core.topologies import CHIPS, parse_topology
 from treeshard.communication._dataflow import Dataflow
 from treeshard.communication._program import read_program
-from treeshard.programs import Cost
+from treeshard.programs import Cost, Transfer
 from treeshard.programs._buffers import peak_of
+from treeshard.programs._cost import cost_of
 from treeshard.programs._flops import (
     compiled_flops,
     least_flops,
@@ -406,6 +413,10 @@ def test_a_step_split_evenly_does_an_even_share(fsdp_mesh) -> None:
     weight = 4 * WIDTH * HIDDEN
     assert cost.exposed_bytes == 2 * weight * 7 // 8 + 2 * 2 * weight * 7 // 8 + 2 * 4 * 7 // 8
     assert (cost.compute_seconds, cost.exposed_seconds, cost.bound) == (None, None, None)
+    # Full gradients are all-reduced; the loss is of no leaf.
+    gathered, reduced = {"up", "down"}, {"up", "down", None}
+    for kind, leaves in (("all-gather", gathered), ("all-reduce", reduced)):
+        assert {x.leaf for x in cost.transfers if x.collective.kind == kind} == leaves
     assert cost.unknown == ("the peaks of cpu",)
     text = str(cost)
     assert text.startswith("per step and cpu, computed from published peak speeds, not measured;")
@@ -664,3 +675,146 @@ def test_parts_of_an_axis_between_nodes_have_no_time_and_a_reason(fsdp_mesh, mon
     reason = "the links of collectives between devices that do not form axes"
     assert cost.unknown == (reason,)
     assert f"unknown: {reason}" in str(cost)
+
+
+# ------------------------------------------------------------------ along time
+
+TEXTS = Path(__file__).parent.parent / "targets" / "texts"
+
+
+def cost_of_text(name: str, chip) -> tuple[Cost, ts.communication.Comparison]:
+    """The cost of a program that was compiled for v5e:2x4, and how it compares with its plan."""
+    text = gzip.decompress((TEXTS / f"{name}.v5e_2x4.txt.gz").read_bytes()).decode()
+    case = case_of(name)
+    compared = ts.compare_communication(
+        case.plan, text, batch=case.step.batch_specs, scan=case.scan, remat=case.remat
+    )
+    moved = list(zip(compared.compiled, compared.leaves, strict=True))
+    jaxpr = case.step.trace(case.plan.structs, case.batch).jaxpr
+    return cost_of(read_program(text), moved, jaxpr, case.plan, chip), compared
+
+
+class DrawnRow(NamedTuple):
+    """A row of a picture: its words, the milliseconds where its bar begins and ends, its time."""
+
+    words: str
+    bar: tuple[float, float] | None
+    time: str
+
+
+def rows_of(cost: Cost) -> list[DrawnRow]:
+    table = next(part for part in cost.__rich__().renderables if isinstance(part, Table))
+    rows: list[DrawnRow] = []
+    for *words, bar, time in zip(*(column.cells for column in table.columns), strict=True):
+        ends = None
+        if bar.seconds is not None:
+            ends = (1000 * bar.begin, 1000 * (bar.begin + bar.seconds))
+        rows.append(DrawnRow(" ".join(map(str, words)).strip(), ends, str(time)))
+    return rows
+
+
+def lanes_of(rows: list[DrawnRow]) -> dict[str, list[DrawnRow]]:
+    """The rows below each lane, and the lane itself first."""
+    lanes: dict[str, list[DrawnRow]] = {}
+    for row in rows:
+        lane = next((name for name in LANES if row.words.startswith(name)), None)
+        name = lane or next(reversed(lanes))
+        lanes.setdefault(name, []).append(row)
+    return lanes
+
+
+LANES = ("compute", "memory", "collectives, hidden", "collectives, exposed")
+
+
+def test_a_picture_along_time_adds_up_to_the_figures() -> None:
+    cost, compared = cost_of_text("scan_remat", CHIPS["v5e"])
+    lanes = lanes_of(rows_of(cost))
+    seconds = (
+        cost.compute_seconds, cost.memory_seconds, cost.hidden_seconds, cost.exposed_seconds
+    )  # fmt: skip
+    for (lane, *parts), expected in zip(lanes.values(), seconds, strict=True):
+        begin, end = lane.bar
+        assert end - begin == pytest.approx(1000 * expected)
+        assert lane.time == f"{1000 * expected:,.2f} ms"
+        if parts:
+            # One after another, from where the lane begins to where it ends.
+            starts, ends = zip(*(row.bar for row in parts), strict=True)
+            assert [*starts, end] == pytest.approx([begin, *ends])
+    assert cost.hidden_seconds > 0
+    assert [lanes[name][0].bar[0] for name in LANES[:3]] == [0, 0, 0]
+    exposed = lanes["collectives, exposed"][0]
+    assert exposed.bar[0] == pytest.approx(1000 * max(seconds[:3]))
+    assert exposed.bar[1] == pytest.approx(1000 * cost.seconds)
+    assert {x.leaf for x in cost.transfers if x.collective.rank} == {"params/up", "params/down"}
+    assert compared.leaves == tuple(x.leaf for x in cost.transfers)
+
+
+def test_a_picture_names_leaves_and_draws_a_loop_once() -> None:
+    cost, _ = cost_of_text("scan_remat", CHIPS["v5e"])
+    words = [" ".join(row.words.split()) for row in rows_of(cost)]
+    assert "params/down reduce-scatter fsdp gradient x 4" in words
+    assert [row for row in words if row.startswith("params/up all-gather fsdp")]
+    assert not any("while" in row for row in words)
+    alike = "Gradients of leaves of one size are told apart by their order only."
+    assert alike in map(str, cost.__rich__().renderables)
+    without_up = [x for x in cost.transfers if x.leaf != "params/up"]
+    assert alike not in map(str, replace(cost, transfers=tuple(without_up)).__rich__().renderables)
+
+
+def test_a_picture_says_what_is_unknown(tmp_path) -> None:
+    unknown_peaks = rows_of(cost_of_text("scan_remat", None)[0])
+    assert {(row.bar, row.time) for row in unknown_peaks} == {(None, "unknown")}
+    cost, _ = cost_of_text("scan_remat", CHIPS["v5e"])
+    first = next(i for i, x in enumerate(cost.transfers) if x.leaf and not x.collective.is_async)
+    lacking = replace(cost.transfers[first], bytes=None, seconds=None)
+    cost = replace(
+        cost,
+        transfers=(*cost.transfers[:first], lacking, *cost.transfers[first + 1 :]),
+        incomplete=("collectives, exposed",),
+        unknown=("bytes of collectives",),
+    )
+    lane, *parts = lanes_of(rows_of(cost))["collectives, exposed"]
+    assert lane.time.startswith("> ")
+    assert [row.words.split()[0] for row in parts if row.bar is None] == [lacking.leaf]
+    ts.draw(cost, to=tmp_path / "cost.svg")
+    shown = "".join(ElementTree.parse(tmp_path / "cost.svg").getroot().itertext())
+    shown = shown.replace("\xa0", " ")
+    for said in ("unknown: bytes of collectives", "time unknown", "and not measured", "> "):
+        assert said in shown
+
+
+@pytest.mark.parametrize(
+    ("begin", "seconds", "drawn"),
+    [
+        (0.0, 1.0, "█" * 40),
+        (0.5, 0.25, " " * 20 + "█" * 10),
+        (0.5, 0.26, " " * 20 + "█" * 10 + "▍"),
+        (0.99, 1e-6, " " * 39 + "▏"),  # what is short is not zero
+        (0.5, 0.0, " " * 20),
+        (0.5, None, "time unknown"),
+    ],
+)
+def test_a_bar_is_as_long_as_its_time(begin, seconds, drawn) -> None:
+    cost = Cost(1, 1, 1, 0, 1, 0.1, 0.1, 0.0, 1.0, (), (), "TPU v5 lite")
+    bar = next(iter(cost.__rich__().renderables[2].columns[4].cells))
+    whole = bar._replace(begin=begin, seconds=seconds, whole=1.0)
+    assert str(whole.__rich__()) == drawn
+
+
+def test_rows_beyond_the_slowest_are_drawn_as_one() -> None:
+    moved = ts.communication.Collective(
+        "all-gather", "float32", 8, 8, ("f",), 1, op_name="jit(step)/jvp()/dot_general", rank=1
+    )
+    leaves = [f"{chr(97 + i)}/w" for i in range(14)]
+    transfers = [Transfer(moved, leaf, ("f",), 8, 0.001 * (i + 1)) for i, leaf in enumerate(leaves)]
+    layers = [Transfer(moved, f"layers/{i}/w", ("f",), 8, 0.5) for i in range(32)]
+    cost = Cost(10, 10, 1, 0, 1, 0.02, 0.01, 0.0, 16.105, (*transfers, *layers), (), "TPU v5 lite")
+    _, *rows = lanes_of(rows_of(cost))["collectives, exposed"]
+    assert len(rows) == 13
+    assert " ".join(rows[-2].words.split()) == "layers/{0..31}/w all-gather f forward x 32"
+    assert (" ".join(rows[-1].words.split()), rows[-1].time) == ("and 3 more x 3", "6.00 ms")
+    assert "d/w" in rows[0].words
+    # A program may not say in which pass an op is.
+    unnamed = replace(transfers[0], collective=replace(moved, op_name=None))
+    [_, row] = lanes_of(rows_of(replace(cost, transfers=(unnamed,))))["collectives, exposed"]
+    assert " ".join(row.words.split()) == "a/w all-gather f ? x 1"

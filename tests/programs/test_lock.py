@@ -105,6 +105,8 @@ EMPTY = {
         (["over fsdp"], ["P(None, 'fsdp')"], "same"),
         (["over fsdp"], ["P()"], "differs"),
         (["over fsdp"], ["over data"], "differs"),
+        (["over fsdp"], ["over fsdp"], "same"),
+        (["over fsdp", "unknown"], ["P('fsdp',)"], "same"),
         (["P('fsdp',)"], ["unknown"], "same"),
         (["unknown"], ["P('fsdp',)"], "same"),
         (["P('fsdp',)", "unknown"], ["P()", "unknown"], "same"),
@@ -116,6 +118,9 @@ def test_how_values_are_split_is_compared_as_far_as_it_is_known(before, after, v
     assert len(changes) == (verdict == "differs")
     unknown = "1 value: how they are split is unknown in a program, so it was not compared."
     assert (unknown in notes) == ("unknown" in before + after)
+    by_axes = "1 value: which dims are split is unknown in a program: compared by axes only."
+    is_by_axes = "over fsdp" in before and "unknown" not in before and verdict == "same"
+    assert (by_axes in notes) == is_by_axes
     finer = [note for note in notes if note.endswith("split over more axes than locked.")]
     assert len(finer) == (verdict == "finer")
 

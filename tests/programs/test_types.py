@@ -257,3 +257,26 @@ def test_small_values_are_counted(explicit: Types) -> None:
     assert len(more) > len(explicit) > 0
     assert more.smaller < explicit.smaller
     assert len(step.types(state, batch, min_size=2**30)) == 0
+
+
+def test_what_has_no_types_is_unknown_and_not_compiled(compiles: list[str]) -> None:
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    plan = ts.plan({"w": struct(64, 64)}, [("w", P())], mesh)
+
+    @ts.jit_step(plan=plan, batch=P("fsdp"))
+    def step(state: Any, x: jax.Array) -> Any:
+        def sine(x: jax.Array) -> jax.Array:
+            return jnp.sin(x.reshape(-1)).reshape(x.shape)
+
+        hidden = jnp.tanh(x @ state["w"])
+        return state, jnp.sum(jax.sharding.auto_axes(sine, out_sharding=P("fsdp"))(hidden))
+
+    types = step.types(plan.structs, struct(512, 64))
+    by_op = {op: value for value in types for op in value.ops}
+    assert compiles == []
+    assert by_op["tanh"].spec == P("fsdp")
+    assert (by_op["sin"].axes, by_op["sin"].bytes) == (None, None)
+    assert "?: the compiler decides, as inside of `auto_axes`" in str(types)
+    looked_up = step.compile(plan.structs, struct(512, 64)).types()
+    assert len(compiles) == 1
+    assert [x.bytes for x in looked_up if "sin" in x.ops] == [512 * 64 * 4 // 8]

@@ -272,11 +272,13 @@ def _is_open_as(file: Path, handle: int) -> bool:
 # ------------------------------------------------------------------ what killed writers left
 
 
-def tell_removed(what: str, directory: PathLike, removed: Mapping[str, int]) -> None:
-    """Warns of leftovers that were removed: their names, and the bytes that they had."""
+def tell_removed(what: str, directory: PathLike, removed: Mapping[str, int | None]) -> None:
+    """Warns of leftovers that were removed: their names, and their bytes where these are known."""
     if not removed:
         return
-    names = [f"{name} ({human_bytes(size)})" for name, size in removed.items()]
+    names = [
+        name if size is None else f"{name} ({human_bytes(size)})" for name, size in removed.items()
+    ]
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     warn(
         f"{what}: removed what killed saves had left in {os.fspath(directory)}:"

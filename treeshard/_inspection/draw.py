@@ -37,8 +37,8 @@ def draw(x: Any, to: str | Path | None = None) -> None:
     which device holds which part. No values are read.
 
     Args:
-        x: A `Plan`, a live tree, `ShapeDtypeStruct`s with shardings, one array, or the `Types` of a
-            step.
+        x: A `Plan`, a live tree, `ShapeDtypeStruct`s with shardings, one array, the `Types` of a
+            step, or its `Cost`: its compute and its collectives along time.
         to: A file to write instead of printing: `"plan.svg"`. It also has a bar for the bytes on
             each device.
 
@@ -59,7 +59,7 @@ def draw(x: Any, to: str | Path | None = None) -> None:
     Source:
         `jax.debug.visualize_array_sharding`, for trees and for ranks above 2.
     """
-    is_table = hasattr(x, "__rich__")  # such as `Types`
+    is_table = hasattr(x, "__rich__")  # such as `Types` and `Cost`
     leaves = [] if is_table else placed_leaves(x)
     if not (is_table or leaves):
         raise LeafError(
@@ -246,7 +246,7 @@ _SVG_PAGE = """\
 <clipPath id="{unique_id}-clip-terminal"><rect width="{width}" height="{height}"/></clipPath>
 {lines}
 </defs>
-<rect width="100%" height="100%" fill="white"/>
+<rect class="paper" width="100%" height="100%" fill="white"/>
 {backgrounds}
 <g class="{unique_id}-matrix">
 {matrix}
@@ -268,7 +268,21 @@ def as_svg(shown: Any) -> str:
     svg = console.export_svg(
         theme=DEFAULT_TERMINAL_THEME, code_format=_SVG_PAGE, font_aspect_ratio=_DEJAVU_ASPECT
     )
-    return re.sub(r"\n\s+", "\n", svg)
+    return re.sub(r"\n\s+", "\n", svg).replace("</style>", f"{_dark(svg)}</style>", 1)
+
+
+def _dark(svg: str) -> str:
+    """The style of the paper, and of black and grey letters, for readers in a dark mode."""
+    # .terminal-1234-r1 { fill: #000000 }
+    greys = dict(re.findall(r"(\.[\w-]+) \{ fill: #(..)\2\2", svg))
+    shades = {letters: 0xE6 - int(grey, 16) * 2 // 3 for letters, grey in greys.items()}
+    styles = [
+        f"{letters} {{ fill: #{shade:02x}{shade:02x}{shade:02x} }}"
+        for letters, shade in shades.items()
+    ]
+    return (
+        f"@media (prefers-color-scheme: dark) {{ .paper {{ fill: #1e2129 }} {' '.join(styles)} }}\n"
+    )
 
 
 def _device_chart(leaves: list[PlacedLeaf]) -> Any:

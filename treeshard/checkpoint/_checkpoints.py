@@ -57,8 +57,8 @@ class Checkpoints:
 
     They are written in the background: `save` returns once the state may change or be donated.
     Until `close`, a lock keeps other runs from writing to the directory. Unfinished checkpoints of
-    killed runs are removed, with a `ShardingWarning` that names them. On object stores there is no
-    lock and no such removal.
+    killed runs are removed, with a `ShardingWarning` that names them. Object stores have no locks:
+    there, what a run that is still alive has not finished is removed, too.
 
     Use it in a `with` statement, the same on every process.
 
@@ -346,6 +346,7 @@ def _lock(directory: epath.Path, held: ExitStack) -> None:
     """Locks the directory, and removes what killed runs left."""
     make_directory(directory)
     if not is_local(directory):
+        tell_removed("Checkpoints", directory, sweep_run(directory))
         return
     lock = held.enter_context(Lock(lock_in(directory), str(directory)))
     removed = sweep_left(directory)

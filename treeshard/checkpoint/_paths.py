@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from etils import epath
+from etils.epath.backend import fsspec_backend
 
 from treeshard._core.arguments import check_path
 from treeshard._disk.files import Lock, PathLike, file_path, lock_of_killed, remove_tree
@@ -73,7 +74,19 @@ def _in_object_store(text: str) -> epath.Path:
             f"{text}: reading and writing {scheme}:// needs {' and '.join(missing)}. Install with"
             f" `pip install {names}`, or pass a local path."
         )
+    _forget_listings(text)
     return path
+
+
+def _forget_listings(text: str) -> None:
+    """Lets each look at an object store ask the store.
+
+    fsspec remembers what a directory had when it was listed, and then does not see what another
+    process has written since.
+    """
+    files = fsspec_backend.fs(text)
+    files.dircache.use_listings_cache = False
+    files.invalidate_cache()
 
 
 def is_local(path: epath.Path) -> bool:
@@ -293,7 +306,7 @@ def check_vacant(path: epath.Path) -> None:
         raise CheckpointError(
             f"{path}: names with {TEMPORARY!r} are reserved for unfinished checkpoints."
         )
-    if not is_there(path):
+    if not is_there(path) or _is_unfinished(path):
         return
     what = "file"
     if path.is_dir():
@@ -304,14 +317,18 @@ def check_vacant(path: epath.Path) -> None:
     )
 
 
-def sweep(path: epath.Path, *, half_removed: bool = False) -> dict[str, int]:
+def sweep(path: epath.Path, *, half_removed: bool = False) -> dict[str, int | None]:
     """Removes what failed saves of a checkpoint left behind. No save may be running.
 
     `half_removed` is for what a killed run had begun to remove. A run that is alive removes such
-    in a thread of its own. Returns the bytes of each directory that was removed.
+    in a thread of its own. Returns the bytes of each directory that was removed;
+    `None` in an object store, where nobody counts them.
     """
-    removed: dict[str, int] = {}
+    removed: dict[str, int | None] = {}
     if not is_local(path):
+        if _is_unfinished(path):
+            path.rmtree()
+            removed[path.name] = None
         return removed
     for left in path.parent.iterdir():
         if left.name.endswith(_REMOVED) and not half_removed:
@@ -324,12 +341,23 @@ def sweep(path: epath.Path, *, half_removed: bool = False) -> dict[str, int]:
     return removed
 
 
-def sweep_left(directory: epath.Path) -> dict[str, int]:
+def _is_unfinished(path: epath.Path) -> bool:
+    """Whether an object store has a checkpoint of treeshard at `path` that no save has finished.
+
+    A file system has it under another name.
+    """
+    if is_local(path) or is_there(path / COMMITTED):
+        return False
+    names = set(_names_in(path))
+    return bool(names) and names <= {MARK, ARRAYS, TABLE}
+
+
+def sweep_left(directory: epath.Path) -> dict[str, int | None]:
     """Removes what killed saves left in a directory: what a lock that nobody holds belongs to.
 
     Returns as `sweep`.
     """
-    removed: dict[str, int] = {}
+    removed: dict[str, int | None] = {}
     if not is_local(directory):
         return removed
     for name in _names_in(directory):
@@ -343,13 +371,15 @@ def sweep_left(directory: epath.Path) -> dict[str, int]:
     return removed
 
 
-def sweep_run(directory: epath.Path) -> dict[str, int]:
+def sweep_run(directory: epath.Path) -> dict[str, int | None]:
     """Removes the unfinished and half-removed steps of a run that was killed. Returns as `sweep`.
 
-    Its lock must be held.
+    Its lock must be held, where there are locks.
     """
-    removed: dict[str, int] = {}
+    removed: dict[str, int | None] = {}
     for name in _names_in(directory):
+        if not is_local(directory) and _STEP.fullmatch(name):
+            removed |= sweep(directory / name)
         match = _LEFT_STEP.match(name)
         if match is None:
             continue

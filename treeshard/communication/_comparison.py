@@ -105,6 +105,9 @@ class Comparison:
             floats that are widened; elsewhere, what is moved in a narrower dtype than planned, and
             all-gathers that became all-reduces. The text has a line for it.
         platform: The platform of the program, such as `"cpu"`; `None` for a text.
+        leaves: For each of `compiled`, the leaf that it moves or whose gradient it reduces, by its
+            path in the plan; `None` for other values. Gradients of one size have one of the leaves
+            of that size.
 
     Examples:
         >>> planned = PlannedTransfer("all-gather", ("fsdp",), 4096, 2, "float32", "w", "weight")
@@ -121,6 +124,7 @@ class Comparison:
     matrices: tuple[Collective, ...] = ()
     by_compiler: tuple[Unplanned, ...] = ()
     platform: str | None = None
+    leaves: tuple[str | None, ...] = ()
 
     @property
     def rows(self) -> list[Row]:
@@ -220,10 +224,14 @@ def compare_communication(
 
 
 def compare_step(
-    plan: Plan, program: jax.stages.Compiled, batch: SpecTree, roles: Roles
+    plan: Plan,
+    program: jax.stages.Compiled,
+    batch: SpecTree,
+    roles: Roles,
+    read: ReadProgram | None = None,
 ) -> Comparison:
     """Compares what a step's program moves with what its plan predicts for these roles."""
-    read = read_program(program, plan.mesh)
+    read = read or read_program(program, plan.mesh)
     used = [leaf for leaf in plan.leaves if roles[leaf.path].is_used]
     return _compared(plan, program, read, _leaf_names(plan, read.graph, used), batch, roles)
 
@@ -250,6 +258,7 @@ def _compared(
         tuple(matcher.matrices),
         tuple(matcher.by_compiler()),
         platform,
+        tuple(matcher.leaves),
     )
 
 

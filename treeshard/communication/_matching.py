@@ -77,7 +77,8 @@ class Matcher:
 
     `names` has the plan's path of each argument, or `None`. `activations` fills with collectives
     of computed values along axes that shard parameters but not the batch, or along which
-    parameters stay split where they are used, `matrices` with those of `training.by_matrix`.
+    parameters stay split where they are used, `matrices` with those of `training.by_matrix`, and
+    `leaves` with the leaf that each collective is of, or `None`.
     """
 
     plan: Plan
@@ -100,6 +101,7 @@ class Matcher:
         self.of_compiler: _Filed = defaultdict(list)
         self.activations: list[Collective] = []
         self.matrices: list[Collective] = []
+        self.leaves: list[str | None] = []
         self.sums: list[_Moved] = []
         self.sizes = axis_sizes(self.plan.mesh)
         self.axes_of_activations = {*get_names_from_partition_spec(self.plan)} - {*self.batch_axes}
@@ -127,6 +129,8 @@ class Matcher:
 
     def match(self, collective: Collective) -> None:
         """Matches one collective, or files it under the case of the difference that it is."""
+        leaf = None if collective.path is None else self.names.get(collective.path)
+        self.leaves.append(leaf)
         if collective.axes == () or is_scalar(collective) or collective.completes is not None:
             return
         name = collective.op_name or ""
@@ -134,7 +138,7 @@ class Matcher:
             collective,
             collective.kind,
             name,
-            None if collective.path is None else self.names.get(collective.path),
+            leaf,
             elements(collective.total_bytes, collective.dtype),
             elements(collective.bytes, collective.dtype),
             frozenset(collective.axes or ()),
@@ -157,6 +161,7 @@ class Matcher:
     ) -> bool:
         """Files a collective under a case; `is_own` if it is the compiler's own doing."""
         filed = self.of_compiler if is_own else self.differences
+        self.leaves[-1] = self.leaves[-1] or leaf
         # Reductions of the gradients of such weights belong to their gathers.
         kind = "all-gather" if case == "batch-not-split" else moved.kind
         filed[case, kind, detail].append((moved.collective, leaf))
@@ -241,6 +246,7 @@ class Matcher:
             for parts in (gradient, *zip(gradient)):  # all of it, or one transfer of it
                 if _is_done_by(moved, parts):
                     _match_some(moved, parts)
+                    self.leaves[-1] = path
                     is_followed = self.roles[path].is_scattered
                     case = "all-reduce, scattered" if is_followed else "all-reduce"
                     return self._add(case, moved, is_own=self.platform == "cpu")
@@ -371,6 +377,7 @@ class Matcher:
     def _compare(self, moved: _Moved, planned: PlannedTransfer) -> None:
         """Files a collective that is planned, but in another dtype or by another op."""
         collective, path = moved.collective, planned.path or ""
+        self.leaves[-1] = path
         size, planned_size = (jnp.dtype(x.dtype).itemsize for x in (collective, planned))
         if size > planned_size:
             is_own = self.platform == "cpu" and self._is_widened(collective, planned)

@@ -9,7 +9,7 @@ a step on several meshes, and ranks them.
 from treeshard._core.topologies import CHIPS, Chip
 from treeshard.programs._candidates import Strategy
 from treeshard.programs._compiled_step import CompiledStep
-from treeshard.programs._cost import Cost
+from treeshard.programs._cost import Cost, Transfer
 from treeshard.programs._memory import LiveBuffer, Memory
 from treeshard.programs._suggest import suggest
 from treeshard.programs._suggestions import Suggestion, Suggestions
@@ -27,6 +27,7 @@ __all__ = [
     "Strategy",
     "Suggestion",
     "Suggestions",
+    "Transfer",
     "Types",
     "ValueFinding",
     "suggest",

@@ -88,7 +88,7 @@ class CompiledStep:
             SpecError: If an option contradicts the trace.
         """
         check_options(self.plan, self.roles, **options)
-        return compare_step(self.plan, self.compiled, self.batch_specs, self.roles)
+        return self._compared
 
     def memory(self) -> Memory:
         """Tells what the program needs in the memory of one device, and what is live at the peak.
@@ -115,7 +115,9 @@ class CompiledStep:
             A `Cost`, from published peaks. What it could not count is listed in it, and the rest is
             a lower bound.
         """
-        return cost_of(self._read, self.jaxpr, self.plan, chip, kernels)
+        compared = self._compared
+        moved = list(zip(compared.compiled, compared.leaves, strict=True))
+        return cost_of(self._read, moved, self.jaxpr, self.plan, chip, kernels)
 
     def types(self, *, min_size: int | None = None) -> Types:
         """Lists the values that the step computes: their shapes, specs and bytes, and where in the
@@ -131,6 +133,10 @@ class CompiledStep:
         axes = batch_axes(self.plan, self.batch_specs)
         trace = traced(self.jaxpr.jaxpr, self.plan, axes)
         return types_of(trace, self.plan, axes_of_batch(axes, self.batch), min_size, compiled)
+
+    @cached_property
+    def _compared(self) -> Comparison:
+        return compare_step(self.plan, self.compiled, self.batch_specs, self.roles, self._read)
 
     @cached_property
     def _read(self) -> ReadProgram:

@@ -400,6 +400,15 @@ class _Values:
         if unknown:
             what = counted(len(unknown), "value")
             yield f"{what}: how they are split is unknown in a program, so it was not compared."
+        by_axes = [key for key in both if key not in unknown and self._is_by_axes(key)]
+        if by_axes:
+            what = counted(len(by_axes), "value")
+            yield f"{what}: which dims are split is unknown in a program: compared by axes only."
+
+    def _is_by_axes(self, key: _Key) -> bool:
+        """Whether a value is as locked, as far as only the axes of a split tell it."""
+        was, now = self._old[key], self._new[key]
+        return _is_same(was, now, or_finer=True) and any(x.startswith(_OVER) for x in was | now)
 
 
 def _renamed(old: _Splits, new: _Splits) -> dict[str, str]:

@@ -177,7 +177,7 @@ class Types:
             what = counted(self.smaller, "value")
             notes.append(f"{what} of fewer than {self.min_size:,} elements (`min_size`) left out")
         if any(value.bytes is None and value.where != "absent" for value in self.values):
-            notes.append(_NOT_TOLD)
+            notes.append(_NOT_TOLD if self.is_compiled else _NOT_TYPED)
         notes += [text for where, text in _NOTES.items() if self._has(where)]
         return [*notes, *map(str, self.findings)]
 
@@ -192,6 +192,9 @@ _NOTES = {
 }
 _UNKNOWN = "?"
 _NOT_TOLD = "?: the program has parts of several sizes for it, such as before and after a reduction"
+_NOT_TYPED = (
+    "?: the compiler decides, as inside of `auto_axes`: `step.compile(...).types()` looks it up"
+)
 
 
 def _cells(value: StepValue) -> tuple[str, ...]:

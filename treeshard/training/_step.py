@@ -326,9 +326,10 @@ class Step:
     def types(self, state: PyTree, batch: PyTree, *, min_size: int | None = None) -> "Types":
         """The values that the step computes, line by line: how each is split, and its bytes.
 
-        On Explicit axes, and in `shard_map_step`, types tell: nothing is compiled. On Auto axes the
-        compiler decides how values are split: the step is compiled, and each value is looked up in
-        its program, which also tells whether it is in memory, fused into another op, or not there.
+        On Explicit axes, and in `shard_map_step`, types tell: nothing is compiled, and what is
+        inside of `jax.sharding.auto_axes` is unknown. On Auto axes the compiler decides how values
+        are split: the step is compiled, and each value is looked up in its program, which also
+        tells whether it is in memory, fused into another op, or not there.
         `step.compile(...).types()` looks values up on axes of any type.
 
         Args:
@@ -361,7 +362,8 @@ class Step:
         _, program, data = self._traced(state, batch)
         axes = batch_axes(self.plan, self.batch_specs)
         trace = traced(program.jaxpr.jaxpr, self.plan, axes)
-        if any(value.open for value in trace.values):
+        is_open = any(value.open for value in trace.values)
+        if is_open and axes_of_type(self._mesh, AxisType.Auto):
             return self.compile(state, batch).types(min_size=min_size)
         return types_of(trace, self.plan, axes_of_batch(axes, data), min_size)
 
