@@ -5,7 +5,6 @@
 No figure is written by hand: `make bench` measures, writes the results and calls this.
 """
 
-import ast
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -136,20 +135,16 @@ def row_of(found: Results, bench: str, case: str) -> Mapping[str, Any]:
 INTRO = """\
 # Numbers
 
-Each table is the output of the command above it. `make bench` runs them all, on eight simulated
-devices unless a table says otherwise, stores the output in `benchmarks/results/`, and writes this
-page from it.
+How treeshard compares with other ways to do the same, and where it misses its own targets.
+`make bench` runs all of it, on eight simulated devices unless a title says otherwise.
 
-- The alternatives of one table run round by round, in another order each round. The figure is the
-  median of the rounds. A ratio is the median of the ratios per round, so that a slow minute affects
-  both sides.
-- Quartiles are over the rounds. A row without them was counted, or measured once.
-- Rows with a target, and rows beside other ways of doing the same, are shown; all others are in the
-  results, with the versions of everything and the processor.
-- `reach` is the target. `missed` marks a figure that does not reach it, `unclear` one whose
-  quartiles are on both sides of it.
-- Times are from one machine, and no test asserts them. `make test` also asserts counts and bytes
-  (compiles, collectives, memory).
+- Each figure is the median over rounds. A ratio, such as `x Orbax`, is taken in each round, in
+  which all alternatives run in another order.
+- A target is shown where a figure misses it, or where that is unclear: the quartiles, in brackets,
+  are on both sides of it.
+- Figures without a target, and those that reach it and are compared with nothing, are only in
+  `benchmarks/results/`, with all quartiles, commits and versions. Times are from one machine, and
+  no test asserts them.
 
 """
 
@@ -161,56 +156,46 @@ def text(found: Results) -> str:
     if found:
         parts.append(f"Measured with {_setting(common)}.\n")
     for name, result in found.items():
-        parts.append(f"\n## {name}\n\n{_about(name)}\n\n    {result['command']}\n\n")
-        rows = [row for row in result["rows"] if _carries_a_claim(name, row)]
+        rows = [row for row in result["rows"] if _is_shown(name, row)]
         if rows:
-            parts.append(f"{result['title']}{_measured_at(result)}:\n\n{_table(rows)}")
-        if rest := len(result["rows"]) - len(rows):
-            parts.append(
-                f"{chr(10) if rows else ''}{rest:,} figures without a target are in"
-                f" `benchmarks/results/{name}.json`.\n"
-            )
+            measured = f"[`{result['command']}`]({SOURCE}{name}.py), {result['date']}"
+            parts.append(f"\n## {name}\n\n{result['title']}: {measured}.\n\n")
+            parts.append(_table(rows))
     return "".join(parts)
 
 
-def _carries_a_claim(bench: str, row: Mapping[str, Any]) -> bool:
-    """Whether a row has a target, is compared with other ways, or is quoted by the README."""
+def _is_shown(bench: str, row: Mapping[str, Any]) -> bool:
+    """Whether a row with a target is compared with another way or misses it, or is quoted by the
+    README."""
     claims = [claim for claim in CLAIMS if claim.bench == bench]
     quoted = {case for claim in claims for case in (claim.case, *claim.others.values())}
-    return bool(row["reach"]) or isinstance(row["vs"], Mapping) or row["case"] in quoted
-
-
-def _measured_at(result: Mapping[str, Any]) -> str:
-    """The commit, the date and the rounds of a result, as far as it says them."""
-    if "commit" not in result:
-        return ""
-    rounds = max(row["rounds"] for row in result["rows"])
-    times = "1 round" if rounds == 1 else f"{rounds} rounds"
-    return f" (commit {result['commit']}, {result['date']}, {times})"
+    is_compared = _ways(row["vs"]) or re.search(r", x |times faster", row["case"])
+    return bool((row["reach"] and is_compared) or verdict(row) or row["case"] in quoted)
 
 
 def _table(rows: list[Mapping[str, Any]]) -> str:
-    cells = [("case", "measured", "quartiles", "reach", "others")]
-    cells += [as_cells(row) for row in rows]
+    cells = [("case", "measured", "target", "others"), *map(_cells, rows)]
     cells = [column for column in zip(*cells, strict=True) if any(column[1:])]
-    right = ["measured", "quartiles"]
     lines = [*zip(*cells, strict=True)]
-    lines.insert(1, tuple("--:" if column[0] in right else "---" for column in cells))
+    lines.insert(1, tuple("--:" if column[0] == "measured" else "---" for column in cells))
     return "".join(f"| {' | '.join(_escaped(cell) for cell in line)} |\n" for line in lines)
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """A row as it stands in a table of the page: quartiles and targets only where they decide."""
+    case, measured, quartiles, reach, others = as_cells(row)
+    if verdict(row) == "unclear":
+        measured = f"{measured} ({quartiles})"
+    elif not verdict(row):
+        reach = ""
+    if isinstance(row["vs"], Mapping):
+        others = ", ".join(f"{name} {shown(x['measured'])}" for name, x in _ways(row["vs"]).items())
+    return case, measured, reach, others
 
 
 def _escaped(cell: str) -> str:
     # The site's Markdown shows the backslash of an escaped `<`.
     return re.sub(r"([>*_|])", r"\\\1", cell).replace("<", "&lt;")
-
-
-def _about(name: str) -> str:
-    """The first lines of a benchmark's module, less the command; the rest is in the module."""
-    module = (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
-    about = ast.get_docstring(ast.parse(module)) or ""
-    about = re.sub(r"(:\s+|\n\s*)python -m \S+.*", lambda m: "." * m[1].startswith(":"), about)
-    first = about.strip().partition("\n\n")[0].rstrip(".:")
-    return f"{first}. ([How it is measured]({SOURCE}{name}.py).)"
 
 
 def _in_common(found: Results) -> dict[str, str]:

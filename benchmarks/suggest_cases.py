@@ -321,8 +321,8 @@ NOTE = """\
 
 `suggest` chose these. All {compiled:,} candidates that fit were compiled too: in {count} of {cases}
 cases its first suggestion is the fastest of all, or at most 3% slower. `batch` is that of all
-devices, `time` an estimate from published peaks, and `exposed` the part of it in which a device
-waits for others.
+devices, `time` is computed from published peak speeds, not measured, and `exposed` is the part of
+it in which a device waits for others.
 `python -m benchmarks.suggest_cases` compiles them again{left}.
 """
 

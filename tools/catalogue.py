@@ -72,9 +72,10 @@ RULES = Group(
     [
         Entry(
             "ShardingRuleError",
-            "Rules are malformed, do not match a leaf, or do not fit one. The message lists all"
-            " such leaves. `init_sharded`, `match_partition_rules` and `Plan.check` raise it;"
-            " `strict=False` drops what does not fit. It is also a `ValueError`.",
+            "Rules are malformed, do not match a leaf, or do not fit one. `init_sharded`,"
+            " `match_partition_rules` and `Plan.check` raise it; `strict=False` drops what does"
+            ' not fit. A last rule `(".*", None)` replicates what no other rule matches. It is'
+            " also a `ValueError`.",
             """
             def init():
                 return {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
@@ -102,7 +103,7 @@ RULES = Group(
         Entry(
             "dead-rule",
             "A rule matches no leaf, or only scalars, which need no rule. Usually its pattern is"
-            " misspelt, and a later rule takes its leaves.",
+            " misspelt.",
             """
             plan = ts.plan({"mlp": w}, [("mpl", P(None, "fsdp")), (".*", P("fsdp"))], mesh)
             print(*plan.findings)
@@ -114,8 +115,8 @@ RULES = Group(
         ),
         Entry(
             "shadowed-rule",
-            "Earlier rules take every leaf that a rule matches. A last rule that matches every"
-            " leaf is a fallback, and not reported.",
+            "Earlier rules take every leaf that a rule matches: move it up, or remove it. A last"
+            " rule that matches every leaf is a fallback, and not reported.",
             """
             tree = {"mlp": {"w": w}, "head": 2 * w}
             rules = [("w|head", P("fsdp")), ("mlp", P(None, "fsdp"))]
@@ -140,8 +141,8 @@ RULES = Group(
         ),
         Entry(
             "name-without-rule",
-            "The logical name of a dim has no logical rule, so the dim is not sharded. If this is"
-            ' intended, add `("mlp", None)` to the logical rules.',
+            "A logical name has no logical rule, so its dim is not sharded. If this is intended,"
+            ' add `("mlp", None)` to the logical rules.',
             """
             with ts.logical_axis_rules([("embed", "fsdp")]):
                 plan = ts.plan({"w": w}, [("w", ("embed", "mlp"))], mesh)
@@ -157,7 +158,7 @@ RULES = Group(
             "contested-axis",
             "Two logical names of a leaf request one axis. A list of logical rules gives it to"
             " the name whose rule comes first, a `PartitionAxis` to the name whose dim comes"
-            " first. In this leaf the two differ, so replacing one by the other changes the plan.",
+            " first; here they differ. Give each name its own axis.",
             """
             with ts.logical_axis_rules([("vocab", "fsdp"), ("embed", "fsdp")]):
                 plan = ts.plan({"w": w}, [("w", ("embed", "vocab"))], mesh)
@@ -171,7 +172,7 @@ RULES = Group(
         Entry(
             "already-sharded",
             "A tactic shards or replicates a dim that an earlier tactic of the same rule has"
-            " sharded.",
+            " sharded. Give all its axes to one tactic.",
             """
             rules = [("w", ts.shard_dim("data", 0) | ts.shard_dim("fsdp", 0))]
             print(*ts.plan({"w": w}, rules, mesh).findings)
@@ -192,8 +193,9 @@ WHOLE = Group(
     [
         Entry(
             "indivisible",
-            "The dim is not divisible by the product of its axes. The longest divisible prefix of"
-            " the axes is kept. (In a jitted function, JAX replicates such an array silently.)",
+            "Axes do not divide the dim; the longest prefix of them that does is kept. [Pad the"
+            " dim](uneven-leaves.md), or use another dim or axis. (In a jitted function, JAX"
+            " replicates such an array silently.)",
             """
             odd = np.ones((1022, 64), "float32")
             print(*ts.plan({"w": odd}, [("w", P(("data", "fsdp")))], mesh).findings)
@@ -209,8 +211,7 @@ WHOLE = Group(
         ),
         Entry(
             "rank",
-            "A spec has more entries than the leaf has dims. The extra entry is dropped; entries"
-            " never move to another dim.",
+            "A spec has more entries than the leaf has dims. The extra entry is dropped.",
             """
             stack = {"w": w, "scale": np.ones(32768, "float32")}
             print(*ts.plan(stack, [(".*", P("data", "fsdp"))], mesh).findings)
@@ -222,7 +223,7 @@ WHOLE = Group(
         ),
         Entry(
             "axis-already-used",
-            "A spec names an axis twice. It shards the first dim that names it.",
+            "A spec names an axis twice. The axis shards the first dim that names it.",
             """
             print(*ts.plan({"w": w}, [("w", P("fsdp", "fsdp"))], mesh).findings)
             """,
@@ -232,10 +233,8 @@ WHOLE = Group(
         ),
         Entry(
             "reduced-type",
-            "A spec has `unreduced` or `reduced` axes. They are part of the type of a value"
-            " inside jit, on a mesh whose axes are all Explicit. `shard`, a plan and the specs of"
-            " a batch refuse them. Inside jit, on such a mesh, `with_sharding_constraint` takes"
-            " them.",
+            "A spec has `unreduced` or `reduced` axes. Only `with_sharding_constraint` takes"
+            " them, inside jit, on a mesh of Explicit axes alone.",
             """
             rules = [("w", P(None, "fsdp", reduced={"data"}))]
             print(*ts.plan({"w": w}, rules, mesh).findings)
@@ -261,10 +260,8 @@ WHOLE = Group(
         ),
         Entry(
             "too-small",
-            "The leaf has fewer elements than `min_size`, so it is replicated: gathering many"
-            " small arrays costs more time than their memory is worth. The threshold is the"
-            " `min_size` of the tactic, else of the call, else `MIN_SHARDING_SIZE` from the"
-            " environment, else 16384.",
+            "The leaf has fewer elements than"
+            " [`min_size`](../guide/rules-and-plans.md#one-threshold), so it is replicated.",
             """
             bias = np.ones(512, "float32")
             plan = ts.plan({"bias": bias}, [("bias", ts.fsdp("fsdp"))], mesh)
@@ -278,9 +275,9 @@ WHOLE = Group(
         ),
         Entry(
             "explicit-spec-too-small",
-            "A rule has a spec for a leaf, and the leaf has fewer elements than `min_size`, so it"
-            " is replicated. `Plan.check`, `init_sharded` and `match_partition_rules` warn of all"
-            " such leaves. Tactics are silent: `too-small`.",
+            "A leaf with a spec from its rule has fewer elements than `min_size`, so it is"
+            " replicated. Pass `min_size=0`, or write `None` in the rule. For tactics this is"
+            " silent: `too-small`.",
             """
             bias = np.ones(512, "float32")
             print(*ts.plan({"bias": bias}, [("bias", P("fsdp"))], mesh).findings)
@@ -307,11 +304,10 @@ WHOLE = Group(
         ),
         Entry(
             "left-whole",
-            "A leaf of at least `min_size` elements is not split over idle axes: axes over which"
-            " neither the leaf nor the batch is split. Splitting it over them would save at least"
-            " 1% of the memory that a device needs. A rule that names leaves and replicates them,"
-            " with `None`, `P()` or `replicate()`, is taken as intended; one that matches all"
-            " paths is not.",
+            "A large leaf is not split over axes that split neither it nor the batch, which would"
+            " save at least 1% of a device's memory. Use a spec or a tactic with these axes. A"
+            " rule that names leaves and replicates them is taken as intended; one that matches"
+            " all paths is not.",
             """
             print(*ts.plan({"w": w}, [(".*", None)], mesh).findings)
             print(*ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], "fsdp=2,tensor=4").findings)
@@ -325,10 +321,9 @@ WHOLE = Group(
         ),
         Entry(
             "unlike-siblings",
-            "A few layers are sharded differently from the others, which have the same names and"
-            " shapes. Either a pattern leaves them out, or it ends in the middle of a number:"
-            " `layers/1` matches `layers/10` too. A rule that names single layers by their full"
-            " numbers is taken as intended.",
+            "A few layers are sharded unlike the others with the same names and shapes. A pattern"
+            " leaves them out, or ends within a number: `layers/1` matches `layers/10` too, so"
+            " write `layers/1/`. A rule that names single layers in full is taken as intended.",
             """
             layers = [{"w": np.ones((128, 128))} for _ in range(12)]
             rules = [("layers/1", P(None, "fsdp")), (".*", P("fsdp"))]
@@ -341,9 +336,9 @@ WHOLE = Group(
         ),
         Entry(
             "state-unlike-weight",
-            "A separate rule shards optimizer state differently from its parameter. Each step"
-            " then moves the gradient, or the update. Sharding it further in the same dims, as"
-            " ZeRO-1 does, is not reported.",
+            "A separate rule shards optimizer state unlike its parameter, so each step moves one"
+            " of them. Use one rule for both, or `Plan.follow`. ZeRO-1, the same dims split"
+            " further, is not reported.",
             """
             state = {"params": {"w": w}, "opt": {"mu": {"w": w + 1}}}
             rules = [("mu", P(None, "fsdp")), (".*", P("fsdp"))]
@@ -358,11 +353,9 @@ WHOLE = Group(
         ),
         Entry(
             "cuts-head",
-            "An axis along which weights are not gathered splits attention heads into parts, so"
-            " each product of queries and keys is summed over devices. Heads are recognised by"
-            " shapes: projections `(embed, heads, size)` and `(heads, size, embed)` of one module;"
-            " or, if heads are fused in one dim, a norm of queries or keys beside them that has"
-            " the size of a head.",
+            "An axis for tensor parallelism splits attention heads into parts, so each product of"
+            " queries and keys is summed over devices. Use another dim or a smaller axis. Heads"
+            " are recognised by shapes, or by a norm of queries or keys beside them.",
             """
             attention = {"q": np.ones((128, 8, 64)), "out": np.ones((8, 64, 128))}
             rules = [("q", P(None, None, "tensor")), ("out", P("tensor"))]
@@ -375,9 +368,9 @@ WHOLE = Group(
         ),
         Entry(
             "scan-dim",
-            "Leaves that look like layers stacked on dim 0 for a `lax.scan` are sharded on that"
-            " dim. The scan then gathers every layer on every device. Stacked layers are"
-            " recognised by their shapes.",
+            "Stacked layers, recognised by their shapes, are sharded on the stacked dim, so a"
+            " scan gathers every layer on every device. Shard another dim: `ts.fsdp(axis,"
+            " skip=(0,))`.",
             """
             layers = {"norm": w[:8], "up": np.ones((8, 64, 256), "float32")}
             rules = [("norm", None), ("up", P("fsdp"))]
@@ -390,9 +383,9 @@ WHOLE = Group(
         ),
         Entry(
             "axis-order",
-            "A dim is sharded over several axes in another order than in the mesh, or than in"
-            " other leaves. Its shards are then on other devices, and combining it with other"
-            " arrays moves almost all of it, as collective-permutes.",
+            "A dim is sharded over axes in another order than in the mesh or in other leaves. Its"
+            " shards are then on other devices, and using it with other arrays moves almost all of"
+            " it. Write the axes in the mesh's order.",
             """
             state = {"params": {"w": w}, "opt": {"mu": {"w": w.copy()}}}
             rules = [("opt", P(("fsdp", "data"))), (".*", P(("data", "fsdp")))]
@@ -406,8 +399,8 @@ WHOLE = Group(
         Entry(
             "zero1-no-op",
             "An axis should shard the optimizer state further than the parameters (ZeRO-1), but"
-            " at least 5% of the bytes of that state stay as they are: leaves are too small, or no"
-            " dim is divisible.",
+            " at least 5% of that state stays as it is. Lower `min_size`, pad a dim, or shard"
+            " another one.",
             """
             odd = np.ones((1021, 127), "float32")
             state = {"params": {"w": w, "odd": odd}, "opt": {"mu": {"w": w + 1, "odd": odd + 1}}}
@@ -425,9 +418,9 @@ WHOLE = Group(
         Entry(
             "matrix-optimizer",
             "Muon, Shampoo or SOAP multiplies a weight's matrices by themselves, and the plan"
-            " shards the dims that it contracts, so each step moves them several times. The state"
-            " of these optimizers is recognised by its names. `by_matrix` gives each device full"
-            " matrices: see [Shard an optax state](optimizer-state.md#muon-shampoo-soap).",
+            " splits them, so each step moves them several times. `training.by_matrix` gives each"
+            " device full matrices: see [Shard an optax"
+            " state](optimizer-state.md#muon-shampoo-soap).",
             """
             stack = np.ones((8, 128, 128), "float32")
             state = {"params": {"w": stack}, "opt": {"muon": {"mu": {"w": stack + 1}}}}
@@ -439,10 +432,9 @@ WHOLE = Group(
         ),
         Entry(
             "not-elementwise",
-            "A leaf of optimizer state has padding, and its optimizer computes the update of an"
-            " element from other elements: Adafactor, Muon, Shampoo or SOAP, recognised by the"
-            " names of their state. The padding then changes updates. See [uneven"
-            " leaves](../how-to/uneven-leaves.md).",
+            "A leaf of optimizer state has padding, and its optimizer (Adafactor, Muon, Shampoo,"
+            " SOAP) computes an update from other elements too, so the padding changes updates."
+            " See [uneven leaves](../how-to/uneven-leaves.md).",
             """
             odd = np.ones((1021, 128), "float32")
             state = {"params": {"w": odd}, "opt": {"muon": {"mu": {"w": odd + 1}}}}
@@ -457,10 +449,8 @@ WHOLE = Group(
         ),
         Entry(
             "same-array",
-            "One array is in the tree at two paths, such as the weight of an embedding and of the"
-            " last layer. Trees of JAX have value semantics: each path becomes an array of its"
-            " own. To keep one array, make it one leaf, with `equinox.nn.Shared`. See [tied"
-            " weights](../how-to/uneven-leaves.md#tied-weights).",
+            "One array is in the tree at two paths, and becomes two arrays. To keep one, see"
+            " [tied weights](../how-to/uneven-leaves.md#tied-weights).",
             """
             params = {"embed": w, "head": w}
             print(*ts.plan(params, [(".*", P("fsdp"))], mesh).findings)
@@ -474,8 +464,8 @@ WHOLE = Group(
         ),
         Entry(
             "no-base",
-            "A leaf should `follow` a base leaf, and no leaf has that path beside it or beside"
-            " one of its ancestors. It is replicated.",
+            "A leaf should `follow` a base, and no leaf of that path is beside it or an ancestor."
+            " It is replicated. Give the path relative to an ancestor.",
             """
             tree = {"q": {"weight": w, "a": np.ones((8, 64), "float32")}}
             rules = [("weight", P("fsdp")), ("a$", ts.follow("kernel"))]
@@ -488,9 +478,8 @@ WHOLE = Group(
         ),
         Entry(
             "cuts-block",
-            "A leaf that follows a base has one entry for each block of the base. The base has"
-            " more shards than blocks, so a shard would hold part of a block. That dim of the leaf"
-            " is replicated.",
+            "A leaf has one entry for each block of its base, and the base has more shards than"
+            " blocks. That dim is replicated. Use larger shards of the base, or smaller blocks.",
             """
             tree = {"q": {"weight": w, "scale": np.ones((2, 64), "float32")}}
             rules = [("weight", P("fsdp")), ("scale", ts.follow("weight", blocks=True))]
@@ -503,9 +492,8 @@ WHOLE = Group(
         ),
         Entry(
             "axis-is-manual",
-            "Inside `shard_map`, code already runs once per device along an axis, so"
-            " `with_sharding_constraint` drops that axis. The same layer therefore works inside"
-            " and outside `shard_map`. This is not an error and is not reported.",
+            "Inside `shard_map`, `with_sharding_constraint` drops the axes along which code"
+            " already runs once per device. This is not an error, and not reported.",
             """
             def layer(x):
                 y = ts.with_sharding_constraint(x, P("data"), mesh)
@@ -521,10 +509,9 @@ WHOLE = Group(
         ),
         Entry(
             "ShardingWarning",
-            "The class of all warnings: something is not sharded as requested."
-            " `warnings.simplefilter('error', treeshard.ShardingWarning)` turns it into an error."
-            " In this example a dim is not divisible by the axes of a constraint; `uneven='error'`"
-            " raises, and `'drop'` is silent.",
+            'Something is not sharded as requested: here a dim is not divisible. `uneven="error"`'
+            ' raises, `"drop"` is silent. `warnings.simplefilter("error", ts.ShardingWarning)`'
+            " turns all warnings of treeshard into errors.",
             """
             x = ts.with_sharding_constraint(jnp.ones((16, 6)), P("data", "fsdp"), mesh)
             """,
@@ -571,8 +558,8 @@ PLACING = Group(
         ),
         Entry(
             "MeshError",
-            "A mesh cannot be built: its sizes do not multiply to the number of devices, or its"
-            " text cannot be read. It is also a `ValueError`.",
+            "A mesh cannot be built: its sizes do not multiply to the number of devices (one may"
+            " be -1), or its text cannot be read. It is also a `ValueError`.",
             """
             ts.make_mesh("data=3,fsdp=4")
             """,
@@ -582,8 +569,8 @@ PLACING = Group(
         ),
         Entry(
             "MeshError",
-            "The devices of the mesh do not have the memory that a plan names. The message lists"
-            " the kinds that they have.",
+            "The devices lack the memory that a plan names. The message lists the kinds that they"
+            " have.",
             """
             plan = ts.plan({"w": w}, [("w", ts.fsdp("fsdp", memory="vault"))], mesh)
             ts.shard({"w": w}, plan)
@@ -596,9 +583,8 @@ PLACING = Group(
         ),
         Entry(
             "NoDevicesError",
-            "Devices are needed, and the mesh is abstract: it has axes, but no devices. A plan"
-            " for a mesh as text has such a mesh; `plan.on(mesh)` plans for one with devices."
-            " It is a `MeshError` and a `NoMeshError`.",
+            "The mesh is abstract: it has axes, but no devices. Pass `plan.on(mesh)` with a mesh"
+            " of devices. It is a `MeshError` and a `NoMeshError`.",
             """
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], "data=2,fsdp=4")
             step = jit_step(lambda state, x: (state, x.sum()), plan)
@@ -609,9 +595,8 @@ PLACING = Group(
         ),
         Entry(
             "UnknownAxisError",
-            "The mesh has no axis of this name. Functions that take axis names raise it; for rules"
-            " and specs there are the two subclasses below. It is also a `ValueError` and a"
-            " `KeyError`.",
+            "The mesh has no axis of this name. For rules and specs there are the two subclasses"
+            " below. It is also a `ValueError` and a `KeyError`.",
             """
             ts.get_axes_size_in_mesh("fdsp", mesh)
             """,
@@ -621,8 +606,8 @@ PLACING = Group(
         ),
         Entry(
             "UnknownAxisInRuleError",
-            "A rule names an axis that the mesh does not have. It is a `ShardingRuleError` and an"
-            " `UnknownAxisError`. The message also lists other misfits of the same rules.",
+            "A rule names an axis that the mesh lacks. It is a `ShardingRuleError` and an"
+            " `UnknownAxisError`; the message also lists other misfits of the rules.",
             """
             rules = [("w", P("fdsp"))]
             ts.match_partition_rules(rules, {"w": w}, mesh)
@@ -634,9 +619,9 @@ PLACING = Group(
         ),
         Entry(
             "UnknownAxisInSpecError",
-            "A spec names an axis that the mesh does not have. It is a `SpecError` and an"
-            " `UnknownAxisError`. To run one model on many meshes, use `with_sharding_constraint`,"
-            " which drops such axes.",
+            "A spec names an axis that the mesh lacks. It is a `SpecError` and an"
+            " `UnknownAxisError`. `with_sharding_constraint` drops such axes, so that one model"
+            " runs on many meshes.",
             """
             ts.shard({"w": w}, {"w": P("tensor")}, mesh)
             """,
@@ -646,8 +631,7 @@ PLACING = Group(
         ),
         Entry(
             "axis-not-in-mesh",
-            "The same error as a finding of a plan. The plan drops the axis, and `plan.check()`"
-            " raises.",
+            "The same as a finding of a plan. The plan drops the axis, and `plan.check()` raises.",
             """
             plan = ts.plan({"w": w}, [("w", P("data", "tensor"))], mesh)
             print(*plan.findings)
@@ -677,8 +661,9 @@ PLACING = Group(
         ),
         Entry(
             "SpecError",
-            "Specs do not fit the tree or its arrays: another structure, too many entries, a dim"
-            " that is not divisible, or a value that is not a spec. It is also a `ValueError`.",
+            "Specs do not fit the tree or its arrays: another structure, too many entries, an"
+            " indivisible dim, or a value that is not a spec. Specs need the tree's structure, or"
+            " a prefix of it. It is also a `ValueError`.",
             """
             tree = {"w": w, "bias": w[0], "rate": 0.1}
             ts.shard(tree, {"w": P("fsdp"), "b": P(), "rate": None}, mesh)
@@ -689,8 +674,9 @@ PLACING = Group(
         ),
         Entry(
             "LeafError",
-            "A leaf has no values that could be moved: it is traced, a `ShapeDtypeStruct`, or of a"
-            " dtype that JAX does not support. It is also a `TypeError`.",
+            "A leaf has no values to move: it is traced (inside jit, use"
+            " `with_sharding_constraint`), a `ShapeDtypeStruct`, or of a dtype that JAX does not"
+            " support. It is also a `TypeError`.",
             """
             @jax.jit
             def double(x):
@@ -710,9 +696,8 @@ PLACING = Group(
         ),
         Entry(
             "DoesNotFitError",
-            "A program needs more memory than a device has. It is also a `MemoryError`. Split the"
-            " batch further, shard more of the state, or repeat the forward pass for the gradients"
-            " with `jax.checkpoint`.",
+            "A program needs more memory than a device has. Split the batch further, shard more"
+            " of the state, or use `jax.checkpoint`. It is also a `MemoryError`.",
             """
 from treeshard.programs import Memory
 
@@ -728,8 +713,7 @@ memory.assert_fits()
         ),
         Entry(
             "DeletedLeafError",
-            "An array was deleted, or donated to a step. Use the state that the step returned, or"
-            " make the step with `donate=False`. It is also a `RuntimeError`.",
+            "An array was deleted, or donated to a step. It is also a `RuntimeError`.",
             """
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
             step = jit_step(lambda state, x: ({"w": state["w"] + x}, 0), plan)
@@ -745,9 +729,8 @@ memory.assert_fits()
         ),
         Entry(
             "TreeShardError",
-            "The base of all errors that treeshard raises on purpose. An argument of a wrong type"
-            " is Python's own `TypeError`, and a package that is not installed an `ImportError`,"
-            " which names the extra.",
+            "The base of all errors that treeshard raises on purpose. A package that is not"
+            " installed is an `ImportError`, which names the extra.",
             """
             try:
                 ts.make_mesh("data=3")
@@ -776,7 +759,8 @@ STEPS = Group(
         Entry(
             "StateError",
             "A step changes its state in a way that one compiled program cannot: its structure, a"
-            " shape, a dtype, or a non-array leaf. It is also a `TypeError`.",
+            " shape, a dtype, or a leaf that is not an array. Start counters as arrays:"
+            " `jnp.int32(0)`. It is also a `TypeError`.",
             """
             state = {"w": w, "step": 0}
             plan = ts.plan(state, [("w", P("fsdp"))], mesh)
@@ -790,10 +774,9 @@ STEPS = Group(
         ),
         Entry(
             "ShardingTypeError",
-            "JAX cannot tell how the result of a line is split over Explicit axes, which"
-            " `jax.make_mesh` makes. The message has the line, the leaves in it, and other ways to"
-            " write it. Each was traced with its gradient, and compiled for what it moves; paste"
-            " one of them. It is also a `TypeError`.",
+            "JAX cannot tell how the result of a line is split over [Explicit"
+            " axes](guide/explicit-axes.md). The message has the line, its leaves, and other ways"
+            " to write it: paste one. It is also a `TypeError`.",
             """
             explicit = jax.make_mesh((2, 4), ("data", "fsdp"))
             plan = ts.plan({"w": w}, [("w", P(None, "fsdp"))], explicit)
@@ -811,8 +794,8 @@ STEPS = Group(
         ),
         Entry(
             "SpecError",
-            "The state is not the one that the plan was made for, or a batch is not divisible. Plan"
-            " the full state, and drop or pad a batch whose rows the axes do not divide.",
+            "The state is not the one that the plan was made for, or a batch is not divisible."
+            " Plan the full state; drop or pad the batch.",
             """
             state = {"w": w, "step": np.int32(0)}
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
@@ -826,9 +809,8 @@ STEPS = Group(
         ),
         Entry(
             "ShardingWarning",
-            "Parameters are sharded over an axis along which they are gathered for use, by the"
-            " `fsdp` tactic or by a spec whose axis has such a name, but the batch is not split"
-            " over it, so all devices along that axis do the same work.",
+            "Weights are gathered along an axis that does not split the batch, so all devices"
+            ' along it do the same work. Split the batch too: `batch=P(("data", "fsdp"))`.',
             """
             plan = ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], mesh)
             step = jit_step(lambda state, batch: (state, 0), plan, batch=P("data"))
@@ -840,8 +822,8 @@ STEPS = Group(
         ),
         Entry(
             "ShardingWarning",
-            "No `batch=` is given, and the name of an axis that shards parameters does not say"
-            " whether it splits the batch: FSDP needs that, and tensor parallelism must not do it.",
+            "No `batch=` is given, and the name of an axis does not say whether it splits the"
+            " batch. Pass `batch=`: with the axis for FSDP, without it for tensor parallelism.",
             """
             plan = ts.plan({"w": w}, [("w", P("shard"))], ts.make_mesh("data=2,shard=4"))
             step = jit_step(lambda state, batch: (state, 0), plan)
@@ -853,8 +835,8 @@ STEPS = Group(
         ),
         Entry(
             "ShardingWarning",
-            "`jax.device_put` to one device inside a step has no effect: the program runs on all"
-            " devices of the mesh.",
+            "Inside a step, `jax.device_put` to one device has no effect: the program runs on all"
+            " devices. Do it outside of the step.",
             """
             def shrink(state, batch):
                 half = jax.device_put(batch / 2, jax.devices()[0])
@@ -876,8 +858,8 @@ STEPS = Group(
         ),
         Entry(
             "ShardingWarning",
-            "A leaf of the state is a numpy array in each step, so each step copies it to the"
-            " devices. Pass the state that the step returned.",
+            "A leaf of the state is a numpy array in each step, so each step copies it. Pass the"
+            " state that the step returned.",
             """
             plan = ts.plan({"w": w}, [("w", ts.fsdp("fsdp"))], mesh)
             step = jit_step(lambda state, batch: (state, 0), plan)
@@ -893,16 +875,17 @@ STEPS = Group(
         ),
         Entry(
             "ShardingWarning",
-            "Arrays of the state and of the batch share memory, and the step donates that memory,"
-            " which JAX can do once. So the step copies them before it runs.",
+            "Arrays of the state and of the batch share memory, so the step copies them before it"
+            " donates the state. Copy with `jnp.copy`, or use `donate=False`.",
             """
-            p = ts.shard(w, P("data"), mesh)
-            plan = ts.plan({"last": p}, [(".*", P("data"))], mesh)
-            step = jit_step(lambda state, batch: (state, batch.sum()), plan, batch=P("data"))
+            rows = P(("data", "fsdp"))
+            p = ts.shard(w, rows, mesh)
+            plan = ts.plan({"last": p}, [(".*", rows)], mesh)
+            step = jit_step(lambda state, batch: (state, batch.sum()), plan, batch=rows)
             state, total = step({"last": p}, p)
             """,
             """
-            p = ts.shard(w, P("data"), mesh)
+            p = ts.shard(w, rows, mesh)
             state, total = step({"last": jnp.copy(p)}, p)
             """,
             about="a donated state",
@@ -921,8 +904,9 @@ AGAIN = Group(
     [
         Entry(
             "UnstableStepError",
-            "The step changed the type or the sharding of a leaf of its state. The message says"
-            " which leaf, what changed, and the fix. It is also an `AssertionError`.",
+            "The step changed the type or the sharding of a leaf of its state. Place the state"
+            " with `ts.shard(state, plan)` or `init_sharded`; `jit_step` keeps it so. It is also"
+            " an `AssertionError`.",
             """
             @jax.jit
             def step(state):
@@ -940,7 +924,7 @@ AGAIN = Group(
         Entry(
             "sharding",
             "A leaf is sharded differently: it was never placed, or the compiler chose another"
-            ' sharding for the result. `P("data", None)` and `P("data")` are equal.',
+            ' sharding. `P("data", None)` and `P("data")` are equal.',
             """
             plan = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
             print(ts.diff_shardings({"w": jnp.asarray(w)}, plan))
@@ -951,8 +935,8 @@ AGAIN = Group(
         ),
         Entry(
             "mesh",
-            "The meshes differ in their axes, their sizes, or the order of their axes."
-            " `ts.reshard` moves a tree from one mesh to the other.",
+            "The meshes differ in axes, sizes or order. `ts.reshard` moves a tree to the other"
+            " mesh.",
             """
             turned = ts.make_mesh("fsdp=4,data=2")
             print(ts.diff_shardings(placed(P("data")), placed(P("data"), turned)))
@@ -977,10 +961,9 @@ AGAIN = Group(
         ),
         Entry(
             "axis types",
-            "The axes of one mesh are Auto, and those of the other Explicit, as `jax.make_mesh`"
-            " makes them. `ts.make_mesh` makes Auto axes by default. A step takes a state of the"
-            " other kind without a copy; a `jax.jit` of your own compiles again"
-            " ([Explicit axes](../guide/explicit-axes.md)).",
+            "One mesh has Auto axes, the other Explicit ones, as `jax.make_mesh` makes them. A"
+            " step takes a state of the other kind without a copy; your own `jax.jit` compiles"
+            " again ([Explicit axes](../guide/explicit-axes.md)).",
             """
             theirs = jax.make_mesh((2, 4), ("data", "fsdp"))
             print(ts.diff_shardings(placed(P("data")), placed(P("data"), theirs)))
@@ -992,8 +975,8 @@ AGAIN = Group(
         ),
         Entry(
             "memory kind",
-            "One array is in device memory, the other in host memory. Place both in one memory:"
-            " `jax.device_put` with `sharding.with_memory_kind`.",
+            "One array is in device memory, the other in host memory. `jax.device_put` with"
+            " `sharding.with_memory_kind` moves it.",
             """
             there = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
             host = {"w": jax.device_put(w, there)}
@@ -1006,9 +989,8 @@ AGAIN = Group(
         ),
         Entry(
             "committed",
-            "One array is committed to its devices. The other is not, and JAX may move it to"
-            " where it is used: new arrays of `jnp` are like that. What a step returns is"
-            " committed. `ts.shard` commits arrays before the first step.",
+            "One array is bound to its devices, and the other is not, like new arrays of `jnp`."
+            " What a step returns is committed; `ts.shard` commits arrays before the first step.",
             """
             count = {"count": jnp.int32(0)}
             print(ts.diff_shardings(count, ts.shard(count, P(), mesh)))
@@ -1020,8 +1002,8 @@ AGAIN = Group(
         ),
         Entry(
             "shape",
-            "A leaf has grown, or the last batch is smaller than the others. Allocate the full"
-            " length at the start, and drop or pad the last batch.",
+            "A leaf has grown, or the last batch is smaller. Allocate the full length at the"
+            " start; drop or pad the last batch.",
             """
             seen = {"losses": jnp.zeros(0)}
             print(ts.diff_shardings(seen, {"losses": jnp.append(seen["losses"], 0.5)}))
@@ -1045,9 +1027,8 @@ AGAIN = Group(
         ),
         Entry(
             "weak type",
-            "A Python number adopts the dtype of the array that it is combined with, and a"
-            " `jnp.float32` does not. To JAX they have different types. Start with an array:"
-            " `jnp.float32(0.1)`.",
+            "A Python number adopts the dtype of the array beside it, and a `jnp.float32` does"
+            " not, so their types differ. Start with an array: `jnp.float32(0.1)`.",
             """
             old = {"rate": 0.1}
             print(ts.diff_shardings(old, {"rate": jnp.float32(old["rate"]) * 0.9}))
@@ -1119,9 +1100,9 @@ MOVES = Group(
     [
         Entry(
             "activation",
-            "The step moves values that it computed, where it should move weights. Say where the"
-            " weights are gathered, with `unshard`, or how the values are sharded, with"
-            " `with_sharding_constraint`.",
+            "The step moves computed values where it should move weights. Call"
+            " [`unshard`](#activations-are-moved-instead-of-weights) on the weights, or constrain"
+            " the values.",
             """
             up_down = {"up": np.ones((16, 64), "float32"), "down": np.ones((64, 16), "float32")}
             rules = [("up", P(None, "fsdp")), ("down", P("fsdp"))]
@@ -1145,8 +1126,9 @@ MOVES = Group(
         ),
         Entry(
             "batch-not-split",
-            "Weights are gathered along an axis that does not split the batch, so that all devices"
-            " along it do the same work. Split the batch over it.",
+            "Weights are gathered along an axis that does not split the batch, so all devices"
+            " along it do the same work. Split the batch over it. For tensor parallelism,"
+            " constrain the activations so that the weights stay sharded.",
             """
             print(unplanned(descend(loss), split=P())["batch-not-split"])
             """,
@@ -1156,8 +1138,8 @@ MOVES = Group(
         ),
         Entry(
             "idle-axis",
-            "An axis of the mesh shards neither the state nor the batch, and nothing is moved along"
-            " it. `jit_step` warns of it too.",
+            "An axis shards neither the state nor the batch, and nothing moves along it. Split"
+            " the batch over it too. `jit_step` warns of it.",
             """
             two_axes = ts.plan(params, [("w", P("fsdp"))], mesh, min_size=0)
 
@@ -1175,8 +1157,8 @@ MOVES = Group(
         Entry(
             "all-reduce",
             "Full gradients are all-reduced although each device needs only its shard: twice the"
-            " bytes. The CPU compiler always does this; the report then says so in one line, and"
-            " `by_compiler` has it. The text of a program does not say for which platform it is.",
+            " bytes. Use `training.value_and_grad`, or `treeshard.manual`. The CPU compiler always"
+            " all-reduces; for a known CPU program, the report has one line and `by_compiler`.",
             """
             program = jit_step(descend(loss), plan, batch=P("fsdp")).lower(plan.structs, batch)
             text = program.compile().as_text()
@@ -1193,9 +1175,8 @@ MOVES = Group(
         Entry(
             "ShardingWarning",
             "The first call of a step found that its program moves more bytes of activations than"
-            " gathering the weights would take, because nothing says where weights are gathered."
-            " Often this happens after the lookup in an embedding, where the compiler no longer"
-            " knows that rows are split.",
+            " gathering the weights would take. Call"
+            " [`unshard`](#activations-are-moved-instead-of-weights) where weights are used.",
             """
             model = {
                 "embed": np.ones((64, 16), "float32"),
@@ -1237,10 +1218,9 @@ MOVES = Group(
         ),
         Entry(
             "SpecError",
-            "`unshard` and `training.value_and_grad` find the specs of a tree in the plan, by its"
-            " structure and its shapes, or by those of layers stacked on dim 0. If the tree was"
-            " changed before, such as cut into halves, pass its specs, or call them on the tree as"
-            " it is in the state.",
+            "`unshard` and `training.value_and_grad` find a tree's specs in the plan by its"
+            " structure and shapes, or those of layers stacked on dim 0. Call them on the tree as"
+            " it is in the state, or pass specs.",
             """
             def halves(params, x):
                 return jnp.mean((x @ ts.unshard(params["w"][:, :8])) ** 2)
@@ -1259,8 +1239,8 @@ MOVES = Group(
         ),
         Entry(
             "again",
-            "A gather, or the reduction of a gradient, runs more often than planned, such as a"
-            " gather for each use of a weight. `unshard` says where it is gathered.",
+            "A gather, or the reduction of a gradient, runs more often than planned. Call"
+            " `unshard` once, before all uses of the weight and before loops.",
             """
             def twice(params, x):
                 return jnp.mean((jnp.tanh(x @ params["w"]) @ params["w"].T) ** 2)
@@ -1278,9 +1258,9 @@ MOVES = Group(
         ),
         Entry(
             "each-use",
-            "A weight that is used several times, such as a table that is embedding and head, has"
-            " a gradient for each use. The compiler reduces each one separately and then adds"
-            " them. `manual.value_and_grad` adds them first.",
+            "A weight that is used several times, such as a tied embedding, has a gradient for"
+            " each use, and the compiler reduces each one. `manual.value_and_grad` adds them"
+            " first; so does `training.value_and_grad` on Explicit axes.",
             """
             def gathered(params, x):
                 w = ts.unshard(params)["w"]
@@ -1300,8 +1280,8 @@ MOVES = Group(
         Entry(
             "matrix-optimizer",
             "The update multiplies matrices, as Muon and Shampoo do, and the plan splits them."
-            " Each product gathers or reduces. With `training.by_matrix`, each device has full"
-            " matrices, and so it has if layers are stacked and the stacked dim is split.",
+            " Use [`training.by_matrix`](optimizer-state.md#muon-shampoo-soap), or stack the"
+            " layers and shard the stacked dim.",
             """
             def whitened(loss):
                 def step(state, x):
@@ -1335,7 +1315,7 @@ MOVES = Group(
         Entry(
             "merged",
             "Not a fault: the step calls `unshard` more often than the program gathers, because"
-            " the compiler saw that these gathers are alike. `by_compiler` has it.",
+            " these gathers are alike. `by_compiler` has it.",
             """
             def minibatches(params, x):
                 def trip(total, x):
@@ -1362,9 +1342,10 @@ MOVES = Group(
         ),
         Entry(
             "reduction-inside-loop",
-            "The gradient of a leaf is reduced in each iteration of a loop, over minibatches or"
-            " layers, instead of once after it. `accumulate_gradients(..., axis_names=...)` adds"
-            " up the gradients of each device, and reduces once.",
+            "A gradient is reduced in each iteration of a loop, over minibatches, layers or"
+            " [steps of time](recurrent.md), instead of once after it. Use"
+            " `accumulate_gradients(..., axis_names=...)`; by hand, `manual.vary` the weights"
+            " before the loop. Compilers for TPUs and GPUs may do that by themselves.",
             """
             def looped(grad):
                 def step(params, x):
@@ -1393,10 +1374,9 @@ MOVES = Group(
         ),
         Entry(
             "sharded-further",
-            "The step gathers a leaf that it could use as it is, if the leaf were sharded like"
-            " the arrays that it is combined with. This can be optimizer state that is sharded on"
-            " another dim than its parameter, or a weight along an axis that should keep it split,"
-            " such as `tensor`.",
+            "The step gathers a leaf that it could use as it is, if it were sharded like the"
+            " arrays beside it: optimizer state by `Plan.follow`, weights along the axis of the"
+            " activations, such as `tensor`.",
             """
             def momentum(state, x):
                 value, grads = jax.value_and_grad(loss)(state["model"], x)
@@ -1424,8 +1404,8 @@ MOVES = Group(
         ),
         Entry(
             "state-unlike-weight",
-            "Optimizer state is sharded on other dims than its weight, or not at all, so each"
-            " update moves it, or the gradient. See [Shard an optax state](optimizer-state.md).",
+            "Optimizer state is sharded unlike its weight, so each update moves it, or the"
+            " gradient. See [Shard an optax state](optimizer-state.md).",
             """
             def adam(state, x):
                 value, grads = jax.value_and_grad(loss)(state["model"], x)
@@ -1445,8 +1425,8 @@ MOVES = Group(
         ),
         Entry(
             "to-host",
-            "A callback, such as `io_callback` or `jax.debug.callback`, copies an array to the"
-            " host in each step, and the devices wait for it. Scalars are not reported.",
+            "A callback, such as `jax.debug.callback`, copies an array to the host in each step,"
+            " and the devices wait. Call it on what the step returns, or pass it scalars.",
             """
             def watched(params, x):
                 jax.debug.callback(print, params["w"])
@@ -1466,9 +1446,9 @@ MOVES = Group(
         ),
         Entry(
             "batch",
-            "The batch, or another argument that is not a parameter, is moved: the step reverses"
-            " or shuffles it, or compares its rows. Work that is done before the step, or within a"
-            " row, moves nothing.",
+            "The batch is moved: the step shuffles it, compares its rows, or constrains another"
+            " dim. Do it before the step or within a row; to accumulate gradients, use"
+            " [`accumulate_gradients`](mixed-precision.md#accumulate-gradients).",
             """
             def backwards(params, x):
                 return loss(params, x[::-1])
@@ -1486,9 +1466,8 @@ MOVES = Group(
         ),
         Entry(
             "across-axes",
-            "Data moves between devices that do not form axes of the mesh: a reshape has split a"
-            " sharded dim differently from the mesh. The usual cause is a batch that is split for"
-            " gradient accumulation: use"
+            "Data moves between devices that do not form axes of the mesh. Usually a batch was"
+            " reshaped for gradient accumulation: use"
             " [`accumulate_gradients`](mixed-precision.md#accumulate-gradients).",
             """
             def accumulate(params, x):
@@ -1510,9 +1489,8 @@ MOVES = Group(
         ),
         Entry(
             "wider",
-            "Data moves in a wider dtype than planned: weights are converted after they were"
-            " gathered. If they are converted before, a CPU's compiler widens them again; that is"
-            " not a finding, and the report says it in one line.",
+            "Weights are converted after they were gathered. Convert them first. (CPU compilers"
+            " widen 16-bit values again; that is one line of the report, and not a finding.)",
             """
             def cast_late(params, x):
                 w = ts.unshard(params, plan, "fsdp")["w"].astype("bfloat16")
@@ -1538,9 +1516,8 @@ MOVES = Group(
         ),
         Entry(
             "narrower",
-            "Not a fault: something is moved in a narrower dtype than planned, which saves bytes."
-            " Either the step converts its weights before it gathers them, or a TPU's compiler"
-            " does, because its matrix products round to bfloat16. `by_compiler` has it.",
+            "Not a fault: the step converts weights before it gathers them, or a TPU compiler"
+            " does, because its products round to bfloat16. `by_compiler` has it.",
             """
             step = jit_step(descend(loss), plan, batch=P("fsdp"))
             program = step.lower(plan.structs, batch).compile()
@@ -1554,9 +1531,8 @@ MOVES = Group(
         ),
         Entry(
             "by-all-reduce",
-            "If a leaf is split over hundreds of devices, TPUs gather its small shards by an"
-            " all-reduce: each device adds its shard to an array of zeros, and twice the bytes are"
-            " sent. `by_compiler` has it. Split the leaf over fewer devices.",
+            "TPUs gather small shards by an all-reduce of arrays of zeros, which sends twice the"
+            " bytes. Split the leaf over fewer devices. `by_compiler` has it.",
             """
             text = '''HloModule step, num_partitions=8
 
@@ -1581,7 +1557,7 @@ MOVES = Group(
         ),
         Entry(
             "unreadable",
-            "The axes, the bytes or the count of an op are unknown. Usually it is in a loop whose"
+            "The axes, the bytes or the count of an op are unknown, usually in a loop whose"
             " number of iterations depends on data.",
             """
             def square(w):
@@ -1604,9 +1580,9 @@ MOVES = Group(
         ),
         Entry(
             "not-moved",
-            "A planned transfer is not in the program: computed values are moved instead of a"
-            " weight, or the plan is that of another step. It is usually the other side of"
-            " `activation`.",
+            "A planned transfer is not in the program. Usually it is the other side of"
+            " `activation`: call `unshard` where the weight is used. Or the plan is that of"
+            " another step.",
             """
             up_down = {"up": np.ones((16, 64), "float32"), "down": np.ones((64, 16), "float32")}
             rules = [("up", P(None, "fsdp")), ("down", P("fsdp"))]
@@ -1678,8 +1654,7 @@ TESTS = Group(
     [
         Entry(
             "UnexpectedShardingError",
-            "A plan differs from the one that is stored in a file. The message lists what changes;"
-            " run the test with `TREESHARD_UPDATE_PLANS=1` in the environment to accept it. It is"
+            "A plan differs from the one in a file. `TREESHARD_UPDATE_PLANS=1` accepts it. It is"
             " also an `AssertionError`.",
             """
             before = ts.plan({"w": w}, [("w", P("fsdp"))], mesh)
@@ -1709,10 +1684,8 @@ TESTS = Group(
         ),
         Entry(
             "WrongResultError",
-            "The gradients, or the results of a step, differ between layouts. Or the check could"
-            " not compare: a layout raised, random numbers prevented it, or all rows of the batch"
-            " are equal. The message is the report of `check_gradients` or `check_step`, which"
-            " names a cause if the numbers prove one: see [are my sharded gradients"
+            "Gradients, or the results of a step, differ between layouts, or could not be"
+            " compared. The message is the report: see [are my sharded gradients"
             " right?](../guide/are-my-gradients-right.md) It is also an `AssertionError`.",
             """
             random = np.random.default_rng(0)
@@ -1756,9 +1729,8 @@ FILES = Group(
     [
         Entry(
             "CheckpointError",
-            "A checkpoint or a tensor file cannot be written or read: it does not exist, is"
-            " something else, may not be overwritten, has another writer, or the disk is full."
-            " Files that existed before are unchanged. It is also a `RuntimeError`.",
+            "A file or a checkpoint cannot be written or read. Files that existed before are"
+            " unchanged. It is also a `RuntimeError`.",
             """
             save("runs/100", {"w": w})
             tree = restore("runs/200", {"w": w})
@@ -1769,8 +1741,9 @@ FILES = Group(
         ),
         Entry(
             "CheckpointError",
-            "Replicas of an array, which should be equal, differ on some device: the processes use"
-            " other keys or other data, or a `shard_map` returned a varying value as replicated.",
+            "Replicas of an array differ between devices: processes use other keys or other data,"
+            ' or a `shard_map` returned a varying value as replicated. `on_divergence="warn"`'
+            " saves the first.",
             """
             def noisy(v):
                 return v + jax.lax.axis_index("fsdp")
@@ -1786,9 +1759,8 @@ FILES = Group(
         ),
         Entry(
             "DamagedError",
-            "The bytes on disk are not those that were saved: some differ, or a file is truncated."
-            " Nothing is returned; use another copy or an earlier step. It is also a"
-            " `CheckpointError`.",
+            "The bytes on disk are not those that were saved. Use another copy, or an earlier"
+            " step. It is also a `CheckpointError`.",
             """
             save("runs/300", {"w": w})
             largest = max(Path("runs/300").rglob("*"), key=lambda file: file.stat().st_size)
@@ -1805,8 +1777,7 @@ FILES = Group(
         ),
         Entry(
             "FormatError",
-            "The header of a tensor file, or an index, has more than 64 MiB: no file that somebody"
-            " uses has so many tensors, so it is not read.",
+            "The header of a tensor file, or an index, has more than 64 MiB, so it is not read.",
             """
             with open("huge.safetensors", "wb") as file:
                 file.write((70 * 2**20).to_bytes(8, "little"))
@@ -1822,10 +1793,9 @@ FILES = Group(
         ),
         Entry(
             "MismatchError",
-            "The stored leaves are not the requested ones: leaves are missing, unexpected, or of"
-            " another shape or dtype. The message lists all of them. Nothing is converted by"
-            ' default: request it with `cast="float32"`, or restore what matches with'
-            " `partial=True`. It is also a `ValueError`.",
+            "The stored leaves are not the requested ones. All differences are listed."
+            ' `cast="float32"` converts dtypes; `partial=True` restores what matches. It is also a'
+            " `ValueError`.",
             """
             save("runs/500", {"w": w, "bias": w[0]})
             tree = restore("runs/500", {"weight": w, "bias": w})
@@ -1836,8 +1806,7 @@ FILES = Group(
         ),
         Entry(
             "MismatchError",
-            "The same for a safetensors file, whose names usually come from another framework:"
-            " `rename` maps paths to them.",
+            "The same for a safetensors file: `rename` maps your paths to its names.",
             """
             save_safetensors("model.safetensors", {"mlp.weight": w})
             tree = load_safetensors("model.safetensors", {"mlp": {"weight": w}})
@@ -1854,8 +1823,8 @@ FILES = Group(
         ),
         Entry(
             "FormatError",
-            "Text cannot be read: a plan as JSON, a file of shapes or rules, a compiled program,"
-            " the header of a safetensors file. The message says where. It is also a `ValueError`.",
+            "Text cannot be read: a plan, a file of shapes or rules, a program, a header. The"
+            " message says where. It is also a `ValueError`.",
             """
             ts.Plan.from_json('{"w": [1024, 64]}')
             """,
@@ -1906,7 +1875,8 @@ PROCESSES = Group(
         Entry(
             "ProcessError",
             "Processes that must act together did not all arrive within `timeout`, do not agree,"
-            " or one of them failed. It is also a `RuntimeError`.",
+            " or one failed. The message lists the differences by leaf and process. It is also a"
+            " `RuntimeError`.",
             """
             two_processes('''
             try:
@@ -1923,8 +1893,8 @@ PROCESSES = Group(
         ),
         Entry(
             "ProcessError",
-            "The processes place other values: they use other keys or other data. Leaves of at"
-            ' most 64 KiB are compared; `check="values"` compares all.',
+            "The processes place other values: other keys or other data. Leaves of at most 64 KiB"
+            ' are compared; `check="values"` compares all.',
             """
             two_processes('''
             try:

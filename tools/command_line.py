@@ -12,7 +12,7 @@ MARK = "<!-- Below: python tools/command_line.py -->\n"
 
 
 def commands() -> str:
-    """A section for each command: what it does, its usage, its arguments and its notes."""
+    """A section for each command: what it does, its arguments and its notes."""
     parser = _parser()
     [action] = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
     return "\n".join(_section(name, one) for name, one in action.choices.items())
@@ -20,10 +20,9 @@ def commands() -> str:
 
 def _section(name: str, parser: argparse.ArgumentParser) -> str:
     arguments = [one for one in parser._actions if not isinstance(one, argparse._HelpAction)]
-    usage = " ".join(["treeshard", name, *(_usage(one) for one in arguments)])
     about = parser.description or ""
-    rows = [f"| `{_word(one)}` | {_escaped(one.help or '')} |" for one in arguments]
-    parts = [f"## `treeshard {name}`\n", f"{about}\n", f"    {usage}\n"]
+    rows = [f"| `{_word(one)}` | {_about(one)} |" for one in arguments]
+    parts = [f"## `treeshard {name}`\n", f"{about}\n"]
     parts += ["| argument | |\n|---|---|", "\n".join(rows) + "\n"]
     if parser.epilog:
         notes = re.sub(r"^(?=.)", "    ", parser.epilog.strip("\n"), flags=re.MULTILINE)
@@ -37,12 +36,12 @@ def _word(one: argparse.Action) -> str:
     return " ".join(str(part) for part in (*one.option_strings[-1:], value) if part)
 
 
-def _usage(one: argparse.Action) -> str:
-    often = " ..." if isinstance(one, argparse._AppendAction) else ""
-    return f"{_word(one)}{often}" if one.required else f"[{_word(one)}]{often}"
-
-
-def _escaped(text: str) -> str:
+def _about(one: argparse.Action) -> str:
+    text = one.help or ""
+    if one.required and one.option_strings:
+        text += "; required"
+    if isinstance(one, argparse._AppendAction):
+        text += "; may be repeated"
     return text.replace("%%", "%").replace("|", "\\|")
 
 

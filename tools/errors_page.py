@@ -17,9 +17,10 @@ HEADING = "## What each message means\n"
 
 HEAD = """# Errors and findings
 
-Every error, warning, finding and code of treeshard, by symptom. Each name has its meaning, an
-example of the message, and the way out. The search finds names too.
+Every error, warning, finding and code of treeshard, by symptom, with an example of the message.
+Long messages end in `...` here; in full, they say what to do. The search finds names too.
 """
+_WORDS = 25
 
 
 def printed(group: Group, entry: Entry) -> str:
@@ -58,7 +59,24 @@ def _message(name: str, output: str) -> str:
     """The lines of an output from a name on, without the list of ops below a difference."""
     lines = [line for line in output.splitlines() if not line.startswith("    ")]
     first = next((i for i, line in enumerate(lines) if name in line), len(lines))
-    return "\n".join(lines[first:])
+    return _shortened(lines[first:])
+
+
+def _shortened(lines: list[str]) -> str:
+    """The first sentences of a message, about `_WORDS` words of them."""
+    shown: list[str] = []
+    left = _WORDS
+    for line in lines:
+        sentences = re.split(r"(?<=[.?]) (?=[A-Z`])", line)
+        counts = [len(sentence.split()) for sentence in sentences]
+        kept = next((i for i in range(len(counts)) if sum(counts[: i + 1]) > left), len(counts))
+        kept = kept if shown else max(kept, 1)
+        if kept:
+            shown.append(" ".join([*sentences[:kept], *["..."] * (kept < len(counts))]))
+        if kept < len(counts):
+            return "\n".join(shown if kept else [*shown, "..."])
+        left -= sum(counts)
+    return "\n".join(shown)
 
 
 def pages(section: Callable[[Group, Entry], str] = section) -> dict[Path, str]:

@@ -105,7 +105,7 @@ def test_the_report_has_plan_communication_memory_and_cost(run) -> None:
     assert "all-gather      fsdp" in parts[1]
     assert "2 leaves, 32,768 elements" in parts[0]
     assert "parameters" in parts[2]
-    assert "an estimate from published peaks" in parts[3]
+    assert "computed from published peak speeds, not measured" in parts[3]
     [size] = [line[6:].strip() for line in parts[2].split("\n") if line.startswith("in all")]
     verdict = f"It needs {size} per device; whether that fits is unknown. It moves what is planned."
     assert parts[4].strip() == verdict

@@ -204,7 +204,7 @@ def slug(title: str) -> str:
 def test_the_install_page_lists_the_extras() -> None:
     """What messages and pages tell to type is on the install page, letter for letter."""
     listed = re.findall(r"`(pip install 'treeshard\[\w+\]')`", DOCS["docs/install.md"])
-    extras = EXTRAS.keys() - {"bench", "dev", "docs"}
+    extras = EXTRAS.keys() - {"bench", "dev", "docs", "stores"}
     assert sorted(listed) == sorted(f"pip install 'treeshard[{extra}]'" for extra in extras)
     for path, text in {**SOURCES, **TEXTS}.items():
         for command in re.findall(r"pip install '?\"?treeshard\S*", text):
@@ -226,7 +226,6 @@ def test_the_navigation_lists_every_page_by_its_title() -> None:
 
 
 WITHOUT_CODE = {
-    "architecture.md": "about the sources; test_layers checks it",
     "errors.md": "messages; test_catalogue runs the code behind them",
     "glossary.md": "definitions",
     "numbers.md": "written by the benchmarks",

@@ -105,7 +105,7 @@ def test_the_first_lines_are_enough_to_use_the_function(name: str) -> None:
     """What it does, and an example; the rules follow."""
     lines = (inspect.getdoc(operator.attrgetter(name)(ts)) or "").splitlines()
     assert any(">>>" in line for line in lines[:6])
-    assert len(" ".join(lines).split()) <= 550
+    assert len(" ".join(lines).split()) <= 400
 
 
 def test_a_wrong_example_is_seen() -> None:

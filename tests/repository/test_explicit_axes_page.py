@@ -41,9 +41,12 @@ class Row(NamedTuple):
 
 def rows(name: str) -> list[Row]:
     table = PAGE.partition(f"<!-- {name} -->")[2].partition(f"<!-- end of {name} -->")[0]
-    cells = re.findall(r"^\| `(.+)` \| (.+) \| `(.+)` \|$", table, re.MULTILINE)
+    cells = re.findall(r"^\| `(.+)` \| (.*) \| `(.+)` \|$", table, re.MULTILINE)
     assert len(cells) == len(table.strip().splitlines()) - 2
-    return [Row(fails, says, write) for fails, says, write in cells]
+    found: list[Row] = []
+    for fails, says, write in cells:  # an empty cell repeats the one above
+        found.append(Row(fails, says or found[-1].says, write))
+    return found
 
 
 BOTH, EXPLICIT = rows("both"), rows("explicit")

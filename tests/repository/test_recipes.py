@@ -62,7 +62,7 @@ SENTENCES = [match.groups() for text in PAGES.values() for match in _SLICES.find
 
 def test_every_mesh_of_slices_says_what_it_makes() -> None:
     calls = sum(len(re.findall(r"make_mesh\([^)]*dcn_axes=", text)) for text in PAGES.values())
-    assert len(SENTENCES) == calls >= 2
+    assert len(SENTENCES) == calls >= 1
 
 
 @pytest.mark.parametrize(("axes", "slow", "made", "devices", "slices"), SENTENCES)

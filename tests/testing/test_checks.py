@@ -1,6 +1,9 @@
 """Checks of gradients and steps: planted faults are found, causes named if proven."""
 
+import io
 import os
+import re
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -444,6 +447,27 @@ def test_a_check_that_compared_nothing_does_not_pass() -> None:
     assert message.startswith("check_gradients: Nothing was compared.\n")
     why = "the loss draws random numbers, and minibatches draw others"
     assert f"minibatches: not compared, since {why}" in message
+
+
+@pytest.mark.parametrize("quiet_seconds", [0.0, 1000.0])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_gets_a_bar_once_a_check_is_long(
+    is_terminal: bool, quiet_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("treeshard.testing._checks._QUIET_SECONDS", quiet_seconds)
+    plan = ts.plan(PARAMS, RULES, ts.make_mesh("data=2,fsdp=4"), min_size=0)
+    layouts = [chosen(plan, BATCH, name) for name in ("plan", "axes")]
+    testing.check_gradients(loss, PARAMS, BATCH, plan, layouts=layouts)
+    shown = stream.getvalue()
+    if is_terminal and quiet_seconds == 0:
+        assert "check_gradients: 100%" in shown
+        # After the first layout, the time that was taken and an estimate of the rest.
+        assert re.search(r"1/2 \[\d\d:\d\d<\d\d:\d\d, .*layout", shown), shown
+    else:
+        assert shown == ""
 
 
 def test_axes_that_others_would_explain_as_well_are_not_proven() -> None:

@@ -76,9 +76,8 @@ rules, as TOML; the first pattern that matches decides:
 exit code: 0, or 1 if the plan has errors or exceeds --memory, or 2 if the input is invalid
 """
 _COMPILE = """\
-FUNCTION gets the mesh, whose devices may be absent, and returns (step, state, batch): a step of
-jit_step or shard_map_step, and the state and the batch that it takes, as arrays or as
-jax.ShapeDtypeStructs. In train.py:
+FUNCTION gets the mesh, and returns (step, state, batch): a step of jit_step or shard_map_step, and
+its state and batch, as arrays or as jax.ShapeDtypeStructs. In train.py:
   def make_step(mesh):
       plan = ts.plan(jax.eval_shape(init), rules, mesh)
       step = ts.jit_step(train_step, plan, batch=P("fsdp"))
@@ -88,53 +87,50 @@ jax.ShapeDtypeStructs. In train.py:
   treeshard compile train:make_step --topology h100:2x8
   treeshard compile train:make_step            # for 8 simulated CPUs
 
-Prints the plan, what the program moves, the memory and the time that it needs. The last is
-an estimate with an error bar.
+Prints the plan, what the program moves, and the memory and the time that it needs. The time is
+computed from published peak speeds, not measured.
 
 exit code: 0 if it fits and moves what is planned, 1 if it does not fit, 3 if it fits and moves
-other than planned (1 with --strict), or 2 if the input is invalid. Where the memory of a device is
-not known, as of simulated CPUs, the report says so, and the code is as if it fits
+other than planned (1 with --strict), or 2 if the input is invalid. If the memory of a device is
+not known, as of simulated CPUs, the code is as if it fits
 """
 _GATE = """\
-FUNCTION is that of `treeshard compile`: it gets the mesh, and returns (step, state, batch).
+FUNCTION is that of `treeshard compile`.
 
   treeshard gate train:make_step --topology v5e:2x4 --against step.lock --write
   treeshard gate train:make_step --topology v5e:2x4 --against step.lock
 
-The lock is JSON to commit: specs and roles of leaves, bytes moved by kind, axes and leaf, memory,
-operations, and how values of at least --min-size elements are split. It has no lines of code and no
-names of variables. Without --write the step is compared with it. A difference is: a leaf or a value
-that is there, split or used otherwise; 2% more bytes or operations, 5% more memory. Less is noted,
-and so is what one of the two programs does not tell.
+The lock is JSON to commit: specs and roles of leaves, bytes moved, memory, operations, and how
+large values are split. Without --write the step is compared with it. A difference is a leaf or a
+value that is new, gone, or split or used differently; 2% more bytes or operations; 5% more memory.
 
 exit code: 0 if the step is as locked, 1 if it differs or does not fit, or 2 if the input is
-invalid, such as a lock that does not exist or is for other devices
+invalid, such as a lock for other devices
 """
 _CHECK = """\
 FUNCTION gets nothing and returns (loss, params, batch, rules): a function loss(params, batch), its
-arguments as arrays (a small model and batch are enough), and the rules. In train.py:
+arguments as arrays, and the rules. A small model and batch are enough. In train.py:
   def to_check():
       return loss, init(jax.random.key(0)), next(batches()), [(".*", ts.fsdp("fsdp"))]
 
   treeshard check train:to_check
   treeshard check train:to_check --mesh data=4,tensor=2
 
-Simulates CPUs, and compares the gradients on one device with those under the plan, on other mesh
-shapes, with the axes in another order, the batch split otherwise, in minibatches, and with
-jax.checkpoint. All leaves are sharded as the rules say, however small.
+Compares the gradients on one simulated CPU with those of many layouts. All leaves are sharded as
+the rules say, however small.
 
 exit code: 0, or 1 if something differs by more than rounding, or 2 if the input is invalid
 """
 _SUGGEST = """\
-MODULE:FUNCTION(mesh, rules) returns (step, state, batch), as for `treeshard compile`. Its keyword
-arguments `remat` and `accumulate`, if it has them, are varied; `global_batch` is passed on. A list
-STRATEGIES in the module adds `treeshard.programs.Strategy`s, such as one of tensor parallelism.
+FUNCTION(mesh, rules) returns (step, state, batch), as for `treeshard compile`. Its keyword
+arguments `remat` and `accumulate`, if it has them, are varied. A list STRATEGIES in the module adds
+`treeshard.programs.Strategy`s, such as one of tensor parallelism.
 
   treeshard suggest train:make_step --topology v5e-256 --global-batch 1024 --budget 30m
   treeshard suggest train:make_step --topology h100:2x8 --strategies FSDP,HSDP
 
-Candidates are planned first, which takes seconds; the best are compiled, each in a process of its
-own. Ctrl-C prints what is known by then.
+Candidates are planned first; the best are compiled, each in a process of its own. Ctrl-C prints
+what is known by then.
 
 exit code: 0, or 1 if nothing is known to fit, or 2 if the input is invalid
 """
@@ -150,13 +146,12 @@ _INSPECT = f"""\
 
 exit code: 0, or 2 if nothing can be read
 """
-_VERIFY = f"""\
-{_PATH}
+_VERIFY = """\
   treeshard verify run                # the latest step
   treeshard verify run --step 200
 
-Reads every leaf of a checkpoint, and compares its checksum with the saved one. Tensors in
-safetensors files have no checksums: their headers, index and file sizes are checked.
+PATH is that of `treeshard inspect`. safetensors files have no checksums: their headers, index and
+sizes are checked.
 
 exit code: 0, or 1 if something is damaged, or 2 if nothing can be read
 """
@@ -165,9 +160,8 @@ _EXPORT = """\
   treeshard export run/100 model.safetensors --max-file-size 5GB --metadata format=pt
 
 Reads, verifies and writes one leaf at a time. The file gets its name when it is complete, and
-replaces an existing one. The format has arrays only, and no packed dtypes: if other leaves
-(numbers, strings, PRNG keys, int4) are selected, nothing is exported, unless --skip leaves them
-out. With --max-file-size there are several files, and an index that lists the file of each tensor.
+replaces an existing one. The format cannot hold numbers, strings, PRNG keys and int4: if such
+leaves are selected, nothing is exported, unless --skip leaves them out.
 
 exit code: 0, or 2 if nothing was exported
 """

@@ -5,7 +5,6 @@ float32 is multiplied in full, so that a difference is not rounding.
 """
 
 import argparse
-import sys
 
 from treeshard._cli.compile import mesh_for
 from treeshard._cli.functions import call_function, load_function, wrong_result
@@ -34,12 +33,8 @@ def run_check(options: argparse.Namespace) -> tuple[str, int]:
         computation = Gradients(loss, params, batch, planned)
         report = call_function(
             options.function,
-            lambda: check("check_gradients", computation, layouts(planned, batch), say=_say),
+            lambda: check("check_gradients", computation, layouts(planned, batch)),
         )
     except WrongResultError as error:
         return str(error), 1
     return str(report), 0
-
-
-def _say(text: str) -> None:
-    print(f"check: {text}", file=sys.stderr, flush=True)

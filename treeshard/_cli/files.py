@@ -7,9 +7,7 @@ as `restore` wants it, would take the code of the run that saved it.
 import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import jax
 
 from treeshard._cli.patterns import in_time
 from treeshard._cli.stored_trees import StoredTree, open_stored
-from treeshard._core.processes import TIMEOUT, with_bar
+from treeshard._core.processes import TIMEOUT, wants_bar, with_bar
 from treeshard._core.text import human_bytes, parse_bytes, parse_dtype, parse_pattern
 from treeshard._disk.files import file_path
 from treeshard._disk.leaves import SavedLeaf, describe_leaf, raise_damages
@@ -100,7 +98,7 @@ def _verified(tree: StoredTree) -> tuple[str, int]:
     total = f"{counted(len(leaves), 'leaf')}, {human_bytes(tree.contents.bytes)}"
     if tree.format == "safetensors":
         return _UNVERIFIABLE.format(path=path, total=total), 0
-    read = tree.damages(with_bar(leaves, "verify", show=_wants_bar()))
+    read = tree.damages(with_bar(leaves, "verify", show=wants_bar()))
     damages = [f"  {short(row.path)}: {why}" for row, why in read if why]
     if damages:
         head = _DAMAGED.format(path=path, count=len(damages), leaves=counted(len(leaves), "leaf"))
@@ -135,7 +133,7 @@ def run_export(options: argparse.Namespace) -> tuple[str, int]:
 def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[str, list[Piece]]]:
     """Reads leaves one by one, as `write_files` takes them."""
     damages: dict[str, str] = {}
-    read = tree.read(with_bar(list(leaves.values()), "export", show=_wants_bar()))
+    read = tree.read(with_bar(list(leaves.values()), "export", show=wants_bar()))
     for name, leaf in zip(leaves, read, strict=True):
         if leaf.array is None:
             damages[leaf.row.path] = leaf.damage
@@ -198,11 +196,6 @@ def _off_accelerators() -> None:
     # The attribute is defined when JAX is imported.
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")
-
-
-def _wants_bar() -> bool:
-    """Whether to show a progress bar: on a terminal, if `tqdm` is installed."""
-    return sys.stderr.isatty() and find_spec("tqdm") is not None
 
 
 def _renamed(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, str]:

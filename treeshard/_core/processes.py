@@ -15,6 +15,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import jax
@@ -228,10 +229,16 @@ def _ids(mesh: Mesh) -> str:
 T = TypeVar("T")
 
 
+def wants_bar() -> bool:
+    """Whether to show a bar that was not asked for: on a terminal, if `tqdm` is installed."""
+    return sys.stderr.isatty() and find_spec("tqdm") is not None
+
+
 def with_bar(
-    items: Sequence[T], what: str, *, unit: str = "leaf", show: bool = True
+    items: Sequence[T], what: str, *, unit: str = "leaf", show: bool = True, after: float = 0.0
 ) -> Iterator[T]:
-    """Iterates over `items` with a progress bar on the terminal of process 0.
+    """Iterates over `items` with a progress bar on the terminal of process 0, which says how long
+    the rest will take. It appears when `after` seconds are over.
 
     Where stderr is not a terminal, there is a line for each tenth instead. If `show` is true and
     `tqdm` is not installed, it raises on every process, in the name of `what`.
@@ -248,7 +255,7 @@ def with_bar(
         return iter(items)
     if not sys.stderr.isatty():
         return _with_lines(items, what, unit)
-    return iter(tqdm(items, desc=what, unit=unit))
+    return iter(tqdm(items, desc=what, unit=unit, delay=after))
 
 
 def _with_lines(items: Sequence[T], what: str, unit: str) -> Iterator[T]:

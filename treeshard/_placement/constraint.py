@@ -75,35 +75,30 @@ def with_sharding_constraint(
         >>> with_sharding_constraint(x, P("fsdp")) is x  # no mesh
         True
 
-    Values never change. Specs are projected on the mesh first: axes that the mesh does not have
-    are dropped (one model, many meshes), and so are those over which `shard_map` or
-    `vmap(spmd_axis_name=...)` already runs this code; in each dim, the longest prefix of axes
-    that divides it stays. Then:
+    Values never change. Axes that the mesh does not have are dropped first (one model, many
+    meshes), and so are those over which `shard_map` or `vmap(spmd_axis_name=...)` already runs
+    this code; in each dim, the longest prefix of axes that divides it stays. Then:
 
     - in a trace, Auto axes are constrained as by `jax.lax.with_sharding_constraint`, and
       Explicit axes, where they differ, as by `jax.sharding.reshard`;
-    - elsewhere, arrays (numpy's too) are placed as by `shard`;
+    - elsewhere, arrays (numpy's too) are placed as by `shard`, by all processes;
     - a `jax.ShapeDtypeStruct` gets the sharding.
 
-    Outside a trace, on a mesh of several processes, all of them must make the call, as of `shard`.
-
-    A leaf is returned unchanged if its spec is `None`, it is not an array, there is no mesh,
-    every axis is Manual, or the context has Manual or Explicit axes of another mesh. An
-    `AbstractMesh` has no devices, so arrays outside a trace, and arrays on a single device, are
-    returned unchanged.
+    A leaf is returned unchanged if its spec is `None`, it is not an array, there is no mesh, every
+    axis is Manual, or the context has Manual or Explicit axes of another mesh. With an
+    `AbstractMesh`, so are arrays outside a trace or on a single device.
 
     Args:
-        tree: Any pytree. Leaves that are not arrays pass through.
+        tree: Any pytree.
         shardings: A tree of `PartitionSpec`s or `NamedSharding`s with the structure of
             `tree`, a prefix of one, or a `Plan`. `UNCONSTRAINED` leaves a dim as it is. Tuples
-            of logical names are resolved by the rules of `logical_axis_rules`. In a trace, where
-            all axes of the mesh are Explicit, specs may be `unreduced` or `reduced`.
+            of logical names are resolved by `logical_axis_rules`. In a trace, where all axes are
+            Explicit, specs may be `unreduced` or `reduced`.
         mesh: The mesh, or its axes as text; by default the sharding's or the plan's, else the
             current mesh.
-        uneven: What to do where axes do not divide a dim: `"warn"` drops them and warns once
-            per call site, `"drop"` drops them silently, `"error"` raises, `"keep"` lets the
-            partitioner pad the intermediate (in a trace, on Auto axes; else it raises). In
-            `grad` and `vmap` without `jit` there is no partitioner: it drops the axes silently.
+        uneven: What to do if axes do not divide a dim: `"warn"` drops them and warns once per
+            call site, `"drop"` is silent, `"error"` raises, `"keep"` lets the partitioner pad (in
+            a trace, on Auto axes; else it raises; in `grad` and `vmap` without `jit`, it drops).
 
     Returns:
         A tree of the same structure.

@@ -73,51 +73,37 @@ def shard(
         Array([2, 3], dtype=int32)
 
     Each device receives only its own shard: of a leaf of shape `(d0, d1)` with `P("fsdp")`, a
-    shard of shape `(d0 / fsdp, d1)`. All leaves are checked before the first one moves. Nothing
-    is compiled for arrays on the host or on a single device, which are copied through the host.
-    Arrays on several devices move as by `reshard`.
-
-    On a mesh of several processes, all of them call it with the same full tree, and each takes
-    its own shards: no values go over the network. If the full tree does not fit a host, `read`
-    fills leaves that are `jax.ShapeDtypeStruct`s, shard by shard; its results are not compared.
+    shard of shape `(d0 / fsdp, d1)`. All leaves are checked before one moves. On several
+    processes, all make the same call, with the same tree, and each takes its own shards.
 
     Args:
-        tree: Any pytree of numpy and JAX arrays. Other leaves, including Python scalars, pass
-            through untouched.
+        tree: Any pytree of numpy and JAX arrays. Other leaves pass through.
         specs: A tree of `PartitionSpec`s or `NamedSharding`s, a prefix of one, or a `Plan`.
-            Leaves whose spec is `None` are not moved. Tuples of logical names are resolved by
-            the rules of `logical_axis_rules`.
-        mesh: The mesh, or its axes as text; by default that of the `NamedSharding`, of the
-            `Plan`, or the current mesh.
-        read: Fills leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the index
-            of a shard (a slice for each dim, with its start and stop), and returns that part
-            in the leaf's dtype. Called once for each shard that this process holds, leaf by
-            leaf.
+            `None` leaves a leaf where it is. Tuples of logical names are resolved by
+            `logical_axis_rules`.
+        mesh: The mesh, or its axes as text; by default that of `specs`, or the current mesh.
+        read: For leaves that are `jax.ShapeDtypeStruct`s: takes a leaf's path and the index of
+            a shard (a slice for each dim), and returns that part in the leaf's dtype.
         check: What several processes compare: `"form"` (paths, shapes, dtypes, specs and mesh);
             `"small"`, also checksums of leaves of at most 64 KiB; `"values"`, of all leaves.
-        progress: Whether to show a progress bar, one step for each leaf (needs `tqdm`). Leaves
-            are then placed one by one.
+        progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
         timeout: Seconds to wait for other processes.
 
     Returns:
-        The tree with a `jax.Array` in place of each array. 64-bit values become 32-bit ones
-        unless JAX's x64 mode is on, as with `jnp.asarray`. The result never shares memory with
-        numpy arrays. A `jax.Array` that is already sharded this way is returned as it is, and
-        others may share memory with the result: donating it may delete the source. A numpy
-        array at two paths becomes two arrays.
+        The tree, its arrays as `jax.Array`s; 64-bit values become 32-bit ones unless JAX's x64
+        mode is on. It shares no memory with numpy arrays. It may share memory with a
+        `jax.Array`, so donating it may delete the source.
 
     Raises:
-        UnknownAxisError: If a spec names an axis that the mesh does not have.
+        UnknownAxisError: If a spec names an axis that the mesh lacks.
         SpecError: If a spec does not fit its leaf, names an axis twice, or has `UNCONSTRAINED`,
             `unreduced` or `reduced` parts; if `specs` does not fit the tree.
         DeletedLeafError: If a leaf was deleted or donated.
-        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct` (without `read`), masked, or of a
-            dtype that JAX does not support.
+        LeafError: If a leaf has no values, is masked, or has a dtype that JAX lacks.
         NoMeshError: If there is no mesh.
-        MeshError: If the mesh is an `AbstractMesh`, which has no devices.
-        MismatchError: If `read` returns another shape or dtype than requested.
-        ProcessError: If the processes' calls differ, or one fails or does not arrive within
-            `timeout`. No leaf is placed.
+        MeshError: If the mesh is abstract.
+        MismatchError: If `read` returns another shape or dtype.
+        ProcessError: If the processes' calls differ, or one fails or does not arrive.
         ValueError: If `check` is another word.
         ImportError: If `progress` is set and `tqdm` is not installed.
     """

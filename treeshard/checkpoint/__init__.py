@@ -65,9 +65,8 @@ def save(
         (P('data',), 7, True)
 
     Before anything is written, `save` checks that every leaf can be saved, and that all processes
-    save the same leaves. Saves are atomic: the checkpoint gets its name once it is complete and
-    flushed to the disk, and an error on any process leaves no checkpoint and changes nothing else.
-    Once `save` returns, power loss does not lose the checkpoint.
+    save the same leaves. Saves are atomic and durable: the checkpoint gets its name once it is
+    complete and flushed to the disk, and an error on any process leaves no checkpoint.
 
     Args:
         path: The directory to create, the same on every process, on a file system or object store
@@ -76,8 +75,7 @@ def save(
             bytes and `None` are saved. Other leaves, such as functions, are static: they are not
             saved, and `restore` takes them from its like-tree. An array that is not global, such
             as a numpy array, must be equal on all processes; process 0 saves its copy.
-        fingerprints: Whether to save a checksum of every array, so that damage is detected, and
-            to compare all replicas of each shard.
+        fingerprints: Whether to save a checksum of every array, and to compare all replicas.
         on_divergence: What to do if replicas of an array, or the processes' copies of one, differ
             in a bit: `"error"` raises a `CheckpointError` that names the leaves; `"warn"` saves
             the first replica of each shard, and the copy of process 0.
@@ -88,11 +86,11 @@ def save(
         LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, or of a dtype that JAX does not
             support.
         DeletedLeafError: If a leaf was deleted or donated.
-        CheckpointError: If `path` exists, if another run is writing there (not detected on object
-            stores, which have no locks), or if it cannot be written; if the processes do not
-            share its directory; if several leaves have the same path; if replicas differ.
-        ProcessError: If the processes save different trees; if one of them fails before anything
-            is written, or does not arrive.
+        CheckpointError: If `path` exists or cannot be written; if another run is writing there
+            (not detected on object stores); if the processes do not share its directory; if
+            several leaves have the same path; if replicas differ.
+        ProcessError: If the processes save different trees, or one of them fails before anything
+            is written or does not arrive.
         ValueError: If `on_divergence` is another word.
         ImportError: If `progress` is set and `tqdm` is not installed.
 

@@ -80,25 +80,22 @@ def restore(
         >>> tree["w"].sharding.spec, list(flat)
         (P('fsdp',), ['w'])
 
-    Before any array is read, the requested leaves are compared with the stored ones; no dtype is
-    converted silently. After reading, the checksums are compared with the saved ones.
+    Before any array is read, the requested leaves are compared with the stored ones. After
+    reading, the checksums are compared with the saved ones.
 
     Args:
         path: The checkpoint.
-        like: A `Plan`, or a tree of arrays or their `jax.ShapeDtypeStruct`s. The result has its
-            structure and its static leaves. By default the result is a flat dict by path.
-        rules: How to shard the arrays, by their paths, as in `plan`. By default each array is
-            placed as its leaf of `like`: numpy arrays in host memory, arrays without a sharding
-            on the default device. Without `like` all arrays stay in host memory.
+        like: A `Plan`, or a tree of arrays or `jax.ShapeDtypeStruct`s. The result has its
+            structure and its static leaves. Without it, the result is a flat dict by path.
+        rules: How to shard the arrays, by their paths, as in `plan`. By default arrays are placed
+            like those of `like`; without `like` they stay in host memory.
         mesh: The mesh for the rules, as in `plan`; by default the current one.
-        min_size: For the rules: leaves with fewer elements are replicated, as in `plan`.
-        cast: A floating-point dtype. Arrays of other floating-point dtypes are converted to it
-            where `like` requests it, or everywhere without `like`.
-        partial: Whether leaves may be missing from the checkpoint or from `like`. Leaves that are
-            not in the checkpoint keep their values from `like`, and a `ShardingWarning` lists
-            them.
-        verify: Whether to compare the saved checksums, which reads the arrays once more: 11 to
-            32% of the time of a restore from the page cache, less from a slower disk.
+        min_size: For the rules, as in `plan`.
+        cast: A floating-point dtype to convert floating-point arrays to, where `like` requests
+            it (or is not given).
+        partial: Whether leaves may be missing from the checkpoint or from `like`. Leaves that the
+            checkpoint lacks stay as they are in `like`, and a `ShardingWarning` lists them.
+        verify: Whether to compare the saved checksums, which reads the arrays once more in memory.
         timeout: Seconds to wait for other processes; waits for their reads have no limit.
         progress: Whether to show a progress bar with a step per array (needs `tqdm`).
 
@@ -109,15 +106,13 @@ def restore(
         CheckpointError: If there is no checkpoint at `path`: it says what is there instead.
         DamagedError: If the checkpoint is not as saved: the leaves are listed.
         MismatchError: If leaves are missing, not requested, or of another kind, shape or dtype
-            than requested; if they have a 64-bit dtype and JAX's x64 mode is off. All are listed.
+            than requested; if they have 64 bits and JAX's x64 mode is off. All are listed.
         FormatError: If another version of treeshard wrote the checkpoint; if `cast` is not a
             floating-point dtype.
-        ShardingRuleError: If the rules do not decide every leaf, or decide a spec that does not
-            fit.
+        ShardingRuleError: If the rules do not decide every leaf, or a spec does not fit its leaf.
         NoMeshError: If there is no mesh for the rules.
-        MeshError: If the mesh is abstract: it has no devices.
-        ProcessError: If the processes request different things, or one of them fails or does not
-            arrive.
+        MeshError: If the mesh is abstract.
+        ProcessError: If the processes request different trees, or one fails or does not arrive.
         ValueError: If `mesh` or `min_size` is given without `rules`.
         ImportError: If `progress` is set and `tqdm` is not installed.
     """

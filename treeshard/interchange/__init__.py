@@ -60,11 +60,9 @@ def save_safetensors(
         (8, 4)
 
     No array is gathered: every process writes the shards that it holds to their positions in the
-    file. Saves are atomic: the file gets its name when it is complete and on disk, and after an
-    error on any process the earlier file, or files with their index, are unchanged.
-
-    An array at two paths is written for each. Hugging Face's libraries write tied weights once, and
-    tie them again when they load: for these, save a tree without the other path.
+    file. Saves are atomic: after an error on any process the earlier files are unchanged. An array
+    at two paths is written twice; Hugging Face's libraries expect tied weights once, so save a
+    tree without the other path.
 
     Args:
         path: The file, such as `"model.safetensors"`. It is the same on every process, in a
@@ -72,32 +70,28 @@ def save_safetensors(
         tree: Any pytree. Leaves that are not arrays, such as Python numbers, are not written.
             Of an array that every process holds in full, the copy of the first is written.
         rename: The name of each tensor: a function of the leaf's path, or a mapping from paths
-            to names. Paths that a mapping does not have stay as they are, `"layers/0/weight"`.
+            to names. Other paths stay as they are, `"layers/0/weight"`.
         max_file_size: In bytes, or as `"5GB"`. Trees with more bytes are split into files
-            `model-00001-of-00003.safetensors`, none larger than this unless a single tensor is,
-            and `model.safetensors.index.json` lists the file of each tensor. By default there is
-            one file.
-        metadata: Strings for the header of every file, such as `{"format": "pt"}`, which Hugging
-            Face's libraries require.
-        timeout: Seconds to wait for other processes. The time in which they write does not count.
-        progress: Whether to show a progress bar with one step a leaf (needs `tqdm`).
+            `model-00001-of-00003.safetensors` with an index, `model.safetensors.index.json`. Only
+            a single tensor may exceed it. By default there is one file.
+        metadata: Strings for the header, such as `{"format": "pt"}`, which Hugging Face's
+            libraries require.
+        timeout: Seconds to wait for other processes, without the time in which they write.
+        progress: Whether to show a progress bar with a step per leaf (needs `tqdm`).
 
     Raises:
         LeafError: If the format does not have the dtype of a leaf (typed PRNG keys, types of less
             than a byte), or a leaf has no values (tracers, `ShapeDtypeStruct`s).
         DeletedLeafError: If a leaf was deleted or donated.
-        CheckpointError: If two leaves would have the same name, or the format does not allow a
-            name; if the files cannot be written; if another run is writing them; if the processes
-            do not share the directory.
-        FormatError: If `max_file_size` is not an amount of bytes, or the header exceeds
-            64 MiB.
-        ProcessError: If the processes pass different trees, or one of them failed or did not
-            arrive.
+        CheckpointError: If two leaves would have one name, or a name is not allowed; if the files
+            cannot be written, or another run is writing them; if the processes do not share the
+            directory.
+        FormatError: If `max_file_size` is not an amount of bytes, or the header exceeds 64 MiB.
+        ProcessError: If the processes pass different trees, or one failed or did not arrive.
         ImportError: If `progress` is set and `tqdm` is not installed.
 
     Warns:
-        ShardingWarning: If killed saves had left unfinished files in this directory, which are
-            removed.
+        ShardingWarning: If unfinished files of killed saves are removed here.
 
     Source:
         The format and its order of tensors: github.com/huggingface/safetensors. The names of
@@ -150,28 +144,25 @@ def load_safetensors(
         >>> tree["w"].sharding.spec
         P('fsdp',)
 
-    All requested tensors are compared with the stored ones before anything is read. Dtypes are
-    converted only if `cast` says so.
+    All requested tensors are compared with the stored ones before anything is read.
 
     Args:
-        path: A file, an index (`model.safetensors.index.json`), a directory with one of these,
-            or the path that was passed to `save_safetensors`.
-        like: A tree of arrays or their `jax.ShapeDtypeStruct`s, or a `Plan`. The result has its
-            structure, and its leaves that are not arrays. By default the result is a flat dict
-            by tensor name.
-        rules: How to shard the arrays, by their paths in `like` (without it, by their names), as
-            in `plan`. By default they are sharded as those of `like`: numpy arrays stay in host
-            memory, arrays without a sharding go to the default device. Without `like`, all stay
-            in host memory.
+        path: A file, an index, a directory with one of these, or the path that was passed to
+            `save_safetensors`.
+        like: A tree of arrays or `jax.ShapeDtypeStruct`s, or a `Plan`. The result has its
+            structure and its other leaves. Without it, the result is a flat dict by name.
+        rules: How to shard the arrays, by their paths (without `like`, by their names), as in
+            `plan`. By default arrays are placed like those of `like`; without `like` they
+            stay in host memory.
         mesh: The mesh for the rules; by default the current one.
-        min_size: For the rules: leaves with fewer elements stay replicated, as in `plan`.
+        min_size: For the rules, as in `plan`.
         rename: As in `save_safetensors`, from paths in `like` to names in the file.
-        cast: A floating-point dtype to convert floating-point tensors to, where `like` requests
-            it (or is not given).
-        partial: Whether tensors may be missing in the file, or in `like`. Leaves that the file
-            does not have stay as they are in `like`, and a `ShardingWarning` lists them.
-        timeout: Seconds to wait for other processes. The time in which they read does not count.
-        progress: Whether to show a progress bar with one step a tensor (needs `tqdm`).
+        cast: A floating-point dtype to convert tensors to, where `like` requests it (or is not
+            given).
+        partial: Whether tensors may be missing in the file, or in `like`. What the file lacks
+            stays as in `like`, and a `ShardingWarning` lists it.
+        timeout: Seconds to wait for other processes, without the time in which they read.
+        progress: Whether to show a progress bar with a step per tensor (needs `tqdm`).
 
     Returns:
         The tree. Its arrays share memory with nothing else.
@@ -179,16 +170,15 @@ def load_safetensors(
     Raises:
         MismatchError: If tensors are missing, were not requested, or have another shape or dtype
             than requested; if they have 64 bits and JAX's x64 mode is off. All are listed.
-        FormatError: If the header of a file, or the index, is malformed or contradicts itself;
-            if `cast` is not a floating-point dtype.
-        DamagedError: If a file is cut short, or goes on after its last tensor.
-        CheckpointError: If a file is missing or cannot be read; if a directory has several;
-            if `rename` gives two leaves the same name.
-        ShardingRuleError: If the rules do not decide every leaf, or a spec does not fit its leaf.
+        FormatError: If a header or the index is malformed; if `cast` is not a floating-point
+            dtype.
+        DamagedError: If a file is too short, or too long.
+        CheckpointError: If a file is missing or cannot be read; if a directory has several; if
+            `rename` gives two leaves one name.
+        ShardingRuleError: If the rules do not decide every leaf, or a spec does not fit.
         NoMeshError: If there is no mesh for the rules.
-        MeshError: If the mesh is abstract: it has no devices.
-        ProcessError: If the processes request different trees, or one of them failed or did not
-            arrive.
+        MeshError: If the mesh is abstract.
+        ProcessError: If the processes request different trees, or one failed or did not arrive.
         ValueError: If `mesh` or `min_size` is given without `rules`, or `rename` without `like`.
         ImportError: If `progress` is set and `tqdm` is not installed.
     """

@@ -304,28 +304,26 @@ def gather_params(
     In the forward pass, each leaf is all-gathered over those of `axis_names` that shard it. In
     the backward pass, its gradient is reduce-scattered and divided by the number of devices.
 
-    With `sync_gradients`, the gradients are those of the mean loss over all devices, on two
-    conditions: the loss is the mean over *this device's* batch, and both functions get the same
-    axes: all that shard the batch or shard parameters to save memory. If the loss was already
-    reduced by `jax.lax.pmean` with `check_vma=True`, return `vary(loss, axis_names)`, or use
+    With `sync_gradients`, the gradients are those of the mean loss over all devices, if the loss
+    is the mean over *this device's* batch and both functions get the same axes: all that shard
+    the batch or shard parameters to save memory. If the loss was already reduced by
+    `jax.lax.pmean` with `check_vma=True`, return `vary(loss, axis_names)`, or use
     `value_and_grad`, which is right for every loss. Take the gradient inside `shard_map` and in
     reverse mode; `jax.jvp` does not work.
 
     In a scan over layers, put `jax.checkpoint` around the layer: else all gathered weights are
-    kept for the backward pass. The plan of the stacked layers, or `layer_specs`, fits one layer.
-    Call `vary` on the parameters first, so that `sync_gradients` averages the gradients of
-    replicated leaves once, instead of once per layer.
+    kept for the backward pass. Call `vary` on the parameters before the scan, so that gradients
+    of replicated leaves are averaged once, and not once per layer.
 
     Args:
         params: Any pytree. Leaves that are not arrays pass through.
         axis_names: The axes to gather over, and to average gradients over; by default all
-            axes over which the code runs once per device here.
+            Manual axes.
         specs: How `params` is sharded: a tree of specs, a prefix of one, or a `Plan`; `None`
             in it leaves a subtree as it is. By default the specs are read from boxes
             (`Partitioned`, Flax's), and leaves without a box are replicated.
-        dtype: The dtype to which floating leaves are converted before they are sent, such as
-            `jnp.bfloat16`, for half the bytes. Gradients are sent in it too; each device then
-            converts its shard to the dtype of the parameter.
+        dtype: The dtype in which floating leaves are sent, such as `jnp.bfloat16`, and their
+            gradients too, which are converted back after it.
 
     Returns:
         The same tree, without padding. Leaves that another axis still shards stay in their boxes,

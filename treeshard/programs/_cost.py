@@ -38,7 +38,8 @@ from treeshard.programs._traffic import host_traffic, memory_traffic
 # docs/guide/the-pod-you-do-not-have.md.
 REACHED = 0.5
 _ESTIMATE = (
-    f"an estimate from published peaks, of which published runs reached {REACHED:.0%} or more"
+    "computed from published peak speeds, not measured; published runs reached"
+    f" {REACHED:.0%} of these or more"
 )
 _REPEATED = (
     "Each device does {share:.2f} x an even share of the step's operations: devices repeat each"

@@ -91,29 +91,26 @@ def suggest(
         >>> found.best.mesh, found.best.fits
         ('fsdp=8', True)
 
-    It plans every way to split the devices into the axes of every strategy, and orders them by what
-    their plans send over which links. Then it compiles the first of them with each value of an
-    option, such as `remat`, and with the fastest options one after the other until `top` fit. It
-    ranks these by time, by waiting and by memory; within 3%, the simplest strategy comes first.
+    It plans every way to split the devices into the axes of every strategy, compiles those that
+    send least until `top` fit, and ranks these by time, by waiting and by memory. Within 3%, the
+    simplest strategy comes first.
 
     Args:
         make: `make(mesh, rules)` returns `(step, state, batch)`: a step of `jit_step` or
             `shard_map_step`, and arrays or `jax.ShapeDtypeStruct`s of the state and of the batch.
-            What else it offers as keyword arguments is varied: `remat` (a bool) and `accumulate`
-            (the number of passes). It is called here with a mesh of one device, for the shapes, and
-            with every other mesh in the process that compiles: cloudpickle copies it there, with
-            what it refers to outside of modules.
+            Its keyword arguments `remat` (a bool) and `accumulate` (the number of passes), if it
+            has them, are varied. It is called here with a mesh of one device, and with every
+            other mesh in a child process, to which cloudpickle copies it.
         topology: Devices that are not attached, as in `make_mesh`: `"v5e-256"`, `"h100:2x8"`.
-        devices: Without `topology`, the number of devices; by default all that are attached. TPUs
-            that are attached, and devices of several processes, are named by `topology` too, since
-            only this process can open them.
+            Needed too for TPUs that are attached and for devices of several processes.
+        devices: Without `topology`, the number of devices; by default all that are attached.
         memory: The bytes that programs can use on a device, as a number or `"80GB"`; by default
             what the kind of device has.
         global_batch: Passed on to `make` as `global_batch=`.
-        strategies: Names, `"DP"`, `"ZeRO-1"`, `"FSDP"` or `"HSDP"`, and `Strategy`s of your own,
-            such as one with rules for a `tensor` axis. By default the four names.
-        top: How many that fit are compiled with the fastest options; 0 for none at all. Where the
-            memory of the devices is not known, all count as if they fit.
+        strategies: Names, `"DP"`, `"ZeRO-1"`, `"FSDP"` or `"HSDP"`, and `Strategy`s of your own.
+            By default the four names.
+        top: How many that fit are compiled with the fastest options; 0 for none. Where the memory
+            of a device is not known, all count as if they fit.
         budget: Seconds, after which nothing more is compiled. What runs then is ended.
         chip: Peaks and links of the device, instead of the published ones.
         progress: Whether to write a line to stderr for each program that is compiled.

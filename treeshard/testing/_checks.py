@@ -1,16 +1,12 @@
 """Checks that a computation gives the same numbers in all layouts."""
 
-import sys
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import jax
-
 from treeshard._core.mesh import MeshLike
 from treeshard._core.paths import PyTree
-from treeshard._core.processes import participating_processes, together
+from treeshard._core.processes import participating_processes, together, wants_bar, with_bar
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths
 from treeshard._planning.plan import Plan
@@ -67,7 +63,7 @@ _UNEXPLAINED = (
 _MUST_RUN = {"plan", "by hand"}
 # The relative error above which a report warns that smaller ones are not seen.
 _COARSE = 0.01
-_QUIET_SECONDS = 10
+_QUIET_SECONDS = 10.0
 
 
 def check_gradients(
@@ -93,40 +89,35 @@ def check_gradients(
         >>> check_gradients(loss, params, batch, planned).ok
         True
 
-    Compares the raw gradients, leaf by leaf: an optimizer such as Adam hides a wrong factor. A
-    result is wrong if it differs from that of one device by more than 12 times the rounding noise,
-    which is measured: with the rows of the batch in other orders, parameters changed in their last
-    bit, and twice the precision. A program with floats of 16 or 8 bits is compared twice, with its
-    own dtypes and with float32. For each leaf the report has the smallest error that would have
-    been seen. Parameters are moved by 1% of their scale first, since a head of zeros makes other
-    gradients zero. Leaves about which a comparison says nothing are listed as not compared.
+    Compares raw gradients, leaf by leaf: Adam would hide a wrong factor. A result is wrong if it
+    differs from that of one device by more than 12 times the rounding noise, which is measured.
+    Parameters are moved by 1% of their scale first, since a head of zeros makes other gradients
+    zero. The guide "Are my sharded gradients right?" has the details.
 
-    It needs several devices, which may be simulated; a fault of another platform's compiler shows
-    only there. On several processes all make the same call.
+    It needs several devices, which may be simulated. On several processes all make the same
+    call. On a terminal, a call of more than 10 seconds shows a progress bar with an estimate of
+    the rest, if `tqdm` is installed.
 
     Args:
         loss: Takes `(params, batch)` and returns the loss, or a tuple that starts with it. It
-            runs on one device too, so it must not name devices; constraints see the mesh in force.
+            runs on one device too, so it must not name devices.
         params: The parameters, on the host or on devices. Leaves that are not floats are kept.
-        batch: The batch, of random numbers, with enough rows for all layouts; small arrays are
-            enough.
+        batch: The batch, of random numbers, with enough rows for all layouts.
         plan: The plan of `params`, on a mesh with devices.
-        layouts: What to compare: names of layouts, or layouts. By default all that
-            `treeshard.testing.layouts` returns.
+        layouts: Layouts to compare, or their names. By default all of `testing.layouts`.
         by_hand: Code for `jax.shard_map` that must give the same: takes this device's shards of
-            `params` and `batch`, and returns `(loss, grads)` with the shards of the gradients, as
-            `manual.value_and_grad` does. It runs with `check_vma` on and off.
+            `params` and `batch`, and returns `(loss, grads)`, as `manual.value_and_grad` does. It
+            runs with `check_vma` on and off.
         batch_specs: The specs of the batch, by default as in `jit_step`.
-        expected_to_raise: Names of layouts that may raise, as `minibatches` does for a loss that
-            needs all rows. `plan` and `by hand` must run.
+        expected_to_raise: Names of layouts that may raise; `plan` and `by hand` must run.
 
     Returns:
         A `Report`, whose `str()` has a table of layouts and leaves.
 
     Raises:
         WrongResultError: If something differs by more than rounding, a layout raised, random
-            numbers kept something from being checked, or nothing was compared, as with a batch
-            whose rows are all alike. Its message is the report; it is an `AssertionError`.
+            numbers prevented a check, or nothing was compared, as if all rows of the batch are
+            alike. Its message is the report; it is an `AssertionError`.
         SpecError: If the plan is not of `params`; if `by_hand` is given, and neither `batch_specs`
             nor the plan says how the batch is split; if there is no layout of a name.
         StateError: If `by_hand` does not return `(loss, grads)`.
@@ -164,7 +155,8 @@ def check_step(
     The layouts are the plan's mesh, other axis sizes, the axes in another order, and for a step of
     `jit_step` the batch split over fewer axes. The step is not run on `state` itself. In a layout,
     `jax.device_count()` is the size of its mesh, and 1 on one device, so that a division by it
-    shows. A key that the step returns as it was is noted.
+    shows. A key that the step returns as it was is noted. Progress is shown as by
+    `check_gradients`.
 
     Args:
         step: What `jit_step` or `shard_map_step` returned.
@@ -199,40 +191,25 @@ def check(
     computation: Computation,
     chosen: Sequence[Layout],
     expected_to_raise: Collection[str] = (),
-    say: Callable[[str], None] | None = None,
 ) -> Report:
-    """Compares a computation in layouts with one device; tells through `say` what it does."""
+    """Compares a computation in layouts with one device."""
     mesh = chosen[0].mesh
     if mesh.devices.size == 1:
         raise MeshError(
             f"{what}: the mesh has one device, so there is nothing to compare. On a laptop, call"
             " `treeshard.simulate_devices(8)` first."
         )
-    say = say or _Progress(what)
+    bar = with_bar(chosen, what, unit="layout", show=wants_bar(), after=_QUIET_SECONDS)
     # All processes read the same numbers, and so say the same.
     with together(what, among=participating_processes((), [mesh])):
         check_rows(what, computation, chosen[0])
-        say("one device, and its noise")
         comparison = _Comparison(computation, chosen[0])
-        for layout in chosen:
-            say(str(layout))
+        for layout in bar:
             comparison.add(layout)
         report = comparison.report(what, chosen, expected_to_raise)
         if not report.ok:
             raise WrongResultError(str(report)) from comparison.first_error()
     return report
-
-
-class _Progress:
-    """Lines on stderr, once a check has taken a while."""
-
-    def __init__(self, what: str) -> None:
-        self.what, self.start = what, time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        seconds = time.monotonic() - self.start
-        if seconds > _QUIET_SECONDS and jax.process_index() == 0:
-            print(f"{self.what}: {seconds:.0f} s: {text}", file=sys.stderr, flush=True)
 
 
 class _Precision(NamedTuple):

@@ -218,53 +218,41 @@ def jit_step(
         >>> float(total)
         128.0
 
-    Also a decorator without arguments but the plan, as here, or `step = jit_step(fn, plan)`. On
-    several processes, all call the step with batches of the same structure, shapes, dtypes and
-    shardings: the full batch in numpy arrays, or a batch of `from_process_local`. They compare
-    this once for each form of numpy batch, and later steps exchange nothing outside of the
-    compiled program.
+    It is a decorator, or `step = jit_step(fn, plan)`. On several processes, all pass
+    batches of one form: the full batch in numpy arrays, or a batch of `from_process_local`.
 
     Args:
-        fn: Takes `(state, batch)` and returns `(state, aux)`, where the new state has the
-            old one's structure, shapes and dtypes.
+        fn: Takes `(state, batch)` and returns `(state, aux)`. The new state has the structure,
+            shapes and dtypes of the old one.
         plan: The plan of the state, as `init_sharded` returns it.
         batch: The specs of the batch: a tree of them, or one for all its leaves. By default
-            dim 0 of each leaf is split over the axes along which parameters are gathered for use
-            (`Plan.fsdp_axes`) and over axes named `data`, `dp`, `batch`, `replica` or `fsdp`:
-            `P(("data", "fsdp"))` on a mesh of both. Axes for tensor parallelism (`tensor`, `tp`,
-            `model`, `mp`) and pipelines (`stage`, `pp`) do not split it; other names do not
-            either, with a warning. Scalars are replicated.
-        donate: Whether the new state reuses the memory of the old state, which is deleted. Arrays
-            of the state that share memory, as in `{"params": p, "ema": p}`, are copied then.
-        watch: Seconds after which a step that has not ended is reported on stderr, once: every
-            process says in which step and at which lines of your code it is.
+            dim 0 of each leaf is split over `Plan.fsdp_axes` and over axes named `data`, `dp`,
+            `batch`, `replica` or `fsdp`: `P(("data", "fsdp"))` on a mesh of both. If the name
+            of an axis does not say whether it splits the batch, a warning asks.
+        donate: Whether the new state reuses the memory of the old state, which is deleted.
+        watch: Seconds after which every process reports a step that has not ended, on stderr.
 
     Returns:
-        A callable `step(state, batch) -> (state, aux)`. It places numpy batches on the
-        devices. Constraints inside `fn` see the plan's mesh as the mesh in force. The step
-        compiles once, whether it is called inside `jax.set_mesh(plan.mesh)` or outside.
-        `step.lower(state, batch)` returns the `jax.stages.Lowered`, and
-        `step.communication(state, batch)` compares the communication of the compiled program
-        with the plan; both take `plan.structs` and `jax.ShapeDtypeStruct`s too.
+        A `Step`, called as `step(state, batch) -> (state, aux)`. It places numpy batches on the
+        devices. Inside `fn` the plan's mesh is the current mesh. `step.communication(state,
+        batch)` compares what the compiled program moves with the plan, and `step.lower` returns
+        the `jax.stages.Lowered`; both take `plan.structs` and `jax.ShapeDtypeStruct`s too.
 
     Raises:
         UnknownAxisError: If `batch` names an axis that the mesh lacks.
-        SpecError: If `batch` has no specs; when called, if the batch or the state does
-            not fit its specs.
-        StateError: When called, if `fn` changes the state's structure, a shape, a dtype,
-            or a leaf that is not an array.
-        ProcessError: When called, if processes pass batches of different forms, or one of
-            them fails or does not arrive.
+        SpecError: If `batch` has no specs; when called, if batch or state do not fit.
+        StateError: When called, if `fn` changes the state's structure, shapes, dtypes or static
+            leaves.
+        ProcessError: When called, if processes pass batches of other forms, or one fails or does
+            not arrive.
         DeletedLeafError: When called, if the state was donated to an earlier step.
         MeshError: If the plan was made for an abstract mesh.
         ValueError: If `watch` is not positive.
 
     Warns:
         ShardingWarning: If all devices along an axis do the same work, since it does not split
-            the batch; if `batch` is not given and the name of an axis does not say whether it
-            splits it. When called, if arrays of the state are copied because they share memory,
-            if leaves of the state are numpy arrays again, or if `fn` uses `device_put` to one
-            device, which has no effect.
+            the batch. When called, if arrays of the state share memory and are copied, if leaves
+            of the state are numpy arrays again, or if `fn` uses `device_put` to one device.
     """
     if fn is None:
         return partial(jit_step, plan=plan, batch=batch, donate=donate, watch=watch)

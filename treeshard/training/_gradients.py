@@ -59,18 +59,18 @@ def value_and_grad(
         >>> float(value)
         1.0
 
-    Like `jax.value_and_grad`, whose results it returns, with less communication and memory:
+    Like `jax.value_and_grad`, with less communication and memory:
 
     - Gradients are constrained to the specs of their parameters, so that a compiler can
       reduce-scatter them.
-    - Where the batch is split over an axis that shards no parameter, such as `data` of a mesh
-      `data=2,fsdp=4` (HSDP), each part of the batch along it is differentiated separately, and
-      the shards of the gradients are averaged over the axis.
+    - Along an axis that splits the batch and shards no parameter, such as `data` of a mesh
+      `data=2,fsdp=4` (HSDP), each part of the batch is differentiated separately, and the shards
+      of the gradients are averaged.
 
-    In the second case, `loss` is called with the rows of one part, so it must be a mean over the
-    rows of `args`. For a mean with weights, divide by `jax.lax.pmean(weights.sum(), axis)`, or
-    pass `axis_names=()`. Arrays in `args` are split on dim 0; scalars, keys and what `loss` closes
-    over are the same for all parts. For other random numbers in each row, pass a key per row.
+    In the second case `loss` gets the rows of one part, so it must be a mean over the rows of
+    `args`. For a mean with weights, divide by `jax.lax.pmean(weights.sum(), axis)`, or pass
+    `axis_names=()`. Arrays in `args` are split on dim 0; scalars, keys and what `loss` closes over
+    are the same for all parts.
 
     Without a mesh, it is `jax.value_and_grad`.
 
@@ -78,23 +78,20 @@ def value_and_grad(
         loss: Called as `loss(params, *args)`; returns a scalar, or with `has_aux` a pair of a
             scalar and anything.
         specs: How `params` is sharded: a tree of specs, a prefix of one, or a `Plan` of `params`
-            or of a state that contains it. By default the plan of the step. A plan is in force
-            while `loss` is traced, so that `unshard(tree)` needs no specs.
-        axis_names: The axes along which each part of the batch is differentiated separately. By
-            default those over which the rows of the step's batch are split and that shard no
-            parameter.
-        has_aux: Whether `loss` returns more than the scalar. Over `axis_names`, arrays in `aux`
-            are joined on dim 0, floating-point scalars are averaged, and `Metrics` are summed.
+            or of a state that contains it. By default the plan of the step.
+        axis_names: The axes along which parts of the batch are differentiated separately. By
+            default those that split the step's batch and shard no parameter.
+        has_aux: Over `axis_names`, arrays in `aux` are joined on dim 0, floating-point scalars
+            are averaged, and `Metrics` are summed.
 
     Returns:
         `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. The gradients are sharded
         like `params`; those of leaves that are not floating are `None`.
 
     Raises:
-        SpecError: When called on a mesh, if `specs` is not given and no plan is in force, or the
-            plan has no subtree like `params`, or several with different specs; if arrays in `args`
-            have rows that the axes do not divide; inside `shard_map_step`, where
-            `manual.value_and_grad` is needed.
+        SpecError: When called on a mesh, if no plan is in force and `specs` is not given, or the
+            plan has no subtree like `params`, or several with different specs; if the axes do not
+            divide the rows of `args`; inside `shard_map_step`.
         LeafError: When called, if `aux` has scalars that have no mean. Lists all of them.
         UnknownAxisError: When called, if the mesh lacks one of `axis_names`.
 
