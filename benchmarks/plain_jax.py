@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -39,7 +38,7 @@ from treeshard.training import by_matrix, jit_step, scan_layers, value_and_grad
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "plain_jax.json"
-PAGE = HERE.parent / "docs" / "plain-jax.md"
+PAGE = HERE.parent / "docs" / "guide" / "beside-plain-jax.md"
 WAYS = ("plain JAX", "treeshard")
 
 # ------------------------------------------------------------------ the cases
@@ -194,13 +193,14 @@ def is_of_layer(path: str) -> bool:
 def muon() -> Any:
     """Muon of the matrices of layers, stacked or one by one, and Adam of all else."""
 
-    def dims(params: Any) -> Any:
-        def of_leaf(path: Any, x: Any) -> Any:
-            is_matrix = not path or is_of_layer(jax.tree_util.keystr(path, simple=True, separator="/"))
-            return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if is_matrix else None
+    def dims_of(path: Any, x: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        is_alone = not path  # as `by_matrix` passes it
+        if not is_alone and not is_of_layer(name):
+            return None
+        return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
 
-        return jax.tree_util.tree_map_with_path(of_leaf, params)
-
+    dims = partial(jax.tree_util.tree_map_with_path, dims_of)
     return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=dims)
 
 
@@ -234,9 +234,7 @@ def figures_of_plan(compiled: CompiledStep) -> dict[str, Any]:
     """What the plan of a step predicts, and what `by_matrix` moves, which no plan predicts."""
     moved, sizes = compiled.communication(), compiled.plan.mesh.shape
     leaves = [x for x in moved.planned if x.path is not None]
-    wire = [
-        bytes_on_the_wire(x.kind, x.total_bytes, devices_along(x.axes, sizes)) for x in leaves
-    ]
+    wire = [bytes_on_the_wire(x.kind, x.total_bytes, devices_along(x.axes, sizes)) for x in leaves]
     wire += [x.wire_bytes * x.count for x in moved.matrices]
     return {
         "collectives": sum(x.count for x in leaves) + sum(x.count for x in moved.matrices),

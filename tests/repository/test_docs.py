@@ -229,6 +229,7 @@ WITHOUT_CODE = {
     "architecture.md": "about the sources; test_layers checks it",
     "errors.md": "messages; test_catalogue runs the code behind them",
     "glossary.md": "definitions",
+    "guide/beside-plain-jax.md": "benchmarks/plain_jax.py compiles it",
     "numbers.md": "written by the benchmarks",
     "reference.md": "the docstrings' examples run",
     "versions.md": "the versions are what `make test-floor` and `make test-newest` install",
