@@ -84,4 +84,4 @@ def test_a_tpu_waits_for_fewer_gathers() -> None:
     assert (mib(of_plain), mib(of_ahead)) == (128, 84)
     assert mib(gathers(ahead)) == mib(gathers(plain))
     more = ahead.memory().temporaries - plain.memory().temporaries
-    assert more <= MIB_OF_LAYER["1b"] * 2**20
+    assert more <= (MIB_OF_LAYER["1b"] + 1) * 2**20

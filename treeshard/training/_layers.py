@@ -45,9 +45,9 @@ def scan_layers(
 
     With `prefetch=1`, the smallest weights of the next layer, of together up to 30 MiB, are
     gathered while this one computes, and in the backward pass those of the layer before. The first
-    products use them, and hide the gathers of the other weights. Memory for 30 MiB more is needed,
-    or for the smallest matrix. With `prefetch=0` it is a plain `jax.lax.scan` of a
-    `jax.checkpoint`.
+    products use them, and hide the gathers of the other weights. Memory for these is needed, and in
+    programs for TPUs that for about one more layer. With `prefetch=0` it is a plain `jax.lax.scan`
+    of a `jax.checkpoint`.
 
     In both cases the forward pass keeps the input of each layer only, and the backward pass
     computes the layer again; a `jax.checkpoint` inside of `layer` says what that keeps. Values and
