@@ -4,9 +4,10 @@
     python -m benchmarks.plain_jax "FSDP 1B h100:8"   # these
     python -m benchmarks.plain_jax --page             # only the table of numbers
 
-Both ways have one model, one mesh, and one spec for each leaf of the state. Plain JAX is the usual
+All ways have one model, one mesh, and one spec for each leaf of the state. Plain JAX is the usual
 code: `jax.jit` with the specs of the state and the batch as `in_shardings` and `out_shardings`,
-constraints on the embedded tokens and on the result of each layer, `jax.grad`, and optax.
+constraints on the embedded tokens and on the result of each layer, `jax.grad`, and optax. `jit
+alone` is the same without constraints.
 
 It needs the compilers (`pip install 'treeshard[tpu,cuda]'`) and none of the devices. It writes
 plain_jax.json after each case.
@@ -39,7 +40,7 @@ from treeshard.training import by_matrix, jit_step, scan_layers, value_and_grad
 HERE = Path(__file__).parent
 RESULTS = HERE / "plain_jax.json"
 PAGE = HERE.parent / "docs" / "guide" / "beside-plain-jax.md"
-WAYS = ("plain JAX", "treeshard")
+ALONE, PLAIN, OURS = WAYS = ("jit alone", "plain JAX", "treeshard")
 
 # ------------------------------------------------------------------ the cases
 
@@ -91,6 +92,7 @@ CASES = [
     Case("FSDP, Muon", "0.1B", "h100:8", "fsdp=8", 1024),
     Case("FSDP, prefetch", "1B", "v5e:4x4", "fsdp=16", 1024),
     Case("FSDP, prefetch", "1B", "h100:8", "fsdp=8", 8192),
+    Case("FSDP, prefetch", "8B", "h100:8", "fsdp=8", 8192),
 ]
 
 # ------------------------------------------------------------------ the two ways
@@ -141,12 +143,14 @@ def planned(params: Any, optimizer: Any, rules: Any, mesh: Mesh) -> ts.Plan:
     return ts.plan(state, rules, mesh)
 
 
-def by_plain_jax(case: Case, mesh: Mesh) -> CompiledStep:
+def by_plain_jax(case: Case, mesh: Mesh, *, constrained: bool = True) -> CompiledStep:
     size, rows = SIZES[case.size], P(mesh.axis_names)
     optimizer = muon() if "Muon" in case.strategy else optax.adamw(3e-4)
     plan = planned(llama.parameters(size), optimizer, rules_of(case), mesh)
     of_rows = NamedSharding(mesh, rows)
-    constrain = partial(jax.lax.with_sharding_constraint, shardings=of_rows)
+    constrain: Constrain = lambda x: x  # noqa: E731
+    if constrained:
+        constrain = partial(jax.lax.with_sharding_constraint, shardings=of_rows)
     step = step_of(jax.value_and_grad(loss_of(size, cast, constrain, scanned)), optimizer)
     shardings = plan.shardings
     jitted = jax.jit(
@@ -204,6 +208,12 @@ def muon() -> Any:
     return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=dims)
 
 
+COMPILERS = {
+    ALONE: partial(by_plain_jax, constrained=False),
+    PLAIN: by_plain_jax,
+    OURS: by_treeshard,
+}
+
 # ------------------------------------------------------------------ the figures
 
 
@@ -253,17 +263,18 @@ def devices_along(axes: Iterable[str], sizes: Any) -> int:
 def measure(case: Case, way: str) -> dict[str, Any]:
     mesh = ts.make_mesh(case.mesh, topology=case.topology)
     try:
-        compiled = {"plain JAX": by_plain_jax, "treeshard": by_treeshard}[way](case, mesh)
+        compiled = COMPILERS[way](case, mesh)
     except DoesNotFitError as error:
         return {"does not fit": str(error)}
     result = figures(compiled)
-    if way == "treeshard":
+    if way == OURS:
         result["planned"] = figures_of_plan(compiled)
     return result
 
 
 def measure_apart(case: Case, way: str) -> dict[str, Any]:
     """In a process of its own: compilers keep gigabytes."""
+    print(f"== {case.name}, {way}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "benchmarks.plain_jax", "--one", case.name, way]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -273,14 +284,14 @@ def measure_apart(case: Case, way: str) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Three lines a case, as Markdown: the plan, plain JAX and treeshard."""
+    """A line for the plan of each case and for each way, as Markdown."""
     heads = ["program", "", "collectives", "a device sends", "temporaries", "exposed, an estimate"]
     lines = [heads, ["---", "---", "--:", "--:", "--:", "--:"]]
     for case in CASES:
         if case.name not in results:
             continue
         of_ways = results[case.name]["ways"]
-        plan = of_ways["treeshard"]["planned"]
+        plan = of_ways[OURS]["planned"]
         title = f"{case.strategy}: {case.size}, {case.topology}, `{case.mesh}`"
         lines.append([title, "planned", *cells(plan)])
         lines += [["", way, *cells(of_ways[way])] for way in WAYS]
@@ -314,10 +325,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(measure(cases[name], way)))
         return
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    names = [] if args.page else args.names or [name for name in cases if name not in results]
+    names = [] if args.page else args.names or list(cases)
     for name in names:
-        print(f"== {name}", file=sys.stderr, flush=True)
-        ways = {way: measure_apart(cases[name], way) for way in WAYS}
+        known = {} if args.names else results.get(name, {}).get("ways", {})
+        ways = {way: known.get(way) or measure_apart(cases[name], way) for way in WAYS}
         used = {name: version(name) for name in ("jax", "optax", "libtpu", "jax-cuda12-plugin")}
         results[name] = {**cases[name]._asdict(), "ways": ways, "with": used}
         results = {name: results[name] for name in cases if name in results}
