@@ -28,8 +28,8 @@ from treeshard.errors import ArgumentError, SpecError, listed
 
 Layer = Callable[[PyTree, PyTree], PyTree]
 
-# XLA joins gathers for GPUs up to this size. One that is joined with a gather of this trip would
-# have to be waited for.
+# XLA joins gathers for GPUs up to this size (`kDefaultAllGatherCombineThreshold`). A gather that is
+# joined with one of this trip would have to be waited for.
 _JOINED = 30 * 2**20
 
 
@@ -90,9 +90,9 @@ def scan_layers(
     # For the types alone: what is not used is not compiled.
     weights = gather(_cut(layers, 0))
     run, closed_over = jax.closure_convert(layer, x, weights)
-    each = _Each(run, gather, _are_early(weights), count)
-    scanned = jax.custom_vjp(lambda *args: each.forward(*args)[0])
-    scanned.defvjp(each.forward, each.backward)
+    loops = _Loops(run, gather, _are_early(weights), count)
+    scanned = jax.custom_vjp(lambda *args: loops.forward(*args)[0])
+    scanned.defvjp(loops.forward, loops.backward)
     return scanned(x, layers, closed_over)
 
 
@@ -121,7 +121,7 @@ def _put(layers: PyTree, new: PyTree, i: Any) -> PyTree:
 
 
 @dataclass(frozen=True)
-class _Each:
+class _Loops:
     """The two loops.
 
     Attributes:
