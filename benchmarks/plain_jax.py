@@ -2,7 +2,8 @@
 
     python -m benchmarks.plain_jax                    # those without a result, and the page
     python -m benchmarks.plain_jax "FSDP 1B h100:8"   # these
-    python -m benchmarks.plain_jax --page             # only the table of numbers
+    python -m benchmarks.plain_jax --again treeshard  # of all, if treeshard changed
+    python -m benchmarks.plain_jax --page             # only the table
 
 All ways have one model, one mesh, and one spec for each leaf of the state. Plain JAX is the usual
 code: `jax.jit` with the specs of the state and the batch as `in_shardings` and `out_shardings`,
@@ -49,7 +50,9 @@ class Case(NamedTuple):
     """A training step on some devices.
 
     Attributes:
-        strategy: A key of `RULES`, perhaps with `Muon` or `prefetch` behind it.
+        strategy: A key of `RULES`, and perhaps what differs through treeshard, by these words:
+            `Muon`, `prefetch`, `embedding and head as they are`, which are then not gathered, and
+            `jax.value_and_grad`, which then takes the gradients.
         size: A key of `SIZES`.
         topology: The devices.
         mesh: Its axes.
@@ -88,6 +91,8 @@ CASES = [
     Case("HSDP", "1B", "h100:8", "data=2,fsdp=4", 8192),
     Case("ZeRO-1", "0.1B", "v5e:2x4", "data=8", 1024),
     Case("ZeRO-1", "1B", "h100:8", "data=8", 8192),
+    Case("FSDP, embedding and head as they are", "1B", "h100:8", "fsdp=8", 8192),
+    Case("ZeRO-1, jax.value_and_grad", "1B", "h100:8", "data=8", 8192),
     Case("FSDP, Muon", "0.1B", "v5e:2x4", "fsdp=8", 1024),
     Case("FSDP, Muon", "0.1B", "h100:8", "fsdp=8", 1024),
     Case("FSDP, prefetch", "1B", "v5e:4x4", "fsdp=16", 1024),
@@ -114,16 +119,24 @@ def scanned(layer: Callable[..., Any], x: Any, weights: Any, gather: Callable[..
 
 
 def loss_of(
-    size: llama.Size, use: Callable[[Any], Any], constrain: Constrain, run: Callable[..., Any]
+    size: llama.Size,
+    use: Callable[[Any], Any],
+    use_ends: Callable[[Any], Any],
+    constrain: Constrain,
+    run: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The loss of a Llama: `use` makes weights ready for use, `run` runs the layers."""
+    """The loss of a Llama.
+
+    `use` makes the weights of a layer ready for use, `use_ends` those of the embedding and of the
+    head, and `run` runs the layers.
+    """
 
     def loss(params: Any, batch: Any) -> Any:
-        x = constrain(use(params["embed"])[batch[:, :-1]])
+        x = constrain(use_ends(params["embed"])[batch[:, :-1]])
         layer = lambda x, w: constrain(llama.layer(x, w, size))  # noqa: E731
         x = run(layer, x, params["layers"], gather=use)
         x = llama.rms_norm(x, params["norm"].astype(x.dtype))
-        logits = (x @ use(params["head"])).astype("float32")
+        logits = (x @ use_ends(params["head"])).astype("float32")
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
     return loss
@@ -151,7 +164,7 @@ def by_plain_jax(case: Case, mesh: Mesh, *, constrained: bool = True) -> Compile
     constrain: Constrain = lambda x: x  # noqa: E731
     if constrained:
         constrain = partial(jax.lax.with_sharding_constraint, shardings=of_rows)
-    step = step_of(jax.value_and_grad(loss_of(size, cast, constrain, scanned)), optimizer)
+    step = step_of(jax.value_and_grad(loss_of(size, cast, cast, constrain, scanned)), optimizer)
     shardings = plan.shardings
     jitted = jax.jit(
         step,
@@ -177,7 +190,9 @@ def by_treeshard(case: Case, mesh: Mesh) -> CompiledStep:
     plan = planned(params, optimizer, rules, mesh)
     constrain = partial(ts.with_sharding_constraint, shardings=rows)
     run = scan_layers if "prefetch" in case.strategy else scanned
-    gradient = value_and_grad(loss_of(size, gathered, constrain, run))
+    use_ends = cast if "as they are" in case.strategy else gathered
+    differentiate = jax.value_and_grad if "jax." in case.strategy else value_and_grad
+    gradient = differentiate(loss_of(size, gathered, use_ends, constrain, run))
     step = jit_step(step_of(gradient, optimizer), plan, batch=rows)
     return step.compile(plan.structs, batch_of(case, mesh))
 
@@ -316,6 +331,7 @@ def shown(number: float | None, form: str, unit: float = 1) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="by default those without a result")
+    parser.add_argument("--again", choices=WAYS, help="compile this way again, and no other")
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--one", action="store_true", help="print the figures of a case and a way")
     args = parser.parse_args(argv)
@@ -327,7 +343,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     names = [] if args.page else args.names or list(cases)
     for name in names:
-        known = {} if args.names else results.get(name, {}).get("ways", {})
+        known = results.get(name, {}).get("ways", {})
+        again = WAYS if args.names and not args.again else (args.again,)
+        known = {way: known[way] for way in known if way not in again}
         ways = {way: known.get(way) or measure_apart(cases[name], way) for way in WAYS}
         used = {name: version(name) for name in ("jax", "optax", "libtpu", "jax-cuda12-plugin")}
         results[name] = {**cases[name]._asdict(), "ways": ways, "with": used}

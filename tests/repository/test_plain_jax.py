@@ -26,3 +26,33 @@ def test_each_result_is_of_a_case_and_compiled_with_the_same_versions() -> None:
         assert {field: result[field] for field in cases[name]._fields} == cases[name]._asdict()
         assert list(result["ways"]) == list(plain_jax.WAYS)
     assert len({json.dumps(result["with"]) for result in RESULTS.values()}) == 1
+
+
+def sent(name: str, way: str) -> int:
+    return of(name, way)["sent"]
+
+
+def planned(name: str) -> int:
+    return of(name, plain_jax.OURS)["planned"]["sent"]
+
+
+def test_what_the_text_below_the_table_says() -> None:
+    alone, plain, ours = plain_jax.WAYS
+    for name in ("FSDP 1B h100:8", "FSDP 0.1B v5e:2x4"):
+        assert sent(name, alone) > max(sent(name, plain), sent(name, ours))
+        assert sent(name, plain) < planned(name)
+    as_they_are = "FSDP, embedding and head as they are 1B h100:8"
+    assert sent(as_they_are, ours) == sent("FSDP 1B h100:8", plain)
+    torus = "FSDP 8B, 4 layers v5e:4x4"
+    assert of(torus, plain)["kinds"]["collective-permute"] > 1000
+    assert of(torus, plain)["exposed_seconds"] < of(torus, ours)["exposed_seconds"]
+    assert of(torus, ours)["findings"] == ["all-reduce"]
+    zero, with_jax = "ZeRO-1 1B h100:8", "ZeRO-1, jax.value_and_grad 1B h100:8"
+    assert sent(with_jax, ours) == sent(zero, plain) < planned(zero) < sent(zero, ours)
+    assert of(zero, ours)["findings"] == ["all-reduce"]
+    for case in plain_jax.CASES:
+        if "Muon" in case.strategy:
+            assert 2 * sent(case.name, ours) < sent(case.name, plain)
+        if "HSDP" in case.strategy:
+            assert sent(case.name, plain) < sent(case.name, ours)
+    assert "reduction-inside-loop" in of("HSDP 1B h100:8", plain)["findings"]
