@@ -38,11 +38,14 @@ def planned(name: str) -> int:
 
 def test_what_the_text_below_the_table_says() -> None:
     alone, plain, ours = plain_jax.WAYS
-    for name in ("FSDP 1B h100:8", "FSDP 0.1B v5e:2x4"):
-        assert sent(name, alone) > max(sent(name, plain), sent(name, ours))
-        assert sent(name, plain) < planned(name)
+    for case in plain_jax.CASES:
+        if "ZeRO-1" not in case.strategy:
+            assert sent(case.name, alone) > max(sent(case.name, plain), sent(case.name, ours))
+            assert "Muon" in case.strategy or sent(case.name, plain) < planned(case.name)
+    whole = "FSDP 1B h100:8"
+    assert 6.5 < sent(whole, alone) / planned(whole) < 7.5
     as_they_are = "FSDP, embedding and head as they are 1B h100:8"
-    assert sent(as_they_are, ours) == sent("FSDP 1B h100:8", plain)
+    assert sent(as_they_are, ours) == sent(whole, plain)
     torus = "FSDP 8B, 4 layers v5e:4x4"
     assert of(torus, plain)["kinds"]["collective-permute"] > 1000
     assert of(torus, plain)["exposed_seconds"] < of(torus, ours)["exposed_seconds"]
