@@ -228,6 +228,7 @@ def test_the_navigation_lists_every_page_by_its_title() -> None:
 WITHOUT_CODE = {
     "errors.md": "messages; test_catalogue runs the code behind them",
     "glossary.md": "definitions",
+    "guide/beside-plain-jax.md": "benchmarks/plain_jax.py compiles it",
     "numbers.md": "written by the benchmarks",
     "reference.md": "the docstrings' examples run",
     "versions.md": "the versions are what `make test-floor` and `make test-newest` install",

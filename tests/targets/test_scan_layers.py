@@ -4,6 +4,7 @@
 compared on CPUs, in `tests/training/test_scan_layers.py`.
 """
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -18,15 +19,16 @@ from examples.compile_llama import SIZES, make_llama
 if "TREESHARD_TARGETS" not in os.environ:
     pytest.skip("make test-targets runs it", allow_module_level=True)
 
-LAYERS = SIZES["1b"].layers
-MIB_OF_LAYER = 116  # in bfloat16
+MIB_OF_LAYER = {"1b": 116, "8b": 416}  # in bfloat16
+VOCABULARY = SIZES["1b"].vocabulary
 _GATHER = re.compile(r"%([\w.\-]+) = (.*?) all-gather-(start|done)\((?:.*%([\w.\-]+)\))?")
+_SHAPE = re.compile(r"bf16\[([\d,]+)\]")
 _PRODUCT = re.compile(r"%\S*(gemm|dot)\S* = .* (fusion|custom-call)\(")
 
 
-def compiled_llama(target: str, axes: str, tokens: int, prefetch: int) -> Any:
+def compiled_llama(size: str, target: str, axes: str, tokens: int, prefetch: int) -> Any:
     mesh = ts.make_mesh(axes, topology=target)
-    step, state, batch = make_llama(mesh, size="1b", tokens=tokens, prefetch=prefetch)
+    step, state, batch = make_llama(mesh, size=size, tokens=tokens, prefetch=prefetch)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         return step.compile(state, batch)
 
@@ -41,10 +43,12 @@ def mib(moved: list[Any]) -> int:
     return sum(x.total_bytes for x in moved) // 2**20
 
 
-def waited_for_in_loops(text: str) -> Iterator[str]:
-    """The gathers in loops of a program for GPUs that begin and end with no product between."""
+def waited_for(text: str, is_loop: bool) -> Iterator[int]:
+    """The MiB of each gather in a program for GPUs that begins and ends with no product between."""
     for computation in re.split(r"\n(?=%|ENTRY)", text):
-        lines = [] if computation.startswith("ENTRY") else computation.split("\n")
+        if computation.startswith("ENTRY") == is_loop:
+            continue
+        lines = computation.split("\n")
         begun: dict[str, int] = {}
         for number, line in enumerate(lines):
             found = _GATHER.search(line)
@@ -53,24 +57,31 @@ def waited_for_in_loops(text: str) -> Iterator[str]:
             if found[3] == "start":
                 begun[found[1]] = number
             elif not any(map(_PRODUCT.search, lines[begun[found[4]] : number])):
-                yield line
+                # `%x = (bf16[2048,512]{1,0}, bf16[2048,2048]{1,0}) all-gather-done(%y)`
+                shapes = [shape.split(",") for shape in _SHAPE.findall(found[2])]
+                is_of_layer = not any(str(VOCABULARY) in shape for shape in shapes)
+                if is_of_layer:
+                    yield sum(2 * math.prod(map(int, shape)) for shape in shapes) // 2**20
 
 
-@pytest.mark.parametrize(("prefetch", "waits"), [(0, 2), (1, 0)])
-def test_a_gpu_waits_for_no_gather_in_a_loop(prefetch: int, waits: int) -> None:
-    compiled = compiled_llama("h100:8", "fsdp=8", 8192, prefetch)
-    assert mib(gathers(compiled)) == MIB_OF_LAYER * (2 * LAYERS - prefetch)
-    assert len(list(waited_for_in_loops(compiled.text))) == waits
+@pytest.mark.parametrize(
+    ("size", "prefetch", "in_a_trip", "before"),
+    [("1b", 0, [20, 20], []), ("1b", 1, [], [20]), ("8b", 0, [16, 16], []), ("8b", 1, [], [16])],
+)
+def test_a_gpu_waits_for_no_gather_in_a_loop(
+    size: str, prefetch: int, in_a_trip: list[int], before: list[int]
+) -> None:
+    compiled = compiled_llama(size, "h100:8", "fsdp=8", 8192, prefetch)
+    assert mib(gathers(compiled)) == MIB_OF_LAYER[size] * 2 * SIZES[size].layers
+    assert list(waited_for(compiled.text, is_loop=True)) == in_a_trip
+    assert list(waited_for(compiled.text, is_loop=False)) == before
     assert compiled.communication().unplanned == ()
 
 
-def test_a_tpu_waits_for_no_gather_in_a_loop() -> None:
-    plain, ahead = (compiled_llama("v5e:4x4", "fsdp=16", 1024, n) for n in (0, 1))
+def test_a_tpu_waits_for_fewer_gathers() -> None:
+    plain, ahead = (compiled_llama("1b", "v5e:4x4", "fsdp=16", 1024, n) for n in (0, 1))
     of_plain, of_ahead = ([x for x in gathers(one) if not x.is_async] for one in (plain, ahead))
-    assert {x.count for x in of_plain} == {LAYERS}
-    # Of the first two layers, which are gathered before the loop.
-    assert {x.count for x in of_ahead} == {1}
-    assert mib(of_ahead) < mib(of_plain)
-    assert mib(gathers(ahead)) == MIB_OF_LAYER * (2 * LAYERS - 1)
+    assert (mib(of_plain), mib(of_ahead)) == (128, 84)
+    assert mib(gathers(ahead)) == mib(gathers(plain))
     more = ahead.memory().temporaries - plain.memory().temporaries
-    assert more <= MIB_OF_LAYER * 2**20
+    assert more <= (MIB_OF_LAYER["1b"] + 1) * 2**20

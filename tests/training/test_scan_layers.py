@@ -1,4 +1,4 @@
-"""A scan over layers that gathers the next layer while one computes."""
+"""A scan over layers that gathers small weights of the next layer while one computes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,10 +66,14 @@ def step_of(axes: str, kind: str, prefetch: int, layers: int = LAYERS, remat: bo
     return ts.jit_step(step, plan, donate=False), plan, rows
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
+# With a limit of 0, only one of the two matrices is gathered early.
+@pytest.mark.parametrize(("prefetch", "limit", "early"), [(0, 0, 0), (1, 0, 1), (1, 2**20, 2)])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("axes", ["fsdp=8", "data=2,fsdp=4"])
-def test_gradients_and_gathers_are_those_of_the_layers(axes: str, kind: str, prefetch: int) -> None:
+def test_gradients_and_gathers_are_those_of_the_layers(
+    axes: str, kind: str, prefetch: int, limit: int, early: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treeshard.training._layers._JOINED", limit)
     step, plan, rows = step_of(axes, kind, prefetch)
     params = values()
     compiled = step.compile(plan.structs, rows)
@@ -78,8 +82,9 @@ def test_gradients_and_gathers_are_those_of_the_layers(axes: str, kind: str, pre
     assert_close((value, grads), expected)
 
     gathers = [x for x in collectives(compiled.compiled) if x.kind == "all-gather"]
-    # The last layer's weights stay for the backward pass, which begins with it.
-    assert sum(x.count or 0 for x in gathers) == WEIGHTS * (2 * LAYERS - prefetch)
+    assert sum(x.count or 0 for x in gathers) == WEIGHTS * 2 * LAYERS
+    before_loops = [x for x in gathers if x.count == 1 and "transpose" not in (x.op_name or "")]
+    assert len(before_loops) == early
     assert {x.bytes for x in gathers} == {WIDTH * HIDDEN * 4}
     assert compiled.communication().unplanned == ()
 

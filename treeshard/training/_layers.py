@@ -1,19 +1,24 @@
-"""A scan over layers that gathers the weights of the next layer while this one computes.
+"""A scan over layers that gathers the small weights of the next layer while this one computes.
 
 The gather stands in the carry of the loop: the next trip alone uses its result, so that a compiler
 can overlap it with all products of this trip, without a flag. In a plain scan, each trip begins
 with gathers that it has to wait for. Backward it is the layer before that is gathered, which JAX
-cannot derive from the forward loop: hence the `custom_vjp`. The last layer, which has no next one,
-stands behind the loop; its weights stay for the backward pass, which begins with it.
+cannot derive from the forward loop: hence the `custom_vjp`.
+
+Why not all weights: the first products of a trip hide the gathers of large weights already. With
+all of them in the carry, compilers for GPUs put some at the end of the trip, where no product is
+left, and the weights of the first layer are waited for.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.tree_util import tree_leaves, tree_map
+from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
 from treeshard._core.arrays import array_text, has_gradient
 from treeshard._core.paths import PyTree, leaf_paths, path_under
@@ -22,6 +27,10 @@ from treeshard._placement.constraint import unshard
 from treeshard.errors import ArgumentError, SpecError, listed
 
 Layer = Callable[[PyTree, PyTree], PyTree]
+
+# XLA joins gathers for GPUs up to this size (`kDefaultAllGatherCombineThreshold`). A gather that is
+# joined with one of this trip would have to be waited for.
+_JOINED = 30 * 2**20
 
 
 def scan_layers(
@@ -34,14 +43,15 @@ def scan_layers(
 ) -> PyTree:
     """Runs `x = layer(x, gather(weights))` for each of some stacked layers.
 
-    With `prefetch=1`, the weights of the next layer are gathered while this one computes, and in
-    the backward pass those of the layer before. Memory for the full weights of one more layer is
-    needed. With `prefetch=0` it is a plain `jax.lax.scan` of a `jax.checkpoint`.
+    With `prefetch=1`, the smallest weights of the next layer, of together up to 30 MiB, are
+    gathered while this one computes, and in the backward pass those of the layer before. The first
+    products use them, and hide the gathers of the other weights. Memory for these is needed, and in
+    programs for TPUs that for about one more layer. With `prefetch=0` it is a plain `jax.lax.scan`
+    of a `jax.checkpoint`.
 
     In both cases the forward pass keeps the input of each layer only, and the backward pass
     computes the layer again; a `jax.checkpoint` inside of `layer` says what that keeps. Values and
-    gradients are those of the plain loop. With `prefetch=1`, the last layer's weights are gathered
-    once, since the backward pass begins with them, and all others twice.
+    gradients are those of the plain loop, and each weight is gathered twice.
 
     Args:
         layer: Called as `layer(x, weights)` with the full weights of one layer; returns the next
@@ -51,7 +61,7 @@ def scan_layers(
         layers: Weights, stacked on dim 0, which is not sharded.
         gather: Makes the full weights of a layer of its shards. It may cast them before: half the
             bytes move then.
-        prefetch: How many layers ahead weights are gathered: 1, or 0.
+        prefetch: How many layers ahead small weights are gathered: 1, or 0.
 
     Returns:
         What the last layer returns.
@@ -78,10 +88,27 @@ def scan_layers(
         body = jax.checkpoint(lambda x, weights: (layer(x, gather(weights)), None))
         return jax.lax.scan(body, x, layers)[0]
     # For the types alone: what is not used is not compiled.
-    run, closed_over = jax.closure_convert(layer, x, gather(_cut(layers, 0)))
-    scanned = jax.custom_vjp(lambda *args: _forward(run, gather, count, *args)[0])
-    scanned.defvjp(partial(_forward, run, gather, count), partial(_backward, run, gather, count))
+    weights = gather(_cut(layers, 0))
+    run, closed_over = jax.closure_convert(layer, x, weights)
+    loops = _Loops(run, gather, _are_early(weights), count)
+    scanned = jax.custom_vjp(lambda *args: loops.forward(*args)[0])
+    scanned.defvjp(loops.forward, loops.backward)
     return scanned(x, layers, closed_over)
+
+
+def _are_early(weights: PyTree) -> PyTree:
+    """Which weights of a layer are gathered while the layer before computes: the smallest ones,
+    and one matrix at least."""
+    leaves, treedef = tree_flatten(weights)
+    sizes = [x.size * x.dtype.itemsize for x in leaves]
+    early: set[int] = set()
+    together = 0
+    for i in sorted(range(len(leaves)), key=sizes.__getitem__):
+        together += sizes[i]
+        if together > _JOINED and any(leaves[k].ndim > 1 for k in early):
+            break
+        early.add(i)
+    return treedef.unflatten([i in early for i in range(len(leaves))])
 
 
 def _cut(layers: PyTree, i: Any) -> PyTree:
@@ -93,55 +120,65 @@ def _put(layers: PyTree, new: PyTree, i: Any) -> PyTree:
     return tree_map(put, layers, new)
 
 
-def _forward(
-    run: Callable[..., PyTree],
-    gather: Callable[[PyTree], PyTree],
-    count: int,
-    x: PyTree,
-    layers: PyTree,
-    closed_over: Any,
-) -> tuple[PyTree, Any]:
-    def trip(carry: Any, i: Any) -> tuple[Any, None]:
-        x, weights, inputs = carry
-        following = gather(_cut(layers, i + 1))
-        return (run(x, weights, *closed_over), following, _put(inputs, x, i)), None
+@dataclass(frozen=True)
+class _Loops:
+    """The two loops.
 
-    # Gathered weight by weight, as they are used: this layer has none before it.
-    first = gather(_cut(layers, 0))
-    # With the type of `x`; all but the first are written later.
-    inputs = tree_map(lambda x: jnp.broadcast_to(x[None], (count - 1, *x.shape)), x)
-    start = run(x, first, *closed_over), gather(_cut(layers, 1)), inputs
-    (of_last, last, inputs), _ = jax.lax.scan(trip, start, jnp.arange(1, count - 1))
-    return run(of_last, last, *closed_over), (inputs, of_last, last, layers, closed_over)
+    Attributes:
+        run: The layer: of its input, its full weights, and what it closes over.
+        gather: Makes full weights of shards.
+        are_early: Which weights are gathered a layer ahead.
+        count: The number of layers.
+    """
 
+    run: Callable[..., PyTree]
+    gather: Callable[[PyTree], PyTree]
+    are_early: PyTree
+    count: int
 
-def _backward(
-    run: Callable[..., PyTree],
-    gather: Callable[[PyTree], PyTree],
-    count: int,
-    kept: Any,
-    cotangent: PyTree,
-) -> Any:
-    inputs, of_last, last, layers, closed_over = kept
+    def early(self, layers: PyTree, i: Any) -> PyTree:
+        """The weights of layer `i` that are gathered ahead; the others are `None`."""
+        return eqx.filter(self.gather(_cut(layers, i)), self.are_early)
 
-    def of_layer(i: Any, x: PyTree, weights: PyTree, cotangent: PyTree) -> Any:
-        _, pull_back = jax.vjp(run, x, weights, *closed_over)
-        of_x, of_weights, *of_others = pull_back(cotangent)
-        _, scatter = jax.vjp(lambda shards: gather(shards), _cut(layers, i))
-        return of_x, scatter(of_weights)[0], of_others
+    def weights(self, layers: PyTree, i: Any, early: PyTree) -> PyTree:
+        # What is not used of this gather is not compiled.
+        return eqx.combine(early, self.gather(_cut(layers, i)))
 
-    def trip(carry: Any, i: Any) -> tuple[Any, None]:
-        cotangent, x, weights, grads, sums = carry
-        before = gather(_cut(layers, i))
-        cotangent, new, of_others = of_layer(i + 1, x, weights, cotangent)
-        sums = tree_map(jnp.add, sums, of_others)
-        return (cotangent, _cut(inputs, i), before, _put(grads, new, i + 1), sums), None
+    def forward(self, x: PyTree, layers: PyTree, closed_over: Any) -> tuple[PyTree, Any]:
+        def trip(carry: Any, i: Any) -> tuple[Any, PyTree]:
+            x, early = carry
+            weights = self.weights(layers, i, early)
+            # In the last trip, of the same layer again: the backward pass begins with it.
+            following = self.early(layers, jnp.minimum(i + 1, self.count - 1))
+            return (self.run(x, weights, *closed_over), following), x
 
-    start = (cotangent, of_last, last, *tree_map(_zeros, (layers, list(closed_over))))
-    trips = jnp.arange(count - 1)
-    (cotangent, x, weights, grads, sums), _ = jax.lax.scan(trip, start, trips, reverse=True)
-    of_x, new, of_others = of_layer(0, x, weights, cotangent)
-    return of_x, _put(grads, new, 0), tree_map(jnp.add, sums, of_others)
+        start = x, self.early(layers, 0)
+        (x, early), inputs = jax.lax.scan(trip, start, jnp.arange(self.count))
+        return x, (inputs, early, layers, closed_over)
+
+    def backward(self, kept: Any, cotangent: PyTree) -> Any:
+        inputs, early, layers, closed_over = kept
+
+        def of_layer(i: Any, early: PyTree, cotangent: PyTree) -> Any:
+            weights = self.weights(layers, i, early)
+            _, pull_back = jax.vjp(self.run, _cut(inputs, i), weights, *closed_over)
+            of_x, of_weights, *of_others = pull_back(cotangent)
+            _, scatter = jax.vjp(lambda shards: self.gather(shards), _cut(layers, i))
+            return of_x, scatter(of_weights)[0], of_others
+
+        def trip(carry: Any, i: Any) -> tuple[Any, None]:
+            cotangent, early, grads, sums = carry
+            before = self.early(layers, i - 1)
+            cotangent, new, of_others = of_layer(i, early, cotangent)
+            sums = tree_map(jnp.add, sums, of_others)
+            return (cotangent, before, _put(grads, new, i), sums), None
+
+        start = (cotangent, early, *tree_map(_zeros, (layers, list(closed_over))))
+        trips = jnp.arange(1, self.count)
+        (cotangent, early, grads, sums), _ = jax.lax.scan(trip, start, trips, reverse=True)
+        # The first layer has none before it.
+        of_x, new, of_others = of_layer(0, early, cotangent)
+        return of_x, _put(grads, new, 0), tree_map(jnp.add, sums, of_others)
 
 
 def _zeros(x: Any) -> Any:

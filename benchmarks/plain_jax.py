@@ -1,0 +1,358 @@
+"""Compiles training steps through plain JAX and through treeshard, and sets both beside the plan.
+
+    python -m benchmarks.plain_jax                    # those without a result, and the page
+    python -m benchmarks.plain_jax "FSDP 1B h100:8"   # these
+    python -m benchmarks.plain_jax --again treeshard  # of all, if treeshard changed
+    python -m benchmarks.plain_jax --page             # only the table
+
+All ways have one model, one mesh, and one spec for each leaf of the state. Plain JAX is the usual
+code: `jax.jit` with the specs of the state and the batch as `in_shardings` and `out_shardings`,
+constraints on the embedded tokens and on the result of each layer, `jax.grad`, and optax. `jit
+alone` is the same without constraints.
+
+It needs the compilers (`pip install 'treeshard[tpu,cuda]'`) and none of the devices. It writes
+plain_jax.json after each case.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+from benchmarks.suggest_cases import between_marks
+from examples import compile_llama as llama
+from treeshard.communication._collectives import bytes_on_the_wire, is_scalar, total
+from treeshard.errors import DoesNotFitError
+from treeshard.programs import CompiledStep
+from treeshard.programs._compiled_step import compile_step
+from treeshard.training import by_matrix, jit_step, scan_layers, value_and_grad
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "plain_jax.json"
+PAGE = HERE.parent / "docs" / "guide" / "beside-plain-jax.md"
+ALONE, PLAIN, OURS = WAYS = ("jit alone", "plain JAX", "treeshard")
+
+# ------------------------------------------------------------------ the cases
+
+
+class Case(NamedTuple):
+    """A training step on some devices.
+
+    Attributes:
+        strategy: A key of `RULES`, and perhaps what differs through treeshard, by these words:
+            `Muon`, `prefetch`, `embedding and head as they are`, which are then not gathered, and
+            `jax.value_and_grad`, which then takes the gradients.
+        size: A key of `SIZES`.
+        topology: The devices.
+        mesh: Its axes.
+        tokens: The length of each sequence. A device has one.
+    """
+
+    strategy: str
+    size: str
+    topology: str
+    mesh: str
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy} {self.size} {self.topology}"
+
+
+SIZES = {
+    "0.1B": llama.Size(8, 768, 2048, 12, 4, 32000),
+    "1B": llama.SIZES["1b"],
+    "8B": llama.SIZES["8b"],
+    "8B, 4 layers": llama.SIZES["8b"]._replace(layers=4),
+}
+ZERO_1 = [
+    ("params|norm", None),
+    ("layers", ts.fsdp("data", skip=(0,))),
+    (".*", ts.fsdp("data")),
+]
+RULES = {"FSDP": llama.FSDP, "HSDP": llama.FSDP, "ZeRO-1": ZERO_1}
+CASES = [
+    Case("FSDP", "0.1B", "v5e:2x4", "fsdp=8", 1024),
+    Case("FSDP", "8B, 4 layers", "v5e:4x4", "fsdp=16", 2048),
+    Case("FSDP", "1B", "h100:8", "fsdp=8", 8192),
+    Case("HSDP", "0.1B", "v5e:2x4", "data=2,fsdp=4", 1024),
+    Case("HSDP", "0.1B", "v5e:4x4", "data=4,fsdp=4", 1024),
+    Case("HSDP", "1B", "h100:8", "data=2,fsdp=4", 8192),
+    Case("ZeRO-1", "0.1B", "v5e:2x4", "data=8", 1024),
+    Case("ZeRO-1", "1B", "h100:8", "data=8", 8192),
+    Case("FSDP, embedding and head as they are", "1B", "h100:8", "fsdp=8", 8192),
+    Case("ZeRO-1, jax.value_and_grad", "1B", "h100:8", "data=8", 8192),
+    Case("FSDP, Muon", "0.1B", "v5e:2x4", "fsdp=8", 1024),
+    Case("FSDP, Muon", "0.1B", "h100:8", "fsdp=8", 1024),
+    Case("FSDP, prefetch", "1B", "v5e:4x4", "fsdp=16", 1024),
+    Case("FSDP, prefetch", "1B", "h100:8", "fsdp=8", 8192),
+    Case("FSDP, prefetch", "8B", "h100:8", "fsdp=8", 8192),
+]
+
+# ------------------------------------------------------------------ the two ways
+
+Constrain = Callable[[Any], Any]
+
+
+def cast(weights: Any) -> Any:
+    return jax.tree.map(lambda w: w.astype("bfloat16"), weights)
+
+
+def gathered(weights: Any) -> Any:
+    return ts.unshard(cast(weights))
+
+
+def scanned(layer: Callable[..., Any], x: Any, weights: Any, gather: Callable[..., Any]) -> Any:
+    body = jax.checkpoint(lambda x, w: (layer(x, gather(w)), None))
+    return jax.lax.scan(body, x, weights)[0]
+
+
+def loss_of(
+    size: llama.Size,
+    use: Callable[[Any], Any],
+    use_ends: Callable[[Any], Any],
+    constrain: Constrain,
+    run: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The loss of a Llama.
+
+    `use` makes the weights of a layer ready for use, `use_ends` those of the embedding and of the
+    head, and `run` runs the layers.
+    """
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = constrain(use_ends(params["embed"])[batch[:, :-1]])
+        layer = lambda x, w: constrain(llama.layer(x, w, size))  # noqa: E731
+        x = run(layer, x, params["layers"], gather=use)
+        x = llama.rms_norm(x, params["norm"].astype(x.dtype))
+        logits = (x @ use_ends(params["head"])).astype("float32")
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    return loss
+
+
+def step_of(gradient: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+    def step(state: Any, batch: Any) -> Any:
+        value, grads = gradient(state["params"], batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+    return step
+
+
+def planned(params: Any, optimizer: Any, rules: Any, mesh: Mesh) -> ts.Plan:
+    state = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
+    return ts.plan(state, rules, mesh)
+
+
+def by_plain_jax(case: Case, mesh: Mesh, *, constrained: bool = True) -> CompiledStep:
+    size, rows = SIZES[case.size], P(mesh.axis_names)
+    optimizer = muon() if "Muon" in case.strategy else optax.adamw(3e-4)
+    plan = planned(llama.parameters(size), optimizer, rules_of(case), mesh)
+    of_rows = NamedSharding(mesh, rows)
+    constrain: Constrain = lambda x: x  # noqa: E731
+    if constrained:
+        constrain = partial(jax.lax.with_sharding_constraint, shardings=of_rows)
+    step = step_of(jax.value_and_grad(loss_of(size, cast, cast, constrain, scanned)), optimizer)
+    shardings = plan.shardings
+    jitted = jax.jit(
+        step,
+        in_shardings=(shardings, of_rows),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
+    )
+    batch = batch_of(case, mesh)
+    trace = jitted.trace(plan.structs, batch)
+    placed = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=of_rows)
+    return compile_step(trace.lower(), trace.jaxpr, plan, (rows,), (placed,), None)
+
+
+def by_treeshard(case: Case, mesh: Mesh) -> CompiledStep:
+    size, rows = SIZES[case.size], P(mesh.axis_names)
+    params, rules = llama.parameters(size), rules_of(case)
+    optimizer = optax.adamw(3e-4)
+    if "Muon" in case.strategy:
+        rules = [("opt/matrices/", P("fsdp")), *rules]
+        optimizer = by_matrix(
+            muon(), ts.plan(params, rules, mesh), is_matrix=lambda path, _: is_of_layer(path)
+        )
+    plan = planned(params, optimizer, rules, mesh)
+    constrain = partial(ts.with_sharding_constraint, shardings=rows)
+    run = scan_layers if "prefetch" in case.strategy else scanned
+    use_ends = cast if "as they are" in case.strategy else gathered
+    differentiate = jax.value_and_grad if "jax." in case.strategy else value_and_grad
+    gradient = differentiate(loss_of(size, gathered, use_ends, constrain, run))
+    step = jit_step(step_of(gradient, optimizer), plan, batch=rows)
+    return step.compile(plan.structs, batch_of(case, mesh))
+
+
+def rules_of(case: Case) -> Any:
+    return RULES[case.strategy.partition(",")[0]]
+
+
+def batch_of(case: Case, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((mesh.size, case.tokens + 1), "int32")
+
+
+def is_of_layer(path: str) -> bool:
+    return path.startswith("layers/") and "norm" not in path
+
+
+def muon() -> Any:
+    """Muon of the matrices of layers, stacked or one by one, and Adam of all else."""
+
+    def dims_of(path: Any, x: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        is_alone = not path  # as `by_matrix` passes it
+        if not is_alone and not is_of_layer(name):
+            return None
+        return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+
+    dims = partial(jax.tree_util.tree_map_with_path, dims_of)
+    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=dims)
+
+
+COMPILERS = {
+    ALONE: partial(by_plain_jax, constrained=False),
+    PLAIN: by_plain_jax,
+    OURS: by_treeshard,
+}
+
+# ------------------------------------------------------------------ the figures
+
+
+def figures(compiled: CompiledStep) -> dict[str, Any]:
+    """What a program moves and needs, per device and step, without scalars such as the loss."""
+    moved, cost = compiled.communication(), compiled.cost()
+    found = [x for x in moved.compiled if not is_scalar(x)]
+    counts = total(x.count for x in found)
+    sent = total([cost.hidden_bytes, cost.exposed_bytes])
+    known = [x for x in cost.unknown if "collectives" in x]
+    return {
+        "collectives": counts,
+        "sent": None if known else sent,
+        "exposed_sent": None if known else cost.exposed_bytes,
+        "temporaries": compiled.memory().temporaries,
+        "exposed_seconds": cost.exposed_seconds,
+        "seconds": cost.seconds,
+        "kinds": {kind: total(x.count for x in found if x.kind == kind) for kind in kinds(found)},
+        "findings": [x.code for x in moved.unplanned],
+    }
+
+
+def kinds(found: Iterable[Any]) -> list[str]:
+    return sorted({x.kind for x in found})
+
+
+def figures_of_plan(compiled: CompiledStep) -> dict[str, Any]:
+    """What the plan of a step predicts, and what `by_matrix` moves, which no plan predicts."""
+    moved, sizes = compiled.communication(), compiled.plan.mesh.shape
+    leaves = [x for x in moved.planned if x.path is not None]
+    wire = [bytes_on_the_wire(x.kind, x.total_bytes, devices_along(x.axes, sizes)) for x in leaves]
+    wire += [x.wire_bytes * x.count for x in moved.matrices]
+    return {
+        "collectives": sum(x.count for x in leaves) + sum(x.count for x in moved.matrices),
+        "sent": total(wire),
+        "kinds": {kind: sum(x.count for x in leaves if x.kind == kind) for kind in kinds(leaves)},
+    }
+
+
+def devices_along(axes: Iterable[str], sizes: Any) -> int:
+    count = 1
+    for axis in axes:
+        count *= sizes[axis]
+    return count
+
+
+def measure(case: Case, way: str) -> dict[str, Any]:
+    mesh = ts.make_mesh(case.mesh, topology=case.topology)
+    try:
+        compiled = COMPILERS[way](case, mesh)
+    except DoesNotFitError as error:
+        return {"does not fit": str(error)}
+    result = figures(compiled)
+    if way == OURS:
+        result["planned"] = figures_of_plan(compiled)
+    return result
+
+
+def measure_apart(case: Case, way: str) -> dict[str, Any]:
+    """In a process of its own: compilers keep gigabytes."""
+    print(f"== {case.name}, {way}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "benchmarks.plain_jax", "--one", case.name, way]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ------------------------------------------------------------------ the page
+
+
+def table(results: dict[str, Any]) -> str:
+    """A line for the plan of each case and for each way, as Markdown."""
+    heads = ["program", "", "collectives", "a device sends", "temporaries", "exposed, an estimate"]
+    lines = [heads, ["---", "---", "--:", "--:", "--:", "--:"]]
+    for case in CASES:
+        if case.name not in results:
+            continue
+        of_ways = results[case.name]["ways"]
+        plan = of_ways[OURS]["planned"]
+        title = f"{case.strategy}: {case.size}, {case.topology}, `{case.mesh}`"
+        lines.append([title, "planned", *cells(plan)])
+        lines += [["", way, *cells(of_ways[way])] for way in WAYS]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def cells(figures: dict[str, Any]) -> list[str]:
+    if "does not fit" in figures:
+        return ["does not fit", "", "", ""]
+    return [
+        shown(figures["collectives"], "{:,}"),
+        shown(figures["sent"], "{:,.1f} MiB", 2**20),
+        shown(figures.get("temporaries"), "{:,.1f} MiB", 2**20),
+        shown(figures.get("exposed_seconds"), "{:,.2f} ms", 1e-3),
+    ]
+
+
+def shown(number: float | None, form: str, unit: float = 1) -> str:
+    return "" if number is None else form.format(number / unit if unit != 1 else number)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="by default those without a result")
+    parser.add_argument("--again", choices=WAYS, help="compile this way again, and no other")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--one", action="store_true", help="print the figures of a case and a way")
+    args = parser.parse_args(argv)
+    cases = {case.name: case for case in CASES}
+    if args.one:
+        name, way = args.names
+        print(json.dumps(measure(cases[name], way)))
+        return
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    names = [] if args.page else args.names or list(cases)
+    for name in names:
+        known = results.get(name, {}).get("ways", {})
+        again = WAYS if args.names and not args.again else (args.again,)
+        known = {way: known[way] for way in known if way not in again}
+        ways = {way: known.get(way) or measure_apart(cases[name], way) for way in WAYS}
+        used = {name: version(name) for name in ("jax", "optax", "libtpu", "jax-cuda12-plugin")}
+        results[name] = {**cases[name]._asdict(), "ways": ways, "with": used}
+        results = {name: results[name] for name in cases if name in results}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(between_marks(PAGE.read_text(), table(results)))
+
+
+if __name__ == "__main__":
+    main()
