@@ -29,6 +29,7 @@ from treeshard.communication._collectives import (
     is_scalar,
     total,
     total_bytes,
+    with_steps_joined,
 )
 from treeshard.communication._device_groups import axes_of_sharding
 from treeshard.communication._differences import Unplanned, by_compiler_lines, explain
@@ -70,7 +71,7 @@ def _row(
     compiled: Sequence[Collective],
 ) -> Row:
     of_plan = [x for x in planned if (x.kind, x.axes) == (kind, axes)]
-    of_program = [x for x in compiled if (x.kind, x.axes) == (kind, axes)]
+    of_program = [x for x in compiled if (x.kind, x.axes) == (kind, axes) and x.completes != kind]
     return Row(
         kind,
         axes,
@@ -236,7 +237,8 @@ def _compared(
     batch: SpecTree,
     roles: Roles,
 ) -> Comparison:
-    planned, compiled = predict_by_role(plan, batch, roles), list(CollectiveReader(read).all())
+    planned = predict_by_role(plan, batch, roles)
+    compiled = with_steps_joined(list(CollectiveReader(read).all()), read.within)
     batch_axes, platform = get_names_from_partition_spec(batch), platform_of(program)
     matcher = Matcher(plan, planned, names, roles, batch_axes, platform)
     for collective in compiled:

@@ -122,10 +122,13 @@ def value_and_grad(
         axes = () if mesh is None else _separate_axes(mesh, grad_specs, axis_names, step)
         rows = _explicit_rows(axis_names, step)
 
+        def of_arrays(arrays: list[Any], args: Any) -> tuple[Any, Any]:
+            out = loss(split.combine(arrays), *args)
+            return out if has_aux else (out, None)
+
         def local(arrays: list[Any], args: Any) -> tuple[Any, Any, list[Any]]:
             def run(arrays: list[Any]) -> tuple[Any, Any]:
-                out = loss(split.combine(arrays), *args)
-                return out if has_aux else (out, None)
+                return of_arrays(arrays, args)
 
             # The partitioner shards a gradient like what it is computed from, which may be full:
             # the constraint is what turns its all-reduce into a reduce-scatter.
@@ -137,7 +140,14 @@ def value_and_grad(
             (value, aux), grads = differentiate(arrays)
             return value, aux, with_sharding_constraint(grads, grad_specs, mesh)
 
-        run = _over(axes, local, mesh) if mesh is not None and axes else local
+        if step is not None and axis_names is None and _covers_torus(step):
+            from treeshard.training._by_torus import by_torus
+
+            done = by_torus(of_arrays, split.dynamic(leaves), grad_specs, args, step)
+            if done is not None:
+                value, aux, grads = done
+                return ((value, aux) if has_aux else value), split.without_static(grads)
+        run = over_parts(axes, local, mesh) if mesh is not None and axes else local
         # A step explains errors itself, after it tried all that it can.
         is_in_step = step is not None and step is not given
         with nullcontext() if mesh is None or is_in_step else explaining_types(mesh, step):
@@ -206,12 +216,41 @@ def _explicit_rows(
     return step.rows if step else ()
 
 
-def _over(axes: tuple[str, ...], local: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
-    """Calls `local` for each part of the rows along `axes`, and averages what it returns."""
-    each = PartitionSpec(entry_of(axes))
+def _covers_torus(step: PlanInForce) -> bool:
+    """Whether an axis of the rows covers all dims of a TPU's torus, on a mesh of Auto axes."""
+    mesh = step.plan.mesh
+    # Devices without coordinates are in no torus. Where code runs once per device already, or for
+    # each part of a batch, the axes are taken.
+    if not isinstance(mesh, Mesh) or not hasattr(mesh.devices.flat[0], "coords"):
+        return False
+    if axes_of_type(mesh, AxisType.Explicit) or {*manual_axes(), *vmapped_axes()}:
+        return False
+    from treeshard._core.torus import torus_groups
 
-    def mean(x: Any) -> Any:
-        return jax.lax.pmean(x.astype(wire_dtype(x, mesh)), axes).astype(x.dtype)
+    return any(torus_groups(mesh, axis) for axis in step.rows)
+
+
+def over_parts(
+    axes: tuple[str, ...],
+    local: Callable[..., Any],
+    mesh: AnyMesh,
+    specs: Sequence[PartitionSpec] | None = None,
+) -> Callable[..., Any]:
+    """Calls `local` for each part of the rows along `axes`, and averages what it returns.
+
+    With `specs`, it gets this device's shards of arrays, and returns gradients of these, which are
+    averaged over the other axes only.
+    """
+    each = PartitionSpec(entry_of(axes))
+    whole = PartitionSpec()
+
+    def mean(x: Any, over: tuple[str, ...] = axes) -> Any:
+        return jax.lax.pmean(x.astype(wire_dtype(x, mesh)), over).astype(x.dtype)
+
+    def mean_of_gradient(x: Any, spec: PartitionSpec) -> Any:
+        split = get_names_from_partition_spec(spec)
+        rest = tuple(axis for axis in axes if axis not in split)
+        return mean(x, rest) if rest else x
 
     def run(arrays: list[Any], args: Any) -> tuple[Any, Any, list[Any]]:
         _check_rows(args, axes, mesh)
@@ -222,13 +261,16 @@ def _over(axes: tuple[str, ...], local: Callable[..., Any], mesh: AnyMesh) -> Ca
         def part(arrays: list[Any], data: list[Any]) -> tuple[Any, Any, list[Any]]:
             nonlocal aux_treedef
             value, aux, grads = local(arrays, split.combine(data))
-            value, grads = tree_map(mean, (value, grads))
+            value = mean(value)
+            of_grads = [whole] * len(grads) if specs is None else specs
+            grads = [mean_of_gradient(*pair) for pair in zip(grads, of_grads, strict=True)]
             aux, aux_treedef = tree_flatten(_reduced(aux, axes, mean))
             scalars = {i: x for i, x in enumerate(aux) if not jnp.ndim(x)}
             joined = {i: x for i, x in enumerate(aux) if jnp.ndim(x)}
             return value, (scalars, joined), grads
 
         data = split.dynamic(leaves)
+        of_arrays = whole if specs is None else list(specs)
         # `out_specs` are given before `part` runs and tells how many arrays `aux` has: each spec
         # is for a dict of them. The compiler partitions along the axes that are not named. With
         # `check_vma`, the backward pass would add a psum for each parameter, before the mean.
@@ -236,8 +278,8 @@ def _over(axes: tuple[str, ...], local: Callable[..., Any], mesh: AnyMesh) -> Ca
             part,
             # `shard_map` refuses any other mesh than the one in force.
             mesh=None if context_mesh() is not None else mesh,
-            in_specs=(PartitionSpec(), [each if x.ndim else PartitionSpec() for x in data]),
-            out_specs=(PartitionSpec(), (PartitionSpec(), each), PartitionSpec()),
+            in_specs=(of_arrays, [each if x.ndim else whole for x in data]),
+            out_specs=(whole, (whole, each), of_arrays),
             axis_names=set(axes),
             check_vma=False,
         )(arrays, data)
