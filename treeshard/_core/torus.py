@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -86,9 +87,14 @@ def gather_along(x: Any, axes: Sequence[str], dim: int, mesh: AnyMesh | None) ->
 
 def scatter_along(x: Any, axes: Sequence[str], dim: int, mesh: AnyMesh | None) -> jax.Array:
     """Sums over axes of `mesh`, and keeps this device's part of one dim; inside `shard_map`."""
-    for over, groups in _steps(axes, mesh):
+    steps = _steps(axes, mesh)
+    if len(steps) == 1:
         # Without `tiled`, the dim must be as long as the axis, and is dropped.
-        x = jax.lax.psum_scatter(
-            x, over, scatter_dimension=dim, tiled=True, axis_index_groups=groups
-        )
-    return x
+        return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    x = jnp.moveaxis(x, dim, 0)
+    for over, groups in steps:
+        # Parts along a dim of their own need no padding to the tiles of TPUs, where the compiler
+        # would all-reduce the others, or send rows to their places afterwards.
+        parts = x.reshape(len(groups[0]), -1, *x.shape[1:])
+        x = jax.lax.psum_scatter(parts, over, axis_index_groups=groups)
+    return jnp.moveaxis(x, 0, dim)

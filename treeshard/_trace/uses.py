@@ -303,7 +303,7 @@ class Walk:
         axes = eqn.params["axis_name"]
         axes = {axes} if isinstance(axes, str) else set(axes)
         larger = value._replace(size=value.size * eqn.params["axis_size"])
-        if not _is_last_step(eqn.params.get("axis_index_groups")):
+        if not is_last_step(eqn.params.get("axis_index_groups")):
             return larger
         return self._gather(eqn, eqn.invars[0], value, larger.without(axes), at)
 
@@ -506,7 +506,7 @@ def _gathers(
     return {(leaf, which): one._replace(is_counted=leaf == first) for leaf in value.leaves}
 
 
-def _is_last_step(groups: Sequence[Sequence[int]] | None) -> bool:
+def is_last_step(groups: Sequence[Sequence[int]] | None) -> bool:
     """Whether a gather over groups of devices is the last of those that gather over a whole axis:
     that of the devices that are farthest apart, `((0, 4, 8, 12), (1, 5, 9, 13), ...)`."""
     if not groups or len(groups[0]) < 2:

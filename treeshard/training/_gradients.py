@@ -219,10 +219,7 @@ def _explicit_rows(
 def _covers_torus(step: PlanInForce) -> bool:
     """Whether an axis of the rows covers all dims of a TPU's torus, on a mesh of Auto axes."""
     mesh = step.plan.mesh
-    # Devices without coordinates are in no torus. Where code runs once per device already, or for
-    # each part of a batch, the axes are taken.
-    if not isinstance(mesh, Mesh) or not hasattr(mesh.devices.flat[0], "coords"):
-        return False
+    # Where code runs once per device already, or for each part of a batch, axes are taken.
     if axes_of_type(mesh, AxisType.Explicit) or {*manual_axes(), *vmapped_axes()}:
         return False
     from treeshard._core.torus import torus_groups
