@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves
 
 from treeshard._core.arrays import StaticSplit, is_array
-from treeshard._core.mesh import get_axes_size_in_mesh
+from treeshard._core.mesh import get_axes_size_in_mesh, manual_axes
 from treeshard._core.specs import dim_entries, without_axes
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan_in_force import PlanInForce
@@ -45,7 +45,8 @@ def by_torus(
         step: The step that is being traced.
     """
     mesh = step.plan.mesh
-    axes = tuple(axis for axis in step.rows if mesh.shape[axis] > 1)
+    done = manual_axes()  # as `accumulate_gradients` takes parts of the batch
+    axes = tuple(axis for axis in step.rows if mesh.shape[axis] > 1 and axis not in done)
     if not {*step.gathered_axes} <= {*step.rows} or not _have_equal_rows(args, axes, mesh):
         return None
     inside = _by_hand(step)

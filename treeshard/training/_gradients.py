@@ -219,12 +219,12 @@ def _explicit_rows(
 def _covers_torus(step: PlanInForce) -> bool:
     """Whether an axis of the rows covers all dims of a TPU's torus, on a mesh of Auto axes."""
     mesh = step.plan.mesh
-    # Where code runs once per device already, or for each part of a batch, axes are taken.
-    if axes_of_type(mesh, AxisType.Explicit) or {*manual_axes(), *vmapped_axes()}:
+    if axes_of_type(mesh, AxisType.Explicit) or vmapped_axes():
         return False
     from treeshard._core.torus import torus_groups
 
-    return any(torus_groups(mesh, axis) for axis in step.rows)
+    # Along axes that are taken, the code runs once per device already.
+    return any(torus_groups(mesh, axis) for axis in step.rows if axis not in manual_axes())
 
 
 def over_parts(
