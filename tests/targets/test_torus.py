@@ -53,9 +53,7 @@ def test_no_gradient_is_reduced_whole(topology: str, way: str) -> None:
     step = compiled(topology, way)
     compared, cost = step.communication(), step.cost()
     [size] = {x.part[0] * x.part[1] for x in compared.compiled if x.part and not x.completes}
-    planned = sum(
-        bytes_on_the_wire(x.kind, x.total_bytes, size) or 0 for x in compared.planned
-    )
+    planned = sum(bytes_on_the_wire(x.kind, x.total_bytes, size) or 0 for x in compared.planned)
     assert cost.hidden_bytes + cost.exposed_bytes <= 1.03 * planned
     assert compared.unplanned == ()
     counts = {(row.kind, row.axes): (row.count, row.bytes) for row in compared.rows}

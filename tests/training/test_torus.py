@@ -74,7 +74,6 @@ def test_numbers_are_those_of_one_device(name: str, expected: Any, kind: str) ->
     case = CASES[name]
     step, plan, x = step_of(case, mesh_of_kind(case.axes, kind), WIDTH)
     grads, value = step(ts.shard(state(WIDTH), plan), x)
-    of_one, _, _ = step_of(case, ts.make_mesh(case.axes, devices=jax.devices()), WIDTH)
     weights = jax.tree.map(jnp.asarray, state(WIDTH))
     assert_close((value, grads), one_device(case.loss, weights, x))
     found = parts(step.compile(plan.structs, x).compiled)
@@ -106,9 +105,7 @@ def test_by_hand_too(check: bool) -> None:
         assert parts(step.lower(*args).compile()) == OF_8
         # Gradients of gradients go the other way.
         twice = jax.shard_map(
-            lambda w: jax.grad(
-                lambda w: jnp.sum(jax.grad(lambda w: _cubes(w))(w) ** 2)
-            )(w),
+            lambda w: jax.grad(lambda w: jnp.sum(jax.grad(lambda w: _cubes(w))(w) ** 2))(w),
             mesh=mesh,
             in_specs=P("fsdp"),
             out_specs=P("fsdp"),
@@ -301,9 +298,7 @@ def test_aux_is_that_of_the_whole_batch(is_mean: bool) -> None:
 
 
 def scatter(size: int, part: tuple[int, int]) -> Collective:
-    return Collective(
-        "reduce-scatter", "float32", size, 0, None, 1, within=("fsdp",), part=part
-    )
+    return Collective("reduce-scatter", "float32", size, 0, None, 1, within=("fsdp",), part=part)
 
 
 @pytest.mark.parametrize(

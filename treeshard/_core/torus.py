@@ -32,9 +32,7 @@ def torus_groups(mesh: AnyMesh | None, axis: str) -> tuple[Groups, ...]:
     sizes = torus_dims(mesh, axis) if isinstance(mesh, Mesh) else ()
     positions = np.arange(math.prod(sizes)).reshape(sizes)
     moved = (np.moveaxis(positions, dim, -1) for dim in range(len(sizes)))
-    return tuple(
-        tuple(map(tuple, each.reshape(-1, each.shape[-1]).tolist())) for each in moved
-    )
+    return tuple(tuple(map(tuple, each.reshape(-1, each.shape[-1]).tolist())) for each in moved)
 
 
 @lru_cache(maxsize=64)

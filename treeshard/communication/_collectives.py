@@ -303,9 +303,7 @@ def _table(moved: Sequence[Collective]) -> str:
 # ------------------------------------------------------------------ several steps
 
 
-def with_steps_joined(
-    moved: Sequence[Collective], sizes: Mapping[str, int]
-) -> list[Collective]:
+def with_steps_joined(moved: Sequence[Collective], sizes: Mapping[str, int]) -> list[Collective]:
     """Collectives, of which those that run along axes in several steps count as one.
 
     A scatter of N bytes over 256 devices may run over 16 groups of 16 that are 16 apart, and then,

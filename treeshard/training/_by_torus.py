@@ -22,9 +22,8 @@ from treeshard._core.mesh import get_axes_size_in_mesh, manual_axes
 from treeshard._core.specs import dim_entries, without_axes
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan_in_force import PlanInForce
-from treeshard.training._gradients import over_parts
-from treeshard.training._metrics import Metrics
 from treeshard.training._mean_loss import NotAMean, check_mean, check_shards
+from treeshard.training._metrics import Metrics
 
 Loss = Callable[[list[Any], Any], tuple[Any, Any]]
 
@@ -33,7 +32,12 @@ _MOST_CLOSED_OVER = 2**14
 
 
 def by_torus(
-    loss: Loss, arrays: list[Any], specs: Sequence[Any], args: Any, step: PlanInForce
+    loss: Loss,
+    arrays: list[Any],
+    specs: Sequence[Any],
+    args: Any,
+    step: PlanInForce,
+    over_parts: Callable[..., Callable[..., Any]],
 ) -> tuple[Any, Any, list[Any]] | None:
     """The value, `aux` and gradients of a loss; `None` if it cannot run once per device.
 
@@ -43,6 +47,7 @@ def by_torus(
         specs: Their specs; those of leaves that are not sharded may be `None`.
         args: What is split by rows.
         step: The step that is being traced.
+        over_parts: Calls a function for each part of the rows.
     """
     mesh = step.plan.mesh
     done = manual_axes()  # as `accumulate_gradients` takes parts of the batch

@@ -143,7 +143,7 @@ def value_and_grad(
         if step is not None and axis_names is None and _covers_torus(step):
             from treeshard.training._by_torus import by_torus
 
-            done = by_torus(of_arrays, split.dynamic(leaves), grad_specs, args, step)
+            done = by_torus(of_arrays, split.dynamic(leaves), grad_specs, args, step, over_parts)
             if done is not None:
                 value, aux, grads = done
                 return ((value, aux) if has_aux else value), split.without_static(grads)

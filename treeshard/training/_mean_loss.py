@@ -243,18 +243,22 @@ def _scanned(first: Any, second: Any, operands: list[Known]) -> list[Known]:
     for i in range(start + count, len(given)):  # a slice of dim 0
         dim = given[i].row_dim
         given[i] = given[i]._replace(row_dim=None if dim is None else dim - 1)
-    for _ in range(4):
-        results = _run(*inner, given)
-        after = [_met(*pair) for pair in zip(given[start : start + count], results, strict=False)]
-        if after == given[start : start + count]:
+    carried = slice(start, start + count)
+    for _ in range(_MOST_ROUNDS):
+        results = _run(inner[0], inner[1], given)
+        before = given[carried]
+        given[carried] = [_met(*pair) for pair in zip(before, results[:count], strict=True)]
+        if given[carried] == before:
             break
-        given[start : start + count] = after
     else:
         raise NotAMean("a loop does more in each trip")
     stacked = [
         x._replace(row_dim=None if x.row_dim is None else x.row_dim + 1) for x in results[count:]
     ]
-    return [*after, *stacked]
+    return [*given[carried], *stacked]
+
+
+_MOST_ROUNDS = 4
 
 
 def _met(before: Known, after: Known) -> Known:
@@ -309,22 +313,27 @@ def _other(eqn: Any, operands: list[Known], row_dim: int | None) -> float:
     _check(all(x.is_plain and not x.is_sum for x in operands), f"{name} of a sum over rows")
     dims = {x.row_dim for x in operands} - {None}
     _check(row_dim is not None or not any(x.depends for x in operands), f"{name} of all rows")
-    # Random numbers are not those of the whole batch, nor are the numbers of rows.
+    # Random numbers of parts are not those of the whole batch.
     _check(row_dim is None or bool(dims), f"{name} makes rows")
-    along = {key: eqn.params[key] for key in ("axis", "dimension", "dimensions") & eqn.params.keys()}
-    for value in along.values():
-        named = set(value) if isinstance(value, tuple) else {value}
-        _check(not dims & named, f"{name} along rows")
-    _check(not (dims and name.startswith(_PLACES)), f"{name} into rows")
+    along = set[Any]()
+    for key in _ALONG & eqn.params.keys():
+        value = eqn.params[key]
+        along |= set(value) if isinstance(value, tuple) else {value}
+    _check(dims.isdisjoint(along), f"{name} along rows")
+    _check(not dims or not name.startswith(_PLACES), f"{name} into rows")
     if name == "gather" and operands[0].row_dim is not None:
-        numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-        dim, whole = operands[0].row_dim, eqn.invars[0].aval.shape
-        is_by_row = dim in numbers.operand_batching_dims or sizes[dim] == whole[dim]
-        _check(is_by_row, "rows are taken from all rows")
+        _check(_is_row_by_row(eqn, operands[0].row_dim), "rows are taken from all rows")
     return 1.0
 
 
+_ALONG = {"axis", "dimension", "dimensions"}  # of a sort or a cumulative sum, and the like
 _PLACES = ("scatter", "dynamic_update_slice", "custom_call", "ffi_call")
+
+
+def _is_row_by_row(gather: Any, row_dim: int) -> bool:
+    whole = gather.invars[0].aval.shape[row_dim]
+    batching = gather.params["dimension_numbers"].operand_batching_dims
+    return row_dim in batching or gather.params["slice_sizes"][row_dim] == whole
 
 
 def _iota(eqn: Any, operands: list[Known], row_dim: int | None) -> float:
