@@ -72,6 +72,12 @@ def value_and_grad(
     pass `axis_names=()`. Arrays in `args` are split on dim 0; scalars, keys and what `loss` closes
     over are the same for all parts. For other random numbers in each row, pass a key per row.
 
+    Where an axis of the batch covers all dims of a TPU's torus, compilers all-reduce gradients that
+    are scattered over it at once. In a step on Auto axes, a loss that uses weights through
+    `unshard` alone, and whose traces show that it is a mean over the rows of `args`, then runs once
+    per device, and its gradients are scattered over one dim of the torus after the other. Any other
+    loss is left to the compiler. On Explicit axes that depends on `unshard` alone.
+
     Without a mesh, it is `jax.value_and_grad`.
 
     Args:
