@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from treeshard._core.mesh import AnyMesh, axes_of_type, context_mesh
 from treeshard._core.specs import axes_of, dim_entries, entries, with_types, without_axes
-from treeshard._core.torus import gather_along, scatter_along, torus_groups
+from treeshard._core.torus import covers_torus, gather_along, scatter_along
 
 # The ranks of weights that are used in products: matrices, and one for each expert. JAX does not
 # type convolutions of such weights, nor sums with them.
@@ -108,7 +108,7 @@ def gathered_for_scatter(x: Any, axes: Collection[str]) -> Any:
     ]
     over = [(dim, axes) for dim, axes in by_dim if axes]
     mesh = context_mesh()
-    if any(torus_groups(mesh, axis) for _, axes in over for axis in axes):
+    if covers_torus(mesh, gathered):
         return _gathered_by_torus(x, over, spec, result, mesh)
 
     def gather(x: Any) -> Any:

@@ -52,10 +52,12 @@ def by_torus(
     mesh = step.plan.mesh
     done = manual_axes()  # as `accumulate_gradients` takes parts of the batch
     axes = tuple(axis for axis in step.rows if mesh.shape[axis] > 1 and axis not in done)
-    if not {*step.gathered_axes} <= {*step.rows} or not _have_equal_rows(args, axes, mesh):
+    others = [axis for axis in mesh.axis_names if axis not in axes]
+    # The compiler gathers along axes of tensor parallelism what runs once per device along others.
+    is_split_further = any(mesh.shape[axis] > 1 and axis not in done for axis in others)
+    if is_split_further or not _have_equal_rows(args, axes, mesh):
         return None
     inside = _by_hand(step)
-    others = [axis for axis in mesh.axis_names if axis not in axes]
     own = [without_axes(PartitionSpec() if spec is None else spec, others) for spec in specs]
 
     def local(arrays: list[Any], args: Any) -> tuple[Any, Any, list[Any]]:

@@ -107,6 +107,7 @@ def value_and_grad(
     Source:
         The twin of `treeshard.manual.value_and_grad`, for code that the compiler partitions.
     """
+    with_aux = _with_aux(loss, has_aux=has_aux)
     given = None
     if isinstance(specs, Plan):
         given = PlanInForce(specs, row_axes(default_batch(specs)))
@@ -129,8 +130,7 @@ def value_and_grad(
         rows = _explicit_rows(axis_names, step)
 
         def of_arrays(arrays: list[Any], args: Any) -> tuple[Any, Any]:
-            out = loss(split.combine(arrays), *args)
-            return out if has_aux else (out, None)
+            return with_aux(split.combine(arrays), *args)
 
         def local(arrays: list[Any], args: Any) -> tuple[Any, Any, list[Any]]:
             def run(arrays: list[Any]) -> tuple[Any, Any]:
@@ -146,21 +146,19 @@ def value_and_grad(
             (value, aux), grads = differentiate(arrays)
             return value, aux, with_sharding_constraint(grads, grad_specs, mesh)
 
-        if step is not None and axis_names is None and _covers_torus(step):
-            from treeshard.training._by_torus import by_torus
-
-            done = by_torus(of_arrays, split.dynamic(leaves), grad_specs, args, step, over_parts)
-            if done is not None:
-                value, aux, grads = done
-                return ((value, aux) if has_aux else value), split.without_static(grads)
         run = over_parts(axes, local, mesh) if mesh is not None and axes else local
         # A step explains errors itself, after it tried all that it can.
         is_in_step = step is not None and step is not given
         with nullcontext() if mesh is None or is_in_step else explaining_types(mesh, step):
-            value, aux, grads = run(split.dynamic(leaves), args)
+            results = _by_dims(of_arrays, split.dynamic(leaves), grad_specs, args, step, axis_names)
+            value, aux, grads = results or run(split.dynamic(leaves), args)
         return ((value, aux) if has_aux else value), split.without_static(grads)
 
     return value_and_grad_of_loss
+
+
+def _with_aux(loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., tuple[Any, Any]]:
+    return loss if has_aux else lambda *args: (loss(*args), None)
 
 
 def _specs_of(params: PyTree, specs: SpecTree, step: PlanInForce | None) -> SpecTree:
@@ -222,15 +220,28 @@ def _explicit_rows(
     return step.rows if step else ()
 
 
-def _covers_torus(step: PlanInForce) -> bool:
-    """Whether an axis of the rows covers all dims of a TPU's torus, on a mesh of Auto axes."""
+def _by_dims(
+    loss: Callable[..., Any],
+    arrays: list[Any],
+    specs: Sequence[Any],
+    args: Any,
+    step: PlanInForce | None,
+    axis_names: str | Sequence[str] | None,
+) -> tuple[Any, Any, list[Any]] | None:
+    """The value, `aux` and gradients, scattered over one dim of a TPU's torus after the other;
+    `None` where no axis of the rows covers a torus, or that cannot be done."""
+    if step is None or axis_names is not None or vmapped_axes():
+        return None
     mesh = step.plan.mesh
-    if axes_of_type(mesh, AxisType.Explicit) or vmapped_axes():
-        return False
-    from treeshard._core.torus import torus_groups
+    # Along Manual axes the code runs once per device already.
+    free = [] if axes_of_type(mesh, AxisType.Explicit) else {*step.rows} - manual_axes()
+    from treeshard._core.torus import covers_torus
 
-    # Along axes that are taken, the code runs once per device already.
-    return any(torus_groups(mesh, axis) for axis in step.rows if axis not in manual_axes())
+    if not covers_torus(mesh, free):
+        return None
+    from treeshard.training._by_torus import by_torus
+
+    return by_torus(loss, arrays, specs, args, step, over_parts)
 
 
 def over_parts(
