@@ -20,7 +20,6 @@ from jax.tree_util import tree_flatten, tree_leaves
 from treeshard._core.arrays import StaticSplit, is_array
 from treeshard._core.mesh import get_axes_size_in_mesh, manual_axes
 from treeshard._core.specs import dim_entries, without_axes
-from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan_in_force import PlanInForce
 from treeshard.training._mean_loss import NotAMean, check_mean, check_shards
 from treeshard.training._metrics import Metrics
@@ -64,7 +63,7 @@ def by_torus(
         _check(inside.inside(loss), arrays, own, args)
         run = inside.inside(lambda arrays: loss(arrays, args))
         (value, aux), grads = jax.value_and_grad(run, has_aux=True)(arrays)
-        return value, aux, with_sharding_constraint(grads, list(specs), mesh)
+        return value, aux, grads
 
     # The error of a loss that is wrong comes from the plain way too, with its own words.
     with suppress(Exception):
