@@ -238,12 +238,15 @@ def _results(first: Any, second: Any, operands: list[Known]) -> list[Known]:
 def _scanned(first: Any, second: Any, operands: list[Known]) -> list[Known]:
     _check(first.params["length"] == second.params["length"], "it scans over rows")
     inner = [bodies(eqn)[0] for eqn in (first, second)]
-    start, count = first.params["num_consts"], first.params["num_carry"]
-    given = list(operands)
-    for i in range(start + count, len(given)):  # a slice of dim 0
-        dim = given[i].row_dim
-        given[i] = given[i]._replace(row_dim=None if dim is None else dim - 1)
-    carried = slice(start, start + count)
+    is_cut = _have_other_shapes(first.invars, inner[0].invars)
+    count = _have_other_shapes(first.outvars, inner[0].outvars).count(False)
+    given = [
+        x._replace(row_dim=x.row_dim - 1) if cut and x.row_dim is not None else x
+        for x, cut in zip(operands, is_cut, strict=True)
+    ]
+    # First come what is the same in each trip, then what is carried, then what is cut into slices.
+    same = is_cut.count(False) - count
+    carried = slice(same, same + count)
     for _ in range(_MOST_ROUNDS):
         results = _run(inner[0], inner[1], given)
         before = given[carried]
@@ -256,6 +259,10 @@ def _scanned(first: Any, second: Any, operands: list[Known]) -> list[Known]:
         x._replace(row_dim=None if x.row_dim is None else x.row_dim + 1) for x in results[count:]
     ]
     return [*given[carried], *stacked]
+
+
+def _have_other_shapes(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
+    return [x.aval.shape != y.aval.shape for x, y in zip(outside, inside, strict=True)]
 
 
 _MOST_ROUNDS = 4
