@@ -317,6 +317,9 @@ def scatter(size: int, part: tuple[int, int]) -> Collective:
 def test_steps_that_leave_something_are_not_one(steps: Any, are_one: bool) -> None:
     moved = [scatter(*each) for each in steps]
     joined = with_steps_joined(moved, {"fsdp": 256})
-    whole = [x for x in joined if x.axes == ("fsdp",) and x.completes is None]
-    assert bool(whole) == are_one
-    assert (joined == moved) == (not are_one)
+    if are_one:
+        [whole] = joined
+        assert (whole.axes, whole.bytes, whole.within) == (("fsdp",), 1024, None)
+        assert whole.wire_bytes == 1024 * 255 // 256
+    else:
+        assert joined == moved

@@ -78,8 +78,7 @@ class Collective:
         is_async: Whether it can overlap with other work (`-start` and `-done`).
         rank: The number of dims of the buffer; 0 for a scalar such as a loss.
         completes: The kind of the collective that it belongs to, if it only shifts the rows of
-            a padded result into place, or is a further step of one that runs along an axis in
-            several steps; else `None`.
+            a padded result into place; else `None`.
         is_widened: Whether the text shows that the backend widened the dtype: the data has a
             narrower one before.
         is_inserted: Whether XLA marks it as inserted by its partitioner; only newer versions do.
@@ -304,27 +303,29 @@ def _table(moved: Sequence[Collective]) -> str:
 
 
 def with_steps_joined(moved: Sequence[Collective], sizes: Mapping[str, int]) -> list[Collective]:
-    """Collectives, of which those that run along axes in several steps count as one.
+    """Collectives, those that run along axes in several steps as one.
 
     A scatter of N bytes over 256 devices may run over 16 groups of 16 that are 16 apart, and then,
     with N / 16 bytes, over groups of 16 neighbours; a gather the other way round. The step between
-    the devices that are farthest apart has all N bytes: it counts as the whole, and the others
-    complete it. They do so only if they move what is left after that step, all together.
+    the devices that are farthest apart has all N bytes, and stands for the whole. It does so only
+    if the other steps move what is left after it, all together.
     """
     steps: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
     for number, each in enumerate(moved):
         if each.kind in _IN_STEPS and each.within and each.part:
             steps[each.kind, each.within].append(number)
-    joined = list(moved)
+    joined: dict[int, Collective] = dict(enumerate(moved))
     for (kind, within), numbers in steps.items():
         size = math.prod(sizes[axis] for axis in within)
         if not _are_one([moved[i] for i in numbers], size):
             continue
         for i in numbers:
-            devices, stride = moved[i].part or (0, 0)
-            completes = None if devices * stride == size else kind
-            joined[i] = replace(moved[i], axes=within, completes=completes)
-    return joined
+            step = joined.pop(i)
+            devices, stride = step.part or (0, 0)
+            if devices * stride == size:
+                wire = bytes_on_the_wire(kind, step.bytes, size)
+                joined[i] = replace(step, axes=within, wire_bytes=wire, within=None, part=None)
+    return [joined[i] for i in sorted(joined)]
 
 
 _IN_STEPS = ("all-gather", "reduce-scatter")

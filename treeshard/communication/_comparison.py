@@ -71,7 +71,7 @@ def _row(
     compiled: Sequence[Collective],
 ) -> Row:
     of_plan = [x for x in planned if (x.kind, x.axes) == (kind, axes)]
-    of_program = [x for x in compiled if (x.kind, x.axes) == (kind, axes) and x.completes != kind]
+    of_program = [x for x in compiled if (x.kind, x.axes) == (kind, axes)]
     return Row(
         kind,
         axes,
@@ -94,7 +94,8 @@ class Comparison:
 
     Attributes:
         planned: What the plan predicts, leaf by leaf.
-        compiled: What the program moves, op by op.
+        compiled: What the program moves, op by op; the steps of a scatter or a gather that runs
+            over one dim of a torus after the other are one.
         unplanned: How they differ, and why. Empty if the program moves what was planned.
         activations: Computed values that are moved along axes that split weights where they are
             used, as in tensor parallelism and between experts. A plan says nothing of them.
