@@ -82,6 +82,22 @@ def test_numbers_are_those_of_one_device(name: str, expected: Any, kind: str) ->
     assert {part for part in found if part[0] != "all-reduce"} == expected
 
 
+def test_layers_that_are_gathered_early_too() -> None:
+    mesh = ts.make_mesh("fsdp=8")
+    plan = ts.plan(state(WIDTH), [("w", P(None, "fsdp"))], mesh, min_size=0)
+    x = np.random.default_rng(1).standard_normal((ROWS, WIDTH)).astype("float32")
+
+    @ts.jit_step(plan=plan, donate=False)
+    def step(params: Any, x: Any) -> Any:
+        value, grads = training.value_and_grad(prefetched)(params, x)
+        return grads, value
+
+    grads, value = step(ts.shard(state(WIDTH), plan), x)
+    plain = lambda params, x: CASES["fsdp"].loss(params, x)  # noqa: E731
+    assert_close((value, grads), one_device(plain, jax.tree.map(jnp.asarray, state(WIDTH)), x))
+    assert parts(step.compile(plan.structs, x).compiled) == OF_8
+
+
 @pytest.mark.parametrize("check", [False, True])
 def test_by_hand_too(check: bool) -> None:
     mesh = ts.make_mesh("fsdp=8")
@@ -208,6 +224,11 @@ def of_each_row(params: Any, x: Any) -> Any:
         return jax.nn.logsumexp(h) / jnp.sum(jnp.abs(row))
 
     return jnp.average(jax.vmap(of_row)(masked + 1)) + 0.5 * jnp.mean(w**2)
+
+
+def prefetched(params: Any, x: Any) -> Any:
+    layer = lambda x, w: jnp.tanh(x @ w["w"])  # noqa: E731
+    return jnp.mean(training.scan_layers(layer, x, params) ** 2)
 
 
 def label_smoothed(params: Any, x: Any) -> Any:

@@ -330,11 +330,15 @@ def _other(eqn: Any, operands: list[Known], row_dim: int | None) -> float:
     _check(not dims or not name.startswith(_PLACES), f"{name} into rows")
     if name == "gather" and operands[0].row_dim is not None:
         _check(_is_row_by_row(eqn, operands[0].row_dim), "rows are taken from all rows")
+    if name == "dynamic_update_slice":
+        target, update = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+        are_whole = row_dim is None or target[row_dim] == update[row_dim]
+        _check(are_whole and operands[1].row_dim == row_dim, "some rows are replaced")
     return 1.0
 
 
 _ALONG = {"axis", "dimension", "dimensions"}  # of a sort or a cumulative sum, and the like
-_PLACES = ("scatter", "dynamic_update_slice", "custom_call", "ffi_call")
+_PLACES = ("scatter", "custom_call", "ffi_call", "pallas_call")
 
 
 def _is_row_by_row(gather: Any, row_dim: int) -> bool:
