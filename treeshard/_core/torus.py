@@ -1,4 +1,4 @@
-"""Gathers and scatters along an axis that covers all dims of a TPU's torus, dim after dim.
+"""Scatters and gathers along an axis that covers all dims of a TPU's torus, dim after dim.
 
 The compiler for TPUs all-reduces what should be scattered over all dims of a torus at once, which
 sends twice the bytes and keeps the full result. Scattered over one dim after the other, each over
@@ -21,6 +21,7 @@ from treeshard._core.mesh import AnyMesh, manual_axes
 Groups = tuple[tuple[int, ...], ...]
 # Over two of the three dims of a torus, the compiler scatters at once.
 _SCATTERED_AT_ONCE = {2: 1, 3: 2}
+_TILE = 8  # rows, on TPUs
 
 
 @lru_cache(maxsize=64)
@@ -78,9 +79,9 @@ def gather_along(x: Any, axes: Sequence[str], dim: int, mesh: AnyMesh | None) ->
     """All-gathers one dim over axes of `mesh`; inside `shard_map`."""
     sizes = _dims_along(axes, mesh)
     steps: list[Groups | None] = [None]
-    # In a torus of three dims, the compiler gathers over all of them at once, with all links. In
-    # one of two it does not, and makes some gathers all-reduces.
-    if len(sizes) == 2:
+    # A gather over all dims at once stays one, and hides behind other work more often than two.
+    # Of parts that are not whole tiles, the compiler may make it an all-reduce.
+    if len(sizes) == 2 and x.shape[dim] % _TILE:
         steps = [*reversed(_groups(sizes))]
     for groups in steps:
         x = jax.lax.all_gather(x, tuple(axes), axis=dim, tiled=True, axis_index_groups=groups)
