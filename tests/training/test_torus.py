@@ -132,7 +132,8 @@ def test_by_hand_too(check: bool) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_parts_that_are_no_whole_tiles_are_gathered_dim_by_dim() -> None:
+def test_small_gathers_go_over_one_dim_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treeshard._core.torus._MANY_DEVICES", 8)
     mesh = ts.make_mesh("fsdp=8")
     plan = ts.plan({"w": np.ones((24, 64), "float32")}, [("w", P("fsdp"))], mesh, min_size=0)
     x = np.random.default_rng(1).standard_normal((ROWS, 24)).astype("float32")

@@ -21,7 +21,7 @@ from treeshard._core.mesh import AnyMesh, manual_axes
 Groups = tuple[tuple[int, ...], ...]
 # Over two of the three dims of a torus, the compiler scatters at once.
 _SCATTERED_AT_ONCE = {2: 1, 3: 2}
-_TILE = 8  # rows, on TPUs
+_SMALL_GATHER, _MANY_DEVICES = 2**24, 32
 
 
 @lru_cache(maxsize=64)
@@ -79,9 +79,11 @@ def gather_along(x: Any, axes: Sequence[str], dim: int, mesh: AnyMesh | None) ->
     """All-gathers one dim over axes of `mesh`; inside `shard_map`."""
     sizes = _dims_along(axes, mesh)
     steps: list[Groups | None] = [None]
-    # A gather over all dims at once stays one, and hides behind other work more often than two.
-    # Of parts that are not whole tiles, the compiler may make it an all-reduce.
-    if len(sizes) == 2 and x.shape[dim] % _TILE:
+    # A gather over all dims at once hides behind other work more often than one over each. But the
+    # compiler for v5e makes small ones all-reduces, from 8x8 chips on.
+    devices = math.prod(sizes)
+    is_small = devices * x.size * x.dtype.itemsize <= _SMALL_GATHER
+    if len(sizes) == 2 and devices >= _MANY_DEVICES and is_small:
         steps = [*reversed(_groups(sizes))]
     for groups in steps:
         x = jax.lax.all_gather(x, tuple(axes), axis=dim, tiled=True, axis_index_groups=groups)
