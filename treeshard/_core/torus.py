@@ -79,15 +79,20 @@ def gather_along(x: Any, axes: Sequence[str], dim: int, mesh: AnyMesh | None) ->
     """All-gathers one dim over axes of `mesh`; inside `shard_map`."""
     sizes = _dims_along(axes, mesh)
     steps: list[Groups | None] = [None]
-    # A gather over all dims at once hides behind other work more often than one over each. But the
-    # compiler for v5e makes small ones all-reduces, from 8x8 chips on.
-    devices = math.prod(sizes)
-    is_small = devices * x.size * x.dtype.itemsize <= _SMALL_GATHER
-    if len(sizes) == 2 and devices >= _MANY_DEVICES and is_small:
+    if len(sizes) == 2 and _would_be_all_reduced(x, math.prod(sizes)):
         steps = [*reversed(_groups(sizes))]
     for groups in steps:
         x = jax.lax.all_gather(x, tuple(axes), axis=dim, tiled=True, axis_index_groups=groups)
     return x
+
+
+def _would_be_all_reduced(x: Any, devices: int) -> bool:
+    """Whether the compiler for v5e makes an all-reduce of a gather over all dims at once.
+
+    It does so with small ones, from 8x8 chips on. Others stay gathers, and hide behind other work
+    more often than gathers over one dim after the other.
+    """
+    return devices >= _MANY_DEVICES and devices * x.size * x.dtype.itemsize <= _SMALL_GATHER
 
 
 def scatter_along(x: Any, axes: Sequence[str], dim: int, mesh: AnyMesh | None) -> jax.Array:
