@@ -73,4 +73,4 @@ def test_a_tpu_waits_for_no_gather_in_a_loop() -> None:
     assert mib(of_ahead) < mib(of_plain)
     assert mib(gathers(ahead)) == MIB_OF_LAYER * (2 * LAYERS - 1)
     more = ahead.memory().temporaries - plain.memory().temporaries
-    assert more <= MIB_OF_LAYER * 2**20
+    assert more <= 1.05 * MIB_OF_LAYER * 2**20
