@@ -106,6 +106,14 @@ def layer(x, w, size):
     return x + ts.matmul(jax.nn.silu(h @ w["gate"]) * (h @ w["up"]), w["down"])
 
 
+def cross_entropy(logits, labels):
+    """The loss of each token. Of a device's only row, the lookup of labels would have a gradient
+    that TPUs take from a copy of the logits; tokens in one dim have not."""
+    tokens = logits.reshape(-1, logits.shape[-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(tokens, labels.reshape(-1))
+    return losses.reshape(labels.shape)
+
+
 # ------------------------------------------------------------------ the step
 
 
@@ -162,9 +170,9 @@ def make_llama(
     state = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
     plan = ts.plan(state, default_rules(mesh) if rules is None else rules, mesh)
     rows = P(tuple(axis for axis in mesh.axis_names if axis != "tensor"))
-    cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+    losses = cross_entropy
     if AxisType.Explicit in mesh.axis_types:  # which do not type a lookup in logits that are split
-        cross_entropy = auto_axes(cross_entropy, out_sharding=rows)
+        losses = auto_axes(cross_entropy, out_sharding=rows)
 
     def use(weights):
         """Casts weights, then gathers them for use: in this order half the bytes move."""
@@ -185,7 +193,7 @@ def make_llama(
             x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, params["layers"])
         x = rms_norm(x, params["norm"].astype(x.dtype))
         logits = (x @ use(params["head"])).astype("float32")
-        return cross_entropy(logits, batch[:, 1:]).mean()
+        return losses(logits, batch[:, 1:]).mean()
 
     @jit_step(plan=plan, batch=rows)
     def step(state, batch):

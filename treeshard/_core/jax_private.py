@@ -56,6 +56,17 @@ def mesh_of_set_mesh(abstract: AbstractMesh) -> Mesh | AbstractMesh:
     return concrete if concrete is not None and concrete.abstract_mesh == abstract else abstract
 
 
+def mesh_set_outside() -> Mesh | None:
+    """The mesh with devices that `jax.set_mesh` set, also inside `shard_map`.
+
+    Why: as for `mesh_of_set_mesh`; inside `shard_map` the abstract mesh has other types.
+    Without it: `None`; gathers by hand in a `shard_map` without a plan then are not split by the
+    dims of a torus.
+    Versions: all. It can go with `mesh_of_set_mesh`.
+    """
+    return _result("mesh", "get_concrete_mesh")
+
+
 def is_tracing() -> bool:
     """Whether this thread is inside a JAX trace.
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from treeshard._core.jax_private import backends_started, coordination_client
@@ -26,6 +27,8 @@ from treeshard._core.mesh import (
 from treeshard.errors import MeshError, NoDevicesError, warn
 
 AxisTypeName = Literal["auto", "explicit"]
+
+_OF_4X4 = 16
 
 _SIMULATED = "--xla_force_host_platform_device_count"
 
@@ -130,6 +133,11 @@ def _on_one_network(
     sizes: Mapping[str, int], types: tuple[AxisType, ...], devices: Sequence[Any]
 ) -> Mesh:
     names, lengths = tuple(sizes), tuple(sizes.values())
+    if max(lengths) == len(devices) == _OF_4X4 and hasattr(devices[0], "coords"):
+        # Along one axis JAX puts the chips of v5e:4x4 into a ring. In the order of their
+        # coordinates, gradients can be scattered over one dim of the torus after the other.
+        devices = sorted(devices, key=lambda device: tuple(device.coords))
+        return Mesh(np.array(devices).reshape(lengths), names, axis_types=types)
     try:
         return jax.make_mesh(lengths, names, types, devices=devices)
     except NotImplementedError:  # as where axes have to share a dim of the torus

@@ -7,15 +7,16 @@ weight that is `reduced` over some axes, as `float32[512,64]{R:fsdp}`, it is a s
 the compilers of JAX 0.10 to 0.12, and only a gather by hand, in `shard_map`, is scattered back.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.numpy import inexact, issubdtype
 from jax.sharding import AxisType, PartitionSpec
 
-from treeshard._core.mesh import axes_of_type
+from treeshard._core.mesh import AnyMesh, axes_of_type, context_mesh
 from treeshard._core.specs import axes_of, dim_entries, entries, with_types, without_axes
+from treeshard._core.torus import covers_torus, gather_along, scatter_along
 
 # The ranks of weights that are used in products: matrices, and one for each expert. JAX does not
 # type convolutions of such weights, nor sums with them.
@@ -101,14 +102,53 @@ def gathered_for_scatter(x: Any, axes: Collection[str]) -> Any:
     if not all(_is_minor(entry, gathered) for entry in dim_entries(spec, x.ndim)):
         return jax.sharding.reshard(x, result)
 
+    by_dim = [
+        (dim, tuple(axis for axis in axes_of(entry) if axis in gathered))
+        for dim, entry in enumerate(dim_entries(spec, x.ndim))
+    ]
+    over = [(dim, axes) for dim, axes in by_dim if axes]
+    mesh = context_mesh()
+    if covers_torus(mesh, gathered):
+        return _gathered_by_torus(x, over, spec, result, mesh)
+
     def gather(x: Any) -> Any:
-        for dim, entry in enumerate(dim_entries(spec, x.ndim)):
-            over = tuple(axis for axis in axes_of(entry) if axis in gathered)
-            if over:
-                x = jax.lax.all_gather(x, over, axis=dim, tiled=True, to="reduced")
+        for dim, axes in over:
+            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True, to="reduced")
         return x
 
     return jax.shard_map(gather, in_specs=spec, out_specs=result)(x)
+
+
+def _gathered_by_torus(
+    x: Any,
+    over: Sequence[tuple[int, tuple[str, ...]]],
+    spec: PartitionSpec,
+    result: PartitionSpec,
+    mesh: AnyMesh | None,
+) -> Any:
+    """`x`, gathered over the axes of some dims. JAX 0.10 to 0.12 cannot gather to `reduced` over
+    groups of devices, so that the derivative is written here, and types are not checked inside."""
+
+    def gather(x: Any) -> Any:
+        for dim, axes in over:
+            x = gather_along(x, axes, dim, mesh)
+        return x
+
+    def scatter(x: Any) -> Any:
+        for dim, axes in over:
+            x = scatter_along(x, axes, dim, mesh)
+        return x
+
+    @jax.custom_vjp
+    def gathered(x: Any) -> Any:
+        return jax.shard_map(gather, in_specs=spec, out_specs=result, check_vma=False)(x)
+
+    def scattered(_: None, g: Any) -> tuple[Any]:
+        before, after = (with_types(each, each.reduced, ()) for each in (result, spec))
+        return (jax.shard_map(scatter, in_specs=before, out_specs=after, check_vma=False)(g),)
+
+    gathered.defvjp(lambda x: (gathered(x), None), scattered)
+    return gathered(x)
 
 
 def _is_minor(entry: Any, axes: Collection[str]) -> bool:

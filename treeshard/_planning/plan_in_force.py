@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map, tree_structure
 
 from treeshard._core.arrays import has_shape
-from treeshard._core.mesh import axis_sizes, manual_axes
+from treeshard._core.jax_private import mesh_set_outside
+from treeshard._core.mesh import AnyMesh, axis_sizes, context_mesh, manual_axes, same_axes
 from treeshard._core.paths import PyTree
 from treeshard._core.spec_trees import SpecTree, layer_specs
 from treeshard._core.specs import all_axes, entries, entry_of, is_spec, without_axes
@@ -184,3 +185,11 @@ def current_plan() -> PlanInForce | None:
     """The plan in force, if a step is being traced."""
     value = plan_in_force.value
     return value if isinstance(value, PlanInForce) else None
+
+
+def mesh_in_force() -> AnyMesh | None:
+    """The mesh of the code that is being traced, with its devices if a plan or `jax.set_mesh` has
+    them."""
+    here, step = context_mesh(), current_plan()
+    known = mesh_set_outside() if step is None else step.plan.mesh
+    return known if known is not None and here is not None and same_axes(known, here) else here

@@ -302,8 +302,10 @@ class Walk:
         """The result of an all-gather by hand."""
         axes = eqn.params["axis_name"]
         axes = {axes} if isinstance(axes, str) else set(axes)
-        after = value.without(axes)._replace(size=value.size * eqn.params["axis_size"])
-        return self._gather(eqn, eqn.invars[0], value, after, at)
+        larger = value._replace(size=value.size * eqn.params["axis_size"])
+        if not is_last_step(eqn.params.get("axis_index_groups")):
+            return larger
+        return self._gather(eqn, eqn.invars[0], value, larger.without(axes), at)
 
     # ---------------------------------------------------------------- what is used
 
@@ -502,6 +504,15 @@ def _gathers(
     )
     first = min(value.leaves)
     return {(leaf, which): one._replace(is_counted=leaf == first) for leaf in value.leaves}
+
+
+def is_last_step(groups: Sequence[Sequence[int]] | None) -> bool:
+    """Whether a gather over groups of devices is the last of those that gather over a whole axis:
+    that of the devices that are farthest apart, `((0, 4, 8, 12), (1, 5, 9, 13), ...)`."""
+    if not groups or len(groups[0]) < 2:
+        return True
+    first, second, *_ = groups[0]
+    return groups[0][-1] + second - first == sum(map(len, groups))
 
 
 def _is_key(variable: Any) -> bool:

@@ -6,9 +6,9 @@ and backends then combine, fuse, widen and split them, each in its own way.
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from treeshard._core.mesh import MeshLike
@@ -84,6 +84,8 @@ class Collective:
         is_inserted: Whether XLA marks it as inserted by its partitioner; only newer versions do.
         within: The mesh axes along which the devices of a group differ, where groups span only
             a part of them, as with `axis_index_groups`; else `None`.
+        part: Which part: the number of devices of a group, and how far apart they are along the
+            axes of `within`; `None` if unevenly, or if groups span whole axes.
         links: How many links of each chip it uses at once, if the text says so, as for TPUs.
 
     Examples:
@@ -107,6 +109,7 @@ class Collective:
     is_inserted: bool = False
     within: tuple[str, ...] | None = None
     links: int | None = None
+    part: tuple[int, int] | None = None
 
     @property
     def total_bytes(self) -> int | None:
@@ -296,6 +299,54 @@ def _table(moved: Sequence[Collective]) -> str:
     return columns(lines, right=4)
 
 
+# ------------------------------------------------------------------ several steps
+
+
+def with_steps_joined(moved: Sequence[Collective], sizes: Mapping[str, int]) -> list[Collective]:
+    """Collectives, those that run along axes in several steps as one.
+
+    A scatter of N bytes over 256 devices may run over 16 groups of 16 that are 16 apart, and then,
+    with N / 16 bytes, over groups of 16 neighbours; a gather the other way round. The step between
+    the devices that are farthest apart has all N bytes, and stands for the whole. It does so only
+    if the other steps move what is left after it, all together.
+    """
+    steps: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
+    for number, each in enumerate(moved):
+        if each.kind in _IN_STEPS and each.within and each.part:
+            steps[each.kind, each.within].append(number)
+    joined: dict[int, Collective] = dict(enumerate(moved))
+    for (kind, within), numbers in steps.items():
+        size = math.prod(sizes[axis] for axis in within)
+        if not _are_one([moved[i] for i in numbers], size):
+            continue
+        for i in numbers:
+            step = joined.pop(i)
+            devices, stride = step.part or (0, 0)
+            if devices * stride == size:
+                wire = bytes_on_the_wire(kind, step.bytes, size)
+                joined[i] = replace(step, axes=within, wire_bytes=wire, within=None, part=None)
+    return [joined[i] for i in sorted(joined)]
+
+
+_IN_STEPS = ("all-gather", "reduce-scatter")
+
+
+def _are_one(steps: Sequence[Collective], size: int) -> bool:
+    """Whether each step moves what the one before leaves, the last one between neighbours."""
+    payloads: Counter[tuple[int, int]] = Counter()
+    for each in steps:
+        if each.part is None or each.total_bytes is None:
+            return False
+        payloads[each.part] += each.total_bytes
+    left = None
+    for devices, stride in sorted(payloads, key=lambda part: -part[1]):
+        if devices * stride != size or left not in (None, payloads[devices, stride]):
+            return False
+        left = payloads[devices, stride] // devices
+        size = stride
+    return size == 1
+
+
 # ------------------------------------------------------------------ reading
 
 
@@ -359,6 +410,7 @@ class CollectiveReader:
                 is_inserted=is_inserted,
                 within=groups.within,
                 links=links,
+                part=None if groups.stride is None else (groups.size or 0, groups.stride),
             )
 
     def _kind_in(self, context: Context, op: Op) -> str:

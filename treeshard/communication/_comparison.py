@@ -29,6 +29,7 @@ from treeshard.communication._collectives import (
     is_scalar,
     total,
     total_bytes,
+    with_steps_joined,
 )
 from treeshard.communication._device_groups import axes_of_sharding
 from treeshard.communication._differences import Unplanned, by_compiler_lines, explain
@@ -93,7 +94,8 @@ class Comparison:
 
     Attributes:
         planned: What the plan predicts, leaf by leaf.
-        compiled: What the program moves, op by op.
+        compiled: What the program moves, op by op; the steps of a scatter or a gather that runs
+            over one dim of a torus after the other are one.
         unplanned: How they differ, and why. Empty if the program moves what was planned.
         activations: Computed values that are moved along axes that split weights where they are
             used, as in tensor parallelism and between experts. A plan says nothing of them.
@@ -244,7 +246,8 @@ def _compared(
     batch: SpecTree,
     roles: Roles,
 ) -> Comparison:
-    planned, compiled = predict_by_role(plan, batch, roles), list(CollectiveReader(read).all())
+    planned = predict_by_role(plan, batch, roles)
+    compiled = with_steps_joined(list(CollectiveReader(read).all()), read.within)
     batch_axes, platform = get_names_from_partition_spec(batch), platform_of(program)
     matcher = Matcher(plan, planned, names, roles, batch_axes, platform)
     for collective in compiled:

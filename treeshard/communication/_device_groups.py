@@ -8,7 +8,7 @@ devices in the mesh. The names in a text are of no use: XLA numbers its axes its
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -40,12 +40,14 @@ _UNREADABLE = (ValueError, LookupError)
 class Groups(NamedTuple):
     """The size of each device group, and the mesh axes that it spans; `None` if unknown.
 
-    `within` has the axes along which its devices differ, where it spans only a part of them.
+    `within` has the axes along which its devices differ, where it spans only a part of them, and
+    `stride` how far apart they are along these, if evenly.
     """
 
     size: int | None
     axes: tuple[str, ...] | None
     within: tuple[str, ...] | None = None
+    stride: int | None = None
 
 
 UNKNOWN = Groups(None, None)
@@ -66,7 +68,9 @@ def groups_of(text: str, devices: int | None, axes: Mapping[str, int]) -> Groups
     # The other coordinates do not change within a group, so that groups as large as their axes
     # are those of whole axes.
     is_whole = math.prod(axes[name] for name in along) == size
-    return Groups(size, along) if is_whole else Groups(size, None, along)
+    if is_whole:
+        return Groups(size, along)
+    return Groups(size, None, along, _stride(table, axes, along))
 
 
 def groups_of_pairs(text: str, axes: Mapping[str, int]) -> Groups:
@@ -101,6 +105,15 @@ def _axes_within(groups: np.ndarray, axes: Mapping[str, int]) -> tuple[str, ...]
     coordinates = np.stack(np.unravel_index(groups, tuple(axes.values())))
     differs = (coordinates != coordinates[..., :1]).any(axis=(1, 2))
     return tuple(compress(axes, differs))
+
+
+def _stride(groups: np.ndarray, axes: Mapping[str, int], along: Sequence[str]) -> int | None:
+    """How far the devices of each row are apart along some axes; `None` if unevenly."""
+    coordinates = dict(zip(axes, np.unravel_index(groups, tuple(axes.values())), strict=True))
+    sizes = tuple(axes[axis] for axis in along)
+    places = np.ravel_multi_index([coordinates[axis] for axis in along], sizes)
+    steps = np.unique(np.diff(np.sort(places, axis=1), axis=1))
+    return int(steps[0]) if steps.size == 1 else None
 
 
 # ------------------------------------------------------------------ shardings

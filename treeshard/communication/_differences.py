@@ -94,8 +94,9 @@ WORDS = {
     "all-reduce, scattered": (
         "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
         "{on_cpus}The step scatters them already, by a constraint or by hand, so this is the"
-        " compiler's choice. TPUs' compiler makes it along an axis that covers all dims of a torus:"
-        " give another axis one of these dims, as in `data=4,fsdp=16` for `fsdp=64`.",
+        " compiler's choice. TPUs' compiler makes it along an axis that covers all dims of a torus."
+        " There `training.value_and_grad` scatters over one dim after the other, if the loss is a"
+        " mean over rows and uses weights through `unshard` alone; so does `treeshard.manual`.",
     ),
     "batch": (
         "{kind} of an argument that is not a parameter, {size}.",

@@ -42,7 +42,7 @@ from treeshard._core.specs import (
     with_entries,
     without_axes,
 )
-from treeshard._planning.plan_in_force import current_plan
+from treeshard._planning.plan_in_force import current_plan, mesh_in_force
 from treeshard._planning.tactics import fsdp, min_size_in_force
 from treeshard.errors import LeafError, SpecError, UnknownAxisError, listed, warn
 from treeshard.manual._boxes import (
@@ -369,6 +369,7 @@ def _gathered(leaf: Leaf, axes: tuple[str, ...], dtype: DTypeLike | None) -> Any
         replicated=tuple(a for a in axes if a not in leaf.axes and not still_differs(x, a)),
         wire_dtype=jnp.dtype(dtype) if convert else x.dtype,
         dtype=x.dtype,
+        mesh=mesh_in_force(),
     )
     full = gather_by(vary_array(x, [a for a in leaf.axes if a in axes]), how)
     rest = without_axes(leaf.spec, axes)

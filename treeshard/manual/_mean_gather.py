@@ -18,8 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from treeshard._core.arrays import is_array
-from treeshard._core.mesh import axis_tuple, check_bound, vary_array
+from treeshard._core.mesh import AnyMesh, axis_tuple, check_bound, vary_array
 from treeshard._core.paths import PyTree
+from treeshard._core.torus import gather_along, scatter_along
+from treeshard._planning.plan_in_force import mesh_in_force
 from treeshard.errors import SpecError
 
 # For messages: which function to call outside `shard_map` instead.
@@ -48,12 +50,14 @@ class Gathering(NamedTuple):
             over them too. Only known under `check_vma=True`.
         wire_dtype: The dtype that is sent.
         dtype: The dtype of the array.
+        mesh: The mesh of these axes, with its devices if they are known.
     """
 
     dims: tuple[tuple[int, tuple[str, ...]], ...]
     replicated: tuple[str, ...]
     wire_dtype: Any
     dtype: Any
+    mesh: AnyMesh | None
 
     def size(self) -> int:
         axes = (*self.replicated, *(axis for _, axes in self.dims for axis in axes))
@@ -78,7 +82,7 @@ def mean_scatter(g: Any, how: Gathering) -> Any:
     """Reduce-scatters and divides by the number of devices; the gradient is all-gathered."""
     with jax.named_scope("scatter_gradients"):
         for dim, axes in how.dims:
-            g = lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True)
+            g = scatter_along(g, axes, dim, how.mesh)
         # Partial sums are sent in the narrow dtype, but added up over more devices in the wide one.
         g = g.astype(how.dtype)
         return (lax.psum(g, how.replicated) if how.replicated else g) / how.size()
@@ -98,7 +102,7 @@ def _gather(x: Any, how: Gathering) -> Any:
             x = x.astype(how.wire_dtype)
         x = vary_array(x, how.replicated)
         for dim, axes in how.dims:
-            x = lax.all_gather(x, axes, axis=dim, tiled=True)
+            x = gather_along(x, axes, dim, how.mesh)
         return x
 
 
@@ -141,7 +145,8 @@ def gather_array_with_mean_grads(x: jax.Array, dim: int, axis_names: AxisNames) 
     axes = bound_axes(axis_names, where, INSTEAD_OF_GATHER)
     if not -x.ndim <= dim < x.ndim:
         raise SpecError(f"{where}: dim {dim} is out of range for shape {x.shape}.")
-    how = Gathering(((dim % x.ndim, axes),) if axes else (), (), x.dtype, x.dtype)
+    dims = ((dim % x.ndim, axes),) if axes else ()
+    how = Gathering(dims, (), x.dtype, x.dtype, mesh_in_force())
     return gather_by(vary_array(x, axes), how)
 
 

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import is_attached, with_devices
+from treeshard._core.mesh import AnyMesh
 from treeshard._core.text import columns, fold_paths, human_bytes
 from treeshard._core.topologies import chip_of, usable_memory
+from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
 from treeshard._trace.roles import Roles
 from treeshard._trace.uses import Means, means_of
@@ -342,13 +345,20 @@ def _shard(plan: Plan, least: float) -> str | None:
 
 
 def _gather_later(memory: Memory, plan: Plan, least: float, means: Means) -> str | None:
-    paths = {f"state/{leaf.path}" for leaf in plan.leaves}
-    weights = [buffer for buffer in memory.at_peak if buffer.path in paths]
+    shards = {f"state/{leaf.path}": _shard_text(leaf, plan.mesh) for leaf in plan.leaves}
+    of_leaves = [buffer for buffer in memory.at_peak if buffer.path in shards]
+    # A shard that is cast before a loop has not been gathered.
+    weights = [x for x in of_leaves if not x.array.endswith(shards[x.path or ""])]
     size = sum(buffer.bytes for buffer in weights)
     if size < least or len(weights) <= 2:
         return None
     case = "gather later, repeats" if means.repeats else "gather later"
     return _ADVICE[case].format(count=len(weights), size=human_bytes(size))
+
+
+def _shard_text(leaf: PlannedLeaf, mesh: AnyMesh) -> str:
+    shape = NamedSharding(mesh, leaf.given).shard_shape(leaf.shape)
+    return f"[{','.join(map(str, shape))}]"
 
 
 def _repeat(memory: Memory, least: float, means: Means) -> str | None:

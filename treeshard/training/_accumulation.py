@@ -257,11 +257,12 @@ def _mean_of_parts(grads: PyTree, names: tuple[str, ...]) -> PyTree:
 
 def _scattered_mean(x: Any, spec: PartitionSpec, names: tuple[str, ...], mesh: AnyMesh) -> Any:
     """The mean over `names`, of which this device keeps the shard that `spec` says."""
+    from treeshard._core.torus import scatter_along
+
     total = x.astype(wire_dtype(x, mesh))
     for dim, entry in enumerate(entries(spec)):
         if over := tuple(axis for axis in axes_of(entry) if axis in names):
-            # Without `tiled`, the dim must be as long as the axis, and is dropped.
-            total = jax.lax.psum_scatter(total, over, scatter_dimension=dim, tiled=True)
+            total = scatter_along(total, over, dim, mesh)
     used = get_names_from_partition_spec(spec)
     if rest := tuple(axis for axis in names if axis not in used):
         total = jax.lax.psum(total, rest)

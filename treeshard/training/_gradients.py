@@ -72,6 +72,12 @@ def value_and_grad(
     `axis_names=()`. Arrays in `args` are split on dim 0; scalars, keys and what `loss` closes over
     are the same for all parts.
 
+    Where an axis of the batch covers all dims of a TPU's torus, compilers all-reduce gradients that
+    are scattered over it at once. In a step on Auto axes, a loss that uses weights through
+    `unshard` alone, and whose traces show that it is a mean over the rows of `args`, then runs once
+    per device, and its gradients are scattered over one dim of the torus after the other. Any other
+    loss is left to the compiler. On Explicit axes that depends on `unshard` alone.
+
     Without a mesh, it is `jax.value_and_grad`.
 
     Args:
@@ -98,6 +104,7 @@ def value_and_grad(
     Source:
         The twin of `treeshard.manual.value_and_grad`, for code that the compiler partitions.
     """
+    with_aux = _with_aux(loss, has_aux=has_aux)
     given = None
     if isinstance(specs, Plan):
         given = PlanInForce(specs, row_axes(default_batch(specs)))
@@ -119,10 +126,12 @@ def value_and_grad(
         axes = () if mesh is None else _separate_axes(mesh, grad_specs, axis_names, step)
         rows = _explicit_rows(axis_names, step)
 
+        def of_arrays(arrays: list[Any], args: Any) -> tuple[Any, Any]:
+            return with_aux(split.combine(arrays), *args)
+
         def local(arrays: list[Any], args: Any) -> tuple[Any, Any, list[Any]]:
             def run(arrays: list[Any]) -> tuple[Any, Any]:
-                out = loss(split.combine(arrays), *args)
-                return out if has_aux else (out, None)
+                return of_arrays(arrays, args)
 
             # The partitioner shards a gradient like what it is computed from, which may be full:
             # the constraint is what turns its all-reduce into a reduce-scatter.
@@ -134,14 +143,19 @@ def value_and_grad(
             (value, aux), grads = differentiate(arrays)
             return value, aux, with_sharding_constraint(grads, grad_specs, mesh)
 
-        run = _over(axes, local, mesh) if mesh is not None and axes else local
+        run = over_parts(axes, local, mesh) if mesh is not None and axes else local
         # A step explains errors itself, after it tried all that it can.
         is_in_step = step is not None and step is not given
         with nullcontext() if mesh is None or is_in_step else explaining_types(mesh, step):
-            value, aux, grads = run(split.dynamic(leaves), args)
+            results = _by_dims(of_arrays, split.dynamic(leaves), grad_specs, args, step, axis_names)
+            value, aux, grads = results or run(split.dynamic(leaves), args)
         return ((value, aux) if has_aux else value), split.without_static(grads)
 
     return value_and_grad_of_loss
+
+
+def _with_aux(loss: Callable[..., Any], *, has_aux: bool) -> Callable[..., tuple[Any, Any]]:
+    return loss if has_aux else lambda *args: (loss(*args), None)
 
 
 def _specs_of(params: PyTree, specs: SpecTree, step: PlanInForce | None) -> SpecTree:
@@ -203,12 +217,51 @@ def _explicit_rows(
     return step.rows if step else ()
 
 
-def _over(axes: tuple[str, ...], local: Callable[..., Any], mesh: AnyMesh) -> Callable[..., Any]:
-    """Calls `local` for each part of the rows along `axes`, and averages what it returns."""
-    each = PartitionSpec(entry_of(axes))
+def _by_dims(
+    loss: Callable[..., Any],
+    arrays: list[Any],
+    specs: Sequence[Any],
+    args: Any,
+    step: PlanInForce | None,
+    axis_names: str | Sequence[str] | None,
+) -> tuple[Any, Any, list[Any]] | None:
+    """The value, `aux` and gradients, scattered over one dim of a TPU's torus after the other;
+    `None` where no axis of the rows covers a torus, or that cannot be done."""
+    if step is None or axis_names is not None or vmapped_axes():
+        return None
+    mesh = step.plan.mesh
+    # Along Manual axes the code runs once per device already.
+    free = [] if axes_of_type(mesh, AxisType.Explicit) else {*step.rows} - manual_axes()
+    from treeshard._core.torus import covers_torus
 
-    def mean(x: Any) -> Any:
-        return jax.lax.pmean(x.astype(wire_dtype(x, mesh)), axes).astype(x.dtype)
+    if not covers_torus(mesh, free):
+        return None
+    from treeshard.training._by_torus import by_torus
+
+    return by_torus(loss, arrays, specs, args, step, over_parts)
+
+
+def over_parts(
+    axes: tuple[str, ...],
+    local: Callable[..., Any],
+    mesh: AnyMesh,
+    specs: Sequence[PartitionSpec] | None = None,
+) -> Callable[..., Any]:
+    """Calls `local` for each part of the rows along `axes`, and averages what it returns.
+
+    With `specs`, it gets this device's shards of arrays, and returns gradients of these, which are
+    averaged over the other axes only.
+    """
+    each = PartitionSpec(entry_of(axes))
+    whole = PartitionSpec()
+
+    def mean(x: Any, over: tuple[str, ...] = axes) -> Any:
+        return jax.lax.pmean(x.astype(wire_dtype(x, mesh)), over).astype(x.dtype)
+
+    def mean_of_gradient(x: Any, spec: PartitionSpec) -> Any:
+        split = get_names_from_partition_spec(spec)
+        rest = tuple(axis for axis in axes if axis not in split)
+        return mean(x, rest) if rest else x
 
     def run(arrays: list[Any], args: Any) -> tuple[Any, Any, list[Any]]:
         _check_rows(args, axes, mesh)
@@ -219,13 +272,16 @@ def _over(axes: tuple[str, ...], local: Callable[..., Any], mesh: AnyMesh) -> Ca
         def part(arrays: list[Any], data: list[Any]) -> tuple[Any, Any, list[Any]]:
             nonlocal aux_treedef
             value, aux, grads = local(arrays, split.combine(data))
-            value, grads = tree_map(mean, (value, grads))
+            value = mean(value)
+            of_grads = [whole] * len(grads) if specs is None else specs
+            grads = [mean_of_gradient(*pair) for pair in zip(grads, of_grads, strict=True)]
             aux, aux_treedef = tree_flatten(_reduced(aux, axes, mean))
             scalars = {i: x for i, x in enumerate(aux) if not jnp.ndim(x)}
             joined = {i: x for i, x in enumerate(aux) if jnp.ndim(x)}
             return value, (scalars, joined), grads
 
         data = split.dynamic(leaves)
+        of_arrays = whole if specs is None else list(specs)
         # `out_specs` are given before `part` runs and tells how many arrays `aux` has: each spec
         # is for a dict of them. The compiler partitions along the axes that are not named. With
         # `check_vma`, the backward pass would add a psum for each parameter, before the mean.
@@ -233,8 +289,8 @@ def _over(axes: tuple[str, ...], local: Callable[..., Any], mesh: AnyMesh) -> Ca
             part,
             # `shard_map` refuses any other mesh than the one in force.
             mesh=None if context_mesh() is not None else mesh,
-            in_specs=(PartitionSpec(), [each if x.ndim else PartitionSpec() for x in data]),
-            out_specs=(PartitionSpec(), (PartitionSpec(), each), PartitionSpec()),
+            in_specs=(of_arrays, [each if x.ndim else whole for x in data]),
+            out_specs=(whole, (whole, each), of_arrays),
             axis_names=set(axes),
             check_vma=False,
         )(arrays, data)
