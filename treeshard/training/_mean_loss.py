@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
+from jax.numpy import integer, issubdtype
 
 from treeshard._core.specs import Entry, axes_of
 from treeshard._trace.uses import bodies, is_last_step
@@ -281,6 +282,8 @@ def _met(before: Known, after: Known) -> Known:
 
 def _alike(eqn: Any, operands: list[Known], row_dim: int | None) -> float:
     """Sums, differences, and what is joined: terms must grow alike."""
+    is_joined = row_dim is not None and eqn.params.get("dimension") == row_dim
+    _check(not is_joined, "rows are joined")
     weights = [x.weight for x in operands if x.weight]
     _check(all(math.isclose(w, weights[0], rel_tol=0.02) for w in weights), "a sum is added")
     return weights[0] if weights else 0.0
@@ -290,6 +293,23 @@ def _same(eqn: Any, operands: list[Known], row_dim: int | None) -> float:
     is_lost = operands[0].row_dim is not None and row_dim is None
     _check(not is_lost, "a part of the rows is taken")
     return operands[0].weight
+
+
+def _reshaped(eqn: Any, operands: list[Known], row_dim: int | None) -> float:
+    """Rows that lie side by side must stay so: the part of a device is a piece of the batch."""
+    before = operands[0].row_dim
+    if before is not None and row_dim is not None:
+        outside = math.prod(eqn.invars[0].aval.shape[:before])
+        is_order_kept = outside == math.prod(eqn.outvars[0].aval.shape[:row_dim])
+        _check(is_order_kept and eqn.params["dimensions"] is None, "rows are put in another order")
+    return _same(eqn, operands, row_dim)
+
+
+def _converted(eqn: Any, operands: list[Known], row_dim: int | None) -> float:
+    to_integer = issubdtype(eqn.params["new_dtype"], integer)
+    rounds = to_integer and not issubdtype(eqn.invars[0].aval.dtype, integer)
+    _check(not (rounds and operands[0].is_sum), "a sum over rows is rounded")
+    return _same(eqn, operands, row_dim)
 
 
 def _product(eqn: Any, operands: list[Known], row_dim: int | None) -> float:
@@ -318,33 +338,101 @@ def _other(eqn: Any, operands: list[Known], row_dim: int | None) -> float:
     """What is done row by row, or does not depend on rows."""
     name = eqn.primitive.name
     _check(all(x.is_plain and not x.is_sum for x in operands), f"{name} of a sum over rows")
-    dims = {x.row_dim for x in operands} - {None}
+    dims = [x.row_dim for x in operands]
+    has_rows = any(dim is not None for dim in dims)
     _check(row_dim is not None or not any(x.depends for x in operands), f"{name} of all rows")
     # Random numbers of parts are not those of the whole batch.
-    _check(row_dim is None or bool(dims), f"{name} makes rows")
-    along = set[Any]()
-    for key in _ALONG & eqn.params.keys():
-        value = eqn.params[key]
-        along |= set(value) if isinstance(value, tuple) else {value}
-    _check(dims.isdisjoint(along), f"{name} along rows")
-    _check(not dims or not name.startswith(_PLACES), f"{name} into rows")
-    if name == "gather" and operands[0].row_dim is not None:
-        _check(_is_row_by_row(eqn, operands[0].row_dim), "rows are taken from all rows")
-    if name == "dynamic_update_slice":
-        target, update = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-        are_whole = row_dim is None or target[row_dim] == update[row_dim]
-        _check(are_whole and operands[1].row_dim == row_dim, "some rows are replaced")
+    _check(row_dim is None or has_rows, f"{name} makes rows")
+    if has_rows:
+        is_by_row = _BY_ROW.get(name, _never)
+        _check(is_by_row(eqn, dims, row_dim), f"{name} is not known to go row by row")
     return 1.0
 
 
-_ALONG = {"axis", "dimension", "dimensions"}  # of a sort or a cumulative sum, and the like
-_PLACES = ("scatter", "custom_call", "ffi_call", "pallas_call")
+# ------------------------------------------------------------------ what goes row by row
+
+RowDims = Sequence[int | None]
 
 
-def _is_row_by_row(gather: Any, row_dim: int) -> bool:
-    whole = gather.invars[0].aval.shape[row_dim]
-    batching = gather.params["dimension_numbers"].operand_batching_dims
-    return row_dim in batching or gather.params["slice_sizes"][row_dim] == whole
+def _never(eqn: Any, dims: RowDims, row_dim: int | None) -> bool:
+    return False
+
+
+def _always(eqn: Any, dims: RowDims, row_dim: int | None) -> bool:
+    return True
+
+
+def _along_other_dims(eqn: Any, dims: RowDims, row_dim: int | None) -> bool:
+    along = {eqn.invars[0].aval.ndim - 1} if eqn.primitive.name == "top_k" else set[int]()
+    for key in ("axis", "axes", "dimension", "dimensions"):
+        value = eqn.params.get(key, ())
+        along |= set(value) if isinstance(value, tuple) else {value}
+    return along.isdisjoint(dims)
+
+
+def _takes_all_rows(eqn: Any, dims: RowDims, row_dim: int | None) -> bool:
+    """Of `slice` and `dynamic_slice`: rows that are left are as many as before."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return dims[0] == row_dim and row_dim is not None and before[row_dim] == after[row_dim]
+
+
+def _pads_no_rows(eqn: Any, dims: RowDims, row_dim: int | None) -> bool:
+    return dims[0] is not None and eqn.params["padding_config"][dims[0]] == (0, 0, 0)
+
+
+def _replaces_all_rows(eqn: Any, dims: RowDims, row_dim: int | None) -> bool:
+    target, update = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    return row_dim is None or (dims[1] == row_dim and target[row_dim] == update[row_dim])
+
+
+def _looks_up_by_row(eqn: Any, dims: RowDims, row_dim: int | None) -> bool:
+    if dims[0] is None:
+        return True
+    whole = eqn.invars[0].aval.shape[dims[0]]
+    batching = eqn.params["dimension_numbers"].operand_batching_dims
+    return dims[0] in batching or eqn.params["slice_sizes"][dims[0]] == whole
+
+
+def _convolves_each_row(eqn: Any, dims: RowDims, row_dim: int | None) -> bool:
+    batch = eqn.params["dimension_numbers"].lhs_spec[0]
+    return dims[0] == batch and dims[1] is None and eqn.params["batch_group_count"] == 1
+
+
+def _has_windows_of_a_row(eqn: Any, dims: RowDims, row_dim: int | None) -> bool:
+    [dim] = dims[:1]
+    sizes = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    if dim is None or any(eqn.params[key][dim] != 1 for key in sizes if key in eqn.params):
+        return False
+    return tuple(eqn.params["padding"][dim]) == (0, 0)
+
+
+_ELEMENTWISE = """
+    abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp conj cos cosh digamma eq erf
+    erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic
+    lt max min ne nextafter not or pow real rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor
+    optimization_barrier
+"""
+# With keys of each row.
+_RANDOM = "random_bits random_clone random_fold_in random_split random_unwrap random_wrap"
+_ALONG_DIMS = """
+    argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce_and reduce_max reduce_min
+    reduce_or reduce_prod rev sort split top_k
+"""
+_WINDOWS = "reduce_window reduce_window_max reduce_window_min reduce_window_sum"
+_BY_ROW: Mapping[str, Callable[[Any, RowDims, int | None], bool]] = {
+    **dict.fromkeys(f"{_ELEMENTWISE} {_RANDOM}".split(), _always),
+    **dict.fromkeys(_ALONG_DIMS.split(), _along_other_dims),
+    **dict.fromkeys(_WINDOWS.split(), _has_windows_of_a_row),
+    **dict.fromkeys(("slice", "dynamic_slice"), _takes_all_rows),
+    "conv_general_dilated": _convolves_each_row,
+    "dynamic_update_slice": _replaces_all_rows,
+    "gather": _looks_up_by_row,
+    "pad": _pads_no_rows,
+}
+
+
+# ------------------------------------------------------------------ rules
 
 
 def _iota(eqn: Any, operands: list[Known], row_dim: int | None) -> float:
@@ -356,14 +444,16 @@ _LINEAR: Mapping[str, Callable[[Any, list[Known], int | None], float]] = {
     **dict.fromkeys(("add", "add_any", "concatenate", "sub"), _alike),
     **dict.fromkeys(
         (
-            *("broadcast_in_dim", "convert_element_type", "copy", "copy_p", "neg", "pvary"),
-            *("reduce_precision", "reshape", "sharding_constraint", "squeeze", "transpose"),
+            *("broadcast_in_dim", "copy", "copy_p", "neg", "pvary", "reduce_precision"),
+            *("reshard", "sharding_constraint", "squeeze", "stop_gradient", "transpose"),
         ),
         _same,
     ),
+    "convert_element_type": _converted,
     "div": _quotient,
     "dot_general": _matrix_product,
     "mul": _product,
     "reduce_sum": _sum,
+    "reshape": _reshaped,
 }
 _RULES = {**_LINEAR, "iota": _iota}
