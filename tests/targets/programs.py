@@ -171,7 +171,9 @@ def by_hand(
     return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), dtype), chosen, chosen)
 
 
-def zero_1(mesh: jax.sharding.Mesh, *, scan: bool = False) -> Case:
+def zero_1(
+    mesh: jax.sharding.Mesh, *, scan: bool = False, gradient: Any = jax.value_and_grad
+) -> Case:
     """Parameters replicated, optimizer state sharded."""
     state = _state(_params(scan, "float32"), ADAMW)
     plan = ts.plan(state, [("params", None), ("opt", _rules(scan)[0][1])], mesh)
@@ -184,7 +186,7 @@ def zero_1(mesh: jax.sharding.Mesh, *, scan: bool = False) -> Case:
 
     @jit_step(plan=plan, batch=P("fsdp"))
     def step(state: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        value, grads = gradient(loss)(state["params"], batch)
         return _update(ADAMW, state, grads), value
 
     return Case(plan, step, jax.ShapeDtypeStruct((ROWS, WIDTH), "float32"))
@@ -297,6 +299,7 @@ CASES: dict[str, tuple[str, Callable[[jax.sharding.Mesh], Case]]] = {
     "scan_remat_f32": ("fsdp=8", partial(scanned, remat=True)),
     "scan_adamw": ("fsdp=8", partial(scanned, remat=True, optimizer=ADAMW)),
     "zero_1": ("fsdp=8", zero_1),
+    "zero_1_gradient": ("fsdp=8", partial(zero_1, gradient=ts.training.value_and_grad)),
     "zero_1_scan": ("fsdp=8", partial(zero_1, scan=True)),
     "tensor": ("fsdp=2,tensor=4", tensor_parallel),
     "tensor_bf16": ("fsdp=4,tensor=2", _bf16(tensor_parallel)),

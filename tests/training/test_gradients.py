@@ -199,6 +199,32 @@ def test_only_shards_of_gradients_are_reduced_over_data() -> None:
 # ------------------------------------------------------------------ messages
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_where_only_the_optimizer_state_is_sharded_gradients_are_like_it(minibatches: int) -> None:
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    state = {"opt": optimizer.init(PARAMS), "params": PARAMS}
+    rules = [("opt", ts.fsdp("data", min_size=0)), (".*", None)]
+    plan = plan_on(ts.make_mesh("data=8"), state, rules)
+
+    @ts.jit_step(plan=plan, donate=False)
+    def step(state: Any, x: Any) -> Any:
+        def grad_fn(x: Any, _: Any) -> Any:
+            value, grads = value_and_grad(loss)(state["params"], x)
+            return grads, {"loss": value}
+
+        grads = accumulate_gradients(grad_fn, x, minibatches)[0]
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"opt": opt, "params": optax.apply_updates(state["params"], updates)}, grads
+
+    found, grads = step(ts.shard(state, plan), X)
+    close(ts.gather(grads), jax.grad(loss)(PARAMS, X))
+    # The compiler has the whole reduction, and can scatter it: nothing is averaged by hand before.
+    assert "manual_computation" not in step.lower(plan.structs, X).as_text()
+    assert found["params"]["up"].sharding.is_fully_replicated
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, jax.grad(loss)(PARAMS, X))
+    close(ts.gather(found["params"]), expected)
+
+
 def test_no_plan_is_in_force() -> None:
     with (
         jax.set_mesh(ts.make_mesh(HSDP)),

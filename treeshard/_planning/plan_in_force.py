@@ -8,7 +8,7 @@ the structure and the shapes of what it is called with.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -87,6 +87,36 @@ class PlanInForce:
         Raises:
             SpecError: If the plan has no such subtree, or several with different specs.
         """
+        found = self._subtrees_like(tree)
+        # Optimizer state has the structure of its parameters.
+        for candidates in (found.of_parameters, found.paths_of.keys()):
+            if len(candidates) == 1:
+                [specs] = candidates
+                return found.structure.unflatten(specs)
+        shapes, paths_of = found.shapes, found.paths_of
+        shown = ", ".join(str(shape) for shape in shapes[:5]) + (", ..." if shapes[5:] else "")
+        if not paths_of:
+            raise SpecError(
+                f"the plan has no subtree of this structure with leaves of shape {shown}."
+            )
+        several = "; ".join(f"{path} as {list(specs)}" for specs, path in paths_of.items())
+        raise SpecError(
+            f"the plan has several subtrees of this structure with leaves of shape {shown}, and"
+            f" they are sharded differently: {several}. If one of them is optimizer state, shard it"
+            " like its parameters (`Plan.follow`)."
+        )
+
+    def specs_of_state(self, parameters: PyTree) -> SpecTree | None:
+        """The specs of the optimizer state of parameters; `None` if the plan has none that is
+        sharded otherwise than they are, or several that differ."""
+        found = self._subtrees_like(parameters)
+        of_state = found.paths_of.keys() - found.of_parameters
+        if len(of_state) != 1 or len(found.of_parameters) != 1:
+            return None
+        [specs] = of_state
+        return found.structure.unflatten(specs)
+
+    def _subtrees_like(self, tree: PyTree) -> "_Subtrees":
         arrays = tree_map(lambda x: x if has_shape(x) else None, tree)
         shapes = [tuple(x.shape) for x in tree_leaves(arrays)]
         paths_of: dict[tuple[Any, ...], str] = {}
@@ -100,22 +130,7 @@ class PlanInForce:
             paths_of.setdefault(specs, ", ".join(fold_paths([x.path for x in leaves])[:3]))
             if self._parameters.issuperset(leaf.path for leaf in leaves):
                 of_parameters.add(specs)
-        # Optimizer state has the structure of its parameters.
-        for candidates in (of_parameters, paths_of.keys()):
-            if len(candidates) == 1:
-                [specs] = candidates
-                return structure.unflatten(specs)
-        shown = ", ".join(str(shape) for shape in shapes[:5]) + (", ..." if shapes[5:] else "")
-        if not paths_of:
-            raise SpecError(
-                f"the plan has no subtree of this structure with leaves of shape {shown}."
-            )
-        several = "; ".join(f"{path} as {list(specs)}" for specs, path in paths_of.items())
-        raise SpecError(
-            f"the plan has several subtrees of this structure with leaves of shape {shown}, and"
-            f" they are sharded differently: {several}. If one of them is optimizer state, shard it"
-            " like its parameters (`Plan.follow`)."
-        )
+        return _Subtrees(structure, shapes, paths_of, of_parameters)
 
     @cached_property
     def _parameters(self) -> frozenset[str]:
@@ -148,6 +163,22 @@ class PlanInForce:
         mesh = self.plan.mesh
         local = without_axes(leaf.given, axis_sizes(mesh).keys() - manual_axes())
         return NamedSharding(mesh, local).shard_shape(leaf.shape)
+
+
+class _Subtrees(NamedTuple):
+    """The subtrees of a plan that have the structure and the shapes of a tree.
+
+    Attributes:
+        structure: That of the tree, without what is no array.
+        shapes: Those of its arrays.
+        paths_of: The specs of each subtree, and its first paths.
+        of_parameters: Those of these specs that are specs of parameters.
+    """
+
+    structure: Any
+    shapes: list[tuple[int, ...]]
+    paths_of: dict[tuple[Any, ...], str]
+    of_parameters: set[tuple[Any, ...]]
 
 
 def subtrees(plan: Plan, treedef: Any) -> Iterator[int]:

@@ -92,7 +92,8 @@ def value_and_grad(
 
     Returns:
         `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. The gradients are sharded
-        like `params`; those of leaves that are not floating are `None`.
+        like `params`, or like their optimizer state if it alone is sharded; those of leaves that
+        are not floating are `None`.
 
     Raises:
         SpecError: When called on a mesh, if no plan is in force and `specs` is not given, or the
@@ -120,6 +121,8 @@ def value_and_grad(
             )
         mesh = get_incontext_mesh(raise_error=False) if step is None else step.plan.mesh
         own = None if mesh is None else _specs_of(params, specs, step)
+        if step is not None and axis_names is None and isinstance(specs, Plan | None):
+            own = _specs_of_state(params, own, step) or own
         leaves, treedef = tree_flatten(params)
         split = StaticSplit(leaves, treedef, has_gradient)
         grad_specs = split.dynamic(specs_of_leaves(own, params))
@@ -173,6 +176,15 @@ def _specs_of(params: PyTree, specs: SpecTree, step: PlanInForce | None) -> Spec
             f"value_and_grad: {error} Pass the specs of the parameters:"
             " `value_and_grad(loss, specs)`."
         ) from None
+
+
+def _specs_of_state(params: PyTree, own: SpecTree, step: PlanInForce) -> SpecTree | None:
+    """The specs of the optimizer state, if it alone is sharded (ZeRO-1): each device then needs
+    its shards of gradients, and not all of them."""
+    is_auto = not axes_of_type(step.plan.mesh, AxisType.Explicit)
+    if not is_auto or manual_axes() or vmapped_axes() or get_names_from_partition_spec(own):
+        return None
+    return step.specs_of_state(params)
 
 
 # ------------------------------------------------------------------ parts of the batch
