@@ -323,9 +323,9 @@ NOTE = """\
 cases its first suggestion is the fastest of all, or at most 3% slower. `batch` is that of all
 devices, `time` is computed from published peak speeds, not measured, and `exposed` is the part of
 it in which a device waits for others.
-`python -m benchmarks.suggest_cases` compiles them again{left}. On v5e-256 and v5p they were
-compiled with gradients that are all-reduced; now [these are scattered](../guide/the-pod-you-do-not-have.md#axes-and-the-links-between-chips),
-which sends fewer bytes and needs less memory.
+`python -m benchmarks.suggest_cases` compiles them again{left}. On v5e-256 and v5p, gradients were
+all-reduced then; now [they are scattered](../guide/the-pod-you-do-not-have.md), which sends fewer
+bytes and needs less memory.
 """
 
 
