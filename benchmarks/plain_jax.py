@@ -51,8 +51,7 @@ class Case(NamedTuple):
 
     Attributes:
         strategy: A key of `RULES`, and perhaps what differs through treeshard, by these words:
-            `Muon`, `prefetch`, `embedding and head as they are`, which are then not gathered, and
-            `jax.value_and_grad`, which then takes the gradients.
+            `Muon`, `prefetch`, and `embedding and head as they are`, which are then not gathered.
         size: A key of `SIZES`.
         topology: The devices.
         mesh: Its axes.
@@ -92,7 +91,6 @@ CASES = [
     Case("ZeRO-1", "0.1B", "v5e:2x4", "data=8", 1024),
     Case("ZeRO-1", "1B", "h100:8", "data=8", 8192),
     Case("FSDP, embedding and head as they are", "1B", "h100:8", "fsdp=8", 8192),
-    Case("ZeRO-1, jax.value_and_grad", "1B", "h100:8", "data=8", 8192),
     Case("FSDP, Muon", "0.1B", "v5e:2x4", "fsdp=8", 1024),
     Case("FSDP, Muon", "0.1B", "h100:8", "fsdp=8", 1024),
     Case("FSDP, prefetch", "1B", "v5e:4x4", "fsdp=16", 1024),
@@ -191,8 +189,7 @@ def by_treeshard(case: Case, mesh: Mesh) -> CompiledStep:
     constrain = partial(ts.with_sharding_constraint, shardings=rows)
     run = scan_layers if "prefetch" in case.strategy else scanned
     use_ends = cast if "as they are" in case.strategy else gathered
-    differentiate = jax.value_and_grad if "jax." in case.strategy else value_and_grad
-    gradient = differentiate(loss_of(size, gathered, use_ends, constrain, run))
+    gradient = value_and_grad(loss_of(size, gathered, use_ends, constrain, run))
     step = jit_step(step_of(gradient, optimizer), plan, batch=rows)
     return step.compile(plan.structs, batch_of(case, mesh))
 

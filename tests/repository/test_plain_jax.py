@@ -49,10 +49,10 @@ def test_what_the_text_below_the_table_says() -> None:
     torus = "FSDP 8B, 4 layers v5e:4x4"
     assert of(torus, plain)["kinds"]["collective-permute"] > 1000
     assert of(torus, plain)["exposed_seconds"] < of(torus, ours)["exposed_seconds"]
-    assert of(torus, ours)["findings"] == ["all-reduce"]
-    zero, with_jax = "ZeRO-1 1B h100:8", "ZeRO-1, jax.value_and_grad 1B h100:8"
-    assert sent(with_jax, ours) == sent(zero, plain) < planned(zero) < sent(zero, ours)
-    assert of(zero, ours)["findings"] == ["all-reduce"]
+    assert of(torus, ours)["findings"] == []
+    for zero in ("ZeRO-1 0.1B v5e:2x4", "ZeRO-1 1B h100:8"):
+        assert sent(zero, ours) == sent(zero, plain) < planned(zero)
+        assert set(of(zero, ours)["findings"]) == {"activation", "not-moved"}
     for case in plain_jax.CASES:
         if "Muon" in case.strategy:
             assert 2 * sent(case.name, ours) < sent(case.name, plain)

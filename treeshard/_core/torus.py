@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from treeshard._core.mesh import AnyMesh, manual_axes
 
 Groups = tuple[tuple[int, ...], ...]
-# Over two of the three dims of a torus, the compiler scatters at once.
+# Over two of the three dims of a torus, the TPU compiler scatters at once.
 _SCATTERED_AT_ONCE = {2: 1, 3: 2}
 _SMALL_GATHER, _MANY_DEVICES = 2**24, 32
 
@@ -87,7 +87,7 @@ def gather_along(x: Any, axes: Sequence[str], dim: int, mesh: AnyMesh | None) ->
 
 
 def _would_be_all_reduced(x: Any, devices: int) -> bool:
-    """Whether the compiler for v5e makes an all-reduce of a gather over all dims at once.
+    """Whether the TPU compiler makes an all-reduce of a gather over all dims at once.
 
     It does so with small ones, from 8x8 chips on. Others stay gathers, and hide behind other work
     more often than gathers over one dim after the other.

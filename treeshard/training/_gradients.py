@@ -61,44 +61,37 @@ def value_and_grad(
 
     Like `jax.value_and_grad`, with less communication and memory:
 
-    - Gradients are constrained to the specs of their parameters, so that a compiler can
-      reduce-scatter them.
+    - Gradients are constrained to the specs of their parameters, or of the optimizer state if it
+      alone is sharded (ZeRO-1), so that they can be scattered.
     - Along an axis that splits the batch and shards no parameter, such as `data` of a mesh
       `data=2,fsdp=4` (HSDP), each part of the batch is differentiated separately, and the shards
       of the gradients are averaged.
+    - Where an axis covers a TPU's torus, they are scattered dim by dim, if the loss is seen to be a
+      mean over rows, and uses weights through `unshard` alone.
 
     In the second case `loss` gets the rows of one part, so it must be a mean over the rows of
     `args`. For a mean with weights, divide by `jax.lax.pmean(weights.sum(), axis)`, or pass
-    `axis_names=()`. Arrays in `args` are split on dim 0; scalars, keys and what `loss` closes over
-    are the same for all parts.
-
-    Where an axis of the batch covers all dims of a TPU's torus, compilers all-reduce gradients that
-    are scattered over it at once. In a step on Auto axes, a loss that uses weights through
-    `unshard` alone, and whose traces show that it is a mean over the rows of `args`, then runs once
-    per device, and its gradients are scattered over one dim of the torus after the other. Any other
-    loss is left to the compiler. On Explicit axes that depends on `unshard` alone.
+    `axis_names=()`. Arrays in `args` are split on dim 0.
 
     Without a mesh, it is `jax.value_and_grad`.
 
     Args:
-        loss: Called as `loss(params, *args)`; returns a scalar, or with `has_aux` a pair of a
-            scalar and anything.
-        specs: How `params` is sharded: a tree of specs, a prefix of one, or a `Plan` of `params`
-            or of a state that contains it. By default the plan of the step.
-        axis_names: The axes along which parts of the batch are differentiated separately. By
-            default those that split the step's batch and shard no parameter.
+        loss: `loss(params, *args)` returns a scalar; with `has_aux`, a scalar and anything.
+        specs: Specs of `params`, a prefix of them, or a `Plan` that contains `params`. By default
+            the plan of the step.
+        axis_names: The axes of the second case. By default those that split the step's batch and
+            shard no parameter.
         has_aux: Over `axis_names`, arrays in `aux` are joined on dim 0, floating-point scalars
             are averaged, and `Metrics` are summed.
 
     Returns:
-        `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. The gradients are sharded
-        like `params`, or like their optimizer state if it alone is sharded; those of leaves that
+        `f(params, *args) -> (value, grads)`, or `((value, aux), grads)`. Gradients of leaves that
         are not floating are `None`.
 
     Raises:
         SpecError: When called on a mesh, if no plan is in force and `specs` is not given, or the
-            plan has no subtree like `params`, or several with different specs; if the axes do not
-            divide the rows of `args`; inside `shard_map_step`.
+            plan has no subtree like `params`, or several that differ; if the axes do not divide the
+            rows of `args`; inside `shard_map_step`.
         LeafError: When called, if `aux` has scalars that have no mean. Lists all of them.
         UnknownAxisError: When called, if the mesh lacks one of `axis_names`.
 
