@@ -113,9 +113,7 @@ def value_and_grad(
                 " `treeshard.manual.value_and_grad` there."
             )
         mesh = get_incontext_mesh(raise_error=False) if step is None else step.plan.mesh
-        own = None if mesh is None else _specs_of(params, specs, step)
-        if step is not None and axis_names is None and isinstance(specs, Plan | None):
-            own = _specs_of_state(params, own, step) or own
+        own = None if mesh is None else _specs_of_gradients(params, specs, step, axis_names)
         leaves, treedef = tree_flatten(params)
         split = StaticSplit(leaves, treedef, has_gradient)
         grad_specs = split.dynamic(specs_of_leaves(own, params))
@@ -171,13 +169,22 @@ def _specs_of(params: PyTree, specs: SpecTree, step: PlanInForce | None) -> Spec
         ) from None
 
 
-def _specs_of_state(params: PyTree, own: SpecTree, step: PlanInForce) -> SpecTree | None:
-    """The specs of the optimizer state, if it alone is sharded (ZeRO-1): each device then needs
-    its shards of gradients, and not all of them."""
+def _specs_of_gradients(
+    params: PyTree,
+    specs: SpecTree,
+    step: PlanInForce | None,
+    axis_names: str | Sequence[str] | None,
+) -> SpecTree:
+    """Those of the parameters; or those of the optimizer state, if it alone is sharded (ZeRO-1):
+    each device then needs its shards of gradients, and not all of them."""
+    own = _specs_of(params, specs, step)
+    is_chosen = axis_names is not None or not isinstance(specs, Plan | None)
+    if step is None or is_chosen or get_names_from_partition_spec(own):
+        return own
     is_auto = not axes_of_type(step.plan.mesh, AxisType.Explicit)
-    if not is_auto or manual_axes() or vmapped_axes() or get_names_from_partition_spec(own):
-        return None
-    return step.specs_of_state(params)
+    is_global = not manual_axes() and not vmapped_axes()
+    of_state = step.specs_of_state(params) if is_auto and is_global else None
+    return own if of_state is None else of_state
 
 
 # ------------------------------------------------------------------ parts of the batch
