@@ -235,6 +235,22 @@ def halves(params: Any, x: Any) -> Any:
     return jnp.mean(first * second)
 
 
+def every_other(params: Any, x: Any) -> Any:
+    h = _hidden(params, x)
+    return jnp.mean(h[: len(x) // 2] * h[1::2])
+
+
+def looked_up(params: Any, x: Any) -> Any:
+    h = _hidden(params, x)
+    return jnp.mean(h * h[(x[:, 0] > 0).astype("int32")])
+
+
+def overwritten(params: Any, x: Any) -> Any:
+    h = _hidden(params, x)
+    first_of_pairs = h.reshape(len(x) // 2, 2, -1)[:, 0]
+    return jnp.mean(jax.lax.dynamic_update_slice(2 * h, first_of_pairs, (0, 0)) ** 2 * h)
+
+
 def far_pairs(params: Any, x: Any) -> Any:
     h = _hidden(params, x).reshape(2, len(x) // 2, -1)
     return jnp.mean(h[0] * h[1])
@@ -314,6 +330,7 @@ def label_smoothed(params: Any, x: Any) -> Any:
         *((loss, True) for loss in (mean, of_each_row, label_smoothed, near_pairs, pooled)),
         *((loss, False) for loss in (halves, far_pairs, doubled, shifted, rounded)),
         *((loss, False) for loss in (smoothed_over_rows, convolved_over_rows)),
+        *((loss, False) for loss in (every_other, looked_up, overwritten)),
         *((loss, False) for loss in (weighted, normalised, contrastive, summed, of_the_mean)),
         *((loss, False) for loss in (sorted_rows, with_noise, decayed, neighbours, first_rows)),
     ],
