@@ -237,12 +237,20 @@ def halves(params: Any, x: Any) -> Any:
 
 def every_other(params: Any, x: Any) -> Any:
     h = _hidden(params, x)
-    return jnp.mean(h[: len(x) // 2] * h[1::2])
+    first = jax.lax.slice_in_dim(h, 0, len(x) // 2)
+    return jnp.mean(first * jax.lax.slice_in_dim(h, 1, len(x), 2))
 
 
 def looked_up(params: Any, x: Any) -> Any:
     h = _hidden(params, x)
-    return jnp.mean(h * h[(x[:, 0] > 0).astype("int32")])
+    one_of_two = (x[:, :1] > 0).astype("int32")
+    dims = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
+    return jnp.mean(h * jax.lax.gather(h, one_of_two, dims, (1, WIDTH)))
+
+
+def frequencies(params: Any, x: Any) -> Any:
+    """By an operation of which nothing is known."""
+    return jnp.mean(jnp.abs(jnp.fft.fft(_hidden(params, x), axis=0)))
 
 
 def overwritten(params: Any, x: Any) -> Any:
@@ -330,7 +338,7 @@ def label_smoothed(params: Any, x: Any) -> Any:
         *((loss, True) for loss in (mean, of_each_row, label_smoothed, near_pairs, pooled)),
         *((loss, False) for loss in (halves, far_pairs, doubled, shifted, rounded)),
         *((loss, False) for loss in (smoothed_over_rows, convolved_over_rows)),
-        *((loss, False) for loss in (every_other, looked_up, overwritten)),
+        *((loss, False) for loss in (every_other, looked_up, overwritten, frequencies)),
         *((loss, False) for loss in (weighted, normalised, contrastive, summed, of_the_mean)),
         *((loss, False) for loss in (sorted_rows, with_noise, decayed, neighbours, first_rows)),
     ],
