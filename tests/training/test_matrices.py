@@ -22,6 +22,7 @@ from tests.training.matrix_programs import (
     muon,
     setup,
     shampoo,
+    soap,
     values,
 )
 from treeshard.checkpoint import restore, save
@@ -93,6 +94,16 @@ def test_shampoo_keeps_each_preconditioner_with_its_matrix() -> None:
     assert_two_exchanges(compiled, ("fsdp",), 8)
     # Roots by eigenvectors amplify what the order of sums changes.
     assert_close(three_updates(made, state)["params"], on_one_device(shampoo()), 1e-4)
+
+
+def test_soap_keeps_its_moments_with_its_matrix() -> None:
+    made = setup(soap(), ts.make_mesh("fsdp=8"))
+    stacks = made.plan.structs["opt"].matrices["64x128_float32"]["of"]
+    assert stacks["square"].shape == (8, 64, 128)
+    state = ts.pad_leaves(made.init(), made.plan)
+    compiled = made.step.compile(state, batch(1)).compiled
+    assert_two_exchanges(compiled, ("fsdp",), 8)
+    assert_close(three_updates(made, state)["params"], on_one_device(soap()), 1e-4)
 
 
 def test_a_state_goes_on_on_another_mesh(tmp_path: Path, by_muon: Any) -> None:
