@@ -85,6 +85,7 @@ CASES = [
     Case("FSDP", "0.1B", "v5e:2x4", "fsdp=8", 1024),
     Case("FSDP", "8B, 4 layers", "v5e:4x4", "fsdp=16", 2048),
     Case("FSDP", "1B", "h100:8", "fsdp=8", 8192),
+    Case("FSDP", "8B", "v5e:16x16", "fsdp=256", 4096),
     Case("HSDP", "0.1B", "v5e:2x4", "data=2,fsdp=4", 1024),
     Case("HSDP", "0.1B", "v5e:4x4", "data=4,fsdp=4", 1024),
     Case("HSDP", "1B", "h100:8", "data=2,fsdp=4", 8192),

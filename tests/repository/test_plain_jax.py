@@ -38,8 +38,13 @@ def planned(name: str) -> int:
 
 def test_what_the_text_below_the_table_says() -> None:
     alone, plain, ours = plain_jax.WAYS
+    pod = "FSDP 8B v5e:16x16"
+    assert "at least 27.99GiB" in of(pod, alone)["does not fit"]
+    assert sent(pod, plain) > 1.4 * sent(pod, ours)
+    assert sent(pod, ours) < 1.001 * planned(pod)
+    assert of(pod, plain)["findings"] == ["all-reduce", "again"]
     for case in plain_jax.CASES:
-        if "ZeRO-1" not in case.strategy:
+        if "ZeRO-1" not in case.strategy and case.topology != "v5e:16x16":
             assert sent(case.name, alone) > max(sent(case.name, plain), sent(case.name, ours))
             assert "Muon" in case.strategy or sent(case.name, plain) < planned(case.name)
     whole = "FSDP 1B h100:8"
@@ -56,6 +61,6 @@ def test_what_the_text_below_the_table_says() -> None:
     for case in plain_jax.CASES:
         if "Muon" in case.strategy:
             assert 2 * sent(case.name, ours) < sent(case.name, plain)
-        if "HSDP" in case.strategy:
+        if "HSDP" in case.strategy and case.topology != "v5e:16x16":
             assert sent(case.name, plain) < sent(case.name, ours)
     assert "reduction-inside-loop" in of("HSDP 1B h100:8", plain)["findings"]
