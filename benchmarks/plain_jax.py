@@ -89,6 +89,7 @@ CASES = [
     Case("HSDP", "0.1B", "v5e:2x4", "data=2,fsdp=4", 1024),
     Case("HSDP", "0.1B", "v5e:4x4", "data=4,fsdp=4", 1024),
     Case("HSDP", "1B", "h100:8", "data=2,fsdp=4", 8192),
+    Case("HSDP", "8B", "v5e:16x16", "data=4,fsdp=64", 4096),
     Case("ZeRO-1", "0.1B", "v5e:2x4", "data=8", 1024),
     Case("ZeRO-1", "1B", "h100:8", "data=8", 8192),
     Case("FSDP, embedding and head as they are", "1B", "h100:8", "fsdp=8", 8192),
