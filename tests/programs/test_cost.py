@@ -741,6 +741,8 @@ def test_a_picture_along_time_adds_up_to_the_figures() -> None:
             starts, ends = zip(*(row.bar for row in parts), strict=True)
             assert [*starts, end] == pytest.approx([begin, *ends])
     assert cost.hidden_seconds > 0
+    assert cost.exposed
+    assert not any(x.is_async for x in cost.exposed)
     assert [lanes[name][0].bar[0] for name in LANES[:3]] == [0, 0, 0]
     exposed = lanes["collectives, exposed"][0]
     assert exposed.bar[0] == pytest.approx(1000 * max(seconds[:3]))

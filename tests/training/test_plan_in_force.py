@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.helpers import struct
 from tests.training import gradient_programs
+from treeshard._planning.plan_in_force import PlanInForce
 from treeshard.manual import value_and_grad
 
 HSDP = "data=2,fsdp=4"
@@ -254,3 +255,16 @@ def test_by_hand_parameters_that_the_plan_lacks_are_an_error_with_the_way_out() 
     message = "value_and_grad: the plan has no subtree .* Pass the specs of the parameters: `value_"
     with pytest.raises(ts.SpecError, match=message):
         ts.shard_map_step(step, plan, batch=BOTH).lower(plan.structs, struct(16))
+
+
+def test_the_specs_of_optimizer_state_are_one_or_none() -> None:
+    """Moments that are sharded in two ways do not say how gradients are needed."""
+    state = {"params": MLP, "opt": {"mu": MLP, "nu": MLP}}
+    mesh = ts.make_mesh("data=8")
+    alike = [("opt", P("data")), (".*", None)]
+    unlike = [("mu", P("data")), ("nu", P(None, "data")), (".*", None)]
+    found = [
+        PlanInForce(ts.plan(state, rules, mesh, min_size=0), ("data",)).specs_of_state(MLP)
+        for rules in (alike, unlike, [(".*", P("data"))])
+    ]
+    assert found == [{"down": P("data"), "up": P("data")}, None, None]

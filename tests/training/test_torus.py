@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.training.gradient_programs import CASES, mesh_of_kind, state, step_of
 from treeshard import manual, training
+from treeshard._trace.uses import is_last_step
 from treeshard.communication import Collective, collectives
 from treeshard.communication._collectives import with_steps_joined
 
@@ -367,10 +368,10 @@ def test_what_a_loss_gets_otherwise_is_left_to_the_compiler() -> None:
     """Weights of classes, which are not rows; large arrays from outside, which would be gathered
     before it; and weights that are passed on."""
     mesh = ts.make_mesh("fsdp=8")
-    w = jax.random.normal(jax.random.key(1), (256, WIDTH)) / 8
+    w = jax.random.normal(jax.random.key(1), (512, WIDTH)) / 8
     params = {"frozen": w, "w": w}
     plan = ts.plan(params, [("w|frozen", P("fsdp"))], mesh, min_size=0)
-    x = np.random.default_rng(2).standard_normal((ROWS, 256)).astype("float32")
+    x = np.random.default_rng(2).standard_normal((ROWS, 512)).astype("float32")
     classes = jnp.linspace(0.5, 1.5, WIDTH)
 
     def per_class(w: Any, x: Any, classes: Any) -> Any:
@@ -382,14 +383,19 @@ def test_what_a_loss_gets_otherwise_is_left_to_the_compiler() -> None:
             full = ts.unshard({"frozen": state["frozen"], "w": w})
             return jnp.mean((x @ (full["frozen"] + full["w"])) ** 2)
 
+        def beside(w: Any, x: Any) -> Any:
+            return jnp.mean((x @ (state["frozen"] + ts.unshard(w, P("fsdp"), "fsdp"))) ** 2)
+
         return state, (
             training.value_and_grad(per_class, P("fsdp"))(state["w"], x, classes),
             training.value_and_grad(adapted, P("fsdp"))(state["w"], x),
+            training.value_and_grad(beside, P("fsdp"))(state["w"], x),
         )
 
-    _, (first, second) = step(ts.shard(params, plan), x)
+    _, (first, second, third) = step(ts.shard(params, plan), x)
     assert_close(first, one_device(lambda w: jnp.mean((x @ w) ** 2 * classes[None]), w))
-    assert_close(second, one_device(lambda v: jnp.mean((x @ (w + v)) ** 2), w))
+    for each in (second, third):
+        assert_close(each, one_device(lambda v: jnp.mean((x @ (w + v)) ** 2), w))
     assert not parts(step.compile(plan.structs, x).compiled)
 
 
@@ -416,6 +422,20 @@ def test_aux_is_that_of_the_whole_batch(is_mean: bool) -> None:
 
 
 # ------------------------------------------------------------------ reading
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_last"),
+    [
+        (None, True),
+        ([[0, 4], [1, 5], [2, 6], [3, 7]], True),
+        ([[0, 2, 4, 6], [1, 3, 5, 7]], True),
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], False),
+        ([[0, 2], [1, 3], [4, 6], [5, 7]], False),
+    ],
+)
+def test_the_last_step_of_a_gather_is_between_the_farthest(groups: Any, is_last: bool) -> None:
+    assert is_last_step(groups) == is_last
 
 
 def scatter(size: int, part: tuple[int, int]) -> Collective:

@@ -280,6 +280,9 @@ def tell_removed(what: str, directory: PathLike, removed: Mapping[str, int | Non
         name if size is None else f"{name} ({human_bytes(size)})" for name, size in removed.items()
     ]
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    # In an object store, which has no locks, nobody knows either who wrote them.
+    if None in removed.values():
+        more += ". A run that is still saving there has lost them, too"
     warn(
         f"{what}: removed what killed saves had left in {os.fspath(directory)}:"
         f" {', '.join(names[:5])}{more}."
