@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -386,7 +387,7 @@ STARTS = """
 import sys
 from pathlib import Path
 
-if "loky.backend.popen_loky_posix" in sys.orig_argv:
+if any("programs._child" in part for part in sys.orig_argv):
     import os, time
     part = Path(r"{running}.part")
     part.write_text(str(os.getpid()))
@@ -413,11 +414,36 @@ def test_ctrl_c_returns_what_is_done_and_ends_the_compiler(while_it, tmp_path) -
     while not running.exists():
         assert started.poll() is None, started.communicate()
         time.sleep(0.05)
-    os.kill(int(running.read_text()), signal.SIGINT)  # first, as it may happen
-    time.sleep(0.5)
     os.killpg(started.pid, signal.SIGINT)
     compiled = {"data=8": while_it == "compiles", "fsdp=8": False}
     assert started.communicate() == (f"interrupted {compiled}\nended\n", "")
+
+
+def test_a_killed_process_leaves_no_compiler(tmp_path) -> None:
+    script, running = tmp_path / "script.py", tmp_path / "process"
+    script.write_text(INTERRUPTED)
+    started = subprocess.Popen(
+        [sys.executable, script, running],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    while not running.exists():
+        assert started.poll() is None
+        time.sleep(0.05)
+    compiler = int(running.read_text())
+    started.kill()
+    started.wait()
+    deadline = time.monotonic() + 20
+    while is_alive(compiler):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    """Where nothing reaps the processes of a dead parent, they stay as zombies."""
+    try:
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def test_settings_of_jax_hold_where_a_program_is_compiled() -> None:

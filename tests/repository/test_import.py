@@ -10,7 +10,7 @@ import pytest
 from surface import SUBMODULES
 
 HEAVY = ["chex", "equinox", "flax", "matplotlib", "optax", "rich", "tensorstore", "tqdm"]
-HEAVY += ["loky"]
+HEAVY += ["cloudpickle"]
 
 
 def run(code: str) -> str:

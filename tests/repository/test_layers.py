@@ -29,13 +29,12 @@ ROWS = (
 AT_THE_TOP = {"jax", "numpy"}
 OWNERS: Mapping[str, str] = {
     "chex": "testing",
-    "cloudpickle": "programs._suggest",
+    "cloudpickle": "programs._child",
     "equinox": "training",
     "etils": "checkpoint",
     "isal": "checkpoint",
     "jax._src": "_core.jax_private",
     "lazy_loader": "__init__",
-    "loky": "programs._suggest",
     "safetensors": "interchange",
     "tensorstore": "checkpoint",
 }

@@ -1,31 +1,19 @@
 """Finds the mesh and the strategy for a model on given devices, and says why the others lost.
 
-Each program is compiled in a process of its own. XLA ends its whole process where one of its own
-checks fails, and does not give the memory of a large compile back to the system. The process is one
-of loky: `multiprocessing` would run the user's script a second time to find its functions, or fork
-a process in which JAX has threads. cloudpickle copies functions of scripts and of notebooks by
-value, and what modules define by name.
+Each program is compiled in a process of its own (`_child.py`).
 """
 
 import inspect
 import math
-import pickle
-import signal
 import sys
-import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import resource_tracker
 from typing import Any
 
-import cloudpickle
 import jax
 from jax.tree_util import tree_leaves
-from loky import BrokenProcessPool, ProcessPoolExecutor
 
 from treeshard._core.arrays import has_shape
 from treeshard._core.make_mesh import make_mesh
@@ -51,6 +39,7 @@ from treeshard.programs._candidates import (
     named_strategies,
     slices_of,
 )
+from treeshard.programs._child import in_child
 from treeshard.programs._suggestions import (
     Measure,
     Suggestion,
@@ -300,10 +289,6 @@ _ALIKE = (
     "not compiled: {refused} needs {beside} beside its state, and the state alone takes {state}"
     " here"
 )
-_ENDED = (
-    "its process ended, as where the compiler fails a check of its own or the host has no memory"
-    " left"
-)
 # Other parts of a step change with the state; a quarter is left for them.
 _LIKELY_BESIDE = 0.75
 
@@ -350,7 +335,7 @@ class _Compiling:
             return replace(row, reason=alike)
         started = time.monotonic()
         work = partial(_verdict, self.make, self.target, row.candidate, self.fixed)
-        verdict = _in_child(work, self.end - started)
+        verdict = in_child(work, self.end - started)
         if isinstance(verdict, str):
             row = replace(row, reason=_FAILED.format(error=verdict))
             self.failed.append(f"{row.candidate}: {row.outcome}")
@@ -443,62 +428,3 @@ def _verdict(
         share=cost.share,
         findings=compared.reasons,
     )
-
-
-def _in_child(work: Callable[[], Verdict], seconds: float) -> Verdict | str:
-    """The verdict on a program, or why it failed. Raises `TimeoutError` after `seconds`."""
-    if seconds <= 0:
-        raise TimeoutError
-    try:
-        copied = cloudpickle.dumps(work)
-    except Exception as error:  # whatever the objects that it refers to raise
-        raise TreeShardError(
-            f"suggest: the function cannot be copied to the process that compiles: {error}. Make"
-            " what it refers to inside of it, or in a module that it imports."
-        ) from error
-    # A GPU that is attached is shared with this process.
-    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    pool = ProcessPoolExecutor(max_workers=1, env=shared)
-    try:
-        with _deaf_to_ctrl_c():
-            task = pool.submit(_child, copied, jax.config.values)
-        # Python waits for no longer than `TIMEOUT_MAX`, some 300 years.
-        verdict, warned = task.result(min(seconds, threading.TIMEOUT_MAX))
-    except BrokenProcessPool:
-        return _ENDED
-    finally:
-        pool.shutdown(kill_workers=True)
-    for message, category, file, line in warned:
-        warnings.warn_explicit(message, category, file, line)
-    return verdict
-
-
-@contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Has processes that start inside ignore Ctrl-C, which a terminal sends to them too: they
-    inherit which signals are blocked. What comes meanwhile is heard at the end."""
-    # It runs beside every first process, and where Python starts it, it unblocks Ctrl-C.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _child(copied: bytes, settings: Mapping[str, Any]) -> tuple[Verdict | str, list[Any]]:
-    """What the process that compiles does. Returns the verdict or why it failed, and for each
-    warning its message, category, file and line."""
-    # A new interpreter has JAX's settings from the environment, not what `jax.config` was set to.
-    here = jax.config.values
-    for name, value in settings.items():
-        if here[name] != value:
-            jax.config.update(name, value)
-    with warnings.catch_warnings(record=True) as warned:
-        try:
-            verdict = pickle.loads(copied)()
-        except Exception as error:  # of the user's function, or of the compiler
-            verdict = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return verdict, [
-        (warning.message, warning.category, warning.filename, warning.lineno) for warning in warned
-    ]
