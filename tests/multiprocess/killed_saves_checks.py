@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -178,16 +179,21 @@ def check_the_process_that_was_not_killed_is_ended_by_jax(context: Context) -> N
 # ------------------------------------------------------------------ several writers
 
 WRITERS, PATHS = 4, 10
+# How soon a process runs again is the system's choice: more paths follow until two writers met.
+AT_MOST = 30 * PATHS
 
 
 def save_each(where: Path, who: int, index: int, say: Say) -> None:
     """Saves to each path as soon as the lock is free, in competition with other writers."""
+    state = host_state(who)
     say("ready")
-    for i in range(PATHS):
+    for i in count():
         while not (where / f"go-{i}").exists():
+            if (where / "end").exists():
+                return
             time.sleep(0.0005)
         try:
-            save(where / f"step_{i}", host_state(who))
+            save(where / f"step_{i}", state)
             say("saved")
         except ts.CheckpointError as error:
             say(f"refused: {error}")
@@ -196,6 +202,7 @@ def save_each(where: Path, who: int, index: int, say: Say) -> None:
 def check_one_of_several_writers_saves(context: Context) -> None:
     where = context.directory / "at-once"
     where.mkdir()
+    refused = Counter[str]({"while another wrote": 0, "since another had": 0})
     with ExitStack() as held:
         log = context.directory / "at-once.log"
         writers = [
@@ -204,19 +211,30 @@ def check_one_of_several_writers_saves(context: Context) -> None:
         ]
         for writer in writers:
             writer.hear("0 ready")
-        refused = Counter[str]()
-        for i in range(PATHS):
-            (where / f"go-{i}").touch()
-            heard = [writer.hear("0") for writer in writers]
-            (winner,) = [who for who, said in enumerate(heard) if said == "saved"]
-            assert not differing(restore(where / f"step_{i}"), winner)
-            for said in heard:
-                if said != "saved":
-                    at_work = "another run is writing here: " in said
-                    there = f"There is already a checkpoint at {where}/step_{i}" in said
-                    assert at_work or there, said
-                    refused["while another wrote" if at_work else "since another had"] += 1
+        paths = 0
+        while paths < PATHS or (not refused["while another wrote"] and paths < AT_MOST):
+            refused += refusals_at(where, paths, writers)
+            paths += 1
+        (where / "end").touch()
         assert [writer.wait() for writer in writers] == [[0]] * WRITERS
     left = sorted(path.name for path in where.iterdir())
-    assert left == sorted(f"{name}{i}" for i in range(PATHS) for name in ("go-", "step_"))
+    made = [f"{name}{i}" for i in range(paths) for name in ("go-", "step_")]
+    assert left == sorted([*made, "end"])
+    assert sum(refused.values()) == paths * (WRITERS - 1)
     (context.directory / "at-once.json").write_text(json.dumps(refused))
+
+
+def refusals_at(where: Path, i: int, writers: list[Forked]) -> Counter[str]:
+    """One of the writers saves to a path; counts why the others did not."""
+    (where / f"go-{i}").touch()
+    heard = [writer.hear("0") for writer in writers]
+    (winner,) = [who for who, said in enumerate(heard) if said == "saved"]
+    assert not differing(restore(where / f"step_{i}"), winner)
+    refused = Counter[str]()
+    for said in heard:
+        if said != "saved":
+            at_work = "another run is writing here: " in said
+            there = f"There is already a checkpoint at {where}/step_{i}" in said
+            assert at_work or there, said
+            refused["while another wrote" if at_work else "since another had"] += 1
+    return refused
