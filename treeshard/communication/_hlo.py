@@ -214,6 +214,8 @@ class HloProgram:
     def __init__(self, text: str) -> None:
         self.computations: dict[str, Computation] = {}
         self._tables: dict[str, dict[int, str]] = {}
+        # The user's line of each call stack: many ops share one.
+        self._lines: dict[int, str | None] = {}
         head, entry = self._read(enumerate(text.split("\n"), 1))
         self.entry = self.computations[entry]
         self.replicas = int(_first(r"\breplica_count=(\d+)", head, "1"))
@@ -254,7 +256,10 @@ class HloProgram:
         if file:  # `source_file="model.py" source_line=3`, in texts without tables
             line = _first(r"source_line=(\d+)", metadata)
             return f"{file}:{line}" if line else file
-        return user_line(self._stack(_field(metadata, "stack_frame_id"))) or None
+        frame = _field(metadata, "stack_frame_id")
+        if frame not in self._lines:
+            self._lines[frame] = user_line(self._stack(frame)) or None
+        return self._lines[frame]
 
     def _stack(self, frame: int) -> Iterator[str]:
         """The lines of a call stack, innermost first.
