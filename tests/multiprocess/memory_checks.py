@@ -16,7 +16,7 @@ from tests.multiprocess.worker import Context
 from treeshard.checkpoint import restore, save
 from treeshard.interchange import load_safetensors, save_safetensors
 
-LEAF, TREE = 16, 256  # MiB
+LEAF, TREE = 16, 128  # MiB
 # What is in flight (chunks, packets, buffers of files), and what the allocator keeps of it.
 IN_FLIGHT = 24
 SPECS = {f"{i:02}": P("fsdp") if i % 2 else P(None, "fsdp") for i in range(TREE // LEAF)}
