@@ -2,7 +2,6 @@
 
 from isolation import pytest_sessionfinish as pytest_sessionfinish  # isort: skip  (before JAX)
 
-import gc
 import importlib
 import os
 import pkgutil
@@ -56,17 +55,6 @@ LONG = (
     "manual/test_tensor_parallel.py",
     "communication/test_roles.py",
 )
-
-
-# Python looks through all objects each time that there are many new ones: those of JAX and of all
-# tests' modules are there to stay, and those that a test makes are many.
-gc.set_threshold(20_000, 10, 10)
-
-
-def pytest_collection_finish() -> None:
-    """Keeps what is loaded by now out of later collections."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
