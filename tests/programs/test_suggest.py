@@ -438,6 +438,12 @@ def test_a_killed_process_leaves_no_compiler(tmp_path) -> None:
         time.sleep(0.05)
 
 
+def test_a_path_object_on_the_import_path_is_no_obstacle(monkeypatch, tmp_path) -> None:
+    """Python passes over it."""
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert suggest(make, devices=8, memory="1GB", strategies=["DP"]).best.fits
+
+
 def is_alive(process: int) -> bool:
     """Where nothing reaps the processes of a dead parent, they stay as zombies."""
     try:

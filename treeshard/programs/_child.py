@@ -61,7 +61,7 @@ def _run(command: list[Any], seconds: float) -> None:
     environment = {
         **os.environ,
         # The modules that the function names are found as they are here.
-        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONPATH": os.pathsep.join(map(str, sys.path)),
         # A GPU that is attached is shared with this process.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
@@ -70,8 +70,7 @@ def _run(command: list[Any], seconds: float) -> None:
         command, env=environment, stdin=subprocess.PIPE, start_new_session=True
     )
     try:
-        # Python waits for no longer than `TIMEOUT_MAX`, some 300 years.
-        process.wait(min(seconds, threading.TIMEOUT_MAX))
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
         raise TimeoutError from None
     finally:
