@@ -1,5 +1,6 @@
 """What several test files use: small arrays and meshes, comparisons to the bit, files on disk."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,3 +131,23 @@ def flip_in(checkpoint: Path, data: bytes) -> None:
                 file.write(bytes([data[len(data) // 2] ^ 4]))
             flipped += 1
     assert flipped
+
+
+# ------------------------------------------------------------------ processes
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Fails if a condition does not come true in time."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie, which nobody may come to bury."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,11 +1,10 @@
 """The launcher of real processes: it reports what they found, and ends them all."""
 
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
+from tests.helpers import runs, wait_until
 from tests.multiprocess import launcher, starting_checks
 
 
@@ -39,16 +38,3 @@ def test_whoever_sleeps_is_ended_with_what_it_started(tmp_path) -> None:
     launcher.wait_for_all([sleeper], timeout=0.1)
     launcher.end([sleeper])
     wait_until(lambda: not runs(int(pid.read_text()[:-1])))
-
-
-def wait_until(condition, seconds=30) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def runs(pid: int) -> bool:
-    """Whether a process is there and no zombie, which nobody may come to bury."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
