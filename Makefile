@@ -55,10 +55,9 @@ lint: .venv/installed
 bench: .venv-bench/installed
 	.venv-bench/bin/python -m benchmarks --save $(ARGS)
 
-# Writes the pictures and the pages about errors anew, and the site into site/.
+# Writes the pictures anew, and the site into site/.
 docs: .venv/installed-docs
 	$(BIN)/python -m tools.draw_pictures
-	$(BIN)/python tools/errors_page.py
 	$(BIN)/mkdocs build --strict
 
 # The wheel and the source, into dist/.

@@ -20,13 +20,6 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Marks messages on the pages about errors: style.css wraps them."""
-    if not page.url.startswith("errors/"):
-        return html
-    return html.replace('<div class="language-text', '<div class="message language-text')
-
-
 def on_post_page(output: str, page: Any, config: Any) -> str:
     """A page asks GitHub for no stars and no versions: it loads nothing from elsewhere."""
     return output.replace('data-md-component="source"', "")

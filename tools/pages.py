@@ -26,7 +26,6 @@ import jax
 import treeshard as ts
 
 ROOT = Path(__file__).parent.parent
-END = "<!-- `python tools/errors_page.py` writes what follows. -->\n"
 _BLOCK = re.compile(
     r"^( *)```(python|console|text)\b[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL
 )
@@ -48,8 +47,7 @@ def pages() -> list[Path]:
 
 
 def blocks(text: str) -> list[Block]:
-    """The blocks of a page, in order; those of its written end are in `tools/catalogue.py`."""
-    text = text.partition(END)[0]
+    """The blocks of a page, in order."""
     found: list[Block] = []
     for match in _BLOCK.finditer(text):
         line = text.count("\n", 0, match.start()) + 1

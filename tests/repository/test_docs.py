@@ -18,6 +18,13 @@ from pages import as_printed, blocks, pages, run
 from surface import surface
 
 from tests.deprecations import tolerated
+from treeshard import errors
+from treeshard._core.specs import MISFITS
+from treeshard._inspection import stability as _stability
+from treeshard._planning import findings as _findings
+from treeshard._planning import lint
+from treeshard.communication._collectives import KINDS, RARE_KINDS
+from treeshard.communication._differences import WORDS
 
 PAGES = pages()
 
@@ -226,7 +233,7 @@ def test_the_navigation_lists_every_page_by_its_title() -> None:
 
 
 WITHOUT_CODE = {
-    "errors.md": "messages; test_catalogue runs the code behind them",
+    "errors.md": "a table; the messages are tested where they are raised",
     "glossary.md": "definitions",
     "guide/beside-plain-jax.md": "benchmarks/plain_jax.py compiles it",
     "numbers.md": "written by the benchmarks",
@@ -242,6 +249,15 @@ def test_a_page_has_code_that_runs_or_a_reason() -> None:
     for page in migrations - {"coming-from/index.md"}:  # test_migration_* run their tables
         name = page.removeprefix("coming-from/").removesuffix(".md").replace("-", "_")
         assert (ROOT / "tests" / "product" / f"test_migration_{name}.py").exists()
+
+
+def test_the_page_of_errors_has_every_class_and_every_code() -> None:
+    codes = {row.partition(",")[0] for row in _findings._WORDS} | MISFITS | lint.RELATED
+    codes |= {row.partition(",")[0] for row in WORDS} | _stability._FIXES.keys()
+    listed = re.findall(r"^\| `([^`]+)`", DOCS["docs/errors.md"], re.MULTILINE)
+    assert {*errors.__all__, *codes} - {*listed, "TreeShardError"} == set()
+    for name in {*listed} - codes - {*KINDS, *RARE_KINDS}:
+        assert any(name in source for source in SOURCES.values()), name
 
 
 def test_cells_are_short_enough_to_read() -> None:
