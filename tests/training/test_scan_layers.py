@@ -106,6 +106,79 @@ def test_few_layers_that_are_repeated_themselves(layers: int) -> None:
     assert_close((value, grads), jax.value_and_grad(loss_of(one_by_one))(params, rows))
 
 
+MIXED = {
+    "w": jnp.asarray(values()["layers"]["up"][:, :, :WIDTH]),
+    "scale": jnp.asarray(values()["layers"]["scale"]),
+    "on": np.array([1, 0, 1, 1], "int32"),
+    "signed": np.array([True, False, False, True]),
+    "key": jax.random.split(jax.random.key(0), LAYERS),
+    "activation": jnp.tanh,
+    "name": "block",
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("rows", ["given", "mapped"])
+def test_layers_may_have_leaves_without_gradients(prefetch: int, rows: str) -> None:
+    """Integers choose, booleans sign, keys drop, and functions and names are static."""
+
+    def layer(x: Any, w: Any, shift: Any) -> Any:
+        assert w["name"] == "block"
+        kept = jnp.where(jax.random.bernoulli(w["key"], 0.8, (1, WIDTH)), shift, 0)
+        new = w["activation"]((x * kept.astype("float32") * w["scale"][None]) @ w["w"])
+        return jnp.where(w["on"] > 0, jnp.where(w["signed"], -new, new), x)
+
+    def loss(weights: Any, x: Any, shift: Any, run: Any) -> Any:
+        layers = MIXED | weights
+        return jnp.sum(run(lambda x, w: layer(x, w, shift), x, layers) ** 2)
+
+    def scanned(layer: Any, x: Any, layers: Any) -> Any:
+        return scan_layers(layer, x, layers, gather=lambda w: w, prefetch=prefetch)
+
+    def looped(layer: Any, x: Any, layers: Any) -> Any:
+        for i in range(LAYERS):
+            x = layer(x, {n: w[i] if hasattr(w, "shape") else w for n, w in layers.items()})
+        return x
+
+    weights = {name: MIXED[name] for name in ("w", "scale")}
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((3, WIDTH)), "float32")
+    # Mapped, the integer that the layer closes over is a tracer.
+    shift = jnp.arange(1, 4) if rows == "mapped" else jnp.int32(1)
+
+    def grads(run: Any) -> Any:
+        of = jax.grad(lambda weights, x, shift: loss(weights, x, shift, run), (0, 1))
+        return (jax.vmap(of, (None, None, 0)) if rows == "mapped" else of)(weights, x, shift)
+
+    assert_close(grads(scanned), grads(looped))
+
+
+def test_integers_of_a_plan_are_gathered_with_the_weights() -> None:
+    layers = {name: MIXED[name] for name in ("w", "on", "signed")}
+    plan = ts.plan(
+        layers, [("w", P(None, "fsdp")), (".*", None)], ts.make_mesh("fsdp=8"), min_size=0
+    )
+
+    def loss(w: Any, layers: Any, x: Any, run: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.where(w["on"] > 0, jnp.where(w["signed"], 2 * x, jnp.tanh(x @ w["w"])), x)
+
+        return jnp.mean(run(layer, x, layers | {"w": w}) ** 2)
+
+    def step(layers: Any, x: Any) -> Any:
+        grad = jax.grad(loss)(layers["w"], layers, x, scan_layers)
+        return layers | {"w": grad}, ()
+
+    def looped(layer: Any, x: Any, layers: Any) -> Any:
+        for i in range(LAYERS):
+            x = layer(x, jax.tree.map(lambda w, i=i: w[i], layers))
+        return x
+
+    x = np.random.default_rng(1).standard_normal((16, WIDTH)).astype("float32")
+    got, _ = ts.jit_step(step, plan, donate=False)(ts.shard(layers, plan), x)
+    assert_close(got["w"], jax.grad(loss)(layers["w"], layers, x, looped))
+    assert got["on"].tolist() == [1, 0, 1, 1]
+
+
 def test_messages() -> None:
     layer = lambda x, w: x  # noqa: E731
     layers = {"w": np.ones((4, 8), "float32")}

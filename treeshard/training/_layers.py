@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_flatten, tree_leaves, tree_map
 
-from treeshard._core.arrays import array_text, has_gradient
+from treeshard._core.arrays import array_text, has_gradient, is_array
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.specs import with_types
 from treeshard._placement.constraint import unshard
@@ -58,7 +58,8 @@ def scan_layers(
             `x`. What it closes over gets its gradient.
         x: What the first layer gets: floating-point arrays, such as activations, or those with the
             sum of a loss.
-        layers: Weights, stacked on dim 0, which is not sharded.
+        layers: Weights, stacked on dim 0, which is not sharded. Integers, booleans and keys are
+            stacked too and get no gradient; leaves that are not arrays go to each layer unchanged.
         gather: Makes the full weights of a layer of its shards. It may cast them before: half the
             bytes move then.
         prefetch: How many layers ahead small weights are gathered: 1, or 0.
@@ -82,28 +83,39 @@ def scan_layers(
     """
     if prefetch not in (0, 1):
         raise ArgumentError(f"scan_layers: prefetch is {prefetch!r}, and neither 0 nor 1.")
-    count = _count(layers)
+    arrays, static = eqx.partition(layers, is_array)
+    count = _count(arrays)
     _check_floating(x)
+
+    def full(arrays: PyTree) -> PyTree:
+        return gather(eqx.combine(arrays, static))
+
     if not prefetch or count < 2:
-        body = jax.checkpoint(lambda x, weights: (layer(x, gather(weights)), None))
-        return jax.lax.scan(body, x, layers)[0]
+        body = jax.checkpoint(lambda x, arrays: (layer(x, full(arrays)), None))
+        return jax.lax.scan(body, x, arrays)[0]
     # For the types alone: what is not used is not compiled.
-    weights = gather(_cut(layers, 0))
-    run, closed_over = jax.closure_convert(layer, x, weights)
-    loops = _Loops(run, gather, _are_early(weights), count)
+    weights, static_weights = eqx.partition(full(_cut(arrays, 0)), is_array)
+
+    def of_arrays(x: PyTree, weights: PyTree) -> PyTree:
+        return layer(x, eqx.combine(weights, static_weights))
+
+    run, closed_over = jax.closure_convert(of_arrays, x, weights)
+    loops = _Loops(
+        run, lambda arrays: eqx.filter(full(arrays), is_array), _are_early(weights), count
+    )
     scanned = jax.custom_vjp(lambda *args: loops.forward(*args)[0])
     scanned.defvjp(loops.forward, loops.backward)
-    return scanned(x, layers, closed_over)
+    return scanned(x, arrays, closed_over)
 
 
 def _are_early(weights: PyTree) -> PyTree:
     """Which weights of a layer are gathered while the layer before computes: the smallest ones,
     and one matrix at least."""
     leaves, treedef = tree_flatten(weights)
-    sizes = [x.size * x.dtype.itemsize for x in leaves]
+    sizes = {i: x.size * x.dtype.itemsize for i, x in enumerate(leaves) if has_gradient(x)}
     early: set[int] = set()
     together = 0
-    for i in sorted(range(len(leaves)), key=sizes.__getitem__):
+    for i in sorted(sizes, key=sizes.__getitem__):
         together += sizes[i]
         if together > _JOINED and any(leaves[k].ndim > 1 for k in early):
             break
@@ -158,27 +170,39 @@ class _Loops:
 
     def backward(self, kept: Any, cotangent: PyTree) -> Any:
         inputs, early, layers, closed_over = kept
+        # JAX has no gradients of integers and keys, and none in a custom rule stands for zero.
+        trained, others = eqx.partition(layers, has_gradient)
+        closed_trained, closed_others = eqx.partition(closed_over, has_gradient)
 
         def of_layer(i: Any, early: PyTree, cotangent: PyTree) -> Any:
-            weights = self.weights(layers, i, early)
-            _, pull_back = jax.vjp(self.run, _cut(inputs, i), weights, *closed_over)
-            of_x, of_weights, *of_others = pull_back(cotangent)
-            _, scatter = jax.vjp(lambda shards: self.gather(shards), _cut(layers, i))
-            return of_x, scatter(of_weights)[0], of_others
+            weights, not_trained = eqx.partition(self.weights(layers, i, early), has_gradient)
+
+            def run(x: PyTree, weights: PyTree, closed: PyTree) -> PyTree:
+                all_weights = eqx.combine(weights, not_trained)
+                return self.run(x, all_weights, *eqx.combine(closed, closed_others))
+
+            def gathered(shards: PyTree) -> PyTree:
+                full = self.gather(eqx.combine(shards, _cut(others, i)))
+                return eqx.filter(full, has_gradient)
+
+            _, pull_back = jax.vjp(run, _cut(inputs, i), weights, closed_trained)
+            of_x, of_weights, of_closed = pull_back(cotangent)
+            _, scatter = jax.vjp(gathered, _cut(trained, i))
+            return of_x, scatter(of_weights)[0], of_closed
 
         def trip(carry: Any, i: Any) -> tuple[Any, None]:
             cotangent, early, grads, sums = carry
             before = self.early(layers, i - 1)
-            cotangent, new, of_others = of_layer(i, early, cotangent)
-            sums = tree_map(jnp.add, sums, of_others)
+            cotangent, new, of_closed = of_layer(i, early, cotangent)
+            sums = tree_map(jnp.add, sums, of_closed)
             return (cotangent, before, _put(grads, new, i), sums), None
 
-        start = (cotangent, early, *tree_map(_zeros, (layers, list(closed_over))))
+        start = (cotangent, early, *tree_map(_zeros, (trained, closed_trained)))
         trips = jnp.arange(1, self.count)
         (cotangent, early, grads, sums), _ = jax.lax.scan(trip, start, trips, reverse=True)
         # The first layer has none before it.
-        of_x, new, of_others = of_layer(0, early, cotangent)
-        return of_x, _put(grads, new, 0), tree_map(jnp.add, sums, of_others)
+        of_x, new, of_closed = of_layer(0, early, cotangent)
+        return of_x, _put(grads, new, 0), tree_map(jnp.add, sums, of_closed)
 
 
 def _zeros(x: Any) -> Any:
