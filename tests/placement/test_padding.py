@@ -195,16 +195,3 @@ def test_a_tree_that_is_not_the_plans_is_an_error() -> None:
     )
     with pytest.raises(ts.SpecError, match=re.escape(why)):
         ts.unpad_leaves(struct(16, 4), twice)
-
-
-def test_optimizers_that_are_not_elementwise_are_a_finding() -> None:
-    params = {"embed": struct(50257, 128), "up": struct(128, 513)}
-
-    def paths(optimizer: Any) -> list[str]:
-        tree = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
-        found = ts.plan(tree, [(".*", ts.fsdp("fsdp"))], "fsdp=3").padded().findings
-        return [path for x in found if x.code == "not-elementwise" for path in x.paths]
-
-    assert paths(optax.adamw(1e-3)) == []
-    assert paths(optax.adafactor(1e-3)) == ["opt/0/v_col/embed"]
-    assert paths(optax.contrib.muon(1e-3)) == ["opt/inner_states/muon/inner_state/0/mu/embed"]

@@ -27,7 +27,7 @@ from treeshard import (
 from treeshard._core.specs import axes_of, entries, entry_of
 from treeshard._planning.logical import (
     current_logical_rules,
-    names_without_rule,
+    lost_axes,
     read_logical_rules,
     resolve_names,
 )
@@ -330,10 +330,12 @@ def test_jit_traces_again_under_other_rules() -> None:
     assert seen == [P("x"), P("y")]
 
 
-def test_names_without_a_rule_are_listed() -> None:
+def test_names_without_a_rule_are_told_with_their_dims() -> None:
     rules = read_logical_rules([("a", "x"), ("n", None)])
-    assert names_without_rule(("a", "b", None, ("c", "n"), U), rules) == ["b", "c"]
-    assert names_without_rule(("unknown",), PartitionAxis()) == []
+    assert lost_axes(("a", "b", None, ("c", "n"), U), rules, {"x": 2}) == [
+        "'b' has no logical rule.",
+        "'c' has no logical rule.",
+    ]
 
 
 # ------------------------------------------------------------------ constraints by names

@@ -1,6 +1,6 @@
 """A finding of a plan, and the words of all of them.
 
-The checks in `lint` and `lint_state` choose a row and fill it in. One table has the words, so that
+The checks in `lint` choose a row and fill it in. One table has the words, so that
 all findings can be read, and compared, in one place.
 """
 
@@ -18,18 +18,15 @@ class Finding(NamedTuple):
     Attributes:
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
-            `"dead-rule"`,
-            `"shadowed-rule"`, `"explicit-spec-too-small"`, `"same-array"`, `"no-base"`,
-            `"cuts-block"`, `"left-whole"`, `"scan-dim"`, `"axis-order"`, `"zero1-no-op"`,
-            `"matrix-optimizer"`, `"not-elementwise"`, `"name-without-rule"`, `"contested-axis"`,
-            `"unlike-siblings"`, `"state-unlike-weight"`, `"cuts-head"`.
+            `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`, `"same-array"`,
+            `"no-base"`, `"cuts-block"`, `"left-whole"`, `"unlike-siblings"`,
+            `"state-unlike-weight"`, `"cuts-head"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.
         fix: What to do about it.
         paths: The paths of the leaves concerned; empty for a rule that matches no leaf.
         rule: The index of the rule concerned, or `None`.
-        wasted: For leaves that axes do not split (`"left-whole"`, `"zero1-no-op"`) and for
-            `"indivisible"`, the bytes that each device could save.
+        wasted: For `"left-whole"` and `"indivisible"`, the bytes that each device could save.
     """
 
     code: str
@@ -80,11 +77,6 @@ _WORDS = {
         " {cost} more on each device.",
         "To keep one array, use `equinox.nn.Shared`.",
     ),
-    "name-without-rule": (
-        "{by} uses the logical name {name!r}, which has no logical rule, so its dim is not"
-        " sharded.{hint}",
-        "Add ({name!r}, None) to the logical rules if this is intended.",
-    ),
     "left-whole": (
         "shape {shape} is replicated, {waste} more per device than an even split over {idle}:"
         " {why}",
@@ -94,11 +86,6 @@ _WORDS = {
         "not split over the idle {idle}: {now} per device, {times}x an even split, {waste} more:"
         " {why}",
         "{fix}",
-    ),
-    "contested-axis": (
-        "{by}: two of the names {names!r} want one axis. {order} gives {given}; {other_order} would"
-        " give {other}.",
-        "Give each name an axis of its own, or remember it where rules move from one to the other.",
     ),
     "unlike-siblings": (
         "{given} by {by}, unlike {count} other layers, which have {common}{common_by}.",
@@ -118,38 +105,6 @@ _WORDS = {
         "{given} by {by} splits dim {dim}, which is {heads}, into {parts} parts over {axes}: not"
         " between heads. Each product of queries and keys is then summed over devices.",
         "Split another dim over {axes}, or fewer heads over a smaller axis.",
-    ),
-    "scan-dim": (
-        "{spec} shards dim 0{by}, on which {length} layers seem to be stacked. A scan over them"
-        " would gather every layer on every device.",
-        "Shard another dim: P(None, ...), or `skip=(0,)` of `fsdp`.",
-    ),
-    "axis-order": (
-        "a dim is sharded over {order!r}, and {have} the order {of_mesh!r}, which puts the shards"
-        " on other devices.",
-        "Write {of_mesh!r}; the other order costs collective-permutes.",
-    ),
-    "zero1-no-op": (
-        "{axes} was to shard the optimizer state further, and shards nothing of it.",
-        "Lower `min_size`, pad a dim to a multiple of {parts}, or shard another dim.",
-    ),
-    "zero1-no-op, in part": (
-        "{axes} shards optimizer state further than its parameters, but nothing of these leaves:"
-        " {waste}, {share:.0%} of that state.",
-        "Lower `min_size`, pad a dim to a multiple of {parts}, or shard another dim.",
-    ),
-    "not-elementwise": (
-        "it has padding, and its optimizer (Adafactor, Muon, Shampoo, SOAP) is not elementwise: it"
-        " computes the update of an element from others, so the padding changes updates.",
-        "Give such leaves an elementwise optimizer, such as AdamW, with `optax.multi_transform`;"
-        " or shard a dim that is divisible.",
-    ),
-    "matrix-optimizer": (
-        "a matrix optimizer (Muon, Shampoo, SOAP) multiplies these matrices by themselves, and they"
-        " are sharded in the dims that it contracts: it gathers or reduces them several times in"
-        " each step.",
-        "Use `training.by_matrix(optimizer, plan)`, which gives each device full matrices for the"
-        " update; or stack the layers and shard the stacked dim: P('fsdp', None, None).",
     ),
 }
 

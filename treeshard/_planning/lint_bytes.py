@@ -9,7 +9,6 @@ leaf that `fsdp` splits into 4 parts on 32 devices wastes as much as four that i
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
@@ -20,7 +19,7 @@ from treeshard._planning.findings import Finding, finding, rule_text
 from treeshard._planning.matching import PlannedLeaf, parameters
 from treeshard._planning.padding import padded_leaf
 from treeshard._planning.plan_json import kind_of
-from treeshard._planning.tactics import Fsdp, Tactic
+from treeshard._planning.tactics import Tactic
 
 # Leaves are reported if they waste at least this part of a device's bytes.
 LARGE_PART = 0.01
@@ -210,24 +209,9 @@ def _why_in_part(
     if leaf.adjustments:
         note = leaf.adjustments[-1]
         return f"{by}, {note.why}", _SHARD_IT.get(note.kind, f"Split another dim over {axes!r}.")
-    if isinstance(action, Tactic) and action.fsdp_axes:
-        fix = f"Use `{_over_more(action, idle, mesh)}`, or split another dim over {axes!r}."
-        return f"{by}, {action!r}.", fix
     given = {member.given for member in members}
-    if len(given) > 1:
-        return f"{by}.", f"Split another dim over {axes!r}."
-    further, misfits = Fsdp(tuple(idle)).refine(leaf.given, mesh, leaf.path, leaf)
-    example = "" if misfits else f", as in {further}"
-    return f"{by}, {leaf.given}.", f"Split another dim over {axes!r}{example}."
-
-
-def _over_more(tactic: Tactic, idle: Sequence[str], mesh: AnyMesh) -> Tactic:
-    """A tactic whose first `fsdp` has more axes, in the order of the mesh."""
-    steps = list(tactic.steps)
-    index, step = next((i, step) for i, step in enumerate(steps) if isinstance(step, Fsdp))
-    axes = tuple(axis for axis in axis_sizes(mesh) if axis in {*step.axes, *idle})
-    steps[index] = replace(step, axes=axes)
-    return Tactic(tuple(steps))
+    what = f"{action!r}" if isinstance(action, Tactic) else f"{leaf.given}" * (len(given) == 1)
+    return f"{by}, {what}." if what else f"{by}.", f"Split another dim over {axes!r}."
 
 
 def padding(leaves: Sequence[PlannedLeaf], mesh: AnyMesh) -> tuple[str, int]:

@@ -1,21 +1,21 @@
-"""The checks of layers and attention heads: a layer unlike the others, and heads that are cut.
+"""The checks of leaves that belong together: layers, optimizer state, and attention heads.
 
-A plan has paths and shapes and no model. Layers are recognised by the numbers in paths, and heads
-by shapes that only attention has together.
+A plan has paths and shapes and no model. Layers are recognised by the numbers in paths, state by
+the path and the shape of its parameter, and heads by shapes that only attention has together.
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import axes_of, dim_entries, entries, part_count, with_entries
 from treeshard._planning.findings import Finding, decided_by, finding
-from treeshard._planning.matching import PlannedLeaf
+from treeshard._planning.matching import PlannedLeaf, state_with_parameters
 from treeshard.errors import counted
 
 # ------------------------------------------------------------------ layers
@@ -107,6 +107,48 @@ def _cut_number(pattern: str, meant: str, other: str) -> str | None:
 def _short_spec(leaf: PlannedLeaf) -> PartitionSpec:
     """`P("data", None)` is not equal to `P("data")`, and both mean the same."""
     return with_entries(leaf.given, entries(leaf.given))
+
+
+# ------------------------------------------------------------------ optimizer state
+
+
+def state_unlike_weights(
+    leaves: Sequence[PlannedLeaf],
+    mesh: AnyMesh,
+    min_size: int,
+) -> Iterator[Finding]:
+    """Optimizer state that is split unlike its parameter, and not further in the same dims.
+
+    State that is split further is as in ZeRO-1.
+    """
+    sizes = axis_sizes(mesh)
+    alike: dict[Any, list[tuple[PlannedLeaf, PlannedLeaf]]] = defaultdict(list)
+    for leaf, parameter in state_with_parameters(leaves):
+        is_wrong = leaf.decision.errors or parameter.decision.errors
+        if is_wrong or leaf.size < min_size:
+            continue
+        dims = zip(_split_by(leaf, sizes), _split_by(parameter, sizes), strict=True)
+        if not all(of_parameter <= own for own, of_parameter in dims):
+            key = leaf.rule, leaf.given, parameter.rule, parameter.given
+            alike[key].append((leaf, parameter))
+    for pairs in alike.values():
+        leaf, parameter = pairs[0]
+        yield finding(
+            "state-unlike-weight",
+            [each.path for each, _ in pairs],
+            leaf.rule,
+            given=leaf.given,
+            by=decided_by(leaf),
+            parameter=parameter.path,
+            of_parameter=parameter.given,
+            parameter_by=decided_by(parameter),
+        )
+
+
+def _split_by(leaf: PlannedLeaf, sizes: Mapping[str, int]) -> list[set[str]]:
+    """The axes that split each dim."""
+    dims = dim_entries(leaf.given, len(leaf.shape))
+    return [{axis for axis in axes_of(entry) if sizes[axis] > 1} for entry in dims]
 
 
 # ------------------------------------------------------------------ attention heads

@@ -265,25 +265,21 @@ def resolve_by(
     return _on_mesh(spec, mesh, shape)
 
 
-def names_without_rule(names: Sequence[Entry], rules: ReadLogicalRules) -> list[str]:
-    """The names that have no rule, in order; none for a `PartitionAxis`, which raises instead."""
-    if isinstance(rules, PartitionAxis):
-        return []
-    ruled = dict(rules)
-    return [name for name in all_axes(names) if name not in ruled]
-
-
 def lost_axes(
     names: Sequence[Entry], rules: ReadLogicalRules, sizes: Mapping[str, int]
 ) -> list[str]:
-    """Why dims are not sharded although their names have axes, on a mesh of these sizes."""
+    """Why dims are not sharded although they have names, on a mesh of these sizes."""
     given = entries(resolve_by(rules, names))
     taker_of = {
         axis: name for name, entry in zip(names, given, strict=True) for axis in axes_of(entry)
     }
     short_names, pairs = _as_list(names, rules)
+    known = dict(pairs)
     facts: list[str] = []
     for name, short_name, entry in zip(names, short_names, given, strict=True):
+        for unknown in axes_of(short_name):
+            if unknown not in known:
+                facts.append(f"{unknown!r} has no logical rule.{did_you_mean(unknown, known)}")
         wanted = all_axes(axes for each, axes in pairs if each in axes_of(short_name))
         if not wanted or any(axis in sizes for axis in axes_of(entry)):
             continue
@@ -298,21 +294,6 @@ def lost_axes(
             hint = did_you_mean(wanted[0], sizes)
             facts.append(f"{name!r} has {absent}, which the mesh lacks.{hint}")
     return facts
-
-
-def by_other_order(names: Sequence[Entry], rules: ReadLogicalRules) -> PartitionSpec | None:
-    """What names would become by the same rules in their other form: by a list in the order of the
-    fields of a `PartitionAxis`, or by the order of the dims instead of that of a list.
-
-    `None` if a name has no rule, several, or `UNCONSTRAINED`: a `PartitionAxis` cannot say that.
-    """
-    short_names, pairs = _as_list(names, rules)
-    if isinstance(rules, PartitionAxis):
-        return _by_priority(short_names, pairs)
-    counts = Counter(name for name, axes in pairs if axes is not UNCONSTRAINED)
-    if any(counts[name] != 1 for name in all_axes(names)):
-        return None
-    return _by_dims(names, dict(pairs))
 
 
 def _as_list(

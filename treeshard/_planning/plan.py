@@ -209,18 +209,14 @@ class Plan(SpecCarrier):
           by the axis's name, the batch is split over it: see `jit_step`. Leaves that a rule names
           and replicates (`None`, `P()` or `replicate()`) are meant, unless its pattern matches
           every path;
-        - leaves that seem to be layers stacked on dim 0 and are sharded on that dim;
         - a few layers that are sharded unlike the others (`unlike-siblings`);
         - optimizer state that a rule of its own shards unlike its parameter
-          (`state-unlike-weight`), or that an axis does not reach;
+          (`state-unlike-weight`);
         - attention heads that an axis splits into parts (`cuts-head`);
-        - logical names without a rule, and axes that two names want, which a list of rules and a
-          `PartitionAxis` would give to different ones (`contested-axis`);
         - specs that are not used because their leaves have fewer elements than `min_size`;
         - arrays that are in the tree at two paths (`same-array`), which become two arrays. Shapes
           and JSON do not show them: the plan of `jax.eval_shape`'s result lacks this finding;
-        - leaves that cannot follow their base (`follow`);
-        - padded leaves in the state of an optimizer that is not elementwise.
+        - leaves that cannot follow their base (`follow`).
 
         A pattern with exponential backtracking can make this hang, as it can `plan`.
         """

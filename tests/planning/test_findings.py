@@ -1,0 +1,578 @@
+"""Findings: planted mistakes that a plan tells, and sound trees of which it tells nothing."""
+
+from itertools import product
+from operator import itemgetter
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from helpers import struct
+from jax.sharding import PartitionSpec as P
+
+import treeshard as ts
+
+ROWS, COLUMNS = P("fsdp"), P(None, "fsdp")
+W = {"w": struct(8, 16)}
+TWINS = {"a/b": struct(8), "a": {"b": struct(8)}}
+BLOCK = {"up": struct(512, 2048), "down": struct(2048, 512), "norm": struct(512)}
+PAIR = {"params": {"mlp": {"w": struct(64, 64)}}, "opt": {"mu": {"mlp": {"w": struct(64, 64)}}}}
+ARRAY = np.ones((64, 16), "float32")
+ARRAYS = [{"w": np.ones((64, 16), "float32")} for _ in range(3)]
+ONE = np.zeros(1, "float32")
+NAMES = np.array(["cat", "dog"])
+
+
+def layers(count: int) -> Any:
+    return {"layers": [{"mlp": {"up": struct(8, 16)}, "norm": struct(8)} for _ in range(count)]}
+
+
+def attention(heads: int, of_keys: int, *more: int) -> Any:
+    """As Flax has it, with heads in a dim of their own; `more` are dims of stacked layers."""
+    query = {"kernel": struct(*more, 32, heads, 8)}
+    key = {"kernel": struct(*more, 32, of_keys, 8)}
+    out = {"kernel": struct(*more, heads, 8, 32)}
+    return {"attn": {"query": query, "key": key, "value": key, "out": out}}
+
+
+FUSED = {  # 8 heads of queries, 2 of keys and values, of size 8
+    "attn": {
+        "q": struct(48, 64),
+        "k": struct(48, 16),
+        "v": struct(48, 16),
+        "o": struct(64, 48),
+        "q_norm": {"scale": struct(8)},
+        "k_norm": {"scale": struct(8)},
+    }
+}
+NORM_OF_ALL = {  # as in OLMo 2
+    "attn": {
+        **{name: struct(48, 64) for name in "qkv"},
+        **{"o": struct(64, 48), "q_norm": struct(64), "k_norm": struct(64)},
+    }
+}
+
+
+def boxed(*names: str) -> Any:
+    return {"w": nn.LogicallyPartitioned(struct(512, 512), names)}
+
+
+def by_names(*rules: tuple[str, Any]) -> Any:
+    return [(".*", ts.logical_partitioning(rules))]
+
+
+MAXTEXT = [
+    ("mlp", ("fsdp_transpose", "tensor", "tensor_sequence")),
+    ("embed", ("fsdp", "fsdp_transpose", "expert")),
+]
+
+
+def told(tree: Any, rules: Any, mesh: str, **options: Any) -> list[str]:
+    return list(map(str, ts.plan(tree, rules, mesh, **{"min_size": 0} | options).findings))
+
+
+# ------------------------------------------------------------------ planted
+
+# The tree, its rules, the mesh, and the finding.
+PLANTED = {
+    "unmatched": (
+        {"layers": [{"q": struct(8, 6), "norm": struct(8)} for _ in range(80)]},
+        [("norm", P("data"))],
+        "data=2,fsdp=4",
+        "error unmatched: layers/{0..79}/q: shape (8, 6), no rule matches."
+        ' Add a rule such as ("q", ...), or a last one (".*", None).',
+    ),
+    "indivisible": (
+        {"layers": [{"q": struct(8, 6)} for _ in range(80)]},
+        [("q", P("data", "fsdp"))],
+        "data=2,fsdp=4",
+        "error indivisible: layers/{0..79}/q: rule 0 'q': P('data', 'fsdp') splits dim 1 of"
+        " shape (8, 6) into 4 parts, and 6 is not divisible by 4. Pad it to 8, or use another"
+        " dim or axis. `Plan.padded` does so under `jit`, `manual.shard_params(..., pad=True)`"
+        " by hand: 2.5 KiB per device instead of 7.5 KiB, with 5.0 KiB of padding in all.",
+    ),
+    "unknown axis": (
+        W,
+        [("w", P("fdsp"))],
+        "data=2,fsdp=4",
+        "error axis-not-in-mesh: w: rule 0 'w': the mesh has no axis 'fdsp'."
+        " It has data=2, fsdp=4. Did you mean 'fsdp'?",
+    ),
+    "axis twice": (
+        W,
+        [("w", P("fsdp", "fsdp"))],
+        "data=2,fsdp=4",
+        "error axis-already-used: w: rule 0 'w': P('fsdp', 'fsdp') names the axis 'fsdp'"
+        " twice. An axis can split one dim only.",
+    ),
+    "already sharded": (
+        W,
+        [("w", ts.fsdp("fsdp") | ts.replicate())],
+        "data=2,fsdp=4",
+        "error already-sharded: w: rule 0 'w':",
+    ),
+    "rank": (
+        W,
+        [("w", P(None, None, "fsdp"))],
+        "data=2,fsdp=4",
+        "error rank: w: rule 0 'w': P(None, None, 'fsdp') has 3 entries, but shape (8, 16) has"
+        " 2 dims. Drop the last entry.",
+    ),
+    "collision": (
+        TWINS,
+        [("b", ROWS)],
+        "fsdp=4",
+        "error path-collision: a/b: ['a']['b'] and ['a/b'] share this path. Rename a key: rules"
+        " cannot distinguish these leaves, and files cannot hold both.",
+    ),
+    "dead": (
+        {"embed": struct(8, 8)},
+        [("embd", None), ("embed", ROWS)],
+        "fsdp=4",
+        "warning dead-rule: rule 0 'embd' matches no leaf. Did you mean 'embed'?"
+        " Correct the pattern, or remove the rule.",
+    ),
+    "dead, by two keys": (
+        {"layers": [{"mlp": {"down": struct(8), "up": struct(8)}}] * 12},
+        [("mlp/dwn$", None), ("up|down", ROWS)],
+        "fsdp=4",
+        "warning dead-rule: rule 0 'mlp/dwn$' matches no leaf. Did you mean 'mlp/down'?"
+        " Correct the pattern, or remove the rule.",
+    ),
+    "dead, of scalars": (
+        {"step": struct(), "w": struct(8)},
+        [("step", None), ("w", ROWS)],
+        "fsdp=4",
+        "warning dead-rule: step: rule 0 'step' matches only scalars, which need no rule."
+        " Remove it.",
+    ),
+    "shadowed": (
+        layers(80),
+        [("norm", ROWS), ("up", ROWS), ("layers/.*/up$", P("data")), ("x", None)],
+        "data=2,fsdp=4",
+        "warning shadowed-rule: rule 2 'layers/.*/up$' decides no leaf: rule 1 'up' takes all"
+        " 80 leaves that it matches. Move it above rule 1, or remove it.",
+    ),
+    "left whole by a rule": (
+        W,
+        [(".*", None)],
+        "data=2,fsdp=4",
+        "warning left-whole: w: shape (8, 16) is replicated, 384 B more per device than an even"
+        " split over 'fsdp' (4): rule 0 '.*' says so. Give it a spec or `fsdp`; if this is"
+        " intended, a rule that names it, with None.",
+    ),
+    "left whole, no dim": (
+        {"w": struct(7, 9)},
+        [("w", ts.fsdp("fsdp"))],
+        "fsdp=4",
+        "warning left-whole: w: shape (7, 9) is replicated, 189 B more per device than an even"
+        " split over 'fsdp' (4): rule 0 'w', no free dim of shape (7, 9) is divisible by 4."
+        " Pad dim 0 to 8, or use another axis. `Plan.padded` does so under `jit`,"
+        " `manual.shard_params(..., pad=True)` by hand: 72 B per device instead of 252 B, with"
+        " 36 B of padding in all.",
+    ),
+    "left whole, skipped dims": (
+        {"w": struct(8, 8)},
+        [("w", ts.fsdp("fsdp", skip=(0, 1)))],
+        "fsdp=4",
+        "warning left-whole: w: shape (8, 8) is replicated, 192 B more per device than an even"
+        " split over 'fsdp' (4): rule 0 'w', no free dim of shape (8, 8) is divisible by 4."
+        " Free a dim, or use another axis.",
+    ),
+    "left whole, too small": (
+        W,
+        [("w", ts.fsdp("fsdp", min_size=999))],
+        "fsdp=4",
+        "warning left-whole: w: shape (8, 16) is replicated, 384 B more per device than an even"
+        " split over 'fsdp' (4): rule 0 'w', 128 elements, fewer than min_size=999. Lower"
+        " `min_size`.",
+    ),
+    "left whole, an axis of size 1": (W, [("w", P("data"))], "data=1,fsdp=4", "left-whole: w"),
+    "left whole, names without an axis": (
+        boxed("embed", "heads"),
+        by_names(("embed", "fdsp"), ("heads", None)),
+        "fsdp=4",
+        "warning left-whole: w: shape (512, 512) is replicated, 768.0 KiB more per device than"
+        " an even split over 'fsdp' (4): rule 0 '.*': 'embed' has 'fdsp', which the mesh lacks."
+        " Did you mean 'fsdp'? Give a name another axis, in the logical rules.",
+    ),
+    "idle beside fsdp": (
+        BLOCK,
+        [(".*", ts.fsdp("fsdp"))],
+        "fsdp=4,tensor=8",
+        "warning left-whole: down, up: not split over the idle 'tensor' (8): 2.0 MiB per"
+        " device, 8x an even split, 1.8 MiB more: rule 0 '.*', fsdp('fsdp').",
+    ),
+    "idle beside the axis for data": (
+        BLOCK,
+        [(".*", ts.fsdp("data", skip=(0,)))],
+        "data=2,fsdp=16",
+        "warning left-whole: down, up: not split over the idle 'fsdp' (16): 4.0 MiB per"
+        " device, 16x an even split, 3.8 MiB more: rule 0 '.*', fsdp('data', skip=(0,)).",
+    ),
+    "idle beside a spec": (
+        {"w": struct(512, 512)},
+        [("w", ROWS)],
+        "fsdp=2,tensor=4",
+        "warning left-whole: w: not split over the idle 'tensor' (4): 512.0 KiB per device, 4x"
+        " an even split, 384.0 KiB more: rule 0 'w', P('fsdp',). Split another dim over 'tensor'",
+    ),
+    "idle, a name that loses to another": (
+        boxed("embed", "mlp"),
+        by_names(*MAXTEXT),
+        "fsdp=8,tensor=2",
+        "warning left-whole: w: not split over the idle 'fsdp' (8): 512.0 KiB per device, 8x an"
+        " even split, 448.0 KiB more: rule 0 '.*': 'embed' loses 'fsdp_transpose' to 'mlp', and"
+        " with it 'fsdp'. Give a name another axis, in the logical rules.",
+    ),
+    "idle, a name whose axis the mesh lacks": (
+        boxed("embed", "heads"),
+        by_names(("embed", "fsdp"), ("heads", "tensr")),
+        "fsdp=2,tensor=4",
+        "warning left-whole: w: not split over the idle 'tensor' (4): 512.0 KiB per device, 4x"
+        " an even split, 384.0 KiB more: rule 0 '.*': 'heads' has 'tensr', which the mesh"
+        " lacks. Did you mean 'tensor'? Give a name another axis, in the logical rules.",
+    ),
+    "idle, no dim": (
+        {"w": struct(512, 511)},
+        [("w", ts.shard_dim("tensor", 0) | ts.fsdp("fsdp"))],
+        "fsdp=2,tensor=4",
+        "warning left-whole: w: not split over the idle 'fsdp' (2): 255.5 KiB per device, 2x an"
+        " even split, 127.8 KiB more: rule 0 'w', fsdp('fsdp'): no free dim of shape (512, 511)"
+        " is divisible by 2. Free a dim, or use another axis.",
+    ),
+    "unlike, left out by a pattern": (
+        layers(8),
+        [("layers/[0-24-7]/.*up", COLUMNS), (".*", ROWS)],
+        "fsdp=4",
+        "warning unlike-siblings: layers/3/mlp/up: P('fsdp',) by rule 1 '.*', unlike 7 other"
+        " layers, which have P(None, 'fsdp') by rule 0 'layers/[0-24-7]/.*up'. Let one rule"
+        " decide all of them, or name this layer in a pattern, if this is intended.",
+    ),
+    "unlike, by a function": (
+        {f"block_{i}": {"mlp": {"up": struct(8, 16)}} for i in range(5)},
+        [(".*", lambda path, leaf: COLUMNS if "3" in path else ROWS)],
+        "fsdp=4",
+        "warning unlike-siblings: block_3/mlp/up: P(None, 'fsdp') by rule 0 '.*', unlike 4"
+        " other layers, which have P('fsdp',). Let one rule decide all of them, or name this"
+        " layer in a pattern, if this is intended.",
+    ),
+    "unlike, a number that begins others": (
+        layers(12),
+        [("layers/1.*up", COLUMNS), (".*", ROWS)],
+        "fsdp=4",
+        "warning unlike-siblings: layers/{10..11}/mlp/up: P(None, 'fsdp') by rule 0"
+        " 'layers/1.*up', which does not say where the number of 'layers/1/' begins and ends,"
+        " and so matches these too. Write 'layers/1/'.",
+    ),
+    "unlike, a number that ends others": (
+        layers(12),
+        [("1/mlp/up", COLUMNS), (".*", ROWS)],
+        "fsdp=4",
+        "warning unlike-siblings: layers/11/mlp/up: P(None, 'fsdp') by rule 0 '1/mlp/up', which"
+        " does not say where the number of 'layers/1/' begins and ends, and so matches these"
+        " too. Write 'layers/1/'.",
+    ),
+    "separate heads": (
+        attention(8, 8),
+        [("attn", P(None, None, "tensor"))],
+        "fsdp=2,tensor=4",
+        "warning cuts-head: attn/key/kernel, attn/query/kernel, attn/value/kernel:"
+        " P(None, None, 'tensor') by rule 0 'attn' splits dim 2, which is 1 head of 8, into"
+        " 4 parts over 'tensor': not between heads. Each product of queries and keys is"
+        " then summed over devices. Split another dim over 'tensor', or fewer heads over a"
+        " smaller axis.",
+    ),
+    "heads of stacked layers": (
+        attention(8, 2, 3),
+        [("out", P(None, None, "tensor")), ("", P(None, None, "tensor"))],
+        "fsdp=2,tensor=4",
+        "attn/out/kernel: P(None, None, 'tensor') by rule 0 'out' splits dim 2",
+    ),
+    "fused heads": (
+        FUSED,
+        [("norm", None), ("/o", P("tensor")), ("", P(None, "tensor"))],
+        "fsdp=2,tensor=4",
+        "attn/k, attn/v: P(None, 'tensor') by rule 2 '' splits dim 1, which is 2 heads of 8",
+    ),
+    "state, another dim": (
+        PAIR,
+        [("mu", COLUMNS), ("w", ROWS)],
+        "data=2,fsdp=4",
+        "warning state-unlike-weight: opt/mu/mlp/w: P(None, 'fsdp') by rule 0 'mu', while its"
+        " parameter, params/mlp/w, has P('fsdp',) by rule 1 'w': each step moves one of them to the"
+        " sharding of the other. Use one rule for both, or `Plan.follow`.",
+    ),
+    "state, another axis": (
+        PAIR,
+        [("mu", ts.fsdp("data")), ("w", ROWS)],
+        "data=2,fsdp=4",
+        "state-unlike-weight",
+    ),
+    "state, whole": (PAIR, [("mu", None), ("w", ROWS)], "data=2,fsdp=4", "state-unlike-weight"),
+}
+
+
+@pytest.mark.parametrize(("tree", "rules", "mesh", "text"), PLANTED.values(), ids=PLANTED)
+def test_a_mistake_is_told(tree: Any, rules: Any, mesh: str, text: str) -> None:
+    found = told(tree, rules, mesh)
+    assert any(text in each for each in found), found
+    plan = ts.plan(tree, rules, mesh, min_size=0)
+    is_error = text.startswith("error ")
+    for finding in plan.findings:
+        if text in str(finding):
+            assert finding.severity == ("error" if is_error else "warning")
+    if is_error:
+        with pytest.raises(ts.ShardingRuleError):
+            plan.check()
+
+
+# ------------------------------------------------------------------ sound
+
+MATRIX = {**BLOCK, "more": struct(4096, 512)}
+# Trees, rules and meshes without a finding.
+SOUND = {
+    "one rule": (W, [("w", ROWS)], "fsdp=4"),
+    "nothing": ({}, [], "fsdp=4"),
+    "other paths": ({"a/c": struct(8), "a": {"b": struct(8)}}, [("", ROWS)], "fsdp=4"),
+    "a last rule for all": (W, [("w", ROWS), (".*", None)], "fsdp=4"),
+    "one device": (W, [("w", None)], "data=1"),
+    "all axes": (MATRIX, [(".*", ts.fsdp(("fsdp", "tensor")))], "fsdp=4,tensor=8"),
+    "columns and rows": (
+        MATRIX,
+        [("up", P("fsdp", "tensor")), ("norm", None), (".*", P("tensor", "fsdp"))],
+        "data=2,fsdp=4,tensor=8",
+    ),
+    "data splits the batch": (MATRIX, [(".*", ts.fsdp("fsdp"))], "data=8,fsdp=4"),
+    "replica and sequence": (MATRIX, [(".*", ts.fsdp("fsdp"))], "replica=8,fsdp=4,sp=2"),
+    "data parallel": (MATRIX, [(".*", None)], "data=8"),
+    "two axes for data": (MATRIX, [(".*", None)], "dcn_data=2,dp=8"),
+    "experts": (MATRIX, [("up", P("fsdp", "ep")), (".*", ROWS)], "fsdp=4,ep=2"),
+    "an axis of size 1": (MATRIX, [(".*", ts.fsdp("fsdp"))], "fsdp=4,tensor=1"),
+    "a vector as its matrix": (
+        {"w": struct(2048, 2048), "b": struct(2**20)},
+        [("w", P("fsdp", "tensor")), ("b", P("tensor"))],
+        "fsdp=4,tensor=8",
+    ),
+    "ZeRO-1": (
+        {"params": {"mlp": BLOCK}, "opt": {"mu": {"mlp": BLOCK}}},
+        [("opt", ts.fsdp(("data", "fsdp"))), (".*", ts.fsdp("fsdp"))],
+        "data=4,fsdp=2",
+    ),
+    "ZeRO-1, another dim": (PAIR, [("mu", P("fsdp", "data")), ("w", ROWS)], "data=2,fsdp=4"),
+    "ZeRO-1, the same dim": (PAIR, [("mu", P(("data", "fsdp"))), ("w", ROWS)], "data=2,fsdp=4"),
+    "ZeRO-1 of whole parameters": (PAIR, [("mu", P("data")), ("w", None)], "data=2"),
+    "state as its parameter": (PAIR, [("w", ROWS)], "data=2,fsdp=4"),
+    "one layer by name": (layers(12), [("layers/1/mlp", COLUMNS), ("", ROWS)], "fsdp=4"),
+    "layers by name": (layers(12), [("layers/(1|10|11)/mlp", COLUMNS), ("", ROWS)], "fsdp=4"),
+    "layers of one digit": (layers(16), [(r"layers/\d/mlp", COLUMNS), ("", ROWS)], "fsdp=4"),
+    "layers 1 and 10 to 19": (layers(20), [(r"layers/1\d?/mlp", COLUMNS), ("", ROWS)], "fsdp=4"),
+    "one pattern for all": (layers(12), [(r"layers/\d", ROWS)], "fsdp=4"),
+    "every other": (layers(12), [("layers/.*[02468]/mlp", COLUMNS), ("", ROWS)], "fsdp=4"),
+    "two of three": (layers(3), [("layers/[02]/mlp", COLUMNS), ("", ROWS)], "fsdp=4"),
+    "numbers of weights": (
+        {f"Dense_{i}": {"kernel": struct(8, 8)} for i in range(4)},
+        [("_[0-2]", COLUMNS), ("", ROWS)],
+        "fsdp=4",
+    ),
+    "layers of other shapes": (
+        {"layers": [{"w": struct(8, 8 + 4 * (i == 3))} for i in range(8)]},
+        [("", ts.fsdp("fsdp"))],
+        "fsdp=4",
+    ),
+    "between heads": (
+        attention(8, 8),
+        [("out", P("tensor")), ("attn", P(None, "tensor"))],
+        "tensor=4",
+    ),
+    "heads of stacked layers": (
+        attention(8, 8, 4),
+        [("out", P(None, "tensor")), ("", P(None, None, "tensor"))],
+        "tensor=4",
+    ),
+    "heads gathered for use": (attention(8, 8), [("", P(None, None, "fsdp"))], "fsdp=4"),
+    "heads by fsdp": (attention(8, 8), [("", ts.fsdp("tensor", skip=(0, 1)))], "tensor=4"),
+    "keys by row": (
+        FUSED,
+        [("norm", None), ("[kv]", P("tensor")), ("/o", P("tensor")), ("", P(None, "tensor"))],
+        "tensor=4",
+    ),
+    "fused, by fsdp": (FUSED, [("norm", None), ("", ts.fsdp("fsdp"))], "fsdp=2"),
+    "a norm of all heads": (NORM_OF_ALL, [("norm", None), ("", P(None, "tensor"))], "tensor=4"),
+    "convolutions": ({"conv": {"a": struct(3, 3, 8), "b": struct(3, 8, 3)}}, [("", P())], "data=2"),
+    "experts by hand": (
+        {"experts": {"up": struct(4, 8, 16), "down": struct(4, 16, 8)}},
+        [("", P(None, None, "tensor"))],
+        "tensor=4",
+    ),
+    "stacked layers": (
+        {"blocks": {"norm": struct(4, 8), "up": struct(4, 8, 16)}},
+        [("", COLUMNS)],
+        "fsdp=4",
+    ),
+    "an array and its copy": ({"a": ARRAY, "b": ARRAY.copy()}, [("", ROWS)], "fsdp=4"),
+    "a shared array": (
+        eqx.nn.Shared({"a": ARRAY, "b": ARRAY}, itemgetter("b"), itemgetter("a")),
+        [("", ROWS)],
+        "fsdp=4",
+    ),
+    "not arrays of a model": ({"a": ONE, "b": ONE, "f": jax.nn.relu}, [("a|b", None)], "data=2"),
+    "text": ({"a": NAMES, "b": NAMES, "w": ARRAY}, [("w", ROWS)], "fsdp=4"),
+}
+
+
+@pytest.mark.parametrize(("tree", "rules", "mesh"), SOUND.values(), ids=SOUND)
+def test_nothing_is_told_of_a_sound_tree(tree: Any, rules: Any, mesh: str) -> None:
+    assert told(tree, rules, mesh) == []
+
+
+# ------------------------------------------------------------------ the same array
+
+
+@pytest.mark.parametrize(
+    ("tree", "paths", "text"),
+    [
+        pytest.param(
+            {"embed": {"w": ARRAY}, "head": {"w": ARRAY}},
+            ("head/w",),
+            "head/w: the same array as embed/w now, and an array of its own once it is placed or"
+            " stepped: 1.0 KiB more on each device.",
+            id="tied weights",
+        ),
+        pytest.param(
+            {"params": ARRAYS, "ema": ARRAYS},
+            ("params/0/w", "params/1/w", "params/2/w"),
+            "params/{0..2}/w: the same array as ema/{0..2}/w now, and an array of its own once it"
+            " is placed or stepped: 3.0 KiB more on each device.",
+            id="an average that starts as the parameters",
+        ),
+    ],
+)
+def test_one_array_at_two_paths_is_planned_as_two(tree, paths, text) -> None:
+    plan = ts.plan(tree, [("w", ROWS)], "fsdp=4", min_size=0)
+    (finding,) = plan.findings
+    assert finding.paths == paths
+    assert str(finding) == (
+        f"warning same-array: {text} To keep one array, use `equinox.nn.Shared`."
+    )
+    assert plan.bytes_per_device() == 1024 * len(plan.leaves)
+    assert plan.on("fsdp=8").findings[0].code == "same-array"
+    copies = plan.follow({"mu": tree})
+    for each in (copies, copies.on("fsdp=8"), copies.padded()):
+        (finding,) = each.findings
+        assert finding.paths == tuple(f"mu/{path}" for path in paths)
+    assert not ts.Plan.from_json(plan.to_json()).findings  # which says so in its docstring
+    assert not ts.plan(plan.structs, [("w", ROWS)], "fsdp=4", min_size=0).findings
+
+
+def test_init_sharded_sees_the_same_array_twice_in_a_trace() -> None:
+    def init() -> Any:
+        embed = jnp.ones((64, 16))
+        return {"embed": embed, "head": embed}
+
+    state, plan = ts.init_sharded(init, rules=[(".*", ROWS)], mesh="fsdp=8", min_size=0)
+    assert [finding.paths for finding in plan.findings] == [("head",)]
+    assert state["embed"] is not state["head"]
+
+
+# ------------------------------------------------------------------ rules and leaves
+
+
+def test_check_lists_collisions_with_other_errors() -> None:
+    with pytest.raises(ts.ShardingRuleError, match="no rule matches(.|\n)*share this path"):
+        ts.plan(TWINS | {"c": struct(8)}, [("b", None)], "fsdp=4", min_size=0).check()
+    assert str(ts.plan(TWINS, [("b", None)], "fsdp=4")).count("a/b") == 1  # it can be described
+
+
+def test_many_paths_are_folded_and_then_counted() -> None:
+    tree = {f"{name}weight": struct(8) for name in "abcdefg"}
+    (finding,) = ts.plan(tree, [], "fsdp=4", min_size=0).findings
+    assert len(finding.paths) == 7
+    assert "aweight, bweight, cweight, dweight, eweight and 2 more: shape (8,)" in str(finding)
+
+
+def test_only_the_last_rule_may_be_a_fallback() -> None:
+    rules = [("w", ROWS), (".*", None), ("w", None)]
+    assert [x.code for x in ts.plan(W, rules, "fsdp=4", min_size=0).findings] == ["shadowed-rule"]
+    tree = {"w": struct(8), "b": struct(8)}
+    plan = ts.plan(tree, [("", ROWS), ("w", None)], "fsdp=4", min_size=0)
+    assert [x.rule for x in plan.findings] == [1]
+
+
+def test_patterns_that_distinguish_digits_are_searched_on_every_path() -> None:
+    rules = [("layers", ROWS), ("layers/7/", None), ("layers/80/", None)]
+    shadowed, dead = ts.plan(layers(80), rules, "fsdp=4", min_size=0).findings
+    assert (shadowed.code, shadowed.paths) == (
+        "shadowed-rule",
+        ("layers/7/mlp/up", "layers/7/norm"),
+    )
+    assert (dead.code, dead.rule) == ("dead-rule", 2)
+
+
+def test_a_spec_that_min_size_leaves_unused() -> None:
+    tree = {"layers": [{"b": struct(8), "w": struct(8, 16)}] * 2}
+    rules = [("b", ROWS), (".*", ROWS)]
+    assert told(tree, rules, "fsdp=4", min_size=9) == [
+        "warning explicit-spec-too-small: layers/{0..1}/b: rule 0 'b': P('fsdp',) is not used for"
+        " leaves of fewer than 9 elements (`min_size`). To shard small leaves by such a spec, pass"
+        " `min_size=0`. To replicate them, give them a rule with None."
+    ]
+    assert told(tree, rules, "fsdp=4", min_size=8) == []
+    assert told({"w": struct(2)}, [("w", ts.fsdp("fsdp"))], "fsdp=4", min_size=100) == []
+
+
+def test_ten_thousand_leaves_and_a_hundred_unused_rules() -> None:
+    tree = {f"layer_{i}": {"w": struct(8), "b": struct(8)} for i in range(5000)}
+    rules = [(".*", ROWS), *((f"w{i}|/b$", None) for i in range(100))]
+    decided = ts.plan(tree, rules, "fsdp=4", min_size=0)
+    assert [finding.code for finding in decided.findings] == ["shadowed-rule"] * 100
+
+
+# ------------------------------------------------------------------ left whole
+
+
+def test_replicated_leaves_are_ordered_by_what_they_waste() -> None:
+    tree = {"a": struct(8, 8), "b": struct(64, 8), "c": [struct(8, 16)] * 2, "w": struct(512, 8)}
+    rules = [("w", P(("data", "fsdp"))), ("", None)]
+    replicated = ts.plan(tree, rules, "data=2,fsdp=4", min_size=0).findings
+    assert [finding.paths for finding in replicated] == [("b",), ("c/0", "c/1"), ("a",)]
+    assert [x.wasted for x in replicated] == [2048 * 7 // 8, 1024 * 7 // 8, 256 * 7 // 8]
+
+
+def test_small_leaves_and_small_savings_are_not_findings() -> None:
+    rules = [("w", P(("data", "fsdp"))), (".*", None)]
+    tree = {"w": struct(4096, 64), "b": struct(64)}
+    assert told(tree, rules, "data=2,fsdp=4") == []  # 224 of 131,328 bytes
+    assert len(told(tree | {"b": struct(4096)}, rules, "data=2,fsdp=4")) == 1
+    assert told(tree | {"b": struct(4096)}, rules, "data=2,fsdp=4", min_size=5000) == []
+
+
+def test_a_rule_that_names_leaves_and_replicates_them_means_it() -> None:
+    actions = [None, P(), P(None, None), ts.replicate(), lambda *_: None]
+    named = dict.fromkeys(["up|down", "(up|down)$", "^[a-z]*n", "u|d"], True)
+    of_all = dict.fromkeys([".*", "", ".", "^.+$", r"\w+", "^(?!.*norm)", "up|.*"], False)
+    tree = {"mlp": {"up": BLOCK["up"], "down": BLOCK["down"]}}
+    for action, (pattern, is_meant) in product(actions, {**named, **of_all}.items()):
+        rules = [(pattern, action), (".*", ts.fsdp("fsdp"))]
+        plan = ts.plan(tree, rules, "fsdp=4")
+        for each in (plan, plan.follow({"mu": plan.structs}), ts.Plan.from_json(plan.to_json())):
+            is_told = any(x.code == "left-whole" for x in each.findings)
+            assert is_told == (not is_meant), (pattern, action)
+
+
+def test_names_that_are_not_sharded_by_their_rules_are_meant() -> None:
+    with ts.logical_axis_rules([("embed", None), ("mlp", ()), ("heads", "tensr")]):
+        assert told({"up": BLOCK["up"]}, [("up", ("embed", "mlp"))], "fsdp=4") == []
+        assert len(told({"up": BLOCK["up"]}, [("up", ("embed", "heads"))], "fsdp=4")) == 1
+
+
+def test_a_finding_for_each_rule_and_not_for_each_shape() -> None:
+    tree = {"layers": [{"a": struct(512, n), "b": struct(n, 512)} for n in (256, 512, 1024)]}
+    mesh = "fsdp=4,tensor=8"
+    (found,) = ts.plan(tree, [(".*", ts.fsdp("fsdp"))], mesh).findings
+    assert len(found.paths) == 6
+    both = ts.plan(tree, [("a$", ts.fsdp("fsdp")), ("b$", ROWS)], mesh).findings
+    assert [finding.rule for finding in both] == [0, 1]
