@@ -543,8 +543,8 @@ PROGRAMS: dict[str, Callable[[Any], Program]] = {
 ONLY_AUTO = ("experts by constraints", "muon", "batch norm")
 # What the programs do move more than once, or in the update, on Auto axes.
 TRUE_FINDINGS = {
-    "tied heads": {"each-use"},  # the gradients of lookup and head
-    "muon": {"matrix-optimizer"},
+    "tied heads": {"again"},  # the gradients of lookup and head
+    "muon": {"other"},
 }
 
 

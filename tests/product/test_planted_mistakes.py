@@ -480,7 +480,7 @@ CASES = {
             "batch": P("fsdp"),
             "x": struct(4 * ROWS, WIDTH),
         },
-        "reduction-inside-loop: down, up: ",
+        "inside-loop: down, up: ",
     ),
     "gradient of a shared weight reduced in the layer loop": Case(
         FSDP,

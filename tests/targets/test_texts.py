@@ -18,11 +18,11 @@ from treeshard.programs._flops import compiled_flops
 TEXTS = sorted((Path(__file__).parent / "texts").glob("*.txt.gz"))
 # What differs from the plan, and why. All other programs move what is planned.
 DIFFERENCES = {
-    "mlp_no_hints": {"activation", "batch", "not-moved"},  # nothing gathers the weights
+    "mlp_no_hints": {"activation", "not-moved"},  # nothing gathers the weights
     "hsdp": {"all-reduce"},  # within one slice, compilers all-reduce over both axes at once
     "accumulate": {
         "again",
-        "reduction-inside-loop",
+        "inside-loop",
     },  # weights are gathered, and gradients scattered, per minibatch
     "tensor_rows": {"sharded-further"},  # weights are gathered along `tensor` too
 }

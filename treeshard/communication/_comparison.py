@@ -250,8 +250,7 @@ def _compared(
     compiled = with_steps_joined(list(CollectiveReader(read).all()), read.within)
     batch_axes, platform = get_names_from_partition_spec(batch), platform_of(program)
     matcher = Matcher(plan, planned, names, roles, batch_axes, platform)
-    for collective in compiled:
-        matcher.match(collective)
+    matcher.match(compiled)
     return Comparison(
         tuple(planned),
         tuple(compiled),
@@ -279,7 +278,9 @@ def _idle_axes(
     if not idle:
         return
     used_and_idle = [axis for axis in sizes if axis in (*batch_axes, *idle)]
-    yield explain("idle-axis", detail=", ".join(map(repr, idle)), batch_axes=used_and_idle)
+    yield explain(
+        "batch-not-split, idle", detail=", ".join(map(repr, idle)), batch_axes=used_and_idle
+    )
 
 
 def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
@@ -290,7 +291,7 @@ def _to_host(graph: HloProgram) -> Iterator[Unplanned]:
             arrays = [x for operand in operands for x in operand.types if x.rank]
             if arrays:
                 where = f"{bytes_text(total(x.bytes for x in arrays))} to the host in each step"
-                yield explain("to-host", detail=f"{where}, at {graph.source(op)}")
+                yield explain("other, host", detail=f"{where}, at {graph.source(op)}")
 
 
 def _is_callback(op: Op) -> bool:

@@ -18,19 +18,21 @@ class Unplanned(NamedTuple):
     """One way in which a program's communication differs from its plan.
 
     Attributes:
-        code: `"activation"`, `"batch"`, `"batch-not-split"` (weights are gathered along an axis
-            that does not split the batch), `"idle-axis"` (an axis that nothing uses), `"again"`
-            (moved more often than planned), `"merged"` (gathered less often than the step asks),
-            `"each-use"` (the gradient of each use of a weight reduced by itself),
-            `"matrix-optimizer"` (matrices that the optimizer multiplies),
-            `"reduction-inside-loop"` (a gradient reduced in each trip of a loop),
-            `"sharded-further"` (a leaf that a step should not gather, or along an axis along which
-            it should stay split), `"state-unlike-weight"` (optimizer state on other dims),
-            `"all-reduce"` (where a reduce-scatter was planned), `"wider"` or `"narrower"` (in
-            another dtype), `"by-all-reduce"` (an all-gather that a compiler makes an all-reduce),
-            `"across-axes"` (between devices that do not form axes of the mesh), `"to-host"` (a
-            callback takes an array to the host), `"unreadable"`, or `"not-moved"` (planned, but not
-            in the program).
+        code: What differs:
+
+            - `"activation"`: computed values, or rows of the batch, move
+            - `"again"`: a weight or a gradient moves more often than planned
+            - `"all-reduce"`: of full gradients, where a reduce-scatter was planned
+            - `"batch-not-split"`: along an axis that does not split the batch, weights are
+              gathered, or nothing is done
+            - `"inside-loop"`: a gradient is reduced in each trip of a loop
+            - `"not-moved"`: planned, and not in the program
+            - `"sharded-further"`: a leaf is gathered that a step need not gather, or along an axis
+              along which the plan keeps it split
+            - `"other"`: as `fact` says
+
+            In `Comparison.by_compiler`: `"all-reduce"`, `"wider"`, `"narrower"`, `"merged"`
+            (gathered less often than the step asks) or `"by-all-reduce"` (an all-gather).
         fact: What was found.
         hint: What to do about it, or why nothing can be done.
         collectives: The ops; empty for `"not-moved"`.
@@ -61,30 +63,27 @@ WORDS = {
         "Constrain the value to the axes of the batch: {constrain}, and gather weights"
         " with `unshard`.",
     ),
+    "activation, batch": (
+        "{kind} of an argument that is not a parameter, {size}.",
+        "If a constraint splits another dim than that of the batch, write {constrain}. To"
+        " split a batch for accumulation, use `accumulate_gradients`.",
+    ),
     "activation, loop": (
         "unplanned {kind} of computed values, {size}.",
         "Gather the layer's weights at the start of the scan's body, so that the"
-        " activations stay where they are: `unshard(layer, layer_specs(specs), axis)`.",
-    ),
-    "activation, loop, gathered": (
-        "unplanned {kind} of computed values, {size}.",
-        "Constrain values in the loop to the batch's axes: {constrain}.",
-    ),
-    "across-axes": (
-        "{kind} between devices that do not form axes of the mesh, {size}.",
-        "A reshape splits a sharded dim differently from the mesh. To split a batch for"
-        " accumulation, reshape it to (batch / k, k), swap the dims, and constrain it:"
-        " `with_sharding_constraint(x, P(None, axis))`.",
+        " activations stay where they are: `unshard(layer, layer_specs(specs), axis)`. If they are,"
+        " constrain values in the loop: {constrain}.",
     ),
     "again": (
         "{kind} more often than planned, {size}.",
         "Call `unshard` once, before all uses of the weight, and before a loop that does not change"
         " it. Without a step, `remat=` says that the forward pass is repeated.",
     ),
-    "again, gradients": (
+    "again, gradient": (
         "{kind} of gradients more often than planned, {size}.",
-        "The partitioner reduces the gradient of each use of a weight before it adds them."
-        " Use `accumulate_gradients` or `treeshard.manual` to reduce once.",
+        "Compilers reduce the gradient of each use of a weight before they add these. On Explicit"
+        " axes `training.value_and_grad` adds them first, and so does `treeshard.manual`. Gradients"
+        " at several points, as in SAM and MAML, are reduced one by one.",
     ),
     "all-reduce": (
         "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
@@ -94,15 +93,7 @@ WORDS = {
     "all-reduce, scattered": (
         "all-reduce of full gradients, {size}, where a reduce-scatter was planned.",
         "{on_cpus}The step scatters them already, by a constraint or by hand, so this is the"
-        " compiler's choice. TPUs' compiler makes it along an axis that covers all dims of a torus."
-        " There `training.value_and_grad` scatters over one dim after the other, if the loss is a"
-        " mean over rows and uses weights through `unshard` alone; so does `treeshard.manual`.",
-    ),
-    "batch": (
-        "{kind} of an argument that is not a parameter, {size}.",
-        "If a constraint splits another dim than that of the batch, write {constrain}. To"
-        " split a batch for accumulation, reshape it to (batch / k, k) and swap the dims,"
-        " or constrain the result: `with_sharding_constraint(x, P(None, axis))`.",
+        " compiler's choice. It does not make it on Explicit axes, or in `treeshard.manual`.",
     ),
     "batch-not-split": (
         "weights are gathered along {gathered}, {size}, but the batch is"
@@ -110,51 +101,45 @@ WORDS = {
         "Split the batch: `batch=P({batch_and_gathered})`. If the axis is for tensor parallelism,"
         " constrain the activations so that the weights stay sharded.",
     ),
-    "by-all-reduce": (
-        "{kind} as an all-reduce of shards in arrays of zeros, {size}, which sends twice"
-        " the bytes.",
-        "Compilers do so for small shards: split the leaf over fewer devices.",
-    ),
-    "each-use": (
-        "{kind} of gradients for each use of a weight, {size}.",
-        "Compilers reduce the gradient of each use before they add these. On Explicit axes"
-        " `training.value_and_grad` adds them first, and so does `treeshard.manual`. Gradients at"
-        " several points, as in SAM and MAML, are reduced one by one.",
-    ),
-    "idle-axis": (
+    "batch-not-split, idle": (
         "{detail} shards neither the state nor the batch, and nothing is moved"
         " along it: devices along it do the same work.",
         "Split the batch over it too: `batch=P({batch})`.",
     ),
-    "matrix-optimizer": (
-        "{kind} of matrices that the optimizer multiplies, {size}.",
-        "Use `training.by_matrix(optimizer, plan)`, which gives each device full matrices for the"
-        " update; or stack the layers and shard the stacked dim: `P(axis, None, None)`.",
-    ),
-    "merged": (
-        "gathered once in the program, and more often in the step.",
-        "The compiler saw that these gathers are alike.",
-    ),
-    "narrower": (
-        "{kind} in a narrower dtype than the planned {detail}, {size}.",
-        "The step casts it, or the compiler does, since its matrix products round to that"
-        " dtype. `dtype=` plans for it.",
+    "inside-loop": (
+        "{kind} of gradients in each trip of a loop, {size_of_trips}.",
+        "Add the gradients of each device in the loop, and reduce them once after it:"
+        " `accumulate_gradients(..., axis_names=...)`; by hand, `manual.vary` the weights"
+        " before the loop and `sync_gradients` after it.{elsewhere}",
     ),
     "not-moved": (
         "the planned {kind} ({detail}) is not in the program.",
         "Check that the step uses the leaf, and that the plan is of this step. If computed values"
         " are moved instead, call `unshard` where the weight is used.",
     ),
-    "not-moved, again": (
-        "the planned {kind} ({detail}) is not in the program.",
-        "The compiler gathers once and keeps the result, which takes memory until the"
-        " gradient is computed. In a scan it does not.",
+    "other, devices": (
+        "{kind} between devices that do not form axes of the mesh, {size}.",
+        "A reshape splits a sharded dim differently from the mesh. To split a batch for"
+        " accumulation, use `accumulate_gradients`, or reshape it to (batch / k, k), swap the dims,"
+        " and constrain it: `with_sharding_constraint(x, P(None, axis))`.",
     ),
-    "reduction-inside-loop": (
-        "{kind} of gradients in each trip of a loop, {size_of_trips}.",
-        "Add the gradients of each device in the loop, and reduce them once after it:"
-        " `accumulate_gradients(..., axis_names=...)`; by hand, `manual.vary` the weights"
-        " before the loop and `sync_gradients` after it.{elsewhere}",
+    "other, host": (
+        "a callback takes {detail}.",
+        "Call it on what the step returns, and not in each step, or pass it scalars.",
+    ),
+    "other, unreadable": (
+        "{kind} with unknown axes, bytes or count.",
+        "Pass the mesh. A loop whose trips depend on data has no count.",
+    ),
+    "other, update": (
+        "{kind} in the update, {size}, which multiplies sharded matrices.",
+        "Use `training.by_matrix(optimizer, plan)`, which gives each device full matrices for the"
+        " update; or stack the layers and shard the stacked dim: `P(axis, None, None)`.",
+    ),
+    "other, wider": (
+        "{kind} in a wider dtype than the planned {detail}.",
+        "{on_cpus}Cast the weights before the gather: `unshard(w.astype(dtype), ...)`, or"
+        " `dtype=` of `manual.value_and_grad`.",
     ),
     "sharded-further": (
         "{kind} of a leaf that a step does not have to gather, {size}.",
@@ -166,22 +151,23 @@ WORDS = {
         "Constrain the values that they produce, so that this axis splits the computation:"
         " `with_sharding_constraint(x, P({batch}, ..., {detail}))`.",
     ),
-    "state-unlike-weight": (
-        "{kind} in the update, {size}: the optimizer state is sharded unlike its weight.",
-        "Shard it like the weight: `Plan.follow(optimizer_state)`, or one rule for both.",
+    # What compilers do by themselves
+    "by-all-reduce": (
+        "{kind} as an all-reduce of shards in arrays of zeros, {size}, which sends twice"
+        " the bytes.",
+        "Compilers do so for small shards: split the leaf over fewer devices.",
     ),
-    "to-host": (
-        "a callback takes {detail}.",
-        "Call it on what the step returns, and not in each step, or pass it scalars.",
+    "merged": (
+        "gathered once in the program, and more often in the step.",
+        "The compiler saw that these gathers are alike.",
     ),
-    "unreadable": (
-        "{kind} with unknown axes, bytes or count.",
-        "Pass the mesh. A loop whose trips depend on data has no count.",
+    "narrower": (
+        "{kind} in a narrower dtype than the planned {detail}, {size}.",
+        "The step casts it, or the compiler does, since its matrix products round to that dtype.",
     ),
     "wider": (
         "{kind} in a wider dtype than the planned {detail}.",
-        "{on_cpus}Cast the weights before the gather: `unshard(w.astype(dtype), ...)`, or"
-        " `dtype=` of `manual.value_and_grad`.",
+        "The CPU's compiler has no collectives of 16-bit floats.",
     ),
 }
 # What a CPU's compiler does by itself is reported only if the program may be for another.
