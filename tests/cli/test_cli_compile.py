@@ -204,7 +204,7 @@ def test_json_has_the_same_facts(run) -> None:
     code, out, _ = run("make", "--mesh", "data=2,fsdp=4", "--json")
     report = json.loads(out)
     assert code == 3  # the batch is not split over `data`
-    assert [one["code"] for one in report["communication"]["unplanned"]] == ["idle-axis"]
+    assert [one["code"] for one in report["communication"]["unplanned"]] == ["batch-not-split"]
     assert report["fits"] is None
     assert report["memory"]["kinds"]["parameters"] == 4 * 2 * 2 * 64 * 128 // 4
     assert report["memory"]["at_peak"][0].keys() >= {"bytes", "array", "source"}

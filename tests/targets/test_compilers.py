@@ -58,10 +58,10 @@ def _is_compiled(name: str, target: str) -> bool:
 PROGRAMS = [(name, target) for name in CASES for target in TARGETS if _is_compiled(name, target)]
 # What programs move that is not planned, and why that is true.
 FINDINGS = {
-    "mlp_no_hints": {"activation", "batch", "not-moved"},  # nothing gathers the weights
+    "mlp_no_hints": {"activation", "not-moved"},  # nothing gathers the weights
     # Gathered and reduced for each minibatch.
-    "mlp_minibatches": {"again", "reduction-inside-loop"},
-    "accumulate": {"again", "reduction-inside-loop"},
+    "mlp_minibatches": {"again", "inside-loop"},
+    "accumulate": {"again", "inside-loop"},
     "tensor_rows": {"sharded-further"},  # weights are gathered along `tensor` too
     "ring": {"activation", "not-moved"},  # what devices pass on by hand; there is no gradient
     "all_to_all": {"activation", "not-moved"},
