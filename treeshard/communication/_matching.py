@@ -83,7 +83,8 @@ class _Gradient:
         self.units = {self.total, elements(planned[0].bytes, planned[0].dtype)}
         self.scattered = {axis for x in planned if x.kind == "reduce-scatter" for axis in x.axes}
         is_stack = len(leaf.shape) > 1 and not self.scattered
-        self.layer = self.total // leaf.shape[0] if is_stack else self.total
+        layers = math.prod(leaf.shape[:1]) if is_stack else 1
+        self.layer = self.total // layers
 
     def take(self, axes: frozenset[str], size: int) -> None:
         for axis in axes & self.left.keys():
