@@ -107,20 +107,6 @@ value that is new, gone, or split or used differently; 2% more bytes or operatio
 exit code: 0 if the step is as locked, 1 if it differs or does not fit, or 2 if the input is
 invalid, such as a lock for other devices
 """
-_CHECK = """\
-FUNCTION gets nothing and returns (loss, params, batch, rules): a function loss(params, batch), its
-arguments as arrays, and the rules. A small model and batch are enough. In train.py:
-  def to_check():
-      return loss, init(jax.random.key(0)), next(batches()), [(".*", ts.fsdp("fsdp"))]
-
-  treeshard check train:to_check
-  treeshard check train:to_check --mesh data=4,tensor=2
-
-Compares the gradients on one simulated CPU with those of many layouts. All leaves are sharded as
-the rules say, however small.
-
-exit code: 0, or 1 if something differs by more than rounding, or 2 if the input is invalid
-"""
 _SUGGEST = """\
 FUNCTION(mesh, rules) returns (step, state, batch), as for `treeshard compile`. Its keyword
 arguments `remat` and `accumulate`, if it has them, are varied. A list STRATEGIES in the module adds
@@ -218,11 +204,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--strategies", metavar="NAMES", help='such as "FSDP,HSDP"')
     add("--top", type=int, default=5, metavar="N", help="compile until N fit (5)")
     add("--budget", metavar="TIME", help="such as 10m: compile nothing more after it")
-
-    what = "compare the gradients of a model in many layouts, and say what differs"
-    add = command("check", "check:run_check", what, _CHECK)
-    add("function", metavar="MODULE:FUNCTION", help="returns (loss, params, batch, rules)")
-    add("--mesh", default="data=2,fsdp=4", metavar="AXES", help="by default data=2,fsdp=4")
 
     what = "list the leaves of a checkpoint or safetensors"
     add = command("inspect", "files:run_inspect", what, _INSPECT)

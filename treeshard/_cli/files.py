@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from treeshard._cli.patterns import in_time
 from treeshard._cli.stored_trees import StoredTree, open_stored
 from treeshard._core.processes import TIMEOUT, wants_bar, with_bar
 from treeshard._core.text import human_bytes, parse_bytes, parse_dtype, parse_pattern
@@ -152,8 +151,7 @@ def _select(
     """The leaves to write, by the names of their tensors, and the leaves to leave out."""
     only = parse_pattern(options.only or "", "--only")
     path = tree.contents.path
-    with in_time(f"--only {options.only!r}"):
-        leaves = [x for x in tree.contents.leaves if x.kind != "none" and only.search(x.path)]
+    leaves = [x for x in tree.contents.leaves if x.kind != "none" and only.search(x.path)]
     arrays = [leaf for leaf in leaves if _has_code(leaf)]
     others = [leaf for leaf in leaves if not _has_code(leaf)]
     if others and not options.skip:
@@ -204,8 +202,7 @@ def _renamed(arrays: Sequence[SavedLeaf], rules: Sequence[str]) -> dict[str, str
     pairs = [(parse_pattern(old, "--rename"), new) for old, new in pairs]
     rename = {x.path: x.path for x in arrays}
     for old, new in pairs:
-        with in_time(f"--rename {old.pattern!r}"):
-            rename = {path: _replaced(old, new, name) for path, name in rename.items()}
+        rename = {path: _replaced(old, new, name) for path, name in rename.items()}
     flat = {x.path: jax.ShapeDtypeStruct(x.shape, parse_dtype(x.dtype)) for x in arrays}
     names = tensor_names(flat, rename, "export")
     # JAX flattens a dict by its sorted keys.

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from treeshard._cli.patterns import check_rules
 from treeshard._cli.stored_trees import open_stored
 from treeshard._core.text import (
     human_bytes,
@@ -36,7 +35,6 @@ def run_plan(options: argparse.Namespace) -> tuple[str, int]:
     memory = None if options.memory is None else parse_bytes(options.memory)
     shapes = read_shapes(options.shapes)
     rules, min_size, logical = read_rules_file(options.rules)
-    check_rules(options.rules, rules, shapes)
     min_size = min_size if options.min_size is None else options.min_size
     with nullcontext() if logical is None else logical_axis_rules(logical):
         decided = plan(shapes, rules, options.mesh, min_size=min_size)
