@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 
@@ -197,26 +196,3 @@ def varying_axes(x: Any) -> frozenset[str]:
 def varying_axes_of_type(type_: Any) -> frozenset[str]:
     """The same of what `jax.typeof` returns."""
     return frozenset(type_.manual_axis_type.varying)
-
-
-def outside_transforms(x: Any) -> tuple[Any, list[tuple[Any, int | None]]]:
-    """The type of a value outside of all `jax.vmap` and `jax.grad`, and what these did to it.
-
-    For each `vmap`, from the innermost: an object with its `name`, `size` and `spmd_name`, which is
-    one for all values in it, and the dim of the value that is mapped.
-
-    Why: to trace a line of a mapped function again, it must be mapped again.
-    Versions: all. It can go when JAX tells what a tracer stands for.
-    """
-    maps: list[tuple[Any, int | None]] = []
-    value: Any = x
-    while isinstance(value, Tracer):
-        of_tracer: Any = value
-        if hasattr(of_tracer, "batch_dim"):
-            maps.append((of_tracer._trace.axis_data, of_tracer.batch_dim))
-            value = of_tracer.val
-        elif hasattr(of_tracer, "primal"):
-            value = of_tracer.primal
-        else:
-            break
-    return jax.typeof(value), maps

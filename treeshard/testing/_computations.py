@@ -46,8 +46,9 @@ from treeshard.testing._layouts import Layout
 from treeshard.testing._report import Cause
 from treeshard.testing._widening import Widening
 from treeshard.training._accumulation import accumulate_gradients
-from treeshard.training._pitfalls import explaining_types, user_line
+from treeshard.training._pitfalls import user_line
 from treeshard.training._step import Step
+from treeshard.training._type_errors import explaining_types
 
 # The values of a result: of each device, the index of its shard, and the shard itself.
 Shards = dict[Any, tuple[tuple[slice, ...], np.ndarray]]

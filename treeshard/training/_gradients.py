@@ -32,7 +32,7 @@ from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, current_plan, default_batch, row_axes
 from treeshard.errors import LeafError, SpecError, listed
 from treeshard.training._metrics import Metrics
-from treeshard.training._pitfalls import explaining_types
+from treeshard.training._type_errors import explaining_types
 
 GradFn = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
 

@@ -7,7 +7,6 @@ program for several: the step warns of both.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,12 +15,10 @@ from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
 from treeshard._core.arrays import data_of
-from treeshard._core.mesh import AnyMesh
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.matching import PlannedLeaf
 from treeshard._planning.plan import Plan
-from treeshard._planning.plan_in_force import PlanInForce
 from treeshard.errors import TreeShardError, counted, listed, own_lines, warn
 
 if TYPE_CHECKING:
@@ -157,26 +154,6 @@ def _not_gathered(compared: "Comparison") -> list["PlannedTransfer"]:
 
 def _unplanned(compared: "Comparison", code: str) -> list["Unplanned"]:
     return [difference for difference in compared.unplanned if difference.code == code]
-
-
-# ------------------------------------------------------------------ types on Explicit axes
-
-
-@contextmanager
-def explaining_types(mesh: AnyMesh, step: PlanInForce | None) -> Iterator[None]:
-    """Raises JAX's errors about types on Explicit axes as `ShardingTypeError`, with the way out."""
-    try:
-        yield
-    except Exception as error:
-        # 3 modules that a loop without errors does not need.
-        from treeshard.training._type_errors import explained
-
-        better = None
-        with suppress(Exception):  # what cannot be explained is raised as it is
-            better = explained(error, mesh, step)
-        if better is None:
-            raise
-        raise better from error
 
 
 # ------------------------------------------------------------------ arrays on one device

@@ -25,7 +25,8 @@ from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce
 from treeshard.errors import SpecError, StateError, listed, warn
 from treeshard.training._batch import BatchPlacement
-from treeshard.training._pitfalls import equations, explaining_types, warn_of_device_puts
+from treeshard.training._pitfalls import equations, warn_of_device_puts
+from treeshard.training._type_errors import explaining_types
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 

@@ -1,186 +1,299 @@
-"""Errors of types on Explicit axes, with lines to paste: each was traced before it is proposed.
+"""JAX's errors about types on Explicit axes, with the user's line, its leaves and what to write.
 
-JAX raises where it cannot tell how a result is split. Whether an error is one of these shows when
-the expression is traced again: it can be, with arrays that are not split. Then other ways to write
-it are traced too, with their gradients, and those that type-check are shown, with what they move.
+JAX's message tells which operation failed, and `TABLE` what to write in its place. Python's
+traceback has the place of the failing expression, and the variables in it. Nothing runs again.
 """
 
 import ast
-import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+import linecache
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import AxisType
+from jax.tree_util import tree_leaves
 
-from treeshard._core.mesh import AnyMesh, axes_of_type, describe_mesh
-from treeshard._core.specs import all_axes, dim_entries, entries
-from treeshard._core.text import fold_paths, human_bytes
+from treeshard._core.mesh import AnyMesh, axes_of_type, axis_sizes
+from treeshard._core.specs import all_axes, dim_entries, without_axes
+from treeshard._core.text import fold
 from treeshard._planning.matching import PlannedLeaf
-from treeshard._planning.plan_in_force import PlanInForce, plan_in_force
-from treeshard.communication._collectives import collectives, total_bytes
-from treeshard.errors import ShardingTypeError, TreeShardError
-from treeshard.training._failing_line import Expression, failing_expressions, spec_of
-from treeshard.training._proposals import Operand, Proposals, operand_nodes
-
-_SHOWN = 3  # proposals, and leaves that an operand may be
-_COMPILED = 4  # of each kind of proposals: a compilation takes 0.1 s
-_FRAMES = 3  # a function of the user's, and who calls it
+from treeshard._planning.plan_in_force import PlanInForce
+from treeshard.errors import ShardingTypeError, TreeShardError, user_line
 
 
-class _Way(NamedTuple):
-    """What to write instead: the whole line, and the bytes that it moves between devices.
+class Row(NamedTuple):
+    """An operation that JAX cannot type on Explicit axes, and what to write in its place.
 
-    The size is `None` if it is not known, and `moves` says why.
+    Attributes:
+        operation: Its name.
+        fails: An example: `x`, `h` and `ids` are values of a batch, all others are weights.
+        says: A part of JAX's message.
+        write: The example, written so that JAX can type it.
     """
 
-    line: str
-    size: int | None
-    moves: str
+    operation: str
+    fails: str
+    says: str
+    write: str
 
 
-def explained(
-    error: Exception, mesh: AnyMesh, step: PlanInForce | None
-) -> ShardingTypeError | None:
-    """The error to raise in place of one about types; `None` if it is about something else."""
-    if isinstance(error, TreeShardError) or not axes_of_type(mesh, AxisType.Explicit):
-        return None
-    with plan_in_force(step):
-        for expression in islice(failing_expressions(error, mesh), _FRAMES):
-            if expression.is_about_types():
-                return ShardingTypeError(_message(error, expression, mesh, step))
-    return None
+# The page "Explicit axes" has the same table. Of an error, the first row tells `says`, and all rows
+# with that are shown. No line replicates a result that the batch's axes split: every device would
+# then train all rows, with right numbers.
+TABLE = (
+    Row("a lookup", "table[ids]", "for the gather indexing", "ts.lookup(table, ids)"),
+    Row("a product", "x @ w", "dot_general operation with inputs", "x @ ts.unshard(w)"),
+    Row(
+        "a product",
+        'jnp.einsum("td,sd->ts", x, x)',
+        "dot_general operation with inputs",
+        'jnp.einsum("td,sd->ts", x, ts.with_sharding_constraint(x, P()))',
+    ),
+    Row(
+        "a product along a split dim",
+        "h @ down",
+        "Contracting dimensions are sharded",
+        "ts.matmul(h, down)",
+    ),
+    Row(
+        "a product along a split dim",
+        'jnp.einsum("bh,hd->bd", h, down)',
+        "Contracting dimensions are sharded",
+        'jnp.einsum("bh,hd->bd", h, down, out_sharding=P(("data", "fsdp")))',
+    ),
+    Row("an elementwise operation", "x + b", "operation with inputs", "x + ts.unshard(b)"),
+    Row(
+        "a choice",
+        "jnp.where(a > 0, a, c)",
+        "select cases must have the same shardings",
+        'jnp.where(a > 0, a, ts.with_sharding_constraint(c, P("fsdp")))',
+    ),
+    Row(
+        "a concatenation",
+        "jnp.stack([a, c])",
+        "All operands should have the same sharding",
+        'jnp.stack([a, ts.with_sharding_constraint(c, P("fsdp"))])',
+    ),
+    Row("a slice", "layers[0]", "slicing on sharded dims", "ts.unshard(layers)[0]"),
+    Row(
+        "a slice",
+        "h[:, :3]",
+        "slicing on sharded dims",
+        'ts.with_sharding_constraint(h, P(("data", "fsdp")))[:, :3]',
+    ),
+    Row(
+        "a convolution",
+        'lax.conv_general_dilated(x[..., None], kernel, (1,), "SAME")',
+        "parameter of `conv_general_dilated`",
+        'lax.conv_general_dilated(x[..., None], ts.unshard(kernel), (1,), "SAME")',
+    ),
+    Row(
+        "a loop",
+        "lax.fori_loop(0, 2, lambda i, s: s + x, jnp.zeros((16, 8)))",
+        "carry output must have equal types",
+        "lax.fori_loop(0, 2, lambda i, s: s + x, jnp.zeros_like(x))",
+    ),
+    Row(
+        "a scan over a split dim",
+        "lax.scan(lambda s, w: (jnp.tanh(s @ w), None), x, layers)",
+        "0th dimension of all xs should be replicated",
+        "lax.scan(lambda s, w: (jnp.tanh(s @ w), None), x, ts.unshard(layers))",
+    ),
+    Row(
+        "a cond",
+        "lax.cond(x.sum() > 3, lambda: a, lambda: c)",
+        "branches must have equal output types",
+        'lax.cond(x.sum() > 3, lambda: a, lambda: ts.with_sharding_constraint(c, P("fsdp")))',
+    ),
+    Row(
+        "a vmap with a weight",
+        "jax.vmap(lambda row, w: row @ w, (0, None))(x, w)",
+        "cannot be sharded along the mesh axis you are vmapping over",
+        "jax.vmap(lambda row, w: row @ w, (0, None))(x, ts.unshard(w))",
+    ),
+    Row(
+        "a vmap over dims that are split differently",
+        "jax.vmap(jnp.dot)(a, c)",
+        "inputs passed to vmap should be sharded the same",
+        'jax.vmap(jnp.dot)(a, ts.with_sharding_constraint(c, P("fsdp")))',
+    ),
+    Row(
+        "a shard_map that closes over a weight",
+        'jax.shard_map(lambda x: x @ w, in_specs=P(("data", "fsdp")),'
+        ' out_specs=P(("data", "fsdp")))(x)',
+        "Closing over inputs to shard_map",
+        'jax.shard_map(lambda x, w: x @ w, in_specs=(P(("data", "fsdp")), P()),'
+        ' out_specs=P(("data", "fsdp")))(x, ts.unshard(w))',
+    ),
+    Row(
+        "a shard_map",
+        'jax.shard_map(jnp.sin, in_specs=P("data"), out_specs=P("data"))(a)',
+        "in_specs passed to shard_map",
+        'jax.shard_map(jnp.sin, in_specs=P("data"), out_specs=P("data"))'
+        '(ts.with_sharding_constraint(a, P("data")))',
+    ),
+    Row(
+        "a repetition",
+        "jnp.repeat(h, 2, 1)",
+        "Please pass sharding to `jnp.repeat`",
+        'jnp.repeat(h, 2, 1, out_sharding=P(("data", "fsdp"), "tensor"))',
+    ),
+    # All others.
+    Row(
+        "an operation",
+        "jnp.sort(h)",
+        "",
+        'jax.sharding.auto_axes(jnp.sort, out_sharding=P(("data", "fsdp")))(h)',
+    ),
+)
+_SHOWN = 3  # arrays of one operand
 
 
-def _message(
-    error: Exception, expression: Expression, mesh: AnyMesh, step: PlanInForce | None
-) -> str:
-    operands = [_operand(node, expression, step) for node in operand_nodes(expression.node)]
-    operands = [x for x in operands if x.types != []]
-    rows = step.rows if step else ()
-    ways = _ways(expression, Proposals(expression, operands, mesh, rows))
-    text = " ".join(expression.source.text.split())
-    origins = [row for operand in operands for row in _described(operand, expression, step)]
+@contextmanager
+def explaining_types(mesh: AnyMesh, step: PlanInForce | None) -> Iterator[None]:
+    """Raises JAX's errors about types on Explicit axes as `ShardingTypeError`."""
+    try:
+        yield
+    except TreeShardError:
+        raise
+    except Exception as error:
+        rows = _rows_of(error)
+        if not rows or not axes_of_type(mesh, AxisType.Explicit):
+            raise
+        raise ShardingTypeError(_message(error, rows, mesh, step)) from error
+
+
+def _rows_of(error: Exception) -> list[Row]:
+    """The rows of the operation that failed; none if the error is not about types."""
+    text = str(error)
+    is_about_types = type(error).__name__ == "ShardingTypeError"  # it has no public name
+    if "do not match" in text:  # of the values in a loop: "so the shapes do not match"
+        return []
+    found = (x.says for x in TABLE if x.says in text and (x.says or is_about_types))
+    says = next(found, None)
+    return [row for row in TABLE if row.says == says]
+
+
+def _message(error: Exception, rows: list[Row], mesh: AnyMesh, step: PlanInForce | None) -> str:
+    call = _call_of_user(error)
+    file, number = call.tb_frame.f_code.co_filename, call.tb_lineno
+    explicit = ", ".join(
+        f"{axis}={size}"
+        for axis, size in axis_sizes(mesh).items()
+        if axis in axes_of_type(mesh, AxisType.Explicit)
+    )
     lines = [
-        f"{expression.place}: JAX cannot tell how the result of `{text}` is split over"
-        f" {describe_mesh(mesh)}, whose axes are Explicit.",
-        *(f"  {row}" for row in origins),
+        f"{file}:{number}: JAX cannot tell how the result of {rows[0].operation} is split over the"
+        f" Explicit axes {explicit}.",
+        f"  {linecache.getline(file, number, call.tb_frame.f_globals).strip()}",
     ]
-    if ways:
-        lines.append("Write one of these; each was traced here, with its gradient:")
-        lines += [f"  {way.line}  # {way.moves}" for way in ways]
-        lines += expression.imports([way.line for way in ways])
-    else:
-        lines.append("No other way to write it that was traced here has a type.")
-    return "\n".join([*lines, f"JAX says: {_first_line(error)}"])
+    ways = [f"{row.write}  # in place of {row.fails}" for row in rows]
+    expression = _expression(call)
+    if expression is not None:
+        scope = {**call.tb_frame.f_globals, **call.tb_frame.f_locals}
+        lines += [f"  {line}" for line in _operands(expression, scope, step)]
+        if rows[0] is TABLE[0]:
+            ways = _lookup(expression, scope) or ways
+    lines += ["Write:", *(f"  {way}" for way in ways), f"JAX says: {str(error).splitlines()[0]}"]
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------ the user's line
+
+
+def _call_of_user(error: Exception) -> TracebackType:
+    """The innermost call of a traceback that is in the user's code."""
+    calls: dict[str, TracebackType] = {}
+    traceback = error.__traceback__
+    while traceback is not None:
+        calls[f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"] = traceback
+        traceback = traceback.tb_next
+    return calls[user_line(reversed(calls))]
+
+
+def _expression(call: TracebackType) -> ast.AST | None:
+    """The expression that a call was evaluating; `None` without its source."""
+    code = call.tb_frame.f_code
+    place = list(code.co_positions())[call.tb_lasti // 2]
+    try:
+        file = ast.parse("".join(linecache.getlines(code.co_filename, call.tb_frame.f_globals)))
+    except SyntaxError:  # such as a file that has changed, or a cell with `%` commands
+        return None
+    nodes = (x for x in ast.walk(file) if isinstance(x, ast.expr | ast.AugAssign))
+    return next((x for x in nodes if _place(x) == place), None)
+
+
+def _place(node: Any) -> tuple[int, int, int, int]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def _value(node: ast.AST, scope: Mapping[str, Any]) -> Any:
+    """The value of `x`, `layer.weight` or `params["w"]`; `None` of all else. It runs no code."""
+    match node:
+        case ast.Name(id=name):
+            return scope.get(name)
+        case ast.Attribute(value=owner, attr=name):
+            return getattr(_value(owner, scope), "__dict__", {}).get(name)
+        case ast.Subscript(value=owner, slice=ast.Constant(value=key)):
+            container = _value(owner, scope)
+            if type(container) is dict:
+                return container.get(key)
+            rows = container if type(container) in (list, tuple) else ()
+            return rows[key] if isinstance(key, int) and key < len(rows) else None
+        case _:
+            return None
+
+
+def _lookup(node: ast.AST, scope: Mapping[str, Any]) -> list[str]:
+    """A lookup in the words of the user's code; none if it is written in another way."""
+    match node:
+        case ast.Subscript(value=table, slice=ids):
+            return [f"ts.lookup({ast.unparse(table)}, {ast.unparse(ids)})"]
+        case ast.Call(func=ast.Call(args=[layer]), args=[ids]) | ast.Call(func=layer, args=[ids]):
+            kinds = type(_value(layer, scope)).__mro__
+            if any((x.__module__, x.__name__) == _EMBEDDING for x in kinds):
+                return [f"ts.lookup({ast.unparse(layer)}.weight, {ast.unparse(ids)})"]
+    return []
+
+
+_EMBEDDING = ("equinox.nn._embedding", "Embedding")
 
 
 # ------------------------------------------------------------------ operands
 
 
-def _operand(node: Any, expression: Expression, step: PlanInForce | None) -> Operand:
-    types = expression.types_or_none(expression.text_of(node))
-    if not types or step is None:
-        return Operand(node, types)
-    axes = set(step.gathered_axes)
-    split = [x for x in types if axes & set(all_axes(entries(spec_of(x))))]
-    leaves = [_leaves_of(x, step) for x in split]
-    is_gathered = bool(split) and all(leaves)
-    text = expression.text_of(node)
-    named = any(_is_named(leaf, text) for found in leaves for leaf in found)
-    return Operand(node, types, is_gathered, is_gathered and named)
+def _operands(node: ast.AST, scope: Mapping[str, Any], step: PlanInForce | None) -> Iterator[str]:
+    """A line for each array in an expression: its type, and the leaves of that type."""
+    value = _value(node, scope)
+    if value is None:
+        for child in ast.iter_child_nodes(node):
+            yield from _operands(child, scope, step)
+        return
+    arrays = [x for x in tree_leaves(value) if isinstance(x, jax.Array)]
+    for x in arrays[:_SHOWN]:
+        leaves = step.plan.leaves if step else ()
+        same = [leaf for leaf in leaves if _has_type(leaf, jax.typeof(x))]
+        origin = ", ".join(_with_rule(path, of_path[0]) for path, of_path in _folded(same))
+        of_leaves = f", as {origin}" if origin else ""
+        yield f"{ast.unparse(node)}: {jax.typeof(x).str_short()}{of_leaves}"
 
 
-def _leaves_of(x: Any, step: PlanInForce) -> list[PlannedLeaf]:
-    """The leaves of the state that have a type, or whose layers on dim 0 have it."""
-    return [leaf for leaf in step.plan.leaves if _has_type(leaf, x)]
-
-
-def _is_named(leaf: PlannedLeaf, text: str) -> bool:
-    """Whether a part of a leaf's path is a word of the user's code."""
-    return not set(leaf.path.split("/")).isdisjoint(re.findall(r"\w+", text))
-
-
-def _best_named(leaves: Sequence[PlannedLeaf], text: str) -> list[PlannedLeaf]:
-    """Those of which the fewest parts of their paths are not in the code."""
-    words = set(re.findall(r"\w+", text))
-    missing = [len(set(leaf.path.split("/")) - words) for leaf in leaves]
-    least = min(missing, default=0)
-    return [leaf for leaf, count in zip(leaves, missing, strict=True) if count == least]
-
-
-def _has_type(leaf: PlannedLeaf, x: Any) -> bool:
-    if leaf.dtype != x.dtype:
+def _has_type(leaf: PlannedLeaf, type_: Any) -> bool:
+    """Whether a leaf that is split, or each of its layers on dim 0, has a type."""
+    spec = type_.sharding.spec
+    if leaf.dtype != type_.dtype or not all_axes(dim_entries(spec, type_.ndim)):
         return False
-    of_leaf = dim_entries(leaf.given, len(leaf.shape))
-    of_x = dim_entries(spec_of(x), x.ndim)
-    if (tuple(leaf.shape), of_leaf) == (tuple(x.shape), of_x):
-        return True
-    return (tuple(leaf.shape[1:]), of_leaf[1:]) == (tuple(x.shape), of_x)
+    given = without_axes(leaf.given, axes_of_type(type_.sharding.mesh, AxisType.Auto))
+    dims = list(zip(leaf.shape, dim_entries(given, len(leaf.shape)), strict=True))
+    of_type = list(zip(type_.shape, dim_entries(spec, type_.ndim), strict=True))
+    return of_type in (dims, dims[1:])
 
 
-def _described(operand: Operand, expression: Expression, step: PlanInForce | None) -> Iterator[str]:
-    """One line for each array of an operand: its type, and the leaf that it may come from."""
-    text = " ".join(expression.text_of(operand.node).split())
-    is_access = _is_access(operand.node)
-    for x in (operand.types or ())[:_SHOWN]:
-        leaves = _leaves_of(x, step) if step else []
-        yield f"{text}: {x.str_short()}{_origin(leaves, text, is_access)}"
+def _folded(leaves: list[PlannedLeaf]) -> list[tuple[str, list[PlannedLeaf]]]:
+    return fold((leaf.path, leaf.rule, leaf) for leaf in leaves)
 
 
-def _is_access(node: ast.expr) -> bool:
-    """Whether it reads a leaf, as `layer.weight`, and does not compute with it, as `weight.T`."""
-    match node:
-        case ast.Attribute(value=value, attr=attr):
-            return attr not in ("T", "mT") and _is_access(value)
-        case ast.Subscript(value=value, slice=ast.Constant() | ast.Name()):
-            return _is_access(value)
-        case _:
-            return isinstance(node, ast.Name)
-
-
-def _origin(leaves: Sequence[PlannedLeaf], text: str, is_access: bool) -> str:
-    """Which leaves of the state have this type; those that are called so in the code, if any."""
-    if not leaves:
-        return ""
-    chosen = _best_named([leaf for leaf in leaves if _is_named(leaf, text)], text) or leaves
-    paths = fold_paths([leaf.path for leaf in chosen])
-    shown = " or ".join(paths[:_SHOWN]) + (" or ..." if len(paths) > _SHOWN else "")
-    rules = {leaf.rule: leaf for leaf in chosen}
-    [leaf] = rules.values() if len(rules) == 1 else [None]
-    why = "" if leaf is None or leaf.rule is None else f", by rule {leaf.rule} {leaf.pattern!r}"
-    return f", {'the leaf' if is_access else 'like the leaf'} {shown}{why}"
-
-
-# ------------------------------------------------------------------ ways
-
-
-def _ways(expression: Expression, proposals: Proposals) -> list[_Way]:
-    """Those that type-check: first what is ours to know, then by what they move."""
-    first = _typed(expression, proposals.preferred())
-    others = _typed(expression, proposals.others())
-    by_size = sorted(others, key=lambda way: math.inf if way.size is None else way.size)
-    return list({way.line: way for way in [*first, *by_size]}.values())[:_SHOWN]
-
-
-def _typed(expression: Expression, texts: Iterable[str]) -> list[_Way]:
-    typed = (text for text in dict.fromkeys(texts) if expression.has_types(text))
-    return [_way(expression, text) for text in islice(typed, _COMPILED)]
-
-
-def _way(expression: Expression, text: str) -> _Way:
-    line = expression.line_with(text)
-    try:
-        found = collectives(expression.compiled(text))
-    except Exception as error:  # a mesh whose compiler is not here
-        return _Way(line, None, f"what it moves is not known: {_first_line(error)}")
-    if not found:
-        return _Way(line, 0, "moves nothing")
-    size = total_bytes(found)
-    kinds = ", ".join(dict.fromkeys(x.kind for x in found))
-    return _Way(line, size, f"moves {'?' if size is None else human_bytes(size)}: {kinds}")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def _with_rule(path: str, leaf: PlannedLeaf) -> str:
+    return path if leaf.rule is None else f"{path} by rule {leaf.rule} {leaf.pattern!r}"
