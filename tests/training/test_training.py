@@ -1,6 +1,5 @@
 """States are initialised sharded and stepped with one compile, with the values of one device."""
 
-import time
 import warnings
 from typing import Any
 
@@ -630,34 +629,3 @@ def test_results_that_differ_from_device_to_device(mesh) -> None:
         shard_map_step(
             train_step, ts.plan(state, [("", ts.fsdp("fsdp", min_size=0))], mesh), batch=P("data")
         )
-
-
-def test_a_step_that_does_not_return_is_told(capsys) -> None:
-    mesh = ts.make_mesh("fsdp=8")
-    state = {"w": np.zeros(8, "float32")}
-    plan = ts.plan(state, [(".*", P("fsdp"))], mesh, min_size=0)
-    printed: list[str] = []
-
-    def wait_until_it_is_told(x: np.ndarray) -> np.ndarray:
-        until = time.monotonic() + 60
-        while "has not returned" not in "".join(printed) and time.monotonic() < until:
-            printed.append(capsys.readouterr().err)
-            time.sleep(0.05)
-        return x
-
-    def slow(state, batch):
-        total = jax.pure_callback(
-            wait_until_it_is_told, jax.ShapeDtypeStruct((), "float32"), batch.sum()
-        )
-        return {"w": state["w"] + total}, total
-
-    step = jit_step(slow, plan, batch=P("fsdp"), watch=0.5)
-    state, total = step(ts.shard(state, plan), np.ones(8, "float32"))
-    assert float(total) == 8
-    (line,) = "".join(printed).splitlines()
-    assert line.startswith("treeshard: step 1 of slow (which compiles first) has not returned for ")
-    assert "tests/training/test_training.py:" in line
-    assert line.endswith(", in step 1 of slow.")
-    for bad in (0.0, -1.0):
-        with pytest.raises(ValueError, match=f"slow: watch={bad!r} must be a positive number of"):
-            jit_step(slow, plan, batch=P("fsdp"), watch=bad)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from treeshard._core.jax_private import backends_started, coordination_client
+from treeshard._core.jax_private import backends_started
 from treeshard._core.mesh import (
     MeshLike,
     check_axes,
@@ -86,10 +86,6 @@ def make_mesh(
     check_axes(list(slow), sizes, "make_mesh")
     types = _axis_types(axis_types, sizes)
     devices = _devices(devices, topology)
-    if coordination_client() is not None:  # one of several processes
-        from treeshard._core.whereabouts import listen_to_others
-
-        listen_to_others()
     sizes, slow = _fill(sizes, slow, len(devices))
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if dcn_axes is None and slices > 1:

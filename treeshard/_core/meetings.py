@@ -19,29 +19,26 @@ noticed: a call that is skipped in a loop around it, if all else in the loop is 
 
 import hashlib
 import json
+import os
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext, suppress
+from types import FrameType
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
 
 from treeshard._core.jax_private import coordination_client
 from treeshard._core.text import in_groups
-from treeshard.errors import ProcessError, counted
-
-if TYPE_CHECKING:
-    from treeshard._core.whereabouts import Wait
+from treeshard.errors import HIDDEN, ProcessError, counted
 
 # Seconds to wait for other processes, by default.
 TIMEOUT = 60.0
-# A call with at least this timeout asks absent processes where they are, before it raises.
-ASKS_FROM = 10.0
-# For waits while others do work of unknown length. If one of them dies, JAX itself ends the rest;
-# if one hangs, all say where they are after the timeout of the call.
+# For waits while others do work of unknown length. If one of them dies, JAX itself ends the rest.
 AS_LONG_AS_IT_TAKES = 7 * 86400.0
 
 
@@ -159,20 +156,15 @@ class _Sequence:
         self._me = jax.process_index()
         self.lock = threading.RLock()
         self.number, self.steps, self.batches = 0, 0, 0
-        self._patience = TIMEOUT  # the timeout of the last call that had one
         self._place = ""  # of the last call that the user's code made
         self._have_one_version = False
         self._common: set[str] = set()  # places of calls that all processes have made together
 
     def meet(self, what: str, mine: bytes, timeout: float, *, moves: bool) -> list[bytes]:
-        from treeshard._core import whereabouts
-
         client = _client()
         thread = "" if self._lane else threading.current_thread().name
-        if timeout < AS_LONG_AS_IT_TAKES:
-            self._patience = timeout
         # A thread in the background goes on with a call that the user's code has made.
-        self._place = whereabouts.user_place(sys._getframe()) or self._place
+        self._place = _user_place(sys._getframe()) or self._place
         with self.lock:
             counts = (self.steps, self.batches) if moves else (0, 0)
             call = _Call(what, thread, *counts, self._place)
@@ -203,32 +195,22 @@ class _Sequence:
         self, client: Any, call: _Call, mine: bytes, timeout: float
     ) -> dict[int, tuple[_Call, bytes]]:
         """The calls and messages of one meeting, by process."""
-        from treeshard._core import whereabouts
-
         meeting = f"{self._name}/{self.number}"
         key = f"{meeting}/{self._me}"
         self.number += 1
         client.key_value_set_bytes(key, json.dumps(call).encode() + b"\n" + mine)
         self._own_keys.append(key)
-        wait = whereabouts.Wait(
-            call.what,
-            call.place,
-            meeting,
-            self._participants,
-            min(timeout, self._patience),
-            lambda: set(self._messages(client, meeting)),
-        )
+        began = time.monotonic()
         try:
-            with whereabouts.waiting(wait):
-                # The service decides once how a barrier ends. A process that comes to one that has
-                # failed gets the same error at once, so all processes count the same meetings.
-                self._check_versions(client, wait, timeout)
-                left = timeout - (time.monotonic() - wait.began)
-                client.wait_at_barrier(meeting, max(1, round(1000 * left)), self._participants)
+            self._check_versions(client, call.what, began + timeout)
+            left = began + timeout - time.monotonic()
+            # The service decides once how a barrier ends. A process that comes to one that has
+            # failed gets the same error at once, so all processes count the same meetings.
+            client.wait_at_barrier(meeting, max(1, round(1000 * left)), self._participants)
             messages = self._messages(client, meeting)
         except jax.errors.JaxRuntimeError as error:
             calls = {i: made for i, (made, _) in self._messages(client, meeting).items()}
-            raise ProcessError(self._failure(wait, calls, error, timeout)) from None
+            raise ProcessError(self._failure(call, calls, error, began, timeout)) from None
         _last.meeting = f"meeting {self.number - 1}{self._lane and f' ({self._lane})'}"
         # The service keeps values until they are deleted. All have come to this meeting, so they
         # have read the messages of those before.
@@ -237,7 +219,7 @@ class _Sequence:
         self._own_keys = [key]
         return messages
 
-    def _check_versions(self, client: Any, wait: "Wait", timeout: float) -> None:
+    def _check_versions(self, client: Any, what: str, until: float) -> None:
         """Raises, at the first meeting, if the processes have other versions of treeshard.
 
         Meetings of other versions may have other names, so that the processes would wait for each
@@ -249,13 +231,13 @@ class _Sequence:
         own = sys.modules["treeshard"].__version__
         client.key_value_set(f"treeshard-version/{self._me}", own, allow_overwrite=True)
         pause, longest = 0.005, max(0.2, len(self._participants) / 500)
-        while time.monotonic() < wait.began + timeout:
+        while time.monotonic() < until:
             pairs = client.key_value_dir_get("treeshard-version/")
             versions = {int(key.rpartition("/")[2]): version for key, version in pairs}
             told = {i: versions[i] for i in self._participants if i in versions}
             if len(set(told.values())) > 1:
                 raise ProcessError(
-                    f"{wait.what}: the processes have different versions of treeshard:"
+                    f"{what}: the processes have different versions of treeshard:"
                     f" {in_groups(told)}. Nothing was done. Install one version on all of them."
                 )
             if len(told) == len(self._participants):
@@ -272,22 +254,21 @@ class _Sequence:
         return messages
 
     def _failure(
-        self, wait: "Wait", calls: Mapping[int, _Call], error: Exception, timeout: float
+        self,
+        call: _Call,
+        calls: Mapping[int, _Call],
+        error: Exception,
+        began: float,
+        timeout: float,
     ) -> str:
-        from treeshard._core import whereabouts
-
-        waited = time.monotonic() - wait.began
         if _differ(calls):
-            return _different(wait.what, calls)
+            return _different(call.what, calls)
         absent = [i for i in self._participants if i not in calls]
         # The status of a barrier whose time is over; any other is of a process or service lost.
         lost = "DEADLINE_EXCEEDED" not in str(error)
-        if lost:
-            return _absent(wait.what, absent, waited, error, lost=True)
-        wait.tell()
-        where = whereabouts.answers_to(wait.meeting, absent, 3) if timeout >= ASKS_FROM else {}
-        found = [f" Process {i} is {text}." for i, text in where.items() if i in absent]
-        return _absent(wait.what, absent, timeout, error, lost=False) + "".join(found[:4])
+        after = time.monotonic() - began if lost else timeout
+        where = f" This process called it at {call.place}." if call.place and absent else ""
+        return _absent(call.what, absent, after, error, lost=lost) + where
 
 
 _sequences: dict[Any, _Sequence] = {}
@@ -307,6 +288,40 @@ def _client() -> Any:
             " others. Call `jax.distributed.initialize()` first, on each of them."
         )
     return client
+
+
+# ------------------------------------------------------------------ lines of the user's code
+
+_STANDARD = tuple(os.path.join(sysconfig.get_path(x), "") for x in ("stdlib", "platstdlib"))
+_SHOWN = 3  # lines of one place, from the innermost
+
+
+def _user_place(frame: FrameType | None) -> str:
+    """The lines of the user's code that lead to a frame: `train.py:41 (log) < train.py:60 (main)`.
+
+    Empty if there are none, as in a thread of treeshard.
+    """
+    lines: list[str] = []
+    while frame is not None and len(lines) < _SHOWN:
+        if _is_of_user(frame.f_code.co_filename):
+            name = frame.f_code.co_name
+            where = f"{_from_here(frame.f_code.co_filename)}:{frame.f_lineno}"
+            lines.append(where if name == "<module>" else f"{where} ({name})")
+        frame = frame.f_back
+    return " < ".join(lines)
+
+
+def _from_here(file: str) -> str:
+    """The path of a file, relative if it is in the current directory."""
+    with suppress(OSError):  # the current directory was removed
+        return file.removeprefix(os.path.join(os.getcwd(), ""))
+    return file
+
+
+def _is_of_user(file: str) -> bool:
+    if "/site-packages/" in file or file.startswith(("<frozen", *HIDDEN)):
+        return False
+    return not file.startswith(_STANDARD)
 
 
 # ------------------------------------------------------------------ messages

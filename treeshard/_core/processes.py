@@ -152,9 +152,6 @@ def participating_processes(
     """
     if jax.process_count() == 1:
         return []
-    from treeshard._core.whereabouts import listen_to_others
-
-    listen_to_others()
     me = jax.process_index()
     shardings = {x.sharding for x in leaves if is_spread(x)}
     devices = {device for sharding in shardings for device in sharding.device_set}

@@ -203,7 +203,6 @@ def jit_step(
     *,
     batch: SpecTree = None,
     donate: bool = True,
-    watch: float | None = None,
 ) -> Any:
     """Compiles a training step once, with the state sharded by the plan before and after it.
 
@@ -230,7 +229,6 @@ def jit_step(
             `batch`, `replica` or `fsdp`: `P(("data", "fsdp"))` on a mesh of both. If the name
             of an axis does not say whether it splits the batch, a warning asks.
         donate: Whether the new state reuses the memory of the old state, which is deleted.
-        watch: Seconds after which every process reports a step that has not ended, on stderr.
 
     Returns:
         A `Step`, called as `step(state, batch) -> (state, aux)`. It places numpy batches on the
@@ -247,7 +245,6 @@ def jit_step(
             not arrive.
         DeletedLeafError: When called, if the state was donated to an earlier step.
         MeshError: If the plan was made for an abstract mesh.
-        ValueError: If `watch` is not positive.
 
     Warns:
         ShardingWarning: If all devices along an axis do the same work, since it does not split
@@ -255,8 +252,8 @@ def jit_step(
             of the state are numpy arrays again, or if `fn` uses `device_put` to one device.
     """
     if fn is None:
-        return partial(jit_step, plan=plan, batch=batch, donate=donate, watch=watch)
-    return _make_step(fn, plan, batch, donate=donate, per_device=False, watch=watch)
+        return partial(jit_step, plan=plan, batch=batch, donate=donate)
+    return _make_step(fn, plan, batch, donate=donate, per_device=False)
 
 
 def shard_map_step(
@@ -265,7 +262,6 @@ def shard_map_step(
     *,
     batch: SpecTree = None,
     donate: bool = True,
-    watch: float | None = None,
 ) -> Any:
     """Compiles a training step whose code runs once per device, on its shards, as in `shard_map`.
 
@@ -296,7 +292,6 @@ def shard_map_step(
         plan: The plan of the state.
         batch: The specs of the batch, as in `jit_step`.
         donate: Whether the new state reuses the memory of the old state, which is deleted.
-        watch: As in `jit_step`.
 
     Returns:
         A callable like that of `jit_step`.
@@ -305,7 +300,6 @@ def shard_map_step(
         StateError: When called, if leaves of the new state, or `aux`, may differ between
             devices; lists all of them, with the axes.
         UnknownAxisError, SpecError, StateError, DeletedLeafError, MeshError: As `jit_step`.
-        ValueError: As `jit_step`.
 
     Warns:
         ShardingWarning: As `jit_step`.
@@ -314,8 +308,8 @@ def shard_map_step(
         The shard_map training steps of the UvA deep-learning tutorials.
     """
     if fn is None:
-        return partial(shard_map_step, plan=plan, batch=batch, donate=donate, watch=watch)
-    return _make_step(fn, plan, batch, donate=donate, per_device=True, watch=watch)
+        return partial(shard_map_step, plan=plan, batch=batch, donate=donate)
+    return _make_step(fn, plan, batch, donate=donate, per_device=True)
 
 
 def _make_step(
@@ -325,7 +319,6 @@ def _make_step(
     *,
     donate: bool,
     per_device: bool,
-    watch: float | None,
 ) -> Step:
     where = "shard_map_step" if per_device else "jit_step"
     if isinstance(fn, Plan):
@@ -344,7 +337,7 @@ def _make_step(
     batch = without_names(batch, plan.mesh)
     split = get_names_from_partition_spec(batch)
     check_axes(split, sizes, f"{where}: batch")
-    step = Step(fn, plan, batch, donate=donate, per_device=per_device, watch=watch)
+    step = Step(fn, plan, batch, donate=donate, per_device=per_device)
     _warn_of_idle_axes(where, plan, batch, split, is_default=is_default)
     return step
 

@@ -54,7 +54,6 @@ class Step:
         *,
         donate: bool,
         per_device: bool = False,
-        watch: float | None = None,
     ) -> None:
         update_wrapper(self, fn)
         self.plan, self.batch_specs = plan, batch
@@ -71,11 +70,6 @@ class Step:
         self._fn, self._donate, self.is_by_hand = fn, donate, per_device
         self._batches = BatchPlacement(batch, self._mesh, self._processes, self._name)
         self._programs: list[Program] = []
-        self._watch = None
-        if watch is not None:
-            from treeshard.training._watch import Watch
-
-            self._watch = Watch(getattr(fn, "__name__", self._name), watch)
 
     def __call__(self, state: PyTree, batch: PyTree, *others: Any) -> tuple[PyTree, Any]:
         if others:
@@ -102,10 +96,8 @@ class Step:
         # On one device JAX refuses such arrays, and leaves them as they are: `_run` looks then.
         if self._mesh.size > 1 or not program.is_traced:
             arrays = self._usable(program, arrays, data)
-        watched = nullcontext([]) if self._watch is None else self._watch.call()
-        with watched as returned, in_turn(self._processes), jax.set_mesh(self._mesh):
+        with in_turn(self._processes), jax.set_mesh(self._mesh):
             new, aux = self._run(program, arrays, data)
-            returned += (aux, new)
         return program.state.combine(new), aux
 
     def on(self, plan: Plan, batch: SpecTree) -> "Step":
