@@ -59,8 +59,8 @@ class Plan(SpecCarrier):
     leaves: tuple[PlannedLeaf, ...]
     # The tree's structure, and its non-array leaves.
     _split: StaticSplit
-    # The rules for logical names that were in force when the plan was made, or their JSON.
-    _logical: ReadLogicalRules | dict[str, Any] | None = None
+    # The rules for logical names that were in force when the plan was made.
+    _logical: ReadLogicalRules | None = None
     # `_mirrors`: the plan was made by `follow`. `_source`: by `follow` of this plan; a plan
     # that was read from JSON does not know it.
     _source: "Plan | None" = None
@@ -227,14 +227,12 @@ class Plan(SpecCarrier):
             nodes, treedef = tree_flatten(self.structs, is_leaf=is_wrapper)
             boxes = {p: x for p, x in zip(paths_of(treedef), nodes, strict=True) if is_wrapper(x)}
         shared = self._shared_paths()
-        # Of a plan that was read, no action has names to resolve.
-        logical = None if isinstance(self._logical, dict) else self._logical
         return find(
             self.leaves,
             self.rules,
             self.mesh,
             self.min_size,
-            logical,
+            self._logical,
             shared,
             boxes,
             self._same_arrays,
@@ -306,7 +304,6 @@ class Plan(SpecCarrier):
         if any(leaf.unpadded for leaf in self.leaves):
             return self.unpadded().on(mesh).padded()
         self._check_has_rules()
-        assert not isinstance(self._logical, dict)
         with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
             planned = plan(self._bare(), self.rules, mesh, min_size=self.min_size)
         return planned.with_same_arrays(self._same_arrays)
@@ -314,7 +311,7 @@ class Plan(SpecCarrier):
     def _check_has_rules(self) -> None:
         """Raises `FormatError` if the plan was read from JSON, and has no rules to apply."""
         has_stored = any(isinstance(action, StoredAction) for _, action in self.rules)
-        if self._mirrors or has_stored or isinstance(self._logical, dict):
+        if self._mirrors or has_stored:
             raise FormatError(
                 "The plan was read from JSON, which stores what the rules decided and not the rules"
                 " themselves. Plan again, with `plan(tree, rules, mesh)`."
@@ -496,8 +493,7 @@ class Plan(SpecCarrier):
         """
         if error := self._shared_path_error():
             raise error
-        stored = self.mesh, self.rules, self.min_size, self.leaves, self._mirrors, self._logical
-        return to_json(StoredPlan(*stored))
+        return to_json(StoredPlan(self.mesh, self.rules, self.min_size, self.leaves, self._mirrors))
 
     @staticmethod
     def from_json(text: str, *, like: PyTree | None = None) -> "Plan":
@@ -536,7 +532,6 @@ class Plan(SpecCarrier):
             stored.min_size,
             leaves,
             StaticSplit(*tree_flatten(like), has_shape),
-            _logical=stored.logical,
             _mirrors=stored.mirrors,
         )
 

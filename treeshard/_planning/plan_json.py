@@ -5,10 +5,11 @@ programs, and are not read back as rules: a function has no text, so a plan that
 apply some of its rules and not others.
 """
 
-import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -18,15 +19,14 @@ from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, pair
 from treeshard._core.specs import Adjustment, is_logical, project
-from treeshard._core.text import parse_dtype, parse_spec
-from treeshard._planning.logical import PartitionAxis, ReadLogicalRules
+from treeshard._core.text import parse_dtype, parse_spec, typed
 from treeshard._planning.matching import Decision, PlannedLeaf, Shape
 from treeshard._planning.tactics import Tactic
-from treeshard.errors import FormatError, TreeShardError, counted, listed
+from treeshard.errors import FormatError, TreeShardError, counted, listed, short
 
 VERSION = 1
-_MORE = {"memory", "unpadded"}  # what most leaves do not have
-_OF_DECISION = {"asked", "given", "rule", "adjustments", "memory"}
+_MORE = ("memory", "unpadded")  # what most leaves do not have
+_OF_DECISION = ("asked", "given", "rule", "adjustments", "memory")
 
 
 class StoredPlan(NamedTuple):
@@ -37,76 +37,9 @@ class StoredPlan(NamedTuple):
     min_size: int
     leaves: tuple[PlannedLeaf, ...]
     mirrors: bool
-    logical: ReadLogicalRules | dict[str, Any] | None  # a dict is what was read
 
 
-# ------------------------------------------------------------------ writing
-
-
-def to_json(plan: StoredPlan) -> str:
-    """Writes a plan as JSON, one line per leaf."""
-    mesh = zip(axis_sizes(plan.mesh).items(), plan.mesh.axis_types, strict=True)
-    head = {
-        "treeshard_plan": VERSION,
-        "mesh": [{"axis": a, "size": n, "type": kind.name.lower()} for (a, n), kind in mesh],
-        "min_size": plan.min_size,
-        "mirrors": plan.mirrors,
-        "logical": _logical_to_json(plan.logical),
-    }
-    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    rules = [json.dumps(_rule_to_json(*rule)) for rule in plan.rules]
-    leaves = [json.dumps(_leaf_to_json(leaf)) for leaf in plan.leaves]
-    for name, rows in (("rules", rules), ("leaves", leaves)):
-        lines.append(f'"{name}": [\n  ' + ",\n  ".join(rows) + "\n]" if rows else f'"{name}": []')
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-# {"path": "mlp/w", "shape": [512, 64], "dtype": "float32", "asked": "P('fsdp',)",
-#  "given": "P('fsdp',)", "rule": 0, "adjustments": []}
-def _leaf_to_json(leaf: PlannedLeaf) -> dict[str, Any]:
-    return {
-        "path": leaf.path,
-        "shape": leaf.shape,
-        "dtype": str(leaf.dtype),
-        "asked": None if leaf.asked is None else repr(leaf.asked),
-        "given": repr(leaf.given),
-        "rule": leaf.rule,
-        "adjustments": [note._asdict() for note in leaf.adjustments],
-        **{key: value for key in sorted(_MORE) if (value := getattr(leaf, key)) is not None},
-    }
-
-
-# {"pattern": "w", "flags": 0, "kind": "tactic", "action": "fsdp('fsdp')", "fsdp_axes": ["fsdp"]}
-def _rule_to_json(pattern: Any, action: Any) -> dict[str, Any]:
-    compiled = re.compile(pattern)
-    kind = kind_of(action)
-    text = repr(action)
-    if kind == "function" and not isinstance(action, StoredAction):
-        text = getattr(action, "__qualname__", type(action).__qualname__)
-    flags = int(compiled.flags & ~re.UNICODE)
-    rule: dict[str, Any] = {"pattern": compiled.pattern, "flags": flags}
-    rule |= {"kind": kind, "action": text}
-    if kind == "tactic":
-        rule["fsdp_axes"] = sorted(action.fsdp_axes)
-    return rule
-
-
-def _logical_to_json(
-    rules: ReadLogicalRules | dict[str, Any] | None,
-) -> dict[str, Any] | None:
-    """Rules for logical names; their axes are written as specs of one dim."""
-    # {"kind": "rules", "axes": [["batch", "P(('data', 'fsdp'),)"], ["embed", "P(None,)"]]}
-    if rules is None or isinstance(rules, dict):
-        return rules
-    fields = dataclasses.asdict(rules).items() if isinstance(rules, PartitionAxis) else rules
-    kind = "PartitionAxis" if isinstance(rules, PartitionAxis) else "rules"
-    return {"kind": kind, "axes": [[name, repr(PartitionSpec(axes))] for name, axes in fields]}
-
-
-# ------------------------------------------------------------------ stored actions
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class StoredAction:
     """The action of a rule, as JSON has it: what it was, to be shown and not to be applied.
 
@@ -128,64 +61,69 @@ def kind_of(action: Any) -> str:
     """`"replicate"`, `"spec"`, `"names"`, `"tactic"` or `"function"`."""
     if isinstance(action, StoredAction):
         return action.kind
-    return next((kind for kind, test in _KINDS.items() if test(action)), "function")
+    if action is None:
+        return "replicate"
+    if isinstance(action, PartitionSpec):
+        return "spec"
+    if isinstance(action, Tactic):
+        return "tactic"
+    return "names" if is_logical(action) else "function"
 
 
-# The kind of an action is the first whose test it passes, else "function".
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "replicate": lambda action: action is None,
-    "spec": lambda action: isinstance(action, PartitionSpec),
-    "names": is_logical,
-    "tactic": lambda action: isinstance(action, Tactic),
-}
+# ------------------------------------------------------------------ writing
+
+
+def to_json(plan: StoredPlan) -> str:
+    """Writes a plan as JSON, one line per leaf."""
+    mesh = zip(axis_sizes(plan.mesh).items(), plan.mesh.axis_types, strict=True)
+    head = {
+        "treeshard_plan": VERSION,
+        "mesh": [{"axis": a, "size": n, "type": kind.name.lower()} for (a, n), kind in mesh],
+        "min_size": plan.min_size,
+        "mirrors": plan.mirrors,
+    }
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    rules = [json.dumps(_rule_to_json(*rule)) for rule in plan.rules]
+    leaves = [json.dumps(_leaf_to_json(leaf)) for leaf in plan.leaves]
+    for name, rows in (("rules", rules), ("leaves", leaves)):
+        lines.append(f'"{name}": [\n  ' + ",\n  ".join(rows) + "\n]" if rows else f'"{name}": []')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+# {"path": "mlp/w", "shape": [512, 64], "dtype": "float32", "asked": "P('fsdp',)",
+#  "given": "P('fsdp',)", "rule": 0, "adjustments": []}
+def _leaf_to_json(leaf: PlannedLeaf) -> dict[str, Any]:
+    return {
+        "path": leaf.path,
+        "shape": leaf.shape,
+        "dtype": str(leaf.dtype),
+        "asked": None if leaf.asked is None else repr(leaf.asked),
+        "given": repr(leaf.given),
+        "rule": leaf.rule,
+        "adjustments": [note._asdict() for note in leaf.adjustments],
+        **{key: value for key in _MORE if (value := getattr(leaf, key)) is not None},
+    }
+
+
+# {"pattern": "w", "flags": 0, "kind": "tactic", "action": "fsdp('fsdp')", "fsdp_axes": ["fsdp"]}
+def _rule_to_json(pattern: Any, action: Any) -> dict[str, Any]:
+    compiled = re.compile(pattern)
+    kind = kind_of(action)
+    text = repr(action)
+    if kind == "function" and not isinstance(action, StoredAction):
+        text = getattr(action, "__qualname__", type(action).__qualname__)
+    flags = int(compiled.flags & ~re.UNICODE)
+    rule = {"pattern": compiled.pattern, "flags": flags, "kind": kind, "action": text}
+    return rule | ({"fsdp_axes": sorted(action.fsdp_axes)} if kind == "tactic" else {})
 
 
 # ------------------------------------------------------------------ reading
-
-
-def from_json(text: str) -> StoredPlan:
-    """Reads what `to_json` wrote. Raises `FormatError`, which says where the text is wrong."""
-    try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"The plan is not JSON: {error}.") from None
-    if not isinstance(raw, dict) or "treeshard_plan" not in raw:
-        raise FormatError(
-            "The JSON is not a plan: it has no key 'treeshard_plan'. Use what `Plan.to_json` wrote."
-        )
-    if raw["treeshard_plan"] != VERSION:
-        raise FormatError(
-            f"The plan has version {raw['treeshard_plan']!r}, and this treeshard reads version"
-            f" {VERSION}. Make the plan again, or read it with the treeshard that wrote it."
-        )
-    match raw:
-        case {
-            "mesh": list(axes),
-            "min_size": int(min_size),
-            "mirrors": bool(mirrors),
-            "logical": dict() | None as logical,
-            "rules": list(rules),
-            "leaves": list(leaves),
-        } if len(raw) == 7:
-            mesh = _read("mesh", _read_mesh, axes)
-            rules = tuple(_read(f"rules[{i}]", _read_rule, rule) for i, rule in enumerate(rules))
-            read_leaf = _LeafReader(mesh, rules).leaf
-            leaves = tuple(_read(f"leaves[{i}]", read_leaf, x) for i, x in enumerate(leaves))
-        case _:
-            raise FormatError(
-                f"The plan has the keys {', '.join(raw)}. It must have treeshard_plan, mesh (a"
-                " list), min_size (a number), mirrors (true or false), logical (an object or"
-                " null), rules and leaves (lists)."
-            )
-    if len({leaf.path for leaf in leaves}) < len(leaves):
-        raise FormatError("leaves: two have the same path. Paths must be unique.")
-    return StoredPlan(mesh, rules, min_size, leaves, mirrors, logical)
-
 
 # What reading a part of a plan may raise. Python's parser of patterns recurses at each bracket, and
 # a large count, `a{9999999999}`, overflows.
 _UNREADABLE = (
     TreeShardError,
+    AttributeError,
     ValueError,
     TypeError,
     LookupError,
@@ -195,130 +133,103 @@ _UNREADABLE = (
 )
 
 
-def _read(where: str, read: Callable[[Any], Any], raw: Any) -> Any:
-    """`read(raw)`, with one error for everything that may be wrong in `raw`."""
+def from_json(text: str) -> StoredPlan:
+    """Reads what `to_json` wrote. Raises `FormatError`, which says where the text is wrong."""
     try:
-        return read(raw)
-    except _UNREADABLE as error:
-        text = json.dumps(raw)
-        shown = text if len(text) <= 200 else f"{text[:200]}..."
-        why = str(error).rstrip(".")
-        raise FormatError(f"{where} cannot be read: {why}. It is {shown}") from None
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"The plan is not JSON: {error}.") from None
+    if not isinstance(raw, dict) or raw.get("treeshard_plan") != VERSION:
+        raise FormatError(
+            f"The JSON is not a plan of version {VERSION}. Use what `Plan.to_json` of this"
+            " treeshard wrote."
+        )
+    axes = _read_each(raw, "mesh", _read_axis)
+    names, sizes, types = zip(*axes, strict=True) if axes else ((), (), ())
+    if len(set(names)) < len(names):
+        raise FormatError("mesh: two axes have the same name.")
+    mesh = AbstractMesh(sizes, names, axis_types=types)
+    rules = _read_each(raw, "rules", _read_rule)
+    patterns = [re.compile(pattern).pattern for pattern, _ in rules]
+    decide = cache(partial(_read_decision, mesh, patterns))  # equal decisions share one, as in plan
+    leaves = _read_each(raw, "leaves", partial(_read_leaf, decide))
+    if len({leaf.path for leaf in leaves}) < len(leaves):
+        raise FormatError("leaves: two have the same path. Paths must be unique.")
+    min_size = typed(raw.get("min_size"), int, "min_size", "a number of elements")
+    mirrors = typed(raw.get("mirrors"), bool, "mirrors", "true or false")
+    return StoredPlan(mesh, tuple(rules), min_size, tuple(leaves), mirrors)
 
 
-def _read_mesh(raw: list[Any]) -> AbstractMesh:
-    types = {kind.name.lower(): kind for kind in AxisType}
-    axes: dict[str, tuple[int, AxisType]] = {}
-    for axis in raw:
-        match axis:
-            case {"axis": str(name), "size": int(size), "type": str(kind)} if (
-                size > 0 and kind in types and name not in axes
-            ):
-                axes[name] = size, types[kind]
-            case _:
-                raise FormatError(
-                    "every axis has a unique name ('axis'), a positive 'size', and a 'type' that"
-                    f" is one of {', '.join(types)}."
-                )
-    sizes, kinds = zip(*axes.values(), strict=True) if axes else ((), ())
-    return AbstractMesh(sizes, tuple(axes), axis_types=kinds)
+def _read_each(raw: dict[str, Any], key: str, read: Callable[[Any], Any]) -> list[Any]:
+    """Reads each row of a list, with one error for everything that may be wrong in it."""
+    parts: list[Any] = []
+    for index, row in enumerate(typed(raw.get(key), list, key, "a list")):
+        try:
+            parts.append(read(row))
+        except _UNREADABLE as error:
+            why = repr(error) if type(error) is KeyError else str(error)
+            row_text = short(json.dumps(row))
+            raise FormatError(
+                f"{key}[{index}] cannot be read: {why.rstrip('.')}. It is {row_text}"
+            ) from None
+    return parts
 
 
-class _LeafReader:
-    """Reads leaves. Leaves with equal decisions share one `Decision` object, as in `plan`."""
-
-    def __init__(self, mesh: AnyMesh, rules: Sequence[tuple[Any, Any]]):
-        self.mesh = mesh
-        self.patterns = [re.compile(pattern).pattern for pattern, _ in rules]
-        self.decisions: dict[str, Decision] = {}
-        self.dtypes: dict[str, Any] = {}
-
-    def leaf(self, raw: Any) -> PlannedLeaf:
-        match raw:
-            case {
-                "path": str(path),
-                "shape": list(lengths),
-                "dtype": str(dtype),
-                "asked": str() | None,
-                "given": str(),
-                "rule": int() | None,
-                "adjustments": list(),
-                **more,
-            } if more.keys() <= _MORE and all(type(n) is int and n >= 0 for n in lengths):
-                shape = tuple(lengths)
-            case _:
-                raise FormatError(
-                    "a leaf has a path, a shape, a dtype, the specs 'asked' and 'given', a rule,"
-                    " and adjustments."
-                )
-        if dtype not in self.dtypes:
-            self.dtypes[dtype] = parse_dtype(dtype)
-        decision = {key: value for key, value in raw.items() if key in _OF_DECISION}
-        key = repr((lengths, decision))
-        if key not in self.decisions:
-            self.decisions[key] = self._decision(shape, **decision)
-        unpadded = None if "unpadded" not in more else _read_unpadded(more["unpadded"], shape)
-        return PlannedLeaf(path, shape, self.dtypes[dtype], self.decisions[key], unpadded)
-
-    def _decision(
-        self,
-        shape: Shape,
-        asked: str | None,
-        given: str,
-        rule: int | None,
-        adjustments: list[Any],
-        memory: str | None = None,
-    ) -> Decision:
-        spec = parse_spec(given)
-        _, misfits = project(spec, self.mesh, shape)
-        if misfits:
-            raise FormatError(f"{spec} does not fit: {misfits[0].why}")
-        if rule is not None and rule not in range(len(self.patterns)):
-            raise FormatError(f"rule {rule} is none of {counted(len(self.patterns), 'rule')}.")
-        pattern = None if rule is None else self.patterns[rule]
-        requested = None if asked is None else parse_spec(asked)
-        notes = tuple(map(_read_adjustment, adjustments))
-        return Decision(requested, spec, rule, pattern, notes, memory)
-
-
-def _read_unpadded(raw: Any, shape: Shape) -> Shape:
-    unpadded = tuple(raw)
-    pairs = zip(unpadded, shape, strict=True)  # raises for another rank
-    # `True` is an int of Python, and a number of JSON is not.
-    if all(type(n) is int and 0 < n <= padded for n, padded in pairs):
-        return unpadded
-    raise FormatError("'unpadded' is not a shape within 'shape'.")
-
-
-def _read_adjustment(raw: Any) -> Adjustment:
-    match raw:
-        case {
-            "kind": str(kind),
-            "why": str(why),
-            "axes": list(axes),
-            "dim": int() | None as dim,
-        }:
-            return Adjustment(kind, why, tuple(map(str, axes)), dim)
-    raise FormatError("an adjustment has a kind, a 'why', axes, and a dim or null.")
+def _read_axis(raw: Any) -> tuple[str, int, AxisType]:
+    name = typed(raw["axis"], str, "axis", "a name")
+    size = typed(raw["size"], int, "size", "a number")
+    if size < 1:
+        raise FormatError(f"the size is {size}, not a positive number.")
+    return name, size, AxisType[raw["type"].capitalize()]
 
 
 def _read_rule(raw: Any) -> tuple[Any, StoredAction]:
-    match raw:
-        case {
-            "pattern": str(pattern),
-            "flags": int(flags),
-            "kind": str(kind),
-            "action": str(text),
-            **more,
-        }:
-            compiled = re.compile(pattern, flags & ~re.DEBUG)  # re.DEBUG prints
-        case _:
-            raise FormatError("a rule has a pattern, flags, a kind, and an action.")
-    if kind not in (*_KINDS, "function"):
-        raise FormatError(f"the kind is not one of {', '.join([*_KINDS, 'function'])}.")
-    action = StoredAction(kind, text, frozenset(map(str, more.get("fsdp_axes", ()))))
-    has_flags = flags and compiled.flags != re.compile(pattern).flags
-    return (compiled if has_flags else pattern), action
+    compiled = re.compile(raw["pattern"], raw["flags"] & ~re.DEBUG)  # re.DEBUG prints
+    axes = frozenset(map(str, raw.get("fsdp_axes", ())))
+    has_flags = compiled.flags != re.compile(raw["pattern"]).flags
+    pattern = compiled if has_flags else compiled.pattern
+    return pattern, StoredAction(str(raw["kind"]), str(raw["action"]), axes)
+
+
+def _read_leaf(decide: Callable[[Shape, str], Decision], raw: Any) -> PlannedLeaf:
+    shape = _read_shape(raw["shape"])
+    unpadded = None if "unpadded" not in raw else _read_shape(raw["unpadded"])
+    if unpadded is not None:
+        pairs = zip(unpadded, shape, strict=True)  # raises for another rank
+        if not all(0 < length <= padded for length, padded in pairs):
+            raise FormatError("'unpadded' is not a shape within 'shape'.")
+    path = typed(raw["path"], str, "path", "text")
+    decision = decide(shape, json.dumps([raw.get(key) for key in _OF_DECISION]))
+    return PlannedLeaf(path, shape, _dtype(raw["dtype"]), decision, unpadded)
+
+
+_dtype = cache(parse_dtype)
+
+
+def _read_shape(raw: Any) -> Shape:
+    # `True` is an int of Python, and not a number of JSON.
+    if not isinstance(raw, list) or not all(type(n) is int and n >= 0 for n in raw):
+        raise FormatError(f"{raw} is not a shape.")
+    return tuple(raw)
+
+
+def _read_decision(mesh: AnyMesh, patterns: list[str], shape: Shape, text: str) -> Decision:
+    asked, given, rule, adjustments, memory = json.loads(text)
+    spec = parse_spec(given)
+    _, misfits = project(spec, mesh, shape)
+    if misfits:
+        raise FormatError(f"{spec} does not fit: {misfits[0].why}")
+    if rule is not None and rule not in range(len(patterns)):
+        raise FormatError(f"rule {rule} is none of {counted(len(patterns), 'rule')}.")
+    pattern = None if rule is None else patterns[rule]
+    requested = None if asked is None else parse_spec(asked)
+    notes = tuple(map(_read_adjustment, adjustments))
+    return Decision(requested, spec, rule, pattern, notes, memory)
+
+
+def _read_adjustment(raw: Any) -> Adjustment:
+    axes = tuple(map(str, raw["axes"]))
+    return Adjustment(str(raw["kind"]), str(raw["why"]), axes, raw["dim"])
 
 
 def arrange(leaves: Iterable[PlannedLeaf], like: PyTree) -> tuple[PlannedLeaf, ...]:
