@@ -6,6 +6,7 @@ import resource
 import struct
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import jax.numpy as jnp
 import pytest
@@ -100,6 +101,24 @@ def test_without_the_package_the_error_says_how_to_install_it(file, monkeypatch)
     save_safetensors(file, blocks())  # does not need it
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"pip install 'treeshard\[checkpoint\]'"):
+        load_safetensors(file)
+
+
+def test_a_package_that_cannot_be_loaded_is_not_called_missing(file, monkeypatch) -> None:
+    save_safetensors(file, blocks())
+    broken = ModuleType("safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", broken)  # lacks every name: an `ImportError`
+    with pytest.raises(ts.CheckpointError, match="is installed, but cannot be loaded: cannot imp"):
+        load_safetensors(file)
+
+
+@pytest.mark.parametrize(
+    "entry_of", [lambda x: [*x.values()], lambda x: {**x, "dtype": {"U8": None}}]
+)
+def test_an_entry_of_another_form_that_the_package_reads_is_rejected(file, entry_of) -> None:
+    write_raw(file, {"w": entry_of(entry())}, b"x")
+    assert dict(safetensors.deserialize(file.read_bytes()))["w"]["data"] == b"x"
+    with pytest.raises(ts.FormatError, match="w: its entry is not of the form that the format"):
         load_safetensors(file)
 
 

@@ -27,7 +27,7 @@ from treeshard.errors import (
     listed,
     short,
 )
-from treeshard.interchange._byte_ranges import Piece, full_piece
+from treeshard.interchange._byte_ranges import Piece, full_region
 from treeshard.interchange._files import lay_out_files, write_files
 from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._tensors import tensor_names
@@ -137,7 +137,7 @@ def _values(tree: StoredTree, leaves: dict[str, SavedLeaf]) -> Iterator[tuple[st
         if leaf.array is None:
             damages[leaf.row.path] = leaf.damage
         else:
-            yield name, [full_piece(leaf.array)]
+            yield name, [Piece(full_region(leaf.array.shape), leaf.array)]
     raise_damages(tree.contents.path, damages)
 
 

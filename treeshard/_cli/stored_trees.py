@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from treeshard._disk.files import file_path
 from treeshard._disk.leaves import Contents, ReadLeaf, SavedLeaf
-from treeshard.errors import CheckpointError
-from treeshard.interchange._byte_ranges import full_piece, read
+from treeshard.errors import CheckpointError, DamagedError
 from treeshard.interchange._files import Stored, open_tensors
+from treeshard.interchange._tensors import read_full
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,7 @@ def _row(name: str, stored: Stored) -> SavedLeaf:
 
 
 def _read(row: SavedLeaf, stored: Stored) -> ReadLeaf:
-    x = np.empty(stored.tensor.shape, stored.tensor.dtype)
     try:
-        read(stored.file.fileno(), stored.tensor.start, x.shape, [full_piece(x)])
-    except EOFError:
-        return ReadLeaf(row, None, f"{stored.file.name} was cut short while it was read.")
-    return ReadLeaf(row, x, "")
+        return ReadLeaf(row, read_full(stored), "")
+    except DamagedError as error:
+        return ReadLeaf(row, None, str(error))

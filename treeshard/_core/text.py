@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from string import ascii_letters
@@ -25,6 +26,7 @@ from treeshard.errors import FormatError, short
 N = TypeVar("N", int, str)
 
 
+@lru_cache
 def parse_dtype(name: str) -> Any:
     """Returns a dtype by its name, `key<fry>` included. Starts no backend."""
     try:

@@ -9,10 +9,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
-from jax.tree_util import tree_leaves
 
 from treeshard._core.arguments import check_path
-from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import MeshLike
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
 from treeshard._core.text import parse_bytes
@@ -21,11 +19,12 @@ from treeshard._disk.requests import Placing
 from treeshard._planning.rules import Rules
 from treeshard.errors import CheckpointError
 from treeshard.interchange._files import lay_out_files, open_tensors, write_files
-from treeshard.interchange._format import Tensor, check_count, code_of
+from treeshard.interchange._format import Tensor, code_of
 from treeshard.interchange._names import map_tensors
 from treeshard.interchange._tensors import (
     Names,
     pieces_of,
+    read_by_name,
     read_tensors,
     tensor_facts,
     tensor_request,
@@ -102,8 +101,6 @@ def save_safetensors(
     to = file_path(path)
     with agreeing(where, timeout=timeout) as facts:
         most = parse_bytes(max_file_size) if isinstance(max_file_size, str) else max_file_size
-        if most is None:
-            check_count(sum(map(has_shape, tree_leaves(tree))))
         tensors = tensors_of(tree, rename, where)
         rows = [Tensor(name, code_of(x.dtype) or "", x.shape) for name, x in tensors.items()]
         files = lay_out_files(to, rows, most, metadata)
@@ -188,19 +185,20 @@ def load_safetensors(
             f"{where}: `rename` maps the paths of `like` to names in the file, and there is no"
             " `like`. The result is a dict by name: rename its keys."
         )
-    among = None
-    if like is None and rules is None:  # nothing goes to devices, so other processes need not call
-        among = [jax.process_index()]
+    placing = Placing(rules, mesh, min_size)
     try:
         with ExitStack() as open_files:
-            with agreeing(where, among=among, timeout=timeout) as facts:
+            if like is None and rules is None:  # so that other processes need not call
+                placing.check(where)
                 stored = open_files.enter_context(open_tensors(source))
-                placing = Placing(rules, mesh, min_size)
+                return read_by_name(source, stored, cast, progress=progress)
+            with agreeing(where, timeout=timeout) as facts:
+                stored = open_files.enter_context(open_tensors(source))
                 request = tensor_request(stored, like, placing, rename, cast, where)
                 request.differences.check(str(source), partial=partial)
                 facts |= {"the path": str(source), "the files": tensor_facts(stored)}
                 facts |= request.facts()
-            with together(where, among=among, timeout=AS_LONG_AS_IT_TAKES):
+            with together(where, timeout=AS_LONG_AS_IT_TAKES):
                 return read_tensors(source, request, stored, progress=progress)
     except OSError as error:
         raise CheckpointError(f"{where}: {source} cannot be read: {error}.") from error

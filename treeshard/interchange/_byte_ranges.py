@@ -25,8 +25,8 @@ class Piece(NamedTuple):
     items: np.ndarray
 
 
-def full_piece(x: np.ndarray) -> Piece:
-    return Piece(tuple((0, length) for length in x.shape), x)
+def full_region(shape: Sequence[int]) -> Region:
+    return tuple((0, length) for length in shape)
 
 
 def write(file: int, at: int, shape: Sequence[int], pieces: Iterable[Piece]) -> None:

@@ -65,7 +65,7 @@ def lay_out_files(
     if count > 1:
         files.append(NewFile(_index_of(path), _index_text(files), []))
     for file in files:
-        if file.path.is_dir():
+        if os.path.isdir(file.path):  # `Path.is_dir` raises if the name is too long
             raise CheckpointError(f"{file.path} is a directory. Pass the path of a file.")
     return files
 

@@ -8,21 +8,21 @@ end of the header, and leave no gaps:
      "head.weight":{"dtype":"F32","shape":[4,8],"data_offsets":[0,128]},
      "head.bias":{"dtype":"BF16","shape":[8],"data_offsets":[128,144]}}
 
-The package writes from full arrays in memory, so the header is written here. It reads one with all
-the checks that files of strangers need; two parsers could disagree about what a file has.
+The package writes from full arrays in memory, so the header is written here. A header is read with
+all the checks that the package makes, since files may come from strangers.
 """
 
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
+from itertools import accumulate, pairwise
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from treeshard._core.text import human_bytes, parse_dtype
-from treeshard._disk.untrusted import MOST_BYTES, MOST_ITEMS, check_size
+from treeshard._core.text import parse_dtype
+from treeshard._disk.untrusted import MOST_BYTES, check_size
 from treeshard.errors import CheckpointError, DamagedError, FormatError, listed
 
 # In the order of the package's enum of dtypes, by which it sorts the tensors of a file.
@@ -40,8 +40,9 @@ PACKED = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 METADATA = "__metadata__"
 
 _RANKS = {code: rank for rank, code in enumerate(DTYPES)}
-_CODES = {name: code for code, name in DTYPES.items() if code not in PACKED}
-_BITS = {code: PACKED.get(code) or 8 * parse_dtype(x).itemsize for code, x in DTYPES.items()}
+_NUMPY = {code: parse_dtype(name) for code, name in DTYPES.items()}
+_CODES = {dtype: code for code, dtype in _NUMPY.items() if code not in PACKED}
+_BITS = {code: PACKED.get(code) or 8 * dtype.itemsize for code, dtype in _NUMPY.items()}
 # The limits of numpy: dims of an array, and bytes.
 _MOST_DIMS, _MOST_BYTES = 64, 2**63 - 1
 
@@ -58,7 +59,7 @@ class Tensor(NamedTuple):
     @property
     def dtype(self) -> np.dtype:
         """Its dtype in numpy or `ml_dtypes`."""
-        return parse_dtype(DTYPES[self.code])
+        return _NUMPY[self.code]
 
     @property
     def nbytes(self) -> int:
@@ -67,21 +68,9 @@ class Tensor(NamedTuple):
 
 def code_of(dtype: Any) -> str | None:
     """The format's code for a dtype; `None` if the format does not have that dtype."""
-    return _CODES.get(dtype.name)
-
-
-# The fewest values of an entry, as `check_size` counts them: `"b":{"dtype":"F32","shape":[8],
-# "data_offsets":[0,32]},` has 4 commas, 2 brackets and a brace that open.
-_ITEMS_OF_TENSOR = 7
-
-
-def check_count(count: int) -> None:
-    """Raises `FormatError` if one file cannot hold so many tensors, before their names are made."""
-    if count * _ITEMS_OF_TENSOR > MOST_ITEMS:
-        raise FormatError(
-            f"{count:,} tensors in one file have a header of more values than the {MOST_ITEMS:,}"
-            " that are read. Split the file (`max_file_size=`)."
-        )
+    # Of a dtype in the other byte order, which numpy counts as another.
+    is_numpy = isinstance(dtype, np.dtype)
+    return _CODES.get(dtype.newbyteorder("=")) if is_numpy else None
 
 
 def lay_out(
@@ -93,10 +82,10 @@ def lay_out(
     then by name.
     """
     ordered = sorted(tensors, key=lambda x: (-_RANKS[x.code], x.name.encode()))
+    offsets = [0, *accumulate(x.nbytes for x in ordered)]
     raw: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-    for x in _one_after_another(ordered, 0):
-        offsets = x.start, x.start + x.nbytes
-        raw[x.name] = {"dtype": x.code, "shape": x.shape, "data_offsets": offsets}
+    for x, span in zip(ordered, pairwise(offsets), strict=True):
+        raw[x.name] = {"dtype": x.code, "shape": x.shape, "data_offsets": span}
     text = json.dumps(raw, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     try:
@@ -106,7 +95,8 @@ def lay_out(
             f"The header would be {error} Split the file (`max_file_size=`), or shorten names."
         ) from None
     head = len(text).to_bytes(8, "little") + text
-    return head, _one_after_another(ordered, len(head))
+    starts = (len(head) + offset for offset in offsets)
+    return head, [Tensor(*x[:3], start) for x, start in zip(ordered, starts, strict=False)]
 
 
 def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
@@ -114,95 +104,78 @@ def read_header(file: BinaryIO, shapes_only: bool = False) -> list[Tensor]:
 
     With `shapes_only`, the data may be missing, as in a download that was cut short.
     """
+    text = _header(file)
+    problem = _problem_by_package(file.name)
+    # The package opens the path again.
+    if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
+        raise CheckpointError(f"{file.name} was replaced while it was opened. Load it again.")
+    # "Error while deserializing header: incomplete metadata, file not fully covered" is what the
+    # package checks last.
+    if problem and "not fully covered" not in problem:
+        raise FormatError(f"{file.name} is not a safetensors file: {problem}.")
+    entries = json.loads(text)
+    entries.pop(METADATA, None)
+    facts = [f"{name}: {why}" for name, x in entries.items() if (why := _why_unreadable(x))]
+    if facts:
+        raise FormatError(f"{file.name}: {listed(f'{len(facts)} tensors cannot be read:', facts)}")
+    size, full = os.fstat(file.fileno()).st_size, 8 + len(text)
+    tensors = []
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        tensors.append(Tensor(name, entry["dtype"], tuple(entry["shape"]), full))
+        full += tensors[-1].nbytes
+    if size > full or (size < full and not shapes_only):
+        raise DamagedError(
+            f"{file.name} is cut short or too long: it has {size} bytes, and by its header"
+            f" {full}. Copy it again."
+        )
+    return tensors
+
+
+def _header(file: BinaryIO) -> bytes:
+    """The JSON of a file, unless it would take long to parse, and much memory."""
+    length = int.from_bytes(file.read(8), "little")
+    text = file.read(min(length, MOST_BYTES + 1))
     try:
-        from safetensors import SafetensorError
-    except ImportError:
+        check_size(text)
+    except FormatError as error:
+        raise FormatError(f"{file.name} has a header that is {error}") from None
+    return text
+
+
+def _problem_by_package(path: str) -> str:
+    """Why the package would not read a file; empty if it would."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError:
         raise ImportError(
             "Reading safetensors files needs the package safetensors. Install it with"
             " `pip install 'treeshard[checkpoint]'`."
         ) from None
-    size = os.fstat(file.fileno()).st_size
-    _check_header_size(file, size)
+    except ImportError as error:  # such as "failed to map segment from shared object"
+        raise CheckpointError(
+            f"{path}: the package safetensors is installed, but cannot be loaded: {error}."
+        ) from None
     try:
-        tensors = _tensors_by_package(file.name)
+        safe_open(path, "np")
     except SafetensorError as error:
-        # "Error while deserializing header: incomplete metadata, file not fully covered"
-        if "not fully covered" not in str(error):
-            raise FormatError(f"{file.name} is not a safetensors file: {error}.") from None
-        tensors, full = _tensors_by_header(file)
-        if not shapes_only or size > full:
-            raise DamagedError(
-                f"{file.name} is cut short or too long: it has {size} bytes, and by its header"
-                f" {full}. Copy it again."
-            ) from None
-        size = full
-    # The package opens the path again.
-    if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
-        raise CheckpointError(f"{file.name} was replaced while it was opened. Load it again.")
-    bad = [f"{x.name}: {why}" for x in tensors if (why := _why_unreadable(x))]
-    if bad:
-        raise FormatError(f"{file.name}: {listed(f'{len(bad)} tensors cannot be read:', bad)}")
-    # The package does not say where the data begins, but it has checked that the data is without
-    # gaps and ends the file.
-    return _one_after_another(tensors, size - sum(x.nbytes for x in tensors))
-
-
-def _tensors_by_package(path: str) -> list[Tensor]:
-    """The tensors of a file, without their positions."""
-    from safetensors import safe_open
-
-    try:
-        with safe_open(path, "np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+        return str(error)
     except MemoryError:  # the package maps the file
         raise CheckpointError(
             f"{path} is larger than this process may map into memory (`ulimit -v`)."
         ) from None
-    return [Tensor(name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()]
+    return ""
 
 
-def _tensors_by_header(file: BinaryIO) -> tuple[list[Tensor], int]:
-    """The tensors of a file of another size than its header says, and that size.
-
-    The package has checked the header by then: it compares sizes last.
-    """
-    file.seek(0)
-    length = int.from_bytes(file.read(8), "little")
-    raw = json.loads(file.read(length))
-    raw.pop(METADATA, None)
-    entries = sorted(raw.items(), key=lambda item: item[1]["data_offsets"])
-    ends = [entry["data_offsets"][1] for _, entry in entries]
-    tensors = [Tensor(name, entry["dtype"], tuple(entry["shape"])) for name, entry in entries]
-    return tensors, 8 + length + max(ends, default=0)
-
-
-def _check_header_size(file: BinaryIO, size: int) -> None:
-    """Refuses a header that would take long to parse, and much memory."""
-    length = int.from_bytes(file.read(8), "little")
-    if length > size:  # which the package refuses before it reads the header
-        return
-    if length > MOST_BYTES:
-        raise FormatError(
-            f"{file.name} has a header of {human_bytes(length)}. At most"
-            f" {human_bytes(MOST_BYTES)} are read."
-        )
-    try:
-        check_size(file.read(length))
-    except FormatError as error:
-        raise FormatError(f"{file.name} has a header that is {error}") from None
-
-
-def _one_after_another(tensors: Sequence[Tensor], first: int) -> list[Tensor]:
-    starts = accumulate((x.nbytes for x in tensors), initial=first)
-    return [x._replace(start=start) for x, start in zip(tensors, starts, strict=False)]
-
-
-def _why_unreadable(tensor: Tensor) -> str:
-    if tensor.code not in DTYPES:
-        return f"treeshard does not know the dtype {tensor.code!r}."
-    if len(tensor.shape) > _MOST_DIMS:
-        return f"the shape has {len(tensor.shape)} dims, and numpy allows {_MOST_DIMS}."
+def _why_unreadable(entry: Any) -> str:
+    # The package also reads `["U8", [8], [0, 8]]` and `{"dtype": {"U8": null}, ...}`.
+    if not (isinstance(entry, dict) and isinstance(entry["dtype"], str)):
+        return "its entry is not of the form that the format describes."
+    if entry["dtype"] not in DTYPES:
+        return f"treeshard does not know the dtype {entry['dtype']!r}."
+    shape = tuple(entry["shape"])
+    if len(shape) > _MOST_DIMS:
+        return f"the shape has {len(shape)} dims, and numpy allows {_MOST_DIMS}."
     # Without the zeros, as numpy counts.
-    if math.prod(n for n in tensor.shape if n) * tensor.dtype.itemsize > _MOST_BYTES:
-        return f"the shape is {tensor.shape}, which is too large for numpy."
+    if math.prod(filter(None, shape)) * _NUMPY[entry["dtype"]].itemsize > _MOST_BYTES:
+        return f"the shape is {shape}, which is too large for numpy."
     return ""

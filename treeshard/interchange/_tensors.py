@@ -20,13 +20,21 @@ from treeshard._core.processes import is_spread, together, with_bar
 from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
 from treeshard._disk.leaves import is_none
-from treeshard._disk.requests import LeafType, Placing, Request, RequestedLeaf, read_request
+from treeshard._disk.requests import (
+    Differences,
+    LeafType,
+    Placing,
+    Request,
+    RequestedLeaf,
+    cast_dtype,
+    read_request,
+)
 from treeshard._disk.untrusted import check_memory
 from treeshard._placement.targets import raise_unmovable, unreadable
 from treeshard.errors import CheckpointError, DamagedError, LeafError, did_you_mean, listed
-from treeshard.interchange._byte_ranges import Piece, full_piece, read
+from treeshard.interchange._byte_ranges import Piece, full_region, read
 from treeshard.interchange._files import Stored
-from treeshard.interchange._format import METADATA, PACKED, code_of
+from treeshard.interchange._format import DTYPES, METADATA, PACKED, Tensor, code_of
 
 Names = Callable[[str], str] | Mapping[str, str]
 
@@ -135,7 +143,8 @@ def writers(leaves: Sequence[Any], what: str, timeout: float) -> list[int | None
 def pieces_of(leaf: Any) -> list[Piece]:
     """The shards of a leaf that this process writes: the first copy of each that it holds."""
     if not isinstance(leaf, jax.Array):
-        return [full_piece(np.asarray(leaf))]
+        x = np.asarray(leaf)
+        return [Piece(full_region(x.shape), x)]
     shards = own_shards(leaf)
     return [Piece(region_of(shard.index, leaf.shape), np.asarray(shard.data)) for shard in shards]
 
@@ -152,18 +161,22 @@ def tensor_request(
     where: str,
 ) -> Request:
     """Compares the requested tensors with the stored ones. Without `like`, all are requested."""
-    types = {
-        name: LeafType("array", x.tensor.shape, str(x.tensor.dtype)) for name, x in stored.items()
-    }
+    types = {name: _leaf_type(x.tensor) for name, x in stored.items()}
     names = partial(tensor_names, rename=rename, where=where)
     request = read_request(types, like, placing, cast=cast, names=names, where=where)
-    packed: dict[str, str] = {}
-    for leaf in request.to_read().values():
-        code = stored[leaf.name].tensor.code
-        if code in PACKED:
-            packed[leaf.name] = f"{code} packs several numbers into a byte; no array can do that."
+    packed = _packed(stored[leaf.name].tensor for leaf in request.to_read().values())
     differences = request.differences
     return request._replace(differences=differences._replace(misfits=differences.misfits | packed))
+
+
+def _leaf_type(tensor: Tensor) -> LeafType:
+    return LeafType("array", tensor.shape, DTYPES[tensor.code])
+
+
+def _packed(tensors: Iterable[Tensor]) -> dict[str, str]:
+    """Why some tensors cannot be arrays, by name."""
+    fact = "{} packs several numbers into a byte; no array can do that."
+    return {x.name: fact.format(x.code) for x in tensors if x.code in PACKED}
 
 
 def tensor_facts(stored: Mapping[str, Stored]) -> str:
@@ -184,32 +197,54 @@ def read_tensors(
     return request.tree((i, _read(tensor, leaf)) for tensor, i, leaf in shown)
 
 
+def read_by_name(
+    path: Path, stored: Mapping[str, Stored], cast: Any, *, progress: bool
+) -> dict[str, np.ndarray]:
+    """Reads all tensors into host memory, in the order of the files."""
+    to = cast_dtype(cast)
+    Differences((), (), _packed(x.tensor for x in stored.values())).check(str(path))
+    types = {name: _leaf_type(x.tensor).cast(to) for name, x in stored.items()}
+    dtypes = {name: parse_dtype(x.dtype) for name, x in types.items()}
+    check_memory(path, [(x.shape, dtypes[name], None) for name, x in types.items()])
+    shown = with_bar(list(stored), "load_safetensors", unit="tensor", show=progress)
+    return {name: _cast(read_full(stored[name]), dtypes[name]) for name in shown}
+
+
 def _read(stored: Stored, requested: RequestedLeaf) -> Any:
     """Reads a tensor as requested; for one on devices, only the shards of this process."""
     shape, sharding = stored.tensor.shape, requested.sharding
     dtype = parse_dtype(requested.type.dtype)
     if sharding is None:
-        full = tuple((0, length) for length in shape)
-        x = _read_regions(stored, [full], dtype)[full]
+        x = _cast(read_full(stored), dtype)
         return jax.device_put(x) if requested.type.on_devices else x
     # JAX gives the index of a shard as slices, `None` where a device has the full dim.
     indices = sharding.addressable_devices_indices_map(shape).values()
-    parts = _read_regions(stored, [region_of(index or (), shape) for index in indices], dtype)
+    parts = _read_regions(stored, {region_of(index or (), shape) for index in indices})
+    parts = {region: _cast(x, dtype) for region, x in parts.items()}
     array = jax.make_array_from_callback(
         shape, sharding, lambda index: parts[region_of(index or (), shape)], dtype=dtype
     )
     return jax.block_until_ready(array)  # so that its host memory can be freed
 
 
-def _read_regions(
-    stored: Stored, regions: Iterable[Region], dtype: np.dtype
-) -> dict[Region, np.ndarray]:
-    """Reads parts of a tensor, each once, and converts them."""
+def read_full(stored: Stored) -> np.ndarray:
+    """Reads a tensor. Raises `DamagedError` if its file was cut short meanwhile."""
+    full = full_region(stored.tensor.shape)
+    return _read_regions(stored, [full])[full]
+
+
+def _read_regions(stored: Stored, regions: Iterable[Region]) -> dict[Region, np.ndarray]:
     tensor, file = stored
-    pieces = [Piece(x, np.empty(lengths(x), tensor.dtype)) for x in dict.fromkeys(regions)]
+    pieces = [Piece(region, np.empty(lengths(region), tensor.dtype)) for region in regions]
     try:
         read(file.fileno(), tensor.start, tensor.shape, pieces)
     except EOFError:
         raise DamagedError(f"{file.name} was cut short while it was read.") from None
+    return dict(pieces)
+
+
+def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if x.dtype == dtype:
+        return x
     with np.errstate(all="ignore"):  # out of range becomes inf, as in `jnp.asarray`
-        return {piece.region: piece.items.astype(dtype, copy=False) for piece in pieces}
+        return x.astype(dtype)
