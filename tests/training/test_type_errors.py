@@ -195,7 +195,11 @@ def test_an_embedding_in_a_mapped_function() -> None:
 def test_leaves_of_one_type_are_told_with_their_rule() -> None:
     def loss(model: Any, x: Any) -> Any:
         weight = model.layers[0]["weight"]
-        x += x @ weight
+        x = jnp.einsum(
+            "bi,io->bo",  # é: columns of tracebacks count bytes
+            x,
+            weight,
+        )
         return x.mean()
 
     first, *lines = message(loss, X).splitlines()
@@ -205,6 +209,17 @@ def test_leaves_of_one_type_are_told_with_their_rule() -> None:
     leaves = "layers/{0..1}/weight by rule 1 '.*'"
     assert f"  weight: float32[8,8@fsdp], as {leaves}" in lines
     assert "  x @ ts.unshard(w)  # in place of x @ w" in lines
+
+
+def test_a_statement_that_adds_in_place() -> None:
+    def loss(model: Any, x: Any) -> Any:
+        row = model.layers[0]["weight"][:1]
+        x += row
+        return x.mean()
+
+    lines = message(loss, X).splitlines()
+    assert "  row: float32[1,8@fsdp]" in lines
+    assert "  x + ts.unshard(b)  # in place of x + b" in lines
 
 
 def test_a_mesh_whose_last_axis_is_explicit() -> None:

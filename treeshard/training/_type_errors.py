@@ -7,7 +7,7 @@ traceback has the place of the failing expression, and the variables in it. Noth
 import ast
 import linecache
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -216,17 +216,20 @@ def _call_of_user(error: Exception) -> TracebackType:
 def _expression(call: TracebackType) -> ast.AST | None:
     """The expression that a call was evaluating; `None` without its source."""
     code = call.tb_frame.f_code
-    place = list(code.co_positions())[call.tb_lasti // 2]
-    try:
-        file = ast.parse("".join(linecache.getlines(code.co_filename, call.tb_frame.f_globals)))
-    except SyntaxError:  # such as a file that has changed, or a cell with `%` commands
+    first, last, begin, end = list(code.co_positions())[call.tb_lasti // 2]
+    lines = linecache.getlines(code.co_filename, call.tb_frame.f_globals)
+    if first is None or last is None or not lines[first - 1 : last]:
         return None
-    nodes = (x for x in ast.walk(file) if isinstance(x, ast.expr | ast.AugAssign))
-    return next((x for x in nodes if _place(x) == place), None)
-
-
-def _place(node: Any) -> tuple[int, int, int, int]:
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+    lines = lines[first - 1 : last]
+    # Columns count the bytes of UTF-8.
+    lines[-1] = lines[-1].encode()[:end].decode()
+    lines[0] = lines[0].encode()[begin:].decode()
+    text = "".join(lines)
+    with suppress(SyntaxError):
+        return ast.parse(f"({text})", mode="eval").body
+    with suppress(SyntaxError):  # `x += w` is a statement
+        return ast.parse(text)
+    return None
 
 
 def _value(node: ast.AST, scope: Mapping[str, Any]) -> Any:
