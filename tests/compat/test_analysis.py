@@ -155,37 +155,10 @@ def test_an_abstract_mesh_of_65536_devices() -> None:
     assert len(analysis["memory_per_device"]) == 65536
 
 
-def test_communication_is_that_of_the_specs(mesh: Mesh) -> None:
-    tree = {"w": np.ones((8, 8), np.float32), "b": np.ones(8, np.float32), "call": jax.nn.relu}
-    specs = {"w": P(None, "fsdp"), "b": P(), "call": None}
-    analysis = analyze_sharding_strategy(tree, specs, mesh)["communication"]
-    both = ("data", "fsdp")
-    assert analysis == {
-        ("all-gather", ("fsdp",)): {"count": 1, "bytes": 256},
-        ("reduce-scatter", ("fsdp",)): {"count": 1, "bytes": 256},
-        # A quarter of the weight's gradient; then the bias's, and the loss.
-        ("all-reduce", ("data",)): {"count": 1, "bytes": 64},
-        ("all-reduce", both): {"count": 2, "bytes": 32 + 4},
-    }
-    # Tensor parallel: weights stay where they are.
-    alone = analyze_sharding_strategy(tree, specs, mesh, batch=P("data"))["communication"]
-    assert alone == {("all-reduce", ("data",)): {"count": 3, "bytes": 64 + 32 + 4}}
-    other = NamedSharding(ts.make_mesh("fsdp=8"), P("fsdp"))
-    mixed = {"w": NamedSharding(mesh, P()), "b": other, "call": None}
-    assert analyze_sharding_strategy(tree, mixed)["communication"] is None
-    with pytest.raises(ts.UnknownAxisError, match="the mesh has no axis 'tensor'"):
-        analyze_sharding_strategy(tree, specs, mesh, batch=P("tensor"))
-
-
 def test_a_tree_without_arrays_is_balanced(mesh: Mesh) -> None:
     analysis = analyze_sharding_strategy({"call": jax.nn.relu}, None, mesh)
     assert (analysis["total_parameters"], analysis["balance_score"]) == (0, 1.0)
-    assert (
-        analysis["memory_per_device"]
-        == analysis["partition_stats"]
-        == analysis["communication"]
-        == {}
-    )
+    assert analysis["memory_per_device"] == analysis["partition_stats"] == {}
 
 
 def test_all_specs_that_do_not_fit_are_listed(mesh: Mesh) -> None:

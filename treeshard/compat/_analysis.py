@@ -1,32 +1,26 @@
-"""Memory, balance and communication of a tree of specs, by EasyDeL's name."""
+"""Memory and balance of a tree of specs, by EasyDeL's name."""
 
 from typing import Any, cast
 
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import tree_leaves, tree_structure
+from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import StaticSplit, has_shape
+from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, MeshLike
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import SpecTree, lay, raise_misfits
 from treeshard._core.specs import MISFITS
 from treeshard._inspection.memory import PlacedLeaf, bytes_by_device, live_sharding
-from treeshard._planning.matching import Decision, PlannedLeaf
-from treeshard._planning.plan import Plan
-from treeshard.communication._forecast import predict_communication
 
 
 def analyze_sharding_strategy(
-    tree: PyTree,
-    specs: SpecTree,
-    mesh: MeshLike | None = None,
-    *,
-    batch: SpecTree | None = None,
+    tree: PyTree, specs: SpecTree, mesh: MeshLike | None = None
 ) -> dict[str, Any]:
-    """Computes the memory per device, the balance and the communication of a sharding.
+    """Computes the memory per device and the balance of a sharding.
 
-    No values are read, and nothing is moved. A dim that its axes do not divide is counted as
-    the compiler splits it: in parts of the rounded-up length, the last ones shorter or empty.
+    No values are read, and nothing is moved; what a step moves, `step.communication` says. A dim
+    that its axes do not divide is counted as the compiler splits it: in parts of the rounded-up
+    length, the last ones shorter or empty.
 
     Args:
         tree: Arrays, or their `jax.ShapeDtypeStruct`s; other leaves are ignored.
@@ -34,8 +28,6 @@ def analyze_sharding_strategy(
             for which it is `None` is counted as it is sharded now.
         mesh: The mesh; by default the plan's, the one of `NamedSharding`s, or the one in
             force. It may be an `AbstractMesh`.
-        batch: The specs of the batch of a training step, for `"communication"`. By default it
-            is sharded over all axes of the mesh, as in data parallelism and FSDP.
 
     Returns:
         A dict of
@@ -47,16 +39,12 @@ def analyze_sharding_strategy(
         - `"balance_score"`: the mean of these over the largest; 1.0 if they are equal;
         - `"partition_stats"`: for each spec, without trailing `None`s, a dict of its
           `"leaves"`, `"parameters"`, `"bytes"` (of the full arrays) and `"bytes_per_device"`
-          (on the fullest device). Leaves without a mesh are under `None`;
-        - `"communication"`: what a training step moves according to `predict_communication`,
-          for the leaves on the mesh: for each `(kind, axes)` the `"count"` of transfers and
-          their `"bytes"` (of full payloads). `None` if leaves are on several meshes.
+          (on the fullest device). Leaves without a mesh are under `None`.
 
     Raises:
         SpecError: If specs are not a prefix of the tree or do not fit it: an axis is repeated
             or not in the mesh (then also an `UnknownAxisError`), there are entries beyond the
             rank, or a dim is `UNCONSTRAINED`. All such leaves are listed.
-        UnknownAxisError: If `batch` uses an axis that the mesh lacks.
         NoMeshError: If there are specs, and no mesh.
 
     Examples:
@@ -82,7 +70,6 @@ def analyze_sharding_strategy(
         "memory_per_device": memory,
         "balance_score": _balance(list(memory.values())),
         "partition_stats": _by_spec(leaves),
-        "communication": _communication(leaves, batch),
     }
 
 
@@ -105,32 +92,6 @@ def _by_spec(leaves: list[PlacedLeaf]) -> dict[PartitionSpec | None, dict[str, i
         }
         for spec, same_spec in leaves_of.items()
     }
-
-
-def _communication(
-    leaves: list[PlacedLeaf], batch: Any
-) -> dict[tuple[str, tuple[str, ...]], dict[str, int]] | None:
-    planned: list[PlannedLeaf] = []
-    meshes: set[AnyMesh] = set()
-    for leaf in leaves:
-        if isinstance(leaf.sharding, NamedSharding):
-            meshes.add(leaf.sharding.mesh)
-            decision = Decision(leaf.sharding.spec, leaf.sharding.spec)
-            planned.append(PlannedLeaf(leaf.path, leaf.shape, leaf.dtype, decision))
-    if not meshes:
-        return {}
-    if len(meshes) > 1:
-        return None
-    [mesh] = meshes
-    split = StaticSplit(planned, tree_structure([0] * len(planned)), lambda _: True)
-    plan = Plan(mesh, (), 0, tuple(planned), split)
-    batch = PartitionSpec(mesh.axis_names) if batch is None else batch
-    totals: dict[tuple[str, tuple[str, ...]], dict[str, int]] = {}
-    for transfer in predict_communication(plan, batch=batch):
-        total = totals.setdefault((transfer.kind, transfer.axes), {"count": 0, "bytes": 0})
-        total["count"] += transfer.count
-        total["bytes"] += transfer.total_bytes
-    return totals
 
 
 def _placed_leaves(tree: Any, specs: Any, mesh: MeshLike | None) -> list[PlacedLeaf]:
