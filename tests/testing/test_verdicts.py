@@ -99,7 +99,7 @@ def test_a_forgotten_mean_behind_dropout_is_found() -> None:
     layouts = ("plan", "by hand", "unchecked")
     report = checked(dropout, PARAMS, KEYED, body, specs=OF_KEYED, layouts=layouts)
     for leaf in PARAMS:
-        assert "not reduced along `data` and `fsdp`" in problem(report, leaf), report
+        assert "differs by more than rounding" in problem(report, leaf), report
     # JAX refuses what may differ between devices and is said not to.
     head, refused = report.splitlines()[:2]
     assert head == "check_gradients: 2 results are wrong, 1 layout raised."
@@ -110,7 +110,7 @@ def test_a_forgotten_mean_behind_dropout_is_found() -> None:
 def test_one_forgotten_mean_behind_dropout_is_found() -> None:
     report = checked(dropout, PARAMS, KEYED, folding(averaged(dropout, "up")), specs=OF_KEYED)
     assert report.startswith("check_gradients: 1 result is wrong.\n"), report
-    assert "not reduced along `data` and `fsdp`" in problem(report, "up")
+    assert "differs by more than rounding" in problem(report, "up")
 
 
 def test_numbers_that_one_device_cannot_repeat_are_not_checked() -> None:
@@ -149,7 +149,7 @@ def test_a_key_in_the_state_is_repeated() -> None:
     wrong = noisy_step(plan, lambda grads: lax.psum(grads, "data"))
     with pytest.raises(WrongResultError) as raised:
         testing.check_step(wrong, state, BATCH, layouts=["plan", "mesh"])
-    assert "summed instead of averaged along `data`" in problem(str(raised.value), "step 1: up")
+    assert "the size of `data`" in problem(str(raised.value), "step 1: up")
 
 
 # ------------------------------------------------------------------ layouts that raise
@@ -207,7 +207,7 @@ ADAPTER = {"a": normal(8, 4, seed=5), "b": np.zeros((4, 16), "float32")}
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda g: g, "not reduced along `data` and `fsdp`"),
+        (lambda g: g, "differs by more than rounding"),
         (lambda g: 8 * lax.pmean(g, BOTH), "a multiple of the right result (x 8.000)"),
         (lambda g: jnp.roll(lax.pmean(g, BOTH), 1, 0), "differs by more than rounding"),
     ],
@@ -307,7 +307,7 @@ def test_a_mean_over_tokens_by_each_device_is_found_in_bfloat16() -> None:
     mask = np.ones(16, "float32")
     mask[0] = 0
     report = checked(masked, PARAMS, (BATCH, mask), averaged(masked))
-    assert "each device's own result, averaged" in problem(report, "up"), report
+    assert "differs by more than rounding" in problem(report, "up"), report
 
 
 def test_an_error_that_is_just_visible_is_seen() -> None:
@@ -347,7 +347,7 @@ def test_what_cannot_be_widened_is_compared_in_its_own_dtype() -> None:
     assert "warning: errors of up to" in report, report
 
 
-# ------------------------------------------------------------------ causes
+# ------------------------------------------------------------------ factors
 
 
 def test_a_scalar_has_no_factor() -> None:
@@ -361,15 +361,12 @@ def test_a_scalar_has_no_factor() -> None:
         return value, grads | {"scale": 4 * grads["scale"], "up": grads["up"] ** 2}
 
     report = checked(scaled, params, BATCH, body)
-    # Without a cause they are one group, with the leaf that the forward pass uses first.
     [text] = report.split("\n\n")[2:]
-    assert text.startswith(
-        "scale P(); up P(): differs by more than rounding, and no cause explains the numbers."
-        " `scale` comes first in the forward pass."
-    ), report
+    assert text.startswith("scale P(); up P(): differs by more than rounding: the table"), report
+    assert "\nscale  off 300%" in report
 
 
-def test_a_sum_of_a_row_parallel_product_is_named() -> None:
+def test_a_sum_of_a_row_parallel_product_has_the_factor_of_its_axis() -> None:
     """Without `check_vma` the gradient of `psum` is `psum`."""
     plan = planned(PARAMS, ("up", P(None, "fsdp")), ("down", P("fsdp")))
 
@@ -386,8 +383,7 @@ def test_a_sum_of_a_row_parallel_product_is_named() -> None:
             loss, PARAMS, BATCH, plan, by_hand=body, batch_specs=P("data"), layouts=layouts
         )
     text = problem(str(raised.value), "up")
-    assert "multiplied by the size of `fsdp`, without `check_vma` only (x 4.000; x 2.000" in text
-    assert "use `manual.leave_parallel`" in text
+    assert "(x 4.000; x 2.000 in `unchecked mesh`): the size of `fsdp`." in text
 
 
 def clipped(grads: Any, params: Any) -> Any:
@@ -401,12 +397,8 @@ def by_trust(grads: Any, params: Any) -> Any:
     return jax.tree.map(lambda g, p: 0.01 * g * norm(p) / norm(g), grads, params)
 
 
-@pytest.mark.parametrize(
-    ("update", "what"),
-    [(clipped, "all leaves"), (by_trust, "`up` and of those of its update")],
-    ids=["clipping", "LAMB"],
-)
-def test_norms_of_shards_in_place_of_leaves_are_named(update: Any, what: str) -> None:
+@pytest.mark.parametrize("update", [clipped, by_trust], ids=["clipping", "LAMB"])
+def test_norms_of_shards_in_place_of_leaves_are_found(update: Any) -> None:
     plan = planned(PARAMS, (".*", P("fsdp")))
     of_loss = manual.value_and_grad(loss, BOTH, plan)
 
@@ -419,12 +411,7 @@ def test_norms_of_shards_in_place_of_leaves_are_named(update: Any, what: str) ->
         testing.check_step(
             ts.shard_map_step(step, plan, batch=SPREAD), PARAMS, BATCH, layouts=["plan"]
         )
-    text = problem(str(raised.value), "step 1: up")
-    fact = (
-        "as if each shard were the whole leaf: each device scales by the norm of its own shards of"
-    )
-    assert f"{fact} {what}." in text, str(raised.value)
-    assert "Add the squares over `fsdp` before the root" in text
+    assert problem(str(raised.value), "step 1: up"), str(raised.value)
 
 
 # ------------------------------------------------------------------ optimizers of whole matrices
@@ -504,59 +491,17 @@ def optimized(update: Any, way: str) -> tuple[Any, Any]:
     return ts.shard_map_step(step, plan, batch=SPREAD), state
 
 
+@pytest.mark.parametrize("way", ["shards", "gathered", "layers"])
 @pytest.mark.parametrize("update", [muon, shampoo, adafactor], ids=lambda x: x.__name__)
-def test_shards_in_place_of_whole_matrices_are_named(update: Any) -> None:
-    step, state = optimized(update, "shards")
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(step, state, BATCH, layouts=["plan", "mesh"])
-    for leaf in ("p/up", "p/down"):
-        text = problem(str(raised.value), f"step 1: {leaf}")
-        assert "as if each shard were the whole leaf: `" in text, str(raised.value)
-        assert "test_verdicts.py:" in text
-        assert "Gather the whole leaf along `fsdp` before it" in text
-
-
-@pytest.mark.parametrize("way", ["gathered", "layers"])
-@pytest.mark.parametrize("update", [muon, shampoo, adafactor], ids=lambda x: x.__name__)
-def test_whole_matrices_are_right(update: Any, way: str) -> None:
+def test_shards_in_place_of_whole_matrices_are_found(update: Any, way: str) -> None:
     step, state = optimized(update, way)
-    report = testing.check_step(step, state, BATCH[:, :8], layouts=["plan"])
-    assert report.ok
-    assert "whole leaf" not in str(report)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        lambda g, s: (lax.psum(g, "fsdp"), s),  # communicates
-        lambda g, s: (g * (1 + lax.axis_index("fsdp")), s),  # asks where it is
-    ],
-    ids=["sum", "index"],
-)
-def test_no_other_fault_is_said_to_be_one_of_shards(fault: Any) -> None:
-    step, state = optimized(fault, "shards")
+    if way != "shards":
+        assert testing.check_step(step, state, BATCH[:, :8], layouts=["plan"]).ok
+        return
     with pytest.raises(WrongResultError) as raised:
         testing.check_step(step, state, BATCH, layouts=["plan"])
-    assert "whole leaf" not in problem(str(raised.value), "step 1: p/up")
-
-
-def test_rows_of_each_device_are_no_shards_of_a_leaf() -> None:
-    """A variance over the rows of each device is wrong in the loss, and not in the update."""
-    params = {"up": PARAMS["up"]}
-    plan = planned(params, ("up", P("fsdp")))
-
-    def spread(p: Any, x: Any) -> jax.Array:
-        return jnp.std(x @ p["up"], 0).mean() ** 3
-
-    def step(state: Any, x: Any) -> Any:
-        value, grads = manual.value_and_grad(spread, BOTH, plan)(state, x)
-        return {"up": state["up"] - 0.1 * jnp.sign(grads["up"]) * grads["up"] ** 2}, value
-
-    by_hand = ts.shard_map_step(step, plan, batch=SPREAD)
-    with pytest.raises(WrongResultError) as raised:
-        testing.check_step(by_hand, params, BATCH, layouts=["plan"])
-    assert "step 1: up" in str(raised.value)
-    assert "whole leaf" not in str(raised.value)
+    for leaf in ("p/up", "p/down"):
+        assert problem(str(raised.value), f"step 1: {leaf}"), str(raised.value)
 
 
 # ------------------------------------------------------------------ steps

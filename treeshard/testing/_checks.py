@@ -1,7 +1,7 @@
 """Checks that a computation gives the same numbers in all layouts."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 from treeshard._core.mesh import MeshLike
@@ -11,9 +11,9 @@ from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths
 from treeshard._planning.plan import Plan
 from treeshard.errors import MeshError, WrongResultError
-from treeshard.testing._computations import Computation, Gradients, Steps, line_of
-from treeshard.testing._diagnosis import Diagnosis, statements
+from treeshard.testing._computations import Computation, Gradients, Steps
 from treeshard.testing._evidence import WHY, check_rows, gaps, kept_keys, without_other_step
+from treeshard.testing._findings import Compared, statements
 from treeshard.testing._layouts import Layout, restored, selected
 from treeshard.testing._layouts import layouts as default_layouts
 from treeshard.testing._noise import (
@@ -25,7 +25,7 @@ from treeshard.testing._noise import (
     widest_float,
 )
 from treeshard.testing._own_rows import OF_THE_MEAN_GRADIENT, OwnRows, with_own_keys
-from treeshard.testing._report import DIFFERS, UNCHECKED, Cause, Problem, Report, percent
+from treeshard.testing._report import UNCHECKED, Finding, Problem, Report, percent
 from treeshard.testing._widening import Widening
 from treeshard.training._pitfalls import equations
 from treeshard.training._step import Step
@@ -34,7 +34,7 @@ from treeshard.training._step import Step
 
 # A cell of the second step, where the first is wrong already.
 _WRONG_TOO = "wrong too"
-_SECOND_STEP = "step 2 is not explained where step 1 is wrong already"
+_SECOND_STEP = "step 2 is not measured where step 1 is wrong already"
 _RAISED = "{layout}: not compared, since it raised {error}, as expected"
 _OTHER_NUMBERS = (
     "{layout}: not compared, since the loss draws random numbers, and minibatches draw others"
@@ -54,9 +54,6 @@ _NO_OWN_ROWS = (
 _KEPT_KEY = (
     "{paths}: the step returns this key as it was, so each step draws the same random numbers"
     " unless it is folded with a number that changes"
-)
-_UNEXPLAINED = (
-    DIFFERS + ", and no cause explains the numbers. `{first}` comes first in the forward pass."
 )
 
 # Layouts whose failure is never expected.
@@ -116,7 +113,7 @@ def check_gradients(
 
     Raises:
         WrongResultError: If something differs by more than rounding, a layout raised, random
-            numbers prevented a check, or nothing was compared, as if all rows of the batch are
+            numbers prevented a check, or no gradient was compared, as if all rows of the batch are
             alike. Its message is the report; it is an `AssertionError`.
         SpecError: If the plan is not of `params`; if `by_hand` is given, and neither `batch_specs`
             nor the plan says how the batch is split; if there is no layout of a name.
@@ -151,12 +148,13 @@ def check_step(
         True
 
     Compares how each of two steps changes every leaf of the state, and the rest that the step
-    returns. A first moment shows the scale of the raw gradient, which the parameters of Adam hide.
-    The layouts are the plan's mesh, other axis sizes, the axes in another order, and for a step of
-    `jit_step` the batch split over fewer axes. The step is not run on `state` itself. In a layout,
-    `jax.device_count()` is the size of its mesh, and 1 on one device, so that a division by it
-    shows. A key that the step returns as it was is noted. Progress is shown as by
-    `check_gradients`.
+    returns. Where float32 rounds an update so much that errors above 1% would not be seen, it
+    compares in float64 too. A first moment shows the scale of the raw gradient, which the
+    parameters of Adam hide. The layouts are the plan's mesh, other axis sizes, the axes in another
+    order, and for a step of `jit_step` the batch split over fewer axes. The step is not run on
+    `state` itself. In a layout, `jax.device_count()` is the size of its mesh, and 1 on one device,
+    so that a division by it shows. A key that the step returns as it was is noted. Progress is
+    shown as by `check_gradients`.
 
     Args:
         step: What `jit_step` or `shard_map_step` returned.
@@ -172,7 +170,8 @@ def check_step(
         A `Report`, as `check_gradients`.
 
     Raises:
-        WrongResultError: As `check_gradients`; it is an `AssertionError`.
+        WrongResultError: As `check_gradients`, or if no leaf of the state was compared, as if both
+            steps skip their update; it is an `AssertionError`.
         SpecError: If the state does not match the plan of the step, or there is no layout of a
             name.
         MeshError: If the plan's mesh has one device.
@@ -227,7 +226,7 @@ class _Comparison:
         gaps: The results of which a comparison shows little, by index, and why.
         cells: For each result and layout, a word for the table.
         visible: For each result, the smallest error that would be seen in all layouts.
-        causes: For each layout that ran, what is wrong, by the index of the result.
+        findings: For each layout that ran, what is wrong, by the index of the result.
         raised: For each layout that raised, what it raised.
         notes: What was compared in another way.
     """
@@ -239,17 +238,19 @@ class _Comparison:
         self.computation, self.precisions, self.notes = computation, [own], []
         if (wide := self._widened(own, alone)) is not None:
             self.precisions.insert(0, wide)
+        if (fine := self._with_float64(alone)) is not None:
+            self.precisions.insert(0, fine)
         for each in self.precisions:
             self.notes += [note for note in each.tolerance.notes if note not in self.notes]
         if kept := kept_keys(computation, own.tolerance):
             self.notes.append(_KEPT_KEY.format(paths=", ".join(kept)))
         rows = OwnRows(self.precisions[0].computation, layout)
-        self.gaps = gaps(*self.precisions[0], rows)
+        self.gaps = gaps(self.precisions, rows)
         if rows.error is not None:
             self.notes.append(_NO_OWN_ROWS.format(error=_first_line(rows.error)))
         self.cells: dict[str, dict[str, str]] = {path: {} for path in computation.paths}
         self.visible: dict[str, float] = {}
-        self.causes: dict[str, dict[int, Cause]] = {}
+        self.findings: dict[str, dict[int, Finding]] = {}
         self.raised: dict[str, Exception] = {}
 
     def _widened(self, own: _Precision, alone: Layout) -> _Precision | None:
@@ -270,43 +271,58 @@ class _Comparison:
             self.notes.append(_KEPT_DTYPES.format(kernels=kernels, wide=widening.dtype))
         return _Precision(wide, tolerance)
 
+    def _with_float64(self, alone: Layout) -> _Precision | None:
+        """The computation with float64 for float32, if an update is small beside its leaf.
+
+        A leaf rounds what is added to it, and that alone would hide an error of the update. Floats
+        of 16 bits stay as they are: a sum in them is one of the errors.
+        """
+        computation, tolerance = self.precisions[0]
+        if not any(_COARSE < tolerance.visible(i) < math.inf for i in computation.bases):
+            return None
+        try:
+            fine = computation.narrow.widened(Widening("float64", above=2))
+            return _Precision(fine, Tolerance(fine, alone))
+        except Exception:  # a TPU has no float64: the report says which errors it does not see
+            return None
+
     # -------------------------------------------------------------- a layout
 
     def add(self, layout: Layout) -> None:
         """Runs a layout and compares its results."""
-        diagnoses: list[Diagnosis | None] = []
+        results: list[Compared | None] = []
         error: Exception | None = None
         for each in self.precisions:
             try:
-                diagnoses.append(self._run(*each, layout))
+                results.append(self._run(*each, layout))
             except Exception as raised:  # the user's code, which may not run in all layouts
                 error = raised
-        if not diagnoses and error is not None:
+        if not results and error is not None:
             self.raised[layout.name] = error
-        compared = [each for each in diagnoses if each is not None]
+        compared = [each for each in results if each is not None]
         if not compared:
             return
         if error is not None:
             self.notes.append(f"{layout.name}: {_NOT_WIDE_HERE.format(error=_first_line(error))}")
-        causes = self.causes.setdefault(layout.name, {})
+        findings = self.findings.setdefault(layout.name, {})
         for i, path in enumerate(self.computation.paths):
-            self.cells[path][layout.name] = self._cell(compared, i, causes)
-            visible = compared[0].visible(i)
-            if visible is not None:
-                self.visible[path] = max(self.visible.get(path, 0.0), visible)
+            self.cells[path][layout.name] = self._cell(compared, i, findings)
+            visible = [x for each in compared if (x := each.visible(i)) is not None]
+            if visible:
+                self.visible[path] = max(self.visible.get(path, 0.0), min(visible))
 
     def _run(
         self, computation: Computation, tolerance: Tolerance, layout: Layout
-    ) -> Diagnosis | None:
+    ) -> Compared | None:
         """The results of a layout, beside what they should be; `None` if that cannot be said."""
         expected = self._expected(computation, tolerance, layout)
         if expected is None:
             return None
         result = computation.run(layout)
-        rows = OwnRows(computation, layout)
         # Under `jit` a key gives the same numbers in all layouts; in `shard_map` each device draws.
         if not computation.is_by_hand(layout) or not expected.random:
-            return Diagnosis(computation, rows, expected, result)
+            return Compared(computation, layout, expected, result)
+        rows = OwnRows(computation, layout)
         right, of_keys, note = with_own_keys(rows, expected, result)
         if note and note not in self.notes:
             self.notes.append(note)
@@ -316,27 +332,27 @@ class _Comparison:
             return None
         if of_keys is not None:
             differs = (i for i in range(computation.first) if expected.error(result[i], i) > LIMIT)
-            self.causes.setdefault(layout.name, {})[next(differs, 0)] = of_keys
+            self.findings.setdefault(layout.name, {})[next(differs, 0)] = of_keys
         unknown = rows.unexplained(right, result)
         text = OF_THE_MEAN_GRADIENT.format(layout=layout.name)
         if unknown and text not in self.notes:
             self.notes.append(text)
-        return Diagnosis(computation, rows, right, result, unknown)
+        return Compared(computation, layout, right, result, unknown)
 
-    def _cell(self, diagnoses: Sequence[Diagnosis], i: int, causes: dict[int, Cause]) -> str:
-        """A word for one result in one layout; adds what is wrong to `causes`."""
-        if any(i in each.unknown for each in diagnoses):
+    def _cell(self, results: Sequence[Compared], i: int, findings: dict[int, Finding]) -> str:
+        """A word for one result in one layout; adds what is wrong to `findings`."""
+        if any(i in each.unknown for each in results):
             return UNCHECKED
-        wrong = [each for each in diagnoses if each.is_wrong(i)]
-        if not wrong and i not in causes:
-            error = max(max(each.errors(i)) for each in diagnoses)
+        wrong = [each for each in results if each.is_wrong(i)]
+        if not wrong and i not in findings:
+            error = max(max(each.errors(i)) for each in results)
             right = "ok" if error < 3 else f"{error:.1f} noise"
             return self.gaps.get(i, right)
-        if i >= self.computation.first > min(causes, default=i):
+        if i >= self.computation.first > min(findings, default=i):
             return _WRONG_TOO
-        if i not in causes:
-            causes[i] = wrong[0].cause(i)
-        return causes[i].short
+        if i not in findings:
+            findings[i] = wrong[0].finding(i)
+        return findings[i].cell
 
     def _expected(
         self, computation: Computation, tolerance: Tolerance, layout: Layout
@@ -381,7 +397,7 @@ class _Comparison:
         if coarse:
             worst, some = percent(max(coarse.values())), ", ".join(fold_paths(coarse))
             self.notes.append(_SEES_LITTLE.format(worst=worst, paths=some))
-        ran = {layout.name: layout for layout in chosen if layout.name in self.causes}
+        ran = {layout.name: layout for layout in chosen if layout.name in self.findings}
         return Report(
             what,
             tuple(map(str, chosen)),
@@ -391,6 +407,7 @@ class _Comparison:
             raised,
             {paths[i]: WHY[word] for i, word in not_compared.items()},
             visible,
+            frozenset(paths) - {paths[i] for i in self.computation.compared()},
         )
 
     def _raise_common(self, chosen: Sequence[Layout]) -> None:
@@ -402,19 +419,12 @@ class _Comparison:
 
     def _problems(self, ran: Mapping[str, Layout]) -> list[Problem]:
         computation = self.computation
-        trace = cache(lambda name: computation.trace(ran[name]))
         found: list[Problem] = []
         for i, (path, spec) in enumerate(zip(computation.paths, computation.specs, strict=True)):
-            causes = {name: causes[i] for name, causes in self.causes.items() if i in causes}
-            for names, fact, fix in statements(computation, i, causes, ran):
-                line = "" if fact.startswith(DIFFERS) else line_of(trace(names[0]), i)
-                found.append(Problem(path, spec, tuple(names), fact, fix, line))
-        unexplained = {x.path for x in found if x.fact.startswith(DIFFERS)}
-        if not unexplained:
-            return found
-        order = computation.forward_order(next(iter(ran.values())).alone())
-        fact = _UNEXPLAINED.format(first=order[min(map(order.index, unexplained))])
-        return [x._replace(fact=fact) if x.fact.startswith(DIFFERS) else x for x in found]
+            of_leaf = {name: found[i] for name, found in self.findings.items() if i in found}
+            for names, fact in statements(of_leaf, ran):
+                found.append(Problem(path, spec, tuple(names), fact))
+        return found
 
 
 def _first_line(error: Exception) -> str:

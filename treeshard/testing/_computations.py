@@ -4,7 +4,6 @@ Results are read shard by shard from every device. `np.asarray` of an array woul
 of each shard, and so miss those that differ where JAX was told that they are the same.
 """
 
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Var, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves
 
@@ -43,10 +42,9 @@ from treeshard._planning.plan_in_force import PlanInForce, row_axes
 from treeshard.errors import SpecError, StateError
 from treeshard.manual import gather_params
 from treeshard.testing._layouts import Layout
-from treeshard.testing._report import Cause
+from treeshard.testing._report import Finding
 from treeshard.testing._widening import Widening
 from treeshard.training._accumulation import accumulate_gradients
-from treeshard.training._pitfalls import user_line
 from treeshard.training._step import Step
 from treeshard.training._type_errors import explaining_types
 
@@ -59,7 +57,7 @@ Position = Mapping[str, tuple[Any, Any]]
 # Parameters are moved off their values once, by this part of their scale.
 _MOVED = 1e-2
 
-_ABSENT = Cause("by_hand returns no gradient for it.", "Return one for every leaf.", "absent")
+_ABSENT = Finding("by_hand returns no gradient for it.", "absent")
 _OTHER_SHAPE = "each device has a gradient of {grad}, and its shard is {shard}."
 
 
@@ -91,7 +89,7 @@ class Computation:
         data, batch_def = tree_flatten(batch)
         self.batch_split = StaticSplit(data, batch_def, has_shape)
         self.batch = [_host(x) for x in self.batch_split.dynamic(data)]
-        self.notes: dict[tuple[str, int], Cause] = {}
+        self.notes: dict[tuple[str, int], Finding] = {}
         self.paths: list[str] = []
         self.specs: list[PartitionSpec] = []
         self.bases: dict[int, int] = {}
@@ -101,6 +99,7 @@ class Computation:
         self._functions: dict[str, Any] = {}  # by layout
         self._programs: dict[str, Any] = {}  # by layout
         self.exact: dict[str, Any] = {}  # results in twice the precision, by layout
+        self.has_x64 = jax.dtypes.canonicalize_dtype("float64") == "float64"
 
     def is_by_hand(self, layout: Layout) -> bool:
         """Whether code by hand reduces the results of a layout, and not the compiler."""
@@ -126,6 +125,10 @@ class Computation:
     def after(self, results: Sequence[np.ndarray]) -> list[Any]:
         """What its leaves are after the first of two steps."""
         raise NotImplementedError
+
+    def compared(self) -> Iterable[int]:
+        """The results that a check is about: gradients, or leaves of the state."""
+        return self.bases
 
     def key_orders(self, layout: Layout) -> list[Axes]:
         """The axes, in order, by whose index a device may have folded its key."""
@@ -165,8 +168,10 @@ class Computation:
         start = [jnp.copy(x) if is_key(x) else x for x in start]
         batch = self.batch if batch is None else batch
         pairs = [(start, given), (batch, self.batch_specs(layout))]
-        arrays, data = [shard(x, specs, layout.mesh, check="form") for x, specs in pairs]
-        return self._results(layout, arrays, data, dict(position or {}))
+        is_float64 = self.widening is not None and self.widening.dtype == "float64"
+        with jax.enable_x64(is_float64 or self.has_x64):
+            arrays, data = [shard(x, specs, layout.mesh, check="form") for x, specs in pairs]
+            return self._results(layout, arrays, data, dict(position or {}))
 
     def trace(
         self, layout: Layout, position: Position | None = None, data: Sequence[Any] | None = None
@@ -185,7 +190,8 @@ class Computation:
                 with _indices_of(position):
                     return narrow._call(layout, arrays, data)
 
-            with self._in(layout):
+            # With the dtypes that code gets without the wider floats.
+            with self._in(layout), jax.enable_x64(self.has_x64):
                 traced = jax.make_jaxpr(call)(dict(position or {}), arrays, data)
             narrow._programs[key] = traced
         return narrow._programs[key]
@@ -220,10 +226,6 @@ class Computation:
 
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
         """The results as arrays; traced too."""
-        raise NotImplementedError
-
-    def forward_order(self, layout: Layout) -> list[str]:
-        """The results, those of leaves that are used first in front."""
         raise NotImplementedError
 
     def _function(self, layout: Layout, make: Callable[[Layout], Any]) -> Any:
@@ -275,6 +277,9 @@ class Gradients(Computation):
     def is_by_hand(self, layout: Layout) -> bool:
         return layout.check_vma is not None
 
+    def compared(self) -> Iterable[int]:
+        return range(1, self.first)  # the loss is the first
+
     def move_off(self, layout: Layout) -> None:
         given, random = self.start, np.random.default_rng(0)
         sizes = [_scale(given[i]) for i in self.differentiated]
@@ -285,13 +290,6 @@ class Gradients(Computation):
         # A variance of zero, say, may not become negative.
         if _count_finite(self.alone(layout, moved)) >= _count_finite(self.alone(layout, given)):
             self.start = moved
-
-    def forward_order(self, layout: Layout) -> list[str]:
-        uses = _first_uses(self.trace(layout).jaxpr)
-        results = {i: n for n, i in enumerate(self.differentiated, 1)}
-        order = [results[i] for i in uses if i in results]
-        others = (n for n in range(self.first) if n not in order)
-        return [self.paths[n] for n in (*order, *others)]
 
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
         return self._function(layout, self._make)(arrays, data)
@@ -370,7 +368,7 @@ class Gradients(Computation):
             return grad
         else:
             fact = _OTHER_SHAPE.format(grad=array_text(grad), shard=array_text(shard))
-            self.notes[key] = Cause(fact, "Return the gradient of the shard.", "shape")
+            self.notes[key] = Finding(fact, "shape")
         return shard * 0  # varies along the same axes as the shard, as `check_vma` wants
 
 
@@ -446,13 +444,6 @@ class Steps(Computation):
             state = checkpoint.restore(f"{folder}/state", dict(zip(named, structs, strict=True)))
         data = shard(self.batch, self.batch_specs(layout), layout.mesh, check="form")
         return list(state.values()), data
-
-    def forward_order(self, layout: Layout) -> list[str]:
-        leaves = range(len(self.start))
-        uses = [i for i in _first_uses(self.trace(layout).jaxpr) if i in leaves]
-        order = [*uses, *(i for i in range(self.first) if i not in uses)]
-        count = len(self.paths)
-        return [self.paths[step + i] for step in range(0, count, self.first) for i in order]
 
     def _call(self, layout: Layout, arrays: list[Any], data: list[Any]) -> list[Any]:
         step = self._function(layout, lambda x: self.step.on(x.plan, x.batch_specs))
@@ -581,7 +572,8 @@ def _first(out: Any) -> Any:
 
 
 def _host(x: Any) -> Any:
-    return gather(x) if is_spread(x) else to_host(x)
+    x = gather(x) if is_spread(x) else to_host(x)
+    return x if is_key(x) else np.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _shards(arrays: Sequence[Any]) -> list[Shards]:
@@ -623,42 +615,3 @@ def _change(old: Shards, new: Shards) -> Shards:
             x = np.asarray(x.astype("float64") - old[device][1].astype("float64"))
         changes[device] = index, x
     return changes
-
-
-def line_of(jaxpr: Any, index: int) -> str:
-    """The line of code that made a result of a traced program, as `file:line`, or `""`."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    if index >= len(jaxpr.outvars):  # of the second step: the code is the same
-        return ""
-    result = jaxpr.outvars[index]
-    made = ((eqn, i) for eqn in jaxpr.eqns for i, x in enumerate(eqn.outvars) if x is result)
-    eqn, position = next(made, (None, 0))
-    if eqn is None:
-        return ""
-    # Equations such as `jit` and `shard_map` have a program of their own among their parameters,
-    # with the same results; those of `cond` have several, and any may be the one that runs.
-    params = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
-    inner = [x for x in params if len(getattr(x, "outvars", ())) == len(eqn.outvars)]
-    line = line_of(inner[0], position) if len(inner) == 1 else ""
-    return line or user_line(eqn).removeprefix(f"{os.getcwd()}/")
-
-
-def _first_uses(jaxpr: Any) -> list[int]:
-    """The positions of the arguments of a traced program, in the order of their first use.
-
-    A conversion or another operation on an argument alone does not count: casts of all parameters
-    come first.
-    """
-    positions = {x: i for i, x in enumerate(jaxpr.invars)}
-    order: dict[int, None] = {}
-    for eqn in jaxpr.eqns:
-        used = [positions.get(x) if isinstance(x, Var) else None for x in eqn.invars]
-        inner = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
-        inner = [x for x in inner if hasattr(x, "eqns") and len(x.invars) == len(used)]
-        if len(inner) == 1:
-            used = [used[i] for i in _first_uses(inner[0])]
-        elif len(used) == 1 and used[0] is not None:
-            positions.update(dict.fromkeys(eqn.outvars, used[0]))
-            continue
-        order.update((i, None) for i in used if i is not None)
-    return list(order)

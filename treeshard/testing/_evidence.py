@@ -1,5 +1,6 @@
 """What a comparison can show: a fault that no number would show is not said to be absent."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,13 @@ def check_rows(what: str, computation: Computation, layout: Layout) -> None:
         raise WrongResultError(_ROWS_ALIKE.format(what=what))
 
 
-def gaps(computation: Computation, tolerance: Tolerance, rows: OwnRows) -> dict[int, str]:
+def gaps(precisions: Sequence[tuple[Computation, Tolerance]], rows: OwnRows) -> dict[int, str]:
     """The results of which a comparison shows nothing, or little: by index, a word of `WHY`.
 
-    Integers and keys must be equal to the bit, so they are compared wherever a layout runs.
+    The first of the precisions is the widest. Integers and keys must be equal to the bit, so they
+    are compared wherever a layout runs.
     """
+    tolerance = precisions[0][1]
     means = {i: rows.mean_over(rows.axes, i) for i in tolerance.noise} if rows.axes else {}
     found: dict[int, str] = {}
     for i in tolerance.noise:
@@ -55,7 +58,7 @@ def gaps(computation: Computation, tolerance: Tolerance, rows: OwnRows) -> dict[
             found[i] = _NOT_FINITE
         elif not norm(reference):
             found[i] = ZERO
-        elif tolerance.visible(i) > 0.5:
+        elif min(each.visible(i) for _, each in precisions) > 0.5:
             found[i] = _HIDDEN
         elif (mean := means.get(i)) and _are_alike(rows, i, mean, LIMIT * tolerance.of(i)):
             found[i] = _ALIKE

@@ -145,11 +145,9 @@ def _of_wider(computation: Computation, layout: Layout) -> Iterator[Results]:
     if widest_float() == "float64":
         return
     narrow = computation.narrow
-    narrow.trace(layout)  # with the dtypes that code gets without x64
     if layout.name not in narrow.exact:
         try:
-            with jax.enable_x64(True):
-                narrow.exact[layout.name] = narrow.widened(Widening("float64")).alone(layout)
+            narrow.exact[layout.name] = narrow.widened(Widening("float64")).alone(layout)
         except Exception:  # the platform has no float64, or the program cannot be widened
             narrow.exact[layout.name] = None
     if narrow.exact[layout.name] is not None:
@@ -189,16 +187,27 @@ def errors_of(
     ]
 
 
-def multiple_of(shards: Shards, reference: np.ndarray) -> tuple[float, float]:
-    """The factor that takes a reference nearest to all shards, and the part of them it leaves."""
+def multiple_in(shards: Shards, expected: Tolerance, i: int) -> float | None:
+    """The factor by which all devices have a multiple of the right result; `None` if they do not.
+
+    Any number is a multiple of any other, so a result needs several that are not noise.
+    """
+    reference = expected.reference[i].astype("float64")
+    sizes = np.sort(np.abs(reference).ravel())
+    if sizes.size < 2 or not np.isfinite(sizes).all() or sizes[-2] <= LIMIT * expected.of(i):
+        return None
     x = np.concatenate([np.ravel(x) for _, x in shards.values()]).astype("float64")
     y = np.concatenate([np.ravel(reference[index]) for index, _ in shards.values()])
-    y = y.astype("float64")
-    size, squares = norm(x), float(np.vdot(y, y))
-    if not size or not squares:
-        return 0.0, 0.0
-    factor = float(np.vdot(y, x)) / squares
-    return factor, norm(x - factor * y) / size
+    if x.shape != y.shape or not np.isfinite(x).all():
+        return None
+    with np.errstate(all="ignore"):  # what overflows is no multiple
+        factor = float(np.vdot(y, x)) / float(np.vdot(y, y))
+        rest = norm(x - factor * y) / (norm(x) or 1.0)
+        errors = errors_of(shards, expected, i, dict.fromkeys(shards, factor * reference))
+    # The factor scales the noise too. Noise that is as large as the values would allow any factor.
+    if rest < 0.3 and max(errors) <= 2 * LIMIT * max(abs(factor), 1):
+        return factor
+    return None
 
 
 def finite(x: Any) -> Any:
@@ -228,9 +237,11 @@ def _perturbed(x: Any, eps: float, random: Any) -> Any:
 def _precision(computation: Computation, eqns: Sequence[Any], platform: str) -> float:
     """The rounding error of the least precise float in a program."""
     widening = computation.widening
+    dtypes = float_dtypes(eqns)
     if widening is not None and not widening.kept:
-        return float(jnp.finfo(widening.dtype).eps) / 2
-    errors = [float(jnp.finfo(x).eps) / 2 for x in float_dtypes(eqns)]
+        dtypes = {np.dtype(widening.dtype_of(x)) for x in dtypes} | {widening.dtype}
+        platform = ""  # products are in full precision
+    errors = [float(jnp.finfo(x).eps) / 2 for x in dtypes]
     return max([MATMUL_EPS.get(platform, 0.0), *errors])
 
 

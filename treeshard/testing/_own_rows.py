@@ -1,7 +1,7 @@
 """What each device would compute from its own rows of the batch, repeated on one device.
 
-Code by hand that does not reduce its results, or averages what is no mean over rows, gives means of
-these. Comparing with them proves it, which the size of a difference does not: any fault has a size.
+Where these are alike, a missing reduction would change nothing. And where each device draws its own
+random numbers, the right result is made of these.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,14 @@ from jax.sharding import NamedSharding
 
 from treeshard.testing._computations import Axes, Computation, Shards, subsets
 from treeshard.testing._layouts import Layout
-from treeshard.testing._noise import LIMIT, Results, Tolerance, errors_of, multiple_of
-from treeshard.testing._report import Cause
+from treeshard.testing._noise import LIMIT, Results, Tolerance, errors_of, multiple_in
+from treeshard.testing._report import Finding
 
 _UNFOLDED = "the key is not folded along {axes}: devices draw the same random numbers."
-_FOLD = "Fold it: `manual.fold_rng_over_axis(key, {names!r})`."
 _FOLDED = (
     "the key is folded along {axes}, where devices have the same rows: they draw different random"
     " numbers for the same activations."
 )
-_FOLD_LESS = "Fold it over the axes of the batch only."
 _REPEATED = (
     "{layout}: each device draws its own random numbers; compared with keys folded by"
     " axis_index({order!r}) on one device"
@@ -54,14 +52,11 @@ class OwnRows:
         self.error: Exception | None = None
         self._results: dict[Axes, dict[Any, Results] | None] = {}
 
-    def mean_over(self, reduced: Axes, i: int) -> dict[Any, np.ndarray] | None:
+    def mean_over(self, reduced: Axes, i: int, order: Axes = ()) -> dict[Any, np.ndarray] | None:
         """For each device the mean of a result over the devices that differ along `reduced` only.
 
         `None` if the rows of one device alone cannot be computed.
         """
-        return self._mean_over(reduced, i, self.order)
-
-    def _mean_over(self, reduced: Axes, i: int, order: Axes) -> dict[Any, np.ndarray] | None:
         results = self.results(order)
         if results is None:
             return None
@@ -134,7 +129,7 @@ class OwnRows:
         """Whether a result is that of keys that are folded so, reduced over any of the axes."""
         if multiple_in(result[i], expected, i) is not None:
             return True
-        means = (self._mean_over(reduced, i, order) for reduced in subsets(self.axes))
+        means = (self.mean_over(reduced, i, order) for reduced in subsets(self.axes))
         return any(max(errors_of(result[i], expected, i, x)) <= 2 * LIMIT for x in means if x)
 
     def unexplained(self, expected: Tolerance, result: Sequence[Shards]) -> frozenset[int]:
@@ -156,7 +151,7 @@ class OwnRows:
 
 def with_own_keys(
     rows: OwnRows, tolerance: Tolerance, result: Sequence[Shards]
-) -> tuple[Tolerance | None, Cause | None, str]:
+) -> tuple[Tolerance | None, Finding | None, str]:
     """What to compare a result with, if devices may have drawn random numbers by themselves.
 
     One device can repeat them if it knows the key of each: one for all rows, the same on each
@@ -179,28 +174,10 @@ def with_own_keys(
     rows.order = order
     expected = tolerance.with_reference(rows.mean(order))
     if missing := sorted({*rows.axes} - {*order}):
-        fact, fix = _UNFOLDED.format(axes=named(missing)), _FOLD.format(names=missing)
-        return expected, Cause(fact, fix, "same key"), ""
+        return expected, Finding(_UNFOLDED.format(axes=named(missing)), "same key"), ""
     if extra := sorted({*order} - {*rows.axes}):
-        return expected, Cause(_FOLDED.format(axes=named(extra)), _FOLD_LESS, "other key"), ""
+        return expected, Finding(_FOLDED.format(axes=named(extra)), "other key"), ""
     return expected, None, _REPEATED.format(layout=rows.layout.name, order=order)
-
-
-def multiple_in(shards: Shards, expected: Tolerance, i: int) -> float | None:
-    """The factor by which all devices have a multiple of the right result; `None` if they do not.
-
-    Any number is a multiple of any other, so a result needs several that are not noise.
-    """
-    reference = expected.reference[i].astype("float64")
-    sizes = np.sort(np.abs(reference).ravel())
-    if sizes.size < 2 or not np.isfinite(sizes).all() or sizes[-2] <= LIMIT * expected.of(i):
-        return None
-    factor, rest = multiple_of(shards, reference)
-    errors = errors_of(shards, expected, i, dict.fromkeys(shards, factor * reference))
-    # The factor scales the noise too. Noise that is as large as the values would allow any factor.
-    if rest < 0.3 and max(errors) <= 2 * LIMIT * max(abs(factor), 1):
-        return factor
-    return None
 
 
 def _means(results: dict[Any, Results]) -> Results:

@@ -15,49 +15,41 @@ from jax.sharding import PartitionSpec
 from treeshard._core.text import fold, fold_paths
 
 
-class Cause(NamedTuple):
+class Finding(NamedTuple):
     """What is wrong with a result in one layout.
 
     Attributes:
         fact: What is wrong.
-        fix: What to change; empty if the numbers do not show it.
-        short: For a cell of the table.
+        cell: For a cell of the table.
         measured: What was measured, such as `x 8.000`.
-        multiple: The number by which the result is a multiple of the right one, if it is.
+        factor: The number by which the result is a multiple of the right one, if it is.
     """
 
     fact: str
-    fix: str = ""
-    short: str = "wrong"
+    cell: str
     measured: str = ""
-    multiple: float | None = None
+    factor: float | None = None
 
 
 class Problem(NamedTuple):
     """One result that is wrong.
 
     Attributes:
-        path: The path of the leaf; `loss` is the value of the loss.
+        path: The path of the leaf, for a step as `step 1: params/w`; `loss` is the value of the
+            loss.
         spec: How the leaf is sharded.
         layouts: The names of the layouts in which it is wrong.
         fact: What is wrong.
-        fix: What to change; `""` if the numbers do not show it.
-        line: The line of code that made it, as `file:line`; `""` if it is not known.
     """
 
     path: str
     spec: PartitionSpec
     layouts: tuple[str, ...]
     fact: str
-    fix: str
-    line: str = ""
 
 
 # Cells that say nothing of a result.
 UNCHECKED = "not checked"
-# How the fact begins that is said of results without a known cause.
-DIFFERS = "differs by more than rounding"
-_LOSS = "loss"  # is no gradient
 
 
 @dataclass(frozen=True)
@@ -77,6 +69,8 @@ class Report:
         not_compared: For each leaf on which no comparison shows a fault, why.
         visible: For each leaf of floats that was compared, the smallest relative error that would
             have been seen in every layout: 0.01 is 1%.
+        beside: The results beside the gradients or the state, such as the value of the loss: to
+            have compared these alone is not enough.
     """
 
     what: str
@@ -87,10 +81,12 @@ class Report:
     raised: Mapping[str, str] = field(default_factory=dict)
     not_compared: Mapping[str, str] = field(default_factory=dict)
     visible: Mapping[str, float] = field(default_factory=dict)
+    beside: frozenset[str] = frozenset()
 
     @property
     def ok(self) -> bool:
-        """Whether something was compared, nothing is wrong, nothing raised, and all was checked."""
+        """Whether a gradient or a leaf of the state was compared, nothing is wrong, nothing raised,
+        and all was checked."""
         return bool(self._compared()) and not self._complaints()
 
     def __str__(self) -> str:
@@ -102,8 +98,8 @@ class Report:
         return "\n".join(lines)
 
     def _compared(self) -> set[str]:
-        """The leaves of floats that were compared somewhere, the value of the loss aside."""
-        return {*self.visible} - {*self.not_compared} - {_LOSS}
+        """The gradients, or leaves of floats of the state, that were compared somewhere."""
+        return {*self.visible} - {*self.not_compared} - {*self.beside}
 
     def _unchecked(self) -> int:
         return sum(UNCHECKED in row.values() for row in self.cells.values())
@@ -118,7 +114,8 @@ class Report:
         return [f"{n} {one if n == 1 else several}" for n, one, several in counts if n]
 
     def _verdict(self) -> str:
-        nothing = [] if self._compared() else ["Nothing was compared"]
+        of_what = " of the state" if self.what == "check_step" else ""
+        nothing = [] if self._compared() else [f"Nothing{of_what} was compared"]
         complaints = nothing + self._complaints()
         if complaints:
             return f"{', '.join(complaints)}."
@@ -158,20 +155,16 @@ class Report:
         return percent(max(errors)) if errors else "-"
 
     def _problems(self) -> list[str]:
-        """A line for each cause, with the leaves that it has made wrong, repeated layers folded."""
+        """A line for each fact, with the leaves that it is said of, repeated layers folded."""
         alike: dict[Any, list[Problem]] = defaultdict(list)
         for problem in self.problems:
-            # Where no cause is known the table says in which layouts each leaf is wrong.
-            is_open = problem.fact.startswith(DIFFERS)
-            alike[problem[3:] if is_open else problem[2:]].append(problem)
+            alike[problem.fact].append(problem)
         lines: list[str] = []
-        for members in alike.values():
+        for fact, members in alike.items():
             folded = fold((p.path, p.spec, p) for p in members)
             leaves = "; ".join(f"{path} {inside[0].spec}" for path, inside in folded)
             layouts = dict.fromkeys(name for p in members for name in p.layouts)
-            _, _, _, fact, fix, line = members[0]
-            parts = [f"In: {', '.join(layouts)}.", f"Made at {line}." if line else "", fix]
-            lines.append(f"{leaves}: {fact}\n  {' '.join(filter(None, parts))}")
+            lines.append(f"{leaves}: {fact}\n  In: {', '.join(layouts)}.")
         return lines
 
 

@@ -36,11 +36,12 @@ class Widening:
 
     Attributes:
         dtype: float32, or float64.
+        above: Floats of up to this many bytes stay as they are.
         kept: The names of calls that had to keep their dtypes: custom kernels and callbacks.
     """
 
-    def __init__(self, dtype: Any) -> None:
-        self.dtype = np.dtype(dtype)
+    def __init__(self, dtype: Any, above: int = 0) -> None:
+        self.dtype, self.above = np.dtype(dtype), above
         self.kept: set[str] = set()
         # With the original, which must live as long as its address is a key.
         self._jaxprs: dict[int, tuple[Any, Jaxpr]] = {}
@@ -51,7 +52,8 @@ class Widening:
 
     def dtype_of(self, dtype: Any) -> Any:
         """The dtype that takes the place of another."""
-        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < self.dtype.itemsize:
+        sizes = range(self.above + 1, self.dtype.itemsize)
+        if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in sizes:
             return self.dtype
         if self.dtype == "float64" and dtype == "complex64":
             return np.dtype("complex128")
@@ -126,7 +128,7 @@ class Widening:
 
     def _exact(self, name: str, params: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters that would round what the dtypes no longer do."""
-        if name == "reduce_precision":
+        if name == "reduce_precision" and not self.above:
             exponent, mantissa = _BITS[self.dtype.name]
             return {"exponent_bits": exponent, "mantissa_bits": mantissa}
         # By default accelerators multiply float32 with fewer bits.
