@@ -52,8 +52,7 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard.testing._computations": {"checkpoint"},  # needs TensorStore
     "treeshard.training": {"training"},  # what few training loops need
     "treeshard.training._accumulation": {"_core", "training"},  # what only Explicit axes, TPUs need
-    "treeshard.training._by_torus": {"manual"},  # what only TPUs need
-    "treeshard.training._gradients": {"_core", "training"},  # what only Explicit axes, TPUs need
+    "treeshard.training._gradients": {"training"},  # what only Explicit axes need
     "treeshard.training._pitfalls": {"communication", "training"},
     "treeshard.training._program": {"_placement"},  # what only Explicit axes need
     "treeshard.training._step": {"programs", "communication", "manual", "_trace", "training"},

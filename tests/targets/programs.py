@@ -272,6 +272,13 @@ def _bf16(make: Callable[..., Case], **options: Any) -> Callable[[jax.sharding.M
     return partial(make, dtype="bfloat16", **options)
 
 
+def explicit(mesh: jax.sharding.Mesh, *, make: Callable[..., Case], **options: Any) -> Case:
+    """The case on Explicit axes, with sums that wait."""
+    devices = list(mesh.devices.flat)
+    mesh = ts.make_mesh(dict(mesh.shape), devices=devices, axis_types="explicit")
+    return make(mesh, gradient=training.value_and_grad, **options)
+
+
 # Name -> the axes of the mesh on 8 devices, and the case.
 CASES: dict[str, tuple[str, Callable[[jax.sharding.Mesh], Case]]] = {
     "mlp_bf16": ("fsdp=8", _bf16(by_jit)),
@@ -308,7 +315,7 @@ CASES: dict[str, tuple[str, Callable[[jax.sharding.Mesh], Case]]] = {
     "decoder_tensor": ("fsdp=2,tensor=4", decoder),
     "tensor_rows": ("fsdp=2,tensor=4", sequences),
     "tensor_kept": ("fsdp=2,tensor=4", partial(sequences, hidden=P("fsdp", None, "tensor"))),
-    "hsdp_jit": ("data=2,fsdp=4", partial(by_jit, gradient=training.value_and_grad)),
+    "hsdp_explicit": ("data=2,fsdp=4", partial(explicit, make=by_jit)),
     "adamw_jit": ("fsdp=8", partial(by_jit, optimizer=ADAMW, gradient=training.value_and_grad)),
     "accumulate": (
         "data=2,fsdp=4",

@@ -138,8 +138,8 @@ BOTH_TARGETS = pytest.mark.parametrize("target", ["v5e_2x4", "h100_8"])
 
 
 @BOTH_TARGETS
-def test_value_and_grad_moves_on_two_axes_what_code_by_hand_moves(target: str) -> None:
-    jax_s, ours, by_hand = (moved(name, target) for name in ("hsdp", "hsdp_jit", "hsdp_hand"))
+def test_explicit_axes_move_what_code_by_hand_moves(target: str) -> None:
+    jax_s, ours, by_hand = (moved(name, target) for name in ("hsdp", "hsdp_explicit", "hsdp_hand"))
     assert jax_s["all-reduce", "data, fsdp"] == 128
     assert ours["reduce-scatter", "fsdp"] == 128
     assert ours["all-reduce", "data"] == 32
@@ -159,7 +159,7 @@ def test_gradients_of_adamw_are_scattered(target: str) -> None:
 # MiB of temporaries at most, without what the compiler adds for its own use: 144 and 128 of the
 # first two when gradients are all-reduced. Of the last on v5e, 32 are weights in another layout.
 @pytest.mark.parametrize(
-    ("name", "most"), [("adamw", 24), ("adamw_jit", 24), ("hsdp_jit", 81), ("hsdp_hand", 34)]
+    ("name", "most"), [("adamw", 24), ("adamw_jit", 24), ("hsdp_explicit", 81), ("hsdp_hand", 34)]
 )
 def test_scattered_gradients_keep_temporaries_small_on_v5e(name: str, most: int) -> None:
     text = gzip.decompress((TEXTS[0].parent / f"{name}.v5e_2x4.txt.gz").read_bytes()).decode()

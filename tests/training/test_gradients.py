@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.helpers import QUICK
-from treeshard.errors import LeafError
 from treeshard.training import Metrics, accumulate_gradients, value_and_grad
 
 RNG = np.random.default_rng(0)
@@ -111,33 +110,16 @@ def test_half_precision_compiles_and_is_close() -> None:
         np.testing.assert_allclose(np.float32(x), y, atol=0.05)
 
 
-def test_arrays_in_aux_are_joined_scalars_averaged_and_metrics_summed() -> None:
+def test_aux_is_what_the_loss_returns_of_the_whole_batch() -> None:
     def with_aux(p: Any, x: Any) -> Any:
         rows = jnp.sum(x, 1)
         metrics = Metrics({"rows": (jnp.float32(len(x)), jnp.int32(len(x)))})
-        return loss(p, x), {"metrics": metrics, "rows": rows, "mean": rows.mean(), "none": None}
+        aux = {"metrics": metrics, "rows": rows, "last": rows[-1], "n": jnp.int32(len(x))}
+        return loss(p, x), {**aux, "gram": x.T @ x, "none": None}
 
     plan = plan_on(ts.make_mesh(HSDP))
     (_, aux), _ = raw_gradients(plan, value_and_grad(with_aux, has_aux=True))
     close(aux, with_aux(PARAMS, X)[1])
-
-
-def test_a_weighted_mean_is_right_with_its_weights_averaged_or_in_one_part() -> None:
-    weights = np.arange(16, dtype="float32")
-
-    def weighted(p: Any, x: Any, w: Any, mean: Any = lambda x: x) -> Any:
-        rows = jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2, 1)
-        return jnp.sum(rows * w) / len(w) / mean(w.mean())
-
-    def averaged(p: Any, x: Any, w: Any) -> Any:
-        return weighted(p, x, w, lambda y: jax.lax.pmean(y, "data"))
-
-    plan, expected = plan_on(ts.make_mesh(HSDP)), jax.value_and_grad(weighted)(PARAMS, X, weights)
-    close(raw_gradients(plan, value_and_grad(averaged), PARAMS, X, weights), expected)
-    in_one = value_and_grad(weighted, axis_names=())
-    close(raw_gradients(plan, in_one, PARAMS, X, weights), expected)
-    naive = raw_gradients(plan, value_and_grad(weighted), PARAMS, X, weights)
-    assert abs(naive[0] - expected[0]) > 1e-3  # what the docstring warns of
 
 
 def test_within_accumulated_minibatches() -> None:
@@ -162,41 +144,6 @@ def test_outside_a_step_the_plan_is_given() -> None:
 def test_without_a_mesh_it_is_that_of_jax() -> None:
     expected = jax.value_and_grad(loss)(PARAMS, X)
     jax.tree.map(np.testing.assert_array_equal, value_and_grad(loss)(PARAMS, X), expected)
-
-
-# ------------------------------------------------------------------ communication
-
-
-OPTIMIZER = optax.sgd(0.1, momentum=0.9)
-
-
-def compiled_step(gradient: Any, mesh: Any = HSDP) -> Any:
-    state = {"params": PARAMS, "opt": OPTIMIZER.init(PARAMS)}
-
-    def step(state: Any, x: Any) -> Any:
-        value, grads = gradient(loss)(state["params"], x)
-        updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
-
-    plan = plan_on(ts.make_mesh(mesh), state)
-    return ts.jit_step(step, plan).communication(plan.structs, X)
-
-
-def test_only_shards_of_gradients_are_reduced_over_data() -> None:
-    def over_data(compared: Any) -> int:
-        return sum(
-            x.total_bytes for x in compared.compiled if x.rank and x.axes and "data" in x.axes
-        )
-
-    full = PARAMS["up"].nbytes + PARAMS["down"].nbytes
-    compared = compiled_step(value_and_grad)
-    assert not compared.unplanned, str(compared)
-    assert [x.code for x in compared.by_compiler] == ["all-reduce"]
-    assert over_data(compared) == full // 4 + PARAMS["norm"].nbytes, str(compared)
-    assert over_data(compiled_step(jax.value_and_grad)) == full + PARAMS["norm"].nbytes
-
-
-# ------------------------------------------------------------------ messages
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -225,6 +172,9 @@ def test_where_only_the_optimizer_state_is_sharded_gradients_are_like_it(minibat
     close(ts.gather(found["params"]), expected)
 
 
+# ------------------------------------------------------------------ messages
+
+
 def test_no_plan_is_in_force() -> None:
     with (
         jax.set_mesh(ts.make_mesh(HSDP)),
@@ -233,48 +183,12 @@ def test_no_plan_is_in_force() -> None:
         value_and_grad(loss)(PARAMS, X)
 
 
-COUNT = lambda p, x: (loss(p, x), {"n": jnp.int32(1)})  # noqa: E731
-TWO = {"a": PARAMS, "b": jax.tree.map(np.copy, PARAMS)}
-
-
-@pytest.mark.parametrize(
-    ("f", "params", "args", "error", "message"),
-    [
-        (
-            lambda p, x: value_and_grad(loss)(p, x, jnp.ones(3)),
-            PARAMS,
-            (X,),
-            ts.SpecError,
-            r"args/1: the 3 rows of float32\[3\] are not divisible by 2, the size of 'data'",
-        ),
-        (
-            value_and_grad(COUNT, has_aux=True),
-            PARAMS,
-            (X,),
-            LeafError,
-            r"aux/n: int32\[\] has no mean. Return it as",
-        ),
-        (
-            value_and_grad(loss, axis_names="dta"),
-            PARAMS,
-            (X,),
-            ts.UnknownAxisError,
-            "Did you mean 'data'",
-        ),
-        (
-            lambda t, x: value_and_grad(loss)(t["a"], x),
-            TWO,
-            (X,),
-            ts.SpecError,
-            r"value_and_grad: .*several subtrees .*b/down.*Pass the specs of the parameters",
-        ),
-    ],
-    ids=["rows", "aux", "axis", "two subtrees"],
-)
-def test_messages(f, params, args, error, message) -> None:
-    plan = plan_on(ts.make_mesh(HSDP), params, [("b/up", None), *RULES])
-    with pytest.raises(error, match=message):
-        raw_gradients(plan, f, params, *args)
+def test_several_subtrees_are_like_the_parameters() -> None:
+    tree = {"a": PARAMS, "b": jax.tree.map(np.copy, PARAMS)}
+    plan = plan_on(ts.make_mesh(HSDP), tree, [("b/up", None), *RULES])
+    message = r"value_and_grad: .*several subtrees .*b/down.*Pass the specs of the parameters"
+    with pytest.raises(ts.SpecError, match=message):
+        raw_gradients(plan, lambda tree, x: value_and_grad(loss)(tree["a"], x), tree)
 
 
 def test_inside_shard_map_the_twin_is_named() -> None:

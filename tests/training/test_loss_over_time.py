@@ -143,16 +143,6 @@ def test_on_explicit_axes(name, axis_names) -> None:
     np.testing.assert_allclose(value, VALUE, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["zeros, remat", "gathered in the loop"])
-def test_value_and_grad_of_parts_of_the_batch(name) -> None:
-    """It passes parameters to `shard_map`, and does not close over them."""
-    loss = MODELS[name].loss
-    step, plan = step_of(ts.make_mesh(HSDP), lambda p, x: value_and_grad(loss)(p, x)[::-1])
-    grads, value = step(ts.shard(PARAMS, plan), X)[1]
-    assert_those_of_one_device(ts.gather(grads))
-    np.testing.assert_allclose(value, VALUE, rtol=1e-5)
-
-
 def test_axes_are_bound_in_the_loss() -> None:
     """A weighted mean needs the weights of all devices."""
     axes = ("data", "fsdp")

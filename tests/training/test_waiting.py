@@ -19,6 +19,7 @@ from tests.training.gradient_programs import (
     CASES,
     FSDP,
     LAYERS,
+    NAMES_AND_KINDS,
     SHARDS_OVER_DATA,
     assert_reduced,
     by_all_reduce,
@@ -46,17 +47,14 @@ def moved(step: Any, plan: Any, x: Any) -> list[tuple[Any, ...]]:
     )
 
 
-@pytest.mark.parametrize("kind", ["explicit", "auto"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "kind"), NAMES_AND_KINDS)
 def test_each_gradient_is_summed_once_over_the_axes_that_do_not_split_it(
     name: str, kind: str
 ) -> None:
     case = CASES[name]
     step, plan, x = step_of(case, mesh_of_kind(case.axes, kind), WIDTH)
     compiled = step.compile(plan.structs, x).compiled
-    expected = case.reduced
-    if kind == "auto":
-        expected = by_all_reduce(case.reduced_on_auto or case.reduced)
+    expected = by_all_reduce(case.reduced) if kind == "auto" else case.reduced
     assert_reduced(compiled, expected, WIDTH)
     grads, value = step(ts.shard(state(WIDTH), plan), x)
     alone = jax.jit(jax.value_and_grad(case.loss))(state(WIDTH), x)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from treeshard._core.jax_private import is_tracing, varying_axes_of_type
 from treeshard._core.mesh import (
@@ -34,7 +34,6 @@ from treeshard._core.specs import UNCONSTRAINED, axes_of, entries, without_axes
 from treeshard._placement.constraint import with_sharding_constraint
 from treeshard._planning.plan_in_force import ACCUMULATES, current_plan
 from treeshard.errors import SpecError, listed
-from treeshard.training._gradients import wire_dtype
 from treeshard.training._metrics import check_metrics, map_metrics
 
 GradFn = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
@@ -50,6 +49,8 @@ def accumulate_gradients(
 ) -> tuple[PyTree, PyTree]:
     """Averages gradients over minibatches that run one after another, to save memory.
 
+    The loss must be a mean over rows: not `(losses * mask).sum() / mask.sum()`, nor contrastive.
+
     Examples:
         >>> def grad_fn(minibatch, key):
         ...     value, grad = jax.value_and_grad(lambda w: (minibatch * w).mean())(2.0)
@@ -60,6 +61,12 @@ def accumulate_gradients(
         >>> total, count = metrics["largest"]
         >>> float(total), int(count)
         (22.0, 4)
+
+    The mean of the losses of minibatches, and with `axis_names` of the parts of a minibatch on each
+    device, is the loss of the batch only if that is a mean over its rows. The first of the two
+    above counts rows more in parts where few are unmasked: divide by a number that is the same in
+    all parts, such as `len(losses)`. The second, and batch norm too, compares each row with those
+    of its part alone. `testing.check_step` finds such losses.
 
     Floating-point metrics, such as a mean loss, are averaged too. `Metrics`, and dicts of pairs
     (sum, count) as in `{"loss": (losses.sum(), len(losses))}`, are added up. An integer or a
@@ -78,7 +85,7 @@ def accumulate_gradients(
 
     Args:
         grad_fn: Called as `grad_fn(minibatch, key)`; returns `(grads, metrics)`, two pytrees of
-            arrays. The gradients must be those of a mean over the minibatch.
+            arrays. The gradients must be those of a mean over the rows of the minibatch.
         batch: A pytree of arrays with a common first dim, of `num_minibatches * n` rows.
         num_minibatches: The number of minibatches.
         key: Split into one key for each call of `grad_fn`; without it `grad_fn` gets `None`.
@@ -259,7 +266,7 @@ def _scattered_mean(x: Any, spec: PartitionSpec, names: tuple[str, ...], mesh: A
     """The mean over `names`, of which this device keeps the shard that `spec` says."""
     from treeshard._core.torus import scatter_along
 
-    total = x.astype(wire_dtype(x, mesh))
+    total = x.astype(_wire_dtype(x, mesh))
     for dim, entry in enumerate(entries(spec)):
         if over := tuple(axis for axis in axes_of(entry) if axis in names):
             total = scatter_along(total, over, dim, mesh)
@@ -267,6 +274,13 @@ def _scattered_mean(x: Any, spec: PartitionSpec, names: tuple[str, ...], mesh: A
     if rest := tuple(axis for axis in names if axis not in used):
         total = jax.lax.psum(total, rest)
     return (total / get_axes_size_in_mesh(names, mesh)).astype(x.dtype)
+
+
+def _wire_dtype(x: Any, mesh: AnyMesh) -> Any:
+    """The dtype in which an array is reduced: XLA for CPUs aborts if 16-bit floats are reduced over
+    some axes by hand, and over others by the compiler."""
+    on_cpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return "float32" if on_cpus and x.dtype.itemsize < 4 else x.dtype
 
 
 # ------------------------------------------------------------------ rows
