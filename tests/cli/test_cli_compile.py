@@ -5,12 +5,9 @@ import re
 import sys
 import textwrap
 
-import jax
 import pytest
 
 from treeshard._cli import main
-from treeshard._cli.compile import _about
-from treeshard.programs._compile_time import compile_seconds
 
 MODULE = """
 import jax, jax.numpy as jnp
@@ -109,9 +106,7 @@ def test_the_report_has_plan_communication_memory_and_cost(run) -> None:
     [size] = [line[6:].strip() for line in parts[2].split("\n") if line.startswith("in all")]
     verdict = f"It needs {size} per device; whether that fits is unknown. It moves what is planned."
     assert parts[4].strip() == verdict
-    start, end = err.strip().split("\n")
-    assert start == "compiling steps:make for 8 x cpu (fsdp=8), usually some seconds ..."
-    assert end.startswith("compiling steps:make for 8 x cpu (fsdp=8): ")
+    assert err == "compiling steps:make for 8 x cpu (fsdp=8) ...\n"
 
 
 @pytest.mark.parametrize(
@@ -140,36 +135,6 @@ def test_what_does_not_fit_is_exit_code_1_whatever_it_moves(run, monkeypatch, op
     code, out, _ = run("activations", *options)
     assert code == 1
     assert '"fits": false' in out or "It does NOT fit: " in out
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.3, "usually some seconds"),
-        (8.0, "usually 5 s to 15 s on two cores"),
-        (66.0, "usually 35 s to 2 min on two cores"),
-        (300.0, "usually 2 min to 10 min on two cores"),
-    ],
-)
-def test_the_wait_is_announced_as_a_range(seconds, text) -> None:
-    assert _about(seconds) == text
-
-
-def test_the_wait_grows_with_the_products_and_not_with_the_trips_of_loops() -> None:
-    def seconds(layers: int, trips: int, devices: int = 1, platform: str = "tpu") -> float:
-        def body(x, _):
-            for _ in range(layers):
-                x = x @ x
-            return x, None
-
-        x = jax.ShapeDtypeStruct((256, 256), "float32")
-        traced = jax.jit(lambda x: jax.lax.scan(body, x, length=trips)).trace(x)
-        return compile_seconds(traced.jaxpr, devices, platform)
-
-    assert seconds(8, 2) == seconds(8, 2000)
-    assert 3.5 < seconds(8, 2) / seconds(2, 2) < 4
-    assert seconds(8, 2, devices=1000) < seconds(8, 2)
-    assert seconds(8, 2, platform="cpu") < seconds(8, 2) / 5
 
 
 def test_activations_that_a_plan_cannot_predict_are_counted(run) -> None:

@@ -9,10 +9,6 @@ import ctypes
 import json
 import math
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -24,10 +20,8 @@ from treeshard._core.mesh import describe_mesh, parse_axes
 from treeshard._core.text import human_bytes
 from treeshard.errors import DoesNotFitError, counted
 from treeshard.programs import CompiledStep, Types
-from treeshard.programs._compile_time import compile_seconds
 from treeshard.training._step import Step
 
-_A_MOMENT = 5  # seconds
 _ALL = "fsdp=-1"  # the mesh by default: all devices
 _SIMULATED = 8  # CPUs, if neither a topology nor the mesh says how many
 _M_ARENA_MAX = -8  # in glibc's malloc.h
@@ -80,12 +74,10 @@ def _loaded(options: argparse.Namespace) -> tuple[jax.sharding.Mesh, Step, Any, 
 def _compiled(
     text: str, mesh: jax.sharding.Mesh, step: Step, state: Any, batch: Any
 ) -> CompiledStep:
-    traced = call_function(text, step.trace, state, batch)
-    device = mesh.devices.flat[0]
-    seconds = compile_seconds(traced.jaxpr, mesh.size, device.platform)
-    devices = f"{mesh.size:,} x {device.device_kind} ({describe_mesh(mesh)})"
-    with _progress(f"compiling {text} for {devices}", _about(seconds)):
-        return call_function(text, step.compile, state, batch)
+    devices = f"{mesh.size:,} x {mesh.devices.flat[0].device_kind} ({describe_mesh(mesh)})"
+    # XLA compiles without a word, for minutes.
+    print(f"compiling {text} for {devices} ...", file=sys.stderr, flush=True)
+    return call_function(text, step.compile, state, batch)
 
 
 def _code(fits: bool | None, is_planned: bool, strict: bool) -> int:
@@ -126,44 +118,6 @@ def load_step(text: str, mesh: jax.sharding.Mesh) -> tuple[Step, Any, Any]:
     if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], Step):
         raise wrong_result(text, result, _EXPECTED)
     return result
-
-
-def _about(seconds: float) -> str:
-    """`usually 30 s to 2 min on two cores`, from half of the estimate to twice as much."""
-    if seconds < _A_MOMENT:
-        return "usually some seconds"
-    return f"usually {_rounded(seconds / 2)} to {_rounded(2 * seconds)} on two cores"
-
-
-def _rounded(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(1, round(seconds / 5)) * 5} s"
-    return f"{round(seconds / 60)} min"
-
-
-@contextmanager
-def _progress(what: str, expected: str) -> Iterator[None]:
-    """Says on standard error what takes long: in place on a terminal, else once a minute."""
-    start, done = time.monotonic(), threading.Event()
-    is_terminal = sys.stderr.isatty()
-
-    # XLA compiles without a word, for minutes, and releases the interpreter's lock meanwhile.
-    def tell(end: str) -> None:
-        print(f"{what}: {time.monotonic() - start:.0f} s", end=end, file=sys.stderr, flush=True)
-
-    def repeat() -> None:
-        while not done.wait(1 if is_terminal else 60):
-            tell("\r" if is_terminal else "\n")
-
-    print(f"{what}, {expected} ...", file=sys.stderr, flush=True)
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        tell("\n")
 
 
 # ------------------------------------------------------------------ the report

@@ -55,7 +55,7 @@ def _import(text: str, name: str) -> ModuleType:
         sys.path.insert(0, directory)
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except Exception as error:  # the user's module may raise anything
         # The module itself or a package that it is in, and not one that it imports.
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             message = _NO_MODULE.format(text=text, name=error.name, directory=directory)
@@ -77,7 +77,7 @@ def call_function(text: str, function: Callable[..., Any], *arguments: Any) -> A
         return function(*arguments)
     except TreeShardError:
         raise
-    except Exception as error:
+    except Exception as error:  # so may the user's function
         raise _failed(text, error) from error
 
 
