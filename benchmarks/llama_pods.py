@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import treeshard as ts
-from benchmarks.suggest_cases import between_marks
+from benchmarks.page import between_marks
 from examples.compile_llama import make_llama
 from treeshard.communication import Collective
 from treeshard.communication._collectives import bytes_on_the_wire, total

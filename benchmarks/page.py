@@ -23,6 +23,12 @@ SITE = "https://treeshard.github.io/treeshard/"  # package indexes resolve no re
 Results = Mapping[str, Mapping[str, Any]]
 
 
+def between_marks(text: str, made: str, name: str = "table") -> str:
+    """A page, with what a script made for the place that it marks."""
+    pattern = rf"(?s)(<!-- {name} -->\n).*?(<!-- end of {name} -->)"
+    return re.sub(pattern, lambda at: f"{at[1]}{made}{at[2]}", text)
+
+
 class Claim(NamedTuple):
     """A figure that the README quotes.
 

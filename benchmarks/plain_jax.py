@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from benchmarks.suggest_cases import between_marks
+from benchmarks.page import between_marks
 from examples import compile_llama as llama
 from treeshard.communication._collectives import bytes_on_the_wire, is_scalar, total
 from treeshard.errors import DoesNotFitError

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from benchmarks.suggest_cases import between_marks
+from benchmarks.page import between_marks
 from examples.compile_llama import rms_norm, rotate
 from treeshard.programs import CHIPS, Cost
 from treeshard.programs._cost import REACHED

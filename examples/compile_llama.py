@@ -8,10 +8,6 @@ It needs the compiler of these devices (`pip install 'treeshard[tpu]'` or `'tree
 neither the devices nor memory for the model: there are only shapes. The same from the command line:
 
     treeshard compile examples.compile_llama:llama_8b --topology v5e-256
-
-and which mesh and strategy to take (it compiles several):
-
-    treeshard suggest examples.compile_llama:llama_8b --topology v5e-256 --global-batch 256
 """
 
 import argparse
@@ -27,7 +23,6 @@ from jax.sharding import AxisType, auto_axes
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard.programs import Strategy
 from treeshard.training import accumulate_gradients, jit_step, scan_layers, value_and_grad
 
 
@@ -133,10 +128,6 @@ TENSOR_PARALLEL = [
     ("embed", P("tensor", "fsdp")),
     (".*", None),
 ]
-# For `treeshard suggest`: what it cannot know without the model.
-STRATEGIES = [
-    Strategy("FSDP x TP", ("fsdp", "tensor"), TENSOR_PARALLEL, divides={"tensor": 8}),  # kv_heads
-]
 
 
 def make_llama(
@@ -150,8 +141,8 @@ def make_llama(
     tokens=4096,
     prefetch=False,
 ):
-    """A training step on `mesh`, and shapes of its state and batch: what `treeshard compile` and
-    `treeshard suggest` take.
+    """A training step on `mesh`, and shapes of its state and batch: what `treeshard compile`
+    takes.
 
     Args:
         mesh: Axes `fsdp`, and perhaps `data` and `tensor`.

@@ -45,7 +45,6 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # so they run first.
 LONG = (
     "product/test_examples.py",
-    "programs/test_suggest.py",
     "testing/test_verdicts.py",
     "testing/test_checks.py",
     "repository/test_docs.py",

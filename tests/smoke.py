@@ -53,16 +53,6 @@ placed = ts.shard(tree, P("fsdp"), mesh)
 assert [piece.data.shape for piece in placed["w"].addressable_shards] == [(2, 4), (2, 4)]
 np.testing.assert_array_equal(ts.gather(placed)["w"], tree["w"])
 
-
-def make(mesh, rules):
-    plan = ts.plan(eqx.filter_eval_shape(init, jax.random.key(0)), rules, mesh, min_size=1)
-    batch = jax.ShapeDtypeStruct((4, 8), "float32")
-    return jit_step(train_step, plan, batch=P(mesh.axis_names)), plan.structs, batch
-
-
-found = ts.suggest(make, strategies=["FSDP"], memory="1GB")
-assert found.best.fits, found
-
 # the command line -------------------------------------------------------------------------
 
 Path("shapes.json").write_text('{"w": [[1024, 1024], "float32"]}')

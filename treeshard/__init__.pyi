@@ -46,7 +46,6 @@ from .errors import ShardingRuleError as ShardingRuleError
 from .errors import ShardingWarning as ShardingWarning
 from .errors import SpecError as SpecError
 from .errors import TreeShardError as TreeShardError
-from .programs import suggest as suggest
 from .training import init_sharded as init_sharded
 from .training import jit_step as jit_step
 from .training import shard_map_step as shard_map_step

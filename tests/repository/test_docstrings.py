@@ -103,7 +103,6 @@ FIRST = [
     "testing.check_step",
     "checkpoint.save",
     "checkpoint.restore",
-    "programs.suggest",
     "manual.gather_params",
     "manual.value_and_grad",
     "interchange.save_safetensors",

@@ -9,7 +9,6 @@ import pytest
 from surface import SUBMODULES
 
 HEAVY = ["chex", "equinox", "flax", "matplotlib", "optax", "rich", "tensorstore", "tqdm"]
-HEAVY += ["cloudpickle"]
 
 
 def run(code: str) -> str:

@@ -28,7 +28,6 @@ ROWS = (
 AT_THE_TOP = {"jax", "numpy"}
 OWNERS: Mapping[str, str] = {
     "chex": "testing",
-    "cloudpickle": "programs._child",
     "equinox": "training",
     "etils": "checkpoint",
     "isal": "checkpoint",

@@ -22,8 +22,7 @@ from jax.sharding import PartitionSpec as P
 from programs import CASES, LAYERS, by_jit, case_of
 
 import treeshard as ts
-from benchmarks import suggest_cases
-from examples.compile_llama import FSDP, make_llama
+from examples.compile_llama import FSDP, Size, make_llama
 from treeshard._cli import main
 
 if "TREESHARD_TARGETS" not in os.environ:
@@ -170,9 +169,9 @@ def test_axes_that_share_a_dim_of_the_torus_are_said(
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_what_is_live_explains_the_temporaries_of_a_transformer() -> None:
-    [case] = [x for x in suggest_cases.CASES if suggest_cases.name_of(x) == "llama-0.1b/v5e-8"]
-    mesh = ts.make_mesh("fsdp=8", topology=case.topology)
-    step, state, batch = case.make(mesh, [(".*", ts.fsdp("fsdp"))], True, case.batch)
+    size = Size(12, 768, 2048, 12, 12, vocabulary=32000)
+    mesh = ts.make_mesh("fsdp=8", topology="v5e-8")
+    step, state, batch = make_llama(mesh, size=size, global_batch=64, tokens=1024)
     with jax.numpy_rank_promotion("allow"):
         compiled = step.compile(state, batch)
     memory, analysis = compiled.memory(), compiled.compiled.memory_analysis()

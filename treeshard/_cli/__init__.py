@@ -107,19 +107,6 @@ value that is new, gone, or split or used differently; 2% more bytes or operatio
 exit code: 0 if the step is as locked, 1 if it differs or does not fit, or 2 if the input is
 invalid, such as a lock for other devices
 """
-_SUGGEST = """\
-FUNCTION(mesh, rules) returns (step, state, batch), as for `treeshard compile`. Its keyword
-arguments `remat` and `accumulate`, if it has them, are varied. A list STRATEGIES in the module adds
-`treeshard.programs.Strategy`s, such as one of tensor parallelism.
-
-  treeshard suggest train:make_step --topology v5e-256 --global-batch 1024 --budget 30m
-  treeshard suggest train:make_step --topology h100:2x8 --strategies FSDP,HSDP
-
-Candidates are planned first; the best are compiled, each in a process of its own. Ctrl-C prints
-what is known by then.
-
-exit code: 0, or 1 if nothing is known to fit, or 2 if the input is invalid
-"""
 _PATH = """\
 PATH is a checkpoint, a directory of checkpoints by step (reads the latest, or --step), a
 safetensors file, the index of several, or a directory with one of these.
@@ -194,16 +181,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--write", action="store_true", help="write the lock instead of comparing")
     add("--min-size", type=int, metavar="N", help="with --write: of the values (16,384 elements)")
     add("--github", action="store_true", help="print differences as annotations of GitHub")
-
-    what = "find the mesh and the rules for a model on given devices, with reasons"
-    add = command("suggest", "suggest:run_suggest", what, _SUGGEST)
-    _add_step(add)
-    add("--devices", type=int, metavar="N", help="simulated CPUs, without --topology")
-    add("--global-batch", type=int, metavar="N", help="passed on to the function")
-    add("--memory", metavar="BYTES", help="of a device, such as 80GB, instead of the chip's")
-    add("--strategies", metavar="NAMES", help='such as "FSDP,HSDP"')
-    add("--top", type=int, default=5, metavar="N", help="compile until N fit (5)")
-    add("--budget", metavar="TIME", help="such as 10m: compile nothing more after it")
 
     what = "list the leaves of a checkpoint or safetensors"
     add = command("inspect", "files:run_inspect", what, _INSPECT)

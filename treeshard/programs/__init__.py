@@ -2,17 +2,13 @@
 
 `step.compile(state, batch)` returns a `CompiledStep`, for attached devices and for those of
 `make_mesh(topology=...)`; its `memory()` is a `Memory`, its `cost()` a `Cost`, its `types()` the
-values that it computes, as `Types`. `suggest` compiles
-a step on several meshes, and ranks them.
+values that it computes, as `Types`.
 """
 
 from treeshard._core.topologies import CHIPS, Chip
-from treeshard.programs._candidates import Strategy
 from treeshard.programs._compiled_step import CompiledStep
 from treeshard.programs._cost import Cost, Transfer
 from treeshard.programs._memory import LiveBuffer, Memory
-from treeshard.programs._suggest import suggest
-from treeshard.programs._suggestions import Suggestion, Suggestions
 from treeshard.programs._types import StepValue, Types
 from treeshard.programs._value_findings import ValueFinding
 
@@ -24,13 +20,9 @@ __all__ = [
     "LiveBuffer",
     "Memory",
     "StepValue",
-    "Strategy",
-    "Suggestion",
-    "Suggestions",
     "Transfer",
     "Types",
     "ValueFinding",
-    "suggest",
 ]
 
 
