@@ -236,3 +236,12 @@ def test_devices_are_needed_where_arrays_are_placed(mesh) -> None:
         ts.MeshError, match="fsdp=4 multiplies to 4, which is not the number of dev"
     ):
         ts.shard(X, P("fsdp"), "fsdp=4")
+
+
+def test_sizes_and_names_as_in_jax() -> None:
+    mesh = ts.make_mesh((2, 4), ("data", "fsdp"))
+    assert mesh == ts.make_mesh("data=2,fsdp=4")
+    assert ts.make_mesh((-1,), ("fsdp",)) == ts.make_mesh("fsdp=8")
+    for wrong in [((2, 4),), ((2, 4), ("data",)), ((2, 4), ("a", "a")), ("data=8", ("data",))]:
+        with pytest.raises(ts.MeshError, match=r"give a name for each size, `make_mesh\(\(2, 4\)"):
+            ts.make_mesh(*wrong)  # pyright: ignore[reportArgumentType]

@@ -4,6 +4,7 @@ import contextlib
 import re
 import subprocess
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable
@@ -946,3 +947,67 @@ def test_a_second_call_compiles_nothing(mesh: Mesh, compiles: list[str]):
             f(x)
             ts.with_sharding_constraint(SQUARE, BOTH)
     assert len(compiles) == 1
+
+
+# ------------------------------------------------------------------ in any jit
+
+
+def _two_layers(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
+
+
+TWO_LAYERS = {"up": np.ones((16, 64), "float32"), "down": np.ones((64, 16), "float32")}
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("of", ["whole", "subtree"])
+def test_a_plan_gathers_weights_in_a_plain_jit(kind: Any, of: str) -> None:
+    mesh = ts.make_mesh("data=2,fsdp=4", axis_types=kind)
+    rules = [("up", P(None, "fsdp")), ("down", P("fsdp"))]
+    state = TWO_LAYERS, TWO_LAYERS  # parameters and a moment
+    plan = ts.plan(state, rules, mesh, min_size=0)
+    params, _ = ts.shard(state, plan)
+    rows = ts.shard(np.ones((32, 16), "float32"), P(("data", "fsdp")), mesh)
+    given = plan if of == "whole" else plan[0]
+    step = jax.jit(jax.value_and_grad(lambda p, x: _two_layers(ts.unshard(p, given), x)))
+    gathers = [x for x in ts.collectives(step.lower(params, rows).compile()) if "gather" in x.kind]
+    assert {(x.path, x.axes, x.bytes) for x in gathers} == {
+        ("p/up", ("fsdp",), 4096),
+        ("p/down", ("fsdp",), 4096),
+    }
+    value, grads = step(params, rows)
+    expected, of_one = jax.value_and_grad(_two_layers)(TWO_LAYERS, np.ones((32, 16), "float32"))
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), grads, of_one)
+
+
+def test_what_does_nothing_without_a_mesh_says_so_once_a_line() -> None:
+    plan = ts.plan(TWO_LAYERS, [(".*", P("fsdp"))], "fsdp=8", min_size=0)
+    params = ts.shard(TWO_LAYERS, plan)
+    for call, message in (
+        (ts.unshard, "unshard: nothing is gathered: no plan is in force here. Pass it, as in"),
+        (lambda p: ts.unshard(p, plan.specs, "fsdp"), "unshard: there is no mesh here, so nothing"),
+        (
+            lambda p: ts.with_sharding_constraint(p, P("fsdp")),
+            "with_sharding_constraint: there is no mesh here, so nothing is constrained. Pass the",
+        ),
+    ):
+        with pytest.warns(ts.ShardingWarning, match=re.escape(message)) as caught:
+            jax.jit(lambda p, call=call: call(p)["up"] * 1).lower(params)
+        assert caught[0].filename == __file__
+    # Nothing is to be done here.
+    jax.jit(lambda p: ts.with_sharding_constraint(p, P())).lower(params)
+
+
+def test_without_a_mesh_in_the_process_a_model_runs_in_silence() -> None:
+    code = """
+        import warnings; warnings.simplefilter("error")
+        import jax, jax.numpy as jnp, treeshard as ts
+        from jax.sharding import PartitionSpec as P
+        f = jax.jit(lambda p: ts.with_sharding_constraint(ts.unshard(p) * 2, P("fsdp")))
+        print(f(jnp.ones(8)).sum())
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert (ran.stdout, ran.returncode) == ("16.0\n", 0), ran.stderr

@@ -465,9 +465,9 @@ def test_a_mesh_as_text_needs_no_devices() -> None:
     decided = ts.plan(tree, rules, "data=2,fsdp=4")
     assert decided == ts.plan(tree, rules, MESH)
     assert decided.on("fsdp=16384").mesh.size == 16384
+    with pytest.raises(ts.MeshError, match="the size of 'fsdp' cannot be -1 without devices"):
+        decided.on("data=2,fsdp=-1")
     for make in (lambda text: ts.plan(tree, rules, text), decided.on):
-        with pytest.raises(ts.MeshError, match="the size of 'fsdp' cannot be -1 without devices"):
-            make("data=2,fsdp=-1")
         with pytest.raises(ts.MeshError, match="fsdp"):
             make("fsdp")
 
@@ -490,3 +490,59 @@ def test_a_plan_that_follows_another_is_padded_and_moved_with_it() -> None:
     moved = decided.on(other).padded()
     assert of_padded.on(other) == moved.follow(jax.eval_shape(optimizer.init, moved.structs))
     assert by_path(of_padded.on(other))["0/v_col/w"].shape == (25,)
+
+
+# ------------------------------------------------------------------ subtrees
+
+
+def test_the_plan_of_a_subtree_is_the_plan_of_that_tree() -> None:
+    model = {"layers": [{"w": struct(64, 8)}, {"w": struct(64, 16)}], "name": "mlp"}
+    rules = [("w", P("fsdp"))]
+    whole = ts.plan((model, {"count": struct()}), rules, "fsdp=8", min_size=0)
+    alone = ts.plan(model, rules, "fsdp=8", min_size=0)
+    assert whole[0] == whole["0"] == alone
+    assert whole[0].specs == alone.specs
+    assert whole["0/layers/1/w"].specs == P("fsdp")
+    assert whole[0]["layers"]["1"].structs["w"].shape == (64, 16)
+    assert whole[0].on("fsdp=4") == alone.on("fsdp=4")
+    assert whole[0].follow(model) == alone.follow(model)
+    assert whole[0].findings == whole.findings
+
+
+def test_a_key_may_have_a_slash() -> None:
+    tree = {"a": {"b": struct(8)}, "a/c": {"d": struct(16)}}
+    whole = ts.plan(tree, [(".*", P("fsdp"))], "fsdp=8", min_size=0)
+    assert whole["a/b"].leaves[0].shape == (8,)
+    assert whole["a/c/d"].leaves[0].shape == (16,)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("modle", "has no 'modle'. At its root it has model, step. Did you mean 'model'?"),
+        ("model/2", "has no 'model/2'. Below 'model' it has 0, 1."),
+        (3, "has no '3'. At its root it has model, step."),
+        ("step/x", "has no 'step/x'. Below 'step' it has nothing: it is a leaf."),
+    ],
+)
+def test_a_path_that_a_plan_lacks(path: Any, message: str) -> None:
+    whole = ts.plan({"model": [struct(8), struct(8)], "step": struct()}, [], "fsdp=8")
+    with pytest.raises(ts.SpecError) as caught:
+        whole[path]
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("use", [list, len, lambda plan: [*plan]], ids=["list", "len", "star"])
+def test_a_plan_is_not_a_sequence(use: Any) -> None:
+    whole = ts.plan({}, [], "fsdp=8")
+    assert whole  # and still true
+    with pytest.raises(TypeError, match=r"`plan.leaves` has the decision for each array, and"):
+        use(whole)
+
+
+def test_text_means_the_devices_where_there_are_as_many() -> None:
+    tree = {"w": np.ones((8, 8), "float32")}
+    plan = ts.plan(tree, [("w", P("fsdp"))], "data=2,fsdp=4", min_size=0)
+    assert len(ts.shard(tree, plan)["w"].addressable_shards) == 8
+    assert isinstance(ts.plan(tree, [], "fsdp=16").mesh, jax.sharding.AbstractMesh)
+    assert dict(ts.plan(tree, [], "data=2,fsdp=-1").mesh.shape) == {"data": 2, "fsdp": 4}

@@ -34,7 +34,8 @@ _SIMULATED = "--xla_force_host_platform_device_count"
 
 
 def make_mesh(
-    axes: Mapping[str, int] | str,
+    axes: Mapping[str, int] | str | Sequence[int],
+    names: Sequence[str] | None = None,
     *,
     devices: Sequence[Any] | None = None,
     topology: str | None = None,
@@ -46,10 +47,14 @@ def make_mesh(
     Examples:
         >>> dict(make_mesh("data=2,fsdp=-1").shape)  # on 8 devices
         {'data': 2, 'fsdp': 4}
+        >>> make_mesh((2, 4), ("data", "fsdp")) == make_mesh("data=2,fsdp=4")
+        True
 
     Args:
         axes: Axis names and sizes, outermost first: `{"data": 2, "fsdp": -1}` or
-            `"data=2,fsdp=-1"`. One size may be -1: it takes the remaining devices.
+            `"data=2,fsdp=-1"`; or sizes alone, with `names`. One size may be -1: it takes the
+            remaining devices.
+        names: Axis names, where `axes` has sizes alone, as in `jax.make_mesh`.
         devices: The devices to use; all of `jax.devices()` by default.
         topology: Devices that are not attached, for planning and compiling: `"v5e:16x16"` or
             `"v5e-256"`, `"v6e:16x16*2"` for two slices, `"h100:2x8"` for two nodes of eight
@@ -67,9 +72,9 @@ def make_mesh(
         A `jax.sharding.Mesh` with every axis type set.
 
     Raises:
-        MeshError: If `axes` cannot be parsed, has two sizes of -1, or does not multiply
-            to the number of devices; if `dcn_axes` does not match the slices; if `topology`
-            names a slice that does not exist, or is given beside `devices`.
+        MeshError: If `axes` cannot be parsed, has no name for each size, has two sizes of -1, or
+            does not multiply to the number of devices; if `dcn_axes` does not match the slices; if
+            `topology` names a slice that does not exist, or is given beside `devices`.
         ImportError: If the compiler for `topology` is not installed.
         UnknownAxisError: If `dcn_axes` or `axis_types` names an axis not in `axes`.
 
@@ -81,7 +86,7 @@ def make_mesh(
         `jax.make_mesh` and `jax.experimental.mesh_utils`; the notation of EasyLM's
         mesh strings.
     """
-    sizes = parse_axes(axes)
+    sizes = parse_axes(_named(axes, names))
     slow = {} if dcn_axes is None else parse_axes(dcn_axes)
     check_axes(list(slow), sizes, "make_mesh")
     types = _axis_types(axis_types, sizes)
@@ -94,6 +99,21 @@ def make_mesh(
         return _on_one_network(sizes, types, devices)
     # Without slices, as on GPUs, the slow network is between processes.
     return _on_two_networks(sizes, slow, types, devices, process_is_granule=slices == 1)
+
+
+def _named(
+    axes: Mapping[str, int] | str | Sequence[int], names: Sequence[str] | None
+) -> Mapping[str, int] | str:
+    """Axes with their names, which may be given beside the sizes."""
+    has_names = isinstance(axes, Mapping | str)
+    if has_names and names is None:
+        return axes
+    if has_names or names is None or isinstance(names, str) or len({*names}) != len(axes):
+        raise MeshError(
+            f"make_mesh({axes!r}, {names!r}): give a name for each size, `make_mesh((2, 4),"
+            ' ("data", "fsdp"))`, or names and sizes in one, `make_mesh("data=2,fsdp=4")`.'
+        )
+    return dict(zip(names, axes, strict=True))
 
 
 def _axis_types(
@@ -197,6 +217,8 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
     if isinstance(mesh, Mesh):
         device = mesh.devices.flat[0]
         if compile_only or is_attached(device):
+            if mesh.size > 1 and not compile_only:
+                _PLACED_ON.add("several devices")
             return mesh
         raise NoDevicesError(
             f"{where}: this mesh ({describe_mesh(mesh)}) is of devices that are not attached"
@@ -208,6 +230,15 @@ def with_devices(mesh: MeshLike | None, where: str, *, compile_only: bool = Fals
         " devices to hold arrays. Pass a mesh with devices, as `treeshard.make_mesh` returns; a"
         " plan is made again for it by `plan.on(mesh)`."
     )
+
+
+# What this process has placed arrays on. It decides whether a warning is given, and nothing else.
+_PLACED_ON: set[str] = set()
+
+
+def has_placed_on_several() -> bool:
+    """Whether this process has placed arrays on several devices."""
+    return bool(_PLACED_ON)
 
 
 def is_attached(device: Any) -> bool:

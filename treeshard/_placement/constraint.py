@@ -15,7 +15,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_map, tree_structure
 
 from treeshard._core.arrays import is_array
 from treeshard._core.jax_private import is_in_jit, is_tracing, vmapped_axes
-from treeshard._core.make_mesh import make_mesh
+from treeshard._core.make_mesh import has_placed_on_several, make_mesh
 from treeshard._core.mesh import (
     AnyMesh,
     MeshLike,
@@ -53,8 +53,17 @@ from treeshard._core.specs import (
     without_axes,
 )
 from treeshard._placement.shard import shard
+from treeshard._placement.targets import meshes_of
 from treeshard._planning.logical import resolve_names
-from treeshard._planning.plan_in_force import INITIALISING, PlanInForce, current_plan, plan_in_force
+from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import (
+    INITIALISING,
+    PlanInForce,
+    current_plan,
+    default_batch,
+    plan_in_force,
+    row_axes,
+)
 from treeshard.errors import SpecError, did_you_mean, listed, warn
 
 Uneven = Literal["warn", "error", "drop", "keep"]
@@ -143,16 +152,17 @@ def unshard(
     `jax.checkpoint` around the layer, a scan keeps every gathered layer for its gradient.
 
     In code that `jit_step`, `shard_map_step` or `training.value_and_grad` traces, `unshard(tree)`
-    is enough. It finds the specs in the plan of that step, by the structure and the shapes of
-    `tree`; for one layer inside a scan, by the shapes of the stacked layers without dim 0. Inside
-    `shard_map_step` it gathers as `manual.gather_params` does, and leaves full arrays unchanged.
-    On a mesh of Explicit axes, the types of the arrays have the specs. While `init_sharded`
-    makes a state, and without a mesh, it returns `tree` unchanged.
+    is enough; in any other `jit`, `unshard(tree, plan)`. It finds the specs in the plan, by the
+    structure and the shapes of `tree`; for one layer inside a scan, by the shapes of the stacked
+    layers without dim 0. Inside `shard_map_step` it gathers as `manual.gather_params` does, and
+    leaves full arrays unchanged. On a mesh of Explicit axes, the types of the arrays have the
+    specs. While `init_sharded` makes a state, and without a mesh, it returns `tree` unchanged.
 
     Args:
         tree: Any pytree, such as the parameters of one layer.
-        specs: How `tree` is sharded now: a tree of specs, a prefix of one, or a `Plan`. For a
-            slice of stacked layers use `layer_specs`. By default those of the plan in force.
+        specs: How `tree` is sharded now: a `Plan` that has `tree`, or its layers stacked; a tree
+            of specs, or a prefix of one (`layer_specs` has those of a layer). By default the plan
+            in force.
         axis: The mesh axis to gather over, or several. By default those over which the step
             splits the rows of the batch or `fsdp` shards the parameters; the axes of tensor
             parallelism stay.
@@ -176,11 +186,17 @@ def unshard(
         MaxText gathers a layer's weights this way; the name is PyTorch FSDP2's.
     """
     step = current_plan()
-    if specs is None:
-        specs = _specs_here(tree, step, axis)
+    if isinstance(specs, Plan):
+        given = PlanInForce(specs, row_axes(default_batch(specs)))
+        axes = given.gathered_axes if axis is None else axis_tuple(axis, "unshard")
+        mesh = specs.mesh if mesh is None else mesh
+        specs = _specs_in_plan(tree, given)
+    else:
         if specs is None:
-            return tree
-    axes = _axes_to_gather(axis, step)
+            specs = _specs_here(tree, step, axis)
+            if specs is None:
+                return tree
+        axes = _axes_to_gather(axis, step)
     if step is not None and step.gather is not None:
         manual = [name for name in axes if name in manual_axes()]
         if manual:
@@ -204,7 +220,7 @@ def unshard(
 
 
 _NO_PLAN = (
-    "as in `unshard(tree, specs, axis)`, or call it where a plan is in force: in the code of"
+    "as in `unshard(tree, plan)`, or call it where a plan is in force: in the code of"
     " `jit_step`, `shard_map_step` or `training.value_and_grad`"
 )
 
@@ -218,9 +234,14 @@ def _specs_here(tree: PyTree, step: PlanInForce | None, axis: Any) -> SpecTree |
     if is_all_explicit(mesh) or (step is None and _are_explicit(axis, mesh)):
         return tree_map(_spec_of_type, tree)
     if step is None:
-        if mesh is not None and mesh.size > 1:
-            warn(f"unshard: no plan is in force, so nothing is gathered. Pass specs, {_NO_PLAN}.")
+        is_missing = _misses_a_mesh() if mesh is None else mesh.size > 1
+        if is_missing:
+            warn(f"unshard: nothing is gathered: no plan is in force here. Pass it, {_NO_PLAN}.")
         return None
+    return _specs_in_plan(tree, step)
+
+
+def _specs_in_plan(tree: PyTree, step: PlanInForce) -> SpecTree:
     try:
         return step.specs_of(tree)
     except SpecError as error:
@@ -289,6 +310,13 @@ def _gathered(spec: Any, axes: tuple[str, ...]) -> Any:
     return without_axes(spec, axes)
 
 
+def _misses_a_mesh() -> bool:
+    """Whether code is traced without a mesh, in a process that has trees on several devices: it is
+    likely to be meant for these. Without one, a model runs in silence."""
+    is_here = is_tracing() and plan_in_force.value is None
+    return is_here and has_placed_on_several() and get_incontext_mesh(raise_error=False) is None
+
+
 # ------------------------------------------------------------------ the target of each leaf
 
 
@@ -338,6 +366,7 @@ def _mesh_for(requested: AnyMesh | None, value: Any) -> AnyMesh | None:
     conflict."""
     context = context_mesh() or _mesh_of_type(value)
     mesh = get_incontext_mesh(raise_error=False) if requested is None else requested
+    mesh = context if mesh is None else mesh
     if mesh is None:
         return None
     if context is None:
@@ -433,6 +462,12 @@ def _constrain_tree(
     where: str, tree: PyTree, shardings: SpecTree, mesh: AnyMesh | None, uneven: Uneven = "warn"
 ) -> Any:
     targets = _targets(tree, shardings, mesh, uneven == "keep")
+    has_mesh = bool(meshes_of(shardings, mesh)) or any(target is not None for target in targets)
+    if not has_mesh and _misses_a_mesh() and get_names_from_partition_spec(shardings):
+        warn(
+            f"{where}: there is no mesh here, so nothing is constrained. Pass the plan or the mesh,"
+            " or call it in `with jax.set_mesh(mesh):`."
+        )
     _report(tree, targets, uneven, where)
     leaves, treedef = tree_flatten(tree)
     to_place: dict[int, NamedSharding] = {}

@@ -12,11 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import tree_flatten, tree_leaves, tree_structure
+from jax.tree_util import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_structure,
+)
 
 from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import StaticSplit, has_shape, same_arrays
-from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh, axis_sizes, describe_mesh
+from treeshard._core.jax_private import backends_started
+from treeshard._core.make_mesh import make_mesh
+from treeshard._core.mesh import (
+    AnyMesh,
+    MeshLike,
+    abstract_mesh,
+    as_mesh,
+    axis_sizes,
+    describe_mesh,
+)
 from treeshard._core.paths import PyTree, is_wrapper, paths_of, shared_names
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
 from treeshard._core.specs import all_axes, entries, with_entries
@@ -31,7 +46,15 @@ from treeshard._planning.padding import padded_leaves, unpadded_leaf
 from treeshard._planning.plan_json import StoredAction, StoredPlan, arrange, from_json, to_json
 from treeshard._planning.rules import Rules, check_order, read_rules, rules_error, warn_of_moves
 from treeshard._planning.tactics import Tactic, min_size_in_force
-from treeshard.errors import FormatError, MeshError, ShardingRuleError, counted, listed
+from treeshard.errors import (
+    FormatError,
+    MeshError,
+    ShardingRuleError,
+    SpecError,
+    counted,
+    did_you_mean,
+    listed,
+)
 
 if TYPE_CHECKING:  # a training loop needs neither
     from treeshard._planning.findings import Finding
@@ -69,6 +92,8 @@ class Plan(SpecCarrier):
     _mirrors: bool = False
     # The paths of arrays that are one object with another leaf, and of that leaf.
     _same_arrays: tuple[tuple[str, str], ...] = ()
+    # Of a subtree: the plan of the whole tree, and the path of the subtree in it.
+    _part_of: "tuple[Plan, str] | None" = None
 
     # -------------------------------------------------------------- the tree
 
@@ -134,6 +159,53 @@ class Plan(SpecCarrier):
         """The tree with a `ShapeDtypeStruct` without a sharding at every array."""
         structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
         return self.with_arrays(structs)
+
+    def __getitem__(self, path: str | int) -> "Plan":
+        """The plan of a subtree, by its path in the tree.
+
+        A path has the keys of the tree, as JAX's key paths have them: `plan["model"]`, `plan[0]` of
+        a tuple, `plan["model/layers/0"]`. Paths of the subtree's leaves begin there. `on`, `padded`
+        and `findings` are those of the whole plan, whose rules are about whole paths.
+
+        Raises:
+            SpecError: If the tree has no such path. The message has the keys that there are.
+
+        Examples:
+            >>> state = {"model": {"w": jax.ShapeDtypeStruct((1024, 1024), "float32")}, "step": 0}
+            >>> decided = plan(state, [("w", P("fsdp"))], make_mesh("fsdp=8"))
+            >>> decided["model"].specs, decided["model/w"].specs
+            ({'w': P('fsdp',)}, P('fsdp',))
+        """
+        numbers = self._split.treedef.unflatten(range(self._split.treedef.num_leaves))
+        prefix, left = "", str(path)
+        while left:
+            key, numbers = _child(numbers, left, prefix, self)
+            prefix, left = f"{prefix}{key}/", left[len(key) + 1 :]
+        indices, treedef = tree_flatten(numbers)
+        of_tree = self.leaf_at_each_index()
+        leaves = [leaf for i in indices if (leaf := of_tree[i]) is not None]
+        nodes = [self._split.static[i] if of_tree[i] is None else of_tree[i] for i in indices]
+        below = [
+            (one.removeprefix(prefix), other.removeprefix(prefix))
+            for one, other in self._same_arrays
+            if one.startswith(prefix) and other.startswith(prefix)
+        ]
+        return replace(
+            self,
+            leaves=tuple(x._replace(path=x.path[len(prefix) :]) for x in leaves),
+            _split=StaticSplit(nodes, treedef, lambda x: isinstance(x, PlannedLeaf)),
+            _same_arrays=tuple(below),
+            _part_of=(self, str(path)),
+        )
+
+    def __iter__(self) -> Any:
+        raise TypeError(f"a plan is not a sequence. {_INSTEAD}")
+
+    def __len__(self) -> int:
+        raise TypeError(f"a plan has no length: `len(plan.leaves)` counts its arrays. {_INSTEAD}")
+
+    def __bool__(self) -> bool:
+        return True
 
     @cached_property
     def structure_of_arrays(self) -> Any:
@@ -220,6 +292,8 @@ class Plan(SpecCarrier):
 
         A pattern with exponential backtracking can make this hang, as it can `plan`.
         """
+        if self._part_of is not None:
+            return self._part_of[0].findings
         from treeshard._planning.lint import find  # a training loop needs none of its modules
 
         boxes: dict[str, Any] = {}
@@ -299,6 +373,9 @@ class Plan(SpecCarrier):
             >>> plan(tree, [("w", fsdp("fsdp"))], make_mesh("fsdp=8")).on("fsdp=1024")
             <Plan: 1 leaf on fsdp=1024, 4.0 KiB per device>
         """
+        if self._part_of is not None:
+            whole, path = self._part_of
+            return whole.on(mesh)[path]
         if self._source is not None:
             return self._following(self._source.on(mesh))
         if any(leaf.unpadded for leaf in self.leaves):
@@ -389,6 +466,7 @@ class Plan(SpecCarrier):
             _extra_axis=extra_axis,
             _memory=memory,
             _mirrors=True,
+            _part_of=None,
             _same_arrays=same_arrays([leaf.path for leaf in leaves], arrays),
         )
 
@@ -416,6 +494,9 @@ class Plan(SpecCarrier):
             >>> padded.leaves[0].shape, padded.leaves[0].unpadded, padded.specs
             ((50264, 64), (50257, 64), {'embed': P('tensor',)})
         """
+        if self._part_of is not None:
+            whole, path = self._part_of
+            return whole.padded()[path]
         if self._source is not None:
             return self._following(self._source.padded())
         if any(leaf.unpadded for leaf in self.leaves):
@@ -435,6 +516,9 @@ class Plan(SpecCarrier):
             >>> padded.unpadded().leaves[0].shape, padded.unpadded().specs
             ((50257, 64), {'embed': P(None, 'tensor')})
         """
+        if self._part_of is not None:
+            whole, path = self._part_of
+            return whole.unpadded()[path]
         if self._source is not None:
             return self._following(self._source.unpadded())
         leaves = tuple(unpadded_leaf(leaf, self.mesh) for leaf in self.leaves)
@@ -560,6 +644,37 @@ class Plan(SpecCarrier):
         return f"<Plan: {counted(len(self.leaves), 'leaf')} on {mesh}, {size} per device>"
 
 
+_INSTEAD = (
+    "`plan.leaves` has the decision for each array, and `plan[path]` is the plan of a subtree:"
+    ' `plan["model"]`, or `plan[0]` of a tuple.'
+)
+
+
+def _child(node: Any, path: str, prefix: str, whole: Plan) -> tuple[str, Any]:
+    """The first key of a path below a node, and what the node has there."""
+    pairs, _ = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    children = {keystr(key, simple=True, separator="/"): child for key, child in pairs}
+    # A key may have a slash of its own: the longest one counts.
+    keys = [key for key in children if key and f"{path}/".startswith(f"{key}/")]
+    if keys:
+        key = max(keys, key=len)
+        return key, children[key]
+    known = [key for key in children if key]
+    shown = ", ".join(known[:10]) if known else "nothing: it is a leaf"
+    where = f"Below {prefix[:-1]!r}" if prefix else "At its root"
+    raise SpecError(
+        f"{whole!r} has no {prefix + path!r}. {where} it has {shown}."
+        f"{did_you_mean(path.partition('/')[0], known)}"
+    )
+
+
+def _mesh_of_text(text: str) -> AnyMesh:
+    """The mesh of text: of devices, if a backend has started and has as many; else abstract."""
+    abstract = abstract_mesh(text) if "-1" not in text else None
+    is_attached = backends_started() and (abstract is None or abstract.size == jax.device_count())
+    return make_mesh(text) if is_attached else abstract_mesh(text)
+
+
 def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = None) -> Plan:
     """Decides how every leaf of a tree is sharded, by the first rule that matches its path.
 
@@ -578,7 +693,8 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
             kept as they are.
         rules: As in `match_partition_rules`.
         mesh: The mesh to plan for. No devices are needed: give an `AbstractMesh` of any
-            size, or its axes as text, such as `"data=16,fsdp=256"`.
+            size, or its axes as text, such as `"data=16,fsdp=256"`. Text means a mesh of the
+            devices where JAX has started and has so many, as in `init_sharded`.
         min_size: As in `match_partition_rules`.
 
     Returns:
@@ -597,7 +713,7 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
     check_order(rules, tree, "plan", call)
     check_order(rules, mesh, "plan", call)
     check_tree(tree, "plan", call)
-    mesh = as_mesh(mesh)
+    mesh = as_mesh(mesh, _mesh_of_text)
     decided = decide(read_rules(rules), tree, mesh, min_size)
     warn_of_moves(decided.rows(), frozenset())
     columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
