@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from treeshard._cli.stored_trees import open_stored
+from treeshard._core.mesh import abstract_mesh
 from treeshard._core.text import (
     human_bytes,
     parse_bytes,
@@ -37,7 +38,7 @@ def run_plan(options: argparse.Namespace) -> tuple[str, int]:
     rules, min_size, logical = read_rules_file(options.rules)
     min_size = min_size if options.min_size is None else options.min_size
     with nullcontext() if logical is None else logical_axis_rules(logical):
-        decided = plan(shapes, rules, options.mesh, min_size=min_size)
+        decided = plan(shapes, rules, abstract_mesh(options.mesh), min_size=min_size)
     too_large = memory is not None and decided.bytes_per_device() > memory
     errors = any(finding.severity == "error" for finding in decided.findings)
     to_text = _as_json if options.json else _as_text

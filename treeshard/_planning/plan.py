@@ -4,6 +4,7 @@ A plan is a value and not a tree of shardings: it keeps the rules and the shapes
 made again for another mesh, explain itself, and be compared, before anything is allocated.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ from jax.tree_util import (
 
 from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import StaticSplit, has_shape, same_arrays
-from treeshard._core.jax_private import backends_started
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
     AnyMesh,
@@ -31,6 +31,7 @@ from treeshard._core.mesh import (
     as_mesh,
     axis_sizes,
     describe_mesh,
+    parse_axes,
 )
 from treeshard._core.paths import PyTree, is_wrapper, paths_of, shared_names
 from treeshard._core.spec_trees import SpecCarrier, SpecTree
@@ -669,9 +670,10 @@ def _child(node: Any, path: str, prefix: str, whole: Plan) -> tuple[str, Any]:
 
 
 def _mesh_of_text(text: str) -> AnyMesh:
-    """The mesh of text: of devices, if a backend has started and has as many; else abstract."""
-    abstract = abstract_mesh(text) if "-1" not in text else None
-    is_attached = backends_started() and (abstract is None or abstract.size == jax.device_count())
+    """The mesh of text: of the devices, if as many are attached; else abstract."""
+    # Text with a size of -1 is about the devices.
+    sizes = parse_axes(text).values()
+    is_attached = -1 in sizes or math.prod(sizes) == jax.device_count()
     return make_mesh(text) if is_attached else abstract_mesh(text)
 
 
@@ -693,8 +695,8 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
             kept as they are.
         rules: As in `match_partition_rules`.
         mesh: The mesh to plan for. No devices are needed: give an `AbstractMesh` of any
-            size, or its axes as text, such as `"data=16,fsdp=256"`. Text means a mesh of the
-            devices where JAX has started and has so many, as in `init_sharded`.
+            size, or its axes as text, such as `"data=16,fsdp=256"`. Text is a mesh of the devices,
+            as in `init_sharded`, where just as many are attached. To see that, JAX starts.
         min_size: As in `match_partition_rules`.
 
     Returns:
