@@ -208,10 +208,8 @@ def open_tensors(path: Path, shapes_only: bool = False) -> Iterator[dict[str, St
     """
     path = _resolve(path)
     with ExitStack() as open_files:
-        if not path.name.endswith(".json"):
-            yield _open_one(path, open_files, shapes_only)
-            return
-        yield _open_several(path, open_files, shapes_only)
+        open_path = _open_several if path.name.endswith(".json") else _open_one
+        yield open_path(path, open_files, shapes_only)
 
 
 def _open_several(path: Path, open_files: ExitStack, shapes_only: bool) -> dict[str, Stored]:
@@ -278,17 +276,12 @@ def _read_index(path: Path) -> dict[str, str]:
     index = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(index, dict) or {*map(type, index.values())} - {str}:
         raise FormatError(f"{path} has no 'weight_map', the file of each tensor.")
-    names = dict.fromkeys(index.values())
-    for name in names:
+    for name in dict.fromkeys(index.values()):
         if not _is_plain(name):
             raise FormatError(
                 f"{path} names {name!r}, which is not the name of a file beside it. Files outside"
                 " its directory are not read."
             )
-    missing = [f"{name} is missing." for name in names if not path.with_name(name).exists()]
-    if missing:
-        headline = f"it names {len(missing)} files that are missing:"
-        raise CheckpointError(f"{path}: {listed(headline, missing)}")
     return index
 
 
@@ -304,11 +297,12 @@ def _check_index(
     for file, tensors in by_file.items():
         for name in tensors:
             holders[name].append(file)
-    facts: list[str] = []
-    for name, file in index.items():
-        if holders[name] != [file]:
-            actual = " and ".join(holders[name]) or "none of its files"
-            facts.append(f"{name}: the index says {file}, but {actual} has it.")
+    facts = [
+        f"{name}: the index says {file}, but"
+        f" {' and '.join(holders[name]) or 'none of its files'} has it."
+        for name, file in index.items()
+        if holders[name] != [file]
+    ]
     if facts:
         headline = f"{len(facts)} tensors are not where the index says:"
         raise FormatError(f"{path}: {listed(headline, facts)}")

@@ -100,11 +100,8 @@ def _why_invalid(name: Any) -> str:
 
 def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
     """The arrays of a tree, all of which can be written, by the names of their tensors."""
-    misfits: dict[int, Misfit] = {}
-    for i, leaf in enumerate(tree_leaves(tree)):
-        misfit = _unwritable(leaf) if has_shape(leaf) else None
-        if misfit is not None:
-            misfits[i] = misfit
+    arrays = ((i, leaf) for i, leaf in enumerate(tree_leaves(tree)) if has_shape(leaf))
+    misfits = {i: misfit for i, leaf in arrays if (misfit := _unwritable(leaf))}
     raise_unmovable(tree, misfits, where)
     leaves = tree_leaves(tree, is_leaf=is_none)
     return {name: leaves[i] for i, name in tensor_names(tree, rename, where).items()}
@@ -121,13 +118,10 @@ _NO_DTYPE = (
 
 
 def _unwritable(leaf: Any) -> Misfit | None:
-    misfit = unreadable(leaf)
-    if misfit:
+    if misfit := unreadable(leaf):
         return misfit
-    if is_key(leaf):
-        return Misfit(LeafError, _NO_KEYS)
     if code_of(leaf.dtype) is None:
-        return Misfit(LeafError, _NO_DTYPE)
+        return Misfit(LeafError, _NO_KEYS if is_key(leaf) else _NO_DTYPE)
     return None
 
 
