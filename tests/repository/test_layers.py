@@ -10,19 +10,17 @@ from files import SOURCES, parsed
 
 # A module imports from its own package and from the rows above it. Packages in one row do not
 # know each other.
-ROWS = (
+CORE = (
     ("errors",),
     ("_core",),
     ("_planning",),
-    ("_trace",),
-    ("_placement", "manual", "_inspection", "communication"),
-    ("programs",),
+    ("_placement", "manual", "_inspection"),
     ("training", "_disk"),
     ("checkpoint", "interchange"),
-    ("testing", "compat"),
-    ("_cli",),
-    ("__main__", "__init__"),
+    ("compat",),
 )
+REPORTS = (("_trace",), ("communication",), ("programs",), ("testing",))
+ROWS = (*CORE, *REPORTS, ("_cli",), ("__main__", "__init__"))
 # `import treeshard` loads nothing heavier than these; all else waits for a function that needs it,
 # or for the first use of the package that owns it.
 AT_THE_TOP = {"jax", "numpy"}
@@ -45,6 +43,7 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard._core.make_mesh": {"_core"},  # absent devices, and what several processes need
     "treeshard._core.meetings": {"_core"},  # what only several processes need
     "treeshard._core.processes": {"_core"},  # the same
+    "treeshard._core.reports": {"*"},  # the one door from the core to the reports
     "treeshard._planning.plan": {"_planning"},  # checks and texts of plans
     "treeshard._placement.constraint": {"_placement"},  # what only Explicit axes need
     "treeshard._placement.moves": {"_placement"},  # what only several processes need
@@ -52,9 +51,8 @@ LAZY: Mapping[str, set[str]] = {
     "treeshard.training": {"training"},  # what few training loops need
     "treeshard.training._accumulation": {"_core", "training"},  # what only Explicit axes, TPUs need
     "treeshard.training._gradients": {"training"},  # what only Explicit axes need
-    "treeshard.training._pitfalls": {"communication", "training"},
     "treeshard.training._program": {"_placement"},  # what only Explicit axes need
-    "treeshard.training._step": {"programs", "communication", "manual", "_trace", "training"},
+    "treeshard.training._step": {"manual"},
 }
 
 
@@ -97,6 +95,8 @@ def imports(source: str) -> tuple[Import, ...]:
                     texts = [getattr(part, "value", "?") for part in parts]
                     known = [text if isinstance(text, str) else "?" for text in texts]
                     yield Import("".join(known), in_function)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):  # loads nothing
+                return
             case _:
                 pass
         functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -188,7 +188,9 @@ WRONG_IMPORTS = [
     ("_core.specs", "from treeshard._planning.plan import plan", "_core may not import _plan"),
     ("_core.mesh", "import treeshard.manual", "_core may not import manual"),
     ("_inspection.draw", "from treeshard._placement import shard", "may not import _placement"),
-    ("communication.hlo", "import treeshard.manual", "communication may not import manual"),
+    ("training", "import treeshard.communication", "training may not import communication"),
+    ("training._step", "def f():\n    import treeshard._trace", "may not import _trace"),
+    ("communication.hlo", "import treeshard.programs", "may not import programs"),
     ("checkpoint", "import treeshard.interchange", "may not import interchange"),
     ("training", "import_module('treeshard._cli')", "training may not import _cli"),
     ("training", "def f():\n    __import__('treeshard._cli')", "training may not import _cli"),
@@ -226,7 +228,8 @@ RIGHT_IMPORTS = [
     ("_core.jax_private", "def f():\n    from jax._src.mesh import thread_resources"),
     ("checkpoint._save", "import tensorstore\nimport treeshard._disk.leaves"),
     ("_inspection.draw", "def f():\n    import matplotlib.pyplot as plt"),
-    ("training._step", "def f():\n    import treeshard.communication._comparison"),
+    ("training._step", "def f():\n    import treeshard.manual"),
+    ("training._step", "if TYPE_CHECKING:\n    import treeshard.communication"),
     ("__init__", "def f(name):\n    return import_module(f'treeshard.{name}')"),
     ("_cli", "def f(name):\n    return import_module(f'treeshard.{name}')"),
 ]

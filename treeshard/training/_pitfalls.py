@@ -1,13 +1,12 @@
-"""Pitfalls of a step: shared memory, activations that are moved, arrays put on one device.
+"""Pitfalls of a step: shared memory, and arrays put on one device.
 
 JAX donates an array's buffers, and ends the process if a call on several devices gets one of them
-twice: arrays of the state that share memory with others are copied. Without `unshard`, a compiler
-may move activations in place of weights, and a `device_put` to one device has no effect in a
-program for several: the step warns of both.
+twice: arrays of the state that share memory with others are copied. A `device_put` to one device
+has no effect in a program for several: the step warns of it.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +14,8 @@ from jax.core import Tracer
 from jax.sharding import SingleDeviceSharding
 
 from treeshard._core.arrays import data_of
-from treeshard._core.spec_trees import SpecTree
-from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.matching import PlannedLeaf
-from treeshard._planning.plan import Plan
-from treeshard.errors import TreeShardError, counted, listed, own_lines, warn
-
-if TYPE_CHECKING:
-    from treeshard._trace.roles import Roles
-    from treeshard.communication._comparison import Comparison
-    from treeshard.communication._differences import Unplanned
-    from treeshard.communication._forecast import PlannedTransfer
+from treeshard.errors import counted, listed, own_lines, warn
 
 # Set on the arrays that a step returned: each has memory of its own, so only the same object may
 # be in a tree twice. Asking for the buffers of 1000 arrays takes longer than calling a step.
@@ -104,56 +94,6 @@ def _buffers(x: Any) -> list[Any]:
         ] or [id(x)]
     except jax.errors.JaxRuntimeError:  # a platform that does not tell addresses
         return [id(x)]
-
-
-# ------------------------------------------------------------------ activations
-
-
-_WORTH_A_WARNING = 2**20  # bytes
-
-
-def warn_of_activations(
-    compiled: Any, plan: Plan, batch: SpecTree, roles: "Roles", where: str
-) -> None:
-    """Warns if a compiled step moves activations in place of weights, and more bytes of them.
-
-    Weights that the plan shards over the axes of the batch are then never gathered. Less than a
-    MiB is not worth a warning.
-    """
-    from treeshard.communication._comparison import compare_step
-
-    try:
-        compared = compare_step(plan, compiled, batch, roles)
-    except TreeShardError:  # a program that names its arguments otherwise
-        return
-    kept = _not_gathered(compared)
-    activations = [x for each in _unplanned(compared, "activation") for x in each.collectives]
-    size = sum(x.total_bytes or 0 for x in activations)
-    weights = [x for x in kept if (x.kind, x.why) == ("all-gather", "weight")]
-    least = max(_WORTH_A_WARNING, sum(transfer.total_bytes for transfer in kept))
-    if not weights or size <= least:
-        return
-    shown = ", ".join(fold_paths([x.path for x in weights if x.path])[:5])
-    warn(
-        f"{where}: the compiled step moves {human_bytes(size)} of activations in each step,"
-        f" because the compiler does not gather {shown} for use. To gather these weights"
-        f" ({human_bytes(sum(x.total_bytes for x in weights))}), and to scatter their gradients"
-        " as much, begin the layers that use them with"
-        " `weights = treeshard.unshard(weights)`."
-    )
-
-
-def _not_gathered(compared: "Comparison") -> list["PlannedTransfer"]:
-    """The planned transfers of leaves that a program neither gathers as planned nor otherwise."""
-    paths = {path for each in _unplanned(compared, "not-moved") for path in each.paths}
-    for difference in _unplanned(compared, "again"):
-        if any(x.kind == "all-gather" for x in difference.collectives):
-            paths -= set(difference.paths)
-    return [transfer for transfer in compared.planned if transfer.path in paths]
-
-
-def _unplanned(compared: "Comparison", code: str) -> list["Unplanned"]:
-    return [difference for difference in compared.unplanned if difference.code == code]
 
 
 # ------------------------------------------------------------------ arrays on one device

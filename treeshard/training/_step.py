@@ -20,6 +20,7 @@ from treeshard._core.meetings import count_step, in_turn, set_origin
 from treeshard._core.mesh import axes_of_type, can_wait
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes
+from treeshard._core.reports import are_used, report
 from treeshard._core.spec_trees import SpecTree, get_names_from_partition_spec
 from treeshard._placement.shard import shard
 from treeshard._planning.matching import PlannedLeaf
@@ -27,7 +28,7 @@ from treeshard._planning.plan import Plan
 from treeshard._planning.plan_in_force import PlanInForce, row_axes
 from treeshard.errors import ArgumentError, DeletedLeafError, SpecError, TreeShardError, listed
 from treeshard.training._batch import BatchPlacement, structs_of
-from treeshard.training._pitfalls import mark_as_separate, separated, warn_of_activations
+from treeshard.training._pitfalls import mark_as_separate, separated
 from treeshard.training._program import Program, StepFn
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class Step:
             if not program.is_traced:
                 arrays = _on_the_mesh(arrays, program)
                 traced = program.trace(arrays, data)
-                if not self.is_by_hand:
+                if not self.is_by_hand and are_used():
                     # JAX keeps this program for the call, so that it compiles once.
                     self._warn_of_activations(traced.lower().compile(), traced.jaxpr)
             new, aux = program(arrays, data)
@@ -207,10 +208,8 @@ class Step:
                 compiler or the data sheet of absent devices tells.
             SpecError, StateError: As when the step is called.
         """
-        from treeshard.programs._compiled_step import compile_step
-
         program, traced, data = self._traced(state, batch)
-        step = compile_step(
+        step = report("programs._compiled_step").compile_step(
             traced.lower(), traced.jaxpr, self.plan, self.batch_specs, data, compiler_options
         )
         program.compiled = step.compiled
@@ -247,15 +246,14 @@ class Step:
         Raises:
             SpecError: If an option contradicts the trace.
         """
-        # Readers of compiled programs are 10 modules, which a training loop does not need.
-        from treeshard.communication._comparison import compare_step
-        from treeshard.communication._forecast import check_options
-
         _, traced, _ = self._traced(state, batch)
         roles = self._roles_in(traced.jaxpr)
-        check_options(self.plan, roles, remat=remat, scan=scan, params=params, dtype=dtype)
+        report("communication._forecast").check_options(
+            self.plan, roles, remat=remat, scan=scan, params=params, dtype=dtype
+        )
         with _context_of(self._mesh):
             compiled = traced.lower().compile()
+        compare_step = report("communication._comparison").compare_step
         return compare_step(self.plan, compiled, self.batch_specs, roles)
 
     def plan_of(self, state: PyTree, batch: PyTree) -> Plan:
@@ -295,9 +293,7 @@ class Step:
             >>> {leaf.path: leaf.role for leaf in roles.leaves}
             {'average': 'updated only', 'w': 'trained, gathered'}
         """
-        from treeshard._trace.roles import with_roles
-
-        return with_roles(self.plan, self.roles(state, batch))
+        return report("_trace.roles").with_roles(self.plan, self.roles(state, batch))
 
     def roles(self, state: PyTree, batch: PyTree) -> "Roles":
         """What the step does with each leaf, as records by path: see `plan_of`.
@@ -347,23 +343,20 @@ class Step:
             >>> [(value.ops[-1], value.spec, value.local_shape) for value in types.values[1:]]
             [('tanh', P('fsdp',), (16, 256))]
         """
-        from treeshard._trace.lines import traced
-        from treeshard.communication._forecast import batch_axes
-        from treeshard.programs._types import axes_of_batch, types_of
-
         _, program, data = self._traced(state, batch)
-        axes = batch_axes(self.plan, self.batch_specs)
-        trace = traced(program.jaxpr.jaxpr, self.plan, axes)
+        axes = self._batch_axes()
+        trace = report("_trace.lines").traced(program.jaxpr.jaxpr, self.plan, axes)
         is_open = any(value.open for value in trace.values)
         if is_open and axes_of_type(self._mesh, AxisType.Auto):
             return self.compile(state, batch).types(min_size=min_size)
-        return types_of(trace, self.plan, axes_of_batch(axes, data), min_size)
+        types = report("programs._types")
+        return types.types_of(trace, self.plan, types.axes_of_batch(axes, data), min_size)
 
     def _roles_in(self, jaxpr: ClosedJaxpr) -> "Roles":
-        from treeshard._trace.roles import roles_of
-        from treeshard.communication._forecast import batch_axes
+        return report("_trace.roles").roles_of(jaxpr.jaxpr, self.plan, self._batch_axes())
 
-        return roles_of(jaxpr.jaxpr, self.plan, batch_axes(self.plan, self.batch_specs))
+    def _batch_axes(self) -> frozenset[str]:
+        return report("communication._forecast").batch_axes(self.plan, self.batch_specs)
 
     def _traced(self, state: PyTree, batch: PyTree) -> tuple[Program, jax.stages.Traced, list[Any]]:
         """The step, traced for arguments of this form, and structs of the batch's arrays."""
@@ -384,7 +377,10 @@ class Step:
     def _warn_of_activations(self, compiled: jax.stages.Compiled, jaxpr: ClosedJaxpr) -> None:
         if set(get_names_from_partition_spec(self.plan)) & set(row_axes(self.batch_specs)):
             roles = self._roles_in(jaxpr)
-            warn_of_activations(compiled, self.plan, self.batch_specs, roles, self._name)
+            activations = report("communication._activations")
+            activations.warn_of_activations(
+                compiled, self.plan, self.batch_specs, roles, self._name
+            )
 
 
 def _is_data(x: Any) -> bool:

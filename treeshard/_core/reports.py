@@ -1,0 +1,19 @@
+"""The one door from the core to the reports on programs, which load when one is asked for.
+
+The core decides, places, trains and saves without them.
+"""
+
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+
+def report(module: str) -> Any:
+    """A module of the reports, such as `"programs._types"`."""
+    return import_module(f"treeshard.{module}")
+
+
+def are_used() -> bool:
+    """Whether this process has loaded them, or `TREESHARD_CHECK=1` says to check first steps."""
+    return "treeshard.communication" in sys.modules or os.environ.get("TREESHARD_CHECK") == "1"
