@@ -199,7 +199,10 @@ def state_of(plan: ts.Plan) -> Any:
 TOKENS = np.zeros((256, 16), "int32")
 
 
-def test_activations_that_are_moved_in_place_of_weights_are_reported_once(compiles) -> None:
+def test_activations_that_are_moved_in_place_of_weights_are_reported_once(
+    compiles, monkeypatch
+) -> None:
+    monkeypatch.setenv("TREESHARD_CHECK", "1")
     step, plan = token_step(hint=False)
     state, tokens = state_of(plan), ts.shard(TOKENS, P("fsdp"), plan.mesh)
     compiles.clear()

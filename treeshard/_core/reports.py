@@ -16,4 +16,5 @@ def report(module: str) -> Any:
 
 def are_used() -> bool:
     """Whether this process has loaded them, or `TREESHARD_CHECK=1` says to check first steps."""
-    return "treeshard.communication" in sys.modules or os.environ.get("TREESHARD_CHECK") == "1"
+    is_loaded = sys.modules.get("treeshard.communication") is not None
+    return is_loaded or os.environ.get("TREESHARD_CHECK") == "1"

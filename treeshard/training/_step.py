@@ -355,7 +355,7 @@ class Step:
     def _roles_in(self, jaxpr: ClosedJaxpr) -> "Roles":
         return report("_trace.roles").roles_of(jaxpr.jaxpr, self.plan, self._batch_axes())
 
-    def _batch_axes(self) -> frozenset[str]:
+    def _batch_axes(self) -> tuple[str, ...]:
         return report("communication._forecast").batch_axes(self.plan, self.batch_specs)
 
     def _traced(self, state: PyTree, batch: PyTree) -> tuple[Program, jax.stages.Traced, list[Any]]:
