@@ -191,7 +191,7 @@ TAKE_TEXT = {
     "logical names": lambda mesh: ts.logical_to_mesh_spec(
         ("a", "b"), [("a", "x"), ("b", "fsdp")], mesh
     ),
-    "fields of axes": lambda mesh: ts.PartitionAxis().resolve("batch", mesh=mesh),
+    "fields of axes": lambda mesh: ts.PartitionAxis("data").resolve("batch", mesh=mesh),
     "a tactic": lambda mesh: ts.fsdp("fsdp")(P(), mesh, "w", X),
     "pattern strings": lambda mesh: ts.create_pattern_based_partition_spec("a->fsdp", mesh)("a", X),
     "analysis": lambda mesh: ts.analyze_sharding_strategy({"w": X}, P("fsdp"), mesh),

@@ -7,7 +7,7 @@ import pytest
 from helpers import mesh_of
 from jax.sharding import PartitionSpec as P
 
-from treeshard import PartitionAxis, ShardingRuleError, SpecError
+from treeshard import PartitionAxis, ShardingRuleError, ShardingWarning, SpecError, make_mesh
 
 U = P.UNCONSTRAINED
 MESH = mesh_of(fsdp=2, tp=4)
@@ -174,3 +174,34 @@ def test_all_bad_fields_are_listed() -> None:
     assert "PartitionAxis(batch_axis=('a', 'a'))" in message
     assert "PartitionAxis(head_axis=('a', None))" in message
     assert "PartitionAxis(expert_gate_axis=Ellipsis)" in message
+
+
+TRAINING = ("batch", "query_sequence", "head", "attention_dim")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mode", "expected"),
+    [
+        ("data=2,fsdp=2,tensor=2", "train", P(("fsdp", "data"), None, "tensor", None)),
+        ("data=2,model=4", "train", P("data", None, "model", None)),
+        ("replica=2,fsdp=2,sequence=2", "train", P(("fsdp", "replica"), "sequence", None, None)),
+        ("dp=2,fsdp=2,tp=2,sp=2", "train", P(("fsdp", "dp"), "sp", "tp", None)),
+        ("data=2,fsdp=2,tensor=2", "generation", P(None, None, "tensor", None)),
+    ],
+)
+def test_the_names_of_a_mesh(mesh: str, mode, expected) -> None:
+    assert PartitionAxis.for_mesh(mesh).resolve(*TRAINING, mode=mode, mesh=mesh) == expected
+
+
+def test_generation_keeps_the_batch_whole_unless_a_field_splits_it() -> None:
+    axes = replace(PartitionAxis.for_mesh("data=8"), generation_batch_axis="data")
+    assert axes.resolve("batch", "head", mode="generation", mesh="data=8") == P("data", None)
+
+
+def test_an_axis_that_no_field_names_is_told() -> None:
+    message = "no field names 'data', 'tensor' of the mesh .data=2, fsdp=2, tensor=2., so nothing"
+    with pytest.warns(ShardingWarning, match=message):
+        assert PartitionAxis().resolve("batch", mesh="data=2,fsdp=2,tensor=2") == P("fsdp")
+    with jax.set_mesh(make_mesh("data=2,fsdp=4")), pytest.warns(ShardingWarning, match="'data'"):
+        PartitionAxis().resolve("batch")
+    PartitionAxis().resolve("batch", mesh="data=1,fsdp=8")  # an axis of one device

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
-from treeshard._core.mesh import MeshLike
+from treeshard._core.mesh import MeshLike, axis_sizes, describe_sizes, get_incontext_mesh
 from treeshard._core.specs import (
     UNCONSTRAINED,
     Entry,
@@ -28,7 +28,7 @@ from treeshard._core.specs import (
     is_mesh_axes,
     project,
 )
-from treeshard.errors import ShardingRuleError, SpecError, counted, did_you_mean, listed
+from treeshard.errors import ShardingRuleError, SpecError, counted, did_you_mean, listed, warn
 
 Mode = Literal["train", "generation"]
 # What a field accepts. A finished `PartitionAxis` holds neither lists nor `...`.
@@ -39,6 +39,14 @@ _BATCH = {"from": ("fully_sharded_data_parallel_axis", "data_parallel_axis")}
 _SEQUENCE = {"from": ("sequence_parallel_axis",)}
 _TENSOR = {"from": ("tensor_parallel_axis",)}
 _EXPERT = {"from": ("expert_parallel_axis",)}
+# What meshes call the axes of the first five fields; the default of the field comes first.
+_USUAL_NAMES = {
+    "data_parallel_axis": ("dp", "data", "replica"),
+    "fully_sharded_data_parallel_axis": ("fsdp",),
+    "tensor_parallel_axis": ("tp", "tensor", "model", "mp"),
+    "sequence_parallel_axis": ("sp", "sequence", "seq", "context"),
+    "expert_parallel_axis": ("ep", "expert"),
+}
 
 
 @jax.tree_util.register_static
@@ -51,6 +59,20 @@ class PartitionAxis:
     `...`, is derived from the first five. (`dataclasses.replace` passes every field that it
     does not change, so there write `head_axis=...` to derive it again.) Instances are
     hashable, and have no leaves in a pytree.
+
+    | field | default | on `data=2,fsdp=2,tensor=2`, by `for_mesh` |
+    |---|---|---|
+    | `data_parallel_axis` | `"dp"` | `"data"` |
+    | `fully_sharded_data_parallel_axis` | `"fsdp"` | `"fsdp"` |
+    | `tensor_parallel_axis` | `"tp"` | `"tensor"` |
+    | `sequence_parallel_axis`, `expert_parallel_axis` | `"sp"`, `"ep"` | the same, not there |
+    | `batch_axis` | `("fsdp", "dp")` | `("fsdp", "data")` |
+    | `head_axis`, `hidden_state_axis`, | `"tp"` | `"tensor"` |
+    | `mlp_intermediate_axis`, `vocab_axis` | `"tp"` | `"tensor"` |
+    | `sequence_axis`, `query_sequence_axis`, `key_sequence_axis` | `"sp"` | `"sp"` |
+    | `expert_axis` | `"ep"` | `"ep"` |
+    | `generation_head_axis`, `generation_key_sequence_axis` | `"tp"`, `"sp"` | `"tensor"`, `"sp"` |
+    | `generation_batch_axis` and all others | `None` | `None` |
 
     Raises:
         ShardingRuleError: If a field is neither an axis, a tuple of distinct axes, nor
@@ -108,6 +130,29 @@ class PartitionAxis:
         if bad:
             raise ShardingRuleError(listed(f"{len(bad)} fields are not mesh axes:", bad))
 
+    @staticmethod
+    def for_mesh(mesh: MeshLike) -> "PartitionAxis":
+        """Makes one whose first five fields are the axes of a mesh, by their usual names.
+
+        They are `data_parallel_axis`: dp, data, replica; `fully_sharded_data_parallel_axis`: fsdp;
+        `tensor_parallel_axis`: tp, tensor, model, mp; `sequence_parallel_axis`: sp, sequence, seq,
+        context; `expert_parallel_axis`: ep, expert. A field without an axis keeps its default.
+
+        Args:
+            mesh: A mesh, or its axes as text.
+
+        Examples:
+            >>> axes = PartitionAxis.for_mesh("data=2,fsdp=2,tensor=2")
+            >>> axes.resolve("batch", "sequence", "head", mesh="data=2,fsdp=2,tensor=2")
+            P(('fsdp', 'data'), None, 'tensor')
+        """
+        sizes = axis_sizes(mesh)
+        named = {
+            field: next((name for name in usual if name in sizes), usual[0])
+            for field, usual in _USUAL_NAMES.items()
+        }
+        return PartitionAxis(**named)
+
     def resolve(
         self, *names: Entry, mode: Mode = "train", mesh: MeshLike | None = None
     ) -> PartitionSpec:
@@ -117,7 +162,9 @@ class PartitionAxis:
             names: One entry per dim: the name of a field, with or without its `_axis`
                 (`"batch"`), `None` for a dim that is not sharded, `UNCONSTRAINED`, or a
                 tuple of names for a dim that merges several.
-            mode: With `"generation"`, names that have a `generation_` field use that field.
+            mode: With `"generation"`, names that have a `generation_` field use that field. Its
+                default for the batch is `None`: the batch is replicated, as in EasyDeL, unless you
+                set `generation_batch_axis`.
             mesh: If given, axes that it lacks are dropped.
 
         Returns:
@@ -125,6 +172,10 @@ class PartitionAxis:
 
         Raises:
             SpecError: If names are unknown (all are listed), or the mode is.
+
+        Warns:
+            ShardingWarning: If `mesh`, or by default the current mesh, has axes of more than one
+                device that no field names: nothing is ever sharded over them.
 
         Examples:
             >>> PartitionAxis().resolve("batch", "sequence", "head", "hidden_state")
@@ -139,7 +190,20 @@ class PartitionAxis:
         known = self._axes_by_name(mode)
         if unknown := [name for name in all_axes(names) if _short(name) not in known]:
             raise SpecError(_unknown_names(unknown, known))
+        self._warn_of_unnamed(mesh)
         return _on_mesh(_by_dims(_without_suffix(names), known), mesh)
+
+    def _warn_of_unnamed(self, mesh: MeshLike | None) -> None:
+        here = get_incontext_mesh(raise_error=False) if mesh is None else mesh
+        sizes = {} if here is None else axis_sizes(here)
+        named = all_axes(getattr(self, each.name) for each in fields(self))
+        unnamed = [axis for axis, size in sizes.items() if size > 1 and axis not in named]
+        if unnamed:
+            warn(
+                f"PartitionAxis: no field names {', '.join(map(repr, unnamed))} of the mesh"
+                f" ({describe_sizes(sizes)}), so nothing is sharded over it."
+                " `PartitionAxis.for_mesh(mesh)` takes the names of a mesh."
+            )
 
     def _axes_by_name(self, mode: Mode) -> dict[str, Entry]:
         by_name = {_short(each.name): getattr(self, each.name) for each in fields(self)}

@@ -366,7 +366,7 @@ class Plan(SpecCarrier):
             mesh: The other mesh, or its axes as text, as in `plan`.
 
         Raises:
-            MeshError: If text does not say the size of every axis.
+            MeshError: If text is not a mesh.
             FormatError: If the plan was read from JSON, which does not store rules.
 
         Examples:
@@ -709,7 +709,7 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
         ShardingRuleError: If a rule is malformed, a function does not return a spec, or the
             arguments are in another order.
         ArgumentError: If the tree is a class, a function or another opaque object.
-        MeshError: If `mesh` is not one, or text does not say the size of every axis.
+        MeshError: If `mesh` is not one.
     """
     call = "plan(tree, rules, mesh)"
     check_order(rules, tree, "plan", call)
