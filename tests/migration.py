@@ -2,16 +2,13 @@
 
 A row is found by the first code of its first cell. Its test gets `ours`, which runs the code of
 the second cell, a line for each `<br>`, with what it is given by name, and returns the value of
-the last line. So a page and its test cannot come apart. The values of the steps that a test runs
-have no findings but those that the test names.
+the last line. So a page and its test cannot come apart.
 """
 
 import ast
 import inspect
 import re
-import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,14 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard import manual, training
-from treeshard.programs import _value_findings
-from treeshard.training._step import Step
 
 PAGES = Path(__file__).parent.parent / "docs" / "coming-from"
 
@@ -61,11 +55,8 @@ class Table:
         self.rows = _rows(_section(page.read_text(), section))
         self.tested: set[str] = set()
 
-    def row(
-        self, theirs: str, *, findings: Collection[str] = ()
-    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Marks a test as that of a row; its first argument is the row's code. `findings` are the
-        codes of those of the values of its steps."""
+    def row(self, theirs: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Marks a test as that of a row; its first argument is the row's code."""
         if theirs not in self.rows:
             raise LookupError(f"{self.page} has no row {theirs!r}. It has {list(self.rows)}.")
         self.tested.add(theirs)
@@ -74,8 +65,7 @@ class Table:
         def mark(test: Callable[..., None]) -> Callable[..., None]:
             @wraps(test)
             def run(**fixtures: Any) -> None:
-                with only_findings(findings):
-                    test(ours, **fixtures)
+                test(ours, **fixtures)
                 assert ours.ran, "the test does not run the row's code"
 
             _, *rest = inspect.signature(test).parameters.values()
@@ -88,28 +78,6 @@ class Table:
         """Raises for rows that no test is marked with."""
         untested = self.rows.keys() - self.tested
         assert not untested, f"{self.page}: rows without a test: {sorted(untested)}"
-
-
-@contextmanager
-def only_findings(codes: Collection[str]) -> Iterator[None]:
-    """Raises if the values of the steps that run inside, however small, have other findings."""
-    ran: list[tuple[Step, Any]] = []
-    call = Step.__call__
-
-    def watched(self: Step, state: Any, batch: Any) -> Any:
-        result = call(self, state, batch)
-        ran.append((self, batch))
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Step, "__call__", watched)
-        yield
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.setattr(_value_findings, "LEAST", 1)
-        warnings.simplefilter("ignore", ts.ShardingWarning)
-        types = [step.types(step.plan.structs, batch, min_size=0) for step, batch in ran]
-    found = {finding.code for each in types for finding in each.findings}
-    assert found == {*codes}, "\n".join(map(str, types))
 
 
 def table(page: str, section: str = "") -> Table:

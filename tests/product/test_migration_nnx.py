@@ -109,7 +109,7 @@ def test_init(ours, mesh) -> None:
 
 
 # As there, nothing gathers the weights: the compiler gathers the rows of the batch instead.
-@row("nnx.jit(update)(model, optimizer, batch)", findings=["replicated"])
+@row("nnx.jit(update)(model, optimizer, batch)")
 def test_step(ours) -> None:
     graph = nnx.graphdef(nnx.eval_shape(make, KEY))
 

@@ -10,7 +10,6 @@ from treeshard.programs._compiled_step import CompiledStep
 from treeshard.programs._cost import Cost, Transfer
 from treeshard.programs._memory import LiveBuffer, Memory
 from treeshard.programs._types import StepValue, Types
-from treeshard.programs._value_findings import ValueFinding
 
 __all__ = [
     "CHIPS",
@@ -22,7 +21,6 @@ __all__ = [
     "StepValue",
     "Transfer",
     "Types",
-    "ValueFinding",
 ]
 
 

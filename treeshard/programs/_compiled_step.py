@@ -27,7 +27,7 @@ from treeshard.communication._program import ReadProgram, read_program
 from treeshard.errors import DoesNotFitError
 from treeshard.programs._cost import Cost, cost_of
 from treeshard.programs._memory import Memory, memory_of
-from treeshard.programs._types import ReadValues, Types, axes_of_batch, types_of
+from treeshard.programs._types import ReadValues, Types, types_of
 
 # RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries
 # (64.00G) exceeds available HBM (31.25G).
@@ -132,7 +132,7 @@ class CompiledStep:
         compiled = ReadValues(self._read.graph, self.memory().at_peak)
         axes = batch_axes(self.plan, self.batch_specs)
         trace = traced(self.jaxpr.jaxpr, self.plan, axes)
-        return types_of(trace, self.plan, axes_of_batch(axes, self.batch), min_size, compiled)
+        return types_of(trace, self.plan, min_size, compiled)
 
     @cached_property
     def _compared(self) -> Comparison:

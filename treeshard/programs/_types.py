@@ -13,17 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from treeshard._core.arrays import has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes, describe_mesh
 from treeshard._core.specs import (
     all_axes,
-    axes_of,
-    dim_entries,
     entries,
-    entry_of,
-    with_entries,
 )
 from treeshard._core.text import columns, fold_paths, html_table, human_bytes, is_line
 from treeshard._planning.plan import Plan
@@ -34,7 +29,6 @@ from treeshard.communication._hlo import HloProgram
 from treeshard.errors import counted
 from treeshard.programs._memory import LiveBuffer
 from treeshard.programs._places import Placed, dims_of_text, key_of, ops_by_line, placed
-from treeshard.programs._value_findings import Findings, Known, ValueFinding
 
 _SHOWN = 60  # rows of a table
 
@@ -106,8 +100,6 @@ class Types:
         min_size: The least number of elements of the values that are listed.
         smaller: How many values are smaller.
         is_compiled: Whether they were looked up in a compiled program.
-        findings: A `ValueFinding` for each value, however small, that is replicated over an axis of
-            the batch, moved without need, or takes most of the memory.
 
     Examples:
         >>> mesh = jax.make_mesh((8,), ("fsdp",))
@@ -125,7 +117,6 @@ class Types:
     min_size: int
     smaller: int
     is_compiled: bool
-    findings: tuple[ValueFinding, ...] = ()
 
     def __iter__(self) -> Any:
         return iter(self.values)
@@ -179,7 +170,7 @@ class Types:
         if any(value.bytes is None and value.where != "absent" for value in self.values):
             notes.append(_NOT_TOLD if self.is_compiled else _NOT_TYPED)
         notes += [text for where, text in _NOTES.items() if self._has(where)]
-        return [*notes, *map(str, self.findings)]
+        return notes
 
     def _has(self, where: str) -> bool:
         return any(value.where == where for value in self.values)
@@ -260,23 +251,6 @@ class ReadValues(NamedTuple):
     at_peak: Sequence[LiveBuffer]
 
 
-class BatchAxes(NamedTuple):
-    """The axes that split a batch, and the lengths of the dims that they split."""
-
-    axes: tuple[str, ...]
-    rows: frozenset[int]
-
-
-def axes_of_batch(axes: tuple[str, ...], batch: Iterable[Any]) -> BatchAxes:
-    """The same from structs of a batch with shardings."""
-    rows: set[int] = set()
-    for x in batch:
-        if has_shape(x) and isinstance(x.sharding, NamedSharding):
-            dims = zip(x.shape, dim_entries(x.sharding.spec, len(x.shape)), strict=True)
-            rows |= {length for length, entry in dims if axes_of(entry)}
-    return BatchAxes(axes, frozenset(rows))
-
-
 class _Split(NamedTuple):
     """How a value is split: what is `None` is unknown."""
 
@@ -296,12 +270,10 @@ class _Found(NamedTuple):
 def types_of(
     trace: Trace,
     plan: Plan,
-    batch: BatchAxes,
     min_size: int | None,
     compiled: ReadValues | None = None,
 ) -> Types:
-    """The rows of the values of at least `min_size` elements and of more than one, and what is
-    wrong with any."""
+    """The rows of the values of at least `min_size` elements and of more than one."""
     min_size = DEFAULT_MIN_SIZE if min_size is None else min_size
     sizes = axis_sizes(plan.mesh)
     found = list(_looked_up(trace.values, sizes, compiled))
@@ -315,28 +287,13 @@ def types_of(
     peak = None if compiled is None else _peak(compiled.at_peak)
     rows = [row for group in groups.values() for row in _by_split(group)]
     values = tuple(_step_value(row, plan, peak) for row in rows)
-    at_peak = () if compiled is None else compiled.at_peak
-    findings = Findings(trace, list(map(_known, found)), sizes, batch.axes, batch.rows, at_peak)
     return Types(
         values,
         plan.mesh,
         min_size,
         len(shown) - len(large),
         compiled is not None,
-        tuple(findings.all()),
     )
-
-
-def _known(found: _Found) -> Known:
-    value, split, _ = found
-    if split is not None:
-        axes = None if split.axes is None else frozenset(split.axes)
-        return Known(value, split.spec, axes, split.elements)
-    # What is computed from a leaf on each device's shard is split as the leaf is.
-    spec = None
-    if value.known.leaves and value.known.dims:
-        spec = with_entries(PartitionSpec(), [entry_of(axes) for axes in value.known.dims])
-    return Known(value, spec, None, None)
 
 
 def _looked_up(

@@ -343,14 +343,13 @@ class Step:
             >>> [(value.ops[-1], value.spec, value.local_shape) for value in types.values[1:]]
             [('tanh', P('fsdp',), (16, 256))]
         """
-        _, program, data = self._traced(state, batch)
+        _, program, _ = self._traced(state, batch)
         axes = self._batch_axes()
         trace = report("_trace.lines").traced(program.jaxpr.jaxpr, self.plan, axes)
         is_open = any(value.open for value in trace.values)
         if is_open and axes_of_type(self._mesh, AxisType.Auto):
             return self.compile(state, batch).types(min_size=min_size)
-        types = report("programs._types")
-        return types.types_of(trace, self.plan, types.axes_of_batch(axes, data), min_size)
+        return report("programs._types").types_of(trace, self.plan, min_size)
 
     def _roles_in(self, jaxpr: ClosedJaxpr) -> "Roles":
         return report("_trace.roles").roles_of(jaxpr.jaxpr, self.plan, self._batch_axes())
