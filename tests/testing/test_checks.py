@@ -585,3 +585,33 @@ def test_a_first_difference_at_a_literal_is_found() -> None:
 # ------------------------------------------------------------------ several processes
 
 launched, test_on_two_processes = launcher.tests_of(right_results_checks)
+
+
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_a_mean_of_parts_is_named_where_the_loss_is_not_a_mean_over_rows(is_mean: bool) -> None:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(32, 8)).astype("float32")
+    state = {"w": random.normal(size=8).astype("float32")}
+    plan = ts.plan(state, [("w", P("fsdp"))], ts.make_mesh("fsdp=8"), min_size=0)
+
+    def step(state, x):
+        def loss(w, x):
+            mask = (x[:, 0] > 0.5).astype("float32")
+            return jnp.sum((x @ w - 1) ** 2 * mask) / (len(x) if is_mean else 1 + mask.sum())
+
+        def grad_fn(x, key):
+            return jax.grad(loss)(state["w"], x), ()
+
+        grads, _ = ts.training.accumulate_gradients(grad_fn, x, 1, axis_names="fsdp")
+        return {"w": state["w"] - 0.1 * grads}, ()
+
+    run = ts.jit_step(step, plan, donate=False)
+    if is_mean:
+        assert "accumulate_gradients" not in str(
+            testing.check_step(run, state, x, layouts=["plan"])
+        )
+        return
+    with pytest.raises(WrongResultError) as caught:
+        testing.check_step(run, state, x, layouts=["plan"])
+    said = "by `accumulate_gradients(axis_names=)`: those of the batch, only if the loss is a mean"
+    assert said in str(caught.value)

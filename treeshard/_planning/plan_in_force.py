@@ -204,6 +204,8 @@ INITIALISING = "initialising"
 
 # The scope in which `accumulate_gradients` adds them up: by its name a trace tells that it does.
 ACCUMULATES = "accumulate_gradients"
+# The scope in which it averages gradients over parts of the batch, by `axis_names`.
+AVERAGES_PARTS = "mean_of_parts"
 # The scope in which `by_matrix` moves matrices.
 BY_MATRIX = "by_matrix"
 

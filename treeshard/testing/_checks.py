@@ -10,6 +10,7 @@ from treeshard._core.processes import participating_processes, together, wants_b
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import fold_paths
 from treeshard._planning.plan import Plan
+from treeshard._planning.plan_in_force import AVERAGES_PARTS
 from treeshard.errors import MeshError, WrongResultError
 from treeshard.testing._computations import Computation, Gradients, Steps
 from treeshard.testing._evidence import WHY, check_rows, gaps, kept_keys, without_other_step
@@ -50,6 +51,10 @@ _SEES_LITTLE = "warning: errors of up to {worst} would not be seen in {paths}"
 _NO_OWN_ROWS = (
     "the rows of one device alone cannot be computed, so it is not known whether a missing"
     " reduction would change anything: {error}"
+)
+_MEAN_OF_PARTS = (
+    "the program averages the gradients of parts of the batch, by"
+    " `accumulate_gradients(axis_names=)`: those of the batch, only if the loss is a mean over rows"
 )
 _KEPT_KEY = (
     "{paths}: the step returns this key as it was, so each step draws the same random numbers"
@@ -397,6 +402,8 @@ class _Comparison:
         if coarse:
             worst, some = percent(max(coarse.values())), ", ".join(fold_paths(coarse))
             self.notes.append(_SEES_LITTLE.format(worst=worst, paths=some))
+        if any(self.findings.values()) and self._averages_parts(chosen[0]):
+            self.notes.append(_MEAN_OF_PARTS)
         ran = {layout.name: layout for layout in chosen if layout.name in self.findings}
         return Report(
             what,
@@ -409,6 +416,12 @@ class _Comparison:
             visible,
             frozenset(paths) - {paths[i] for i in self.computation.compared()},
         )
+
+    def _averages_parts(self, layout: Layout) -> bool:
+        stacks = (
+            str(eqn.source_info.name_stack) for eqn in equations(self.computation.trace(layout))
+        )
+        return any(AVERAGES_PARTS in stack for stack in stacks)
 
     def _raise_common(self, chosen: Sequence[Layout]) -> None:
         # Code that never runs is a mistake of the caller, and its own error says which.

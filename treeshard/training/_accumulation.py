@@ -32,7 +32,7 @@ from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.spec_trees import get_names_from_partition_spec
 from treeshard._core.specs import UNCONSTRAINED, axes_of, entries, without_axes
 from treeshard._placement.constraint import with_sharding_constraint
-from treeshard._planning.plan_in_force import ACCUMULATES, current_plan
+from treeshard._planning.plan_in_force import ACCUMULATES, AVERAGES_PARTS, current_plan
 from treeshard.errors import SpecError, listed
 from treeshard.training._metrics import check_metrics, map_metrics
 
@@ -62,30 +62,23 @@ def accumulate_gradients(
         >>> float(total), int(count)
         (22.0, 4)
 
-    The mean of the losses of minibatches, and with `axis_names` of the parts of a minibatch on each
-    device, is the loss of the batch only if that is a mean over its rows. The first of the two
-    above counts rows more in parts where few are unmasked: divide by a number that is the same in
-    all parts, such as `len(losses)`. The second, and batch norm too, compares each row with those
-    of its part alone. `testing.check_step` finds such losses.
+    The first of the two counts rows more in parts where few are unmasked: divide by `len(losses)`.
+    The second, and batch norm, compares rows with those of one part. `testing.check_step` tells.
 
-    Floating-point metrics, such as a mean loss, are averaged too. `Metrics`, and dicts of pairs
-    (sum, count) as in `{"loss": (losses.sum(), len(losses))}`, are added up. An integer or a
-    boolean alone could be either, and is an error.
+    Floating-point metrics are averaged too. `Metrics`, and dicts of pairs (sum, count), are added
+    up. No row is moved: each minibatch takes as many rows from each device.
 
-    The batch is never gathered: if it is sharded over its first dim, each minibatch takes
-    an equal number of rows from each device.
-
-    Without `axis_names`, `grad_fn` communicates once per minibatch. With `axis_names`, there is
-    one reduction after the loop, and each device needs memory for one full gradient:
+    Without `axis_names`, `grad_fn` communicates once per minibatch. With them, there is one
+    reduction after the loop, and each device needs memory for one full gradient:
 
     - under `jit_step`, `grad_fn` is called for each device's rows of a minibatch, as by `jax.vmap`
       with these `axis_name`s, and the result is the mean of these means;
-    - inside `shard_map`, where a minibatch has only this device's rows, `grad_fn` returns this
-      device's gradients of full parameters, not reduced, and they are averaged at the end.
+    - inside `shard_map`, `grad_fn` returns this device's gradients of full parameters, not reduced,
+      and they are averaged at the end.
 
     Args:
         grad_fn: Called as `grad_fn(minibatch, key)`; returns `(grads, metrics)`, two pytrees of
-            arrays. The gradients must be those of a mean over the rows of the minibatch.
+            arrays.
         batch: A pytree of arrays with a common first dim, of `num_minibatches * n` rows.
         num_minibatches: The number of minibatches.
         key: Split into one key for each call of `grad_fn`; without it `grad_fn` gets `None`.
@@ -122,7 +115,8 @@ def accumulate_gradients(
         grads, metrics = _in_passes(grad_fn, batch, num_minibatches, keys)
     if by_hand:
         over_devices = lambda x: jax.lax.pmean(x, by_hand)  # noqa: E731
-        grads = jax.tree.map(over_devices, grads)
+        with jax.named_scope(AVERAGES_PARTS):
+            grads = jax.tree.map(over_devices, grads)
         metrics = map_metrics(lambda x: jax.lax.psum(x, by_hand), over_devices, metrics)
     return grads, metrics
 
@@ -231,7 +225,9 @@ def _in_parts(
 
     grads, metrics = jax.jit(in_parts)(batch, keys)
     metrics = map_metrics(lambda x: x.sum(dims), lambda x: x.sum(dims) / (count * parts), metrics)
-    return _mean_of_parts(jax.tree.map(lambda x: x / count, grads), names), metrics
+    with jax.named_scope(AVERAGES_PARTS):
+        grads = jax.tree.map(lambda x: x / count, grads)
+    return _mean_of_parts(grads, names), metrics
 
 
 def _mean_of_parts(grads: PyTree, names: tuple[str, ...]) -> PyTree:
