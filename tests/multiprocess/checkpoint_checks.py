@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import treeshard as ts
 from tests.full_disk import files_of_at_most
 from tests.helpers import files_in
-from tests.multiprocess.worker import Context, arriving_last
+from tests.multiprocess.worker import Context, arriving_last, start_again
 from treeshard._core.processes import exchange
 from treeshard.checkpoint import Checkpoints, _checkpoints, inspect, restore, save, verify
 
@@ -154,6 +154,7 @@ def check_a_run(context: Context) -> None:
 def refused(context: Context, tree: Any, error: type[Exception], name: str = "no") -> str:
     with pytest.raises(error) as told:
         save(context.directory / "refused" / name, tree, timeout=20)
+    start_again()
     return str(told.value)
 
 
@@ -282,6 +283,7 @@ def check_differing_requests_are_refused(context: Context) -> None:
         state["wide"] = whole
     with pytest.raises(ts.ProcessError, match=r"wide: bfloat16\[64,256\] as P"):
         restore(context.directory / "fsdp", state)
+    start_again()
     state = state_on(FSDP, ts.make_mesh("fsdp=8"))
     if context.index == 1:
         del state["own"]

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from tests.multiprocess.worker import Context, arriving_last
+from tests.multiprocess.worker import Context, arriving_last, start_again
 from treeshard._core.processes import agreeing, exchange
 
 HEADLINE = (
@@ -37,6 +37,7 @@ def mesh_of(*processes: int) -> Mesh:
 def error_of(call: Any, kind: type[Exception] = ts.ProcessError) -> str:
     with pytest.raises(kind) as raised:
         call()
+    start_again()
     return str(raised.value)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import treeshard as ts
-from tests.multiprocess.worker import Context
+from tests.multiprocess.worker import Context, start_again
 from treeshard import ProcessError
 from treeshard._core import meetings
 from treeshard._core.meetings import exchange
@@ -18,8 +18,10 @@ def check_checkpoints_compares_its_arguments(context: Context) -> None:
     with pytest.raises(ProcessError) as told:
         Checkpoints(context.directory / "other", keep=2 + context.index, every=10, timeout=20)
     assert "keep: 2 on process 0; 3 on process 1" in str(told.value)
+    start_again()
     with pytest.raises(ProcessError, match="every: 1 on process 0; 2 on process 1"):
         Checkpoints(context.directory / "other", every=1 + context.index, timeout=20)
+    start_again()
     with Checkpoints(context.directory / "other", keep=2, timeout=20) as checkpoints:
         checkpoints.save(1, {"w": jnp.ones(2)})
 
@@ -43,8 +45,14 @@ def check_other_versions_are_told_at_once(context: Context) -> None:
         f" {ts.__version__} on process 0; 9.9 on process 1. Nothing was done. Install one version"
         " on all of them."
     )
-    (context.directory / f"told-{context.index}").touch()
-    while not all((context.directory / f"told-{i}").exists() for i in everyone):
-        time.sleep(0.01)
+    wait_for_all(context, "told")
     meetings._client().key_value_set(key, ts.__version__, allow_overwrite=True)
+    wait_for_all(context, "going-on")
+    start_again()
     exchange("going on", b"", timeout=20)
+
+
+def wait_for_all(context: Context, mark: str) -> None:
+    (context.directory / f"{mark}-{context.index}").touch()
+    while not all((context.directory / f"{mark}-{i}").exists() for i in range(context.count)):
+        time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.numpy import save_file
 
 import treeshard as ts
 from tests.full_disk import files_of_at_most
-from tests.multiprocess.worker import Context
+from tests.multiprocess.worker import Context, start_again
 from treeshard import CheckpointError, DeletedLeafError, MismatchError, ProcessError
 from treeshard._core.processes import exchange
 from treeshard.interchange import load_safetensors, save_safetensors
@@ -219,6 +220,7 @@ def check_trees_that_differ_between_processes_raise(context: Context) -> None:
         save_safetensors(file_of(context), tree, timeout=30)
     assert "a: I8[2] on process" in str(told.value)
     assert "I8[3] on process 1" in str(told.value)
+    start_again()
     assert_untouched(context, before)
 
 
@@ -256,13 +258,16 @@ def check_shardings_that_differ_between_processes_raise(context: Context) -> Non
 
 
 def check_a_process_that_does_not_arrive_raises(context: Context) -> None:
+    tree = spread()
     if context.index != 1:
         with pytest.raises(ProcessError, match="save_safetensors: process 1 of .* did not arrive"):
-            save_safetensors(file_of(context), spread(), timeout=0.5)
-    meet(context, "over")
+            save_safetensors(file_of(context), tree, timeout=0.5)
+        (context.directory / f"gave-up-{context.index}").touch()
+    while len([*context.directory.glob("gave-up-*")]) < context.count - 1:
+        time.sleep(0.01)
     if context.index == 1:  # comes too late to what the others gave up
         with pytest.raises(ProcessError, match="save_safetensors: a process arrived more than"):
-            save_safetensors(file_of(context), spread(), timeout=30)
+            save_safetensors(file_of(context), tree, timeout=30)
 
 
 def check_a_mismatch_raises_on_all(context: Context) -> None:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import jax
 
 import treeshard as ts
+from treeshard._core import meetings
+from treeshard._placement import process_local
 
 
 class Context(NamedTuple):
@@ -56,6 +58,17 @@ def arriving_last(context: Context, last: int, what: str) -> Iterator[None]:
     yield
 
 
+def start_again(check: str = "") -> None:
+    """Forgets all meetings and failures, as a run that starts again. All processes call it."""
+    # This module is imported twice, so the count is kept in the name.
+    name, _, number = meetings._NAMES.rstrip("/").partition(" ")
+    meetings._NAMES = f"treeshard-after-{check} 0/" if check else f"{name} {int(number) + 1}/"
+    meetings._sequences.clear()
+    meetings._broken.clear()
+    process_local._calls.clear()
+    importlib.import_module("treeshard._placement.gather")._iterations.clear()
+
+
 def join(port: str, index: int, count: int, devices: int, heartbeat: int = 20) -> None:
     """Joins the other processes, with timeouts that suit a test."""
     ts.simulate_devices(devices)
@@ -79,6 +92,7 @@ def main(names: str, port: str, index: str, count: str, devices: str, where: str
             else:
                 ts.simulate_devices(int(devices))
             for module in map(importlib.import_module, names.split(",")):
+                start_again(module.__name__)
                 for check in [check for check in vars(module) if check.startswith("check_")]:
                     try:
                         getattr(module, check)(context)
@@ -86,6 +100,7 @@ def main(names: str, port: str, index: str, count: str, devices: str, where: str
                         report.write(json.dumps([check, traceback.format_exc()]) + "\n")
                         raise
                     report.write(json.dumps([check, "passed"]) + "\n")
+                    start_again(check)
             if context.count > 1:
                 jax.distributed.shutdown()
         except BaseException:

@@ -15,6 +15,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -25,11 +26,19 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from treeshard._core.arrays import array_text, is_array, numbers
 from treeshard._core.meetings import AS_LONG_AS_IT_TAKES as AS_LONG_AS_IT_TAKES
-from treeshard._core.meetings import TIMEOUT, exchange, indices, origin
+from treeshard._core.meetings import (
+    TIMEOUT,
+    exchange,
+    get_out_of_step,
+    indices,
+    last_call,
+    lines_differ,
+    origin,
+)
 from treeshard._core.mesh import AnyMesh, describe_mesh
 from treeshard._core.specs import entries, with_entries
 from treeshard._core.text import consecutive, in_groups
-from treeshard.errors import ProcessError, listed
+from treeshard.errors import ProcessError, listed, warn
 
 # ------------------------------------------------------------------ failing together, agreeing
 
@@ -95,6 +104,8 @@ def agreeing(
         encoded = json.dumps(list(facts.items())).encode()  # a list: the order counts too
         hashes.append(hashlib.sha256(encoded).digest())
     if len(set(hashes)) == 1:
+        if UNKNOWN in facts.values() and (lines := lines_differ(among)):
+            warn(_AT_OTHER_LINES.format(what=what, lines=lines))
         return
     messages = exchange(what, zlib.compress(encoded), among=among, timeout=timeout, moves=moves)
     decoded = [dict(json.loads(zlib.decompress(message))) for message in messages]
@@ -103,7 +114,15 @@ def agreeing(
         f"{what}: the processes do not agree, and nothing was done. All of them must make the"
         " same call. The differences:"
     )
+    get_out_of_step(last_call(what), among)
     raise ProcessError(listed(headline, differences, headed=True))
+
+
+_AT_OTHER_LINES = (
+    "{what}: the processes make this call at different lines: {lines}. That is right for two"
+    " branches of one `if`, and wrong if a process skipped a call or made one more: then the values"
+    " are of different arrays. A program of `jax.jit` made these, so they cannot be compared."
+)
 
 
 def _differences(by_process: Mapping[int, Mapping[str, str]]) -> list[str]:
@@ -131,6 +150,7 @@ def _differences(by_process: Mapping[int, Mapping[str, str]]) -> list[str]:
 # Arrays of at most this size are compared between processes by default.
 SMALL_BYTES = 2**16
 _VALUES = " (values)"  # in the names of facts
+UNKNOWN = "made by another program"  # the fact about an array that no call of treeshard made
 
 
 def processes_of(devices: Iterable[Any]) -> list[int]:
@@ -193,12 +213,34 @@ def facts_of(
 def fact_of_values(name: str, x: Any, among: Sequence[int], compared_bytes: int) -> dict[str, str]:
     """What processes compare about the values of a leaf; may be empty."""
     if is_spread(x):
-        made_in = origin(x, among)
-        return {name + _VALUES: f"made in {made_in}"} if made_in else {}
+        return fact_of_origin(name, x, among)
     if not is_array(x) or not 0 < x.nbytes <= compared_bytes:
         return {}
+    return {name + _VALUES: checksum(x)}
+
+
+def fact_of_origin(name: str, x: Any, among: Sequence[int] | None = None) -> dict[str, str]:
+    """Which call of the processes `among` made an array; all processes by default.
+
+    Empty if there are none, or if the array is on one process alone.
+    """
+    participants = indices(None) if among is None else among
+    if len(participants) < 2 or not isinstance(x, jax.Array):
+        return {}
+    made_in = origin(x, participants)
+    if made_in:
+        return {name + _VALUES: f"made in {made_in}"}
+    return {name + _VALUES: UNKNOWN} if _is_on_several(x.sharding) else {}
+
+
+@lru_cache(maxsize=1024)
+def _is_on_several(sharding: Sharding) -> bool:
+    return len(processes_of(sharding.device_set)) > 1
+
+
+def checksum(x: Any) -> str:
     flat: Any = np.ascontiguousarray(numbers(x)).reshape(-1).view(np.uint8)
-    return {name + _VALUES: f"CRC-32 {zlib.crc32(flat)}"}
+    return f"CRC-32 {zlib.crc32(flat)}"
 
 
 def _placement(sharding: Sharding, meshes: dict[Any, str]) -> str:

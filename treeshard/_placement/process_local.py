@@ -5,6 +5,7 @@ hang in the next step, nor names the leaf and the way out in its errors.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count
@@ -14,13 +15,16 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
+from treeshard._core.arrays import array_text
 from treeshard._core.make_mesh import make_mesh
-from treeshard._core.meetings import count_batch, set_origin
+from treeshard._core.meetings import check_in_step, count_batch, note, set_origin, tell_batch
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
 from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.processes import (
+    SMALL_BYTES,
     TIMEOUT,
     agreeing,
+    checksum,
     facts_of,
     is_spread,
     participating_processes,
@@ -41,7 +45,7 @@ from treeshard.errors import LeafError, SpecError
 WHERE = "from_process_local"
 
 # What processes have agreed on, and how many calls each group of processes has made.
-_agreed: set[Any] = set()
+_agreed: dict[Any, str] = {}  # the form of a tree in words, by its signature
 _calls: defaultdict[tuple[int, ...], "count[int]"] = defaultdict(count)
 
 
@@ -63,7 +67,14 @@ def from_process_local(
     Nothing goes over the network.
 
     The call is cheap enough for every step: only the first tree of each structure, shapes and
-    dtypes is compared between processes. A later tree with an error raises on its process only.
+    dtypes is compared between processes at once. Of later ones, the shapes are compared in the next
+    call that exchanges a message, such as `gather` or `save`: if each process had other shapes, all
+    raise there. A later tree with an error raises on its process only.
+
+    Values are compared only of leaves of at most 64 KiB that every process passes in full, as under
+    `P()`, by checksums that go the same way. Not compared are larger ones, leaves that several but
+    not all processes pass alike, and from the second batch on what other threads than the main
+    thread make.
 
     Args:
         tree: Any pytree of numpy arrays, or of JAX arrays on devices of this process. Other
@@ -82,7 +93,8 @@ def from_process_local(
             which part each of them passes.
         LeafError: As `shard`; and if a leaf is already on devices of several processes.
         ProcessError: If processes do not pass parts of the same shapes and dtypes with the same
-            specs and mesh, or one of them does not make the call within `timeout`.
+            specs and mesh, or one of them does not make the call within `timeout`; if leaves that
+            every process passes in full differ; if an earlier call left the processes out of step.
 
     Source:
         `jax.make_array_from_process_local_data`.
@@ -92,22 +104,46 @@ def from_process_local(
         return place(tree, specs, mesh, Call(WHERE, through_host))
     leaves, treedef = tree_flatten(tree)
     processes = tuple(participating_processes((), meshes_of(specs, mesh)))
+    check_in_step(WHERE, processes)
     count_batch(processes)
-    call = next(_calls[processes])  # counted before anything can fail on one process
+    call = next(_calls[processes]) + 1  # counted before anything can fail on one process
     shardings = _joint_shardings(tree, leaves, specs, mesh)
     rows = [(i, leaves[i].shape, leaves[i].dtype, target) for i, target in shardings.items()]
     signature = (*processes, treedef, *rows)
     # Processes that have made the same calls have agreed on the same signatures, so either all
     # skip the comparison or none does.
-    if processes and signature not in _agreed:
-        paths = leaf_paths(tree)
-        with agreeing(WHERE, among=processes, timeout=timeout, moves=False) as facts:
-            facts |= facts_of((paths[i], leaves[i], [target]) for i, target in shardings.items())
-        _agreed.add(signature)
+    if processes:
+        form = _agreed.get(signature) or _form(tree, leaves, shardings)
+        tell_batch(processes, call, form)
+        values = _common_values(leaves, shardings)
+        if signature not in _agreed:
+            paths = leaf_paths(tree)
+            with agreeing(WHERE, among=processes, timeout=timeout, moves=False) as facts:
+                rows = ((paths[i], leaves[i], [target]) for i, target in shardings.items())
+                facts |= facts_of(rows)
+                facts |= {f"{paths[i] or 'the array'} (values)": x for i, x in values.items()}
+            _agreed[signature] = form
+        note(processes, ", ".join([f"batch {call} of {WHERE}: {form}", *values.values()]))
     for i, target in shardings.items():
         leaves[i] = _joint_array(leaves[i], target)
-    set_origin((leaves[i] for i in shardings), processes, f"call {call} of {WHERE}")
+    set_origin((leaves[i] for i in shardings), processes, f"batch {call} of {WHERE}")
     return treedef.unflatten(leaves)
+
+
+def _form(tree: PyTree, leaves: list[Any], shardings: Iterable[int]) -> str:
+    """`x: float32[8,4], y: int32[8]`"""
+    paths = leaf_paths(tree)
+    return ", ".join(f"{paths[i] or 'the array'}: {array_text(leaves[i])}" for i in shardings)
+
+
+def _common_values(leaves: list[Any], shardings: dict[int, NamedSharding]) -> dict[int, str]:
+    """Checksums of the small leaves that every process passes in full."""
+    return {
+        i: checksum(leaves[i])
+        for i, target in shardings.items()
+        if 0 < leaves[i].nbytes <= SMALL_BYTES
+        and _joint_shape(leaves[i].shape, target.mesh, target.spec) == tuple(leaves[i].shape)
+    }
 
 
 def _joint_array(part: Any, target: NamedSharding) -> jax.Array:

@@ -230,7 +230,8 @@ def place(tree: PyTree, specs: SpecTree, mesh: MeshLike | None, call: Call) -> P
             leaves, shardings, call.name, call.from_single_device, sent, progress=call.progress
         )
         if group.processes:
-            set_origin((leaves[i] for i in shardings), group.processes, last_meeting())
+            made, names = [leaves[i] for i in shardings], [paths[i] for i in shardings]
+            set_origin(made, group.processes, last_meeting(), names)
     return treedef.unflatten(leaves)
 
 

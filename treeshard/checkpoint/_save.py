@@ -23,10 +23,17 @@ from zlib import crc32
 
 import jax
 from etils import epath
+from jax.tree_util import tree_leaves
 
 from treeshard._core.arrays import array_text
-from treeshard._core.paths import PyTree
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, agreeing, exchange, with_bar
+from treeshard._core.paths import PyTree, leaf_paths
+from treeshard._core.processes import (
+    AS_LONG_AS_IT_TAKES,
+    agreeing,
+    exchange,
+    fact_of_origin,
+    with_bar,
+)
 from treeshard._disk.files import (
     Lock,
     check_mark,
@@ -116,6 +123,9 @@ def begin(
                 held.enter_context(_locked(path))
                 check_vacant(path)
             facts |= _facts(path, packed.table, fingerprints)
+            if jax.process_count() > 1:
+                for leaf_path, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
+                    facts |= fact_of_origin(leaf_path, leaf)
         if first:
             held.callback(sweep, path)  # after a failure, before the lock is released
         thread = ThreadPoolExecutor(1, "treeshard-save")

@@ -12,7 +12,14 @@ import jax
 
 from treeshard._core.arguments import check_path
 from treeshard._core.mesh import MeshLike
-from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together, with_bar
+from treeshard._core.processes import (
+    AS_LONG_AS_IT_TAKES,
+    TIMEOUT,
+    agreeing,
+    fact_of_origin,
+    together,
+    with_bar,
+)
 from treeshard._core.text import parse_bytes
 from treeshard._disk.files import PathLike, file_path
 from treeshard._disk.requests import Placing
@@ -107,6 +114,8 @@ def save_safetensors(
         facts["the path"] = str(to)
         facts |= {file.path.name: f"{len(file.head)} bytes of header" for file in files}
         facts |= {x.name: f"{x.code}{list(x.shape)}" for x in rows}
+        for name, x in tensors.items():
+            facts |= fact_of_origin(name, x)
     writer_of_each = zip(tensors, writers(list(tensors.values()), where, timeout), strict=True)
     mine = [name for name, writer in writer_of_each if writer in (None, jax.process_index())]
     names_with_bar = with_bar(mine, where, unit="tensor", show=progress)

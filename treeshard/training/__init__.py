@@ -171,7 +171,7 @@ def init_sharded(
         # since JAX 0.5, by its default `jax_threefry_partitionable`.
         arrays = jax.jit(make_arrays, out_shardings=shardings)(arguments)
         if processes:
-            set_origin(arrays, processes, last_meeting())
+            set_origin(arrays, processes, last_meeting(), [leaf.path for leaf in tree_plan.leaves])
     return tree_plan.with_arrays(arrays), tree_plan
 
 

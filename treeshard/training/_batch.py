@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map
 
-from treeshard._core.arrays import has_shape
+from treeshard._core.arrays import array_text, has_shape
 from treeshard._core.paths import PyTree, leaf_paths, path_under
-from treeshard._core.processes import TIMEOUT, agreeing, facts_of, is_spread
+from treeshard._core.processes import SMALL_BYTES, TIMEOUT, agreeing, checksum, facts_of, is_spread
 from treeshard._core.spec_trees import SpecTree, specs_of_leaves
 from treeshard._placement.moves import through_host
 from treeshard._placement.shard import move_leaves, shardings_to_compare
@@ -36,19 +36,35 @@ class BatchPlacement:
 
     def __init__(self, specs: SpecTree, mesh: Mesh, processes: Sequence[int], where: str) -> None:
         self.specs, self.mesh, self.processes, self.where = specs, mesh, processes, where
-        self._targets_by_form: dict[Any, Targets] = {}
+        self._targets_by_form: dict[Any, tuple[Targets, str]] = {}
 
-    def place(self, data: list[Any], treedef: Any) -> list[Any]:
-        """The leaves of a batch on the mesh; those that are there already are the same objects."""
+    def place(self, data: list[Any], treedef: Any) -> tuple[list[Any], str]:
+        """The leaves of a batch on the mesh; those that are there already are the same objects.
+
+        Returns them, and what the processes compare of each batch at their next exchange.
+        """
         form = (treedef, *map(_form, data))
-        placed = self._targets_by_form.get(form)
-        if placed is None:
-            placed = self._targets_by_form[form] = self._agree_on(data, treedef)
+        known = self._targets_by_form.get(form)
+        if known is None:
+            known = self._agree_on(data, treedef), self._text(data, treedef)
+            self._targets_by_form[form] = known
+        placed, text = known
+        if self.processes:
+            text = ", ".join([text, *(checksum(x) for x in data if _is_small_on_host(x))])
         away = {i: target for i, target in placed.items() if not _is_placed(data[i], target)}
         if away:
             self._check_readable(data, treedef, away)
             move_leaves(data, away, self.where, through_host)
-        return data
+        return data, text
+
+    def _text(self, data: list[Any], treedef: Any) -> str:
+        if not self.processes:
+            return ""
+        paths = leaf_paths(treedef.unflatten(data))
+        pairs = zip(paths, data, strict=True)
+        arrays = [(path_under("batch", path), x) for path, x in pairs if has_shape(x)]
+        forms = ", ".join(f"{path}: {array_text(x)}" for path, x in arrays)
+        return f"the batch of a {self.where}: {forms}"
 
     def _check_readable(self, data: list[Any], treedef: Any, away: Targets) -> None:
         misfits = {i: unmovable(data[i]) for i in away}
@@ -82,10 +98,11 @@ class BatchPlacement:
             self._check_readable(data, treedef, agreed)
             if processes:
                 paths = leaf_paths(treedef.unflatten(data))
-                facts |= facts_of(
+                rows = (
                     (path_under("batch", paths[i]), data[i], shardings_to_compare(data[i], target))
                     for i, target in agreed.items()
                 )
+                facts |= facts_of(rows, self.processes, SMALL_BYTES)
         return agreed
 
     def _targets_in_place(self, data: list[Any], treedef: Any) -> Targets | None:
@@ -121,6 +138,11 @@ def _form(x: Any) -> Any:
     if not has_shape(x):
         return type(x)
     return x.shape, x.dtype, x.sharding if is_spread(x) else None
+
+
+def _is_small_on_host(x: Any) -> bool:
+    """Every process passes such an array in full. Others may still be computed."""
+    return isinstance(x, np.ndarray | np.generic) and 0 < x.nbytes <= SMALL_BYTES
 
 
 def _is_placed(x: Any, target: NamedSharding) -> bool:

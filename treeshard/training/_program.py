@@ -61,7 +61,7 @@ class Program:
         self.state, self.batch = state, batch
         self.placement, self.per_device = placement, per_device
         self.paths = leaf_paths(state.combine(range(len(state.indices))))
-        array_paths = state.dynamic(self.paths)
+        self.array_paths = array_paths = state.dynamic(self.paths)
         _check_fits_plan(array_paths, plan)
         self.leaves, self.shardings = plan.leaves, plan.sharding_of_each()
         # `collectives` reads these names of the arguments from the compiled program.

@@ -16,7 +16,7 @@ from treeshard._core.arguments import check_tree
 from treeshard._core.arrays import StaticSplit, has_shape
 from treeshard._core.jax_private import is_tracing
 from treeshard._core.make_mesh import is_attached, with_devices
-from treeshard._core.meetings import count_step, in_turn, set_origin
+from treeshard._core.meetings import check_in_step, count_step, in_turn, note, set_origin
 from treeshard._core.mesh import axes_of_type, can_wait
 from treeshard._core.paths import PyTree
 from treeshard._core.processes import participating_processes
@@ -84,12 +84,14 @@ class Step:
             with_devices(self._mesh, self._name)  # raises
         leaves, treedef = tree_flatten(state)
         data, data_def = tree_flatten(batch)
+        check_in_step(self._name, self._processes)
         program = self._program(leaves, treedef, data, data_def)
         arrays = program.state.dynamic(leaves)
         if is_tracing():  # in a jit of the user's, which neither places nor donates
             new, aux = program(arrays, program.batch.dynamic(data))
             return program.state.combine(new), aux
-        data = program.batch.dynamic(self._batches.place(data, data_def))
+        data, entry = self._batches.place(data, data_def)
+        data = program.batch.dynamic(data)
         if np.ndarray in set(map(type, arrays)):
             program.warn_of_host_leaves(arrays)
         if self._has_types:
@@ -99,6 +101,7 @@ class Step:
             arrays = self._usable(program, arrays, data)
         with in_turn(self._processes), jax.set_mesh(self._mesh):
             new, aux = self._run(program, arrays, data)
+            note(self._processes, entry)
         return program.state.combine(new), aux
 
     def on(self, plan: Plan, batch: SpecTree) -> "Step":
@@ -158,7 +161,8 @@ class Step:
             raise problem from error
         if self._processes:
             call = count_step(self._processes)
-            set_origin((*new, *tree_leaves(aux)), self._processes, call)
+            set_origin(new, self._processes, call, program.array_paths)
+            set_origin(tree_leaves(aux), self._processes, f"{call}, aux,")
         if self._donate and self._mesh.size > 1:
             mark_as_separate(new)
         return new, aux
