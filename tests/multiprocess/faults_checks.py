@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from tests.multiprocess.killed_saves_checks import RULES, differing, host_state, like
-from tests.multiprocess.worker import Context
+from tests.multiprocess.worker import Context, start_again
 from treeshard._core.processes import exchange
 from treeshard.checkpoint import Checkpoints, restore, save
 from treeshard.interchange import load_safetensors, save_safetensors
@@ -180,6 +180,7 @@ def check_a_process_that_raises_is_absent_from_later_calls(context: Context) -> 
         ("save_safetensors", lambda: save_safetensors(run / "x", tensors, timeout=0.3)),
         ("load_safetensors", lambda: load_safetensors(file, tensors, timeout=0.3)),
     ]:
+        start_again()
         if context.index == 0:
             with pytest.raises(ts.ProcessError) as told:
                 do()
