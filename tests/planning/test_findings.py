@@ -576,3 +576,25 @@ def test_a_finding_for_each_rule_and_not_for_each_shape() -> None:
     assert len(found.paths) == 6
     both = ts.plan(tree, [("a$", ts.fsdp("fsdp")), ("b$", ROWS)], mesh).findings
     assert [finding.rule for finding in both] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("state", "is_told"),
+    [
+        ({"inner_states": {"muon": {"mu": {"w": struct(50, 16)}}}}, True),
+        ((struct(), {"v_row": {"w": struct(50)}, "v": {"w": struct(50, 16)}}), True),
+        ({"0": {"GG": {"w": struct(50, 16)}}}, True),
+        ({"0": {"mu": {"w": struct(50, 16)}, "nu": {"w": struct(50, 16)}}}, False),
+        ({"muon": {"matrices": {"w": struct(50, 16)}}}, False),
+        ({"inner_states": {"muon": {"mu": {"w": struct(64, 16)}}}}, False),  # without padding
+    ],
+    ids=["muon", "adafactor", "soap", "adam", "by_matrix", "no padding"],
+)
+def test_padding_in_the_state_of_an_optimizer_that_is_not_elementwise(
+    state: Any, is_told: bool
+) -> None:
+    tree = {"params": {"w": struct(50, 16)}, "opt": state}
+    padded = ts.plan(tree, [("w", ROWS)], "fsdp=8", min_size=0).padded()
+    told = [x for x in padded.findings if x.code == "not-elementwise"]
+    assert bool(told) == is_told
+    assert not is_told or "so the padding changes updates. Give such leaves" in str(told[0])

@@ -84,13 +84,13 @@ def auto() -> Types:
 
 
 def test_the_program_tells_what_the_compiler_chose(auto: Types) -> None:
-    """`value_and_grad` runs the loss by hand over `data`; XLA splits the rows over `fsdp`."""
+    """XLA splits the rows over both axes of the batch."""
     assert auto.is_compiled
     logits = forward(auto, "logits")
-    assert (logits.shape, logits.axes, logits.by_hand) == ((8, 32, 512), ("fsdp",), ("data",))
+    assert (logits.shape, logits.axes, logits.by_hand) == ((16, 32, 512), ("data", "fsdp"), ())
     assert (logits.bytes, logits.times) == (2 * 32 * 512 * 4, 1)
     hidden = forward(auto, "hidden")
-    assert (hidden.axes, hidden.by_hand, hidden.times) == (("fsdp",), ("data",), 4)
+    assert (hidden.axes, hidden.by_hand, hidden.times) == (("data", "fsdp"), (), 4)
     assert hidden.bytes == 2 * 32 * 256 * 4
 
 
@@ -99,7 +99,7 @@ def test_what_a_scan_keeps_is_found_in_every_program_of_a_process() -> None:
     for _ in range(2):
         step, state, batch = transformer(ts.make_mesh("data=2,fsdp=4"), batch=P(("data", "fsdp")))
         [kept] = [x for x in step.types(state, batch) if x.ops == ("scan",) and x.part == "forward"]
-        assert (kept.shape, kept.axes, kept.where) == ((4, 8, 32, 64), ("fsdp",), "memory")
+        assert (kept.shape, kept.axes, kept.where) == ((4, 16, 32, 64), ("data", "fsdp"), "memory")
 
 
 def test_what_is_gathered_is_live_at_the_peak(auto: Types) -> None:

@@ -20,7 +20,7 @@ class Finding(NamedTuple):
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
             `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`, `"same-array"`,
             `"no-base"`, `"cuts-block"`, `"left-whole"`, `"unlike-siblings"`,
-            `"state-unlike-weight"`, `"cuts-head"`.
+            `"state-unlike-weight"`, `"cuts-head"`, `"not-elementwise"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.
         fix: What to do about it.
@@ -76,6 +76,12 @@ _WORDS = {
         "the same array as {firsts} now, and an array of its own once it is placed or stepped:"
         " {cost} more on each device.",
         "To keep one array, use `equinox.nn.Shared`.",
+    ),
+    "not-elementwise": (
+        "it has padding, and its optimizer (Adafactor, Muon, Shampoo, SOAP) computes the update of"
+        " an element from others, so the padding changes updates.",
+        "Give such leaves an elementwise optimizer, such as AdamW, with `optax.multi_transform`;"
+        " or shard a dim that is divisible.",
     ),
     "left-whole": (
         "shape {shape} is replicated, {waste} more per device than an even split over {idle}:"

@@ -62,6 +62,7 @@ def find(
         *state_unlike_weights(leaves, mesh, min_size),
         *unlike_siblings(leaves),
         *cut_heads(leaves, mesh, gathered),
+        *_padded_state(leaves),
     )
 
 
@@ -93,6 +94,29 @@ def collisions(shared: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
     """Paths that several leaves share, so that rules and files cannot distinguish them."""
     for path, key_paths in shared.items():
         yield finding("path-collision", [path], places=" and ".join(key_paths))
+
+
+# ------------------------------------------------------------------ padding
+
+# How optax names the state of optimizers that compute the update of an element from others:
+# `opt_state/inner_states/muon/...`, `v_row` of Adafactor, `GG` of SOAP.
+# `by_matrix` keeps stacks below `matrices`: their padding is matrices that no other sees.
+_NOT_ELEMENTWISE = re.compile(
+    r"(^|/)(\w*(adafactor|muon|shampoo|soap)\w*"
+    r"|ns_coeffs|GG|v_row|v_col|preconditioners?|statistics)(/|$)",
+    re.IGNORECASE,
+)
+
+
+def _padded_state(leaves: Sequence[PlannedLeaf]) -> Iterator[Finding]:
+    """Padded parameters beside state of an optimizer that does not treat each element by itself."""
+    matches = (_NOT_ELEMENTWISE.search(leaf.path) for leaf in leaves)
+    # `opt_state/0/v_row/w`: its field stands beside others of one state, which begins above it.
+    starts = {match.string[: match.start() + 1] for match in matches if match is not None}
+    below = [x for x in leaves if x.path.startswith(tuple(starts))]
+    padded = [x.path for x in below if x.unpadded and "/matrices/" not in x.path]
+    if padded:
+        yield finding("not-elementwise", padded)
 
 
 # ------------------------------------------------------------------ rules

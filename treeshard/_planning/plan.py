@@ -286,6 +286,8 @@ class Plan(SpecCarrier):
         - optimizer state that a rule of its own shards unlike its parameter
           (`state-unlike-weight`);
         - attention heads that an axis splits into parts (`cuts-head`);
+        - padded leaves in the state of an optimizer that is not elementwise (`not-elementwise`),
+          by the names that optax has;
         - specs that are not used because their leaves have fewer elements than `min_size`;
         - arrays that are in the tree at two paths (`same-array`), which become two arrays. Shapes
           and JSON do not show them: the plan of `jax.eval_shape`'s result lacks this finding;
