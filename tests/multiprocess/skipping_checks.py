@@ -172,6 +172,69 @@ def check_a_step_that_one_process_skips_is_told(context: Context) -> None:
     assert_all_can_go_on(context)
 
 
+def check_other_values_of_a_full_leaf_are_told(context: Context) -> None:
+    """At once in the first batch, and later at the next exchange."""
+    kept = ts.shard(full(1), P("data"), mesh())
+    rate = np.float32(0.1 * (1 + (context.index == 1)))
+    text = told(lambda: ts.from_process_local({"rate": rate}, P(), mesh(), timeout=20))
+    assert text.startswith("from_process_local: the processes do not agree, and nothing was"), text
+    assert "\n  rate (values): CRC-32 " in text, text
+    batch = {"rate": np.float32(0.1), "x": full(context.index, (8 // context.count,))}
+    specs = {"rate": P(), "x": P("data")}
+    for later in (np.float32(0.1), rate):
+        ts.from_process_local({**batch, "rate": later}, specs, mesh(), timeout=20)
+    text = told(gathered(kept))
+    assert "gather: the processes have passed batches of other shapes or of other small values" in (
+        text
+    )
+    assert "The first: batch 2 of from_process_local: rate: float32[], x: float32[" in text, text
+    plan = ts.plan({"w": full(0)}, [("w", P("data"))], mesh(), min_size=0)
+    step = ts.jit_step(lambda s, b: (s, b["rate"]), plan, batch=P(), donate=False)
+    state = ts.shard({"w": full(0)}, plan)
+    assert "\n  batch/rate (values): CRC-32 " in told(lambda: step(state, {"rate": rate}))
+    assert_all_can_go_on(context)
+
+
+def check_batches_of_other_shapes_are_told(context: Context) -> None:
+    """Each shape was seen before by all processes, and another one by each in the last batch."""
+    kept = ts.shard({"w": full(1)}, P("data"), mesh())
+    path = context.directory / "kept"
+    save(path, kept)
+    directory = context.directory
+    for call in (
+        lambda: ts.gather(kept, timeout=20),
+        lambda: save(directory / "mixed", kept, timeout=20),
+        lambda: restore(path, kept, timeout=20),
+        lambda: ts.reshard(kept, P(), mesh(), timeout=20),
+    ):
+        for rows in (1, 2, 1 + (context.index == 1)):
+            ts.from_process_local({"x": full(0, (rows, 3))}, P("data"), mesh(), timeout=20)
+        text = told(call)
+        assert "batch 3 of from_process_local: x: float32[1,3] on process" in text, text
+        assert "batch 3 of from_process_local: x: float32[2,3] on process 1" in text, text
+    assert not (directory / "mixed").exists()
+    assert_all_can_go_on(context)
+
+
+def check_a_batch_that_others_do_not_bring_is_named(context: Context) -> None:
+    for rows in (1, 2):
+        ts.from_process_local({"x": full(0, (rows, 3))}, P("data"), mesh(), timeout=20)
+    mark = context.directory / "named"
+    if context.index == 0:
+        with pytest.raises(ts.ProcessError) as error:
+            ts.from_process_local({"x": full(0, (5, 3))}, P("data"), mesh(), timeout=0.5)
+        assert "did not arrive within 0.5 s." in str(error.value)
+        named = "Batch 3 here is x: float32[5,3]; on process 1, x: float32[2,3] since batch 2"
+        assert named in str(error.value), str(error.value)
+        mark.touch()
+    else:
+        ts.from_process_local({"x": full(0, (2, 3))}, P("data"), mesh(), timeout=20)
+    while not mark.exists():
+        time.sleep(0.01)
+    start_again()
+    assert_all_can_go_on(context)
+
+
 def check_other_calls_are_both_named(context: Context) -> None:
     x = global_of(context, 1)
     path = context.directory / "saved"
