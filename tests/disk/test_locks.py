@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from full_disk import files_of_at_most
 
 import treeshard as ts
 from treeshard._disk.files import Lock
+from treeshard.checkpoint import Checkpoints, restore, save
+from treeshard.interchange import load_safetensors, save_safetensors
 
 HOLD = """
 import sys, time
@@ -102,3 +106,61 @@ def test_a_file_system_without_locks_warns(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.warns(ts.ShardingWarning, match="it: this file system does not support locks"):
         Lock(tmp_path / "lock", "it").release()
+
+
+@pytest.fixture
+def thesis(tmp_path: Path):
+    """A file of the user's, which no link at a name of ours may change."""
+    file = tmp_path / "thesis.tex"
+    file.write_text("years of work")
+    yield file
+    assert file.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("to_sweep", [False, True])
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_link_at_the_name_of_a_lock_is_not_followed(link, to_sweep, thesis, tmp_path) -> None:
+    link(thesis, tmp_path / "lock")
+    with pytest.raises(ts.CheckpointError, match="lock is a link, or not a regular file. Remove"):
+        Lock(tmp_path / "lock", "it", to_sweep=to_sweep)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda file: os.symlink("/dev/null", file)])
+def test_what_is_no_file_at_the_name_of_a_lock_is_an_error_at_once(make, tmp_path) -> None:
+    make(tmp_path / "lock")
+    with pytest.raises(ts.CheckpointError, match="it: cannot be written to: "):
+        Lock(tmp_path / "lock", "it")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_saves_change_no_file_that_a_link_names(link, thesis, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in (".other.treeshard-lock", ".treeshard-mark", ".w.safetensors.part"):
+        link(thesis, run / name)
+    tree = {"w": np.ones(3, np.float32)}
+    with Checkpoints(run) as checkpoints:
+        checkpoints.save(1, tree)
+    save(run / "c", tree)
+    with pytest.warns(ts.ShardingWarning, match="had left in .*: .w.safetensors.part"):
+        save_safetensors(run / "w.safetensors", tree)
+    assert restore(run / "c")["w"].tolist() == [1, 1, 1]
+    assert load_safetensors(run / "w.safetensors")["w"].tolist() == [1, 1, 1]
+
+
+def test_a_directory_is_locked_under_each_of_its_names(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to("disk")
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"w": np.ones(3)})
+        with pytest.raises(ts.CheckpointError, match="this process is already writing here"):
+            Checkpoints(tmp_path / "disk")
+    assert restore(tmp_path / "disk" / "1")["w"].tolist() == [1, 1, 1]
+
+
+def test_a_lock_whose_name_cannot_be_written_is_released(tmp_path: Path) -> None:
+    with files_of_at_most(0), pytest.raises(ts.CheckpointError, match="run/c: cannot be written"):
+        save(tmp_path / "run" / "c", {"w": np.ones(3)})
+    assert list((tmp_path / "run").iterdir()) == []
+    save(tmp_path / "run" / "c", {"w": np.ones(3)})
+    assert restore(tmp_path / "run" / "c")["w"].tolist() == [1, 1, 1]

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import platform
+import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -161,6 +162,7 @@ _IS_OF_ANOTHER = (
     "another run is writing here: {}. Two writers would destroy each other's files. Wait for it,"
     " end it, or write to another path."
 )
+_NOT_OURS = "{} is a link, or not a regular file. Remove it"
 _NO_LOCKS = "{}: this file system does not support locks ({}), so a second writer is not kept out."
 
 
@@ -219,6 +221,8 @@ _locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [lock.close_copy() for lock in _locks])
 
 
+# Neither follows a link nor waits for the other end of a FIFO.
+_OWN_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _SWEEPS = "removes what a killed one left"
 _TRIES = 3  # before a lock counts as held: a sweep of others has each for a moment
 
@@ -232,9 +236,14 @@ def _lock(file: Path, what: str, *, to_sweep: bool) -> int | None:
     tries = 1 if to_sweep else _TRIES
     while True:
         try:
-            handle = os.open(file, os.O_RDWR | (0 if to_sweep else os.O_CREAT), 0o666)
+            handle = os.open(file, _OWN_FILE | (0 if to_sweep else os.O_CREAT), 0o666)
         except OSError as error:
-            raise CheckpointError(f"{what}: cannot be written to: {error.strerror}.") from None
+            why = _NOT_OURS.format(file) if file.is_symlink() else error.strerror
+            raise CheckpointError(f"{what}: cannot be written to: {why}.") from None
+        if not _is_only_ours(handle):
+            os.close(handle)
+            why = _NOT_OURS.format(file)
+            raise CheckpointError(f"{what}: cannot be written to: {why}.")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -254,12 +263,25 @@ def _lock(file: Path, what: str, *, to_sweep: bool) -> int | None:
             if not to_sweep:
                 warn(_NO_LOCKS.format(what, error.strerror))
             return None
-        if _is_open_as(file, handle):
+        if not _is_open_as(file, handle):
+            os.close(handle)  # its holder removed it after we had opened it: lock the new one
+            continue
+        since = f"since {datetime.now():%Y-%m-%d %H:%M:%S}"
+        try:
             os.ftruncate(handle, 0)
-            since = f"since {datetime.now():%Y-%m-%d %H:%M:%S}"
             os.write(handle, f"{me}, {_SWEEPS if to_sweep else since}".encode())
-            return handle
-        os.close(handle)  # its holder removed it after we had opened it: lock the new one
+        except OSError as error:  # a full disk
+            with suppress(OSError):
+                file.unlink()
+            os.close(handle)
+            raise CheckpointError(f"{what}: cannot be written to: {error.strerror}.") from None
+        return handle
+
+
+def _is_only_ours(handle: int) -> bool:
+    """Whether it is a regular file of one name; of none, if its holder has just removed it."""
+    status = os.fstat(handle)
+    return stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
 
 
 def _is_open_as(file: Path, handle: int) -> bool:
@@ -380,8 +402,9 @@ def _remove_unfinished(beside: Iterable[Path], belongs: Callable[[str], bool]) -
 
 @contextmanager
 def _created(path: Path, mark: bytes) -> Iterator[int]:
-    """Creates a file, or takes over the leftover of a killed run."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    """Creates a file, in place of the leftover of a killed run or of a link."""
+    path.unlink(missing_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         os.pwrite(file, mark, 0)
         os.fsync(file)

@@ -136,6 +136,7 @@ class Checkpoints:
             with together("Checkpoints", timeout=self._timeout) as marks:
                 if jax.process_index() == 0:
                     _lock(self._directory, held)
+                    mark.unlink(missing_ok=True)  # a link would be followed
                     marks.append(new_mark(mark))
                     until_seen.callback(mark.unlink)
             with together("Checkpoints", timeout=self._timeout):

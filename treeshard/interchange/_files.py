@@ -163,6 +163,7 @@ def _keep_earlier(paths: Sequence[Path]) -> None:
             _link(index.with_name(name), kept)
     moved = {x: _EARLIER + name if name in names else name for x, name in holders.items()}
     hidden = index.with_name(f".{_EARLIER}{index.name}.part")
+    hidden.unlink(missing_ok=True)  # a link would be followed
     try:
         hidden.write_text(json.dumps({**raw, "weight_map": moved}, indent=2))
         flush(hidden)
