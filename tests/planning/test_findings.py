@@ -598,3 +598,46 @@ def test_padding_in_the_state_of_an_optimizer_that_is_not_elementwise(
     told = [x for x in padded.findings if x.code == "not-elementwise"]
     assert bool(told) == is_told
     assert not is_told or "so the padding changes updates. Give such leaves" in str(told[0])
+
+
+def test_what_devices_narrow_is_planned_as_they_hold_it() -> None:
+    tree = {
+        "w": np.full((512, 512), 0.1),
+        "ids": np.arange(1024),
+        "z": np.ones((), "complex128"),
+        "swapped": np.ones(8, ">f4"),
+        "key": jax.random.key(0),
+    }
+    plan = ts.plan(tree, [("w", ts.fsdp("fsdp")), (".*", None)], "fsdp=8")
+    placed = ts.shard(tree, ts.plan(tree, plan.rules, ts.make_mesh("fsdp=8")))
+    assert [leaf.dtype for leaf in plan.leaves] == [x.dtype for x in jax.tree.leaves(placed)]
+    of_each = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed)]
+    assert plan.bytes_per_device() == sum(of_each)
+    assert [str(finding) for finding in plan.findings] == [
+        f"warning narrowed: {path}: {wide} in the tree, and {narrow} on devices, since JAX's x64"
+        f" mode is off. To keep {wide}, call `jax.config.update('jax_enable_x64', True)` first;"
+        " otherwise convert them with `.astype`."
+        for path, wide, narrow in [
+            ("ids", "int64", "int32"),
+            ("w", "float64", "float32"),
+            ("z", "complex128", "complex64"),
+        ]
+    ]
+    assert plan.on("fsdp=4").findings == plan.findings
+    moments = plan.follow({"mu": tree})
+    assert moments.on("fsdp=4").bytes_per_device() == plan.on("fsdp=4").bytes_per_device()
+    assert [x.code for x in moments.findings] == ["narrowed"] * 3
+    with jax.enable_x64(True):
+        wide = ts.plan(tree, plan.rules, "fsdp=8")
+    assert wide.findings == ()
+    assert wide.bytes_per_device() == 512 * 512 + 8 * 1024 + 16 + 32 + 8
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_a_step_takes_what_shard_made_of_64_bit_leaves(kind) -> None:
+    tree = {"w": np.full((512, 512), 0.5)}
+    plan = ts.plan(tree, [("w", ts.fsdp("fsdp"))], ts.make_mesh("fsdp=8", axis_types=kind))
+    step = ts.jit_step(lambda state, batch: ({"w": state["w"] * 2}, batch.sum()), plan)
+    for state in (ts.shard(tree, plan), tree):
+        new, aux = step(state, jnp.ones(8))
+        assert (new["w"].dtype, np.asarray(new["w"])[0, 0], float(aux)) == (np.float32, 1.0, 8.0)

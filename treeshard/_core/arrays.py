@@ -36,6 +36,13 @@ def has_shape(x: Any) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct) or is_array(x)
 
 
+def device_dtype(dtype: Any) -> Any:
+    """The dtype on devices: in native byte order, and of 32 bits for 64 unless in x64 mode."""
+    if not isinstance(dtype, np.dtype) or (dtype.itemsize <= 4 and dtype.isnative):  # or of keys
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
+
+
 def has_gradient(x: Any) -> bool:
     """Whether `x` is an array of floating-point numbers, which have gradients."""
     return is_array(x) and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)

@@ -19,6 +19,7 @@ from treeshard._core.arrays import (
     array_text,
     common,
     data_of,
+    device_dtype,
     is_key,
     lengths,
     numbers,
@@ -153,7 +154,7 @@ def _source(x: Any) -> np.ndarray:
     if isinstance(x, jax.Array):
         return numbers(x)
     with np.errstate(all="ignore"):  # values beyond float32 become inf, as in jnp.asarray
-        return np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("=")))
+        return np.asarray(x, device_dtype(x.dtype))
 
 
 def host_copy(x: Any) -> np.ndarray:
@@ -256,7 +257,7 @@ def assemble(
     Each shard is copied into fresh memory, which JAX may adopt. 64-bit values become 32-bit
     ones unless JAX's x64 mode is on.
     """
-    dtype = jax.dtypes.canonicalize_dtype(np.dtype(dtype).newbyteorder("="))
+    dtype = device_dtype(np.dtype(dtype))
     # Without local devices, JAX would still ask for the value of a replicated array.
     if not target.addressable_devices:
         return jax.make_array_from_single_device_arrays(shape, target, [], dtype=dtype)

@@ -16,7 +16,7 @@ from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_flatten, tree_leaves
 
-from treeshard._core.arrays import has_shape
+from treeshard._core.arrays import device_dtype, has_shape
 from treeshard._core.mesh import AnyMesh, axis_sizes, axis_tuple, check_axes
 from treeshard._core.paths import PyTree
 from treeshard._core.specs import all_axes, entries, with_entries
@@ -41,7 +41,7 @@ def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
         shape = tuple(leaf.shape)
         counterpart = original.counterpart(followed)
         if counterpart is None:
-            copies.append(PlannedLeaf(path, shape, leaf.dtype, _ALONE))
+            copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), _ALONE))
             continue
         decision = counterpart.decision
         if shape != counterpart.shape:
@@ -49,7 +49,7 @@ def copied_leaves(tree: PyTree, original: Original) -> list[PlannedLeaf]:
             decision = decisions.setdefault(key, _decision(decision, followed.spec))
         true = _lengths(shape, followed, counterpart.unpadded)
         unpadded = None if true == shape else true
-        copies.append(PlannedLeaf(path, shape, leaf.dtype, decision, unpadded))
+        copies.append(PlannedLeaf(path, shape, device_dtype(leaf.dtype), decision, unpadded))
     return copies
 
 

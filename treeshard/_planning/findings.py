@@ -19,7 +19,7 @@ class Finding(NamedTuple):
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
             `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`, `"same-array"`,
-            `"no-base"`, `"cuts-block"`, `"left-whole"`, `"unlike-siblings"`,
+            `"narrowed"`, `"no-base"`, `"cuts-block"`, `"left-whole"`, `"unlike-siblings"`,
             `"state-unlike-weight"`, `"cuts-head"`, `"not-elementwise"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
         fact: What is wrong.
@@ -82,6 +82,11 @@ _WORDS = {
         " an element from others, so the padding changes updates.",
         "Give such leaves an elementwise optimizer, such as AdamW, with `optax.multi_transform`;"
         " or shard a dim that is divisible.",
+    ),
+    "narrowed": (
+        "{wide} in the tree, and {narrow} on devices, since JAX's x64 mode is off.",
+        "To keep {wide}, call `jax.config.update('jax_enable_x64', True)` first; otherwise convert"
+        " them with `.astype`.",
     ),
     "left-whole": (
         "shape {shape} is replicated, {waste} more per device than an even split over {idle}:"

@@ -35,6 +35,7 @@ def find(
     shared: Mapping[str, Sequence[str]],
     boxes: Mapping[str, Any],
     same_arrays: Sequence[tuple[str, str]],
+    narrowed: Sequence[tuple[str, str]],
     gathered: Collection[str],
     *,
     mirrors: bool,
@@ -43,7 +44,8 @@ def find(
 
     Of a plan that `mirrors` another one, only the leaves are checked: `rules` decided those of the
     other. `shared` has the key paths of leaves that share a path, `boxes` the Flax boxes of leaves,
-    by path, `same_arrays` the paths of leaves that were one object, the later path first, and
+    by path, `same_arrays` the paths of leaves that were one object, the later path first,
+    `narrowed` the paths of arrays that devices hold in a narrower dtype, with their own dtype, and
     `gathered` the axes along which parameters are gathered for use.
     """
     sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
@@ -58,6 +60,7 @@ def find(
         *_unused_specs(leaves, min_size),
         *_related(leaves),
         *_same_arrays(leaves, same_arrays, mesh),
+        *_narrowed(leaves, narrowed),
         *left_whole(leaves, rules, mesh, min_size, names_lost),
         *state_unlike_weights(leaves, mesh, min_size),
         *unlike_siblings(leaves),
@@ -223,6 +226,20 @@ def _same_arrays(
         firsts = ", ".join(fold_paths([first for _, first in members]))
         cost = human_bytes(sum(by_path[path].bytes_per_device(mesh) for path in paths))
         yield finding("same-array", paths, by_path[paths[0]].rule, firsts=firsts, cost=cost)
+
+
+def _narrowed(
+    leaves: Iterable[PlannedLeaf], narrowed: Sequence[tuple[str, str]]
+) -> Iterator[Finding]:
+    """Arrays that devices hold in a narrower dtype, one finding for each pair of dtypes."""
+    if not narrowed:
+        return
+    on_devices = {leaf.path: leaf.dtype for leaf in leaves}
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path, dtype in narrowed:
+        alike[dtype, str(on_devices[path])].append(path)
+    for (wide, narrow), paths in alike.items():
+        yield finding("narrowed", paths, wide=wide, narrow=narrow)
 
 
 def _where_they_differ(path: str, other: str) -> tuple[str, str]:

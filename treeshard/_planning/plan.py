@@ -22,7 +22,7 @@ from jax.tree_util import (
 )
 
 from treeshard._core.arguments import check_tree
-from treeshard._core.arrays import StaticSplit, has_shape, same_arrays
+from treeshard._core.arrays import StaticSplit, device_dtype, has_shape, same_arrays
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.mesh import (
     AnyMesh,
@@ -93,6 +93,8 @@ class Plan(SpecCarrier):
     _mirrors: bool = False
     # The paths of arrays that are one object with another leaf, and of that leaf.
     _same_arrays: tuple[tuple[str, str], ...] = ()
+    # The paths of arrays that devices hold in a narrower dtype, and their own dtype.
+    _narrowed: tuple[tuple[str, str], ...] = ()
     # Of a subtree: the plan of the whole tree, and the path of the subtree in it.
     _part_of: "tuple[Plan, str] | None" = None
 
@@ -291,6 +293,8 @@ class Plan(SpecCarrier):
         - specs that are not used because their leaves have fewer elements than `min_size`;
         - arrays that are in the tree at two paths (`same-array`), which become two arrays. Shapes
           and JSON do not show them: the plan of `jax.eval_shape`'s result lacks this finding;
+        - arrays of 64 bits without JAX's x64 mode (`narrowed`), which are planned, placed and
+          stepped with 32 bits; JSON does not show them;
         - leaves that cannot follow their base (`follow`).
 
         A pattern with exponential backtracking can make this hang, as it can `plan`.
@@ -313,6 +317,7 @@ class Plan(SpecCarrier):
             shared,
             boxes,
             self._same_arrays,
+            self._narrowed,
             self.fsdp_axes(),
             mirrors=self._mirrors,
         )
@@ -386,7 +391,7 @@ class Plan(SpecCarrier):
         self._check_has_rules()
         with nullcontext() if self._logical is None else logical_axis_rules(self._logical):
             planned = plan(self._bare(), self.rules, mesh, min_size=self.min_size)
-        return planned.with_same_arrays(self._same_arrays)
+        return replace(planned, _same_arrays=self._same_arrays, _narrowed=self._narrowed)
 
     def _check_has_rules(self) -> None:
         """Raises `FormatError` if the plan was read from JSON, and has no rules to apply."""
@@ -403,7 +408,7 @@ class Plan(SpecCarrier):
         structs = resized(self._bare(), self._source._original(), source._original())
         tree = self._split.treedef.unflatten(structs)
         followed = source.follow(tree, extra_axis=self._extra_axis, memory=self._memory)
-        return followed.with_same_arrays(self._same_arrays)
+        return replace(followed, _same_arrays=self._same_arrays, _narrowed=self._narrowed)
 
     def _original(self) -> Original:
         return Original(self._split.treedef, self.leaf_at_each_index())
@@ -471,6 +476,7 @@ class Plan(SpecCarrier):
             _mirrors=True,
             _part_of=None,
             _same_arrays=same_arrays([leaf.path for leaf in leaves], arrays),
+            _narrowed=_narrowed(leaves, arrays),
         )
 
     def with_same_arrays(self, pairs: Sequence[tuple[str, str]]) -> "Plan":
@@ -722,7 +728,7 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
     warn_of_moves(decided.rows(), frozenset())
     columns = zip(decided.paths, decided.leaves, decided.shapes, decided.decisions, strict=True)
     leaves = [
-        PlannedLeaf(path, shape, leaf.dtype, decision)
+        PlannedLeaf(path, shape, device_dtype(leaf.dtype), decision)
         for path, leaf, shape, decision in columns
         if shape is not None
     ]
@@ -740,4 +746,13 @@ def plan(tree: PyTree, rules: Rules, mesh: MeshLike, *, min_size: int | None = N
         split,
         current_logical_rules(),
         _same_arrays=same_arrays(decided.paths, decided.leaves),
+        _narrowed=_narrowed(leaves, split.dynamic(decided.leaves)),
+    )
+
+
+def _narrowed(leaves: Sequence[PlannedLeaf], arrays: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    """The arrays that devices hold in a narrower dtype: their paths, and their own dtypes."""
+    pairs = zip(leaves, arrays, strict=True)
+    return tuple(
+        (leaf.path, x.dtype.name) for leaf, x in pairs if x.dtype.itemsize > leaf.dtype.itemsize
     )
