@@ -12,6 +12,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -44,7 +45,7 @@ PODS = [
 
 
 def program_of(pod: Pod) -> ts.programs.CompiledStep:
-    mesh = ts.make_mesh(pod.mesh, topology=pod.topology)
+    mesh = ts.make_mesh(pod.mesh, topology=pod.topology, axis_types="explicit")
     step, state, batch = make_llama(mesh, size=pod.size)
     return step.compile(state, batch)
 
@@ -72,11 +73,18 @@ def _with_tuples(record: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(x) if isinstance(x, list) else x for key, x in record.items()}
 
 
+def sent_by(moved: Iterable[Collective]) -> int | None:
+    """The bytes that a device sends in a step; `None` if some of them are unknown."""
+    return total(
+        None if x.wire_bytes is None or x.count is None else x.wire_bytes * x.count for x in moved
+    )
+
+
 def compile_one(pod: Pod) -> dict[str, Any]:
     """The figures of one program, per device."""
     program = program_of(pod)
     mesh = program.plan.mesh
-    moved, memory, cost = program.communication(), program.memory(), program.cost()
+    moved, memory = program.communication(), program.memory()
     gathers = [one for one in moved.planned if one.kind == "all-gather"]
     named = {(one.path, one.axes) for one in gathers}
     found = [one for one in moved.compiled if one.kind == "all-gather" and one.path is not None]
@@ -85,8 +93,8 @@ def compile_one(pod: Pod) -> dict[str, Any]:
         bytes_on_the_wire(x.kind, x.total_bytes, math.prod(mesh.shape[axis] for axis in x.axes))
         for x in moved.planned
     )
-    sends = total([cost.hidden_bytes, cost.exposed_bytes])
-    assert sends is not None, cost.unknown
+    sends = sent_by(moved.compiled)
+    assert sends is not None
     return {
         **pod._asdict(),
         "need": memory.total,
