@@ -1,3 +1,23 @@
+# isort: off
+from ._planning.rules import match_partition_rules as match_partition_rules
+from ._placement.gather import make_shard_and_gather_fns as make_shard_and_gather_fns
+from ._placement.constraint import with_sharding_constraint as with_sharding_constraint
+from ._planning.logical import PartitionAxis as PartitionAxis
+from ._core.mesh import get_submesh_device_index as get_submesh_device_index
+from ._core.mesh import get_mesh_axis_size as get_mesh_axis_size
+from ._core.mesh import get_axes_size_in_mesh as get_axes_size_in_mesh
+from ._core.mesh import get_mesh_axis_names as get_mesh_axis_names
+from ._core.mesh import get_incontext_mesh as get_incontext_mesh
+from ._core.mesh import names_in_current_mesh as names_in_current_mesh
+from ._placement.live import get_partition_spec as get_partition_spec
+from ._placement.live import extract_shardings as extract_shardings
+from ._core.spec_trees import get_names_from_partition_spec as get_names_from_partition_spec
+from .compat import infer_sharding as infer_sharding
+from .manual import shard_params as shard_params
+from .manual import gather_params as gather_params
+from .manual import sync_gradients as sync_gradients
+
+# isort: on
 from . import checkpoint as checkpoint
 from . import communication as communication
 from . import compat as compat
@@ -15,10 +35,8 @@ from ._core.spec_trees import layer_specs as layer_specs
 from ._core.specs import Adjustment as Adjustment
 from ._inspection.draw import draw as draw
 from ._placement.constraint import unshard as unshard
-from ._placement.constraint import with_sharding_constraint as with_sharding_constraint
 from ._placement.gather import gather as gather
 from ._placement.gather import iter_gather as iter_gather
-from ._placement.gather import make_shard_and_gather_fns as make_shard_and_gather_fns
 from ._placement.padding import pad_leaves as pad_leaves
 from ._placement.padding import unpad_leaves as unpad_leaves
 from ._placement.process_local import from_process_local as from_process_local
@@ -28,14 +46,12 @@ from ._placement.shard import reshard as reshard
 from ._placement.shard import shard as shard
 from ._planning.adapters import follow as follow
 from ._planning.findings import Finding as Finding
-from ._planning.logical import PartitionAxis as PartitionAxis
 from ._planning.logical import logical_axis_rules as logical_axis_rules
 from ._planning.matching import PlannedLeaf as PlannedLeaf
 from ._planning.plan import Plan as Plan
 from ._planning.plan import plan as plan
 from ._planning.plan_report import LeafChange as LeafChange
 from ._planning.plan_report import PlanDiff as PlanDiff
-from ._planning.rules import match_partition_rules as match_partition_rules
 from ._planning.tactics import Tactic as Tactic
 from ._planning.tactics import fsdp as fsdp
 from ._planning.tactics import logical_partitioning as logical_partitioning

@@ -101,7 +101,7 @@ def test_a_warning_points_at_the_line_that_called_treeshard(tmp_path) -> None:
 
 
 def test_public_functions_are_one_object_everywhere() -> None:
-    assert ts.get_axes_size_in_mesh is ts.compat.get_axes_size_in_mesh
+    assert ts.shard_params is ts.manual.shard_params
     assert ts.assert_collectives is ts.testing.assert_collectives
-    for fn in (ts.shard, ts.compat.get_axes_size_in_mesh, ts.training.jit_step):
+    for fn in (ts.shard, ts.get_axes_size_in_mesh, ts.training.jit_step):
         assert pickle.loads(pickle.dumps(fn)) is fn

@@ -1,6 +1,7 @@
 """What `import treeshard` costs: nothing heavy, no backend, no device."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,16 +80,10 @@ ELSEWHERE = {
     "communication": "Collective assert_collectives collectives",
     "compat": (
         "analyze_sharding_strategy create_pattern_based_partition_spec extract_sharding_structure"
-        " extract_shardings get_axes_size_in_mesh get_incontext_mesh get_mesh_axis_names"
-        " get_mesh_axis_size get_names_from_partition_spec get_partition_spec"
-        " get_shardings_with_structure get_submesh_device_index infer_sharding"
-        " logical_to_mesh_spec names_in_current_mesh"
+        " get_shardings_with_structure logical_to_mesh_spec"
     ),
     "errors": "CheckpointError DamagedError LeafError NoMeshError ProcessError UnknownAxisError",
-    "manual": (
-        "fold_rng_over_axis gather_array_with_mean_grads gather_params shard_module_params"
-        " shard_params sync_gradients"
-    ),
+    "manual": "fold_rng_over_axis gather_array_with_mean_grads shard_module_params",
     "testing": "assert_stable_step diff_shardings",
     "training": "accumulate_gradients print_metrics",
 }
@@ -117,6 +112,42 @@ def test_a_name_that_nobody_has_is_not_looked_for() -> None:
     assert run(code) == "False False"
 
 
+# What one plugs into a training loop of one's own, in the order in which pages list it.
+TOOLKIT = [
+    "match_partition_rules",
+    "make_shard_and_gather_fns",
+    "with_sharding_constraint",
+    "PartitionAxis",
+    "get_submesh_device_index",
+    "get_mesh_axis_size",
+    "get_axes_size_in_mesh",
+    "get_mesh_axis_names",
+    "get_incontext_mesh",
+    "names_in_current_mesh",
+    "get_partition_spec",
+    "extract_shardings",
+    "get_names_from_partition_spec",
+    "infer_sharding",
+    "shard_params",
+    "gather_params",
+    "sync_gradients",
+]
+
+
+def test_the_toolkit_comes_first() -> None:
+    import treeshard as ts
+
+    stub = Path(ts.__file__).with_suffix(".pyi")
+    listed = re.findall(r"^from .+ import (\w+) as", stub.read_text(), re.MULTILINE)
+    assert listed[: len(TOOLKIT)] == TOOLKIT
+    page = (stub.parents[1] / "docs/reference.md").read_text()
+    shown = re.findall(r"^::: treeshard\.(?:\w+\.)?(\w+)$", page, re.MULTILINE)
+    assert shown[: len(TOOLKIT)] == TOOLKIT
+    assert set(TOOLKIT) <= set(dir(ts))
+    translations = set(TOOLKIT) & set(ts.compat.__all__)
+    assert translations == {"infer_sharding"}  # strategies of big_vision, as text
+
+
 def test_the_first_page_is_short_and_type_checkers_see_it() -> None:
     import treeshard as ts
 
@@ -126,7 +157,7 @@ def test_the_first_page_is_short_and_type_checkers_see_it() -> None:
     assert all(alias.asname == alias.name for alias in aliases)  # else it is private to them
     names = [alias.name for alias in aliases]
     assert dir(ts) == sorted([*names, "__version__"])
-    assert len(names) - len(SUBMODULES) < 50
+    assert len(names) - len(SUBMODULES) < 60
     assert all(getattr(ts, name) is not None for name in names)
 
 

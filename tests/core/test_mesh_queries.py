@@ -10,14 +10,14 @@ import treeshard as ts
 
 
 def test_names_of_the_mesh_in_force(mesh) -> None:
-    assert not ts.compat.names_in_current_mesh("data")
+    assert not ts.names_in_current_mesh("data")
     with jax.set_mesh(mesh):
-        assert ts.compat.names_in_current_mesh("data", "fsdp")
-        assert not ts.compat.names_in_current_mesh("data", "tensor")
-        assert ts.compat.names_in_current_mesh()
-        assert ts.compat.get_mesh_axis_names() == ["data", "fsdp"]
+        assert ts.names_in_current_mesh("data", "fsdp")
+        assert not ts.names_in_current_mesh("data", "tensor")
+        assert ts.names_in_current_mesh()
+        assert ts.get_mesh_axis_names() == ["data", "fsdp"]
     with pytest.raises(ts.NoMeshError):
-        ts.compat.get_mesh_axis_names()
+        ts.get_mesh_axis_names()
 
 
 @pytest.mark.parametrize("axes", ["data", "fsdp", ("data", "fsdp"), ("fsdp", "data"), []], ids=str)
@@ -34,7 +34,7 @@ def test_index_and_size_follow_the_layout_of_a_spec(mesh, axes) -> None:
     np.testing.assert_array_equal(f(jnp.zeros(size, jnp.int32)), np.arange(size))
 
 
-@pytest.mark.parametrize("ask", [ts.compat.get_mesh_axis_size, ts.compat.get_submesh_device_index])
+@pytest.mark.parametrize("ask", [ts.get_mesh_axis_size, ts.get_submesh_device_index])
 @pytest.mark.usefixtures("unchecked")
 def test_axes_that_are_not_bound_are_rejected(ask, mesh) -> None:
     with pytest.raises(

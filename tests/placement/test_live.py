@@ -10,13 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from treeshard import shard
-from treeshard.compat import (
-    extract_sharding_structure,
-    extract_shardings,
-    get_partition_spec,
-    get_shardings_with_structure,
-)
+from treeshard import extract_shardings, get_partition_spec, shard
+from treeshard.compat import extract_sharding_structure, get_shardings_with_structure
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Reads the shardings of live trees back, by EasyDeL's names.
+"""Reads the shardings of live trees back.
 
 `None` stands in the place of a leaf without a sharding: without it the result would have another
 structure than the tree, and could not be passed back with it.
@@ -53,9 +53,6 @@ def extract_shardings(tree: PyTree, mesh: MeshLike | None = None) -> SpecTree:
     misfits = {i: misfit for i, spec in enumerate(laid) if spec and (misfit := spec.misfit())}
     raise_misfits(tree, misfits, "extract_shardings")
     return treedef.unflatten([spec and spec.sharding for spec in laid])
-
-
-extract_sharding_structure = get_shardings_with_structure = extract_shardings
 
 
 def get_partition_spec(tree: PyTree) -> SpecTree:
