@@ -130,7 +130,8 @@ class DoesNotFitError(TreeShardError, MemoryError):
 
 
 class LeafError(TreeShardError, TypeError):
-    """A leaf has no values to move: it is a tracer or a `ShapeDtypeStruct`."""
+    """A leaf has no values to move or save: a tracer, a `ShapeDtypeStruct`, a class that JAX does
+    not know."""
 
 
 class StateError(TreeShardError, TypeError):

@@ -115,10 +115,6 @@ def test_fingerprints_equal_the_crc32_of_zlib(saved) -> None:
 def test_a_tree_without_arrays_is_restored(tmp_path: Path) -> None:
     save(tmp_path / "x", {"step": 7, "act": print})
     assert restore(tmp_path / "x", {"step": 0, "act": print}) == {"step": 7, "act": print}
-    save(tmp_path / "y", ())
-    assert restore(tmp_path / "y") == {}
-    assert inspect(tmp_path / "y").leaves == ()
-    verify(tmp_path / "y")
 
 
 def test_it_works_inside_a_running_event_loop_as_in_notebooks(saved, tmp_path: Path) -> None:

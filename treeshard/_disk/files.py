@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import platform
+import re
 import stat
 import time
 import weakref
@@ -37,6 +38,10 @@ def file_path(path: PathLike) -> Path:
         text = text.removeprefix("file://")
     if "://" in text:
         raise CheckpointError(f"{text} is not in a file system. Pass a local path.")
+    scheme = re.match("([a-z][a-z0-9+.-]+):/(?!/)", text)  # what `pathlib` makes of ://
+    if scheme:
+        meant = text.replace(":/", "://" if scheme[1] != "file" else ":///", 1)
+        raise CheckpointError(f"{text} is a `Path` of a URL. Pass it as text: {meant!r}.")
     if "\0" in text:
         raise CheckpointError(f"{text}: a path cannot contain a NUL character.")
     return Path(text).expanduser()
@@ -238,7 +243,7 @@ def _lock(file: Path, what: str, *, to_sweep: bool) -> int | None:
         try:
             handle = os.open(file, _OWN_FILE | (0 if to_sweep else os.O_CREAT), 0o666)
         except OSError as error:
-            why = _NOT_OURS.format(file) if file.is_symlink() else error.strerror
+            why = _NOT_OURS.format(file) if os.path.islink(file) else error.strerror
             raise CheckpointError(f"{what}: cannot be written to: {why}.") from None
         if not _is_only_ours(handle):
             os.close(handle)

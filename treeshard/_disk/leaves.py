@@ -10,15 +10,28 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache, partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.tree_util import tree_leaves
 
-from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.arguments import described
+from treeshard._core.arrays import array_text, has_shape, is_array
+from treeshard._core.paths import PyTree, leaf_paths
 from treeshard._core.text import columns, fold, human_bytes, parse_dtype
-from treeshard.errors import DamagedError, FormatError, counted, listed, short
+from treeshard.errors import (
+    DamagedError,
+    FormatError,
+    LeafError,
+    TreeShardError,
+    counted,
+    listed,
+    short,
+)
 
 Shape = tuple[int, ...]
 
@@ -75,6 +88,46 @@ def kind_of(x: Any) -> str | None:
     if has_shape(x):
         return "key" if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else "array"
     return "none" if x is None else _SCALAR_KINDS.get(type(x))
+
+
+# What a program has again when it starts again, as its source says it.
+_CODE = (type, ModuleType, np.dtype, Enum)
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_KNOWN = (*_ARRAYS, bool, int, float, complex, str, bytes, *_CODE)
+
+
+def is_opaque(x: Any) -> bool:
+    """Whether a leaf may hold values that are neither saved nor code.
+
+    Code is a callable without arrays of its own, a type, a module, a dtype or an enum's member.
+    """
+    if x is None or isinstance(x, _KNOWN):
+        return False
+    return not callable(x) or any(map(is_array, tree_leaves(_held_by(x))))
+
+
+def _held_by(x: Any) -> list[Any]:
+    """The attributes of a callable, what a method is bound to, and the arguments of a `partial`."""
+    bound = getattr(x, "__self__", None)
+    arguments = (x.args, x.keywords) if isinstance(x, partial) else ()
+    return [getattr(x, "__dict__", {}), bound, getattr(bound, "__dict__", {}), arguments]
+
+
+def check_known(tree: PyTree, where: str, error: type[TreeShardError] = LeafError) -> None:
+    """Raises if leaves may hold values that are neither saved nor code."""
+    if not any(map(is_opaque, tree_leaves(tree))):
+        return
+    facts = [
+        f"{path or 'the tree'}: {described(x)}."
+        for path, x in zip(leaf_paths(tree), tree_leaves(tree), strict=True)
+        if is_opaque(x)
+    ]
+    headline = f"{where}: JAX does not know what is in {len(facts)} leaves, so it is not saved:"
+    raise error(
+        f"{listed(headline, facts, headed=True)}\nRegister the class as a pytree"
+        " (`jax.tree_util.register_dataclass`, `equinox.Module`), use a dict or a list, or put"
+        " `None` in its place."
+    )
 
 
 @lru_cache

@@ -19,7 +19,7 @@ from treeshard._core.paths import PyTree
 from treeshard._core.processes import facts_of
 from treeshard._core.spec_trees import lay, raise_misfits
 from treeshard._core.text import parse_dtype
-from treeshard._disk.leaves import Shape, empty_value, is_none, kind_of
+from treeshard._disk.leaves import Shape, check_known, empty_value, is_none, kind_of
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.rules import Rules
 from treeshard.errors import FormatError, MismatchError, did_you_mean, listed, warn
@@ -274,6 +274,7 @@ def read_request(
         tree = {name: _like_leaf(x.cast(to)) for name, x in stored.items()}
     elif isinstance(like, Plan):
         tree = like.structs
+    check_known(tree, where, MismatchError)
     leaves, treedef = tree_flatten(tree, is_leaf=is_none)
     if placing.rules is not None:
         shardings = _decided(tree, placing.rules, placing, where)

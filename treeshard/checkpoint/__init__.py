@@ -72,9 +72,9 @@ def save(
         path: The directory to create, the same on every process, on a file system or object store
             that all of them share. It must not exist yet.
         tree: Any pytree. Arrays of every JAX dtype, typed PRNG keys, Python numbers, strings,
-            bytes and `None` are saved. Other leaves, such as functions, are static: they are not
-            saved, and `restore` takes them from its like-tree. An array that is not global, such
-            as a numpy array, must be equal on all processes; process 0 saves its copy.
+            bytes and `None` are saved. Functions, types, modules, dtypes and enums are static: they
+            are not saved, and `restore` takes them from its like-tree. An array that is not
+            global, such as a numpy array, must be equal on all processes; process 0 saves its copy.
         fingerprints: Whether to save a checksum of every array, and to compare all replicas.
         on_divergence: What to do if replicas of an array, or the processes' copies of one, differ
             in a bit: `"error"` raises a `CheckpointError` that names the leaves; `"warn"` saves
@@ -83,8 +83,9 @@ def save(
         progress: Whether to show a progress bar of the bytes on disk (needs `tqdm`).
 
     Raises:
-        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, or of a dtype that JAX does not
-            support.
+        LeafError: If a leaf is a tracer, a `ShapeDtypeStruct`, of a dtype that JAX does not
+            support, or of a class that JAX does not know, such as a plain dataclass or a deque; if
+            there is nothing to save.
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If `path` exists or cannot be written; if another run is writing there
             (not detected on object stores); if the processes do not share its directory; if

@@ -106,7 +106,8 @@ def restore(
         CheckpointError: If there is no checkpoint at `path`: it says what is there instead.
         DamagedError: If the checkpoint is not as saved: the leaves are listed.
         MismatchError: If leaves are missing, not requested, or of another kind, shape or dtype
-            than requested; if they have 64 bits and JAX's x64 mode is off. All are listed.
+            than requested; if they have 64 bits and JAX's x64 mode is off. All are listed. If a
+            leaf of `like` is of a class that JAX does not know, such as a plain dataclass.
         FormatError: If another version of treeshard wrote the checkpoint; if `cast` is not a
             floating-point dtype.
         ShardingRuleError: If the rules do not decide every leaf, or a spec does not fit its leaf.

@@ -69,7 +69,7 @@ from treeshard.checkpoint._paths import (
     sweep_left,
 )
 from treeshard.checkpoint._table import WHERE, LeafTable, Packed, pack, to_text
-from treeshard.errors import CheckpointError, counted, listed, warn
+from treeshard.errors import CheckpointError, LeafError, counted, listed, warn
 
 
 class Writing:
@@ -119,6 +119,8 @@ def begin(
     with ExitStack() as held:
         with agreeing(WHERE, timeout=timeout) as facts:
             packed = pack(tree)
+            if not packed.table.leaves:
+                raise LeafError(f"{WHERE}: the tree has no array, number, text or `None` to save.")
             if first:
                 held.enter_context(_locked(path))
                 check_vacant(path)

@@ -22,6 +22,7 @@ from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype, parse_json
 from treeshard._disk.leaves import (
     SavedLeaf,
+    check_known,
     is_none,
     key_shape,
     kind_of,
@@ -72,6 +73,7 @@ def pack(tree: PyTree) -> Packed:
     Leaves other than arrays, keys, numbers, strings, bytes and `None` are static, and left out.
     numpy scalars are arrays of shape `()`. Raises as `checkpoint.save` does for leaves and paths.
     """
+    check_known(tree, WHERE)
     misfits = {i: _unstorable(x) for i, x in enumerate(tree_leaves(tree))}
     raise_unmovable(tree, misfits, WHERE)
     leaves = tree_leaves(tree, is_leaf=is_none)

@@ -87,7 +87,8 @@ def save_safetensors(
 
     Raises:
         LeafError: If the format does not have the dtype of a leaf (typed PRNG keys, types of less
-            than a byte), or a leaf has no values (tracers, `ShapeDtypeStruct`s).
+            than a byte), or a leaf has no values (tracers, `ShapeDtypeStruct`s), or is of a class
+            that JAX does not know, such as a plain dataclass.
         DeletedLeafError: If a leaf was deleted or donated.
         CheckpointError: If two leaves would have one name, or a name is not allowed; if the files
             cannot be written, or another run is writing them; if the processes do not share the
@@ -175,7 +176,8 @@ def load_safetensors(
 
     Raises:
         MismatchError: If tensors are missing, were not requested, or have another shape or dtype
-            than requested; if they have 64 bits and JAX's x64 mode is off. All are listed.
+            than requested; if they have 64 bits and JAX's x64 mode is off. All are listed. If a
+            leaf of `like` is of a class that JAX does not know.
         FormatError: If a header or the index is malformed; if `cast` is not a floating-point
             dtype.
         DamagedError: If a file is too short, or too long.

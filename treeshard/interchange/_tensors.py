@@ -19,7 +19,7 @@ from treeshard._core.paths import PyTree, leaf_paths, shared_names
 from treeshard._core.processes import is_spread, together, with_bar
 from treeshard._core.spec_trees import Misfit
 from treeshard._core.text import parse_dtype
-from treeshard._disk.leaves import is_none
+from treeshard._disk.leaves import check_known, is_none
 from treeshard._disk.requests import (
     Differences,
     LeafType,
@@ -100,6 +100,7 @@ def _why_invalid(name: Any) -> str:
 
 def tensors_of(tree: Any, rename: Names | None, where: str) -> dict[str, Any]:
     """The arrays of a tree, all of which can be written, by the names of their tensors."""
+    check_known(tree, where)
     arrays = ((i, leaf) for i, leaf in enumerate(tree_leaves(tree)) if has_shape(leaf))
     misfits = {i: misfit for i, leaf in arrays if (misfit := _unwritable(leaf))}
     raise_unmovable(tree, misfits, where)

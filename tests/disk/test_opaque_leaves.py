@@ -1,0 +1,135 @@
+"""What is neither saved nor code is an error: it would come back as the template has it."""
+
+import dataclasses
+import enum
+import functools
+import math
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import treeshard as ts
+from treeshard.checkpoint import restore, save
+from treeshard.interchange import load_safetensors, save_safetensors
+
+
+@dataclasses.dataclass
+class State:
+    w: np.ndarray
+
+    def grown(self) -> np.ndarray:
+        return self.w * 2
+
+    def __call__(self) -> np.ndarray:
+        return self.w
+
+
+class Mode(enum.Enum):
+    TRAIN = 1
+
+
+ONES = np.ones(3, np.float32)
+OPAQUE = {
+    "dataclass": State(ONES),
+    "method": State(ONES).grown,
+    "partial": functools.partial(jnp.add, ONES),
+    "deque": deque([1.0, 2.0]),
+    "set": {1, 2},
+    "namespace": SimpleNamespace(w=ONES),
+    "generator": np.random.default_rng(0),
+    "bytearray": bytearray(b"12"),
+}
+CODE = {
+    "function": lambda x: x,
+    "builtin": len,
+    "activation": jax.nn.relu,
+    "ufunc": np.add,
+    "jnp ufunc": jnp.add,
+    "jitted": jax.jit(jnp.sin),
+    "vmapped": jax.vmap(jnp.sin),
+    "partial": functools.partial(print, 1),
+    "schedule": optax.cosine_decay_schedule(0.1, 100),
+    "optimizer": optax.adamw(0.1),
+    "type": State,
+    "module": math,
+    "dtype": np.dtype("float32"),
+    "jnp dtype": jnp.bfloat16,
+    "enum": Mode.TRAIN,
+    "norm": eqx.nn.LayerNorm(3),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_what_jax_does_not_know_is_not_saved_and_not_restored(name: str, tmp_path: Path) -> None:
+    tree = {"w": ONES, "a": {"b": OPAQUE[name]}}
+    said = (
+        "JAX does not know what is in 1 leaves, so it is not saved:\n  a/b: .*\nRegister the class"
+    )
+    for call in (save, save_safetensors):
+        with pytest.raises(ts.errors.LeafError, match=f"{call.__name__}: {said}"):
+            call(tmp_path / "x", tree)
+    assert list(tmp_path.iterdir()) == []
+    save(tmp_path / "x", {"w": ONES})
+    save_safetensors(tmp_path / "y", {"w": ONES})
+    for load, file in ((restore, "x"), (load_safetensors, "y")):
+        for partial in (False, True):
+            with pytest.raises(ts.errors.MismatchError, match=said):
+                load(tmp_path / file, tree, partial=partial)
+
+
+def test_all_of_them_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(ts.errors.LeafError) as told:
+        save(tmp_path / "x", OPAQUE)
+    for path, what in (("dataclass", "a State"), ("deque", "a deque"), ("method", "the function")):
+        assert f"\n  {path}: {what}" in str(told.value)
+
+
+def test_code_is_static(tmp_path: Path) -> None:
+    tree = {"w": ONES, **CODE}
+    save(tmp_path / "x", tree)
+    again = restore(tmp_path / "x", tree)
+    assert all(again[name] is x for name, x in CODE.items() if name not in ("norm", "optimizer"))
+
+
+@pytest.mark.parametrize("tree", [{}, (), {"f": len}, optax.EmptyState()], ids=str)
+def test_a_checkpoint_of_nothing_is_an_error(tree, tmp_path: Path) -> None:
+    with pytest.raises(ts.errors.LeafError, match="save: the tree has no array, number, text or"):
+        save(tmp_path / "x", tree)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("gs://bucket/run", "gs://bucket/run"),
+        ("s3://bucket/run", "s3://bucket/run"),
+        ("file:///runs/1", "file:///runs/1"),
+    ],
+)
+def test_a_path_object_of_a_url_is_refused(url, text, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, tree = Path(url), {"w": ONES}
+    calls = (
+        lambda: save(path, tree),
+        lambda: restore(path),
+        lambda: save_safetensors(path, tree),
+        lambda: load_safetensors(path),
+        lambda: ts.checkpoint.Checkpoints(path),
+        lambda: ts.checkpoint.Checkpoints(path, read_only=True),
+        lambda: ts.checkpoint.inspect(path),
+        lambda: ts.checkpoint.verify(path),
+        lambda: ts.interchange.tensor_shapes(path),
+    )
+    for call in calls:
+        with pytest.raises(ts.CheckpointError) as told:
+            call()
+        assert str(told.value).endswith(f"is a `Path` of a URL. Pass it as text: {text!r}.")
+    assert list(tmp_path.iterdir()) == []
+    save(tmp_path / "a:b" / "c", tree)
