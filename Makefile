@@ -5,7 +5,7 @@ BIN := .venv/bin
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-floor test-newest test-targets gate soak lint bench docs dist release clean
+.PHONY: demo test test-floor test-newest test-targets soak lint bench docs dist release clean
 
 demo: .venv/installed
 	$(BIN)/python examples/train_fsdp.py $(ARGS)
@@ -38,11 +38,6 @@ test-targets: .venv-targets/installed
 	JAX_PLATFORMS=cpu TREESHARD_TARGETS=1 .venv-targets/bin/python -m pytest --numprocesses 2 \
 		tests/targets $(ARGS)
 	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest tests --ignore=tests/targets -k on_a_tpu
-
-# Compares the steps of the examples, for CPUs and for a TPU slice, with examples/locks.
-# `make gate ARGS=--write` locks them anew.
-gate: .venv-targets/installed
-	.venv-targets/bin/python -m tools.gate $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

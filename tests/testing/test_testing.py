@@ -1,15 +1,12 @@
 """The assertions for users' tests: what they accept, and what they say of what they do not."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import struct
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -225,59 +222,3 @@ def test_the_memory_of_arrays_is_compared_where_it_is_said(mesh) -> None:
     for expected in (on_host, {"w": placed["w"].sharding}):
         with pytest.raises(AssertionError, match="'device', expected 'pinned_host'"):
             testing.assert_trees_sharded_as(ts.shard(params, on_device), expected)
-
-
-# ------------------------------------------------------------------ assert_types
-
-
-def gated(*rules: Any) -> tuple[Any, Any, Any]:
-    plan = ts.plan({"w": struct(64, 64)}, list(rules), ts.make_mesh("fsdp=8"), min_size=0)
-
-    @ts.jit_step(plan=plan, batch=P("fsdp"))
-    def step(state, x):
-        loss, grads = ts.training.value_and_grad(
-            lambda state, x: (jnp.tanh(x @ ts.unshard(state["w"])) ** 2).mean()
-        )(state, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
-
-    return step, plan.structs, struct(512, 64)
-
-
-def test_a_step_is_locked_and_what_differs_is_named(tmp_path, monkeypatch) -> None:
-    file = tmp_path / "locks" / "step.lock"
-    arguments = gated(("w", P("fsdp")))
-    with pytest.raises(AssertionError, match="step.lock does not exist. Run this test with TREES"):
-        testing.assert_types(*arguments, file)
-    monkeypatch.setenv("TREESHARD_UPDATE_LOCKS", "1")
-    testing.assert_types(*arguments, file)
-    monkeypatch.delenv("TREESHARD_UPDATE_LOCKS")
-    testing.assert_types(*arguments, str(file))
-    with pytest.raises(ts.errors.UnexpectedShardingError) as caught:
-        testing.assert_types(*gated(("w", None)), file)
-    message = str(caught.value)
-    assert message.startswith(f"The step differs from the one stored in {file}:")
-    assert "  leaf w: spec is P(), was P('fsdp',)." in message
-    assert "  leaf w: role is trained, was trained, gathered." in message
-    assert message.endswith(
-        "run the test with TREESHARD_UPDATE_LOCKS=1 in the environment to store the new step."
-    )
-    assert testing.assert_types(*gated(("w", None)), file, update=True) == ()
-    assert testing.assert_types(*gated(("w", None)), file) == ()
-
-
-def test_what_was_not_compared_with_a_lock_is_returned(tmp_path) -> None:
-    file = tmp_path / "step.lock"
-    arguments = gated(("w", P("fsdp")))
-    testing.assert_types(*arguments, file, update=True, min_size=64)
-    record = json.loads(file.read_text())
-    record["operations"]["on a device"] *= 2
-    record["jax"] = "0.1"
-    for value in record["values"]:
-        value["split"] = ["unknown"]
-    file.write_text(json.dumps(record))
-    version, less, unknown = testing.assert_types(*arguments, file)
-    assert version.startswith("The lock is of JAX 0.1, and this is JAX ")
-    assert less.endswith(": less than locked.")
-    count = len(record["values"])
-    assert count > 1
-    assert unknown.startswith(f"{count} values: how they are split is unknown in a program, so")

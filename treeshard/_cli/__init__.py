@@ -94,19 +94,6 @@ exit code: 0 if it fits and moves what is planned, 1 if it does not fit, 3 if it
 other than planned (1 with --strict), or 2 if the input is invalid. If the memory of a device is
 not known, as of simulated CPUs, the code is as if it fits
 """
-_GATE = """\
-FUNCTION is that of `treeshard compile`.
-
-  treeshard gate train:make_step --topology v5e:2x4 --against step.lock --write
-  treeshard gate train:make_step --topology v5e:2x4 --against step.lock
-
-The lock is JSON to commit: specs and roles of leaves, bytes moved, memory, operations, and how
-large values are split. Without --write the step is compared with it. A difference is a leaf or a
-value that is new, gone, or split or used differently; 2% more bytes or operations; 5% more memory.
-
-exit code: 0 if the step is as locked, 1 if it differs or does not fit, or 2 if the input is
-invalid, such as a lock for other devices
-"""
 _PATH = """\
 PATH is a checkpoint, a directory of checkpoints by step (reads the latest, or --step), a
 safetensors file, the index of several, or a directory with one of these.
@@ -171,16 +158,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--mesh", metavar="AXES", help='such as "data=4,fsdp=64"; by default fsdp has all devices')
     add("--strict", action="store_true", help="exit with 1 if it moves other than planned")
     add("--types", action="store_true", help="print the values that the step computes, too")
-
-    what = "compare what a step means and costs with a file, for pull requests"
-    add = command("gate", "gate:run_gate", what, _GATE)
-    add("function", metavar="MODULE:FUNCTION", help="returns (step, state, batch)")
-    add("--against", type=Path, required=True, metavar="FILE", help="the lock, such as step.lock")
-    add("--topology", metavar="NAME", help="such as v5e-256, v5p:8x8x8 or h100:2x8")
-    add("--mesh", metavar="AXES", help='such as "data=4,fsdp=64"; by default fsdp has all devices')
-    add("--write", action="store_true", help="write the lock instead of comparing")
-    add("--min-size", type=int, metavar="N", help="with --write: of the values (16,384 elements)")
-    add("--github", action="store_true", help="print differences as annotations of GitHub")
 
     what = "list the leaves of a checkpoint or safetensors"
     add = command("inspect", "files:run_inspect", what, _INSPECT)

@@ -47,7 +47,9 @@ _VERDICTS = {
 
 def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     """Prints what a compiled step moves, needs and costs. Returns one of the exit codes below."""
-    mesh, step, state, batch = _loaded(options)
+    _share_freed_memory()  # before a compiler has threads
+    mesh = mesh_for(options.mesh, options.topology)
+    step, state, batch = load_step(options.function, mesh)
     try:
         compiled = _compiled(options.function, mesh, step, state, batch)
     except DoesNotFitError as error:
@@ -57,18 +59,6 @@ def run_compile(options: argparse.Namespace) -> tuple[str, int]:
     code = _code(compiled.memory().fits, not moved.unplanned, options.strict)
     types = compiled.types() if options.types else None
     return to_text(compiled, moved, types), code
-
-
-def compile_function(options: argparse.Namespace) -> CompiledStep:
-    """Compiles the step of `MODULE:FUNCTION` for the mesh that the options name."""
-    return _compiled(options.function, *_loaded(options))
-
-
-def _loaded(options: argparse.Namespace) -> tuple[jax.sharding.Mesh, Step, Any, Any]:
-    """The mesh that the options name, and the step, state and batch of `MODULE:FUNCTION` on it."""
-    _share_freed_memory()  # before a compiler has threads
-    mesh = mesh_for(options.mesh, options.topology)
-    return mesh, *load_step(options.function, mesh)
 
 
 def _compiled(

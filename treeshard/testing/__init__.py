@@ -4,8 +4,8 @@ from treeshard._inspection.stability import assert_stable_step, diff_shardings
 from treeshard.communication import assert_collectives
 from treeshard.testing._assertions import (
     assert_same_plan,
+    assert_step,
     assert_trees_sharded_as,
-    assert_types,
 )
 from treeshard.testing._checks import check_gradients, check_step
 from treeshard.testing._layouts import Layout, layouts
@@ -18,8 +18,8 @@ __all__ = [
     "assert_collectives",
     "assert_same_plan",
     "assert_stable_step",
+    "assert_step",
     "assert_trees_sharded_as",
-    "assert_types",
     "check_gradients",
     "check_step",
     "diff_shardings",

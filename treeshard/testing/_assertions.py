@@ -20,11 +20,10 @@ from treeshard._core.spec_trees import SpecCarrier, SpecTree, specs_of_leaves
 from treeshard._core.specs import axes_of, entries
 from treeshard._planning.plan import Plan
 from treeshard.errors import SpecError, UnexpectedShardingError, listed
-from treeshard.programs._lock import compare_locks, lock_of, read_lock, write_lock
+from treeshard.programs._lock import diff_of_locks, lock_text, write_lock
 from treeshard.training._step import Step
 
 _UPDATE = "TREESHARD_UPDATE_PLANS"
-_UPDATE_LOCKS = "TREESHARD_UPDATE_LOCKS"
 
 
 def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool = False) -> None:
@@ -73,45 +72,36 @@ def assert_same_plan(plan: Plan, path: str | os.PathLike[str], *, update: bool =
         )
 
 
-def assert_types(
+def assert_step(
     step: Step,
     state: PyTree,
     batch: PyTree,
     path: str | os.PathLike[str],
     *,
     update: bool = False,
-    min_size: int | None = None,
-) -> tuple[str, ...]:
-    """Checks that a step still means and costs what is locked in a file.
+) -> None:
+    """Checks that a step is sharded, moves and needs what a file says.
 
-    The step is compiled and not run. The file is that of `treeshard gate`, JSON with a line for
-    each fact: specs and roles of the leaves, bytes moved by kind, axes and leaf, memory,
-    operations, and how large values are split. Commit it, and a review shows what a change does.
-    Run the test with `TREESHARD_UPDATE_LOCKS=1` in the environment to write the file, the first
-    time and after an intended change.
+    The step is compiled and not run. The file is JSON: the mesh and the kind of device, the spec
+    and the role of each leaf, the specs of the batch, the bytes moved in a step by kind, axes and
+    leaf, and the memory of one device by kind. Commit it, and a review shows what a change does.
 
-    Values are compared by file, function, pass, dtype and shape, and never by line. More than
-    locked by 2% of bytes moved or of operations, or by 5% of memory, is a difference; less is not.
-    What one of the two programs does not tell is not compared.
+    All of it is compared exactly. Names of variables, lines and values are not in it. What a
+    program does not tell is `null`, which equals `null` and no number. The compiler decides what
+    is moved, and the temporaries: another version of JAX may give others.
 
     Args:
         step: A step of `jit_step` or `shard_map_step`.
         state: The state, or `plan.structs`.
         batch: A batch, or `jax.ShapeDtypeStruct`s of one.
-        path: The file, by convention `*.lock`. Missing directories are created.
-        update: Whether to write the file instead of comparing, whatever the environment.
-        min_size: For a new file: values with fewer elements are left out; 16,384 by default. A
-            stored one keeps its own.
-
-    Returns:
-        A line for each thing that was not compared, is less than locked, or was made by another
-        version of JAX or treeshard. Empty if there is none, or if the file was written.
+        path: The file, by convention `*.json`. Missing directories are created.
+        update: Whether to write the file instead of comparing: the first time, and after an
+            intended change. The file has its old contents or the new ones, also after a kill.
 
     Raises:
-        UnexpectedShardingError: If the step differs from the stored one; the message lists every
-            leaf, sum and value that differs. If the file does not exist. It is an `AssertionError`.
-        FormatError: If the file is not a lock, or has another format.
-        MeshError: If the file is for other devices or another mesh.
+        UnexpectedShardingError: If the step differs from the stored one; the message has a diff
+            of the two files. If the file does not exist. It is an `AssertionError`.
+        FormatError: If the file is not JSON.
         DoesNotFitError, SpecError, StateError: As `step.compile`.
 
     Examples:
@@ -122,30 +112,24 @@ def assert_types(
         ...     return state, jnp.sum(batch @ state["w"])
         >>> batch = np.ones((512, 64), "float32")
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     written = assert_types(step, decided.structs, batch, folder + "/lock", update=True)
-        ...     not_compared = assert_types(step, decided.structs, batch, folder + "/lock")
+        ...     assert_step(step, decided.structs, batch, folder + "/step.json", update=True)
+        ...     assert_step(step, decided.structs, batch, folder + "/step.json")
     """
     file = Path(path)
-    if update or _is_set(_UPDATE_LOCKS):
-        write_lock(lock_of(step.compile(state, batch), min_size), file)
-        return ()
-    if not file.exists():
+    if not update and not file.exists():  # before minutes of compiling
         raise UnexpectedShardingError(
-            f"{file} does not exist. Run this test with {_UPDATE_LOCKS}=1 in the environment to"
-            " write it."
+            f"{file} does not exist. Call `assert_step` with `update=True` once to write it."
         )
-    stored = read_lock(file)
-    lock = lock_of(step.compile(state, batch), stored.record["min_size"])
-    changes, notes = compare_locks(stored, lock, str(file))
-    if changes:
-        facts = [change.text + (f" ({change.line})" if change.line else "") for change in changes]
-        headline = f"The step differs from the one stored in {file}:"
-        lines = [listed(headline, facts, shown=len(facts), headed=True), *notes]
+    lock = lock_text(step.compile(state, batch))
+    if update:
+        write_lock(file, lock)
+        return
+    diff = diff_of_locks(file, lock)
+    if diff:
         raise UnexpectedShardingError(
-            "\n".join(lines) + f"\nIf this is intended, run the test with {_UPDATE_LOCKS}=1 in the"
-            " environment to store the new step."
+            f"The step differs from the one stored in {file}:\n{diff}\n"
+            "If this is intended, call `assert_step` with `update=True` once."
         )
-    return notes
 
 
 def _is_set(variable: str) -> bool:
