@@ -396,7 +396,8 @@ SCALAR = pytest.param(np.ones(()), P("data"), ts.SpecError, "but shape () has 0 
             P(),
             ts.DeletedLeafError,
             "w/0: float32[8]: its memory is gone: it was deleted, or donated to a compiled"
-            " function. Use the result of that function, or do not donate the array.",
+            " function. A step that donates its state also deletes the arrays from which `shard`"
+            " made it without a copy. Use the result of that function, or do not donate the array.",
             id="deleted",
         ),
         pytest.param(

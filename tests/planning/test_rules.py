@@ -413,6 +413,16 @@ def test_not_strict_warns_of_entries_beyond_the_rank() -> None:
             ["rule 0: the pattern 'a{99999999999}' does not compile: the"],
         ),
         ([(3, None)], ["rule 0: the pattern 3 does not compile: first argument must be string"]),
+        (
+            [(("(q|k)", "kernel"), None), (("bias|scale",), None)],
+            [
+                "2 rules are malformed:",
+                "  rule 0: ('(q|k)', 'kernel') has a pattern for each key, as rules of t5x have."
+                ' Join them to one that matches the path: "(^|/)(q|k)/kernel(/|$)".',
+                "  rule 1: ('bias|scale',) has a pattern for each key, as rules of t5x have."
+                ' Join them to one that matches the path: "(^|/)(bias|scale)(/|$)".',
+            ],
+        ),
         ([(re.compile(b"a"), None)], ["rule 0: the pattern re.compile(b'a') is bytes."]),
         (
             [("a", "fsdp('x')"), ("b", (None,)), ("c", 3)],
@@ -424,7 +434,7 @@ def test_not_strict_warns_of_entries_beyond_the_rank() -> None:
             ],
         ),
     ],
-    ids=["not-a-pair", "triple", "regex", "overflow", "no-pattern", "bytes", "actions"],
+    ids=["not-a-pair", "triple", "regex", "overflow", "no-pattern", "window", "bytes", "actions"],
 )
 def test_malformed_rules(rules, lines) -> None:
     found = message_of(rules, {}).splitlines()

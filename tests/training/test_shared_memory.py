@@ -202,3 +202,15 @@ def test_a_program_that_fails_while_it_runs_is_not_called_a_deleted_state() -> N
     fails.append(True)
     with pytest.raises(jax.errors.JaxRuntimeError, match="the callback failed"):
         jax.block_until_ready(step(state, batch.astype("float32")))
+
+
+def test_arrays_that_shard_did_not_copy_go_with_the_state(fsdp_mesh) -> None:
+    given = {"w": jnp.ones((8, 8)), "key": jax.random.key(7)}
+    plan = ts.plan(given, [("w", P("fsdp")), ("key", None)], fsdp_mesh, min_size=0)
+    step = ts.jit_step(lambda s, b: ({**s, "w": s["w"] * 2}, b.sum()), plan)
+    copies = jax.tree.map(jnp.copy, given)
+    step(ts.shard(copies, plan), jnp.ones(8))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(given))
+    step(ts.shard(given, plan), jnp.ones(8))
+    with pytest.raises(ts.DeletedLeafError, match="key: .* from which `shard` made it without"):
+        ts.shard(given, plan)

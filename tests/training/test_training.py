@@ -529,6 +529,31 @@ def test_what_a_step_must_not_change(case, fsdp_mesh) -> None:
     assert not placed["w"].is_deleted()
 
 
+@pytest.mark.parametrize("state", [{"w": jnp.ones(8), "count": 0}, jnp.ones(8)], ids=type)
+def test_a_loss_that_is_returned_before_the_state_is_named(state, fsdp_mesh) -> None:
+    plan = ts.plan(state, [(".*", P("fsdp"))], fsdp_mesh, min_size=0)
+    step = jit_step(lambda s, b: (b.sum(), s), plan)
+    with pytest.raises(ts.StateError, match=r"^The step returns \(aux, state\): its second"):
+        step(ts.shard(state, plan), jnp.ones(8))
+
+
+def test_a_batch_of_one_row_has_a_spec_that_it_can_be_stepped_with(fsdp_mesh) -> None:
+    state = {"w": jnp.ones(8)}
+    plan = ts.plan(state, [("w", P("fsdp"))], fsdp_mesh, min_size=0)
+
+    def loop(s, b):
+        return s, b.sum()
+
+    with pytest.raises(ts.SpecError, match=r"1 is not divisible by 8(.|\n)*`batch=P\(\)`"):
+        jit_step(loop, plan)(ts.shard(state, plan), jnp.ones((1, 3)))
+    with pytest.raises(ts.SpecError, match="3 is not divisible by 8") as caught:
+        jit_step(loop, plan)(ts.shard(state, plan), jnp.ones((3, 1)))
+    assert "batch=P()" not in str(caught.value)
+    with pytest.warns(ts.ShardingWarning, match="all devices along it do the same work"):
+        step = jit_step(loop, plan, batch=P())
+    assert step(ts.shard(state, plan), jnp.ones((1, 3)))[1] == 3
+
+
 def test_a_state_of_another_kind(initialised, step) -> None:
     with pytest.raises(ts.SpecError) as error:
         step({"model": initialised[0].model}, make_batch())

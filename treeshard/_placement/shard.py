@@ -91,8 +91,9 @@ def shard(
 
     Returns:
         The tree, its arrays as `jax.Array`s; 64-bit values become 32-bit ones unless JAX's x64
-        mode is on. It shares no memory with numpy arrays. It may share memory with a
-        `jax.Array`, so donating it may delete the source.
+        mode is on. It shares no memory with numpy arrays. It may share memory with the
+        `jax.Array`s of `tree`, and `jit_step` donates its state: it may delete these too. To use
+        them afterwards, shard copies (`jax.tree.map(jnp.copy, tree)`), or pass `donate=False`.
 
     Raises:
         UnknownAxisError: If a spec names an axis that the mesh lacks.

@@ -123,8 +123,9 @@ def unmovable(leaf: Any) -> Misfit | None:
             return None
         return Misfit(
             DeletedLeafError,
-            "its memory is gone: it was deleted, or donated to a compiled function. Use the"
-            " result of that function, or do not donate the array.",
+            "its memory is gone: it was deleted, or donated to a compiled function. A step that"
+            " donates its state also deletes the arrays from which `shard` made it without a copy."
+            " Use the result of that function, or do not donate the array.",
         )
     if np.ma.isMaskedArray(leaf):
         return Misfit(

@@ -198,6 +198,20 @@ def read_rules(rules: Rules, read_action: Callable[[Any], Any] = check_action) -
     return read
 
 
+def _is_window(pattern: Any) -> bool:
+    """Whether it has a pattern for each of some neighbouring keys: `("attention", "kernel")`."""
+    return isinstance(pattern, tuple | list) and bool(pattern) and all(map(_is_text, pattern))
+
+
+def _is_text(x: Any) -> bool:
+    return isinstance(x, str)
+
+
+def _grouped(pattern: str) -> str:
+    is_group = re.fullmatch(r"\([^()]*\)", pattern)
+    return f"({pattern})" if "|" in pattern and not is_group else pattern
+
+
 def _read_rule(rule: Any, read_action: Callable[[Any], Any]) -> tuple[re.Pattern[str], Any]:
     """Reads one rule. Errors go on from the number of the rule."""
     if not isinstance(rule, tuple | list) or len(rule) != 2:
@@ -210,6 +224,12 @@ def _read_rule(rule: Any, read_action: Callable[[Any], Any]) -> tuple[re.Pattern
         raise ShardingRuleError(
             f": the action {pattern!r} and the pattern {action!r} are swapped. The pattern comes"
             f" first: ({action!r}, {pattern!r})."
+        )
+    if _is_window(pattern):
+        joined = "/".join(_grouped(part) for part in pattern)
+        raise ShardingRuleError(
+            f": {pattern!r} has a pattern for each key, as rules of t5x have. Join them to one that"
+            f' matches the path: "(^|/){joined}(/|$)".'
         )
     try:
         compiled = re.compile(pattern)

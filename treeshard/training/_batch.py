@@ -13,13 +13,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves, tree_map
 
 from treeshard._core.arrays import array_text, has_shape
+from treeshard._core.mesh import axis_sizes
 from treeshard._core.paths import PyTree, leaf_paths, path_under
 from treeshard._core.processes import SMALL_BYTES, TIMEOUT, agreeing, checksum, facts_of, is_spread
 from treeshard._core.spec_trees import SpecTree, specs_of_leaves
+from treeshard._core.specs import axes_of, entries
 from treeshard._placement.moves import through_host
 from treeshard._placement.shard import move_leaves, shardings_to_compare
 from treeshard._placement.targets import raise_unmovable, targets, unmovable
-from treeshard.errors import TreeShardError
+from treeshard.errors import SpecError, TreeShardError
 
 Targets = dict[int, NamedSharding]  # by the index of a leaf; leaves without a spec have none
 
@@ -77,7 +79,24 @@ class BatchPlacement:
         """
         structs = treedef.unflatten(map(struct_of, data))
         specs = treedef.unflatten(self.specs_of(structs))
-        return targets(structs, specs, self.mesh, self.where, "batch", accept_structs=True)
+        try:
+            return targets(structs, specs, self.mesh, self.where, "batch", accept_structs=True)
+        except SpecError as error:
+            if not self._splits_one_row(structs):
+                raise
+            advice = "To compute a batch of one row whole on every device: `batch=P()`."
+            raise type(error)(f"{error}\n{advice}") from None
+
+    def _splits_one_row(self, batch: PyTree) -> bool:
+        """Whether the specs split the only row of an array."""
+        sizes = axis_sizes(self.mesh)
+        for leaf, spec in zip(tree_leaves(batch), self.specs_of(batch), strict=True):
+            if spec is None or not has_shape(leaf) or not leaf.shape or not entries(spec):
+                continue
+            axes = axes_of(entries(spec)[0])
+            if leaf.shape[0] == 1 and any(sizes.get(axis, 1) > 1 for axis in axes):
+                return True
+        return False
 
     def specs_of(self, batch: PyTree) -> list[Any]:
         """The spec of each leaf of a batch; `None` for those that stay where they are."""

@@ -160,6 +160,11 @@ class Program:
         out = self.fn(self.state.combine(arrays), self.batch.combine(data))
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError(f"the step must return (state, aux), not {type(out).__name__}.")
+        if self._is_like(out[1], arrays) and not self._is_like(out[0], arrays):
+            raise StateError(
+                "The step returns (aux, state): its second result has the form of the state. Return"
+                " the state first, as in `return state, loss`."
+            )
         new, treedef = tree_flatten(out[0])
         self._check_static(new, treedef)
         new = self.state.dynamic(new)
@@ -186,6 +191,14 @@ class Program:
         if facts:
             raise StateError(listed(f"{len(facts)} results differ between devices:", facts))
         return new, aux
+
+    def _is_like(self, tree: Any, arrays: list[Any]) -> bool:
+        """Whether a tree has the structure and the shapes of the state."""
+        leaves, treedef = tree_flatten(tree)
+        if treedef != self.state.treedef:
+            return False
+        pairs = zip(self.state.dynamic(leaves), arrays, strict=True)
+        return all(is_array(x) and x.shape == old.shape for x, old in pairs)
 
     def _check_static(self, new: list[Any], treedef: Any) -> None:
         """Raises `StateError` if the step changed the structure, or a static leaf."""
