@@ -1,4 +1,4 @@
-"""Compiles Llamas for pods, and writes the table of README.md and of the page about pods.
+"""Compiles Llamas for pods, and writes the table of the page about pods.
 
     python -m benchmarks.llama_pods         # compiles, which takes minutes
     python -m benchmarks.llama_pods --cost  # compiles the first, for the picture of its cost
@@ -27,7 +27,7 @@ from treeshard.programs import Cost, Transfer
 
 HERE = Path(__file__).parent
 RESULTS, COST = HERE / "llama_pods.json", HERE / "llama_cost.json"
-README, PAGE = HERE.parent / "README.md", HERE.parent / "docs/guide/the-pod-you-do-not-have.md"
+PAGE = HERE.parent / "docs/guide/the-pod-you-do-not-have.md"
 
 
 class Pod(NamedTuple):
@@ -132,9 +132,8 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def pages(results: list[dict[str, Any]]) -> dict[Path, str]:
-    """The text of each page with its rows. README has the first two."""
-    rows = {README: results[:2], PAGE: results}
-    return {page: between_marks(page.read_text(), table(of)) for page, of in rows.items()}
+    """The text of the page with its rows."""
+    return {PAGE: between_marks(PAGE.read_text(), table(results))}
 
 
 def main() -> None:

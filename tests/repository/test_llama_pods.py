@@ -1,4 +1,4 @@
-"""What README and the page about pods say of Llamas is what `benchmarks/llama_pods.py` compiled."""
+"""What the page about pods says of Llamas is what `benchmarks/llama_pods.py` compiled."""
 
 import json
 from typing import Any

@@ -226,27 +226,28 @@ def made_up() -> dict[str, Any]:
     for i, claim in enumerate(page.CLAIMS):
         result = found.setdefault(claim.bench, result_of())
         for j, case in enumerate([claim.case, *claim.others.values()]):
-            vs = {} if claim.others else {"theirs": 1 + i}
+            vs = {} if claim.others or claim.ratio_to else {"theirs": 1 + i}
             result["rows"].append(_harness._as_json(Row(case, 0.5 - i / 100 - j / 10, vs=vs)))
     return found
 
 
 def test_the_readmes_table_is_written() -> None:
-    readme = f"# x\n\n{page.HEAD}| old | old | 0 | 1 |\n| old | | | |\n\nmore\n"
+    readme = f"# x\n\n{page.HEAD}| old | old | 0 | 1 | x |\n| old | | | | |\n\nmore\n"
     written = page.with_claims(readme, made_up())
     lines = written.splitlines()
     assert lines[4] == (
         f"| [`bench_optimizer_state`]({page.SITE}numbers/#bench_optimizer_state) |"
         " optax states placed rightly, of 135 | 50% | `optax.tree_map_params` 40%, rules 30% |"
+        " treeshard |"
     )
     assert lines[5] == (
-        f"| [`bench_manual`]({page.SITE}numbers/#bench_manual) |"
-        " a step, x its collectives written out | 0.49 | theirs 2 |"
+        f"| [`bench_transfer`]({page.SITE}numbers/#bench_transfer) |"
+        " 1,000 leaves sharded and gathered, s | 0.49 | theirs 2 | treeshard |"
     )
     assert len(lines) == 4 + len(page.CLAIMS) + 2
     assert lines[-1] == "more"
     found = made_up()
-    found["bench_manual"]["rows"][0] |= {"reach": "<= 0.4"}
+    found["bench_transfer"]["rows"][0] |= {"reach": "<= 0.4"}
     found["bench_checkpoint"]["rows"][0] |= {"reach": "<= 0.48", "spread": [0.4, 0.6]}
     lines = page.with_claims(readme, found).splitlines()
     assert [line.split(" | ")[2] for line in lines[4:7]] == [
@@ -254,6 +255,8 @@ def test_the_readmes_table_is_written() -> None:
         "0.49 (missed)",
         "0.48 (unclear)",
     ]
+    found["bench_checkpoint"]["rows"][0] |= {"measured": 1.3}
+    assert "| Orbax |" in page.with_claims(readme, found)
     assert page.with_claims(written, made_up()) == written
     assert page.with_claims(readme, {}) == readme  # what was not measured is not touched
 
@@ -261,7 +264,7 @@ def test_the_readmes_table_is_written() -> None:
 def test_the_readmes_table_is_what_users_feel() -> None:
     assert [claim.bench for claim in page.CLAIMS] == [
         "bench_optimizer_state",
-        "bench_manual",
+        "bench_transfer",
         "bench_checkpoint",
     ]
 
