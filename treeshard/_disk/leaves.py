@@ -27,6 +27,7 @@ from treeshard.errors import (
     DamagedError,
     FormatError,
     LeafError,
+    MismatchError,
     TreeShardError,
     counted,
     listed,
@@ -81,25 +82,44 @@ class SavedLeaf(NamedTuple):
 
 
 def kind_of(x: Any) -> str | None:
-    """The kind of a leaf, or of the `ShapeDtypeStruct` of one; `None` if it is static.
-
-    Subclasses of Python's scalars (enums, named constants) are static: text would lose the class.
-    """
+    """The kind of a leaf, or of the `ShapeDtypeStruct` of one; `None` if it is static."""
     if has_shape(x):
         return "key" if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else "array"
-    return "none" if x is None else _SCALAR_KINDS.get(type(x))
+    return "none" if x is None else _SCALAR_KINDS.get(type(_plain(x)))
+
+
+def _plain(x: Any) -> Any:
+    """A number or text of a subclass as one of Python's own; a member of an enum as its name."""
+    if isinstance(x, Enum):
+        return x.name
+    if type(x) in _SCALAR_KINDS:
+        return x
+    base = next((kind for kind in _SCALAR_KINDS if isinstance(x, kind)), None)
+    return x if base is None else base(x)
+
+
+def in_class_of(value: Any, leaf: Any, path: str) -> Any:
+    """What `_plain` made of another value of the class of `leaf`, in this class again."""
+    kind = type(leaf)
+    if type(value) is kind or type(value) not in _SCALAR_KINDS:
+        return value
+    if not isinstance(leaf, Enum):
+        return kind(value)
+    if value not in kind.__members__:
+        raise MismatchError(f"{path}: saved as {value!r}, which {kind.__name__} does not have.")
+    return kind[value]
 
 
 # What a program has again when it starts again, as its source says it.
-_CODE = (type, ModuleType, np.dtype, Enum)
+_CODE = (type, ModuleType, np.dtype)
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_KNOWN = (*_ARRAYS, bool, int, float, complex, str, bytes, *_CODE)
+_KNOWN = (*_ARRAYS, bool, int, float, complex, str, bytes, Enum, *_CODE)
 
 
 def is_opaque(x: Any) -> bool:
     """Whether a leaf may hold values that are neither saved nor code.
 
-    Code is a callable without arrays of its own, a type, a module, a dtype or an enum's member.
+    Code is a callable without arrays of its own, a type, a module or a dtype.
     """
     if x is None or isinstance(x, _KNOWN):
         return False
@@ -150,6 +170,7 @@ def is_none(x: Any) -> bool:
 
 def value_text(x: Any) -> tuple[str, str]:
     """The kind of a Python scalar, a string or bytes, and its value as text, without loss."""
+    x = _plain(x)
     kind = _SCALAR_KINDS[type(x)]
     return kind, _SCALARS[kind].write(x)
 

@@ -19,7 +19,7 @@ from treeshard._core.paths import PyTree
 from treeshard._core.processes import facts_of
 from treeshard._core.spec_trees import lay, raise_misfits
 from treeshard._core.text import parse_dtype
-from treeshard._disk.leaves import Shape, check_known, empty_value, is_none, kind_of
+from treeshard._disk.leaves import Shape, check_known, empty_value, in_class_of, is_none, kind_of
 from treeshard._planning.plan import Plan, plan
 from treeshard._planning.rules import Rules
 from treeshard.errors import FormatError, MismatchError, did_you_mean, listed, warn
@@ -239,12 +239,14 @@ class Request(NamedTuple):
         """The like-tree with the values that were read, given with their leaf indices."""
         leaves = list(self.leaves)
         for i, value in values:
-            leaves[i] = _like_numpy(value, leaves[i])
+            leaves[i] = _like_leaf_of(value, leaves[i], self.requested[i].name)
         return self.treedef.unflatten(leaves)
 
 
-def _like_numpy(value: Any, leaf: Any) -> Any:
-    """The value that was read for a leaf, as a numpy scalar or in the byte order that it has."""
+def _like_leaf_of(value: Any, leaf: Any, name: str) -> Any:
+    """The value that was read for a leaf, in its class, as a numpy scalar or in its byte order."""
+    if not has_shape(leaf):
+        return in_class_of(value, leaf, name)
     if isinstance(leaf, np.generic):
         return value[()]  # it was read as an array of shape `()`
     if isinstance(leaf, np.ndarray) and isinstance(value, np.ndarray):

@@ -72,9 +72,10 @@ def save(
         path: The directory to create, the same on every process, on a file system or object store
             that all of them share. It must not exist yet.
         tree: Any pytree. Arrays of every JAX dtype, typed PRNG keys, Python numbers, strings,
-            bytes and `None` are saved. Functions, types, modules, dtypes and enums are static: they
-            are not saved, and `restore` takes them from its like-tree. An array that is not
-            global, such as a numpy array, must be equal on all processes; process 0 saves its copy.
+            bytes and `None` are saved. Of enums, the name is saved. Functions, types, modules and
+            dtypes are static: they are not saved, and `restore` takes them from its like-tree. An
+            array that is not global, such as a numpy array, must be equal on all processes; process
+            0 saves its copy.
         fingerprints: Whether to save a checksum of every array, and to compare all replicas.
         on_divergence: What to do if replicas of an array, or the processes' copies of one, differ
             in a bit: `"error"` raises a `CheckpointError` that names the leaves; `"warn"` saves

@@ -70,7 +70,8 @@ class Packed(NamedTuple):
 def pack(tree: PyTree) -> Packed:
     """Converts a tree to a table and arrays, without copying arrays of dtypes that the store has.
 
-    Leaves other than arrays, keys, numbers, strings, bytes and `None` are static, and left out.
+    Leaves other than arrays, keys, numbers, strings, bytes, enums and `None` are static, and left
+    out.
     numpy scalars are arrays of shape `()`. Raises as `checkpoint.save` does for leaves and paths.
     """
     check_known(tree, WHERE)
