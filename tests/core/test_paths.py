@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 
 import treeshard as ts
-from treeshard._core.paths import pair, paths_of, shared_names
+from treeshard import leaf_paths
+from treeshard._core.paths import nested, pair, paths_of, shared_names
 
 
 class Pair(NamedTuple):
@@ -137,3 +138,19 @@ def test_leaves_that_share_a_path_are_paired_in_their_order() -> None:
         ("w", 2, None),
         ("v", None, 4),
     ]
+
+
+@pytest.mark.parametrize(
+    ("flat", "tree"),
+    [
+        ({"": 1}, 1),
+        ({}, {}),
+        ({"a/b/c": 1, "a/d": 2, "e": 3}, {"a": {"b": {"c": 1}, "d": 2}, "e": 3}),
+        ({"a": 1, "a/b": 2, "c/d/e": 3, "c/d": 4}, {"a": 1, "a/b": 2, "c": {"d/e": 3, "d": 4}}),
+        ({"a//b": 1, "": 2}, {"a": {"": {"b": 1}}, "": 2}),
+    ],
+    ids=["leaf", "nothing", "nested", "through-a-leaf", "empty-keys"],
+)
+def test_leaves_by_path_are_nested(flat, tree) -> None:
+    assert nested(flat) == tree
+    assert sorted(leaf_paths(tree)) == sorted(flat)

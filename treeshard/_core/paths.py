@@ -6,7 +6,7 @@ for one would miss the others.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from jax.tree_util import keystr, tree_flatten_with_path, tree_structure, tree_unflatten
@@ -87,6 +87,26 @@ def children_with_keys(node: Any) -> list[tuple[str, Any]]:
     """The children of a node, each with the part that it adds to a path."""
     pairs, _ = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(keystr(keys, simple=True, separator="/"), child) for keys, child in pairs]
+
+
+def nested(leaves: Mapping[str, Any]) -> PyTree:
+    """Dicts of dicts by the parts of paths; the path `""` alone is the leaf.
+
+    Where a leaf already has a path that another one goes through, the rest of that is one key:
+    `{"a": x, "a/b": y}` stays as it is.
+    """
+    if list(leaves) == [""]:
+        return leaves[""]
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        node, rest = tree, path
+        while "/" in rest:
+            key, _, after = rest.partition("/")
+            if path.removesuffix(f"/{after}") in leaves:
+                break
+            node, rest = node.setdefault(key, {}), after
+        node[rest] = leaf
+    return tree
 
 
 def _named_leaves(tree: PyTree, sep: str, is_leaf: IsLeaf) -> tuple[list[str], list[Any]]:

@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 
 from treeshard._core.arrays import map_shards
 from treeshard._core.mesh import MeshLike
-from treeshard._core.paths import PyTree
+from treeshard._core.paths import PyTree, nested
 from treeshard._core.processes import AS_LONG_AS_IT_TAKES, TIMEOUT, agreeing, together
 from treeshard._core.text import parse_dtype
 from treeshard._disk.files import PathLike
@@ -76,8 +76,8 @@ def restore(
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(f"{folder}/mlp", {"w": np.ones((256, 64), np.float32), "act": jax.nn.relu})
         ...     tree = restore(f"{folder}/mlp", like, rules=[("w", P("fsdp"))], mesh=mesh)
-        ...     flat = restore(f"{folder}/mlp")
-        >>> tree["w"].sharding.spec, list(flat)
+        ...     host = restore(f"{folder}/mlp")
+        >>> tree["w"].sharding.spec, list(host)
         (P('fsdp',), ['w'])
 
     Before any array is read, the requested leaves are compared with the stored ones. After
@@ -86,7 +86,8 @@ def restore(
     Args:
         path: The checkpoint.
         like: A `Plan`, or a tree of arrays or `jax.ShapeDtypeStruct`s. The result has its
-            structure and its static leaves. Without it, the result is a flat dict by path.
+            structure and its static leaves. Without it, the result is dicts in dicts, by the parts
+            of the paths: `tree["layers"]["0"]["weight"]`.
         rules: How to shard the arrays, by their paths, as in `plan`. By default arrays are placed
             like those of `like`; without `like` they stay in host memory.
         mesh: The mesh for the rules, as in `plan`; by default the current one.
@@ -138,7 +139,8 @@ def restore(
         if was_removed(checkpoint):
             raise gone(checkpoint) from None
         raise
-    return request.tree(zip(requested, _values(leaves, arrays), strict=True))
+    tree = request.tree(zip(requested, _values(leaves, arrays), strict=True))
+    return nested(tree) if like is None else tree
 
 
 def table_at(path: epath.Path) -> LeafTable:
