@@ -54,7 +54,7 @@ class LeafType(NamedTuple):
 def leaf_type(x: Any) -> LeafType | None:
     """The type that a leaf has, or that it requests; `None` if it is static."""
     kind = kind_of(x)
-    if kind is None:
+    if kind is None or (kind == "array" and x.dtype == jax.dtypes.float0):
         return None
     if not has_shape(x):
         return LeafType(kind)

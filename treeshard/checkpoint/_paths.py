@@ -42,7 +42,19 @@ def checkpoint_path(path: PathLike) -> epath.Path:
     text = os.fspath(path)
     if "://" in text and not text.startswith("file:///"):
         return _in_object_store(text)
-    absolute = os.path.abspath(file_path(path))
+    try:
+        absolute = os.path.abspath(file_path(path))
+        absolute.encode()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{text} is relative to the current directory, which no longer exists. Pass an"
+            " absolute path."
+        ) from None
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{text!a} is not UTF-8, which the array store needs. Rename the directory, or use"
+            " another."
+        ) from None
     # TensorStore would write the arrays elsewhere, or not find them.
     if "\\" in absolute:
         raise CheckpointError(
@@ -57,7 +69,9 @@ _PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
 
 
 def _in_object_store(text: str) -> epath.Path:
-    scheme = text.partition("://")[0]
+    scheme, _, name = text.partition("://")
+    if not name.strip("/") or name.startswith("/"):
+        raise CheckpointError(f"{text} names no bucket. Pass {scheme}://BUCKET/NAME.")
     try:
         path = epath.Path(text)
     except KeyError:

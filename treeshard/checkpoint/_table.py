@@ -130,6 +130,9 @@ def _unstorable(x: Any) -> Misfit | None:
     if has_shape(x):
         if misfit := unreadable(x):
             return misfit
+        if x.dtype == jax.dtypes.float0:
+            why = "float0 has no values: it is the gradient of an integer. Put `None` in its place."
+            return Misfit(LeafError, why)
         if is_key(x) and not isinstance(jax.random.key_impl(x), str):
             why = "its PRNG implementation has no name, so no other program could restore it."
             return Misfit(LeafError, f"{why} Save `jax.random.key_data` of it.")
