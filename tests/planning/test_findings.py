@@ -521,7 +521,19 @@ def test_a_spec_that_min_size_leaves_unused() -> None:
         " `min_size=0`. To replicate them, give them a rule with None."
     ]
     assert told(tree, rules, "fsdp=4", min_size=8) == []
-    assert told({"w": struct(2)}, [("w", ts.fsdp("fsdp"))], "fsdp=4", min_size=100) == []
+
+
+def test_fsdp_that_splits_nothing_is_told_once() -> None:
+    tree = {"w": struct(8, 8), "b": struct(8), "step": struct()}
+    rules = [("b", None), (".*", ts.fsdp("fsdp"))]
+    assert told(tree, rules, "data=2,fsdp=4", min_size=65) == [
+        "warning all-too-small: fsdp splits no leaf: all 3 leaves have fewer than 65 elements"
+        " (`min_size`). They take 292 B per device, 219 B more than an even split over 'fsdp' (4)."
+        " To split them, pass a smaller `min_size`."
+    ]
+    assert told(tree, rules, "data=2,fsdp=4", min_size=64) == []
+    assert told(tree, rules, "data=2,fsdp=1", min_size=65) == []
+    assert told(tree, [(".*", None)], "data=2,fsdp=4", min_size=65) == []
 
 
 def test_ten_thousand_leaves_and_a_hundred_unused_rules() -> None:

@@ -18,7 +18,8 @@ class Finding(NamedTuple):
     Attributes:
         code: Errors: `"unmatched"`, `"rank"`, `"axis-not-in-mesh"`, `"axis-already-used"`,
             `"already-sharded"`, `"indivisible"`, `"reduced-type"`, `"path-collision"`. Warnings:
-            `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`, `"same-array"`,
+            `"dead-rule"`, `"shadowed-rule"`, `"explicit-spec-too-small"`,
+            `"all-too-small"`, `"same-array"`,
             `"narrowed"`, `"no-base"`, `"cuts-block"`, `"left-whole"`, `"unlike-siblings"`,
             `"state-unlike-weight"`, `"cuts-head"`, `"not-elementwise"`.
         severity: `"error"` if `Plan.check` raises for it, else `"warning"`.
@@ -71,6 +72,11 @@ _WORDS = {
     "explicit-spec-too-small": (
         "{by}: {asked} is not used for leaves of fewer than {min_size} elements (`min_size`).",
         SMALL_FIX,
+    ),
+    "all-too-small": (
+        "fsdp splits no leaf: all {leaves} have fewer than {min_size} elements (`min_size`). They"
+        " take {now} per device, {waste} more than an even split over {axes}.",
+        "To split them, pass a smaller `min_size`.",
     ),
     "same-array": (
         "the same array as {firsts} now, and an array of its own once it is placed or stepped:"

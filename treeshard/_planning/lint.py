@@ -13,7 +13,7 @@ from treeshard._core.mesh import AnyMesh, axis_sizes
 from treeshard._core.specs import is_logical
 from treeshard._core.text import fold_paths, human_bytes
 from treeshard._planning.findings import Finding, finding, finding_of, rule_text
-from treeshard._planning.lint_bytes import kinds, left_whole, padding
+from treeshard._planning.lint_bytes import all_too_small, kinds, left_whole, padding
 from treeshard._planning.lint_layers import cut_heads, state_unlike_weights, unlike_siblings
 from treeshard._planning.logical import ReadLogicalRules, lost_axes, read_logical_rules
 from treeshard._planning.matching import SMALL, PlannedLeaf
@@ -58,6 +58,7 @@ def find(
         *collisions(shared),
         *(() if mirrors else _unused_rules(leaves, rules)),
         *_unused_specs(leaves, min_size),
+        *(() if mirrors else all_too_small(leaves, rules, mesh, min_size)),
         *_related(leaves),
         *_same_arrays(leaves, same_arrays, mesh),
         *_narrowed(leaves, narrowed),

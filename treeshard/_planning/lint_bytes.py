@@ -8,7 +8,7 @@ leaf that `fsdp` splits into 4 parts on 32 devices wastes as much as four that i
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from treeshard._core.mesh import AnyMesh, axis_sizes
@@ -20,6 +20,7 @@ from treeshard._planning.matching import PlannedLeaf, parameters
 from treeshard._planning.padding import padded_leaf
 from treeshard._planning.plan_json import kind_of
 from treeshard._planning.tactics import Tactic
+from treeshard.errors import counted
 
 # Leaves are reported if they waste at least this part of a device's bytes.
 LARGE_PART = 0.01
@@ -76,6 +77,31 @@ def left_whole(
         values |= {"why": why, "fix": fix}
         findings.append(finding(row, paths, members[0].rule, wasted, **values))
     return sorted(findings, key=lambda finding: -finding.wasted)
+
+
+def all_too_small(
+    leaves: Sequence[PlannedLeaf],
+    rules: Sequence[tuple[Any, Any]],
+    mesh: AnyMesh,
+    min_size: int,
+) -> Iterator[Finding]:
+    """One finding if `fsdp` splits nothing, as all leaves have fewer elements than `min_size`."""
+    if any(leaf.size >= min_size for leaf in leaves):
+        return
+    small = [leaf for leaf in leaves if any(note.kind == "too-small" for note in leaf.adjustments)]
+    actions = [rules[leaf.rule][1] for leaf in small if leaf.rule is not None]
+    by_fsdp = {axis for x in actions if isinstance(x, Tactic) for axis in x.fsdp_axes}
+    sizes = axis_sizes(mesh)
+    axes = [axis for axis in sizes if axis in by_fsdp and sizes[axis] > 1]
+    split = {axis for leaf in leaves for axis in all_axes(entries(leaf.given))}
+    if not axes or split & {*axes}:
+        return
+    now = sum(leaf.bytes_per_device(mesh) for leaf in leaves)
+    wasted = now - -(-now // part_count(axes, sizes))
+    values = {"now": human_bytes(now), "waste": human_bytes(wasted)}
+    values |= {"leaves": counted(len(leaves), "leaf"), "min_size": f"{min_size:,}"}
+    values |= {"axes": _with_sizes(axes, mesh)}
+    yield finding("all-too-small", [], None, wasted, **values)
 
 
 class _Kind(NamedTuple):

@@ -291,6 +291,7 @@ class Plan(SpecCarrier):
         - padded leaves in the state of an optimizer that is not elementwise (`not-elementwise`),
           by the names that optax has;
         - specs that are not used because their leaves have fewer elements than `min_size`;
+        - `fsdp` that splits nothing, as this holds for all leaves (`all-too-small`);
         - arrays that are in the tree at two paths (`same-array`), which become two arrays. Shapes
           and JSON do not show them: the plan of `jax.eval_shape`'s result lacks this finding;
         - arrays of 64 bits without JAX's x64 mode (`narrowed`), which are planned, placed and
