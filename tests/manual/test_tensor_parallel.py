@@ -16,7 +16,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
-from benchmarks import bench_ways
 from examples.tensor_parallel import parallel_attention, parallel_mlp
 from treeshard import manual
 
@@ -335,21 +334,6 @@ def test_forward_mode_is_refused() -> None:
     double = lambda x: jax.jvp(lambda x: manual.enter_parallel(x, "tensor"), (x,), (x,))  # noqa: E731
     with pytest.raises(TypeError, match="forward-mode"):
         on(ts.make_mesh("tensor=8"), double, P(), P("tensor"), check_vma=False)(X)
-
-
-# ------------------------------------------------------------------ twenty steps
-
-
-@pytest.mark.parametrize("name", bench_ways.OPTIMIZERS)
-def test_every_way_of_training_has_the_losses_of_one_device(name: str) -> None:
-    optimizer = bench_ways.OPTIMIZERS[name]
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes counts and floats
-        alone = bench_ways.losses_on_one_device(optimizer)
-        assert len(alone) == 20
-        assert alone[-1] < alone[0] - 0.5
-        for way, how in bench_ways.WAYS.items():
-            off = np.abs(bench_ways.losses(how, optimizer) - alone).max()
-            assert off <= 2e-5, f"{way}: {off}"
 
 
 # ------------------------------------------------------------------ bad input

@@ -143,16 +143,14 @@ def test_a_machine_is_told_and_not_named() -> None:
 
 
 def test_one_that_fails_stops_no_other(tmp_path: Path, capfd: Any) -> None:
-    options = ["--rounds=2", "--megabytes=0.1"]
-    assert bench.run(["bench_of_nothing", "bench_reader"], options, tmp_path) == [
-        "bench_of_nothing"
-    ]
+    names = ["bench_of_nothing", "bench_plan_scale"]
+    assert bench.run(names, ["--rounds=2"], tmp_path) == ["bench_of_nothing"]
     printed = capfd.readouterr()
     assert "No module named benchmarks.bench_of_nothing" in printed.err
-    assert "over half of it" in printed.out
-    assert [*page.load(tmp_path)] == ["bench_reader"]
-    result = page.load(tmp_path)["bench_reader"]
-    assert result["command"] == "python -m benchmarks.bench_reader --rounds=2 --megabytes=0.1"
+    assert "to JSON and back" in printed.out
+    assert [*page.load(tmp_path)] == ["bench_plan_scale"]
+    result = page.load(tmp_path)["bench_plan_scale"]
+    assert result["command"] == "python -m benchmarks.bench_plan_scale --rounds=2"
     assert result["rows"][0]["rounds"] == 2
     assert str(tmp_path) not in json.dumps(result)
 
@@ -191,13 +189,15 @@ def result_of(*rows: Row, **on: str) -> dict[str, Any]:
 def test_a_page() -> None:
     found = {
         "bench_import": result_of(*ROWS, python="3.11", jax="1"),
-        "bench_reader": result_of(Row("only | this", 1.5, "2"), python="3.11", jax="1", numpy="2"),
+        "bench_plan_scale": result_of(
+            Row("only | this", 1.5, "2"), python="3.11", jax="1", numpy="2"
+        ),
     }
     text = page.text(found)
     assert text.startswith(page.INTRO + "Measured with python 3.11, jax 1.\n")
     assert text.endswith(
         """: [`python -m benchmarks.bench_x`]("""
-        f"""{page.SOURCE}bench_reader.py), 2026-01-31.
+        f"""{page.SOURCE}bench_plan_scale.py), 2026-01-31.
 
 | case | measured | target |
 | --- | --: | --- |

@@ -6,7 +6,6 @@ how often. A second walk for the types of the results would have to know loops, 
 """
 
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -68,19 +67,6 @@ class TracedValue(NamedTuple):
         return self.eqn.outvars[self.number].aval.dtype
 
 
-class Trace(NamedTuple):
-    """The values of a step, and what uses each variable.
-
-    Attributes:
-        values: The values, in the order of the trace, without those that nothing uses.
-        uses: The equations that use a variable, by its id, with the pass that each is of; `None`
-            for a program that returns it.
-    """
-
-    values: list[TracedValue]
-    uses: Mapping[int, Sequence[tuple[Any, str]]]
-
-
 @dataclass
 class _LineWalk(Walk):
     """A walk that lists the values which the equations make."""
@@ -91,7 +77,6 @@ class _LineWalk(Walk):
     constrained: dict[int, str] = field(default_factory=dict)  # the line, by the id of a variable
     passed_on: set[int] = field(default_factory=set)  # ids of variables
     arguments: set[int] = field(default_factory=set)  # of the step, the same
-    used: dict[int, list[tuple[Any, str]]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         super().__init__(self.uses, self.scalars)
@@ -101,9 +86,6 @@ class _LineWalk(Walk):
     ) -> list[Value]:
         if not at.path:
             self.arguments = set(map(id, jaxpr.invars))
-        if self.is_counting:
-            for variable in jaxpr.outvars:
-                self.used[id(variable)].append((None, at.region))
         return super().run(jaxpr, given, finals, at)
 
     def note(
@@ -113,8 +95,6 @@ class _LineWalk(Walk):
         # JAX 0.12 names the function in a `custom_jvp_call` as the call itself.
         names = [name for name, _ in groupby(map(stack_of, (*at.within, eqn)))]
         name = "/".join(names)
-        for variable in eqn.invars:
-            self.used[id(variable)].append((eqn, region_of(name) or at.region))
         ops = self._ops(eqn, line)
         if eqn.primitive.name in CONSTRAINTS:
             self._pass_on(eqn, line, results[0])
@@ -168,8 +148,8 @@ class _LineWalk(Walk):
         self.constrained[after] = line
 
 
-def traced(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Trace:
-    """The values that a step makes.
+def traced(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> list[TracedValue]:
+    """The values that a step makes, in the order of the trace, without those that nothing uses.
 
     Args:
         jaxpr: The trace of a step: its first arguments, and its first results, are the leaves.
@@ -177,11 +157,10 @@ def traced(jaxpr: Any, plan: Plan, batch_axes: Collection[str]) -> Trace:
         batch_axes: The mesh axes that split the batch.
     """
     walk = walked(without_unused(jaxpr), plan.leaves, batch_axes, _LineWalk)
-    values = [
+    return [
         value._replace(is_passed_on=id(value.eqn.outvars[value.number]) in walk.passed_on)
         for value in walk.values
     ]
-    return Trace(values, walk.used)
 
 
 def line_of(eqn: Any, at: Place) -> str:

@@ -131,8 +131,8 @@ class CompiledStep:
         """
         compiled = ReadValues(self._read.graph, self.memory().at_peak)
         axes = batch_axes(self.plan, self.batch_specs)
-        trace = traced(self.jaxpr.jaxpr, self.plan, axes)
-        return types_of(trace, self.plan, min_size, compiled)
+        values = traced(self.jaxpr.jaxpr, self.plan, axes)
+        return types_of(values, self.plan, min_size, compiled)
 
     @cached_property
     def _compared(self) -> Comparison:

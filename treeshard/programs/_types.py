@@ -23,7 +23,7 @@ from treeshard._core.specs import (
 from treeshard._core.text import columns, fold_paths, html_table, human_bytes, is_line
 from treeshard._planning.plan import Plan
 from treeshard._planning.tactics import DEFAULT_MIN_SIZE
-from treeshard._trace.lines import Trace, TracedValue, shard_shape
+from treeshard._trace.lines import TracedValue, shard_shape
 from treeshard._trace.uses import region_of
 from treeshard.communication._hlo import HloProgram
 from treeshard.errors import counted
@@ -268,7 +268,7 @@ class _Found(NamedTuple):
 
 
 def types_of(
-    trace: Trace,
+    values: Iterable[TracedValue],
     plan: Plan,
     min_size: int | None,
     compiled: ReadValues | None = None,
@@ -276,7 +276,7 @@ def types_of(
     """The rows of the values of at least `min_size` elements and of more than one."""
     min_size = DEFAULT_MIN_SIZE if min_size is None else min_size
     sizes = axis_sizes(plan.mesh)
-    found = list(_looked_up(trace.values, sizes, compiled))
+    found = list(_looked_up(values, sizes, compiled))
     shown = [each for each in found if not each.value.is_passed_on]
     large = [each for each in shown if math.prod(each.value.shape) >= max(min_size, 2)]
     groups: dict[Any, list[_Found]] = defaultdict(list)
@@ -286,9 +286,8 @@ def types_of(
         groups[key].append(each)
     peak = None if compiled is None else _peak(compiled.at_peak)
     rows = [row for group in groups.values() for row in _by_split(group)]
-    values = tuple(_step_value(row, plan, peak) for row in rows)
     return Types(
-        values,
+        tuple(_step_value(row, plan, peak) for row in rows),
         plan.mesh,
         min_size,
         len(shown) - len(large),

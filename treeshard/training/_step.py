@@ -349,11 +349,11 @@ class Step:
         """
         _, program, _ = self._traced(state, batch)
         axes = self._batch_axes()
-        trace = report("_trace.lines").traced(program.jaxpr.jaxpr, self.plan, axes)
-        is_open = any(value.open for value in trace.values)
+        values = report("_trace.lines").traced(program.jaxpr.jaxpr, self.plan, axes)
+        is_open = any(value.open for value in values)
         if is_open and axes_of_type(self._mesh, AxisType.Auto):
             return self.compile(state, batch).types(min_size=min_size)
-        return report("programs._types").types_of(trace, self.plan, min_size)
+        return report("programs._types").types_of(values, self.plan, min_size)
 
     def _roles_in(self, jaxpr: ClosedJaxpr) -> "Roles":
         return report("_trace.roles").roles_of(jaxpr.jaxpr, self.plan, self._batch_axes())
