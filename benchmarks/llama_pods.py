@@ -1,11 +1,9 @@
 """Compiles Llamas for pods, and writes the table of the page about pods.
 
     python -m benchmarks.llama_pods         # compiles, which takes minutes
-    python -m benchmarks.llama_pods --cost  # compiles the first, for the picture of its cost
     python -m benchmarks.llama_pods --page  # only the tables
 
-It needs the compiler for TPUs (`pip install 'treeshard[tpu]'`). Reports are in llama_pods.json, and
-the cost of the first in llama_cost.json, which `python -m tools.draw_pictures` draws.
+It needs the compiler for TPUs (`pip install 'treeshard[tpu]'`). Reports are in llama_pods.json.
 """
 
 import json
@@ -13,7 +11,6 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +20,9 @@ from benchmarks.page import between_marks
 from examples.compile_llama import make_llama
 from treeshard.communication import Collective
 from treeshard.communication._collectives import bytes_on_the_wire, total
-from treeshard.programs import Cost, Transfer
 
 HERE = Path(__file__).parent
-RESULTS, COST = HERE / "llama_pods.json", HERE / "llama_cost.json"
+RESULTS = HERE / "llama_pods.json"
 PAGE = HERE.parent / "docs/guide/the-pod-you-do-not-have.md"
 
 
@@ -48,29 +44,6 @@ def program_of(pod: Pod) -> ts.programs.CompiledStep:
     mesh = ts.make_mesh(pod.mesh, topology=pod.topology, axis_types="explicit")
     step, state, batch = make_llama(mesh, size=pod.size)
     return step.compile(state, batch)
-
-
-def write_cost() -> None:
-    """Compiles the first program, and keeps its cost."""
-    record = asdict(program_of(PODS[0]).cost())
-    transfers = ",\n  ".join(map(json.dumps, record.pop("transfers")))
-    head = json.dumps(record)[:-1]
-    text = f'{head}, "transfers": [\n  {transfers}\n]}}\n'
-    COST.write_text(text.replace(f"{HERE.parent}/", ""))
-
-
-def read_cost() -> Cost:
-    """The cost that was kept."""
-    record = json.loads(COST.read_text(), object_hook=_with_tuples)
-    transfers = [
-        Transfer(**{**each, "collective": Collective(**each["collective"])})
-        for each in record["transfers"]
-    ]
-    return Cost(**{**record, "transfers": tuple(transfers)})
-
-
-def _with_tuples(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(x) if isinstance(x, list) else x for key, x in record.items()}
 
 
 def sent_by(moved: Iterable[Collective]) -> int | None:
@@ -139,9 +112,6 @@ def pages(results: list[dict[str, Any]]) -> dict[Path, str]:
 def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(compile_one(Pod(*sys.argv[2:]))))
-        return
-    if sys.argv[1:] == ["--cost"]:
-        write_cost()
         return
     if sys.argv[1:] != ["--page"]:
         results: list[dict[str, Any]] = []

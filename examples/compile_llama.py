@@ -243,10 +243,10 @@ def main(argv=None, size=None):
     start = time.perf_counter()
     compiled = step.compile(state, batch)
     print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    compared, memory, cost = compiled.communication(), compiled.memory(), compiled.cost()
-    for title, part in (("communication", compared), ("memory", memory), ("cost", cost)):
+    compared, memory = compiled.communication(), compiled.memory()
+    for title, part in (("communication", compared), ("memory", memory)):
         print(f"---- {title}\n{part}\n")
-    return compared, memory, cost
+    return compared, memory
 
 
 if __name__ == "__main__":

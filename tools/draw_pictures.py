@@ -5,10 +5,9 @@
 
 Writes to docs/pictures: the plan as it prints, the sharding of the state with the bytes of each
 device (`ts.draw`), the communication of a step as planned and as compiled (`step.communication`),
-the model of the quick start, and the cost of a step of a Llama along time, as
-`python -m benchmarks.llama_pods --cost` kept it. These are the same files on every machine. The
-loss next to that of one device is not: processors round differently, and the text is the standard
-library's source. So it is drawn only on request.
+and the model of the quick start. These are the same files on every machine. The loss next to that
+of one device is not: processors round differently, and the text is the standard library's source.
+So it is drawn only on request.
 """
 
 import argparse
@@ -23,7 +22,6 @@ from matplotlib.figure import Figure
 from rich.text import Text
 
 import treeshard as ts
-from benchmarks.llama_pods import read_cost
 from examples import train_fsdp
 from tools.pages import ROOT, blocks
 from treeshard._inspection.draw import as_svg
@@ -51,7 +49,6 @@ def main(argv=None):
     first = next(train_fsdp.batches(text, args))
     draw_sharding(state, step, first, mesh, chosen.to)
     ts.draw(quick_start(), to=chosen.to / "quick-start.svg")
-    ts.draw(read_cost(), to=chosen.to / "cost.svg")
     if not chosen.loss:
         return
 

@@ -88,7 +88,7 @@ def run(tmp_path, capsys, monkeypatch):
     sys.modules.pop("steps", None)
 
 
-def test_the_report_has_plan_communication_memory_and_cost(run) -> None:
+def test_the_report_has_plan_communication_and_memory(run) -> None:
     code, out, err = run("make")
     assert code == 0, out
     parts = out.split("\n\n")
@@ -96,16 +96,14 @@ def test_the_report_has_plan_communication_memory_and_cost(run) -> None:
         "path",
         "communication:",
         "memory:",
-        "cost",
         "It",
     ]
     assert "all-gather      fsdp" in parts[1]
     assert "2 leaves, 32,768 elements" in parts[0]
     assert "parameters" in parts[2]
-    assert "computed from published peak speeds, not measured" in parts[3]
     [size] = [line[6:].strip() for line in parts[2].split("\n") if line.startswith("in all")]
     verdict = f"It needs {size} per device; whether that fits is unknown. It moves what is planned."
-    assert parts[4].strip() == verdict
+    assert parts[3].strip() == verdict
     assert err == "compiling steps:make for 8 x cpu (fsdp=8) ...\n"
 
 
@@ -161,7 +159,7 @@ def test_types_adds_the_values_of_the_step(run) -> None:
     assert (grads["shape"], grads["spec"]) == ([2, 64, 128], "P(None, None, 'fsdp')")
     assert (grads["local_shape"], grads["where"]) == ([2, 64, 16], "memory")
     code, out, _ = run("make", "--types")
-    assert "values of a step on fsdp=8, in the compiled program" in out.split("\n\n")[4]
+    assert "values of a step on fsdp=8, in the compiled program" in out.split("\n\n")[3]
 
 
 @pytest.mark.filterwarnings("ignore:jit_step")  # of the axis that nothing uses
@@ -173,7 +171,6 @@ def test_json_has_the_same_facts(run) -> None:
     assert report["fits"] is None
     assert report["memory"]["kinds"]["parameters"] == 4 * 2 * 2 * 64 * 128 // 4
     assert report["memory"]["at_peak"][0].keys() >= {"bytes", "array", "source"}
-    assert report["cost"]["flops"] == 2 * report["cost"]["even_flops"]  # and so work is repeated
     assert [axis["size"] for axis in report["plan"]["mesh"]] == [2, 4]
     gathers = [x for x in report["communication"]["rows"] if x["kind"] == "all-gather"]
     assert [x["planned_count"] for x in gathers] == [x["count"] for x in gathers]

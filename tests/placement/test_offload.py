@@ -113,17 +113,12 @@ def test_a_step_by_hand(mesh: Mesh) -> None:
 
 
 @OFFLOADS
-def test_a_compiled_step_tells_memory_from_the_host_and_that_its_cost_lacks_the_copies(
-    mesh: Mesh,
-) -> None:
+def test_a_compiled_step_tells_memory_from_the_host(mesh: Mesh) -> None:
     state, batch = jax.eval_shape(init, jax.random.key(0)), struct(8, WIDTH)
     plans = [ts.plan(state, rules(memory), mesh) for memory in (None, HOST)]
     here, there = (jit_step(train_step, plan).compile(plan.structs, batch) for plan in plans)
     assert there.memory().host == 2**16
     assert here.memory().arguments - there.memory().arguments == 2**16
-    copies = "the time to copy 128.0 KiB to the host and back"  # both ways together
-    assert {*there.cost().unknown} - {*here.cost().unknown} == {copies}
-    assert f"unknown: {copies}" in str(there.cost())
 
 
 def test_a_plan_shows_the_bytes_of_each_memory(mesh: Mesh) -> None:

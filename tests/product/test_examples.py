@@ -126,7 +126,7 @@ def test_compile_llama_on_both_kinds_of_axes(mesh, ranks, capsys) -> None:
     planned = []
     for axes in ([], ["--explicit"]):
         arguments = [f"--mesh={mesh}", "--tokens=16", "--batch=16", *axes]
-        compared, _, _ = compile_llama.main(arguments, size=LLAMA)
+        compared, _ = compile_llama.main(arguments, size=LLAMA)
         planned.append(
             [(row.kind, row.axes, row.planned_bytes) for row in compared.rows if row.planned_count]
         )

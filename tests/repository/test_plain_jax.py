@@ -44,8 +44,9 @@ def test_what_the_text_below_the_table_says() -> None:
     assert sent(pod, ours) < 1.001 * planned(pod)
     assert of(pod, plain)["findings"] == ["all-reduce", "again"]
     hybrid = "HSDP 8B v5e:16x16"
-    assert 1.02 < sent(hybrid, plain) / sent(hybrid, ours) < 1.03
-    assert of(hybrid, plain)["temporaries"] < of(hybrid, ours)["temporaries"]
+    assert 1.045 < sent(hybrid, plain) / sent(hybrid, ours) < 1.055
+    needed = [of(hybrid, way)["temporaries"] for way in (plain, ours)]
+    assert max(needed) < 1.001 * min(needed)
     for case in plain_jax.CASES:
         if "ZeRO-1" not in case.strategy and case.topology != "v5e:16x16":
             assert sent(case.name, alone) > max(sent(case.name, plain), sent(case.name, ours))
@@ -56,7 +57,6 @@ def test_what_the_text_below_the_table_says() -> None:
     assert sent(as_they_are, ours) == sent(whole, plain)
     torus = "FSDP 8B, 4 layers v5e:4x4"
     assert of(torus, plain)["kinds"]["collective-permute"] > 1000
-    assert of(torus, plain)["exposed_seconds"] < of(torus, ours)["exposed_seconds"]
     assert of(torus, ours)["findings"] == []
     for zero in ("ZeRO-1 0.1B v5e:2x4", "ZeRO-1 1B h100:8"):
         assert sent(zero, ours) == sent(zero, plain) < planned(zero)

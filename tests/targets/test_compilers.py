@@ -125,11 +125,6 @@ def test_a_program_is_read_as_it_is(name: str, target: str) -> None:
         live = sum(buffer.bytes for buffer in memory.at_peak)
         assert 0.93 <= live / memory.temporaries <= 1.06
 
-    cost = compiled.cost()
-    assert cost.unknown == ()
-    assert cost.flops == pytest.approx(cost.even_flops, rel=0.02)
-    assert cost.seconds
-
 
 @pytest.mark.parametrize(
     ("axes", "axis_types", "kind"),
@@ -206,16 +201,13 @@ def offloading(mesh: jax.sharding.Mesh):
 
 
 @pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
-def test_what_a_policy_offloads_is_in_memory_and_cost(target: str) -> None:
+def test_what_a_policy_offloads_is_in_memory(target: str) -> None:
     step, state, batch = offloading(ts.make_mesh("fsdp=8", topology=target))
     compiled = step.compile(state, batch)
-    memory, cost = compiled.memory(), compiled.cost()
+    memory = compiled.memory()
     of_all_layers = 4 * 512 * 1024 * 2
     assert (memory.host, memory.offloaded) == (0, of_all_layers)
-    assert (cost.to_host_bytes, cost.from_host_bytes) == (of_all_layers, of_all_layers)
-    assert "the time to copy 8.0 MiB to the host and back" in cost.unknown
     assert re.search("^and offloaded to it +4.0 MiB$", str(memory), re.MULTILINE)
-    assert re.search("^to the host +4.0 MiB  unknown$", str(cost), re.MULTILINE)
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -228,10 +220,9 @@ def test_offloaded_moments_free_their_bytes() -> None:
         step, state, batch = llama("1b", "v5e-8", 16, memory)
         with jax.numpy_rank_promotion("allow"):
             compiled = step.compile(state, batch, compiler_options=scarce)
-        found, cost = compiled.memory(), compiled.cost()
+        found = compiled.memory()
         totals[memory] = found.total
     assert found.host == step.plan.bytes_per_device("pinned_host") > 2**30
-    assert cost.to_host_bytes == cost.from_host_bytes == found.host
     assert totals[None] - totals["pinned_host"] >= 0.98 * found.host
 
 
@@ -290,7 +281,6 @@ def test_other_devices_can_be_compiled_for(topology: str, axes: str) -> None:
     step, state, batch = too_large(ts.make_mesh(axes, topology=topology, **more), rows=64)
     compiled = step.compile(state, batch)
     assert compiled.memory().fits
-    assert compiled.cost().seconds
 
 
 _COMPILE_8B = """

@@ -77,7 +77,6 @@ def test_absent_devices_can_be_compiled_for(strategy: str, target: str) -> None:
             plan.structs, model.batch
         )
         assert compiled.memory().fits
-        assert compiled.cost().even_flops
         assert [row for row in compiled.communication().rows if row.count]
 
 

@@ -65,11 +65,12 @@ PROGRAMS = [
 @pytest.mark.parametrize(("topology", "way"), PROGRAMS)
 def test_no_gradient_is_reduced_whole(topology: str, way: str) -> None:
     step = compiled(topology, way)
-    compared, cost = step.communication(), step.cost()
+    compared = step.communication()
     assert {x.kind for x in collectives(step.compiled) if x.part} >= {"reduce-scatter"}
     size = step.plan.mesh.size
     planned = sum(bytes_on_the_wire(x.kind, x.total_bytes, size) or 0 for x in compared.planned)
-    assert cost.hidden_bytes + cost.exposed_bytes <= 1.03 * planned
+    sent = sum(x.wire_bytes * x.count for x in compared.compiled)
+    assert sent <= 1.03 * planned
     assert compared.unplanned == ()
     counts = {(row.kind, row.axes): (row.count, row.bytes) for row in compared.rows}
     counts.pop(("collective-permute", ("fsdp",)), None)  # what shifts padded results into place
@@ -78,7 +79,6 @@ def test_no_gradient_is_reduced_whole(topology: str, way: str) -> None:
         ("all-gather", ("fsdp",)): of_all_weights,
         ("reduce-scatter", ("fsdp",)): of_all_weights,
     }
-    assert cost.unknown == ()
 
 
 @pytest.mark.parametrize("topology", SLICES)

@@ -181,14 +181,13 @@ def test_the_texts_of_other_programs_differ(texts: list[str]) -> None:
     assert len(set(texts)) == len(texts) == 3
 
 
-def test_memory_and_cost_are_of_that_program_too() -> None:
+def test_memory_is_of_that_program_too() -> None:
     model = MODELS["layers"]()
     plan = plan_of(model, "hsdp", mesh_of("hsdp", "explicit"))
     given = [(ts.shard(state_of(model), plan), model.batch), next(forms(model, plan))]
     compiled = [make_step(model, plan, ts.training.value_and_grad).compile(*each) for each in given]
     of_arrays, of_structs = compiled
     assert str(of_arrays.memory()) == str(of_structs.memory())
-    assert str(of_arrays.cost()) == str(of_structs.cost())
     shards = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(given[0][0]))
     rows = sum(np.asarray(x).nbytes for x in model.batch) // plan.mesh.size
     assert of_structs.memory().arguments == shards + rows

@@ -87,8 +87,7 @@ its state and batch, as arrays or as jax.ShapeDtypeStructs. In train.py:
   treeshard compile train:make_step --topology h100:2x8
   treeshard compile train:make_step            # for 8 simulated CPUs
 
-Prints the plan, what the program moves, and the memory and the time that it needs. The time is
-computed from published peak speeds, not measured.
+Prints the plan, what the program moves, and the memory that it needs.
 
 exit code: 0 if it fits and moves what is planned, 1 if it does not fit, 3 if it fits and moves
 other than planned (1 with --strict), or 2 if the input is invalid. If the memory of a device is

@@ -116,7 +116,6 @@ def load_step(text: str, mesh: jax.sharding.Mesh) -> tuple[Step, Any, Any]:
 def _as_text(compiled: CompiledStep, moved: Any, types: Types | None) -> str:
     memory = compiled.memory()
     parts = [str(compiled.plan), f"communication:\n{moved}", f"memory:\n{memory}"]
-    parts.append(f"cost, {compiled.cost()}")
     if types is not None:
         parts.append(f"{types}")
     verdict = _VERDICTS[memory.fits].format(size=human_bytes(memory.total))
@@ -137,7 +136,7 @@ def _moves(moved: Any) -> str:
 
 
 def _as_json(compiled: CompiledStep, moved: Any, types: Types | None) -> str:
-    memory, cost = compiled.memory(), compiled.cost()
+    memory = compiled.memory()
     # `asdict` has the fields of a record, and not its properties, such as the total.
     report = {
         "plan": json.loads(compiled.plan.to_json()),
@@ -152,7 +151,6 @@ def _as_json(compiled: CompiledStep, moved: Any, types: Types | None) -> str:
             **asdict(memory),
             "at_peak": [buffer._asdict() for buffer in memory.at_peak],
         },
-        "cost": {"seconds": cost.seconds, "bound": cost.bound, **asdict(cost)},
     }
     if types is not None:
         report["types"] = [

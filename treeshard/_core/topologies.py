@@ -29,12 +29,7 @@ class Chip:
         kind: JAX's `device_kind`.
         memory: Bytes of its memory. For TPUs, those that their compiler says when it refuses. Of
             GPUs, JAX allocates only a part.
-        flops: Peak dense bf16 floating-point operations per second.
         memory_bandwidth: Bytes per second, to and from HBM.
-        link_bandwidth: Bytes per second and direction: of one link of the torus between TPUs, or
-            of all NVLinks of a GPU together.
-        network_bandwidth: Bytes per second and direction of this device's share in the network
-            between slices, or between nodes of GPUs.
         dims: The dims of the torus: 2 or 3; 0 where a node's devices are all connected.
         devices: Devices per chip.
         named_by: What the number in a name such as `v5p-1024` counts per chip.
@@ -43,28 +38,24 @@ class Chip:
     name: str
     kind: str
     memory: int
-    flops: float
     memory_bandwidth: float
-    link_bandwidth: float
-    network_bandwidth: float
     dims: int
     devices: int = 1
     named_by: int = 1
 
 
 # Sources: the pages "System architecture" of Cloud TPU (TPU v4, v5e, v5p, v6e, TPU7x), and the data
-# sheets of NVIDIA's H100 SXM and H200 SXM with DGX nodes of 8 GPUs and 8 x 400 Gb/s. Bandwidths
-# between chips are half of the published bidirectional figure per chip, divided by its links.
+# sheets of NVIDIA's H100 SXM and H200 SXM.
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", "TPU v4", int(30.75 * GIB), 275e12, 1228e9, 45e9, 3.1e9, 3, 1, 2),
-        Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 197e12, 819e9, 45e9, 3.1e9, 2),
-        Chip("v5p", "TPU v5", int(95.74 * GIB), 459e12, 2765e9, 90e9, 6.2e9, 3, 1, 2),
-        Chip("v6e", "TPU v6 lite", int(31.25 * GIB), 918e12, 1638e9, 90e9, 12.5e9, 2),
-        Chip("tpu7x", "TPU7x", int(94.75 * GIB), 1153e12, 3690e9, 90e9, 6.2e9, 3, 2, 2),
-        Chip("h100", "NVIDIA H100 80GB HBM3", 84978434048, 989e12, 3352e9, 450e9, 50e9, 0),
-        Chip("h200", "NVIDIA H200", 150754820096, 989e12, 4800e9, 450e9, 50e9, 0),
+        Chip("v4", "TPU v4", int(30.75 * GIB), 1228e9, 3, 1, 2),
+        Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 819e9, 2),
+        Chip("v5p", "TPU v5", int(95.74 * GIB), 2765e9, 3, 1, 2),
+        Chip("v6e", "TPU v6 lite", int(31.25 * GIB), 1638e9, 2),
+        Chip("tpu7x", "TPU7x", int(94.75 * GIB), 3690e9, 3, 2, 2),
+        Chip("h100", "NVIDIA H100 80GB HBM3", 84978434048, 3352e9, 0),
+        Chip("h200", "NVIDIA H200", 150754820096, 4800e9, 0),
     )
 }
 _ALIASES = {"v5litepod": "v5e", "trillium": "v6e", "v7x": "tpu7x", "ironwood": "tpu7x"}

@@ -37,8 +37,8 @@ def draw(x: Any, to: str | Path | None = None) -> None:
     which device holds which part. No values are read.
 
     Args:
-        x: A `Plan`, a live tree, `ShapeDtypeStruct`s with shardings, one array, the `Types` of a
-            step, or its `Cost`: its compute and its collectives along time.
+        x: A `Plan`, a live tree, `ShapeDtypeStruct`s with shardings, one array, or the
+            `Types` of a step.
         to: A file to write instead of printing: `"plan.svg"`. It also has a bar for the bytes on
             each device.
 
@@ -59,7 +59,7 @@ def draw(x: Any, to: str | Path | None = None) -> None:
     Source:
         `jax.debug.visualize_array_sharding`, for trees and for ranks above 2.
     """
-    is_table = hasattr(x, "__rich__")  # such as `Types` and `Cost`
+    is_table = hasattr(x, "__rich__")  # such as `Types`
     leaves = [] if is_table else placed_leaves(x)
     if not (is_table or leaves):
         raise LeafError(

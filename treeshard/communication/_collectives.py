@@ -13,7 +13,6 @@ from functools import cache, partial
 
 from treeshard._core.mesh import MeshLike
 from treeshard._core.text import columns, human_bytes, is_line
-from treeshard.communication._algorithms import links_used
 from treeshard.communication._dataflow import (
     Context,
     Dataflow,
@@ -86,7 +85,6 @@ class Collective:
             a part of them, as with `axis_index_groups`; else `None`.
         part: Which part: the number of devices of a group, and how far apart they are along the
             axes of `within`; `None` if unevenly, or if groups span whole axes.
-        links: How many links of each chip it uses at once, if the text says so, as for TPUs.
 
     Examples:
         >>> Collective("all-gather", "float32", 4096, 3584, ("fsdp",), count=12).total_bytes
@@ -108,7 +106,6 @@ class Collective:
     is_widened: bool = False
     is_inserted: bool = False
     within: tuple[str, ...] | None = None
-    links: int | None = None
     part: tuple[int, int] | None = None
 
     @property
@@ -386,7 +383,6 @@ class CollectiveReader:
         op_name, source = self._named(context.computation, op, is_inserted)
         if kind == "unknown" and op_name is None:
             op_name = op.target or op.opcode
-        links = links_used(op) or links_used(context.op)
         buffers = self._buffers(context, kind, op, groups)
         for buffer, read in buffers:
             shard = self._shard_in_zeros(kind, read)
@@ -409,7 +405,6 @@ class CollectiveReader:
                 is_widened=_is_widened(op, buffer.dtype, origins),
                 is_inserted=is_inserted,
                 within=groups.within,
-                links=links,
                 part=None if groups.stride is None else (groups.size or 0, groups.stride),
             )
 

@@ -1,13 +1,12 @@
-"""Compiled steps before they run: what memory they need, what they move, what bounds them.
+"""Compiled steps before they run: what memory they need, what they move.
 
 `step.compile(state, batch)` returns a `CompiledStep`, for attached devices and for those of
-`make_mesh(topology=...)`; its `memory()` is a `Memory`, its `cost()` a `Cost`, its `types()` the
-values that it computes, as `Types`.
+`make_mesh(topology=...)`; its `memory()` is a `Memory`, its `types()` the values that it
+computes, as `Types`.
 """
 
 from treeshard._core.topologies import CHIPS, Chip
 from treeshard.programs._compiled_step import CompiledStep
-from treeshard.programs._cost import Cost, Transfer
 from treeshard.programs._memory import LiveBuffer, Memory
 from treeshard.programs._types import StepValue, Types
 
@@ -15,11 +14,9 @@ __all__ = [
     "CHIPS",
     "Chip",
     "CompiledStep",
-    "Cost",
     "LiveBuffer",
     "Memory",
     "StepValue",
-    "Transfer",
     "Types",
 ]
 

@@ -5,10 +5,9 @@ call fails; so what it says of its memory is compared here with what JAX allocat
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from jax.extend.core import ClosedJaxpr
 from treeshard._core.make_mesh import is_attached, with_devices
 from treeshard._core.spec_trees import SpecTree
 from treeshard._core.text import parse_bytes
-from treeshard._core.topologies import Chip
 from treeshard._planning.plan import Plan
 from treeshard._trace.lines import traced
 from treeshard._trace.roles import Roles, roles_of, with_roles
@@ -25,7 +23,6 @@ from treeshard.communication._comparison import Comparison, compare_step
 from treeshard.communication._forecast import batch_axes, check_options
 from treeshard.communication._program import ReadProgram, read_program
 from treeshard.errors import DoesNotFitError
-from treeshard.programs._cost import Cost, cost_of
 from treeshard.programs._memory import Memory, memory_of
 from treeshard.programs._types import ReadValues, Types, types_of
 
@@ -99,25 +96,6 @@ class CompiledStep:
         return memory_of(
             self.compiled, self._read.graph, self.plan, self.roles, self.batch, self.jaxpr
         )
-
-    def cost(
-        self, chip: Chip | None = None, *, kernels: Mapping[str, int] = MappingProxyType({})
-    ) -> Cost:
-        """Estimates what the program computes and moves, and the time that this takes.
-
-        Args:
-            chip: Peaks and links of the device, instead of the published ones.
-            kernels: The operations of kernels that do not say it themselves, by a part of their
-                name: `{"splash_mha_dkv": 10**12}`, each time that a device runs one. It goes before
-                the `cost_estimate` of a Pallas kernel.
-
-        Returns:
-            A `Cost`, from published peaks. What it could not count is listed in it, and the rest is
-            a lower bound.
-        """
-        compared = self._compared
-        moved = list(zip(compared.compiled, compared.leaves, strict=True))
-        return cost_of(self._read, moved, self.jaxpr, self.plan, chip, kernels)
 
     def types(self, *, min_size: int | None = None) -> Types:
         """Lists the values that the step computes: their shapes, specs and bytes, and where in the
