@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import treeshard as ts
 from treeshard.checkpoint import Checkpoints, restore, save
+from treeshard.checkpoint._paths import partial_path
 from treeshard.interchange import load_safetensors, save_safetensors
 
 Call = tuple[str, str]
@@ -184,3 +185,39 @@ def test_threads_of_failed_saves_print_nothing(tmp_path: Path) -> None:
     )
     assert (ended.stdout.split(), ended.stderr) == (["failed"] * 10, "")
     assert not list((tmp_path / "run").iterdir())
+
+
+def test_an_error_of_cleaning_up_does_not_replace_the_first(tmp_path: Path, monkeypatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    def fail_later(path: Any) -> dict[str, int]:
+        return fail() if partial_path(path).exists() else {}
+
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        with monkeypatch.context() as dead:
+            dead.setattr("treeshard.checkpoint._save.flush_tree", fail)
+            dead.setattr("treeshard.checkpoint._save.sweep", fail_later)
+            checkpoints.save(1, {"w": np.ones(3)})
+            with pytest.raises(ts.CheckpointError, match="1 was not saved.* Input/output error"):
+                checkpoints.wait()
+        with pytest.warns(ts.ShardingWarning, match="had left in"):
+            checkpoints.save(1, {"w": np.ones(3)})
+        checkpoints.wait()
+        assert checkpoints.steps() == (1,)
+
+
+def test_a_name_that_cannot_be_flushed_is_told_of_a_complete_checkpoint(
+    tmp_path: Path, monkeypatch
+) -> None:
+    def fail(path: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("treeshard.checkpoint._save.flush", fail)
+    with pytest.raises(ts.CheckpointError) as told:
+        save(tmp_path / "2", {"w": np.ones(3)})
+    assert str(told.value) == (
+        f"{tmp_path}/2 is complete and can be read, but it may not survive a power cut: {tmp_path}"
+        " could not be flushed: [Errno 5] Input/output error."
+    )
+    assert restore(tmp_path / "2")["w"].tolist() == [1, 1, 1]

@@ -207,7 +207,8 @@ class Lock:
         """Closes a forked process's copy of the handle, which would keep the lock held."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            os.close(handle)
+            with suppress(OSError):  # of a disk that is gone: the handle is closed all the same
+                os.close(handle)
 
 
 def lock_of_killed(file: Path) -> Lock | None:

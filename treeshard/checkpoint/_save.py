@@ -129,7 +129,7 @@ def begin(
                 for leaf_path, leaf in zip(leaf_paths(tree), tree_leaves(tree), strict=True):
                     facts |= fact_of_origin(leaf_path, leaf)
         if first:
-            held.callback(sweep, path)  # after a failure, before the lock is released
+            held.callback(_clean_up, path)  # after a failure, before the lock is released
         thread = ThreadPoolExecutor(1, "treeshard-save")
         created = False
         try:
@@ -197,6 +197,11 @@ def _tell(differing: Mapping[str, str], on_divergence: str) -> None:
 # ------------------------------------------------------------------ the stages
 
 
+def _clean_up(path: epath.Path) -> None:
+    with suppress(Exception):  # the first error is the one to raise, and the next save sweeps again
+        sweep(path)
+
+
 def _locked(path: epath.Path) -> AbstractContextManager[Any]:
     """Creates the parent directory, and locks the path against other writers."""
     if not path.name:
@@ -249,20 +254,28 @@ def _finish(
                 sizes = flush_tree(written_by(partial, me))
                 own = _Written(own.parts, len(sizes), sum(sizes.values()))
             reports.append(json.dumps(own).encode())
-        with _stage(path, "committed", AS_LONG_AS_IT_TAKES):
+        with _stage(path, "committed", AS_LONG_AS_IT_TAKES) as unflushed:
             if me == 0:
                 every = [_Written(*json.loads(report)) for report in reports]
                 merge(partial, [i for i, x in enumerate(every) if x.parts], leaves)
-                _commit(path, partial, text, every)
+                unflushed.append(_commit(path, partial, text, every).encode())
+        if unflushed[0]:
+            raise CheckpointError(
+                f"{path} is complete and can be read, but it may not survive a power cut:"
+                f" {path.parent} could not be flushed: {unflushed[0].decode()}."
+            )
 
 
-def _commit(path: epath.Path, partial: epath.Path, text: str, every: Sequence[_Written]) -> None:
-    """Makes a written checkpoint visible under its name, if it can be read back."""
+def _commit(path: epath.Path, partial: epath.Path, text: str, every: Sequence[_Written]) -> str:
+    """Makes a written checkpoint visible under its name, if it can be read back.
+
+    Returns why the name could not be flushed; empty if it was.
+    """
     (partial / MARK).unlink()
     if not is_local(path):
         _check_table(partial, text)
         (path / COMMITTED).write_text("")
-        return
+        return ""
     list_files(partial)
     # The rename may reach the disk before the files do, unless these are flushed first; and it is
     # on the disk only once the directory that has the name is.
@@ -270,7 +283,11 @@ def _commit(path: epath.Path, partial: epath.Path, text: str, every: Sequence[_W
     _check_table(partial, text)
     _check_sizes(partial, sizes, every)
     partial.rename(path)
-    flush(path.parent)
+    try:
+        flush(path.parent)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _check_table(partial: epath.Path, text: str) -> None:
