@@ -362,6 +362,10 @@ def check_parts_are_joined(context: Context) -> None:
     mine = {name: x[rows] for name, x in whole.items()} | {"name": "train", "kept": arange(2)}
     specs = {"x": P(("data", "fsdp")), "y": P(("data", "fsdp")), "name": P(), "kept": None}
     batch = ts.from_process_local(mine, specs, mesh_2d())
+    structs = {name: jax.ShapeDtypeStruct(mine[name].shape, mine[name].dtype) for name in whole}
+    for name, x in ts.from_process_local(structs, P(("data", "fsdp")), mesh_2d()).items():
+        made = batch[name]
+        assert (x.shape, x.dtype, x.sharding) == (made.shape, made.dtype, made.sharding)
     assert batch["name"] == "train"
     assert batch["kept"] is mine["kept"]
     assert batch["x"].sharding == NamedSharding(mesh_2d(), P(("data", "fsdp")))

@@ -557,3 +557,23 @@ def test_functions_need_specs_and_a_mesh_with_devices(mesh: Mesh) -> None:
         ts.make_shard_and_gather_fns({"w": P()})
     with pytest.raises(ts.NoMeshError, match="make_shard_and_gather_fns: the mesh"):
         ts.make_shard_and_gather_fns({"w": P()}, mesh.abstract_mesh)
+
+
+def test_structs_of_local_parts_become_those_of_the_batch(mesh: Mesh) -> None:
+    part = {"x": np.ones((16, 3)), "ids": np.ones(8, np.int32), "name": "train"}
+    specs = {"x": P(("data", "fsdp")), "ids": P("data"), "name": None}
+    structs = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, np.ndarray) else x
+        for name, x in part.items()
+    }
+    made = ts.from_process_local(part, specs, mesh)
+    found = ts.from_process_local(structs, specs, mesh)
+    assert found["name"] == "train"
+    for name in ("x", "ids"):
+        x, array = found[name], made[name]
+        assert type(x) is jax.ShapeDtypeStruct
+        assert (x.shape, x.dtype, x.sharding) == (array.shape, array.dtype, array.sharding)
+    with pytest.raises(ts.SpecError, match="3 is not divisible by 8"):
+        ts.from_process_local(jax.ShapeDtypeStruct((3,), "int32"), P(("data", "fsdp")), mesh)
+    with pytest.raises(LeafError, match="holds no values"):
+        ts.from_process_local({"x": part["x"], "y": structs["x"]}, P("data"), mesh)

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
-from treeshard._core.arrays import array_text
+from treeshard._core.arrays import array_text, device_dtype, has_shape
 from treeshard._core.make_mesh import make_mesh
 from treeshard._core.meetings import check_in_step, count_batch, note, set_origin, tell_batch
 from treeshard._core.mesh import AnyMesh, MeshLike, as_mesh
@@ -61,6 +61,12 @@ def from_process_local(
         >>> batch["x"].shape, batch["x"].addressable_shards[0].data.shape
         ((16, 3), (2, 3))
 
+        The shape and the sharding of the batch, before there are data:
+
+        >>> struct = jax.ShapeDtypeStruct((16, 3), "float32")
+        >>> from_process_local(struct, P(("data", "fsdp")), mesh).sharding.spec
+        P(('data', 'fsdp'),)
+
     Along a dim that is sharded over processes, their parts are concatenated in the order of the
     mesh: two processes that pass `(4, d1)` each, with `P("data")`, get an array of shape
     `(8, d1)`. Along other dims each process passes the full length, with the same values.
@@ -78,14 +84,16 @@ def from_process_local(
 
     Args:
         tree: Any pytree of numpy arrays, or of JAX arrays on devices of this process. Other
-            leaves pass through untouched.
+            leaves pass through untouched. Or of `jax.ShapeDtypeStruct`s in place of all arrays:
+            nothing is compared between processes then.
         specs: As in `shard`.
         mesh: As in `shard`.
         timeout: Seconds to wait for other processes, the first time.
 
     Returns:
         The tree with a `jax.Array` in place of each array. They share no memory with the tree.
-        With a single process, whose part is the full array, what `shard` returns.
+        With a single process, whose part is the full array, what `shard` returns. Of structs, the
+        structs of these arrays, with their shardings.
 
     Raises:
         UnknownAxisError, SpecError, DeletedLeafError, NoMeshError, MeshError: As `shard`.
@@ -100,9 +108,14 @@ def from_process_local(
         `jax.make_array_from_process_local_data`.
     """
     mesh = as_mesh(mesh, make_mesh)
+    leaves, treedef = tree_flatten(tree)
+    arrays = [x for x in leaves if has_shape(x)]
+    if arrays and all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        for i, target in _joint_shardings(tree, leaves, specs, mesh, structs=True).items():
+            leaves[i] = _joint_struct(leaves[i], target)
+        return treedef.unflatten(leaves)
     if jax.process_count() == 1:
         return place(tree, specs, mesh, Call(WHERE, through_host))
-    leaves, treedef = tree_flatten(tree)
     processes = tuple(participating_processes((), meshes_of(specs, mesh)))
     check_in_step(WHERE, processes)
     count_batch(processes)
@@ -157,23 +170,34 @@ def _joint_array(part: Any, target: NamedSharding) -> jax.Array:
     return as_keys(joint, part)
 
 
+def _joint_struct(part: jax.ShapeDtypeStruct, target: NamedSharding) -> jax.ShapeDtypeStruct:
+    shape = _joint_shape(part.shape, target.mesh, target.spec)
+    return jax.ShapeDtypeStruct(shape, device_dtype(part.dtype), sharding=target)
+
+
 def _joint_shardings(
-    tree: PyTree, leaves: list[Any], specs: SpecTree, mesh: AnyMesh | None
+    tree: PyTree,
+    leaves: list[Any],
+    specs: SpecTree,
+    mesh: AnyMesh | None,
+    *,
+    structs: bool = False,
 ) -> dict[int, NamedSharding]:
     """The shardings of the joint arrays; raises one error for all leaves that cannot be joined."""
     laid_specs = lay_on_devices(tree, specs, mesh, WHERE)
-    joint = {i: _joint_spec(leaves[i], laid) for i, laid in laid_specs.items()}
+    joint = {i: _joint_spec(leaves[i], laid, structs=structs) for i, laid in laid_specs.items()}
     raise_unmovable(tree, {i: x for i, x in joint.items() if isinstance(x, Misfit)}, WHERE)
     return {i: x.sharding for i, x in joint.items() if isinstance(x, LaidSpec)}
 
 
-def _joint_spec(leaf: Any, laid: LaidSpec) -> LaidSpec | Misfit:
+def _joint_spec(leaf: Any, laid: LaidSpec, *, structs: bool) -> LaidSpec | Misfit:
     """The spec of the joint array of parts like `leaf`, or why it cannot be had."""
     if is_spread(leaf):
         why = "it is already on devices of several processes. `reshard` moves it."
         return Misfit(LeafError, why)
     # Whether axes divide a dim, the length of the joint array decides.
-    misfit = unmovable(leaf) or laid.misfit(UNPLACEABLE - {"indivisible"})
+    misfit = None if structs else unmovable(leaf)
+    misfit = misfit or laid.misfit(UNPLACEABLE - {"indivisible"})
     if misfit is not None:
         return misfit
     shape = tuple(leaf.shape)
