@@ -213,11 +213,21 @@ def test_a_name_that_cannot_be_flushed_is_told_of_a_complete_checkpoint(
     def fail(path: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("treeshard.checkpoint._save.flush", fail)
-    with pytest.raises(ts.CheckpointError) as told:
-        save(tmp_path / "2", {"w": np.ones(3)})
+    with monkeypatch.context() as dead:
+        dead.setattr("treeshard.checkpoint._save.flush", fail)
+        with pytest.raises(ts.CheckpointError) as told:
+            save(tmp_path / "2", {"w": np.ones(3)})
     assert str(told.value) == (
         f"{tmp_path}/2 is complete and can be read, but it may not survive a power cut: {tmp_path}"
         " could not be flushed: [Errno 5] Input/output error."
     )
     assert restore(tmp_path / "2")["w"].tolist() == [1, 1, 1]
+    with recorded() as calls:
+        save(tmp_path / "2", {"w": np.ones(3)})
+    assert ("fsync", str(tmp_path)) in calls
+    for other in ({"w": np.zeros(3)}, {"v": np.ones(3)}, {"w": np.ones(4)}):
+        with pytest.raises(ts.CheckpointError, match="There is already a checkpoint at"):
+            save(tmp_path / "2", other)
+    next((tmp_path / "2" / "state").rglob("d/*")).unlink()
+    with pytest.raises(ts.CheckpointError, match="There is already a checkpoint at"):
+        save(tmp_path / "2", {"w": np.ones(3)})

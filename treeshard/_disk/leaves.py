@@ -100,7 +100,7 @@ def _plain(x: Any) -> Any:
 
 def in_class_of(value: Any, leaf: Any, path: str) -> Any:
     """What `_plain` made of another value of the class of `leaf`, in this class again."""
-    kind = type(leaf)
+    kind: Any = type(leaf)
     if type(value) is kind or type(value) not in _SCALAR_KINDS:
         return value
     if not isinstance(leaf, Enum):

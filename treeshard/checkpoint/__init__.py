@@ -70,7 +70,8 @@ def save(
 
     Args:
         path: The directory to create, the same on every process, on a file system or object store
-            that all of them share. It must not exist yet.
+            that all of them share. It must not exist yet, unless as a whole checkpoint of the same
+            values, which is flushed to the disk once more.
         tree: Any pytree. Arrays of every JAX dtype, typed PRNG keys, Python numbers, strings,
             bytes and `None` are saved. Of enums, the name is saved. Functions, types, modules and
             dtypes are static: they are not saved, and `restore` takes them from its like-tree. An

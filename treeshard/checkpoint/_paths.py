@@ -171,7 +171,7 @@ def latest_in(directory: epath.Path) -> int | None:
     """
     for step in reversed(steps_in(directory)):
         path = directory / str(step)
-        lacking = _lacking(path)
+        lacking = lacking_files(path)
         if not lacking:
             return step
         warn(
@@ -181,7 +181,7 @@ def latest_in(directory: epath.Path) -> int | None:
     return None
 
 
-def _lacking(path: epath.Path) -> list[str]:
+def lacking_files(path: epath.Path) -> list[str]:
     """The files of its arrays that a checkpoint lacks, or has in another size than it saved."""
     if not is_local(path):
         return []
